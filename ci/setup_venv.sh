@@ -1,0 +1,20 @@
+#!/bin/sh
+# Creates the virtual environment $1 with what the build, the tests and the lint need. If $PYTHON has torch it is
+# used as it is, and so is every other package that is already there (a GPU machine may be offline).
+set -eu
+venv=$1
+tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich numpy"
+if "$PYTHON" -c "import torch" 2>/dev/null; then
+  "$PYTHON" -m venv --system-site-packages "$venv"
+  # A venv made from a venv does not see the outer one's packages: name them.
+  "$PYTHON" -c "import site, sysconfig; print(sysconfig.get_paths()['purelib'])" \
+    > "$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/outer.pth"
+  missing=""
+  for tool in $tools; do
+    "$venv/bin/python" -c "import importlib.metadata as m; m.version('$tool')" 2>/dev/null || missing="$missing $tool"
+  done
+  [ -z "$missing" ] || "$venv/bin/pip" install -q $missing || echo "mla_fp8: could not install:$missing (offline?)"
+else
+  "$PYTHON" -m venv "$venv"
+  "$venv/bin/pip" install -q -c ci/constraints.txt torch $tools
+fi

@@ -1,0 +1,111 @@
+#pragma once
+// e4m3fn, e4m3fnuz, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic wherever a
+// subnormal could meet a flush-to-zero mode.
+#include <cstdint>
+#include <cstring>
+
+#include "common/kv_layout.h"
+
+namespace mla_fp8 {
+
+MLA_HD uint32_t float_bits(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+MLA_HD float bits_float(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+inline constexpr uint32_t kSignMask = 0x80000000u;
+inline constexpr uint32_t kInfBits = 0x7f800000u;
+inline constexpr uint32_t kNanBits = 0x7fc00000u;
+
+MLA_HD float bf16_to_float(uint16_t x) { return bits_float(uint32_t{x} << 16); }
+
+// Round to nearest even; NaN stays NaN (quiet, payload's top bits kept).
+MLA_HD uint16_t float_to_bf16(float x) {
+  const uint32_t u = float_bits(x);
+  if ((u & ~kSignMask) > kInfBits) return static_cast<uint16_t>((u >> 16) | 0x40u);
+  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// What the two e4m3 encodings differ in.
+template <Format kFormat>
+struct E4m3 {
+  static_assert(kFormat != Format::kBf16);
+  static constexpr bool kFnuz = kFormat == Format::kE4m3fnuz;
+  static constexpr int kBias = kFnuz ? 8 : 7;
+  static constexpr float kQuantum = kFnuz ? 0x1p-10f : 0x1p-9f;  // value of the smallest subnormal
+  static constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;  // as float bits
+};
+
+template <Format kFormat>
+MLA_HD float e4m3_to_float(uint8_t x) {
+  using F = E4m3<kFormat>;
+  const bool is_nan = F::kFnuz ? x == 0x80 : (x & 0x7f) == 0x7f;
+  const uint32_t sign = uint32_t{x & 0x80u} << 24, exponent = (x >> 3) & 15u, mantissa = x & 7u;
+  if (is_nan) return bits_float((F::kFnuz ? 0u : sign) | kNanBits);
+  if (exponent == 0) return bits_float(float_bits(static_cast<float>(mantissa) * F::kQuantum) | sign);
+  return bits_float(sign | ((exponent + 127 - F::kBias) << 23) | (mantissa << 20));
+}
+
+// Nearest even, saturating at +-max (which must be representable); NaN stays NaN.
+template <Format kFormat>
+MLA_HD uint8_t float_to_e4m3(float x, float max = format_max(kFormat)) {
+  using F = E4m3<kFormat>;
+  const uint32_t u = float_bits(x);
+  const uint8_t sign = static_cast<uint8_t>((u >> 24) & 0x80u);
+  uint32_t a = u & ~kSignMask;
+  if (a > kInfBits) return F::kFnuz ? uint8_t{0x80} : static_cast<uint8_t>(sign | 0x7f);
+  if (a > float_bits(max)) a = float_bits(max);
+  uint32_t code;
+  if (a < F::kMinNormal) {
+    // Adding 2^23 quanta leaves the rounded multiple of the quantum in the low mantissa bits.
+    constexpr float kMagic = F::kQuantum * 0x1p23f;
+    code = float_bits(bits_float(a) + kMagic) - float_bits(kMagic);
+  } else {
+    code = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - ((127u - F::kBias) << 3);
+  }
+  return F::kFnuz && code == 0 ? uint8_t{0}
+                               : static_cast<uint8_t>(sign | code);  // fnuz has no -0: 0x80 is NaN
+}
+
+// ue8m0: value 2^(x - 127), 255 is NaN. Byte 0 is a float subnormal.
+MLA_HD float ue8m0_to_float(uint8_t x) {
+  if (x == 255) return bits_float(kNanBits);
+  return bits_float(x == 0 ? 0x00400000u : uint32_t{x} << 23);
+}
+
+// Biased exponent of the smallest power of two >= max(max(amax, amax_floor) / fp8_max, scale_floor). Exact:
+// amax has 8 significant bits, so the division never rounds onto a power of two that it exceeds.
+MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_floor, float fp8_max) {
+  float scale = (amax > amax_floor ? amax : amax_floor) / fp8_max;
+  scale = scale > scale_floor ? scale : scale_floor;
+  const uint32_t u = float_bits(scale);
+  return static_cast<uint8_t>((u >> 23) + ((u & 0x7fffffu) != 0));
+}
+// 2^(127 - exponent): the exact reciprocal of a stored scale. The floors keep exponent in [105, 247].
+MLA_HD float ue8m0_reciprocal(uint8_t exponent) { return bits_float(uint32_t(254 - exponent) << 23); }
+
+template <ScaleFormat kFormat>
+MLA_HD void store_scale(uint8_t* scales, int tile, uint8_t exponent) {
+  if constexpr (kFormat == ScaleFormat::kUe8m0) {
+    scales[tile] = exponent;
+  } else {
+    const float scale = ue8m0_to_float(exponent);
+    memcpy(scales + 4 * tile, &scale, 4);
+  }
+}
+
+template <ScaleFormat kFormat>
+MLA_HD float load_scale(const uint8_t* scales, int tile) {
+  if constexpr (kFormat == ScaleFormat::kUe8m0) return ue8m0_to_float(scales[tile]);
+  float scale;
+  memcpy(&scale, scales + 4 * tile, 4);
+  return scale;
+}
+
+}  // namespace mla_fp8

@@ -1,0 +1,125 @@
+#pragma once
+// The byte layout of a latent KV cache. Nothing else in the repository may spell these numbers: kernels
+// include this table, Python reads it through torch.ops.mla_fp8.kv_layout_table, tests/test_kv_layout.py
+// freezes it.
+//
+//   dsv32     token: | nope e4m3 x512 | scale f32 x4 | rope bf16 x64 |                       inline
+//   dsv4      page:  | (nope e4m3 x448 | rope bf16 x64) x page_size                          page tail
+//                    | (scale ue8m0 x7 | pad 0) x page_size | pad to page_align |
+//   fp8_e4m3  token: | nope, rope e4m3 |    one f32 scale per layer, kept outside the cache
+//   bf16      token: | nope, rope bf16 |
+//
+// `_512` rows are the uniform formats at head_dim_qk 512, `_fnuz` rows hold e4m3fnuz instead of e4m3fn.
+// The scales of dsv32 and dsv4 are powers of two: FlashMLA's SM100 reader keeps only their exponent.
+
+#include <cstdint>
+
+#include "common/macros.h"
+
+namespace mla_fp8 {
+
+inline constexpr int kHeadDimV = 512;  // V is the first 512 elements of the latent in every layout
+
+enum class Format : int32_t { kBf16, kE4m3fn, kE4m3fnuz };
+enum class ScaleFormat : int32_t { kNone, kPerLayer, kF32, kUe8m0 };
+enum class ScalePlacement : int32_t { kOutside, kInline, kPageTail };
+
+enum class KvLayoutId : int32_t {
+  kDsv32,
+  kDsv4,
+  kFp8E4m3,
+  kFp8E4m3D512,
+  kBf16,
+  kBf16D512,
+  kDsv32Fnuz,
+  kDsv4Fnuz,
+  kFp8E4m3Fnuz,
+  kFp8E4m3D512Fnuz,
+};
+inline constexpr int kNumKvLayouts = 10;
+
+MLA_HD constexpr int format_bytes(Format f) { return f == Format::kBf16 ? 2 : 1; }
+MLA_HD constexpr float format_max(Format f) { return f == Format::kE4m3fnuz ? 240.0f : 448.0f; }
+
+struct KvLayout {
+  const char* name;
+  int nope_dim, rope_dim;
+  Format nope_format, rope_format;
+  ScaleFormat scale_format;
+  ScalePlacement scale_placement;
+  int tile_dim;       // nope elements sharing one stored scale; 0 = no stored scales
+  float amax_floor;   // writers raise a tile's amax to this, then
+  float scale_floor;  // its scale to this, then round up to a power of two
+  int page_align;     // bytes
+
+  MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
+  MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
+  MLA_HD constexpr bool scale_inline() const { return scale_placement == ScalePlacement::kInline; }
+  MLA_HD constexpr int scale_itemsize() const { return scale_format == ScaleFormat::kF32 ? 4 : 1; }
+  MLA_HD constexpr int scale_bytes() const { return align_up(num_tiles() * scale_itemsize(), 8); }
+  MLA_HD constexpr int nope_bytes() const { return nope_dim * format_bytes(nope_format); }
+  MLA_HD constexpr int rope_bytes() const { return rope_dim * format_bytes(rope_format); }
+  MLA_HD constexpr int rope_offset() const { return nope_bytes() + (scale_inline() ? scale_bytes() : 0); }
+  MLA_HD constexpr int token_stride() const { return rope_offset() + rope_bytes(); }
+  MLA_HD constexpr int bytes_per_token() const { return nope_bytes() + scale_bytes() + rope_bytes(); }
+  MLA_HD constexpr int64_t page_bytes(int64_t page_size) const {
+    return align_up(page_size * bytes_per_token(), int64_t{page_align});
+  }
+  // Offsets in bytes from the start of the page, for the token in row `row`.
+  MLA_HD constexpr int64_t token_offset(int64_t row) const { return row * token_stride(); }
+  MLA_HD constexpr int64_t scale_offset(int64_t row, int64_t page_size) const {
+    return scale_inline() ? token_offset(row) + nope_bytes()
+                          : page_size * token_stride() + row * scale_bytes();
+  }
+};
+
+MLA_HD constexpr KvLayout kv_layout(KvLayoutId id) {
+  using enum Format;
+  using enum ScaleFormat;
+  using enum ScalePlacement;
+  switch (id) {
+    case KvLayoutId::kDsv32:
+      return {"dsv32", 512, 64, kE4m3fn, Format::kBf16, kF32, kInline, 128, 0.0f, 1e-4f, 1};
+    case KvLayoutId::kDsv4:
+      return {"dsv4", 448, 64, kE4m3fn, Format::kBf16, kUe8m0, kPageTail, 64, 1e-4f, 0.0f, 576};
+    case KvLayoutId::kFp8E4m3:
+      return {"fp8_e4m3", 512, 64, kE4m3fn, kE4m3fn, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kFp8E4m3D512:
+      return {"fp8_e4m3_512", 448, 64, kE4m3fn, kE4m3fn, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kBf16:
+      return {"bf16", 512, 64, Format::kBf16, Format::kBf16, kNone, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kBf16D512:
+      return {"bf16_512", 448, 64, Format::kBf16, Format::kBf16, kNone, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kDsv32Fnuz:
+      return {"dsv32_fnuz", 512, 64, kE4m3fnuz, Format::kBf16, kF32, kInline, 128, 0.0f, 1e-4f, 1};
+    case KvLayoutId::kDsv4Fnuz:
+      return {"dsv4_fnuz", 448, 64, kE4m3fnuz, Format::kBf16, kUe8m0, kPageTail, 64, 1e-4f, 0.0f, 576};
+    case KvLayoutId::kFp8E4m3Fnuz:
+      return {"fp8_e4m3_fnuz", 512, 64, kE4m3fnuz, kE4m3fnuz, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kFp8E4m3D512Fnuz:
+      return {"fp8_e4m3_512_fnuz", 448, 64, kE4m3fnuz, kE4m3fnuz, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
+  }
+  return {};
+}
+
+static_assert(kv_layout(KvLayoutId::kDsv32).bytes_per_token() == 656);
+static_assert(kv_layout(KvLayoutId::kDsv4).bytes_per_token() == 584);
+
+// Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in ops/).
+template <class Fn>
+inline void with_kv_layout(KvLayoutId id, Fn&& fn) {
+  switch (id) {
+    case KvLayoutId::kDsv32: return fn(constant<KvLayoutId::kDsv32>{});
+    case KvLayoutId::kDsv4: return fn(constant<KvLayoutId::kDsv4>{});
+    case KvLayoutId::kFp8E4m3: return fn(constant<KvLayoutId::kFp8E4m3>{});
+    case KvLayoutId::kFp8E4m3D512: return fn(constant<KvLayoutId::kFp8E4m3D512>{});
+    case KvLayoutId::kBf16: return fn(constant<KvLayoutId::kBf16>{});
+    case KvLayoutId::kBf16D512: return fn(constant<KvLayoutId::kBf16D512>{});
+    case KvLayoutId::kDsv32Fnuz: return fn(constant<KvLayoutId::kDsv32Fnuz>{});
+    case KvLayoutId::kDsv4Fnuz: return fn(constant<KvLayoutId::kDsv4Fnuz>{});
+    case KvLayoutId::kFp8E4m3Fnuz: return fn(constant<KvLayoutId::kFp8E4m3Fnuz>{});
+    case KvLayoutId::kFp8E4m3D512Fnuz: return fn(constant<KvLayoutId::kFp8E4m3D512Fnuz>{});
+  }
+}
+
+}  // namespace mla_fp8

@@ -1,0 +1,163 @@
+#include "common/torch.h"
+
+#include <cmath>
+
+namespace mla_fp8 {
+namespace {
+
+template <class Dims>
+std::string shape_string(const Dims& dims) {
+  std::ostringstream out;
+  const char* separator = "[";
+  for (int64_t d : dims) {
+    out << std::exchange(separator, ", ");
+    d < 0 ? out << '*' : out << d;
+  }
+  out << (dims.size() ? "]" : "[]");
+  return out.str();
+}
+
+// scalar_type() throws on dtypes newer than the target torch, so dtypes are compared as raw codes.
+int32_t dtype_code(const Tensor& t) {
+  int32_t code = -1;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  return code;
+}
+
+std::string dtype_string(const Tensor& t) {
+  try {
+    return toString(t.scalar_type());
+  } catch (const std::exception&) { return "dtype code " + std::to_string(dtype_code(t)); }
+}
+
+std::string device_string(const Tensor& t) {
+  if (t.is_cpu()) return "cpu";
+  return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
+}
+
+}  // namespace
+
+bool Arg::is(ScalarType want) const {
+  return dtype_code(t_) == torch::stable::detail::to<int32_t>(torch::stable::detail::from(want));
+}
+
+Dtype Arg::float_dtype() const {
+  return is(ScalarType::BFloat16) ? Dtype::kBf16 : is(ScalarType::Half) ? Dtype::kF16 : Dtype::kF32;
+}
+
+const Arg& Arg::same_device_as(const Tensor& other, const char* other_name) const {
+  const bool same = t_.is_cpu() == other.is_cpu() && t_.is_cuda() == other.is_cuda() &&
+                    t_.get_device_index() == other.get_device_index();
+  if (!same) fail("must be on ", device_string(other), " like ", other_name, ", got ", device_string(t_));
+  return *this;
+}
+
+const Arg& Arg::dtype(std::initializer_list<ScalarType> any_of) const {
+  for (ScalarType want : any_of)
+    if (is(want)) return *this;
+  std::string wanted;
+  for (ScalarType want : any_of) wanted += (wanted.empty() ? "" : " or ") + std::string(toString(want));
+  fail("must have dtype ", wanted, ", got ", dtype_string(t_));
+}
+
+const Arg& Arg::shape(Shape want) const {
+  bool ok = t_.dim() == static_cast<int64_t>(want.size());
+  for (size_t i = 0; ok && i < want.size(); ++i) ok = want.begin()[i] < 0 || t_.size(i) == want.begin()[i];
+  if (!ok) fail("must have shape ", shape_string(want), ", got ", shape_string(t_.sizes()));
+  return *this;
+}
+
+const Arg& Arg::contiguous() const {
+  if (!t_.is_contiguous())
+    fail("must be contiguous, got shape ", shape_string(t_.sizes()), " with strides ",
+         shape_string(t_.strides()));
+  return *this;
+}
+
+const Arg& Arg::last_dim_contiguous() const {
+  const int64_t last = t_.dim() - 1;
+  if (t_.size(last) > 1 && t_.stride(last) != 1)
+    fail("must have stride 1 in its last dimension, got ", t_.stride(last));
+  return *this;
+}
+
+const Arg& Arg::aligned(int64_t bytes) const {
+  if (t_.numel() == 0) return *this;
+  const int64_t itemsize = static_cast<int64_t>(t_.element_size());
+  const auto address = reinterpret_cast<uintptr_t>(t_.const_data_ptr());
+  if (address % bytes != 0)
+    fail("must be ", bytes, "-byte aligned, got an address that is ", address % bytes, " past");
+  for (int64_t d = 0; d + 1 < t_.dim(); ++d)
+    if (t_.size(d) > 1 && t_.stride(d) * itemsize % bytes != 0)
+      fail("must be ", bytes, "-byte aligned in every row, got a stride of ", t_.stride(d) * itemsize,
+           " bytes in dimension ", d);
+  return *this;
+}
+
+const Arg& Arg::rows_disjoint() const {
+  int64_t extent = t_.dim() ? t_.size(t_.dim() - 1) : 1;
+  for (int64_t d = t_.dim() - 2; d >= 0; --d) {
+    if (t_.size(d) <= 1) continue;
+    if (t_.stride(d) < extent)
+      fail("must not overlap itself, got stride ", t_.stride(d), " in dimension ", d, ", expected at least ",
+           extent);
+    extent = t_.stride(d) * t_.size(d);
+  }
+  return *this;
+}
+
+KvLayoutId Check::layout(int64_t layout) const {
+  that(layout >= 0 && layout < kNumKvLayouts, "layout must be in [0, ", kNumKvLayouts, "), got ", layout);
+  return static_cast<KvLayoutId>(layout);
+}
+
+KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
+  const KvLayout l = kv_layout(layout);
+  constexpr int64_t kMaxPageSize = int64_t{1} << 24;  // keeps every byte count far from overflow
+  that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize, "], got ",
+       page_size);
+
+  const Arg arg = (*this)(t, name);
+  arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn, ScalarType::Float8_e4m3fnuz,
+             ScalarType::BFloat16});
+  const int64_t itemsize = static_cast<int64_t>(t.element_size());
+  const int64_t page_bytes = l.page_bytes(page_size), token_bytes = l.bytes_per_token();
+  that(token_bytes % itemsize == 0, name, " must have a one-byte dtype for layout ", l.name,
+       ", got BFloat16");
+  const int64_t dim = t.dim();
+  if (dim == 3 || dim == 4) {
+    if (dim == 3) arg.shape({-1, page_size, token_bytes / itemsize});
+    if (dim == 4) arg.shape({-1, page_size, 1, token_bytes / itemsize});
+    if (page_size > 1 && t.stride(1) * itemsize != token_bytes)
+      arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ", t.stride(1) * itemsize);
+  } else {
+    arg.shape({-1, page_bytes / itemsize});
+  }
+  arg.last_dim_contiguous();
+  const int64_t num_pages = t.size(0), stride_page = t.stride(0) * itemsize;
+  if (num_pages > 1 && stride_page < page_bytes)
+    arg.fail("must have a page stride of at least ", page_bytes, " bytes, got ", stride_page);
+  constexpr int64_t kAlignment = 16;
+  if (num_pages > 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment != 0)
+    arg.fail("must be ", kAlignment, "-byte aligned");
+  if (num_pages > 1 && stride_page % kAlignment != 0)
+    arg.fail("must be ", kAlignment, "-byte aligned in every page, got a page stride of ", stride_page,
+             " bytes");
+  return {static_cast<uint8_t*>(t.mutable_data_ptr()), stride_page, num_pages * page_size};
+}
+
+const float* Check::scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const {
+  const KvLayout l = kv_layout(layout);
+  const bool wanted = l.scale_format == ScaleFormat::kPerLayer;
+  that(wanted == scale.has_value(), "scale must be ", wanted ? "given" : "None", " for layout ", l.name,
+       ", got ", wanted ? "None" : "a tensor");
+  if (!wanted) return nullptr;
+  (*this)(*scale, "scale").same_device_as(device_of, "the cache").dtype({ScalarType::Float});
+  that(scale->numel() == 1, "scale must have 1 element, got ", scale->numel());
+  const float* value = data<float>(*scale);
+  if (scale->is_cpu())  // on a GPU reading it would be a sync: documented there as a precondition
+    that(std::isfinite(*value) && *value > 0, "scale must be finite and positive, got ", *value);
+  return value;
+}
+
+}  // namespace mla_fp8

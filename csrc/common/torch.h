@@ -1,0 +1,127 @@
+#pragma once
+// The only header that includes torch, and only its stable C ABI: argument checks and launches for ops/.
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "common/dtype.h"
+#include "common/kv_layout.h"
+#include "common/stream.h"
+
+namespace mla_fp8 {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::initializer_list<int64_t>;  // -1 = any size
+
+// One checked tensor argument. Every failed check throws "mla_fp8::op: name must ..., got ...".
+class Arg {
+ public:
+  Arg(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), t_(tensor) {}
+
+  const Arg& same_device_as(const Tensor& other, const char* other_name) const;
+  const Arg& dtype(std::initializer_list<ScalarType> any_of) const;
+  const Arg& shape(Shape want) const;
+  const Arg& contiguous() const;
+  const Arg& last_dim_contiguous() const;
+  // The address of every row (all dimensions but the last) is a multiple of `bytes`: vector loads and stores.
+  const Arg& aligned(int64_t bytes) const;
+  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing.
+  const Arg& rows_disjoint() const;
+
+  bool is(ScalarType want) const;
+  Dtype float_dtype() const;  // after dtype({...}) has passed
+
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    std::ostringstream message;
+    message << "mla_fp8::" << op_ << ": " << name_ << ' ';
+    ((message << parts), ...);
+    throw std::runtime_error(message.str());
+  }
+
+ private:
+  const char *op_, *name_;
+  const Tensor& t_;
+};
+
+// Where a paged latent cache lies in memory, once checked.
+struct KvCacheView {
+  uint8_t* data;
+  int64_t stride_page;  // bytes
+  int64_t num_slots;
+};
+
+// The checks of one op; `check(tensor, "name")` starts the chain for one argument.
+class Check {
+ public:
+  explicit Check(const char* op) : op_(op) {}
+  Arg operator()(const Tensor& t, const char* name) const { return {op_, name, t}; }
+
+  template <class... Parts>
+  void that(bool condition, const Parts&... parts) const {
+    if (condition) return;
+    std::ostringstream message;
+    message << "mla_fp8::" << op_ << ": ";
+    ((message << parts), ...);
+    throw std::runtime_error(message.str());
+  }
+  void at_least(int64_t value, const char* name, int64_t minimum) const {
+    that(value >= minimum, name, " must be at least ", minimum, ", got ", value);
+  }
+  KvLayoutId layout(int64_t layout) const;
+  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in any
+  // dtype of the cache's bytes; the page stride may exceed page_bytes.
+  KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const;
+  // The per-layer scale: required by the uniform FP8 layouts, refused by the others; null if there is none.
+  const float* scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const;
+
+ private:
+  const char* op_;
+};
+
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <class T>
+const T* data(const OptionalTensor& t) {
+  return t ? data<T>(*t) : nullptr;
+}
+template <class T>
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
+}
+
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+inline gpuStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<gpuStream_t>(stream);
+}
+// Runs `op` on the device of `tensor` with `params`, on the caller's stream.
+#define MLA_LAUNCH(op, tensor, params)                                          \
+  do {                                                                          \
+    torch::stable::accelerator::DeviceGuard guard((tensor).get_device_index()); \
+    gpu::op(params, current_stream(tensor));                                    \
+  } while (0)
+#else
+#define MLA_LAUNCH(op, tensor, params) cpu::op(params)
+#endif
+
+}  // namespace mla_fp8

@@ -1,0 +1,64 @@
+#include "cpu/isa.h"
+
+#include <algorithm>
+
+#include "common/parallel.h"
+
+namespace mla_fp8::cpu {
+namespace {
+
+// What each row needs beyond the baseline of the architecture.
+bool supports_plain() { return true; }
+#if defined(__x86_64__)
+bool supports_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool supports_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool supports_avx512_bf16() { return supports_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+}  // namespace
+
+std::span<const IsaKernels> isa_table() {
+#define MLA_FP8_ROW(isa) \
+  {#isa, supports_##isa(), isa::quantize_kv, isa::dequantize_kv, isa::dequantize_kv_paged},
+  static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
+#undef MLA_FP8_ROW
+  return table;
+}
+
+const IsaKernels& best_isa() {
+  static const IsaKernels& best = [&]() -> const IsaKernels& {
+    const auto table = isa_table();
+    size_t row = table.size() - 1;
+    while (!table[row].supported) --row;
+    return table[row];
+  }();
+  return best;
+}
+
+void quantize_kv(const QuantizeKvParams& p) {
+  constexpr int64_t kGrain = 16;  // tokens a thread takes at least
+  const auto kernel = best_isa().quantize_kv;
+  parallel_for(p.num_tokens, kGrain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void dequantize_kv(const DequantizeKvParams& p) {
+  constexpr int64_t kGrain = 16;
+  const auto kernel = best_isa().dequantize_kv;
+  parallel_for(p.num_rows, kGrain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
+  constexpr int64_t kGrain = 16;
+  const auto kernel = best_isa().dequantize_kv_paged;
+  for (int64_t r = 0; r < p.num_requests; ++r) {
+    const int64_t first = std::max<int64_t>(0, -int64_t{p.row_offsets[r]});
+    const int64_t last = std::min<int64_t>(p.gather_lens[r], p.num_rows - p.row_offsets[r]);
+    parallel_for(last - first, kGrain,
+                 [&](int64_t begin, int64_t end) { kernel(p, r, first + begin, first + end); });
+  }
+}
+
+}  // namespace mla_fp8::cpu

@@ -1,0 +1,117 @@
+// Every op of the package. The CPU library defines the schemas and is always loaded first; each library
+// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key.
+#include "registration.h"
+
+#include <sstream>
+
+#include "common/torch.h"
+
+namespace mla_fp8 {
+
+#if !MLA_FP8_WITH_CUDA && !MLA_FP8_WITH_HIP
+// A header line naming the columns, then one line per layout in the order of KvLayoutId. Read by layout.py.
+std::string kv_layout_table() {
+  static constexpr const char* kFormats[] = {"bf16", "e4m3fn", "e4m3fnuz"};
+  static constexpr const char* kScaleFormats[] = {"none", "per_layer", "f32", "ue8m0"};
+  std::ostringstream out;
+  out << "name nope_dim rope_dim nope_format rope_format scale_format scale_inline tile_dim amax_floor "
+         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v";
+  for (int i = 0; i < kNumKvLayouts; ++i) {
+    const KvLayout l = kv_layout(static_cast<KvLayoutId>(i));
+    out << '\n'
+        << l.name << ' ' << l.nope_dim << ' ' << l.rope_dim << ' '
+        << kFormats[static_cast<int>(l.nope_format)] << ' ' << kFormats[static_cast<int>(l.rope_format)]
+        << ' ' << kScaleFormats[static_cast<int>(l.scale_format)] << ' ' << l.scale_inline() << ' '
+        << l.tile_dim << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' '
+        << l.scale_bytes() << ' ' << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token()
+        << ' ' << kHeadDimV;
+  }
+  return out.str();
+}
+#endif
+
+}  // namespace mla_fp8
+
+#define IMPL(op) m.impl(#op, TORCH_BOX(&mla_fp8::op));
+
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_GPU_OPS(IMPL)}
+
+#else
+
+// A functional op and its _out twin: the outputs become mutable arguments, nothing is returned (an op that
+// returns an alias cannot go through torch.compile).
+#define DEF(op, arguments, returns) m.def(#op "(" arguments ") -> " returns);
+#define DEF_WITH_OUT(op, arguments, returns, outputs) \
+  DEF(op, arguments, returns)                         \
+  m.def(#op "_out(" arguments ", " outputs ") -> ()");
+
+#define COMBINE_ARGUMENTS                                                                                \
+  "Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor gather_lens, Tensor "            \
+  "compressed_base, "                                                                                    \
+  "Tensor swa_base, *, SymInt window_size, SymInt compress_ratio, SymInt topk, Tensor? query_pos=None, " \
+  "Tensor? compressed_lens=None"
+
+#define PAGED_SPARSE_ARGUMENTS                                                                \
+  "Tensor q, Tensor kv_cache, Tensor indices, *, int layout, int page_size, float sm_scale, " \
+  "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? "   \
+  "extra_indices=None, "                                                                      \
+  "Tensor? extra_topk_length=None, int? extra_page_size=None, Tensor? scale=None"
+
+STABLE_TORCH_LIBRARY(mla_fp8, m) {
+  m.def("kv_layout_table() -> str");
+  m.def("cpu_isa() -> str");
+
+  DEF(quantize_kv,
+      "Tensor latent, Tensor slot_mapping, Tensor(a!) kv_cache, *, int layout, int page_size, "
+      "Tensor? scale=None, Tensor? rope=None, float? fp8_max=None",
+      "()")
+  DEF_WITH_OUT(dequantize_kv,
+               "Tensor kv_cache, Tensor slots, *, int layout, int page_size, Tensor? scale=None", "Tensor",
+               "Tensor(a!) out")
+  DEF(dequantize_kv_paged,
+      "Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor gather_lens, Tensor row_offsets, *, "
+      "int layout, int page_size, SymInt num_rows, Tensor? scale=None",
+      "Tensor")
+  DEF(dequantize_kv_paged_out,
+      "Tensor kv_cache, Tensor page_table, Tensor seq_lens, Tensor gather_lens, Tensor row_offsets, *, "
+      "int layout, int page_size, Tensor? scale=None, Tensor(a!) out",
+      "()")
+  DEF_WITH_OUT(combine_topk_swa_indices, COMBINE_ARGUMENTS, "(Tensor indices, Tensor lens)",
+               "Tensor(a!) out_indices, Tensor(b!) out_lens")
+  DEF_WITH_OUT(combine_topk_swa_indices_ragged, COMBINE_ARGUMENTS, "(Tensor indptr, Tensor indices)",
+               "Tensor(a!) out_indptr, Tensor(b!) out_indices")
+  DEF_WITH_OUT(
+      build_swa_token_ids,
+      "Tensor seq_lens, Tensor extend_seq_lens, Tensor req_pool_indices, Tensor req_to_token, "
+      "Tensor full_to_swa, *, SymInt window_size, SymInt capacity",
+      "(Tensor ids, Tensor first_pos, Tensor gather_lens, Tensor offsets)",
+      "Tensor(a!) out_ids, Tensor(b!) out_first_pos, Tensor(c!) out_gather_lens, Tensor(d!) out_offsets")
+  DEF_WITH_OUT(pad_q_heads, "Tensor q, Tensor? attn_sink, *, SymInt num_heads",
+               "(Tensor q, Tensor attn_sink)", "Tensor(a!) out_q, Tensor(b!) out_attn_sink")
+  DEF_WITH_OUT(sparse_prefill,
+               "Tensor q, Tensor kv, Tensor indices, *, float sm_scale, Tensor? attn_sink=None, "
+               "Tensor? topk_length=None",
+               "(Tensor out, Tensor max_logits, Tensor lse)",
+               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+  DEF_WITH_OUT(sparse_prefill_paged, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
+               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+  DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
+               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  DEF_WITH_OUT(paged_attention_ragged,
+               "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, Tensor kv_indices, "
+               "Tensor kv_last_page_len, *, float sm_scale, int page_size, Tensor? k_scale=None, "
+               "Tensor? v_scale=None, float logits_soft_cap=0.0",
+               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  DEF_WITH_OUT(merge_attention_states, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
+               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){IMPL(kv_layout_table) IMPL(cpu_isa)}
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
+  MLA_FP8_CPU_OPS(IMPL)
+}
+
+#endif

@@ -1,0 +1,92 @@
+#pragma once
+// Which ops each library implements, and their C++ entry points (ops/*.cpp), argument for argument the schemas.
+#include <string>
+#include <tuple>
+
+#include "common/torch.h"
+
+// One line per op file. An op that is missing from a list raises NotImplementedError on that device.
+// clang-format off
+#define MLA_FP8_CPU_OPS(X)                                  \
+  X(quantize_kv)                                            \
+  X(dequantize_kv) X(dequantize_kv_out)                     \
+  X(dequantize_kv_paged) X(dequantize_kv_paged_out)
+
+#define MLA_FP8_GPU_OPS(X)
+// clang-format on
+
+namespace mla_fp8 {
+
+std::string kv_layout_table();
+std::string cpu_isa();
+
+void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cache, int64_t layout,
+                 int64_t page_size, const OptionalTensor& scale, const OptionalTensor& rope,
+                 std::optional<double> fp8_max);
+
+Tensor dequantize_kv(const Tensor& kv_cache, const Tensor& slots, int64_t layout, int64_t page_size,
+                     const OptionalTensor& scale);
+void dequantize_kv_out(const Tensor& kv_cache, const Tensor& slots, int64_t layout, int64_t page_size,
+                       const OptionalTensor& scale, Tensor out);
+Tensor dequantize_kv_paged(const Tensor& kv_cache, const Tensor& page_table, const Tensor& seq_lens,
+                           const Tensor& gather_lens, const Tensor& row_offsets, int64_t layout,
+                           int64_t page_size, int64_t num_rows, const OptionalTensor& scale);
+void dequantize_kv_paged_out(const Tensor& kv_cache, const Tensor& page_table, const Tensor& seq_lens,
+                             const Tensor& gather_lens, const Tensor& row_offsets, int64_t layout,
+                             int64_t page_size, const OptionalTensor& scale, Tensor out);
+
+using TwoTensors = std::tuple<Tensor, Tensor>;
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+#define MLA_COMBINE_ARGUMENTS                                                                                \
+  const Tensor &topk_indices, const Tensor &query_start_loc, const Tensor &seq_lens,                         \
+      const Tensor &gather_lens, const Tensor &compressed_base, const Tensor &swa_base, int64_t window_size, \
+      int64_t compress_ratio, int64_t topk, const OptionalTensor &query_pos,                                 \
+      const OptionalTensor &compressed_lens
+TwoTensors combine_topk_swa_indices(MLA_COMBINE_ARGUMENTS);
+void combine_topk_swa_indices_out(MLA_COMBINE_ARGUMENTS, Tensor out_indices, Tensor out_lens);
+TwoTensors combine_topk_swa_indices_ragged(MLA_COMBINE_ARGUMENTS);
+void combine_topk_swa_indices_ragged_out(MLA_COMBINE_ARGUMENTS, Tensor out_indptr, Tensor out_indices);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> build_swa_token_ids(
+    const Tensor& seq_lens, const Tensor& extend_seq_lens, const Tensor& req_pool_indices,
+    const Tensor& req_to_token, const Tensor& full_to_swa, int64_t window_size, int64_t capacity);
+void build_swa_token_ids_out(const Tensor& seq_lens, const Tensor& extend_seq_lens,
+                             const Tensor& req_pool_indices, const Tensor& req_to_token,
+                             const Tensor& full_to_swa, int64_t window_size, int64_t capacity, Tensor out_ids,
+                             Tensor out_first_pos, Tensor out_gather_lens, Tensor out_offsets);
+
+TwoTensors pad_q_heads(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads);
+void pad_q_heads_out(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads, Tensor out_q,
+                     Tensor out_attn_sink);
+
+#define MLA_SPARSE_PREFILL_ARGUMENTS                                         \
+  const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
+      const OptionalTensor &attn_sink, const OptionalTensor &topk_length
+ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
+void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
+
+#define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \
+  const Tensor &q, const Tensor &kv_cache, const Tensor &indices, int64_t layout, int64_t page_size, \
+      double sm_scale, const OptionalTensor &topk_length, const OptionalTensor &attn_sink,           \
+      const OptionalTensor &extra_kv_cache, const OptionalTensor &extra_indices,                     \
+      const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_page_size,               \
+      const OptionalTensor &scale
+ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
+void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
+TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
+void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse);
+
+#define MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS                                                        \
+  const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &kv_indptr,           \
+      const Tensor &kv_indices, const Tensor &kv_last_page_len, double sm_scale, int64_t page_size, \
+      const OptionalTensor &k_scale, const OptionalTensor &v_scale, double logits_soft_cap
+TwoTensors paged_attention_ragged(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS);
+void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out, Tensor lse);
+
+TwoTensors merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                  const Tensor& lse_b);
+void merge_attention_states_out(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                const Tensor& lse_b, Tensor out, Tensor lse);
+
+}  // namespace mla_fp8

@@ -1,0 +1,39 @@
+"""Loads the kernel libraries into torch. Says why when one does not load."""
+
+from pathlib import Path
+
+import torch
+
+LIB_DIR = Path(__file__).parent / "lib"
+MIN_TORCH = (2, 10)
+
+status: dict[str, str] = {}  # library file name -> "loaded", or why it is not; read by doctor
+
+
+def _load(name: str) -> None:
+    torch.ops.load_library(str(LIB_DIR / name))
+    status[name] = "loaded"
+
+
+def load_all() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MIN_TORCH:
+        raise ImportError(f"mla_fp8 needs torch >= 2.10, found {torch.__version__}")
+    try:
+        _load("libmla_fp8_cpu.so")  # defines every schema, so it comes first
+    except OSError as error:
+        raise ImportError(
+            f"mla_fp8: cannot load libmla_fp8_cpu.so into torch {torch.__version__}: {error}"
+        ) from error
+
+    # The GPU library needs symbols that only a GPU torch exports. Its absence never breaks the import.
+    name = "libmla_fp8_cuda.so"
+    if torch.version.cuda is None:
+        status[name] = "not loaded: this torch was built without CUDA"
+    elif not (LIB_DIR / name).exists():
+        status[name] = "not in this build"
+    else:
+        try:
+            _load(name)
+        except OSError as error:
+            status[name] = f"failed to load: {error}"

@@ -1,0 +1,122 @@
+"""KV cache layouts, read from csrc/common/kv_layout.h through the library."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "f32": torch.float32,
+    "ue8m0": torch.float8_e8m0fnu,
+}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The byte format of a latent KV cache: one row of the table in ``csrc/common/kv_layout.h``.
+
+    A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or FlashMLA's view of it (``flash_mla_view``).
+    ``scale_format`` is ``"none"``, ``"per_layer"`` (one float32 outside the cache, the ``scale`` argument of
+    the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always powers of two).
+    """
+
+    name: str
+    nope_dim: int
+    rope_dim: int
+    nope_format: str
+    rope_format: str
+    scale_format: str
+    scale_inline: int
+    tile_dim: int
+    amax_floor: float
+    scale_floor: float
+    page_align: int
+    scale_bytes: int
+    rope_offset: int
+    token_stride: int
+    bytes_per_token: int
+    head_dim_v: int
+    id: int  # the `layout` argument of torch.ops.mla_fp8.*
+
+    @property
+    def head_dim_qk(self) -> int:
+        """Elements of the latent: nope, then rope."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def num_tiles(self) -> int:
+        """Stored scales per token."""
+        return self.nope_dim // self.tile_dim if self.tile_dim else 0
+
+    @property
+    def fp8_dtype(self) -> torch.dtype | None:
+        """The dtype of nope, None for the bf16 layouts."""
+        return None if self.nope_format == "bf16" else _DTYPES[self.nope_format]
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether the ops take (and require) a per-layer ``scale``."""
+        return self.scale_format == "per_layer"
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of ``page_size`` tokens, padding included."""
+        return -(-page_size * self.bytes_per_token // self.page_align) * self.page_align
+
+    def empty(self, num_pages: int, page_size: int, device: torch.device | str) -> torch.Tensor:
+        """An uninitialised cache, ``[num_pages, page_bytes]`` uint8."""
+        return torch.empty(num_pages, self.page_bytes(page_size), dtype=torch.uint8, device=device)
+
+    def flash_mla_view(self, kv_cache: torch.Tensor, page_size: int) -> torch.Tensor:
+        """The cache as FlashMLA takes it: ``[num_pages, page_size, 1, bytes_per_token]``, same memory."""
+        shape = (len(kv_cache), page_size, 1, self.bytes_per_token)
+        strides = (kv_cache.stride(0), self.bytes_per_token, self.bytes_per_token, 1)
+        return kv_cache.as_strided(shape, strides)
+
+    def views(
+        self, kv_cache: torch.Tensor, page_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Aliases (nope, scale, rope) of a ``[num_pages, page_bytes]`` cache.
+
+        Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none.
+        """
+
+        def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+            shape, strides = (len(kv_cache), page_size, num_bytes), (kv_cache.stride(0), stride, 1)
+            return kv_cache.as_strided(shape, strides, kv_cache.storage_offset() + offset).view(dtype)
+
+        nope, rope = _DTYPES[self.nope_format], _DTYPES[self.rope_format]
+        nope_bytes = self.nope_dim * nope.itemsize
+        scale = _DTYPES.get(self.scale_format, torch.float32)
+        scale_at = nope_bytes if self.scale_inline else page_size * self.token_stride
+        scale_stride = self.token_stride if self.scale_inline else self.scale_bytes
+        if not self.num_tiles:
+            scale_at, scale_stride = 0, self.token_stride
+        return (
+            field(0, self.token_stride, nope_bytes, nope),
+            field(scale_at, scale_stride, self.num_tiles * scale.itemsize, scale),
+            field(self.rope_offset, self.token_stride, self.rope_dim * rope.itemsize, rope),
+        )
+
+
+def _read_table() -> dict[str, KVLayout]:
+    header, *rows = (line.split() for line in torch.ops.mla_fp8.kv_layout_table().splitlines())
+    columns = fields(KVLayout)[:-1]
+    if header != [f.name for f in columns]:
+        raise ImportError(f"mla_fp8: the library's layout table has columns {header}; rebuild the package")
+    kinds = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
+    parsed = [[kinds[f.type](v) for f, v in zip(columns, row, strict=True)] for row in rows]
+    return {values[0]: KVLayout(*values, id=i) for i, values in enumerate(parsed)}  # type: ignore[misc]
+
+
+KV_LAYOUTS: dict[str, KVLayout] = _read_table()
+
+
+def get_layout(layout: "str | KVLayout") -> KVLayout:
+    """The layout of that name. Raises ValueError, listing the known names, if there is none."""
+    if isinstance(layout, KVLayout):
+        return layout
+    if layout not in KV_LAYOUTS:
+        raise ValueError(f"unknown KV layout {layout!r}; known: {', '.join(KV_LAYOUTS)}")
+    return KV_LAYOUTS[layout]

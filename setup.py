@@ -1,0 +1,102 @@
+"""Packaging only: runs CMake, installs the libraries into the package, tags the wheel ``py3-none-*``.
+
+The libraries use neither CPython's C API nor libtorch's C++ ABI, so one wheel serves every Python and every
+torch >= 2.10. Build settings come as environment variables of the build:
+
+``MLA_FP8_CUDA``        ``1`` or ``0``: build ``libmla_fp8_cuda.so`` (default: if nvcc is found)
+``MLA_FP8_CUDA_ARCHS``  such as ``90a`` or ``80;90a`` (default: all)
+``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
+``MLA_FP8_LOCAL``       local version label, such as ``cu130``
+``CMAKE_ARGS``          passed on to CMake
+``MAX_JOBS``            parallel compile jobs
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    base = (ROOT / "version.txt").read_text().strip()
+    label = os.environ.get("MLA_FP8_LOCAL")
+    return f"{base}+{label}" if label else base
+
+
+def torch_dir() -> str:
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(
+            "mla_fp8: torch >= 2.10 must be installed in the build environment (its headers are used)"
+        )
+    return spec.submodule_search_locations[0]
+
+
+def wants_cuda() -> bool:
+    asked = os.environ.get("MLA_FP8_CUDA")
+    if asked is not None:
+        return asked.upper() in ("1", "ON", "TRUE", "YES")
+    found = shutil.which("nvcc") or os.environ.get("CUDACXX")
+    print(f"mla_fp8: CUDA library {'is built with ' + found if found else 'is not built (no nvcc found)'}")
+    return bool(found)
+
+
+class CMakeBuild(build_ext):
+    def run(self) -> None:
+        tests = os.environ.get("MLA_FP8_TESTS") == "1"
+        build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
+        package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
+        shutil.rmtree(package / "lib", ignore_errors=True)  # no stale library gets into this wheel
+        cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
+        if not cmake or not ninja:
+            raise SystemExit("mla_fp8: cmake >= 3.25 and ninja must be on PATH (pip install cmake ninja)")
+        configure = [
+            cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            # explicit: with pip's build isolation a cached path would point into a deleted environment
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DPython3_EXECUTABLE={sys.executable}",
+            f"-DMLA_FP8_TORCH_DIR={torch_dir()}",
+            f"-DMLA_FP8_CUDA={'ON' if wants_cuda() else 'OFF'}",
+            f"-DMLA_FP8_TESTS={'ON' if tests else 'OFF'}",
+            f"-DCMAKE_INSTALL_PREFIX={package}",
+        ]  # fmt: skip
+        if archs := os.environ.get("MLA_FP8_CUDA_ARCHS"):
+            configure.append(f"-DMLA_FP8_CUDA_ARCHS={archs}")
+        subprocess.check_call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.check_call([cmake, "--build", str(build), *(["-j", jobs] if jobs else [])])
+        subprocess.check_call([cmake, "--install", str(build), "--component", "wheel", "--strip"])
+        if tests:
+            target = str(ROOT / "build/tests")
+            subprocess.check_call(
+                [cmake, "--install", str(build), "--component", "tests", "--prefix", target]
+            )
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+
+class PlatformWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", f"{sys.platform}_{platform.machine()}"
+
+
+setup(
+    version=version(),
+    ext_modules=[Extension("mla_fp8._libraries", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+)
