@@ -22,13 +22,14 @@ MLA_HD float bits_float(uint32_t u) {
 inline constexpr uint32_t kSignMask = 0x80000000u;
 inline constexpr uint32_t kInfBits = 0x7f800000u;
 inline constexpr uint32_t kNanBits = 0x7fc00000u;
+inline constexpr uint16_t kBf16Nan = 0x7fff;
 
 MLA_HD float bf16_to_float(uint16_t x) { return bits_float(uint32_t{x} << 16); }
 
-// Round to nearest even; NaN stays NaN (quiet, payload's top bits kept).
+// Round to nearest even. Every NaN becomes kBf16Nan, which is what the GPUs' conversion writes.
 MLA_HD uint16_t float_to_bf16(float x) {
   const uint32_t u = float_bits(x);
-  if ((u & ~kSignMask) > kInfBits) return static_cast<uint16_t>((u >> 16) | 0x40u);
+  if ((u & ~kSignMask) > kInfBits) return kBf16Nan;
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 

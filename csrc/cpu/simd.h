@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/macros.h"
+#include "common/fp8.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define MLA_SIMD_AVX512 1
@@ -323,13 +323,12 @@ constexpr int interleave_column(int half, int lane) { return lane / 4 * 8 + 4 * 
 
 MLA_SIMD F32 load_bf16(const uint16_t* p) { return from_bits(shift_left<16>(load_u16(p))); }
 
-// Round to nearest even, NaN stays NaN; as float_to_bf16 in fp8.h.
+// Round to nearest even, every NaN becomes kBf16Nan; as float_to_bf16 in fp8.h.
 MLA_SIMD U32 to_bf16(F32 x) {
   const U32 u = bits(x), magnitude = and_(u, set1(0x7fffffffu));
   const U32 lsb = and_(shift_right<16>(u), set1(1u));
   const U32 rounded = shift_right<16>(add(u, add(lsb, set1(0x7fffu))));
-  const U32 quiet = or_(shift_right<16>(u), set1(0x40u));
-  return select(greater(magnitude, set1(0x7f800000u)), quiet, rounded);
+  return select(greater(magnitude, set1(0x7f800000u)), set1(uint32_t{kBf16Nan}), rounded);
 }
 
 // Largest lane; lanes are not NaN.
