@@ -1,6 +1,7 @@
 #pragma once
 // e4m3fn, e4m3fnuz, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic wherever a
-// subnormal could meet a flush-to-zero mode.
+// subnormal could meet a flush-to-zero mode. A conversion yields one NaN per format, never the operand's: which
+// NaN a multiplication returns depends on the machine and on the operand order the compiler chose.
 #include <cstdint>
 #include <cstring>
 
@@ -39,6 +40,7 @@ struct E4m3 {
   static_assert(kFormat != Format::kBf16);
   static constexpr bool kFnuz = kFormat == Format::kE4m3fnuz;
   static constexpr int kBias = kFnuz ? 8 : 7;
+  static constexpr uint8_t kNan = kFnuz ? 0x80 : 0x7f;
   static constexpr float kQuantum = kFnuz ? 0x1p-10f : 0x1p-9f;  // value of the smallest subnormal
   static constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 + 1 - kBias) << 23;  // as float bits
 };
@@ -48,7 +50,7 @@ MLA_HD float e4m3_to_float(uint8_t x) {
   using F = E4m3<kFormat>;
   const bool is_nan = F::kFnuz ? x == 0x80 : (x & 0x7f) == 0x7f;
   const uint32_t sign = uint32_t{x & 0x80u} << 24, exponent = (x >> 3) & 15u, mantissa = x & 7u;
-  if (is_nan) return bits_float((F::kFnuz ? 0u : sign) | kNanBits);
+  if (is_nan) return bits_float(kNanBits);
   if (exponent == 0) return bits_float(float_bits(static_cast<float>(mantissa) * F::kQuantum) | sign);
   return bits_float(sign | ((exponent + 127 - F::kBias) << 23) | (mantissa << 20));
 }
@@ -60,7 +62,7 @@ MLA_HD uint8_t float_to_e4m3(float x, float max = format_max(kFormat)) {
   const uint32_t u = float_bits(x);
   const uint8_t sign = static_cast<uint8_t>((u >> 24) & 0x80u);
   uint32_t a = u & ~kSignMask;
-  if (a > kInfBits) return F::kFnuz ? uint8_t{0x80} : static_cast<uint8_t>(sign | 0x7f);
+  if (a > kInfBits) return F::kNan;
   if (a > float_bits(max)) a = float_bits(max);
   uint32_t code;
   if (a < F::kMinNormal) {
@@ -88,7 +90,8 @@ MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_flo
   const uint32_t u = float_bits(scale);
   return static_cast<uint8_t>((u >> 23) + ((u & 0x7fffffu) != 0));
 }
-// 2^(127 - exponent): the exact reciprocal of a stored scale. The floors keep exponent in [105, 247].
+// 2^(127 - exponent): the exact reciprocal of a stored scale. The floors and fp8_max >= 4 keep
+// exponent in [105, 253].
 MLA_HD float ue8m0_reciprocal(uint8_t exponent) { return bits_float(uint32_t(254 - exponent) << 23); }
 
 template <ScaleFormat kFormat>

@@ -15,7 +15,7 @@ MLA_SIMD F32 load_e4m3(const uint8_t* p) {
   const U32 subnormal = bits(mul(to_float(magnitude), set1(E::kQuantum)));
   const U32 value = or_(select(greater(set1(8u), magnitude), subnormal, normal), sign);
   const Mask nan = E::kFnuz ? equal(code, set1(0x80u)) : equal(magnitude, set1(0x7fu));
-  return from_bits(select(nan, E::kFnuz ? set1(kNanBits) : or_(sign, set1(kNanBits)), value));
+  return from_bits(select(nan, set1(kNanBits), value));
 }
 
 // value = e4m3 * scale in float, rounded once.

@@ -37,8 +37,7 @@ MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
 
   U32 signed_code = or_(code, sign);
   if constexpr (E::kFnuz) signed_code = select(equal(code, set1(0u)), code, signed_code);  // no -0
-  const U32 nan = E::kFnuz ? set1(0x80u) : or_(sign, set1(0x7fu));
-  return select(greater(magnitude, set1(kInfBits)), nan, signed_code);
+  return select(greater(magnitude, set1(kInfBits)), set1(uint32_t{E::kNan}), signed_code);
 }
 
 // Largest finite magnitude: NaN and infinity stay their own element's affair.

@@ -45,7 +45,8 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
         l.nope_format == Format::kE4m3fnuz
             ? e4m3_to_float<Format::kE4m3fnuz>(float_to_e4m3<Format::kE4m3fnuz>(value)) == value
             : e4m3_to_float<Format::kE4m3fn>(float_to_e4m3<Format::kE4m3fn>(value)) == value;
-    check.that(value >= 1.0f && representable, "fp8_max must be a value of the cache's FP8 format in [1, ",
+    // Below 4 the reciprocal of the largest bf16's scale would be a subnormal.
+    check.that(value >= 4.0f && representable, "fp8_max must be a value of the cache's FP8 format in [4, ",
                limit, "], got ", *fp8_max);
   }
 

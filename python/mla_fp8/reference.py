@@ -15,8 +15,8 @@ def tile_scales(nope: Tensor, layout: KVLayout, fp8_max: float) -> Tensor:
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
-    """Nearest even, saturating at ``fp8_max``; NaN stays NaN."""
-    return x.clamp(-fp8_max, fp8_max).to(dtype)
+    """Nearest even, saturating at ``fp8_max``; NaN stays NaN, always the positive one."""
+    return torch.where(x.isnan(), torch.nan, x.clamp(-fp8_max, fp8_max)).to(dtype)
 
 
 def quantize_kv(

@@ -1,0 +1,62 @@
+// common/fp8.h and common/dtype.h, element by element.
+#include "common/fp8.h"
+
+#include "common/dtype.h"
+#include "test/core.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace mla_fp8::test {
+namespace {
+
+template <Format kFormat>
+void bind_e4m3(py::module_& m, const char* name) {
+  py::module_ format = m.def_submodule(name);
+  format.attr("max") = format_max(kFormat);
+  format.def("decode", py::vectorize([](uint8_t x) { return e4m3_to_float<kFormat>(x); }), py::arg("codes"));
+  format.def("encode", py::vectorize([](float x, float max) { return float_to_e4m3<kFormat>(x, max); }),
+             py::arg("x"), py::arg("max") = format_max(kFormat));
+}
+
+// `with FlushDenormals():` puts the calling thread into the mode of torch.set_flush_denormal(True).
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  static constexpr bool kAvailable = true;
+  void enter() { _mm_setcsr((saved_ = _mm_getcsr()) | 0x8040); }  // FTZ | DAZ
+  void exit(const py::args&) { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_ = 0;
+#else
+  static constexpr bool kAvailable = false;
+  void enter() {}
+  void exit(const py::args&) {}
+#endif
+};
+
+}  // namespace
+
+void bind_codecs(py::module_& m) {
+  bind_e4m3<Format::kE4m3fn>(m, "e4m3fn");
+  bind_e4m3<Format::kE4m3fnuz>(m, "e4m3fnuz");
+  m.def("bf16_to_float", py::vectorize([](uint16_t x) { return bf16_to_float(x); }));
+  m.def("float_to_bf16", py::vectorize([](float x) { return float_to_bf16(x); }));
+  m.def("half_to_float", py::vectorize([](uint16_t x) { return half_to_float(x); }));
+  m.def("ue8m0_to_float", py::vectorize([](uint8_t x) { return ue8m0_to_float(x); }));
+  m.def("ue8m0_reciprocal", py::vectorize([](uint8_t x) { return ue8m0_reciprocal(x); }));
+  m.def("tile_scale_exponent",
+        py::vectorize([](float amax, float amax_floor, float scale_floor, float fp8_max) {
+          return tile_scale_exponent(amax, amax_floor, scale_floor, fp8_max);
+        }),
+        py::arg("amax"), py::arg("amax_floor"), py::arg("scale_floor"), py::arg("fp8_max"));
+  py::class_<FlushDenormals>(m, "FlushDenormals")
+      .def(py::init())
+      .def_property_readonly_static("available", [](const py::object&) { return FlushDenormals::kAvailable; })
+      .def("__enter__", &FlushDenormals::enter)
+      .def("__exit__", &FlushDenormals::exit);
+}
+
+}  // namespace mla_fp8::test

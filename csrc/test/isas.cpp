@@ -1,0 +1,91 @@
+// Every row of cpu::isa_table(), so that tests can hold the instruction sets against each other.
+#include "cpu/isa.h"
+
+#include <optional>
+
+#include "test/core.h"
+
+namespace mla_fp8::test {
+namespace {
+
+using cpu::IsaKernels;
+
+Dtype dtype_of(const py::array& x) {
+  if (py::isinstance<py::array_t<uint16_t>>(x)) return Dtype::kBf16;
+  if (py::isinstance<py::array_t<float>>(x)) return Dtype::kF32;
+  if (x.dtype().kind() == 'f' && x.itemsize() == 2) return Dtype::kF16;
+  throw py::type_error("latent must be uint16 (bf16 bits), float16 or float32");
+}
+
+void quantize_kv(const IsaKernels& isa, const py::array& latent, const Array<int64_t>& slots,
+                 Array<uint8_t>& kv_cache, int layout, int64_t page_size, std::optional<float> scale,
+                 std::optional<float> fp8_max) {
+  const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
+  if (latent.ndim() != 2 || latent.shape(1) != l.head_dim_qk() || latent.strides(1) != latent.itemsize() ||
+      latent.shape(0) < slots.size() || kv_cache.ndim() != 2 || kv_cache.shape(1) < l.page_bytes(page_size))
+    throw py::value_error("quantize_kv: shapes");
+  const int64_t stride = latent.strides(0) / latent.itemsize();
+  const QuantizeKvParams params{
+      .layout = static_cast<KvLayoutId>(layout),
+      .num_tokens = slots.size(),
+      .num_slots = kv_cache.shape(0) * page_size,
+      .page_size = page_size,
+      .dtype = dtype_of(latent),
+      .nope = latent.data(),
+      .nope_stride_token = stride,
+      .rope = static_cast<const uint8_t*>(latent.data()) + l.nope_dim * latent.itemsize(),
+      .rope_stride_token = stride,
+      .slot_mapping = slots.data(),
+      .slots_are_int64 = true,
+      .scale = scale ? &*scale : nullptr,
+      .fp8_max = fp8_max.value_or(format_max(l.nope_format)),
+      .kv_cache = kv_cache.mutable_data(),
+      .kv_cache_stride_page = kv_cache.shape(1),
+  };
+  isa.quantize_kv(params, 0, params.num_tokens);
+}
+
+Array<uint16_t> dequantize_kv(const IsaKernels& isa, Array<uint8_t>& kv_cache, const Array<int64_t>& slots,
+                              int layout, int64_t page_size, std::optional<float> scale) {
+  const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
+  if (kv_cache.ndim() != 2 || kv_cache.shape(1) < l.page_bytes(page_size))
+    throw py::value_error("dequantize_kv: shapes");
+  Array<uint16_t> out({static_cast<py::ssize_t>(slots.size()), static_cast<py::ssize_t>(l.head_dim_qk())});
+  const DequantizeKvParams params{
+      .layout = static_cast<KvLayoutId>(layout),
+      .num_rows = slots.size(),
+      .num_slots = kv_cache.shape(0) * page_size,
+      .page_size = page_size,
+      .kv_cache = kv_cache.data(),
+      .kv_cache_stride_page = kv_cache.shape(1),
+      .slots = slots.data(),
+      .slots_are_int64 = true,
+      .scale = scale ? &*scale : nullptr,
+      .out = out.mutable_data(),
+      .out_stride_row = l.head_dim_qk(),
+  };
+  isa.dequantize_kv(params, 0, params.num_rows);
+  return out;
+}
+
+}  // namespace
+
+// A kernel that joins isa_table() gets a function above and a .def() here.
+void bind_isas(py::module_& m) {
+  py::class_<IsaKernels>(m, "Isa")
+      .def_readonly("name", &IsaKernels::name)
+      .def_readonly("supported", &IsaKernels::supported)
+      .def("quantize_kv", &quantize_kv, py::arg("latent"), py::arg("slots").noconvert(),
+           py::arg("kv_cache").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
+           py::arg("scale") = py::none(), py::arg("fp8_max") = py::none())
+      .def("dequantize_kv", &dequantize_kv, py::arg("kv_cache").noconvert(), py::arg("slots").noconvert(),
+           py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none());
+
+  py::list isas;
+  for (const IsaKernels& isa : cpu::isa_table())
+    isas.append(py::cast(&isa, py::return_value_policy::reference));
+  m.attr("ISAS") = isas;
+  m.attr("best_isa") = cpu::best_isa().name;
+}
+
+}  // namespace mla_fp8::test

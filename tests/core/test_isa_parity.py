@@ -1,0 +1,174 @@
+"""Every instruction set gives the same bytes, and they are those of the scalar codecs in common/fp8.h."""
+
+from contextlib import nullcontext
+
+import _mla_fp8_core as core
+import numpy as np
+import pytest
+
+PAGE_SIZE, NUM_PAGES = 61, 3
+NUM_SLOTS = PAGE_SIZE * NUM_PAGES
+PLAIN = core.ISAS[0]
+LAYOUTS = list(enumerate(core.KV_LAYOUTS))  # (id, layout)
+
+all_layouts = pytest.mark.parametrize("id, layout", LAYOUTS, ids=[x.name for x in core.KV_LAYOUTS])
+simd_isas = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(i, id=i.name, marks=[] if i.supported else pytest.mark.skip(reason="not on this CPU"))
+        for i in core.ISAS[1:]
+    ],
+)
+modes = [nullcontext] + ([core.FlushDenormals] if core.FlushDenormals.available else [])
+callers_modes = pytest.mark.parametrize("mode", modes, ids=["keep", "flush"][: len(modes)])
+dtypes = pytest.mark.parametrize("dtype", ["bf16", "float16", "float32"])
+
+
+def latents(head_dim_qk: int, dtype: str) -> np.ndarray:
+    """Rows of one magnitude each, from subnormal to overflow, then random bits (NaN and inf among them)."""
+    r = np.random.default_rng(0)
+    rows = (NUM_SLOTS // 2, head_dim_qk)
+    normal = (r.normal(size=rows) * np.logspace(-44, 37, rows[0])[:, None]).astype(np.float32)
+    patterns = r.integers(0, 2**32, rows, np.uint32)
+    if dtype == "float32":
+        return np.concatenate([normal, patterns.view(np.float32)])
+    narrow = core.float_to_bf16(normal)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            narrow = normal.astype(np.float16).view(np.uint16)
+    both = np.concatenate([narrow, (patterns >> 16).astype(np.uint16)])
+    return both.view(np.float16) if dtype == "float16" else both
+
+
+def options(id: int, layout) -> dict:
+    """A scale that is no power of two shows whether the division is one."""
+    scale = 0.37 if layout.scale_format == "per_layer" else None
+    return {"layout": id, "page_size": PAGE_SIZE, "scale": scale}
+
+
+def quantized(isa, latent, id, layout, mode=nullcontext, **more) -> np.ndarray:
+    """A poisoned cache with padded pages after the write; some slots are hostile."""
+    slots = np.random.default_rng(1).permutation(NUM_SLOTS)[: len(latent)]
+    slots[:4] = [-1, NUM_SLOTS, -(2**63), 2**63 - 1]
+    kv_cache = np.full((NUM_PAGES, layout.page_bytes(PAGE_SIZE) + 48), 0xA5, np.uint8)
+    with mode():
+        isa.quantize_kv(latent, slots, kv_cache, **options(id, layout), **more)
+    return kv_cache
+
+
+def random_cache(layout) -> np.ndarray:
+    """Every FP8 code under every scale byte, sooner or later; dsv32 scales of any bits."""
+    return np.random.default_rng(2).integers(0, 256, (NUM_PAGES, layout.page_bytes(PAGE_SIZE) + 48), np.uint8)
+
+
+def dequantized(isa, kv_cache, id, layout, mode=nullcontext) -> np.ndarray:
+    slots = np.concatenate([np.arange(NUM_SLOTS), [-1, NUM_SLOTS, -(2**63), 2**63 - 1]])
+    with mode():
+        return isa.dequantize_kv(kv_cache, slots, **options(id, layout))
+
+
+def codec(format: str):
+    return getattr(core, format)
+
+
+def test_the_best_supported_isa_is_picked():
+    assert PLAIN.name == "plain" and PLAIN.supported
+    assert core.best_isa == [i.name for i in core.ISAS if i.supported][-1]
+
+
+@all_layouts
+@dtypes
+@callers_modes
+def test_plain_quantize_ignores_the_callers_mode(id, layout, dtype, mode):
+    latent = latents(layout.head_dim_qk, dtype)
+    assert (quantized(PLAIN, latent, id, layout, mode) == quantized(PLAIN, latent, id, layout)).all()
+
+
+@simd_isas
+@all_layouts
+@dtypes
+@callers_modes
+def test_quantize_gives_the_same_bytes_on_every_isa(isa, id, layout, dtype, mode):
+    latent = latents(layout.head_dim_qk, dtype)
+    want = quantized(PLAIN, latent, id, layout)
+    np.testing.assert_array_equal(quantized(isa, latent, id, layout, mode), want)
+
+
+@simd_isas
+def test_quantize_with_a_smaller_maximum_gives_the_same_bytes(isa):
+    id, layout = next(row for row in LAYOUTS if row[1].name == "dsv4_fnuz")
+    latent = latents(layout.head_dim_qk, "bf16")
+    want = quantized(PLAIN, latent, id, layout, fp8_max=224.0)
+    np.testing.assert_array_equal(quantized(isa, latent, id, layout, fp8_max=224.0), want)
+    assert (want != quantized(PLAIN, latent, id, layout)).any()
+
+
+@simd_isas
+@all_layouts
+@callers_modes
+def test_dequantize_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
+    kv_cache = random_cache(layout)
+    want = dequantized(PLAIN, kv_cache, id, layout)
+    np.testing.assert_array_equal(dequantized(isa, kv_cache, id, layout, mode), want)
+
+
+def decoded(raw: np.ndarray, format: str, scale) -> np.ndarray:
+    """Cache bytes to bf16 bits with the scalar codecs."""
+    if format == "bf16":
+        return raw.view(np.uint16)
+    with np.errstate(all="ignore"):
+        return core.float_to_bf16(codec(format).decode(raw) * scale)
+
+
+@all_layouts
+def test_dequantize_is_one_multiplication_rounded_once(id, layout):
+    kv_cache = random_cache(layout)
+    got = dequantized(PLAIN, kv_cache, id, layout)
+    assert (got[NUM_SLOTS:] == 0).all()
+    layer_scale = np.float32(options(id, layout)["scale"] or 1)
+    for slot in range(0, NUM_SLOTS, 7):
+        page, row = kv_cache[slot // PAGE_SIZE], slot % PAGE_SIZE
+        token = page[layout.token_offset(row) :][: layout.token_stride]
+        scale = layer_scale
+        if layout.num_tiles:
+            stored = page[layout.scale_offset(row, PAGE_SIZE) :][: layout.num_tiles * layout.scale_itemsize]
+            scale = core.ue8m0_to_float(stored) if layout.scale_itemsize == 1 else stored.view(np.float32)
+            scale = scale.repeat(layout.tile_dim)
+        nope = decoded(token[: layout.nope_bytes], layout.nope_format, scale)
+        rope = decoded(token[layout.rope_offset :], layout.rope_format, layer_scale)
+        want = np.concatenate([nope, rope])
+        np.testing.assert_array_equal(got[slot], want)
+
+
+@all_layouts
+def test_quantize_is_one_scaling_rounded_once(id, layout):
+    """The bytes of one token from the scalar codecs, tile by tile."""
+    latent = latents(layout.head_dim_qk, "bf16")
+    slots = np.arange(NUM_SLOTS)[: len(latent)]
+    kv_cache = np.full((NUM_PAGES, layout.page_bytes(PAGE_SIZE)), 0xA5, np.uint8)
+    PLAIN.quantize_kv(latent, slots, kv_cache, **options(id, layout))
+    for slot in range(0, len(slots), 5):
+        page, row = kv_cache[slot // PAGE_SIZE], slot % PAGE_SIZE
+        token, scales_at = layout.token_offset(row), layout.scale_offset(row, PAGE_SIZE)
+        nope, rope = np.split(latent[slot], [layout.nope_dim])
+        if layout.num_tiles:
+            want_rope, x = rope.view(np.uint8), core.bf16_to_float(nope).reshape(layout.num_tiles, -1)
+            limit = codec(layout.nope_format).max
+            amax = np.where(np.isfinite(x), np.abs(x), 0).max(1)
+            exponent = core.tile_scale_exponent(amax, layout.amax_floor, layout.scale_floor, limit)
+            with np.errstate(all="ignore"):
+                want = codec(layout.nope_format).encode(x * core.ue8m0_reciprocal(exponent)[:, None]).ravel()
+            stored = exponent if layout.scale_itemsize == 1 else core.ue8m0_to_float(exponent).view(np.uint8)
+            padded = np.zeros(layout.scale_bytes, np.uint8)
+            padded[: len(stored)] = stored
+            np.testing.assert_array_equal(page[scales_at:][: layout.scale_bytes], padded)
+        elif layout.scale_format == "per_layer":
+            scale = np.float32(options(id, layout)["scale"])
+            with np.errstate(all="ignore"):
+                want, want_rope = (
+                    codec(layout.nope_format).encode(core.bf16_to_float(x) / scale) for x in (nope, rope)
+                )
+        else:
+            want, want_rope = nope.view(np.uint8), rope.view(np.uint8)
+        np.testing.assert_array_equal(page[token:][: layout.nope_bytes], want)
+        np.testing.assert_array_equal(page[token + layout.rope_offset :][: layout.rope_bytes], want_rope)
