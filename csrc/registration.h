@@ -10,7 +10,10 @@
 #define MLA_FP8_CPU_OPS(X)                                  \
   X(quantize_kv)                                            \
   X(dequantize_kv) X(dequantize_kv_out)                     \
-  X(dequantize_kv_paged) X(dequantize_kv_paged_out)
+  X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
+  X(sparse_prefill) X(sparse_prefill_out)                   \
+  X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
+  X(sparse_decode) X(sparse_decode_out)
 
 #define MLA_FP8_GPU_OPS(X)
 // clang-format on

@@ -18,12 +18,55 @@ MLA_SIMD F32 load_e4m3(const uint8_t* p) {
   return from_bits(select(nan, set1(kNanBits), value));
 }
 
+// Whether e4m3 * scale is a normal bf16 (or 0) for every code: no rounding, only exponents to add.
+MLA_SIMD bool is_exact_scale(float scale) {
+  const uint32_t u = float_bits(scale);
+  return (u & 0x807fffffu) == 0 && u >> 23 >= 127 - 110 && u >> 23 <= 127 + 110;
+}
+
+#if MLA_SIMD_AVX512
+// decode() for such a scale: 32 codes at a time in 16-bit lanes, subnormals through a table of eight.
+template <Format kFormat>
+MLA_SIMD void decode_exact(const uint8_t* src, int count, float scale, uint16_t* dst) {
+  using E = E4m3<kFormat>;
+  const int exponent = static_cast<int>(float_bits(scale) >> 23) - 127;
+  // bf16 of 0 .. 7 quanta at scale 1: the exponent of the top bit, the rest as mantissa.
+  constexpr int kQuantum = (127 - E::kBias - 2) << 7;
+  constexpr auto entry = [](int top, int mantissa) {
+    return static_cast<int16_t>(kQuantum + (top << 7) + mantissa);
+  };
+  alignas(16) static constexpr int16_t kSubnormals[8] = {
+      0, entry(0, 0), entry(1, 0), entry(1, 64), entry(2, 0), entry(2, 32), entry(2, 64), entry(2, 96)};
+  const __m512i quanta =
+      _mm512_castsi128_si512(_mm_load_si128(reinterpret_cast<const __m128i*>(kSubnormals)));
+  const __m512i table =
+      _mm512_mask_add_epi16(quanta, 0xfe, quanta, _mm512_set1_epi16(static_cast<int16_t>(exponent << 7)));
+  const __m512i base = _mm512_set1_epi16(static_cast<int16_t>((127 - E::kBias + exponent) << 7));
+  const __m512i magnitude_mask = _mm512_set1_epi16(0x7f), nan = _mm512_set1_epi16(kBf16Nan);
+  for (int i = 0; i < count; i += 32) {
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i)));
+    const __m512i magnitude = _mm512_and_si512(code, magnitude_mask);
+    __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), base);
+    const __mmask32 is_subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    value = _mm512_mask_permutexvar_epi16(value, is_subnormal, magnitude, table);
+    const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(magnitude_mask, code), 8);
+    const __mmask32 is_nan = E::kFnuz ? _mm512_cmpeq_epi16_mask(code, _mm512_set1_epi16(0x80))
+                                      : _mm512_cmpeq_epi16_mask(magnitude, magnitude_mask);
+    value = _mm512_mask_mov_epi16(_mm512_or_si512(value, sign), is_nan, nan);
+    _mm512_storeu_si512(dst + i, value);
+  }
+}
+#endif
+
 // value = e4m3 * scale in float, rounded once.
 template <Format kFormat>
 MLA_SIMD void decode(const uint8_t* src, int count, float scale, uint16_t* dst) {
   if constexpr (kFormat == Format::kBf16) {
     memcpy(dst, src, 2 * count);
   } else {
+#if MLA_SIMD_AVX512
+    if (is_exact_scale(scale)) return decode_exact<kFormat>(src, count, scale, dst);
+#endif
     for (int i = 0; i < count; i += kLanes)
       store_u16(dst + i, to_bf16(mul(load_e4m3<kFormat>(src + i), set1(scale))));
   }

@@ -1,6 +1,7 @@
 #include "cpu/isa.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "common/parallel.h"
 
@@ -21,8 +22,13 @@ bool supports_avx512_bf16() { return supports_avx512() && __builtin_cpu_supports
 }  // namespace
 
 std::span<const IsaKernels> isa_table() {
-#define MLA_FP8_ROW(isa) \
-  {#isa, supports_##isa(), isa::quantize_kv, isa::dequantize_kv, isa::dequantize_kv_paged},
+#define MLA_FP8_ROW(isa)     \
+  {#isa,                     \
+   supports_##isa(),         \
+   isa::quantize_kv,         \
+   isa::dequantize_kv,       \
+   isa::dequantize_kv_paged, \
+   isa::sparse_attention},
   static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
 #undef MLA_FP8_ROW
   return table;
@@ -59,6 +65,31 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
     parallel_for(last - first, kGrain,
                  [&](int64_t begin, int64_t end) { kernel(p, r, first + begin, first + end); });
   }
+}
+
+// Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer tokens
+// than threads the heads of a token are split, in groups that still share the staging of a key well.
+void sparse_attention(const SparseAttentionParams& p) {
+  if (p.num_tokens == 0) return;
+  constexpr int64_t kMinHeads = 8;
+  const int64_t threads = num_threads();
+  const int64_t wanted = ceil_div(threads, p.num_tokens), most = ceil_div<int64_t>(p.num_q_heads, kMinHeads);
+  const int64_t groups = std::min(wanted, most);
+  const int heads = static_cast<int>(ceil_div<int64_t>(p.num_q_heads, groups));
+  const auto kernel = best_isa().sparse_attention;
+
+  parallel_for(p.num_tokens * groups, 1, [&](int64_t begin, int64_t end) {
+    AttentionScratch scratch;
+    constexpr int64_t kAlignment = 64;
+    const std::unique_ptr<uint8_t[]> memory(new uint8_t[scratch.place(nullptr, heads) + kAlignment]);
+    scratch.place(reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<int64_t>(memory.get()), kAlignment)),
+                  heads);
+    for (int64_t i = begin; i < end; ++i) {
+      const int first = static_cast<int>(i % groups) * heads;
+      const int count = std::min(heads, p.num_q_heads - first);
+      if (count > 0) kernel(p, i / groups, first, count, scratch);
+    }
+  });
 }
 
 }  // namespace mla_fp8::cpu

@@ -17,12 +17,47 @@
 
 namespace mla_fp8::cpu {
 
-#define MLA_FP8_DECLARE_ISA(isa)                                                                  \
-  namespace isa {                                                                                 \
-  void quantize_kv(const QuantizeKvParams& params, int64_t begin, int64_t end);                   \
-  void dequantize_kv(const DequantizeKvParams& params, int64_t begin, int64_t end);               \
-  void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin, \
-                           int64_t end);                                                          \
+// The working set of one thread in sparse_attention, independent of the number of keys.
+struct AttentionScratch {
+  static constexpr int kBlock = 64;    // keys staged at a time
+  static constexpr int kHeadTile = 4;  // heads that the inner loops take together; arrays are padded to it
+  static constexpr int kMaxHeadDim = 576;
+
+  uint16_t* latents;           // [kBlock][head_dim_qk] bf16
+  uint16_t* v_pairs;           // V of keys 2i and 2i + 1 interleaved, in tiles of 64 columns
+  float* logits;               // [heads][kBlock]
+  uint16_t* weights;           // [heads][kBlock] bf16
+  float* accumulator;          // [heads][kHeadDimV], columns in interleaved order
+  float *max, *sum, *rescale;  // [heads]
+
+  // Lays the arrays out from `base` on; with null, says how many bytes they take.
+  int64_t place(uint8_t* base, int num_heads) {
+    const int64_t heads = align_up(num_heads, kHeadTile);
+    int64_t used = 0;
+    const auto take = [&](auto*& pointer, int64_t count) {
+      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(base + used);
+      used += align_up<int64_t>(count * sizeof(*pointer), 64);
+    };
+    take(latents, kBlock * kMaxHeadDim);
+    take(v_pairs, kBlock * kHeadDimV);
+    take(logits, heads * kBlock);
+    take(weights, heads * kBlock);
+    take(accumulator, heads * kHeadDimV);
+    take(max, heads);
+    take(sum, heads);
+    take(rescale, heads);
+    return used;
+  }
+};
+
+#define MLA_FP8_DECLARE_ISA(isa)                                                                           \
+  namespace isa {                                                                                          \
+  void quantize_kv(const QuantizeKvParams& params, int64_t begin, int64_t end);                            \
+  void dequantize_kv(const DequantizeKvParams& params, int64_t begin, int64_t end);                        \
+  void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin,          \
+                           int64_t end);                                                                   \
+  void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \
+                        AttentionScratch scratch);                                                         \
   }
 MLA_FP8_CPU_ISAS(MLA_FP8_DECLARE_ISA)
 #undef MLA_FP8_DECLARE_ISA
@@ -34,6 +69,7 @@ struct IsaKernels {
   decltype(&plain::quantize_kv) quantize_kv;
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
+  decltype(&plain::sparse_attention) sparse_attention;
 };
 std::span<const IsaKernels> isa_table();
 const IsaKernels& best_isa();

@@ -124,6 +124,23 @@ MLA_SIMD void interleave(Bf16x32 low, Bf16x32 high, Bf16x32* first, Bf16x32* sec
   second->v = _mm512_unpackhi_epi16(low.v, high.v);
 }
 MLA_SIMD void store_pairs(uint16_t* p, Bf16x32 x) { _mm512_storeu_si512(p, x.v); }
+// Lane i of the result is the sum of the lanes of v[i], in the order that the plain version spells out.
+MLA_SIMD F32 reduce_add_16(const F32 v[kLanes]) {
+  __m512 quad[4];  // of four vectors each: the sums of their 128-bit quarters
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = v[4 * i].v, b = v[4 * i + 1].v, c = v[4 * i + 2].v, d = v[4 * i + 3].v;
+    const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                            _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+  }
+  __m512 half[2];  // quarters 0 + 2 and 1 + 3
+  for (int i = 0; i < 2; ++i)
+    half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quad[2 * i], quad[2 * i + 1], 0x44),
+                            _mm512_shuffle_f32x4(quad[2 * i], quad[2 * i + 1], 0xee));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(half[0], half[1], 0x88),
+                        _mm512_shuffle_f32x4(half[0], half[1], 0xdd))};
+}
 
 #elif MLA_SIMD_AVX2
 
@@ -216,6 +233,22 @@ MLA_SIMD void interleave(Bf16x32 low, Bf16x32 high, Bf16x32* first, Bf16x32* sec
 }
 MLA_SIMD void store_pairs(uint16_t* p, Bf16x32 x) {
   for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16 * i), x.v[i]);
+}
+MLA_SIMD F32 reduce_add_16(const F32 v[kLanes]) {
+  __m128 quad[4];
+  for (int i = 0; i < 4; ++i) {
+    __m256 quarters[2];  // of four vectors: quarters 0, 1 and 2, 3
+    for (int j = 0; j < 2; ++j) {
+      const __m256 a = v[4 * i].v[j], b = v[4 * i + 1].v[j], c = v[4 * i + 2].v[j], d = v[4 * i + 3].v[j];
+      const __m256d ab = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
+      const __m256d cd = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
+      quarters[j] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd)),
+                                  _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd)));
+    }
+    const __m256 halves = _mm256_add_ps(quarters[0], quarters[1]);
+    quad[i] = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  }
+  return {_mm256_set_m128(quad[1], quad[0]), _mm256_set_m128(quad[3], quad[2])};
 }
 
 #else  // plain
@@ -313,6 +346,18 @@ MLA_SIMD void interleave(Bf16x32 low, Bf16x32 high, Bf16x32* first, Bf16x32* sec
   }
 }
 MLA_SIMD void store_pairs(uint16_t* p, Bf16x32 x) { memcpy(p, x.v, sizeof x); }
+MLA_SIMD F32 reduce_add_16(const F32 v[kLanes]) {
+  F32 r;
+  for (int i = 0; i < kLanes; ++i) {
+    float quarter[4];
+    for (int j = 0; j < 4; ++j) {
+      const float* x = v[i].v + 4 * j;
+      quarter[j] = (x[0] + x[2]) + (x[1] + x[3]);
+    }
+    r.v[i] = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+  }
+  return r;
+}
 
 #endif
 

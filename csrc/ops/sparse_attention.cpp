@@ -1,0 +1,194 @@
+// The checks shared by sparse_decode, sparse_prefill_paged and sparse_prefill, and the ops themselves.
+#include "ops/sparse_attention.h"
+
+#include <cmath>
+
+#include "registration.h"
+
+namespace mla_fp8 {
+namespace {
+
+constexpr int kMaxHeads = 128;
+
+// Outputs as the caller gave them; max_logits is null for sparse_decode.
+struct Outputs {
+  const Tensor &out, &lse;
+  const Tensor* max_logits;
+};
+
+KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& q,
+                    const Tensor& indices, const char* indices_name, const OptionalTensor& topk_length,
+                    const char* length_name) {
+  check(indices, indices_name)
+      .same_device_as(q, "q")
+      .dtype({ScalarType::Int})
+      .shape({q.size(0), -1})
+      .last_dim_contiguous();
+  if (topk_length)
+    check(*topk_length, length_name)
+        .same_device_as(q, "q")
+        .dtype({ScalarType::Int})
+        .shape({q.size(0)})
+        .contiguous();
+  return {
+      .kv_cache = cache.data,
+      .kv_cache_stride_page = cache.stride_page,
+      .num_slots = cache.num_slots,
+      .page_size = page_size,
+      .indices = data<int32_t>(indices),
+      .indices_stride_token = indices.stride(0),
+      .topk = indices.size(1),
+      .topk_length = data<int32_t>(topk_length),
+  };
+}
+
+// Everything but the scopes.
+SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayoutId id, double sm_scale,
+                                   const OptionalTensor& attn_sink, const Outputs& outputs) {
+  const KvLayout l = kv_layout(id);
+  check(q, "q")
+      .dtype({ScalarType::BFloat16})
+      .shape({-1, -1, l.head_dim_qk()})
+      .last_dim_contiguous()
+      .aligned(16);
+  const int64_t num_tokens = q.size(0), num_heads = q.size(1);
+  check.that(num_heads >= 1 && num_heads <= kMaxHeads, "q must have 1 to ", kMaxHeads, " heads, got ",
+             num_heads);
+  check.that(std::isfinite(sm_scale), "sm_scale must be finite, got ", sm_scale);
+  if (attn_sink)
+    check(*attn_sink, "attn_sink")
+        .same_device_as(q, "q")
+        .dtype({ScalarType::Float})
+        .shape({num_heads})
+        .contiguous();
+  check(outputs.out, "out")
+      .same_device_as(q, "q")
+      .dtype({ScalarType::BFloat16})
+      .shape({num_tokens, num_heads, kHeadDimV})
+      .last_dim_contiguous()
+      .rows_disjoint()
+      .aligned(16);
+  const auto per_head = [&](const Tensor& t, const char* name) {
+    check(t, name)
+        .same_device_as(q, "q")
+        .dtype({ScalarType::Float})
+        .shape({num_tokens, num_heads})
+        .contiguous();
+  };
+  per_head(outputs.lse, "lse");
+  if (outputs.max_logits) per_head(*outputs.max_logits, "max_logits");
+  return {
+      .layout = id,
+      .num_tokens = num_tokens,
+      .num_q_heads = static_cast<int>(num_heads),
+      .q = data<uint16_t>(q),
+      .q_stride_token = q.stride(0),
+      .q_stride_head = q.stride(1),
+      .attn_sink = data<float>(attn_sink),
+      .sm_scale = static_cast<float>(sm_scale),
+      .out = mutable_data<uint16_t>(outputs.out),
+      .out_stride_token = outputs.out.stride(0),
+      .out_stride_head = outputs.out.stride(1),
+      .lse = mutable_data<float>(outputs.lse),
+      .max_logits = outputs.max_logits ? mutable_data<float>(*outputs.max_logits) : nullptr,
+  };
+}
+
+SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
+  const KvLayoutId id = check.layout(layout);
+  SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
+  const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
+  check(kv_cache, "kv_cache").same_device_as(q, "q");
+  params.scale = check.scale(scale, id, q);
+  params.scopes[0] = check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length");
+  params.num_scopes = 1;
+
+  check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
+                 extra_kv_cache.has_value() == extra_page_size.has_value(),
+             "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
+             extra_kv_cache ? "a cache, " : "no cache, ", extra_indices ? "indices, " : "no indices, ",
+             extra_page_size ? "a page size" : "no page size");
+  check.that(extra_kv_cache || !extra_topk_length,
+             "extra_topk_length must be None without extra_kv_cache, got a tensor");
+  if (extra_kv_cache) {
+    const KvCacheView extra = check.kv_cache(*extra_kv_cache, "extra_kv_cache", id, *extra_page_size);
+    check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
+    params.scopes[1] = check_scope(check, extra, *extra_page_size, q, *extra_indices, "extra_indices",
+                                   extra_topk_length, "extra_topk_length");
+    params.num_scopes = 2;
+  }
+  return params;
+}
+
+// Fresh outputs, once q's shape is known to be usable.
+std::pair<Tensor, Tensor> new_outputs(const Check& check, const Tensor& q) {
+  check(q, "q").shape({-1, -1, -1});
+  return {new_empty(q, {q.size(0), q.size(1), kHeadDimV}, ScalarType::BFloat16),
+          new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float)};
+}
+
+}  // namespace
+
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+#define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(op, tensor, params)
+#else  // one kernel serves them all
+#define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(sparse_attention, tensor, params)
+#endif
+
+#define MLA_PAGED_SPARSE_PASS                                                                               \
+  q, kv_cache, indices, layout, page_size, sm_scale, topk_length, attn_sink, extra_kv_cache, extra_indices, \
+      extra_topk_length, extra_page_size, scale
+
+void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse) {
+  const Check check("sparse_decode");
+  SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, nullptr});
+  params.batch_invariant = batch_invariant;
+  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_decode, q, params);
+}
+
+TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
+  auto [out, lse] = new_outputs(Check("sparse_decode"), q);
+  sparse_decode_out(MLA_PAGED_SPARSE_PASS, batch_invariant, out, lse);
+  return {out, lse};
+}
+
+void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
+  const Check check("sparse_prefill_paged");
+  const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits});
+  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
+}
+
+ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
+  auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
+  Tensor max_logits = torch::stable::empty_like(lse);
+  sparse_prefill_paged_out(MLA_PAGED_SPARSE_PASS, out, max_logits, lse);
+  return {out, max_logits, lse};
+}
+
+// bf16 rows are a cache of pages of one row.
+void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
+  const Check check("sparse_prefill");
+  check(q, "q").shape({-1, -1, -1});
+  const KvLayoutId id =
+      q.size(2) == kv_layout(KvLayoutId::kBf16D512).head_dim_qk() ? KvLayoutId::kBf16D512 : KvLayoutId::kBf16;
+  SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, {out, lse, &max_logits});
+  check(kv, "kv")
+      .same_device_as(q, "q")
+      .dtype({ScalarType::BFloat16})
+      .shape({-1, q.size(2)})
+      .last_dim_contiguous()
+      .aligned(16);
+  const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
+  params.scopes[0] = check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length");
+  params.num_scopes = 1;
+  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
+}
+
+ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
+  auto [out, lse] = new_outputs(Check("sparse_prefill"), q);
+  Tensor max_logits = torch::stable::empty_like(lse);
+  sparse_prefill_out(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse);
+  return {out, max_logits, lse};
+}
+
+}  // namespace mla_fp8
