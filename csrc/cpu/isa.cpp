@@ -72,13 +72,19 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
 void sparse_attention(const SparseAttentionParams& p) {
   if (p.num_tokens == 0) return;
   constexpr int64_t kMinHeads = 8;
-  const int64_t threads = num_threads();
+  // A thread is worth waking for some tens of microseconds of work: this many (head, key) pairs.
+  constexpr int64_t kMinPairs = 1 << 13;
+  int64_t keys = 0;
+  for (int i = 0; i < p.num_scopes; ++i) keys += p.scopes[i].topk;
+  const int64_t pairs = std::max<int64_t>(1, keys * p.num_q_heads);
+  const int64_t threads = std::clamp<int64_t>(p.num_tokens * pairs / kMinPairs, 1, num_threads());
   const int64_t wanted = ceil_div(threads, p.num_tokens), most = ceil_div<int64_t>(p.num_q_heads, kMinHeads);
   const int64_t groups = std::min(wanted, most);
   const int heads = static_cast<int>(ceil_div<int64_t>(p.num_q_heads, groups));
   const auto kernel = best_isa().sparse_attention;
 
-  parallel_for(p.num_tokens * groups, 1, [&](int64_t begin, int64_t end) {
+  const int64_t grain = ceil_div(kMinPairs, ceil_div(pairs, groups));
+  parallel_for(p.num_tokens * groups, grain, [&](int64_t begin, int64_t end) {
     AttentionScratch scratch;
     constexpr int64_t kAlignment = 64;
     const std::unique_ptr<uint8_t[]> memory(new uint8_t[scratch.place(nullptr, heads) + kAlignment]);

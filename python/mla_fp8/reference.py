@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from .layout import KVLayout
+from .layout import KV_LAYOUTS, KVLayout
+
+HEAD_DIM_V = next(iter(KV_LAYOUTS.values())).head_dim_v
 
 
 def tile_scales(nope: Tensor, layout: KVLayout, fp8_max: float) -> Tensor:
@@ -71,3 +73,37 @@ def dequantize_kv(
     out = torch.zeros(len(slots), layout.head_dim_qk, dtype=torch.bfloat16, device=kv_cache.device)
     out[valid] = cache[slots[valid].long()].bfloat16()
     return out
+
+
+def sparse_attention(
+    q: Tensor,
+    scopes: list[tuple[Tensor, Tensor, Tensor | None]],
+    *,
+    sm_scale: float,
+    attn_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, max_logits, lse) over the scopes (rows, indices, length) jointly, in float32 (float64 if q is).
+
+    Rows that are not selected may hold NaN. out has q's dtype and the first 512 elements of the rows.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    gathered, masked = (torch.cat(x, 1) for x in zip(*(_gather(*s, dtype) for s in scopes), strict=True))
+    logits = torch.einsum("thd,tkd->thk", q.to(dtype), gathered) * sm_scale
+    logits = logits.masked_fill(masked[:, None], float("-inf"))
+    lse = logits.logsumexp(-1)
+    total = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(dtype).expand_as(lse))
+    weights = (logits - total[..., None]).exp().masked_fill(lse.isneginf()[..., None], 0.0)
+    out = torch.einsum("thk,tkd->thd", weights, gathered[..., :HEAD_DIM_V]).to(q.dtype)
+    return out, logits.amax(-1) if logits.shape[-1] else lse, lse
+
+
+def _gather(
+    rows: Tensor, indices: Tensor, length: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    masked = (indices < 0) | (indices >= len(rows))
+    if length is not None:
+        masked |= torch.arange(indices.shape[1], device=rows.device) >= length[:, None]
+    if len(rows) == 0:
+        return torch.zeros(*indices.shape, rows.shape[1], dtype=dtype, device=rows.device), masked
+    selected = rows[indices.masked_fill(masked, 0).long()].to(dtype)
+    return selected.masked_fill(masked[..., None], 0.0), masked
