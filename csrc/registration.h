@@ -13,7 +13,9 @@
   X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
-  X(sparse_decode) X(sparse_decode_out)
+  X(sparse_decode) X(sparse_decode_out)                     \
+  X(pad_q_heads) X(pad_q_heads_out)                         \
+  X(merge_attention_states) X(merge_attention_states_out)
 
 #define MLA_FP8_GPU_OPS(X)
 // clang-format on

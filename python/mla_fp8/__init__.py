@@ -6,6 +6,8 @@ _libraries.load_all()
 
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
+from .ops.merge_attention_states import merge_attention_states
+from .ops.pad_q_heads import pad_q_heads
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
@@ -15,6 +17,8 @@ __all__ = [
     "KVLayout",
     "dequantize_kv",
     "dequantize_kv_paged",
+    "merge_attention_states",
+    "pad_q_heads",
     "quantize_kv",
     "sparse_decode",
     "sparse_prefill",

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .layout import KV_LAYOUTS, KVLayout
 
@@ -107,3 +108,20 @@ def _gather(
         return torch.zeros(*indices.shape, rows.shape[1], dtype=dtype, device=rows.device), masked
     selected = rows[indices.masked_fill(masked, 0).long()].to(dtype)
     return selected.masked_fill(masked[..., None], 0.0), masked
+
+
+def pad_q_heads(q: Tensor, attn_sink: Tensor | None, *, num_heads: int) -> tuple[Tensor, Tensor | None]:
+    extra = num_heads - q.shape[1]
+    sink = None if attn_sink is None else pad(attn_sink, (0, extra), value=-torch.inf)
+    return pad(q, (0, 0, 0, extra)), sink
+
+
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(lse_a, lse_b)
+    merged = torch.zeros_like(out_a, dtype=torch.promote_types(out_a.dtype, torch.float32))
+    for out, side_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = (side_lse - lse).exp()[..., None]
+        merged += torch.where(side_lse[..., None] == -torch.inf, 0.0, out.to(merged.dtype) * weight)
+    return merged.to(out_a.dtype), lse

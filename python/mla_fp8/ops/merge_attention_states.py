@@ -1,0 +1,45 @@
+import torch
+
+from ._fake import fake, fake_returns_nothing
+from ._out import all_given
+
+
+def merge_attention_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join two attention results over disjoint keys into that over all of them.
+
+    ============  ===========================  ==================  ============================
+    out_a, out_b  [num_tokens, num_heads, d]   bf16, fp16 or fp32  any strides of tokens, heads
+    lse_a, lse_b  [num_tokens, num_heads]      fp32                natural log, contiguous
+    out           [num_tokens, num_heads, d]   that of out_a       optional
+    lse           [num_tokens, num_heads]      fp32                optional, with out
+    ============  ===========================  ==================  ============================
+
+    A side whose lse is -inf contributes nothing, whatever its out holds, and the other side's bits are
+    returned; where both are -inf, out is 0 and lse -inf. Computed in float32, rounded once. Returns
+    (out, lse). Raises RuntimeError naming the argument, what was expected and what came; ValueError for one
+    of the two buffers without the other.
+    """
+    sides = (out_a, lse_a, out_b, lse_b)
+    if not all_given("merge_attention_states", out=out, lse=lse):
+        return torch.ops.mla_fp8.merge_attention_states(*sides)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.merge_attention_states_out(*sides, out=out, lse=lse)
+    assert out is not None and lse is not None  # for mypy
+    return out, lse
+
+
+@fake("merge_attention_states")
+def _(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+fake_returns_nothing("merge_attention_states_out")

@@ -1,0 +1,47 @@
+import torch
+
+from ._fake import fake, fake_returns_nothing
+from ._out import all_given
+
+
+def pad_q_heads(
+    q: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    *,
+    num_heads: int,
+    out_q: torch.Tensor | None = None,
+    out_attn_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Pad the heads of ``q`` with zeros to ``num_heads``, and ``attn_sink`` with -inf, in one launch.
+
+    =============  =================================  ============  =======================================
+    q              [num_tokens, num_q_heads, dim]     bf16 or fp16  any strides of tokens and heads
+    attn_sink      [num_q_heads] or None              fp32
+    num_heads                                                       at least ``num_q_heads``
+    out_q          [num_tokens, num_heads, dim]       that of q     optional, contiguous
+    out_attn_sink  [num_heads]                        fp32          with out_q; all -inf if there is no sink
+    =============  =================================  ============  =======================================
+
+    For a kernel that takes only some head counts: its output and lse are sliced to ``[:, :num_q_heads]``.
+    Returns (q, attn_sink) padded; None for ``attn_sink`` if None came. Raises RuntimeError naming the
+    argument, what was expected and what came; ValueError for one of the two buffers without the other.
+    """
+    if all_given("pad_q_heads", out_q=out_q, out_attn_sink=out_attn_sink):
+        torch.ops.mla_fp8.pad_q_heads_out(
+            q, attn_sink, num_heads=num_heads, out_q=out_q, out_attn_sink=out_attn_sink
+        )
+    else:
+        out_q, out_attn_sink = torch.ops.mla_fp8.pad_q_heads(q, attn_sink, num_heads=num_heads)
+    assert out_q is not None  # for mypy
+    return out_q, None if attn_sink is None else out_attn_sink
+
+
+@fake("pad_q_heads")
+def _(
+    q: torch.Tensor, attn_sink: torch.Tensor | None, *, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = q.new_empty((q.shape[0], num_heads, q.shape[2]))
+    return padded, q.new_empty((num_heads,), dtype=torch.float32)
+
+
+fake_returns_nothing("pad_q_heads_out")
