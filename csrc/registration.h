@@ -14,6 +14,11 @@
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
   X(sparse_decode) X(sparse_decode_out)                     \
+  X(combine_topk_swa_indices)                               \
+  X(combine_topk_swa_indices_out)                           \
+  X(combine_topk_swa_indices_ragged)                        \
+  X(combine_topk_swa_indices_ragged_out)                    \
+  X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
   X(merge_attention_states) X(merge_attention_states_out)
 

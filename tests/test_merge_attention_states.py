@@ -126,6 +126,19 @@ def test_a_row_does_not_depend_on_the_others_and_repeats_bitwise(device):
         assert same_bits(alone[0], out[t : t + 1]) and same_bits(alone[1], lse[t : t + 1])
 
 
+def test_offsets_past_2_to_the_31(device):
+    """Token 2 of each of these begins 2^31 elements in. Only the pages of their tokens are ever touched."""
+    states = make_states(3, 2, 64, device=device)
+    far = torch.empty(2**31 + 1024, dtype=torch.bfloat16, device=device)
+    out_a, out_b, out = (far[:1024].as_strided((3, 2, 64), (2**30, 64, 1), 256 * i) for i in range(3))
+    out_a.copy_(states[0])
+    out_b.copy_(states[2])
+    lse = torch.empty_like(states[1])
+    mla_fp8.merge_attention_states(out_a, states[1], out_b, states[3], out=out, lse=lse)
+    want, want_lse = mla_fp8.merge_attention_states(*states)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
 @all_dtypes
 def test_opcheck(dtype, device):
     states = make_states(dtype=dtype, device=device)

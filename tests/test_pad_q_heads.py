@@ -61,6 +61,15 @@ def test_sink_is_written_even_without_tokens(device):
     assert mla_fp8.pad_q_heads(q, sink, num_heads=4)[1].tolist() == [1.0, 2.0, -INF, -INF]
 
 
+def test_offsets_past_2_to_the_31(device):
+    """Token 2 of q begins 2^31 elements in. Only the pages of its tokens are ever touched."""
+    far = torch.empty(2**31 + 512, dtype=torch.bfloat16, device=device)
+    q = far[:512].as_strided((3, 2, 64), (2**30, 64, 1))
+    q.copy_(torch.randn(3, 2, 64))
+    got, _ = mla_fp8.pad_q_heads(q, None, num_heads=4)
+    assert_same_bits(got, reference.pad_q_heads(q.clone(), None, num_heads=4)[0])
+
+
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_opcheck_and_compile(with_sink, device):
     q = torch.randn(3, 8, 64, device=device).bfloat16()

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/macros.h"
 #include "common/stream.h"
 
 namespace mla_fp8 {
@@ -25,9 +26,78 @@ struct CombineTopkSwaIndicesParams {
 // -1 from indptr[num_tokens] to the capacity. Here out_indices is flat.
 struct CombineTopkSwaIndicesRaggedParams {
   CombineTopkSwaIndicesParams rows;  // out_indices [capacity], out_lens unused
-  int64_t capacity;                  // num_tokens * (topk + window_size)
+  int64_t capacity;                  // num_tokens * (topk + window_size), fits int32
   int32_t* out_indptr;               // [num_tokens + 1]
 };
+
+// One output row, its arithmetic done: what is left per column needs 32 bits only.
+struct TopkSwaRow {
+  int32_t length;                    // columns that count
+  int32_t num_topk;                  // columns [0, num_topk) hold the topk entries
+  int32_t min_entry, max_entry;      // entries outside are holes
+  int32_t compressed_base;           // added to the others
+  int32_t window_begin, window_end;  // columns [window_begin, window_end) hold swa_row + column
+  int32_t swa_row;
+
+  MLA_HD bool keeps(int32_t entry) const { return (entry >= min_entry) & (entry <= max_entry); }
+  MLA_HD int32_t rebased(int32_t entry) const {
+    const uint32_t hole = static_cast<uint32_t>(keeps(entry)) - 1;  // all ones or zero: no branch
+    return static_cast<int32_t>((static_cast<uint32_t>(entry) + static_cast<uint32_t>(compressed_base)) |
+                                hole);
+  }
+  MLA_HD int32_t window(int32_t column) const {
+    return static_cast<int32_t>(static_cast<uint32_t>(swa_row) + static_cast<uint32_t>(column));
+  }
+};
+
+// The request that holds query `token`, or -1. In a query_start_loc that decreases, some request whose range
+// holds the token, or -1: always the same, as the search does not depend on other rows.
+MLA_HD int64_t find_request(const int32_t* query_start_loc, int64_t num_requests, int64_t token) {
+  const int64_t target = token + query_start_loc[0];
+  int64_t low = 0, high = num_requests;  // query_start_loc[low] <= target
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (query_start_loc[middle] <= target ? low : high) = middle;
+  }
+  return num_requests > 0 && target < query_start_loc[low + 1] ? low : -1;
+}
+
+MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token) {
+  constexpr int64_t kMaxRow = INT32_MAX;  // rows of the workspace are in [0, kMaxRow]; others become -1
+  const int64_t request = find_request(p.query_start_loc, p.num_requests, token);
+  if (request < 0) return {};
+  const int64_t seq_len = p.seq_lens[request];
+  const int64_t query_end = int64_t{p.query_start_loc[request + 1]} - p.query_start_loc[0];
+  const int64_t pos = p.query_pos ? p.query_pos[token] : seq_len - query_end + token;
+  if (pos < 0 || pos >= seq_len) return {};
+
+  const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  const auto max = [](int64_t a, int64_t b) { return a > b ? a : b; };
+  const int64_t num_topk = min((pos + 1) / p.compress_ratio, p.topk);
+  const int64_t base = p.compressed_base[request];
+  const int64_t min_entry = max(0, -base);
+  int64_t max_entry = min(kMaxRow, kMaxRow - base);
+  if (p.compressed_lens) max_entry = min(max_entry, int64_t{p.compressed_lens[request]} - 1);
+  const bool none = min_entry > max_entry;
+
+  // The gathered tokens are [first_gathered, seq_len): nothing outside of them is ever referred to.
+  const int64_t first_gathered = seq_len - p.gather_lens[request];
+  const int64_t start = max(max(pos - p.window_size + 1, first_gathered), 0);
+  const int64_t num_window = max(0, pos - start + 1);
+  const int64_t first_row = p.swa_base[request] + start - first_gathered;
+  const int64_t num_below = min(max(0, -first_row), num_window);
+  const int64_t num_within = min(max(0, kMaxRow + 1 - first_row), num_window);
+  return {
+      .length = static_cast<int32_t>(num_topk + num_window),
+      .num_topk = static_cast<int32_t>(num_topk),
+      .min_entry = none ? 1 : static_cast<int32_t>(min_entry),
+      .max_entry = none ? 0 : static_cast<int32_t>(max_entry),
+      .compressed_base = static_cast<int32_t>(base),
+      .window_begin = static_cast<int32_t>(num_topk + num_below),
+      .window_end = static_cast<int32_t>(num_topk + num_within),
+      .swa_row = static_cast<int32_t>(static_cast<uint32_t>(first_row - num_topk)),
+  };
+}
 
 namespace cpu {
 void combine_topk_swa_indices(const CombineTopkSwaIndicesParams& params);

@@ -5,6 +5,8 @@ from . import _libraries
 _libraries.load_all()
 
 from .layout import KV_LAYOUTS, KVLayout
+from .ops.build_swa_token_ids import build_swa_token_ids
+from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.merge_attention_states import merge_attention_states
 from .ops.pad_q_heads import pad_q_heads
@@ -15,6 +17,9 @@ from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
 __all__ = [
     "KV_LAYOUTS",
     "KVLayout",
+    "build_swa_token_ids",
+    "combine_topk_swa_indices",
+    "combine_topk_swa_indices_ragged",
     "dequantize_kv",
     "dequantize_kv_paged",
     "merge_attention_states",

@@ -110,6 +110,77 @@ def _gather(
     return selected.masked_fill(masked[..., None], 0.0), masked
 
 
+def combine_topk_swa_indices(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    compressed_base: Tensor,
+    swa_base: Tensor,
+    *,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    query_pos: Tensor | None = None,
+    compressed_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    indices = topk_indices.new_full((len(topk_indices), -(-(topk + window_size) // 128) * 128), -1)
+    lens = topk_indices.new_zeros(len(topk_indices))
+    begin = [loc - int(query_start_loc[0]) for loc in query_start_loc.tolist()]
+    per_request = [x.tolist() for x in (seq_lens, gather_lens, compressed_base, swa_base)]
+    for r, (seq_len, gather_len, base, swa) in enumerate(zip(*per_request, strict=True)):
+        limit = 2**31 if compressed_lens is None else int(compressed_lens[r])
+        for t in range(max(begin[r], 0), min(begin[r + 1], len(lens))):
+            pos = seq_len - begin[r + 1] + t if query_pos is None else int(query_pos[t])
+            if 0 <= pos < seq_len:
+                entries = topk_indices[t, : min((pos + 1) // compress_ratio, topk)].tolist()
+                first = seq_len - gather_len
+                window = range(max(pos - window_size + 1, first, 0), pos + 1)
+                row = [base + e if 0 <= e < limit else -1 for e in entries] + [
+                    swa + p - first for p in window
+                ]
+                lens[t] = len(row)
+                indices[t, : len(row)] = lens.new_tensor([x if 0 <= x < 2**31 else -1 for x in row])
+    return indices, lens
+
+
+def without_holes(indices: Tensor, *, capacity: int) -> tuple[Tensor, Tensor]:
+    """The rows of combine_topk_swa_indices as those of combine_topk_swa_indices_ragged."""
+    kept = indices >= 0
+    indptr = pad(kept.sum(1).cumsum(0), (1, 0)).int()
+    return indptr, pad(indices[kept], (0, capacity - int(indptr[-1])), value=-1)
+
+
+def look_up(table: Tensor, *index: Tensor) -> Tensor:
+    """``table[index]``, -1 where an index is outside the table."""
+    valid = torch.stack([(i >= 0) & (i < n) for i, n in zip(index, table.shape, strict=True)]).all(0)
+    found = torch.full_like(index[0], -1)
+    found[valid] = table[tuple(i[valid] for i in index)].to(found.dtype)
+    return found
+
+
+def build_swa_token_ids(
+    seq_lens: Tensor,
+    extend_seq_lens: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    full_to_swa: Tensor,
+    *,
+    window_size: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gather_lens = torch.minimum(seq_lens.long(), extend_seq_lens.long() + window_size - 1).clamp_min(0)
+    first_pos, offsets = seq_lens - gather_lens, pad(gather_lens.cumsum(0), (1, 0))
+    j = torch.arange(capacity, device=seq_lens.device)
+    request = torch.searchsorted(offsets[1:], j, right=True)  # past the last one: found in no table
+    slot = look_up(
+        req_to_token, look_up(req_pool_indices, request), look_up(first_pos - offsets[:-1], request) + j
+    )
+    ids = look_up(full_to_swa, slot)
+    ids = torch.where((ids >= 0) & (ids < 2**31), ids, -1)
+    return ids.int(), first_pos.int(), gather_lens.int(), offsets.clamp_max(2**31 - 1).int()
+
+
 def pad_q_heads(q: Tensor, attn_sink: Tensor | None, *, num_heads: int) -> tuple[Tensor, Tensor | None]:
     extra = num_heads - q.shape[1]
     sink = None if attn_sink is None else pad(attn_sink, (0, extra), value=-torch.inf)
