@@ -20,6 +20,7 @@
   X(combine_topk_swa_indices_ragged_out)                    \
   X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
+  X(paged_attention_ragged) X(paged_attention_ragged_out)   \
   X(merge_attention_states) X(merge_attention_states_out)
 
 #define MLA_FP8_GPU_OPS(X)

@@ -28,7 +28,8 @@ std::span<const IsaKernels> isa_table() {
    isa::quantize_kv,         \
    isa::dequantize_kv,       \
    isa::dequantize_kv_paged, \
-   isa::sparse_attention},
+   isa::sparse_attention,    \
+   isa::paged_attention_ragged},
   static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
 #undef MLA_FP8_ROW
   return table;
@@ -96,6 +97,16 @@ void sparse_attention(const SparseAttentionParams& p) {
       if (count > 0) kernel(p, i / groups, first, count, scratch);
     }
   });
+}
+
+void paged_attention_ragged(const PagedAttentionRaggedParams& p) {
+  const auto kernel = best_isa().paged_attention_ragged;
+  const int head_tiles = ceil_div(p.num_q_heads / p.num_kv_heads, kRaggedHeadTile);
+  const int64_t num_units = p.num_requests * p.num_kv_heads * head_tiles;
+  constexpr int64_t kMinPairs = 1 << 13;  // as above; how many keys a request has is a guess
+  const int64_t pairs = std::max<int64_t>(1, p.num_kv_indices * p.page_size * p.num_q_heads / num_units);
+  parallel_for(num_units, ceil_div(kMinPairs, pairs),
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 }  // namespace mla_fp8::cpu

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "ops/dequantize_kv.h"
+#include "ops/paged_attention_ragged.h"
 #include "ops/quantize_kv.h"
 #include "ops/sparse_attention.h"
 
@@ -50,6 +51,9 @@ struct AttentionScratch {
   }
 };
 
+// Query heads that paged_attention_ragged works on at a time: what bounds its buffers.
+inline constexpr int kRaggedHeadTile = 16;
+
 #define MLA_FP8_DECLARE_ISA(isa)                                                                           \
   namespace isa {                                                                                          \
   void quantize_kv(const QuantizeKvParams& params, int64_t begin, int64_t end);                            \
@@ -58,6 +62,7 @@ struct AttentionScratch {
                            int64_t end);                                                                   \
   void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \
                         AttentionScratch scratch);                                                         \
+  void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
   }
 MLA_FP8_CPU_ISAS(MLA_FP8_DECLARE_ISA)
 #undef MLA_FP8_DECLARE_ISA
@@ -70,6 +75,7 @@ struct IsaKernels {
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
   decltype(&plain::sparse_attention) sparse_attention;
+  decltype(&plain::paged_attention_ragged) paged_attention_ragged;
 };
 std::span<const IsaKernels> isa_table();
 const IsaKernels& best_isa();

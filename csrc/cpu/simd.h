@@ -100,6 +100,13 @@ MLA_SIMD void store_u8(uint8_t* p, U32 x) {
 MLA_SIMD void store_u16(uint16_t* p, U32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
 }
+// a[0] b[0] a[1] b[1] ... in 32 lanes.
+MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  first->v = _mm512_permutex2var_ps(a.v, low, b.v);
+  second->v = _mm512_permutex2var_ps(a.v, high, b.v);
+}
 MLA_SIMD Bf16x32 load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 MLA_SIMD Bf16x32 broadcast_pair(const uint16_t* p) {
   int pair;
@@ -209,6 +216,14 @@ MLA_SIMD void store_u8(uint8_t* p, U32 x) {
   const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
+MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
+  F32* const out[2] = {first, second};
+  for (int i = 0; i < 2; ++i) {
+    const __m256 low = _mm256_unpacklo_ps(a.v[i], b.v[i]), high = _mm256_unpackhi_ps(a.v[i], b.v[i]);
+    out[i]->v[0] = _mm256_permute2f128_ps(low, high, 0x20);
+    out[i]->v[1] = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+}
 MLA_LANEWISE(load_pairs, Bf16x32, (const uint16_t* p),
              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16 * i)))
 MLA_SIMD Bf16x32 broadcast_pair(const uint16_t* p) {
@@ -313,6 +328,13 @@ MLA_LANEWISE(greater, Mask, (U32 a, U32 b), a.v[i] > b.v[i])
 MLA_SIMD void store_u16(uint16_t* p, U32 x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(x.v[i]);
 }
+MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
+  for (int i = 0; i < kLanes; ++i) {
+    F32* const out = i < kLanes / 2 ? first : second;
+    out->v[2 * i % kLanes] = a.v[i];
+    out->v[2 * i % kLanes + 1] = b.v[i];
+  }
+}
 MLA_SIMD Bf16x32 load_pairs(const uint16_t* p) {
   Bf16x32 r;
   memcpy(r.v, p, sizeof r);
@@ -374,6 +396,16 @@ MLA_SIMD U32 to_bf16(F32 x) {
   const U32 lsb = and_(shift_right<16>(u), set1(1u));
   const U32 rounded = shift_right<16>(add(u, add(lsb, set1(0x7fffu))));
   return select(greater(magnitude, set1(0x7f800000u)), set1(uint32_t{kBf16Nan}), rounded);
+}
+
+// Sixteen rows become sixteen columns. Zipping rows i and i + 8 into 2i and 2i + 1 rotates the bits of an
+// element's index (row, column) by one; four times swaps row and column.
+MLA_SIMD void transpose(F32 (&x)[kLanes]) {
+  for (int round = 0; round < 4; ++round) {
+    F32 y[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) zip(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
+    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+  }
 }
 
 // Largest lane; lanes are not NaN.

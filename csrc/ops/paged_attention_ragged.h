@@ -6,6 +6,21 @@ namespace mla_fp8 {
 
 enum class CacheDtype : int32_t { kBf16, kF16, kE4m3fn, kE4m3fnuz };
 
+// Runs fn(constant<dtype>{}).
+template <class Fn>
+inline void with_cache_dtype(CacheDtype dtype, Fn&& fn) {
+  switch (dtype) {
+    case CacheDtype::kBf16: return fn(constant<CacheDtype::kBf16>{});
+    case CacheDtype::kF16: return fn(constant<CacheDtype::kF16>{});
+    case CacheDtype::kE4m3fn: return fn(constant<CacheDtype::kE4m3fn>{});
+    case CacheDtype::kE4m3fnuz: return fn(constant<CacheDtype::kE4m3fnuz>{});
+  }
+}
+
+inline constexpr int kMaxRaggedHeadDim = 576;  // of K and of V; both are multiples of 16
+
+// Each request attends to the cached keys of its own pages. No value of the three index arrays reaches memory
+// outside the tables: kv_indptr is clamped to [0, num_kv_indices], kv_last_page_len to [0, page_size].
 struct PagedAttentionRaggedParams {
   int64_t num_requests;
   int num_q_heads, num_kv_heads, head_dim, head_dim_v;

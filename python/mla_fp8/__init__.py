@@ -10,6 +10,7 @@ from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.merge_attention_states import merge_attention_states
 from .ops.pad_q_heads import pad_q_heads
+from .ops.paged_attention_ragged import paged_attention_ragged
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
@@ -24,6 +25,7 @@ __all__ = [
     "dequantize_kv_paged",
     "merge_attention_states",
     "pad_q_heads",
+    "paged_attention_ragged",
     "quantize_kv",
     "sparse_decode",
     "sparse_prefill",

@@ -196,3 +196,42 @@ def merge_attention_states(
         weight = (side_lse - lse).exp()[..., None]
         merged += torch.where(side_lse[..., None] == -torch.inf, 0.0, out.to(merged.dtype) * weight)
     return merged.to(out_a.dtype), lse
+
+
+def ragged_slots(pages: Tensor, last_page_len: int, *, num_pages: int, page_size: int) -> Tensor:
+    """The slots of one request's keys, in order."""
+    row = torch.arange(len(pages) * page_size, device=pages.device)
+    num_rows = (len(pages) - 1) * page_size + min(max(last_page_len, 0), page_size)
+    slots = pages.long().repeat_interleave(page_size) * page_size + row % page_size
+    return slots[(row < num_rows) & (slots >= 0) & (slots < num_pages * page_size)]
+
+
+def paged_attention_ragged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    *,
+    sm_scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = (cache.to(dtype).flatten(0, 1) for cache in (k_cache, v_cache))
+    k, v = (x if scale is None else x * scale.view(-1, 1) for x, scale in ((k, k_scale), (v, v_scale)))
+    out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=dtype)
+    bounds = kv_indptr.clamp(0, len(kv_indices)).tolist()
+    for r, last_page_len in enumerate(kv_last_page_len.tolist()):
+        pages = kv_indices[bounds[r] : bounds[r + 1]]
+        slots = ragged_slots(pages, last_page_len, num_pages=num_pages, page_size=page_size)
+        heads = q[r].to(dtype).unflatten(0, (num_kv_heads, -1))
+        logits = sm_scale * torch.einsum("hgd,nhd->hgn", heads, k[slots])
+        if logits_soft_cap:
+            logits = logits_soft_cap * (logits / logits_soft_cap).tanh()
+        out[r] = torch.einsum("hgn,nhd->hgd", logits.softmax(-1), v[slots]).flatten(0, 1)
+        lse[r] = logits.logsumexp(-1).flatten()
+    return out, lse

@@ -1,0 +1,216 @@
+// paged_attention_ragged on the CPU: decode attention over the pages of each request, FP8 read as it is.
+//
+// A work unit is (request, KV head, up to kRaggedHeadTile of the query heads that share it). It walks the request's keys
+// in order, sixteen at a time: stage K and V as float, scores with keys in the lanes, online softmax, accumulate.
+// All arithmetic is float32 in an order that depends on nothing but the request; the buffers have a fixed size.
+// Bound by the FMAs from about four query heads per KV head, below by the conversion to float.
+#include "cpu/decode.h"
+#include "cpu/isa.h"
+
+namespace mla_fp8::cpu::MLA_ISA {
+namespace {
+
+constexpr int kKeys = kLanes;  // per block: one lane each
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+constexpr int kMaxDim = kMaxRaggedHeadDim;
+
+// As half_to_float in dtype.h, 16 lanes.
+MLA_SIMD F32 load_half(const uint16_t* p) {
+  const U32 x = load_u16(p), magnitude = and_(x, set1(0x7fffu));
+  const U32 sign = shift_left<16>(and_(x, set1(0x8000u))), shifted = shift_left<13>(magnitude);
+  const U32 normal = add(shifted, set1(112u << 23)), special = add(shifted, set1(224u << 23));  // inf, NaN
+  const U32 subnormal = bits(mul(to_float(magnitude), set1(0x1p-24f)));
+  const U32 value = select(greater(set1(0x400u), magnitude), subnormal, normal);
+  return from_bits(or_(select(greater(magnitude, set1(0x7bffu)), special, value), sign));
+}
+
+// Elements i .. i + 15 of a cache row, exactly; FP8 without its scale.
+template <CacheDtype kDtype>
+MLA_SIMD F32 load_row(const uint8_t* row, int i) {
+  if constexpr (kDtype == CacheDtype::kBf16) return load_bf16(reinterpret_cast<const uint16_t*>(row) + i);
+  if constexpr (kDtype == CacheDtype::kF16) return load_half(reinterpret_cast<const uint16_t*>(row) + i);
+  if constexpr (kDtype == CacheDtype::kE4m3fn) return load_e4m3<Format::kE4m3fn>(row + i);
+  if constexpr (kDtype == CacheDtype::kE4m3fnuz) return load_e4m3<Format::kE4m3fnuz>(row + i);
+}
+
+// What stands in for the keys that the last block lacks: zeros in every format, so they add nothing.
+alignas(64) constexpr uint8_t kZeroRow[2 * kMaxDim] = {};
+
+// The buffers of one work unit.
+struct alignas(64) Scratch {
+  float q[kRaggedHeadTile][kMaxDim];
+  float k[kMaxDim][kKeys];  // transposed: lanes are keys
+  float v[kKeys][kMaxDim];
+  float acc[kRaggedHeadTile][kMaxDim];   // sum of weight * v, relative to max_logit
+  float scores[kRaggedHeadTile][kKeys];  // logits * log2(e), then the softmax weights 2^(logit - max_logit)
+  float rescale[kRaggedHeadTile]
+               [kLanes];  // of acc and weight_sum when max_logit grows, the same in every lane
+  float weight_sum[kRaggedHeadTile][kLanes];  // a partial sum per lane
+  float max_logit[kRaggedHeadTile];
+  const uint8_t *k_rows[kKeys], *v_rows[kKeys];
+};
+
+// fn(constant<n>{}, first head) over blocks of n heads whose accumulators stay in registers.
+template <class Fn>
+MLA_SIMD void for_head_blocks(int num_heads, Fn&& fn) {
+  int head = 0;
+  for (; head + 8 <= num_heads; head += 8) fn(constant<8>{}, head);
+  for (; head + 4 <= num_heads; head += 4) fn(constant<4>{}, head);
+  for (; head < num_heads; ++head) fn(constant<1>{}, head);
+}
+
+template <CacheDtype kDtype>
+MLA_SIMD void stage_keys_and_values(Scratch& s, int head_dim, int head_dim_v) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    F32 x[kKeys];
+    for (int key = 0; key < kKeys; ++key) x[key] = load_row<kDtype>(s.k_rows[key], d);
+    transpose(x);
+    for (int i = 0; i < kLanes; ++i) store(s.k[d + i], x[i]);
+  }
+  for (int key = 0; key < kKeys; ++key)
+    for (int d = 0; d < head_dim_v; d += kLanes) store(s.v[key] + d, load_row<kDtype>(s.v_rows[key], d));
+}
+
+MLA_SIMD void compute_scores(Scratch& s, int num_heads, int head_dim) {
+  for_head_blocks(num_heads, [&](auto block, int head) __attribute__((always_inline)) {
+    F32 sum[block];
+    for (int h = 0; h < block; ++h) sum[h] = set1(0.0f);
+    for (int d = 0; d < head_dim; ++d) {
+      const F32 k = load(s.k[d]);
+      for (int h = 0; h < block; ++h) sum[h] = fma(set1(s.q[head + h][d]), k, sum[h]);
+    }
+    for (int h = 0; h < block; ++h) store(s.scores[head + h], sum[h]);
+  });
+}
+
+// tanh by way of 2^x: the absolute error, which is what the softmax sees, is 2e-7.
+MLA_SIMD F32 tanh(F32 x) {
+  const U32 sign = and_(bits(x), set1(kSignMask)), magnitude = and_(bits(x), set1(~kSignMask));
+  const F32 e = exp2_nonpositive(mul(from_bits(magnitude), set1(-2.0f * kLog2E)));
+  float numerator[kLanes], denominator[kLanes];
+  store(numerator, sub(set1(1.0f), e));
+  store(denominator, add(set1(1.0f), e));
+  for (int i = 0; i < kLanes; ++i) numerator[i] /= denominator[i];
+  return from_bits(or_(bits(load(numerator)), sign));
+}
+
+// Scores of the first num_keys keys -> weights relative to the largest logit so far; the other weights are 0.
+MLA_SIMD void online_softmax(Scratch& s, int num_heads, int num_keys, float logit_scale, float soft_cap) {
+  float lane[kLanes];
+  for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(i);
+  const Mask valid = less(load(lane), set1(static_cast<float>(num_keys)));
+  const F32 minus_infinity = set1(-INFINITY);
+
+  for (int h = 0; h < num_heads; ++h) {
+    F32 logits = mul(load(s.scores[h]), set1(logit_scale));
+    if (soft_cap > 0) logits = mul(tanh(mul(logits, set1(1.0f / soft_cap))), set1(soft_cap));
+    logits = select(valid, mul(logits, set1(kLog2E)), minus_infinity);
+
+    const float previous = s.max_logit[h], largest = reduce_max(logits);
+    s.max_logit[h] = largest > previous ? largest : previous;
+    // While every logit is -inf, so are the differences to 0: weights 0, not NaN.
+    const F32 base = set1(s.max_logit[h] == -INFINITY ? 0.0f : s.max_logit[h]);
+    const F32 weights = exp2_nonpositive(sub(logits, base));
+    const F32 rescale = exp2_nonpositive(sub(set1(previous), base));
+    store(s.scores[h], weights);
+    store(s.rescale[h], rescale);
+    store(s.weight_sum[h], fma(load(s.weight_sum[h]), rescale, weights));
+  }
+}
+
+MLA_SIMD void accumulate_values(Scratch& s, int num_heads, int head_dim_v) {
+  for_head_blocks(num_heads, [&](auto block, int head) __attribute__((always_inline)) {
+    for (int d = 0; d < head_dim_v; d += kLanes) {
+      F32 acc[block];
+      for (int h = 0; h < block; ++h) acc[h] = mul(load(s.acc[head + h] + d), load(s.rescale[head + h]));
+      for (int key = 0; key < kKeys; ++key) {
+        const F32 v = load(s.v[key] + d);
+        for (int h = 0; h < block; ++h) acc[h] = fma(set1(s.scores[head + h][key]), v, acc[h]);
+      }
+      for (int h = 0; h < block; ++h) store(s.acc[head + h] + d, acc[h]);
+    }
+  });
+}
+
+// Calls fn(page, row) for every key of the request, in order.
+template <class Fn>
+MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, int64_t request, Fn&& fn) {
+  const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
+  const int64_t begin = clamp(p.kv_indptr[request], p.num_kv_indices);
+  const int64_t end = clamp(p.kv_indptr[request + 1], p.num_kv_indices);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t page = p.kv_indices[i];
+    if (page < 0 || page >= p.num_pages) continue;
+    const int64_t rows = i + 1 < end ? p.page_size : clamp(p.kv_last_page_len[request], p.page_size);
+    for (int64_t row = 0; row < rows; ++row) fn(page, row);
+  }
+}
+
+template <CacheDtype kDtype>
+void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
+  constexpr int64_t kItemsize = kDtype == CacheDtype::kBf16 || kDtype == CacheDtype::kF16 ? 2 : 1;
+  const int group = p.num_q_heads / p.num_kv_heads, head_tiles = ceil_div(group, kRaggedHeadTile);
+  const int64_t request = unit / head_tiles / p.num_kv_heads, kv_head = unit / head_tiles % p.num_kv_heads;
+  const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // in the group
+  const int num_heads = group - first < kRaggedHeadTile ? group - first : kRaggedHeadTile;
+  const int64_t first_q_head = kv_head * group + first;
+
+  for (int h = 0; h < num_heads; ++h) {
+    const uint16_t* q = static_cast<const uint16_t*>(p.q) + request * p.q_stride_request +
+                        (first_q_head + h) * p.q_stride_head;
+    for (int d = 0; d < p.head_dim; d += kLanes)
+      store(s.q[h] + d, p.dtype == Dtype::kBf16 ? load_bf16(q + d) : load_half(q + d));
+    memset(s.acc[h], 0, sizeof s.acc[h]);
+    memset(s.weight_sum[h], 0, sizeof s.weight_sum[h]);
+    s.max_logit[h] = -INFINITY;
+  }
+
+  // Scales multiply the logits and the output, not the cache: its elements enter exactly as they are.
+  const float logit_scale = p.k_scale ? p.sm_scale * p.k_scale[kv_head * p.k_scale_stride] : p.sm_scale;
+  const float out_scale = p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f;
+  const uint8_t* k_cache =
+      static_cast<const uint8_t*>(p.k_cache) + kv_head * p.k_cache_stride_head * kItemsize;
+  const uint8_t* v_cache =
+      static_cast<const uint8_t*>(p.v_cache) + kv_head * p.v_cache_stride_head * kItemsize;
+
+  int num_keys = 0;  // in the block
+  const auto process_block = [&] {
+    for (int key = num_keys; key < kKeys; ++key) s.k_rows[key] = s.v_rows[key] = kZeroRow;
+    stage_keys_and_values<kDtype>(s, p.head_dim, p.head_dim_v);
+    compute_scores(s, num_heads, p.head_dim);
+    online_softmax(s, num_heads, num_keys, logit_scale, p.logits_soft_cap);
+    accumulate_values(s, num_heads, p.head_dim_v);
+    num_keys = 0;
+  };
+  for_each_key(p, request, [&](int64_t page, int64_t row) {
+    s.k_rows[num_keys] = k_cache + (page * p.k_cache_stride_page + row * p.k_cache_stride_row) * kItemsize;
+    s.v_rows[num_keys] = v_cache + (page * p.v_cache_stride_page + row * p.v_cache_stride_row) * kItemsize;
+    if (++num_keys == kKeys) process_block();
+  });
+  if (num_keys > 0) process_block();
+
+  for (int h = 0; h < num_heads; ++h) {
+    const float total = reduce_add(load(s.weight_sum[h]));
+    const float factor = total == 0 ? 0.0f : out_scale / total;  // no key: acc is 0 too
+    uint16_t* out = static_cast<uint16_t*>(p.out) + request * p.out_stride_request +
+                    (first_q_head + h) * p.out_stride_head;
+    for (int d = 0; d < p.head_dim_v; ++d) {
+      const float value = s.acc[h][d] * factor;
+      out[d] = p.dtype == Dtype::kBf16 ? float_to_bf16(value) : float_to_half(value);
+    }
+    p.lse[request * p.num_q_heads + first_q_head + h] = s.max_logit[h] * kLn2 + std::log(total);
+  }
+}
+
+}  // namespace
+
+// Units [begin, end) of requests x KV heads x tiles of query heads.
+void paged_attention_ragged(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
+  const SubnormalMode mode(Subnormals::kKeep);
+  Scratch scratch;
+  with_cache_dtype(p.cache_dtype, [&](auto dtype) {
+    for (int64_t unit = begin; unit < end; ++unit) attend<dtype>(p, unit, scratch);
+  });
+}
+
+}  // namespace mla_fp8::cpu::MLA_ISA
