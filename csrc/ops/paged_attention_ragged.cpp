@@ -52,6 +52,7 @@ void paged_attention_ragged_out(const Tensor& q, const Tensor& k_cache, const Te
       .last_dim_contiguous()
       .aligned(16);
   const int64_t num_pages = k_cache.size(0), num_kv_heads = k_cache.size(2);
+  check.that(num_kv_heads >= 1, "k_cache must have at least 1 head, got 0");
   check(v_cache, "v_cache")
       .same_device_as(q, "q")
       .dtype({k_cache.scalar_type()})
@@ -60,7 +61,6 @@ void paged_attention_ragged_out(const Tensor& q, const Tensor& k_cache, const Te
       .aligned(16);
   const int64_t head_dim_v = v_cache.size(3);
   check_head_dim(check, "v_cache", head_dim_v);
-  check.at_least(num_kv_heads, "the number of KV heads in k_cache", 1);
   check.that(num_q_heads >= 1 && num_q_heads <= INT_MAX && num_q_heads % num_kv_heads == 0,
              "q must have a multiple of the cache's ", num_kv_heads, " heads, got ", num_q_heads);
   const bool is_fp8 = k.is(ScalarType::Float8_e4m3fn) || k.is(ScalarType::Float8_e4m3fnuz);

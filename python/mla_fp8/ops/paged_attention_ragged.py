@@ -21,9 +21,9 @@ def paged_attention_ragged(
     """Attend one query token per request to the keys in its own list of pages.
 
     ================  ===========================================  =============  =========================
-    q                 [num_requests, num_q_heads, head_dim]        bf16 or fp16   any multiple of KV heads
-    k_cache           [num_pages, page_size, num_kv_heads, dim]    q's or FP8     dims: multiples of 16 up to
-    v_cache           the same with its own dim                    k_cache's      576; any strides but the last
+    q                 [num_requests, num_q_heads, head_dim]        bf16 or fp16   a multiple of the KV heads
+    k_cache           [num_pages, page_size, num_kv_heads, dim]    q's or FP8     dim: a multiple of 16 up to
+    v_cache           the same with its own dim                    k_cache's      576; rows 16-byte aligned
     kv_indptr         [num_requests + 1]                           int32          into kv_indices
     kv_indices        [n]                                          int32          pages; outside: masked
     kv_last_page_len  [num_requests]                               int32          rows of the last page

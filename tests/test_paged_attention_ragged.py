@@ -1,0 +1,349 @@
+from itertools import pairwise
+
+import pytest
+import torch
+
+import mla_fp8
+from mla_fp8 import reference
+from mla_fp8.testing import assert_as_accurate_as
+
+NAN, INF = float("nan"), float("inf")
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fn": torch.float8_e4m3fn,
+    "fnuz": torch.float8_e4m3fnuz,
+}
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+fp8_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=["fn", "fnuz"]
+)
+
+# query heads, KV heads, head_dim, head_dim_v, page_size
+SHAPES = {
+    "mha 16/16": (2, 2, 16, 16, 1),
+    "gqa 64/64": (8, 2, 64, 64, 16),
+    "gqa 128/48": (6, 2, 128, 48, 7),
+    "mqa 256/256": (13, 1, 256, 256, 64),
+    "mqa 576/512": (40, 1, 576, 512, 16),
+}
+LENGTHS = (5, 0, 64, 1, 130, 16, 17)  # keys of each request
+
+
+def nhd(values):
+    return values
+
+
+def hnd(values):
+    return values.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def padded_rows(values):
+    return torch.nn.functional.pad(values.float(), (0, 48), value=NAN).to(values.dtype)[
+        ..., : values.shape[3]
+    ]
+
+
+def int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_case(
+    device, dtype=torch.bfloat16, shape=(8, 2, 64, 64, 16), lengths=LENGTHS, memory=nhd, per_head_scales=True
+):
+    """``(args, options)``: random pages of a cache that is NaN wherever no request attends."""
+    num_q_heads, num_kv_heads, head_dim, head_dim_v, page_size = shape
+    counts = [-(-n // page_size) for n in lengths]
+    num_pages = sum(counts) + 5
+    kv_indices = (1 + torch.randperm(num_pages - 1))[: sum(counts)].int()
+    kv_indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    last_page_len = [(n - 1) % page_size + 1 if n else 0 for n in lengths]
+
+    caches = []
+    for dim in (head_dim, head_dim_v):
+        cache = torch.full((num_pages, page_size, num_kv_heads, dim), NAN)
+        for n, (begin, end) in zip(lengths, pairwise(kv_indptr.tolist()), strict=True):
+            for i, page in enumerate(kv_indices[begin:end].tolist()):
+                cache[page, : n - i * page_size] = torch.randn_like(cache[page, : n - i * page_size])
+        caches.append(memory(cache.to(dtype).to(device)))
+    q_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    q = torch.randn(len(lengths), num_q_heads, head_dim).to(q_dtype).to(device)
+    options = {"sm_scale": head_dim**-0.5}
+    if dtype.itemsize == 1:
+        options["k_scale"] = torch.rand(num_kv_heads if per_head_scales else 1, device=device) + 0.5
+        options["v_scale"] = torch.rand(1, device=device) + 0.5
+    indices = (kv_indptr.to(device), kv_indices.to(device), int32(last_page_len, device))
+    return (q, *caches, *indices), options
+
+
+def check(args, options, result=None):
+    """The result errs at most twice as much from float64 as float32 PyTorch rounded to q's dtype."""
+    out, lse = mla_fp8.paged_attention_ragged(*args, **options) if result is None else result
+    exact, exact_lse = reference.paged_attention_ragged(args[0].double(), *args[1:], **options)
+    rounded, _ = reference.paged_attention_ragged(*args, **options)
+    assert out.dtype == args[0].dtype and lse.dtype == torch.float32
+    # A GPU rounds the softmax weights to bf16 for its matrix units.
+    assert_as_accurate_as(out, rounded, exact, factor=2.0 if out.is_cpu else 4.0)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    return out, lse
+
+
+def assert_same(results, expected):
+    for result, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True)
+
+
+@all_dtypes
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_matches_float64(shape, dtype, device):
+    check(*make_case(device, dtype, shape))
+
+
+@all_dtypes
+@pytest.mark.parametrize("memory", [hnd, padded_rows])
+def test_any_strides(memory, dtype, device):
+    args, options = make_case(device, dtype, memory=memory)
+    assert not args[1].is_contiguous()
+    expected = check(args, options)
+    contiguous = (args[0], args[1].contiguous(), args[2].contiguous(), *args[3:])
+    assert_same(mla_fp8.paged_attention_ragged(*contiguous, **options), expected)
+
+
+def test_values_may_be_a_view_of_the_keys(device):
+    args, options = make_case(device, torch.float8_e4m3fn, SHAPES["mqa 576/512"])
+    check((args[0], args[1], args[1][..., :512], *args[3:]), options)
+
+
+@all_dtypes
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(cap, dtype, device):
+    args, options = make_case(device, dtype)
+    plain = mla_fp8.paged_attention_ragged(*args, **options)
+    _, lse = check(args, options | {"sm_scale": 3.0, "logits_soft_cap": cap})
+    assert not torch.equal(lse, plain[1])
+
+
+@fp8_dtypes
+def test_one_scale_is_that_scale_for_every_head(dtype, device):
+    args, options = make_case(device, dtype, per_head_scales=False)
+    expected = check(args, options)
+    per_head = {name: options[name].expand(2).contiguous() for name in ("k_scale", "v_scale")}
+    assert_same(mla_fp8.paged_attention_ragged(*args, **options | per_head), expected)
+
+
+def all_codes(dtype, device):
+    return torch.arange(256, dtype=torch.uint8, device=device).view(dtype)
+
+
+@fp8_dtypes
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_every_fp8_value_is_exact(scale, dtype, device):
+    """One key has weight 1, so out is v; a one-hot q makes the logit one element of k."""
+    codes = all_codes(dtype, device)
+    k_cache = codes.float().nan_to_num(0.0).to(dtype).view(1, 1, 1, 256)
+    q = torch.eye(256, device=device, dtype=torch.bfloat16)[:, None]
+    pages = (int32(range(257), device), int32([0] * 256, device), int32([1] * 256, device))
+    scales = {
+        "k_scale": torch.tensor([scale], device=device),
+        "v_scale": torch.tensor([scale], device=device),
+    }
+    args = (q, k_cache, codes.view(1, 1, 1, 256), *pages)
+    out, lse = mla_fp8.paged_attention_ragged(*args, sm_scale=1.0, **scales)
+    expected = (codes.float() * scale).bfloat16()
+    assert_same([out], [expected.expand(256, 1, 256)])
+    torch.testing.assert_close(lse[:, 0], k_cache.flatten().float() * scale, rtol=1e-6, atol=0)
+
+
+def test_every_fp16_value_is_exact(device):
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
+    v_cache = values.view(-1, 1, 1, 256)
+    requests = len(v_cache)
+    args = (
+        torch.zeros(requests, 1, 16, dtype=torch.float16, device=device),
+        torch.zeros(requests, 1, 1, 16, dtype=torch.float16, device=device),
+        v_cache,
+        int32(range(requests + 1), device),
+        int32(range(requests), device),
+        int32([1] * requests, device),
+    )
+    out, _ = mla_fp8.paged_attention_ragged(*args, sm_scale=1.0)
+    assert_same([out.flatten()], [values])
+
+
+def test_logits_that_keep_growing(device):
+    """Each block of keys outweighs everything before it: a stale or unscaled sum would show."""
+    args, options = make_case(device, lengths=(200,))
+    q, k_cache, _, _, kv_indices, _ = args
+    q[:] = 1.0
+    for i, page in enumerate(kv_indices.tolist()):
+        ramp = torch.linspace(16 * i - 100, 16 * i - 84, 16, device=device) / 8
+        k_cache[page] = torch.where(k_cache[page].isnan(), k_cache[page], ramp[:, None, None].bfloat16())
+    check(args, options)
+
+
+def test_flat_attention_sums_to_one(device):
+    """Weights in FP8 would round 255 of these 256 keys away."""
+    logits = torch.full((256, 1), -7.0, device=device)
+    logits[0] = 0.0
+    k_cache = (logits * torch.eye(16, device=device)[0]).bfloat16().view(16, 16, 1, 16)
+    v_cache = torch.ones_like(k_cache)
+    q = torch.eye(16, device=device, dtype=torch.bfloat16)[:1, None]
+    args = (q, k_cache, v_cache, int32([0, 16], device), int32(range(16), device), int32([16], device))
+    out, lse = mla_fp8.paged_attention_ragged(*args, sm_scale=1.0)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse, logits.flatten().logsumexp(0).view(1, 1))
+
+
+def test_request_without_keys_gives_zero_and_minus_infinity(device):
+    args, options = make_case(device, lengths=(0, 3, 20, 16, 9))
+    kv_indices, last_page_len = args[4].clone(), args[5].clone()
+    last_page_len[1] = 0  # one page, none of its rows
+    kv_indices[args[3][2] : args[3][4]] = -1  # pages, but none that exist
+    args = (*args[:4], kv_indices, last_page_len)
+    out, lse = check(args, options)
+    assert (out[:4] == 0).all() and (lse[:4] == -INF).all()
+    assert (out[4] != 0).any() and lse[4].isfinite().all()
+
+
+def test_masked_page_is_as_if_it_were_not_listed(device):
+    args, options = make_case(device, lengths=(64,))
+    q, k_cache, v_cache, _, kv_indices, last = args
+    expected = mla_fp8.paged_attention_ragged(*args, **options)
+    for hole in (-1, len(k_cache), INT_MIN, INT_MAX):
+        holes = int32([hole], device)
+        listed = torch.cat([holes, kv_indices[:2], holes, holes, kv_indices[2:]])
+        pages = (int32([0, len(listed)], device), listed, last)
+        assert_same(mla_fp8.paged_attention_ragged(q, k_cache, v_cache, *pages, **options), expected)
+
+
+HOSTILE = {
+    "indptr INT_MAX": ("kv_indptr", INT_MAX),
+    "indptr INT_MIN": ("kv_indptr", INT_MIN),
+    "indptr past the end": ("kv_indptr", 10**6),
+    "last_page_len INT_MAX": ("kv_last_page_len", INT_MAX),
+    "last_page_len INT_MIN": ("kv_last_page_len", INT_MIN),
+    "indices INT_MAX": ("kv_indices", INT_MAX),
+    "indices INT_MIN": ("kv_indices", INT_MIN),
+}
+
+
+@pytest.mark.parametrize("name, value", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_index_values_stay_in_their_request(name, value, device):
+    args, options = make_case(device, lengths=(40, 23, 50, 64))
+    clean_k, clean_v = (cache.nan_to_num(1.0) for cache in args[1:3])  # any row may now be selected
+    indices = dict(zip(("kv_indptr", "kv_indices", "kv_last_page_len"), args[3:], strict=True))
+    expected = mla_fp8.paged_attention_ragged(args[0], clean_k, clean_v, *indices.values(), **options)
+    broken = indices[name].clone()
+    broken[{"kv_indptr": 2, "kv_indices": 4, "kv_last_page_len": 1}[name]] = value
+    args = (args[0], clean_k, clean_v, *(indices | {name: broken}).values())
+    out, lse = check(args, options)
+    untouched = [0, 3] if name == "kv_indptr" else [0, 2, 3]  # a boundary belongs to two requests
+    assert_same((out[untouched], lse[untouched]), (expected[0][untouched], expected[1][untouched]))
+
+
+def test_nan_in_a_selected_key_stays_in_its_request_and_kv_head(device):
+    args, options = make_case(device, lengths=(40, 33))
+    expected = mla_fp8.paged_attention_ragged(*args, **options)
+    args[1][args[4][1], 3, 1, 5] = NAN  # KV head 1 of request 0
+    out, lse = mla_fp8.paged_attention_ragged(*args, **options)
+    assert out[0, 4:].isnan().all() and lse[0, 4:].isnan().all()
+    assert_same((out[0, :4], lse[0, :4]), (expected[0][0, :4], expected[1][0, :4]))
+    assert_same((out[1], lse[1]), (expected[0][1], expected[1][1]))
+
+
+@all_dtypes
+def test_result_is_repeatable_and_independent_of_the_batch(dtype, device):
+    args, options = make_case(device, dtype, SHAPES["mqa 576/512"])
+    expected = mla_fp8.paged_attention_ragged(*args, **options)
+    assert_same(mla_fp8.paged_attention_ragged(*args, **options), expected)
+    for r, (begin, end) in enumerate(pairwise(args[3].tolist())):
+        pages = (int32([0, end - begin], device), args[4][begin:end], args[5][r : r + 1])
+        alone = mla_fp8.paged_attention_ragged(args[0][r : r + 1], *args[1:3], *pages, **options)
+        assert_same(alone, (expected[0][r : r + 1], expected[1][r : r + 1]))
+
+
+def test_result_is_independent_of_the_thread_count():
+    args, options = make_case("cpu", shape=SHAPES["mqa 576/512"])
+    num_threads = torch.get_num_threads()
+    results = []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        results.append(mla_fp8.paged_attention_ragged(*args, **options))
+    torch.set_num_threads(num_threads)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+def test_result_is_independent_of_the_page_size(device):
+    (q, k_cache, v_cache, *_), options = make_case(device, lengths=(64, 64))
+    caches = [torch.randn_like(c.float()).to(c.dtype) for c in (k_cache, v_cache)]
+    expected = None
+    for page_size in (1, 4, 16):
+        paged = [c.reshape(-1, page_size, *c.shape[2:]) for c in caches]
+        n = 32 // page_size
+        pages = (int32([0, n, 2 * n], device), int32(range(2 * n), device), int32([page_size] * 2, device))
+        result = mla_fp8.paged_attention_ragged(q, *paged, *pages, **options)
+        assert_same(result, expected or result)
+        expected = result
+
+
+def test_offsets_past_2_to_the_31(device):
+    args, options = make_case(device, torch.float8_e4m3fn, lengths=(16,))
+    q, k_cache, v_cache, *_ = args
+    expected = mla_fp8.paged_attention_ragged(*args, **options)
+    stride = 2**30 + 4096
+    far = []
+    for cache in (k_cache, v_cache):  # page 2 starts past 2^31 bytes; nothing between is touched
+        pool = torch.empty(2 * stride + cache[0].numel(), dtype=torch.uint8, device=device).view(cache.dtype)
+        view = pool.as_strided((3, *cache.shape[1:]), (stride, *cache.stride()[1:]))
+        view[2] = cache[args[4][0]]
+        far.append(view)
+    far_args = (q, *far, args[3], int32([2], device), args[5])
+    assert_same(mla_fp8.paged_attention_ragged(*far_args, **options), expected)
+
+
+def test_out_form_writes_into_strided_buffers_and_nothing_else(device):
+    args, options = make_case(device)
+    wide_q = torch.full((len(LENGTHS), 12, 80), NAN, dtype=torch.bfloat16, device=device)
+    wide_q[:, :8, :64] = args[0]
+    args = (wide_q[:, :8, :64], *args[1:])
+    buffer = torch.full((len(LENGTHS), 9, 128), NAN, dtype=torch.bfloat16, device=device)
+    out, lse = buffer[:, :8, :64], torch.full((len(LENGTHS), 8), NAN, device=device)
+    result = mla_fp8.paged_attention_ragged(*args, **options, out=out, lse=lse)
+    assert result[0] is out and result[1] is lse
+    check(args, options, result)
+    assert buffer[:, 8].isnan().all() and buffer[:, :, 64:].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
+def test_nothing_to_attend(lengths, device):
+    args, options = make_case(device, lengths=lengths)
+    for caches in (args[1:3], [cache[:0] for cache in args[1:3]]):
+        out, lse = mla_fp8.paged_attention_ragged(args[0], *caches, *args[3:], **options)
+        assert out.shape == (len(lengths), 8, 64) and (out == 0).all() and (lse == -INF).all()
+
+
+# test_schema compares tensors by arithmetic that PyTorch does not have for FP8.
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize(
+    "dtype, checks", [(torch.float16, CHECKS), (torch.float8_e4m3fn, CHECKS[1:])], ids=["fp16", "fn"]
+)
+def test_opcheck(dtype, checks, device):
+    args, options = make_case(device, dtype)
+    options["page_size"] = 16
+    torch.library.opcheck(torch.ops.mla_fp8.paged_attention_ragged.default, args, options, test_utils=checks)
+    outputs = {"out": torch.empty_like(args[0]), "lse": torch.empty(len(LENGTHS), 8, device=device)}
+    op = torch.ops.mla_fp8.paged_attention_ragged_out.default
+    torch.library.opcheck(op, args, options | outputs, test_utils=checks)
+
+
+def test_compiles_without_graph_breaks(device):
+    args, options = make_case(device, torch.float8_e4m3fn)
+    compiled = torch.compile(mla_fp8.paged_attention_ragged, fullgraph=True, backend="aot_eager")
+    expected = mla_fp8.paged_attention_ragged(*args, **options)
+    assert_same(compiled(*args, **options), expected)
+    outputs = {"out": torch.empty_like(expected[0]), "lse": torch.empty_like(expected[1])}
+    assert_same(compiled(*args, **options, **outputs), expected)

@@ -1,0 +1,113 @@
+import pytest
+import torch
+from test_paged_attention_ragged import make_case
+
+import mla_fp8
+
+NAN, INF = float("nan"), float("inf")
+
+
+def wrong(name, message, change):
+    return pytest.param(name, change, message, id=f"{name} {message[:30]}")
+
+
+# Argument, what the message says, how a good value becomes a bad one (FP8, 7 requests, 8 / 2 heads).
+ERRORS = [
+    wrong("q", "q must have dtype BFloat16 or Half, got Float", lambda t: t.float()),
+    wrong("q", r"q must have shape \[\*, \*, \*\], got \[7, 512\]", lambda t: t.flatten(1)),
+    wrong("q", "q must have stride 1 in its last dimension, got 2", lambda t: t.repeat(1, 1, 2)[..., ::2]),
+    wrong(
+        "q", "q must have a last dimension that is a multiple of 16 up to 576, got 40", lambda t: t[..., :40]
+    ),
+    wrong("q", "q must have a last dimension .* up to 576, got 592", lambda t: t.new_zeros(7, 8, 592)),
+    wrong("q", "q must have a multiple of the cache's 2 heads, got 7", lambda t: t[:, :7]),
+    wrong("q", "q must have a multiple of the cache's 2 heads, got 0", lambda t: t[:, :0]),
+    wrong("q", "q must be 16-byte aligned, got an address", lambda t: t.new_zeros(7, 8, 72)[..., 1:65]),
+    wrong(
+        "k_cache",
+        r"k_cache must have shape \[\*, 16, \*, 64\], got \[\d+, 16, 2, 48\]",
+        lambda t: t[..., :48],
+    ),
+    wrong("k_cache", r"k_cache must have shape .*, got \[\d+, 16\]", lambda t: t[..., 0, 0]),
+    wrong("k_cache", "k_cache must have dtype BFloat16 or Float8_e4m3fn or .*, got Half", lambda t: t.half()),
+    wrong("k_cache", "k_cache must have dtype .*, got Float8_e5m2", lambda t: t.to(torch.float8_e5m2)),
+    wrong("k_cache", "k_cache must have at least 1 head, got 0", lambda t: t[:, :, :0]),
+    wrong("k_cache", "k_cache must have stride 1 in its last", lambda t: t.mT.contiguous().mT),
+    wrong("v_cache", "v_cache must have dtype Float8_e4m3fn, got BFloat16", lambda t: t.bfloat16()),
+    wrong("v_cache", r"v_cache must have shape \[\d+, 16, 2, \*\], got \[\d+, 16, 1", lambda t: t[:, :, :1]),
+    wrong("v_cache", "v_cache must have a last dimension that is a multiple of 16", lambda t: t[..., :8]),
+    wrong("kv_indptr", "kv_indptr must have dtype Int, got Long", lambda t: t.long()),
+    wrong("kv_indptr", r"kv_indptr must have shape \[8\], got \[7\]", lambda t: t[:-1]),
+    wrong("kv_indptr", "kv_indptr must be contiguous", lambda t: t.repeat_interleave(2)[::2]),
+    wrong("kv_indices", "kv_indices must have dtype Int, got Short", lambda t: t.short()),
+    wrong("kv_indices", r"kv_indices must have shape \[\*\], got", lambda t: t[None]),
+    wrong("kv_last_page_len", r"kv_last_page_len must have shape \[7\], got \[8\]", lambda t: t.new_zeros(8)),
+    wrong("k_scale", "k_scale must be given for an FP8 cache, got None", lambda t: None),
+    wrong("v_scale", "v_scale must be given for an FP8 cache, got None", lambda t: None),
+    wrong("k_scale", "k_scale must have dtype Float, got Double", lambda t: t.double()),
+    wrong("k_scale", r"k_scale must have 1 or 2 elements .*, got 3", lambda t: t.new_ones(3)),
+    wrong("sm_scale", "sm_scale must be finite, got nan", lambda x: NAN),
+    wrong("logits_soft_cap", "logits_soft_cap must be finite and at least 0 .*, got -1", lambda x: -1.0),
+    wrong("logits_soft_cap", "logits_soft_cap must be finite and at least 0 .*, got nan", lambda x: NAN),
+    wrong("out", "out must have dtype BFloat16, got Half", lambda t: t.half()),
+    wrong("out", r"out must have shape \[7, 8, 64\], got \[7, 8, 48\]", lambda t: t[..., :48]),
+    wrong("out", "out must not overlap itself, got stride 0", lambda t: t[:1].expand(7, 8, 64)),
+    wrong("lse", "lse must have dtype Float, got Double", lambda t: t.double()),
+    wrong("lse", r"lse must have shape \[7, 8\], got \[7, 4\]", lambda t: t[:, :4]),
+    wrong("lse", "lse must be contiguous", lambda t: t.repeat(1, 2)[:, ::2]),
+]
+NAMES = ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "kv_last_page_len")
+
+
+def call_with(args, options, **changed):
+    """The op, with NaN outputs that it must not have touched when it raises."""
+    outputs = {
+        "out": torch.full_like(args[0], NAN),
+        "lse": torch.full(args[0].shape[:2], NAN).to(args[0].device),
+    }
+    arguments = dict(zip(NAMES, args, strict=True)) | {"logits_soft_cap": 0.0} | options | outputs
+    for name, change in changed.items():
+        arguments[name] = change(arguments[name])
+    try:
+        mla_fp8.paged_attention_ragged(**arguments)
+    finally:
+        assert arguments["out"].isnan().all() and arguments["lse"].isnan().all()
+
+
+@pytest.mark.parametrize("name, change, message", ERRORS)
+def test_errors_say_expected_and_got_before_anything_is_written(name, change, message, device):
+    args, options = make_case(device, torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match=f"mla_fp8::paged_attention_ragged: .*{message}"):
+        call_with(args, options, **{name: change})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_must_be_finite_and_positive(name, value):
+    args, options = make_case("cpu", torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match=f"{name} must be finite and positive, got"):
+        call_with(args, options, **{name: lambda t: torch.tensor([1.0, value])})
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_are_refused_without_fp8(name, device):
+    args, options = make_case(device)
+    with pytest.raises(RuntimeError, match=f"{name} must be None for a bf16 or fp16 cache, got a tensor"):
+        mla_fp8.paged_attention_ragged(*args, **options, **{name: torch.ones(1, device=device)})
+
+
+def test_page_size_must_be_that_of_the_cache(device):
+    args, options = make_case(device)
+    op = torch.ops.mla_fp8.paged_attention_ragged
+    with pytest.raises(
+        RuntimeError, match=r"k_cache must have shape \[\*, 32, \*, 64\], got \[\d+, 16, 2, 64\]"
+    ):
+        op(*args, **options, page_size=32)
+    with pytest.raises(RuntimeError, match="page_size must be at least 1, got 0"):
+        op(*args, **options, page_size=0)
+
+
+def test_out_and_lse_come_together(device):
+    args, options = make_case(device)
+    with pytest.raises(ValueError, match="expected both or neither of out and lse, got one"):
+        mla_fp8.paged_attention_ragged(*args, **options, out=torch.empty_like(args[0]))
