@@ -138,8 +138,9 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
   if (num_pages > 1 && stride_page < page_bytes)
     arg.fail("must have a page stride of at least ", page_bytes, " bytes, got ", stride_page);
   constexpr int64_t kAlignment = 16;
-  if (num_pages > 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment != 0)
-    arg.fail("must be ", kAlignment, "-byte aligned");
+  const auto past = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kAlignment;
+  if (num_pages > 0 && past != 0)
+    arg.fail("must be ", kAlignment, "-byte aligned, got an address that is ", past, " past");
   if (num_pages > 1 && stride_page % kAlignment != 0)
     arg.fail("must be ", kAlignment, "-byte aligned in every page, got a page stride of ", stride_page,
              " bytes");

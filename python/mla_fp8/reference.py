@@ -49,10 +49,7 @@ def quantize_kv(
     for view, value in zip(layout.views(kv_cache, page_size), (nope, scales, rope), strict=True):
         view.view(torch.uint8)[page, row] = value[valid].to(view.dtype).contiguous().view(torch.uint8)
     if layout.scale_format == "ue8m0":  # the pad byte behind the scales
-        start = (
-            page * layout.page_bytes(page_size) + page_size * layout.token_stride + row * layout.scale_bytes
-        )
-        kv_cache.view(-1)[start + layout.num_tiles] = 0
+        kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + layout.num_tiles] = 0
 
 
 def dequantize_cache(
@@ -74,6 +71,33 @@ def dequantize_kv(
     out = torch.zeros(len(slots), layout.head_dim_qk, dtype=torch.bfloat16, device=kv_cache.device)
     out[valid] = cache[slots[valid].long()].bfloat16()
     return out
+
+
+def dequantize_kv_paged(
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    row_offsets: Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    out: Tensor,
+    scale: Tensor | None = None,
+) -> None:
+    none = page_table.shape[1]  # the column that says: no page
+    table = torch.nn.functional.pad(page_table, (0, 1), value=-1).long()
+    slots = torch.full((len(out),), -1, device=out.device)
+    written = torch.zeros(len(out), dtype=torch.bool, device=out.device)
+    numbers = zip(table, seq_lens.tolist(), gather_lens.tolist(), row_offsets.tolist(), strict=True)
+    for pages, seq_len, gather_len, first in numbers:
+        rows = torch.arange(
+            max(first, 0), max(first, 0, min(first + gather_len, len(out))), device=out.device
+        )
+        pos = rows - first + seq_len - gather_len
+        page = pages[torch.where((pos >= 0) & (pos // page_size < none), pos // page_size, none)]
+        slots[rows], written[rows] = torch.where(page >= 0, page * page_size + pos % page_size, -1), True
+    out[written] = dequantize_kv(kv_cache, slots[written], layout=layout, page_size=page_size, scale=scale)
 
 
 def sparse_attention(
