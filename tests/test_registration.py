@@ -1,0 +1,73 @@
+"""Every op of torch.ops.mla_fp8: its schema is frozen, its kernels are registered, opcheck passes.
+
+`python tests/test_registration.py > tests/schemas.txt` after a deliberate change of a schema.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from op_samples import SAMPLES
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS, _libraries
+
+QUERIES = ("kv_layout_table", "cpu_isa")  # no tensors
+
+
+def schemas() -> dict[str, torch.FunctionSchema]:
+    found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("mla_fp8::"))
+    return {s.name.removeprefix("mla_fp8::"): s for s in sorted(found, key=lambda s: s.name)}
+
+
+OPS = [name for name in schemas() if name not in QUERIES]
+every_op = pytest.mark.parametrize("name", OPS)
+
+
+def op_call(name: str, device: str) -> tuple[tuple, dict]:
+    """The sample as arguments of the op itself; an _out twin gets poisoned buffers for its results."""
+    functional = name.removesuffix("_out")
+    tensors, options = SAMPLES[functional](device)
+    if "layout" in options:
+        options = options | {"layout": KV_LAYOUTS[options["layout"]].id}
+    if name != functional:
+        results = getattr(torch.ops.mla_fp8, functional)(*tensors, **options)
+        results = iter(results if isinstance(results, tuple) else (results,))
+        for argument in schemas()[name].arguments:
+            if argument.alias_info and argument.alias_info.is_write:
+                result = next(results)
+                options = options | {argument.name: result.clone().fill_(1 << 30)}
+        assert next(results, None) is None
+        known = {argument.name for argument in schemas()[name].arguments}
+        options = {key: value for key, value in options.items() if key in known}
+    return tensors, options
+
+
+def test_schemas_are_frozen():
+    frozen = (Path(__file__).parent / "schemas.txt").read_text().splitlines()
+    assert [str(schema) for schema in schemas().values()] == frozen
+
+
+def test_every_op_has_a_sample_and_a_public_function():
+    functional = {name.removesuffix("_out") for name in OPS}
+    assert functional == set(SAMPLES)
+    assert functional <= set(mla_fp8.__all__)
+
+
+@every_op
+def test_every_op_has_its_kernels(name):
+    keys = ["CPU", "Meta"]
+    if _libraries.status.get("libmla_fp8_cuda.so") == "loaded":
+        keys.append("CUDA")
+    missing = [k for k in keys if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{name}", k)]
+    assert not missing, f"no kernel for {missing}"
+
+
+@every_op
+def test_opcheck(name, device):
+    tensors, options = op_call(name, device)
+    torch.library.opcheck(getattr(torch.ops.mla_fp8, name).default, tensors, options)
+
+
+if __name__ == "__main__":
+    print("\n".join(str(schema) for schema in schemas().values()))
