@@ -2,6 +2,8 @@
 #include "cpu/isa.h"
 
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "test/core.h"
 
@@ -68,6 +70,55 @@ Array<uint16_t> dequantize_kv(const IsaKernels& isa, Array<uint8_t>& kv_cache, c
   return out;
 }
 
+// One scope; q [tokens, heads, head_dim_qk] as bf16 bits. Returns out (bf16 bits), lse and max_logits.
+std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
+    const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint8_t>& kv_cache,
+    const Array<int32_t>& indices, int layout, int64_t page_size, float sm_scale, std::optional<float> scale,
+    const Array<float>& attn_sink) {
+  const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
+  if (q.ndim() != 3 || q.shape(2) != l.head_dim_qk() || indices.ndim() != 2 ||
+      indices.shape(0) != q.shape(0) || kv_cache.ndim() != 2 || kv_cache.shape(1) < l.page_bytes(page_size) ||
+      attn_sink.size() != q.shape(1))
+    throw py::value_error("sparse_attention: shapes");
+  const py::ssize_t tokens = q.shape(0), heads = q.shape(1);
+  Array<uint16_t> out({tokens, heads, static_cast<py::ssize_t>(kHeadDimV)});
+  Array<float> lse({tokens, heads}), max_logits({tokens, heads});
+  SparseAttentionParams params{
+      .layout = static_cast<KvLayoutId>(layout),
+      .num_tokens = tokens,
+      .num_q_heads = static_cast<int>(heads),
+      .num_scopes = 1,
+      .q = q.data(),
+      .q_stride_token = heads * l.head_dim_qk(),
+      .q_stride_head = l.head_dim_qk(),
+      .scale = scale ? &*scale : nullptr,
+      .attn_sink = attn_sink.data(),
+      .sm_scale = sm_scale,
+      .out = out.mutable_data(),
+      .out_stride_token = heads * kHeadDimV,
+      .out_stride_head = kHeadDimV,
+      .lse = lse.mutable_data(),
+      .max_logits = max_logits.mutable_data(),
+  };
+  params.scopes[0] = {
+      .kv_cache = kv_cache.data(),
+      .kv_cache_stride_page = kv_cache.shape(1),
+      .num_slots = kv_cache.shape(0) * page_size,
+      .page_size = page_size,
+      .indices = indices.data(),
+      .indices_stride_token = indices.shape(1),
+      .topk = indices.shape(1),
+      .topk_length = nullptr,
+  };
+  cpu::AttentionScratch scratch;
+  const int num_heads = static_cast<int>(heads);
+  std::vector<uint8_t> memory(scratch.place(nullptr, num_heads) + 64);
+  scratch.place(reinterpret_cast<uint8_t*>(align_up(reinterpret_cast<int64_t>(memory.data()), int64_t{64})),
+                num_heads);
+  for (int64_t token = 0; token < tokens; ++token) isa.sparse_attention(params, token, 0, num_heads, scratch);
+  return {out, lse, max_logits};
+}
+
 }  // namespace
 
 // A kernel that joins isa_table() gets a function above and a .def() here.
@@ -79,7 +130,10 @@ void bind_isas(py::module_& m) {
            py::arg("kv_cache").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
            py::arg("scale") = py::none(), py::arg("fp8_max") = py::none())
       .def("dequantize_kv", &dequantize_kv, py::arg("kv_cache").noconvert(), py::arg("slots").noconvert(),
-           py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none());
+           py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none())
+      .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
+           py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
+           py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert());
 
   py::list isas;
   for (const IsaKernels& isa : cpu::isa_table())

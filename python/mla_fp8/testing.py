@@ -8,3 +8,19 @@ def assert_as_accurate_as(out: Tensor, rounded: Tensor, exact: Tensor, factor: f
     assert out.isfinite().all(), f"{int((~out.isfinite()).sum())} values are not finite"
     error, allowed = ((x.double() - exact.double()).abs().max().item() for x in (out, rounded))
     assert error <= factor * allowed + 1e-5, f"max error {error:.2e}; {rounded.dtype} PyTorch: {allowed:.2e}"
+
+
+def assert_within_flash_mla_tolerance(out: Tensor, lse: Tensor, exact_out: Tensor, exact_lse: Tensor) -> None:
+    """The bounds of FlashMLA's own decode tests: out 1e-3 or 2.01/128, cosine 5e-6, lse 8.01/65536."""
+    error = (out.double() - exact_out.double()).abs()
+    bad = (error > 1e-3) & (error > exact_out.double().abs() * (2.01 / 128))
+    assert not bad.any(), f"{int(bad.sum())} of {bad.numel()} outputs off, worst by {error[bad].max():.2e}"
+    a, b = out.double().flatten(), exact_out.double().flatten()
+    norm = (a * a + b * b).sum()
+    distance = 1 - 2 * (a * b).sum() / norm if norm > 0 else norm
+    assert distance < 5e-6, f"cosine distance {distance:.2e}"
+    finite = exact_lse.isfinite()
+    assert lse.isneginf().equal(exact_lse.isneginf()), "lse is -inf in the wrong rows"
+    lse_error = (lse.double() - exact_lse.double())[finite].abs()
+    allowed = (exact_lse.double()[finite].abs() * (8.01 / 65536)).clamp_min(1e-6)
+    assert (lse_error <= allowed).all(), f"lse off by {lse_error.max():.2e}"

@@ -172,3 +172,31 @@ def test_quantize_is_one_scaling_rounded_once(id, layout):
             want, want_rope = nope.view(np.uint8), rope.view(np.uint8)
         np.testing.assert_array_equal(page[token:][: layout.nope_bytes], want)
         np.testing.assert_array_equal(page[token + layout.rope_offset :][: layout.rope_bytes], want_rope)
+
+
+@simd_isas
+@all_layouts
+@callers_modes
+def test_attention_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
+    """Logits of every size, subnormal and huge values, NaN keys, empty rows, partly filled blocks."""
+    r = np.random.default_rng(3)
+    sizes = np.logspace(-42, 3, NUM_SLOTS)[:, None]
+    latent = core.float_to_bf16((r.normal(size=(NUM_SLOTS, layout.head_dim_qk)) * sizes).astype(np.float32))
+    kv_cache = np.full((NUM_PAGES, layout.page_bytes(PAGE_SIZE)), 0xFF, np.uint8)
+    PLAIN.quantize_kv(latent, np.arange(NUM_SLOTS), kv_cache, **options(id, layout))
+
+    num_tokens, num_heads, topk = 6, 7, 150
+    q = core.float_to_bf16(r.normal(size=(num_tokens, num_heads, layout.head_dim_qk)).astype(np.float32))
+    indices = r.integers(0, NUM_SLOTS, (num_tokens, topk)).astype(np.int32)
+    indices[:, ::7] = -1
+    indices[1] = -1
+    indices[2, 5:] = NUM_SLOTS
+    q[3] = core.float_to_bf16(np.float32(1e-39))
+    indices[4] %= NUM_SLOTS // 2  # tiny keys only
+    sink = r.normal(size=num_heads).astype(np.float32)
+    more = {**options(id, layout), "sm_scale": 0.3, "attn_sink": sink}
+    want = PLAIN.sparse_attention(q, kv_cache, indices, **more)
+    with mode():
+        got = isa.sparse_attention(q, kv_cache, indices, **more)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"))
