@@ -119,10 +119,67 @@ std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
   return {out, lse, max_logits};
 }
 
+// One KV head and contiguous caches of `dtype`, as bytes; q and out are bf16.
+py::tuple paged_attention_ragged(const IsaKernels& isa, const Array<uint16_t>& q,
+                                 const Array<uint8_t>& k_cache, const Array<uint8_t>& v_cache,
+                                 const Array<int32_t>& kv_indptr, const Array<int32_t>& kv_indices,
+                                 const Array<int32_t>& kv_last_page_len, CacheDtype dtype, float scale,
+                                 float logits_soft_cap) {
+  const int itemsize = dtype == CacheDtype::kBf16 || dtype == CacheDtype::kF16 ? 2 : 1;
+  if (q.ndim() != 3 || k_cache.ndim() != 3 || v_cache.ndim() != 3 ||
+      k_cache.shape(2) != q.shape(2) * itemsize || v_cache.shape(0) != k_cache.shape(0) ||
+      v_cache.shape(1) != k_cache.shape(1) || kv_indptr.size() != q.shape(0) + 1 ||
+      kv_last_page_len.size() != q.shape(0))
+    throw py::value_error("paged_attention_ragged: shapes");
+  const py::ssize_t num_heads = q.shape(1), head_dim_v = v_cache.shape(2) / itemsize;
+  Array<uint16_t> out({q.shape(0), num_heads, head_dim_v});
+  Array<float> lse({q.shape(0), num_heads});
+  const bool scaled = itemsize == 1;
+  const PagedAttentionRaggedParams params{
+      .num_requests = q.shape(0),
+      .num_q_heads = static_cast<int>(num_heads),
+      .num_kv_heads = 1,
+      .head_dim = static_cast<int>(q.shape(2)),
+      .head_dim_v = static_cast<int>(head_dim_v),
+      .dtype = Dtype::kBf16,
+      .cache_dtype = dtype,
+      .q = q.data(),
+      .q_stride_request = num_heads * q.shape(2),
+      .q_stride_head = q.shape(2),
+      .k_cache = k_cache.data(),
+      .v_cache = v_cache.data(),
+      .k_cache_stride_page = k_cache.shape(1) * q.shape(2),
+      .k_cache_stride_row = q.shape(2),
+      .v_cache_stride_page = v_cache.shape(1) * head_dim_v,
+      .v_cache_stride_row = head_dim_v,
+      .num_pages = k_cache.shape(0),
+      .page_size = k_cache.shape(1),
+      .kv_indptr = kv_indptr.data(),
+      .kv_indices = kv_indices.data(),
+      .num_kv_indices = kv_indices.size(),
+      .kv_last_page_len = kv_last_page_len.data(),
+      .k_scale = scaled ? &scale : nullptr,
+      .v_scale = scaled ? &scale : nullptr,
+      .sm_scale = 0.125f,
+      .logits_soft_cap = logits_soft_cap,
+      .out = out.mutable_data(),
+      .out_stride_request = num_heads * head_dim_v,
+      .out_stride_head = head_dim_v,
+      .lse = lse.mutable_data(),
+  };
+  isa.paged_attention_ragged(params, 0, q.shape(0) * ceil_div<int64_t>(num_heads, cpu::kRaggedHeadTile));
+  return py::make_tuple(out, lse);
+}
+
 }  // namespace
 
 // A kernel that joins isa_table() gets a function above and a .def() here.
 void bind_isas(py::module_& m) {
+  py::enum_<CacheDtype>(m, "CacheDtype")
+      .value("bf16", CacheDtype::kBf16)
+      .value("fp16", CacheDtype::kF16)
+      .value("e4m3fn", CacheDtype::kE4m3fn)
+      .value("e4m3fnuz", CacheDtype::kE4m3fnuz);
   py::class_<IsaKernels>(m, "Isa")
       .def_readonly("name", &IsaKernels::name)
       .def_readonly("supported", &IsaKernels::supported)
@@ -133,7 +190,11 @@ void bind_isas(py::module_& m) {
            py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none())
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
-           py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert());
+           py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert())
+      .def("paged_attention_ragged", &paged_attention_ragged, py::arg("q").noconvert(),
+           py::arg("k_cache").noconvert(), py::arg("v_cache").noconvert(), py::arg("kv_indptr").noconvert(),
+           py::arg("kv_indices").noconvert(), py::arg("kv_last_page_len").noconvert(), py::kw_only(),
+           py::arg("dtype"), py::arg("scale"), py::arg("logits_soft_cap"));
 
   py::list isas;
   for (const IsaKernels& isa : cpu::isa_table())

@@ -112,6 +112,46 @@ def test_dequantize_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
     np.testing.assert_array_equal(dequantized(isa, kv_cache, id, layout, mode), want)
 
 
+def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 7) -> dict:
+    """23 query heads of three requests over random caches; one key of the last request is NaN."""
+    r = np.random.default_rng(3)
+
+    def cache(dim: int) -> np.ndarray:
+        x = r.normal(size=(20, page_size, dim)).astype(np.float32)
+        x[19] = np.nan
+        if dtype.startswith("e4m3"):
+            return codec(dtype).encode(x)
+        narrow = core.float_to_bf16(x) if dtype == "bf16" else x.astype(np.float16)
+        return narrow.view(np.uint8)
+
+    return {
+        "q": core.float_to_bf16(4 * r.normal(size=(3, 23, head_dim)).astype(np.float32)),
+        "k_cache": cache(head_dim),
+        "v_cache": cache(head_dim_v),
+        "kv_indptr": np.array([0, 15, 15, 20], np.int32),
+        "kv_indices": np.arange(20, dtype=np.int32),
+        "kv_last_page_len": np.array([3, 0, 1], np.int32),
+        "dtype": getattr(core.CacheDtype, dtype),
+        "scale": 0.37,
+    }
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+@pytest.mark.parametrize("head_dims", [(16, 48), (576, 512)])
+def test_paged_attention_ragged_gives_the_same_bits_on_every_isa(isa, head_dims, soft_cap, dtype, mode):
+    case = attention_case(dtype, *head_dims)
+    want = PLAIN.paged_attention_ragged(**case, logits_soft_cap=soft_cap)
+    with mode():
+        got = isa.paged_attention_ragged(**case, logits_soft_cap=soft_cap)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    lse = want[1]
+    assert np.isfinite(lse[0]).all() and (lse[1] == -np.inf).all() and np.isnan(lse[2]).all()
+
+
 def decoded(raw: np.ndarray, format: str, scale) -> np.ndarray:
     """Cache bytes to bf16 bits with the scalar codecs."""
     if format == "bf16":
