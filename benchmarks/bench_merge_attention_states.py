@@ -1,0 +1,27 @@
+import torch
+
+import mla_fp8
+from harness import Work, run
+from mla_fp8 import reference
+
+HEAD_DIM = 512
+
+
+def work(num_tokens, num_heads, dtype, device):
+    out_a, out_b = (torch.randn(num_tokens, num_heads, HEAD_DIM, device=device).to(dtype) for _ in "ab")
+    lse_a, lse_b = (torch.randn(num_tokens, num_heads, device=device) for _ in "ab")
+    states = (out_a, lse_a, out_b, lse_b)
+    out, lse = mla_fp8.merge_attention_states(*states)
+    return Work(
+        label=f"tokens={num_tokens} heads={num_heads} {str(dtype).removeprefix('torch.')}",
+        run=lambda: mla_fp8.merge_attention_states(*states, out=out, lse=lse),
+        num_bytes=3 * (out.nbytes + lse.nbytes),
+        baselines={"torch": lambda: reference.merge_attention_states(*states)},
+    )
+
+
+if __name__ == "__main__":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [(1, 128, torch.bfloat16), (128, 64, torch.bfloat16), (512, 128, torch.bfloat16)]
+    cases += [(512, 128, torch.float16), (256, 128, torch.float32)]
+    run("merge_attention_states", [work(*case, device) for case in cases])
