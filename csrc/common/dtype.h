@@ -8,27 +8,30 @@ namespace mla_fp8 {
 
 enum class Dtype : int32_t { kBf16, kF16, kF32 };
 
-// IEEE half to float, exact; NaN stays NaN.
+// IEEE half to float, exact; NaN stays NaN. Both conversions compute every case and then choose, with signed
+// comparisons: loops over them vectorise on any x86-64.
 MLA_HD float half_to_float(uint16_t x) {
-  const uint32_t sign = uint32_t{x & 0x8000u} << 16, exponent = (x >> 10) & 31u, mantissa = x & 0x3ffu;
-  if (exponent == 31) return bits_float(sign | kInfBits | (mantissa << 13));
-  if (exponent == 0) return bits_float(float_bits(static_cast<float>(mantissa) * 0x1p-24f) | sign);
-  return bits_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const int32_t a = x & 0x7fff;
+  const uint32_t subnormal = float_bits(static_cast<float>(a) * 0x1p-24f);
+  const uint32_t rebias = a < 0x7c00 ? 112u << 23 : 224u << 23;  // infinity and NaN: to exponent 255
+  const uint32_t magnitude = a < 0x400 ? subnormal : (static_cast<uint32_t>(a) << 13) + rebias;
+  return bits_float(magnitude | (uint32_t{x & 0x8000u} << 16));
 }
 
 // Round to nearest even, past the largest half is infinity. Every NaN becomes the one that the GPUs write.
 MLA_HD uint16_t float_to_half(float x) {
-  constexpr uint32_t kMinNormal = 113u << 23, kInfHalf = 0x7c00u;
-  const uint32_t u = float_bits(x), sign = (u & kSignMask) >> 16, a = u & ~kSignMask;
-  if (a > kInfBits) return 0x7fff;
-  uint32_t code;
-  if (a < kMinNormal) {
-    code = float_bits(bits_float(a) + 0.5f) - float_bits(0.5f);  // the last bit of 0.5 is half's quantum
-  } else {
-    code = ((a + 0xfffu + ((a >> 13) & 1u)) >> 13) - (112u << 10);
-    code = code < kInfHalf ? code : kInfHalf;
-  }
-  return static_cast<uint16_t>(sign | code);
+  constexpr int32_t kMinNormal = 113 << 23, kInfHalf = 0x7c00;
+  const uint32_t u = float_bits(x), sign = (u & kSignMask) >> 16;
+  const int32_t a = static_cast<int32_t>(u & ~kSignMask);
+  // Adding 0.5, whose last bit is half's quantum, leaves the rounded multiple of it in the low mantissa bits.
+  const float shifted = bits_float(u & ~kSignMask) + 0.5f;
+  const int32_t subnormal = static_cast<int32_t>(float_bits(shifted) - float_bits(0.5f));
+  const uint32_t rounded = static_cast<uint32_t>(a) + 0xfffu + ((u >> 13) & 1u);
+  const int32_t normal = static_cast<int32_t>(rounded >> 13) - (112 << 10);
+  const int32_t finite = a < kMinNormal ? subnormal : normal;
+  const int32_t code = finite < kInfHalf ? finite : kInfHalf;
+  return static_cast<uint16_t>(a > static_cast<int32_t>(kInfBits) ? 0x7fffu
+                                                                  : sign | static_cast<uint32_t>(code));
 }
 
 // How a value of `kDtype` is stored, and its conversions.
