@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Rules of the tree that no formatter knows. Prints file:line: what is wrong; exit code 1 if anything is."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES, MAX_COLUMNS = 400, 110
+MAX_REFERENCE_LINES, MAX_WRAPPER_LINES = 15, 60
+SOURCES = (".h", ".cpp", ".cu", ".cuh", ".hip", ".py")
+
+# Bytes per token and page bytes of dsv32 and dsv4: whoever spells them restates the layout table.
+LAYOUT_NUMBERS = re.compile(r"(?<![\w.#])(656|584|41984|37440|74880|149760|1728)(?![\w.])")
+LAYOUT_HOMES = (
+    "csrc/common/kv_layout.h",
+    "tests/test_kv_layout.py",
+    "docs/kv_layouts.md",
+    "ci/check_tree.py",
+)
+TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
+
+
+def tracked() -> list[Path]:
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    return [ROOT / name for name in names if Path(name).suffix in SOURCES and (ROOT / name).exists()]
+
+
+def check_lines(name: str, lines: list[str]) -> Iterator[str]:
+    if len(lines) > MAX_LINES:
+        yield f"{name}: {len(lines)} lines, at most {MAX_LINES}"
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_COLUMNS:
+            yield f"{name}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
+        if name not in LAYOUT_HOMES and LAYOUT_NUMBERS.search(line):
+            yield f"{name}:{number}: a layout number; read it from the layout table"
+        if name != "ci/check_tree.py" and TODO.search(line):
+            yield f"{name}:{number}: a TODO carries an issue number: TODO(#12)"
+
+
+def functions(lines: list[str]) -> Iterator[tuple[str, int, int]]:
+    """(name, line of def, lines of code in the body) of top-level Python functions; docstrings do not count."""
+    for node in ast.parse("\n".join(lines)).body:
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            first = body[0].lineno if body else node.lineno
+            yield node.name, node.lineno, (node.end_lineno or first) - first + 1
+
+
+def check_functions(name: str, lines: list[str]) -> Iterator[str]:
+    limit = MAX_REFERENCE_LINES if name.endswith("reference.py") else MAX_WRAPPER_LINES
+    for function, number, length in functions(lines):
+        if length > limit:
+            yield f"{name}:{number}: {function} has {length} lines, at most {limit}"
+
+
+def main() -> int:
+    wrong = []
+    for path in tracked():
+        name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
+        wrong += check_lines(name, lines)
+        if name.startswith("python/"):
+            wrong += check_functions(name, lines)
+    print("\n".join(wrong) or "tree: ok")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

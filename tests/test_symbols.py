@@ -1,0 +1,31 @@
+"""The built libraries load into any Python and any supported torch, on any CPU (ci/check_symbols.py)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_fp8 import _libraries
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "ci"))
+import check_symbols
+
+LIBRARIES = sorted(_libraries.LIB_DIR.glob("*.so"))
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_import_only_torchs_stable_symbols(library):
+    assert check_symbols.check_library(library) == []
+    assert any(check_symbols.TORCH_C.fullmatch(symbol) for symbol in check_symbols.imports(library))
+
+
+def test_the_cpu_library_is_there():
+    assert "libmla_fp8_cpu.so" in [path.name for path in LIBRARIES]
+
+
+def test_kernels_of_an_instruction_set_define_no_weak_symbols():
+    objects = check_symbols.isa_objects(ROOT / "build/cmake")
+    if not objects:
+        pytest.skip("an installed package: no object files")
+    assert [line for path in objects for line in check_symbols.check_object(path)] == []
