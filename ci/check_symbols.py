@@ -2,10 +2,10 @@
 """What the built libraries may import and must not export. Prints what is wrong, exit code 1 if anything is.
 
   ci/check_symbols.py python/mla_fp8/lib/*.so [--objects build/cmake]
-  ci/check_symbols.py --dump .../site-packages/torch > ci/torch_symbols_2.10.txt    (of the oldest torch, with CUDA)
+  ci/check_symbols.py --dump .../site-packages/torch > ci/torch_symbols_2.10.txt    (oldest torch, with CUDA)
 
-Libraries: every torch symbol exists in the oldest torch that we load in, none is of libtorch's C++ ABI, none of
-CPython; no RPATH. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a
+Libraries: every torch symbol exists in the oldest torch that we load in, none is of libtorch's C++ ABI, none
+of CPython; no RPATH. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a
 template) compiled for AVX-512 could be the copy that the linker keeps for every CPU.
 """
 

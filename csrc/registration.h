@@ -1,5 +1,6 @@
 #pragma once
-// Which ops each library implements, and their C++ entry points (ops/*.cpp), argument for argument the schemas.
+// Which ops each library implements, and their C++ entry points (ops/*.cpp), argument for argument the
+// schemas.
 #include <string>
 #include <tuple>
 

@@ -261,7 +261,11 @@ ERRORS = [
     wrong("q", lambda t: t.mT.contiguous().mT, "q must have stride 1 in its last dimension"),
     wrong("q", lambda t: t.new_zeros(6, 16, 513)[..., 1:], "q must be 16-byte aligned"),
     wrong("kv_cache", lambda t: t.float(), "kv_cache must have dtype Byte or Char or"),
-    wrong("kv_cache", lambda t: t[:, :-1], r"kv_cache must have shape \[\*, 37440\], got"),
+    wrong(
+        "kv_cache",
+        lambda t: t[:, :-1],
+        rf"kv_cache must have shape \[\*, {KV_LAYOUTS['dsv4'].page_bytes(64)}\], got",
+    ),
     wrong("kv_cache", lambda t: t.view(-1)[1:-575].as_strided((2, t.shape[1]), (t.shape[1], 1)), "aligned"),
     wrong("kv_cache", lambda t: t[0], "kv_cache must have shape"),
     wrong("indices", lambda t: t.long(), "indices must have dtype Int, got Long"),

@@ -1,7 +1,7 @@
 #pragma once
 // e4m3fn, e4m3fnuz, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic wherever a
-// subnormal could meet a flush-to-zero mode. A conversion yields one NaN per format, never the operand's: which
-// NaN a multiplication returns depends on the machine and on the operand order the compiler chose.
+// subnormal could meet a flush-to-zero mode. A conversion yields one NaN per format, never the operand's:
+// which NaN a multiplication returns depends on the machine and on the operand order the compiler chose.
 #include <cstdint>
 #include <cstring>
 

@@ -105,7 +105,8 @@ MLA_HD constexpr KvLayout kv_layout(KvLayoutId id) {
 static_assert(kv_layout(KvLayoutId::kDsv32).bytes_per_token() == 656);
 static_assert(kv_layout(KvLayoutId::kDsv4).bytes_per_token() == 584);
 
-// Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in ops/).
+// Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in
+// ops/).
 template <class Fn>
 inline void with_kv_layout(KvLayoutId id, Fn&& fn) {
   switch (id) {

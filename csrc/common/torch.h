@@ -81,8 +81,8 @@ class Check {
     that(value >= minimum, name, " must be at least ", minimum, ", got ", value);
   }
   KvLayoutId layout(int64_t layout) const;
-  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in any
-  // dtype of the cache's bytes; the page stride may exceed page_bytes.
+  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in
+  // any dtype of the cache's bytes; the page stride may exceed page_bytes.
   KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const;
   // The per-layer scale: required by the uniform FP8 layouts, refused by the others; null if there is none.
   const float* scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const;

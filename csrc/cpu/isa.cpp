@@ -68,8 +68,8 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
   }
 }
 
-// Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer tokens
-// than threads the heads of a token are split, in groups that still share the staging of a key well.
+// Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer
+// tokens than threads the heads of a token are split, in groups that still share the staging of a key well.
 void sparse_attention(const SparseAttentionParams& p) {
   if (p.num_tokens == 0) return;
   constexpr int64_t kMinHeads = 8;

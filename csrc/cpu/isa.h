@@ -1,7 +1,7 @@
 #pragma once
 // The CPU kernels that exist once per instruction set. quantize_kv.cpp, dequantize_kv.cpp and
-// sparse_attention.cpp are compiled for each row of MLA_FP8_CPU_ISAS into a namespace of its own; cpu::x() picks
-// the best one that this machine runs.
+// sparse_attention.cpp are compiled for each row of MLA_FP8_CPU_ISAS into a namespace of its own; cpu::x()
+// picks the best one that this machine runs.
 #include <cstdint>
 #include <span>
 

@@ -17,8 +17,8 @@ struct Weights {
   float a, b, lse;
 };
 
-// exp(lse_a) and exp(lse_b) over their sum. The larger one is taken out first, so nothing overflows. One lse at
-// least is not -inf.
+// exp(lse_a) and exp(lse_b) over their sum. The larger one is taken out first, so nothing overflows. One lse
+// at least is not -inf.
 Weights weights(float lse_a, float lse_b) {
   const float max = std::max(lse_a, lse_b);
   const float a = std::exp(lse_a - max), b = std::exp(lse_b - max), sum = a + b;

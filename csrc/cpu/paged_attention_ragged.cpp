@@ -1,9 +1,10 @@
 // paged_attention_ragged on the CPU: decode attention over the pages of each request, FP8 read as it is.
 //
-// A work unit is (request, KV head, up to kRaggedHeadTile of the query heads that share it). It walks the request's keys
-// in order, sixteen at a time: stage K and V as float, scores with keys in the lanes, online softmax, accumulate.
-// All arithmetic is float32 in an order that depends on nothing but the request; the buffers have a fixed size.
-// Bound by the FMAs from about four query heads per KV head, below by the conversion to float.
+// A work unit is (request, KV head, up to kRaggedHeadTile of the query heads that share it). It walks the
+// request's keys in order, sixteen at a time: stage K and V as float, scores with keys in the lanes, online
+// softmax, accumulate. All arithmetic is float32 in an order that depends on nothing but the request; the
+// buffers have a fixed size. Bound by the FMAs from about four query heads per KV head, below by the
+// conversion to float.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 

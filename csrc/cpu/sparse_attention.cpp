@@ -6,9 +6,9 @@
 //     weights = exp(logits - running max)          online softmax, in float; rounded to bf16 for the product
 //     out     = rescale * out + weights V          4 heads x 64 columns in registers
 //
-// Arithmetic-bound from 16 heads on: 2 * heads * (head_dim_qk + head_dim_v) FLOP per key against about 1 KB read
-// and decoded. A head's result depends on its own keys alone, in their order, so it is the same in any batch, on
-// any number of threads and on any instruction set.
+// Arithmetic-bound from 16 heads on: 2 * heads * (head_dim_qk + head_dim_v) FLOP per key against about 1 KB
+// read and decoded. A head's result depends on its own keys alone, in their order, so it is the same in any
+// batch, on any number of threads and on any instruction set.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
@@ -198,7 +198,8 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
   for (int h = 0; h < num_heads; ++h) {
     const int head = first_head + h;
     const bool empty = s.sum[h] == 0.0f;
-    // The sink joins the denominator only. exp2 of a large difference saturates to infinity, and out to 0: right.
+    // The sink joins the denominator only. exp2 of a large difference saturates to infinity, and out to 0:
+    // right.
     const float sink = p.attn_sink && !empty ? std::exp2((p.attn_sink[head] - s.max[h]) * kLog2E) : 0.0f;
     const float factor = empty ? 0.0f : layer_scale / (s.sum[h] + sink);
     write_head(s.accumulator + h * kHeadDimV, factor,

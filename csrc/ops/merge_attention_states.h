@@ -4,8 +4,8 @@
 
 namespace mla_fp8 {
 
-// Softmax-weighted sum of two partial attention results over disjoint keys. A side whose lse is -inf contributes
-// nothing, whatever its out holds; both -inf give 0 and -inf.
+// Softmax-weighted sum of two partial attention results over disjoint keys. A side whose lse is -inf
+// contributes nothing, whatever its out holds; both -inf give 0 and -inf.
 struct MergeAttentionStatesParams {
   int64_t num_tokens, num_heads, head_dim;
   Dtype dtype;                // of out_a, out_b and out

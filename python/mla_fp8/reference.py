@@ -150,8 +150,8 @@ def combine_topk_swa_indices(
 ) -> tuple[Tensor, Tensor]:
     indices = topk_indices.new_full((len(topk_indices), -(-(topk + window_size) // 128) * 128), -1)
     lens = topk_indices.new_zeros(len(topk_indices))
-    begin = [loc - int(query_start_loc[0]) for loc in query_start_loc.tolist()]
-    per_request = [x.tolist() for x in (seq_lens, gather_lens, compressed_base, swa_base)]
+    tables = (query_start_loc.long() - query_start_loc[0], seq_lens, gather_lens, compressed_base, swa_base)
+    begin, *per_request = (x.tolist() for x in tables)
     for r, (seq_len, gather_len, base, swa) in enumerate(zip(*per_request, strict=True)):
         limit = 2**31 if compressed_lens is None else int(compressed_lens[r])
         for t in range(max(begin[r], 0), min(begin[r + 1], len(lens))):
@@ -250,8 +250,9 @@ def paged_attention_ragged(
     out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=dtype)
     bounds = kv_indptr.clamp(0, len(kv_indices)).tolist()
     for r, last_page_len in enumerate(kv_last_page_len.tolist()):
-        pages = kv_indices[bounds[r] : bounds[r + 1]]
-        slots = ragged_slots(pages, last_page_len, num_pages=num_pages, page_size=page_size)
+        slots = ragged_slots(
+            kv_indices[bounds[r] : bounds[r + 1]], last_page_len, num_pages=num_pages, page_size=page_size
+        )
         heads = q[r].to(dtype).unflatten(0, (num_kv_heads, -1))
         logits = sm_scale * torch.einsum("hgd,nhd->hgn", heads, k[slots])
         if logits_soft_cap:
