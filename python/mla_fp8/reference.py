@@ -150,19 +150,16 @@ def combine_topk_swa_indices(
 ) -> tuple[Tensor, Tensor]:
     indices = topk_indices.new_full((len(topk_indices), -(-(topk + window_size) // 128) * 128), -1)
     lens = topk_indices.new_zeros(len(topk_indices))
-    tables = (query_start_loc.long() - query_start_loc[0], seq_lens, gather_lens, compressed_base, swa_base)
-    begin, *per_request = (x.tolist() for x in tables)
+    starts = query_start_loc.long() - query_start_loc[0]
+    begin, *per_request = (x.tolist() for x in (starts, seq_lens, gather_lens, compressed_base, swa_base))
     for r, (seq_len, gather_len, base, swa) in enumerate(zip(*per_request, strict=True)):
-        limit = 2**31 if compressed_lens is None else int(compressed_lens[r])
+        first, limit = seq_len - gather_len, 2**31 if compressed_lens is None else int(compressed_lens[r])
         for t in range(max(begin[r], 0), min(begin[r + 1], len(lens))):
             pos = seq_len - begin[r + 1] + t if query_pos is None else int(query_pos[t])
             if 0 <= pos < seq_len:
                 entries = topk_indices[t, : min((pos + 1) // compress_ratio, topk)].tolist()
-                first = seq_len - gather_len
-                window = range(max(pos - window_size + 1, first, 0), pos + 1)
-                row = [base + e if 0 <= e < limit else -1 for e in entries] + [
-                    swa + p - first for p in window
-                ]
+                row = [base + e if 0 <= e < limit else -1 for e in entries]
+                row += [swa + p - first for p in range(max(pos - window_size + 1, first, 0), pos + 1)]
                 lens[t] = len(row)
                 indices[t, : len(row)] = lens.new_tensor([x if 0 <= x < 2**31 else -1 for x in row])
     return indices, lens

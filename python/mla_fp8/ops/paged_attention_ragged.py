@@ -12,6 +12,7 @@ def paged_attention_ragged(
     kv_last_page_len: torch.Tensor,
     *,
     sm_scale: float,
+    page_size: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     logits_soft_cap: float = 0.0,
@@ -35,13 +36,15 @@ def paged_attention_ragged(
     FP8 is e4m3fn or e4m3fnuz, as the dtype says; value = e4m3 * scale, never rounded. Scales must be finite
     and positive (checked on the CPU only). An HND cache is passed as ``cache.transpose(1, 2)``. With
     ``logits_soft_cap`` the logits are ``cap * tanh(logits / cap)``. kv_indptr is clamped to the length of
-    kv_indices, kv_last_page_len to [0, page_size]. Returns ``(out, lse)``, which may be passed in, both or
-    neither (ValueError). Raises RuntimeError naming the argument, what was expected and what came.
+    kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own. Returns
+    ``(out, lse)``, which may be passed in, both or neither (ValueError). Raises RuntimeError naming the
+    argument, what was expected and what came.
     """
     if (out is None) != (lse is None):
         raise ValueError("paged_attention_ragged: expected both or neither of out and lse, got one")
     tensors = (q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len)
-    page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1  # of another rank: the op says what is wrong
+    if page_size is None:  # the op says what is wrong with a cache of another rank
+        page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"sm_scale": sm_scale, "page_size": page_size, "logits_soft_cap": logits_soft_cap, **scales}
     if out is None or lse is None:
