@@ -61,6 +61,7 @@ def isa_objects(build: Path) -> list[Path]:
 def check_object(path: Path) -> list[str]:
     lines = output_of("nm", "--defined-only", path).splitlines()
     weak = [line.split()[-1] for line in lines if re.search(r" [WVu] ", line)]
+    weak = [symbol for symbol in weak if not symbol.startswith("DW.ref.")]  # a pointer, always the same
     isa = path.parts[-4].removesuffix(".dir")
     return [f"{isa} {path.name}: weak symbol {symbol}" for symbol in weak]
 
