@@ -4,6 +4,7 @@ from . import _libraries
 
 _libraries.load_all()
 
+from .doctor import doctor
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
@@ -23,6 +24,7 @@ __all__ = [
     "combine_topk_swa_indices_ragged",
     "dequantize_kv",
     "dequantize_kv_paged",
+    "doctor",
     "merge_attention_states",
     "pad_q_heads",
     "paged_attention_ragged",

@@ -1,0 +1,151 @@
+"""The demo's tables and its chart."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..layout import KV_LAYOUTS
+from .teacher import LayerError
+from .workload import FreeRun, Workload
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a free-running model says, held against the float64 model. Over all tokens."""
+
+    logits_rms: float  # of the difference, relative to that of the logits
+    same_byte: float  # how often the likeliest next byte is the same
+    correct: float  # how often it is the byte that the text goes on with, decoded tokens only
+
+
+@dataclass(frozen=True)
+class Results:
+    workload: Workload
+    errors: dict[tuple[int, str], LayerError]
+    runs: dict[str, FreeRun]
+    answers: dict[str, Answer]
+    exact: Answer
+
+    @property
+    def violations(self) -> list[str]:
+        """One line per bound that does not hold."""
+        return [
+            f"layer {layer}, {layout}: stored {error.storage_ratio:.3g}, attention {error.kernel_ratio:.3g}"
+            for (layer, layout), error in self.errors.items()
+            if not error.ok
+        ]
+
+
+def fit_readout(hidden: Tensor, next_byte: Tensor) -> Tensor:
+    """[hidden, 256]: the linear map that predicts the next byte best (ridge regression)."""
+    wanted = torch.nn.functional.one_hot(next_byte, 256).to(hidden.dtype)
+    gram = hidden.T @ hidden + 0.1 * len(hidden) * torch.eye(hidden.shape[1], dtype=hidden.dtype).to(hidden)
+    readout: Tensor = torch.linalg.solve(gram, hidden.T @ wanted)
+    return readout
+
+
+def describe_layer(workload: Workload, i: int) -> str:
+    layer = workload.spec.layers[i]
+    window = f"window {layer.window}" if layer.window else ""
+    chosen = f"{layer.num_selected(workload.max_len)} of {layer.max_entries(workload.max_len)}"
+    entries = f"{chosen} entries of {layer.ratio}" if layer.ratio else ""
+    return " + ".join(filter(None, (entries, window)))
+
+
+def layer_table(results: Results) -> str:
+    lines = [
+        "Same inputs to every layout in every layer. Errors against float64 over the unquantised latents,",
+        "relative to the rms of the layer's output. Bounds: 1 is all that rounding may do, in the cache (the",
+        "step of the format) and in attention over what the cache holds (bf16 products, float32 sums).",
+        "",
+        f"{'layer':<6}{'layout':<19}{'rms error':>10}{'max error':>10}{'of bound: stored':>18}"
+        f"{'attention':>11}{'paths differ':>14}",
+    ]
+    previous = -1
+    for (i, layout), error in results.errors.items():
+        if i != previous:
+            lines.append(f"{i:<6}{describe_layer(results.workload, i)}")
+        previous = i
+        lines.append(
+            f"{'':<6}{layout:<19}{error.rms_error:>10.2%}{error.relative(error.max_error):>10.2f}"
+            f"{error.storage_ratio:>18.3f}{error.kernel_ratio:>11.3f}"
+            f"{error.relative(error.path_difference):>14.4f}{'' if error.ok else '  VIOLATED'}"
+        )
+    return "\n".join(lines)
+
+
+def layout_table(results: Results) -> str:
+    spec = results.workload.spec
+    lines = [
+        "Each layout drives the whole model by itself (float32 around the ops). tokens/s: our ops alone, all",
+        f"{len(spec.layers)} layers: store, indices, dequantise, attention.",
+        "",
+        f"{'layout':<19}{'bytes/entry':>12}{'cache MiB':>11}{'prefill/s':>11}{'decode/s':>10}"
+        f"{'logits rms err':>16}{'same byte':>11}{'correct':>9}",
+    ]
+    for layout, run in results.runs.items():
+        answer, clock = results.answers[layout], run.clock
+        lines.append(
+            f"{layout:<19}{KV_LAYOUTS[layout].bytes_per_token:>12}{run.cache_bytes / 2**20:>11.2f}"
+            f"{clock.tokens_per_second('prefill'):>11,.0f}{clock.tokens_per_second('decode'):>10,.0f}"
+            f"{answer.logits_rms:>16.2%}{answer.same_byte:>11.1%}{answer.correct:>9.1%}"
+        )
+    lines.append(
+        f"{'float64, no cache':<74}{'':>5}{results.exact.same_byte:>11.1%}{results.exact.correct:>9.1%}"
+    )
+    return "\n".join(lines)
+
+
+def where(device: str) -> str:
+    """What was computed by what, for the reader who wonders."""
+    if device == "cpu":
+        isa, threads = torch.ops.mla_fp8.cpu_isa(), torch.get_num_threads()
+        machine = f"the CPU ({isa} kernels, {threads} threads)"
+    else:
+        machine = torch.cuda.get_device_name(device)
+    return "\n".join(
+        [
+            f"Ours, on {machine}, backend native:",
+            "  quantize_kv, dequantize_kv, dequantize_kv_paged, build_swa_token_ids,",
+            "  combine_topk_swa_indices, sparse_prefill, sparse_prefill_paged, sparse_decode",
+            f"PyTorch {torch.__version__}, on {device}:",
+            "  the model around attention (projections, compressor, indexer), the float64 reference",
+            "The fnuz layouts hold the encoding of AMD's gfx942; no AMD GPU takes part.",
+        ]
+    )
+
+
+def draw(results: Results, folder: Path) -> Path | None:
+    """Error by layer and cache size of each layout as a PNG. None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError:
+        return None
+    spec = results.workload.spec
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    errors, sizes = figure.subplots(1, 2)
+    width = 0.8 / len(spec.layouts)
+    for k, layout in enumerate(spec.layouts):
+        by_layer = [results.errors[i, layout].rms_error for i in range(len(spec.layers))]
+        errors.bar(
+            [i + k * width - 0.4 for i in range(len(by_layer))], by_layer, width, align="edge", label=layout
+        )
+    names = [f"layer {i}\nratio {layer.ratio}" for i, layer in enumerate(spec.layers)]
+    errors.set_xticks(range(len(names)), names)
+    errors.set(yscale="log", ylabel="rms error / rms output", title="Error of attention, same inputs")
+    errors.legend()
+    mib = [results.runs[layout].cache_bytes / 2**20 for layout in spec.layouts]
+    bars = sizes.barh(spec.layouts, mib)
+    sizes.bar_label(
+        bars, [f"{KV_LAYOUTS[layout].bytes_per_token} B/entry" for layout in spec.layouts], padding=3
+    )
+    sizes.set(xlabel="MiB, all layers", title="Cache size", xlim=(0, 1.4 * max(mib)))
+    sizes.invert_yaxis()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "error_and_size.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,149 @@
+"""``python -m mla_fp8 demo``: real text through a paged FP8 cache, every layer checked against float64."""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import report
+from .model import MODELS
+from .report import Answer, Results
+from .teacher import TeacherForced
+from .workload import Workload, run_free
+
+_SHARES = (4, 2, 1)  # requests of different length
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text", type=Path, help="file to read (default: an essay that comes with the package)"
+    )
+    parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4 or V3.2")
+    parser.add_argument("--heads", type=int, default=8, help="query heads, 1 to 128 (default 8)")
+    parser.add_argument(
+        "--tokens", type=int, default=1792, help="bytes to prefill, all requests (default 1792)"
+    )
+    parser.add_argument(
+        "--decode-steps", type=int, default=16, help="bytes to decode per request (default 16)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=512, help="bytes of one request in a batch (default 512)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the chart")
+
+
+def make_workload(options: argparse.Namespace) -> Workload:
+    """Cuts the text into one passage per request. ValueError if it is too short."""
+    text = (
+        options.text.read_bytes()
+        if options.text
+        else files("mla_fp8").joinpath("data/essay.txt").read_bytes()
+    )
+    prompt_lens = [max(1, options.tokens * share // sum(_SHARES)) for share in _SHARES]
+    lengths = [n + options.decode_steps for n in prompt_lens]
+    if len(text) <= sum(lengths):
+        raise ValueError(
+            f"--text: expected more than {sum(lengths)} bytes for these options, got {len(text)}"
+        )
+    if not 1 <= options.heads <= 128:
+        raise ValueError(f"--heads: expected 1 to 128, got {options.heads}")
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return Workload(
+        spec=replace(MODELS[options.model], num_q_heads=options.heads),
+        texts=[text[start : start + n] for start, n in zip(starts, lengths, strict=True)],
+        prompt_lens=prompt_lens,
+        chunk=options.chunk,
+        seed=options.seed,
+        device=options.device,
+    )
+
+
+class Progress:
+    """Says on stderr what is going on; one line that moves if someone watches."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __call__(self, what: str) -> None:
+        start, end = ("\r\x1b[K", "") if sys.stderr.isatty() else ("", "\n")
+        print(f"{start}[{self.seconds:5.1f} s] {what}", end=end, file=sys.stderr, flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+def compute(workload: Workload, progress: Progress) -> Results:
+    teacher = TeacherForced(workload)
+    teacher.run(progress)
+    runs = {}
+    for layout in workload.spec.layouts:
+        progress(f"free-running: {layout}")
+        runs[layout] = run_free(workload, layout)
+
+    # What comes next after each token of each batch, and which tokens were prefilled.
+    following, prefilled = _next_bytes(workload)
+    fitted, decoded = prefilled & (following >= 0), ~prefilled & (following >= 0)
+    exact = torch.cat(teacher.hidden)
+    readout = report.fit_readout(exact[fitted], following[fitted])
+    logits = exact @ readout
+
+    def answer(hidden: Tensor) -> Answer:
+        own = hidden.double() @ readout
+        return Answer(
+            logits_rms=float(((own - logits).square().mean() / logits.square().mean()) ** 0.5),
+            same_byte=float((own.argmax(-1) == logits.argmax(-1)).double().mean()),
+            correct=float((own.argmax(-1) == following)[decoded].double().mean()),
+        )
+
+    answers = {layout: answer(torch.cat(run.hidden)) for layout, run in runs.items()}
+    return Results(workload, teacher.errors, runs, answers, answer(exact))
+
+
+def _next_bytes(workload: Workload) -> tuple[Tensor, Tensor]:
+    """The byte after each token in the order of the batches (-1 after the last), and which were prefilled."""
+    following, prefilled = [], []
+    for phase, batch in workload.batches():
+        for request, pos in zip(batch.request.tolist(), batch.pos.tolist(), strict=True):
+            text = workload.texts[request]
+            following.append(text[pos + 1] if pos + 1 < len(text) else -1)
+            prefilled.append(phase == "prefill")
+    return torch.tensor(following, device=workload.device), torch.tensor(prefilled, device=workload.device)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the tables, writes the chart; the exit status is 1 if a bound was violated."""
+    try:
+        workload = make_workload(options)
+    except (ValueError, OSError) as error:
+        print(f"mla_fp8 demo: {error}", file=sys.stderr)
+        return 2
+    progress = Progress()
+    prompts, steps = workload.prompt_lens, options.decode_steps
+    print(f"{report.where(options.device)}\n")
+    print(
+        f"Model {options.model}: {len(workload.spec.layers)} layers, {options.heads} heads, random weights\n"
+        f"Text: {options.text or 'the essay of this package'}\n"
+        f"Requests of {', '.join(map(str, prompts))} bytes, prefilled in chunks of {options.chunk}; "
+        f"{steps} more bytes decoded\n"
+    )
+    results = compute(workload, progress)
+    progress("done\n")
+    print(report.layer_table(results), report.layout_table(results), sep="\n\n")
+    chart = report.draw(results, options.out)
+    print(f"\nChart: {chart or 'not drawn, matplotlib is not installed (pip install mla-fp8[plot])'}")
+    if results.violations:
+        print("\nBounds violated (1 is the bound):", *results.violations, sep="\n  ")
+        return 1
+    print(
+        f"All bounds hold in {len(workload.spec.layers)} layers x {len(workload.spec.layouts)} layouts"
+        f" ({progress.seconds:.0f} s)."
+    )
+    return 0

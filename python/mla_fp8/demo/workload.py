@@ -1,0 +1,114 @@
+"""What is run, and the run as in serving: every layout drives the whole model by itself."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .cache import LayerCache, Reach
+from .model import CONTEXT, AttentionInputs, Model, Spec
+from .pages import Batch, Pages
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``prompt_lens[r]`` bytes of ``texts[r]`` are prefilled in chunks, the others decoded one by one."""
+
+    spec: Spec
+    texts: list[bytes]
+    prompt_lens: list[int]
+    chunk: int  # query tokens of one request in one prefill batch
+    seed: int
+    device: str
+
+    @property
+    def max_len(self) -> int:
+        return max(map(len, self.texts))
+
+    def batches(self) -> Iterator[tuple[str, Batch]]:
+        """("prefill" or "decode", batch) until all texts are done."""
+        done = [0] * len(self.texts)
+        while done != [len(text) for text in self.texts]:
+            extend = [min(self.chunk, prompt - n) for n, prompt in zip(done, self.prompt_lens, strict=True)]
+            phase = "prefill" if any(n > 0 for n in extend) else "decode"
+            if phase == "decode":
+                extend = [min(1, len(text) - n) for n, text in zip(done, self.texts, strict=True)]
+            yield phase, Batch.of(self.texts, done, extend, CONTEXT, self.device)
+            done = [n + more for n, more in zip(done, extend, strict=True)]
+
+    def pages(self) -> Pages:
+        return Pages(
+            num_requests=len(self.texts),
+            max_len=self.max_len,
+            max_extend=self.chunk,
+            window=max(layer.window for layer in self.spec.layers),
+            page_tokens=self.spec.page_tokens,
+            device=self.device,
+        )
+
+    def model(self, dtype: torch.dtype) -> Model:
+        return Model(self.spec, seed=self.seed, dtype=dtype, device=self.device)
+
+    def caches(self, layout: str, pages: Pages) -> list[LayerCache]:
+        return [LayerCache(layer, layout, self.spec, pages) for layer in self.spec.layers]
+
+
+class Clock:
+    """Seconds and tokens of each phase; waits for the device."""
+
+    def __init__(self, device: str) -> None:
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.num_tokens = {"prefill": 0, "decode": 0}
+        self._cuda = device != "cpu"
+
+    def now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def tokens_per_second(self, phase: str) -> float:
+        return self.num_tokens[phase] / self.seconds[phase] if self.seconds[phase] else 0.0
+
+
+@dataclass
+class FreeRun:
+    """The outcome of one layout."""
+
+    clock: Clock  # cache, index and attention ops of all layers; not the model around them
+    cache_bytes: int
+    hidden: list[Tensor] = field(default_factory=list)  # final hidden state of each batch
+
+
+@torch.inference_mode()
+def run_free(workload: Workload, layout: str) -> FreeRun:
+    model, pages = workload.model(torch.float32), workload.pages()
+    history = model.new_history(len(workload.texts), workload.max_len)
+    caches = workload.caches(layout, pages)
+    clock = Clock(workload.device)
+    result = FreeRun(clock, sum(cache.num_bytes for cache in caches))
+    for phase, batch in workload.batches():
+        pages.advance(batch)
+        begin = clock.now()
+        reach = Reach.of(batch, pages) if phase == "prefill" else None
+        clock.seconds[phase] += clock.now() - begin
+        clock.num_tokens[phase] += len(batch.pos)
+
+        def attend(
+            layer: int,
+            inputs: AttentionInputs,
+            phase: str = phase,
+            batch: Batch = batch,
+            reach: Reach | None = reach,
+        ) -> Tensor:
+            begin = clock.now()
+            caches[layer].append(inputs, batch)
+            out = (
+                caches[layer].prefill(inputs, batch, reach) if reach else caches[layer].decode(inputs, batch)
+            )
+            clock.seconds[phase] += clock.now() - begin
+            return out
+
+        result.hidden.append(model.forward(batch, history, attend))
+    return result

@@ -1,0 +1,90 @@
+"""What of the package works on this machine, and why the rest does not."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import _libraries
+from .arch import arch_of
+from .dispatch import TABLES, Problem
+from .layout import KV_LAYOUTS
+
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
+
+
+def collect() -> dict[str, dict[str, str]]:
+    """The report by section: ``{"libraries": {"libmla_fp8_cpu.so": "loaded", ...}, ...}``."""
+    return {
+        "versions": {
+            "mla_fp8": _package_version(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda of torch": torch.version.cuda or "none",
+            "hip of torch": torch.version.hip or "none",
+        },
+        "libraries": dict(_libraries.status),
+        "devices": _devices(),
+        "kernels": _kernels(),
+        "backends": _backends(),
+        "layouts": {
+            name: f"{layout.bytes_per_token} bytes per token, head_dim_qk {layout.head_dim_qk}"
+            for name, layout in KV_LAYOUTS.items()
+        },
+    }
+
+
+def doctor() -> str:
+    """A plain-text report: libraries, devices, which ops have kernels where, which backends can run."""
+    return "\n\n".join(
+        "\n".join([section, *(f"  {name:<34}{what}" for name, what in rows.items())])
+        for section, rows in collect().items()
+    )
+
+
+def _package_version() -> str:
+    try:
+        return version("mla-fp8")
+    except PackageNotFoundError:
+        return "not installed as a package (running from a source tree)"
+
+
+def _devices() -> dict[str, str]:
+    isa = torch.ops.mla_fp8.cpu_isa()
+    devices = {"cpu": f"{platform.machine()}, {isa} kernels, {torch.get_num_threads()} threads"}
+    for i in range(torch.cuda.device_count()):
+        devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, {arch_of('cuda', i)}"
+    if len(devices) == 1:
+        built = torch.version.cuda or torch.version.hip
+        devices["cuda"] = "no GPU is visible" if built else "this torch was built for the CPU alone"
+    return devices
+
+
+def _kernels() -> dict[str, str]:
+    """For each op that computes something: the devices that a loaded library has a kernel for."""
+    ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_fp8::"))
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    loaded = {
+        op.removeprefix("mla_fp8::"): [device for device, key in _DISPATCH_KEYS.items() if has(op, key)]
+        for op in ops
+        if not has(op, "CompositeExplicitAutograd")
+    }
+    return {op: ", ".join(devices) or "no kernel is loaded" for op, devices in loaded.items()}
+
+
+def _backends() -> dict[str, str]:
+    """Each row of the dispatch tables, for the device at hand and the layouts in common use."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arch = arch_of(device, None)
+    rows = {}
+    for op, backends in TABLES.items():
+        for backend in backends:
+            reasons = {
+                layout: backend.why_not(Problem(op, arch, layout, num_q_heads=64))
+                for layout in ("dsv32", "dsv4", "bf16")
+            }
+            able = [layout for layout, reason in reasons.items() if reason is None]
+            why = "; ".join(dict.fromkeys(reason for reason in reasons.values() if reason))
+            says = f"{arch}: {', '.join(able)}" if able else f"{arch}: no"
+            rows[f"{op}: {backend.name}"] = f"{says} ({why})" if why else says
+    return rows

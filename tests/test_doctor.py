@@ -1,0 +1,42 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mla_fp8
+from mla_fp8 import _libraries
+from mla_fp8.__main__ import main
+from mla_fp8.dispatch import TABLES
+
+doctor = sys.modules["mla_fp8.doctor"]  # the attribute of that name is the function
+
+
+def test_report_says_what_the_dispatcher_says() -> None:
+    kernels = doctor.collect()["kernels"]
+    assert {"quantize_kv", "sparse_decode", "sparse_decode_out"} <= set(kernels)
+    for op, devices in kernels.items():
+        for device, key in (("cpu", "CPU"), ("cuda", "CUDA")):
+            has = torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{op}", key)
+            assert (device in devices.split(", ")) == has
+
+
+def test_library_that_did_not_load_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_libraries.status, "libmla_fp8_cuda.so", "failed to load: no such symbol")
+    assert "no such symbol" in mla_fp8.doctor()
+
+
+def test_every_backend_of_every_table_has_a_row() -> None:
+    rows = doctor.collect()["backends"]
+    assert list(rows) == [f"{op}: {b.name}" for op, table in TABLES.items() for b in table]
+
+
+def test_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == mla_fp8.doctor() + "\n"
+
+
+def test_unknown_command_is_an_error() -> None:
+    command = [sys.executable, "-m", "mla_fp8", "dance"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "dance" in result.stderr
