@@ -4,11 +4,12 @@
 set -eu
 venv=$1
 tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich numpy"
+site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
+
 if "$PYTHON" -c "import torch" 2>/dev/null; then
   "$PYTHON" -m venv --system-site-packages "$venv"
   # A venv made from a venv does not see the outer one's packages: name them.
-  "$PYTHON" -c "import site, sysconfig; print(sysconfig.get_paths()['purelib'])" \
-    > "$("$venv/bin/python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/outer.pth"
+  site_packages "$PYTHON" > "$(site_packages "$venv/bin/python")/outer.pth"
   missing=""
   for tool in $tools; do
     "$venv/bin/python" -c "import importlib.metadata as m; m.version('$tool')" 2>/dev/null || missing="$missing $tool"
@@ -18,3 +19,5 @@ else
   "$PYTHON" -m venv "$venv"
   "$venv/bin/pip" install -q -c ci/constraints.txt torch $tools
 fi
+# The package runs from the tree, where `make build` puts its libraries.
+echo "$PWD/python" > "$(site_packages "$venv/bin/python")/mla_fp8.pth"
