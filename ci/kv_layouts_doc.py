@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Writes docs/kv_layouts.md, the byte maps of all cache layouts, from the table in the library.
+
+``--check`` writes nothing and fails if the file is not up to date.
+"""
+
+import sys
+from pathlib import Path
+
+from mla_fp8 import KV_LAYOUTS, KVLayout
+
+TARGET = Path(__file__).resolve().parents[1] / "docs/kv_layouts.md"
+INTRODUCTION = """\
+<!-- written by ci/kv_layouts_doc.py from csrc/common/kv_layout.h -->
+# KV cache layouts
+
+A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `page_bytes`. Slot
+`page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
+A value is its stored number times the scale of its tile (or of its layer).
+
+| layout | head_dim_qk | bytes per token | scales | page of 1 / 2 / 64 / 256 tokens |
+|---|---|---|---|---|
+"""
+SCALES = {
+    "none": "none",
+    "per_layer": "one float32 per layer, outside the cache",
+    "f32": "float32 per {0} values, a power of two",
+    "ue8m0": "ue8m0 (an exponent) per {0} values",
+}
+
+
+def summary(layout: KVLayout) -> str:
+    pages = " / ".join(str(layout.page_bytes(page_size)) for page_size in (1, 2, 64, 256))
+    scales = SCALES[layout.scale_format].format(layout.tile_dim)
+    return f"| `{layout.name}` | {layout.head_dim_qk} | {layout.bytes_per_token} | {scales} | {pages} |"
+
+
+def fields(layout: KVLayout) -> list[tuple[str, int, str]]:
+    """(offset, length, content) of each part of a token, in the order of the bytes."""
+    nope_bytes = layout.nope_dim * (2 if layout.nope_format == "bf16" else 1)
+    rope_bytes = layout.token_stride - layout.rope_offset
+    token = f"{layout.token_stride} r"
+    parts = [
+        (token, nope_bytes, f"nope, {layout.nope_dim} x {layout.nope_format}"),
+        (f"{token} + {layout.rope_offset}", rope_bytes, f"rope, {layout.rope_dim} x {layout.rope_format}"),
+    ]
+    if layout.num_tiles:
+        pad = layout.scale_bytes - layout.num_tiles * (4 if layout.scale_format == "f32" else 1)
+        content = f"scales, {layout.num_tiles} x {layout.scale_format}" + (
+            f", {pad} byte of 0" if pad else ""
+        )
+        if layout.scale_inline:
+            parts.insert(1, (f"{token} + {nope_bytes}", layout.scale_bytes, content))
+        else:
+            parts.append((f"{layout.token_stride} P + {layout.scale_bytes} r", layout.scale_bytes, content))
+    return parts
+
+
+def byte_map(layout: KVLayout) -> str:
+    rows = [f"| {offset} | {length} | {content} |" for offset, length, content in fields(layout)]
+    notes = []
+    if layout.page_align > 1:
+        notes.append(f"A page is padded to a multiple of {layout.page_align} bytes.")
+    if layout.num_tiles:
+        notes.append(
+            "Writers take the smallest power of two that is at least amax / (largest value), "
+            + (f"amax at least {layout.amax_floor:g}." if layout.amax_floor else "")
+            + (
+                f"the scale at least {layout.scale_floor:g} before it is rounded up."
+                if layout.scale_floor
+                else ""
+            )
+        )
+    table = ["| offset in page | bytes | content |", "|---|---|---|", *rows]
+    return "\n".join([f"## {layout.name}", "", *table, *([""] if notes else []), *notes])
+
+
+def document() -> str:
+    layouts = list(KV_LAYOUTS.values())
+    maps = "\n\n".join(byte_map(layout) for layout in layouts)
+    return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n"
+
+
+def main() -> int:
+    if "--check" not in sys.argv:
+        TARGET.write_text(document())
+    elif TARGET.read_text() != document():
+        print(f"{TARGET.name} is not up to date: run ci/kv_layouts_doc.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Writes the op table of README.md: what each op does (its wrapper's docstring) and which libraries have it.
+
+The source is csrc/registration.h, so nothing needs to be built. ``--check`` writes nothing and fails if the
+table is not up to date.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- ops: written by ci/support_matrix.py -->\n", "<!-- end of ops -->"
+
+
+def registered(macro: str) -> set[str]:
+    source = (ROOT / "csrc/registration.h").read_text()
+    body = re.search(rf"#define {macro}\(X\)((?:.*\\\n)*.*)", source)
+    if body is None:
+        raise SystemExit(f"csrc/registration.h has no {macro}")
+    return set(re.findall(r"X\((\w+)\)", body[1]))
+
+
+def summaries() -> dict[str, str]:
+    """The first paragraph of each public wrapper, by op."""
+    found = {}
+    for path in sorted((ROOT / "python/mla_fp8/ops").glob("[a-z]*.py")):
+        for node in ast.parse(path.read_text()).body:
+            docstring = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            if isinstance(node, ast.FunctionDef) and docstring:
+                paragraph = " ".join(docstring.split("\n\n")[0].split())
+                text = re.sub(r":func:`(?:mla_fp8\.)?(\w+)`", r"`\1`", paragraph).replace("``", "`")
+                found[node.name] = re.split(r"(?<=\.) ", text)[0]
+    return found
+
+
+def table() -> str:
+    cpu, gpu, text = registered("MLA_FP8_CPU_OPS"), registered("MLA_FP8_GPU_OPS"), summaries()
+    rows = [
+        f"| `{op}` | {text[op]} | {'yes' if op in cpu else ''} | {'yes' if op in gpu else ''} | |"
+        for op in sorted(op for op in cpu | gpu if not op.endswith("_out"))
+    ]
+    return "\n".join(["| op | what | CPU | CUDA | ROCm |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    before, rest = path.read_text().split(BEGIN)
+    old, after = rest.split(END)
+    if "--check" not in sys.argv:
+        path.write_text(before + BEGIN + table() + END + after)
+    elif old != table():
+        print("the op table of README.md is not up to date: run ci/support_matrix.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

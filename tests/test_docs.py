@@ -1,0 +1,44 @@
+"""What the documents say is what the code does."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mla_fp8
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(examples) == 1
+    namespace: dict[str, object] = {}
+    exec(compile(examples[0], "README.md", "exec"), namespace)
+    out, lse = namespace["out"], namespace["lse"]
+    assert out.isfinite().all() and lse.isfinite().all()
+    assert capsys.readouterr().out == "torch.Size([2, 16, 512]) torch.Size([2, 16])\n"
+
+
+@pytest.mark.parametrize("script", ["kv_layouts_doc.py", "support_matrix.py"])
+def test_generated_document_is_up_to_date(script: str) -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "ci" / script, "--check"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readme_lists_every_public_op() -> None:
+    not_ops = {"KV_LAYOUTS", "KVLayout", "doctor"}
+    public = {name for name in mla_fp8.__all__ if callable(getattr(mla_fp8, name))} - not_ops
+    assert public <= set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+
+
+def test_pins_of_third_party_are_those_that_are_installed() -> None:
+    pins = (ROOT / "ci/constraints.txt").read_text().split()
+    text = (ROOT / "third_party/README.md").read_text()
+    named = set(re.findall(r"[\w-]+==[\w.]+", text))
+    assert named <= set(pins)
