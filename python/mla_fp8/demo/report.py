@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..layout import KV_LAYOUTS
-from .teacher import LayerError
+from .teacher import CHECKED_PER_BATCH, LayerError
 from .workload import FreeRun, Workload
 
 
@@ -58,7 +58,8 @@ def layer_table(results: Results) -> str:
     lines = [
         "Same inputs to every layout in every layer. Errors against float64 over the unquantised latents,",
         "relative to the rms of the layer's output. Bounds: 1 is all that rounding may do, in the cache (the",
-        "step of the format) and in attention over what the cache holds (bf16 products, float32 sums).",
+        "step of the format) and in attention over what the cache holds (bf16 products, float32 sums; for",
+        f"{CHECKED_PER_BATCH} query tokens of each batch).",
         "",
         f"{'layer':<6}{'layout':<19}{'rms error':>10}{'max error':>10}{'of bound: stored':>18}"
         f"{'attention':>11}{'paths differ':>14}",

@@ -13,7 +13,7 @@ from .model import AttentionInputs
 from .pages import Batch
 from .workload import Workload
 
-_CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound is computed
+CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound is computed
 
 
 @dataclass
@@ -109,7 +109,7 @@ class TeacherForced:
     def _attend(self, i: int, inputs: AttentionInputs, batch: Batch, reach: Reach | None) -> Tensor:
         rows, spec = self._rows[i], self.workload.spec
         new_rows, attended = rows.new(inputs, batch), rows.attended(inputs, batch)
-        some = slice(None, None, -(-len(inputs.q) // _CHECKED_PER_BATCH))
+        some = slice(None, None, -(-len(inputs.q) // CHECKED_PER_BATCH))
         truth: Tensor | None = None
         for layout, caches in self._caches.items():
             cache, error = caches[i], self.errors[i, layout]
