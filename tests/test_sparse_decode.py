@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -112,6 +114,27 @@ def test_results_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(threads)
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+MEMORY_PROBE = """
+import resource, torch, mla_fp8
+layout = mla_fp8.KV_LAYOUTS["dsv4"]
+kv_cache = layout.empty(64, 64, "cpu").zero_()
+q = torch.randn(1, 128, layout.head_dim_qk).bfloat16()
+indices = torch.randint(4096, (1, 1 << 18), dtype=torch.int32)
+def attend(topk):
+    mla_fp8.sparse_decode(q, kv_cache, indices[:, :topk], layout=layout, page_size=64, sm_scale=0.1)
+attend(256)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+attend(1 << 18)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_extra_memory_does_not_grow_with_topk():
+    """One float per head and key would be 128 MiB here."""
+    result = subprocess.run([sys.executable, "-c", MEMORY_PROBE], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 16 << 10  # KiB
 
 
 @packed_layouts
