@@ -1,5 +1,7 @@
 """The built libraries load into any Python and any supported torch, on any CPU (ci/check_symbols.py)."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "ci"))
 import check_symbols
 
+PACKAGES = _libraries.LIB_DIR.parents[1]
 LIBRARIES = sorted(_libraries.LIB_DIR.glob("*.so"))
 
 
@@ -29,3 +32,11 @@ def test_kernels_of_an_instruction_set_define_no_weak_symbols():
     if not objects:
         pytest.skip("an installed package: no object files")
     assert [line for path in objects for line in check_symbols.check_object(path)] == []
+
+
+def test_the_import_does_not_load_the_compiler():
+    """It takes ten times as long as everything else in the import."""
+    command = "import sys, mla_fp8; sys.exit('torch._dynamo' in sys.modules)"
+    assert (
+        subprocess.call([sys.executable, "-c", command], env=os.environ | {"PYTHONPATH": str(PACKAGES)}) == 0
+    )

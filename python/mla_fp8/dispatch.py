@@ -86,12 +86,15 @@ def select(p: Problem, backend: str = "auto") -> Backend:
     raise ValueError(f"mla_fp8.{p.op}: backend={backend!r} cannot run {p}:\n{explain(p)}")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def select_name(
     op: str, device_type: str, device_index: int | None, layout: str, num_q_heads: int, backend: str
 ) -> str:
     """The name of the backend that serves a call with these properties; a constant to the compiler."""
     return _select_name(op, device_type, device_index, layout, num_q_heads, backend)
+
+
+# All that torch.compiler.assume_constant_result does, which would import the compiler (a second) with us.
+select_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
