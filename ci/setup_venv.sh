@@ -8,6 +8,7 @@ site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['pureli
 
 if "$PYTHON" -c "import torch" 2>/dev/null; then
   "$PYTHON" -m venv --system-site-packages "$venv"
+  "$venv/bin/pip" uninstall -q -y setuptools  # Python 3.11 and older put an old one there, which hides a newer
   # A venv made from a venv does not see the outer one's packages: name them.
   site_packages "$PYTHON" > "$(site_packages "$venv/bin/python")/outer.pth"
   missing=""
