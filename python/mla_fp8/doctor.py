@@ -37,7 +37,7 @@ def collect() -> dict[str, dict[str, str]]:
 def doctor() -> str:
     """A plain-text report: libraries, devices, which ops have kernels where, which backends can run."""
     return "\n\n".join(
-        "\n".join([section, *(f"  {name:<34}{what}" for name, what in rows.items())])
+        "\n".join([section, *(f"  {name:<36}{what}" for name, what in rows.items())])
         for section, rows in collect().items()
     )
 
@@ -61,13 +61,13 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    """For each op that computes something: the devices that a loaded library has a kernel for."""
+    """For each op (its ``_out`` twin goes with it): the devices that a loaded library has a kernel for."""
     ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_fp8::"))
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     loaded = {
         op.removeprefix("mla_fp8::"): [device for device, key in _DISPATCH_KEYS.items() if has(op, key)]
         for op in ops
-        if not has(op, "CompositeExplicitAutograd")
+        if not has(op, "CompositeExplicitAutograd") and not op.endswith("_out")
     }
     return {op: ", ".join(devices) or "no kernel is loaded" for op, devices in loaded.items()}
 
