@@ -24,7 +24,10 @@
   X(paged_attention_ragged) X(paged_attention_ragged_out)   \
   X(merge_attention_states) X(merge_attention_states_out)
 
-#define MLA_FP8_GPU_OPS(X)
+#define MLA_FP8_GPU_OPS(X)                                  \
+  X(quantize_kv)                                            \
+  X(dequantize_kv) X(dequantize_kv_out)                     \
+  X(dequantize_kv_paged) X(dequantize_kv_paged_out)
 // clang-format on
 
 namespace mla_fp8 {

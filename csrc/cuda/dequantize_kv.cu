@@ -1,0 +1,158 @@
+// dequantize_kv on CUDA: one warp per row gathers one token of the cache and writes it as bf16.
+// Traffic per token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound; docs/cache_ops.md has the
+// measurements behind the shape.
+
+#include "ops/dequantize_kv.h"
+
+#include "common/fp8.h"
+#include "cuda/fp8.cuh"
+#include "cuda/latent.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/vec.cuh"
+#include "cuda/warp.cuh"
+
+namespace mla_fp8::gpu {
+namespace {
+
+// From here on the rows do not stay in L2 until the next kernel reads them.
+constexpr int64_t kStreamingBytes = int64_t{64} << 20;
+constexpr int64_t kSlotsAhead = 16384;  // a later block then finds its slots in L2
+
+template <class Params>
+struct Args {
+  Params p;
+  Divider page_size;
+  bool streaming;
+
+  explicit Args(const Params& params)
+      : p(params),
+        page_size(params.page_size),
+        streaming(params.num_rows * kv_layout(params.layout).head_dim_qk() * 2 >= kStreamingBytes) {}
+};
+
+// The scale of this lane's tile in `pass`, from the token's scale record.
+template <KvLayoutId kId>
+__device__ __forceinline__ float tile_scale(const Words<LatentChunks<kId>::kScaleWords>& record, int pass,
+                                            int lane) {
+  using C = LatentChunks<kId>;
+  const int first = pass * C::kPassTiles, tile = lane / C::kTileLanes;
+  if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0) {
+    static_assert(C::kPassTiles == 4);  // the tiles of a pass are the bytes of one word
+    return ue8m0_to_float(static_cast<uint8_t>(record[first / 4] >> (8 * tile)));
+  } else {
+    static_assert(C::kPassTiles == 2);
+    return bits_float(tile == 0 ? record[first] : record[first + 1]);
+  }
+}
+
+template <KvLayoutId kId>
+__device__ __forceinline__ void dequantize_row(const CacheRow& from, int64_t page_size, const float* scale,
+                                               uint16_t* dst, bool streaming) {
+  using C = LatentChunks<kId>;
+  constexpr KvLayout kL = C::kL;
+  const int lane = threadIdx.x % kWarpSize;
+  const uint8_t* src = from.page + kL.token_offset(from.row);
+
+  Words<C::kLeadWords> lead[C::kPasses];
+  Words<4> rope[C::kPasses];
+#pragma unroll
+  for (int pass = 0; pass < C::kPasses; ++pass) {
+    const int element = C::element(pass, lane);
+    if (C::element(pass, 0) < C::kLeadDim)
+      lead[pass] = load_if<C::kLeadWords>(src + C::lead_offset(element), from.valid && element < C::kLeadDim);
+    if (C::element(pass + 1, 0) > C::kLeadDim && !C::kUniform)
+      rope[pass] = load_if<4>(src + C::rope_offset(element),
+                              from.valid && element >= C::kLeadDim && element < C::kDim);
+  }
+  Words<C::kScaleWords> record;
+  float layer_scale = 0.0f;
+  if constexpr (C::kHasTiles) {
+    record = load_if<C::kScaleWords>(from.page + kL.scale_offset(from.row, page_size), from.valid);
+  } else if constexpr (kL.scale_format == ScaleFormat::kPerLayer) {
+    if (from.valid) layer_scale = *scale;
+  }
+
+#pragma unroll
+  for (int pass = 0; pass < C::kPasses; ++pass) {
+    const int element = C::element(pass, lane);
+    Words<4> out = rope[pass];
+    if (C::element(pass, 0) < C::kLeadDim && element < C::kLeadDim) {
+      float s = layer_scale;
+      if constexpr (C::kHasTiles) s = tile_scale<kId>(record, pass, lane);
+      out = decode8<kL.nope_format>(lead[pass], s);
+    }
+    if (element < C::kDim) store(dst + element, out, streaming);
+  }
+}
+
+template <KvLayoutId kId>
+__global__ void __launch_bounds__(kLatentBlock)
+    dequantize_kv_kernel(const __grid_constant__ Args<DequantizeKvParams> args) {
+  const DequantizeKvParams& p = args.p;
+  const int64_t i = int64_t{blockIdx.x} * kLatentsPerBlock + threadIdx.x / kWarpSize;
+  if (i >= p.num_rows) return;
+  wait_for_previous_grid();
+  const int64_t slot = load_index(p.slots, p.slots_are_int64, i);
+  if (threadIdx.x == 0 && i + kSlotsAhead < p.num_rows)
+    prefetch_l2(static_cast<const uint8_t*>(p.slots) + (i + kSlotsAhead) * (p.slots_are_int64 ? 8 : 4));
+  dequantize_row<kId>(find_row(p, args.page_size, slot), p.page_size, p.scale, p.out + i * p.out_stride_row,
+                      args.streaming);
+}
+
+// The request that an output row belongs to, the last one if several claim it; -1 if none does. The offsets are in
+// any order, so all requests are looked at, 32 at a time.
+__device__ __forceinline__ int64_t find_request(const DequantizeKvPagedParams& p, int64_t row) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int64_t first = (p.num_requests - 1) / kWarpSize * kWarpSize; first >= 0; first -= kWarpSize) {
+    const int64_t r = first + lane;
+    bool owns = false;
+    if (r < p.num_requests) {
+      const int64_t j = row - p.row_offsets[r];
+      owns = j >= 0 && j < p.gather_lens[r];
+    }
+    const uint32_t owners = __ballot_sync(kFullWarp, owns);
+    if (owners) return first + (kWarpSize - 1 - __clz(owners));
+  }
+  return -1;
+}
+
+template <KvLayoutId kId>
+__global__ void __launch_bounds__(kLatentBlock)
+    dequantize_kv_paged_kernel(const __grid_constant__ Args<DequantizeKvPagedParams> args) {
+  const DequantizeKvPagedParams& p = args.p;
+  const int64_t i = int64_t{blockIdx.x} * kLatentsPerBlock + threadIdx.x / kWarpSize;
+  if (i >= p.num_rows) return;
+  wait_for_previous_grid();
+  const int64_t r = find_request(p, i);
+  if (r < 0) return;
+
+  const int64_t pos = int64_t{p.seq_lens[r]} - p.gather_lens[r] + (i - p.row_offsets[r]);
+  const int64_t page_index = args.page_size(pos >= 0 ? pos : 0);
+  int64_t slot = -1;
+  if (pos >= 0 && page_index < p.max_pages) {
+    const int64_t page = p.page_table[r * p.page_table_stride_request + page_index];
+    if (page >= 0) slot = page * p.page_size + (pos - page_index * p.page_size);
+  }
+  dequantize_row<kId>(find_row(p, args.page_size, slot), p.page_size, p.scale, p.out + i * p.out_stride_row,
+                      args.streaming);
+}
+
+int64_t num_blocks(int64_t num_rows) { return ceil_div<int64_t>(num_rows, kLatentsPerBlock); }
+
+}  // namespace
+
+void dequantize_kv(const DequantizeKvParams& p, gpuStream_t stream) {
+  with_kv_layout(p.layout, [&](auto id) {
+    launch(dequantize_kv_kernel<id>,
+           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, Args(p));
+  });
+}
+
+void dequantize_kv_paged(const DequantizeKvPagedParams& p, gpuStream_t stream) {
+  with_kv_layout(p.layout, [&](auto id) {
+    launch(dequantize_kv_paged_kernel<id>,
+           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, Args(p));
+  });
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,58 @@
+#pragma once
+// Global memory in pieces of 4, 8 and 16 bytes per lane.
+#include <cstdint>
+
+#include "common/fp8.h"
+
+namespace mla_fp8::gpu {
+
+template <int kWords>
+struct alignas(4 * kWords) Words {
+  uint32_t data[kWords];
+  __device__ uint32_t& operator[](int i) { return data[i]; }
+  __device__ const uint32_t& operator[](int i) const { return data[i]; }
+};
+
+// The words at p, or zeros without an access. No branch, so that all loads of a row are in flight before the first
+// use. Bytes that are read once have no business in L1.
+template <int kWords>
+__device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
+  static_assert(kWords == 2 || kWords == 4);
+  Words<kWords> w;
+  if constexpr (kWords == 2) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
+        "@p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+        : "=&r"(w[0]), "=&r"(w[1])
+        : "l"(p), "r"(static_cast<uint32_t>(wanted)));
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 "
+        "%3, 0;\n"
+        "@p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(w[0]), "=&r"(w[1]), "=&r"(w[2]), "=&r"(w[3])
+        : "l"(p), "r"(static_cast<uint32_t>(wanted)));
+  }
+  return w;
+}
+
+// Streaming stores leave L2 first: for bytes that no kernel reads soon.
+__device__ __forceinline__ void store(void* p, const Words<2>& w, bool streaming = false) {
+  const uint2 v{w[0], w[1]};
+  streaming ? __stcs(static_cast<uint2*>(p), v) : void(*static_cast<uint2*>(p) = v);
+}
+__device__ __forceinline__ void store(void* p, const Words<4>& w, bool streaming = false) {
+  const uint4 v{w[0], w[1], w[2], w[3]};
+  streaming ? __stcs(static_cast<uint4*>(p), v) : void(*static_cast<uint4*>(p) = v);
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+// Element i of an index tensor of either width.
+__device__ __forceinline__ int64_t load_index(const void* indices, bool is_int64, int64_t i) {
+  return is_int64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
+}
+
+}  // namespace mla_fp8::gpu
