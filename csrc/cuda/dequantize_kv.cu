@@ -5,7 +5,7 @@
 #include "ops/dequantize_kv.h"
 
 #include "common/fp8.h"
-#include "cuda/fp8.cuh"
+#include "cuda/convert.cuh"
 #include "cuda/latent.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"

@@ -5,7 +5,7 @@
 #include "ops/quantize_kv.h"
 
 #include "common/fp8.h"
-#include "cuda/fp8.cuh"
+#include "cuda/convert.cuh"
 #include "cuda/latent.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
@@ -90,26 +90,19 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   uint8_t* page = const_cast<uint8_t*>(to.page);
   uint8_t* dst = page + kL.token_offset(to.row);
 
-  const auto encode = [&](const Words<4>& bf16, const auto& map) {
-    if constexpr (C::kL.nope_format == Format::kBf16) {
-      return bf16;
-    } else {
-      return encode8<C::kL.nope_format>(bf16, p.fp8_max, map);
-    }
-  };
   Words<C::kLeadWords> codes[C::kPasses];
   uint8_t exponents[C::kPasses];
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     if (C::element(pass, 0) >= C::kLeadDim) continue;
     if constexpr (C::kHasTiles) {
-      const float amax = low_bf16(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
+      const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
       exponents[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, p.fp8_max);
       const float inverse = ue8m0_reciprocal(exponents[pass]);
-      codes[pass] = encode(x[pass], [&](float value) { return value * inverse; });
+      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, [&](float value) { return value * inverse; });
     } else {
       const float scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
-      codes[pass] = encode(x[pass], [&](float value) { return value / scale; });
+      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, [&](float value) { return value / scale; });
     }
   }
 

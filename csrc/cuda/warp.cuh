@@ -1,5 +1,5 @@
 #pragma once
-// Reductions over groups of kLanes neighbouring lanes; every lane of the group gets the result.
+// What the lanes of a warp compute together.
 #include <cstdint>
 
 #include "cuda/launch.cuh"
@@ -8,11 +8,41 @@ namespace mla_fp8::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
+// Over each group of kLanes neighbouring lanes; all of them get the result.
 template <int kLanes = kWarpSize>
 __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
   return x;
+}
+
+// The sum of the lanes up to and including this one.
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T x) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const T below = __shfl_up_sync(kFullWarp, x, offset);
+    if (lane >= offset) x += below;
+  }
+  return x;
+}
+
+// The same over a block of kWarps warps, all of whose threads call it.
+template <int kWarps, class T>
+__device__ __forceinline__ T block_inclusive_sum(T x) {
+  static_assert(kWarps <= kWarpSize);
+  __shared__ T warp_sums[kWarpSize];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  x = warp_inclusive_sum(x);
+  __syncthreads();  // the last call's sums have been read
+  if (lane == kWarpSize - 1) warp_sums[warp] = x;
+  __syncthreads();
+  T before = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps - 1; ++w)
+    if (w < warp) before += warp_sums[w];
+  return x + before;
 }
 
 }  // namespace mla_fp8::gpu

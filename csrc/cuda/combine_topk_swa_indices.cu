@@ -1,0 +1,183 @@
+// combine_topk_swa_indices on CUDA: one warp per row, every output word written once.
+// Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way before the row's
+// request is known; entries that turn out not to count are read in vain.
+// The ragged form counts the kept entries of each row, sums the counts, then writes the rows: three launches.
+
+#include "ops/combine_topk_swa_indices.h"
+
+#include <cstdint>
+
+#include "cuda/launch.cuh"
+#include "cuda/vec.cuh"
+#include "cuda/warp.cuh"
+
+namespace mla_fp8::gpu {
+namespace {
+
+constexpr int kRowsPerBlock = 8;
+constexpr int kBlock = kRowsPerBlock * kWarpSize;
+constexpr int kPiece = 4;  // columns of one lane in one load
+constexpr int kPassColumns = kPiece * kWarpSize;
+
+// kVector: rows in and out are 16-byte aligned.
+template <bool kVector>
+__device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t column, uint32_t end) {
+  const bool whole = kVector && column + kPiece <= end;
+  Words<4> w = load_if<4>(entries + column, whole);
+  if (!whole && column < end) {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i)
+      if (column + i < end) w[i] = static_cast<uint32_t>(entries[column + i]);
+  }
+  return w;
+}
+
+// kPasses passes over the columns are in flight at once.
+template <int kPasses, bool kVector>
+__global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock / 2)
+    combine_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
+  if (token >= p.num_tokens) return;
+  wait_for_previous_grid();
+  const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
+  int32_t* out = p.out_indices + token * p.out_indices_stride_token;
+
+  Words<4> pieces[kPasses];
+  const auto load_round = [&](uint32_t first, uint32_t end) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      pieces[pass] = load_piece<kVector>(entries, first + pass * kPassColumns + lane * kPiece, end);
+  };
+  load_round(0, static_cast<uint32_t>(p.topk));
+  const TopkSwaRow row = topk_swa_row(p, token);
+
+  // The columns fit int32, one round past them fits uint32.
+  const uint32_t width = static_cast<uint32_t>(p.width);
+  for (uint32_t first = 0; first < width; first += kPasses * kPassColumns) {
+    if (first > 0) load_round(first, row.num_topk);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (first + pass * kPassColumns >= width) break;
+      const int32_t column = static_cast<int32_t>(first + pass * kPassColumns) + lane * kPiece;
+      Words<4> w;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const int32_t c = column + i;
+        const int32_t window = c >= row.window_begin && c < row.window_end ? row.window(c) : -1;
+        w[i] = c < row.num_topk ? row.rebased(static_cast<int32_t>(pieces[pass][i])) : window;
+      }
+      if constexpr (kVector) {
+        store(out + column, w, true);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) out[column + i] = static_cast<int32_t>(w[i]);
+      }
+    }
+  }
+  if (lane == 0) p.out_lens[token] = row.length;
+}
+
+// ---- ragged -------------------------------------------------------------------------------------------------------
+
+using RaggedParams = CombineTopkSwaIndicesRaggedParams;
+
+__global__ void __launch_bounds__(kBlock) count_kernel(const __grid_constant__ RaggedParams params) {
+  const CombineTopkSwaIndicesParams& p = params.rows;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
+  if (token >= p.num_tokens) return;
+  wait_for_previous_grid();
+  const TopkSwaRow row = topk_swa_row(p, token);
+  const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
+  int32_t kept = 0;
+  for (int32_t c = lane; c < row.num_topk; c += kWarpSize) kept += row.keeps(entries[c]);
+  kept = __reduce_add_sync(kFullWarp, kept);
+  if (lane == 0) params.out_indptr[token + 1] = kept + row.window_end - row.window_begin;
+}
+
+constexpr int kScanWarps = 32;
+constexpr int kScanBlock = kScanWarps * kWarpSize;
+constexpr int kScanItems = 8;  // neighbouring counts of one thread
+
+// Counts to offsets, in place, by one block.
+__global__ void __launch_bounds__(kScanBlock) sum_kernel(const __grid_constant__ RaggedParams params) {
+  wait_for_previous_grid();
+  int32_t* counts = params.out_indptr + 1;
+  const int64_t num_tokens = params.rows.num_tokens;
+  __shared__ int32_t tile_sum;
+  int32_t base = 0;
+  for (int64_t first = 0; first < num_tokens; first += kScanBlock * kScanItems) {
+    const int64_t mine = first + threadIdx.x * kScanItems;
+    int32_t sums[kScanItems], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kScanItems; ++i) sums[i] = sum += mine + i < num_tokens ? counts[mine + i] : 0;
+    const int32_t inclusive = block_inclusive_sum<kScanWarps>(sum);
+    if (threadIdx.x == kScanBlock - 1) tile_sum = inclusive;
+#pragma unroll
+    for (int i = 0; i < kScanItems; ++i)
+      if (mine + i < num_tokens) counts[mine + i] = base + inclusive - sum + sums[i];
+    __syncthreads();
+    base += tile_sum;  // the next write of tile_sum is behind the barriers of the next sum
+  }
+  if (threadIdx.x == 0) params.out_indptr[0] = 0;
+}
+
+__global__ void __launch_bounds__(kBlock) write_kernel(const __grid_constant__ RaggedParams params) {
+  const CombineTopkSwaIndicesParams& p = params.rows;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
+  if (token >= p.num_tokens) return;
+  wait_for_previous_grid();
+  const TopkSwaRow row = topk_swa_row(p, token);
+  const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
+  int32_t* out = p.out_indices + params.out_indptr[token];
+  for (int32_t first = 0; first < row.num_topk; first += kWarpSize) {
+    const int32_t c = first + lane;
+    const int32_t entry = c < row.num_topk ? entries[c] : -1;
+    const bool keep = c < row.num_topk && row.keeps(entry);
+    const uint32_t kept = __ballot_sync(kFullWarp, keep);
+    if (keep) out[__popc(kept & ((1u << lane) - 1))] = row.rebased(entry);
+    out += __popc(kept);
+  }
+  for (int32_t c = row.window_begin + lane; c < row.window_end; c += kWarpSize)
+    out[c - row.window_begin] = row.window(c);
+
+  // The rows' shares of the capacity tile it: each fills what the end of the indices left of its share.
+  const int64_t share = p.topk + p.window_size, total = params.out_indptr[p.num_tokens];
+  for (int64_t i = max(token * share, total) + lane; i < (token + 1) * share; i += kWarpSize)
+    p.out_indices[i] = -1;
+}
+
+bool is_aligned(const int32_t* p, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % kPiece == 0;
+}
+
+}  // namespace
+
+void combine_topk_swa_indices(const CombineTopkSwaIndicesParams& p, gpuStream_t stream) {
+  const LaunchConfig config{
+      .grid = ceil_div<int64_t>(p.num_tokens, kRowsPerBlock), .block = kBlock, .stream = stream};
+  // A whole row in flight pays while the rows are too few to fill the machine.
+  constexpr int kFewPasses = 5, kManyPasses = 9;
+  constexpr int64_t kFewRows = 8192;
+  const bool vector = is_aligned(p.topk_indices, p.topk_indices_stride_token) &&
+                      is_aligned(p.out_indices, p.out_indices_stride_token);
+  if (!vector) {
+    launch(combine_kernel<kFewPasses, false>, config, p);
+  } else if (p.width > kFewPasses * kPassColumns && p.num_tokens <= kFewRows) {
+    launch(combine_kernel<kManyPasses, true>, config, p);
+  } else {
+    launch(combine_kernel<kFewPasses, true>, config, p);
+  }
+}
+
+void combine_topk_swa_indices_ragged(const CombineTopkSwaIndicesRaggedParams& p, gpuStream_t stream) {
+  const int64_t num_blocks = ceil_div<int64_t>(p.rows.num_tokens, kRowsPerBlock);
+  const LaunchConfig rows{.grid = num_blocks, .block = kBlock, .stream = stream};
+  if (num_blocks > 0) launch(count_kernel, rows, p);
+  launch(sum_kernel, {.grid = 1, .block = kScanBlock, .stream = stream}, p);
+  if (num_blocks > 0) launch(write_kernel, rows, p);
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,138 @@
+#pragma once
+// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words) and e4m3 (two words). The
+// instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code of common/fp8.h: the same
+// bytes, NaN included.
+#include "common/dtype.h"
+#include "common/fp8.h"
+#include "cuda/vec.cuh"
+
+namespace mla_fp8::gpu {
+
+#if __CUDA_ARCH__ >= 890
+template <Format kFormat>
+inline constexpr bool kHasE4m3Instructions = kFormat == Format::kE4m3fn;
+#else
+template <Format kFormat>
+inline constexpr bool kHasE4m3Instructions = false;
+#endif
+
+// ---- pairs of bf16 or fp16 ----------------------------------------------------------------------------------------
+
+template <Dtype kDtype>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (kDtype == Dtype::kBf16) return {bits_float(pair << 16), bits_float(pair & 0xffff0000u)};
+  float2 values;
+  asm("{\n.reg .b16 l, u;\nmov.b32 {l, u}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, u;\n}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
+
+template <Dtype kDtype>
+__device__ __forceinline__ uint32_t pack(float2 values) {
+  uint32_t pair;
+  if constexpr (kDtype == Dtype::kBf16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.y), "f"(values.x));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.y), "f"(values.x));
+  }
+  return pair;
+}
+
+// ---- cache formats ------------------------------------------------------------------------------------------------
+
+template <Format kFormat>
+__device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
+  if constexpr (kHasE4m3Instructions<kFormat>) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+    return unpack<Dtype::kF16>(halves);
+  } else {
+    return {e4m3_to_float<kFormat>(static_cast<uint8_t>(pair)),
+            e4m3_to_float<kFormat>(static_cast<uint8_t>(pair >> 8))};
+  }
+}
+
+template <Format kFormat>
+__device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
+  if constexpr (kHasE4m3Instructions<kFormat>) {
+    // min and max that keep a NaN; the instruction itself saturates at 448.
+    const auto clamp = [fp8_max](float x) {
+      asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(fp8_max));
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-fp8_max));
+      return x;
+    };
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(clamp(values.y)), "f"(clamp(values.x)));
+    return pair;
+  } else {
+    return float_to_e4m3<kFormat>(values.x, fp8_max) | uint32_t{float_to_e4m3<kFormat>(values.y, fp8_max)}
+                                                           << 8;
+  }
+}
+
+// value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.
+template <Format kFormat>
+__device__ __forceinline__ Words<4> decode8(const Words<2>& codes, float scale) {
+  Words<4> out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack_e4m3<kFormat>(codes[i / 2] >> (i % 2 * 16));
+    out[i] = pack<Dtype::kBf16>({v.x * scale, v.y * scale});
+  }
+  return out;
+}
+template <Format>
+__device__ __forceinline__ Words<4> decode8(const Words<4>& bf16, float) {
+  return bf16;
+}
+
+// The codes of map(x) for eight bf16 x.
+template <Format kFormat, class Map>
+__device__ __forceinline__ auto encode8(const Words<4>& x, float fp8_max, const Map& map) {
+  if constexpr (kFormat == Format::kBf16) {
+    return x;
+  } else {
+    Words<2> codes{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = unpack<Dtype::kBf16>(x[i]);
+      codes[i / 2] |= pack_e4m3<kFormat>({map(v.x), map(v.y)}, fp8_max) << (i % 2 * 16);
+    }
+    return codes;
+  }
+}
+
+// The largest finite magnitude of eight bf16, as the bits of a bf16.
+__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // x * 0 + x turns an infinity into NaN, which max drops
+    asm("{\n.reg .b32 t, zero;\nmov.b32 zero, 0;\nfma.rn.bf16x2 t, %1, zero, %1;\nabs.bf16x2 t, t;\n"
+        "max.bf16x2 %0, %0, t;\n}"
+        : "+r"(amax)
+        : "r"(x[i]));
+  return max(amax & 0xffffu, amax >> 16);
+}
+
+// Eight elements of kDtype, rounded to bf16; zeros without an access unless `wanted`.
+template <Dtype kDtype>
+__device__ __forceinline__ Words<4> load_bf16x8(const void* p, bool wanted) {
+  const Words<4> first = load_if<4>(p, wanted);
+  if constexpr (kDtype == Dtype::kBf16) return first;
+  Words<4> out;
+  if constexpr (kDtype == Dtype::kF16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = pack<Dtype::kBf16>(unpack<Dtype::kF16>(first[i]));
+  } else {
+    const Words<4> second = load_if<4>(static_cast<const float*>(p) + 4, wanted);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Words<4>& w = i < 2 ? first : second;
+      out[i] = pack<Dtype::kBf16>({bits_float(w[i % 2 * 2]), bits_float(w[i % 2 * 2 + 1])});
+    }
+  }
+  return out;
+}
+
+}  // namespace mla_fp8::gpu
