@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 JOBS ?= $(shell nproc)
+# `make build` compiles for one GPU only, the one that is here, else Hopper; `make wheel` for all.
+CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+  | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
 .PHONY: demo test lint format bench wheel build clean
@@ -35,7 +38,8 @@ wheel: $(STAMP)
 
 # ninja rebuilds only what changed, so this runs every time.
 build: $(STAMP)
-	MLA_FP8_TESTS=1 MLA_FP8_BUILD_DIR=build/cmake MAX_JOBS=$(JOBS) PATH="$(CURDIR)/$(BIN):$$PATH" \
+	MLA_FP8_TESTS=1 MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MAX_JOBS=$(JOBS) \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  $(BIN)/python setup.py -q build_ext --inplace
 
 $(STAMP): ci/constraints.txt ci/setup_venv.sh

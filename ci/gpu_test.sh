@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The one command for a machine with an NVIDIA GPU: build if nothing is built, tests, sanitizers, benchmark smoke.
+#   PYTHON=...      the Python to use: one with a CUDA torch (default: python3)
+#   SANITIZER=...   compute-sanitizer, if it is not on PATH; empty: none
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHON=${PYTHON:-python3}
+[ -e python/mla_fp8/lib/libmla_fp8_cuda.so ] || make build
+[ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+export PYTHONPATH=$PWD/python
+
+"$PYTHON" - <<'PYTHON'
+import torch, mla_fp8._libraries as libraries
+assert torch.cuda.is_available(), "no GPU, or a torch without CUDA"
+assert libraries.status["libmla_fp8_cuda.so"] == "loaded", libraries.status
+print(torch.cuda.get_device_name(), "torch", torch.__version__)
+PYTHON
+
+# tests/core needs the module that `make build` makes; it has nothing to do with the GPU.
+core=$(ls build/tests/_mla_fp8_core*.so build/cmake/_mla_fp8_core*.so 2>/dev/null || true)
+"$PYTHON" -m pytest tests ${core:---ignore=tests/core} --durations=5
+
+# Hostile indices and graph replays under the sanitizers. Without torch's caching, every tensor has red zones.
+SANITIZER=${SANITIZER-$(command -v compute-sanitizer || true)}
+if [ -n "$SANITIZER" ]; then
+  subset="tests/test_cuda_matches_cpu.py tests/test_capture.py"
+  for tool in memcheck racecheck initcheck; do
+    echo "== $tool"
+    # One seed in four and no timing under a tool that slows every launch down.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool $tool --error-exitcode 9 --print-limit 5 \
+      "$PYTHON" -m pytest $subset -x -k "not allocates and not graph and (not seed or seed3)"
+  done
+else
+  echo "no compute-sanitizer: skipped"
+fi
+
+for bench in benchmarks/bench_*.py; do
+  "$PYTHON" "$bench" --smoke
+done

@@ -1,0 +1,241 @@
+"""What a serving engine needs of the ops on a GPU: its own stream, no synchronisation, no allocation, CUDA graphs
+whose replays see new lengths, slots and data. The CPU kernels say what is right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mla_fp8 import KV_LAYOUTS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PAGE_SIZE, NUM_PAGES = 64, 9
+LAYOUT = KV_LAYOUTS["dsv4"]
+
+
+@dataclass
+class Case:
+    """`inputs(seed)` makes CPU tensors, of the same shapes for every seed; `run` writes those in `outputs`."""
+
+    name: str
+    inputs: Callable[[int], dict[str, torch.Tensor]]
+    run: Callable[[dict[str, torch.Tensor]], None]
+    outputs: tuple[str, ...]
+    exact: bool = True
+
+
+def ints(*shape, low=0, high):
+    return torch.randint(low, high, shape, dtype=torch.int32)
+
+
+def poison(*shape, dtype=torch.int32):
+    return torch.full(shape, 1 << 30, dtype=torch.int32).to(dtype)
+
+
+def random_cache():
+    return ints(NUM_PAGES, LAYOUT.page_bytes(PAGE_SIZE), high=256).to(torch.uint8)
+
+
+def quantize_inputs(seed):
+    torch.manual_seed(seed)
+    slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:100]
+    slots[seed::9] = -1
+    kv_cache = torch.full((NUM_PAGES, LAYOUT.page_bytes(PAGE_SIZE)), 0xA5, dtype=torch.uint8)
+    return {"latent": torch.randn(100, 512).bfloat16(), "slot_mapping": slots, "kv_cache": kv_cache}
+
+
+def dequantize_inputs(seed):
+    torch.manual_seed(seed)
+    slots = ints(100, low=-9, high=NUM_PAGES * PAGE_SIZE)
+    return {"kv_cache": random_cache(), "slots": slots, "out": poison(100, 512, dtype=torch.bfloat16)}
+
+
+def paged_inputs(seed):
+    torch.manual_seed(seed)
+    seq_lens = ints(4, high=200)
+    return {
+        "kv_cache": random_cache(),
+        "page_table": ints(4, 4, low=-1, high=NUM_PAGES),
+        "seq_lens": seq_lens,
+        "gather_lens": torch.minimum(ints(4, high=50), seq_lens),
+        "row_offsets": torch.arange(4, dtype=torch.int32) * 50,
+        "out": poison(200, 512, dtype=torch.bfloat16),
+    }
+
+
+COMBINE = {"window_size": 128, "compress_ratio": 4, "topk": 64}
+
+
+def combine_inputs(seed):
+    torch.manual_seed(seed)
+    lens = ints(3, high=40)
+    seq_lens = lens + ints(3, high=900)
+    return {
+        "topk_indices": ints(100, 64, low=-1, high=200),
+        "query_start_loc": torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
+        "seq_lens": seq_lens,
+        "gather_lens": torch.minimum(lens + 127, seq_lens),
+        "compressed_base": ints(3, high=10000),
+        "swa_base": ints(3, high=10000),
+    }
+
+
+def dense_inputs(seed):
+    return combine_inputs(seed) | {"out_indices": poison(100, 256), "out_lens": poison(100)}
+
+
+def ragged_inputs(seed):
+    return combine_inputs(seed) | {"out_indptr": poison(101), "out_indices": poison(100 * 192)}
+
+
+def swa_inputs(seed):
+    torch.manual_seed(seed)
+    extend = ints(5, high=30)
+    return {
+        "seq_lens": extend + ints(5, high=200),
+        "extend_seq_lens": extend,
+        "req_pool_indices": torch.randperm(8)[:5],
+        "req_to_token": ints(8, 256, high=5000),
+        "full_to_swa": torch.randperm(5000),
+        "out_ids": poison(900),
+        "out_first_pos": poison(5),
+        "out_gather_lens": poison(5),
+        "out_offsets": poison(6),
+    }
+
+
+def pad_inputs(seed):
+    torch.manual_seed(seed)
+    return {
+        "q": torch.randn(7, 8, 576).bfloat16(),
+        "attn_sink": torch.randn(8),
+        "out_q": poison(7, 64, 576, dtype=torch.bfloat16),
+        "out_attn_sink": poison(64, dtype=torch.float32),
+    }
+
+
+def merge_inputs(seed):
+    torch.manual_seed(seed)
+    states = {f"out_{x}": torch.randn(7, 8, 512).bfloat16() for x in "ab"}
+    states |= {f"lse_{x}": torch.randn(7, 8) for x in "ab"}
+    return states | {"out": poison(7, 8, 512, dtype=torch.bfloat16), "lse": poison(7, 8, dtype=torch.float32)}
+
+
+def op(name: str, **options):
+    return lambda x: getattr(torch.ops.mla_fp8, name)(**x, **options)
+
+
+CACHE = {"layout": LAYOUT.id, "page_size": PAGE_SIZE}
+CASES = [
+    Case("quantize_kv", quantize_inputs, op("quantize_kv", **CACHE), ("kv_cache",)),
+    Case("dequantize_kv", dequantize_inputs, op("dequantize_kv_out", **CACHE), ("out",)),
+    Case("dequantize_kv_paged", paged_inputs, op("dequantize_kv_paged_out", **CACHE), ("out",)),
+    Case("combine", dense_inputs, op("combine_topk_swa_indices_out", **COMBINE), ("out_indices", "out_lens")),
+    Case(
+        "combine_ragged",
+        ragged_inputs,
+        op("combine_topk_swa_indices_ragged_out", **COMBINE),
+        ("out_indptr", "out_indices"),
+    ),
+    Case(
+        "build_swa_token_ids",
+        swa_inputs,
+        op("build_swa_token_ids_out", window_size=128, capacity=900),
+        ("out_ids", "out_first_pos", "out_gather_lens", "out_offsets"),
+    ),
+    Case("pad_q_heads", pad_inputs, op("pad_q_heads_out", num_heads=64), ("out_q", "out_attn_sink")),
+    Case(
+        "merge_attention_states", merge_inputs, op("merge_attention_states_out"), ("out", "lse"), exact=False
+    ),
+]
+all_ops = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def on_cuda(inputs):
+    return {name: x.cuda() for name, x in inputs.items()}
+
+
+def assert_right(case, inputs, device_inputs):
+    case.run(inputs)
+    for name in case.outputs:
+        got, want = device_inputs[name].cpu(), inputs[name]
+        if case.exact:
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
+        else:
+            torch.testing.assert_close(got, want)
+
+
+@all_ops
+def test_a_graph_replay_sees_new_inputs(case):
+    x = on_cuda(case.inputs(0))
+    case.run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run(x)
+    for seed in (1, 2):
+        fresh = case.inputs(seed)
+        for name, tensor in x.items():
+            tensor.copy_(fresh[name])
+        graph.replay()
+        assert_right(case, fresh, x)
+
+
+@all_ops
+def test_a_graph_orders_an_op_behind_its_producers(case):
+    """Launches overlap (programmatic dependent launch): the op still has to wait for the copies before it."""
+    x, source = on_cuda(case.inputs(0)), on_cuda(case.inputs(1))
+    case.run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for name, tensor in x.items():
+            torch.mul(source[name], 1, out=tensor)
+        case.run(x)
+        case.run(x)
+    graph.replay()
+    assert_right(case, case.inputs(1), x)
+
+
+@all_ops
+def test_runs_on_the_callers_stream(case):
+    x, late = on_cuda(case.inputs(0)), on_cuda(case.inputs(1))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # an op on any other stream would run before the inputs are there
+        for name, tensor in x.items():
+            tensor.copy_(late[name])
+        case.run(x)
+    stream.synchronize()
+    assert_right(case, case.inputs(1), x)
+
+
+@all_ops
+def test_neither_synchronises_nor_allocates(case):
+    x = on_cuda(case.inputs(0))
+    case.run(x)
+    torch.cuda.synchronize()
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(x)
+        returned_before_the_device = not busy.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert returned_before_the_device
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+
+
+@all_ops
+def test_repeats_bitwise(case):
+    runs = [on_cuda(case.inputs(0)) for _ in range(3)]
+    for x in runs:
+        case.run(x)
+    for x in runs[1:]:
+        for name in case.outputs:
+            assert torch.equal(x[name].view(torch.uint8), runs[0][name].view(torch.uint8))
