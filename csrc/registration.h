@@ -27,7 +27,14 @@
 #define MLA_FP8_GPU_OPS(X)                                  \
   X(quantize_kv)                                            \
   X(dequantize_kv) X(dequantize_kv_out)                     \
-  X(dequantize_kv_paged) X(dequantize_kv_paged_out)
+  X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
+  X(combine_topk_swa_indices)                               \
+  X(combine_topk_swa_indices_out)                           \
+  X(combine_topk_swa_indices_ragged)                        \
+  X(combine_topk_swa_indices_ragged_out)                    \
+  X(build_swa_token_ids) X(build_swa_token_ids_out)         \
+  X(pad_q_heads) X(pad_q_heads_out)                         \
+  X(merge_attention_states) X(merge_attention_states_out)
 // clang-format on
 
 namespace mla_fp8 {
