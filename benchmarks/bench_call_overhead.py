@@ -9,6 +9,18 @@ import torch
 import mla_fp8
 from harness import Work, run
 
+FIRST_CALLS = """
+import time, torch
+row = torch.zeros(1, 512, dtype=torch.bfloat16, device="cuda")
+import mla_fp8
+layout = mla_fp8.KV_LAYOUTS["dsv4"]
+slot, kv_cache = torch.zeros(1, dtype=torch.int64, device="cuda"), layout.empty(1, 64, "cuda")
+torch.cuda.synchronize()
+start = time.perf_counter()
+mla_fp8.quantize_kv(row, slot, kv_cache, layout=layout, page_size=64)
+torch.cuda.synchronize()
+print((time.perf_counter() - start) * 1e3)
+"""
 IMPORT = "import time, torch; t = time.perf_counter(); import mla_fp8; print((time.perf_counter() - t) * 1e3)"
 
 
@@ -27,15 +39,17 @@ def works(device):
         "mla_fp8.dequantize_kv": lambda: mla_fp8.dequantize_kv(kv_cache, slot, **named),
     }
     clone = {"clone of the row": row.clone}
-    return [Work(label=name, run=fn, calls=1000, baselines=clone) for name, fn in calls.items()]
+    return [Work(label=name, run=fn, calls=500, baselines=clone, host=True) for name, fn in calls.items()]
 
 
-def import_ms():
+def fresh_process_ms(source):
     """Median over fresh processes."""
-    command = [sys.executable, "-c", IMPORT]
-    return statistics.median(float(subprocess.check_output(command, text=True)) for _ in range(5))
+    command = [sys.executable, "-c", source]
+    return statistics.median(float(subprocess.check_output(command, text=True)) for _ in range(3))
 
 
 if __name__ == "__main__":
     run("call_overhead", works("cuda" if torch.cuda.is_available() else "cpu"))
-    print(f"import mla_fp8 after torch: {import_ms():.0f} ms")
+    print(f"import mla_fp8 after torch: {fresh_process_ms(IMPORT):.0f} ms")
+    if torch.cuda.is_available():
+        print(f"first quantize_kv of a process, on the GPU: {fresh_process_ms(FIRST_CALLS):.1f} ms")

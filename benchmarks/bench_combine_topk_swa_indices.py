@@ -1,7 +1,7 @@
 import torch
 
 import mla_fp8
-from harness import Work, run
+from harness import Work, copies, gpu_rotation, load_triton_baselines, run
 
 WINDOW, RATIO, NUM_REQUESTS, SEQ_LEN = 128, 4, 8, 65536
 
@@ -48,14 +48,31 @@ def works(num_tokens, topk, device):
     want = torch_combine(*inputs)
     indices, lens = mla_fp8.combine_topk_swa_indices(*inputs, **options)
     assert torch.equal(indices, want[0]) and torch.equal(lens, want[1])
-    indptr, flat = mla_fp8.combine_topk_swa_indices_ragged(*inputs, **options)
+    rounds = gpu_rotation(indices.nbytes)
+    sources = [(inputs[0].clone(), *inputs[1:]) for _ in range(rounds)]
+    targets = [indices.clone() for _ in range(rounds)]
+    num_bytes = 4 * (inputs[0].numel() + indices.numel() + lens.numel())
+
+    def rotate(fn):
+        return [lambda i=i: fn(sources[i], targets[i]) for i in range(rounds)]
+
+    baselines = {"copy": copies(num_bytes, device), "torch": lambda: torch_combine(*inputs)}
+    if triton := load_triton_baselines(device):
+        baselines["triton"] = rotate(
+            lambda x, out: triton.combine_topk_swa_indices(x, WINDOW, RATIO, out, lens)
+        )
+        triton.combine_topk_swa_indices(inputs, WINDOW, RATIO, indices, lens)
+        assert torch.equal(indices, want[0]) and torch.equal(lens, want[1])
     label = f"tokens={num_tokens} width={indices.shape[1]}"
     yield Work(
         label=label,
-        run=lambda: mla_fp8.combine_topk_swa_indices(*inputs, **options, out_indices=indices, out_lens=lens),
-        num_bytes=4 * (inputs[0].numel() + indices.numel() + lens.numel()),
-        baselines={"torch": lambda: torch_combine(*inputs)},
+        run=rotate(
+            lambda x, out: mla_fp8.combine_topk_swa_indices(*x, **options, out_indices=out, out_lens=lens)
+        ),
+        num_bytes=num_bytes,
+        baselines=baselines,
     )
+    indptr, flat = mla_fp8.combine_topk_swa_indices_ragged(*inputs, **options)
     yield Work(
         label=label + " ragged",
         run=lambda: mla_fp8.combine_topk_swa_indices_ragged(
@@ -68,4 +85,4 @@ def works(num_tokens, topk, device):
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [(8, 512), (4096, 512), (8192, 512), (16384, 512), (4096, 1024), (16384, 1024)]
-    run("combine_topk_swa_indices", [work for case in cases for work in works(*case, device)])
+    run("combine_topk_swa_indices", (work for case in cases for work in works(*case, device)))

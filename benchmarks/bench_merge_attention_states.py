@@ -1,7 +1,7 @@
 import torch
 
 import mla_fp8
-from harness import Work, run
+from harness import Work, copies, run
 from mla_fp8 import reference
 
 HEAD_DIM = 512
@@ -16,12 +16,15 @@ def work(num_tokens, num_heads, dtype, device):
         label=f"tokens={num_tokens} heads={num_heads} {str(dtype).removeprefix('torch.')}",
         run=lambda: mla_fp8.merge_attention_states(*states, out=out, lse=lse),
         num_bytes=3 * (out.nbytes + lse.nbytes),
-        baselines={"torch": lambda: reference.merge_attention_states(*states)},
+        baselines={
+            "copy": copies(3 * out.nbytes, device),
+            "torch": lambda: reference.merge_attention_states(*states),
+        },
     )
 
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [(1, 128, torch.bfloat16), (128, 64, torch.bfloat16), (512, 128, torch.bfloat16)]
-    cases += [(512, 128, torch.float16), (256, 128, torch.float32)]
+    cases += [(4096, 64, torch.bfloat16), (512, 128, torch.float16), (256, 128, torch.float32)]
     run("merge_attention_states", [work(*case, device) for case in cases])

@@ -37,8 +37,15 @@ std::string device_string(const Tensor& t) {
 
 }  // namespace
 
+Arg::Arg(const char* op, const char* name, const Tensor& tensor)
+    : op_(op), name_(name), t_(tensor), dtype_(dtype_code(tensor)) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes_));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides_));
+}
+
 bool Arg::is(ScalarType want) const {
-  return dtype_code(t_) == torch::stable::detail::to<int32_t>(torch::stable::detail::from(want));
+  return dtype_ == torch::stable::detail::to<int32_t>(torch::stable::detail::from(want));
 }
 
 Dtype Arg::float_dtype() const {
@@ -46,9 +53,14 @@ Dtype Arg::float_dtype() const {
 }
 
 const Arg& Arg::same_device_as(const Tensor& other, const char* other_name) const {
-  const bool same = t_.is_cpu() == other.is_cpu() && t_.is_cuda() == other.is_cuda() &&
-                    t_.get_device_index() == other.get_device_index();
-  if (!same) fail("must be on ", device_string(other), " like ", other_name, ", got ", device_string(t_));
+  const auto device = [](const Tensor& t) {
+    int32_t type = -1, index = -1;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &index));
+    return std::pair{type, index};
+  };
+  if (device(t_) != device(other))
+    fail("must be on ", device_string(other), " like ", other_name, ", got ", device_string(t_));
   return *this;
 }
 
@@ -61,8 +73,8 @@ const Arg& Arg::dtype(std::initializer_list<ScalarType> any_of) const {
 }
 
 const Arg& Arg::shape(Shape want) const {
-  bool ok = t_.dim() == static_cast<int64_t>(want.size());
-  for (size_t i = 0; ok && i < want.size(); ++i) ok = want.begin()[i] < 0 || t_.size(i) == want.begin()[i];
+  bool ok = dim_ == static_cast<int64_t>(want.size());
+  for (size_t i = 0; ok && i < want.size(); ++i) ok = want.begin()[i] < 0 || sizes_[i] == want.begin()[i];
   if (!ok) fail("must have shape ", shape_string(want), ", got ", shape_string(t_.sizes()));
   return *this;
 }
@@ -75,33 +87,32 @@ const Arg& Arg::contiguous() const {
 }
 
 const Arg& Arg::last_dim_contiguous() const {
-  const int64_t last = t_.dim() - 1;
-  if (t_.size(last) > 1 && t_.stride(last) != 1)
-    fail("must have stride 1 in its last dimension, got ", t_.stride(last));
+  if (sizes_[dim_ - 1] > 1 && strides_[dim_ - 1] != 1)
+    fail("must have stride 1 in its last dimension, got ", strides_[dim_ - 1]);
   return *this;
 }
 
 const Arg& Arg::aligned(int64_t bytes) const {
-  if (t_.numel() == 0) return *this;
-  const int64_t itemsize = static_cast<int64_t>(t_.element_size());
+  for (int64_t d = 0; d < dim_; ++d)
+    if (sizes_[d] == 0) return *this;
   const auto address = reinterpret_cast<uintptr_t>(t_.const_data_ptr());
   if (address % bytes != 0)
     fail("must be ", bytes, "-byte aligned, got an address that is ", address % bytes, " past");
-  for (int64_t d = 0; d + 1 < t_.dim(); ++d)
-    if (t_.size(d) > 1 && t_.stride(d) * itemsize % bytes != 0)
-      fail("must be ", bytes, "-byte aligned in every row, got a stride of ", t_.stride(d) * itemsize,
+  for (int64_t d = 0; d + 1 < dim_; ++d)
+    if (sizes_[d] > 1 && strides_[d] * itemsize() % bytes != 0)
+      fail("must be ", bytes, "-byte aligned in every row, got a stride of ", strides_[d] * itemsize(),
            " bytes in dimension ", d);
   return *this;
 }
 
 const Arg& Arg::rows_disjoint() const {
-  int64_t extent = t_.dim() ? t_.size(t_.dim() - 1) : 1;
-  for (int64_t d = t_.dim() - 2; d >= 0; --d) {
-    if (t_.size(d) <= 1) continue;
-    if (t_.stride(d) < extent)
-      fail("must not overlap itself, got stride ", t_.stride(d), " in dimension ", d, ", expected at least ",
+  int64_t extent = dim_ ? sizes_[dim_ - 1] : 1;
+  for (int64_t d = dim_ - 2; d >= 0; --d) {
+    if (sizes_[d] <= 1) continue;
+    if (strides_[d] < extent)
+      fail("must not overlap itself, got stride ", strides_[d], " in dimension ", d, ", expected at least ",
            extent);
-    extent = t_.stride(d) * t_.size(d);
+    extent = strides_[d] * sizes_[d];
   }
   return *this;
 }
@@ -120,21 +131,22 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
   const Arg arg = (*this)(t, name);
   arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn, ScalarType::Float8_e4m3fnuz,
              ScalarType::BFloat16});
-  const int64_t itemsize = static_cast<int64_t>(t.element_size());
+  const int64_t itemsize = arg.itemsize();
   const int64_t page_bytes = l.page_bytes(page_size), token_bytes = l.bytes_per_token();
   that(token_bytes % itemsize == 0, name, " must have a one-byte dtype for layout ", l.name,
        ", got BFloat16");
-  const int64_t dim = t.dim();
+  const int64_t dim = arg.dim();
   if (dim == 3 || dim == 4) {
     if (dim == 3) arg.shape({-1, page_size, token_bytes / itemsize});
     if (dim == 4) arg.shape({-1, page_size, 1, token_bytes / itemsize});
-    if (page_size > 1 && t.stride(1) * itemsize != token_bytes)
-      arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ", t.stride(1) * itemsize);
+    if (page_size > 1 && arg.stride(1) * itemsize != token_bytes)
+      arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ",
+               arg.stride(1) * itemsize);
   } else {
     arg.shape({-1, page_bytes / itemsize});
   }
   arg.last_dim_contiguous();
-  const int64_t num_pages = t.size(0), stride_page = t.stride(0) * itemsize;
+  const int64_t num_pages = arg.size(0), stride_page = arg.stride(0) * itemsize;
   if (num_pages > 1 && stride_page < page_bytes)
     arg.fail("must have a page stride of at least ", page_bytes, " bytes, got ", stride_page);
   constexpr int64_t kAlignment = 16;

@@ -28,7 +28,7 @@ using Shape = std::initializer_list<int64_t>;  // -1 = any size
 // One checked tensor argument. Every failed check throws "mla_fp8::op: name must ..., got ...".
 class Arg {
  public:
-  Arg(const char* op, const char* name, const Tensor& tensor) : op_(op), name_(name), t_(tensor) {}
+  Arg(const char* op, const char* name, const Tensor& tensor);
 
   const Arg& same_device_as(const Tensor& other, const char* other_name) const;
   const Arg& dtype(std::initializer_list<ScalarType> any_of) const;
@@ -42,6 +42,10 @@ class Arg {
 
   bool is(ScalarType want) const;
   Dtype float_dtype() const;  // after dtype({...}) has passed
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t d) const { return sizes_[d]; }
+  int64_t stride(int64_t d) const { return strides_[d]; }
+  int64_t itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
 
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {
@@ -54,6 +58,10 @@ class Arg {
  private:
   const char *op_, *name_;
   const Tensor& t_;
+  // Asked for once: each question to a tensor is a call into torch, and small ops are bound by those.
+  int64_t dim_;
+  int64_t *sizes_, *strides_;
+  int32_t dtype_;
 };
 
 // Where a paged latent cache lies in memory, once checked.

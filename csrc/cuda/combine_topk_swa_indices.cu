@@ -34,7 +34,7 @@ __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t 
 
 // kPasses passes over the columns are in flight at once.
 template <int kPasses, bool kVector>
-__global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock / 2)
+__global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock * (kPasses <= 5 ? 5 : 4) / 8)
     combine_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;

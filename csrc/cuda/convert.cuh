@@ -53,17 +53,20 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   }
 }
 
+// To [-limit, limit]; a NaN stays one.
+__device__ __forceinline__ float clamp(float x, float limit) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
+  return x;
+}
+
 template <Format kFormat>
 __device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
   if constexpr (kHasE4m3Instructions<kFormat>) {
-    // min and max that keep a NaN; the instruction itself saturates at 448.
-    const auto clamp = [fp8_max](float x) {
-      asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(fp8_max));
-      asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-fp8_max));
-      return x;
-    };
     uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(clamp(values.y)), "f"(clamp(values.x)));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(pair)
+        : "f"(clamp(values.y, fp8_max)), "f"(clamp(values.x, fp8_max)));
     return pair;
   } else {
     return float_to_e4m3<kFormat>(values.x, fp8_max) | uint32_t{float_to_e4m3<kFormat>(values.y, fp8_max)}

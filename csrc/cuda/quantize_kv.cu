@@ -53,6 +53,27 @@ __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
   return record;
 }
 
+// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: q + (x - q * scale) / scale from
+// q = x * (1 / scale) is exact for every 8-bit mantissa of x and every mantissa of scale (tried, all 2^30).
+class DivideByScale {
+ public:
+  // Extreme scales are moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
+  __device__ explicit DivideByScale(float scale)
+      : shift_(scale < 0x1p-60f  ? 0x1p64f
+               : scale > 0x1p60f ? 0x1p-64f
+                                 : 1.0f),
+        scale_(scale * shift_),
+        reciprocal_(1.0f / scale_) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    x *= shift_;
+    const float q = clamp(x * reciprocal_, 0x1p20f);  // far above every fp8 value; inf - inf would be NaN
+    return copysignf(fmaf(fmaf(-q, scale_, x), reciprocal_, q), x);  // the sum loses the sign of a zero
+  }
+
+ private:
+  float shift_, scale_, reciprocal_;
+};
+
 // A full multiprocessor where 32 registers are enough.
 template <Dtype kDtype>
 inline constexpr int kBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * (kDtype == Dtype::kBf16 ? 4 : 3) / 4;
@@ -69,7 +90,8 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   if (token >= p.num_tokens) return;
   wait_for_previous_grid();
 
-  // Slot and latent are read at the same time.
+  // Slot, scale and latent are read at the same time.
+  const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const int64_t mate =
       load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_tokens ? token ^ 1 : token);
@@ -90,6 +112,7 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   uint8_t* page = const_cast<uint8_t*>(to.page);
   uint8_t* dst = page + kL.token_offset(to.row);
 
+  const DivideByScale divide(layer_scale);
   Words<C::kLeadWords> codes[C::kPasses];
   uint8_t exponents[C::kPasses];
 #pragma unroll
@@ -99,10 +122,10 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
       const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
       exponents[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, p.fp8_max);
       const float inverse = ue8m0_reciprocal(exponents[pass]);
-      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, [&](float value) { return value * inverse; });
+      codes[pass] =
+          encode8<kL.nope_format>(x[pass], p.fp8_max, [inverse](float value) { return value * inverse; });
     } else {
-      const float scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
-      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, [&](float value) { return value / scale; });
+      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, divide);
     }
   }
 
@@ -111,9 +134,18 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
     const int element = C::element(pass, lane);
     if (C::element(pass, 0) < C::kLeadDim && element < C::kLeadDim)
       store(dst + C::lead_offset(element), codes[pass], true);
-    else if (element < C::kDim) store(dst + C::rope_offset(element), x[pass], true);
+    else if (element < C::kDim && !(kL.scale_inline() && pass == C::kPasses - 1))
+      store(dst + C::rope_offset(element), x[pass], true);
   }
-  if constexpr (C::kHasTiles) {
+  if constexpr (kL.scale_inline()) {
+    // The scales lie before rope, in one sector with its beginning: the first lane without rope writes them along.
+    constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
+    static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
+    const auto record = scale_record<kId>(exponents);
+    const bool has_scales = lane == kScaleLane;
+    const int offset = has_scales ? kL.nope_bytes() : C::rope_offset(kFirst + lane * kChunk);
+    if (lane <= kScaleLane) store(dst + offset, has_scales ? record : x[C::kPasses - 1], true);
+  } else if constexpr (C::kHasTiles) {
     const auto record = scale_record<kId>(exponents);
     if (lane == 0) store(page + kL.scale_offset(to.row, p.page_size), record);
   }
