@@ -25,8 +25,8 @@ def work(layout, num_rows, order, device):
     rounds = gpu_rotation(num_rows * layout.head_dim_qk * 2)
     num_slots = max(-(-num_rows * rounds // PAGE_SIZE) * PAGE_SIZE, (4 << 20) if device == "cuda" else 0)
     kv_cache = layout.empty(num_slots // PAGE_SIZE, PAGE_SIZE, device)
-    for part in kv_cache.split(1 << 14):  # finite codes, and scales that do not overflow
-        part.random_(0, 120)
+    for part in kv_cache.split(1 << 14):  # codes, scales and rope that are finite and not subnormal
+        part.random_(64, 120)
     scale = torch.ones(1, device=device) if layout.needs_scale else None
     options = {"page_size": PAGE_SIZE, "scale": scale}
     slots = make_slots(num_rows * rounds, num_slots, order, device).split(num_rows)

@@ -1,5 +1,5 @@
-"""What a serving engine needs of the ops on a GPU: its own stream, no synchronisation, no allocation, CUDA graphs
-whose replays see new lengths, slots and data. The CPU kernels say what is right.
+"""What a serving engine needs of ops on a GPU: its own stream, no synchronisation, no allocation, and CUDA
+graphs whose replays see new lengths, slots and data. The CPU kernels say what is right.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LAYOUT = KV_LAYOUTS["dsv4"]
 
 @dataclass
 class Case:
-    """`inputs(seed)` makes CPU tensors, of the same shapes for every seed; `run` writes those in `outputs`."""
+    """`inputs(seed)` makes CPU tensors of the same shapes for every seed, `run` writes some: `outputs`."""
 
     name: str
     inputs: Callable[[int], dict[str, torch.Tensor]]

@@ -1,6 +1,6 @@
-// build_swa_token_ids on CUDA: one thread per id. Every block sums the requests' lengths up to its own ids itself,
-// a tile at a time, so that one launch is enough and shared memory does not grow with the batch. Bound by the
-// latency of the two dependent table loads.
+// build_swa_token_ids on CUDA: one thread per id. Every block sums the requests' lengths up to its own ids
+// itself, a tile at a time, so that one launch is enough and shared memory does not grow with the batch.
+// Bound by the latency of the two dependent table loads.
 
 #include "ops/build_swa_token_ids.h"
 
@@ -16,8 +16,8 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kBlock = kWarps * kWarpSize;  // also the requests of one tile
 
-// The last request of the tile that starts at or before `offset`. Empty requests start where the next one does, so
-// this one holds it.
+// The last request of the tile that starts at or before `offset`. Empty requests start where the next one
+// does, so this one holds it.
 __device__ __forceinline__ int find_in_tile(const int64_t (&begins)[kBlock], int64_t offset) {
   int low = 0;
 #pragma unroll

@@ -1,7 +1,7 @@
-// combine_topk_swa_indices on CUDA: one warp per row, every output word written once.
-// Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way before the row's
-// request is known; entries that turn out not to count are read in vain.
-// The ragged form counts the kept entries of each row, sums the counts, then writes the rows: three launches.
+// combine_topk_swa_indices on CUDA: one warp per row, every output word written once. Traffic per row:
+// reads topk, writes width int32. HBM-bound. The topk entries are on their way before the row's request is
+// known; entries that turn out not to count are read in vain. The ragged form counts the kept entries of
+// each row, sums the counts, then writes the rows: three launches.
 
 #include "ops/combine_topk_swa_indices.h"
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t 
   return w;
 }
 
-// kPasses passes over the columns are in flight at once.
+// kPasses passes over the columns are in flight at once, in registers: that bounds the blocks.
 template <int kPasses, bool kVector>
 __global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock * (kPasses <= 5 ? 5 : 4) / 8)
     combine_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock * (kPasses <
   if (lane == 0) p.out_lens[token] = row.length;
 }
 
-// ---- ragged -------------------------------------------------------------------------------------------------------
+// ---- ragged -----------------------------------------------------------------------------------------------
 
 using RaggedParams = CombineTopkSwaIndicesRaggedParams;
 

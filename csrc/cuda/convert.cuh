@@ -1,7 +1,7 @@
 #pragma once
-// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words) and e4m3 (two words). The
-// instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code of common/fp8.h: the same
-// bytes, NaN included.
+// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words) and e4m3 (two
+// words). The instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code of
+// common/fp8.h: the same bytes, NaN included.
 #include "common/dtype.h"
 #include "common/fp8.h"
 #include "cuda/vec.cuh"
@@ -16,7 +16,7 @@ template <Format kFormat>
 inline constexpr bool kHasE4m3Instructions = false;
 #endif
 
-// ---- pairs of bf16 or fp16 ----------------------------------------------------------------------------------------
+// ---- pairs of bf16 or fp16 --------------------------------------------------------------------------------
 
 template <Dtype kDtype>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
   return pair;
 }
 
-// ---- cache formats ------------------------------------------------------------------------------------------------
+// ---- cache formats ----------------------------------------------------------------------------------------
 
 template <Format kFormat>
 __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {

@@ -1,5 +1,5 @@
-// dequantize_kv on CUDA: one warp per row gathers one token of the cache and writes it as bf16.
-// Traffic per token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound; docs/cache_ops.md has the
+// dequantize_kv on CUDA: one warp per row gathers one token of the cache and writes it as bf16. Traffic per
+// token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound; docs/cache_ops.md has the
 // measurements behind the shape.
 
 #include "ops/dequantize_kv.h"
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kLatentBlock)
                       args.streaming);
 }
 
-// The request that an output row belongs to, the last one if several claim it; -1 if none does. The offsets are in
-// any order, so all requests are looked at, 32 at a time.
+// The request that an output row belongs to, the last one if several claim it; -1 if none does. The offsets
+// are in any order, so all requests are looked at, 32 at a time.
 __device__ __forceinline__ int64_t find_request(const DequantizeKvPagedParams& p, int64_t row) {
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t first = (p.num_requests - 1) / kWarpSize * kWarpSize; first >= 0; first -= kWarpSize) {

@@ -4,8 +4,8 @@
 
 namespace mla_fp8::gpu {
 
-// n / divisor for n >= 0, exact while n * divisor < 2^64: q = n * magic / 2^64 with magic = ceil(2^64 / divisor),
-// which is too large by less than 1 / divisor.
+// n / divisor for n >= 0, exact while n * divisor < 2^64: q = n * magic / 2^64 with magic = ceil(2^64 /
+// divisor), which is too large by less than 1 / divisor.
 class Divider {
  public:
   explicit Divider(int64_t divisor)

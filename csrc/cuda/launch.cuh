@@ -1,5 +1,6 @@
 #pragma once
-// Launching on the caller's stream: no allocation, no synchronisation, so every op can be captured in a graph.
+// Launching on the caller's stream: no allocation, no synchronisation, so every op can be captured in a
+// graph.
 #include <cuda_runtime.h>
 
 #include <climits>

@@ -23,7 +23,8 @@ struct Args {
   Divider num_heads;
 };
 
-// What each side counts for. A side that attended to nothing (lse -inf) is not even read, the other one is copied.
+// What each side counts for. A side that attended to nothing (lse -inf) is not even read, the other one is
+// copied.
 struct Weights {
   bool reads_a, reads_b;
   float a, b, lse;

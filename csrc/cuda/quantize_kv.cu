@@ -21,7 +21,8 @@ struct Args {
 
 constexpr int kSectorBytes = 32;  // the unit in which DRAM is written
 
-// Sectors that this token fills only in part have to come from DRAM: ask for them while the latent is on its way.
+// Sectors that this token fills only in part have to come from DRAM: ask for them while the latent is on
+// its way.
 template <KvLayoutId kId>
 __device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int64_t page_size) {
   constexpr KvLayout kL = kv_layout(kId);
@@ -53,8 +54,9 @@ __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
   return record;
 }
 
-// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: q + (x - q * scale) / scale from
-// q = x * (1 / scale) is exact for every 8-bit mantissa of x and every mantissa of scale (tried, all 2^30).
+// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: q + (x - q * scale) /
+// scale from q = x * (1 / scale) is exact for every 8-bit mantissa of x and every mantissa of scale (tried,
+// all 2^30).
 class DivideByScale {
  public:
   // Extreme scales are moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
@@ -138,7 +140,8 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
       store(dst + C::rope_offset(element), x[pass], true);
   }
   if constexpr (kL.scale_inline()) {
-    // The scales lie before rope, in one sector with its beginning: the first lane without rope writes them along.
+    // The scales lie before rope, in one sector with its beginning: the first lane without rope writes them
+    // along.
     constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
     static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
     const auto record = scale_record<kId>(exponents);

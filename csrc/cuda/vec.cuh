@@ -13,8 +13,8 @@ struct alignas(4 * kWords) Words {
   __device__ const uint32_t& operator[](int i) const { return data[i]; }
 };
 
-// The words at p, or zeros without an access. No branch, so that all loads of a row are in flight before the first
-// use. Bytes that are read once have no business in L1.
+// The words at p, or zeros without an access. No branch, so that all loads of a row are in flight before
+// the first use. Bytes that are read once have no business in L1.
 template <int kWords>
 __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
   static_assert(kWords == 2 || kWords == 4);

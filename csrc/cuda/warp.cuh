@@ -32,7 +32,8 @@ __device__ __forceinline__ T warp_inclusive_sum(T x) {
 template <int kWarps, class T>
 __device__ __forceinline__ T block_inclusive_sum(T x) {
   static_assert(kWarps <= kWarpSize);
-  __shared__ T warp_sums[kWarpSize];
+  // Aligned, or a vector load of it takes in, and races with, the variable next to it.
+  __shared__ alignas(16) T warp_sums[kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   x = warp_inclusive_sum(x);
   __syncthreads();  // the last call's sums have been read
