@@ -1,10 +1,11 @@
-// combine_topk_swa_indices on CUDA: one warp per row, every output word written once. Traffic per row:
-// reads topk, writes width int32. HBM-bound. The topk entries are on their way before the row's request is
-// known; entries that turn out not to count are read in vain. The ragged form counts the kept entries of
-// each row, sums the counts, then writes the rows: three launches.
+// combine_topk_swa_indices on CUDA: one block per row, one 16-byte piece per thread, every output word written
+// once. Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way before the
+// row's request is known; entries that turn out not to count are read in vain.
+// The ragged form counts the kept entries of each row, sums the counts, then writes the rows: three launches.
 
 #include "ops/combine_topk_swa_indices.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/launch.cuh"
@@ -14,10 +15,10 @@
 namespace mla_fp8::gpu {
 namespace {
 
-constexpr int kRowsPerBlock = 8;
+constexpr int kRowsPerBlock = 8;  // of the ragged form, one warp each
 constexpr int kBlock = kRowsPerBlock * kWarpSize;
-constexpr int kPiece = 4;  // columns of one lane in one load
-constexpr int kPassColumns = kPiece * kWarpSize;
+constexpr int kPiece = 4;           // columns of one thread in one load
+constexpr int kMaxRowBlock = 1024;  // threads; wider rows take several rounds
 
 // kVector: rows in and out are 16-byte aligned.
 template <bool kVector>
@@ -32,50 +33,46 @@ __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t 
   return w;
 }
 
-// kPasses passes over the columns are in flight at once, in registers: that bounds the blocks.
-template <int kPasses, bool kVector>
-__global__ void __launch_bounds__(kBlock, kMaxThreadsPerSm / kBlock * (kPasses <= 5 ? 5 : 4) / 8)
+template <bool kVector>
+__global__ void __launch_bounds__(kMaxRowBlock)
     combine_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (token >= p.num_tokens) return;
+  __shared__ TopkSwaRow shared_row;
+  const int64_t token = blockIdx.x;
   wait_for_previous_grid();
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
   int32_t* out = p.out_indices + token * p.out_indices_stride_token;
 
-  Words<4> pieces[kPasses];
-  const auto load_round = [&](uint32_t first, uint32_t end) {
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      pieces[pass] = load_piece<kVector>(entries, first + pass * kPassColumns + lane * kPiece, end);
-  };
-  load_round(0, static_cast<uint32_t>(p.topk));
-  const TopkSwaRow row = topk_swa_row(p, token);
-
   // The columns fit int32, one round past them fits uint32.
-  const uint32_t width = static_cast<uint32_t>(p.width);
-  for (uint32_t first = 0; first < width; first += kPasses * kPassColumns) {
-    if (first > 0) load_round(first, row.num_topk);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (first + pass * kPassColumns >= width) break;
-      const int32_t column = static_cast<int32_t>(first + pass * kPassColumns) + lane * kPiece;
-      Words<4> w;
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        const int32_t c = column + i;
-        const int32_t window = c >= row.window_begin && c < row.window_end ? row.window(c) : -1;
-        w[i] = c < row.num_topk ? row.rebased(static_cast<int32_t>(pieces[pass][i])) : window;
-      }
-      if constexpr (kVector) {
-        store(out + column, w, true);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) out[column + i] = static_cast<int32_t>(w[i]);
-      }
+  const uint32_t width = static_cast<uint32_t>(p.width), round = blockDim.x * kPiece;
+  uint32_t column = threadIdx.x * kPiece;
+  Words<4> piece = load_piece<kVector>(entries, column, static_cast<uint32_t>(p.topk));
+  if (threadIdx.x < kWarpSize) {
+    const TopkSwaRow row = topk_swa_row(p, token);
+    if (threadIdx.x == 0) {
+      shared_row = row;
+      p.out_lens[token] = row.length;
     }
   }
-  if (lane == 0) p.out_lens[token] = row.length;
+  __syncthreads();
+  const TopkSwaRow row = shared_row;
+
+  while (column < width) {
+    Words<4> w;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      const int32_t c = static_cast<int32_t>(column) + i;
+      const int32_t window = c >= row.window_begin && c < row.window_end ? row.window(c) : -1;
+      w[i] = c < row.num_topk ? row.rebased(static_cast<int32_t>(piece[i])) : window;
+    }
+    if constexpr (kVector) {
+      store(out + column, w, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) out[column + i] = static_cast<int32_t>(w[i]);
+    }
+    column += round;
+    if (column < width) piece = load_piece<kVector>(entries, column, row.num_topk);
+  }
 }
 
 // ---- ragged -----------------------------------------------------------------------------------------------
@@ -156,20 +153,11 @@ bool is_aligned(const int32_t* p, int64_t stride) {
 }  // namespace
 
 void combine_topk_swa_indices(const CombineTopkSwaIndicesParams& p, gpuStream_t stream) {
-  const LaunchConfig config{
-      .grid = ceil_div<int64_t>(p.num_tokens, kRowsPerBlock), .block = kBlock, .stream = stream};
-  // A whole row in flight pays while the rows are too few to fill the machine.
-  constexpr int kFewPasses = 5, kManyPasses = 9;
-  constexpr int64_t kFewRows = 8192;
+  const int64_t block = std::clamp<int64_t>(p.width / kPiece, kWarpSize, kMaxRowBlock);  // width % 128 == 0
+  const LaunchConfig config{.grid = p.num_tokens, .block = static_cast<int>(block), .stream = stream};
   const bool vector = is_aligned(p.topk_indices, p.topk_indices_stride_token) &&
                       is_aligned(p.out_indices, p.out_indices_stride_token);
-  if (!vector) {
-    launch(combine_kernel<kFewPasses, false>, config, p);
-  } else if (p.width > kFewPasses * kPassColumns && p.num_tokens <= kFewRows) {
-    launch(combine_kernel<kManyPasses, true>, config, p);
-  } else {
-    launch(combine_kernel<kFewPasses, true>, config, p);
-  }
+  launch(vector ? combine_kernel<true> : combine_kernel<false>, config, p);
 }
 
 void combine_topk_swa_indices_ragged(const CombineTopkSwaIndicesRaggedParams& p, gpuStream_t stream) {
