@@ -99,6 +99,8 @@ STABLE_TORCH_LIBRARY(mla_fp8, m) {
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  // GPU only, for tests: the kernel of GPUs without one of their own.
+  DEF(_sparse_decode_portable, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor lse)")
   DEF_WITH_OUT(paged_attention_ragged,
                "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, Tensor kv_indices, "
                "Tensor kv_last_page_len, *, float sm_scale, int page_size, Tensor? k_scale=None, "

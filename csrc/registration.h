@@ -34,7 +34,10 @@
   X(combine_topk_swa_indices_ragged_out)                    \
   X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
-  X(merge_attention_states) X(merge_attention_states_out)
+  X(merge_attention_states) X(merge_attention_states_out)   \
+  X(sparse_prefill) X(sparse_prefill_out)                   \
+  X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
+  X(sparse_decode) X(sparse_decode_out) X(_sparse_decode_portable)
 // clang-format on
 
 namespace mla_fp8 {
@@ -98,6 +101,7 @@ ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse);
+TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS);
 
 #define MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS                                                        \
   const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &kv_indptr,           \

@@ -152,6 +152,16 @@ TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
   return {out, lse};
 }
 
+#if MLA_FP8_WITH_CUDA
+TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS) {
+  const Check check("_sparse_decode_portable");
+  auto [out, lse] = new_outputs(check, q);
+  const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, nullptr});
+  if (params.num_tokens > 0) MLA_LAUNCH(sparse_attention_portable, q, params);
+  return {out, lse};
+}
+#endif
+
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
   const Check check("sparse_prefill_paged");
   const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits});

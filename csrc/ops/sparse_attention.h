@@ -40,6 +40,7 @@ void sparse_attention(const SparseAttentionParams& params);
 namespace gpu {
 void sparse_decode(const SparseAttentionParams& params, gpuStream_t stream);
 void sparse_prefill(const SparseAttentionParams& params, gpuStream_t stream);
+void sparse_attention_portable(const SparseAttentionParams& params, gpuStream_t stream);  // both, on any GPU
 }  // namespace gpu
 
 }  // namespace mla_fp8

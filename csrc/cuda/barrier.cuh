@@ -1,0 +1,63 @@
+#pragma once
+// Barriers among some warps of a block, among the blocks of a cluster, between grids.
+#include <cstdint>
+
+namespace mla_fp8::gpu {
+
+__device__ inline void named_barrier(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+// As above, and tells whether `x` holds in any of the threads.
+__device__ inline bool named_barrier_any(int id, int num_threads, bool x) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 q, %3, 0; barrier.cta.red.or.pred p, %1, %2, q; selp.u32 %0, 1, 0, p; }"
+      : "=r"(any)
+      : "r"(id), "r"(num_threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return any;
+}
+
+// ---- sm_90 ----
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+// The address, in the cluster's window, of the same place in block `rank`'s shared memory.
+__device__ inline uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ inline float2 load_cluster_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ inline float4 load_cluster_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Moves registers between the warpgroups of a CTA; every warp of a warpgroup calls it.
+template <int kRegisters>
+__device__ inline void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The blocks of the next grid may take the SMs that this one leaves; they wait for its end before they read.
+__device__ inline void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,72 @@
+#pragma once
+// The warp-team kernel's variants, and where everything lies in shared memory.
+#include "cuda/launch.cuh"
+#include "cuda/sparse_decode/plan.h"
+#include "cuda/sparse_decode/row.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
+inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches at once: M of an mma
+inline constexpr int kGroupHeads = 8;   // N of an mma
+inline constexpr int kMaxSmemBytes = 232448;
+
+// One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kGroups warps.
+template <KvLayoutId kId_, int kGroups_, int kProducers_>
+struct TeamConfig {
+  static constexpr KvLayoutId kId = kId_;
+  using R = Row<kId>;
+  static constexpr int kGroups = kGroups_, kHeads = kGroups * kGroupHeads;
+  static constexpr int kProducers = kProducers_;
+  static constexpr int kThreads = kConsumerThreads + kProducers * kWarpSize;
+  static constexpr int kTeams = kConsumerWarps / kGroups;
+  static constexpr int kBlockSlots = kGroups, kBlockTokens = kSlotTokens * kBlockSlots;  // of one team
+  static constexpr int kEmptyArrivals = kGroups;        // every warp of a team reads every slot of its block
+  static constexpr int kChunks = kNumChunks / kGroups;  // of V that one warp accumulates
+  static constexpr bool kWgmma = kGroups == 4;          // a team is a warpgroup: QK by wgmma
+  // setmaxnreg: 64 K registers shared by role.
+  static constexpr int kConsumerRegisters = kProducers == 8 ? 224 : 232;
+  static constexpr int kProducerRegisters = kProducers == 8 ? 32 : 40;
+
+  static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
+  // A multiple of 8, so that a slot is always filled by the same producer and emptied by the same team: with 20
+  // slots a team could wait for a phase whose parity equals that of one it had not seen end.
+  static constexpr int kSlots = 16 * kSlotBytes <= 176 * 1024 ? 16 : 8;
+  static_assert(kSlots % kConsumerWarps == 0 && kSlots % kProducers == 0);
+
+  // Weights travel between the warps of a team as [head][token], double buffered; alone, a warp keeps its own.
+  static constexpr bool kShared = kGroups > 1;
+  static constexpr int kPPitch = kBlockTokens * 2 + 16;
+  static constexpr int kPBytes = kHeads * kPPitch;
+  static constexpr int kPBuffers = kShared ? 2 * kTeams : 0;
+  static constexpr int kScaleBytes = R::kNumScales ? R::kNumScales * kBlockTokens * 2 : 0;
+  static constexpr int kMaxBytes = kGroups * kHeads * 4;
+
+  static constexpr int kRing = 0;
+  static constexpr int kQ = kRing + kSlots * kSlotBytes;
+  static constexpr int kPFp8 = kQ + R::kDims / 16 * kGroups * 256;  // f16 weights, for e4m3 chunks
+  static constexpr int kPBf16 = kPFp8 + (R::kFp8Chunks > 0 ? kPBuffers * kPBytes : 0);
+  static constexpr int kScales = kPBf16 + (R::kFp8Chunks < kNumChunks ? kPBuffers * kPBytes : 0);
+  static constexpr int kBlockMax = kScales + kPBuffers * kScaleBytes;
+  static constexpr int kQScale = kBlockMax + kPBuffers * kMaxBytes;
+  static constexpr int kWarpStats = kQScale + kHeads * 4;                  // (max, sum) [warp][head]
+  static constexpr int kStats = kWarpStats + kConsumerWarps * kHeads * 8;  // of the CTA
+  static constexpr int kValid = kStats + kHeads * 8;
+  static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
+  static constexpr int kSmemBytes = kBarriers + kSlots * 16;
+  static_assert(kSmemBytes <= kMaxSmemBytes);
+  static_assert(kQ % 128 == 0 && kPFp8 % 16 == 0 && kBarriers % 8 == 0);
+
+  // Once the ring is empty the partial outputs lie over it, float [team][head][kHeadDimV].
+  static constexpr int kOutPitch = kHeadDimV + 4;
+  static_assert(kTeams * kHeads * kOutPitch * 4 <= kQ);
+};
+
+struct TeamParams {
+  SparseAttentionParams p;
+  int num_splits;       // CTAs of one cluster, which share one row's tokens
+  int num_head_blocks;  // CTAs of kHeads heads for one row
+};
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,257 @@
+#pragma once
+// S^T = K Q^T and softmax in the warpgroup kernel.
+#include "cuda/sparse_decode/exchange.cuh"
+#include "cuda/sparse_decode/merge.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace mla_fp8::gpu {
+
+// One of the four logits warps: 16 tokens of each block, all heads.
+template <class C>
+class LogitWarp {
+ public:
+  using R = typename C::R;
+  static constexpr int kGroups = C::kGroups, kLogitThreads = C::kLogitWarps * kWarpSize;
+
+  __device__ LogitWarp(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        p_(params.p),
+        w_(w),
+        ring_{shared_address(smem)},
+        x_(smem),
+        warp_(warp),
+        lane_(lane),
+        g_(lane / 4),
+        t_(lane % 4) {}
+
+  __device__ void run() {
+    const int head = warp_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      x_.head_state()[head] = {p_.sm_scale * kLog2E * layer_scale / q_scale, 0.0f};
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) sum_[n][0] = sum_[n][1] = 0.0f;
+
+    bool fresh = true;  // no token yet: bases are 0, sums and O too
+#pragma unroll 1
+    for (int block = 0; block < w_.num_blocks; ++block) {
+      const int slot = (block * C::kBlockSlots + warp_) % C::kSlots, buffer = block % 2;
+      mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + warp_) / C::kSlots & 1);
+      float s[kGroups][4];
+      const int e = logits(slot, s);
+      mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
+      const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
+      const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, largest_ > limit);
+      if (moved) move_bases(s, buffer, limit);
+      if (warp_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh;
+      fresh = fresh && !moved;
+      store_weights(slot, s, e, buffer);
+      fence_proxy_async();
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(x_.p_full(buffer));
+    }
+    finish();
+  }
+
+ private:
+  // (logit scale, base - 7) of heads 8n + 2t and + 1.
+  __device__ float4 head_pair(int n) const {
+    return reinterpret_cast<const float4*>(x_.head_state())[n * kGroupHeads / 2 + t_];
+  }
+
+  __device__ const uint8_t* row_of(int slot, int i) const {  // of token g + 8i
+    return x_.bytes + C::kRing + slot * C::kSlotBytes + (g_ + 8 * i) * R::kPitch;
+  }
+
+  // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked: -inf.
+  __device__ int logits(int slot, float (&s)[kGroups][4]) {
+    const uint32_t rows = ring_.slot(slot);
+    const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
+    bool is_nan[2] = {false, false};
+    int e = 0;
+    if constexpr (R::kNumScales > 0) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        TokenScales<R> scales;
+        scales.load(row_of(slot, i));
+#pragma unroll
+        for (int tile = 0; tile < R::kNumScales; ++tile) largest = fmaxf(largest, scales[tile]);
+        is_nan[i] = scales.nan;
+      }
+      e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
+      e = min(max(e, -100), 100);
+    }
+    const float unit = power_of_two(-e);  // K is used as code * scale * unit, in f16
+
+    constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;  // of 64 dims
+    const uint64_t q = wgmma_descriptor(ring_.smem + C::kQ, C::kHeads * 16, 128);
+    constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
+    const int matrix = lane_ / 8;
+    const uint32_t keys = rows + ((matrix & 1) * 8 + lane_ % 8) * R::kPitch + (matrix >> 1) * 16;
+    uint32_t k[2][4][4];
+    const auto load_fp8 = [&](uint32_t (&a)[4][4], int part) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t bytes[4];
+        ldmatrix_x4(bytes, keys + part * 64 + i * 32);
+        convert_keys(bytes, a[2 * i], a[2 * i + 1]);
+      }
+      if constexpr (R::kNumScales > 0) {
+        const int tile = part * 64 / R::kTileDims;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float scale = TokenScales<R>::read(row_of(slot, j), tile) * unit;
+          const uint32_t pair = pack_f16(scale, scale);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            a[i][j] = mul_f16x2(a[i][j], pair);
+            a[i][j + 2] = mul_f16x2(a[i][j + 2], pair);
+          }
+        }
+      }
+    };
+    if constexpr (kBf16Parts > 0) {
+      static_assert(kBf16Parts == 1);
+      const uint32_t unit_pair = pack_bf16(unit, unit);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ldmatrix_x4(k[1][i], keys + R::kBf16Offset + i * 32);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) k[1][i][j] = mul_bf16x2(k[1][i][j], unit_pair);
+      }
+      pin_registers(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) wgmma_bf16(s, k[1][i], q + (R::kFp8Dims / 16 + i) * kStep, i > 0);
+      wgmma_commit();
+    }
+    load_fp8(k[0], 0);
+    constexpr int kFp8Parts = kParts - kBf16Parts;
+#pragma unroll
+    for (int part = 0; part < kFp8Parts; ++part) {
+      pin_registers(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        wgmma_f16(s, k[part % 2][i], q + (part * 4 + i) * kStep, kBf16Parts > 0 || part > 0 || i > 0);
+      wgmma_commit();
+      wgmma_wait<1>();  // the other fragments are free again
+      if (part + 1 < kFp8Parts) load_fp8(k[(part + 1) % 2], part + 1);
+    }
+    wgmma_wait<0>();
+    pin_registers(s);
+
+    float offset[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      offset[i] = !valid[g_ + 8 * i] ? -INFINITY : is_nan[i] ? NAN : static_cast<float>(e);
+    const float scale_back = power_of_two(e);
+    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+      const float factor[2] = {state.x * scale_back, state.z * scale_back};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        s[n][c] = fmaf(s[n][c], factor[c % 2], offset[c / 2]) - (c % 2 ? state.w : state.y);
+        largest[c] = fmaxf(largest[c], s[n][c]);
+      }
+    }
+    largest_ = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    return e;
+  }
+
+  // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied by.
+  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float max0 = max_over_tokens(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_tokens(fmaxf(s[n][1], s[n][3]));
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {max0, max1};
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = warp_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float largest = x_.warp_max(0)[head];
+#pragma unroll
+      for (int i = 1; i < C::kLogitWarps; ++i) largest = fmaxf(largest, x_.warp_max(i)[head]);
+      const float old_base = x_.head_state()[head].y;
+      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
+      x_.head_state()[head].y = base;
+      x_.rescale(buffer)[head] = old_base - base;
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kGroupHeads + 2 * t_);
+      if (limit > -INFINITY) sum_[n][0] *= exp2_approx(change.x), sum_[n][1] *= exp2_approx(change.y);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
+    }
+  }
+
+  // Weights as the B operand of V^T P^T, and the value scales of these tokens.
+  __device__ void store_weights(int slot, const float (&s)[kGroups][4], int e, int buffer) {
+    const float unscale = power_of_two(-e);
+    const uint32_t offset = buffer * C::kPBytes + warp_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      float p[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) p[c] = exp2_approx(s[n][c]);
+      sum_[n][0] += (p[0] + p[2]) * unscale;
+      sum_[n][1] += (p[1] + p[3]) * unscale;
+      stmatrix_x2_trans(x_.smem + C::kPFp8 + offset + n * 256, pack_f16(p[0], p[1]), pack_f16(p[2], p[3]));
+      if constexpr (R::kFp8Chunks < kNumChunks)
+        stmatrix_x2_trans(x_.smem + C::kPBf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
+                          pack_bf16(p[2] * unscale, p[3] * unscale));
+    }
+    TokenScales<R> scales[2];  // read again: registers are short
+    scales[0].load(row_of(slot, 0));
+    scales[1].load(row_of(slot, 1));
+#pragma unroll
+    for (int tile = 0; tile < R::kNumScales; ++tile)
+      if (tile % 4 == t_)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int token = warp_ * kSlotTokens + g_ + 8 * i;
+          *reinterpret_cast<uint16_t*>(x_.scale_table(buffer) + (tile * C::kBlockTokens + token) * 2) =
+              static_cast<uint16_t>(pack_f16(scales[i][tile] * unscale, 0.0f));
+        }
+  }
+
+  // (base, sum) of each head; for a row of one split the factor of its output instead of the sum.
+  __device__ void finish() {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = warp_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float2 stats = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < C::kLogitWarps; ++i) stats.y += x_.warp_max(i)[head];
+      stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
+      if (params_.num_splits == 1) stats.y = finish_head<C>(p_, w_, head, stats.x, stats.y);
+      reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
+    }
+    named_barrier(kBarrierFinish, C::kWorkers);
+  }
+
+  const TeamParams& params_;
+  const SparseAttentionParams& p_;
+  const Work& w_;
+  const Ring<C> ring_;
+  const Exchange<C> x_;
+  const int warp_, lane_, g_, t_;
+  float sum_[kGroups][2];
+  float largest_;  // of this lane's logits of the block
+};
+
+}  // namespace mla_fp8::gpu

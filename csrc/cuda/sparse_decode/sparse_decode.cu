@@ -1,0 +1,54 @@
+// Which kernel runs a sparse attention problem: the Hopper kernel where it is built and fits, else the portable one.
+#include <limits>
+
+#include "cuda/launch.cuh"
+#include "cuda/sparse_decode/plan.h"
+
+namespace mla_fp8::gpu {
+namespace {
+
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+bool warp_teams_fit(const SparseAttentionParams& p) {
+#if MLA_FP8_WITH_SM90A
+  constexpr int64_t kLimit = int64_t{1} << 26;  // positions and grid stay far from 2^31
+  return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && total_topk(p) < kLimit &&
+         p.num_tokens < (1 << 20) && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+#else
+  return p.num_tokens < 0;
+#endif
+}
+
+}  // namespace
+
+void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
+  if (!warp_teams_fit(p)) return sparse_attention_portable(p, stream);
+#if MLA_FP8_WITH_SM90A
+  const TeamPlan plan = plan_sparse_decode(p, device_attribute(cudaDevAttrMultiProcessorCount));
+  const auto run = [&]<KvLayoutId kId>(constant<kId>) {
+    if constexpr (kv_layout(kId).nope_format != Format::kBf16)
+      if (plan.head_groups == 8) return launch_warpgroups<kId>(p, plan, stream);
+    launch_warp_teams<kId>(p, plan, stream);
+  };
+  switch (p.layout) {
+    case KvLayoutId::kDsv32: return run(constant<KvLayoutId::kDsv32>{});
+    case KvLayoutId::kDsv4: return run(constant<KvLayoutId::kDsv4>{});
+    case KvLayoutId::kFp8E4m3: return run(constant<KvLayoutId::kFp8E4m3>{});
+    case KvLayoutId::kFp8E4m3D512: return run(constant<KvLayoutId::kFp8E4m3D512>{});
+    case KvLayoutId::kBf16: return run(constant<KvLayoutId::kBf16>{});
+    case KvLayoutId::kBf16D512: return run(constant<KvLayoutId::kBf16D512>{});
+    default: return sparse_attention_portable(p, stream);
+  }
+#endif
+}
+
+void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
+  sparse_attention_portable(p, stream);
+}
+
+}  // namespace mla_fp8::gpu

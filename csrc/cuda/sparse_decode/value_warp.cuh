@@ -1,0 +1,164 @@
+#pragma once
+// O^T += V^T P^T in the warpgroup kernel.
+#include "cuda/sparse_decode/exchange.cuh"
+#include "cuda/sparse_decode/values.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace mla_fp8::gpu {
+
+// One of the eight value warps: 16 dims of each of its warpgroup's four chunks, all heads.
+template <class C>
+class ValueWarp {
+ public:
+  using R = typename C::R;
+  static constexpr int kGroups = C::kGroups;
+
+  __device__ ValueWarp(uint8_t* smem, int warp, int lane)
+      : ring_{shared_address(smem)},
+        x_(smem),
+        first_chunk_(warp / 4 * C::kChunks),
+        warp_(warp % 4),
+        lane_(lane),
+        g_(lane / 4),
+        t_(lane % 4) {}
+
+  __device__ void run(int num_blocks) {
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+        out_[chunk][n][0] = out_[chunk][n][1] = out_[chunk][n][2] = out_[chunk][n][3] = 0.0f;
+    // The last chunk of the second warpgroup may be bf16; the branch is uniform over the warpgroup.
+    if (R::kFp8Chunks < kNumChunks && first_chunk_ > 0) run_blocks<true>(num_blocks);
+    else run_blocks<false>(num_blocks);
+  }
+
+  // O * factor as bf16, straight from the fragments.
+  __device__ void store(const SparseAttentionParams& p, const Work& w) const {
+    const float2* stats = reinterpret_cast<const float2*>(x_.bytes + C::kStats);
+    each_pair([&](int head, int dim, bool adjacent, float a, float b) {
+      if (w.first_head + head >= p.num_q_heads) return;
+      const float factor = stats[head].y;
+      uint16_t* out = p.out + w.token * p.out_stride_token + (w.first_head + head) * p.out_stride_head + dim;
+      const uint32_t pair = pack_bf16(a * factor, b * factor);
+      if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
+      else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
+    });
+  }
+
+  // O as float [head][kHeadDimV] for merge_splits.
+  __device__ void write_partial() const {
+    float* base = reinterpret_cast<float*>(x_.bytes + C::kRing);
+    each_pair([&](int head, int dim, bool adjacent, float a, float b) {
+      float* out = base + head * C::kOutPitch + dim;
+      if (adjacent) *reinterpret_cast<float2*>(out) = {a, b};
+      else out[0] = a, out[8] = b;
+    });
+  }
+
+ private:
+  __device__ bool is_bf16(int chunk) const { return first_chunk_ + chunk >= R::kFp8Chunks; }
+
+  template <class Fn>
+  __device__ void each_pair(Fn&& fn) const {
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+      const bool bf16 = is_bf16(chunk);  // fragment rows g, g + 8 are those dims; else dims 2g, 2g + 1
+      const int dim = (first_chunk_ + chunk) * kChunkDims + warp_ * 16 + (bf16 ? g_ : 2 * g_);
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          fn(n * kGroupHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
+    }
+  }
+
+  template <bool kLastIsBf16>
+  __device__ __forceinline__ void run_blocks(int num_blocks) {
+    const int matrix = lane_ / 8, row = lane_ % 8;
+    // Two chunks at a time: matrices are (tokens 0-7, 8-15) x (chunk, next chunk).
+    const uint32_t values =
+        ((matrix & 1) * 8 + row) * R::kPitch + (first_chunk_ + (matrix >> 1)) * kChunkDims + warp_ * 16;
+    // bf16: matrices are (dims 0-7, 8-15) x (tokens 0-7, 8-15).
+    const uint32_t values_bf16 =
+        ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16;
+    uint32_t v[2][2][4];
+#pragma unroll 1
+    for (int block = 0; block < num_blocks; ++block) {
+      const int buffer = block % 2;
+      mbarrier_wait(x_.p_full(buffer), block / 2 & 1);
+      if (x_.moved(buffer)) rescale(x_.rescale(buffer));
+      const uint64_t p_fp8 = wgmma_descriptor(x_.smem + C::kPFp8 + buffer * C::kPBytes, 128, 256);
+      const uint64_t p_bf16 = wgmma_descriptor(x_.smem + C::kPBf16 + buffer * C::kPBytes, 128, 256);
+      const uint8_t* table = x_.scale_table(buffer) + 4 * t_;
+#pragma unroll
+      for (int step = 0; step < C::kBlockSlots; ++step) {
+        const int i = block * C::kBlockSlots + step, slot = i % C::kSlots;
+        mbarrier_wait(ring_.full(slot), i / C::kSlots & 1);
+        const uint32_t rows = ring_.slot(slot);
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const bool bf16 = kLastIsBf16 && pair == 1;
+          if (step > 0 || pair > 0) wgmma_wait<1>();  // these fragments are free again
+          uint32_t bytes[4];
+          ldmatrix_x4_trans(bytes, rows + values + pair * 2 * kChunkDims);
+          convert_pair(bytes, v[pair]);
+          if constexpr (R::kNumScales > 0)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              if (bf16 && j == 1) continue;
+              const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
+              const uint8_t* at = table + (tile * C::kBlockTokens + step * kSlotTokens) * 2;
+              const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
+              const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
+              v[pair][j][0] = mul_f16x2(v[pair][j][0], s0), v[pair][j][1] = mul_f16x2(v[pair][j][1], s0);
+              v[pair][j][2] = mul_f16x2(v[pair][j][2], s1), v[pair][j][3] = mul_f16x2(v[pair][j][3], s1);
+            }
+          if (bf16) ldmatrix_x4_trans(v[pair][1], rows + values_bf16);
+          if (pair == 1) {
+            __syncwarp();
+            if (lane_ == 0) mbarrier_arrive(ring_.empty(slot));
+          }
+          pin_registers(out_[2 * pair]);
+          pin_registers(out_[2 * pair + 1]);
+          wgmma_fence();
+          constexpr int kStep = C::kStepBytes / 16;
+          wgmma_f16(out_[2 * pair], v[pair][0], p_fp8 + step * kStep, 1);
+          if (bf16) wgmma_bf16(out_[2 * pair + 1], v[pair][1], p_bf16 + step * kStep, 1);
+          else wgmma_f16(out_[2 * pair + 1], v[pair][1], p_fp8 + step * kStep, 1);
+          wgmma_commit();
+        }
+      }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(x_.p_empty(buffer));
+    }
+  }
+
+  // 16 bytes of two chunks to the A fragments of both.
+  __device__ static void convert_pair(const uint32_t (&bytes)[4], uint32_t (&v)[2][4]) {
+    convert_values(bytes, v[0], v[1]);
+  }
+
+  __device__ void rescale(const float* changes) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t_);
+      f = {exp2_approx(f.x), exp2_approx(f.y)};
+#pragma unroll
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        out_[chunk][n][0] *= f.x, out_[chunk][n][2] *= f.x;
+        out_[chunk][n][1] *= f.y, out_[chunk][n][3] *= f.y;
+      }
+    }
+  }
+
+  const Ring<C> ring_;
+  const Exchange<C> x_;
+  const int first_chunk_, warp_, lane_, g_, t_;
+  float out_[C::kChunks][kGroups][4];
+};
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,82 @@
+#pragma once
+// Sparse FP8 MLA decode for Hopper, 17 to 128 heads: one CTA takes one query token, 64 of its heads and a share of
+// its selected tokens, in blocks of 64. Where the warp-team kernel has every warp do everything, here each
+// warpgroup has one part, so that the tensor cores work on QK of one block and PV of the one before it at once.
+//
+//   producers        4 warps: as in the warp-team kernel, a ring of 12 slots of 16 raw rows
+//   logits           4 warps: S^T[64 tokens x 64 heads] = K Q^T by wgmma, K from the raw rows through registers,
+//                    Q from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
+//   values           2 x 4 warps: O^T[256 dims x 64 heads] += V^T P^T by wgmma, V from the raw rows through registers
+//
+// Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator per
+// product. Bound: the tensor cores, 34 clocks per token at 64 heads; then the gather, 35.
+#include "cuda/sparse_decode/launch_clusters.cuh"
+#include "cuda/sparse_decode/logit_warp.cuh"
+#include "cuda/sparse_decode/merge.cuh"
+#include "cuda/sparse_decode/value_warp.cuh"
+
+namespace mla_fp8::gpu {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sparse_decode_groups_kernel(const __grid_constant__ TeamParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) uint8_t smem[];
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
+  if (thread < C::kSlots) {
+    Ring<C>{shared_address(smem)}.init(thread);
+    if (thread == 0) Exchange<C>(smem).init();
+    mbarrier_init_fence();
+  }
+  wait_for_previous_grid();
+  let_next_grid_start();
+  const Work w = find_work<C>(params);
+  const bool split = params.num_splits > 1;
+
+  if (warp >= kConsumerWarps + C::kLogitWarps) {
+    Producer<C> producer(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+    __syncthreads();
+    give_up_registers<C::kProducerRegisters>();
+    producer.run();
+    __syncwarp();
+    if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
+  } else if (warp >= kConsumerWarps) {
+    __syncthreads();
+    give_up_registers<C::kLogitRegisters>();
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
+    LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
+    logits.run();
+    __syncwarp();
+    if (split) cluster_sync(), cluster_sync();
+  } else {
+    Query<C> q;
+    q.load(params.p, w, warp, lane);
+    __syncthreads();
+    take_registers<C::kValueRegisters>();
+    q.store(smem, warp, lane);
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
+    ValueWarp<C> values(smem, warp, lane);
+    values.run(w.num_blocks);
+    named_barrier(kBarrierFinish, C::kWorkers);
+    if (split) {
+      values.write_partial();
+      __syncwarp();
+      cluster_sync();
+      merge_splits<C>(params, w, smem, thread);
+      __syncwarp();
+      cluster_sync();
+    } else {
+      values.store(params.p, w);
+    }
+  }
+#endif
+}
+
+template <KvLayoutId kId>
+void launch_warpgroups(const SparseAttentionParams& p, const TeamPlan& plan, gpuStream_t stream) {
+  using C = GroupConfig<kId>;
+  launch_clusters<C>(sparse_decode_groups_kernel<C>, p, plan.num_splits, stream);
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,126 @@
+"""What only the CUDA kernels have: variants, splits, a portable fallback, graph replay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_cases import V4_SCOPES, Case, all_layouts, make_case, packed_layouts
+
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+OPS = torch.ops.mla_fp8
+
+
+def assert_right(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:
+    exact, _, exact_lse = case.expected()
+    assert_as_accurate_as(out, case.rounded(), exact)
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# Batch and heads choose the kernel variant and the splits: from one row over 16 CTAs to several rows per SM.
+@packed_layouts
+@pytest.mark.parametrize("num_q_heads", [5, 16, 32, 100])
+@pytest.mark.parametrize("num_tokens", [1, 9, 40, 150])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_plan(layout, num_tokens, num_q_heads, batch_invariant):
+    case = make_case(
+        layout,
+        "cuda",
+        num_tokens=num_tokens,
+        num_q_heads=num_q_heads,
+        topk=1000,
+        num_slots=3000,
+        extra=V4_SCOPES,
+    )
+    assert_right(case, *case.decode(batch_invariant=batch_invariant))
+
+
+# FlashMLA's production set.
+@pytest.mark.parametrize(
+    "layout, num_tokens, num_q_heads, page_size, topk, extra",
+    [
+        ("dsv32", 4, 128, 64, 2048, None),
+        ("dsv32", 148, 128, 64, 2048, None),
+        *(
+            ("dsv4", num_tokens, heads, 256, 128, {"topk": topk, "page_size": page_size})
+            for num_tokens, heads, topk, page_size in [
+                (4, 64, 512, 64),
+                (128, 64, 512, 64),
+                (512, 64, 512, 64),
+                (256, 128, 1024, 64),
+                (512, 64, 1024, 2),
+            ]
+        ),
+    ],
+)
+def test_production_shapes(layout, num_tokens, num_q_heads, page_size, topk, extra):
+    case = make_case(
+        KV_LAYOUTS[layout], "cuda", num_tokens=num_tokens, num_q_heads=num_q_heads, page_size=page_size,
+        topk=topk, num_slots=20000, extra=extra,
+    )  # fmt: skip
+    out, lse = case.decode()
+    some = slice(0, 24)
+    assert_right(case.tokens(some), out[some], lse[some])
+    again = case.decode()
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    few = case.tokens(slice(num_tokens - 4, num_tokens))
+    assert_right(few, out[-4:], lse[-4:])
+
+
+@all_layouts
+@pytest.mark.parametrize("num_q_heads", [1, 16, 40, 128])
+def test_the_portable_kernel(layout, num_q_heads):
+    case = make_case(layout, "cuda", num_q_heads=num_q_heads, topk=333, num_slots=1000, extra=V4_SCOPES)
+    assert_right(case, *OPS._sparse_decode_portable(*case.arguments(), **case.op_options()))
+
+
+def test_more_tokens_than_a_grid_dimension_or_a_scheduler_holds():
+    case = make_case(KV_LAYOUTS["dsv4"], "cuda", num_tokens=70_000, num_q_heads=2, topk=6)
+    out, lse = case.decode()
+    for some in (slice(0, 64), slice(69_900, 70_000)):
+        assert_right(case.tokens(some), out[some], lse[some])
+
+
+@packed_layouts
+@pytest.mark.parametrize("num_tokens", [2, 200])
+def test_replays_follow_changed_indices_and_lengths(layout, num_tokens):
+    """A captured launch reads lengths and indices when it runs."""
+    options = {"num_tokens": num_tokens, "topk": 500, "num_slots": 2000, "extra": V4_SCOPES}
+    case = make_case(layout, "cuda", **options)
+    other = make_case(layout, "cuda", **options)
+    case.decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.decode()
+    for _ in range(3):
+        out.fill_(float("nan")), lse.fill_(float("nan"))
+        graph.replay()
+        want = case.decode()
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        for mine, theirs in zip(case.scopes, other.scopes, strict=True):
+            mine.indices.copy_(theirs.indices.roll(1, 0))
+            mine.length.copy_(theirs.length.roll(1, 0) // 2)
+            mine.kv_cache.copy_(theirs.kv_cache)
+        case.q.copy_(other.q.roll(1, 0))
+
+
+def test_back_to_back_launches_do_not_overtake_each_other():
+    """Launches overlap their starts with the end of the one before: each must still see its results."""
+    case = make_case(KV_LAYOUTS["bf16_512"], "cuda", num_tokens=40, num_q_heads=8, topk=64, sink=False)
+    want_q = case.q
+    for _ in range(20):  # the output of one is the query of the next
+        want_q = replace(case, q=want_q).decode()[0]
+        torch.cuda.synchronize()
+    q = case.q
+    for _ in range(20):
+        q = replace(case, q=q).decode()[0]
+    assert torch.equal(q, want_q)
