@@ -19,7 +19,7 @@ def registered(macro: str) -> set[str]:
     body = re.search(rf"#define {macro}\(X\)((?:.*\\\n)*.*)", source)
     if body is None:
         raise SystemExit(f"csrc/registration.h has no {macro}")
-    return set(re.findall(r"X\((\w+)\)", body[1]))
+    return set(re.findall(r"X\(([a-z]\w+)\)", body[1]))
 
 
 def summaries() -> dict[str, str]:

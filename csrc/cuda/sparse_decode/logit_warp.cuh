@@ -93,27 +93,30 @@ class LogitWarp {
     const int matrix = lane_ / 8;
     const uint32_t keys = rows + ((matrix & 1) * 8 + lane_ % 8) * R::kPitch + (matrix >> 1) * 16;
     uint32_t k[2][4][4];
-    const auto load_fp8 = [&](uint32_t (&a)[4][4], int part) {
+    // Bytes and scales are fetched one part ahead of their conversion, which is one ahead of the products.
+    uint32_t bytes[2][4], pair[2] = {};
+    float scale[2] = {};
+    const auto new_tile = [](int part) { return R::kNumScales > 0 && part * 64 % R::kTileDims == 0; };
+    const auto fetch = [&](int part) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint32_t bytes[4];
-        ldmatrix_x4(bytes, keys + part * 64 + i * 32);
-        convert_keys(bytes, a[2 * i], a[2 * i + 1]);
-      }
-      if constexpr (R::kNumScales > 0) {
-        const int tile = part * 64 / R::kTileDims;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float scale = TokenScales<R>::read(row_of(slot, j), tile) * unit;
-          const uint32_t pair = pack_f16(scale, scale);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            a[i][j] = mul_f16x2(a[i][j], pair);
-            a[i][j + 2] = mul_f16x2(a[i][j + 2], pair);
-          }
-        }
+        ldmatrix_x4(bytes[i], keys + part * 64 + i * 32);
+        if (new_tile(part)) scale[i] = TokenScales<R>::read(row_of(slot, i), part * 64 / R::kTileDims);
       }
     };
+    const auto convert = [&](uint32_t (&a)[4][4], int part) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        convert_keys(bytes[i], a[2 * i], a[2 * i + 1]);
+        if (new_tile(part)) pair[i] = pack_f16(scale[i] * unit, scale[i] * unit);
+      }
+      if constexpr (R::kNumScales > 0)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) a[i][j] = mul_f16x2(a[i][j], pair[j % 2]);
+    };
+    fetch(0);
     if constexpr (kBf16Parts > 0) {
       static_assert(kBf16Parts == 1);
       const uint32_t unit_pair = pack_bf16(unit, unit);
@@ -129,7 +132,8 @@ class LogitWarp {
       for (int i = 0; i < 4; ++i) wgmma_bf16(s, k[1][i], q + (R::kFp8Dims / 16 + i) * kStep, i > 0);
       wgmma_commit();
     }
-    load_fp8(k[0], 0);
+    convert(k[0], 0);
+    fetch(1);
     constexpr int kFp8Parts = kParts - kBf16Parts;
 #pragma unroll
     for (int part = 0; part < kFp8Parts; ++part) {
@@ -140,7 +144,8 @@ class LogitWarp {
         wgmma_f16(s, k[part % 2][i], q + (part * 4 + i) * kStep, kBf16Parts > 0 || part > 0 || i > 0);
       wgmma_commit();
       wgmma_wait<1>();  // the other fragments are free again
-      if (part + 1 < kFp8Parts) load_fp8(k[(part + 1) % 2], part + 1);
+      if (part + 1 < kFp8Parts) convert(k[(part + 1) % 2], part + 1);
+      if (part + 2 < kFp8Parts) fetch(part + 2);
     }
     wgmma_wait<0>();
     pin_registers(s);
