@@ -1,6 +1,6 @@
-// combine_topk_swa_indices on CUDA: one block per row, one 16-byte piece per thread, every output word written
-// once. Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way before the
-// row's request is known; entries that turn out not to count are read in vain.
+// combine_topk_swa_indices on CUDA: one block per row, one 16-byte piece per thread, every output word
+// written once. Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way
+// before the row's request is known; entries that turn out not to count are read in vain.
 // The ragged form counts the kept entries of each row, sums the counts, then writes the rows: three launches.
 
 #include "ops/combine_topk_swa_indices.h"

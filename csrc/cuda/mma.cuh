@@ -14,8 +14,8 @@ __device__ inline uint2 load_shared_8(uint32_t address) {
   return v;
 }
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m holds
-// elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m
+// holds elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -28,8 +28,8 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
-// D[16 x 8] += A[16 x 16] B[16 x 8], float accumulators: d[0], d[1] are (row g, columns 2t, 2t + 1), d[2], d[3]
-// the same columns of row g + 8.
+// D[16 x 8] += A[16 x 16] B[16 x 8], float accumulators: d[0], d[1] are (row g, columns 2t, 2t + 1), d[2],
+// d[3] the same columns of row g + 8.
 __device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -45,7 +45,8 @@ __device__ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An 8x8 matrix of 16-bit elements, transposed between the registers of the warp: a C fragment becomes a B one.
+// An 8x8 matrix of 16-bit elements, transposed between the registers of the warp: a C fragment becomes a B
+// one.
 __device__ inline uint32_t movmatrix_trans(uint32_t a) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

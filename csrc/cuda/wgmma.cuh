@@ -1,7 +1,7 @@
 #pragma once
-// Warpgroup matrix instructions of sm_90a: D[64 x N] += A[64 x 16] B[16 x N], N = 32 or 64, A from registers, B from shared
-// memory. Warp w of the four owns rows 16 w .. 16 w + 15; its A and D fragments are those of mma.cuh, D for each
-// group of 8 columns.
+// Warpgroup matrix instructions of sm_90a: D[64 x N] += A[64 x 16] B[16 x N], N = 32 or 64, A from registers,
+// B from shared memory. Warp w of the four owns rows 16 w .. 16 w + 15; its A and D fragments are those of
+// mma.cuh, D for each group of 8 columns.
 #include <cstdint>
 
 namespace mla_fp8::gpu {

@@ -30,12 +30,13 @@ struct TeamConfig {
   static constexpr int kProducerRegisters = kProducers == 8 ? 32 : 40;
 
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
-  // A multiple of 8, so that a slot is always filled by the same producer and emptied by the same team: with 20
-  // slots a team could wait for a phase whose parity equals that of one it had not seen end.
+  // A multiple of 8, so that a slot is always filled by the same producer and emptied by the same team: with
+  // 20 slots a team could wait for a phase whose parity equals that of one it had not seen end.
   static constexpr int kSlots = 16 * kSlotBytes <= 176 * 1024 ? 16 : 8;
   static_assert(kSlots % kConsumerWarps == 0 && kSlots % kProducers == 0);
 
-  // Weights travel between the warps of a team as [head][token], double buffered; alone, a warp keeps its own.
+  // Weights travel between the warps of a team as [head][token], double buffered; alone, a warp keeps its
+  // own.
   static constexpr bool kShared = kGroups > 1;
   static constexpr int kPPitch = kBlockTokens * 2 + 16;
   static constexpr int kPBytes = kHeads * kPPitch;

@@ -1,6 +1,7 @@
 #pragma once
-// One consumer warp: Q, the loop over blocks, online softmax. The two products are in logits.cuh and values.cuh; both
-// take their K / V operand straight from the raw rows in shared memory (fragments: docs/sparse_decode.md).
+// One consumer warp: Q, the loop over blocks, online softmax. The two products are in logits.cuh and
+// values.cuh; both take their K / V operand straight from the raw rows in shared memory (fragments:
+// docs/sparse_decode.md).
 #include "cuda/async.cuh"
 #include "cuda/barrier.cuh"
 #include "cuda/mma.cuh"

@@ -66,7 +66,8 @@ class LogitWarp {
     return x_.bytes + C::kRing + slot * C::kSlotBytes + (g_ + 8 * i) * R::kPitch;
   }
 
-  // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked: -inf.
+  // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked:
+  // -inf.
   __device__ int logits(int slot, float (&s)[kGroups][4]) {
     const uint32_t rows = ring_.slot(slot);
     const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
@@ -170,7 +171,8 @@ class LogitWarp {
     return e;
   }
 
-  // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied by.
+  // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
+  // by.
   __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {

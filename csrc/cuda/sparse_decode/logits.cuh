@@ -1,6 +1,6 @@
 #pragma once
-// S^T = K Q^T for the 16 tokens of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and one
-// conversion; the scales of its tiles multiply float accumulators.
+// S^T = K Q^T for the 16 tokens of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
+// one conversion; the scales of its tiles multiply float accumulators.
 #include "cuda/sparse_decode/consumer.cuh"
 #include "cuda/wgmma.cuh"
 

@@ -1,6 +1,7 @@
 #pragma once
-// Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster (the splits of
-// one row) through distributed shared memory. The order of additions is fixed: results are bitwise repeatable.
+// Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster (the
+// splits of one row) through distributed shared memory. The order of additions is fixed: results are bitwise
+// repeatable.
 #include "cuda/sparse_decode/logits.cuh"
 #include "cuda/sparse_decode/values.cuh"
 

@@ -1,6 +1,6 @@
 #pragma once
-// How a problem is cut into CTAs. Looks at shapes only, never at lengths: a captured graph stays right when they
-// change, and a row's result does not depend on what the other rows hold.
+// How a problem is cut into CTAs. Looks at shapes only, never at lengths: a captured graph stays right when
+// they change, and a row's result does not depend on what the other rows hold.
 #include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {

@@ -1,14 +1,15 @@
-// Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention loop.
+// Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention
+// loop.
 //
 // One CTA takes one query token and 16 of its heads (M of an mma). For each block of 32 selected tokens:
-//   gather   32 rows into shared memory by cp.async, while the block before is worked on; masked rows are zeros
+//   gather   32 rows into shared memory by cp.async, while the block before is worked on; masked: zeros
 //   decode   to bf16 latents [token][dim], as dequantize_kv does
 //   S        4 warps x 8 tokens, all dims
 //   P        online softmax; maxima and weights meet in shared memory
 //   O        4 warps x 128 value dims
 //
-// Simple and correct before fast: rows are fetched once per 16 heads and one CTA walks all tokens of a row, so
-// small batches leave most of the GPU idle. The Hopper kernel is in warp_teams.cuh.
+// Simple and correct before fast: rows are fetched once per 16 heads and one CTA walks all tokens of a row,
+// so small batches leave most of the GPU idle. The Hopper kernel is in warp_teams.cuh.
 #include "cuda/async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
@@ -86,8 +87,8 @@ __device__ void gather(const SparseAttentionParams& p, int64_t token, const int6
   cp_async_commit();
 }
 
-// Raw rows to bf16 latents, 8 elements at a time. The scale of a uniform FP8 layout multiplies logits and output
-// instead: exact here.
+// Raw rows to bf16 latents, 8 elements at a time. The scale of a uniform FP8 layout multiplies logits and
+// output instead: exact here.
 template <KvLayoutId kId>
 __device__ void decode_block(Shared<kId>& smem) {
   using R = Row<kId>;

@@ -1,5 +1,6 @@
 #pragma once
-// Q of one CTA, from global memory into the order in which the tensor cores read it as the B operand of K Q^T.
+// Q of one CTA, from global memory into the order in which the tensor cores read it as the B operand of K
+// Q^T.
 #include "cuda/pairs.cuh"
 #include "cuda/sparse_decode/config.cuh"
 #include "cuda/sparse_decode/producer.cuh"
@@ -30,8 +31,8 @@ struct Query {
     }
   }
 
-  // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go to
-  // kQScale.
+  // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
+  // to kQScale.
   __device__ void store(uint8_t* smem, int warp, int lane) const {
     float* q_scale = reinterpret_cast<float*>(smem + C::kQScale);
 #pragma unroll

@@ -1,4 +1,5 @@
-// Which kernel runs a sparse attention problem: the Hopper kernel where it is built and fits, else the portable one.
+// Which kernel runs a sparse attention problem: the Hopper kernel where it is built and fits, else the
+// portable one.
 #include <limits>
 
 #include "cuda/launch.cuh"

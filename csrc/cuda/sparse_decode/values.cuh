@@ -1,6 +1,6 @@
 #pragma once
-// O^T += V^T P^T. V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales multiply the
-// weights.
+// O^T += V^T P^T. V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales
+// multiply the weights.
 #include "cuda/sparse_decode/consumer.cuh"
 
 namespace mla_fp8::gpu {
@@ -72,8 +72,9 @@ __device__ __forceinline__ void Consumer<C>::accumulate_bf16(int chunk, uint32_t
   }
 }
 
-// kGroups > 1: each warp has the weights of its 16 tokens and wants those of the whole block, for its own value
-// dims. They meet in shared memory, at one barrier per block, which also tells whether some maximum moved.
+// kGroups > 1: each warp has the weights of its 16 tokens and wants those of the whole block, for its own
+// value dims. They meet in shared memory, at one barrier per block, which also tells whether some maximum
+// moved.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_slot, int parity,
                                                                const TokenScales<R> (&scales)[2],

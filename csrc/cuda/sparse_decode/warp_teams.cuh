@@ -1,22 +1,22 @@
 #pragma once
-// Sparse FP8 MLA decode for Hopper: one CTA takes one query token, 8, 16 or 32 of its heads, and a share of its
-// selected tokens.
+// Sparse FP8 MLA decode for Hopper: one CTA takes one query token, 8, 16 or 32 of its heads, and a share of
+// its selected tokens.
 //
-//   4 or 8 producer warps   index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 slots of 16
-//                           rows as they lie in the cache: nothing is converted or copied again
-//   8 consumer warps        in 8 / G teams of G warps (G = groups of 8 heads). A team owns whole blocks of 16 G
-//                           tokens and its own running maximum, so teams never wait for each other:
-//       S^T = K Q^T         a warp: 16 tokens, all heads. Q stays in shared memory as the B operand, K comes from
-//                           the raw rows by ldmatrix + one conversion; tile scales multiply float accumulators
+//   4 or 8 producer warps   index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 slots
+//                           of 16 rows as they lie in the cache: nothing is converted or copied again
+//   8 consumer warps        in 8 / G teams of G warps (G = groups of 8 heads). A team owns whole blocks of
+//                           16 G tokens and its own running maximum, so teams never wait for each other:
+//       S^T = K Q^T         a warp: 16 tokens, all heads. Q stays in shared memory as the B operand, K comes
+//                           from the raw rows by ldmatrix and a conversion; tile scales multiply accumulators
 //       P = 2^(S - base)    one exchange per block inside a team (none for G = 1); O is rescaled only when a
 //                           maximum has grown by more than 2^8
-//       O^T += V^T P^T      a warp: 512 / G value dims, all heads: 128 accumulators whatever G. V comes from the
-//                           same rows by ldmatrix.trans, scales multiply the weights
+//       O^T += V^T P^T      a warp: 512 / G value dims, all heads: 128 accumulators whatever G. V comes from
+//                           the same rows by ldmatrix.trans, scales multiply the weights
 //   merge                   teams in shared memory, then the CTAs that share a row (a cluster) in distributed
 //                           shared memory: one launch, no workspace, a fixed order of additions
 //
-// Bound, H200: 8 and 16 heads by the row gather (35 clocks per token and SM at 4.3 TB/s) plus the fixed cost of a
-// row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See docs/sparse_decode.md.
+// Bound, H200: 8 and 16 heads by the row gather (35 clocks per token and SM at 4.3 TB/s) plus the fixed cost
+// of a row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See docs/sparse_decode.md.
 #include "cuda/sparse_decode/launch_clusters.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 

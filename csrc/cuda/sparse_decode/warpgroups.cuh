@@ -1,15 +1,17 @@
 #pragma once
-// Sparse FP8 MLA decode for Hopper, 17 to 128 heads: one CTA takes one query token, 64 of its heads and a share of
-// its selected tokens, in blocks of 64. Where the warp-team kernel has every warp do everything, here each
-// warpgroup has one part, so that the tensor cores work on QK of one block and PV of the one before it at once.
+// Sparse FP8 MLA decode for Hopper, many heads: one CTA takes one query token, 64 of its heads and a
+// share of its selected tokens, in blocks of 64. Where the warp-team kernel has every warp do everything,
+// here each warpgroup has one part, so that the tensor cores work on QK of one block and PV of the one before
+// it at once.
 //
-//   producers        4 warps: as in the warp-team kernel, a ring of 12 slots of 16 raw rows
-//   logits           4 warps: S^T[64 tokens x 64 heads] = K Q^T by wgmma, K from the raw rows through registers,
-//                    Q from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
-//   values           2 x 4 warps: O^T[256 dims x 64 heads] += V^T P^T by wgmma, V from the raw rows through registers
+//   producers   4 warps: as in the warp-team kernel, a ring of 12 slots of 16 raw rows
+//   logits      4 warps: S^T[64 tokens x 64 heads] = K Q^T by wgmma, K from the raw rows through registers, Q
+//               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
+//   values      2 x 4 warps: O^T[256 dims x 64 heads] += V^T P^T by wgmma, V from the raw rows through
+//               registers
 //
-// Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator per
-// product. Bound: the tensor cores, 34 clocks per token at 64 heads; then the gather, 35.
+// Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator
+// per product. Bound: the tensor cores, 34 clocks per token at 64 heads; then the gather, 35.
 #include "cuda/sparse_decode/launch_clusters.cuh"
 #include "cuda/sparse_decode/logit_warp.cuh"
 #include "cuda/sparse_decode/merge.cuh"
