@@ -8,27 +8,27 @@
 namespace mla_fp8::gpu {
 namespace {
 
-int device_attribute(cudaDeviceAttr attribute) {
+[[maybe_unused]] int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
   return value;
 }
 
-bool warp_teams_fit(const SparseAttentionParams& p) {
+bool hopper_kernels_fit(const SparseAttentionParams& p) {
 #if MLA_FP8_WITH_SM90A
   constexpr int64_t kLimit = int64_t{1} << 26;  // positions and grid stay far from 2^31
   return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && total_topk(p) < kLimit &&
          p.num_tokens < (1 << 20) && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 #else
-  return p.num_tokens < 0;
+  return p.num_tokens < 0;  // not built
 #endif
 }
 
 }  // namespace
 
 void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
-  if (!warp_teams_fit(p)) return sparse_attention_portable(p, stream);
+  if (!hopper_kernels_fit(p)) return sparse_attention_portable(p, stream);
 #if MLA_FP8_WITH_SM90A
   const TeamPlan plan = plan_sparse_decode(p, device_attribute(cudaDevAttrMultiProcessorCount));
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
