@@ -33,9 +33,12 @@ template <KvLayoutId kId>
 MLA_SIMD void prefetch_slot(const KvScope& s, int64_t slot) {
   constexpr KvLayout kL = kv_layout(kId);
   if (slot < 0 || slot >= s.num_slots) return;
-  const uint8_t* row =
-      s.kv_cache + slot / s.page_size * s.kv_cache_stride_page + kL.token_offset(slot % s.page_size);
-  for (int i = 0; i < kL.token_stride(); i += 64) __builtin_prefetch(row + i);
+  const int64_t row = slot % s.page_size;
+  const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
+  const uint8_t* token = page + kL.token_offset(row);
+  for (int i = 0; i < kL.token_stride(); i += 64) __builtin_prefetch(token + i);
+  if constexpr (kL.scale_placement == ScalePlacement::kPageTail)
+    __builtin_prefetch(page + kL.scale_offset(row, s.page_size));
 }
 
 // Stages up to kBlock keys as bf16 latents, zeros up to a multiple of kKeyTile. Returns how many are real.
@@ -49,7 +52,7 @@ int stage_latents(const SparseAttentionParams& p, int64_t token, Cursor* cursor,
     const int64_t length = s.topk_length ? s.topk_length[token] : s.topk;
     const int64_t end = length < s.topk ? length : s.topk;
     for (; cursor->next < end && count < kBlock; ++cursor->next) {
-      constexpr int64_t kAhead = 4;  // rows are scattered: ask for one while others are decoded
+      constexpr int64_t kAhead = 8;  // rows are scattered: ask for one while others are decoded
       if (cursor->next + kAhead < end) prefetch_slot<kId>(s, indices[cursor->next + kAhead]);
       const int64_t slot = indices[cursor->next];
       if (slot < 0 || slot >= s.num_slots) continue;
