@@ -1,9 +1,8 @@
 """The ops over csrc/ops/sparse_attention.h: sparse_decode, sparse_prefill_paged, sparse_prefill.
 
-"reference" is the package's own specification. Two baselines are tuned eager PyTorch, bf16 matmuls around a
-softmax: "eager" does the whole job from the same packed bytes (gather, dequantise, attend), "ready rows" finds
-them dequantised. The ceiling is a large bf16
-matmul.
+"reference" is the package's own specification. The two others are tuned eager PyTorch, bf16 matmuls around a
+softmax: "eager" does the whole job from the same packed bytes (gather, dequantise, attend), "ready rows"
+finds them dequantised. The ceiling is a large bf16 matmul.
 """
 
 import torch
