@@ -10,16 +10,13 @@ CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test symbols lint format bench wheel build clean
+.PHONY: demo test lint format bench wheel build clean
 
 demo: build
 	$(BIN)/python -m mla_fp8 demo
 
 test: build
 	$(BIN)/python -m pytest
-
-symbols: build
-	$(BIN)/python ci/check_symbols.py python/mla_fp8/lib/*.so --objects build/cmake
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
