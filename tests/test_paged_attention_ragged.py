@@ -7,6 +7,8 @@ import mla_fp8
 from mla_fp8 import reference
 from mla_fp8.testing import assert_as_accurate_as
 
+pytestmark = pytest.mark.op("paged_attention_ragged")
+
 NAN, INF = float("nan"), float("inf")
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 DTYPES = {

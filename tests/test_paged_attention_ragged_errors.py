@@ -4,6 +4,8 @@ from test_paged_attention_ragged import make_case
 
 import mla_fp8
 
+pytestmark = pytest.mark.op("paged_attention_ragged")
+
 NAN, INF = float("nan"), float("inf")
 
 

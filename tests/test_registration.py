@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from op_samples import SAMPLES
+from op_samples import NO_KERNEL, SAMPLES
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, _libraries
@@ -56,15 +56,18 @@ def test_every_op_has_a_sample_and_a_public_function():
 
 @every_op
 def test_every_op_has_its_kernels(name):
-    keys = ["CPU", "Meta"]
+    keys = {"CPU", "Meta"}
     if _libraries.status.get("libmla_fp8_cuda.so") == "loaded":
-        keys.append("CUDA")
-    missing = [k for k in keys if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{name}", k)]
-    assert not missing, f"no kernel for {missing}"
+        keys.add("CUDA")
+    without = {device.upper() for device in NO_KERNEL.get(name.removesuffix("_out"), ())}
+    has = {k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{name}", k)}
+    assert has == keys - without
 
 
 @every_op
 def test_opcheck(name, device):
+    if device in NO_KERNEL.get(name.removesuffix("_out"), ()):
+        pytest.skip(f"{name} has no {device} kernel yet")
     tensors, options = op_call(name, device)
     torch.library.opcheck(getattr(torch.ops.mla_fp8, name).default, tensors, options)
 

@@ -1,5 +1,6 @@
 """A paged cache in one layout, and attention through it: what a serving engine does with the ops."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -147,26 +148,14 @@ class LayerCache:
 
     def prefill_paged(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
         """Attends to the pages directly: no workspace."""
-        (main, indices), (extra, extra_indices) = self._scopes(inputs, batch)
-        out, _, _ = sparse_prefill_paged(
-            inputs.q,
-            main.data,
-            indices,
-            layout=self.layout,
-            page_size=main.page_size,
-            sm_scale=self.spec.sm_scale,
-            attn_sink=inputs.attn_sink,
-            extra_kv_cache=extra.data if extra else None,
-            extra_indices=extra_indices,
-            extra_page_size=extra.page_size if extra else None,
-            scale=self.scale,
-            backend="native",
-        )
-        return out
+        return self._attend(sparse_prefill_paged, inputs, batch)
 
     def decode(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
+        return self._attend(sparse_decode, inputs, batch)
+
+    def _attend(self, op: Callable[..., tuple[Tensor, ...]], inputs: AttentionInputs, batch: Batch) -> Tensor:
         (main, indices), (extra, extra_indices) = self._scopes(inputs, batch)
-        out, _ = sparse_decode(
+        return op(
             inputs.q,
             main.data,
             indices,
@@ -179,8 +168,7 @@ class LayerCache:
             extra_page_size=extra.page_size if extra else None,
             scale=self.scale,
             backend="native",
-        )
-        return out
+        )[0]
 
     def _scopes(
         self, inputs: AttentionInputs, batch: Batch
