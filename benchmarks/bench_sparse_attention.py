@@ -1,8 +1,8 @@
 """The ops over csrc/ops/sparse_attention.h: sparse_decode, sparse_prefill_paged, sparse_prefill.
 
 Both baselines are tuned eager PyTorch, bf16 matmuls around a softmax: "eager" does the whole job from the
-same packed bytes (gather, dequantise, attend), "ready rows" finds them dequantised. The ceiling is a large bf16
-matmul. The cache is larger than the last-level cache and the baselines clear it: rows come from memory.
+same packed bytes (gather, dequantise, attend), "ready rows" finds them dequantised. The ceiling is a large
+bf16 matmul. The KV cache exceeds the last-level cache and the baselines clear it: rows come from memory.
 """
 
 import torch
