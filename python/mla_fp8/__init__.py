@@ -5,6 +5,7 @@ from . import _libraries
 _libraries.load_all()
 
 from .doctor import doctor
+from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
@@ -25,10 +26,12 @@ __all__ = [
     "dequantize_kv",
     "dequantize_kv_paged",
     "doctor",
+    "hisparse_backend",
     "merge_attention_states",
     "pad_q_heads",
     "paged_attention_ragged",
     "quantize_kv",
+    "resolve_kv_cache_dtype",
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",

@@ -1,0 +1,134 @@
+"""Which layout an engine's ``kv_cache_dtype`` means: there one string stands for several byte formats.
+
+Two tables decide: what a name can mean, likeliest first, and what a backend reads. The first meaning that the
+backend reads is taken; bytes per token, where the caller knows them, choose among those it reads.
+"""
+
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from .layout import KV_LAYOUTS, KVLayout, get_layout
+
+_LOGGER = logging.getLogger(__name__)
+
+# Engines tell formats apart by their scales: stored with each token, one per layer, none.
+_KIND = {"f32": "packed", "ue8m0": "packed", "per_layer": "plain", "none": "bf16"}
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "auto": ("packed", "plain", "bf16"),
+    "bfloat16": ("bf16",),
+    "fp8": ("packed", "plain"),
+    "fp8_e4m3": ("plain", "packed"),  # our layout's own name, and what engines call FlashMLA's format
+    "fp8_ds_mla": ("packed",),
+}
+
+# Said once in the log, so that nobody compares the accuracy of two formats under one name.
+_NOTES = {
+    "packed": "FP8 with a scale per tile, rope in bf16",
+    "plain": "FP8 with one scale per layer, rope too; may be less accurate than per tile (vLLM #35891)",
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The caches that a backend reads as they are."""
+
+    kinds: tuple[str, ...]
+    fnuz: bool = False  # e4m3fnuz as well as e4m3fn
+
+    def reads(self, layout: KVLayout) -> bool:
+        return _KIND[layout.scale_format] in self.kinds and (
+            self.fnuz or layout.fp8_dtype is not torch.float8_e4m3fnuz
+        )
+
+
+BACKENDS: dict[str, Reader] = {
+    "native": Reader(("packed", "plain", "bf16"), fnuz=True),
+    "reference": Reader(("packed", "plain", "bf16"), fnuz=True),
+    "flash_mla": Reader(("packed", "bf16")),  # the package: both of its kernel families
+    "flashmla_kv": Reader(("packed",)),
+    "flashmla_sparse": Reader(("bf16",)),
+    "flashinfer": Reader(("plain", "bf16")),
+    "aiter": Reader(("plain", "bf16"), fnuz=True),
+}
+HISPARSE = ("flashmla_sparse", "flashmla_kv")
+
+
+def resolve_kv_cache_dtype(
+    name: str, backend: str, head_dim_qk: int, row_bytes: int | None = None, *, fnuz: bool = False
+) -> KVLayout:
+    """The one layout that ``kv_cache_dtype=name`` means to ``backend``; an FP8 one is logged, once.
+
+    ============  ==========================================================================
+    name          layout
+    ============  ==========================================================================
+    `auto`        what the backend reads, in this order: packed, plain, bf16
+    `bfloat16`    bf16; refused by a backend that reads FP8 only, never quantised for it
+    `fp8`         packed, or plain where the backend does not read packed
+    `fp8_e4m3`    plain, or packed where the backend does not read plain
+    `fp8_ds_mla`  packed
+    ============  ==========================================================================
+
+    Packed is `dsv32` or `dsv4`, plain is `fp8_e4m3` (one scale per layer), each by ``head_dim_qk``.
+    ``row_bytes``, the bytes of one token in an existing cache, must be those of a layout that the name can
+    mean to the backend, and that layout is taken. They cannot tell e4m3fn from e4m3fnuz: ``fnuz`` does,
+    with a backend that reads both (a bf16 cache holds neither).
+    """
+    _check_one_of("name", name, NAMES)
+    _check_one_of("backend", backend, BACKENDS)
+    _check_one_of("head_dim_qk", head_dim_qk, dict.fromkeys(x.head_dim_qk for x in KV_LAYOUTS.values()))
+    reader = BACKENDS[backend]
+    if fnuz and not reader.fnuz:
+        _fail(f"fnuz must be False: backend {backend!r} reads e4m3fn only")
+    formats = (None, torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
+    rows = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk and x.fp8_dtype in formats]
+    meanings = [x for kind in NAMES[name] for x in rows if _KIND[x.scale_format] == kind]
+    layouts = [x for x in meanings if reader.reads(x)]
+    if not layouts:
+        _fail(
+            f"name must be one whose layout backend {backend!r} reads ({', '.join(reader.kinds)}), "
+            f"got {name!r} ({', '.join(x.name for x in meanings)}); a cache is never converted on the fly"
+        )
+    for layout in layouts:
+        if row_bytes in (None, layout.bytes_per_token):
+            _log_once(name, layout)
+            return layout
+    sizes = " or ".join(f"{x.bytes_per_token} ({x.name})" for x in layouts)
+    _fail(f"row_bytes must be {sizes} for {name!r}, backend {backend!r}, got {row_bytes!r}")
+
+
+def hisparse_backend(layout: str | KVLayout, backend: str = "auto") -> str:
+    """The FlashMLA family that serves a HiSparse cache on CUDA: the cache decides, a wrong choice is refused.
+
+    bf16 goes to `flashmla_sparse`, packed FP8 to `flashmla_kv` (SGLang #23013); neither reads the other's.
+    """
+    layout = get_layout(layout)
+    _check_one_of("backend", backend, ("auto", *HISPARSE), "hisparse_backend")
+    for candidate in HISPARSE:
+        if BACKENDS[candidate].reads(layout) and backend in ("auto", candidate):
+            return candidate
+    reads = ", ".join(f"{b} reads {' and '.join(BACKENDS[b].kinds)}" for b in HISPARSE)
+    _fail(f"backend {backend!r} cannot read layout {layout.name}: {reads} (e4m3fn)", "hisparse_backend")
+
+
+def _check_one_of(
+    argument: str, value: object, accepted: Iterable[object], function: str = "resolve_kv_cache_dtype"
+) -> None:
+    if value not in (known := list(accepted)):
+        _fail(f"{argument} must be one of {', '.join(map(str, known))}, got {value!r}", function)
+
+
+def _fail(message: str, function: str = "resolve_kv_cache_dtype") -> NoReturn:
+    raise ValueError(f"mla_fp8.{function}: {message}")
+
+
+@functools.cache
+def _log_once(name: str, layout: KVLayout) -> None:
+    note = _NOTES.get(_KIND[layout.scale_format])
+    if note is not None:
+        _LOGGER.info("kv_cache_dtype %r is layout %s: %s", name, layout.name, note)
