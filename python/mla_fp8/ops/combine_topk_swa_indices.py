@@ -6,6 +6,11 @@ from ._out import all_given
 _WIDTH_ALIGNMENT = 128
 
 
+def combined_width(topk: int, window_size: int) -> int:
+    """Columns of :func:`combine_topk_swa_indices`."""
+    return -(-(topk + window_size) // _WIDTH_ALIGNMENT) * _WIDTH_ALIGNMENT
+
+
 def combine_topk_swa_indices(
     topk_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -118,7 +123,7 @@ def _(
     compressed_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens = topk_indices.shape[0]
-    width = (topk + window_size + _WIDTH_ALIGNMENT - 1) // _WIDTH_ALIGNMENT * _WIDTH_ALIGNMENT
+    width = combined_width(topk, window_size)
     return topk_indices.new_empty((num_tokens, width)), topk_indices.new_empty((num_tokens,))
 
 
