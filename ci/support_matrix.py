@@ -15,11 +15,13 @@ BEGIN, END = "<!-- ops: written by ci/support_matrix.py -->\n", "<!-- end of ops
 
 
 def registered(macro: str) -> set[str]:
+    """The ops of a list, those of the lists in it included."""
     source = (ROOT / "csrc/registration.h").read_text()
     body = re.search(rf"#define {macro}\(X\)((?:.*\\\n)*.*)", source)
     if body is None:
         raise SystemExit(f"csrc/registration.h has no {macro}")
-    return set(re.findall(r"X\(([a-z]\w+)\)", body[1]))
+    included = (registered(name) for name in re.findall(r"(MLA_FP8_\w+)\(X\)", body[1]))
+    return set(re.findall(r"X\(([a-z]\w+)\)", body[1])).union(*included)
 
 
 def summaries() -> dict[str, str]:

@@ -8,23 +8,7 @@
 
 // One line per op file. An op that is missing from a list raises NotImplementedError on that device.
 // clang-format off
-#define MLA_FP8_CPU_OPS(X)                                  \
-  X(quantize_kv)                                            \
-  X(dequantize_kv) X(dequantize_kv_out)                     \
-  X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
-  X(sparse_prefill) X(sparse_prefill_out)                   \
-  X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
-  X(sparse_decode) X(sparse_decode_out)                     \
-  X(combine_topk_swa_indices)                               \
-  X(combine_topk_swa_indices_out)                           \
-  X(combine_topk_swa_indices_ragged)                        \
-  X(combine_topk_swa_indices_ragged_out)                    \
-  X(build_swa_token_ids) X(build_swa_token_ids_out)         \
-  X(pad_q_heads) X(pad_q_heads_out)                         \
-  X(paged_attention_ragged) X(paged_attention_ragged_out)   \
-  X(merge_attention_states) X(merge_attention_states_out)
-
-#define MLA_FP8_GPU_OPS(X)                                  \
+#define MLA_FP8_COMMON_OPS(X)                               \
   X(quantize_kv)                                            \
   X(dequantize_kv) X(dequantize_kv_out)                     \
   X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
@@ -37,7 +21,10 @@
   X(merge_attention_states) X(merge_attention_states_out)   \
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
-  X(sparse_decode) X(sparse_decode_out) X(_sparse_decode_portable)
+  X(sparse_decode) X(sparse_decode_out)
+
+#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) X(paged_attention_ragged) X(paged_attention_ragged_out)
+#define MLA_FP8_GPU_OPS(X) MLA_FP8_COMMON_OPS(X) X(_sparse_decode_portable)
 // clang-format on
 
 namespace mla_fp8 {
