@@ -1,14 +1,17 @@
 """Calls written for SGLang's helpers get their results from our ops."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kv_cache_cases import POISON, assert_same_values, distinct_slots, latents
+from prefill_cases import WINDOW_PAGE, make_chunk
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.compat import sglang
+from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 LAYOUT = KV_LAYOUTS["dsv4"]
 PAGE_SIZE = 64
@@ -45,6 +48,13 @@ def swa_inputs(device):
         (
             sglang.build_swa_token_ids,
             "seq_lens extend_seq_lens req_pool_indices req_to_token full_to_swa swa_window total_swa",
+        ),
+        (sglang.dequantize_k_cache_paged_dsa, "quant_k_cache page_table_1_flattened group_size"),
+        (
+            sglang.SparsePrefillChunkCache.build,
+            "seq_lens extend_seq_lens query_lens query_pos req_pool_indices req_to_token full_to_swa "
+            "swa_window_size swa_page_size num_qo_tokens max_seq_len total_swa request_window_layout "
+            "seq_lens_cpu",
         ),
     ],
 )
@@ -114,3 +124,142 @@ def test_swa_ids_fill_exactly_what_the_windows_reach(known, device):
     assert got[0].shape == (total,) and (got[0] >= 0).all()
     for ours, expected in zip(got, want, strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("shape", ["flat", "paged"])
+def test_dequantize_of_v32_reads_slots_of_any_page_size(shape, device):
+    layout = KV_LAYOUTS["dsv32"]
+    kv_cache = layout.empty(4, PAGE_SIZE, device)
+    mla_fp8.quantize_kv(
+        latents(layout, 256, device), torch.arange(256, device=device), kv_cache,
+        layout=layout, page_size=PAGE_SIZE,
+    )  # fmt: skip
+    slots = distinct_slots(100, 256, device, torch.int32)
+    want = reference.dequantize_kv(kv_cache, slots, layout=layout, page_size=PAGE_SIZE)
+    row = layout.bytes_per_token
+    given = kv_cache.view(torch.float8_e4m3fn).view(*((256, 1, row) if shape == "flat" else (4, 64, 1, row)))
+    assert_same_values(sglang.dequantize_k_cache_paged_dsa(given, slots), want[:, None])
+    assert_same_values(sglang.dequantize_k_cache_paged_dsa(given, slots, group_size=128), want[:, None])
+    with pytest.raises(ValueError, match="group_size must be 128, got 64"):
+        sglang.dequantize_k_cache_paged_dsa(given, slots, 64)
+    with pytest.raises(ValueError, match=r"quant_k_cache must have shape .*, got \[4, "):
+        sglang.dequantize_k_cache_paged_dsa(given.view(4, -1), slots)
+
+
+def chunk_cache(chunk, **changes):
+    """SGLang's cache of a chunk of prefill_cases, built as SGLang builds it."""
+    spans = [range(n - q, n) for n, q in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
+    arguments = {
+        "seq_lens": chunk.seq_lens_device,
+        "extend_seq_lens": chunk.query_lens_device,
+        "query_lens": chunk.query_lens_device,
+        "query_pos": ints([p for span in spans for p in span], chunk.device),
+        "req_pool_indices": chunk.req_pool_indices,
+        "req_to_token": chunk.req_to_token,
+        "full_to_swa": chunk.full_to_swa,
+        "swa_window_size": chunk.window,
+        "swa_page_size": WINDOW_PAGE,
+        "num_qo_tokens": len(chunk.q),
+        "max_seq_len": max(chunk.seq_lens),
+        "total_swa": sum(
+            min(n, q + chunk.window - 1) for n, q in zip(chunk.seq_lens, chunk.query_lens, strict=True)
+        ),
+    }
+    return sglang.SparsePrefillChunkCache.build(**(arguments | changes))
+
+
+class Metadata(SimpleNamespace):
+    """What SGLang's backend hands to layer_inputs: a row of each table per query."""
+
+    def sparse_page_indices(self, ratio):
+        return self.page_indices
+
+    def sparse_raw_indices(self, ratio):
+        return self.raw_indices
+
+
+def metadata(chunk):
+    request = [r for r, q in enumerate(chunk.query_lens) for _ in range(q)]
+    size = chunk.page_tokens // chunk.ratio
+    entry = torch.arange(chunk.max_len // chunk.ratio, device=chunk.device)
+    slots = chunk.page_table[request][:, entry // size] * size + entry % size
+    pos = [p for n, q in zip(chunk.seq_lens, chunk.query_lens, strict=True) for p in range(n - q, n)]
+    past = (ints(pos, chunk.device) + 1) // chunk.ratio
+    page_indices = torch.where(entry < past[:, None], slots, -1)
+    return Metadata(
+        page_table=chunk.page_table[request], page_indices=page_indices, raw_indices=chunk.topk_indices
+    )
+
+
+def attend_as_sglang_does(chunk, cache, layer, inputs):
+    """Dequantise by flat_token_ids, then the window, into one workspace; attend."""
+    ids, indices, lens = inputs
+    workspace = torch.full((len(ids) + len(cache.swa_token_ids), 1, 512), float("nan"), device=chunk.device)
+    workspace = workspace.bfloat16()
+    if len(ids):
+        data, page_size = layer.entries
+        sglang.dequantize_k_cache_paged_dsv4(data, ids, page_size, out=workspace[: len(ids)])
+    sglang.dequantize_k_cache_paged(
+        layer.window.data, cache.swa_token_ids, WINDOW_PAGE, out=workspace[len(ids) :]
+    )
+    out, _, lse = mla_fp8.sparse_prefill(
+        chunk.q, workspace[:, 0], indices, sm_scale=chunk.sm_scale, attn_sink=chunk.attn_sink,
+        topk_length=lens,
+    )  # fmt: skip
+    return out, lse
+
+
+CHUNKS = {
+    "c0": {"seq_lens": [90, 7, 30, 33], "query_lens": [20, 7, 2, 9]},
+    "c4": {"seq_lens": [90, 7, 30, 33], "query_lens": [20, 7, 2, 9]},
+    "c128": {
+        "seq_lens": [700, 127, 128, 257], "query_lens": [20, 7, 2, 3], "ratio": 128, "page_tokens": 256,
+        "max_len": 768,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHUNKS)
+@pytest.mark.parametrize("lengths", ["known", "read from the device"])
+def test_layers_of_a_chunk_attend_to_their_rows(kind, lengths, device):
+    chunk = make_chunk("dsv4", device, **CHUNKS[kind])
+    layer = chunk.layer(entries=kind != "c0")
+    cache = chunk_cache(chunk, seq_lens_cpu=chunk.seq_lens if lengths == "known" else None)
+    if kind == "c0":
+        inputs = (cache.swa_token_ids[:0], cache.c0_combined_indices, cache.c0_combined_lens)
+    else:
+        inputs = cache.layer_inputs(chunk.ratio, metadata(chunk), chunk.page_tokens // chunk.ratio)
+    out, lse = attend_as_sglang_does(chunk, cache, layer, inputs)
+    want = chunk.expected(layer, chunk.topk_indices if kind == "c4" else None)
+    assert_within_flash_mla_tolerance(out, lse, want[0], want[2])
+
+
+def test_layers_share_what_does_not_change_and_reuse_the_rest(device):
+    chunk = make_chunk("dsv4", device, **CHUNKS["c4"])
+    cache, found = chunk_cache(chunk), metadata(chunk)
+    first = cache.layer_inputs(4, found, 4)
+    kept = [x.clone() for x in first]
+    found.raw_indices = found.raw_indices.flip(1).contiguous()
+    second = cache.layer_inputs(4, found, 4)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert torch.equal(second[0], kept[0]) and not torch.equal(second[1], kept[1])
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda c, m: chunk_cache(c, request_window_layout=1), "request_window_layout must be None"),
+        (
+            lambda c, m: chunk_cache(c).ensure_compressed(4, m.page_table[:, :2], 4),
+            "page_table must reach 22 entries of c4, got 2 pages of 4",
+        ),
+        (
+            lambda c, m: chunk_cache(c, max_seq_len=700).ensure_c128(m.page_indices[:, :2]),
+            "c128_page_indices must have at least 5 columns, got 2",
+        ),
+    ],
+)
+def test_wrong_metadata_is_named(spoil, message):
+    chunk = make_chunk("dsv4", "cpu", **CHUNKS["c4"])
+    with pytest.raises(ValueError, match=message):
+        spoil(chunk, metadata(chunk))

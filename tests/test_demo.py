@@ -15,6 +15,7 @@ from mla_fp8.demo.model import MODELS
 from mla_fp8.demo.pages import Batch, Pages
 from mla_fp8.demo.teacher import LayerError, TeacherForced
 from mla_fp8.demo.workload import Workload
+from mla_fp8.prefill import chunk_cache
 
 SMALL = ["--heads", "2", "--tokens", "280", "--chunk", "96", "--decode-steps", "1"]
 
@@ -75,11 +76,13 @@ def test_wrong_scale_violates_the_storage_bound(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_window_that_is_one_too_long_violates_the_attention_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = cache.combine_topk_swa_indices
+    original = chunk_cache.combine_topk_swa_indices
     monkeypatch.setattr(
-        cache,
+        chunk_cache,
         "combine_topk_swa_indices",
-        lambda *args, **options: original(*args, **{**options, "window_size": options["window_size"] + 1}),
+        lambda *args, **options: original(
+            *args, **{**options, "window_size": options["window_size"] + (options["window_size"] > 0)}
+        ),
     )
     errors = teacher_forced(small_workload()).errors
     assert not errors[0, "bf16_512"].ok

@@ -16,10 +16,15 @@ from .ops.paged_attention_ragged import paged_attention_ragged
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
+from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
 
 __all__ = [
     "KV_LAYOUTS",
     "KVLayout",
+    "LayerCaches",
+    "PagedCache",
+    "PrefillWorkspace",
+    "SparsePrefillChunkCache",
     "build_swa_token_ids",
     "combine_topk_swa_indices",
     "combine_topk_swa_indices_ragged",
@@ -35,4 +40,5 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",
+    "workspace_rows",
 ]

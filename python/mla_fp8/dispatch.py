@@ -104,6 +104,15 @@ def _select_name(
     return select(Problem(op, arch_of(device_type, device_index), layout, num_q_heads), backend).name
 
 
+def can_run(op: str, q: torch.Tensor, layout: str, backend: str) -> bool:
+    """Whether :func:`backend_function` would find one."""
+    try:
+        backend_function(op, q, layout, backend)
+    except ValueError:
+        return False
+    return True
+
+
 def backend_function(op: str, q: torch.Tensor, layout: str, backend: str) -> Callable[..., Any]:
     """The adapter for these queries: it takes the arguments of ``mla_fp8.<op>`` less ``backend``."""
     num_q_heads = q.shape[1] if q.dim() > 1 else 0

@@ -1,50 +1,41 @@
 """A paged cache in one layout, and attention through it: what a serving engine does with the ops."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import (
-    build_swa_token_ids,
-    combine_topk_swa_indices,
+    LayerCaches,
+    PagedCache,
+    PrefillWorkspace,
+    SparsePrefillChunkCache,
     dequantize_kv,
-    dequantize_kv_paged,
     quantize_kv,
     sparse_decode,
-    sparse_prefill,
-    sparse_prefill_paged,
 )
+from ..compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from ..layout import KV_LAYOUTS, KVLayout
 from .model import AttentionInputs, Layer, Spec
 from .pages import Batch, Pages
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The cached window tokens that a batch can attend to, the same in every layer."""
-
-    swa_slots: Tensor  # [num_rows] int32, all requests in a row
-    gather_lens: Tensor  # [num_requests] int32
-    offsets: Tensor  # [num_requests + 1] int32
-
-    @staticmethod
-    def of(batch: Batch, pages: Pages) -> "Reach":
-        zeros = torch.zeros_like(batch.query_start_loc)
-        if not pages.window:
-            return Reach(swa_slots=zeros[:0], gather_lens=zeros[1:], offsets=zeros)
-        reach = [n + pages.window - 1 for n in batch.extend_lens]
-        slots, _, gather_lens, offsets = build_swa_token_ids(
-            batch.seq_lens,
-            batch.query_start_loc.diff(),
-            torch.arange(len(reach), device=zeros.device),
-            pages.req_to_token,
-            pages.full_to_swa,
-            window_size=pages.window,
-            capacity=sum(map(min, batch.seq_lens_host, reach)),
-        )
-        return Reach(slots, gather_lens, offsets)
+def new_chunk(batch: Batch, pages: Pages, workspace: PrefillWorkspace) -> SparsePrefillChunkCache:
+    """What all layers of a prefill batch share."""
+    num_requests = len(batch.extend_lens)
+    return SparsePrefillChunkCache(
+        workspace,
+        batch.seq_lens,
+        batch.query_start_loc.diff(),
+        pages.page_table,
+        torch.arange(num_requests, device=batch.seq_lens.device),
+        pages.req_to_token,
+        pages.full_to_swa,
+        window_size=pages.window,
+        seq_lens_host=batch.seq_lens_host,
+        query_lens_host=batch.extend_lens,
+        query_start_loc=batch.query_start_loc,
+    )
 
 
 @dataclass(frozen=True)
@@ -103,59 +94,25 @@ class LayerCache:
             store.write(values, slots, self.scale)
         return written
 
-    def prefill(self, inputs: AttentionInputs, batch: Batch, reach: Reach) -> Tensor:
-        """Dequantises everything that the batch can reach into a bf16 workspace, attends to its rows."""
-        ratio = self.layer.ratio
-        num_entries = sum(n // ratio for n in batch.seq_lens_host) if ratio else 0
-        entry_lens = batch.seq_lens // ratio if ratio else torch.zeros_like(batch.seq_lens)
-        entry_offsets = (entry_lens.cumsum(0) - entry_lens).int()
-        workspace = inputs.q.new_empty(num_entries + len(reach.swa_slots), self.layout.head_dim_qk)
-        if self.entries:
-            dequantize_kv_paged(
-                self.entries.data,
-                self.pages.page_table,
-                entry_lens,
-                entry_lens,
-                entry_offsets,
-                layout=self.layout,
-                page_size=self.entries.page_size,
-                scale=self.scale,
-                out=workspace[:num_entries],
-            )
-        if self.swa:
-            self.swa.read(reach.swa_slots, self.scale, out=workspace[num_entries:])
-        indices, lens = combine_topk_swa_indices(
-            inputs.topk_indices,
-            batch.query_start_loc,
-            batch.seq_lens,
-            reach.gather_lens,
-            entry_offsets,
-            reach.offsets[:-1] + num_entries,
-            window_size=self.layer.window,
-            compress_ratio=max(ratio, 1),
-            topk=inputs.topk_indices.shape[1],
-        )
-        out, _, _ = sparse_prefill(
+    def prefill(
+        self, inputs: AttentionInputs, chunk: SparsePrefillChunkCache, strategy: str = "auto"
+    ) -> Tensor:
+        stores = {"entries": self.entries, "window": self.swa}
+        caches = {name: PagedCache(store.data, store.page_size) for name, store in stores.items() if store}
+        out, _, _ = chunk.attend(
             inputs.q,
-            workspace,
-            indices,
+            LayerCaches(self.layout, self.layer.ratio, scale=self.scale, **caches),
+            inputs.topk_indices if self.layer.topk else None,
             sm_scale=self.spec.sm_scale,
             attn_sink=inputs.attn_sink,
-            topk_length=lens,
+            strategy=strategy,
             backend="native",
         )
         return out
 
-    def prefill_paged(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
-        """Attends to the pages directly: no workspace."""
-        return self._attend(sparse_prefill_paged, inputs, batch)
-
     def decode(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
-        return self._attend(sparse_decode, inputs, batch)
-
-    def _attend(self, op: Callable[..., tuple[Tensor, ...]], inputs: AttentionInputs, batch: Batch) -> Tensor:
         (main, indices), (extra, extra_indices) = self._scopes(inputs, batch)
-        return op(
+        out, _ = sparse_decode(
             inputs.q,
             main.data,
             indices,
@@ -168,7 +125,27 @@ class LayerCache:
             extra_page_size=extra.page_size if extra else None,
             scale=self.scale,
             backend="native",
-        )[0]
+        )
+        return out
+
+    def decode_like_flash_mla(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
+        """The same by FlashMLA's call, for the layouts that FlashMLA has."""
+        (main, indices), (extra, extra_indices) = self._scopes(inputs, batch)
+        out, _ = flash_mla_with_kvcache(
+            inputs.q[:, None],
+            self.layout.flash_mla_view(main.data, main.page_size),
+            None,
+            None,
+            self.layout.head_dim_v,
+            get_mla_metadata()[0],
+            softmax_scale=self.spec.sm_scale,
+            is_fp8_kvcache=True,
+            indices=indices[:, None],
+            attn_sink=inputs.attn_sink,
+            extra_k_cache=self.layout.flash_mla_view(extra.data, extra.page_size) if extra else None,
+            extra_indices_in_kvcache=None if extra_indices is None else extra_indices[:, None],
+        )
+        return out[:, 0]
 
     def _scopes(
         self, inputs: AttentionInputs, batch: Batch

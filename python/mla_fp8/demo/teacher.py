@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..prefill import STRATEGIES, SparsePrefillChunkCache
 from . import exact
-from .cache import LayerCache, Reach, Written
+from .cache import LayerCache, Written, new_chunk
 from .model import AttentionInputs
 from .pages import Batch
 from .workload import Workload
 
+FLASH_MLA_LAYOUTS = ("dsv32", "dsv4")
 CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound is computed
 
 
@@ -22,7 +24,7 @@ class LayerError:
 
     storage_ratio: float = 0.0  # largest |cached - latent| / what the format allows
     kernel_ratio: float = 0.0  # largest |out - float64 over the cached values| / what bf16 and float32 allow
-    path_difference: float = 0.0  # largest, between prefill through the workspace and from pages
+    path_difference: float = 0.0  # largest, between the ways of prefill, or the calls of decode
     max_error: float = 0.0  # largest |out - float64 over the unquantised values|
     sum_squared_error: float = 0.0
     sum_squared: float = 0.0
@@ -94,19 +96,25 @@ class TeacherForced:
     def run(self, progress: Callable[[str], None]) -> None:
         model = self.workload.model(torch.float64)
         history = model.new_history(len(self.workload.texts), self.workload.max_len)
+        workspace = self.workload.workspace()
         for phase, batch in self.workload.batches():
             progress(f"teacher-forced: {phase} to position {max(batch.seq_lens_host)}")
             self._pages.advance(batch)
-            reach = Reach.of(batch, self._pages) if phase == "prefill" else None
+            chunk = new_chunk(batch, self._pages, workspace) if phase == "prefill" else None
 
             def attend(
-                layer: int, inputs: AttentionInputs, batch: Batch = batch, reach: Reach | None = reach
+                layer: int,
+                inputs: AttentionInputs,
+                batch: Batch = batch,
+                chunk: SparsePrefillChunkCache | None = chunk,
             ) -> Tensor:
-                return self._attend(layer, inputs, batch, reach)
+                return self._attend(layer, inputs, batch, chunk)
 
             self.hidden.append(model.forward(batch, history, attend))
 
-    def _attend(self, i: int, inputs: AttentionInputs, batch: Batch, reach: Reach | None) -> Tensor:
+    def _attend(
+        self, i: int, inputs: AttentionInputs, batch: Batch, chunk: SparsePrefillChunkCache | None
+    ) -> Tensor:
         rows, spec = self._rows[i], self.workload.spec
         new_rows, attended = rows.new(inputs, batch), rows.attended(inputs, batch)
         some = slice(None, None, -(-len(inputs.q) // CHECKED_PER_BATCH))
@@ -119,11 +127,14 @@ class TeacherForced:
                 for row, (_, _, values) in zip(new_rows, written, strict=True):
                     rows.exact[row] = values
                 truth = exact.attention(inputs.q, rows.exact, attended, inputs.attn_sink, spec.sm_scale)
-            if reach:
-                outs = [cache.prefill(inputs, batch, reach), cache.prefill_paged(inputs, batch)]
-                error.path_difference = _larger(error.path_difference, (outs[0] - outs[1]).abs())
+            if chunk:
+                outs = [cache.prefill(inputs, chunk, strategy) for strategy in STRATEGIES]
             else:
                 outs = [cache.decode(inputs, batch)]
+                if layout in FLASH_MLA_LAYOUTS:
+                    outs.append(cache.decode_like_flash_mla(inputs, batch))
+            for out in outs[1:]:
+                error.path_difference = _larger(error.path_difference, (outs[0] - out).abs())
             error.add(outs[0], truth)
             checked = (inputs.q[some], rows.cached[layout], attended[some], inputs.attn_sink, spec.sm_scale)
             over_cache, bound = exact.attention_and_bound(*checked, bf16_rows=not cache.layout.needs_scale)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cache import LayerCache, Reach
+from ..prefill import PrefillWorkspace, SparsePrefillChunkCache
+from .cache import LayerCache, new_chunk
 from .model import CONTEXT, AttentionInputs, Model, Spec
 from .pages import Batch, Pages
 
@@ -48,6 +49,9 @@ class Workload:
             device=self.device,
         )
 
+    def workspace(self) -> PrefillWorkspace:
+        return PrefillWorkspace(self.spec.latent.head_dim_qk, self.device)
+
     def model(self, dtype: torch.dtype) -> Model:
         return Model(self.spec, seed=self.seed, dtype=dtype, device=self.device)
 
@@ -85,13 +89,13 @@ class FreeRun:
 def run_free(workload: Workload, layout: str) -> FreeRun:
     model, pages = workload.model(torch.float32), workload.pages()
     history = model.new_history(len(workload.texts), workload.max_len)
-    caches = workload.caches(layout, pages)
+    caches, workspace = workload.caches(layout, pages), workload.workspace()
     clock = Clock(workload.device)
     result = FreeRun(clock, sum(cache.num_bytes for cache in caches))
     for phase, batch in workload.batches():
         pages.advance(batch)
         begin = clock.now()
-        reach = Reach.of(batch, pages) if phase == "prefill" else None
+        chunk = new_chunk(batch, pages, workspace) if phase == "prefill" else None
         clock.seconds[phase] += clock.now() - begin
         clock.num_tokens[phase] += len(batch.pos)
 
@@ -100,13 +104,11 @@ def run_free(workload: Workload, layout: str) -> FreeRun:
             inputs: AttentionInputs,
             phase: str = phase,
             batch: Batch = batch,
-            reach: Reach | None = reach,
+            chunk: SparsePrefillChunkCache | None = chunk,
         ) -> Tensor:
             begin = clock.now()
             caches[layer].append(inputs, batch)
-            out = (
-                caches[layer].prefill(inputs, batch, reach) if reach else caches[layer].decode(inputs, batch)
-            )
+            out = caches[layer].prefill(inputs, chunk) if chunk else caches[layer].decode(inputs, batch)
             clock.seconds[phase] += clock.now() - begin
             return out
 

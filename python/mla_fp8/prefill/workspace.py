@@ -1,0 +1,80 @@
+"""The scratch rows of sparse prefill, and how many a layer needs."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .chunk_cache import SparsePrefillChunkCache
+
+STRATEGIES = ("whole", "selected", "direct")
+
+
+class PrefillWorkspace:
+    """Scratch rows for one stream, owned by the caller; a CUDA graph needs one of its own.
+
+    It also knows which chunk may use it: building a chunk cache makes the one before stale.
+    """
+
+    def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
+        self._rows = torch.empty((0, head_dim_qk), dtype=torch.bfloat16, device=device)
+        self.chunk: SparsePrefillChunkCache | None = None
+
+    @property
+    def capacity(self) -> int:
+        return len(self._rows)
+
+    def reserve(self, num_rows: int) -> Tensor:
+        """``[num_rows, head_dim_qk]`` bf16, uninitialised. Grows at least by half, never inside a graph."""
+        if num_rows > self.capacity:
+            if capturing():
+                raise RuntimeError(
+                    f"PrefillWorkspace: expected {num_rows} rows to be reserved before the capture of a CUDA "
+                    f"graph, got {self.capacity}; see workspace_rows()"
+                )
+            size = (max(num_rows, self.capacity * 3 // 2), self._rows.shape[1])
+            self._rows = self._rows.new_empty(0)  # first give the old one back
+            self._rows = self._rows.new_empty(size)
+        return self._rows[:num_rows]
+
+
+def workspace_rows(
+    seq_lens_host: Sequence[int],
+    query_lens_host: Sequence[int],
+    *,
+    window_size: int,
+    compress_ratio: int,
+    topk: int | None = None,
+    strategy: str = "whole",
+) -> int:
+    """Workspace rows that one layer needs. ``topk`` bounds ``selected``; None is all entries."""
+    check_strategy(strategy, STRATEGIES)
+    if strategy == "direct":
+        return 0
+    entries = num_entries(seq_lens_host, compress_ratio)
+    if strategy == "selected" and topk is not None:
+        entries = min(entries, sum(query_lens_host) * topk)
+    return entries + num_window_rows(seq_lens_host, query_lens_host, window_size)
+
+
+def num_entries(seq_lens_host: Sequence[int], ratio: int) -> int:
+    return sum(n // ratio for n in seq_lens_host) if ratio else 0
+
+
+def num_window_rows(seq_lens_host: Sequence[int], query_lens_host: Sequence[int], window_size: int) -> int:
+    """Tokens that the windows reach. A request without queries still counts its window, as the op does."""
+    if not window_size:
+        return 0
+    lengths = zip(seq_lens_host, query_lens_host, strict=True)
+    return sum(min(n, queries + window_size - 1) for n, queries in lengths)
+
+
+def check_strategy(strategy: str, known: Sequence[str]) -> None:
+    if strategy not in known:
+        raise ValueError(f"strategy must be one of {', '.join(known)}, got {strategy!r}")
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,153 @@
+"""Prefill chunks over paged caches whose attended rows a test lists by plain loops."""
+
+from dataclasses import dataclass, field
+
+import torch
+from sparse_cases import GRID, SIZE, exact_latents
+from torch import Tensor
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS, KVLayout, LayerCaches, PagedCache, reference
+
+WINDOW_PAGE = 8
+FNUZ_NAN, NAN = 0x80, 0xFF
+
+
+@dataclass
+class Chunk:
+    """Requests that have ``seq_lens`` tokens, of which the last ``query_lens`` are the chunk."""
+
+    layout: KVLayout
+    device: str
+    seq_lens: list[int]
+    query_lens: list[int]
+    ratio: int  # of the layer that has entries
+    window: int
+    topk: int
+    num_q_heads: int = 4
+    page_tokens: int = 16  # a page of entries holds page_tokens / ratio
+    max_len: int = 96
+    latents: Tensor = field(init=False)  # [num_requests, max_len, dim]: of the window
+    entries: Tensor = field(init=False)  # [num_requests, max_len // ratio, dim]
+
+    def __post_init__(self) -> None:
+        num_requests, dim = len(self.seq_lens), self.layout.head_dim_qk
+        entries = self.max_len // self.ratio
+        self.latents = exact_latents(self.layout, num_requests * self.max_len, self.device).view(
+            num_requests, self.max_len, dim
+        )
+        self.entries = exact_latents(self.layout, num_requests * entries, self.device).view(
+            num_requests, entries, dim
+        )
+        pages = torch.randperm(num_requests * self.max_len // self.page_tokens + 3, device=self.device).int()
+        self.page_table = pages[3:].view(num_requests, self.max_len // self.page_tokens).contiguous()
+        positions = torch.arange(self.max_len, device=self.device)
+        full = (
+            self.page_table[:, positions // self.page_tokens] * self.page_tokens
+            + positions % self.page_tokens
+        )
+        self.req_pool_indices = torch.randperm(num_requests + 2, device=self.device)[:num_requests]
+        self.req_to_token = torch.zeros(num_requests + 2, self.max_len, dtype=torch.int32, device=self.device)
+        self.req_to_token[self.req_pool_indices] = full.int()
+        self.full_to_swa = torch.randperm(len(pages) * self.page_tokens, device=self.device)
+        self.set_lengths(self.seq_lens, self.query_lens)
+        num_tokens = sum(self.query_lens)
+        self.q = torch.randn(num_tokens, self.num_q_heads, dim, device=self.device).bfloat16()
+        self.attn_sink = torch.randn(self.num_q_heads, device=self.device)
+        self.topk_indices = torch.randint(-2, entries + 5, (num_tokens, self.topk), device=self.device).int()
+        self.scale = torch.tensor([GRID], device=self.device) if self.layout.needs_scale else None
+        self.sm_scale = dim**-0.5 / SIZE
+
+    def set_lengths(self, seq_lens: list[int], query_lens: list[int]) -> None:
+        """New device lengths, in new tensors; the caches hold what these lengths hold and NaN elsewhere."""
+        self.live_seq_lens, self.live_query_lens = seq_lens, query_lens
+        self.seq_lens_device, self.query_lens_device = (
+            torch.tensor(x, dtype=torch.int32, device=self.device) for x in (seq_lens, query_lens)
+        )
+
+    def _store(self, held: list[tuple[Tensor, Tensor]], num_pages: int, page_size: int) -> PagedCache:
+        none = (self.q[:0, 0], torch.arange(0, device=self.device))
+        rows, slots = (torch.cat(x) for x in zip(none, *held, strict=True))
+        data = self.layout.empty(num_pages, page_size, self.device)
+        data.fill_(FNUZ_NAN if self.layout.nope_format == "e4m3fnuz" else NAN)
+        mla_fp8.quantize_kv(
+            rows.contiguous(), slots, data, layout=self.layout, page_size=page_size, scale=self.scale
+        )
+        return PagedCache(data, page_size)
+
+    def layer(self, *, entries: bool = True, window: bool = True) -> LayerCaches:
+        size = self.page_tokens // self.ratio
+        num_slots = len(self.full_to_swa)
+        held, reached = [], []
+        for r, (n, queries) in enumerate(zip(self.live_seq_lens, self.live_query_lens, strict=True)):
+            e = torch.arange(n // self.ratio, device=self.device)
+            held.append((self.entries[r, e], self.page_table[r][e // size].long() * size + e % size))
+            p = torch.arange(min(max(n - queries - self.window + 1, 0), n), n, device=self.device)
+            full = self.req_to_token[self.req_pool_indices[r], p].long()
+            reached.append((self.latents[r, p], self.full_to_swa[full]))
+        return LayerCaches(
+            layout=self.layout,
+            compress_ratio=self.ratio if entries else 0,
+            entries=self._store(held, num_slots // self.page_tokens, size) if entries else None,
+            window=self._store(reached, num_slots // WINDOW_PAGE, WINDOW_PAGE) if window else None,
+            scale=self.scale,
+        )
+
+    def build(self, workspace: mla_fp8.PrefillWorkspace | None = None, **changes: object):
+        """The chunk cache; the host knows ``seq_lens`` and ``query_lens``."""
+        options = {
+            "window_size": self.window, "seq_lens_host": self.seq_lens, "query_lens_host": self.query_lens,
+        }  # fmt: skip
+        return mla_fp8.SparsePrefillChunkCache(
+            workspace or mla_fp8.PrefillWorkspace(self.layout.head_dim_qk, self.device),
+            self.seq_lens_device, self.query_lens_device, self.page_table,
+            *((self.req_pool_indices, self.req_to_token, self.full_to_swa) if self.window else ()),
+            **(options | changes),
+        )  # fmt: skip
+
+    def attended(self, layer: LayerCaches, topk_indices: Tensor | None) -> list[Tensor]:
+        """The rows of each token of the live chunk, one by one."""
+        found = []
+        token = 0
+        for r, (n, queries) in enumerate(zip(self.live_seq_lens, self.live_query_lens, strict=True)):
+            for pos in range(n - queries, n):
+                rows = []
+                if layer.entries:
+                    past = (pos + 1) // self.ratio
+                    if topk_indices is None:
+                        chosen = list(range(past))
+                    else:  # the indexer's first `past` columns count
+                        chosen = topk_indices[token].tolist()[:past]
+                    rows += [self.entries[r][e] for e in chosen if 0 <= e < n // self.ratio]
+                if layer.window:
+                    rows += list(self.latents[r][max(pos - self.window + 1, 0) : pos + 1])
+                found.append(torch.stack(rows) if rows else self.q.new_empty(0, self.q.shape[2]))
+                token += 1
+        return found
+
+    def expected(self, layer: LayerCaches, topk_indices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, max_logits, lse) in float64 from the rows that the test kept."""
+        results = []
+        for q, rows in zip(self.q.double(), self.attended(layer, topk_indices), strict=False):
+            indices = torch.arange(len(rows), device=self.device)[None]
+            results.append(
+                reference.sparse_attention(
+                    q[None], [(rows, indices, None)], sm_scale=self.sm_scale, attn_sink=self.attn_sink
+                )
+            )
+        return tuple(torch.cat(x) for x in zip(*results, strict=True))
+
+    def attend(self, cache, layer: LayerCaches, topk_indices: Tensor | None, strategy: str = "auto", **more):
+        return cache.attend(
+            self.q, layer, topk_indices, sm_scale=self.sm_scale, attn_sink=self.attn_sink, strategy=strategy,
+            **more,
+        )  # fmt: skip
+
+
+def make_chunk(layout: str, device: str, **changes: object) -> Chunk:
+    """Six requests: long, within the window, without queries, of one token, empty, page-crossing."""
+    shape = {
+        "seq_lens": [90, 7, 30, 1, 0, 33], "query_lens": [20, 7, 0, 1, 0, 9], "ratio": 4, "window": 12,
+        "topk": 10,
+    }  # fmt: skip
+    return Chunk(KV_LAYOUTS[layout], device, **(shape | changes))

@@ -1,0 +1,288 @@
+"""A prefill chunk attends to the right rows in all three ways, and a stale chunk cache says so."""
+
+import pytest
+import torch
+from prefill_cases import make_chunk
+
+import mla_fp8
+from mla_fp8 import LayerCaches, PrefillWorkspace, workspace_rows
+from mla_fp8.prefill import STRATEGIES
+from mla_fp8.prefill.costs import COSTS, DEFAULT, LayerShape, predict
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+LAYERS = {  # what a layer has: (entries, window, whether an indexer chose)
+    "window alone": (False, True, False),
+    "selected entries": (True, True, True),
+    "all entries": (True, True, False),
+    "entries alone": (True, False, True),
+}
+
+
+def assert_right(got, want):
+    out, max_logits, lse = got
+    assert_within_flash_mla_tolerance(out, lse, want[0], want[2])
+    torch.testing.assert_close(max_logits.double(), want[1], rtol=1e-4, atol=1e-4)
+
+
+@all_strategies
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("layout", ["dsv4", "bf16_512", "fp8_e4m3_512"])
+def test_attention_is_that_over_the_rows_listed_by_plain_loops(strategy, kind, layout, device):
+    entries, window, indexed = LAYERS[kind]
+    chunk = make_chunk(layout, device)
+    layer = chunk.layer(entries=entries, window=window)
+    topk_indices = chunk.topk_indices if indexed else None
+    got = chunk.attend(chunk.build(), layer, topk_indices, strategy)
+    assert_right(got, chunk.expected(layer, topk_indices))
+
+
+@all_strategies
+def test_v32_has_no_window_and_an_entry_for_each_token(strategy, device):
+    chunk = make_chunk("dsv32", device, ratio=1, window=0)
+    layer = chunk.layer(window=False)
+    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
+    assert_right(got, chunk.expected(layer, chunk.topk_indices))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_selected_rows_give_the_bits_of_whole_ones(indexed, device):
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build()
+    topk_indices = chunk.topk_indices if indexed else None
+    whole, selected = (chunk.attend(cache, layer, topk_indices, s) for s in ("whole", "selected"))
+    for a, b in zip(whole, selected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_selected_dequantises_each_entry_once(device, monkeypatch):
+    chunk = make_chunk("dsv4", device, topk=3)
+    layer = chunk.layer()
+    seen = []
+    original = mla_fp8.prefill.chunk_cache.dequantize_kv
+    monkeypatch.setattr(
+        mla_fp8.prefill.chunk_cache,
+        "dequantize_kv",
+        lambda cache, slots, **options: seen.append((cache, slots)) or original(cache, slots, **options),
+    )
+    chunk.attend(chunk.build(), layer, chunk.topk_indices, "selected")
+    (slots,) = [slots for cache, slots in seen if cache is layer.entries.data]
+    used = slots[slots >= 0]
+    assert used.unique().numel() == used.numel() > 0
+    alone = LayerCaches(**vars(layer) | {"window": None})
+    distinct = torch.cat(chunk.attended(alone, chunk.topk_indices))
+    assert used.numel() == distinct.unique(dim=0).shape[0]
+    assert len(slots) == min(sum(n // 4 for n in chunk.seq_lens), 37 * 3)
+
+
+@all_strategies
+def test_layers_of_one_chunk_do_not_share_their_rows(strategy, device):
+    """Two layers with different caches, one after the other in one workspace."""
+    chunk = make_chunk("dsv4", device)
+    cache = chunk.build()
+    first = chunk.layer()
+    chunk.attend(cache, first, chunk.topk_indices, strategy)
+    chunk.entries, chunk.latents = chunk.entries.flip(0), chunk.latents.flip(0)
+    second = chunk.layer()
+    got = chunk.attend(cache, second, chunk.topk_indices, strategy)
+    assert_right(got, chunk.expected(second, chunk.topk_indices))
+
+
+@all_strategies
+@pytest.mark.parametrize("seq_lens", [[3], [4], [15], [16], [17], [63], [64], [65], [95]], ids=str)
+def test_lengths_at_the_boundaries_of_groups_and_pages(strategy, seq_lens, device):
+    """SGLang #36390, #25418: wrong beyond the window, or past the first compressed groups."""
+    chunk = make_chunk("dsv4", device, seq_lens=seq_lens, query_lens=[min(seq_lens[0], 3)])
+    layer = chunk.layer()
+    got = chunk.attend(chunk.build(), layer, None, strategy)
+    assert_right(got, chunk.expected(layer, None))
+
+
+@all_strategies
+def test_lengths_shorter_than_the_host_promised(strategy, device):
+    """As in a CUDA graph that is replayed: the host's numbers are those of the capture."""
+    chunk = make_chunk("dsv4", device)
+    chunk.set_lengths([61, 5, 2, 1, 0, 17], [13, 5, 2, 1, 0, 4])
+    layer = chunk.layer()
+    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
+    live = sum(chunk.live_query_lens)
+    assert_right([x[:live] for x in got], chunk.expected(layer, chunk.topk_indices))
+    assert (got[0][live:] == 0).all() and got[2][live:].isneginf().all()
+
+
+@all_strategies
+def test_lengths_beyond_those_that_the_host_promised_reach_no_other_rows(strategy, device):
+    """No illegal access, and what the promise covers is right."""
+    chunk = make_chunk("dsv4", device, seq_lens=[40, 20], query_lens=[8, 4])
+    chunk.set_lengths([40, 90], [8, 4])
+    layer = chunk.layer()
+    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
+    want = chunk.expected(layer, chunk.topk_indices)
+    assert_right([x[:8] for x in got], [x[:8] for x in want])
+
+
+@all_strategies
+def test_hostile_indices_and_pages_are_masked(strategy, device):
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build()
+    want = chunk.attend(cache, layer, torch.full_like(chunk.topk_indices, -1), strategy)
+    hostile = torch.tensor([-(2**31), 2**31 - 1, 1 << 30, -2], dtype=torch.int32, device=device)
+    indices = hostile[torch.randint(4, chunk.topk_indices.shape, device=device)]
+    for a, b in zip(chunk.attend(cache, layer, indices, strategy), want, strict=True):
+        assert torch.equal(a, b)
+    chunk.page_table[:] = torch.tensor([2**31 - 1, -(2**31), 1 << 20], device=device).repeat(2)
+    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
+    assert all(x.shape == y.shape for x, y in zip(got, want, strict=True))
+
+
+@all_strategies
+@pytest.mark.parametrize("seq_lens, query_lens", [([], []), ([0, 0], [0, 0]), ([50, 9], [0, 0])], ids=str)
+def test_chunks_without_queries(strategy, seq_lens, query_lens, device):
+    chunk = make_chunk("dsv4", device, seq_lens=seq_lens, query_lens=query_lens)
+    out, max_logits, lse = chunk.attend(chunk.build(), chunk.layer(), None, strategy)
+    assert out.shape == (0, 4, 512) and max_logits.shape == lse.shape == (0, 4)
+
+
+@all_strategies
+def test_some_rows_of_the_chunk_at_given_positions(strategy, device):
+    """A context-parallel rank runs every second query of each request."""
+    chunk = make_chunk("dsv4", device, seq_lens=[90, 33], query_lens=[20, 9])
+    layer = chunk.layer()
+    want = chunk.expected(layer, chunk.topk_indices)
+    mine = torch.cat([torch.arange(0, 20, 2), torch.arange(20, 29, 2)]).to(device)
+    pos = torch.cat([torch.arange(70, 90, 2), torch.arange(24, 33, 2)]).to(device, torch.int32)
+    starts = torch.tensor([0, 10, 15], dtype=torch.int32, device=device)
+    cache = chunk.build(query_start_loc=starts, query_pos=pos, num_tokens=15)
+    chunk.q, chunk.topk_indices = chunk.q[mine], chunk.topk_indices[mine]
+    got = chunk.attend(cache, layer, chunk.topk_indices.contiguous(), strategy)
+    assert_right(got, [x[mine] for x in want])
+
+
+def test_nothing_but_the_workspace_grows_and_rows_are_known_before(device):
+    chunk = make_chunk("dsv4", device)
+    workspace = PrefillWorkspace(512, device)
+    cache, layer = chunk.build(workspace), chunk.layer()
+    for strategy, topk in (("direct", None), ("selected", 2), ("whole", None)):
+        rows = workspace_rows(
+            chunk.seq_lens, chunk.query_lens, window_size=12, compress_ratio=4, topk=topk, strategy=strategy
+        )
+        before = workspace.capacity
+        chunk.attend(cache, layer, chunk.topk_indices[:, :topk].contiguous(), strategy)
+        assert workspace.capacity == max(rows, before)
+    windows = 31 + 7 + 11 + 1 + 0 + 20
+    assert rows == windows + 22 + 1 + 7 + 0 + 0 + 8
+
+
+def test_workspace_grows_at_least_by_half():
+    workspace = PrefillWorkspace(512, "cpu")
+    first = workspace.reserve(100)
+    assert workspace.reserve(99).data_ptr() == first.data_ptr() and workspace.capacity == 100
+    workspace.reserve(101)
+    assert workspace.capacity == 150
+    workspace.reserve(1000)
+    assert workspace.capacity == 1000
+
+
+def stale(cache, chunk, layer, message):
+    with pytest.raises(RuntimeError, match=f"is stale: {message}"):
+        chunk.attend(cache, layer, chunk.topk_indices)
+
+
+def test_a_newer_chunk_makes_the_one_before_stale(device):
+    chunk, workspace = make_chunk("dsv4", device), PrefillWorkspace(512, device)
+    layer, old = chunk.layer(), chunk.build(workspace)
+    new = chunk.build(workspace)
+    stale(old, chunk, layer, ".*a newer chunk uses its workspace")
+    old.invalidate()  # of a stale one changes nothing
+    chunk.attend(new, layer, chunk.topk_indices)
+    new.invalidate()
+    stale(new, chunk, layer, "it was invalidated")
+
+
+@pytest.mark.parametrize("name", ["seq_lens_device", "page_table", "req_to_token", "full_to_swa"])
+def test_copying_new_metadata_into_its_tensors_makes_it_stale(name, device):
+    """SGLang keeps metadata in place and copies the next batch's over it."""
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build()
+    chunk.attend(cache, layer, chunk.topk_indices)
+    x = getattr(chunk, name)
+    x.copy_(x.clone())
+    stale(cache, chunk, layer, f"{name.removesuffix('_device')} was written after it was built")
+
+
+def test_built_inside_a_capture_it_is_stale_outside_and_vice_versa(device, monkeypatch):
+    chunk = make_chunk("dsv4", device)
+    layer, eager = chunk.layer(), chunk.build()
+    monkeypatch.setattr(mla_fp8.prefill.chunk_cache, "capturing", lambda: True)
+    stale(eager, chunk, layer, "build and use must be inside the same CUDA graph capture")
+    captured = chunk.build()
+    chunk.attend(captured, layer, chunk.topk_indices)
+    monkeypatch.undo()
+    stale(captured, chunk, layer, "build and use must be inside")
+
+
+def test_workspace_that_would_grow_inside_a_capture_raises(monkeypatch):
+    workspace = PrefillWorkspace(512, "cpu")
+    workspace.reserve(10)
+    monkeypatch.setattr(mla_fp8.prefill.workspace, "capturing", lambda: True)
+    workspace.reserve(10)
+    with pytest.raises(RuntimeError, match="expected 11 rows to be reserved before the capture"):
+        workspace.reserve(11)
+
+
+def test_inference_tensors_have_no_version_and_are_not_watched(device):
+    with torch.inference_mode():
+        chunk = make_chunk("dsv4", device)
+        layer, cache = chunk.layer(), chunk.build()
+        chunk.attend(cache, layer, chunk.topk_indices)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda c: c.build(seq_lens_host=[1]), r"seq_lens_host must be 6 lengths >= 0, got \[1\]"),
+        (lambda c: c.build(query_lens_host=[-1] * 6), "query_lens_host must be 6 lengths >= 0, got"),
+        (lambda c: c.attend(c.build(), c.layer(), None, "fast"), "must be one of auto, whole, selected, dir"),
+        (lambda c: c.attend(c.build(num_tokens=36), c.layer(), None), r"q must have shape \[36, \*"),
+        (lambda c: LayerCaches("dsv4"), "expected entries, window or both, got neither"),
+        (lambda c: LayerCaches("dsv4", 4, window=c.layer().window), "and 0 without, got 4 without entries"),
+        (lambda c: LayerCaches("dsv4", 0, entries=c.layer().entries), "got 0 with entries"),
+        (lambda c: workspace_rows([1], [1], window_size=1, compress_ratio=1, strategy="x"), "got 'x'"),
+        (
+            lambda c: mla_fp8.SparsePrefillChunkCache(
+                PrefillWorkspace(512, "cpu"), c.seq_lens_device, c.query_lens_device, c.page_table,
+                window_size=12, seq_lens_host=c.seq_lens, query_lens_host=c.query_lens,
+            ),
+            "expected req_pool_indices, req_to_token and full_to_swa with a window",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(make, message):
+    chunk = make_chunk("dsv4", "cpu")
+    with pytest.raises(ValueError, match=message):
+        make(chunk)
+
+
+def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build()
+    for fastest in STRATEGIES:
+        prices = {s: 1.0 if s == fastest else 2.0 for s in STRATEGIES}
+        monkeypatch.setattr(mla_fp8.prefill.chunk_cache, "predict", lambda shape, arch, p=prices: dict(p))
+        want = chunk.attend(cache, layer, chunk.topk_indices, fastest)
+        for a, b in zip(chunk.attend(cache, layer, chunk.topk_indices), want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("costs", [*COSTS.items(), ("unknown", DEFAULT)], ids=lambda x: x[0])
+def test_the_formula_counts_rows_keys_and_bookkeeping(costs):
+    arch, c = costs
+    shape = LayerShape(
+        num_tokens=10, num_q_heads=65, topk=30, window_size=20, num_entries=1000, num_window_rows=29
+    )
+    keys = 10 * 50 * 2
+    got = predict(shape, arch)
+    assert got["direct"] == pytest.approx(keys * c.paged_key)
+    assert got["whole"] == pytest.approx(keys * c.workspace_key + 1029 * c.row)
+    find = c.select + (1000 + 500) * c.reference
+    assert got["selected"] == pytest.approx(keys * c.workspace_key + (300 + 29) * c.row + find)
