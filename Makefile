@@ -31,7 +31,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: build
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
 
 wheel: $(STAMP)
 	$(BIN)/pip wheel --no-build-isolation --no-deps -w dist .

@@ -3,7 +3,7 @@
 # used as it is, and so is every other package that is already there (a GPU machine may be offline).
 set -eu
 venv=$1
-tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich numpy"
+tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
 if "$PYTHON" -c "import torch" 2>/dev/null; then

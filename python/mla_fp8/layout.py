@@ -120,3 +120,8 @@ def get_layout(layout: "str | KVLayout") -> KVLayout:
     if layout not in KV_LAYOUTS:
         raise ValueError(f"unknown KV layout {layout!r}; known: {', '.join(KV_LAYOUTS)}")
     return KV_LAYOUTS[layout]
+
+
+def layout_of_id(number: int) -> KVLayout:
+    """The layout that ``torch.ops.mla_fp8.*`` knows by this number."""
+    return list(KV_LAYOUTS.values())[number]

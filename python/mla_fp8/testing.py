@@ -1,6 +1,12 @@
 """Helpers for our tests, and for anyone testing a kernel against ours."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from torch import Tensor
+
+from . import recording
 
 
 def assert_as_accurate_as(out: Tensor, rounded: Tensor, exact: Tensor, factor: float = 2.0) -> None:
@@ -24,3 +30,16 @@ def assert_within_flash_mla_tolerance(out: Tensor, lse: Tensor, exact_out: Tenso
     lse_error = (lse.double() - exact_lse.double())[finite].abs()
     allowed = (exact_lse.double()[finite].abs() * (8.01 / 65536)).clamp_min(1e-6)
     assert (lse_error <= allowed).all(), f"lse off by {lse_error.max():.2e}"
+
+
+@contextmanager
+def record(path: str | Path, max_calls: int = 16) -> Iterator[recording.Recorder]:
+    """Writes the first ``max_calls`` attention calls made inside the ``with`` to a file that
+    ``python -m mla_fp8 replay`` runs through every backend. Needs safetensors.
+
+    A CUDA graph shows its calls to nobody: turn graphs off while recording. ``recorder.missed`` counts the
+    calls that were not kept, those made while a graph was captured among them.
+    """
+    with recording.Recorder(max_calls) as recorder:
+        yield recorder
+    recording.save(path, recorder.calls)

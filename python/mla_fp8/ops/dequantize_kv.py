@@ -1,6 +1,6 @@
 import torch
 
-from ..layout import KV_LAYOUTS, KVLayout, get_layout
+from ..layout import KVLayout, get_layout, layout_of_id
 from ._fake import fake, fake_returns_nothing
 
 
@@ -106,4 +106,4 @@ fake_returns_nothing("dequantize_kv_out", "dequantize_kv_paged_out")
 
 
 def _head_dim_qk(layout: int) -> int:
-    return list(KV_LAYOUTS.values())[layout].head_dim_qk
+    return layout_of_id(layout).head_dim_qk

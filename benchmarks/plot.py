@@ -1,0 +1,82 @@
+"""Draws a CSV of results: each case's share of the ceiling, and how many times as long the baselines take.
+
+python benchmarks/plot.py benchmarks/results/nvidia_h200.csv      writes nvidia_h200.png next to it
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness import read_csv
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INCHES_PER_CASE = 0.19
+RATIO = re.compile(r"([\d.]+)x ([^\d\s](?:\S| (?! ))*)")  # two blanks end the name of a baseline
+
+
+def ratios(baselines: str) -> dict[str, float]:
+    """``"0.85x copy  27.0x torch  error 1e-3"`` as ``{"copy": 0.85, "torch": 27.0}``."""
+    return {name: float(ratio) for ratio, name in RATIO.findall(baselines)}
+
+
+def draw(rows: Iterable[list[str]], title: str, path: Path) -> None:
+    """Writes the chart of CSV rows to ``path``; its ending says in which format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    by_op: dict[str, list[list[str]]] = {}
+    for row in rows:
+        by_op.setdefault(row[0], []).append(row)
+    heights = [len(cases) + 3 for cases in by_op.values()]
+    figure = Figure(figsize=(12, INCHES_PER_CASE * sum(heights) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    panels = figure.subplots(len(by_op), 2, squeeze=False, height_ratios=heights)
+    for (shares, against), (op, cases) in zip(panels, by_op.items(), strict=True):
+        draw_shares(shares, op, cases)
+        draw_ratios(against, cases)
+        against.set_ylim(shares.get_ylim())
+        for axes in (shares, against):
+            axes.invert_yaxis()
+            axes.tick_params(labelsize=7)
+            axes.grid(axis="x", linewidth=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def draw_shares(axes: "Axes", op: str, cases: list[list[str]]) -> None:
+    bars = axes.barh([row[1] for row in cases], [float(row[5]) for row in cases])
+    axes.bar_label(bars, [f"{float(row[2]):,.3g} us" for row in cases], padding=3, fontsize=7)
+    axes.set(title=op, xlabel="% of the ceiling")
+    axes.margins(x=0.15)
+
+
+def draw_ratios(axes: "Axes", cases: list[list[str]]) -> None:
+    points: dict[str, list[tuple[float, int]]] = {}
+    for i, row in enumerate(cases):
+        for name, ratio in ratios(row[6]).items():
+            points.setdefault(name, []).append((ratio, i))
+    axes.axvline(1, color="grey", linewidth=0.8)
+    for name, at in points.items():
+        axes.plot(*zip(*at, strict=True), "o", label=name, markersize=4)
+    axes.set(xscale="log", xlabel="time of the baseline / ours")
+    axes.set_yticks(range(len(cases)), [""] * len(cases))
+    if points:
+        axes.legend(fontsize=7)
+
+
+def main(paths: list[Path]) -> None:
+    for path in paths:
+        rows = read_csv(path)
+        if not rows:
+            raise SystemExit(f"{path} has no rows")
+        draw(rows, path.stem.replace("_", " "), path.with_suffix(".png"))
+        print(f"written to {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])

@@ -1,0 +1,85 @@
+"""``python -m mla_fp8 bench``: time the ops on this machine, next to ceilings and installed peers.
+
+Runs the scripts of ``benchmarks``, each in a process of its own: what one leaves behind, or breaks, is no
+matter to the next.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "benchmarks"  # in a checkout a link to the folder at its top
+SCRIPTS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("benchmarks", nargs="*", metavar="NAME", help=f"default: all, {', '.join(SCRIPTS)}")
+    parser.add_argument("--only", default="", help="run the cases whose label contains this")
+    parser.add_argument("--seconds", type=float, default=3.0, help="at most, per case and baseline")
+    parser.add_argument("--smoke", action="store_true", help="one sample of each case; writes nothing")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench_out"), help="folder of <device>.csv (default bench_out)"
+    )
+    parser.add_argument("--plot", action="store_true", help="also draw <device>.png")
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Shows on stderr what is running, and how many are done, if someone watches and rich is installed."""
+    try:
+        from rich import progress as bars  # noqa: PLC0415
+        from rich.console import Console  # noqa: PLC0415
+    except ImportError:
+        yield lambda name, done: None
+        return
+    columns = (bars.MofNCompleteColumn(), bars.BarColumn(), bars.TimeElapsedColumn())
+    console = Console(stderr=True)
+    # Refreshed by us, line by line: a thread that draws would take part in what is measured.
+    with bars.Progress(
+        *columns, bars.TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,
+        disable=not console.is_terminal, redirect_stdout=console.is_terminal and sys.stdout.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=total)
+
+        def show(name: str, done: int) -> None:
+            bar.update(task, description=name, completed=done, refresh=True)
+
+        yield show
+
+
+def stream(command: list[str], show: Callable[[], None]) -> int:
+    """Prints what the command prints, line by line. Returns its exit status."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            show()
+    return process.returncode
+
+
+def main(options: argparse.Namespace) -> int:
+    """The exit status is 1 if a benchmark failed, 2 for bad arguments."""
+    names = options.benchmarks or list(SCRIPTS)
+    if unknown := sorted(set(names) - set(SCRIPTS)):
+        print(f"mla_fp8 bench: unknown {', '.join(unknown)}; known: {', '.join(SCRIPTS)}", file=sys.stderr)
+        return 2
+    passed = ["--only", options.only, "--seconds", str(options.seconds)]
+    passed += ["--smoke"] if options.smoke else ["--csv", str(options.out)]
+    failed = []
+    with progress(len(names)) as show:
+        for done, name in enumerate(names):
+            show(name, done)
+            command = [sys.executable, str(SCRIPTS[name]), *passed]
+            if stream(command, lambda name=name, done=done: show(name, done)) != 0:  # type: ignore[misc]
+                failed.append(name)
+            print(flush=True)
+    if options.plot and not options.smoke:
+        tables = sorted(map(str, options.out.glob("*.csv")))
+        if subprocess.call([sys.executable, str(FOLDER / "plot.py"), *tables]) != 0:
+            failed.append("plot")
+    if failed:
+        print(f"mla_fp8 bench: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0

@@ -1,0 +1,146 @@
+"""Recorded attention calls, as files that ``python -m mla_fp8 replay`` runs again, anywhere.
+
+A file in the safetensors format: tensors ``<call>.<argument>``, the other arguments as JSON in its header. Of
+a cache only the pages that the call may read are kept, and the indices renamed to fit, so that a call of a
+serving engine with a cache of many GB is a file of a few MB.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .layout import KVLayout, get_layout, layout_of_id
+
+OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged")
+_KEY = "mla_fp8.calls"
+
+
+@dataclass
+class Call:
+    """Arguments of ``mla_fp8.<op>`` by name: the tensors, then the rest (``layout`` by name)."""
+
+    op: str
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+
+    def arguments(self, device: torch.device | str) -> dict[str, Any]:
+        return {name: tensor.to(device) for name, tensor in self.tensors.items()} | self.options
+
+    @property
+    def layout(self) -> KVLayout | None:
+        return get_layout(self.options["layout"]) if "layout" in self.options else None
+
+    def __str__(self) -> str:
+        num_tokens, num_heads, _ = self.tensors["q"].shape
+        keys = " + ".join(
+            str(self.tensors[n].shape[1]) for n in ("indices", "extra_indices") if n in self.tensors
+        )
+        caches = [self.tensors[n] for n in ("kv", "kv_cache", "extra_kv_cache") if n in self.tensors]
+        kept = " + ".join(f"{len(cache)} {'pages' if self.layout else 'rows'}" for cache in caches)
+        layout = f" {self.layout.name}" if self.layout else ""
+        return f"{self.op}{layout}, {num_tokens} tokens, {num_heads} heads, {keys} indices into {kept}"
+
+
+def save(path: str | Path, calls: list[Call]) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    tensors = {f"{i}.{name}": tensor for i, call in enumerate(calls) for name, tensor in call.tensors.items()}
+    header = [{"op": call.op, "options": call.options} for call in calls]
+    save_file(tensors, path, metadata={_KEY: json.dumps(header)})
+
+
+def load(path: str | Path) -> list[Call]:
+    """Raises ValueError if the file holds no recorded calls."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    with safe_open(path, framework="pt") as file:
+        header = (file.metadata() or {}).get(_KEY)
+        if header is None:
+            raise ValueError(f"{path} was not written by mla_fp8.testing.record")
+        tensors: dict[int, dict[str, Tensor]] = {}
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            number, name = key.split(".", 1)
+            mapped = file.get_tensor(key)  # at any address; kernels want theirs aligned
+            tensors.setdefault(int(number), {})[name] = mapped.clone()
+    return [
+        Call(call["op"], tensors.get(i, {}), call["options"]) for i, call in enumerate(json.loads(header))
+    ]
+
+
+def referenced(
+    indices: Tensor, length: Tensor | None, num_pages: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """(pages, renamed): the pages that a call may read, and its indices into a cache of only those.
+
+    Indices outside the cache stay as they are, and outside. Those that do not count (beyond ``length``) and
+    fall into a page that is not kept become -1.
+    """
+    inside = (indices >= 0) & (indices < num_pages * page_size)
+    counts = inside
+    if length is not None:
+        counts = inside & (torch.arange(indices.shape[1], device=indices.device) < length[:, None])
+    pages = (indices[counts] // page_size).unique().long()
+    position = torch.full((num_pages + 1,), -1, dtype=torch.int64, device=indices.device)
+    position[pages] = torch.arange(len(pages), device=indices.device)
+    kept = position[torch.where(inside, indices // page_size, num_pages).long()]
+    slots = torch.where(kept >= 0, kept * page_size + indices % page_size, -1)
+    return pages, torch.where(inside, slots, indices).to(indices.dtype)
+
+
+def packed_pages(kv_cache: Tensor, pages: Tensor, layout: KVLayout, page_size: int) -> Tensor:
+    """Those pages of a cache, or of FlashMLA's view of one, as ``[len(pages), page_bytes]``."""
+    content = kv_cache.view(torch.uint8)[pages].flatten(1)
+    packed = layout.empty(len(pages), page_size, kv_cache.device).zero_()
+    packed[:, : content.shape[1]] = content
+    return packed
+
+
+def extract(op: str, arguments: dict[str, Any]) -> Call:
+    """A call that owns all it needs, on the CPU, from the arguments of ``torch.ops.mla_fp8.<op>``."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    options = {name: x for name, x in arguments.items() if x is not None and not isinstance(x, Tensor)}
+    if "layout" in options:
+        layout = layout_of_id(options["layout"])
+        options["layout"] = layout.name
+        for prefix in ("", "extra_"):
+            if f"{prefix}kv_cache" in tensors:
+                kv_cache, page_size = tensors[f"{prefix}kv_cache"], options[f"{prefix}page_size"]
+                pages, tensors[f"{prefix}indices"] = referenced(
+                    tensors[f"{prefix}indices"], tensors.get(f"{prefix}topk_length"), len(kv_cache), page_size
+                )
+                tensors[f"{prefix}kv_cache"] = packed_pages(kv_cache, pages, layout, page_size)
+    else:
+        rows, tensors["indices"] = referenced(
+            tensors["indices"], tensors.get("topk_length"), len(tensors["kv"]), 1
+        )
+        tensors["kv"] = tensors["kv"][rows]
+    return Call(
+        op, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, options
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every call of ``torch.ops.mla_fp8.*`` inside its ``with``; keeps the attention calls."""
+
+    def __init__(self, max_calls: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.max_calls, self.calls, self.missed = max_calls, list[Call](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))  # first: it checks its arguments
+        op = func._schema.name.removeprefix("mla_fp8::").removesuffix("_out")
+        if op in OPS and func.namespace == "mla_fp8":
+            if len(self.calls) == self.max_calls or (
+                torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            ):
+                self.missed += 1
+            else:
+                inputs = [a.name for a in func._schema.arguments if not a.is_out and not a.alias_info]
+                given = dict(zip(inputs, args, strict=False)) | (kwargs or {})
+                self.calls.append(extract(op, {name: given[name] for name in inputs if name in given}))
+        return result

@@ -1,0 +1,134 @@
+"""``python -m mla_fp8 replay FILE``: run recorded calls through every backend, compare errors and times.
+
+``mla_fp8.testing.record`` writes such files. Errors are against float64 over the recorded pages.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import recording, reference
+from .arch import arch_of
+from .dispatch import TABLES, Problem
+from .recording import Call
+from .timing import time_us
+
+Run = Callable[[], tuple[Tensor, ...]]
+TOKENS_AT_ONCE = 8  # of the float64 reference, which holds the selected rows of each
+# Rounding to bf16 costs 0.2 % rms; softmax weights rounded to FP8 cost 5 %.
+RMS_BOUND, LSE_BOUND = 1e-2, 1e-3
+HEADER = f"  {'backend':<12}{'us':>11}{'':>10}{'rms error':>12}{'max error':>12}{'lse error':>12}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timing at most, per call and backend")
+
+
+def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64."""
+    given = call.arguments(device)
+    scopes = []
+    for prefix in ("", "extra_"):
+        if f"{prefix}indices" not in given:
+            continue
+        if call.layout:
+            page_size, scale = given[f"{prefix}page_size"], given.get("scale")
+            rows = reference.dequantize_cache(
+                given[f"{prefix}kv_cache"], layout=call.layout, page_size=page_size, scale=scale
+            )
+        else:
+            rows = given["kv"]
+        scopes.append((rows, given[f"{prefix}indices"], given.get(f"{prefix}topk_length")))
+    q, outs, lses = given["q"].double(), [], []
+    for begin in range(0, max(len(q), 1), TOKENS_AT_ONCE):
+        here = slice(begin, begin + TOKENS_AT_ONCE)
+        part = [(rows, ids[here], None if n is None else n[here]) for rows, ids, n in scopes]
+        out, _, lse = reference.sparse_attention(
+            q[here], part, sm_scale=given["sm_scale"], attn_sink=given.get("attn_sink")
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def runnable(call: Call, device: str) -> tuple[dict[str, Run], dict[str, str]]:
+    """(the call by each backend that fits, why the others do not)."""
+    q = call.tensors["q"]
+    op = getattr(importlib.import_module("mla_fp8"), call.op)
+    layout = call.layout.name if call.layout else "bf16"
+    problem = Problem(call.op, arch_of(torch.device(device).type, None), layout, q.shape[1])
+    reasons = {backend.name: backend.why_not(problem) for backend in TABLES[call.op]}
+    arguments = call.arguments(device)
+    runs: dict[str, Run] = {
+        name: partial(op, **arguments, backend=name) for name, reason in reasons.items() if reason is None
+    }
+    return runs, {name: reason for name, reason in reasons.items() if reason}
+
+
+def verdict(result: tuple[Tensor, ...], want: tuple[Tensor, Tensor]) -> tuple[str, bool]:
+    """The errors of one backend as columns of the table, and whether they are within bounds."""
+    out, lse = result[0], result[-1]
+    error, norm = (out.double() - want[0]).abs(), want[0].norm().clamp_min(1e-30)
+    attended = want[1].isfinite()
+    lse_error = (lse.double() - want[1])[attended].abs()
+    rms, most, lse_most = float(error.norm() / norm), largest(error), largest(lse_error)
+    complaints = []
+    if not rms <= RMS_BOUND:  # also if it is NaN
+        complaints.append(f"rms error above {RMS_BOUND:g}")
+    if not lse.isneginf().equal(~attended):
+        complaints.append("lse is not -inf exactly where nothing is attended")
+    if not lse_most <= LSE_BOUND * max(1.0, largest(want[1][attended].abs())):
+        complaints.append(f"lse error above {LSE_BOUND:g}")
+    line = f"{rms:>12.2e}{most:>12.2e}{lse_most:>12.2e}"
+    return line + ("  OFF: " + ", ".join(complaints) if complaints else ""), not complaints
+
+
+def largest(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def replay(call: Call, device: str, seconds: float) -> bool:
+    """Prints one line per backend. False if one of them is off."""
+    runs, reasons = runnable(call, device)
+    want, lines, good = exact(call, device), {}, True
+    for name, run in list(runs.items()):
+        try:
+            lines[name], within = verdict(run(), want)
+            good &= within
+        except (RuntimeError, ValueError) as error:
+            reasons[name] = f"raised {error}"
+            del runs[name]
+    us = time_us(runs, seconds=seconds, host=device == "cpu")
+    best = min(us.values(), default=0.0)
+    for backend in TABLES[call.op]:
+        name = backend.name
+        if name in us:
+            print(f"  {name:<12}{us[name]:>11.1f}{us[name] / best:>9.2f}x{lines[name]}")
+        else:
+            print(f"  {name:<12}{reasons[name].splitlines()[0]}")
+    return good
+
+
+def main(options: argparse.Namespace) -> int:
+    """The exit status is 1 if a backend is off, 2 if the file cannot be read."""
+    try:
+        calls = recording.load(options.file)
+    except ImportError:
+        print("mla_fp8 replay: safetensors is not installed (pip install mla-fp8[replay])", file=sys.stderr)
+        return 2
+    except Exception as error:  # what safetensors raises for a bad file has no common base
+        print(f"mla_fp8 replay: {error}", file=sys.stderr)
+        return 2
+    good = True
+    for i, call in enumerate(calls):
+        print(f"call {i}: {call}\n{HEADER}")
+        good &= replay(call, options.device, options.seconds)
+    return 0 if good else 1
