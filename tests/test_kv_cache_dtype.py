@@ -17,6 +17,7 @@ NATURAL = {
     "flashmla_kv": PACKED,
     "flashmla_sparse": BF16,
     "flashinfer": PLAIN,
+    "flashinfer_sm120": PACKED,
     "aiter": PLAIN,
 }
 both_head_dims = pytest.mark.parametrize("head_dim_qk", [576, 512])
@@ -158,7 +159,7 @@ def test_a_bf16_cache_is_refused_by_an_fp8_only_backend_never_quantised(head_dim
         resolve_kv_cache_dtype("bfloat16", "flashmla_kv", head_dim_qk)
     with pytest.raises(ValueError, match="row_bytes must be"):
         resolve_kv_cache_dtype("auto", "flashmla_kv", head_dim_qk, size(bf16))
-    for backend in set(NATURAL) - {"flashmla_kv"}:
+    for backend in set(NATURAL) - {"flashmla_kv", "flashinfer_sm120"}:
         assert resolve_kv_cache_dtype("bfloat16", backend, head_dim_qk) is KV_LAYOUTS[bf16]
 
 

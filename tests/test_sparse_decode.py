@@ -360,5 +360,5 @@ def test_unknown_layouts_and_backends_are_refused():
     case = make_case(KV_LAYOUTS["dsv4"], "cpu")
     with pytest.raises(ValueError, match="unknown KV layout 'dsv5'; known: dsv32, dsv4"):
         case.decode(layout="dsv5")
-    with pytest.raises(ValueError, match="backend must be auto or one of native, reference, got 'nativ'"):
+    with pytest.raises(ValueError, match=r"backend must be auto or one of native, .*, got 'nativ'"):
         case.decode(backend="nativ")

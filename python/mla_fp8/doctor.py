@@ -7,7 +7,7 @@ import torch
 
 from . import _libraries
 from .arch import arch_of
-from .dispatch import TABLES, Problem
+from .dispatch import TABLE, Problem
 from .layout import KV_LAYOUTS
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
@@ -73,18 +73,23 @@ def _kernels() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """Each row of the dispatch tables, for the device at hand and the layouts in common use."""
+    """Each backend of the dispatch table, for the device at hand: what it runs, and why not the rest."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arch = arch_of(device, None)
-    rows = {}
-    for op, backends in TABLES.items():
-        for backend in backends:
+    rows: dict[str, str] = {}
+    for backend in TABLE:
+        for op in backend.ops:
             reasons = {
                 layout: backend.why_not(Problem(op, arch, layout, num_q_heads=64))
-                for layout in ("dsv32", "dsv4", "bf16")
+                for layout in backend.layouts
             }
             able = [layout for layout, reason in reasons.items() if reason is None]
-            why = "; ".join(dict.fromkeys(reason for reason in reasons.values() if reason))
-            says = f"{arch}: {', '.join(able)}" if able else f"{arch}: no"
-            rows[f"{op}: {backend.name}"] = f"{says} ({why})" if why else says
+            why = [*dict.fromkeys(reason for reason in reasons.values() if reason)]
+            everything = len(able) == len(KV_LAYOUTS)
+            says = f"{arch}: {'all layouts' if everything else ', '.join(able) or 'no'}"
+            if able and backend.only_asked_for:
+                why.append(f"only if asked for: {backend.only_asked_for}")
+            name = f"{op}: {backend.name}"
+            line = f"{says} ({'; '.join(why)})" if why else says
+            rows[name] = f"{rows[name]}; {line}" if name in rows else line
     return rows

@@ -1,7 +1,7 @@
 import torch
 
-from ..dispatch import backend_function
-from ..layout import KV_LAYOUTS, KVLayout, get_layout
+from ..dispatch import backend_function, layout_of, wanted
+from ..layout import KV_LAYOUTS, KVLayout
 from ._fake import fake, fake_returns_nothing
 
 
@@ -38,11 +38,13 @@ def sparse_decode(
     ===========  =======================================  =====  ============================================
 
     A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
-    CPU) not on how many there are either. ``backend`` is a name of the dispatch table; ValueError with every
-    reason if it cannot run this, RuntimeError naming the argument for bad input.
+    CPU) not on how many there are either. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
+    ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
+    RuntimeError naming the argument for bad input.
     """
-    layout = get_layout(layout)
-    function = backend_function("sparse_decode", q, layout.name, backend)
+    layout = layout_of(layout, q, kv_cache, page_size, backend)
+    features = wanted(two_caches=extra_kv_cache is not None, batch_invariant=batch_invariant)
+    function = backend_function("sparse_decode", q, layout.name, backend, features)
     return function(  # type: ignore[no-any-return]
         q, kv_cache, indices, layout=layout, page_size=page_size, sm_scale=sm_scale, topk_length=topk_length,
         attn_sink=attn_sink, extra_kv_cache=extra_kv_cache, extra_indices=extra_indices,

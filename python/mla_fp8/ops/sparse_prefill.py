@@ -1,7 +1,7 @@
 import torch
 
-from ..dispatch import backend_function
-from ..layout import KV_LAYOUTS, KVLayout, get_layout
+from ..dispatch import backend_function, layout_of, wanted
+from ..layout import KV_LAYOUTS, KVLayout
 from ._fake import fake, fake_returns_nothing
 from .sparse_decode import new_outputs
 
@@ -61,8 +61,9 @@ def sparse_prefill_paged(
 
     Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`.
     """
-    layout = get_layout(layout)
-    function = backend_function("sparse_prefill_paged", q, layout.name, backend)
+    layout = layout_of(layout, q, kv_cache, page_size, backend)
+    features = wanted(two_caches=extra_kv_cache is not None)
+    function = backend_function("sparse_prefill_paged", q, layout.name, backend, features)
     return function(  # type: ignore[no-any-return]
         q, kv_cache, indices, layout=layout, page_size=page_size, sm_scale=sm_scale, topk_length=topk_length,
         attn_sink=attn_sink, extra_kv_cache=extra_kv_cache, extra_indices=extra_indices,

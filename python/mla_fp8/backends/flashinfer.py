@@ -1,0 +1,91 @@
+"""FlashInfer's sparse MLA decode, which takes one list of slots per query token in place of a page table.
+
+bf16 and per-tensor FP8 caches on SM100 (TRTLLM-GEN), packed ``dsv32`` ones on SM120. Its conventions: the
+valid slots of a row come first; no row may be empty; lse in base 2 unless asked. FP8 on SM100 wants queries
+in FP8 too, rounded with one scale per call: that is a backend of its own that has to be asked for. What there
+is for SM90 plans on the host from copies of the device's lengths, so it is not here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import KVLayout
+from .convert import apply_sink, masked, nothing_where, packed, padded, rows_view, to_multiple, with_dummies
+from .native import Pair
+from .packages import Api, function
+
+DECODE = Api(
+    ("flashinfer.mla",),
+    (
+        (
+            "trtllm_batch_decode_with_kv_cache_mla",
+            ("sparse_mla_top_k", "return_lse", "return_lse_base", "kv_scale_format"),
+        ),
+    ),
+)
+HEADS = (8, 16, 32, 64, 128)
+_WORKSPACE_BYTES = 128 << 20
+_QK_NOPE_HEAD_DIM = 128  # of the model before absorption; the kernels only check it
+_WIDTH = 128
+
+
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    extra_page_size: int | None = None,
+    scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Pair:
+    if len(q) == 0:
+        return q.new_empty(0, q.shape[1], layout.head_dim_v), q.new_empty(0, q.shape[1], dtype=torch.float32)
+    num_slots = len(kv_cache) * page_size
+    rows, empty = with_dummies(packed(to_multiple(masked(indices, num_slots, topk_length), _WIDTH))[0])
+    options: dict[str, Any] = {"bmm1_scale": sm_scale, "bmm2_scale": 1.0}
+    queries, _ = padded(q, None, HEADS)
+    if layout.num_tiles:
+        cache = kv_cache if kv_cache.dim() == 4 else layout.flash_mla_view(kv_cache, page_size)
+        cache, options["kv_scale_format"] = cache.transpose(1, 2), "pow2_fp32"
+    else:
+        dtype = layout.fp8_dtype or torch.bfloat16
+        cache = rows_view(kv_cache, page_size, layout.head_dim_qk, dtype).view(-1, 1, page_size, q.shape[2])
+    if layout.needs_scale:
+        assert scale is not None and layout.fp8_dtype is not None
+        queries, q_scale = to_fp8_queries(queries, layout.fp8_dtype)
+        options |= {"bmm1_scale": q_scale * scale * sm_scale, "bmm2_scale": scale}
+    out, lse = function(DECODE, "trtllm_batch_decode_with_kv_cache_mla")(
+        query=queries[:, None],
+        kv_cache=cache,
+        workspace_buffer=torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device),
+        qk_nope_head_dim=_QK_NOPE_HEAD_DIM,
+        kv_lora_rank=layout.head_dim_v,
+        qk_rope_head_dim=layout.head_dim_qk - layout.head_dim_v,
+        block_tables=rows[:, None],
+        seq_lens=(rows >= 0).sum(1, dtype=torch.int32),
+        max_seq_len=rows.shape[1],
+        sparse_mla_top_k=rows.shape[1],
+        return_lse=True,
+        return_lse_base="basee",
+        **options,
+    )
+    out, lse = out.view(len(q), -1, layout.head_dim_v), lse.view(len(q), -1)
+    out, lse = nothing_where(empty, out[:, : q.shape[1]], lse[:, : q.shape[1]])
+    return apply_sink(out, lse, attn_sink), lse
+
+
+def to_fp8_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(q / scale in FP8, scale), one scale for all of them."""
+    limit = torch.finfo(dtype).max
+    scale = (q.abs().amax().float() / limit).clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+    return (q / scale).clamp(-limit, limit).to(dtype), scale

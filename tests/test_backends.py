@@ -1,0 +1,241 @@
+"""Every backend gives the same attention: by its real package where it runs, else by a stand-in for it."""
+
+import sys
+
+import peer_standins
+import pytest
+import torch
+from sparse_cases import V4_SCOPES, Case, make_case
+
+import mla_fp8.compat.flash_mla
+from mla_fp8 import KV_LAYOUTS, dispatch, sparse_decode, sparse_prefill
+from mla_fp8.arch import arch_of
+from mla_fp8.backends import flash_mla, opaque, packages
+from mla_fp8.dispatch import TABLE, Backend, Problem
+from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+
+HEADS = [1, 8, 16, 40, 64, 128]
+STANDINS = {
+    "flash_mla": peer_standins.flash_mla,
+    "flashinfer": peer_standins.flashinfer,
+    "aiter": peer_standins.aiter,
+}
+ROWS = [(b, op, layout) for b in TABLE for op in b.ops for layout in b.layouts]
+PEERS = [(b, op, layout) for b, op, layout in ROWS if b.adapter in STANDINS]
+
+
+def row_id(row) -> str:
+    return f"{row[0].name}-{row[1]}-{row[2]}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_located_yet():
+    def forget():
+        for cached in (packages.locate, dispatch.select, dispatch._select_name):
+            cached.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def run(op: str, case: Case, function, **options) -> tuple[torch.Tensor, ...]:
+    """The op over the case; its prefill form reads the case's rows."""
+    if op == "sparse_prefill":
+        s = case.scopes[0]
+        options |= {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": s.length}
+        return function(case.q, s.rows, s.indices, **options)
+    return function(*case.arguments(), **(case.options() | options))
+
+
+def check(backend: Backend, case: Case, results: tuple[torch.Tensor, ...]) -> None:
+    out, *max_logits, lse = results
+    exact, exact_max, exact_lse = case.expected()
+    assert out.shape == exact.shape and out.is_contiguous() and out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    if backend.lossy:
+        error = (out.double() - exact).norm() / exact.norm()
+        assert error < 0.1 and lse.isneginf().equal(exact_lse.isneginf())
+        return
+    assert_as_accurate_as(out, case.rounded(), exact)
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    for x in max_logits:
+        torch.testing.assert_close(x.double(), exact_max, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+@pytest.mark.parametrize("num_q_heads", HEADS)
+def test_backends_that_run_here_agree_with_float64(row, num_q_heads, device):
+    backend, op, layout = row
+    reason = backend.why_not(Problem(op, arch_of(device, 0), layout, num_q_heads))
+    if reason:
+        pytest.skip(reason)
+    case = make_case(
+        KV_LAYOUTS[layout], device, num_q_heads=num_q_heads, page_size=1 if "prefill" in op else 64
+    )
+    function = {
+        "sparse_decode": sparse_decode,
+        "sparse_prefill": sparse_prefill,
+        "sparse_prefill_paged": lambda *tensors, **options: case.prefill(backend=options["backend"]),
+    }[op]
+    check(backend, case, run(op, case, function, backend=backend.name))
+
+
+@pytest.mark.parametrize("backend", ["native", "flashmla_kv", "reference"])
+@pytest.mark.parametrize("layout", ["dsv32", "dsv4"])
+def test_two_caches_on_backends_that_run_here(backend, layout, device):
+    problem = Problem("sparse_decode", arch_of(device, 0), layout, 16, frozenset({"two caches"}))
+    (row,) = [b for b in TABLE if b.name == backend]
+    if reason := row.why_not(problem):
+        pytest.skip(reason)
+    case = make_case(KV_LAYOUTS[layout], device, extra=V4_SCOPES)
+    check(row, case, case.decode(backend=backend))
+
+
+def call(adapter: str):
+    """The opaque op, so that what the compiler sees is tested too."""
+
+    def function(*tensors, **options):
+        if "layout" in options:
+            options["layout"] = options["layout"].id
+        op = "sparse_decode" if "layout" in options else "sparse_prefill"
+        return opaque.call(op, adapter, *tensors, **options)
+
+    return function
+
+
+@pytest.mark.parametrize("row", PEERS, ids=row_id)
+@pytest.mark.parametrize("num_q_heads", [1, 16, 40, 64, 128])
+def test_adapters_convert_to_the_conventions_of_the_package_and_back(row, num_q_heads, monkeypatch):
+    """Holes, hostile and few keys, empty rows, lengths of INT_MIN and INT_MAX: see make_scope."""
+    backend, op, layout = row
+    STANDINS[backend.adapter](monkeypatch)
+    torch.manual_seed(0)
+    case = make_case(
+        KV_LAYOUTS[layout], "cpu", num_q_heads=num_q_heads, page_size=1 if "prefill" in op else 64
+    )
+    check(backend, case, run(op, case, call(backend.adapter)))
+
+
+@pytest.mark.parametrize("sink", [float("-inf"), float("inf")], ids=str)
+@pytest.mark.parametrize("row", PEERS, ids=row_id)
+def test_infinite_sinks(row, sink, monkeypatch):
+    backend, op, layout = row
+    STANDINS[backend.adapter](monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], "cpu", page_size=1 if "prefill" in op else 64)
+    case.attn_sink.fill_(sink)
+    out, *_ = run(op, case, call(backend.adapter))
+    if sink > 0:
+        assert (out == 0).all()
+    else:
+        case.attn_sink = None
+        torch.testing.assert_close(out, run(op, case, call(backend.adapter))[0])
+
+
+@pytest.mark.parametrize("row", PEERS, ids=row_id)
+def test_zero_tokens_and_no_lengths(row, monkeypatch):
+    backend, op, layout = row
+    STANDINS[backend.adapter](monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], "cpu", page_size=1 if "prefill" in op else 64, topk=128, sink=False)
+    case.scopes[0].indices[2:] = case.scopes[0].indices[:1]  # nothing beyond a length
+    case.scopes[0].length = None
+    check(backend, case, run(op, case, call(backend.adapter)))
+    empty = case.tokens(slice(0, 0))
+    assert run(op, empty, call(backend.adapter))[0].shape == (0, 16, 512)
+
+
+@pytest.mark.parametrize("layout", ["dsv32", "dsv4"])
+def test_flash_mla_takes_two_caches(layout, monkeypatch):
+    peer_standins.flash_mla(monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], "cpu", extra=V4_SCOPES)
+    (row,) = [b for b in TABLE if b.name == "flashmla_kv"]
+    check(row, case, run("sparse_decode", case, call("flash_mla")))
+
+
+def test_a_batch_beyond_flash_mlas_scheduler_is_split(monkeypatch):
+    """SGLang #25484: its shared memory grows with the batch and ends near 11.6 K."""
+    peer_standins.flash_mla(monkeypatch)
+    monkeypatch.setattr(flash_mla, "_MAX_BATCH", 4)
+    case = make_case(KV_LAYOUTS["dsv4"], "cpu", num_tokens=10, extra=V4_SCOPES)
+    (row,) = [b for b in TABLE if b.name == "flashmla_kv"]
+    check(row, case, run("sparse_decode", case, call("flash_mla")))
+
+
+def test_statistics_of_sgl_kernels_copy_are_base_2(monkeypatch):
+    """sgl-kernel's flash_mla_sparse_fwd, unlike the package's."""
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    peer_standins.sgl_kernel(monkeypatch)
+    case = make_case(KV_LAYOUTS["bf16_512"], "cpu", page_size=1)
+    (row,) = [b for b in TABLE if b.name == "flashmla_sparse"]
+    check(row, case, run("sparse_prefill", case, call("flash_mla")))
+
+
+def test_a_cache_whose_pages_are_apart_is_refused_where_rows_are_addressed(monkeypatch):
+    peer_standins.flash_mla(monkeypatch)
+    case = make_case(KV_LAYOUTS["bf16"], "cpu")
+    wide = torch.nn.functional.pad(case.scopes[0].kv_cache, (0, 64))[:, :-64]
+    case.scopes[0].kv_cache = wide
+    with pytest.raises(ValueError, match="pages 73728 bytes apart for this backend, got 73792"):
+        run("sparse_decode", case, call("flash_mla"))
+
+
+@pytest.mark.parametrize("adapter", ["flash_mla", "flashinfer", "aiter"])
+def test_opaque_ops_compile_to_one_graph(adapter, monkeypatch):
+    STANDINS[adapter](monkeypatch)
+    case = make_case(KV_LAYOUTS["bf16"], "cpu")
+
+    def decode():
+        return run("sparse_decode", case, call(adapter))
+
+    torch._dynamo.reset()
+    got = torch.compile(decode, fullgraph=True, backend="aot_eager")()
+    for a, b in zip(got, decode(), strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+FLASH_MLA_SOURCES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface", "sgl_kernel.flash_mla")
+
+
+@pytest.mark.parametrize("source", FLASH_MLA_SOURCES)
+def test_flash_mla_is_found_where_it_is_installed(source, monkeypatch):
+    for name in FLASH_MLA_SOURCES:
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
+    assert flash_mla.DECODE.modules == FLASH_MLA_SOURCES
+    module, reason = packages.locate(flash_mla.DECODE)
+    assert module is None and reason.count("is not installed") == 3
+    packages.locate.cache_clear()
+    installed = peer_standins.flash_mla(monkeypatch, source)
+    assert packages.locate(flash_mla.DECODE) == (installed, "")
+
+
+def test_a_package_of_another_version_says_what_it_lacks(monkeypatch):
+    """vLLM #47527: probe the installed library, not its version string."""
+    for name in FLASH_MLA_SOURCES[1:]:
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
+
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512):
+        """As of September 2025."""
+
+    peer_standins.install(monkeypatch, "flash_mla", flash_mla_sparse_fwd)
+    _, reason = packages.locate(flash_mla.PREFILL)
+    assert reason.startswith(
+        "flash_mla has a flash_mla_sparse_fwd without attn_sink, topk_length (another version)"
+    )
+    _, reason = packages.locate(flash_mla.DECODE)
+    assert "flash_mla has no get_mla_metadata" in reason
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason_and_no_error(monkeypatch, tmp_path):
+    """SGLang #25870, vLLM #49804: a peer that is broken must not break us."""
+    (tmp_path / "flash_mla.py").write_text("raise OSError('libcudart.so.12 not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_mla", raising=False)
+    module, reason = packages.locate(flash_mla.DECODE)
+    assert module is None
+    assert reason.startswith("flash_mla cannot be imported (OSError: libcudart.so.12 not found)")
+
+
+def test_our_own_stand_in_for_a_package_is_not_the_package(monkeypatch):
+    """Code that puts mla_fp8.compat.flash_mla in the place of flash_mla must not send us in circles."""
+    monkeypatch.setitem(sys.modules, "flash_mla", mla_fp8.compat.flash_mla)
+    assert "flash_mla is our own stand-in for it" in packages.locate(flash_mla.DECODE)[1]

@@ -1,0 +1,324 @@
+"""Where a rule comes from is the docstring of its test."""
+
+import functools
+import logging
+import subprocess
+import sys
+
+import peer_standins
+import pytest
+import torch
+from sparse_cases import make_case
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS, dispatch
+from mla_fp8.dispatch import FEATURES, NATIVE, PREFERENCES, TABLE, Problem, candidates, explain, preference
+
+ARCHS = ["cpu", "sm80", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950"]
+TWO_CACHES = frozenset({"two caches"})
+
+
+def nothing_missing(backend, problem):
+    """As on a machine that has every package and every kernel."""
+
+
+def taken(problem: Problem, missing=nothing_missing) -> str:
+    """What auto takes, by name."""
+    fits = [
+        b.name for b in candidates(problem) if b.why_not(problem, missing) is None and not b.only_asked_for
+    ]
+    return fits[0]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_selected_yet():
+    for cached in (dispatch.locate, dispatch.select, dispatch._select_name):
+        cached.cache_clear()
+    yield
+    for cached in (dispatch.locate, dispatch.select, dispatch._select_name):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "layout, taken_by, refused",
+    [("bf16", "flashmla_sparse", "flashmla_kv"), ("dsv32", "flashmla_kv", "flashmla_sparse")],
+)
+def test_the_cache_decides_between_flash_mlas_families_and_each_refuses_the_other(layout, taken_by, refused):
+    """SGLang #23013."""
+    problem = Problem("sparse_decode", "sm100", layout, 128)
+    assert taken(problem) == taken_by
+    (wrong,) = [b for b in TABLE if b.name == refused]
+    assert f"not {layout}" in wrong.why_not(problem, nothing_missing)
+
+
+def test_an_explicit_choice_that_does_not_fit_lists_every_backend_and_its_reason(monkeypatch):
+    """SGLang #23013: refused, never silently replaced; vLLM #55526: say which predicate failed."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda *device: "sm90")
+    case = make_case(KV_LAYOUTS["dsv32"], "cpu")
+    with pytest.raises(ValueError) as error:
+        case.decode(backend="flashmla_sparse")
+    message = str(error.value)
+    assert "mla_fp8.sparse_decode: backend='flashmla_sparse' cannot run" in message
+    for line in (
+        "native           ",
+        "flashmla_kv      flash_mla is not installed; vllm.third_party.flashmla.flash_mla_interface is not",
+        "flashmla_sparse  reads bf16, bf16_512, not dsv32",
+        "flashinfer       runs on sm100, sm103, not on sm90",
+        "aiter            runs on gfx942, gfx950, not on sm90",
+        "reference        could, if asked for: the specification",
+    ):
+        assert f"\n  {line}" in message, line
+
+
+@pytest.mark.parametrize("name", ["flashmla", "fa3", "AUTO", ""])
+def test_unknown_names_are_refused_with_those_that_exist(name):
+    """SGLang #23013."""
+    case = make_case(KV_LAYOUTS["dsv32"], "cpu")
+    with pytest.raises(ValueError, match=f"backend must be auto or one of native, flashmla_kv.*got '{name}'"):
+        case.decode(backend=name)
+
+
+@pytest.mark.parametrize(
+    "backend", [b for b in TABLE if b.max_q_heads], ids=lambda b: f"{b.name}-{b.layouts[0]}"
+)
+def test_any_head_count_up_to_the_largest_kernel_is_padded_and_more_is_refused(backend):
+    """SGLang #22372."""
+    for op in backend.ops:
+        for heads in (1, 8, 63, backend.max_q_heads):
+            problem = Problem(op, backend.archs[0], backend.layouts[0], heads)
+            assert backend.why_not(problem, nothing_missing) is None
+        problem = Problem(op, backend.archs[0], backend.layouts[0], backend.max_q_heads + 1)
+        assert f"at most {backend.max_q_heads} query heads" in backend.why_not(problem, nothing_missing)
+
+
+def test_heads_are_padded_to_the_next_size_not_to_the_largest(monkeypatch):
+    """SGLang #27954: the kernel of 64 heads is twice as cheap as that of 128."""
+    seen = []
+    module = peer_standins.flash_mla(monkeypatch)
+    original = module.flash_mla_with_kvcache
+
+    @functools.wraps(original)
+    def recording(q, *args, **options):
+        seen.append(q.shape[2])
+        return original(q, *args, **options)
+
+    module.flash_mla_with_kvcache = recording
+    monkeypatch.setattr(dispatch, "arch_of", lambda *device: "sm90")
+    for heads in (8, 64, 65):
+        make_case(KV_LAYOUTS["dsv4"], "cpu", num_q_heads=heads).decode(backend="flashmla_kv")
+    assert seen == [64, 64, 128]
+
+
+@pytest.mark.parametrize("num_q_heads", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("layout", ["dsv32", "dsv4", "bf16"])
+def test_native_goes_first_where_it_was_measured_faster(layout, num_q_heads):
+    """SGLang #36655, vLLM #48047: kernels for few heads beat padding; measured on an H200."""
+    assert taken(Problem("sparse_decode", "sm90", layout, num_q_heads)) == "native"
+
+
+@pytest.mark.parametrize(
+    "layout, name", [("dsv32", "flashmla_kv"), ("dsv4", "flashmla_kv"), ("bf16", "flashmla_sparse")]
+)
+def test_where_native_is_not_tuned_others_go_first_and_native_serves_what_they_cannot(layout, name):
+    """SGLang #29982: no default on a platform that nobody ran it on; but no request is turned away either."""
+    assert taken(Problem("sparse_decode", "sm100", layout, 64)) == name
+    assert (
+        taken(Problem("sparse_decode", "sm100", layout, 64), lambda b, p: None if b is NATIVE else "no")
+        == "native"
+    )
+    assert taken(Problem("sparse_decode", "sm100", "fp8_e4m3", 64)) == "native"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8_e4m3", "fp8_e4m3_fnuz", "dsv4_fnuz"])
+def test_rocm_takes_native_and_aiter_only_if_asked(arch, layout):
+    """SGLang #24129, AITER #5642: its FP8 path rounds Q and P; vLLM #42956: heads that it does not have."""
+    assert taken(Problem("sparse_decode", arch, layout, 16)) == "native"
+
+
+@pytest.mark.parametrize(
+    "arch, layout, name",
+    [("gfx942", "fp8_e4m3_fnuz", "aiter_fp8_fnuz"), ("gfx950", "fp8_e4m3", "aiter_fp8")],
+)
+def test_aiters_loss_has_to_be_asked_for_by_name(arch, layout, name, monkeypatch):
+    """SGLang #24129, AITER #5642: "aiter" alone never means FP8 with rounded queries."""
+    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    problem = Problem("sparse_decode", arch, layout, 16)
+    with pytest.raises(ValueError, match=rf"{name} +could, if asked for: rounds the queries to FP8 as well"):
+        dispatch.select(problem, "aiter")
+    assert dispatch.select(problem, name).adapter == "aiter" and dispatch.select(problem, name).lossy
+    assert dispatch.select(Problem("sparse_decode", arch, "bf16", 16), "aiter").name == "aiter"
+
+
+@pytest.mark.parametrize("arch, encoding", [("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn")])
+def test_aiter_reads_the_encoding_of_the_gpu_and_nothing_is_upcast(arch, encoding):
+    """SGLang #24129: the cache goes in as it is; the other encoding's bytes are other numbers."""
+    for b in TABLE:
+        if b.adapter == "aiter" and b.lossy and arch in b.archs:
+            assert {KV_LAYOUTS[layout].nope_format for layout in b.layouts} == {encoding}
+
+
+def test_flashinfers_loss_has_to_be_asked_for_by_name(monkeypatch):
+    """vLLM #35891: TRTLLM-GEN wants the queries in the cache's dtype."""
+    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    problem = Problem("sparse_decode", "sm100", "fp8_e4m3", 64)
+    with pytest.raises(ValueError, match=r"flashinfer_fp8 +could, if asked for"):
+        dispatch.select(problem, "flashinfer")
+    assert dispatch.select(problem, "flashinfer_fp8").name == "flashinfer_fp8"
+    assert dispatch.select(problem).name == "native"
+
+
+def test_a_bf16_cache_with_an_fp8_backend_is_refused_not_quantised(monkeypatch):
+    """SGLang quantises such a cache on every call."""
+    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    for name in ("flashmla_kv", "flashinfer_fp8"):
+        with pytest.raises(ValueError, match=f"{name} +reads .*, not bf16"):
+            dispatch.select(Problem("sparse_decode", "sm100", "bf16", 64), name)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("backend", [b for b in TABLE if b.api], ids=lambda b: f"{b.name}-{b.layouts[0]}")
+def test_what_a_backend_does_not_do_is_refused_by_name(feature, backend):
+    """vLLM #55526: say which predicate failed."""
+    problem = Problem("sparse_decode", backend.archs[0], backend.layouts[0], 8, frozenset({feature}))
+    reason = backend.why_not(problem, nothing_missing)
+    assert (reason is None) == (feature in backend.features)
+    assert reason is None or f"has no {feature}" in reason
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("layout", KV_LAYOUTS)
+@pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill", "sparse_prefill_paged"])
+def test_native_serves_everything(arch, layout, op):
+    """One package for what others serve in part: auto always finds something."""
+    for heads in (1, 128):
+        problem = Problem(op, arch, layout, heads, frozenset(FEATURES))
+        assert NATIVE.why_not(problem, nothing_missing) is None
+
+
+def test_sparse_prefill_is_there_at_any_length():
+    """SGLang #25418: no limit of 8192 query tokens: none is part of a problem."""
+    assert set(Problem.__dataclass_fields__) == {"op", "arch", "layout", "num_q_heads", "features"}
+
+
+def test_reference_is_never_taken_by_auto(monkeypatch):
+    """It is the specification and slow."""
+    monkeypatch.setattr(dispatch, "probe", lambda b, p: None if b.name == "reference" else "not here")
+    problem = Problem("sparse_decode", "cpu", "dsv4", 8)
+    with pytest.raises(ValueError, match=r"native +not here"):
+        dispatch.select(problem)
+    assert dispatch.select(problem, "reference").name == "reference"
+
+
+def test_preferences_are_rows_that_name_backends_and_say_why():
+    names = {b.name for b in TABLE}
+    for row in PREFERENCES:
+        assert set(row.order) <= names and row.why and row.ops and row.archs
+
+
+def test_the_first_preference_that_fits_counts(monkeypatch):
+    """A table by arch, op, layout and heads: one row is one decision."""
+    few = dispatch.Preference(
+        ("flashmla_kv",), "as measured", ("sparse_decode",), ("sm90",), ("dsv4",), range(64, 129)
+    )
+    monkeypatch.setattr(dispatch, "PREFERENCES", (few, *PREFERENCES))
+    for layout, heads, name in (("dsv4", 64, "flashmla_kv"), ("dsv4", 32, "native"), ("dsv32", 64, "native")):
+        problem = Problem("sparse_decode", "sm90", layout, heads)
+        assert candidates(problem)[0].name == name == taken(problem)
+    assert preference(Problem("sparse_prefill", "sm90", "dsv4", 64)).order == ()
+
+
+def test_a_choice_of_auto_that_is_not_native_is_logged_once(monkeypatch, caplog):
+    """vLLM #56564: an upgrade of a dependency changed the backend, and nobody was told."""
+    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    problem = Problem("sparse_decode", "sm100", "dsv4", 64)
+    with caplog.at_level(logging.INFO, logger="mla_fp8"):
+        for _ in range(2):
+            dispatch.select(problem)
+            dispatch.select(problem, "flashmla_kv")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "sparse_decode on sm100, dsv4: flashmla_kv (native has no kernel tuned"
+    )
+
+
+def test_explain_says_what_is_taken_what_could_be_and_why_not():
+    problem = Problem("sparse_decode", "sm100", "dsv4", 16, TWO_CACHES)
+    lines = explain(problem, missing=nothing_missing).splitlines()
+    assert lines[0].startswith("  flashmla_kv      taken: native has no kernel tuned")
+    assert "  native           could" in lines and len(lines) == len(
+        [b for b in TABLE if "sparse_decode" in b.ops]
+    )
+    asked = explain(problem, "native", missing=nothing_missing)
+    assert "  native           taken: asked for" in asked and "  flashmla_kv      could\n" in asked
+
+
+@pytest.mark.parametrize("name, layout", [("fp8_ds_mla", "dsv4"), ("fp8", "dsv4"), ("auto", "dsv4")])
+def test_an_engines_name_for_a_cache_is_resolved_at_the_call(name, layout):
+    """vLLM #35891: one name, several formats; the bytes of the cache decide."""
+    case = make_case(KV_LAYOUTS[layout], "cpu")
+    for a, b in zip(case.decode(layout=name), case.decode(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(case.prefill(layout=name), case.prefill(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["dsv32", "dsv4", "fp8_e4m3", "bf16", "bf16_512", "fp8_e4m3_512"])
+def test_auto_is_the_layout_whose_pages_have_that_size(layout):
+    """vLLM #48248, #45091: "auto" has to mean something."""
+    fmt = KV_LAYOUTS[layout]
+    q = torch.zeros(1, 8, fmt.head_dim_qk)
+    cache = fmt.empty(2, 64, "cpu")
+    assert dispatch.layout_of("auto", q, cache, 64, "auto") is fmt
+    if fmt.num_tiles:
+        view = fmt.flash_mla_view(cache, 64)
+        assert dispatch.layout_of("auto", q, view, 64, "auto") is fmt
+
+
+def test_an_engines_name_resolves_to_what_the_backend_reads():
+    """vLLM #35891: "fp8" is packed for FlashMLA and plain for FlashInfer; the cache's size has its say."""
+    q, packed, plain = (
+        torch.zeros(1, 8, 576),
+        KV_LAYOUTS["dsv32"].empty(2, 64, "cpu"),
+        KV_LAYOUTS["fp8_e4m3"].empty(2, 64, "cpu"),
+    )
+    assert dispatch.layout_of("fp8", q, packed, 64, "flashmla_kv").name == "dsv32"
+    assert dispatch.layout_of("fp8", q, plain, 64, "flashinfer_fp8").name == "fp8_e4m3"
+    with pytest.raises(ValueError, match="row_bytes must be"):
+        dispatch.layout_of("fp8", q, packed, 64, "flashinfer")
+    with pytest.raises(ValueError, match="unknown KV layout 'fp8_e5m2'"):
+        dispatch.layout_of("fp8_e5m2", q, packed, 64, "auto")
+
+
+def test_fp8_e4m3_is_our_own_layouts_name_before_it_is_an_engines():
+    q = torch.zeros(1, 8, 576)
+    assert (
+        dispatch.layout_of("fp8_e4m3", q, KV_LAYOUTS["dsv32"].empty(2, 64, "cpu"), 64, "auto").name
+        == "fp8_e4m3"
+    )
+
+
+def test_an_engines_name_compiles_to_one_graph():
+    case = make_case(KV_LAYOUTS["dsv4"], "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: case.decode(layout="fp8_ds_mla"), fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(), case.decode(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_importing_us_imports_no_peer():
+    """A peer that is installed but not asked for is never imported (its import may compile for minutes)."""
+    peers = ("flash_mla", "flashinfer", "aiter", "vllm", "sglang")
+    code = f"import sys, mla_fp8; print([m for m in {peers} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_public_ops_take_a_backend():
+    case = make_case(KV_LAYOUTS["bf16_512"], "cpu", page_size=1)
+    s = case.scopes[0]
+    native, spec = (
+        mla_fp8.sparse_prefill(case.q, s.rows, s.indices, sm_scale=1.0, topk_length=s.length, backend=b)[2]
+        for b in ("native", "reference")
+    )
+    torch.testing.assert_close(native, spec, rtol=1e-5, atol=1e-5)
