@@ -38,10 +38,10 @@ def summaries() -> dict[str, str]:
 
 
 def table() -> str:
-    cpu, gpu, text = registered("MLA_FP8_CPU_OPS"), registered("MLA_FP8_GPU_OPS"), summaries()
+    libraries, text = [registered(f"MLA_FP8_{device}_OPS") for device in ("CPU", "CUDA", "HIP")], summaries()
     rows = [
-        f"| `{op}` | {text[op]} | {'yes' if op in cpu else ''} | {'yes' if op in gpu else ''} | |"
-        for op in sorted(op for op in cpu | gpu if not op.endswith("_out"))
+        f"| `{op}` | {text[op]} | {' | '.join('yes' if op in ops else '' for ops in libraries)} |"
+        for op in sorted(op for op in set().union(*libraries) if not op.endswith("_out"))
     ]
     return "\n".join(["| op | what | CPU | CUDA | ROCm |", "|---|---|---|---|---|", *rows]) + "\n"
 

@@ -1,5 +1,6 @@
 // Every op of the package. The CPU library defines the schemas and is always loaded first; each library
-// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key.
+// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key. The library that
+// tests the HIP one without a GPU (MLA_FP8_EMULATED) has schemas and a name of its own and takes CPU tensors.
 #include "registration.h"
 
 #include <sstream>
@@ -34,9 +35,19 @@ std::string kv_layout_table() {
 
 #define IMPL(op) m.impl(#op, TORCH_BOX(&mla_fp8::op));
 
-#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+#if MLA_FP8_EMULATED
+#define MLA_FP8_LIBRARY mla_fp8_emulated
+#else
+#define MLA_FP8_LIBRARY mla_fp8
+#endif
 
-STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_GPU_OPS(IMPL)}
+#if MLA_FP8_WITH_CUDA
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_CUDA_OPS(IMPL)}
+
+#elif MLA_FP8_WITH_HIP && !MLA_FP8_EMULATED
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 
 #else
 
@@ -59,7 +70,10 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_GPU_OPS(IMPL)}
   "extra_indices=None, "                                                                      \
   "Tensor? extra_topk_length=None, int? extra_page_size=None, Tensor? scale=None"
 
-STABLE_TORCH_LIBRARY(mla_fp8, m) {
+#define RAGGED_OPTIONS "float logits_soft_cap=0.0, Tensor? attn_sink=None, int q_len=1, int num_splits=0"
+#define RAGGED_OUTPUTS "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
+
+STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
   m.def("cpu_isa() -> str");
 
@@ -104,11 +118,22 @@ STABLE_TORCH_LIBRARY(mla_fp8, m) {
   DEF_WITH_OUT(paged_attention_ragged,
                "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, Tensor kv_indices, "
                "Tensor kv_last_page_len, *, float sm_scale, int page_size, Tensor? k_scale=None, "
-               "Tensor? v_scale=None, float logits_soft_cap=0.0",
-               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+               "Tensor? v_scale=None, " RAGGED_OPTIONS,
+               "(Tensor out, Tensor lse)", RAGGED_OUTPUTS)
+  DEF_WITH_OUT(paged_attention_ragged_latent,
+               "Tensor q, Tensor kv_cache, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, *, "
+               "int layout, int page_size, float sm_scale, Tensor? scale=None, " RAGGED_OPTIONS,
+               "(Tensor out, Tensor lse)", RAGGED_OUTPUTS)
+  DEF(_warmup, "Tensor device_of", "()")
   DEF_WITH_OUT(merge_attention_states, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
 }
+
+#if MLA_FP8_EMULATED
+
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
+
+#else
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){IMPL(kv_layout_table) IMPL(cpu_isa)}
 
@@ -116,4 +141,5 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
   MLA_FP8_CPU_OPS(IMPL)
 }
 
+#endif
 #endif

@@ -19,18 +19,26 @@
   X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
   X(merge_attention_states) X(merge_attention_states_out)   \
+  X(paged_attention_ragged) X(paged_attention_ragged_out)   \
+  X(paged_attention_ragged_latent)                          \
+  X(paged_attention_ragged_latent_out)                      \
+  X(_warmup)
+
+#define MLA_FP8_SPARSE_OPS(X)                               \
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
   X(sparse_decode) X(sparse_decode_out)
 
-#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) X(paged_attention_ragged) X(paged_attention_ragged_out)
-#define MLA_FP8_GPU_OPS(X) MLA_FP8_COMMON_OPS(X) X(_sparse_decode_portable)
+#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)
+#define MLA_FP8_CUDA_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) X(_sparse_decode_portable)
+#define MLA_FP8_HIP_OPS(X) MLA_FP8_COMMON_OPS(X)
 // clang-format on
 
 namespace mla_fp8 {
 
 std::string kv_layout_table();
 std::string cpu_isa();
+void _warmup(const Tensor& device_of);
 
 void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cache, int64_t layout,
                  int64_t page_size, const OptionalTensor& scale, const OptionalTensor& rope,
@@ -93,9 +101,20 @@ TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS);
 #define MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS                                                        \
   const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &kv_indptr,           \
       const Tensor &kv_indices, const Tensor &kv_last_page_len, double sm_scale, int64_t page_size, \
-      const OptionalTensor &k_scale, const OptionalTensor &v_scale, double logits_soft_cap
+      const OptionalTensor &k_scale, const OptionalTensor &v_scale, double logits_soft_cap,         \
+      const OptionalTensor &attn_sink, int64_t q_len, int64_t num_splits
 TwoTensors paged_attention_ragged(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS);
-void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out, Tensor lse);
+void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out, Tensor lse,
+                                const OptionalTensor& workspace);
+
+#define MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS                                                        \
+  const Tensor &q, const Tensor &kv_cache, const Tensor &kv_indptr, const Tensor &kv_indices,              \
+      const Tensor &kv_last_page_len, int64_t layout, int64_t page_size, double sm_scale,                  \
+      const OptionalTensor &scale, double logits_soft_cap, const OptionalTensor &attn_sink, int64_t q_len, \
+      int64_t num_splits
+TwoTensors paged_attention_ragged_latent(MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS);
+void paged_attention_ragged_latent_out(MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS, Tensor out, Tensor lse,
+                                       const OptionalTensor& workspace);
 
 TwoTensors merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                   const Tensor& lse_b);

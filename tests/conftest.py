@@ -1,6 +1,19 @@
+from pathlib import Path
+
+import emulation
 import pytest
 import torch
 from op_samples import NO_KERNEL
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    names = f"{emulation.LIBRARY} and {emulation.RUNTIME}"
+    parser.addoption("--emulated", type=Path, metavar="FOLDER", help=f"test {names} in that folder instead")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := config.getoption("--emulated"):
+        emulation.load(folder)
 
 
 def available_devices() -> list[str]:

@@ -80,6 +80,12 @@ def paged_attention_ragged(device: str) -> Call:
     return (q, cache, cache.clone(), *ragged), {"sm_scale": 0.1, "page_size": PAGE_SIZE}
 
 
+def paged_attention_ragged_latent(device: str) -> Call:
+    q = bf16(4, 8, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
+    ragged = (ints(x, device) for x in ([0, 2, 3], [1, 0, 2], [3, 4]))
+    return (q, kv_cache(device), *ragged), OPTIONS | {"sm_scale": 0.04, "q_len": 2}
+
+
 def merge_attention_states(device: str) -> Call:
     def state() -> tuple[Tensor, Tensor]:
         return bf16(3, 4, 64, device=device), torch.randn(3, 4, device=device)
@@ -88,7 +94,7 @@ def merge_attention_states(device: str) -> Call:
 
 
 # Devices that an op has no kernel for yet: its tests there are skipped.
-NO_KERNEL = {"paged_attention_ragged": ("cuda",)}
+NO_KERNEL: dict[str, tuple[str, ...]] = {}
 
 SAMPLES: dict[str, Callable[[str], Call]] = {
     "quantize_kv": quantize_kv,
@@ -102,5 +108,6 @@ SAMPLES: dict[str, Callable[[str], Call]] = {
     "sparse_prefill_paged": sparse_decode,
     "sparse_decode": sparse_decode,
     "paged_attention_ragged": paged_attention_ragged,
+    "paged_attention_ragged_latent": paged_attention_ragged_latent,
     "merge_attention_states": merge_attention_states,
 }

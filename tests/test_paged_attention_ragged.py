@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from emulation import is_cpu_kernel
 
 import mla_fp8
 from mla_fp8 import reference
@@ -28,7 +29,7 @@ SHAPES = {
     "gqa 64/64": (8, 2, 64, 64, 16),
     "gqa 128/48": (6, 2, 128, 48, 7),
     "mqa 256/256": (13, 1, 256, 256, 64),
-    "mqa 576/512": (40, 1, 576, 512, 16),
+    "mqa 192/176": (40, 1, 192, 176, 16),
 }
 LENGTHS = (5, 0, 64, 1, 130, 16, 17)  # keys of each request
 
@@ -52,7 +53,13 @@ def int32(values, device):
 
 
 def make_case(
-    device, dtype=torch.bfloat16, shape=(8, 2, 64, 64, 16), lengths=LENGTHS, memory=nhd, per_head_scales=True
+    device,
+    dtype=torch.bfloat16,
+    shape=(8, 2, 64, 64, 16),
+    lengths=LENGTHS,
+    memory=nhd,
+    per_head_scales=True,
+    q_len=1,
 ):
     """``(args, options)``: random pages of a cache that is NaN wherever no request attends."""
     num_q_heads, num_kv_heads, head_dim, head_dim_v, page_size = shape
@@ -70,8 +77,8 @@ def make_case(
                 cache[page, : n - i * page_size] = torch.randn_like(cache[page, : n - i * page_size])
         caches.append(memory(cache.to(dtype).to(device)))
     q_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    q = torch.randn(len(lengths), num_q_heads, head_dim).to(q_dtype).to(device)
-    options = {"sm_scale": head_dim**-0.5}
+    q = torch.randn(len(lengths) * q_len, num_q_heads, head_dim).to(q_dtype).to(device)
+    options = {"sm_scale": head_dim**-0.5} | ({"q_len": q_len} if q_len > 1 else {})
     if dtype.itemsize == 1:
         options["k_scale"] = torch.rand(num_kv_heads if per_head_scales else 1, device=device) + 0.5
         options["v_scale"] = torch.rand(1, device=device) + 0.5
@@ -82,11 +89,12 @@ def make_case(
 def check(args, options, result=None):
     """The result errs at most twice as much from float64 as float32 PyTorch rounded to q's dtype."""
     out, lse = mla_fp8.paged_attention_ragged(*args, **options) if result is None else result
+    options = {name: value for name, value in options.items() if name != "num_splits"}
     exact, exact_lse = reference.paged_attention_ragged(args[0].double(), *args[1:], **options)
     rounded, _ = reference.paged_attention_ragged(*args, **options)
     assert out.dtype == args[0].dtype and lse.dtype == torch.float32
     # A GPU rounds the softmax weights to bf16 for its matrix units.
-    assert_as_accurate_as(out, rounded, exact, factor=2.0 if out.is_cpu else 4.0)
+    assert_as_accurate_as(out, rounded, exact, factor=2.0 if is_cpu_kernel(out.device.type) else 4.0)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     return out, lse
 
@@ -113,8 +121,8 @@ def test_any_strides(memory, dtype, device):
 
 
 def test_values_may_be_a_view_of_the_keys(device):
-    args, options = make_case(device, torch.float8_e4m3fn, SHAPES["mqa 576/512"])
-    check((args[0], args[1], args[1][..., :512], *args[3:]), options)
+    args, options = make_case(device, torch.float8_e4m3fn, SHAPES["mqa 192/176"])
+    check((args[0], args[1], args[1][..., :176], *args[3:]), options)
 
 
 @all_dtypes
@@ -216,7 +224,9 @@ def test_masked_page_is_as_if_it_were_not_listed(device):
         holes = int32([hole], device)
         listed = torch.cat([holes, kv_indices[:2], holes, holes, kv_indices[2:]])
         pages = (int32([0, len(listed)], device), listed, last)
-        assert_same(mla_fp8.paged_attention_ragged(q, k_cache, v_cache, *pages, **options), expected)
+        result = check((q, k_cache, v_cache, *pages), options)
+        if is_cpu_kernel(device):  # a GPU's blocks of keys count the holes
+            assert_same(result, expected)
 
 
 HOSTILE = {
@@ -256,7 +266,8 @@ def test_nan_in_a_selected_key_stays_in_its_request_and_kv_head(device):
 
 @all_dtypes
 def test_result_is_repeatable_and_independent_of_the_batch(dtype, device):
-    args, options = make_case(device, dtype, SHAPES["mqa 576/512"])
+    args, options = make_case(device, dtype, SHAPES["mqa 192/176"])
+    options["num_splits"] = 3
     expected = mla_fp8.paged_attention_ragged(*args, **options)
     assert_same(mla_fp8.paged_attention_ragged(*args, **options), expected)
     for r, (begin, end) in enumerate(pairwise(args[3].tolist())):
@@ -266,7 +277,7 @@ def test_result_is_repeatable_and_independent_of_the_batch(dtype, device):
 
 
 def test_result_is_independent_of_the_thread_count():
-    args, options = make_case("cpu", shape=SHAPES["mqa 576/512"])
+    args, options = make_case("cpu", shape=SHAPES["mqa 192/176"])
     num_threads = torch.get_num_threads()
     results = []
     for n in (1, 2, 3):
@@ -344,6 +355,7 @@ def test_opcheck(dtype, checks, device):
 
 def test_compiles_without_graph_breaks(device):
     args, options = make_case(device, torch.float8_e4m3fn)
+    options["num_splits"] = 1  # as without a workspace
     compiled = torch.compile(mla_fp8.paged_attention_ragged, fullgraph=True, backend="aot_eager")
     expected = mla_fp8.paged_attention_ragged(*args, **options)
     assert_same(compiled(*args, **options), expected)

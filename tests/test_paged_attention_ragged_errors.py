@@ -1,5 +1,6 @@
 import pytest
 import torch
+from emulation import is_cpu_kernel
 from test_paged_attention_ragged import make_case
 
 import mla_fp8
@@ -19,9 +20,9 @@ ERRORS = [
     wrong("q", r"q must have shape \[\*, \*, \*\], got \[7, 512\]", lambda t: t.flatten(1)),
     wrong("q", "q must have stride 1 in its last dimension, got 2", lambda t: t.repeat(1, 1, 2)[..., ::2]),
     wrong(
-        "q", "q must have a last dimension that is a multiple of 16 up to 576, got 40", lambda t: t[..., :40]
+        "q", "q must have a last dimension that is a multiple of 16 up to 256, got 40", lambda t: t[..., :40]
     ),
-    wrong("q", "q must have a last dimension .* up to 576, got 592", lambda t: t.new_zeros(7, 8, 592)),
+    wrong("q", "q must have a last dimension .* up to 256, got 272", lambda t: t.new_zeros(7, 8, 272)),
     wrong("q", "q must have a multiple of the cache's 2 heads, got 7", lambda t: t[:, :7]),
     wrong("q", "q must have a multiple of the cache's 2 heads, got 0", lambda t: t[:, :0]),
     wrong("q", "q must be 16-byte aligned, got an address", lambda t: t.new_zeros(7, 8, 72)[..., 1:65]),
@@ -39,7 +40,16 @@ ERRORS = [
     wrong("v_cache", r"v_cache must have shape \[\d+, 16, 2, \*\], got \[\d+, 16, 1", lambda t: t[:, :, :1]),
     wrong("v_cache", "v_cache must have a last dimension that is a multiple of 16", lambda t: t[..., :8]),
     wrong("kv_indptr", "kv_indptr must have dtype Int, got Long", lambda t: t.long()),
-    wrong("kv_indptr", r"kv_indptr must have shape \[8\], got \[7\]", lambda t: t[:-1]),
+    wrong("kv_indptr", "kv_indptr must have at least 1 element, got 0", lambda t: t[:0]),
+    wrong("q", r"q must have 7 tokens \(kv_indptr has 7 requests, q_len is 1\), got 6", lambda t: t[:6]),
+    wrong("q_len", r"q must have 14 tokens \(kv_indptr has 7 requests, q_len is 2\), got 7", lambda n: 2),
+    wrong("q_len", r"q_len must be in \[1, \d+\], got 0", lambda n: 0),
+    wrong("num_splits", r"num_splits must be in \[0, 128\] \(0 chooses\), got -1", lambda n: -1),
+    wrong("num_splits", r"num_splits must be in \[0, 128\] \(0 chooses\), got 129", lambda n: 129),
+    wrong("workspace", "workspace must have dtype Float, got BFloat16", lambda t: t.bfloat16()),
+    wrong("workspace", "workspace must be contiguous", lambda t: t[::2]),
+    wrong("attn_sink", r"attn_sink must have shape \[8\], got \[7\]", lambda t: t[:7]),
+    wrong("attn_sink", "attn_sink must have dtype Float, got Half", lambda t: t.half()),
     wrong("kv_indptr", "kv_indptr must be contiguous", lambda t: t.repeat_interleave(2)[::2]),
     wrong("kv_indices", "kv_indices must have dtype Int, got Short", lambda t: t.short()),
     wrong("kv_indices", r"kv_indices must have shape \[\*\], got", lambda t: t[None]),
@@ -67,7 +77,15 @@ def call_with(args, options, **changed):
         "out": torch.full_like(args[0], NAN),
         "lse": torch.full(args[0].shape[:2], NAN).to(args[0].device),
     }
-    arguments = dict(zip(NAMES, args, strict=True)) | {"logits_soft_cap": 0.0} | options | outputs
+    device = args[0].device
+    defaults = {
+        "logits_soft_cap": 0.0,
+        "q_len": 1,
+        "num_splits": 0,
+        "attn_sink": torch.zeros(8, device=device),
+        "workspace": torch.zeros(10**6, device=device),
+    }
+    arguments = dict(zip(NAMES, args, strict=True)) | defaults | options | outputs
     for name, change in changed.items():
         arguments[name] = change(arguments[name])
     try:
@@ -105,7 +123,7 @@ def test_page_size_must_be_that_of_the_cache(device):
         RuntimeError, match=r"k_cache must have shape \[\*, 32, \*, 64\], got \[\d+, 16, 2, 64\]"
     ):
         op(*args, **options, page_size=32)
-    with pytest.raises(RuntimeError, match="page_size must be at least 1, got 0"):
+    with pytest.raises(RuntimeError, match=r"page_size must be in \[1, \d+\], got 0"):
         op(*args, **options, page_size=0)
 
 
@@ -113,3 +131,16 @@ def test_out_and_lse_come_together(device):
     args, options = make_case(device)
     with pytest.raises(ValueError, match="expected both or neither of out and lse, got one"):
         mla_fp8.paged_attention_ragged(*args, **options, out=torch.empty_like(args[0]))
+
+
+def test_explicit_splits_need_a_workspace(device):
+    args, options = make_case(device)
+    buffers = {"out": torch.empty_like(args[0]), "lse": torch.empty(7, 8, device=device)}
+    if is_cpu_kernel(device):  # which has no use for one
+        mla_fp8.paged_attention_ragged(*args, **options, **buffers, num_splits=4)
+        return
+    for workspace, got in ((None, 0), (torch.empty(100, device=device), 100)):
+        with pytest.raises(
+            RuntimeError, match=f"workspace must have at least 14560 elements for 4 splits, got {got}"
+        ):
+            mla_fp8.paged_attention_ragged(*args, **options, **buffers, num_splits=4, workspace=workspace)

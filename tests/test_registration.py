@@ -34,7 +34,7 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
         results = getattr(torch.ops.mla_fp8, functional)(*tensors, **options)
         results = iter(results if isinstance(results, tuple) else (results,))
         for argument in schemas()[name].arguments:
-            if argument.alias_info and argument.alias_info.is_write:
+            if argument.alias_info and argument.alias_info.is_write and not argument.has_default_value():
                 result = next(results)
                 options = options | {argument.name: result.clone().fill_(1 << 30)}
         assert next(results, None) is None

@@ -124,7 +124,6 @@ KvLayoutId Check::layout(int64_t layout) const {
 
 KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
   const KvLayout l = kv_layout(layout);
-  constexpr int64_t kMaxPageSize = int64_t{1} << 24;  // keeps every byte count far from overflow
   that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize, "], got ",
        page_size);
 

@@ -64,6 +64,8 @@ class Arg {
   int32_t dtype_;
 };
 
+inline constexpr int64_t kMaxPageSize = int64_t{1} << 24;  // keeps every byte count far from overflow
+
 // Where a paged latent cache lies in memory, once checked.
 struct KvCacheView {
   uint8_t* data;
@@ -116,7 +118,9 @@ inline Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
   return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
 }
 
-#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+#if MLA_FP8_EMULATED  // tests: CPU tensors, no streams
+#define MLA_LAUNCH(op, tensor, params) gpu::op(params, nullptr)
+#elif MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 inline gpuStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));

@@ -102,9 +102,10 @@ void sparse_attention(const SparseAttentionParams& p) {
 void paged_attention_ragged(const PagedAttentionRaggedParams& p) {
   const auto kernel = best_isa().paged_attention_ragged;
   const int head_tiles = ceil_div(p.num_q_heads / p.num_kv_heads, kRaggedHeadTile);
-  const int64_t num_units = p.num_requests * p.num_kv_heads * head_tiles;
+  const int64_t num_units = p.num_tokens() * p.num_kv_heads * head_tiles;
   constexpr int64_t kMinPairs = 1 << 13;  // as above; how many keys a request has is a guess
-  const int64_t pairs = std::max<int64_t>(1, p.num_kv_indices * p.page_size * p.num_q_heads / num_units);
+  const int64_t keys = p.num_kv_indices * p.page_size * p.q_len;
+  const int64_t pairs = std::max<int64_t>(1, keys * p.num_q_heads / num_units);
   parallel_for(num_units, ceil_div(kMinPairs, pairs),
                [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }

@@ -1,10 +1,10 @@
 // paged_attention_ragged on the CPU: decode attention over the pages of each request, FP8 read as it is.
 //
-// A work unit is (request, KV head, up to kRaggedHeadTile of the query heads that share it). It walks the
-// request's keys in order, sixteen at a time: stage K and V as float, scores with keys in the lanes, online
-// softmax, accumulate. All arithmetic is float32 in an order that depends on nothing but the request; the
-// buffers have a fixed size. Bound by the FMAs from about four query heads per KV head, below by the
-// conversion to float.
+// A work unit is (query token, KV head, up to kRaggedHeadTile of the query heads that share it). It walks
+// the keys that the token sees in order, sixteen at a time: stage K and V as float, scores with keys in the
+// lanes, online softmax, accumulate. All arithmetic is float32 in an order that depends on nothing but the
+// request; the buffers have a fixed size. Bound by the FMAs from about four query heads per KV head, below by
+// the conversion to float.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kKeys = kLanes;  // per block: one lane each
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr int kMaxDim = kMaxRaggedHeadDim;
+constexpr int kMaxDim = 576;  // of a latent; separate caches stay below
 
 // As half_to_float in dtype.h, 16 lanes.
 MLA_SIMD F32 load_half(const uint16_t* p) {
@@ -34,9 +34,6 @@ MLA_SIMD F32 load_row(const uint8_t* row, int i) {
   if constexpr (kDtype == CacheDtype::kE4m3fnuz) return load_e4m3<Format::kE4m3fnuz>(row + i);
 }
 
-// What stands in for the keys that the last block lacks: zeros in every format, so they add nothing.
-alignas(64) constexpr uint8_t kZeroRow[2 * kMaxDim] = {};
-
 // The buffers of one work unit.
 struct alignas(64) Scratch {
   float q[kRaggedHeadTile][kMaxDim];
@@ -48,7 +45,10 @@ struct alignas(64) Scratch {
                [kLanes];  // of acc and weight_sum when max_logit grows, the same in every lane
   float weight_sum[kRaggedHeadTile][kLanes];  // a partial sum per lane
   float max_logit[kRaggedHeadTile];
-  const uint8_t *k_rows[kKeys], *v_rows[kKeys];
+  // Where the keys of the block lie; the last block of a request has less than kKeys.
+  int num_keys;
+  int64_t page[kKeys], row[kKeys];
+  alignas(64) uint16_t latent[kMaxDim];
 };
 
 // fn(constant<n>{}, first head) over blocks of n heads whose accumulators stay in registers.
@@ -60,16 +60,54 @@ MLA_SIMD void for_head_blocks(int num_heads, Fn&& fn) {
   for (; head < num_heads; ++head) fn(constant<1>{}, head);
 }
 
+// A cache whose rows hold kDtype: separate K and V, or a latent of one format. Stages the block's K and V;
+// what stands in for the keys that it lacks is zero, so they add nothing.
 template <CacheDtype kDtype>
-MLA_SIMD void stage_keys_and_values(Scratch& s, int head_dim, int head_dim_v) {
-  for (int d = 0; d < head_dim; d += kLanes) {
-    F32 x[kKeys];
-    for (int key = 0; key < kKeys; ++key) x[key] = load_row<kDtype>(s.k_rows[key], d);
-    transpose(x);
-    for (int i = 0; i < kLanes; ++i) store(s.k[d + i], x[i]);
+struct Plain {
+  MLA_SIMD void stage(const PagedAttentionRaggedParams& p, int64_t kv_head, Scratch& s) {
+    const auto k_row = [&](int key) {
+      return p.k_cache + s.page[key] * p.k_cache_stride_page + s.row[key] * p.k_cache_stride_row +
+             kv_head * p.k_cache_stride_head;
+    };
+    for (int d = 0; d < p.head_dim; d += kLanes) {
+      F32 x[kKeys];
+      for (int key = 0; key < kKeys; ++key)
+        x[key] = key < s.num_keys ? load_row<kDtype>(k_row(key), d) : set1(0.0f);
+      transpose(x);
+      for (int i = 0; i < kLanes; ++i) store(s.k[d + i], x[i]);
+    }
+    for (int key = 0; key < s.num_keys; ++key) {
+      const uint8_t* row = p.v_cache + s.page[key] * p.v_cache_stride_page +
+                           s.row[key] * p.v_cache_stride_row + kv_head * p.v_cache_stride_head;
+      for (int d = 0; d < p.head_dim_v; d += kLanes) store(s.v[key] + d, load_row<kDtype>(row, d));
+    }
+    for (int key = s.num_keys; key < kKeys; ++key) memset(s.v[key], 0, sizeof s.v[key]);
   }
-  for (int key = 0; key < kKeys; ++key)
-    for (int d = 0; d < head_dim_v; d += kLanes) store(s.v[key] + d, load_row<kDtype>(s.v_rows[key], d));
+};
+
+// A latent with scales of its own: decoded as dequantize_kv does.
+template <KvLayoutId kId>
+struct Packed {
+  MLA_SIMD void stage(const PagedAttentionRaggedParams& p, int64_t, Scratch& s) {
+    memset(s.k, 0, sizeof s.k);
+    memset(s.v, 0, sizeof s.v);
+    for (int key = 0; key < s.num_keys; ++key) {
+      const uint8_t* page = p.k_cache + s.page[key] * p.k_cache_stride_page;
+      decode_row<kId>(page, s.row[key], p.page_size, 1.0f, s.latent);
+      for (int d = 0; d < p.head_dim; ++d) s.k[d][key] = bf16_to_float(s.latent[d]);
+      for (int d = 0; d < p.head_dim_v; d += kLanes) store(s.v[key] + d, load_bf16(s.latent + d));
+    }
+  }
+};
+
+// Runs fn(Source) for the cache's way of storing a row.
+template <class Fn>
+MLA_SIMD void with_source(const PagedAttentionRaggedParams& p, Fn&& fn) {
+  const bool packed = p.is_latent && kv_layout(p.layout).num_tiles() > 0;
+  if (!packed) return with_cache_dtype(p.cache_dtype, [&](auto dtype) { fn(Plain<dtype>{}); });
+  with_kv_layout(p.layout, [&](auto id) {
+    if constexpr (kv_layout(id).num_tiles() > 0) fn(Packed<id>{});
+  });
 }
 
 MLA_SIMD void compute_scores(Scratch& s, int num_heads, int head_dim) {
@@ -133,32 +171,35 @@ MLA_SIMD void accumulate_values(Scratch& s, int num_heads, int head_dim_v) {
   });
 }
 
-// Calls fn(page, row) for every key of the request, in order.
+// Calls fn(page, row) for every key of the request but the last `hidden` ones, in order.
 template <class Fn>
-MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, int64_t request, Fn&& fn) {
+MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, int64_t request, int hidden, Fn&& fn) {
   const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
   const int64_t begin = clamp(p.kv_indptr[request], p.num_kv_indices);
   const int64_t end = clamp(p.kv_indptr[request + 1], p.num_kv_indices);
+  const int64_t last_page_len = clamp(p.kv_last_page_len[request], p.page_size);
+  const int64_t visible = (end - begin - 1) * p.page_size + last_page_len - hidden;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t page = p.kv_indices[i];
     if (page < 0 || page >= p.num_pages) continue;
-    const int64_t rows = i + 1 < end ? p.page_size : clamp(p.kv_last_page_len[request], p.page_size);
+    const int64_t rows = clamp(visible - (i - begin) * p.page_size, p.page_size);
     for (int64_t row = 0; row < rows; ++row) fn(page, row);
   }
 }
 
-template <CacheDtype kDtype>
+template <class Source>
 void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
-  constexpr int64_t kItemsize = kDtype == CacheDtype::kBf16 || kDtype == CacheDtype::kF16 ? 2 : 1;
   const int group = p.num_q_heads / p.num_kv_heads, head_tiles = ceil_div(group, kRaggedHeadTile);
-  const int64_t request = unit / head_tiles / p.num_kv_heads, kv_head = unit / head_tiles % p.num_kv_heads;
+  const int64_t token = unit / head_tiles / p.num_kv_heads, kv_head = unit / head_tiles % p.num_kv_heads;
+  const int64_t request = token / p.q_len;
+  const int hidden = p.q_len - 1 - static_cast<int>(token % p.q_len);
   const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // in the group
   const int num_heads = group - first < kRaggedHeadTile ? group - first : kRaggedHeadTile;
   const int64_t first_q_head = kv_head * group + first;
 
   for (int h = 0; h < num_heads; ++h) {
-    const uint16_t* q = static_cast<const uint16_t*>(p.q) + request * p.q_stride_request +
-                        (first_q_head + h) * p.q_stride_head;
+    const uint16_t* q =
+        static_cast<const uint16_t*>(p.q) + token * p.q_stride_token + (first_q_head + h) * p.q_stride_head;
     for (int d = 0; d < p.head_dim; d += kLanes)
       store(s.q[h] + d, p.dtype == Dtype::kBf16 ? load_bf16(q + d) : load_half(q + d));
     memset(s.acc[h], 0, sizeof s.acc[h]);
@@ -169,48 +210,44 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
   // Scales multiply the logits and the output, not the cache: its elements enter exactly as they are.
   const float logit_scale = p.k_scale ? p.sm_scale * p.k_scale[kv_head * p.k_scale_stride] : p.sm_scale;
   const float out_scale = p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f;
-  const uint8_t* k_cache =
-      static_cast<const uint8_t*>(p.k_cache) + kv_head * p.k_cache_stride_head * kItemsize;
-  const uint8_t* v_cache =
-      static_cast<const uint8_t*>(p.v_cache) + kv_head * p.v_cache_stride_head * kItemsize;
 
-  int num_keys = 0;  // in the block
+  s.num_keys = 0;
   const auto process_block = [&] {
-    for (int key = num_keys; key < kKeys; ++key) s.k_rows[key] = s.v_rows[key] = kZeroRow;
-    stage_keys_and_values<kDtype>(s, p.head_dim, p.head_dim_v);
+    Source::stage(p, kv_head, s);
     compute_scores(s, num_heads, p.head_dim);
-    online_softmax(s, num_heads, num_keys, logit_scale, p.logits_soft_cap);
+    online_softmax(s, num_heads, s.num_keys, logit_scale, p.logits_soft_cap);
     accumulate_values(s, num_heads, p.head_dim_v);
-    num_keys = 0;
+    s.num_keys = 0;
   };
-  for_each_key(p, request, [&](int64_t page, int64_t row) {
-    s.k_rows[num_keys] = k_cache + (page * p.k_cache_stride_page + row * p.k_cache_stride_row) * kItemsize;
-    s.v_rows[num_keys] = v_cache + (page * p.v_cache_stride_page + row * p.v_cache_stride_row) * kItemsize;
-    if (++num_keys == kKeys) process_block();
+  for_each_key(p, request, hidden, [&](int64_t page, int64_t row) {
+    s.page[s.num_keys] = page;
+    s.row[s.num_keys] = row;
+    if (++s.num_keys == kKeys) process_block();
   });
-  if (num_keys > 0) process_block();
+  if (s.num_keys > 0) process_block();
 
   for (int h = 0; h < num_heads; ++h) {
-    const float total = reduce_add(load(s.weight_sum[h]));
-    const float factor = total == 0 ? 0.0f : out_scale / total;  // no key: acc is 0 too
-    uint16_t* out = static_cast<uint16_t*>(p.out) + request * p.out_stride_request +
-                    (first_q_head + h) * p.out_stride_head;
+    const float sum = reduce_add(load(s.weight_sum[h]));
+    const float sink = p.attn_sink ? std::exp(p.attn_sink[first_q_head + h] - s.max_logit[h] * kLn2) : 0.0f;
+    const float factor = sum == 0 ? 0.0f : out_scale / (sum + sink);  // no key: acc is 0 too
+    uint16_t* out =
+        static_cast<uint16_t*>(p.out) + token * p.out_stride_token + (first_q_head + h) * p.out_stride_head;
     for (int d = 0; d < p.head_dim_v; ++d) {
       const float value = s.acc[h][d] * factor;
       out[d] = p.dtype == Dtype::kBf16 ? float_to_bf16(value) : float_to_half(value);
     }
-    p.lse[request * p.num_q_heads + first_q_head + h] = s.max_logit[h] * kLn2 + std::log(total);
+    p.lse[token * p.num_q_heads + first_q_head + h] = s.max_logit[h] * kLn2 + std::log(sum);
   }
 }
 
 }  // namespace
 
-// Units [begin, end) of requests x KV heads x tiles of query heads.
+// Units [begin, end) of query tokens x KV heads x tiles of query heads.
 void paged_attention_ragged(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
   Scratch scratch;
-  with_cache_dtype(p.cache_dtype, [&](auto dtype) {
-    for (int64_t unit = begin; unit < end; ++unit) attend<dtype>(p, unit, scratch);
+  with_source(p, [&](auto source) {
+    for (int64_t unit = begin; unit < end; ++unit) attend<decltype(source)>(p, unit, scratch);
   });
 }
 

@@ -16,9 +16,11 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kBlock = kWarps * kWarpSize;  // also the requests of one tile
 
+using Begins = int64_t[kBlock];  // the offset of each request of the tile
+
 // The last request of the tile that starts at or before `offset`. Empty requests start where the next one
 // does, so this one holds it.
-__device__ __forceinline__ int find_in_tile(const int64_t (&begins)[kBlock], int64_t offset) {
+__device__ __forceinline__ int find_in_tile(const Begins& begins, int64_t offset) {
   int low = 0;
 #pragma unroll
   for (int step = kBlock / 2; step > 0; step /= 2)
@@ -26,11 +28,13 @@ __device__ __forceinline__ int find_in_tile(const int64_t (&begins)[kBlock], int
   return low;
 }
 
+}  // namespace
+
 __global__ void __launch_bounds__(kBlock)
     build_swa_token_ids_kernel(const __grid_constant__ BuildSwaTokenIdsParams p) {
   wait_for_previous_grid();
-  __shared__ int64_t begins[kBlock];  // offset of each request of the tile
-  __shared__ int64_t tile_end;
+  MLA_SHARED(Begins, begins);
+  MLA_SHARED(int64_t, tile_end);
   const bool writes_requests = blockIdx.x == 0;
   const int64_t first_id = int64_t{blockIdx.x} * kBlock, i = first_id + threadIdx.x;
 
@@ -61,8 +65,6 @@ __global__ void __launch_bounds__(kBlock)
   if (i < p.capacity && i >= base) p.ids[i] = -1;
   if (writes_requests && threadIdx.x == 0) p.offsets[0] = 0;
 }
-
-}  // namespace
 
 void build_swa_token_ids(const BuildSwaTokenIdsParams& p, gpuStream_t stream) {
   const int64_t num_blocks = p.capacity > 0 ? ceil_div<int64_t>(p.capacity, kBlock) : 1;

@@ -33,10 +33,12 @@ __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t 
   return w;
 }
 
+}  // namespace
+
 template <bool kVector>
 __global__ void __launch_bounds__(kMaxRowBlock)
-    combine_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
-  __shared__ TopkSwaRow shared_row;
+    combine_topk_swa_indices_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
+  MLA_SHARED(TopkSwaRow, shared_row);
   const int64_t token = blockIdx.x;
   wait_for_previous_grid();
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
@@ -79,7 +81,8 @@ __global__ void __launch_bounds__(kMaxRowBlock)
 
 using RaggedParams = CombineTopkSwaIndicesRaggedParams;
 
-__global__ void __launch_bounds__(kBlock) count_kernel(const __grid_constant__ RaggedParams params) {
+__global__ void __launch_bounds__(kBlock)
+    combine_ragged_count_kernel(const __grid_constant__ RaggedParams params) {
   const CombineTopkSwaIndicesParams& p = params.rows;
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
@@ -98,11 +101,12 @@ constexpr int kScanBlock = kScanWarps * kWarpSize;
 constexpr int kScanItems = 8;  // neighbouring counts of one thread
 
 // Counts to offsets, in place, by one block.
-__global__ void __launch_bounds__(kScanBlock) sum_kernel(const __grid_constant__ RaggedParams params) {
+__global__ void __launch_bounds__(kScanBlock)
+    combine_ragged_sum_kernel(const __grid_constant__ RaggedParams params) {
   wait_for_previous_grid();
   int32_t* counts = params.out_indptr + 1;
   const int64_t num_tokens = params.rows.num_tokens;
-  __shared__ int32_t tile_sum;
+  MLA_SHARED(int32_t, tile_sum);
   int32_t base = 0;
   for (int64_t first = 0; first < num_tokens; first += kScanBlock * kScanItems) {
     const int64_t mine = first + threadIdx.x * kScanItems;
@@ -120,7 +124,8 @@ __global__ void __launch_bounds__(kScanBlock) sum_kernel(const __grid_constant__
   if (threadIdx.x == 0) params.out_indptr[0] = 0;
 }
 
-__global__ void __launch_bounds__(kBlock) write_kernel(const __grid_constant__ RaggedParams params) {
+__global__ void __launch_bounds__(kBlock)
+    combine_ragged_write_kernel(const __grid_constant__ RaggedParams params) {
   const CombineTopkSwaIndicesParams& p = params.rows;
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
@@ -146,6 +151,8 @@ __global__ void __launch_bounds__(kBlock) write_kernel(const __grid_constant__ R
     p.out_indices[i] = -1;
 }
 
+namespace {
+
 bool is_aligned(const int32_t* p, int64_t stride) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % kPiece == 0;
 }
@@ -157,15 +164,15 @@ void combine_topk_swa_indices(const CombineTopkSwaIndicesParams& p, gpuStream_t 
   const LaunchConfig config{.grid = p.num_tokens, .block = static_cast<int>(block), .stream = stream};
   const bool vector = is_aligned(p.topk_indices, p.topk_indices_stride_token) &&
                       is_aligned(p.out_indices, p.out_indices_stride_token);
-  launch(vector ? combine_kernel<true> : combine_kernel<false>, config, p);
+  launch(vector ? combine_topk_swa_indices_kernel<true> : combine_topk_swa_indices_kernel<false>, config, p);
 }
 
 void combine_topk_swa_indices_ragged(const CombineTopkSwaIndicesRaggedParams& p, gpuStream_t stream) {
   const int64_t num_blocks = ceil_div<int64_t>(p.rows.num_tokens, kRowsPerBlock);
   const LaunchConfig rows{.grid = num_blocks, .block = kBlock, .stream = stream};
-  if (num_blocks > 0) launch(count_kernel, rows, p);
-  launch(sum_kernel, {.grid = 1, .block = kScanBlock, .stream = stream}, p);
-  if (num_blocks > 0) launch(write_kernel, rows, p);
+  if (num_blocks > 0) launch(combine_ragged_count_kernel, rows, p);
+  launch(combine_ragged_sum_kernel, {.grid = 1, .block = kScanBlock, .stream = stream}, p);
+  if (num_blocks > 0) launch(combine_ragged_write_kernel, rows, p);
 }
 
 }  // namespace mla_fp8::gpu

@@ -8,6 +8,8 @@
 
 namespace mla_fp8::gpu {
 
+#if MLA_FP8_PTX
+
 #if __CUDA_ARCH__ >= 890
 template <Format kFormat>
 inline constexpr bool kHasE4m3Instructions = kFormat == Format::kE4m3fn;
@@ -53,6 +55,12 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   }
 }
 
+// Four codes as bf16 or fp16, exactly.
+template <Format kFormat, Dtype kDtype>
+__device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
+  return {pack<kDtype>(unpack_e4m3<kFormat>(codes)), pack<kDtype>(unpack_e4m3<kFormat>(codes >> 16))};
+}
+
 // To [-limit, limit]; a NaN stays one.
 __device__ __forceinline__ float clamp(float x, float limit) {
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
@@ -73,6 +81,63 @@ __device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
                                                            << 8;
   }
 }
+
+// The largest finite magnitude of eight bf16, as the bits of a bf16.
+__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // x * 0 + x turns an infinity into NaN, which max drops
+    asm("{\n.reg .b32 t, zero;\nmov.b32 zero, 0;\nfma.rn.bf16x2 t, %1, zero, %1;\nabs.bf16x2 t, t;\n"
+        "max.bf16x2 %0, %0, t;\n}"
+        : "+r"(amax)
+        : "r"(x[i]));
+  return max(amax & 0xffffu, amax >> 16);
+}
+
+#else  // the code of common/fp8.h and dtype.h, which those instructions agree with
+
+template <Dtype kDtype>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  return {to_float<kDtype>(static_cast<uint16_t>(pair)), to_float<kDtype>(static_cast<uint16_t>(pair >> 16))};
+}
+
+template <Dtype kDtype>
+__device__ __forceinline__ uint32_t pack(float2 values) {
+  return from_float<kDtype>(values.x) | uint32_t{from_float<kDtype>(values.y)} << 16;
+}
+
+template <Format kFormat>
+__device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
+  const Float4 values = e4m3x4_to_float<kFormat>(pair & 0xffffu);
+  return {values.x[0], values.x[1]};
+}
+
+template <Format kFormat, Dtype kDtype>
+__device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
+  const Float4 values = e4m3x4_to_float<kFormat>(codes);
+  return {pack_exact<kDtype>(values.x[0], values.x[1]), pack_exact<kDtype>(values.x[2], values.x[3])};
+}
+
+__device__ __forceinline__ float clamp(float x, float limit) {
+  return x < -limit ? -limit : x > limit ? limit : x;
+}
+
+template <Format kFormat>
+__device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
+  return float_to_e4m3<kFormat>(values.x, fp8_max) | uint32_t{float_to_e4m3<kFormat>(values.y, fp8_max)} << 8;
+}
+
+__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t magnitude = x[i / 2] >> (i % 2 * 16) & 0x7fffu;
+    if (magnitude < kInfBits >> 16) amax = max(amax, magnitude);
+  }
+  return amax;
+}
+
+#endif
 
 // value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.
 template <Format kFormat>
@@ -104,18 +169,6 @@ __device__ __forceinline__ auto encode8(const Words<4>& x, float fp8_max, const 
     }
     return codes;
   }
-}
-
-// The largest finite magnitude of eight bf16, as the bits of a bf16.
-__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)  // x * 0 + x turns an infinity into NaN, which max drops
-    asm("{\n.reg .b32 t, zero;\nmov.b32 zero, 0;\nfma.rn.bf16x2 t, %1, zero, %1;\nabs.bf16x2 t, t;\n"
-        "max.bf16x2 %0, %0, t;\n}"
-        : "+r"(amax)
-        : "r"(x[i]));
-  return max(amax & 0xffffu, amax >> 16);
 }
 
 // Eight elements of kDtype, rounded to bf16; zeros without an access unless `wanted`.

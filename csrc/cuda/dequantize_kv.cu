@@ -12,23 +12,25 @@
 #include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
-namespace {
 
 // From here on the rows do not stay in L2 until the next kernel reads them.
-constexpr int64_t kStreamingBytes = int64_t{64} << 20;
-constexpr int64_t kSlotsAhead = 16384;  // a later block then finds its slots in L2
+inline constexpr int64_t kStreamingBytes = int64_t{64} << 20;
 
 template <class Params>
-struct Args {
+struct DequantizeKvArgs {
   Params p;
   Divider page_size;
   bool streaming;
 
-  explicit Args(const Params& params)
+  explicit DequantizeKvArgs(const Params& params)
       : p(params),
         page_size(params.page_size),
         streaming(params.num_rows * kv_layout(params.layout).head_dim_qk() * 2 >= kStreamingBytes) {}
 };
+
+namespace {
+
+constexpr int64_t kSlotsAhead = 16384;  // a later block then finds its slots in L2
 
 // The scale of this lane's tile in `pass`, from the token's scale record.
 template <KvLayoutId kId>
@@ -85,9 +87,11 @@ __device__ __forceinline__ void dequantize_row(const CacheRow& from, int64_t pag
   }
 }
 
+}  // namespace
+
 template <KvLayoutId kId>
 __global__ void __launch_bounds__(kLatentBlock)
-    dequantize_kv_kernel(const __grid_constant__ Args<DequantizeKvParams> args) {
+    dequantize_kv_kernel(const __grid_constant__ DequantizeKvArgs<DequantizeKvParams> args) {
   const DequantizeKvParams& p = args.p;
   const int64_t i = int64_t{blockIdx.x} * kLatentsPerBlock + threadIdx.x / kWarpSize;
   if (i >= p.num_rows) return;
@@ -98,6 +102,8 @@ __global__ void __launch_bounds__(kLatentBlock)
   dequantize_row<kId>(find_row(p, args.page_size, slot), p.page_size, p.scale, p.out + i * p.out_stride_row,
                       args.streaming);
 }
+
+namespace {
 
 // The request that an output row belongs to, the last one if several claim it; -1 if none does. The offsets
 // are in any order, so all requests are looked at, 32 at a time.
@@ -116,9 +122,11 @@ __device__ __forceinline__ int64_t find_request(const DequantizeKvPagedParams& p
   return -1;
 }
 
+}  // namespace
+
 template <KvLayoutId kId>
 __global__ void __launch_bounds__(kLatentBlock)
-    dequantize_kv_paged_kernel(const __grid_constant__ Args<DequantizeKvPagedParams> args) {
+    dequantize_kv_paged_kernel(const __grid_constant__ DequantizeKvArgs<DequantizeKvPagedParams> args) {
   const DequantizeKvPagedParams& p = args.p;
   const int64_t i = int64_t{blockIdx.x} * kLatentsPerBlock + threadIdx.x / kWarpSize;
   if (i >= p.num_rows) return;
@@ -137,6 +145,8 @@ __global__ void __launch_bounds__(kLatentBlock)
                       args.streaming);
 }
 
+namespace {
+
 int64_t num_blocks(int64_t num_rows) { return ceil_div<int64_t>(num_rows, kLatentsPerBlock); }
 
 }  // namespace
@@ -144,14 +154,14 @@ int64_t num_blocks(int64_t num_rows) { return ceil_div<int64_t>(num_rows, kLaten
 void dequantize_kv(const DequantizeKvParams& p, gpuStream_t stream) {
   with_kv_layout(p.layout, [&](auto id) {
     launch(dequantize_kv_kernel<id>,
-           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, Args(p));
+           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, DequantizeKvArgs(p));
   });
 }
 
 void dequantize_kv_paged(const DequantizeKvPagedParams& p, gpuStream_t stream) {
   with_kv_layout(p.layout, [&](auto id) {
     launch(dequantize_kv_paged_kernel<id>,
-           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, Args(p));
+           {.grid = num_blocks(p.num_rows), .block = kLatentBlock, .stream = stream}, DequantizeKvArgs(p));
   });
 }
 

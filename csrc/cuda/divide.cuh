@@ -2,6 +2,8 @@
 // Division by a number known at launch, as a multiplication.
 #include <cstdint>
 
+#include "cuda/platform.cuh"
+
 namespace mla_fp8::gpu {
 
 // n / divisor for n >= 0, exact while n * divisor < 2^64: q = n * magic / 2^64 with magic = ceil(2^64 /

@@ -1,15 +1,16 @@
 #pragma once
 // Launching on the caller's stream: no allocation, no synchronisation, so every op can be captured in a
 // graph.
-#include <cuda_runtime.h>
-
-#include <climits>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
+#include "common/launch_config.h"
 #include "common/macros.h"
-#include "common/stream.h"
+#include "cuda/platform.cuh"
+#if !MLA_FP8_PTX
+#include "hip/runtime.h"
+#endif
 
 namespace mla_fp8::gpu {
 
@@ -20,6 +21,7 @@ inline constexpr int kMaxThreadsPerSm = 1536;
 inline constexpr int kMaxThreadsPerSm = 2048;
 #endif
 
+#if MLA_FP8_PTX
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   throw std::runtime_error(std::string("mla_fp8: ") + what + ": " + cudaGetErrorString(status));
@@ -40,17 +42,17 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 #endif
 }
 
-struct LaunchConfig {
-  int64_t grid;  // blocks
-  int block;     // threads
-  gpuStream_t stream;
-};
+// Multiprocessors of the current device.
+inline int num_processors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
 
 template <class Params>
 void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {
-  if (c.grid < 1 || c.grid > INT_MAX)
-    throw std::runtime_error("mla_fp8: the grid must have 1 to 2^31 - 1 blocks, got " +
-                             std::to_string(c.grid));
+  check_grid(c);
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -62,5 +64,18 @@ void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params)
   config.numAttrs = has_dependent_launch() ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
+
+#else
+
+__device__ __forceinline__ void wait_for_previous_grid() {}  // streams run one grid after the other
+
+template <class Params>
+void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {
+  static_assert(std::is_trivially_copyable_v<Params>);
+  check_grid(c);
+  launch_kernel(reinterpret_cast<const void*>(kernel), c, &params, sizeof params);
+}
+
+#endif
 
 }  // namespace mla_fp8::gpu

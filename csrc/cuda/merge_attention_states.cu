@@ -12,16 +12,17 @@
 #include "cuda/vec.cuh"
 
 namespace mla_fp8::gpu {
+
+struct MergeAttentionStatesArgs {
+  MergeAttentionStatesParams p;
+  Divider num_heads;
+};
+
 namespace {
 
 constexpr int kHeadsPerBlock = 4;
 constexpr int kBlock = kHeadsPerBlock * kWarpSize;
 constexpr int kPasses = 2;  // in flight at once
-
-struct Args {
-  MergeAttentionStatesParams p;
-  Divider num_heads;
-};
 
 // What each side counts for. A side that attended to nothing (lse -inf) is not even read, the other one is
 // copied.
@@ -50,9 +51,12 @@ __device__ __forceinline__ uint32_t merge_word(uint32_t a, uint32_t b, const Wei
   }
 }
 
+}  // namespace
+
 // kVector: every head is 16-byte aligned and a multiple of 16 bytes.
 template <Dtype kDtype, bool kVector>
-__global__ void __launch_bounds__(kBlock) merge_attention_states_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kBlock)
+    merge_attention_states_kernel(const __grid_constant__ MergeAttentionStatesArgs args) {
   using T = std::conditional_t<kDtype == Dtype::kF32, uint32_t, uint16_t>;
   constexpr int kVecDim = 16 / sizeof(T), kPassDim = kVecDim * kWarpSize;
   const MergeAttentionStatesParams& p = args.p;
@@ -91,6 +95,8 @@ __global__ void __launch_bounds__(kBlock) merge_attention_states_kernel(const __
   }
 }
 
+namespace {
+
 bool is_aligned(const void* data, int64_t stride_token, int64_t stride_head, int64_t itemsize) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride_token * itemsize % 16 == 0 &&
          stride_head * itemsize % 16 == 0;
@@ -109,7 +115,7 @@ void merge_attention_states(const MergeAttentionStatesParams& p, gpuStream_t str
                             .stream = stream};
   with_dtype(p.dtype, [&](auto dtype) {
     launch(vector ? merge_attention_states_kernel<dtype, true> : merge_attention_states_kernel<dtype, false>,
-           config, Args{p, Divider(p.num_heads)});
+           config, MergeAttentionStatesArgs{p, Divider(p.num_heads)});
   });
 }
 

@@ -10,6 +10,12 @@
 #include "cuda/vec.cuh"
 
 namespace mla_fp8::gpu {
+
+struct PadQHeadsArgs {
+  PadQHeadsParams p;
+  Divider num_heads;
+};
+
 namespace {
 
 constexpr int kHeadsPerBlock = 4;
@@ -17,19 +23,16 @@ constexpr int kBlock = kHeadsPerBlock * kWarpSize;
 constexpr int kVecDim = 8;  // elements of 16 bytes
 constexpr int kPasses = 3;  // in flight at once: up to 768 elements
 
-struct Args {
-  PadQHeadsParams p;
-  Divider num_heads;
-};
-
 __device__ __forceinline__ void write_sinks(const PadQHeadsParams& p) {
   for (int64_t h = threadIdx.x; h < p.num_heads; h += kBlock)
     p.out_attn_sink[h] = p.attn_sink && h < p.num_q_heads ? p.attn_sink[h] : -INFINITY;
 }
 
+}  // namespace
+
 // kVector: every head, in and out, is 16-byte aligned and of a multiple of 16 bytes.
 template <bool kVector>
-__global__ void __launch_bounds__(kBlock) pad_q_heads_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kBlock) pad_q_heads_kernel(const __grid_constant__ PadQHeadsArgs args) {
   const PadQHeadsParams& p = args.p;
   wait_for_previous_grid();
   if (blockIdx.x == 0) write_sinks(p);
@@ -60,13 +63,11 @@ __global__ void __launch_bounds__(kBlock) pad_q_heads_kernel(const __grid_consta
   }
 }
 
-}  // namespace
-
 void pad_q_heads(const PadQHeadsParams& p, gpuStream_t stream) {
   const bool vector = reinterpret_cast<uintptr_t>(p.q) % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(p.out_q) % 16 == 0 && p.q_stride_token % kVecDim == 0 &&
                       p.q_stride_head % kVecDim == 0 && p.head_dim % kVecDim == 0;
-  Args args{p, Divider(p.num_heads)};
+  PadQHeadsArgs args{p, Divider(p.num_heads)};
   if (p.head_dim == 0)
     args.p.num_tokens = 0;  // no memory behind the heads, and any number of them: only the sinks
   const int64_t num_rows = args.p.num_tokens * p.num_heads;

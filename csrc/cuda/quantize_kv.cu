@@ -12,12 +12,13 @@
 #include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
-namespace {
 
-struct Args {
+struct QuantizeKvArgs {
   QuantizeKvParams p;
   Divider page_size;
 };
+
+namespace {
 
 constexpr int kSectorBytes = 32;  // the unit in which DRAM is written
 
@@ -80,9 +81,11 @@ class DivideByScale {
 template <Dtype kDtype>
 inline constexpr int kBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * (kDtype == Dtype::kBf16 ? 4 : 3) / 4;
 
+}  // namespace
+
 template <KvLayoutId kId, Dtype kDtype>
 __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
-    quantize_kv_kernel(const __grid_constant__ Args args) {
+    quantize_kv_kernel(const __grid_constant__ QuantizeKvArgs args) {
   using C = LatentChunks<kId>;
   constexpr KvLayout kL = C::kL;
   constexpr int kSourceItemsize = kDtype == Dtype::kF32 ? 4 : 2;
@@ -154,14 +157,12 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   }
 }
 
-}  // namespace
-
 void quantize_kv(const QuantizeKvParams& p, gpuStream_t stream) {
   const int64_t num_blocks = ceil_div<int64_t>(p.num_tokens, kLatentsPerBlock);
   with_kv_layout(p.layout, [&](auto id) {
     with_dtype(p.dtype, [&](auto dtype) {
       launch(quantize_kv_kernel<id, dtype>, {.grid = num_blocks, .block = kLatentBlock, .stream = stream},
-             Args{p, Divider(p.page_size)});
+             QuantizeKvArgs{p, Divider(p.page_size)});
     });
   });
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/fp8.h"
+#include "cuda/platform.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -12,6 +13,8 @@ struct alignas(4 * kWords) Words {
   __device__ uint32_t& operator[](int i) { return data[i]; }
   __device__ const uint32_t& operator[](int i) const { return data[i]; }
 };
+
+#if MLA_FP8_PTX
 
 // The words at p, or zeros without an access. No branch, so that all loads of a row are in flight before
 // the first use. Bytes that are read once have no business in L1.
@@ -49,6 +52,24 @@ __device__ __forceinline__ void store(void* p, const Words<4>& w, bool streaming
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+
+#else
+
+template <int kWords>
+__device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
+  Words<kWords> w{};
+  if (wanted) w = *static_cast<const Words<kWords>*>(p);
+  return w;
+}
+
+template <int kWords>
+__device__ __forceinline__ void store(void* p, const Words<kWords>& w, bool = false) {
+  *static_cast<Words<kWords>*>(p) = w;
+}
+
+__device__ __forceinline__ void prefetch_l2(const void*) {}
+
+#endif
 
 // Element i of an index tensor of either width.
 __device__ __forceinline__ int64_t load_index(const void* indices, bool is_int64, int64_t i) {

@@ -33,16 +33,19 @@ template <int kWarps, class T>
 __device__ __forceinline__ T block_inclusive_sum(T x) {
   static_assert(kWarps <= kWarpSize);
   // Aligned, or a vector load of it takes in, and races with, the variable next to it.
-  __shared__ alignas(16) T warp_sums[kWarpSize];
+  struct alignas(16) Sums {
+    T of_warp[kWarpSize];
+  };
+  MLA_SHARED(Sums, sums);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   x = warp_inclusive_sum(x);
   __syncthreads();  // the last call's sums have been read
-  if (lane == kWarpSize - 1) warp_sums[warp] = x;
+  if (lane == kWarpSize - 1) sums.of_warp[warp] = x;
   __syncthreads();
   T before = 0;
 #pragma unroll
   for (int w = 0; w < kWarps - 1; ++w)
-    if (w < warp) before += warp_sums[w];
+    if (w < warp) before += sums.of_warp[w];
   return x + before;
 }
 

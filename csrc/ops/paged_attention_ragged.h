@@ -17,18 +17,24 @@ inline void with_cache_dtype(CacheDtype dtype, Fn&& fn) {
   }
 }
 
-inline constexpr int kMaxRaggedHeadDim = 576;  // of K and of V; both are multiples of 16
+inline constexpr int kMaxRaggedHeadDim = 256;  // of separate K and V caches; both are multiples of 16
+inline constexpr int kMaxRaggedSplits = 128;
 
-// Each request attends to the cached keys of its own pages. No value of the three index arrays reaches memory
-// outside the tables: kv_indptr is clamped to [0, num_kv_indices], kv_last_page_len to [0, page_size].
+// Both ops. Each request attends to the cached keys of its own pages; the last of its q_len query tokens sees
+// all of them, each one before it one key less. No value of the three index arrays reaches memory outside the
+// tables: kv_indptr is clamped to [0, num_kv_indices], kv_last_page_len to [0, page_size].
 struct PagedAttentionRaggedParams {
   int64_t num_requests;
+  int q_len;  // query tokens of each request
   int num_q_heads, num_kv_heads, head_dim, head_dim_v;
   Dtype dtype;             // of q and out: bf16 or fp16
-  CacheDtype cache_dtype;  // of both caches
-  const void* q;           // [num_requests, num_q_heads, head_dim]; strides in elements
-  int64_t q_stride_request, q_stride_head;
-  const void *k_cache, *v_cache;  // [num_pages, page_size, num_kv_heads, head_dim or head_dim_v]
+  CacheDtype cache_dtype;  // of both caches, and of nope in a latent one
+  bool is_latent;          // v_cache is k_cache: V is the first head_dim_v elements of the latent
+  KvLayoutId layout;       // of a latent cache
+  const void* q;           // [num_requests * q_len, num_q_heads, head_dim]; strides in elements
+  int64_t q_stride_token, q_stride_head;
+  // [num_pages, page_size, num_kv_heads, head_dim or head_dim_v]; strides in bytes
+  const uint8_t *k_cache, *v_cache;
   int64_t k_cache_stride_page, k_cache_stride_row, k_cache_stride_head;
   int64_t v_cache_stride_page, v_cache_stride_row, v_cache_stride_head;
   int64_t num_pages, page_size;
@@ -36,20 +42,33 @@ struct PagedAttentionRaggedParams {
   const int32_t* kv_indices;  // [num_kv_indices]; a page outside [0, num_pages) is masked
   int64_t num_kv_indices;
   const int32_t* kv_last_page_len;         // [num_requests]: rows of the last page that count
-  const float *k_scale, *v_scale;          // [1] or [num_kv_heads], null for bf16 and fp16 caches
+  const float *k_scale, *v_scale;          // [1] or [num_kv_heads]; null: the cache has none, or its own
   int64_t k_scale_stride, v_scale_stride;  // 0 for one value, 1 per head
   float sm_scale;
-  float logits_soft_cap;  // 0 = none, else logits = cap * tanh(logits / cap)
-  void* out;              // [num_requests, num_q_heads, head_dim_v]
-  int64_t out_stride_request, out_stride_head;
-  float* lse;  // [num_requests, num_q_heads] contiguous
+  float logits_soft_cap;   // 0 = none, else logits = cap * tanh(logits / cap)
+  const float* attn_sink;  // [num_q_heads] or null: an extra logit without a value
+  void* out;               // [num_requests * q_len, num_q_heads, head_dim_v]
+  int64_t out_stride_token, out_stride_head;
+  float* lse;  // [num_requests * q_len, num_q_heads] contiguous, sink excluded
+  // GPU only: the keys of each request in num_splits parts, whose results meet in the workspace.
+  int num_splits;
+  float* workspace;  // ragged_workspace_size() floats, unused with one split
+
+  MLA_HD int64_t num_tokens() const { return num_requests * q_len; }
 };
+
+// Per split, token and head: the part's output and its lse.
+inline int64_t ragged_workspace_size(const PagedAttentionRaggedParams& p) {
+  return p.num_splits * p.num_tokens() * p.num_q_heads * (p.head_dim_v + 1);
+}
 
 namespace cpu {
 void paged_attention_ragged(const PagedAttentionRaggedParams& params);
 }
 namespace gpu {
+// The number of splits that fills the GPU, whatever the lengths are; at most kMaxRaggedSplits.
+int paged_attention_ragged_splits(const PagedAttentionRaggedParams& params);
 void paged_attention_ragged(const PagedAttentionRaggedParams& params, gpuStream_t stream);
-}
+}  // namespace gpu
 
 }  // namespace mla_fp8

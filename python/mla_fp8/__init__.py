@@ -12,11 +12,12 @@ from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.merge_attention_states import merge_attention_states
 from .ops.pad_q_heads import pad_q_heads
-from .ops.paged_attention_ragged import paged_attention_ragged
+from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
 from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
+from .warmup import warmup
 
 __all__ = [
     "KV_LAYOUTS",
@@ -35,10 +36,12 @@ __all__ = [
     "merge_attention_states",
     "pad_q_heads",
     "paged_attention_ragged",
+    "paged_attention_ragged_latent",
     "quantize_kv",
     "resolve_kv_cache_dtype",
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",
+    "warmup",
     "workspace_rows",
 ]

@@ -26,14 +26,14 @@ def load_all() -> None:
             f"mla_fp8: cannot load libmla_fp8_cpu.so into torch {torch.__version__}: {error}"
         ) from error
 
-    # The GPU library needs symbols that only a GPU torch exports. Its absence never breaks the import.
-    name = "libmla_fp8_cuda.so"
-    if torch.version.cuda is None:
-        status[name] = "not loaded: this torch was built without CUDA"
-    elif not (LIB_DIR / name).exists():
-        status[name] = "not in this build"
-    else:
-        try:
-            _load(name)
-        except OSError as error:
-            status[name] = f"failed to load: {error}"
+    # A GPU library needs symbols that only that GPU's torch exports. Its absence never breaks the import.
+    for name, built_for in (("libmla_fp8_cuda.so", "cuda"), ("libmla_fp8_hip.so", "hip")):
+        if getattr(torch.version, built_for) is None:
+            status[name] = f"not loaded: this torch was built without {built_for.upper()}"
+        elif not (LIB_DIR / name).exists():
+            status[name] = "not in this build"
+        else:
+            try:
+                _load(name)
+            except OSError as error:
+                status[name] = f"failed to load: {error}"

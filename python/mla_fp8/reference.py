@@ -219,12 +219,49 @@ def merge_attention_states(
     return merged.to(out_a.dtype), lse
 
 
-def ragged_slots(pages: Tensor, last_page_len: int, *, num_pages: int, page_size: int) -> Tensor:
-    """The slots of one request's keys, in order."""
-    row = torch.arange(len(pages) * page_size, device=pages.device)
-    num_rows = (len(pages) - 1) * page_size + min(max(last_page_len, 0), page_size)
-    slots = pages.long().repeat_interleave(page_size) * page_size + row % page_size
-    return slots[(row < num_rows) & (slots >= 0) & (slots < num_pages * page_size)]
+def ragged_slots(
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    *,
+    num_pages: int,
+    page_size: int,
+    q_len: int,
+) -> list[Tensor]:
+    """For each query token the slots of the keys that it sees, in order."""
+    found, bounds = [], kv_indptr.clamp(0, len(kv_indices)).tolist()
+    for r, last_page_len in enumerate(kv_last_page_len.clamp(0, page_size).tolist()):
+        pages = kv_indices[bounds[r] : bounds[r + 1]].long()
+        position = torch.arange(len(pages) * page_size, device=pages.device)
+        slots = pages.repeat_interleave(page_size) * page_size + position % page_size
+        exists = (slots >= 0) & (slots < num_pages * page_size)
+        num_keys = (len(pages) - 1) * page_size + last_page_len
+        found += [slots[exists & (position < num_keys - hidden)] for hidden in reversed(range(q_len))]
+    return found
+
+
+def ragged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: list[Tensor],
+    *,
+    sm_scale: float,
+    logits_soft_cap: float,
+    attn_sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Each token to its own slots of k and v, ``[num_slots, num_kv_heads, dim]``, in their dtype."""
+    out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=k.dtype)
+    for t, selected in enumerate(slots):
+        heads = q[t].to(k.dtype).unflatten(0, (k.shape[1], -1))
+        logits = sm_scale * torch.einsum("hgd,nhd->hgn", heads, k[selected])
+        if logits_soft_cap:
+            logits = logits_soft_cap * (logits / logits_soft_cap).tanh()
+        lse[t] = logits.logsumexp(-1).flatten()
+        total = lse[t] if attn_sink is None else torch.logaddexp(lse[t], attn_sink.to(k.dtype))
+        weights = (logits - total.view(*logits.shape[:2], 1)).exp()
+        out[t] = torch.einsum("hgn,nhd->hgd", weights, v[selected]).flatten(0, 1)
+    return out, lse
 
 
 def paged_attention_ragged(
@@ -239,21 +276,40 @@ def paged_attention_ragged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     logits_soft_cap: float = 0.0,
+    attn_sink: Tensor | None = None,
+    q_len: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    num_pages, page_size = k_cache.shape[:2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (cache.to(dtype).flatten(0, 1) for cache in (k_cache, v_cache))
     k, v = (x if scale is None else x * scale.view(-1, 1) for x, scale in ((k, k_scale), (v, v_scale)))
-    out, lse = q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=dtype)
-    bounds = kv_indptr.clamp(0, len(kv_indices)).tolist()
-    for r, last_page_len in enumerate(kv_last_page_len.tolist()):
-        slots = ragged_slots(
-            kv_indices[bounds[r] : bounds[r + 1]], last_page_len, num_pages=num_pages, page_size=page_size
-        )
-        heads = q[r].to(dtype).unflatten(0, (num_kv_heads, -1))
-        logits = sm_scale * torch.einsum("hgd,nhd->hgn", heads, k[slots])
-        if logits_soft_cap:
-            logits = logits_soft_cap * (logits / logits_soft_cap).tanh()
-        out[r] = torch.einsum("hgn,nhd->hgd", logits.softmax(-1), v[slots]).flatten(0, 1)
-        lse[r] = logits.logsumexp(-1).flatten()
-    return out, lse
+    pages = (kv_indptr, kv_indices, kv_last_page_len)
+    slots = ragged_slots(*pages, num_pages=num_pages, page_size=page_size, q_len=q_len)
+    return ragged_attention(
+        q, k, v, slots, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, attn_sink=attn_sink
+    )
+
+
+def paged_attention_ragged_latent(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_last_page_len: Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    sm_scale: float,
+    scale: Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+    attn_sink: Tensor | None = None,
+    q_len: int = 1,
+) -> tuple[Tensor, Tensor]:
+    latents = dequantize_cache(kv_cache, layout=layout, page_size=page_size, scale=scale)
+    k = latents.to(torch.promote_types(q.dtype, torch.float32)).unsqueeze(1)
+    pages = (kv_indptr, kv_indices, kv_last_page_len)
+    slots = ragged_slots(*pages, num_pages=len(kv_cache), page_size=page_size, q_len=q_len)
+    v = k[..., :HEAD_DIM_V]
+    return ragged_attention(
+        q, k, v, slots, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, attn_sink=attn_sink
+    )

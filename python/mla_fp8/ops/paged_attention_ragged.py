@@ -1,6 +1,14 @@
 import torch
 
+from ..layout import KV_LAYOUTS, KVLayout, get_layout
 from ._fake import fake, fake_returns_nothing
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _both_or_neither(op: str, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    if (out is None) != (lse is None):
+        raise ValueError(f"{op}: expected both or neither of out and lse, got one")
 
 
 def paged_attention_ragged(
@@ -16,40 +24,110 @@ def paged_attention_ragged(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     logits_soft_cap: float = 0.0,
+    attn_sink: torch.Tensor | None = None,
+    q_len: int = 1,
+    num_splits: int = 0,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend one query token per request to the keys in its own list of pages.
+    workspace: torch.Tensor | None = None,
+) -> Pair:
+    """Attend the last tokens of each request to the keys in its own list of pages.
 
     ================  ===========================================  =============  =========================
-    q                 [num_requests, num_q_heads, head_dim]        bf16 or fp16   a multiple of the KV heads
+    q                 [num_tokens, num_q_heads, head_dim]          bf16 or fp16   a multiple of the KV heads
     k_cache           [num_pages, page_size, num_kv_heads, dim]    q's or FP8     dim: a multiple of 16 up to
-    v_cache           the same with its own dim                    k_cache's      576; rows 16-byte aligned
+    v_cache           the same with its own dim                    k_cache's      256; rows 16-byte aligned
     kv_indptr         [num_requests + 1]                           int32          into kv_indices
     kv_indices        [n]                                          int32          pages; outside: masked
     kv_last_page_len  [num_requests]                               int32          rows of the last page
     k_scale, v_scale  1 or num_kv_heads elements                   fp32           FP8 caches only, required
-    out               [num_requests, num_q_heads, v_cache's dim]   q's            0 where nothing is attended
-    lse               [num_requests, num_q_heads]                  fp32           natural log, -inf there
+    attn_sink         [num_q_heads]                                fp32           a logit without a value
+    out               [num_tokens, num_q_heads, v_cache's dim]     q's            0 where nothing is attended
+    lse               [num_tokens, num_q_heads]                    fp32           natural log, -inf there
+    workspace         num_splits * num_tokens * num_q_heads        fp32           only with out and lse
+                      * (v_cache's dim + 1) elements
     ================  ===========================================  =============  =========================
 
-    FP8 is e4m3fn or e4m3fnuz, as the dtype says; value = e4m3 * scale, never rounded. Scales must be finite
-    and positive (checked on the CPU only). An HND cache is passed as ``cache.transpose(1, 2)``. With
-    ``logits_soft_cap`` the logits are ``cap * tanh(logits / cap)``. kv_indptr is clamped to the length of
-    kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own. Returns
-    ``(out, lse)``, which may be passed in, both or neither (ValueError). Raises RuntimeError naming the
-    argument, what was expected and what came.
+    num_tokens is num_requests * ``q_len``: the last query token of a request sees all its keys, each one
+    before it one key less (the keys of the query tokens are in the cache). FP8 is e4m3fn or e4m3fnuz, as the
+    dtype says; value = e4m3 * scale, never rounded. Scales must be finite and positive (checked on the CPU
+    only). An HND cache is passed as ``cache.transpose(1, 2)``. With ``logits_soft_cap`` the logits are
+    ``cap * tanh(logits / cap)``. lse does not include the sink. kv_indptr is clamped to the length of
+    kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own.
+
+    A GPU works on the keys of a request in ``num_splits`` parts (0: as many as fill it; at most 128). A given
+    number makes the result independent of the batch. With ``out`` and ``lse``, both or neither (ValueError),
+    nothing is allocated: without a ``workspace`` there is one part. Returns ``(out, lse)``. Raises
+    RuntimeError naming the argument, what was expected and what came.
     """
-    if (out is None) != (lse is None):
-        raise ValueError("paged_attention_ragged: expected both or neither of out and lse, got one")
+    _both_or_neither("paged_attention_ragged", out, lse)
     tensors = (q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len)
     if page_size is None:  # the op says what is wrong with a cache of another rank
         page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    options = {"sm_scale": sm_scale, "page_size": page_size, "logits_soft_cap": logits_soft_cap, **scales}
+    options = {
+        "sm_scale": sm_scale,
+        "page_size": page_size,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "logits_soft_cap": logits_soft_cap,
+        "attn_sink": attn_sink,
+        "q_len": q_len,
+        "num_splits": num_splits,
+    }
     if out is None or lse is None:
         return torch.ops.mla_fp8.paged_attention_ragged(*tensors, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.paged_attention_ragged_out(*tensors, **options, out=out, lse=lse)
+    torch.ops.mla_fp8.paged_attention_ragged_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
+    return out, lse
+
+
+def paged_attention_ragged_latent(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    *,
+    layout: str | KVLayout,
+    page_size: int,
+    sm_scale: float,
+    scale: torch.Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+    attn_sink: torch.Tensor | None = None,
+    q_len: int = 1,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> Pair:
+    """:func:`paged_attention_ragged` over a latent cache: one vector per token, V is its beginning.
+
+    ================  ===========================================  =============  =========================
+    q                 [num_tokens, num_q_heads, head_dim_qk]       bf16           num_requests * q_len tokens
+    kv_cache          [num_pages, page_bytes]                      any 1-byte     or FlashMLA's 4-D view
+    scale             1 element                                    fp32           fp8_e4m3 layouts, required
+    out               [num_tokens, num_q_heads, 512]               bf16           0 where nothing is attended
+    workspace         num_splits * num_tokens * num_q_heads        fp32           only with out and lse
+                      * 513 elements
+    ================  ===========================================  =============  =========================
+
+    The other arguments, and the result, are those of :func:`paged_attention_ragged`.
+    """
+    _both_or_neither("paged_attention_ragged_latent", out, lse)
+    tensors = (q, kv_cache, kv_indptr, kv_indices, kv_last_page_len)
+    options = {
+        "layout": get_layout(layout).id,
+        "page_size": page_size,
+        "sm_scale": sm_scale,
+        "scale": scale,
+        "logits_soft_cap": logits_soft_cap,
+        "attn_sink": attn_sink,
+        "q_len": q_len,
+        "num_splits": num_splits,
+    }
+    op = torch.ops.mla_fp8
+    if out is None or lse is None:
+        return op.paged_attention_ragged_latent(*tensors, **options)  # type: ignore[no-any-return]
+    op.paged_attention_ragged_latent_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
     return out, lse
 
 
@@ -67,9 +145,34 @@ def _(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     logits_soft_cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    attn_sink: torch.Tensor | None = None,
+    q_len: int = 1,
+    num_splits: int = 0,
+) -> Pair:
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return q.new_empty((*q.shape[:2], v_cache.shape[3])), lse
 
 
-fake_returns_nothing("paged_attention_ragged_out")
+@fake("paged_attention_ragged_latent")
+def _(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    *,
+    layout: int,
+    page_size: int,
+    sm_scale: float,
+    scale: torch.Tensor | None = None,
+    logits_soft_cap: float = 0.0,
+    attn_sink: torch.Tensor | None = None,
+    q_len: int = 1,
+    num_splits: int = 0,
+) -> Pair:
+    head_dim_v = next(iter(KV_LAYOUTS.values())).head_dim_v
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty((*q.shape[:2], head_dim_v)), lse
+
+
+fake_returns_nothing("paged_attention_ragged_out", "paged_attention_ragged_latent_out")

@@ -1,0 +1,64 @@
+# AMD code objects without ROCm: clang and lld of the PyPI package `ziglang`, compiler builtins only.
+#
+# in : MLA_FP8_HIP_ARCHS   the GPUs
+#      MLA_FP8_ZIG         ziglang's zig; default: that of the Python found first
+# out: mla_fp8_hip_objects(<variable> <source>...)   one object per source: host code and, embedded, an offload
+#      bundle with the source's kernels for every GPU. The files are CUDA's, see csrc/cuda/platform.cuh.
+
+set(MLA_FP8_HIP_ARCHS "gfx90a;gfx942;gfx950" CACHE STRING "AMD GPUs")
+set(MLA_FP8_ZIG "" CACHE FILEPATH "the zig of the PyPI package ziglang")
+if(NOT MLA_FP8_ZIG)
+  find_package(Python3 COMPONENTS Interpreter REQUIRED)
+  execute_process(
+    COMMAND ${Python3_EXECUTABLE} -c "import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / 'zig')"
+    OUTPUT_VARIABLE zig OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed ERROR_QUIET)
+  if(failed)
+    message(FATAL_ERROR "mla_fp8: ${Python3_EXECUTABLE} has no ziglang (pip install ziglang); or set -DMLA_FP8_ZIG=...")
+  endif()
+  set(MLA_FP8_ZIG "${zig}" CACHE FILEPATH "" FORCE)
+endif()
+
+# clang looks for a program called lld and passes the flavour; zig has it as a subcommand.
+set(hip_dir "${CMAKE_BINARY_DIR}/hip")
+file(WRITE "${hip_dir}/bin/lld" "#!/bin/sh\nshift 2\nexec '${MLA_FP8_ZIG}' ld.lld \"$@\"\n")
+file(CHMOD "${hip_dir}/bin/lld" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+
+cmake_path(GET MLA_FP8_ZIG PARENT_PATH zig_dir)
+# -resource-dir: clang's own headers.
+set(hip_clang ${CMAKE_COMMAND} -E env "PATH=${hip_dir}/bin:$ENV{PATH}" ${MLA_FP8_ZIG} clang
+  --target=x86_64-linux-gnu -resource-dir ${zig_dir}/lib -x hip -nogpuinc -nogpulib -std=c++20
+  -I${CMAKE_CURRENT_SOURCE_DIR}/csrc -DMLA_FP8_WITH_HIP=1 -include hip/platform.h -Wall
+  $<$<BOOL:${MLA_FP8_WERROR}>:-Werror>)
+
+function(mla_fp8_hip_objects variable)
+  set(objects "")
+  foreach(source IN LISTS ARGN)
+    cmake_path(GET source STEM name)
+    set(code_objects "")
+    set(bundled "")
+    foreach(arch IN LISTS MLA_FP8_HIP_ARCHS)
+      set(out "${hip_dir}/${name}.${arch}.hsaco")
+      # Code object 5: clang's default, 6, needs a newer ROCm than torch's.
+      add_custom_command(OUTPUT ${out}
+        COMMAND ${hip_clang} -cuid=${name} --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3
+          -mcode-object-version=5 -Xoffload-linker --strip-all
+          -Xclang -dependency-file -Xclang ${out}.d -Xclang -MT -Xclang ${out} ${source} -o ${out}
+        DEPENDS ${source} DEPFILE ${out}.d COMMENT "HIP ${arch} ${name}" VERBATIM COMMAND_EXPAND_LISTS)
+      list(APPEND code_objects ${out})
+      list(APPEND bundled ${arch}=${out})
+    endforeach()
+    set(bundle "${hip_dir}/${name}.fatbin")
+    add_custom_command(OUTPUT ${bundle}
+      COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/csrc/hip/bundle.py ${bundle} ${bundled}
+      DEPENDS ${code_objects} csrc/hip/bundle.py VERBATIM)
+    set(object "${hip_dir}/${name}.o")
+    add_custom_command(OUTPUT ${object}
+      COMMAND ${hip_clang} -cuid=${name} --cuda-host-only -O2 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden
+        -Xclang -fcuda-include-gpubinary -Xclang ${bundle}
+        -Xclang -dependency-file -Xclang ${object}.d -Xclang -MT -Xclang ${object}
+        -c ${source} -o ${object}
+      DEPENDS ${source} ${bundle} DEPFILE ${object}.d COMMENT "HIP host ${name}" VERBATIM COMMAND_EXPAND_LISTS)
+    list(APPEND objects ${object})
+  endforeach()
+  set(${variable} ${objects} PARENT_SCOPE)
+endfunction()

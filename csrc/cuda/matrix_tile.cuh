@@ -1,0 +1,102 @@
+#pragma once
+// The product of two 16 x 16 tiles by one wave, for every GPU here: mma.sync of a warp of 32 lanes, MFMA of a
+// wave of 64. A lane supplies, per operand row, four neighbouring k; how the instruction numbers them inside
+// does not matter as long as A and B agree.
+#include "common/dtype.h"
+#include "cuda/convert.cuh"
+#if MLA_FP8_PTX
+#include "cuda/mma.cuh"
+#endif
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kTile = 16;
+inline constexpr int kTileAccumulators = kTile * kTile / kWaveSize;
+inline constexpr int kOperandRows = 64 / kWaveSize;  // rows of A, and columns of B, that a lane supplies
+
+__device__ __forceinline__ int wave_lane() { return threadIdx.x % kWaveSize; }
+
+// Four 16-bit elements, k .. k + 3, of each of the lane's rows.
+struct Operand {
+  Words<2> row[kOperandRows];
+};
+
+#if MLA_FP8_WAVE64
+__device__ __forceinline__ int operand_row(int) { return wave_lane() % 16; }
+__device__ __forceinline__ int operand_k() { return wave_lane() / 16 * 4; }
+__device__ __forceinline__ int accumulator_row(int i) { return wave_lane() / 16 * 4 + i; }
+__device__ __forceinline__ int accumulator_column(int) { return wave_lane() % 16; }
+
+// acc (row, column) += sum over k of A (row, k) B (k, column).
+template <Dtype kDtype>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], const Operand& a,
+                                               const Operand& b) {
+  mfma_16x16x16<kDtype>(acc, a.row[0], b.row[0]);
+}
+#else
+__device__ __forceinline__ int operand_row(int i) { return wave_lane() / 4 + 8 * i; }
+__device__ __forceinline__ int operand_k() { return wave_lane() % 4 * 4; }
+__device__ __forceinline__ int accumulator_row(int i) { return wave_lane() / 4 + i / 2 % 2 * 8; }
+__device__ __forceinline__ int accumulator_column(int i) { return i / 4 * 8 + wave_lane() % 4 * 2 + i % 2; }
+
+template <Dtype kDtype>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], const Operand& a,
+                                               const Operand& b) {
+  const uint32_t rows[4] = {a.row[0][0], a.row[1][0], a.row[0][1], a.row[1][1]};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // eight columns each
+    float (&d)[4] = *reinterpret_cast<float (*)[4]>(&acc[4 * half]);
+    if constexpr (kDtype == Dtype::kF16) mma_f16(d, rows, b.row[half][0], b.row[half][1]);
+    else mma_bf16(d, rows, b.row[half][0], b.row[half][1]);
+  }
+}
+#endif
+
+// ---- loading operands -----------------------------------------------------------------------------------
+
+template <CacheDtype kStored>
+inline constexpr int kStoredBytes = kStored == CacheDtype::kBf16 || kStored == CacheDtype::kF16 ? 2 : 1;
+
+// Four e4m3 codes as 16-bit floats, exactly.
+template <CacheDtype kStored, Dtype kDtype>
+__device__ __forceinline__ Words<2> widen4(uint32_t codes) {
+  constexpr Format kFormat = kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz;
+  return e4m3x4_to_16bit<kFormat, kDtype>(codes);
+}
+
+// Four neighbouring elements of one row in shared memory.
+template <CacheDtype kStored, Dtype kDtype>
+__device__ __forceinline__ Words<2> load_k4(const uint8_t* row) {
+  if constexpr (kStoredBytes<kStored> == 2) return *reinterpret_cast<const Words<2>*>(row);
+  else return widen4<kStored, kDtype>(*reinterpret_cast<const uint32_t*>(row));
+}
+
+// kCount neighbouring columns of four rows: columns[j] holds the four elements of column j.
+template <CacheDtype kStored, Dtype kDtype, int kCount>
+__device__ __forceinline__ void load_columns(const uint8_t* rows, int pitch, Words<2> (&columns)[kCount]) {
+  constexpr int kBytes = kCount * kStoredBytes<kStored>;
+  uint32_t x[4][kBytes > 4 ? 2 : 1];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t* row = rows + i * pitch;
+    if constexpr (kBytes == 1) x[i][0] = *row;
+    if constexpr (kBytes == 2) x[i][0] = *reinterpret_cast<const uint16_t*>(row);
+    if constexpr (kBytes == 4) x[i][0] = *reinterpret_cast<const uint32_t*>(row);
+    if constexpr (kBytes == 8) {
+      const Words<2> w = *reinterpret_cast<const Words<2>*>(row);
+      x[i][0] = w[0], x[i][1] = w[1];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    if constexpr (kStoredBytes<kStored> == 2) {
+      const auto element = [&](int i) { return x[i][j / 2] >> (j % 2 * 16) & 0xffffu; };
+      columns[j] = {element(0) | element(1) << 16, element(2) | element(3) << 16};
+    } else {
+      const auto code = [&](int i) { return (x[i][0] >> (8 * j) & 0xffu) << (8 * i); };
+      columns[j] = widen4<kStored, kDtype>(code(0) | code(1) | code(2) | code(3));
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu

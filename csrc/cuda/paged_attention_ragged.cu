@@ -1,0 +1,194 @@
+// paged_attention_ragged and its latent form on every GPU here (sm_80 and newer; CDNA through csrc/hip).
+//
+// A block takes 16 rows, a row being a (query token, head of the group) of one request and KV head, and one
+// split of the request's keys. For each block of 32 keys:
+//   locate   the keys' addresses, through the page list
+//   stage    their bytes into shared memory as they are; masked keys become zeros, so 0 * NaN cannot happen
+//   S        2 waves x 2: 16 keys each, half of the dims each; FP8 is widened to bf16 (exactly) in registers
+//   P        online softmax in base 2; the weights stay float and are rounded once, to q's dtype
+//   O        4 waves, a quarter of the value dims each
+// Scales of a layer or head multiply the logits and the result, those of a latent's tiles the float sums of S
+// and the weights of O. The parts of a request meet in the workspace and are merged by a second kernel; the
+// workspace does not depend on the context length.
+//
+// Bound by memory where few rows share a key, else by widening K and V, which every 16 rows do anew.
+
+#include "ops/paged_attention_ragged.h"
+
+#include <algorithm>
+
+#include "cuda/launch.cuh"
+#include "cuda/paged_attention_ragged/scores.cuh"
+#include "cuda/paged_attention_ragged/values.cuh"
+
+// Not an anonymous namespace: csrc/hip finds kernels by name, so their template arguments need one.
+namespace mla_fp8::gpu::ragged {
+
+__device__ __forceinline__ float sink_of(const PagedAttentionRaggedParams& p, int64_t head) {
+  return p.attn_sink ? p.attn_sink[head] * kLog2E : -INFINITY;
+}
+
+// The workspace: the parts' outputs, [split, token, head, head_dim_v], then their lse in base 2.
+__device__ __forceinline__ int64_t part_row(const PagedAttentionRaggedParams& p, int64_t split, int64_t token,
+                                            int64_t head) {
+  return (split * p.num_tokens() + token) * p.num_q_heads + head;
+}
+__device__ __forceinline__ float* split_lse(const PagedAttentionRaggedParams& p) {
+  return p.workspace + part_row(p, p.num_splits, 0, 0) * p.head_dim_v;
+}
+
+template <class Cache, Dtype kDtype>
+__global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const __grid_constant__ Args args) {
+  MLA_SHARED(Shared<Cache>, s);
+  wait_for_previous_grid();
+  const PagedAttentionRaggedParams& p = args.p;
+  const Work w(p, args.row_tiles);
+  find_rows(s, p, w);
+  __syncthreads();
+  const int wave = threadIdx.x / kWaveSize, key_tile = wave % kKeyTiles, share = wave / kKeyTiles;
+  // The keys of this split, those that the block's last row sees.
+  const int64_t begin = w.split * args.keys_per_split(w.num_keys), seen = s.visible[kRows - 1];
+  const int64_t split_end = begin + args.keys_per_split(w.num_keys),
+                end = split_end < seen ? split_end : seen;
+  const int64_t seen_by_all = s.visible[0];
+
+  Operand q[kShareSteps<Cache>];
+  load_q<Cache>(q, s, p, share);
+  const float logit_scale =
+      p.sm_scale * kLog2E * (p.k_scale ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.0f);
+  const int softmax_row = threadIdx.x / kRowThreads;
+  const int64_t row_sees = s.visible[softmax_row];
+  Running running;
+  float acc[Columns<Cache>::kTiles][kTileAccumulators] = {};
+
+  for (int64_t position = begin; position < end; position += kKeys) {
+    locate(s, args, w, position, end);
+    __syncthreads();  // also: the last block's values are in the accumulators
+    stage_keys(s, p);
+    __syncthreads();
+    compute_scores<Cache, kDtype>(s, q, key_tile, share);
+    __syncthreads();
+    online_softmax(s, running, p, logit_scale, row_sees - position);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kTileAccumulators; ++i) {
+      const float rescale = s.rescale[accumulator_row(i)];
+#pragma unroll
+      for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) acc[tile][i] *= rescale;
+    }
+    if (position + kKeys > seen_by_all && seen_by_all < end)
+      take_last_keys<Cache, kDtype>(s, acc, position, seen_by_all, end);
+    accumulate_values<Cache, kDtype>(s, acc);
+  }
+
+  if (threadIdx.x % kRowThreads == 0) {
+    const int64_t token = s.token[softmax_row], head = s.head[softmax_row];
+    const bool whole = p.num_splits == 1;
+    const float lse = running.sum == 0.0f ? -INFINITY : running.max + fast_log2(running.sum);
+    const float sink = whole ? fast_exp2(sink_of(p, head) - running.max) : 0.0f;
+    s.normalizer[softmax_row] = running.sum == 0.0f ? 0.0f : 1.0f / (running.sum + sink);
+    if (token >= 0 && whole) p.lse[token * p.num_q_heads + head] = lse * kLn2;
+    if (token >= 0 && !whole) split_lse(p)[part_row(p, w.split, token, head)] = lse;
+  }
+  __syncthreads();
+  const float out_scale = p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kTileAccumulators; ++i) {
+    const int row = accumulator_row(i);
+    const int64_t token = s.token[row], head = s.head[row];
+    if (token < 0) continue;
+    const float factor = s.normalizer[row] * out_scale;
+    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
+    float* part = p.workspace + part_row(p, w.split, token, head) * p.head_dim_v;
+#pragma unroll
+    for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) {
+      const int column = Columns<Cache>::column(tile, i);
+      if (column >= p.head_dim_v) continue;
+      if (p.num_splits == 1) out[column] = from_float<kDtype>(acc[tile][i] * factor);
+      else part[column] = acc[tile][i] * factor;
+    }
+  }
+}
+
+// One block per token and head joins its splits.
+template <Dtype kDtype>
+__global__ void __launch_bounds__(kMergeThreads)
+    paged_attention_ragged_merge_kernel(const __grid_constant__ PagedAttentionRaggedParams p) {
+  wait_for_previous_grid();
+  const unsigned num_heads = static_cast<unsigned>(p.num_q_heads);
+  const int64_t at = blockIdx.x, token = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
+  const int64_t per_part = part_row(p, 1, 0, 0);
+  const float* lse = split_lse(p) + at;
+  float largest = -INFINITY;
+  for (int split = 0; split < p.num_splits; ++split) largest = fmaxf(largest, lse[split * per_part]);
+  const float base = largest == -INFINITY ? 0.0f : largest;
+  float sum = 0.0f;
+  for (int split = 0; split < p.num_splits; ++split) sum += fast_exp2(lse[split * per_part] - base);
+  const float total = sum + fast_exp2(sink_of(p, head) - base);
+  uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
+  for (int column = threadIdx.x; column < p.head_dim_v; column += kMergeThreads) {
+    float x = 0.0f;
+    for (int split = 0; split < p.num_splits; ++split) {
+      const float part_lse = lse[split * per_part];
+      if (part_lse != -INFINITY)  // else nothing was written
+        x += fast_exp2(part_lse - base) * p.workspace[(split * per_part + at) * p.head_dim_v + column];
+    }
+    out[column] = from_float<kDtype>(sum == 0.0f ? 0.0f : x / total);
+  }
+  if (threadIdx.x == 0) p.lse[at] = sum == 0.0f ? -INFINITY : (largest + fast_log2(sum)) * kLn2;
+}
+
+// Runs fn(Cache) for the caches' shape and format, with the dtype that the matrix units work in.
+template <Dtype kDtype, class Fn>
+void with_separate_caches(const PagedAttentionRaggedParams& p, Fn&& fn) {
+  const int dim = std::max(p.head_dim, p.head_dim_v);
+  const auto with_dim = [&](auto stored) {
+    if (dim <= 64) fn(SeparateCaches<64, stored>{});
+    else if (dim <= 128) fn(SeparateCaches<128, stored>{});
+    else fn(SeparateCaches<256, stored>{});
+  };
+  switch (p.cache_dtype) {
+    case CacheDtype::kE4m3fn: return with_dim(constant<CacheDtype::kE4m3fn>{});
+    case CacheDtype::kE4m3fnuz: return with_dim(constant<CacheDtype::kE4m3fnuz>{});
+    default: return with_dim(constant<kDtype == Dtype::kF16 ? CacheDtype::kF16 : CacheDtype::kBf16>{});
+  }
+}
+
+int64_t num_tiles(const PagedAttentionRaggedParams& p) {
+  return p.num_requests * p.num_kv_heads * Args::num_row_tiles(p);
+}
+
+template <Dtype kDtype>
+void run(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
+  const LaunchConfig config{.grid = num_tiles(p) * p.num_splits, .block = kThreads, .stream = stream};
+  const auto attend = [&](auto cache) {
+    launch(paged_attention_ragged_kernel<decltype(cache), kDtype>, config, Args(p));
+  };
+  if (!p.is_latent) {
+    with_separate_caches<kDtype>(p, attend);
+  } else if constexpr (kDtype == Dtype::kBf16) {
+    with_kv_layout(p.layout, [&](auto id) { attend(LatentCache<id>{}); });
+  }
+  if (p.num_splits > 1)
+    launch(paged_attention_ragged_merge_kernel<kDtype>,
+           {.grid = p.num_tokens() * p.num_q_heads, .block = kMergeThreads, .stream = stream}, p);
+}
+
+}  // namespace mla_fp8::gpu::ragged
+
+namespace mla_fp8::gpu {
+
+int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
+  constexpr int64_t kBlocksPerProcessor = 2, kMinKeys = 128;
+  // No request has more keys than all have together.
+  const int64_t useful = ceil_div(p.num_kv_indices * p.page_size, kMinKeys);
+  const int64_t wanted = kBlocksPerProcessor * num_processors() / std::max<int64_t>(1, ragged::num_tiles(p));
+  return static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxRaggedSplits));
+}
+
+void paged_attention_ragged(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
+  if (p.dtype == Dtype::kF16) ragged::run<Dtype::kF16>(p, stream);
+  else ragged::run<Dtype::kBf16>(p, stream);
+}
+
+}  // namespace mla_fp8::gpu

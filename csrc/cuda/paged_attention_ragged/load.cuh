@@ -1,0 +1,126 @@
+#pragma once
+// From block index to keys and queries at hand: which rows and keys, where they lie, their bytes.
+#include "cuda/paged_attention_ragged/config.cuh"
+#include "cuda/vec.cuh"
+
+namespace mla_fp8::gpu::ragged {
+
+// Which keys this block works on.
+struct Work {
+  int64_t request, kv_head, first_page;  // first_page: into kv_indices
+  int64_t num_keys;                      // of the request
+  int split, first_row;                  // first_row: of the request and KV head
+
+  __device__ explicit Work(const PagedAttentionRaggedParams& p, unsigned row_tiles) {
+    unsigned block = blockIdx.x;  // neighbours read the same keys
+    first_row = static_cast<int>(block % row_tiles) * kRows;
+    block /= row_tiles;
+    split = static_cast<int>(block % static_cast<unsigned>(p.num_splits));
+    block /= static_cast<unsigned>(p.num_splits);
+    kv_head = block % static_cast<unsigned>(p.num_kv_heads);
+    request = block / static_cast<unsigned>(p.num_kv_heads);
+    const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
+    first_page = clamp(p.kv_indptr[request], p.num_kv_indices);
+    const int64_t pages = clamp(p.kv_indptr[request + 1], p.num_kv_indices) - first_page;
+    num_keys = pages > 0 ? (pages - 1) * p.page_size + clamp(p.kv_last_page_len[request], p.page_size) : 0;
+  }
+};
+
+template <class Cache>
+__device__ __forceinline__ void find_rows(Shared<Cache>& s, const PagedAttentionRaggedParams& p,
+                                          const Work& w) {
+  if (threadIdx.x >= kRows) return;
+  const int group = p.num_q_heads / p.num_kv_heads, num_rows = group * p.q_len;
+  const int row = w.first_row + static_cast<int>(threadIdx.x), last = row < num_rows ? row : num_rows - 1;
+  const int token = last / group;
+  s.visible[threadIdx.x] = w.num_keys - (p.q_len - 1 - token);
+  s.token[threadIdx.x] = row < num_rows ? w.request * p.q_len + token : -1;
+  s.head[threadIdx.x] = w.kv_head * group + (last - token * group);
+}
+
+// Rows of kBytes in shared memory from where `source(key)` points; null, and bytes past `used`: zeros.
+template <int kBytes, int kPitch, class Source>
+__device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& source) {
+  constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kBatch = 4;  // kBatch loads in flight
+  for (int first = threadIdx.x; first < kAll; first += kBatch * kThreads) {
+    Words<4> x[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = first + b * kThreads, key = i / kPieces, offset = i % kPieces * 16;
+      const uint8_t* row = i < kAll ? source(key) : nullptr;
+      x[b] = load_if<4>(row + offset, row != nullptr && offset < used);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = first + b * kThreads;
+      if (i < kAll) *reinterpret_cast<Words<4>*>(rows + i / kPieces * kPitch + i % kPieces * 16) = x[b];
+    }
+  }
+}
+
+// Where the keys from `position` on lie; those from `end` on are masked.
+template <class Cache>
+__device__ __forceinline__ void locate(Shared<Cache>& s, const Args& args, const Work& w, int64_t position,
+                                       int64_t end) {
+  const PagedAttentionRaggedParams& p = args.p;
+  if (threadIdx.x >= kKeys) return;
+  const int key = threadIdx.x;
+  position += key;
+  const uint8_t *k_row = nullptr, *v_row = nullptr, *scale_row = nullptr;
+  if (position < end) {
+    const int64_t index = args.page_size(position), row = position - index * p.page_size;
+    const int64_t page = p.kv_indices[w.first_page + index];
+    if (page >= 0 && page < p.num_pages) {
+      k_row = p.k_cache + page * p.k_cache_stride_page + row * p.k_cache_stride_row +
+              w.kv_head * p.k_cache_stride_head;
+      v_row = p.v_cache + page * p.v_cache_stride_page + row * p.v_cache_stride_row +
+              w.kv_head * p.v_cache_stride_head;
+      scale_row = Cache::scales(p, page, row);
+    }
+  }
+  s.k_row[key] = k_row;
+  s.v_row[key] = v_row;
+  s.scale_row[key] = scale_row;
+}
+
+template <class Cache>
+__device__ __forceinline__ void stage_keys(Shared<Cache>& s, const PagedAttentionRaggedParams& p) {
+  constexpr int kItemsize = kStoredBytes<Cache::kStored>, kBytes = Cache::kLeadDim * kItemsize;
+  constexpr int kPitch = Shared<Cache>::kPitch;
+  const int k_bytes = Cache::kIsLatent ? kBytes : p.head_dim * kItemsize;
+  stage<kBytes, kPitch>(s.k[0], k_bytes, [&](int key) { return s.k_row[key]; });
+  if constexpr (!Cache::kIsLatent)
+    stage<kBytes, kPitch>(s.v[0], p.head_dim_v * kItemsize, [&](int key) { return s.v_row[key]; });
+  if constexpr (Cache::kRopeDim > 0)
+    stage<2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
+        reinterpret_cast<uint8_t*>(s.rope[0]), 2 * Cache::kRopeDim,
+        [&](int key) { return s.k_row[key] ? s.k_row[key] + Cache::kL.rope_offset() : nullptr; });
+  for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
+    const int key = i % kKeys, tile = i / kKeys;
+    s.scales[tile][key] = s.scale_row[key] ? Cache::scale(s.scale_row[key], tile) : 0.0f;
+  }
+}
+
+// The q operands of this wave's share of the dims: every kShares-th step of 16, so that the tile that a step
+// belongs to is known when compiling.
+template <class Cache>
+inline constexpr int kShareSteps = Cache::kDimQk / kTile / kShares;
+
+template <class Cache>
+__device__ __forceinline__ void load_q(Operand (&q)[kShareSteps<Cache>], const Shared<Cache>& s,
+                                       const PagedAttentionRaggedParams& p, int share) {
+#pragma unroll
+  for (int i = 0; i < kOperandRows; ++i) {
+    const int row = operand_row(i);
+    const bool exists = s.token[row] >= 0;
+    const uint16_t* src = static_cast<const uint16_t*>(p.q);
+    if (exists) src += s.token[row] * p.q_stride_token + s.head[row] * p.q_stride_head;
+#pragma unroll
+    for (int step = 0; step < kShareSteps<Cache>; ++step) {
+      const int k = (step * kShares + share) * kTile + operand_k();
+      q[step].row[i] = load_if<2>(src + k, exists && k < p.head_dim);
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu::ragged

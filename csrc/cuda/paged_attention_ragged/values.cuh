@@ -1,0 +1,115 @@
+#pragma once
+// O += weights . V
+#include "cuda/paged_attention_ragged/config.cuh"
+
+namespace mla_fp8::gpu::ragged {
+
+// This wave's accumulators: kTiles tiles of 16 columns. The tiles come in sets of kSet; a lane's columns in
+// the tiles of a set are neighbours in memory.
+template <class Cache>
+struct Columns {
+  static constexpr int kPerWave = Cache::kDimV / kWaves, kTiles = kPerWave / kTile;
+  static constexpr int kSet = kTiles < 4 ? kTiles : 4;
+  static_assert(kPerWave % (kTile * kSet) == 0);
+  static __device__ __forceinline__ int first(int tile) {  // of the tile's set
+    return threadIdx.x / kWaveSize * kPerWave + tile / kSet * kSet * kTile;
+  }
+  static __device__ __forceinline__ int column(int tile, int i) {
+    return first(tile) + accumulator_column(i) * kSet + tile % kSet;
+  }
+};
+
+// One element of V, with its tile's scale.
+template <class Cache, Dtype kDtype>
+__device__ __forceinline__ float value(const Shared<Cache>& s, int key, int column) {
+  if (column >= Cache::kLeadDim) return bf16_to_float(s.rope[key][column - Cache::kLeadDim]);
+  const uint8_t* row = Cache::kIsLatent ? s.k[key] : s.v[Cache::kIsLatent ? 0 : key];
+  const float scale = Cache::kTiles ? s.scales[column / Cache::kTileDim][key] : 1.0f;
+  if constexpr (kStoredBytes<Cache::kStored> == 2)
+    return to_float<kDtype>(reinterpret_cast<const uint16_t*>(row)[column]);
+  else
+    return scale * e4m3_to_float<Cache::kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz>(
+                       row[column]);
+}
+
+// The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
+// the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
+template <class Cache, Dtype kDtype>
+__device__ void take_last_keys(Shared<Cache>& s, float (&acc)[Columns<Cache>::kTiles][kTileAccumulators],
+                               int64_t position, int64_t first, int64_t end) {
+  const int begin = first > position ? static_cast<int>(first - position) : 0;
+  const int limit = end - position < kKeys ? static_cast<int>(end - position) : kKeys;
+  for (int key = begin; key < limit; ++key) {
+    if (s.k_row[key] == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < kTileAccumulators; ++i) {
+      const int row = accumulator_row(i);
+      if (position + key >= s.visible[row]) continue;
+#pragma unroll
+      for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile)
+        acc[tile][i] += s.weights[row][key] * value<Cache, kDtype>(s, key, Columns<Cache>::column(tile, i));
+    }
+  }
+  __syncthreads();
+  uint8_t* rows = Cache::kIsLatent ? s.k[0] : s.v[0];
+  for (int i = threadIdx.x; i < (limit - begin) * Shared<Cache>::kPitch; i += kThreads)
+    rows[begin * Shared<Cache>::kPitch + i] = 0;
+  if constexpr (Cache::kTiles > 0) {
+    for (int i = threadIdx.x; i < (limit - begin) * Cache::kRopeDim; i += kThreads)
+      s.rope[begin + i / Cache::kRopeDim][i % Cache::kRopeDim] = 0;
+    for (int i = threadIdx.x; i < (limit - begin) * Cache::kTiles; i += kThreads)
+      s.scales[i % Cache::kTiles][begin + i / Cache::kTiles] = 0.0f;
+  }
+  for (int i = threadIdx.x; i < (limit - begin) * kRows; i += kThreads)
+    s.weights[i % kRows][begin + i / kRows] = 0.0f;
+  __syncthreads();
+}
+
+// acc += weights . V
+template <class Cache, Dtype kDtype>
+__device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
+                                                  float (&acc)[Columns<Cache>::kTiles][kTileAccumulators]) {
+  using C = Columns<Cache>;
+#pragma unroll
+  for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
+    const int key = key_tile * kTile + operand_k();
+#pragma unroll
+    for (int set = 0; set < C::kTiles; set += C::kSet) {
+      const int first = C::first(set);
+      const bool in_rope = Cache::kRopeDim > 0 && first >= Cache::kLeadDim;
+      Operand weights;
+#pragma unroll
+      for (int i = 0; i < kOperandRows; ++i) {
+        const float* w = s.weights[operand_row(i)] + key;
+        float x[4] = {w[0], w[1], w[2], w[3]};
+        if (Cache::kTiles > 0 && !in_rope) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) x[j] *= s.scales[first / Cache::kTileDim][key + j];
+        }
+        weights.row[i] = {pack<kDtype>({x[0], x[1]}), pack<kDtype>({x[2], x[3]})};
+      }
+      Words<2> columns[kOperandRows][C::kSet];
+#pragma unroll
+      for (int i = 0; i < kOperandRows; ++i) {
+        const int column = first + operand_row(i) * C::kSet;
+        if (in_rope) {
+          const auto* rope = reinterpret_cast<const uint8_t*>(s.rope[key] + (column - Cache::kLeadDim));
+          load_columns<CacheDtype::kBf16, kDtype>(rope, sizeof s.rope[0], columns[i]);
+        } else {
+          const uint8_t* row = Cache::kIsLatent ? s.k[key] : s.v[Cache::kIsLatent ? 0 : key];
+          load_columns<Cache::kStored, kDtype>(row + column * kStoredBytes<Cache::kStored>,
+                                               Shared<Cache>::kPitch, columns[i]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < C::kSet; ++j) {
+        Operand values;
+#pragma unroll
+        for (int i = 0; i < kOperandRows; ++i) values.row[i] = columns[i][j];
+        multiply_tiles<kDtype>(acc[set + j], weights, values);
+      }
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu::ragged

@@ -1,0 +1,35 @@
+#pragma once
+// The kernels in this folder that csrc/hip compiles too, and csrc/emulator runs, are written in CUDA's
+// vocabulary and in what each of the three headers below defines:
+//
+//   kWaveSize, MLA_FP8_WAVE64    lanes of the matrix instructions; logical warps have 32 lanes everywhere
+//   MLA_SHARED(Type, name)       a variable of the block
+//   fast_exp2, fast_log2         the hardware's approximations
+#if MLA_FP8_WITH_HIP
+#include "hip/platform.h"
+#elif MLA_FP8_EMULATOR
+#include "emulator/platform.h"
+#else
+#include <cuda_runtime.h>
+
+#define MLA_FP8_PTX 1
+#define MLA_FP8_WAVE64 0
+#define MLA_SHARED(Type, name) __shared__ Type name
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kWaveSize = 32;
+
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace mla_fp8::gpu
+#endif

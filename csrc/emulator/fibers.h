@@ -1,0 +1,30 @@
+#pragma once
+// Runs a kernel that g++ compiled for this machine: one block at a time, every GPU thread a fiber. Barriers
+// and exchanges between lanes are where fibers switch. What a GPU would not forgive ends the process with a
+// message: a barrier that only some threads reach, an exchange that only some lanes of a warp reach.
+#include <cstddef>
+#include <cstdint>
+
+namespace emulator {
+
+struct Grid {
+  unsigned blocks, threads;
+};
+
+// Calls the function at `kernel`, which takes one struct by value, once per thread. The order of the fibers
+// is shuffled at every switch unless seed is 0.
+void launch(const void* kernel, const void* params, size_t params_size, const Grid& grid, unsigned seed);
+
+unsigned thread_index();
+unsigned block_index();
+unsigned block_dim();
+void block_barrier();
+
+// This block's copy of a variable, all bytes 0xff (NaN) when the block starts. `tag` stands for the variable.
+void* shared(const void* tag, size_t size, size_t alignment);
+
+// All lanes of a group of `lanes` give kWords words each; returns those of the group, lane after lane.
+inline constexpr int kWords = 8;
+const uint32_t* exchange(const uint32_t (&words)[kWords], int lanes);
+
+}  // namespace emulator

@@ -1,0 +1,124 @@
+#pragma once
+// CUDA's vocabulary on fibers (fibers.h), with the matrix instruction's exact lane layout. Included before
+// everything else (-include).
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "common/dtype.h"
+#include "emulator/fibers.h"
+
+#define MLA_FP8_PTX 0
+#define MLA_FP8_WAVE64 1
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define MLA_SHARED(Type, name)    \
+  static const char name##_tag{}; \
+  Type& name = *static_cast<Type*>(::emulator::shared(&name##_tag, sizeof(Type), alignof(Type)))
+
+struct MlaIndex {
+  unsigned x;
+};
+#define threadIdx (MlaIndex{::emulator::thread_index()})
+#define blockIdx (MlaIndex{::emulator::block_index()})
+#define blockDim (MlaIndex{::emulator::block_dim()})
+
+inline void __syncthreads() { ::emulator::block_barrier(); }
+
+inline int mla_lane() { return static_cast<int>(::emulator::thread_index() % 32); }
+
+// x of lane `lane` of the logical warp.
+template <class T>
+T mla_read_lane(T x, int lane) {
+  uint32_t words[::emulator::kWords] = {};
+  static_assert(sizeof(T) <= sizeof words);
+  std::memcpy(words, &x, sizeof x);
+  const uint32_t* all = ::emulator::exchange(words, 32);
+  std::memcpy(&x, all + lane * ::emulator::kWords, sizeof x);
+  return x;
+}
+template <class T>
+T __shfl_xor_sync(uint32_t, T x, int mask) {
+  return mla_read_lane(x, mla_lane() ^ mask);
+}
+template <class T>
+T __shfl_sync(uint32_t, T x, int lane) {
+  return mla_read_lane(x, lane);
+}
+template <class T>
+T __shfl_up_sync(uint32_t, T x, int delta) {
+  return mla_read_lane(x, mla_lane() >= delta ? mla_lane() - delta : mla_lane());
+}
+inline uint32_t __ballot_sync(uint32_t, bool x) {
+  const uint32_t words[::emulator::kWords] = {x};
+  const uint32_t* all = ::emulator::exchange(words, 32);
+  uint32_t ballot = 0;
+  for (int lane = 0; lane < 32; ++lane) ballot |= all[lane * ::emulator::kWords] << lane;
+  return ballot;
+}
+inline int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
+  for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(mask, x, offset);
+  return x;
+}
+
+using std::max;
+using std::min;
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+struct float2 {
+  float x, y;
+};
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kWaveSize = 64;
+
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
+
+// v_mfma_f32_16x16x16_bf16 and _f16: acc[i] of lane l is element (4 * (l / 16) + i, l % 16); a lane gives k
+// 4 * (l / 16) and the next three of row, or column, l % 16. Sums of exact products in float.
+template <Dtype kDtype, class Words>
+void mfma_16x16x16(float (&acc)[4], const Words& a, const Words& b) {
+  static_assert(::emulator::kWords == 8);
+  float own[8];  // four of A, four of B
+  for (int k = 0; k < 4; ++k) {
+    own[k] = to_float<kDtype>(static_cast<uint16_t>(a[k / 2] >> (k % 2 * 16)));
+    own[4 + k] = to_float<kDtype>(static_cast<uint16_t>(b[k / 2] >> (k % 2 * 16)));
+  }
+  uint32_t words[8];
+  std::memcpy(words, own, sizeof words);
+  const auto* all = reinterpret_cast<const float (*)[8]>(::emulator::exchange(words, 64));
+  const int lane = static_cast<int>(::emulator::thread_index() % 64);
+  for (int i = 0; i < 4; ++i) {
+    float sum = 0.0f;
+    for (int k = 0; k < 16; ++k)
+      sum += all[4 * (lane / 16) + i + k / 4 * 16][k % 4] * all[lane % 16 + k / 4 * 16][4 + k % 4];
+    acc[i] += sum;
+  }
+}
+
+struct Float4 {
+  float x[4];
+};
+template <Format kFormat>
+Float4 e4m3x4_to_float(uint32_t codes) {
+  Float4 values;
+  for (int i = 0; i < 4; ++i) values.x[i] = e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> (8 * i)));
+  return values;
+}
+template <Dtype kDtype>
+uint32_t pack_exact(float low, float high) {
+  return from_float<kDtype>(low) | uint32_t{from_float<kDtype>(high)} << 16;
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,199 @@
+#pragma once
+// CUDA's vocabulary on CDNA GPUs, as far as our kernels use it, from clang's builtins alone: no ROCm headers
+// and no device libraries. Included before everything else (-include).
+//
+// A logical warp has 32 lanes here too; two of them share a wave of 64.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#define MLA_FP8_PTX 0
+#define MLA_FP8_WAVE64 1
+
+#define __host__ __attribute__((host))
+#define __device__ __attribute__((device))
+#define __global__ __attribute__((global))
+#define __shared__ __attribute__((shared))
+#define __forceinline__ inline __attribute__((always_inline))
+#define __grid_constant__
+#define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(1, threads)))
+#define MLA_SHARED(Type, name) __shared__ Type name
+#define MLA_HIP_DEVICE static __device__ __forceinline__
+
+// What clang's code for the host side of a kernel refers to; hip/runtime.cpp has them.
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+extern "C" int __hipPopCallConfiguration(dim3*, dim3*, size_t*, void**);
+extern "C" int __hipPushCallConfiguration(dim3, dim3, size_t, void*);
+extern "C" int hipLaunchKernel(const void*, dim3, dim3, void**, size_t, void*);
+
+// ---- functions of the C library that device code calls ---------------------------------------------------
+
+MLA_HIP_DEVICE void* memcpy(void* to, const void* from, size_t n) { return __builtin_memcpy(to, from, n); }
+MLA_HIP_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+MLA_HIP_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+MLA_HIP_DEVICE float copysignf(float a, float b) { return __builtin_copysignf(a, b); }
+MLA_HIP_DEVICE float expf(float x) { return __builtin_expf(x); }
+MLA_HIP_DEVICE float logf(float x) { return __builtin_logf(x); }
+template <class T>
+MLA_HIP_DEVICE T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+MLA_HIP_DEVICE T max(T a, T b) {
+  return a < b ? b : a;
+}
+MLA_HIP_DEVICE int __popc(uint32_t x) { return __builtin_popcount(x); }
+MLA_HIP_DEVICE int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+MLA_HIP_DEVICE uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  const uint64_t a0 = a & 0xffffffffu, a1 = a >> 32, b0 = b & 0xffffffffu, b1 = b >> 32;
+  const uint64_t low = a0 * b0, middle = a1 * b0 + (low >> 32), other = a0 * b1 + (middle & 0xffffffffu);
+  return a1 * b1 + (middle >> 32) + (other >> 32);
+}
+
+// ---- threads ---------------------------------------------------------------------------------------------
+
+struct MlaIndex {
+  unsigned x;
+};
+MLA_HIP_DEVICE MlaIndex mla_thread_index() { return {__builtin_amdgcn_workitem_id_x()}; }
+MLA_HIP_DEVICE MlaIndex mla_block_index() { return {__builtin_amdgcn_workgroup_id_x()}; }
+MLA_HIP_DEVICE MlaIndex mla_block_dim() { return {__builtin_amdgcn_workgroup_size_x()}; }
+#define threadIdx mla_thread_index()
+#define blockIdx mla_block_index()
+#define blockDim mla_block_dim()
+
+// Orders shared memory alone: no kernel here passes anything through global memory inside a block.
+MLA_HIP_DEVICE void __syncthreads() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+}
+
+MLA_HIP_DEVICE int mla_lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
+
+// x of lane `lane` of the wave.
+template <class T>
+MLA_HIP_DEVICE T mla_read_lane(T x, int lane) {
+  static_assert(sizeof(T) % 4 == 0);
+  struct Parts {
+    int part[sizeof(T) / 4];
+  };
+  Parts parts = __builtin_bit_cast(Parts, x);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i)
+    parts.part[i] = __builtin_amdgcn_ds_bpermute(lane * 4, parts.part[i]);
+  return __builtin_bit_cast(T, parts);
+}
+template <class T>
+MLA_HIP_DEVICE T __shfl_xor_sync(uint32_t, T x, int mask) {
+  return mla_read_lane(x, mla_lane() ^ mask);
+}
+template <class T>
+MLA_HIP_DEVICE T __shfl_sync(uint32_t, T x, int lane) {
+  return mla_read_lane(x, (mla_lane() & 32) | lane);
+}
+template <class T>
+MLA_HIP_DEVICE T __shfl_up_sync(uint32_t, T x, int delta) {
+  const int lane = mla_lane();
+  return mla_read_lane(x, lane % 32 >= delta ? lane - delta : lane);
+}
+MLA_HIP_DEVICE uint32_t __ballot_sync(uint32_t, bool x) {
+  return static_cast<uint32_t>(__builtin_amdgcn_ballot_w64(x) >> (mla_lane() & 32));
+}
+MLA_HIP_DEVICE int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(mask, x, offset);
+  return x;
+}
+
+struct float2 {
+  float x, y;
+};
+
+#include "common/dtype.h"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kWaveSize = 64;
+
+MLA_HIP_DEVICE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+MLA_HIP_DEVICE float fast_log2(float x) { return __builtin_amdgcn_logf(x); }
+
+// ---- matrices --------------------------------------------------------------------------------------------
+
+// acc[i] of lane l is element (4 * (l / 16) + i, l % 16); a lane gives four k of one row of A and one column
+// of B.
+template <Dtype kDtype, class Words>
+__device__ __forceinline__ void mfma_16x16x16(float (&acc)[4], const Words& a, const Words& b) {
+  typedef float Floats __attribute__((ext_vector_type(4)));
+  typedef short Bf16s __attribute__((ext_vector_type(4)));
+  typedef _Float16 Halves __attribute__((ext_vector_type(4)));
+  Floats d = {acc[0], acc[1], acc[2], acc[3]};
+  if constexpr (kDtype == Dtype::kF16)
+    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b), d,
+                                              0, 0, 0);
+  else
+    d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Bf16s, a), __builtin_bit_cast(Bf16s, b),
+                                                  d, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] = d[i];
+}
+
+// ---- FP8 -------------------------------------------------------------------------------------------------
+// v_cvt_pk_f32_fp8 reads e4m3fnuz on gfx942 and e4m3fn on gfx950; gfx90a has no such instruction.
+
+#if defined(__gfx942__)
+#define MLA_HIP_FP8_INSTRUCTIONS 1
+inline constexpr Format kNativeE4m3 = Format::kE4m3fnuz;
+#elif defined(__gfx950__)
+#define MLA_HIP_FP8_INSTRUCTIONS 1
+inline constexpr Format kNativeE4m3 = Format::kE4m3fn;
+#else
+#define MLA_HIP_FP8_INSTRUCTIONS 0
+#endif
+
+// Four codes to float, exactly.
+struct Float4 {
+  float x[4];
+};
+
+#if MLA_HIP_FP8_INSTRUCTIONS
+// e4m3fn codes as e4m3fnuz codes of half their value: -0 becomes 0, each NaN the one of fnuz.
+MLA_HIP_DEVICE uint32_t halve_e4m3fn(uint32_t codes) {
+  // 0x80 in every byte of x that is 0: no carry leaves its byte.
+  const auto zero_bytes = [](uint32_t x) { return ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x | 0x7f7f7f7fu); };
+  const uint32_t minus_zero = zero_bytes(codes ^ 0x80808080u);
+  const uint32_t nan = zero_bytes((codes & 0x7f7f7f7fu) ^ 0x7f7f7f7fu);
+  return (codes & ~minus_zero & ~((nan >> 7) * 0xffu)) | nan;
+}
+#endif
+
+template <Format kFormat>
+MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
+#if MLA_HIP_FP8_INSTRUCTIONS
+  if constexpr (kFormat == kNativeE4m3 || kNativeE4m3 == Format::kE4m3fnuz) {
+    constexpr float kFactor = kFormat == kNativeE4m3 ? 1.0f : 2.0f;
+    if constexpr (kFormat != kNativeE4m3) codes = halve_e4m3fn(codes);
+    const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), false);
+    const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), true);
+    return {{low[0] * kFactor, low[1] * kFactor, high[0] * kFactor, high[1] * kFactor}};
+  }
+#endif
+  return {{e4m3_to_float<kFormat>(static_cast<uint8_t>(codes)),
+           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 8)),
+           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 16)),
+           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 24))}};
+}
+
+// Two floats that are bf16 or fp16 values already.
+template <Dtype kDtype>
+MLA_HIP_DEVICE uint32_t pack_exact(float low, float high) {
+  if constexpr (kDtype == Dtype::kBf16)
+    return __builtin_amdgcn_perm(float_bits(high), float_bits(low), 0x07060302u);
+  else return __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(low, high));
+}
+
+}  // namespace mla_fp8::gpu
