@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 JOBS ?= $(shell nproc)
+VARIANT ?= cpu
 # `make build` compiles for one GPU only, the one that is here, else Hopper; `make wheel` for all.
 CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test lint format bench wheel build clean
+.PHONY: demo test lint format bench docs wheel install-test build clean
 
 demo: build
 	$(BIN)/python -m mla_fp8 demo
@@ -33,8 +34,20 @@ format: $(STAMP)
 bench: build
 	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
 
+# The site, in build/docs; warnings are errors.
+docs: $(STAMP)
+	$(BIN)/pip install -q -c ci/constraints.txt mkdocs mkdocs-material
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+
+# The wheel of a variant (ci/build_wheel.sh), checked, in dist/.
 wheel: $(STAMP)
-	$(BIN)/pip wheel --no-build-isolation --no-deps -w dist .
+	PYTHON=$(CURDIR)/$(BIN)/python ci/build_wheel.sh $(VARIANT)
+
+# A wheel as users get it: built, checked, put into an index, installed from there into an empty environment, used.
+install-test: wheel
+	rm -rf build/site
+	$(BIN)/python ci/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
+	ci/test_install.sh build/site/whl $(VARIANT)
 
 # ninja rebuilds only what changed, so this runs every time.
 build: $(STAMP)

@@ -25,6 +25,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "ci"))
+import sbom
 
 
 def version() -> str:
@@ -90,6 +92,13 @@ class PlatformWheel(bdist_wheel):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.root_is_pure = False
+
+    def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
+        super().egg2dist(egginfo_path, distinfo_path)
+        sboms = Path(distinfo_path) / "sboms"
+        sboms.mkdir(exist_ok=True)
+        listing = sbom.document(version(), Path(torch_dir()), wants_cuda())
+        (sboms / "mla_fp8.cdx.json").write_text(listing)
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", f"{sys.platform}_{platform.machine()}"

@@ -3,24 +3,17 @@
 python benchmarks/plot.py benchmarks/results/nvidia_h200.csv      writes nvidia_h200.png next to it
 """
 
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness import read_csv
+from table import ratios, read_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INCHES_PER_CASE = 0.19
-RATIO = re.compile(r"([\d.]+)x ([^\d\s](?:\S| (?! ))*)")  # two blanks end the name of a baseline
-
-
-def ratios(baselines: str) -> dict[str, float]:
-    """``"0.85x copy  27.0x torch  error 1e-3"`` as ``{"copy": 0.85, "torch": 27.0}``."""
-    return {name: float(ratio) for ratio, name in RATIO.findall(baselines)}
 
 
 def draw(rows: Iterable[list[str]], title: str, path: Path) -> None:

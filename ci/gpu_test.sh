@@ -2,18 +2,28 @@
 # The one command for a machine with an NVIDIA GPU: build if nothing is built, tests, sanitizers, benchmark smoke.
 #   PYTHON=...      the Python to use: one with a CUDA torch (default: python3)
 #   SANITIZER=...   compute-sanitizer, if it is not on PATH; empty: none
+#   WHEEL=...       test this wheel, installed, in place of what is built here
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3}
-[ -e python/mla_fp8/lib/libmla_fp8_cuda.so ] || make build
-[ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
-export PYTHONPATH=$PWD/python
+if [ -n "${WHEEL:-}" ]; then
+  ci/bare_venv.sh "$PYTHON" build/wheel_venv
+  PYTHON=$PWD/build/wheel_venv/bin/python
+  "$PYTHON" -m pip install -q --no-index --no-deps "$WHEEL"
+  home=$PWD/build/wheel_venv
+else
+  [ -e python/mla_fp8/lib/libmla_fp8_cuda.so ] || make build
+  [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+  home=$PWD/python
+  export PYTHONPATH=$home:${PYTHONPATH:-}
+fi
 
-"$PYTHON" - <<'PYTHON'
-import torch, mla_fp8._libraries as libraries
+"$PYTHON" - "$home" <<'PYTHON'
+import sys, torch, mla_fp8._libraries as libraries
 assert torch.cuda.is_available(), "no GPU, or a torch without CUDA"
 assert libraries.status["libmla_fp8_cuda.so"] == "loaded", libraries.status
-print(torch.cuda.get_device_name(), "torch", torch.__version__)
+assert libraries.LIB_DIR.is_relative_to(sys.argv[1]), f"{libraries.LIB_DIR} is not under {sys.argv[1]}"
+print(torch.cuda.get_device_name(), "torch", torch.__version__, libraries.LIB_DIR)
 PYTHON
 
 # tests/core needs the module that `make build` makes; it has nothing to do with the GPU.

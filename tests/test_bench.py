@@ -10,9 +10,7 @@ from mla_fp8 import bench
 from mla_fp8.__main__ import main
 
 sys.path.insert(0, str(bench.FOLDER))
-import plot
-
-import harness
+import table
 
 
 def run(*arguments: object) -> int:
@@ -26,12 +24,12 @@ def test_every_benchmark_is_known_by_its_op():
 def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
     assert run("pad_q_heads", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
     printed = capsys.readouterr().out
-    table, chart = sorted(tmp_path.iterdir())
-    header, *rows = csv.reader(table.open(newline=""))
-    assert header == harness.COLUMNS and len(rows) == 2
+    written, chart = sorted(tmp_path.iterdir())
+    header, *rows = csv.reader(written.open(newline=""))
+    assert header == table.COLUMNS and len(rows) == 2
     for op, case, us, gbps, *_, baselines in rows:
         assert op == "pad_q_heads" and float(us) > 0 and float(gbps) > 0
-        assert set(plot.ratios(baselines)) == {"copy", "torch"}
+        assert set(table.ratios(baselines)) == {"copy", "torch"}
         assert re.search(rf"^{re.escape(case)} +[\d.]+ ", printed, re.MULTILINE)
     assert chart.read_bytes().startswith(b"\x89PNG")
 
@@ -69,13 +67,13 @@ def row(op: str, case: str, us: str) -> list[str]:
 )
 def test_new_rows_replace_those_of_their_op_or_of_their_cases(tmp_path, whole_op, want):
     path = tmp_path / "deeper" / "device.csv"
-    harness.write_csv(path, [row("a", "x", "1"), row("a", "y", "1")], whole_op=True)
-    harness.write_csv(path, [row("b", "x", "1")], whole_op=True)
-    harness.write_csv(path, [row("a", "x", "3")], whole_op=whole_op)
-    assert harness.read_csv(path) == want
+    table.write_csv(path, [row("a", "x", "1"), row("a", "y", "1")], whole_op=True)
+    table.write_csv(path, [row("b", "x", "1")], whole_op=True)
+    table.write_csv(path, [row("a", "x", "3")], whole_op=whole_op)
+    assert table.read_csv(path) == want
 
 
 def test_baselines_are_read_back_as_ratios():
     text = "0.85x copy  27.00x torch  1.5x flash_mla, pad, slice  error 1.7e-03, flash_mla 1.8e-03"
-    assert plot.ratios(text) == {"copy": 0.85, "torch": 27.0, "flash_mla, pad, slice": 1.5}
-    assert plot.ratios("") == {}
+    assert table.ratios(text) == {"copy": 0.85, "torch": 27.0, "flash_mla, pad, slice": 1.5}
+    assert table.ratios("") == {}

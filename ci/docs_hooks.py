@@ -1,0 +1,79 @@
+"""What `make docs` adds to the pages: tables and charts of measured results, made from their CSV files.
+
+The Markdown holds a comment where they go; so results are committed once, as numbers, and no picture is.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "ci")]
+import accuracy
+import plot
+import table
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.csv"))
+PERFORMANCE = "<!-- tables and charts of benchmarks/results: ci/docs_hooks.py -->"
+ACCURACY = "<!-- tables and charts of docs/accuracy.csv: ci/docs_hooks.py -->"
+HEADER = "| case | us | GB/s | TFLOP/s | % of the ceiling | baselines |\n|---|---|---|---|---|---|"
+IMAGES = Path(tempfile.mkdtemp())
+
+
+def device(path: Path) -> str:
+    names = {"nvidia": "NVIDIA", "amd": "AMD", "epyc": "EPYC"}
+    return " ".join(names.get(w, w.upper() if any(map(str.isdigit, w)) else w) for w in path.stem.split("_"))
+
+
+def by_op(path: Path) -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    for row in table.read_csv(path):
+        rows.setdefault(row[0], []).append(row)
+    return rows
+
+
+def number(text: str, form: str) -> str:
+    """Empty where an op moves no bytes worth counting, or computes nothing."""
+    return format(float(text), form) if float(text) else ""
+
+
+def performance() -> str:
+    parts = []
+    for path in RESULTS:
+        parts.append(f"## {device(path)}")
+        for op, rows in by_op(path).items():
+            parts.append(f"### {op}, {device(path)}\n\n![{op}](img/{path.stem}_{op}.png)")
+            lines = [
+                f"| {case} | {float(us):.4g} | {number(gbps, '.4g')} | {number(tflops, '.3g')} "
+                f"| {number(percent, '.0f')} | {against.strip()} |"
+                for _, case, us, gbps, tflops, percent, against in rows
+            ]
+            parts.append("\n".join([HEADER, *lines]))
+    return "\n\n".join(parts)
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    from mkdocs.structure.files import File  # noqa: PLC0415
+
+    for path in RESULTS:
+        for op, rows in by_op(path).items():
+            plot.draw(rows, device(path), IMAGES / f"{path.stem}_{op}.png")
+    accuracy.draw(accuracy.read(), IMAGES / "accuracy.png")
+    for image in sorted(IMAGES.iterdir()):
+        files.append(File.generated(config, f"img/{image.name}", abs_src_path=str(image)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
+    if PERFORMANCE in markdown:
+        markdown = markdown.replace(PERFORMANCE, performance())
+    if ACCURACY in markdown:
+        tables = accuracy.tables(accuracy.read())
+        markdown = markdown.replace(ACCURACY, f"![errors](img/accuracy.png)\n\n{tables}")
+    return markdown
