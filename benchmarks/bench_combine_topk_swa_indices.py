@@ -53,7 +53,7 @@ def works(num_tokens, topk, device):
     targets = [indices.clone() for _ in range(rounds)]
     num_bytes = 4 * (inputs[0].numel() + indices.numel() + lens.numel())
 
-    def rotate(fn):
+    def rotate(fn, targets=targets):
         return [lambda i=i: fn(sources[i], targets[i]) for i in range(rounds)]
 
     baselines = {"copy": copies(num_bytes, device), "torch": lambda: torch_combine(*inputs)}
@@ -73,12 +73,17 @@ def works(num_tokens, topk, device):
         baselines=baselines,
     )
     indptr, flat = mla_fp8.combine_topk_swa_indices_ragged(*inputs, **options)
+    num_bytes = 4 * (inputs[0].numel() + flat.numel() + indptr.numel())
     yield Work(
         label=label + " ragged",
-        run=lambda: mla_fp8.combine_topk_swa_indices_ragged(
-            *inputs, **options, out_indptr=indptr, out_indices=flat
+        run=rotate(
+            lambda x, out: mla_fp8.combine_topk_swa_indices_ragged(
+                *x, **options, out_indptr=indptr, out_indices=out
+            ),
+            [flat.clone() for _ in range(rounds)],
         ),
-        num_bytes=4 * (inputs[0].numel() + flat.numel() + indptr.numel()),
+        num_bytes=num_bytes,
+        baselines={"copy": copies(num_bytes, device)},
     )
 
 

@@ -156,7 +156,8 @@ def combine_inputs(num_tokens, num_requests, topk, hostile):
         (9, 2, 1, 3000, 1),
         (40, 0, 5, 5, 1),
         (0, 3, 5, 5, 1),
-        (9001, 9, 2, 3, 4),  # ragged: more than one tile of the sum
+        (9001, 9, 2, 3, 4),  # ragged: several rows per warp
+        (150_001, 9, 2, 3, 4),  # and more than one tile of a block's sum
     ],
 )
 def test_combine_topk_swa_indices(

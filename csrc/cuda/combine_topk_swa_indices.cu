@@ -81,6 +81,24 @@ __global__ void __launch_bounds__(kMaxRowBlock)
 
 using RaggedParams = CombineTopkSwaIndicesRaggedParams;
 
+// A warp's next entries, one per lane and load: all loads are in flight before the first use.
+constexpr int kEntryLoads = 8, kEntriesAtOnce = kEntryLoads * kWarpSize;
+struct Entries {
+  int32_t entry[kEntryLoads];
+  uint32_t kept;  // bit i: entry[i] stays
+
+  __device__ __forceinline__ Entries(const TopkSwaRow& row, const int32_t* entries, int32_t first, int lane)
+      : kept(0) {
+#pragma unroll
+    for (int i = 0; i < kEntryLoads; ++i) {
+      const int32_t c = first + i * kWarpSize + lane;
+      entry[i] = c < row.num_topk ? entries[c] : -1;  // -1 is never kept
+    }
+#pragma unroll
+    for (int i = 0; i < kEntryLoads; ++i) kept |= static_cast<uint32_t>(row.keeps(entry[i])) << i;
+  }
+};
+
 __global__ void __launch_bounds__(kBlock)
     combine_ragged_count_kernel(const __grid_constant__ RaggedParams params) {
   const CombineTopkSwaIndicesParams& p = params.rows;
@@ -91,7 +109,8 @@ __global__ void __launch_bounds__(kBlock)
   const TopkSwaRow row = topk_swa_row(p, token);
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
   int32_t kept = 0;
-  for (int32_t c = lane; c < row.num_topk; c += kWarpSize) kept += row.keeps(entries[c]);
+  for (int32_t first = 0; first < row.num_topk; first += kEntriesAtOnce)
+    kept += __popc(Entries(row, entries, first, lane).kept);
   kept = __reduce_add_sync(kFullWarp, kept);
   if (lane == 0) params.out_indptr[token + 1] = kept + row.window_end - row.window_begin;
 }
@@ -134,13 +153,16 @@ __global__ void __launch_bounds__(kBlock)
   const TopkSwaRow row = topk_swa_row(p, token);
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
   int32_t* out = p.out_indices + params.out_indptr[token];
-  for (int32_t first = 0; first < row.num_topk; first += kWarpSize) {
-    const int32_t c = first + lane;
-    const int32_t entry = c < row.num_topk ? entries[c] : -1;
-    const bool keep = c < row.num_topk && row.keeps(entry);
-    const uint32_t kept = __ballot_sync(kFullWarp, keep);
-    if (keep) out[__popc(kept & ((1u << lane) - 1))] = row.rebased(entry);
-    out += __popc(kept);
+  const uint32_t lanes_below = (1u << lane) - 1;
+  for (int32_t first = 0; first < row.num_topk; first += kEntriesAtOnce) {
+    const Entries e(row, entries, first, lane);
+#pragma unroll
+    for (int i = 0; i < kEntryLoads; ++i) {
+      const bool keep = e.kept >> i & 1;
+      const uint32_t lanes = __ballot_sync(kFullWarp, keep);
+      if (keep) out[__popc(lanes & lanes_below)] = row.rebased(e.entry[i]);
+      out += __popc(lanes);
+    }
   }
   for (int32_t c = row.window_begin + lane; c < row.window_end; c += kWarpSize)
     out[c - row.window_begin] = row.window(c);
