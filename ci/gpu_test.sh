@@ -7,16 +7,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3}
 if [ -n "${WHEEL:-}" ]; then
-  ci/bare_venv.sh "$PYTHON" build/wheel_venv
-  PYTHON=$PWD/build/wheel_venv/bin/python
-  "$PYTHON" -m pip install -q --no-index --no-deps "$WHEEL"
-  home=$PWD/build/wheel_venv
+  home=$PWD/build/wheel_installed
+  rm -rf "$home"
+  "$PYTHON" -m pip install -q --no-index --no-deps --target "$home" "$WHEEL"
 else
   [ -e python/mla_fp8/lib/libmla_fp8_cuda.so ] || make build
   [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
   home=$PWD/python
-  export PYTHONPATH=$home:${PYTHONPATH:-}
 fi
+export PYTHONPATH=$home:${PYTHONPATH:-}
 
 "$PYTHON" - "$home" <<'PYTHON'
 import sys, torch, mla_fp8._libraries as libraries

@@ -105,6 +105,17 @@ def test_ops_called_directly_and_their_out_forms_are_recorded(device, tmp_path):
     assert first.op == second.op == "sparse_decode" and set(first.tensors) == set(second.tensors)
 
 
+def test_calls_that_other_backends_serve_are_recorded(tmp_path):
+    tensors, options = decode_call("dsv4", "cpu")
+    options |= {"layout": KV_LAYOUTS["dsv4"].id}
+    with record(tmp_path / "calls"):
+        torch.ops.mla_fp8_backends.sparse_decode(*tensors, adapter="reference", **options)
+    (call,) = recording.load(tmp_path / "calls")
+    assert "adapter" not in call.options
+    want = mla_fp8.sparse_decode(*tensors, **(options | {"layout": "dsv4"}))
+    assert mla_fp8.sparse_decode(**call.arguments("cpu"))[0].equal(want[0])
+
+
 def test_a_call_that_raises_is_not_recorded(tmp_path):
     (q, kv_cache, indices), options = decode_call("dsv4", "cpu")
     with record(tmp_path / "calls") as recorder, pytest.raises(RuntimeError, match="indices"):

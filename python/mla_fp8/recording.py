@@ -125,7 +125,7 @@ def extract(op: str, arguments: dict[str, Any]) -> Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every call of ``torch.ops.mla_fp8.*`` inside its ``with``; keeps the attention calls."""
+    """Sees every op called inside its ``with``; keeps the attention calls, whichever backend serves them."""
 
     def __init__(self, max_calls: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,14 +133,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))  # first: it checks its arguments
-        op = func._schema.name.removeprefix("mla_fp8::").removesuffix("_out")
-        if op in OPS and func.namespace == "mla_fp8":
+        op = func._schema.name.split("::")[1].removesuffix("_out")
+        if op in OPS and func.namespace in ("mla_fp8", "mla_fp8_backends"):
             if len(self.calls) == self.max_calls or (
                 torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             ):
                 self.missed += 1
             else:
-                inputs = [a.name for a in func._schema.arguments if not a.is_out and not a.alias_info]
+                arguments = func._schema.arguments
+                inputs = [a.name for a in arguments if not a.alias_info and a.name != "adapter"]
                 given = dict(zip(inputs, args, strict=False)) | (kwargs or {})
                 self.calls.append(extract(op, {name: given[name] for name in inputs if name in given}))
         return result
