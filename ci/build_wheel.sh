@@ -6,7 +6,8 @@
 #   cu126 cu128 cu129 cu130    and libmla_fp8_cuda.so; the nvcc on PATH must be of that very version
 #   rocm6 rocm7                and libmla_fp8_hip.so, the same for both; needs ziglang, no ROCm
 #
-# $PYTHON (default: .venv's, else python3) has torch >= 2.10 for its headers, and what ci/setup_venv.sh installs; $CMAKE_ARGS is passed on.
+# $PYTHON (default: .venv's, else python3) has torch >= 2.10 for its headers, and what ci/setup_venv.sh installs.
+# $CMAKE_ARGS is passed on.
 # The platform tag is the oldest one that auditwheel finds true: manylinux_2_28 in the image of ci/Dockerfile,
 # a newer one on a newer machine. Every build of a variant happens at the same path, from `git archive`: nvcc
 # derives names from paths, and nothing that is not committed can get in. Same commit, same tools, same bytes

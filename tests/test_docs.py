@@ -43,3 +43,8 @@ def test_pins_of_third_party_are_those_that_are_installed() -> None:
     text = (ROOT / "third_party/README.md").read_text()
     named = set(re.findall(r"[\w-]+==[\w.]+", text))
     assert named <= set(pins)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
