@@ -9,6 +9,8 @@ from error_cases import check_refused
 from sparse_cases import V4_SCOPES, Case, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
+from mla_fp8.backends import flash_mla as flash_mla_backend
+from mla_fp8.backends import packages
 from mla_fp8.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -241,3 +243,55 @@ def test_wrong_decode_arguments_are_named(change, message, device):
 def test_wrong_prefill_arguments_are_named(change, message, device):
     arguments = prefill_arguments(prefill_case("bf16_512", device))
     check_refused(flash_mla_sparse_fwd, arguments | change(arguments), message, (ValueError, RuntimeError))
+
+
+def the_package():
+    """The real one, where it is installed and runs."""
+    module, reason = packages.locate(flash_mla_backend.DECODE)
+    if module is None:
+        pytest.skip(reason)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return module
+
+
+def full(case: Case) -> Case:
+    """Only what the package defines: no index that it would follow out of the cache."""
+    for s in case.scopes:
+        s.indices[(s.indices < 0) | (s.indices >= len(s.rows))] = -1
+        s.length.clamp_(0, s.indices.shape[1])
+    return case
+
+
+@packed_layouts
+@pytest.mark.parametrize("num_q_heads", [64, 128])
+def test_decode_gives_what_the_package_gives(layout, num_q_heads):
+    package = the_package()
+    extra = V4_SCOPES | {"topk": 64} if layout.name == "dsv4" else None
+    case = decode_case(layout, "cuda", num_q_heads=num_q_heads, topk=128, extra=extra)
+    arguments = decode_arguments(full(case))
+    theirs = package.flash_mla_with_kvcache(
+        **arguments | {"tile_scheduler_metadata": package.get_mla_metadata()[0]}
+    )
+    ours = flash_mla_with_kvcache(**arguments)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    assert ours[1].isposinf().equal(theirs[1].isposinf()) and ours[1].isposinf().any()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2.01 / 64, atol=2e-3)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16_512"])
+@pytest.mark.parametrize("num_q_heads", [64, 128])
+def test_prefill_gives_what_the_package_gives(name, num_q_heads):
+    package = the_package()
+    case = full(make_case(KV_LAYOUTS[name], "cuda", page_size=1, num_q_heads=num_q_heads, topk=128))
+    arguments = prefill_arguments(case)
+    theirs = package.flash_mla_sparse_fwd(**arguments)
+    ours = flash_mla_sparse_fwd(**arguments)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    assert ours[2].isposinf().equal(theirs[2].isposinf()) and ours[2].isposinf().any()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2.01 / 64, atol=2e-3)
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-4)

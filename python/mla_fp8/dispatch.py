@@ -90,6 +90,7 @@ _ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged")
 _EVERYTHING = frozenset(FEATURES)
 _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
+_NEVER_RAN = "its adapter has met a stand-in for the package only"
 
 NATIVE = Backend("native", "native", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)
 REFERENCE = Backend(
@@ -109,7 +110,7 @@ TABLE: tuple[Backend, ...] = (
     ),
     Backend(
         "flashinfer", "flashinfer", ("sparse_decode",), ("bf16",), archs=("sm100", "sm103"),
-        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE,
+        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_NEVER_RAN,
     ),
     Backend(
         "flashinfer_fp8", "flashinfer", ("sparse_decode",), ("fp8_e4m3",), archs=("sm100", "sm103"),
@@ -117,7 +118,7 @@ TABLE: tuple[Backend, ...] = (
     ),
     Backend(
         "flashinfer_sm120", "flashinfer", ("sparse_decode",), ("dsv32",), archs=("sm120", "sm121"),
-        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE,
+        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_NEVER_RAN,
     ),
     Backend(
         "aiter", "aiter", ("sparse_decode",), ("bf16",), archs=("gfx942", "gfx950"),
@@ -155,14 +156,13 @@ class Preference:
         )
 
 
-_UNTUNED = "native has no kernel tuned for it, and none has run there"
+_UNTUNED = "no kernel of native is tuned for it, none has run there"
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         ("native",), "1.0 to 2.3 times the speed of FlashMLA at every head count and batch measured",
         ("sparse_decode",), ("sm90",),
     ),
-    Preference(("flashmla_kv", "flashmla_sparse", "flashinfer"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
-    Preference(("flashinfer_sm120",), _UNTUNED, _ALL_OPS, ("sm120", "sm121")),
+    Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
 )  # fmt: skip
 _DEFAULT = Preference((), "native before others", _ALL_OPS, ())
 

@@ -97,6 +97,7 @@ def flash_mla_with_kvcache(
         extra_indices=extra_indices,
         extra_topk_length=_per_token(extra_topk_length, s_q),
         extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        backend="native",
     )
     return out.view(batch, s_q, heads, _HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT
 
@@ -134,6 +135,7 @@ def flash_mla_sparse_fwd(
         sm_scale=sm_scale,
         attn_sink=None if attn_sink is None else attn_sink.contiguous(),
         topk_length=None if topk_length is None else topk_length.contiguous(),
+        backend="native",
     )
     return out, max_logits, _empty_is_plus_inf(lse)
 

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/dispatch.md: who goes first, and what explain() says of ten real configurations.
+
+``--check`` writes nothing and fails if the document is not up to date.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from mla_fp8.dispatch import PREFERENCES, Backend, Preference, Problem, explain
+
+PATH = Path(__file__).resolve().parents[1] / "docs/dispatch.md"
+TWO_CACHES = frozenset({"two caches"})
+CONFIGURATIONS: tuple[tuple[str, Problem, str], ...] = (
+    ("DeepSeek V3.2, decode, 8 x H200", Problem("sparse_decode", "sm90", "dsv32", 16), "auto"),
+    ("DeepSeek V4-Pro, decode, 1 x H200", Problem("sparse_decode", "sm90", "dsv4", 128, TWO_CACHES), "auto"),
+    (
+        "DeepSeek V4-Flash, prefill from a workspace, H200",
+        Problem("sparse_prefill", "sm90", "bf16_512", 64), "auto",
+    ),
+    (
+        "DeepSeek V4-Flash, prefill from pages, H200",
+        Problem("sparse_prefill_paged", "sm90", "dsv4", 64, TWO_CACHES), "auto",
+    ),
+    (
+        "GLM-5, decode, bf16 cache, FlashMLA asked for, H200",
+        Problem("sparse_decode", "sm90", "bf16", 64), "flash_mla",
+    ),
+    ("DeepSeek V3.2, decode, B200", Problem("sparse_decode", "sm100", "dsv32", 128), "auto"),
+    (
+        "DeepSeek V3.2, decode, one scale per layer, FlashInfer's FP8 asked for, B200",
+        Problem("sparse_decode", "sm100", "fp8_e4m3", 128), "flashinfer_fp8",
+    ),
+    ("DeepSeek V3.2, decode, RTX PRO 6000", Problem("sparse_decode", "sm120", "dsv32", 16), "auto"),
+    (
+        "DeepSeek V3.2, decode, one scale per layer, MI300X",
+        Problem("sparse_decode", "gfx942", "fp8_e4m3_fnuz", 16), "auto",
+    ),
+    ("DeepSeek V4-Flash, decode, A100", Problem("sparse_decode", "sm80", "dsv4", 64, TWO_CACHES), "auto"),
+)  # fmt: skip
+
+
+def nothing_missing(backend: Backend, problem: Problem) -> str | None:
+    """As on a machine that has every package and every kernel."""
+    return None
+
+
+def preferences() -> str:
+    rows = ["| op | GPU | layouts | heads | first | why |", "|---|---|---|---|---|---|"]
+    for p in PREFERENCES:
+        heads = "all" if p.q_heads == Preference.q_heads else f"{p.q_heads[0]} to {p.q_heads[-1]}"
+        cells = [
+            ", ".join(f"`{op}`" for op in p.ops), ", ".join(p.archs), ", ".join(p.layouts) or "all", heads,
+            ", ".join(f"`{name}`" for name in p.order), p.why,
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def configurations() -> str:
+    parts = []
+    for title, p, backend in CONFIGURATIONS:
+        wants = f", {', '.join(sorted(p.features))}" if p.features else ""
+        head = f"{p.op} on {p.arch}, {p.layout}, {p.num_q_heads} heads{wants}; backend={backend!r}"
+        parts.append(f"{title}:\n\n```\n{head}\n{explain(p, backend, nothing_missing)}\n```")
+    return "\n\n".join(parts)
+
+
+def document(text: str) -> str:
+    for name, content in (("preferences", preferences()), ("configurations", configurations())):
+        begin, end = f"<!-- {name}: written by ci/dispatch_doc.py -->\n", f"<!-- end of {name} -->"
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        text = re.sub(pattern, lambda _, new=begin + content + "\n" + end: new, text, flags=re.DOTALL)
+    return text
+
+
+def main() -> int:
+    old = PATH.read_text()
+    if "--check" not in sys.argv:
+        PATH.write_text(document(old))
+    elif old != document(old):
+        print("docs/dispatch.md is not up to date: run ci/dispatch_doc.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
