@@ -42,15 +42,24 @@ def cells(line: str, columns: list[slice]) -> list[str]:
 
 
 def table(lines: list[str]) -> str:
-    """A simple table of reStructuredText, without a header, as Markdown."""
+    """A simple table of reStructuredText as Markdown; without a header it is one of arguments."""
     starts = [match.span() for match in re.finditer("=+", lines[0])]
     columns = [slice(begin, end) for begin, end in starts[:-1]] + [slice(starts[-1][0], None)]
-    rows = [cells(line, columns) for line in lines[1:-1]]
-    width = len(columns)
+    width, rows = len(columns), list[list[str]]()
+    for row in (cells(line, columns) for line in lines if not BORDER.fullmatch(line)):
+        if row[0] or not rows:
+            rows.append(row + [""] * (width - len(row)))
+        else:  # the row before goes on
+            rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], row, strict=True)]
     heads = ["argument", "shape", "dtype", ""] if width == 4 else [""] * width
-    body = [f"| `{row[0]}` | " + " | ".join([*row[1:], *[""] * (width - len(row))]) + " |" for row in rows]
-    escaped = [inline(line) for line in body]
-    return "\n".join(["| " + " | ".join(heads) + " |", "|---" * width + "|", *escaped])
+    if sum(bool(BORDER.fullmatch(line)) for line in lines) == 3:
+        heads, *rows = rows
+    body = ["| " + " | ".join([code(row[0]), *row[1:]]) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(heads) + " |", "|---" * width + "|", *map(inline, body)])
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text and "`" not in text else text
 
 
 def markdown(docstring: str) -> str:
@@ -58,9 +67,9 @@ def markdown(docstring: str) -> str:
     i = 0
     while i < len(lines):
         if BORDER.fullmatch(lines[i]):
-            end = next(j for j in range(i + 1, len(lines)) if BORDER.fullmatch(lines[j]))
-            parts.append(table(lines[i : end + 1]))
-            i = end
+            end = next((j for j in range(i, len(lines)) if not lines[j].strip()), len(lines))
+            parts.append(table(lines[i:end]))
+            i = end - 1
         elif lines[i].strip():
             paragraph.append(lines[i])
         following = lines[i + 1] if i + 1 < len(lines) else ""
@@ -81,15 +90,35 @@ def signature(name: str, function: object) -> str:
             keyword = True
         text = re.sub(r"\b(?:torch|mla_fp8\.layout)\.", "", str(parameter)).replace("'", '"')
         lines.append(text)
-    return f"{name}(\n" + "".join(f"    {line},\n" for line in lines) + ")"
+    inside = "".join(f"\n    {line}," for line in lines)
+    return f"{name}({inside}\n)" if lines else f"{name}()"
+
+
+def entry(name: str, function: object) -> str:
+    block = f"```python\n{signature(name, function)}\n```"
+    return f"## {name}\n\n{block}\n\n{markdown(function.__doc__ or '')}\n"
+
+
+def class_entry(name: str, kind: type) -> str:
+    """The docstring of a class, and one line per public method and property."""
+    lines = []
+    for member, value in vars(kind).items():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if inspect.isfunction(function) and not member.startswith("_") and function.__doc__:
+            first = " ".join(inspect.cleandoc(function.__doc__).split("\n\n")[0].split())
+            lines.append(f"| `{member}` | {inline(first)} |")
+    listing = "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
+    return f"## {name}\n\n{markdown(kind.__doc__ or '')}\n\n{listing}\n"
 
 
 def sections() -> Iterator[str]:
-    for name in sorted(mla_fp8.__all__):
-        function = getattr(mla_fp8, name)
-        if getattr(function, "__module__", "").startswith(OPS_MODULES):
-            code = f"```python\n{signature(name, function)}\n```"
-            yield f"## {name}\n\n{code}\n\n{markdown(function.__doc__)}\n"
+    public = {name: getattr(mla_fp8, name) for name in sorted(mla_fp8.__all__)}
+    functions = {name: x for name, x in public.items() if inspect.isfunction(x)}
+    ops = {name: x for name, x in functions.items() if x.__module__.startswith(OPS_MODULES)}
+    yield from (entry(*item) for item in ops.items())
+    yield "# Around the ops\n"
+    yield from (entry(*item) for item in functions.items() if item[0] not in ops)
+    yield from (class_entry(*item) for item in public.items() if inspect.isclass(item[1]))
 
 
 def main() -> int:
