@@ -9,15 +9,23 @@ VARIANT ?= cpu
 # `make build` compiles for one GPU only, the one that is here, else Hopper; `make wheel` for all.
 CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
+# Beginnings of the names of the tests of the HIP library's ops.
+HIP_OPS = build_swa combine dequantize_kv merge_attention pad_q_heads paged_attention_ragged quantize_kv
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test lint format bench docs wheel install-test build clean
+.PHONY: demo test emulate lint format bench docs wheel install-test build clean
 
 demo: build
 	$(BIN)/python -m mla_fp8 demo
 
 test: build
 	$(BIN)/python -m pytest
+	$(MAKE) emulate
+
+# The HIP library, if it was built: its kernels run on fibers, behind a stand-in for the HIP runtime.
+emulate:
+	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests \
+	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/test_$(op)*.py))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

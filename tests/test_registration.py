@@ -57,7 +57,7 @@ def test_every_op_has_a_sample_and_a_public_function():
 @every_op
 def test_every_op_has_its_kernels(name):
     keys = {"CPU", "Meta"}
-    if _libraries.status.get("libmla_fp8_cuda.so") == "loaded":
+    if "loaded" in (_libraries.status.get(f"libmla_fp8_{gpu}.so") for gpu in ("cuda", "hip")):
         keys.add("CUDA")
     without = {device.upper() for device in NO_KERNEL.get(name.removesuffix("_out"), ())}
     has = {k for k in keys if torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{name}", k)}

@@ -61,14 +61,19 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
   Running running;
   float acc[Columns<Cache>::kTiles][kTileAccumulators] = {};
 
-  for (int64_t position = begin; position < end; position += kKeys) {
-    locate(s, args, w, position, end);
-    __syncthreads();  // also: the last block's values are in the accumulators
-    stage_keys(s, p);
+  locate<Cache>(s.rows[0], args, w, begin, end);
+  __syncthreads();
+  int now = 0;
+  for (int64_t position = begin; position < end; position += kKeys, now ^= 1) {
+    const Rows& rows = s.rows[now];
+    Rows& next = s.rows[now ^ 1];
+    stage_keys(s, rows, p);
+    locate<Cache>(next, args, w, position + kKeys, end);
     __syncthreads();
+    prefetch_keys<Cache>(next, p);
     compute_scores<Cache, kDtype>(s, q, key_tile, share);
     __syncthreads();
-    online_softmax(s, running, p, logit_scale, row_sees - position);
+    online_softmax(s, rows, running, p, logit_scale, row_sees - position);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kTileAccumulators; ++i) {
@@ -77,8 +82,9 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
       for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) acc[tile][i] *= rescale;
     }
     if (position + kKeys > seen_by_all && seen_by_all < end)
-      take_last_keys<Cache, kDtype>(s, acc, position, seen_by_all, end);
+      take_last_keys<Cache, kDtype>(s, rows, acc, position, seen_by_all, end);
     accumulate_values<Cache, kDtype>(s, acc);
+    __syncthreads();
   }
 
   if (threadIdx.x % kRowThreads == 0) {
@@ -110,6 +116,8 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
   }
 }
 
+using SplitWeights = float[kMaxRaggedSplits];
+
 // One block per token and head joins its splits.
 template <Dtype kDtype>
 __global__ void __launch_bounds__(kMergeThreads)
@@ -118,21 +126,28 @@ __global__ void __launch_bounds__(kMergeThreads)
   const unsigned num_heads = static_cast<unsigned>(p.num_q_heads);
   const int64_t at = blockIdx.x, token = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
   const int64_t per_part = part_row(p, 1, 0, 0);
-  const float* lse = split_lse(p) + at;
+  MLA_SHARED(SplitWeights, weights);
+  for (int split = threadIdx.x; split < p.num_splits; split += kMergeThreads)
+    weights[split] = split_lse(p)[at + split * per_part];
+  __syncthreads();
   float largest = -INFINITY;
-  for (int split = 0; split < p.num_splits; ++split) largest = fmaxf(largest, lse[split * per_part]);
+  for (int split = 0; split < p.num_splits; ++split) largest = fmaxf(largest, weights[split]);
   const float base = largest == -INFINITY ? 0.0f : largest;
+  __syncthreads();
+  for (int split = threadIdx.x; split < p.num_splits; split += kMergeThreads)
+    weights[split] = fast_exp2(weights[split] - base);
+  __syncthreads();
   float sum = 0.0f;
-  for (int split = 0; split < p.num_splits; ++split) sum += fast_exp2(lse[split * per_part] - base);
+  for (int split = 0; split < p.num_splits; ++split) sum += weights[split];
   const float total = sum + fast_exp2(sink_of(p, head) - base);
   uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
   for (int column = threadIdx.x; column < p.head_dim_v; column += kMergeThreads) {
     float x = 0.0f;
-    for (int split = 0; split < p.num_splits; ++split) {
-      const float part_lse = lse[split * per_part];
-      if (part_lse != -INFINITY)  // else nothing was written
-        x += fast_exp2(part_lse - base) * p.workspace[(split * per_part + at) * p.head_dim_v + column];
-    }
+    // A part of weight 0 counts for nothing; one without keys was not even written.
+#pragma unroll 8
+    for (int split = 0; split < p.num_splits; ++split)
+      if (weights[split] != 0.0f)
+        x += weights[split] * p.workspace[(split * per_part + at) * p.head_dim_v + column];
     out[column] = from_float<kDtype>(sum == 0.0f ? 0.0f : x / total);
   }
   if (threadIdx.x == 0) p.lse[at] = sum == 0.0f ? -INFINITY : (largest + fast_log2(sum)) * kLn2;

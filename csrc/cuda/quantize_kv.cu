@@ -149,8 +149,11 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
     static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
     const auto record = scale_record<kId>(exponents);
     const bool has_scales = lane == kScaleLane;
+    Words<4> last;  // chosen word by word: a choice of two arrays would put them into memory on AMD
+#pragma unroll
+    for (int i = 0; i < 4; ++i) last[i] = has_scales ? record[i] : x[C::kPasses - 1][i];
     const int offset = has_scales ? kL.nope_bytes() : C::rope_offset(kFirst + lane * kChunk);
-    if (lane <= kScaleLane) store(dst + offset, has_scales ? record : x[C::kPasses - 1], true);
+    if (lane <= kScaleLane) store(dst + offset, last, true);
   } else if constexpr (C::kHasTiles) {
     const auto record = scale_record<kId>(exponents);
     if (lane == 0) store(page + kL.scale_offset(to.row, p.page_size), record);

@@ -1,5 +1,7 @@
 #include "emulator/fibers.h"
 
+#include <xmmintrin.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -142,9 +144,13 @@ void run_block(const void* kernel, const void* params, size_t params_size, std::
 void launch(const void* kernel, const void* params, size_t params_size, const Grid& grid, unsigned seed) {
   Block own(grid.threads);
   block = &own;
+  const unsigned callers_mode = _mm_getcsr();
+  constexpr unsigned kSubnormalsKept = 0x1f80;  // no kernel sees the caller's mode
+  _mm_setcsr(kSubnormalsKept);
   std::mt19937 random(seed);
   for (own.index = 0; own.index < grid.blocks; ++own.index)
     run_block(kernel, params, params_size, seed ? &random : nullptr);
+  _mm_setcsr(callers_mode);
   block = nullptr;
 }
 

@@ -42,7 +42,7 @@ struct SeparateCaches {
   static constexpr CacheDtype kStored = kStoredDtype;
   static constexpr bool kIsLatent = false;
   static constexpr int kDimQk = kDim, kDimV = kDim, kLeadDim = kDim, kRopeDim = 0, kTiles = 0,
-                       kTileDim = kDim;
+                       kBytesPerToken = 0, kTileDim = kDim;
   static __device__ __forceinline__ const uint8_t* scales(const PagedAttentionRaggedParams&, int64_t,
                                                           int64_t) {
     return nullptr;
@@ -60,6 +60,7 @@ struct LatentCache {
   static constexpr bool kIsLatent = true, kIsUniform = kL.nope_format == kL.rope_format;
   static constexpr int kDimQk = kL.head_dim_qk(), kDimV = kHeadDimV;
   static constexpr int kLeadDim = kIsUniform ? kDimQk : kL.nope_dim, kRopeDim = kIsUniform ? 0 : kL.rope_dim;
+  static constexpr int kBytesPerToken = kL.token_stride();
   static constexpr int kTiles = kL.num_tiles(), kTileDim = kTiles ? kL.tile_dim : kDimQk;
   static __device__ __forceinline__ const uint8_t* scales(const PagedAttentionRaggedParams& p, int64_t page,
                                                           int64_t row) {
@@ -69,6 +70,11 @@ struct LatentCache {
   static __device__ __forceinline__ float scale(const uint8_t* scales, int tile) {
     return load_scale<kL.scale_format>(scales, tile);
   }
+};
+
+// Where keys lie; k null: masked.
+struct Rows {
+  const uint8_t *k[kKeys], *v[kKeys], *scales[kKeys];
 };
 
 template <class Cache>
@@ -84,7 +90,7 @@ struct Shared {
   float rescale[kRows], normalizer[kRows];
   int64_t visible[kRows], token[kRows];  // the keys that a row sees: the first ones; token -1: no such row
   int64_t head[kRows];
-  const uint8_t *k_row[kKeys], *v_row[kKeys], *scale_row[kKeys];  // k_row null: masked
+  Rows rows[2];  // of the staged keys, and of the next
 };
 
 }  // namespace mla_fp8::gpu::ragged

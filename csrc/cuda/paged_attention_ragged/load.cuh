@@ -41,7 +41,8 @@ __device__ __forceinline__ void find_rows(Shared<Cache>& s, const PagedAttention
 // Rows of kBytes in shared memory from where `source(key)` points; null, and bytes past `used`: zeros.
 template <int kBytes, int kPitch, class Source>
 __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& source) {
-  constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kBatch = 4;  // kBatch loads in flight
+  constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kEach = ceil_div(kAll, kThreads);
+  constexpr int kBatch = kEach < 8 ? kEach : 8;  // loads in flight
   for (int first = threadIdx.x; first < kAll; first += kBatch * kThreads) {
     Words<4> x[kBatch];
 #pragma unroll
@@ -58,46 +59,66 @@ __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& sou
   }
 }
 
-// Where the keys from `position` on lie; those from `end` on are masked.
+// Finds the keys from `position` on; those from `end` on are masked.
 template <class Cache>
-__device__ __forceinline__ void locate(Shared<Cache>& s, const Args& args, const Work& w, int64_t position,
+__device__ __forceinline__ void locate(Rows& rows, const Args& args, const Work& w, int64_t position,
                                        int64_t end) {
   const PagedAttentionRaggedParams& p = args.p;
   if (threadIdx.x >= kKeys) return;
   const int key = threadIdx.x;
   position += key;
-  const uint8_t *k_row = nullptr, *v_row = nullptr, *scale_row = nullptr;
+  const uint8_t *k = nullptr, *v = nullptr, *scales = nullptr;
   if (position < end) {
     const int64_t index = args.page_size(position), row = position - index * p.page_size;
     const int64_t page = p.kv_indices[w.first_page + index];
     if (page >= 0 && page < p.num_pages) {
-      k_row = p.k_cache + page * p.k_cache_stride_page + row * p.k_cache_stride_row +
-              w.kv_head * p.k_cache_stride_head;
-      v_row = p.v_cache + page * p.v_cache_stride_page + row * p.v_cache_stride_row +
-              w.kv_head * p.v_cache_stride_head;
-      scale_row = Cache::scales(p, page, row);
+      k = p.k_cache + page * p.k_cache_stride_page + row * p.k_cache_stride_row +
+          w.kv_head * p.k_cache_stride_head;
+      v = p.v_cache + page * p.v_cache_stride_page + row * p.v_cache_stride_row +
+          w.kv_head * p.v_cache_stride_head;
+      scales = Cache::scales(p, page, row);
     }
   }
-  s.k_row[key] = k_row;
-  s.v_row[key] = v_row;
-  s.scale_row[key] = scale_row;
+  rows.k[key] = k;
+  rows.v[key] = v;
+  rows.scales[key] = scales;
 }
 
 template <class Cache>
-__device__ __forceinline__ void stage_keys(Shared<Cache>& s, const PagedAttentionRaggedParams& p) {
-  constexpr int kItemsize = kStoredBytes<Cache::kStored>, kBytes = Cache::kLeadDim * kItemsize;
+inline constexpr int kLeadBytes = Cache::kLeadDim * kStoredBytes<Cache::kStored>;
+
+template <class Cache>
+__device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
+                                           const PagedAttentionRaggedParams& p) {
+  constexpr int kItemsize = kStoredBytes<Cache::kStored>, kBytes = kLeadBytes<Cache>;
   constexpr int kPitch = Shared<Cache>::kPitch;
   const int k_bytes = Cache::kIsLatent ? kBytes : p.head_dim * kItemsize;
-  stage<kBytes, kPitch>(s.k[0], k_bytes, [&](int key) { return s.k_row[key]; });
+  stage<kBytes, kPitch>(s.k[0], k_bytes, [&](int key) { return rows.k[key]; });
   if constexpr (!Cache::kIsLatent)
-    stage<kBytes, kPitch>(s.v[0], p.head_dim_v * kItemsize, [&](int key) { return s.v_row[key]; });
+    stage<kBytes, kPitch>(s.v[0], p.head_dim_v * kItemsize, [&](int key) { return rows.v[key]; });
   if constexpr (Cache::kRopeDim > 0)
     stage<2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
         reinterpret_cast<uint8_t*>(s.rope[0]), 2 * Cache::kRopeDim,
-        [&](int key) { return s.k_row[key] ? s.k_row[key] + Cache::kL.rope_offset() : nullptr; });
+        [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kL.rope_offset() : nullptr; });
   for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
     const int key = i % kKeys, tile = i / kKeys;
-    s.scales[tile][key] = s.scale_row[key] ? Cache::scale(s.scale_row[key], tile) : 0.0f;
+    s.scales[tile][key] = rows.scales[key] ? Cache::scale(rows.scales[key], tile) : 0.0f;
+  }
+}
+
+// Asks for the bytes that stage_keys will want next, where the GPU can be asked.
+template <class Cache>
+__device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAttentionRaggedParams& p) {
+  if constexpr (MLA_FP8_PTX) {
+    constexpr int kLine = 128, kLines = ceil_div(kLeadBytes<Cache> + 2 * Cache::kRopeDim, kLine) + 1;
+    const int k_bytes = Cache::kIsLatent ? Cache::kBytesPerToken : p.head_dim * kStoredBytes<Cache::kStored>;
+    const int v_bytes = Cache::kIsLatent ? 0 : p.head_dim_v * kStoredBytes<Cache::kStored>;
+    for (int i = threadIdx.x; i < kKeys * kLines; i += kThreads) {
+      const int key = i / kLines, offset = i % kLines * kLine;
+      if (rows.k[key] == nullptr) continue;
+      if (offset < k_bytes) prefetch_l2(rows.k[key] + offset);
+      if (offset < v_bytes) prefetch_l2(rows.v[key] + offset);
+    }
   }
 }
 

@@ -49,7 +49,7 @@ struct Running {
 
 // s.partial -> s.weights and s.rescale, of this thread's row.
 template <class Cache>
-__device__ __forceinline__ void online_softmax(Shared<Cache>& s, Running& running,
+__device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& rows, Running& running,
                                                const PagedAttentionRaggedParams& p, float logit_scale,
                                                int64_t num_visible) {
   const int row = threadIdx.x / kRowThreads, first = threadIdx.x % kRowThreads;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, Running& runnin
       const float e = fast_exp2(x * 2.0f / p.logits_soft_cap);
       x = p.logits_soft_cap * kLog2E * (1.0f - 2.0f / (e + 1.0f));
     }
-    logits[i] = s.k_row[key] && key < num_visible ? x : -INFINITY;
+    logits[i] = rows.k[key] && key < num_visible ? x : -INFINITY;
     largest = logits[i] > largest ? logits[i] : largest;
   }
 #pragma unroll

@@ -35,12 +35,13 @@ __device__ __forceinline__ float value(const Shared<Cache>& s, int key, int colu
 // The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
 // the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
 template <class Cache, Dtype kDtype>
-__device__ void take_last_keys(Shared<Cache>& s, float (&acc)[Columns<Cache>::kTiles][kTileAccumulators],
-                               int64_t position, int64_t first, int64_t end) {
+__device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
+                               float (&acc)[Columns<Cache>::kTiles][kTileAccumulators], int64_t position,
+                               int64_t first, int64_t end) {
   const int begin = first > position ? static_cast<int>(first - position) : 0;
   const int limit = end - position < kKeys ? static_cast<int>(end - position) : kKeys;
   for (int key = begin; key < limit; ++key) {
-    if (s.k_row[key] == nullptr) continue;
+    if (rows.k[key] == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < kTileAccumulators; ++i) {
       const int row = accumulator_row(i);
@@ -51,9 +52,9 @@ __device__ void take_last_keys(Shared<Cache>& s, float (&acc)[Columns<Cache>::kT
     }
   }
   __syncthreads();
-  uint8_t* rows = Cache::kIsLatent ? s.k[0] : s.v[0];
+  uint8_t* staged = Cache::kIsLatent ? s.k[0] : s.v[0];
   for (int i = threadIdx.x; i < (limit - begin) * Shared<Cache>::kPitch; i += kThreads)
-    rows[begin * Shared<Cache>::kPitch + i] = 0;
+    staged[begin * Shared<Cache>::kPitch + i] = 0;
   if constexpr (Cache::kTiles > 0) {
     for (int i = threadIdx.x; i < (limit - begin) * Cache::kRopeDim; i += kThreads)
       s.rope[begin + i / Cache::kRopeDim][i % Cache::kRopeDim] = 0;

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Are the AMD code objects in libmla_fp8_hip.so what they should be? Prints a table; exit code 1 if not.
+
+  ci/code_objects.py python/mla_fp8/lib/libmla_fp8_hip.so --zig .../site-packages/ziglang/zig
+
+Reads each kernel's resources from the metadata that the HIP runtime reads too. With --zig, clang assembles
+the instructions that the attention kernels must be made of, and their opcodes are looked for in the code.
+"""
+
+import argparse
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
+MAX_LDS = 64 << 10  # of gfx90a and gfx942; gfx950 has more
+MAX_VGPRS = 256  # two waves of a block per SIMD: more would halve what is resident
+MAX_SGPR_SPILLS = 64  # into lanes of one VGPR, not into memory
+
+# Arch -> (assembly, encoding's opcode bits). FP8 conversion: gfx90a has none and decodes with integers.
+MFMA_BF16 = {
+    "gfx90a": "v_mfma_f32_16x16x16bf16_1k a[0:3], v[0:1], v[2:3], a[0:3]",
+    "gfx942": "v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]",
+    "gfx950": "v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]",
+}
+MFMA_F16 = {arch: text.replace("bf16_1k", "f16").replace("_bf16", "_f16") for arch, text in MFMA_BF16.items()}
+FROM_FP8 = dict.fromkeys(("gfx942", "gfx950"), "v_cvt_pk_f32_fp8 v[0:1], v2")
+MFMA_MASK, VOP1_MASK = 0xFFFF0000, 0xFE01FE00
+MIN_INSTRUCTIONS = 4  # of each kind, in the kernel with the fewest
+
+
+@dataclass
+class Kernel:
+    name: str
+    metadata: dict[str, Any]
+    code: bytes
+
+
+def bundles(library: bytes) -> Iterator[dict[str, bytes]]:
+    """The code objects of each offload bundle in the library, by arch."""
+    at = library.find(MAGIC)
+    while at >= 0:
+        found, entry = {}, at + len(MAGIC) + 8
+        for _ in range(struct.unpack_from("<Q", library, at + len(MAGIC))[0]):
+            offset, size, length = struct.unpack_from("<QQQ", library, entry)
+            name = library[entry + 24 : entry + 24 + length].decode()
+            entry += 24 + length
+            if "amdgcn" in name:
+                found[name.rsplit("-", 1)[1]] = library[at + offset : at + offset + size]
+        if found:
+            yield found
+        at = library.find(MAGIC, at + 1)
+
+
+def sections(elf: bytes) -> dict[str, tuple[int, bytes]]:
+    """Address and content by name."""
+    (table,), (entry, count, names) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
+    strings = headers[names][4]
+
+    def name(at: int) -> str:
+        return elf[strings + at : elf.index(b"\0", strings + at)].decode()
+
+    return {name(h[0]): (h[3], elf[h[4] : h[4] + h[5]]) for h in headers}
+
+
+def unpack(data: bytes, at: int) -> tuple[Any, int]:
+    """One MessagePack value, as far as the metadata uses the format, and where it ends."""
+    tag = data[at]
+    at += 1
+    if tag < 0x80 or tag >= 0xE0:
+        return (tag if tag < 0x80 else tag - 256), at
+    if tag in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[tag], at
+    if tag in (0xCC, 0xCD, 0xCE, 0xCF):
+        size = 1 << (tag - 0xCC)
+        return int.from_bytes(data[at : at + size], "big"), at + size
+    if tag < 0x90 or tag in (0xDE, 0xDF):
+        size = 0 if tag < 0x90 else 2 << (tag - 0xDE)
+        count = tag & 15 if tag < 0x90 else int.from_bytes(data[at : at + size], "big")
+        at, result = at + size, {}
+        for _ in range(count):
+            key, at = unpack(data, at)
+            result[key], at = unpack(data, at)
+        return result, at
+    if tag < 0xA0 or tag in (0xDC, 0xDD):
+        size = 0 if tag < 0xA0 else 2 << (tag - 0xDC)
+        count = tag & 15 if tag < 0xA0 else int.from_bytes(data[at : at + size], "big")
+        at, items = at + size, []
+        for _ in range(count):
+            item, at = unpack(data, at)
+            items.append(item)
+        return items, at
+    size = 0 if tag < 0xC0 else 1 << (tag - 0xD9)
+    length = tag & 31 if tag < 0xC0 else int.from_bytes(data[at : at + size], "big")
+    return data[at + size : at + size + length].decode(), at + size + length
+
+
+def kernels(code_object: bytes) -> list[Kernel]:
+    found = sections(code_object)
+    note = found[".note"][1]
+    name_size, size = struct.unpack_from("<II", note)
+    start = 12 + -(-name_size // 4) * 4
+    metadata, _ = unpack(note[start : start + size], 0)
+    symbols, strings = found[".dynsym"][1], found[".dynstr"][1]
+    base, text = found[".text"]
+    code = {}
+    for at in range(0, len(symbols), 24):
+        name, info, _, _, address, length = struct.unpack_from("<IBBHQQ", symbols, at)
+        if info & 15 == 2:  # a function
+            symbol = strings[name : strings.index(b"\0", name)].decode()
+            code[symbol] = text[address - base : address - base + length]
+    return [Kernel(k[".name"], k, code[k[".name"]]) for k in metadata["amdhsa.kernels"]]
+
+
+def wrong_resources(kernel: Kernel) -> list[str]:
+    limits = {
+        ".private_segment_fixed_size": 0,
+        ".vgpr_spill_count": 0,
+        ".sgpr_spill_count": MAX_SGPR_SPILLS,
+        ".group_segment_fixed_size": MAX_LDS,
+        ".vgpr_count": MAX_VGPRS,
+    }
+    return [
+        f"{name[1:]} {kernel.metadata[name]}, at most {limit}"
+        for name, limit in limits.items()
+        if kernel.metadata[name] > limit
+    ]
+
+
+def encoding(zig: Path, arch: str, assembly: str) -> int:
+    """The first word of an instruction."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "x.s"), Path(folder, "x.o")
+        source.write_text(f".text\n{assembly}\n")
+        command = [zig, "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", source, "-o", target]
+        subprocess.run(command, check=True, capture_output=True)
+        return int(struct.unpack_from("<I", sections(target.read_bytes())[".text"][1])[0])
+
+
+def count(kernel: Kernel, opcode: int, mask: int) -> int:
+    words = struct.unpack(f"<{len(kernel.code) // 4}I", kernel.code[: len(kernel.code) // 4 * 4])
+    return sum(word & mask == opcode & mask for word in words)
+
+
+def missing_instructions(zig: Path, arch: str, attention: list[Kernel]) -> Iterator[str]:
+    """An attention kernel multiplies by MFMA, and widens the FP8 format of its GPU by instructions."""
+    mfma = {dtype: encoding(zig, arch, text[arch]) for dtype, text in (("0", MFMA_BF16), ("1", MFMA_F16))}
+    fp8 = encoding(zig, arch, FROM_FP8[arch]) if arch in FROM_FP8 else None
+    for kernel in attention:
+        dtype = kernel.name.rsplit("5DtypeE", 1)[1][0]
+        if count(kernel, mfma[dtype], MFMA_MASK) < MIN_INSTRUCTIONS:
+            yield f"{arch} {kernel.name}: no MFMA of its dtype"
+        # gfx942 takes e4m3fn by a detour through its own format, gfx950 decodes e4m3fnuz with integers.
+        formats = ("CacheDtypeE2", "CacheDtypeE3") if arch == "gfx942" else ("CacheDtypeE2",)
+        reads_fp8 = any(name in kernel.name for name in formats)
+        if fp8 is not None and reads_fp8 and count(kernel, fp8, VOP1_MASK) < MIN_INSTRUCTIONS:
+            yield f"{arch} {kernel.name}: no FP8 conversion"
+
+
+def check(library: Path, zig: Path | None = None, verbose: bool = False) -> list[str]:
+    wrong = []
+    for bundle in bundles(library.read_bytes()):
+        for arch, code_object in bundle.items():
+            of_arch = kernels(code_object)
+            for kernel in of_arch:
+                wrong += [f"{arch} {kernel.name}: {what}" for what in wrong_resources(kernel)]
+                if verbose:
+                    m = kernel.metadata
+                    resources = f"{m['.vgpr_count']:4} VGPRs {m['.group_segment_fixed_size']:6} LDS"
+                    print(f"{arch} {resources} {len(kernel.code):6} code  {kernel.name}")
+            if zig:
+                attention = [k for k in of_arch if "29paged_attention_ragged_kernel" in k.name]
+                wrong += missing_instructions(zig, arch, attention)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--zig", type=Path)
+    options = parser.parse_args()
+    wrong = check(options.library, options.zig, verbose=True)
+    print("\n".join(wrong) or "ok")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

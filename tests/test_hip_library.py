@@ -1,0 +1,135 @@
+"""libmla_fp8_hip.so without an AMD GPU: its code objects, and its host code against a stand-in HIP runtime.
+
+What its kernels compute is tested by every op's own tests with --emulated.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_fp8 import _libraries
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "ci"))
+import code_objects
+
+LIBRARY = _libraries.LIB_DIR / "libmla_fp8_hip.so"
+EMULATED = ROOT / "build/tests"
+ARCHS = ("gfx90a", "gfx942", "gfx950")
+MAX_BYTES = 3_500_000
+
+needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="built without MLA_FP8_HIP")
+needs_emulation = pytest.mark.skipif(
+    not (EMULATED / "libmla_fp8_emulated.so").exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
+)
+
+
+def zig() -> Path | None:
+    found = importlib.util.find_spec("ziglang")
+    return Path(found.origin).parent / "zig" if found and found.origin else None
+
+
+@needs_library
+def test_code_objects_are_within_their_budgets():
+    """No scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
+    assert code_objects.check(LIBRARY, zig()) == []
+
+
+@needs_library
+def test_every_source_has_a_code_object_for_every_gpu():
+    bundles = list(code_objects.bundles(LIBRARY.read_bytes()))
+    assert len(bundles) == 7 and all(tuple(bundle) == ARCHS for bundle in bundles)
+    names = [sorted(k.name for b in bundles for k in code_objects.kernels(b[arch])) for arch in ARCHS]
+    assert names[0] == names[1] == names[2] and len(names[0]) > 80
+
+
+@needs_library
+def test_library_is_small_and_links_to_no_gpu_library():
+    assert LIBRARY.stat().st_size < MAX_BYTES
+    dynamic = subprocess.run(["readelf", "-d", LIBRARY], check=True, capture_output=True, text=True).stdout
+    needed = [line.split("[")[1].split("]")[0] for line in dynamic.splitlines() if "NEEDED" in line]
+    assert not [name for name in needed if "hip" in name or "amd" in name or "cuda" in name]
+
+
+CALL = """
+import sys, ctypes, torch, mla_fp8
+folder, with_runtime, warm = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
+if with_runtime:
+    ctypes.CDLL(folder + "/libamdhip64.so")
+torch.ops.load_library(folder + "/libmla_fp8_emulated.so")
+op = torch.ops.mla_fp8_emulated
+if warm:
+    op._warmup(torch.empty(0))
+out, _ = op.pad_q_heads(torch.ones(2, 3, 64).bfloat16(), None, num_heads=4)
+print("right" if out[:, :3].eq(1).all() and out[:, 3].eq(0).all() else "wrong")
+"""
+
+
+def call(*, runtime: bool = True, warm: bool = False, **environment: str) -> str:
+    command = [sys.executable, "-c", CALL, str(EMULATED), str(runtime), str(warm)]
+    paths = {"PYTHONPATH": str(ROOT / "python")}
+    result = subprocess.run(
+        command, env=os.environ | paths | environment, capture_output=True, text=True, check=False
+    )
+    return result.stdout + result.stderr
+
+
+@needs_emulation
+@pytest.mark.parametrize("arch", ARCHS)
+def test_each_gpu_finds_its_code_object(arch):
+    assert call(FAKE_HIP_ARCH=arch).endswith("right\n")
+
+
+@needs_emulation
+def test_warmup_loads_every_kernel_by_its_name():
+    """Each one is in the code object, and is a kernel that the stand-in has compiled from the same source."""
+    assert call(warm=True).endswith("right\n")
+
+
+@needs_emulation
+@pytest.mark.parametrize("warm", [False, True])
+def test_gpu_without_a_code_object_is_named_in_the_error(warm):
+    output = call(FAKE_HIP_ARCH="gfx1030", warm=warm)
+    assert "RuntimeError: mla_fp8: no code object for this GPU in the package" in output
+    assert "gfx90a, gfx942, gfx950" in output
+
+
+@needs_emulation
+def test_machine_without_a_hip_runtime_says_so():
+    assert "RuntimeError: mla_fp8: no HIP runtime (libamdhip64.so) was found" in call(runtime=False)
+
+
+@needs_emulation
+def test_order_of_the_threads_changes_nothing():
+    """A missing barrier would make the result depend on it."""
+    files = ["test_paged_attention_ragged_options.py", "test_combine_topk_swa_indices.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--emulated",
+        str(EMULATED),
+        "-p",
+        "no:cacheprovider",
+    ]
+    selected = (
+        "(several or splits or sink or compacted or ragged) and not opcheck and not compile and not fp16"
+    )
+    paths = {"PYTHONPATH": str(ROOT / "python"), "FAKE_HIP_SEED": "7"}
+    result = subprocess.run(
+        [*command, *(str(ROOT / "tests" / f) for f in files), "-k", selected],
+        env=os.environ | paths, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+@pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU and ROCm's torch")
+def test_library_is_loaded_under_rocm():
+    assert _libraries.status["libmla_fp8_hip.so"] == "loaded"
