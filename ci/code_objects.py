@@ -39,6 +39,7 @@ class Kernel:
     name: str
     metadata: dict[str, Any]
     code: bytes
+    keeps_subnormals: bool  # float and 16-bit, as the kernel descriptor sets the mode
 
 
 def bundles(library: bytes) -> Iterator[dict[str, bytes]]:
@@ -108,14 +109,21 @@ def kernels(code_object: bytes) -> list[Kernel]:
     start = 12 + -(-name_size // 4) * 4
     metadata, _ = unpack(note[start : start + size], 0)
     symbols, strings = found[".dynsym"][1], found[".dynstr"][1]
-    base, text = found[".text"]
-    code = {}
+    (base, text), (descriptors, rodata) = found[".text"], found[".rodata"]
+    code, modes = {}, {}
     for at in range(0, len(symbols), 24):
         name, info, _, _, address, length = struct.unpack_from("<IBBHQQ", symbols, at)
+        symbol = strings[name : strings.index(b"\0", name)].decode()
         if info & 15 == 2:  # a function
-            symbol = strings[name : strings.index(b"\0", name)].decode()
             code[symbol] = text[address - base : address - base + length]
-    return [Kernel(k[".name"], k, code[k[".name"]]) for k in metadata["amdhsa.kernels"]]
+        elif symbol.endswith(".kd"):  # compute_pgm_rsrc1 is at byte 48, FLOAT_DENORM_MODE its bits 16 to 19
+            modes[symbol.removesuffix(".kd")] = struct.unpack_from("<I", rodata, address - descriptors + 48)[
+                0
+            ]
+    return [
+        Kernel(k[".name"], k, code[k[".name"]], modes[k[".name"]] >> 16 & 15 == 15)
+        for k in metadata["amdhsa.kernels"]
+    ]
 
 
 def wrong_resources(kernel: Kernel) -> list[str]:
@@ -126,11 +134,12 @@ def wrong_resources(kernel: Kernel) -> list[str]:
         ".group_segment_fixed_size": MAX_LDS,
         ".vgpr_count": MAX_VGPRS,
     }
-    return [
+    above = [
         f"{name[1:]} {kernel.metadata[name]}, at most {limit}"
         for name, limit in limits.items()
         if kernel.metadata[name] > limit
     ]
+    return above if kernel.keeps_subnormals else [*above, "flushes subnormals"]
 
 
 def encoding(zig: Path, arch: str, assembly: str) -> int:
