@@ -48,6 +48,15 @@ __device__ inline void bulk_copy(uint32_t dst, const void* src, int bytes, uint3
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// From shared to global memory, the same rules.
+__device__ inline void bulk_store(void* dst, uint32_t src, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+// Until this thread's bulk stores have read their shared memory.
+__device__ inline void bulk_store_wait() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 // Makes shared memory written by ordinary stores visible to the copy engine and to wgmma.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -56,6 +56,12 @@ template <int kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+// From the share that a block of kThreads is launched with to kRegisters.
+template <int kRegisters, int kThreads>
+__device__ inline void set_registers() {
+  if constexpr (kRegisters < 65536 / kThreads) give_up_registers<kRegisters>();
+  else take_registers<kRegisters>();
+}
 
 // The blocks of the next grid may take the SMs that this one leaves; they wait for its end before they read.
 __device__ inline void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;"); }

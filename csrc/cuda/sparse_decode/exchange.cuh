@@ -6,24 +6,27 @@
 
 namespace mla_fp8::gpu {
 
-template <KvLayoutId kId_>
+// A CTA takes kGroups groups of 8 heads: 32 or 64.
+template <KvLayoutId kId_, int kGroups_>
 struct GroupConfig {
   static constexpr KvLayoutId kId = kId_;
   using R = Row<kId>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
-  static constexpr int kGroups = 8, kHeads = kGroups * kGroupHeads;
+  static constexpr int kGroups = kGroups_, kHeads = kGroups * kGroupHeads;
   static constexpr int kLogitWarps = 4, kProducers = 4;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
-  static constexpr int kValueRegisters = 176, kLogitRegisters = 120, kProducerRegisters = 40;
-  static constexpr bool kWgmma = true;
+  // setmaxnreg: 64 K registers shared by role.
+  static constexpr int kValueRegisters = kGroups == 8 ? 176 : 136;
+  static constexpr int kLogitRegisters = kGroups == 8 ? 120 : 136;
+  static constexpr int kProducerRegisters = 40;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockSlots = 4, kBlockTokens = kBlockSlots * kSlotTokens;
   static constexpr int kEmptyArrivals =
       kConsumerWarps;  // the logits of a block are done before its values start
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
-  static constexpr int kSlots = 12;
+  static constexpr int kSlots = kGroups == 8 ? 12 : 16;
   static_assert(kSlots % kProducers == 0 && kSlots % kBlockSlots == 0);
 
   static constexpr int kStepBytes = kHeads * kSlotTokens * 2;  // B operand of one k-step
@@ -43,15 +46,15 @@ struct GroupConfig {
   static constexpr int kStats = kQScale + kHeads * 4;
   static constexpr int kValid = kStats + kHeads * 8;
   static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
-  static constexpr int kPBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty)
-  static constexpr int kSmemBytes = kPBarriers + 32;
+  static constexpr int kPBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, QK done)
+  static constexpr int kSmemBytes = kPBarriers + 48;
   static_assert(kSmemBytes <= kMaxSmemBytes && kQ % 16 == 0 && kBarriers % 8 == 0);
 
-  static constexpr int kOutPitch = kHeadDimV + 4;
+  static constexpr int kOutPitch = kHeadDimV + 4, kStorePitch = kHeadDimV * 2 + 16;
   static_assert(kHeads * kOutPitch * 4 <= kPFp8, "partial outputs lie over the ring and Q");
 };
 
-enum GroupBarrier { kBarrierWorkersQ = 1, kBarrierLogits, kBarrierFinish };
+enum GroupBarrier { kBarrierWorkersQ = 1, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
 // What the logits and the value warps share.
 template <class C>
@@ -59,8 +62,9 @@ struct Exchange {
   uint8_t* bytes;
   uint32_t smem;
   __device__ explicit Exchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
-  __device__ uint32_t p_full(int buffer) const { return smem + C::kPBarriers + buffer * 16; }
+  __device__ uint32_t p_full(int buffer) const { return smem + C::kPBarriers + buffer * 24; }
   __device__ uint32_t p_empty(int buffer) const { return p_full(buffer) + 8; }
+  __device__ uint32_t qk_done(int buffer) const { return p_full(buffer) + 16; }
   __device__ float* rescale(int buffer) const {
     return reinterpret_cast<float*>(bytes + C::kRescale) + buffer * C::kHeads;
   }
@@ -74,6 +78,7 @@ struct Exchange {
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(p_full(buffer), C::kLogitWarps);
       mbarrier_init(p_empty(buffer), kConsumerWarps);
+      mbarrier_init(qk_done(buffer), C::kLogitWarps);
     }
   }
 };

@@ -41,7 +41,7 @@ class LogitWarp {
       const int slot = (block * C::kBlockSlots + warp_) % C::kSlots, buffer = block % 2;
       mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + warp_) / C::kSlots & 1);
       float s[kGroups][4];
-      const int e = logits(slot, s);
+      const int e = logits(slot, buffer, s);
       mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
       const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
       const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, largest_ > limit);
@@ -68,7 +68,7 @@ class LogitWarp {
 
   // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked:
   // -inf.
-  __device__ int logits(int slot, float (&s)[kGroups][4]) {
+  __device__ int logits(int slot, int buffer, float (&s)[kGroups][4]) {
     const uint32_t rows = ring_.slot(slot);
     const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
     bool is_nan[2] = {false, false};
@@ -86,87 +86,92 @@ class LogitWarp {
       e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
       e = min(max(e, -100), 100);
     }
-    const float unit = power_of_two(-e);  // K is used as code * scale * unit, in f16
+    const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
 
-    constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;  // of 64 dims
+    // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
+    // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
+    constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32, kDepth = 4;
+    static_assert(kBf16Units <= 2 && R::kTileDims >= 64, "fetching ahead overwrites nothing");
     const uint64_t q = wgmma_descriptor(ring_.smem + C::kQ, C::kHeads * 16, 128);
     constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
     const int matrix = lane_ / 8;
     const uint32_t keys = rows + ((matrix & 1) * 8 + lane_ % 8) * R::kPitch + (matrix >> 1) * 16;
-    uint32_t k[2][4][4];
-    // Bytes and scales are fetched one part ahead of their conversion, which is one ahead of the products.
-    uint32_t bytes[2][4], pair[2] = {};
+    uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
     float scale[2] = {};
-    const auto new_tile = [](int part) { return R::kNumScales > 0 && part * 64 % R::kTileDims == 0; };
-    const auto fetch = [&](int part) {
+    const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && first_dim % R::kTileDims == 0; };
+    const auto fetch = [&](int unit) {
+      const int first_dim = (unit - kBf16Units) * 32;
+      if (first_dim < 0) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        ldmatrix_x4(bytes[i], keys + part * 64 + i * 32);
-        if (new_tile(part)) scale[i] = TokenScales<R>::read(row_of(slot, i), part * 64 / R::kTileDims);
+        for (int i = 0; i < 2; ++i) ldmatrix_x4(k[unit][i], keys + R::kBf16Offset + unit * 64 + i * 32);
+        return;
       }
+      ldmatrix_x4(bytes[unit % 2], keys + first_dim);
+      if (new_tile(first_dim))
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          scale[i] = TokenScales<R>::read(row_of(slot, i), first_dim / R::kTileDims);
     };
-    const auto convert = [&](uint32_t (&a)[4][4], int part) {
+    const auto convert = [&](int unit) {
+      const int first_dim = (unit - kBf16Units) * 32;
+      uint32_t (&a)[2][4] = k[unit % kDepth];
+      if (first_dim < 0) {
+        const uint32_t unit_pair = pack_bf16(to_unit, to_unit);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        convert_keys(bytes[i], a[2 * i], a[2 * i + 1]);
-        if (new_tile(part)) pair[i] = pack_f16(scale[i] * unit, scale[i] * unit);
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_bf16x2(a[i / 4][i % 4], unit_pair);
+        return;
       }
+      convert_keys(bytes[unit % 2], a[0], a[1]);
+      if (new_tile(first_dim))
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pair[i] = pack_f16(scale[i] * to_unit, scale[i] * to_unit);
       if constexpr (R::kNumScales > 0)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) a[i][j] = mul_f16x2(a[i][j], pair[j % 2]);
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);
     };
-    fetch(0);
-    if constexpr (kBf16Parts > 0) {
-      static_assert(kBf16Parts == 1);
-      const uint32_t unit_pair = pack_bf16(unit, unit);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ldmatrix_x4(k[1][i], keys + R::kBf16Offset + i * 32);
+    for (int unit = 0; unit < kBf16Units + 2; ++unit) fetch(unit);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) k[1][i][j] = mul_bf16x2(k[1][i][j], unit_pair);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      if (unit >= kDepth) wgmma_wait<kDepth - 1>();  // its fragments are free again
+      convert(unit);
+      if (unit >= kBf16Units && unit + 2 < kUnits) fetch(unit + 2);
+      pin_registers(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int step = 2 * unit + i;
+        if (unit < kBf16Units)
+          wgmma_bf16(s, k[unit % kDepth][i], q + (R::kFp8Dims / 16 + step) * kStep, step > 0);
+        else wgmma_f16(s, k[unit % kDepth][i], q + (step - 2 * kBf16Units) * kStep, step > 0);
       }
-      pin_registers(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma_bf16(s, k[1][i], q + (R::kFp8Dims / 16 + i) * kStep, i > 0);
       wgmma_commit();
-    }
-    convert(k[0], 0);
-    fetch(1);
-    constexpr int kFp8Parts = kParts - kBf16Parts;
-#pragma unroll
-    for (int part = 0; part < kFp8Parts; ++part) {
-      pin_registers(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        wgmma_f16(s, k[part % 2][i], q + (part * 4 + i) * kStep, kBf16Parts > 0 || part > 0 || i > 0);
-      wgmma_commit();
-      wgmma_wait<1>();  // the other fragments are free again
-      if (part + 1 < kFp8Parts) convert(k[(part + 1) % 2], part + 1);
-      if (part + 2 < kFp8Parts) fetch(part + 2);
     }
     wgmma_wait<0>();
     pin_registers(s);
+    if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));
 
-    float offset[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      offset[i] = !valid[g_ + 8 * i] ? -INFINITY : is_nan[i] ? NAN : static_cast<float>(e);
-    const float scale_back = power_of_two(e);
-    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    const float scale_back = power_of_two(e), shift = static_cast<float>(e);
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float4 state = head_pair(n);
-      const float factor[2] = {state.x * scale_back, state.z * scale_back};
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        s[n][c] = fmaf(s[n][c], factor[c % 2], offset[c / 2]) - (c % 2 ? state.w : state.y);
-        largest[c] = fmaxf(largest[c], s[n][c]);
-      }
+      for (int c = 0; c < 4; ++c)
+        s[n][c] =
+            fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
     }
+    const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || is_nan[0] || is_nan[1])) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[n][c] = masked[c / 2] ? -INFINITY : is_nan[c / 2] ? NAN : s[n][c];
+    }
+    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) largest[c] = fmaxf(largest[c], s[n][c]);
     largest_ = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     return e;
   }

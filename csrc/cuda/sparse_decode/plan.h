@@ -6,8 +6,9 @@
 namespace mla_fp8::gpu {
 
 struct TeamPlan {
-  int head_groups;  // of 8 heads, per CTA: 1, 2, 4 (warp teams) or 8 (warpgroups)
+  int head_groups;  // of 8 heads, per CTA: 1, 2 or 4 (warp teams), 4 or 8 (warpgroups)
   int num_splits;   // CTAs per row and head block: 1, 2, 4, 8 or 16
+  bool warpgroups = false;
 };
 TeamPlan plan_sparse_decode(const SparseAttentionParams& p, int num_sms);
 

@@ -33,7 +33,7 @@ void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
   const TeamPlan plan = plan_sparse_decode(p, device_attribute(cudaDevAttrMultiProcessorCount));
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
     if constexpr (kv_layout(kId).nope_format != Format::kBf16)
-      if (plan.head_groups == 8) return launch_warpgroups<kId>(p, plan, stream);
+      if (plan.warpgroups) return launch_warpgroups<kId>(p, plan, stream);
     launch_warp_teams<kId>(p, plan, stream);
   };
   switch (p.layout) {

@@ -33,20 +33,27 @@ class ValueWarp {
     else run_blocks<false>(num_blocks);
   }
 
-  // O * factor as bf16, straight from the fragments.
-  __device__ void store(const SparseAttentionParams& p, const Work& w) const {
+  // O * factor as bf16, through shared memory: whole rows leave by bulk copies.
+  __device__ void store(const SparseAttentionParams& p, const Work& w, int thread) const {
     const float2* stats = reinterpret_cast<const float2*>(x_.bytes + C::kStats);
+    uint8_t* const base = x_.bytes + C::kRing;
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
-      if (w.first_head + head >= p.num_q_heads) return;
       const float factor = stats[head].y;
-      uint16_t* out = p.out + w.token * p.out_stride_token + (w.first_head + head) * p.out_stride_head + dim;
       const uint32_t pair = pack_bf16(a * factor, b * factor);
+      uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
       if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
       else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
     });
+    fence_proxy_async();
+    named_barrier(kBarrierStore, kConsumerThreads);
+    if (thread < C::kHeads && w.first_head + thread < p.num_q_heads) {
+      uint16_t* out = p.out + w.token * p.out_stride_token + (w.first_head + thread) * p.out_stride_head;
+      bulk_store(out, x_.smem + C::kRing + thread * C::kStorePitch, kHeadDimV * 2);
+      bulk_store_wait();
+    }
   }
 
-  // O as float [head][kHeadDimV] for merge_splits.
+  // O as float [head][kHeadDimV] for merge_group_splits.
   __device__ void write_partial() const {
     float* base = reinterpret_cast<float*>(x_.bytes + C::kRing);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
@@ -82,52 +89,59 @@ class ValueWarp {
     // bf16: matrices are (dims 0-7, 8-15) x (tokens 0-7, 8-15).
     const uint32_t values_bf16 =
         ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16;
-    uint32_t v[2][2][4];
+    uint32_t v[2][2][4], bytes[4];
 #pragma unroll 1
     for (int block = 0; block < num_blocks; ++block) {
-      const int buffer = block % 2;
+      const int buffer = block % 2, first = block * C::kBlockSlots;
       mbarrier_wait(x_.p_full(buffer), block / 2 & 1);
+#pragma unroll
+      for (int i = first; i < first + C::kBlockSlots; ++i)
+        mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1);
       if (x_.moved(buffer)) rescale(x_.rescale(buffer));
+      // The next block's QK goes first: its softmax needs no tensor cores while these products run.
+      if (block + 1 < num_blocks) mbarrier_wait(x_.qk_done(buffer ^ 1), (block + 1) / 2 & 1);
       const uint64_t p_fp8 = wgmma_descriptor(x_.smem + C::kPFp8 + buffer * C::kPBytes, 128, 256);
       const uint64_t p_bf16 = wgmma_descriptor(x_.smem + C::kPBf16 + buffer * C::kPBytes, 128, 256);
       const uint8_t* table = x_.scale_table(buffer) + 4 * t_;
+      // Units of 16 tokens and two chunks. Bytes are fetched a unit ahead of their conversion; products of
+      // the unit before are under way meanwhile.
+      constexpr int kUnits = 2 * C::kBlockSlots, kStep = C::kStepBytes / 16;
+      const auto rows = [&](int unit) { return ring_.slot((first + unit / 2) % C::kSlots); };
+      const auto fetch = [&](int unit) {
+        ldmatrix_x4_trans(bytes, rows(unit) + values + unit % 2 * 2 * kChunkDims);
+      };
+      fetch(0);
 #pragma unroll
-      for (int step = 0; step < C::kBlockSlots; ++step) {
-        const int i = block * C::kBlockSlots + step, slot = i % C::kSlots;
-        mbarrier_wait(ring_.full(slot), i / C::kSlots & 1);
-        const uint32_t rows = ring_.slot(slot);
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const int step = unit / 2, pair = unit % 2;
+        const bool bf16 = kLastIsBf16 && pair == 1;
+        uint32_t (&a)[2][4] = v[pair];
+        if (unit >= 2) wgmma_wait<1>();  // these fragments are free again
+        convert_values(bytes, a[0], a[1]);
+        if (unit + 1 < kUnits) fetch(unit + 1);
+        if constexpr (R::kNumScales > 0)
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          const bool bf16 = kLastIsBf16 && pair == 1;
-          if (step > 0 || pair > 0) wgmma_wait<1>();  // these fragments are free again
-          uint32_t bytes[4];
-          ldmatrix_x4_trans(bytes, rows + values + pair * 2 * kChunkDims);
-          convert_pair(bytes, v[pair]);
-          if constexpr (R::kNumScales > 0)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              if (bf16 && j == 1) continue;
-              const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
-              const uint8_t* at = table + (tile * C::kBlockTokens + step * kSlotTokens) * 2;
-              const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
-              const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
-              v[pair][j][0] = mul_f16x2(v[pair][j][0], s0), v[pair][j][1] = mul_f16x2(v[pair][j][1], s0);
-              v[pair][j][2] = mul_f16x2(v[pair][j][2], s1), v[pair][j][3] = mul_f16x2(v[pair][j][3], s1);
-            }
-          if (bf16) ldmatrix_x4_trans(v[pair][1], rows + values_bf16);
-          if (pair == 1) {
-            __syncwarp();
-            if (lane_ == 0) mbarrier_arrive(ring_.empty(slot));
+          for (int j = 0; j < 2; ++j) {
+            if (bf16 && j == 1) continue;
+            const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
+            const uint8_t* at = table + (tile * C::kBlockTokens + step * kSlotTokens) * 2;
+            const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
+            const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
+            a[j][0] = mul_f16x2(a[j][0], s0), a[j][1] = mul_f16x2(a[j][1], s0);
+            a[j][2] = mul_f16x2(a[j][2], s1), a[j][3] = mul_f16x2(a[j][3], s1);
           }
-          pin_registers(out_[2 * pair]);
-          pin_registers(out_[2 * pair + 1]);
-          wgmma_fence();
-          constexpr int kStep = C::kStepBytes / 16;
-          wgmma_f16(out_[2 * pair], v[pair][0], p_fp8 + step * kStep, 1);
-          if (bf16) wgmma_bf16(out_[2 * pair + 1], v[pair][1], p_bf16 + step * kStep, 1);
-          else wgmma_f16(out_[2 * pair + 1], v[pair][1], p_fp8 + step * kStep, 1);
-          wgmma_commit();
+        if (bf16) ldmatrix_x4_trans(a[1], rows(unit) + values_bf16);
+        if (pair == 1) {
+          __syncwarp();
+          if (lane_ == 0) mbarrier_arrive(ring_.empty((first + step) % C::kSlots));
         }
+        pin_registers(out_[2 * pair]);
+        pin_registers(out_[2 * pair + 1]);
+        wgmma_fence();
+        wgmma_f16(out_[2 * pair], a[0], p_fp8 + step * kStep, 1);
+        if (bf16) wgmma_bf16(out_[2 * pair + 1], a[1], p_bf16 + step * kStep, 1);
+        else wgmma_f16(out_[2 * pair + 1], a[1], p_fp8 + step * kStep, 1);
+        wgmma_commit();
       }
       wgmma_wait<0>();
 #pragma unroll
@@ -135,11 +149,6 @@ class ValueWarp {
       __syncwarp();
       if (lane_ == 0) mbarrier_arrive(x_.p_empty(buffer));
     }
-  }
-
-  // 16 bytes of two chunks to the A fragments of both.
-  __device__ static void convert_pair(const uint32_t (&bytes)[4], uint32_t (&v)[2][4]) {
-    convert_values(bytes, v[0], v[1]);
   }
 
   __device__ void rescale(const float* changes) {

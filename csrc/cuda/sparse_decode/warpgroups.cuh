@@ -1,17 +1,20 @@
 #pragma once
-// Sparse FP8 MLA decode for Hopper, many heads: one CTA takes one query token, 64 of its heads and a
+// Sparse FP8 MLA decode for Hopper, many heads: one CTA takes one query token, 32 or 64 of its heads and a
 // share of its selected tokens, in blocks of 64. Where the warp-team kernel has every warp do everything,
-// here each warpgroup has one part, so that the tensor cores work on QK of one block and PV of the one before
-// it at once.
+// here each warpgroup has one part, so that softmax and conversions of one block go on beside the products of
+// another.
 //
-//   producers   4 warps: as in the warp-team kernel, a ring of 12 slots of 16 raw rows
-//   logits      4 warps: S^T[64 tokens x 64 heads] = K Q^T by wgmma, K from the raw rows through registers, Q
+//   producers   4 warps: as in the warp-team kernel, a ring of 12 or 16 slots of 16 raw rows
+//   logits      4 warps: S^T[64 tokens x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
 //               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
-//   values      2 x 4 warps: O^T[256 dims x 64 heads] += V^T P^T by wgmma, V from the raw rows through
-//               registers
+//   values      2 x 4 warps: O^T[256 dims x heads] += V^T P^T by wgmma, V from the raw rows through
+//               registers; a block's after QK of the next one, whose softmax leaves the tensor cores to them
 //
 // Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator
-// per product. Bound: the tensor cores, 34 clocks per token at 64 heads; then the gather, 35.
+// per product. Bound: the gather, 35 clocks per token at 4.3 TB/s, and at 64 heads the tensor cores, 34; what
+// is reached, and why not more: docs/sparse_decode.md.
+#include "cuda/sparse_decode/group_merge.cuh"
+#include "cuda/sparse_decode/group_query.cuh"
 #include "cuda/sparse_decode/launch_clusters.cuh"
 #include "cuda/sparse_decode/logit_warp.cuh"
 #include "cuda/sparse_decode/merge.cuh"
@@ -45,14 +48,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
     __syncthreads();
-    give_up_registers<C::kLogitRegisters>();
+    set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();
   } else {
-    Query<C> q;
+    GroupQuery<C> q;
     q.load(params.p, w, warp, lane);
     __syncthreads();
     take_registers<C::kValueRegisters>();
@@ -65,11 +68,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       values.write_partial();
       __syncwarp();
       cluster_sync();
-      merge_splits<C>(params, w, smem, thread);
+      merge_group_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_sync();
     } else {
-      values.store(params.p, w);
+      values.store(params.p, w, thread);
     }
   }
 #endif
@@ -77,8 +80,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <KvLayoutId kId>
 void launch_warpgroups(const SparseAttentionParams& p, const TeamPlan& plan, gpuStream_t stream) {
-  using C = GroupConfig<kId>;
-  launch_clusters<C>(sparse_decode_groups_kernel<C>, p, plan.num_splits, stream);
+  const auto launch = [&]<class C>(C) {
+    launch_clusters<C>(sparse_decode_groups_kernel<C>, p, plan.num_splits, stream);
+  };
+  if (plan.head_groups == 8) launch(GroupConfig<kId, 8>{});
+  else launch(GroupConfig<kId, 4>{});
 }
 
 }  // namespace mla_fp8::gpu

@@ -37,6 +37,8 @@ def sparse_decode(
     lse          [num_tokens, num_q_heads]                fp32   natural log, sink excluded, -inf if nothing
     ===========  =======================================  =====  ============================================
 
+    There is no workspace and nothing to plan ahead: what several CTAs do for a row is merged in the launch.
+
     A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
     CPU) not on how many there are either. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
     ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
