@@ -27,7 +27,7 @@ def seed():
 
 # Batch and heads choose the kernel variant and the splits: from one row over 16 CTAs to several rows per SM.
 @packed_layouts
-@pytest.mark.parametrize("num_q_heads", [5, 16, 32, 100])
+@pytest.mark.parametrize("num_q_heads", [5, 16, 32, 64, 100])
 @pytest.mark.parametrize("num_tokens", [1, 9, 40, 150])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_every_plan(layout, num_tokens, num_q_heads, batch_invariant):
@@ -43,12 +43,13 @@ def test_every_plan(layout, num_tokens, num_q_heads, batch_invariant):
     assert_right(case, *case.decode(batch_invariant=batch_invariant))
 
 
-# FlashMLA's production set.
+# FlashMLA's production set, and 32 heads over clusters of 8.
 @pytest.mark.parametrize(
     "layout, num_tokens, num_q_heads, page_size, topk, extra",
     [
         ("dsv32", 4, 128, 64, 2048, None),
         ("dsv32", 148, 128, 64, 2048, None),
+        ("dsv32", 8, 32, 64, 2048, None),
         *(
             ("dsv4", num_tokens, heads, 256, 128, {"topk": topk, "page_size": page_size})
             for num_tokens, heads, topk, page_size in [
