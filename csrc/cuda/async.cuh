@@ -57,6 +57,10 @@ __device__ inline void bulk_store(void* dst, uint32_t src, int bytes) {
 __device__ inline void bulk_store_wait() {
   asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// Brings global memory closer; `bytes` and the address are multiples of 16.
+__device__ inline void bulk_prefetch_l2(const void* src, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
+}
 // Makes shared memory written by ordinary stores visible to the copy engine and to wgmma.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

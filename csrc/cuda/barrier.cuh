@@ -7,7 +7,11 @@ namespace mla_fp8::gpu {
 __device__ inline void named_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// As above, and tells whether `x` holds in any of the threads.
+// Counts as one of the threads without waiting.
+__device__ inline void named_barrier_arrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+// As named_barrier, and tells whether `x` holds in any of the threads.
 __device__ inline bool named_barrier_any(int id, int num_threads, bool x) {
   uint32_t any;
   asm volatile(

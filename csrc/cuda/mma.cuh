@@ -54,6 +54,11 @@ __device__ inline uint32_t movmatrix_trans(uint32_t a) {
 }
 
 // ---- sm_90 ----
+__device__ inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 __device__ inline void stmatrix_x2_trans(uint32_t address, uint32_t x, uint32_t y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
                : "memory");

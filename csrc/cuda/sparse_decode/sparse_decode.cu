@@ -4,6 +4,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
+#include "cuda/sparse_prefill/warpgroups_bf16.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -49,6 +50,11 @@ void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
 }
 
 void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
+#if MLA_FP8_WITH_SM90A
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+      prefill_warpgroups_bf16_fits(p, device_attribute(cudaDevAttrMultiProcessorCount)))
+    return launch_prefill_warpgroups_bf16(p, stream);
+#endif
   sparse_attention_portable(p, stream);
 }
 

@@ -1,0 +1,76 @@
+// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 heads of a query token, then those of another.
+//
+//   gather   one warpgroup: Q and blocks of 64 selected rows by cp.async into swizzled tiles, two blocks and
+//            one Q in shared memory. It runs ahead into the next item, whose Q and first rows arrive while
+//            the last weights of this one are multiplied and its output is stored
+//   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
+//            softmax hides behind the other's products; weights cross through shared memory
+//
+// Bound: shared memory, 38 clocks per row (QK reads Q and K at its full rate), then the tensor cores, 34.
+#include "cuda/sparse_prefill/warpgroups_bf16.h"
+
+#include <algorithm>
+
+#include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16_math.cuh"
+
+namespace mla_fp8::gpu {
+namespace {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sparse_prefill_rows_kernel(const __grid_constant__ RowsParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
+  const RowsSmem<C> shared{shared_address(smem)};
+  if (thread == 0) shared.init();
+  wait_for_previous_grid();
+  let_next_grid_start();
+  __syncthreads();
+  if (warp >= 8) {
+    give_up_registers<C::kGatherRegisters>();
+    RowsGather<C>(params, shared, reinterpret_cast<uint64_t*>(smem + C::kMask), thread - 8 * kWarpSize).run();
+  } else if (warp >= 4) {
+    take_registers<C::kMathRegisters>();
+    RowsMath<C, 1>(params, smem, warp - 4, lane).run();
+  } else {
+    take_registers<C::kMathRegisters>();
+    RowsMath<C, 0>(params, smem, warp, lane).run();
+  }
+#endif
+}
+
+template <KvLayoutId kId>
+void launch_layout(const SparseAttentionParams& p, gpuStream_t stream) {
+  using C = RowsConfig<kId>;
+  const auto kernel = sparse_prefill_rows_kernel<C>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
+        "smem opt-in");
+  int device = 0, num_sms = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  const int head_blocks = ceil_div(p.num_q_heads, C::kHeads);
+  const RowsParams params{p, head_blocks, p.num_tokens * head_blocks};
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_items, num_sms)));
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = C::kSmemBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, params), "sparse_prefill launch");
+}
+
+}  // namespace
+
+void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream) {
+  p.layout == KvLayoutId::kBf16 ? launch_layout<KvLayoutId::kBf16>(p, stream)
+                                : launch_layout<KvLayoutId::kBf16D512>(p, stream);
+}
+
+}  // namespace mla_fp8::gpu

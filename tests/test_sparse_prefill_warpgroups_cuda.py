@@ -1,0 +1,171 @@
+"""sparse_prefill over bf16 rows, 33 to 128 heads: CTAs that go from item to item, blocks of 64 keys."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_cases import Case, make_case
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+row_layouts = pytest.mark.parametrize("name", ["bf16", "bf16_512"])
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def rows_case(name: str, **shape) -> Case:
+    return make_case(KV_LAYOUTS[name], "cuda", page_size=1, num_slots=3000, **shape)
+
+
+def prefill(case: Case, rows: torch.Tensor | None = None) -> Results:
+    """The op into outputs full of NaN."""
+    scope, tokens, heads = case.scopes[0], *case.q.shape[:2]
+    outs = {
+        "out": torch.full((tokens, heads, 512), float("nan"), device="cuda").bfloat16(),
+        "max_logits": torch.full((tokens, heads), float("nan"), device="cuda"),
+        "lse": torch.full((tokens, heads), float("nan"), device="cuda"),
+    }
+    options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
+    torch.ops.mla_fp8.sparse_prefill_out(
+        case.q, scope.rows if rows is None else rows, scope.indices, **options, **outs
+    )
+    return tuple(outs.values())
+
+
+def assert_right(case: Case, results: Results, which: slice | torch.Tensor) -> None:
+    some = case.tokens(which)
+    out, max_logits, lse = (t[which] for t in results)
+    exact, exact_max, exact_lse = some.expected()
+    assert_as_accurate_as(out, some.rounded(), exact)
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
+
+
+def assert_same(got: Results, want: Results) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def spread(num_tokens: int, count: int = 24) -> torch.Tensor:
+    """The first eight, which are the odd ones, and some others."""
+    return torch.cat([torch.arange(8), torch.randint(8, num_tokens, (count,))]).cuda()
+
+
+@row_layouts
+@pytest.mark.parametrize("num_q_heads", [33, 64, 100, 128])
+@pytest.mark.parametrize("topk", [1, 63, 64, 65, 128, 129, 192, 640])
+def test_any_number_of_blocks_and_heads(name, num_q_heads, topk):
+    case = rows_case(name, num_tokens=420, num_q_heads=num_q_heads, topk=topk)
+    results = prefill(case)
+    assert all(not t.isnan().any() for t in results)
+    assert_right(case, results, spread(420))
+    assert_same(prefill(case), results)
+
+
+@row_layouts
+@pytest.mark.parametrize("num_q_heads", [64, 128])
+def test_items_of_every_length_follow_each_other(name, num_q_heads):
+    """0 to 5 blocks: Q and rows of an item arrive while others of another number of blocks are multiplied."""
+    case = rows_case(name, num_tokens=2000, num_q_heads=num_q_heads, topk=320)
+    length = torch.randint(0, 6, (2000,), device="cuda", dtype=torch.int32) * 64
+    case.scopes[0].length.copy_(torch.where(torch.rand(2000, device="cuda") < 0.5, length, length + 1))
+    results = prefill(case)
+    assert all(not t.isnan().any() for t in results)
+    assert_right(case, results, spread(2000, 64))
+    assert_same(prefill(case), results)
+
+
+@row_layouts
+def test_logits_that_grow_from_block_to_block(name):
+    """Weights are relative to a base that is common to the blocks; here it moves by 2^8 and more, twice."""
+    case = rows_case(name, num_tokens=300, num_q_heads=64, topk=1000)
+    scope = case.scopes[0]
+    scope.rows.nan_to_num_(0.0)
+    scope.rows[:, 0] = torch.linspace(0, 0.5, len(scope.rows))
+    case.q[..., 0] = 80
+    ordered = scope.indices.clamp(-1, len(scope.rows)).sort(1).values
+    case = replace(case, scopes=[replace(scope, indices=ordered, length=None)])
+    for scaled in (case, replace(case, sm_scale=-case.sm_scale)):
+        assert_right(scaled, prefill(scaled), spread(300))
+
+
+@row_layouts
+def test_a_first_block_without_keys(name):
+    case = rows_case(name, num_tokens=200, num_q_heads=64, topk=256)
+    case.scopes[0].indices[:, :70] = -1
+    case.scopes[0].indices[::3, 70:192] = 1 << 30
+    assert_right(case, prefill(case), spread(200))
+
+
+@row_layouts
+def test_strides(name):
+    case = rows_case(name, num_tokens=150, num_q_heads=64, topk=200)
+    want, scope = prefill(case), case.scopes[0]
+    wide_q = torch.full((150, 66, case.q.shape[2] + 24), float("nan"), device="cuda").bfloat16()
+    wide_q[:, 1:65, 8:-16] = case.q
+    wide_rows = torch.full((len(scope.rows), scope.rows.shape[1] + 8), float("nan"), device="cuda").bfloat16()
+    wide_rows[:, 8:] = scope.rows
+    wide_indices = torch.nn.functional.pad(scope.indices, (3, 2))[:, 3:-2]
+    outs = torch.full((150, 70, 520), float("nan"), device="cuda").bfloat16()
+    strided = replace(case, q=wide_q[:, 1:65, 8:-16])
+    options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
+    max_logits, lse = torch.empty_like(want[1]), torch.empty_like(want[2])
+    torch.ops.mla_fp8.sparse_prefill_out(
+        strided.q, wide_rows[:, 8:], wide_indices, **options, out=outs[:, 2:66, 8:], max_logits=max_logits,
+        lse=lse,
+    )  # fmt: skip
+    assert_same((outs[:, 2:66, 8:], max_logits, lse), want)
+    outs[:, 2:66, 8:] = float("nan")
+    assert outs.isnan().all()
+
+
+@row_layouts
+def test_heads_do_not_see_each_other(name):
+    case = rows_case(name, num_tokens=140, num_q_heads=128, topk=300)
+    want = prefill(case)
+    few = replace(case, q=case.q[:, :40], attn_sink=case.attn_sink[:40])
+    assert_same(prefill(few), tuple(t[:, :40] for t in want))
+    case.q[:, 40:] = float("nan")
+    assert_same(tuple(t[:, :40] for t in prefill(case)), tuple(t[:, :40] for t in want))
+
+
+@pytest.mark.parametrize(
+    "name, num_q_heads, topk", [("bf16", 128, 2048), ("bf16_512", 64, 512), ("bf16_512", 128, 1024)]
+)
+def test_production_shapes(name, num_q_heads, topk):
+    case = rows_case(name, num_tokens=4096, num_q_heads=num_q_heads, topk=topk)
+    results = prefill(case)
+    assert all(not t.isnan().any() for t in results)
+    assert_right(case, results, spread(4096))
+    for _ in range(4):
+        assert_same(prefill(case), results)
+
+
+@row_layouts
+def test_replays_follow_changed_indices_and_lengths(name):
+    shape = {"num_tokens": 200, "num_q_heads": 64, "topk": 400}
+    case, other = rows_case(name, **shape), rows_case(name, **shape)
+    mine, theirs = case.scopes[0], other.scopes[0]
+    options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": mine.length}
+    run = lambda: mla_fp8.sparse_prefill(case.q, mine.rows, mine.indices, **options)  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for _ in range(2):
+        for t in results:
+            t.fill_(float("nan"))
+        graph.replay()
+        assert_same(results, run())
+        mine.rows.copy_(theirs.rows)
+        mine.indices.copy_(theirs.indices.roll(1, 0))
+        mine.length.copy_(theirs.length.roll(1, 0))
