@@ -130,9 +130,26 @@ def test_hostile_indices_and_pages_are_masked(strategy, device):
     indices = hostile[torch.randint(4, chunk.topk_indices.shape, device=device)]
     for a, b in zip(chunk.attend(cache, layer, indices, strategy), want, strict=True):
         assert torch.equal(a, b)
-    chunk.page_table[:] = torch.tensor([2**31 - 1, -(2**31), 1 << 20], device=device).repeat(2)
-    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
-    assert all(x.shape == y.shape for x, y in zip(got, want, strict=True))
+    results = []
+    for page in (-1, 1 << 30):  # 2**30 pages of 4 entries are 2**32 slots: 0 as an int32
+        chunk.page_table.fill_(page)
+        results.append(chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@all_strategies
+def test_layers_of_every_kind_take_turns(strategy, device):
+    """V4's layers, in their order: what one kind keeps for the next of its kind is not another kind's."""
+    chunk = make_chunk("dsv4", device)
+    cache = chunk.build()
+    kinds = [(LAYERS[name], chunk.layer(entries=LAYERS[name][0], window=LAYERS[name][1])) for name in LAYERS]
+    for (_, _, indexed), layer in kinds * 2:
+        topk_indices = chunk.topk_indices if indexed else None
+        want = chunk.attend(chunk.build(), layer, topk_indices, strategy)
+        cache.workspace.chunk = cache
+        for a, b in zip(chunk.attend(cache, layer, topk_indices, strategy), want, strict=True):
+            assert torch.equal(a, b)
 
 
 @all_strategies
