@@ -71,6 +71,9 @@ def flash_mla_with_kvcache(
     assert tile_scheduler_metadata.shapes in (None, shapes), "another call's schedule"
     tile_scheduler_metadata.shapes = shapes
     assert heads in (64, 128) and 0 < batch < 11673 and is_fp8_kvcache and not causal
+    if layout.name == "dsv32":
+        assert topk_length is None, "V3.2 does not support dynamic topk length"
+        assert extra_k_cache is None, "V3.2 does not support extra KV cache"
     scopes = []
     for cache, rows, length in (
         (k_cache, indices, topk_length),

@@ -182,8 +182,17 @@ def test_what_a_backend_does_not_do_is_refused_by_name(feature, backend):
     """vLLM #55526: say which predicate failed."""
     problem = Problem("sparse_decode", backend.archs[0], backend.layouts[0], 8, frozenset({feature}))
     reason = backend.why_not(problem, nothing_missing)
-    assert (reason is None) == (feature in backend.features)
+    possible = feature in backend.features and (feature, problem.layout) not in backend.not_with
+    assert (reason is None) == possible
     assert reason is None or f"has no {feature}" in reason
+
+
+def test_flash_mlas_decode_of_v32_has_no_second_cache():
+    """An H200 says so: its kernel asserts extra_kv == nullptr."""
+    (b,) = [b for b in TABLE if b.name == "flashmla_kv"]
+    problems = {layout: Problem("sparse_decode", "sm90", layout, 64, TWO_CACHES) for layout in b.layouts}
+    reasons = {layout: b.why_not(p, nothing_missing) for layout, p in problems.items()}
+    assert reasons["dsv4"] is None and reasons["dsv32"].endswith("for dsv32")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

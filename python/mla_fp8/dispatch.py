@@ -50,6 +50,7 @@ class Backend:
     archs: tuple[str, ...] = ()  # () means any
     max_q_heads: int | None = None  # of its kernels; fewer are padded where they must be
     features: frozenset[str] = frozenset()
+    not_with: tuple[tuple[str, str], ...] = ()  # (feature, layout) that its kernels do not combine
     api: Api | None = None  # functions of another package
     needs_kernel: bool = False  # an op of this package, registered for the device
     only_asked_for: str | None = None  # why "auto" never takes it
@@ -70,6 +71,9 @@ class Backend:
             return f"takes at most {self.max_q_heads} query heads, not {p.num_q_heads}"
         for feature in sorted(p.features - self.features):
             return f"has no {feature} ({FEATURES[feature]})"
+        for feature, layout in self.not_with:
+            if layout == p.layout and feature in p.features:
+                return f"has no {feature} ({FEATURES[feature]}) for {layout}"
         return (missing or probe)(self, p)
 
 
@@ -102,7 +106,8 @@ TABLE: tuple[Backend, ...] = (
     NATIVE,
     Backend(
         "flashmla_kv", "flash_mla", ("sparse_decode",), ("dsv32", "dsv4"), archs=_HOPPER_BLACKWELL,
-        max_q_heads=max(flash_mla.HEADS), features=frozenset({"two caches"}), api=flash_mla.DECODE,
+        max_q_heads=max(flash_mla.HEADS), features=frozenset({"two caches"}),
+        not_with=(("two caches", "dsv32"),), api=flash_mla.DECODE,
     ),
     Backend(
         "flashmla_sparse", "flash_mla", ("sparse_decode", "sparse_prefill"), ("bf16", "bf16_512"),

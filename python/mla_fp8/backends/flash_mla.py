@@ -2,7 +2,8 @@
 (`flashmla_kv`), bf16 ones on its prefill kernels (`flashmla_sparse`); each refuses the other (SGLang #23013).
 
 Its conventions: 64 or 128 heads; index widths in blocks; lse is +inf where nothing is attended, and base 2 in
-sgl-kernel's prefill; a decode batch above eleven thousand does not fit its scheduler's shared memory.
+sgl-kernel's prefill; a decode batch above eleven thousand does not fit its scheduler's shared memory; decode
+of ``dsv32`` knows neither lengths nor a second cache.
 """
 
 import math
@@ -59,6 +60,8 @@ def sparse_decode(
     q, attn_sink = padded(q, attn_sink, HEADS)
     k_cache = _view(kv_cache, layout, page_size)
     per_token = _scope(k_cache, indices, topk_length, ("indices", "topk_length"))
+    if layout.name == "dsv32":  # its kernel asserts that there is none; the indices beyond are masked anyway
+        per_token.pop("topk_length", None)
     options: dict[str, Any] = {
         "softmax_scale": sm_scale, "is_fp8_kvcache": True, "attn_sink": attn_sink,
     }  # fmt: skip

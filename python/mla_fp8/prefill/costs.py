@@ -2,22 +2,32 @@
 
 from dataclasses import dataclass
 
+PerHeads = tuple[tuple[int, float], ...]  # (up to so many heads, nanoseconds); more: in blocks of the last
+
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds, measured by ``benchmarks/bench_prefill_strategies.py``."""
+    """Nanoseconds. docs/prefill_strategies.md says where each was measured."""
 
     row: float  # gather and dequantise one row into the workspace
     reference: float  # find the distinct rows: per index, and per row of the region
     select: float  # the same, per layer
-    workspace_key: float  # attention over bf16 rows: one query token, one key, up to 64 heads
-    paged_key: float  # attention straight from FP8 pages
+    look_up: float  # slots in place of workspace rows, per layer
+    workspace_key: PerHeads  # attention over bf16 rows: one query token, one key
+    paged_key: PerHeads  # attention straight from FP8 pages
 
 
 COSTS: dict[str, Costs] = {
-    "cpu": Costs(row=90, reference=8, select=60_000, workspace_key=900, paged_key=950),
-    "sm90": Costs(row=0.45, reference=0.03, select=60_000, workspace_key=0.25, paged_key=0.3),
-}
+    "cpu": Costs(
+        row=90, reference=8, select=60_000, look_up=60_000,
+        workspace_key=((16, 850), (64, 3400)), paged_key=((16, 900), (64, 3600)),
+    ),
+    "sm90": Costs(
+        row=0.45, reference=0.08, select=95_000, look_up=100_000,
+        workspace_key=((8, 0.13), (16, 0.21), (64, 0.25)),
+        paged_key=((8, 0.13), (16, 0.21), (32, 0.28), (64, 0.57)),
+    ),
+}  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
 
 
@@ -41,12 +51,19 @@ class LayerShape:
 def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     """Nanoseconds of each strategy."""
     costs = COSTS.get(arch, DEFAULT)
-    indices = shape.num_tokens * (shape.topk + shape.window_size)
-    keys = indices * -(-shape.num_q_heads // 64)
-    from_workspace = keys * costs.workspace_key + shape.num_window_rows * costs.row
-    find = costs.select + (shape.num_entries + indices) * costs.reference
+    keys = shape.num_tokens * (shape.topk + shape.window_size)
+    window = shape.num_window_rows * costs.row
+    from_workspace = keys * per_key(costs.workspace_key, shape.num_q_heads) + window
+    find = costs.select + (shape.num_entries + keys) * costs.reference
     return {
         "whole": from_workspace + shape.num_entries * costs.row,
         "selected": from_workspace + shape.max_selected * costs.row + find,
-        "direct": keys * costs.paged_key,
+        "direct": keys * per_key(costs.paged_key, shape.num_q_heads) + costs.look_up,
     }
+
+
+def per_key(prices: PerHeads, num_q_heads: int) -> float:
+    most, price = prices[-1]
+    if num_q_heads > most:
+        return price * -(-num_q_heads // most)
+    return next(price for heads, price in prices if num_q_heads <= heads)
