@@ -54,6 +54,8 @@ def test_the_cache_decides_between_flash_mlas_families_and_each_refuses_the_othe
 def test_an_explicit_choice_that_does_not_fit_lists_every_backend_and_its_reason(monkeypatch):
     """SGLang #23013: refused, never silently replaced; vLLM #55526: say which predicate failed."""
     monkeypatch.setattr(dispatch, "arch_of", lambda *device: "sm90")
+    for package in ("flash_mla", "vllm", "sgl_kernel"):
+        monkeypatch.setitem(sys.modules, package, None)  # as where they are not installed
     case = make_case(KV_LAYOUTS["dsv32"], "cpu")
     with pytest.raises(ValueError) as error:
         case.decode(backend="flashmla_sparse")
@@ -234,7 +236,7 @@ def test_the_first_preference_that_fits_counts(monkeypatch):
     for layout, heads, name in (("dsv4", 64, "flashmla_kv"), ("dsv4", 32, "native"), ("dsv32", 64, "native")):
         problem = Problem("sparse_decode", "sm90", layout, heads)
         assert candidates(problem)[0].name == name == taken(problem)
-    assert preference(Problem("sparse_prefill", "sm90", "dsv4", 64)).order == ()
+    assert preference(Problem("sparse_prefill_paged", "sm90", "dsv4", 64)).order == ()
 
 
 def test_a_choice_of_auto_that_is_not_native_is_logged_once(monkeypatch, caplog):

@@ -167,6 +167,10 @@ PREFERENCES: tuple[Preference, ...] = (
         ("native",), "1.0 to 2.3 times the speed of FlashMLA at every head count and batch measured",
         ("sparse_decode",), ("sm90",),
     ),
+    Preference(
+        ("native",), "1.1 to 1.2 times the speed of FlashMLA from 4096 tokens on",
+        ("sparse_prefill",), ("sm90",), q_heads=range(33, 129),
+    ),
     Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
 )  # fmt: skip
 _DEFAULT = Preference((), "native before others", _ALL_OPS, ())
