@@ -89,12 +89,12 @@ def test_logits_that_grow_from_block_to_block(name):
     case = rows_case(name, num_tokens=300, num_q_heads=64, topk=1000)
     scope = case.scopes[0]
     scope.rows.nan_to_num_(0.0)
-    scope.rows[:, 0] = torch.linspace(0, 0.5, len(scope.rows))
+    scope.rows[:, 0] = torch.linspace(0, 0.5, len(scope.rows), device="cuda")
     case.q[..., 0] = 80
     ordered = scope.indices.clamp(-1, len(scope.rows)).sort(1).values
     case = replace(case, scopes=[replace(scope, indices=ordered, length=None)])
     for scaled in (case, replace(case, sm_scale=-case.sm_scale)):
-        assert_right(scaled, prefill(scaled), spread(300))
+        assert_right(scaled, prefill(scaled), slice(8, 40))
 
 
 @row_layouts
