@@ -71,22 +71,30 @@ __device__ __forceinline__ Words<2> load_k4(const uint8_t* row) {
   else return widen4<kStored, kDtype>(*reinterpret_cast<const uint32_t*>(row));
 }
 
+// kBytes of a row, 1 to 8, as words.
+template <int kBytes>
+__device__ __forceinline__ Words<2> load_bytes(const uint8_t* p) {
+  if constexpr (kBytes == 1) return {*p, 0};
+  if constexpr (kBytes == 2) return {*reinterpret_cast<const uint16_t*>(p), 0};
+  if constexpr (kBytes == 4) return {*reinterpret_cast<const uint32_t*>(p), 0};
+  if constexpr (kBytes == 8) return *reinterpret_cast<const Words<2>*>(p);
+}
+
+// Neighbouring elements of one row.
+template <CacheDtype kStored, Dtype kDtype, int kCount>
+__device__ __forceinline__ void load_floats(const uint8_t* row, float (&x)[kCount]) {
+  Words<2> w = load_bytes<kCount * kStoredBytes<kStored>>(row);
+  if constexpr (kStoredBytes<kStored> == 1) w = widen4<kStored, kDtype>(w[0]);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) x[j] = to_float<kDtype>(static_cast<uint16_t>(w[j / 2] >> (j % 2 * 16)));
+}
+
 // kCount neighbouring columns of four rows: columns[j] holds the four elements of column j.
 template <CacheDtype kStored, Dtype kDtype, int kCount>
 __device__ __forceinline__ void load_columns(const uint8_t* rows, int pitch, Words<2> (&columns)[kCount]) {
-  constexpr int kBytes = kCount * kStoredBytes<kStored>;
-  uint32_t x[4][kBytes > 4 ? 2 : 1];
+  Words<2> x[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t* row = rows + i * pitch;
-    if constexpr (kBytes == 1) x[i][0] = *row;
-    if constexpr (kBytes == 2) x[i][0] = *reinterpret_cast<const uint16_t*>(row);
-    if constexpr (kBytes == 4) x[i][0] = *reinterpret_cast<const uint32_t*>(row);
-    if constexpr (kBytes == 8) {
-      const Words<2> w = *reinterpret_cast<const Words<2>*>(row);
-      x[i][0] = w[0], x[i][1] = w[1];
-    }
-  }
+  for (int i = 0; i < 4; ++i) x[i] = load_bytes<kCount * kStoredBytes<kStored>>(rows + i * pitch);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     if constexpr (kStoredBytes<kStored> == 2) {

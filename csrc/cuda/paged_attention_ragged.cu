@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
     if (token >= 0 && !whole) split_lse(p)[part_row(p, w.split, token, head)] = lse;
   }
   __syncthreads();
+  using C = Columns<Cache>;
   const float out_scale = p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f;
 #pragma unroll
   for (int i = 0; i < kTileAccumulators; ++i) {
@@ -107,11 +108,14 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
     uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
     float* part = p.workspace + part_row(p, w.split, token, head) * p.head_dim_v;
 #pragma unroll
-    for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) {
-      const int column = Columns<Cache>::column(tile, i);
-      if (column >= p.head_dim_v) continue;
-      if (p.num_splits == 1) out[column] = from_float<kDtype>(acc[tile][i] * factor);
-      else part[column] = acc[tile][i] * factor;
+    for (int set = 0; set < C::kTiles; set += C::kSet) {
+      const int column = C::column(set, i);
+      if (!Cache::kIsLatent && column >= p.head_dim_v) continue;
+      float x[C::kSet];
+#pragma unroll
+      for (int j = 0; j < C::kSet; ++j) x[j] = acc[set + j][i] * factor;
+      if (p.num_splits == 1) store_rounded<kDtype>(out + column, x);
+      else store_floats(part + column, x);
     }
   }
 }

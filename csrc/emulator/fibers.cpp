@@ -115,27 +115,36 @@ bool release() {
   return released;
 }
 
+// Without `random`, all threads go on in turns. With it, the waves have ranks, new ones in each block, and a
+// lower one goes on only while no other can: what a barrier should have ordered is far out of order.
 void run_block(const void* kernel, const void* params, size_t params_size, std::mt19937* random) {
+  constexpr size_t kWave = 64;
   auto& fibers = block->fibers;
   std::fill(block->shared.begin(), block->shared.end(), 0xff);
   block->shared_used = 0;
   block->variables.clear();
-  std::vector<unsigned> order(fibers.size());
+  std::vector<std::vector<unsigned>> waves((fibers.size() + kWave - 1) / kWave);
   for (unsigned t = 0; t < fibers.size(); ++t) {
     start(fibers[t], kernel, params, params_size);
-    order[t] = t;
+    waves[t / kWave].push_back(t);
   }
+  if (random) std::shuffle(waves.begin(), waves.end(), *random);
   for (;;) {
-    if (random) std::shuffle(order.begin(), order.end(), *random);
-    for (unsigned t : order) {
-      if (fibers[t].state != State::kReady) continue;
-      block->current = t;
-      emulator_switch(&block->scheduler, fibers[t].stack_pointer);
+    bool ran = false;
+    for (std::vector<unsigned>& wave : waves) {
+      if (random && ran) break;
+      if (random) std::shuffle(wave.begin(), wave.end(), *random);
+      for (unsigned t : wave) {
+        if (fibers[t].state != State::kReady) continue;
+        ran = true;
+        block->current = t;
+        emulator_switch(&block->scheduler, fibers[t].stack_pointer);
+      }
     }
     const bool finished =
         std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.state == State::kFinished; });
     if (finished) return;
-    if (!release()) die("threads wait for others that do not come");
+    if (!release() && !ran) die("threads wait for others that do not come");
   }
 }
 

@@ -11,8 +11,8 @@ struct Grid {
   unsigned blocks, threads;
 };
 
-// Calls the function at `kernel`, which takes one struct by value, once per thread. The order of the fibers
-// is shuffled at every switch unless seed is 0.
+// Calls the function at `kernel`, which takes one struct by value, once per thread. Threads go on in turns
+// with seed 0, else in a random order that lets waves run ahead of each other.
 void launch(const void* kernel, const void* params, size_t params_size, const Grid& grid, unsigned seed);
 
 unsigned thread_index();

@@ -215,7 +215,7 @@ void use_workspace(const Check& check, const Tensor& q, const OptionalTensor& wo
   choose_splits(params);
   int64_t size = 0;
   if (workspace) {
-    check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Float}).contiguous();
+    check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Float}).contiguous().aligned(16);
     size = workspace->numel();
     params.workspace = mutable_data<float>(*workspace);
   }

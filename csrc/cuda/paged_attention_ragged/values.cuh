@@ -19,19 +19,6 @@ struct Columns {
   }
 };
 
-// One element of V, with its tile's scale.
-template <class Cache, Dtype kDtype>
-__device__ __forceinline__ float value(const Shared<Cache>& s, int key, int column) {
-  if (column >= Cache::kLeadDim) return bf16_to_float(s.rope[key][column - Cache::kLeadDim]);
-  const uint8_t* row = Cache::kIsLatent ? s.k[key] : s.v[Cache::kIsLatent ? 0 : key];
-  const float scale = Cache::kTiles ? s.scales[column / Cache::kTileDim][key] : 1.0f;
-  if constexpr (kStoredBytes<Cache::kStored> == 2)
-    return to_float<kDtype>(reinterpret_cast<const uint16_t*>(row)[column]);
-  else
-    return scale * e4m3_to_float<Cache::kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz>(
-                       row[column]);
-}
-
 // The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
 // the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
 template <class Cache, Dtype kDtype>
@@ -40,15 +27,31 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
                                int64_t first, int64_t end) {
   const int begin = first > position ? static_cast<int>(first - position) : 0;
   const int limit = end - position < kKeys ? static_cast<int>(end - position) : kKeys;
+  using C = Columns<Cache>;
   for (int key = begin; key < limit; ++key) {
     if (rows.k[key] == nullptr) continue;
 #pragma unroll
-    for (int i = 0; i < kTileAccumulators; ++i) {
-      const int row = accumulator_row(i);
-      if (position + key >= s.visible[row]) continue;
+    for (int set = 0; set < C::kTiles; set += C::kSet) {
+      const int first_column = C::first(set);
+      const bool in_rope = Cache::kRopeDim > 0 && first_column >= Cache::kLeadDim;
+      const float scale =
+          Cache::kTiles > 0 && !in_rope ? s.scales[first_column / Cache::kTileDim][key] : 1.0f;
 #pragma unroll
-      for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile)
-        acc[tile][i] += s.weights[row][key] * value<Cache, kDtype>(s, key, Columns<Cache>::column(tile, i));
+      for (int i = 0; i < kTileAccumulators; ++i) {
+        const int row = accumulator_row(i), column = first_column + accumulator_column(i) * C::kSet;
+        float v[C::kSet];
+        if (in_rope) {
+          const auto* rope = reinterpret_cast<const uint8_t*>(s.rope[key] + (column - Cache::kLeadDim));
+          load_floats<CacheDtype::kBf16, kDtype>(rope, v);
+        } else {
+          const uint8_t* staged = Cache::kIsLatent ? s.k[key] : s.v[Cache::kIsLatent ? 0 : key];
+          load_floats<Cache::kStored, kDtype>(staged + column * kStoredBytes<Cache::kStored>, v);
+        }
+        if (position + key >= s.visible[row]) continue;
+        const float weight = s.weights[row][key] * scale;
+#pragma unroll
+        for (int j = 0; j < C::kSet; ++j) acc[set + j][i] += weight * v[j];
+      }
     }
   }
   __syncthreads();
@@ -110,6 +113,26 @@ __device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
         multiply_tiles<kDtype>(acc[set + j], weights, values);
       }
     }
+  }
+}
+
+// A lane's neighbouring columns, in one piece.
+template <int kCount>
+__device__ __forceinline__ void store_floats(float* to, const float (&x)[kCount]) {
+  Words<kCount> w;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) w[j] = float_bits(x[j]);
+  *reinterpret_cast<Words<kCount>*>(to) = w;
+}
+template <Dtype kDtype, int kCount>
+__device__ __forceinline__ void store_rounded(uint16_t* to, const float (&x)[kCount]) {
+  if constexpr (kCount == 1) {
+    *to = from_float<kDtype>(x[0]);
+  } else {
+    Words<kCount / 2> w;
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) w[j] = pack<kDtype>({x[2 * j], x[2 * j + 1]});
+    *reinterpret_cast<Words<kCount / 2>*>(to) = w;
   }
 }
 
