@@ -5,7 +5,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 
 ``MLA_FP8_CUDA``        ``1`` or ``0``: build ``libmla_fp8_cuda.so`` (default: if nvcc is found)
 ``MLA_FP8_CUDA_ARCHS``  such as ``90a`` or ``80;90a`` (default: all)
-``MLA_FP8_HIP``         ``1`` or ``0``: build ``libmla_fp8_hip.so`` (default: if ziglang is installed)
+``MLA_FP8_HIP``         ``1``: build ``libmla_fp8_hip.so``; ziglang must be installed
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
 ``MLA_FP8_LOCAL``       local version label, such as ``cu130``
 ``CMAKE_ARGS``          passed on to CMake
@@ -54,18 +54,9 @@ def wants_cuda() -> bool:
     return bool(found)
 
 
-def wants_hip() -> bool:
-    asked = os.environ.get("MLA_FP8_HIP")
-    if asked is not None:
-        return asked.upper() in ("1", "ON", "TRUE", "YES")
-    found = find_spec("ziglang") is not None
-    print(f"mla_fp8: HIP library {'is built with' if found else 'is not built, there is no'} ziglang")
-    return found
-
-
 class CMakeBuild(build_ext):
     def run(self) -> None:
-        tests = os.environ.get("MLA_FP8_TESTS") == "1"
+        tests, hip = (os.environ.get(name) == "1" for name in ("MLA_FP8_TESTS", "MLA_FP8_HIP"))
         build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
         package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
         shutil.rmtree(package / "lib", ignore_errors=True)  # no stale library gets into this wheel
@@ -79,7 +70,7 @@ class CMakeBuild(build_ext):
             f"-DPython3_EXECUTABLE={sys.executable}",
             f"-DMLA_FP8_TORCH_DIR={torch_dir()}",
             f"-DMLA_FP8_CUDA={'ON' if wants_cuda() else 'OFF'}",
-            f"-DMLA_FP8_HIP={'ON' if wants_hip() else 'OFF'}",
+            f"-DMLA_FP8_HIP={'ON' if hip else 'OFF'}",
             f"-DMLA_FP8_TESTS={'ON' if tests else 'OFF'}",
             f"-DCMAKE_INSTALL_PREFIX={package}",
         ]  # fmt: skip
