@@ -111,6 +111,13 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
   DEF_WITH_OUT(sparse_prefill_paged, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+  DEF_WITH_OUT(sparse_prefill_window,
+               "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, "
+               "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "
+               "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
+               "int? extra_page_size=None, Tensor? scale=None",
+               "(Tensor out, Tensor max_logits, Tensor lse)",
+               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
   // GPU only, for tests: the kernel of GPUs without one of their own.

@@ -27,6 +27,7 @@
 #define MLA_FP8_SPARSE_OPS(X)                               \
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
+  X(sparse_prefill_window) X(sparse_prefill_window_out)     \
   X(sparse_decode) X(sparse_decode_out)
 
 #define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)
@@ -94,6 +95,15 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_log
       const OptionalTensor &scale
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
+#define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                                \
+  const Tensor &q, const Tensor &kv_cache, const Tensor &page_table, const Tensor &query_start_loc,        \
+      const Tensor &seq_lens, int64_t layout, int64_t page_size, int64_t window_size, double sm_scale,     \
+      const OptionalTensor &attn_sink, const OptionalTensor &extra_kv_cache,                               \
+      const OptionalTensor &extra_indices, const OptionalTensor &extra_topk_length,                        \
+      std::optional<int64_t> extra_page_size, const OptionalTensor &scale
+ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
+void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
+                               Tensor lse);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse);
 TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS);

@@ -74,6 +74,12 @@ def sparse_decode(device: str) -> Call:
     return (q, kv_cache(device), indices), OPTIONS | extra | {"sm_scale": 0.04}
 
 
+def sparse_prefill_window(device: str) -> Call:
+    (q, cache, _), options = sparse_decode(device)
+    requests = ([[2, 0], [1, 1]], [0, 2, 3], [6, 3])  # page_table, query_start_loc, seq_lens
+    return (q, cache, *(ints(x, device) for x in requests)), options | {"window_size": 3}
+
+
 def paged_attention_ragged(device: str) -> Call:
     q, cache = bf16(2, 8, 128, device=device), bf16(NUM_PAGES, PAGE_SIZE, 2, 128, device=device)
     ragged = (ints(x, device) for x in ([0, 2, 3], [1, 0, 2], [3, 4]))  # indptr, pages, last_page_len
@@ -108,6 +114,7 @@ SAMPLES: dict[str, Callable[[str], Call]] = {
     "pad_q_heads": pad_q_heads,
     "sparse_prefill": sparse_prefill,
     "sparse_prefill_paged": sparse_decode,
+    "sparse_prefill_window": sparse_prefill_window,
     "sparse_decode": sparse_decode,
     "paged_attention_ragged": paged_attention_ragged,
     "paged_attention_ragged_latent": paged_attention_ragged_latent,

@@ -137,8 +137,16 @@ def make_scope(layout: KVLayout, device: str, scale, *, num_tokens, topk, page_s
     if num_tokens > 4:
         length[3], length[4] = INT_MAX, INT_MIN
 
-    in_length = torch.arange(topk, device=device) < length[:, None]
-    chosen = indices[in_length & (indices >= 0) & (indices < num_slots)].long().unique()
+    return filled_scope(layout, device, scale, indices, length, num_pages, page_size)
+
+
+def filled_scope(layout: KVLayout, device: str, scale, indices, length, num_pages, page_size) -> Scope:
+    """Latents in the slots that are selected, NaN in all others."""
+    num_slots = num_pages * page_size
+    chosen = (indices >= 0) & (indices < num_slots)
+    if length is not None:
+        chosen &= torch.arange(indices.shape[1], device=device) < length[:, None]
+    chosen = indices[chosen].long().unique()
     kv_cache = layout.empty(num_pages, page_size, device).fill_(0xFF)  # NaN in e4m3fn, ue8m0 and bf16
     if layout.nope_format == "e4m3fnuz":
         kv_cache.fill_(0x80)

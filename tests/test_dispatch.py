@@ -199,7 +199,9 @@ def test_flash_mlas_decode_of_v32_has_no_second_cache():
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
-@pytest.mark.parametrize("op", ["sparse_decode", "sparse_prefill", "sparse_prefill_paged"])
+@pytest.mark.parametrize(
+    "op", ["sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"]
+)
 def test_native_serves_everything(arch, layout, op):
     """One package for what others serve in part: auto always finds something."""
     for heads in (1, 128):

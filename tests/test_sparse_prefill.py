@@ -192,10 +192,12 @@ def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message,
 
 
 def test_head_padding_is_exact(device):
-    case, rows = workspace_case("bf16_512", device, num_q_heads=8)
+    """On CUDA for the head counts that one variant of the kernel takes; elsewhere for all."""
+    case, rows = workspace_case("bf16_512", device, num_q_heads=5)
     want = prefill(case, rows)
-    q = torch.cat([case.q, torch.zeros_like(case.q).repeat(1, 7, 1)], 1)
-    sink = torch.cat([case.attn_sink, torch.full((56,), -float("inf"), device=device)])
+    extra = 3 if device == "cuda" else 59
+    q = torch.cat([case.q, case.q.new_zeros(len(case.q), extra, 512)], 1)
+    sink = torch.cat([case.attn_sink, torch.full((extra,), -float("inf"), device=device)])
     wide = prefill(replace(case, q=q, attn_sink=sink), rows)
     for got, expected in zip(wide, want, strict=True):
-        assert torch.equal(got[:, :8], expected)
+        assert torch.equal(got[:, :5], expected)

@@ -13,6 +13,7 @@ struct LaunchConfig {
   int64_t grid;  // blocks
   int block;     // threads
   gpuStream_t stream;
+  int smem = 0;  // dynamic shared memory, bytes
 };
 
 inline void check_grid(const LaunchConfig& c) {

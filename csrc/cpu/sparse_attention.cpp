@@ -32,7 +32,7 @@ struct Cursor {
 template <KvLayoutId kId>
 MLA_SIMD void prefetch_slot(const KvScope& s, int64_t slot) {
   constexpr KvLayout kL = kv_layout(kId);
-  if (slot < 0 || slot >= s.num_slots) return;
+  if (slot < 0) return;
   const int64_t row = slot % s.page_size;
   const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
   const uint8_t* token = page + kL.token_offset(row);
@@ -48,14 +48,13 @@ int stage_latents(const SparseAttentionParams& p, int64_t token, Cursor* cursor,
   int count = 0;
   for (; cursor->scope < p.num_scopes && count < kBlock; ++cursor->scope, cursor->next = 0) {
     const KvScope& s = p.scopes[cursor->scope];
-    const int32_t* indices = s.indices + token * s.indices_stride_token;
-    const int64_t length = s.topk_length ? s.topk_length[token] : s.topk;
-    const int64_t end = length < s.topk ? length : s.topk;
+    const Selection selected(p, cursor->scope, token);
+    const int64_t end = selected.length();
     for (; cursor->next < end && count < kBlock; ++cursor->next) {
       constexpr int64_t kAhead = 8;  // rows are scattered: ask for one while others are decoded
-      if (cursor->next + kAhead < end) prefetch_slot<kId>(s, indices[cursor->next + kAhead]);
-      const int64_t slot = indices[cursor->next];
-      if (slot < 0 || slot >= s.num_slots) continue;
+      if (cursor->next + kAhead < end) prefetch_slot<kId>(s, selected.slot(cursor->next + kAhead));
+      const int64_t slot = selected.slot(cursor->next);
+      if (slot < 0) continue;
       const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
       // The scale of a uniform FP8 layout multiplies logits and output instead: exact here.
       decode_row<kId>(page, slot % s.page_size, s.page_size, 1.0f, latents + count++ * kDim);

@@ -59,6 +59,7 @@ void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params)
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(c.grid));
   config.blockDim = dim3(static_cast<unsigned>(c.block));
+  config.dynamicSmemBytes = static_cast<size_t>(c.smem);
   config.stream = c.stream;
   config.attrs = &overlap;
   config.numAttrs = has_dependent_launch() ? 1 : 0;

@@ -1,4 +1,4 @@
-// The checks shared by sparse_decode, sparse_prefill_paged and sparse_prefill, and the ops themselves.
+// The checks shared by the sparse attention ops, and the ops themselves.
 #include "ops/sparse_attention.h"
 
 #include <cmath>
@@ -94,6 +94,27 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
   };
 }
 
+// The second cache, if there is one.
+void add_extra_scope(const Check& check, SparseAttentionParams& params, const Tensor& q,
+                     const OptionalTensor& extra_kv_cache, const OptionalTensor& extra_indices,
+                     const OptionalTensor& extra_topk_length, std::optional<int64_t> extra_page_size) {
+  check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
+                 extra_kv_cache.has_value() == extra_page_size.has_value(),
+             "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
+             extra_kv_cache ? "a cache, " : "no cache, ", extra_indices ? "indices, " : "no indices, ",
+             extra_page_size ? "a page size" : "no page size");
+  check.that(extra_kv_cache || !extra_topk_length,
+             "extra_topk_length must be None without extra_kv_cache, got a tensor");
+  if (extra_kv_cache) {
+    const KvCacheView extra =
+        check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.layout, *extra_page_size);
+    check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
+    params.scopes[1] = check_scope(check, extra, *extra_page_size, q, *extra_indices, "extra_indices",
+                                   extra_topk_length, "extra_topk_length");
+    params.num_scopes = 2;
+  }
+}
+
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
   const KvLayoutId id = check.layout(layout);
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
@@ -103,20 +124,48 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
   params.scopes[0] = check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length");
   params.num_scopes = 1;
 
-  check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
-                 extra_kv_cache.has_value() == extra_page_size.has_value(),
-             "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
-             extra_kv_cache ? "a cache, " : "no cache, ", extra_indices ? "indices, " : "no indices, ",
-             extra_page_size ? "a page size" : "no page size");
-  check.that(extra_kv_cache || !extra_topk_length,
-             "extra_topk_length must be None without extra_kv_cache, got a tensor");
-  if (extra_kv_cache) {
-    const KvCacheView extra = check.kv_cache(*extra_kv_cache, "extra_kv_cache", id, *extra_page_size);
-    check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
-    params.scopes[1] = check_scope(check, extra, *extra_page_size, q, *extra_indices, "extra_indices",
-                                   extra_topk_length, "extra_topk_length");
-    params.num_scopes = 2;
-  }
+  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size);
+  return params;
+}
+
+// The first scope as a sliding window.
+SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS,
+                                   const Outputs& outputs) {
+  const KvLayoutId id = check.layout(layout);
+  SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
+  const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
+  check(kv_cache, "kv_cache").same_device_as(q, "q");
+  params.scale = check.scale(scale, id, q);
+  check.at_least(window_size, "window_size", 1);
+  check(page_table, "page_table")
+      .same_device_as(q, "q")
+      .dtype({ScalarType::Int})
+      .shape({-1, -1})
+      .last_dim_contiguous();
+  const int64_t num_requests = page_table.size(0);
+  const auto per_request = [&](const Tensor& t, const char* name, int64_t size) {
+    check(t, name).same_device_as(q, "q").dtype({ScalarType::Int}).shape({size}).contiguous();
+    return data<int32_t>(t);
+  };
+  params.scopes[0] = {
+      .kv_cache = cache.data,
+      .kv_cache_stride_page = cache.stride_page,
+      .num_slots = cache.num_slots,
+      .page_size = page_size,
+      .topk = window_size,
+  };
+  params.num_scopes = 1;
+  params.is_window = true;
+  params.window = {
+      .page_table = data<int32_t>(page_table),
+      .page_table_stride_request = page_table.stride(0),
+      .num_requests = num_requests,
+      .max_pages = page_table.size(1),
+      .window_size = window_size,
+      .query_start_loc = per_request(query_start_loc, "query_start_loc", num_requests + 1),
+      .seq_lens = per_request(seq_lens, "seq_lens", num_requests),
+  };
+  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size);
   return params;
 }
 
@@ -172,6 +221,24 @@ ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
   Tensor max_logits = torch::stable::empty_like(lse);
   sparse_prefill_paged_out(MLA_PAGED_SPARSE_PASS, out, max_logits, lse);
+  return {out, max_logits, lse};
+}
+
+#define MLA_WINDOW_PASS                                                                                    \
+  q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \
+      extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, scale
+
+void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
+                               Tensor lse) {
+  const Check check("sparse_prefill_window");
+  const SparseAttentionParams params = check_window(check, MLA_WINDOW_PASS, {out, lse, &max_logits});
+  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
+}
+
+ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
+  auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
+  Tensor max_logits = torch::stable::empty_like(lse);
+  sparse_prefill_window_out(MLA_WINDOW_PASS, out, max_logits, lse);
   return {out, max_logits, lse};
 }
 

@@ -1,7 +1,8 @@
 #pragma once
-// One problem under three ops: sparse_decode and sparse_prefill_paged read packed pages, sparse_prefill reads
-// bf16 rows (a cache of pages of one row).
+// One problem under four ops: sparse_decode, sparse_prefill_paged and sparse_prefill_window read packed
+// pages, sparse_prefill reads bf16 rows (a cache of pages of one row).
 #include "common/dtype.h"
+#include "common/requests.h"
 #include "common/stream.h"
 
 namespace mla_fp8 {
@@ -16,12 +17,23 @@ struct KvScope {
   const int32_t* topk_length;  // [num_tokens] or null: only the first n indices count
 };
 
+// In place of the first scope's indices: each token attends to the window_size last tokens of its request, up
+// to its own position, where the request's pages hold them.
+struct SlidingWindow {
+  const int32_t* page_table;  // [num_requests, max_pages]
+  int64_t page_table_stride_request, num_requests, max_pages, window_size;
+  const int32_t* query_start_loc;  // [num_requests + 1], element 0 is subtracted
+  const int32_t* seq_lens;         // [num_requests], the queries are the last tokens
+};
+
 struct SparseAttentionParams {
   KvLayoutId layout;
   int64_t num_tokens;
   int num_q_heads;
   int num_scopes;
   KvScope scopes[2];  // attended to jointly: one softmax
+  bool is_window;     // the first scope is `window`
+  SlidingWindow window;
   const uint16_t* q;  // [num_tokens, num_q_heads, head_dim_qk] bf16
   int64_t q_stride_token, q_stride_head;
   const float* scale;      // one value for the layer (uniform FP8 layouts), else null
@@ -32,6 +44,53 @@ struct SparseAttentionParams {
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing
+};
+
+// What one token attends to in one scope.
+class Selection {
+ public:
+  MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token)
+      : scope_(p.scopes[scope]), is_window_(scope == 0 && p.is_window) {
+    if (is_window_) {
+      const SlidingWindow& w = p.window;
+      const int64_t request = find_request(w.query_start_loc, w.num_requests, token);
+      if (request < 0) return;
+      const int64_t query_end = int64_t{w.query_start_loc[request + 1]} - w.query_start_loc[0];
+      const int64_t position = w.seq_lens[request] - query_end + token;
+      if (position < 0) return;
+      first_ = position < w.window_size ? 0 : position - w.window_size + 1;
+      length_ = position - first_ + 1;
+      indices_ = w.page_table + request * w.page_table_stride_request;
+      max_pages_ = w.max_pages;
+    } else {
+      indices_ = scope_.indices + token * scope_.indices_stride_token;
+      const int64_t length = scope_.topk_length ? scope_.topk_length[token] : scope_.topk;
+      length_ = length < 0 ? 0 : length < scope_.topk ? length : scope_.topk;
+    }
+  }
+  MLA_HD int64_t length() const { return length_; }
+  // Of a window.
+  MLA_HD int64_t first_position() const { return first_; }
+  MLA_HD const int32_t* pages() const { return indices_; }
+
+  // -1: masked.
+  MLA_HD int64_t slot(int64_t i) const {
+    int64_t slot;
+    if (is_window_) {
+      const int64_t page = (first_ + i) / scope_.page_size;
+      if (page >= max_pages_ || indices_[page] < 0) return -1;
+      slot = indices_[page] * scope_.page_size + (first_ + i) % scope_.page_size;
+    } else {
+      slot = indices_[i];
+    }
+    return slot >= 0 && slot < scope_.num_slots ? slot : -1;
+  }
+
+ private:
+  const KvScope& scope_;
+  const bool is_window_;
+  const int32_t* indices_ = nullptr;  // or the request's pages
+  int64_t max_pages_ = 0, first_ = 0, length_ = 0;
 };
 
 namespace cpu {

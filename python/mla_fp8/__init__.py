@@ -15,7 +15,7 @@ from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
-from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
+from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
 from .warmup import warmup
 
@@ -42,6 +42,7 @@ __all__ = [
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",
+    "sparse_prefill_window",
     "warmup",
     "workspace_rows",
 ]

@@ -90,7 +90,7 @@ def probe(backend: Backend, p: Problem) -> str | None:
     return None
 
 
-_ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged")
+_ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
 _EVERYTHING = frozenset(FEATURES)
 _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
@@ -170,6 +170,10 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(
         ("native",), "1.1 to 1.2 times the speed of FlashMLA from 4096 tokens on",
         ("sparse_prefill",), ("sm90",), q_heads=range(33, 129),
+    ),
+    Preference(
+        ("flashmla_sparse",), "native takes 1.5 times as long there",
+        ("sparse_prefill",), ("sm90",), ("bf16", "bf16_512"), range(17, 33),
     ),
     Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
 )  # fmt: skip

@@ -180,6 +180,27 @@ def look_up(table: Tensor, *index: Tensor) -> Tensor:
     return found
 
 
+def window_slots(
+    page_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    num_tokens: int,
+    page_size: int,
+    window_size: int,
+) -> Tensor:
+    """[num_tokens, window_size] int32: the slots of each query's sliding window, -1 where there is none."""
+    starts = (query_start_loc.long() - query_start_loc[0]).tolist()
+    slots = page_table.new_full((num_tokens, window_size), -1)
+    for r, seq_len in enumerate(seq_lens.tolist()):
+        for t in range(max(starts[r], 0), min(starts[r + 1], num_tokens)):
+            end = seq_len - starts[r + 1] + t + 1
+            pos = torch.arange(max(end - window_size, 0), max(end, 0), device=page_table.device)
+            page = look_up(page_table[r], pos // page_size).long()
+            slots[t, : len(pos)] = torch.where(page >= 0, page * page_size + pos % page_size, -1).int()
+    return slots
+
+
 def build_swa_token_ids(
     seq_lens: Tensor,
     extend_seq_lens: Tensor,

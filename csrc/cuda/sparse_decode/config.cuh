@@ -12,8 +12,9 @@ inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches
 inline constexpr int kGroupHeads = 8;   // N of an mma
 inline constexpr int kMaxSmemBytes = 232448;
 
-// One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kGroups warps.
-template <KvLayoutId kId_, int kGroups_, int kProducers_>
+// One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kGroups warps. Decode
+// has one row in a CTA, prefill kRows at once.
+template <KvLayoutId kId_, int kGroups_, int kProducers_, int kRows_ = 1>
 struct TeamConfig {
   static constexpr KvLayoutId kId = kId_;
   using R = Row<kId>;
@@ -21,6 +22,7 @@ struct TeamConfig {
   static constexpr int kProducers = kProducers_;
   static constexpr int kThreads = kConsumerThreads + kProducers * kWarpSize;
   static constexpr int kTeams = kConsumerWarps / kGroups;
+  static constexpr int kRows = kRows_, kRowTeams = kTeams / kRows;
   static constexpr int kBlockSlots = kGroups, kBlockTokens = kSlotTokens * kBlockSlots;  // of one team
   static constexpr int kEmptyArrivals = kGroups;        // every warp of a team reads every slot of its block
   static constexpr int kChunks = kNumChunks / kGroups;  // of V that one warp accumulates
@@ -46,22 +48,25 @@ struct TeamConfig {
 
   static constexpr int kRing = 0;
   static constexpr int kQ = kRing + kSlots * kSlotBytes;
-  static constexpr int kPFp8 = kQ + R::kDims / 16 * kGroups * 256;  // f16 weights, for e4m3 chunks
+  static constexpr int kQBytes = R::kDims / 16 * kGroups * 256;  // of one row
+  static constexpr int kPFp8 = kQ + kRows * kQBytes;             // f16 weights, for e4m3 chunks
   static constexpr int kPBf16 = kPFp8 + (R::kFp8Chunks > 0 ? kPBuffers * kPBytes : 0);
   static constexpr int kScales = kPBf16 + (R::kFp8Chunks < kNumChunks ? kPBuffers * kPBytes : 0);
   static constexpr int kBlockMax = kScales + kPBuffers * kScaleBytes;
   static constexpr int kQScale = kBlockMax + kPBuffers * kMaxBytes;
-  static constexpr int kWarpStats = kQScale + kHeads * 4;                  // (max, sum) [warp][head]
-  static constexpr int kStats = kWarpStats + kConsumerWarps * kHeads * 8;  // of the CTA
-  static constexpr int kValid = kStats + kHeads * 8;
+  static constexpr int kWarpStats = kQScale + kRows * kHeads * 4;                // (max, sum) [warp][head]
+  static constexpr int kWarpLargest = kWarpStats + kConsumerWarps * kHeads * 8;  // largest logit
+  static constexpr int kStats = kWarpLargest + kConsumerWarps * kHeads * 4;      // of the CTA
+  static constexpr int kLargest = kStats + kHeads * 8;
+  static constexpr int kValid = kLargest + kHeads * 4;
   static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
   static constexpr int kSmemBytes = kBarriers + kSlots * 16;
   static_assert(kSmemBytes <= kMaxSmemBytes);
-  static_assert(kQ % 128 == 0 && kPFp8 % 16 == 0 && kBarriers % 8 == 0);
+  static_assert(kQ % 128 == 0 && kPFp8 % 16 == 0 && kWarpStats % 16 == 0 && kBarriers % 8 == 0);
 
   // Once the ring is empty the partial outputs lie over it, float [team][head][kHeadDimV].
   static constexpr int kOutPitch = kHeadDimV + 4;
-  static_assert(kTeams * kHeads * kOutPitch * 4 <= kQ);
+  static_assert(kRows > 1 || kTeams * kHeads * kOutPitch * 4 <= kQ);
 };
 
 struct TeamParams {

@@ -69,12 +69,10 @@ class Consumer {
   using R = typename C::R;
   static constexpr int kGroups = C::kGroups;
 
-  __device__ Consumer(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
+  __device__ Consumer(const TeamParams& params, uint8_t* smem, int warp, int lane)
       : p_(params.p),
-        w_(w),
         smem_(smem),
         ring_{shared_address(smem)},
-        warp_(warp),
         team_(warp / kGroups),
         member_(warp % kGroups),
         lane_(lane),
@@ -87,41 +85,69 @@ class Consumer {
   }
 
   __device__ void init() {
-    const float* q_scale = reinterpret_cast<const float*>(smem_ + C::kQScale);
+    const float* q_scale = reinterpret_cast<const float*>(smem_ + C::kQScale) + row() * C::kHeads;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kGroups; ++n) {
+      if (p_.max_logits && g_ == 0) largest(n) = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max_[n][c] = kNoMax;
         sum_[n][c] = 0.0f;
         const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
-        logit_scale_[n][c] = p_.sm_scale * kLog2E * layer_scale / q_scale[n * kGroupHeads + 2 * t_ + c];
+        logit_scale_[n][c] =
+            p_.sm_scale * kLog2E * layer_scale * reciprocal(q_scale[n * kGroupHeads + 2 * t_ + c]);
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk)
 #pragma unroll
           for (int i = 0; i < 4; ++i) out_[chunk][i][n][c] = out_[chunk][i][n][c + 2] = 0.0f;
       }
-  }
-
-  __device__ void run() {
-    for (int block = team_; block < w_.num_blocks; block += C::kTeams) {
-      const int first = block * kGroups, mine = first + member_;
-      wait_full(mine);
-      const uint32_t rows = ring_.slot(mine % C::kSlots);
-      TokenScales<R> scales[2];  // of tokens g and g + 8
-      const uint8_t* row = smem_ + C::kRing + mine % C::kSlots * C::kSlotBytes + g_ * R::kPitch;
-      scales[0].load(row);
-      scales[1].load(row + 8 * R::kPitch);
-      float s[kGroups][4];
-      if constexpr (C::kWgmma) logits_wgmma(rows, scales, s);
-      else logits_mma(rows, scales, s);
-
-      Weights weights;
-      softmax(s, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, weights);
-      if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, scales, weights);
-      else accumulate_alone(mine, scales, weights);
     }
   }
+
+  // The block at this place in the ring's sequence, one of the team's: team, team + kTeams, ...
+  __device__ __forceinline__ void attend(int block) {
+    const int first = block * kGroups, mine = first + member_;
+    wait_full(mine);
+    const uint32_t rows = ring_.slot(mine % C::kSlots);
+    TokenScales<R> scales[2];  // of tokens g and g + 8
+    const uint8_t* row = smem_ + C::kRing + mine % C::kSlots * C::kSlotBytes + g_ * R::kPitch;
+    scales[0].load(row);
+    scales[1].load(row + 8 * R::kPitch);
+    float s[kGroups][4];
+    if constexpr (C::kWgmma) logits_wgmma(rows, scales, s);
+    else logits_mma(rows, scales, s);
+
+    Weights weights;
+    softmax(s, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, weights);
+    if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, scales, weights);
+    else accumulate_alone(mine, scales, weights);
+  }
+
+  // This warp's (base, sum of weights) of every head, to shared memory.
+  __device__ void write_stats(uint8_t* smem) const {
+    const int at = (team_ * kGroups + member_) * C::kHeads;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      const int head = at + n * kGroupHeads + 2 * t_;
+      if (g_ == 0)
+        reinterpret_cast<float4*>(smem + C::kWarpStats)[head / 2] = {max_[n][0], sum0, max_[n][1], sum1};
+    }
+  }
+
+  // O of the n-th group's heads 2t, 2t + 1.
+  __device__ void rescale(int n, float f0, float f1) {
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out_[chunk][i][n][c] *= c % 2 ? f1 : f0;
+  }
+
+  __device__ int team() const { return team_; }
+  __device__ int member() const { return member_; }
+  __device__ int row() const { return C::kRows > 1 ? team_ / C::kRowTeams : 0; }  // of the CTA's rows
 
   // merge.cuh reads these.
   float out_[C::kChunks][4][kGroups][4];  // O^T: 64-dim chunk, 16-dim tile of it, group of 8 heads, fragment
@@ -144,7 +170,9 @@ class Consumer {
   };
 
   __device__ void wait_full(int i) const { mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1); }
+  // The fence: without it the arrival was seen to overtake the last ldmatrix of the slot.
   __device__ void release(int i) const {
+    fence_proxy_async();
     __syncwarp();
     if (lane_ == 0) mbarrier_arrive(ring_.empty(i % C::kSlots));
   }
@@ -157,7 +185,7 @@ class Consumer {
   // ---- weights ----
 
   __device__ void softmax(float (&s)[kGroups][4], const TokenScales<R> (&scales)[2], const uint8_t* valid,
-                          Weights& w) const {
+                          Weights& w) {
     int e = 0;  // the largest value scale of the 16 tokens is below 2^e
     if constexpr (R::kNumScales > 0) {
       float largest = 0.0f;
@@ -171,12 +199,14 @@ class Consumer {
     const float nan0 = scales[0].nan ? NAN : 0.0f, nan1 = scales[1].nan ? NAN : 0.0f;
     w.base_moved = false;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kGroups; ++n) {
+      float new_largest[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {  // logit + e, in units of log2
         s[n][c] = valid0 ? fmaf(s[n][c], logit_scale_[n][c], e + nan0) : -INFINITY;
         s[n][c + 2] = valid1 ? fmaf(s[n][c + 2], logit_scale_[n][c], e + nan1) : -INFINITY;
         const float largest = max_over_tokens(fmaxf(s[n][c], s[n][c + 2]));
+        new_largest[c] = largest - e;
         const bool moves = largest > max_[n][c] + kLazyLog2;
         w.base[n][c] = moves ? largest : max_[n][c];
         w.base_moved |= moves;
@@ -184,15 +214,11 @@ class Consumer {
         w.p[n][c + 2] = exp2_approx(s[n][c + 2] - w.base[n][c] + kWeightLog2);
         w.sum[n][c] = (w.p[n][c] + w.p[n][c + 2]) * w.unscale;
       }
-  }
-
-  __device__ void rescale(int n, float f0, float f1) {
-#pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) out_[chunk][i][n][c] *= c % 2 ? f1 : f0;
+      if (p_.max_logits && g_ == 0) {
+        float2& all = largest(n);
+        all = {fmaxf(all.x, new_largest[0]), fmaxf(all.y, new_largest[1])};
+      }
+    }
   }
 
   // values.cuh: O^T += V^T P^T for a block; its slots are given as positions in the ring's sequence.
@@ -205,11 +231,18 @@ class Consumer {
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
+  // This warp's largest logits (log2) of heads 2t, 2t + 1 of the n-th group: in shared memory, few need them.
+  __device__ float2& largest(int n) const {
+    const int head = (team_ * kGroups + member_) * C::kHeads + n * kGroupHeads + 2 * t_;
+    return reinterpret_cast<float2*>(smem_ + C::kWarpLargest)[head / 2];
+  }
+
+  __device__ uint32_t q_address() const { return ring_.smem + C::kQ + row() * C::kQBytes; }
+
   const SparseAttentionParams& p_;
-  const Work& w_;
   uint8_t* const smem_;
   const Ring<C> ring_;
-  const int warp_, team_, member_, lane_, g_, t_;
+  const int team_, member_, lane_, g_, t_;
   uint32_t tokens_by_dims_;  // ldmatrix of K (rows are tokens), and of V as pairs of bytes
   uint32_t bf16_values_, weights_row_;
   float logit_scale_[kGroups][2];

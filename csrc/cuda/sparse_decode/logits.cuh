@@ -20,14 +20,24 @@ __device__ void add_scaled(float (&s)[kGroups][4], const float (&acc)[kGroups][4
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[n][c] += acc[n][c] * (c < 2 ? s0 : s1);
 }
+template <int kGroups>
+__device__ void add_scaled(float (&s)[kGroups][4], const float (&a)[kGroups][4], const float (&b)[kGroups][4],
+                           float s0, float s1) {
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[n][c] += (a[n][c] + b[n][c]) * (c < 2 ? s0 : s1);
+}
 
-// One mma per 16 dims and head group. Shared-memory loads run one step ahead of the products, and
-// kInterleave tiles are worked on in turn, so that four accumulators are in flight.
+// One mma per 16 dims and head group. Shared-memory loads run one step ahead of the products. The two halves
+// of 32 dims have accumulators of their own, and kInterleave tiles are worked on in turn: a product waits for
+// none of the last three.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const TokenScales<R> (&scales)[2],
                                                         float (&s)[kGroups][4]) const {
-  constexpr int kInterleave = 4 / kGroups, kBf16Steps = R::kBf16Dims / 16, kFp8Steps = R::kFp8Dims / 16;
-  const uint32_t q_base = ring_.smem + C::kQ + lane_ * 8;
+  constexpr int kInterleave = kGroups == 1 ? 2 : 1, kBf16Steps = R::kBf16Dims / 16,
+                kFp8Steps = R::kFp8Dims / 16;
+  const uint32_t q_base = q_address() + lane_ * 8;
   uint2 q[2][kGroups];
   const auto load_step = [&](uint2(&dst)[kGroups], int step) {
 #pragma unroll
@@ -39,6 +49,7 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
   uint32_t bytes[2][4];
   load_step(q[0], kBf16Steps ? kFp8Steps : 0);
   if constexpr (kBf16Steps > 0) {
+    float odd[kGroups][4] = {};  // the odd steps
     uint32_t k[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) ldmatrix_x4(k[i], rows + tokens_by_dims_ + R::kBf16Offset + i * 32);
@@ -48,9 +59,11 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
       else if (kFp8Steps > 0) load_step(q[(i + 1) % 2], 0);
       if (i == kBf16Steps - 2 && kFp8Steps > 0) ldmatrix_x4(bytes[0], rows + tokens_by_dims_);
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) mma_bf16(s[n], k[i % 4], q[i % 2][n].x, q[i % 2][n].y);
+      for (int n = 0; n < kGroups; ++n)
+        mma_bf16(i % 2 ? odd[n] : s[n], k[i % 4], q[i % 2][n].x, q[i % 2][n].y);
       if (i + 4 < kBf16Steps) ldmatrix_x4(k[i % 4], rows + tokens_by_dims_ + R::kBf16Offset + (i + 4) * 32);
     }
+    add_scaled(s, odd, 1.0f, 1.0f);
   } else {
     ldmatrix_x4(bytes[0], rows + tokens_by_dims_);
   }
@@ -69,7 +82,7 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
   const auto first_dim = [&](int u) {
     return tile_of(u) * R::kTileDims + u % kUnitsPerRound / tiles_in_round(u / kUnitsPerRound) * 32;
   };
-  float acc[kInterleave][kGroups][4];
+  float acc[kInterleave][2][kGroups][4];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     const int round = u / kUnitsPerRound, tile = tile_of(u) - round * kInterleave;
@@ -77,7 +90,9 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
 #pragma unroll
       for (int i = 0; i < kInterleave; ++i)
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n) acc[i][n][0] = acc[i][n][1] = acc[i][n][2] = acc[i][n][3] = 0.0f;
+        for (int n = 0; n < 2 * kGroups; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[i][n / kGroups][n % kGroups][c] = 0.0f;
     }
     if (u + 1 < kUnits) ldmatrix_x4(bytes[(u + 1) % 2], rows + tokens_by_dims_ + first_dim(u + 1));
     uint32_t k[2][4];
@@ -87,12 +102,13 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
       if (half == 0) load_step(q[1], first_dim(u) / 16 + 1);
       else if (u + 1 < kUnits) load_step(q[0], first_dim(u + 1) / 16);
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) mma_f16(acc[tile][n], k[half], q[half][n].x, q[half][n].y);
+      for (int n = 0; n < kGroups; ++n) mma_f16(acc[tile][half][n], k[half], q[half][n].x, q[half][n].y);
     }
     if (u + 1 == kUnits || (u + 1) % kUnitsPerRound == 0) {
 #pragma unroll
       for (int i = 0; i < tiles_in_round(round); ++i)
-        add_scaled(s, acc[i], scales[0][round * kInterleave + i], scales[1][round * kInterleave + i]);
+        add_scaled(s, acc[i][0], acc[i][1], scales[0][round * kInterleave + i],
+                   scales[1][round * kInterleave + i]);
     }
   }
 }
@@ -104,7 +120,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const T
                                                           float (&s)[kGroups][4]) const {
   constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;
   constexpr int kPartsPerTile = R::kTileDims / 64;
-  const uint64_t q = wgmma_descriptor(ring_.smem + C::kQ, 512, 128);
+  const uint64_t q = wgmma_descriptor(q_address(), 512, 128);
   constexpr int kStepQ = 1024 / 16;  // of the descriptor's address
   uint32_t k[2][4][4];
   const auto load_part = [&](uint32_t (&a)[4][4], int part) {

@@ -11,28 +11,41 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
 inline constexpr float kNoPartial = -3e38f;
 
-// Writes the lse of a head from its maximum and sum; returns the factor of its output.
+// The factor of a head's output, from the base and the sum of its weights.
 template <class C>
-__device__ float finish_head(const SparseAttentionParams& p, const Work& w, int head_in_cta, float max,
-                             float sum) {
-  const int head = w.first_head + head_in_cta;
-  if (head >= p.num_q_heads) return 0.0f;
-  const bool empty = sum == 0.0f;
-  p.lse[w.token * p.num_q_heads + head] = empty ? -INFINITY : (log2f(sum) + max - kWeightLog2) * kLn2;
-  if (empty) return 0.0f;
-  const float sink = p.attn_sink ? exp2_approx(p.attn_sink[head] * kLog2E - max + kWeightLog2) : 0.0f;
-  return (C::R::kUniformFp8 ? *p.scale : 1.0f) / (sum + sink);
+__device__ float output_factor(const SparseAttentionParams& p, int head, float base, float sum) {
+  if (head >= p.num_q_heads || sum == 0.0f) return 0.0f;
+  const float sink = p.attn_sink ? exp2_approx(p.attn_sink[head] * kLog2E - base + kWeightLog2) : 0.0f;
+  return __fdividef(C::R::kUniformFp8 ? *p.scale : 1.0f, sum + sink);
+}
+__device__ inline void write_head(const SparseAttentionParams& p, int64_t token, int head, float base,
+                                  float sum, float largest) {
+  if (head >= p.num_q_heads) return;
+  const int64_t at = token * p.num_q_heads + head;
+  p.lse[at] = sum == 0.0f ? -INFINITY : (log2f(sum) + base - kWeightLog2) * kLn2;
+  if (p.max_logits) p.max_logits[at] = largest * kLn2;
+}
+// Both, of a head of the CTA. `largest` is its largest logit; only prefill needs it.
+template <class C>
+__device__ float finish_head(const SparseAttentionParams& p, const Work& w, int head_in_cta, float base,
+                             float sum, float largest = -INFINITY) {
+  write_head(p, w.token, w.first_head + head_in_cta, base, sum, largest);
+  return output_factor<C>(p, w.first_head + head_in_cta, base, sum);
 }
 
 // The producer warps: the first finds (max, sum) of the CTA while the consumers write their outputs.
 template <class C>
 __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* smem, bool first, int lane) {
   const float2* warp_stats = reinterpret_cast<const float2*>(smem + C::kWarpStats);
+  const float* warp_largest = reinterpret_cast<const float*>(smem + C::kWarpLargest);
   __syncthreads();
   if (first && lane < C::kHeads) {
-    float max = kNoPartial, sum = 0.0f;
+    float max = kNoPartial, sum = 0.0f, largest = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kConsumerWarps; ++i) max = fmaxf(max, warp_stats[i * C::kHeads + lane].x);
+    for (int i = 0; i < kConsumerWarps; ++i) {
+      max = fmaxf(max, warp_stats[i * C::kHeads + lane].x);
+      largest = fmaxf(largest, warp_largest[i * C::kHeads + lane]);
+    }
 #pragma unroll
     for (int i = 0; i < kConsumerWarps; ++i) {
       const float2 x = warp_stats[i * C::kHeads + lane];
@@ -40,8 +53,9 @@ __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* sm
     }
     float2 result = {max, sum};
     if (params.num_splits == 1)
-      result.y = finish_head<C>(params.p, w, lane, max, sum);  // nobody needs the sum
+      result.y = finish_head<C>(params.p, w, lane, max, sum, largest);  // nobody needs the sum
     reinterpret_cast<float2*>(smem + C::kStats)[lane] = result;
+    reinterpret_cast<float*>(smem + C::kLargest)[lane] = largest;
   }
   __syncthreads();
 }
@@ -51,13 +65,7 @@ template <class C>
 __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
   const int g = lane / 4, t = lane % 4, team = warp / C::kGroups, member = warp % C::kGroups;
   float2* warp_stats = reinterpret_cast<float2*>(smem + C::kWarpStats);
-#pragma unroll
-  for (int n = 0; n < C::kGroups; ++n)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float sum = sum_over_tokens(consumer.sum_[n][c]);
-      if (g == 0) warp_stats[warp * C::kHeads + n * kGroupHeads + 2 * t + c] = {consumer.max_[n][c], sum};
-    }
+  consumer.write_stats(smem);
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < C::kGroups; ++n) {
@@ -147,7 +155,12 @@ __device__ void merge_splits(const TeamParams& params, const Work& w, uint8_t* s
   for (int i = thread; i < share; i += kConsumerThreads) {  // inside one head
     const int quad = first + i, head = quad / kOutQuads;
     float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
-    if (lane < splits) stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+    float largest = -INFINITY;
+    if (lane < splits) {
+      stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+      if (params.p.max_logits)
+        largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
+    }
     const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
     float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
     float max = stats.x, total = 0.0f, factor = 0.0f;
@@ -165,13 +178,16 @@ __device__ void merge_splits(const TeamParams& params, const Work& w, uint8_t* s
         factor = exp2_approx(stats.x - max);
         total = stats.y * factor;
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+        for (int offset = 16; offset > 0; offset /= 2) {
+          total += __shfl_xor_sync(kFullWarp, total, offset);
+          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) add(sum, x[k], __shfl_sync(kFullWarp, factor, r + k));
     }
     float out_factor = 0.0f;
-    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total);
+    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total, largest);
     store_out<C>(params.p, w, quad, sum, __shfl_sync(kFullWarp, out_factor, 0));
   }
 }

@@ -12,6 +12,8 @@ struct TeamPlan {
 };
 TeamPlan plan_sparse_decode(const SparseAttentionParams& p, int num_sms);
 
+bool hopper_kernels_fit(const SparseAttentionParams& p);
+
 // Explicit instances, one source file per family of layouts: they compile in parallel.
 template <KvLayoutId kId>
 void launch_warp_teams(const SparseAttentionParams& p, const TeamPlan& plan, gpuStream_t stream);

@@ -54,8 +54,8 @@ __device__ Source find_source(const SparseAttentionParams& p, int64_t token, con
   if (scope) position -= lengths[0];
   if (position >= lengths[scope]) return {nullptr, nullptr};
   const KvScope& s = p.scopes[scope];
-  const int64_t slot = s.indices[token * s.indices_stride_token + position];
-  if (slot < 0 || slot >= s.num_slots) return {nullptr, nullptr};
+  const int64_t slot = Selection(p, scope, token).slot(position);
+  if (slot < 0) return {nullptr, nullptr};
   const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
   const int64_t in_page = slot % s.page_size;
   return {page + kL.token_offset(in_page), page + kL.scale_offset(in_page, s.page_size)};
@@ -123,11 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first_head = blockIdx.x % head_blocks * kHeads;
 
   int64_t lengths[2] = {0, 0};
-  for (int i = 0; i < p.num_scopes; ++i) {
-    const KvScope& s = p.scopes[i];
-    const int64_t length = s.topk_length ? s.topk_length[token] : s.topk;
-    lengths[i] = max(int64_t{0}, min(length, s.topk));
-  }
+  for (int i = 0; i < p.num_scopes; ++i) lengths[i] = Selection(p, i, token).length();
   const int64_t num_blocks = ceil_div(lengths[0] + lengths[1], int64_t{kTokens});
 
   if (num_blocks > 0) gather(p, token, lengths, 0, smem, smem.valid[0]);

@@ -7,36 +7,48 @@
 
 namespace mla_fp8::gpu {
 
+// What one query attends to.
+struct Keys {
+  int64_t token;        // the query
+  int length0, length;  // keys of the first scope, of both
+  int window_first;     // position of the first key of a sliding window
+  const int32_t* pages;
+
+  Keys() = default;
+  __device__ Keys(const SparseAttentionParams& p, int64_t token) : token(token) {
+    const Selection first(p, 0, token);
+    length0 = static_cast<int>(first.length());
+    window_first = static_cast<int>(first.first_position());
+    pages = first.pages();
+    length = length0 + (p.num_scopes > 1 ? static_cast<int>(Selection(p, 1, token).length()) : 0);
+  }
+};
+
 // What one CTA works on: blocks [first_block, first_block + num_blocks) of the selected tokens of one row.
 struct Work {
+  Keys keys;
   int64_t token;  // the query
   int split, first_head;
-  int length0, length;  // tokens of the first scope, of both
   int first_block, num_blocks;
 };
 
-// How many of the scope's indices count for this query.
-__device__ inline int scope_length(const KvScope& scope, int64_t token) {
-  const int topk = static_cast<int>(scope.topk);
-  return scope.topk_length ? max(0, min(scope.topk_length[token], topk)) : topk;
-}
-
 template <class C>
 __device__ Work find_work(const TeamParams& params) {
-  const SparseAttentionParams& p = params.p;
-  Work w;
   const unsigned splits = params.num_splits, cluster = blockIdx.x / splits;
-  w.split = blockIdx.x % splits;
-  w.token =
-      cluster / params.num_head_blocks;  // the head blocks of a row run together: it is read from L2 again
-  w.first_head = cluster % params.num_head_blocks * C::kHeads;
-  w.length0 = scope_length(p.scopes[0], w.token);
-  w.length = w.length0 + (p.num_scopes > 1 ? scope_length(p.scopes[1], w.token) : 0);
-  const unsigned blocks = ceil_div(w.length, C::kBlockTokens);
+  const int split = blockIdx.x % splits;
+  // The head blocks of a row run together: it is read from L2 again.
+  const int64_t token = cluster / params.num_head_blocks;
+  const Keys keys(params.p, token);
+  const unsigned blocks = ceil_div(keys.length, C::kBlockTokens);
   const int each = blocks / splits, longer = blocks % splits;  // the first `longer` splits take one more
-  w.first_block = w.split * each + min(w.split, longer);
-  w.num_blocks = each + (w.split < longer);
-  return w;
+  return {
+      .keys = keys,
+      .token = token,
+      .split = split,
+      .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
+      .first_block = split * each + min(split, longer),
+      .num_blocks = each + (split < longer),
+  };
 }
 
 // Masked tokens read this row: whatever lies in a cache reaches an output only through a selected slot.
@@ -54,44 +66,34 @@ struct Ring {
   }
 };
 
+// Fetching one slot.
 template <class C>
-class Producer {
+class Gather {
  public:
   using R = typename C::R;
 
-  __device__ Producer(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
-      : p_(params.p), w_(w), ring_{shared_address(smem)}, valid_(smem + C::kValid), warp_(warp), lane_(lane) {
-    // The first indices are on their way before anything else is set up.
-    next_ = index(warp);
-    after_next_ = index(warp + C::kProducers);
-  }
+  __device__ Gather(const TeamParams& params, uint8_t* smem, int lane)
+      : p_(params.p), lane_(lane), ring_{shared_address(smem)}, valid_(smem + C::kValid) {}
 
-  __device__ void run() {
-    const int num_slots = w_.num_blocks * C::kBlockSlots;
-    for (int i = warp_; i < num_slots; i += C::kProducers) {
-      const Index current = next_;
-      next_ = after_next_;
-      after_next_ = index(i + 2 * C::kProducers);
-      fetch(i, current);
-    }
-  }
-
- private:
+ protected:
   struct Index {
     int slot;  // -1 = none
     int scope;
   };
 
-  // The index that this lane (mod 16) fetches for the i-th slot of the ring's sequence.
-  __device__ Index index(int i) const {
-    const int position = w_.first_block * C::kBlockTokens + i * kSlotTokens + lane_ % kSlotTokens;
-    if (i >= w_.num_blocks * C::kBlockSlots || position >= w_.length) return {-1, 0};
-    const int scope = position >= w_.length0;
+  // The index that this lane (mod 16) fetches, of the 16 from `position` on of a query's keys.
+  __device__ Index index(const Keys& keys, int position) const {
+    position += lane_ % kSlotTokens;
+    if (position >= keys.length) return {-1, 0};
+    const int scope = position >= keys.length0;
     const KvScope& s = p_.scopes[scope];
-    return {__ldg(s.indices + w_.token * s.indices_stride_token + (scope ? position - w_.length0 : position)),
-            scope};
+    if (scope == 0 && p_.is_window) return {window_slot(keys.pages, keys.window_first + position), 0};
+    return {
+        __ldg(s.indices + keys.token * s.indices_stride_token + (scope ? position - keys.length0 : position)),
+        scope};
   }
 
+  // Into the i-th slot of the ring's sequence.
   __device__ void fetch(int i, Index index) const {
     constexpr KvLayout kL = R::kL;
     const KvScope& s = p_.scopes[index.scope];
@@ -123,11 +125,54 @@ class Producer {
     __syncwarp();
   }
 
+  __device__ int window_slot(const int32_t* pages, unsigned position) const {
+    const KvScope& s = p_.scopes[0];
+    const unsigned page_size = s.page_size, entry = position / page_size;
+    if (entry >= p_.window.max_pages) return -1;
+    const int page = __ldg(pages + entry);
+    const int64_t slot = int64_t{page} * page_size + position % page_size;
+    return page >= 0 && slot < s.num_slots ? static_cast<int>(slot) : -1;
+  }
+
   const SparseAttentionParams& p_;
-  const Work& w_;
+  const int lane_;
+
+ private:
   const Ring<C> ring_;
   uint8_t* const valid_;
-  const int warp_, lane_;
+};
+
+// The producers of a CTA that works on one row.
+template <class C>
+class Producer : Gather<C> {
+ public:
+  __device__ Producer(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
+      : Gather<C>(params, smem, lane), w_(w), warp_(warp) {
+    // The first indices are on their way before anything else is set up.
+    next_ = index(warp);
+    after_next_ = index(warp + C::kProducers);
+  }
+
+  __device__ void run() {
+    const int num_slots = w_.num_blocks * C::kBlockSlots;
+    for (int i = warp_; i < num_slots; i += C::kProducers) {
+      const Index current = next_;
+      next_ = after_next_;
+      after_next_ = index(i + 2 * C::kProducers);
+      this->fetch(i, current);
+    }
+  }
+
+ private:
+  using typename Gather<C>::Index;
+
+  __device__ Index index(int i) const {
+    if (i >= w_.num_blocks * C::kBlockSlots) return {-1, 0};
+    return Gather<C>::index(w_.keys, w_.first_block * C::kBlockTokens + i * kSlotTokens);
+  }
+
+  const Work& w_;
+  const int warp_;
   Index next_, after_next_;
 };
 

@@ -9,22 +9,24 @@
 namespace mla_fp8::gpu {
 
 __device__ inline float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
+// Of a power of two.
+__device__ inline float reciprocal(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
 // e with x < 2^e, from the bits of a nonnegative float x.
 __device__ inline int exponent_above(uint32_t bits) { return static_cast<int>(bits >> 23) - 126; }
 
-// The heads of one of eight warps. Loaded before the first barrier, stored after it.
-template <class C>
+// The heads of one of kWarps warps. Loaded before the first barrier, stored after it.
+template <class C, int kWarps = kConsumerWarps>
 struct Query {
   using R = typename C::R;
-  static constexpr int kHeads = C::kHeads / kConsumerWarps, kWords = R::kDims / 64;
+  static constexpr int kHeads = C::kHeads / kWarps, kWords = R::kDims / 64;
   uint32_t word[kHeads][kWords];
 
-  __device__ void load(const SparseAttentionParams& p, const Work& w, int warp, int lane) {
+  __device__ void load(const SparseAttentionParams& p, int64_t token, int first_head, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      const int head = w.first_head + warp * kHeads + i;
+      const int head = first_head + warp * kHeads + i;
       const uint32_t* row =
-          reinterpret_cast<const uint32_t*>(p.q + w.token * p.q_stride_token + head * p.q_stride_head);
+          reinterpret_cast<const uint32_t*>(p.q + token * p.q_stride_token + head * p.q_stride_head);
 #pragma unroll
       for (int j = 0; j < kWords; ++j)
         word[i][j] = head < p.num_q_heads ? __ldg(row + lane + kWarpSize * j) : 0u;
@@ -32,9 +34,8 @@ struct Query {
   }
 
   // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
-  // to kQScale.
-  __device__ void store(uint8_t* smem, int warp, int lane) const {
-    float* q_scale = reinterpret_cast<float*>(smem + C::kQScale);
+  // to q_scale.
+  __device__ void store(uint8_t* q, float* q_scale, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = warp * kHeads + i;
@@ -52,7 +53,7 @@ struct Query {
         const float x = low(word[i][j]) * factor, y = high(word[i][j]) * factor;
         // K's fragments hold e4m3 dims 4t .. 4t + 3 in the places of k = 2t, 2t + 1, 2t + 8, 2t + 9.
         const int t = fp8 ? in_step / 2 : in_step % 4, half = fp8 ? in_step % 2 : in_step / 4;
-        *reinterpret_cast<uint32_t*>(smem + C::kQ + offset(step, head, t, half)) =
+        *reinterpret_cast<uint32_t*>(q + offset(step, head, t, half)) =
             fp8 ? pack_f16(x, y) : pack_bf16(x, y);
       }
     }

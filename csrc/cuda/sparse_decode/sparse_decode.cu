@@ -1,37 +1,36 @@
-// Which kernel runs a sparse attention problem: the Hopper kernel where it is built and fits, else the
-// portable one.
+// Which kernel runs a decode step: the Hopper kernels where they are built and fit, else the portable one.
 #include <limits>
 
 #include "cuda/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
-#include "cuda/sparse_prefill/warpgroups_bf16.h"
 
 namespace mla_fp8::gpu {
 namespace {
 
-[[maybe_unused]] int device_attribute(cudaDeviceAttr attribute) {
+int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
   return value;
 }
 
+}  // namespace
+
 bool hopper_kernels_fit(const SparseAttentionParams& p) {
 #if MLA_FP8_WITH_SM90A
-  constexpr int64_t kLimit = int64_t{1} << 26;  // positions and grid stay far from 2^31
+  constexpr int64_t kLimit = int64_t{1} << 26;  // positions stay far from 2^31
   return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && total_topk(p) < kLimit &&
-         p.num_tokens < (1 << 20) && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+         device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 #else
   return p.num_tokens < 0;  // not built
 #endif
 }
 
-}  // namespace
-
 void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
-  if (!hopper_kernels_fit(p)) return sparse_attention_portable(p, stream);
+  if (!hopper_kernels_fit(p) || p.num_tokens >= 1 << 20)  // the grid stays far from 2^31
+    return sparse_attention_portable(p, stream);
 #if MLA_FP8_WITH_SM90A
-  const TeamPlan plan = plan_sparse_decode(p, device_attribute(cudaDevAttrMultiProcessorCount));
+  const TeamPlan plan = plan_sparse_decode(p, num_processors());
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
     if constexpr (kv_layout(kId).nope_format != Format::kBf16)
       if (plan.warpgroups) return launch_warpgroups<kId>(p, plan, stream);
@@ -47,15 +46,6 @@ void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
     default: return sparse_attention_portable(p, stream);
   }
 #endif
-}
-
-void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
-#if MLA_FP8_WITH_SM90A
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-      prefill_warpgroups_bf16_fits(p, device_attribute(cudaDevAttrMultiProcessorCount)))
-    return launch_prefill_warpgroups_bf16(p, stream);
-#endif
-  sparse_attention_portable(p, stream);
 }
 
 }  // namespace mla_fp8::gpu

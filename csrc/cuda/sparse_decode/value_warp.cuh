@@ -132,6 +132,7 @@ class ValueWarp {
           }
         if (bf16) ldmatrix_x4_trans(a[1], rows(unit) + values_bf16);
         if (pair == 1) {
+          fence_proxy_async();  // see Consumer::release
           __syncwarp();
           if (lane_ == 0) mbarrier_arrive(ring_.empty((first + step) % C::kSlots));
         }

@@ -49,15 +49,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();  // sums are read: shared memory may go
     }
   } else {
-    Consumer<C> consumer(params, w, smem, warp, lane);
+    Consumer<C> consumer(params, smem, warp, lane);
     Query<C> q;
-    q.load(params.p, w, warp, lane);
+    q.load(params.p, w.token, w.first_head, warp, lane);
     __syncthreads();
     take_registers<C::kConsumerRegisters>();
-    q.store(smem, warp, lane);
+    q.store(smem + C::kQ, reinterpret_cast<float*>(smem + C::kQScale), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
     consumer.init();
-    consumer.run();
+    for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
     write_partials<C>(consumer, smem, warp, lane);
     merge_teams<C>(params, w, smem, thread);
     if (params.num_splits > 1) {

@@ -23,5 +23,11 @@ def sparse_prefill_paged(
     return _ops.sparse_prefill_paged(q, kv_cache, indices, layout=layout.id, **options)  # type: ignore[no-any-return]
 
 
+def sparse_prefill_window(
+    q: torch.Tensor, kv_cache: torch.Tensor, *geometry: torch.Tensor, layout: KVLayout, **options: Any
+) -> Triple:
+    return _ops.sparse_prefill_window(q, kv_cache, *geometry, layout=layout.id, **options)  # type: ignore[no-any-return]
+
+
 def sparse_prefill(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, **options: Any) -> Triple:
     return _ops.sparse_prefill(q, kv, indices, **options)  # type: ignore[no-any-return]

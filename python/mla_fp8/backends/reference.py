@@ -34,6 +34,23 @@ def sparse_prefill_paged(
     return reference.sparse_attention(q, scopes, sm_scale=sm_scale, attn_sink=attn_sink)
 
 
+def sparse_prefill_window(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    page_size: int,
+    window_size: int,
+    **options: Any,
+) -> Triple:
+    slots = reference.window_slots(
+        page_table, query_start_loc, seq_lens, num_tokens=len(q), page_size=page_size, window_size=window_size
+    )
+    return sparse_prefill_paged(q, kv_cache, slots, page_size=page_size, **options)
+
+
 def sparse_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

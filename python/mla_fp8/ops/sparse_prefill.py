@@ -71,11 +71,55 @@ def sparse_prefill_paged(
     )  # fmt: skip
 
 
+def sparse_prefill_window(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    layout: str | KVLayout,
+    page_size: int,
+    window_size: int,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_page_size: int | None = None,
+    scale: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`sparse_prefill_paged` over each token's sliding window: a page table instead of indices.
+
+    ===============  =========================  =====  ==================================================
+    kv_cache         [num_pages, page_bytes]    uint8  of the window; see :class:`mla_fp8.KVLayout`
+    page_table       [num_requests, max_pages]  int32  pages of positions 0, page_size, ..; no page: masked
+    query_start_loc  [num_requests + 1]         int32  first query of each request; element 0 is subtracted
+    seq_lens         [num_requests]             int32  tokens of each request, its queries the last of them
+    ===============  =========================  =====  ==================================================
+
+    A query at position p attends to positions ``max(p - window_size + 1, 0) .. p`` of its own request and to
+    ``extra_indices`` of ``extra_kv_cache``, in one softmax. Tokens of no request have no window. Other
+    arguments and results as in :func:`sparse_prefill_paged`.
+    """
+    layout = layout_of(layout, q, kv_cache, page_size, backend)
+    features = wanted(two_caches=extra_kv_cache is not None)
+    function = backend_function("sparse_prefill_window", q, layout.name, backend, features)
+    return function(  # type: ignore[no-any-return]
+        q, kv_cache, page_table, query_start_loc, seq_lens, layout=layout, page_size=page_size,
+        window_size=window_size, sm_scale=sm_scale, attn_sink=attn_sink, extra_kv_cache=extra_kv_cache,
+        extra_indices=extra_indices, extra_topk_length=extra_topk_length, extra_page_size=extra_page_size,
+        scale=scale,
+    )  # fmt: skip
+
+
 @fake("sparse_prefill")
 @fake("sparse_prefill_paged")
+@fake("sparse_prefill_window")
 def _(q: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out, lse = new_outputs(q)
     return out, torch.empty_like(lse), lse
 
 
-fake_returns_nothing("sparse_prefill_out", "sparse_prefill_paged_out")
+fake_returns_nothing("sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out")

@@ -1,0 +1,379 @@
+#pragma once
+// S^T = K Q^T and softmax in the row-group kernel.
+#include "cuda/sparse_prefill/group_config.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace mla_fp8::gpu {
+
+// One of the logits warps: 16 tokens of every kLogitGroups-th block, all heads.
+template <class C>
+class RowLogits {
+ public:
+  using R = typename C::R;
+  static constexpr int kGroups = C::kGroups;
+
+  __device__ RowLogits(const TeamParams& params, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        ring_{shared_address(smem)},
+        x_(smem),
+        warp_(warp),
+        group_(warp / C::kGroupWarps),
+        member_(warp % C::kGroupWarps),
+        lane_(lane),
+        g_(lane / 4),
+        t_(lane % 4) {}
+
+  __device__ void run() {
+    int entry = 0, block = 0;
+    int ended = -1;  // an entry of this warp's to pass on: the end of the row before
+    float factor = 0.0f;
+#pragma unroll 1
+    for (unsigned i = Unit<C>::first(0); i < Unit<C>::count(params_); i += Unit<C>::stride()) {
+      const Unit<C> unit(params_, i);
+      const int num_blocks = ceil_div(Keys(params_.p, unit.token).length, C::kBlockTokens);
+      begin_row(unit);
+      if (ended >= 0) pass_end(ended, factor);
+#pragma unroll 1
+      for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
+        if (is_mine(entry)) attend(entry, block);
+      ended = is_mine(entry) ? entry : -1;
+      factor = end_row(unit, entry, (entry - num_blocks) % 2);
+      ++entry;
+    }
+    if (ended >= 0) pass_end(ended, factor);
+  }
+
+ private:
+  __device__ bool is_mine(int entry) const { return C::kLogitGroups == 1 || entry % 2 == group_; }
+  // (logit scale, base - 7) of heads 8n + 2t and + 1.
+  __device__ float4 head_pair(int n) const {
+    return reinterpret_cast<const float4*>(x_.head_state())[n * kGroupHeads / 2 + t_];
+  }
+  __device__ float2& pair_of(float* per_head, int n) const {
+    return reinterpret_cast<float2*>(per_head)[n * kGroupHeads / 2 + t_];
+  }
+  __device__ const uint8_t* row_of(int slot, int i) const {  // of token g + 8i
+    return x_.bytes + C::kRing + slot * C::kSlotBytes + (g_ + 8 * i) * R::kPitch;
+  }
+
+  // This lane's largest logits (log2) of the n-th group's heads 2t, 2t + 1: in shared memory, few need them.
+  __device__ float2& largest(int n) const {
+    return reinterpret_cast<float2*>(x_.bytes + C::kLaneLargest)[(warp_ * kGroups + n) * kWarpSize + lane_];
+  }
+
+  // Q to shared memory once all are done with the row before.
+  __device__ void begin_row(const Unit<C>& unit) {
+    constexpr int kShares = C::kHeads / 4 > C::kLogitWarps ? C::kHeads / 4 : C::kLogitWarps;
+    Query<C, kShares> q;
+#pragma unroll 1
+    for (int share = warp_; share < kShares; share += C::kLogitWarps) {
+      q.load(params_.p, unit.token, unit.first_head, share, lane_);
+      if (share == warp_) named_barrier(kBarrierAllLogits, C::kLogitThreads);
+      q.store(x_.bytes + C::kQ, reinterpret_cast<float*>(x_.bytes + C::kQScale), share, lane_);
+    }
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    const int head = warp_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      const float layer_scale = R::kUniformFp8 ? *params_.p.scale : 1.0f;
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      x_.head_state()[head] = {params_.p.sm_scale * kLog2E * layer_scale * reciprocal(q_scale), 0.0f};
+    }
+    if (warp_ == 0 && lane_ == 0) x_.epoch() = 0;
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    epoch_ = 0;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      sum_[n][0] = sum_[n][1] = 0.0f;
+      largest(n) = {-INFINITY, -INFINITY};
+      if (g_ == 0) pair_of(x_.warp_base(warp_), n) = {0.0f, 0.0f};
+    }
+    __syncwarp();
+  }
+
+  __device__ void attend(int entry, int block) {
+    const int place = block * C::kBlockSlots + member_, slot = place % C::kSlots, buffer = entry % 2;
+    mbarrier_wait(ring_.full(slot), place / C::kSlots & 1);
+    float s[kGroups][4];
+    const int e = products(slot, s);
+    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    wait_for_turn(entry);
+    const int epoch = x_.epoch();
+    if (epoch != epoch_) follow_bases(epoch);
+    const float peak = to_log2(slot, e, s);
+    const float limit = epoch == 0 ? -INFINITY : kWeightLog2 + kLazyLog2;
+    const bool moved = named_barrier_any(kBarrierLogitGroup + group_, C::kGroupThreads, peak > limit);
+    if (moved) move_bases(s, buffer, limit);
+    if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Entry::kRescaled : Entry::kBlock;
+    pass_turn();
+    if (params_.p.max_logits)
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        const float2 base = pair_of(x_.warp_base(warp_), n);
+        float2& all = largest(n);
+        all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - e + base.x),
+               fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - e + base.y)};
+      }
+    store_weights(slot, s, e, buffer);
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_ == 0) mbarrier_arrive(x_.full(buffer));
+  }
+
+  // Bases are decided on in the order of the entries.
+  __device__ void wait_for_turn(int entry) const {
+    if (C::kLogitGroups == 2 && entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
+  }
+  __device__ void pass_turn() const {
+    if constexpr (C::kLogitGroups == 2) {
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(x_.decided(group_));
+    }
+  }
+
+  // K Q^T of 16 tokens, over the powers of two that Q and, 2^e, the value scales were divided by. Returns e.
+  __device__ int products(int slot, float (&s)[kGroups][4]) {
+    const uint32_t rows = ring_.slot(slot);
+    int e = 0;
+    if constexpr (R::kNumScales > 0) {
+      float largest = 0.0f;
+      nan_ = 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        TokenScales<R> scales;
+        scales.load(row_of(slot, i));
+#pragma unroll
+        for (int tile = 0; tile < R::kNumScales; ++tile) largest = fmaxf(largest, scales[tile]);
+        nan_ |= scales.nan << i;
+      }
+      e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
+      e = min(max(e, -100), 100);
+    }
+    const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
+
+    // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
+    // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
+    constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32, kDepth = 3;
+    static_assert(kBf16Units <= 2 && R::kTileDims >= 64, "fetching ahead overwrites nothing");
+    const uint64_t q = wgmma_descriptor(ring_.smem + C::kQ, C::kHeads * 16, 128);
+    constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
+    const int matrix = lane_ / 8;
+    const uint32_t keys = rows + ((matrix & 1) * 8 + lane_ % 8) * R::kPitch + (matrix >> 1) * 16;
+    uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
+    float scale[2] = {};
+    const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && first_dim % R::kTileDims == 0; };
+    const auto fetch = [&](int unit) {
+      const int first_dim = (unit - kBf16Units) * 32;
+      if (first_dim < 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ldmatrix_x4(k[unit][i], keys + R::kBf16Offset + unit * 64 + i * 32);
+        return;
+      }
+      ldmatrix_x4(bytes[unit % 2], keys + first_dim);
+      if (new_tile(first_dim))
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          scale[i] = TokenScales<R>::read(row_of(slot, i), first_dim / R::kTileDims);
+    };
+    const auto convert = [&](int unit) {
+      const int first_dim = (unit - kBf16Units) * 32;
+      uint32_t (&a)[2][4] = k[unit % kDepth];
+      if (first_dim < 0) {
+        const uint32_t unit_pair = pack_bf16(to_unit, to_unit);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_bf16x2(a[i / 4][i % 4], unit_pair);
+        return;
+      }
+      convert_keys(bytes[unit % 2], a[0], a[1]);
+      if (new_tile(first_dim))
+#pragma unroll
+        for (int i = 0; i < 2; ++i) pair[i] = pack_f16(scale[i] * to_unit, scale[i] * to_unit);
+      if constexpr (R::kNumScales > 0)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);
+    };
+#pragma unroll
+    for (int unit = 0; unit < kBf16Units + 2; ++unit) fetch(unit);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      if (unit >= kDepth) wgmma_wait<kDepth - 1>();  // its fragments are free again
+      convert(unit);
+      if (unit >= kBf16Units && unit + 2 < kUnits) fetch(unit + 2);
+      pin_registers(s);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int step = 2 * unit + i;
+        if (unit < kBf16Units)
+          wgmma_bf16(s, k[unit % kDepth][i], q + (R::kFp8Dims / 16 + step) * kStep, step > 0);
+        else wgmma_f16(s, k[unit % kDepth][i], q + (step - 2 * kBf16Units) * kStep, step > 0);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    pin_registers(s);
+    return e;
+  }
+
+  // Products to logits in units of log2, plus e, less base - 7; masked: -inf. Returns this lane's largest.
+  __device__ float to_log2(int slot, int e, float (&s)[kGroups][4]) const {
+    const float scale_back = power_of_two(e), shift = static_cast<float>(e);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        s[n][c] =
+            fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
+    }
+    const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
+    const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || nan_)) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[n][c] = masked[c / 2] ? -INFINITY : nan_ >> c / 2 & 1 ? NAN : s[n][c];
+    }
+    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) largest[c] = fmaxf(largest[c], s[n][c]);
+    return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  }
+
+  // Another block has moved the bases since this warp's last one.
+  __device__ void follow_bases(int epoch) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+      rebase(n, state.y, state.w);
+    }
+    epoch_ = epoch;
+  }
+  // Own sums of the n-th group's heads 2t, 2t + 1 to new bases.
+  __device__ void rebase(int n, float base0, float base1) {
+    float2& mine = pair_of(x_.warp_base(warp_), n);
+    // Where there is nothing yet the old base means nothing.
+    if (sum_[n][0] != 0.0f) sum_[n][0] *= exp2_approx(mine.x - base0);
+    if (sum_[n][1] != 0.0f) sum_[n][1] *= exp2_approx(mine.y - base1);
+    __syncwarp();
+    if (g_ == 0) mine = {base0, base1};
+    __syncwarp();
+  }
+
+  // Some maximum has outgrown its base: new bases, and what O must be multiplied by.
+  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float max0 = max_over_tokens(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_tokens(fmaxf(s[n][1], s[n][3]));
+      if (g_ == 0) pair_of(x_.warp_max(warp_), n) = {max0, max1};
+    }
+    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kGroupWarps; ++i)
+        largest = fmaxf(largest, x_.warp_max(group_ * C::kGroupWarps + i)[head]);
+      const float old_base = x_.head_state()[head].y;
+      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
+      x_.head_state()[head].y = base;
+      x_.factors(buffer)[head] = old_base - base;
+    }
+    if (head == 0) ++x_.epoch();
+    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+      const float2 old = pair_of(x_.warp_base(warp_), n), change = {old.x - state.y, old.y - state.w};
+      rebase(n, state.y, state.w);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
+    }
+    epoch_ = x_.epoch();
+  }
+
+  // Weights as the B operand of V^T P^T, and the value scales of these tokens.
+  __device__ void store_weights(int slot, const float (&s)[kGroups][4], int e, int buffer) {
+    const float unscale = power_of_two(-e);
+    const uint32_t offset = member_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      float p[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) p[c] = exp2_approx(s[n][c]);
+      sum_[n][0] += (p[0] + p[2]) * unscale;
+      sum_[n][1] += (p[1] + p[3]) * unscale;
+      stmatrix_x2_trans(x_.weights_fp8(buffer) + offset + n * 256, pack_f16(p[0], p[1]),
+                        pack_f16(p[2], p[3]));
+      if constexpr (R::kFp8Chunks < kNumChunks)
+        stmatrix_x2_trans(x_.weights_bf16(buffer) + offset + n * 256,
+                          pack_bf16(p[0] * unscale, p[1] * unscale),
+                          pack_bf16(p[2] * unscale, p[3] * unscale));
+    }
+    TokenScales<R> scales[2];  // read again: registers are short
+    scales[0].load(row_of(slot, 0));
+    scales[1].load(row_of(slot, 1));
+#pragma unroll
+    for (int tile = 0; tile < R::kNumScales; ++tile)
+      if (tile % 4 == t_)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int token = member_ * kSlotTokens + g_ + 8 * i;
+          *reinterpret_cast<uint16_t*>(x_.scale_table(buffer) + (tile * C::kBlockTokens + token) * 2) =
+              static_cast<uint16_t>(pack_f16(scales[i][tile] * unscale, 0.0f));
+        }
+  }
+
+  // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
+  // there: the value warps may still have two blocks to do. `first_group` had the row's first block: sums are
+  // added in an order that does not depend on which that was.
+  __device__ float end_row(const Unit<C>& unit, int entry, int first_group) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      const float max0 = max_over_tokens(largest(n).x), max1 = max_over_tokens(largest(n).y);
+      if (g_ > 0) continue;
+      pair_of(x_.warp_max(warp_), n) = {sum0, sum1};
+      pair_of(x_.warp_largest(warp_), n) = {max0, max1};
+    }
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    if (!is_mine(entry)) return 0.0f;
+    const int in_cta = member_ * kWarpSize + lane_, head = unit.first_head + in_cta;
+    float factor = 0.0f;
+    if (in_cta < C::kHeads) {
+      const float base = x_.head_state()[in_cta].y;
+      float sum = 0.0f, largest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kLogitWarps; ++i) {
+        const int warp = (i + first_group * C::kGroupWarps) % C::kLogitWarps;
+        const float part = x_.warp_max(warp)[in_cta];
+        if (part != 0.0f) sum += part * exp2_approx(x_.warp_base(warp)[in_cta] - base);
+        largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
+      }
+      write_head(params_.p, unit.token, head, base + kWeightLog2, sum, largest);
+      factor = output_factor<C>(params_.p, head, base + kWeightLog2, sum);
+    }
+    pass_turn();
+    return factor;
+  }
+  __device__ void pass_end(int entry, float factor) const {
+    const int buffer = entry % 2, head = member_ * kWarpSize + lane_;
+    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    if (head < C::kHeads) x_.factors(buffer)[head] = factor;
+    if (head == 0) x_.kind(buffer) = Entry::kEnd;
+    __syncwarp();
+    if (lane_ == 0) mbarrier_arrive(x_.full(buffer));
+  }
+
+  const TeamParams& params_;
+  const Ring<C> ring_;
+  const RowExchange<C> x_;
+  const int warp_, group_, member_, lane_, g_, t_;
+  int nan_ = 0;  // tokens g and g + 8: is a scale NaN?
+  int epoch_;    // up to which this warp has followed the bases
+  float sum_[kGroups][2];
+};
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,90 @@
+#pragma once
+// Sparse MLA prefill for Hopper, few heads: the warp-team kernel of sparse_decode with 4 / G rows in a CTA at
+// once (G = groups of 8 heads), two teams on each. Every place for a row goes through its rows without a word
+// to the others: while one row ends and the next begins, the others keep the tensor cores busy, and the
+// producers already gather what comes next.
+//
+//   8 or 4 producer warps   each fills the slots of one team (of half a team, G = 4), row after row
+//   8 consumer warps        as in decode; a row's blocks alternate between its two teams
+//   end of a row            the teams exchange halves of O through the place of Q and write the output
+//                           straight from their fragments
+//
+// Bound: the gather from L2 and the consumers' instructions for 8 heads, the latter from 16 on.
+// See docs/sparse_prefill.md.
+#include "cuda/sparse_prefill/row_finish.cuh"
+#include "cuda/sparse_prefill/sparse_prefill.cuh"
+
+namespace mla_fp8::gpu {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sparse_prefill_kernel(const __grid_constant__ TeamParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) uint8_t smem[];
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
+  if (thread < C::kSlots) {
+    Ring<C>{shared_address(smem)}.init(thread);
+    mbarrier_init_fence();
+  }
+  wait_for_previous_grid();
+  let_next_grid_start();
+
+  if (warp >= kConsumerWarps) {
+    RowProducer<C> producer(params, smem, warp - kConsumerWarps, lane);
+    __syncthreads();
+    give_up_registers<C::kProducerRegisters>();
+    producer.run();
+  } else {
+    constexpr int kRowWarps = C::kRowTeams * C::kGroups;
+    __syncthreads();
+    take_registers<C::kConsumerRegisters>();
+    Consumer<C> consumer(params, smem, warp, lane);
+    RowFinish<C> finish(params, consumer, smem, lane);
+    const int row = consumer.row(), warp_in_row = warp % kRowWarps;
+    int block = consumer.team();  // in the ring's sequence
+    for (unsigned i = Unit<C>::first(row); i < Unit<C>::count(params); i += Unit<C>::stride()) {
+      const Unit<C> unit(params, i);
+      Query<C, kRowWarps> q;
+      q.load(params.p, unit.token, unit.first_head, warp_in_row, lane);
+      finish.barrier(row);  // the place of Q is free again
+      q.store(smem + C::kQ + row * C::kQBytes, reinterpret_cast<float*>(smem + C::kQScale) + row * C::kHeads,
+              warp_in_row, lane);
+      finish.barrier(row);
+      consumer.init();
+      const int length = Keys(params.p, unit.token).length;
+      for (int first = consumer.team() % C::kRowTeams * C::kBlockTokens; first < length;
+           first += C::kRowTeams * C::kBlockTokens, block += C::kTeams)
+        consumer.attend(block);
+      finish.run(unit.token, unit.first_head);
+    }
+  }
+#endif
+}
+
+template <KvLayoutId kId, int kGroups, int kProducers>
+void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
+  using C = TeamConfig<kId, kGroups, kProducers, 4 / kGroups>;
+  const auto kernel = sparse_prefill_kernel<C>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
+        "smem opt-in");
+  const int head_blocks = ceil_div(p.num_q_heads, C::kHeads);
+  const int64_t ctas = ceil_div(p.num_tokens * head_blocks, int64_t{C::kRows});
+  launch(kernel,
+         {.grid = std::min<int64_t>(ctas, num_sms),
+          .block = C::kThreads,
+          .stream = stream,
+          .smem = C::kSmemBytes},
+         TeamParams{p, 1, head_blocks});
+}
+
+// The variants of one layout.
+template <KvLayoutId kId>
+void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
+  if (p.num_q_heads <= 8) return launch_row_teams<kId, 1, 8>(p, num_sms, stream);
+  if constexpr (kv_layout(kId).nope_format == Format::kBf16)  // from FP8 pages they go to the row groups
+    if (p.num_q_heads > 16) return launch_row_teams<kId, 4, 4>(p, num_sms, stream);
+  launch_row_teams<kId, 2, 4>(p, num_sms, stream);
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,37 @@
+// Which kernel runs a prefill chunk.
+#include "cuda/sparse_prefill/sparse_prefill.cuh"
+
+#include "cuda/launch.cuh"
+#include "cuda/sparse_decode/plan.h"
+#include "cuda/sparse_prefill/warpgroups_bf16.h"
+
+namespace mla_fp8::gpu {
+
+void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
+  if (!hopper_kernels_fit(p) || p.num_tokens >= 1 << 27)  // units (rows x head blocks) are 32 bits
+    return sparse_attention_portable(p, stream);
+#if MLA_FP8_WITH_SM90A
+  if (!p.is_window && prefill_warpgroups_bf16_fits(p, num_processors()))
+    return launch_prefill_warpgroups_bf16(p, stream);
+  // Fewer rows than twice what the row-team kernel has at once (4 rows of 8 heads on an SM): it would be half
+  // empty at the end, where decode's kernels can put several SMs on one row.
+  if (p.num_tokens * ceil_div(p.num_q_heads, 8) < int64_t{8} * num_processors())
+    return sparse_decode(p, stream);
+  const auto run = [&]<KvLayoutId kId>(constant<kId>) {
+    if constexpr (kv_layout(kId).nope_format != Format::kBf16)
+      if (p.num_q_heads > 16) return launch_row_groups<kId>(p, num_processors(), stream);
+    launch_row_teams<kId>(p, num_processors(), stream);
+  };
+  switch (p.layout) {
+    case KvLayoutId::kDsv32: return run(constant<KvLayoutId::kDsv32>{});
+    case KvLayoutId::kDsv4: return run(constant<KvLayoutId::kDsv4>{});
+    case KvLayoutId::kFp8E4m3: return run(constant<KvLayoutId::kFp8E4m3>{});
+    case KvLayoutId::kFp8E4m3D512: return run(constant<KvLayoutId::kFp8E4m3D512>{});
+    case KvLayoutId::kBf16: return run(constant<KvLayoutId::kBf16>{});
+    case KvLayoutId::kBf16D512: return run(constant<KvLayoutId::kBf16D512>{});
+    default: return sparse_attention_portable(p, stream);
+  }
+#endif
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,252 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from sparse_cases import (
+    GRID,
+    INT_MAX,
+    INT_MIN,
+    SIZE,
+    V4_SCOPES,
+    Case,
+    all_layouts,
+    filled_scope,
+    make_scope,
+    packed_layouts,
+)
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS, KVLayout, reference
+from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+
+OPS = torch.ops.mla_fp8
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class WindowCase:
+    case: Case  # with the slots of the window spelt out, for its expected()
+    geometry: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # page_table, query_start_loc, seq_lens
+    window_size: int
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        return self.case.q, self.case.scopes[0].kv_cache, *self.geometry
+
+    def options(self) -> dict:
+        options = self.case.options() | {"window_size": self.window_size}
+        del options["topk_length"]
+        return options
+
+    def op_options(self) -> dict:
+        return self.options() | {"layout": self.case.layout.id}
+
+    def run(self, **changes) -> Results:
+        return mla_fp8.sparse_prefill_window(*self.arguments(), **(self.options() | changes))
+
+
+def make_window_case(
+    layout: KVLayout,
+    device: str,
+    *,
+    query_lens: list[int],
+    seq_lens: list[int],
+    window_size: int = 33,
+    page_size: int = 16,
+    num_q_heads: int = 16,
+    padding: int = 2,
+    extra: dict | None = None,
+) -> WindowCase:
+    """Pages in random order, some missing; query_start_loc begins at 7; `padding` tokens of no request."""
+    num_tokens = sum(query_lens) + padding
+    max_pages = -(-max(seq_lens, default=1) // page_size) or 1
+    num_pages = max(len(seq_lens) * max_pages, 1)
+    table = torch.randperm(num_pages, device=device)[: len(seq_lens) * max_pages]
+    table = table.int().view(len(seq_lens), max_pages)
+    hostile = torch.tensor([-1, INT_MIN, INT_MAX, num_pages], dtype=torch.int32, device=device)
+    holes = torch.rand(table.shape, device=device) < 0.1
+    table[holes] = hostile[torch.randint(len(hostile), table.shape, device=device)][holes]
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).int() + 7
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    slots = reference.window_slots(
+        table.where((table >= 0) & (table < num_pages), -1), starts, lens,
+        num_tokens=num_tokens, page_size=page_size, window_size=window_size,
+    )  # fmt: skip
+    scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
+    scopes = [filled_scope(layout, device, scale, slots, None, num_pages, page_size)]
+    if extra is not None:
+        scopes.append(make_scope(layout, device, scale, num_tokens=num_tokens, **extra))
+    case = Case(
+        layout=layout,
+        q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),
+        scopes=scopes,
+        attn_sink=torch.randn(num_q_heads, device=device),
+        sm_scale=layout.head_dim_qk**-0.5 / SIZE,
+        scale=scale,
+    )
+    return WindowCase(case, (table, starts, lens), window_size)
+
+
+def check(window: WindowCase, which: torch.Tensor | slice = slice(None)) -> None:
+    out, max_logits, lse = (t[which] for t in window.run())
+    case = window.case.tokens(which)
+    exact, exact_max, exact_lse = case.expected()
+    assert_as_accurate_as(out, case.rounded(), exact)
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
+
+
+def test_slots_of_windows():
+    """By hand: a request of 5 tokens with 2 queries, one of 2 with 3 (its first has no position)."""
+    table = torch.tensor([[4, 2, 9], [7, -1, 3]], dtype=torch.int32)
+    starts, lens = torch.tensor([3, 5, 8], dtype=torch.int32), torch.tensor([5, 2], dtype=torch.int32)
+    slots = reference.window_slots(table, starts, lens, num_tokens=6, page_size=2, window_size=3)
+    assert slots.tolist() == [[9, 4, 5], [4, 5, 18], [-1] * 3, [14, -1, -1], [14, 15, -1], [-1] * 3]
+
+
+RAGGED = {"query_lens": [1, 0, 5, 3, 40], "seq_lens": [9, 4, 5, 2, 300]}  # one shorter than its queries
+
+
+@all_layouts
+@pytest.mark.parametrize("num_q_heads", [1, 8, 16, 40])
+def test_agrees_with_float64_over_poisoned_caches(layout, num_q_heads, device):
+    check(make_window_case(layout, device, num_q_heads=num_q_heads, **RAGGED))
+
+
+@packed_layouts
+@pytest.mark.parametrize("page_size", [1, 61, 256])
+@pytest.mark.parametrize("window_size", [1, 2, 64, 128, 500])
+def test_any_window_and_page_size(layout, window_size, page_size, device):
+    check(make_window_case(layout, device, window_size=window_size, page_size=page_size, **RAGGED))
+
+
+@packed_layouts
+def test_window_and_selected_entries_are_one_softmax(layout, device):
+    check(make_window_case(layout, device, extra=V4_SCOPES, **RAGGED))
+
+
+@packed_layouts
+@pytest.mark.parametrize("num_q_heads", [5, 8, 12, 32, 64])
+@pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["window only", "two caches"])
+def test_many_queries(layout, num_q_heads, extra, device):
+    if device == "cpu" and num_q_heads != 8:
+        pytest.skip("enough of it on the CPU")
+    query_lens = [3, 700, 1, 2, 1500, 0, 333]
+    window = make_window_case(
+        layout, device, query_lens=query_lens, seq_lens=[50, 700, 1, 600, 2000, 9, 300], window_size=128,
+        page_size=64, num_q_heads=num_q_heads, extra=extra,
+    )  # fmt: skip
+    some = torch.randperm(sum(query_lens), device=device)[:40]
+    edges = torch.tensor([0, 2, 3, 4, 702, 703, 704, 705, 706, 2205, 2206, 2538, 2540], device=device)
+    check(window, torch.cat([edges, some]))
+
+
+@packed_layouts
+@pytest.mark.parametrize("num_q_heads", [8, 16])
+@pytest.mark.parametrize("window_size", [1, 3, 200])
+def test_windows_of_any_size_of_many_requests(layout, window_size, num_q_heads, device):
+    """Requests of 0 to 9 queries, some with fewer tokens than those, and holes in their pages."""
+    if device == "cpu" and num_q_heads != 8:
+        pytest.skip("enough of it on the CPU")
+    query_lens = torch.randint(0, 10, (450,)).tolist()
+    seq_lens = [
+        max(n + int(extra), 1) for n, extra in zip(query_lens, torch.randint(-3, 90, (450,)), strict=True)
+    ]
+    window = make_window_case(
+        layout,
+        device,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        window_size=window_size,
+        num_q_heads=num_q_heads,
+    )
+    check(window, torch.randperm(sum(query_lens), device=device)[:120])
+
+
+@packed_layouts
+def test_no_requests_and_no_tokens(layout, device):
+    window = make_window_case(layout, device, query_lens=[], seq_lens=[], padding=3)
+    out, max_logits, lse = window.run()
+    assert (out == 0).all() and lse.isneginf().all() and max_logits.isneginf().all()
+    window = make_window_case(layout, device, query_lens=[0], seq_lens=[5], padding=0)
+    assert window.run()[0].shape == (0, 16, 512)
+
+
+@pytest.mark.parametrize("query_len", [4, 900])
+def test_hostile_geometry_gives_finite_rows(query_len, device):
+    """No value of query_start_loc or seq_lens reaches memory that it should not."""
+    layout = KV_LAYOUTS["dsv4"]
+    lens = {"query_lens": [query_len] * 3, "seq_lens": [1000] * 3}
+    window = make_window_case(layout, device, num_q_heads=8, **lens)
+    window.case.scopes[0].kv_cache.zero_()
+    values = torch.tensor([INT_MIN, -5, 0, 3, INT_MAX], device=device).int()
+    for _ in range(20):
+        _, starts, lens = window.geometry
+        starts.copy_(values[torch.randint(5, starts.shape, device=device)])
+        lens.copy_(values[torch.randint(5, lens.shape, device=device)])
+        out, max_logits, lse = window.run()
+        assert (out == 0).all() and not lse.isnan().any() and not max_logits.isnan().any()
+
+
+def test_a_query_does_not_see_the_other_requests(device):
+    layout = KV_LAYOUTS["dsv4"]
+    window = make_window_case(layout, device, query_lens=[6, 7, 3], seq_lens=[60, 70, 30], num_q_heads=8)
+    want = window.run()
+    window.case.scopes[0].kv_cache.copy_(window.case.scopes[0].kv_cache)
+    table, starts, lens = window.geometry
+    changed = replace(window, geometry=(table.clone(), starts, lens.clone()))
+    changed.geometry[0][0] = changed.geometry[0][2] = -1
+    changed.geometry[2][2] = 3
+    for got, expected in zip(changed.run(), want, strict=True):
+        assert torch.equal(got[6:13], expected[6:13])
+
+
+def test_opcheck_and_out_form(device):
+    window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
+    want = window.run()
+    outs = {
+        name: torch.full_like(t, float("nan"))
+        for name, t in zip(("out", "max_logits", "lse"), want, strict=True)
+    }
+    OPS.sparse_prefill_window_out(*window.arguments(), **window.op_options(), **outs)
+    for got, expected in zip(outs.values(), want, strict=True):
+        assert torch.equal(got, expected)
+    torch.library.opcheck(OPS.sparse_prefill_window.default, window.arguments(), window.op_options())
+
+
+def test_reference_backend_agrees(device):
+    window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, query_lens=[3], seq_lens=[40])
+    window.geometry[0].clamp_(0, 0)  # the reference follows no hostile page
+    window.case.scopes[0].kv_cache.zero_()
+    scope = window.case.scopes[1]
+    scope.kv_cache.zero_()
+    for got, want in zip(window.run(), window.run(backend="reference"), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+ERRORS = [
+    ("page_table", lambda t: t.long(), "page_table must have dtype Int, got Long"),
+    ("page_table", lambda t: t[0], r"page_table must have shape \[\*, \*\], got \[\d+\]"),
+    ("query_start_loc", lambda t: t[1:], r"query_start_loc must have shape \[6\], got \[5\]"),
+    ("seq_lens", lambda t: t.long(), "seq_lens must have dtype Int, got Long"),
+    ("window_size", lambda _: 0, "window_size must be at least 1, got 0"),
+    ("page_size", lambda _: 0, "page_size must be in"),
+    ("q", lambda t: t.half(), "q must have dtype BFloat16, got Half"),
+    ("extra_indices", lambda _: None, "extra_kv_cache, extra_indices and extra_page_size must be given"),
+]
+
+
+@pytest.mark.parametrize("name, change, message", ERRORS, ids=[f"{e[0]}-{i}" for i, e in enumerate(ERRORS)])
+def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message, device):
+    window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
+    names = ("q", "kv_cache", "page_table", "query_start_loc", "seq_lens")
+    arguments = dict(zip(names, window.arguments(), strict=True)) | window.op_options()
+    tokens, heads = window.case.q.shape[:2]
+    outs = {
+        "out": torch.full((tokens, heads, 512), float("nan"), device=device).bfloat16(),
+        "max_logits": torch.full((tokens, heads), float("nan"), device=device),
+        "lse": torch.full((tokens, heads), float("nan"), device=device),
+    }
+    arguments[name] = change(arguments[name])
+    with pytest.raises(RuntimeError, match=message):
+        OPS.sparse_prefill_window_out(**arguments, **outs)
+    assert all(t.isnan().all() for t in outs.values())
