@@ -7,7 +7,7 @@
 namespace mla_fp8::gpu {
 namespace {
 
-int device_attribute(cudaDeviceAttr attribute) {
+[[maybe_unused]] int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
