@@ -102,7 +102,9 @@ def merge_attention_states(device: str) -> Call:
 # Devices that an op has no kernel for yet: its tests there are skipped.
 NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
-    NO_KERNEL |= dict.fromkeys(("sparse_prefill", "sparse_prefill_paged", "sparse_decode"), ("cuda",))
+    NO_KERNEL |= dict.fromkeys(
+        ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "sparse_decode"), ("cuda",)
+    )
 
 SAMPLES: dict[str, Callable[[str], Call]] = {
     "quantize_kv": quantize_kv,
