@@ -95,11 +95,11 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_log
       const OptionalTensor &scale
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
-#define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                                \
-  const Tensor &q, const Tensor &kv_cache, const Tensor &page_table, const Tensor &query_start_loc,        \
-      const Tensor &seq_lens, int64_t layout, int64_t page_size, int64_t window_size, double sm_scale,     \
-      const OptionalTensor &attn_sink, const OptionalTensor &extra_kv_cache,                               \
-      const OptionalTensor &extra_indices, const OptionalTensor &extra_topk_length,                        \
+#define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                            \
+  const Tensor &q, const Tensor &kv_cache, const Tensor &page_table, const Tensor &query_start_loc,    \
+      const Tensor &seq_lens, int64_t layout, int64_t page_size, int64_t window_size, double sm_scale, \
+      const OptionalTensor &attn_sink, const OptionalTensor &extra_kv_cache,                           \
+      const OptionalTensor &extra_indices, const OptionalTensor &extra_topk_length,                    \
       std::optional<int64_t> extra_page_size, const OptionalTensor &scale
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
