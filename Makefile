@@ -27,17 +27,20 @@ emulate:
 	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests \
 	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/test_$(op)*.py))
 
+# From the PATH where the Python of the virtual environment came with them.
+lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
+
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
-	$(BIN)/mypy
-	$(BIN)/python ci/check_tree.py
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CXX_SOURCES)
+	mypy
+	python ci/check_tree.py
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix-only .
-	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_SOURCES)
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $(CXX_SOURCES)
 
 bench: build
 	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
