@@ -314,15 +314,17 @@ def test_prices_are_those_of_the_next_kernel_and_of_blocks_of_the_largest():
 @pytest.mark.parametrize(
     "heads, tokens, context, fastest",
     [
-        (8, 8192, 1 << 20, "direct"),
-        (8, 512, 1 << 16, "whole"),
-        (32, 8192, 1 << 20, "whole"),
-        (32, 512, 1 << 20, "direct"),
-        (32, 2048, 1 << 20, "whole"),
+        (8, 512, 1 << 18, "whole"),
+        (8, 512, 1 << 19, "direct"),
+        (8, 2048, 1 << 14, "direct"),
+        (16, 2048, 1 << 18, "whole"),
+        (16, 8192, 1 << 14, "direct"),
+        (32, 64, 1 << 19, "whole"),
+        (32, 8192, 1 << 14, "direct"),
         (64, 8192, 1 << 20, "whole"),
         (64, 64, 1 << 20, "direct"),
         (64, 512, 1 << 20, "whole"),
-        (64, 512, 1 << 22, "direct"),
+        (64, 512, 1 << 21, "direct"),
     ],
 )
 def test_crossings_that_the_document_names(heads, tokens, context, fastest):

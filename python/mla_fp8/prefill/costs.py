@@ -23,9 +23,9 @@ COSTS: dict[str, Costs] = {
         workspace_key=((16, 850), (64, 3400)), paged_key=((16, 900), (64, 3600)),
     ),
     "sm90": Costs(
-        row=0.45, reference=0.08, select=95_000, look_up=100_000,
-        workspace_key=((8, 0.13), (16, 0.21), (64, 0.25)),
-        paged_key=((8, 0.13), (16, 0.21), (32, 0.28), (64, 0.57)),
+        row=0.45, reference=0.08, select=90_000, look_up=65_000,
+        workspace_key=((8, 0.18), (16, 0.23), (32, 0.38), (64, 0.20)),
+        paged_key=((8, 0.13), (16, 0.21), (32, 0.28), (64, 0.55)),
     ),
 }  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
