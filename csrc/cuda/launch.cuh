@@ -27,27 +27,20 @@ inline void check(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string("mla_fp8: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// Whether the current device can start a grid while the one before it drains (programmatic dependent launch).
-inline bool has_dependent_launch() {
-  int device = 0, major = 0;
+inline int device_attribute(cudaDeviceAttr attribute) {  // of the current device
+  int device = 0, value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  return major >= 9;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
 }
+inline int num_processors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+inline int compute_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
 
 // Every kernel calls this before its first access to global memory: the grid before it may still be running.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-// Multiprocessors of the current device.
-inline int num_processors() {
-  int device = 0, count = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
 }
 
 template <class Params>
@@ -62,7 +55,7 @@ void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params)
   config.dynamicSmemBytes = static_cast<size_t>(c.smem);
   config.stream = c.stream;
   config.attrs = &overlap;
-  config.numAttrs = has_dependent_launch() ? 1 : 0;
+  config.numAttrs = compute_major() >= 9 ? 1 : 0;  // from Hopper on
   check(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 // S^T = K Q^T and softmax in the warpgroup kernel.
 #include "cuda/sparse_decode/exchange.cuh"
+#include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_decode/merge.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -69,7 +69,6 @@ class LogitWarp {
   // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked:
   // -inf.
   __device__ int logits(int slot, int buffer, float (&s)[kGroups][4]) {
-    const uint32_t rows = ring_.slot(slot);
     const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
     bool is_nan[2] = {false, false};
     int e = 0;
@@ -88,67 +87,7 @@ class LogitWarp {
     }
     const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
 
-    // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
-    // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
-    constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32, kDepth = 4;
-    static_assert(kBf16Units <= 2 && R::kTileDims >= 64, "fetching ahead overwrites nothing");
-    const uint64_t q = wgmma_descriptor(ring_.smem + C::kQ, C::kHeads * 16, 128);
-    constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
-    const int matrix = lane_ / 8;
-    const uint32_t keys = rows + ((matrix & 1) * 8 + lane_ % 8) * R::kPitch + (matrix >> 1) * 16;
-    uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
-    float scale[2] = {};
-    const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && first_dim % R::kTileDims == 0; };
-    const auto fetch = [&](int unit) {
-      const int first_dim = (unit - kBf16Units) * 32;
-      if (first_dim < 0) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) ldmatrix_x4(k[unit][i], keys + R::kBf16Offset + unit * 64 + i * 32);
-        return;
-      }
-      ldmatrix_x4(bytes[unit % 2], keys + first_dim);
-      if (new_tile(first_dim))
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          scale[i] = TokenScales<R>::read(row_of(slot, i), first_dim / R::kTileDims);
-    };
-    const auto convert = [&](int unit) {
-      const int first_dim = (unit - kBf16Units) * 32;
-      uint32_t (&a)[2][4] = k[unit % kDepth];
-      if (first_dim < 0) {
-        const uint32_t unit_pair = pack_bf16(to_unit, to_unit);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_bf16x2(a[i / 4][i % 4], unit_pair);
-        return;
-      }
-      convert_keys(bytes[unit % 2], a[0], a[1]);
-      if (new_tile(first_dim))
-#pragma unroll
-        for (int i = 0; i < 2; ++i) pair[i] = pack_f16(scale[i] * to_unit, scale[i] * to_unit);
-      if constexpr (R::kNumScales > 0)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);
-    };
-#pragma unroll
-    for (int unit = 0; unit < kBf16Units + 2; ++unit) fetch(unit);
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      if (unit >= kDepth) wgmma_wait<kDepth - 1>();  // its fragments are free again
-      convert(unit);
-      if (unit >= kBf16Units && unit + 2 < kUnits) fetch(unit + 2);
-      pin_registers(s);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int step = 2 * unit + i;
-        if (unit < kBf16Units)
-          wgmma_bf16(s, k[unit % kDepth][i], q + (R::kFp8Dims / 16 + step) * kStep, step > 0);
-        else wgmma_f16(s, k[unit % kDepth][i], q + (step - 2 * kBf16Units) * kStep, step > 0);
-      }
-      wgmma_commit();
-    }
-    wgmma_wait<0>();
-    pin_registers(s);
+    group_products<C, 4>(ring_.slot(slot), row_of(slot, 0), ring_.smem + C::kQ, lane_, to_unit, s);
     if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));
 
     const float scale_back = power_of_two(e), shift = static_cast<float>(e);

@@ -1,26 +1,13 @@
 // Which kernel runs a decode step: the Hopper kernels where they are built and fit, else the portable one.
-#include <limits>
-
 #include "cuda/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
 
 namespace mla_fp8::gpu {
-namespace {
-
-[[maybe_unused]] int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-}  // namespace
-
 bool hopper_kernels_fit(const SparseAttentionParams& p) {
 #if MLA_FP8_WITH_SM90A
   constexpr int64_t kLimit = int64_t{1} << 26;  // positions stay far from 2^31
   return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && total_topk(p) < kLimit &&
-         device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+         compute_major() == 9;
 #else
   return p.num_tokens < 0;  // not built
 #endif

@@ -1,8 +1,8 @@
 #pragma once
 // O^T += V^T P^T in the warpgroup kernel.
 #include "cuda/sparse_decode/exchange.cuh"
+#include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_decode/values.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -97,7 +97,7 @@ class ValueWarp {
 #pragma unroll
       for (int i = first; i < first + C::kBlockSlots; ++i)
         mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1);
-      if (x_.moved(buffer)) rescale(x_.rescale(buffer));
+      if (x_.moved(buffer)) rescale_values(out_, x_.rescale(buffer), t_);
       // The next block's QK goes first: its softmax needs no tensor cores while these products run.
       if (block + 1 < num_blocks) mbarrier_wait(x_.qk_done(buffer ^ 1), (block + 1) / 2 & 1);
       const uint64_t p_fp8 = wgmma_descriptor(x_.smem + C::kPFp8 + buffer * C::kPBytes, 128, 256);
@@ -149,19 +149,6 @@ class ValueWarp {
       for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
       __syncwarp();
       if (lane_ == 0) mbarrier_arrive(x_.p_empty(buffer));
-    }
-  }
-
-  __device__ void rescale(const float* changes) {
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t_);
-      f = {exp2_approx(f.x), exp2_approx(f.y)};
-#pragma unroll
-      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-        out_[chunk][n][0] *= f.x, out_[chunk][n][2] *= f.x;
-        out_[chunk][n][1] *= f.y, out_[chunk][n][3] *= f.y;
-      }
     }
   }
 

@@ -1,7 +1,7 @@
 #pragma once
 // O^T += V^T P^T in the row-group kernel.
+#include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_prefill/group_config.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -45,7 +45,7 @@ class RowValues {
         mbarrier_wait(x_.full(buffer), entry / 2 & 1);
         const Entry kind = x_.kind(buffer);
         if (kind == Entry::kEnd) break;
-        if (kind == Entry::kRescaled) rescale(x_.factors(buffer));
+        if (kind == Entry::kRescaled) rescale_values(out_, x_.factors(buffer), t_);
         add_block<kLastIsBf16>(buffer, block++);
         release(buffer);
       }
@@ -118,19 +118,6 @@ class RowValues {
     wgmma_wait<0>();
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
-  }
-
-  __device__ void rescale(const float* changes) {
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t_);
-      f = {exp2_approx(f.x), exp2_approx(f.y)};
-#pragma unroll
-      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-        out_[chunk][n][0] *= f.x, out_[chunk][n][2] *= f.x;
-        out_[chunk][n][1] *= f.y, out_[chunk][n][3] *= f.y;
-      }
-    }
   }
 
   // O as bf16, straight from the fragments.

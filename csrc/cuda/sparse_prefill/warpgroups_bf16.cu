@@ -48,16 +48,13 @@ void launch_layout(const SparseAttentionParams& p, gpuStream_t stream) {
   const auto kernel = sparse_prefill_rows_kernel<C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
         "smem opt-in");
-  int device = 0, num_sms = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const int head_blocks = ceil_div(p.num_q_heads, C::kHeads);
   const RowsParams params{p, head_blocks, p.num_tokens * head_blocks};
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_items, num_sms)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_items, num_processors())));
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = C::kSmemBytes;
   config.stream = stream;
