@@ -4,6 +4,7 @@ conventions and their limits, over plain PyTorch.
 
 import math
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -30,6 +31,16 @@ def install(monkeypatch, name: str, *functions) -> ModuleType:
 def attention(q, scopes, sm_scale, attn_sink=None):
     """(out, max_logits, lse) of our specification, natural logarithm, -inf for rows without keys."""
     return reference.sparse_attention(q, scopes, sm_scale=sm_scale, attn_sink=attn_sink)
+
+
+def padded_lists(indptr: Tensor, indices: Tensor, num_slots: int) -> Tensor:
+    """Lists of slots, one after another, as rows with -1 behind."""
+    counts = indptr.diff()
+    used = indices[: int(indptr[-1])]
+    assert ((used >= 0) & (used < num_slots)).all(), "followed without a check"
+    column = torch.arange(int(counts.max()), device=indices.device)
+    at = (indptr[:-1, None] + column).clamp_max(len(indices) - 1)
+    return torch.where(column < counts[:, None], indices[at.long()], -1)
 
 
 # flash_mla
@@ -186,8 +197,122 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return result.view(batch, q_len, heads, 512), (natural / base).view(batch * q_len, heads)
 
 
+@dataclass(frozen=True)
+class MLAPlanMetadata:
+    qo_indptr: Tensor | None = None
+    kv_indptr: Tensor | None = None
+    kv_indices: Tensor | None = None
+    kv_len_arr: Tensor | None = None
+    cum_seq_lens_q: Tensor | None = None
+    block_tables: Tensor | None = None
+    seq_lens: Tensor | None = None
+    max_q_len: int | None = None
+
+
+class BatchMLAPagedAttentionWrapper:
+    """As its FA3 backend: what plan() declares is what run() has to be."""
+
+    planned = None
+
+    def __init__(
+        self,
+        float_workspace_buffer,
+        use_cuda_graph=False,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
+        backend="auto",
+    ):
+        assert float_workspace_buffer.nbytes >= 128 << 20 and not use_cuda_graph and backend == "auto"
+
+    def plan(
+        self,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
+        num_heads=None,
+        head_dim_ckv=None,
+        head_dim_kpe=None,
+        page_size=None,
+        causal=None,
+        sm_scale=None,
+        q_data_type=None,
+        kv_data_type=None,
+        use_profiler=False,
+        *,
+        metadata=None,
+        cum_seq_lens_q=None,
+        block_tables=None,
+        seq_lens=None,
+        max_q_len=None,
+        query_layout=None,
+        kv_cache_layout=None,
+        lse_mode="none",
+        output_dtype=None,
+        output_scale="none",
+        scale_mode="default",
+        skip_softmax=False,
+        enable_pdl=None,
+        use_sinks=False,
+    ):
+        assert qo_indptr is kv_indptr is kv_indices is kv_len_arr is None, "deprecated"
+        assert (head_dim_ckv, causal, q_data_type) == (512, False, torch.bfloat16) and head_dim_kpe in (0, 64)
+        assert kv_data_type in (torch.bfloat16, torch.float8_e4m3fn) and isinstance(sm_scale, float)
+        parts = (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
+        assert all(x.dtype == torch.int32 and x.dim() == 1 and x.is_contiguous() for x in parts)
+        queries, keys, indices, lengths = parts
+        assert queries.tolist() == list(range(len(lengths) + 1)) and len(lengths) <= 16384
+        assert (lengths > 0).all(), "an empty list: untested there"
+        assert (
+            torch.equal(keys.diff(), -(-lengths // page_size)) and keys[0] == 0 and keys[-1] <= len(indices)
+        )
+        self.planned = (metadata, num_heads, head_dim_kpe, page_size, sm_scale, kv_data_type, lse_mode)
+
+    def run(
+        self,
+        q_nope=None,
+        q_pe=None,
+        ckv_cache=None,
+        kpe_cache=None,
+        out=None,
+        lse=None,
+        return_lse=False,
+        profiler_buffer=None,
+        kv_len=None,
+        page_table=None,
+        return_lse_base_on_e=False,
+        o_scale=None,
+        *,
+        query=None,
+        kv_cache=None,
+        ckv_scale=None,
+        ckv_scale_arr=None,
+        kpe_scale=None,
+        sinks=None,
+        skip_softmax_threshold_scale_factor=None,
+        bmm1_scale=None,
+        bmm2_scale=None,
+    ):
+        assert q_nope is q_pe is ckv_cache is kpe_cache is None, "deprecated"
+        metadata, num_heads, kpe_dim, page_size, sm_scale, kv_dtype, lse_mode = self.planned
+        assert lse_mode == ("none", "base2", "basee")[return_lse + return_lse_base_on_e]
+        assert query.shape == (len(metadata.kv_len_arr), num_heads, 512 + kpe_dim)
+        assert kv_cache.shape[1:] == (page_size, 512 + kpe_dim) and kv_cache.dtype == kv_dtype
+        rows = kv_cache.flatten(0, 1).to(query.dtype)
+        if kv_dtype == torch.bfloat16:
+            assert ckv_scale is kpe_scale is None, "only valid when kv_data_type is FP8"
+        else:  # multiplied in bf16
+            rows = torch.cat([rows[:, :512] * ckv_scale, rows[:, 512:] * kpe_scale], 1)
+        indices = padded_lists(metadata.kv_indptr, metadata.kv_indices, len(rows))
+        result, _, natural = attention(query, [(rows, indices, None)], sm_scale)
+        return result, natural if return_lse_base_on_e else natural / math.log(2)
+
+
 def flashinfer(monkeypatch) -> ModuleType:
-    return install(monkeypatch, "flashinfer.mla", trtllm_batch_decode_with_kv_cache_mla)
+    functions = (trtllm_batch_decode_with_kv_cache_mla, MLAPlanMetadata, BatchMLAPagedAttentionWrapper)
+    return install(monkeypatch, "flashinfer.mla", *functions)
 
 
 # aiter
@@ -229,14 +354,8 @@ def mla_decode_fwd(
     assert q.shape[1] in (16, 128) and q.dtype == kv_buffer.dtype and (kv_last_page_lens == 1).all()
     assert (q_scale is None) == (q.dtype == torch.bfloat16) == (kv_scale is None)
     assert qo_indptr.tolist() == list(range(len(q) + 1))
-    counts = kv_indptr.diff()
-    assert (counts > 0).all(), "an empty row corrupts the schedule"
-    used = kv_indices[: int(kv_indptr[-1])]
-    assert ((used >= 0) & (used < num_slots)).all()
-    width = int(counts.max())
-    column = torch.arange(width, device=q.device)
-    at = (kv_indptr[:-1, None] + column).clamp_max(len(kv_indices) - 1)
-    indices = torch.where(column < counts[:, None], kv_indices[at.long()], -1)
+    assert (kv_indptr.diff() > 0).all(), "an empty row corrupts the schedule"
+    indices = padded_lists(kv_indptr, kv_indices, num_slots)
     rows, queries = kv_buffer.view(num_slots, head_dim).float(), q.float()
     if q_scale is not None:
         rows, queries = rows * kv_scale, queries * q_scale

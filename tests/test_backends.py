@@ -10,7 +10,7 @@ from sparse_cases import V4_SCOPES, Case, make_case
 import mla_fp8.compat.flash_mla
 from mla_fp8 import KV_LAYOUTS, dispatch, sparse_decode, sparse_prefill
 from mla_fp8.arch import arch_of
-from mla_fp8.backends import flash_mla, opaque, packages
+from mla_fp8.backends import flash_mla, flashinfer_sm90, opaque, packages
 from mla_fp8.dispatch import TABLE, Backend, Problem
 from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
@@ -18,6 +18,7 @@ HEADS = [1, 8, 16, 40, 64, 128]
 STANDINS = {
     "flash_mla": peer_standins.flash_mla,
     "flashinfer": peer_standins.flashinfer,
+    "flashinfer_sm90": peer_standins.flashinfer,
     "aiter": peer_standins.aiter,
 }
 # Windows by geometry need cases of their own: test_sparse_prefill_window.py.
@@ -163,6 +164,43 @@ def test_a_batch_beyond_flash_mlas_scheduler_is_split(monkeypatch):
     check(row, case, run("sparse_decode", case, call("flash_mla")))
 
 
+def test_a_batch_beyond_flashinfers_plan_is_split(monkeypatch):
+    """FlashInfer 0.7.2: "native capacity is 16384" pieces of work, one per token at least."""
+    peer_standins.flashinfer(monkeypatch)
+    monkeypatch.setattr(flashinfer_sm90, "_MAX_BATCH", 4)
+    case = make_case(KV_LAYOUTS["bf16"], "cpu", num_tokens=10)
+    (row,) = [b for b in TABLE if b.name == "flashinfer_sm90"]
+    check(row, case, run("sparse_decode", case, call("flashinfer_sm90")))
+
+
+def test_a_scale_that_is_no_power_of_two_does_not_pass_through_flashinfers_bf16(monkeypatch):
+    """FlashInfer 0.7.2 rounds ckv_scale to bf16 and multiplies in bf16."""
+    peer_standins.flashinfer(monkeypatch)
+    module = sys.modules["flashinfer.mla"]
+    seen = []
+
+    class Recording(module.BatchMLAPagedAttentionWrapper):
+        def run(self, **options):
+            seen.append((options["ckv_scale"], options["kpe_scale"]))
+            return super().run(**options)
+
+    monkeypatch.setattr(module, "BatchMLAPagedAttentionWrapper", Recording)
+    case = make_case(KV_LAYOUTS["fp8_e4m3"], "cpu")
+    (row,) = [b for b in TABLE if b.name == "flashinfer_sm90"]
+    check(row, case, run("sparse_decode", case, call("flashinfer_sm90")))
+    assert seen == [(1.0, 1.0)]
+
+
+def test_a_capture_is_refused_by_a_backend_that_plans_on_the_host(monkeypatch):
+    """FlashInfer 0.7.2: plan() copies kv_len_arr to the host; a capture would fail half-way."""
+    peer_standins.flashinfer(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    case = make_case(KV_LAYOUTS["bf16"], "cpu")
+    with pytest.raises(RuntimeError, match="flashinfer_sm90 plans on the host"):
+        run("sparse_decode", case, call("flashinfer_sm90"))
+
+
 def test_statistics_of_sgl_kernels_copy_are_base_2(monkeypatch):
     """sgl-kernel's flash_mla_sparse_fwd, unlike the package's."""
     monkeypatch.setitem(sys.modules, "flash_mla", None)
@@ -181,7 +219,7 @@ def test_a_cache_whose_pages_are_apart_is_refused_where_rows_are_addressed(monke
         run("sparse_decode", case, call("flash_mla"))
 
 
-@pytest.mark.parametrize("adapter", ["flash_mla", "flashinfer", "aiter"])
+@pytest.mark.parametrize("adapter", STANDINS)
 def test_opaque_ops_compile_to_one_graph(adapter, monkeypatch):
     STANDINS[adapter](monkeypatch)
     case = make_case(KV_LAYOUTS["bf16"], "cpu")

@@ -17,6 +17,7 @@ NATURAL = {
     "flashmla_kv": PACKED,
     "flashmla_sparse": BF16,
     "flashinfer": PLAIN,
+    "flashinfer_sm90": PLAIN,
     "flashinfer_sm120": PACKED,
     "aiter": PLAIN,
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .arch import arch_of
-from .backends import ADAPTERS, aiter, flash_mla, flashinfer, opaque
+from .backends import ADAPTERS, aiter, flash_mla, flashinfer, flashinfer_sm90, opaque
 from .backends.packages import Api, locate
 from .kv_cache_dtype import BACKENDS, NAMES, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout, get_layout
@@ -95,6 +95,7 @@ _EVERYTHING = frozenset(FEATURES)
 _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
 _NEVER_RAN = "its adapter has met a stand-in for the package only"
+_WAITS = "waits for the GPU at every call, so no CUDA graph; met a stand-in for the package only"
 
 NATIVE = Backend("native", "native", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)
 REFERENCE = Backend(
@@ -124,6 +125,11 @@ TABLE: tuple[Backend, ...] = (
     Backend(
         "flashinfer_sm120", "flashinfer", ("sparse_decode",), ("dsv32",), archs=("sm120", "sm121"),
         max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_NEVER_RAN,
+    ),
+    Backend(
+        "flashinfer_sm90", "flashinfer_sm90", ("sparse_decode",),
+        ("bf16", "bf16_512", "fp8_e4m3", "fp8_e4m3_512"), archs=("sm90",),
+        max_q_heads=flashinfer_sm90.MAX_Q_HEADS, api=flashinfer_sm90.DECODE, only_asked_for=_WAITS,
     ),
     Backend(
         "aiter", "aiter", ("sparse_decode",), ("bf16",), archs=("gfx942", "gfx950"),

@@ -54,6 +54,7 @@ BACKENDS: dict[str, Reader] = {
     "flashmla_kv": Reader(("packed",)),
     "flashmla_sparse": Reader(("bf16",)),
     "flashinfer": Reader(("plain", "bf16")),
+    "flashinfer_sm90": Reader(("plain", "bf16")),
     "flashinfer_sm120": Reader(("packed",)),
     "aiter": Reader(("plain", "bf16"), fnuz=True),
 }

@@ -1,11 +1,12 @@
 """Adapters from each backend's own signature and conventions to ours; a package is imported when called."""
 
-from . import aiter, flash_mla, flashinfer, native, reference
+from . import aiter, flash_mla, flashinfer, flashinfer_sm90, native, reference
 
 ADAPTERS = {
     "native": native,
     "flash_mla": flash_mla,
     "flashinfer": flashinfer,
+    "flashinfer_sm90": flashinfer_sm90,
     "aiter": aiter,
     "reference": reference,
 }

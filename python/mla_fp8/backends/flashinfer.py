@@ -3,7 +3,7 @@
 bf16 and per-tensor FP8 caches on SM100 (TRTLLM-GEN), packed ``dsv32`` ones on SM120. Its conventions: the
 valid slots of a row come first; no row may be empty; lse in base 2 unless asked. FP8 on SM100 wants queries
 in FP8 too, rounded with one scale per call: that is a backend of its own that has to be asked for. What there
-is for SM90 plans on the host from copies of the device's lengths, so it is not here.
+is for SM90 is in `flashinfer_sm90`.
 """
 
 from typing import Any

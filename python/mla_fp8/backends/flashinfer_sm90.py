@@ -1,0 +1,98 @@
+"""FlashInfer's planned MLA wrapper on Hopper (its FA3 kernels, else FA2), with pages of one token: the slots
+that a query token selected are the page list of a request of its own.
+
+bf16 caches, and FP8 ones with a scale per layer, which it widens to bf16. A plan reads the lists' lengths on
+the host, so that every call waits for the GPU and none can be captured in a CUDA graph: it has to be asked
+for.
+
+Its conventions: lists without holes, one after another; no list may be empty; at most 16384 pieces of work
+in a plan; scales of the cache are rounded to bf16, so ours go into the logits and the output. It gives no
+largest logits, hence no `sparse_prefill`. FlashInfer's call for ``dsv4``,
+`trtllm_batch_decode_sparse_mla_dsv4`, gives no lse at all, which `sparse_decode` always
+returns, so there is no adapter for it.
+"""
+
+import torch
+from torch import Tensor
+
+from ..layout import KVLayout
+from .convert import apply_sink, masked, nothing_where, ragged, rows_view, to_multiple, with_dummies
+from .native import Pair
+from .packages import Api, function
+
+DECODE = Api(
+    ("flashinfer.mla",),
+    (
+        ("BatchMLAPagedAttentionWrapper", ("float_workspace_buffer", "backend")),
+        ("MLAPlanMetadata", ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")),
+    ),
+)
+MAX_Q_HEADS = 128  # a token's heads in one piece of work
+_MAX_BATCH = 8192  # splits of long lists come on top
+_WORKSPACE_BYTES = 128 << 20
+
+
+def sparse_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    extra_page_size: int | None = None,
+    scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Pair:
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("mla_fp8: flashinfer_sm90 plans on the host, which a CUDA graph cannot capture")
+    rows = rows_view(kv_cache, page_size, layout.head_dim_qk, layout.fp8_dtype or torch.bfloat16)
+    slots, empty = with_dummies(to_multiple(masked(indices, len(rows), topk_length), 1))
+    cache_scale = 1.0 if scale is None else scale.item()
+    outs, lses = [torch.empty_like(q[:0, :, : layout.head_dim_v])], [q.new_empty(0, q.shape[1]).float()]
+    for begin in range(0, len(q), _MAX_BATCH):
+        part = slice(begin, begin + _MAX_BATCH)
+        out, lse = _attend(q[part].contiguous(), rows, slots[part], layout, sm_scale * cache_scale)
+        outs.append(out)
+        lses.append(lse)
+    out, lse = nothing_where(empty, torch.cat(outs) * cache_scale, torch.cat(lses))
+    return apply_sink(out, lse, attn_sink), lse
+
+
+def _attend(q: Tensor, rows: Tensor, slots: Tensor, layout: KVLayout, sm_scale: float) -> Pair:
+    indptr, flat = ragged(slots)
+    wrapper = function(DECODE, "BatchMLAPagedAttentionWrapper")(
+        torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device), backend="auto"
+    )
+    wrapper.plan(
+        metadata=function(DECODE, "MLAPlanMetadata")(
+            qo_indptr=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
+            kv_indptr=indptr,
+            kv_indices=flat,
+            kv_len_arr=indptr.diff(),
+        ),
+        num_heads=q.shape[1],
+        head_dim_ckv=layout.head_dim_v,
+        head_dim_kpe=layout.head_dim_qk - layout.head_dim_v,
+        page_size=1,
+        causal=False,
+        sm_scale=sm_scale,
+        q_data_type=q.dtype,
+        kv_data_type=rows.dtype,
+        lse_mode="basee",
+    )
+    one = 1.0 if layout.needs_scale else None
+    out, lse = wrapper.run(
+        query=q,
+        kv_cache=rows[:, None],
+        return_lse=True,
+        return_lse_base_on_e=True,
+        ckv_scale=one,
+        kpe_scale=one,
+    )
+    return out, lse
