@@ -24,7 +24,7 @@ struct TeamConfig {
   static constexpr int kTeams = kConsumerWarps / kGroups;
   static constexpr int kRows = kRows_, kRowTeams = kTeams / kRows;
   static constexpr int kBlockSlots = kGroups, kBlockTokens = kSlotTokens * kBlockSlots;  // of one team
-  static constexpr int kEmptyArrivals = kGroups;        // every warp of a team reads every slot of its block
+  static constexpr int kEmptyWarps = kGroups;           // every warp of a team reads every slot of its block
   static constexpr int kChunks = kNumChunks / kGroups;  // of V that one warp accumulates
   static constexpr bool kWgmma = kGroups == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: 64 K registers shared by role.

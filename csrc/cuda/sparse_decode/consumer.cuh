@@ -173,8 +173,7 @@ class Consumer {
   // The fence: without it the arrival was seen to overtake the last ldmatrix of the slot.
   __device__ void release(int i) const {
     fence_proxy_async();
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive(ring_.empty(i % C::kSlots));
+    mbarrier_arrive_warp(ring_.empty(i % C::kSlots), lane_);
   }
 
   // logits.cuh: S^T of 16 tokens, `rows` the address of the first.

@@ -23,7 +23,7 @@ struct GroupConfig {
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockSlots = 4, kBlockTokens = kBlockSlots * kSlotTokens;
-  static constexpr int kEmptyArrivals =
+  static constexpr int kEmptyWarps =
       kConsumerWarps;  // the logits of a block are done before its values start
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
   static constexpr int kSlots = kGroups == 8 ? 12 : 16;
@@ -76,8 +76,8 @@ struct Exchange {
   __device__ uint8_t* scale_table(int buffer) const { return bytes + C::kScales + buffer * C::kScaleBytes; }
   __device__ void init() const {
     for (int buffer = 0; buffer < 2; ++buffer) {
-      mbarrier_init(p_full(buffer), C::kLogitWarps);
-      mbarrier_init(p_empty(buffer), kConsumerWarps);
+      mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
+      mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
       mbarrier_init(qk_done(buffer), C::kLogitWarps);
     }
   }

@@ -50,8 +50,7 @@ class LogitWarp {
       fresh = fresh && !moved;
       store_weights(slot, s, e, buffer);
       fence_proxy_async();
-      __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(x_.p_full(buffer));
+      mbarrier_arrive_warp(x_.p_full(buffer), lane_);
     }
     finish();
   }
@@ -88,7 +87,7 @@ class LogitWarp {
     const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
 
     group_products<C, 4>(ring_.slot(slot), row_of(slot, 0), ring_.smem + C::kQ, lane_, to_unit, s);
-    if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));
+    if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
 
     const float scale_back = power_of_two(e), shift = static_cast<float>(e);
 #pragma unroll

@@ -61,8 +61,8 @@ struct Ring {
   __device__ uint32_t full(int s) const { return smem + C::kBarriers + s * 16; }
   __device__ uint32_t empty(int s) const { return full(s) + 8; }
   __device__ void init(int s) const {
-    mbarrier_init(full(s), C::R::kScalesApart ? 1 + kSlotTokens : 1);
-    mbarrier_init(empty(s), C::kEmptyArrivals);
+    mbarrier_init(full(s), kWarpArrivals + (C::R::kScalesApart ? kSlotTokens : 0));
+    mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
   }
 };
 
@@ -111,8 +111,7 @@ class Gather {
     const int slot = i % C::kSlots;
     mbarrier_wait(ring_.empty(slot), (i / C::kSlots & 1) ^ 1);
     if (lane_ < kSlotTokens) valid_[slot * kSlotTokens + lane_] = valid;
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive_expect(ring_.full(slot), kSlotTokens * R::kBytes);
+    mbarrier_arrive_expect_warp(ring_.full(slot), kSlotTokens * R::kBytes, lane_);
     __syncwarp();
     if (lane_ < kSlotTokens) {
       const uint32_t dst = ring_.slot(slot) + lane_ * R::kPitch;

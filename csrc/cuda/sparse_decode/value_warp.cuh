@@ -133,8 +133,7 @@ class ValueWarp {
         if (bf16) ldmatrix_x4_trans(a[1], rows(unit) + values_bf16);
         if (pair == 1) {
           fence_proxy_async();  // see Consumer::release
-          __syncwarp();
-          if (lane_ == 0) mbarrier_arrive(ring_.empty((first + step) % C::kSlots));
+          mbarrier_arrive_warp(ring_.empty((first + step) % C::kSlots), lane_);
         }
         pin_registers(out_[2 * pair]);
         pin_registers(out_[2 * pair + 1]);
@@ -147,8 +146,7 @@ class ValueWarp {
       wgmma_wait<0>();
 #pragma unroll
       for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
-      __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(x_.p_empty(buffer));
+      mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
     }
   }
 

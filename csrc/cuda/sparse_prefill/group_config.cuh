@@ -30,7 +30,7 @@ struct RowGroupConfig {
 
   static constexpr int kTeams = 1, kRows = 1, kRowTeams = 1;  // to RowProducer: one row, one team
   static constexpr int kBlockSlots = 4, kBlockTokens = kBlockSlots * kSlotTokens;
-  static constexpr int kEmptyArrivals = kConsumerWarps;  // the logits of a block come before its values
+  static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
   static constexpr int kSlots = kGroups == 8 ? 12 : 16;
   static_assert(kSlots % kProducers == 0 && kSlots % kBlockSlots == 0);
@@ -100,9 +100,9 @@ struct RowExchange {
 
   __device__ void init() const {
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(full(i), C::kGroupWarps);
-      mbarrier_init(empty(i), kConsumerWarps);
-      mbarrier_init(decided(i), C::kGroupWarps);
+      mbarrier_init(full(i), C::kGroupWarps * kWarpArrivals);
+      mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
+      mbarrier_init(decided(i), C::kGroupWarps * kWarpArrivals);
     }
   }
 };

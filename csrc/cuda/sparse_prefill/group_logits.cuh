@@ -115,8 +115,7 @@ class RowLogits {
       }
     store_weights(slot, s, e, buffer);
     fence_proxy_async();
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive(x_.full(buffer));
+    mbarrier_arrive_warp(x_.full(buffer), lane_);
   }
 
   // Bases are decided on in the order of the entries.
@@ -124,10 +123,7 @@ class RowLogits {
     if (C::kLogitGroups == 2 && entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
   }
   __device__ void pass_turn() const {
-    if constexpr (C::kLogitGroups == 2) {
-      __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(x_.decided(group_));
-    }
+    if constexpr (C::kLogitGroups == 2) mbarrier_arrive_warp(x_.decided(group_), lane_);
   }
 
   // K Q^T of 16 tokens, over the powers of two that Q and, 2^e, the value scales were divided by. Returns e.
@@ -302,8 +298,7 @@ class RowLogits {
     mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
     if (head < C::kHeads) x_.factors(buffer)[head] = factor;
     if (head == 0) x_.kind(buffer) = Entry::kEnd;
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive(x_.full(buffer));
+    mbarrier_arrive_warp(x_.full(buffer), lane_);
   }
 
   const TeamParams& params_;

@@ -53,10 +53,7 @@ class RowValues {
     }
   }
 
-  __device__ void release(int buffer) const {
-    __syncwarp();
-    if (lane_ == 0) mbarrier_arrive(x_.empty(buffer));
-  }
+  __device__ void release(int buffer) const { mbarrier_arrive_warp(x_.empty(buffer), lane_); }
 
   template <bool kLastIsBf16>
   __device__ __forceinline__ void add_block(int buffer, int block) {
@@ -104,8 +101,7 @@ class RowValues {
       if (bf16) ldmatrix_x4_trans(v[pair][1], rows(unit) + values_bf16);
       if (pair == 1) {
         fence_proxy_async();  // see Consumer::release
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(ring_.empty((first + step) % C::kSlots));
+        mbarrier_arrive_warp(ring_.empty((first + step) % C::kSlots), lane_);
       }
       pin_registers(out_[2 * pair]);
       pin_registers(out_[2 * pair + 1]);

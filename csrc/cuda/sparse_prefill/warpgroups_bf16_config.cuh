@@ -79,12 +79,12 @@ struct RowsSmem {
 
   __device__ void init() const {
     mbarrier_init(q_full(), kGroupThreads);
-    mbarrier_init(q_empty(), 8);  // warps of both math groups
+    mbarrier_init(q_empty(), 8 * kWarpArrivals);  // both math groups
     for (int buffer = 0; buffer < 2; ++buffer) {
-      mbarrier_init(weights_full(buffer), 4);
+      mbarrier_init(weights_full(buffer), 4 * kWarpArrivals);
       for (int piece = 0; piece < C::kPieces; ++piece)
         mbarrier_init(full(buffer, piece), kGroupThreads + (piece == 0));  // and the mask
-      for (int part = 0; part < C::kParts; ++part) mbarrier_init(empty(buffer, part), 4);
+      for (int part = 0; part < C::kParts; ++part) mbarrier_init(empty(buffer, part), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

@@ -132,9 +132,7 @@ class RowsMath {
     // Rope keys, or the weights over them, were last read here.
     if constexpr (C::kHasRope && !kIsOwn) arrive(smem_.empty(buffer, C::kRopePart));
   }
-  __device__ void arrive(uint32_t barrier) const {
-    if (lane_ == 0) mbarrier_arrive(barrier);
-  }
+  __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
 
   // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_.
   __device__ bool weigh(uint32_t (&weights)[4][4]) {
@@ -233,7 +231,6 @@ class RowsMath {
       handover(kGroup)[row_ + 8] = {sum[1], base_[1]};
     }
     fence_proxy_async();
-    __syncwarp();
     arrive(smem_.weights_full(kGroup));
   }
   // Waits for the other group's weights and brings sums and output to their base.
@@ -317,7 +314,6 @@ class RowsMath {
   __device__ void free_staging() {
     if (staging_ < 0) return;
     bulk_store_wait();
-    __syncwarp();
     arrive(smem_.empty(staging_, kGroup));
     staging_ = -1;
   }

@@ -1,0 +1,255 @@
+// Every variant of the attention kernels once, at a size for compute-sanitizer, against the portable kernel.
+// Without torch, whose start alone takes a sanitizer 20 seconds, and with plans of its own: few CTAs, each
+// with enough keys that slots are used again.
+//   sanitize_attention [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda/launch.cuh"
+#include "cuda/sparse_decode/plan.h"
+#include "cuda/sparse_prefill/sparse_prefill.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16.h"
+
+namespace mla_fp8::gpu {
+namespace {
+
+enum class Kernel { kTeams, kWarpgroups, kRowTeams, kRowGroups, kRowsBf16, kPortable };
+constexpr const char* kKernelNames[] = {"teams",      "warpgroups", "row teams",
+                                        "row groups", "rows bf16",  "portable"};
+using enum Kernel;
+using enum KvLayoutId;
+
+struct Case {
+  Kernel kernel;
+  KvLayoutId layout;
+  int heads, head_groups, splits;  // decode: groups of 8 heads in a CTA, CTAs of a row
+  int tokens, topk, extra_topk;
+};
+constexpr Case kCases[] = {
+    {kTeams, kDsv32, 8, 1, 1, 3, 300, 0},
+    {kTeams, kDsv32, 8, 1, 4, 3, 1200, 0},
+    {kTeams, kDsv32, 5, 1, 1, 3, 700, 0},
+    {kTeams, kDsv4, 8, 1, 1, 4, 300, 100},
+    {kTeams, kDsv4, 8, 1, 4, 3, 1000, 200},
+    {kTeams, kFp8E4m3, 8, 1, 1, 4, 300, 0},
+    {kTeams, kBf16, 8, 1, 2, 4, 500, 0},
+    {kTeams, kDsv32, 16, 2, 1, 3, 300, 0},
+    {kTeams, kDsv32, 16, 2, 4, 3, 1200, 0},
+    {kTeams, kDsv32, 17, 2, 1, 3, 300, 0},
+    {kTeams, kDsv4, 16, 2, 1, 4, 300, 100},
+    {kTeams, kDsv4, 16, 2, 2, 3, 800, 100},
+    {kTeams, kFp8E4m3D512, 16, 2, 2, 4, 600, 0},
+    {kTeams, kBf16D512, 12, 2, 2, 4, 500, 0},
+    {kTeams, kDsv32, 32, 4, 1, 3, 600, 0},
+    {kTeams, kDsv4, 32, 4, 2, 3, 1200, 0},
+    {kTeams, kBf16, 32, 4, 1, 3, 600, 0},
+    {kTeams, kBf16, 64, 4, 2, 3, 1000, 0},
+    {kTeams, kBf16D512, 8, 1, 16, 1, 4800, 0},
+    {kWarpgroups, kDsv32, 32, 4, 1, 3, 1100, 0},
+    {kWarpgroups, kDsv32, 32, 4, 4, 3, 2400, 0},
+    {kWarpgroups, kDsv4, 32, 4, 1, 4, 600, 500},
+    {kWarpgroups, kDsv32, 64, 8, 1, 3, 900, 0},
+    {kWarpgroups, kDsv32, 128, 8, 2, 3, 1500, 0},
+    {kWarpgroups, kDsv4, 64, 8, 1, 4, 500, 400},
+    {kWarpgroups, kDsv4, 64, 8, 4, 3, 2000, 100},
+    {kWarpgroups, kFp8E4m3, 64, 8, 1, 4, 900, 0},
+    {kRowTeams, kDsv32, 8, 1, 1, 30, 150, 0},
+    {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60},
+    {kRowTeams, kDsv32, 16, 2, 1, 16, 200, 0},
+    {kRowTeams, kDsv4, 16, 2, 1, 16, 100, 60},
+    {kRowTeams, kFp8E4m3, 8, 1, 1, 30, 150, 0},
+    {kRowTeams, kBf16, 16, 2, 1, 16, 200, 0},
+    {kRowTeams, kBf16D512, 32, 4, 1, 8, 300, 0},
+    {kRowGroups, kDsv32, 32, 4, 1, 8, 400, 0},
+    {kRowGroups, kDsv4, 32, 4, 1, 8, 300, 100},
+    {kRowGroups, kFp8E4m3D512, 32, 4, 1, 8, 400, 0},
+    {kRowGroups, kDsv32, 64, 8, 1, 6, 400, 0},
+    {kRowGroups, kDsv4, 128, 8, 1, 4, 300, 100},
+    {kRowsBf16, kBf16, 64, 8, 1, 280, 200, 0},
+    {kRowsBf16, kBf16D512, 128, 8, 1, 150, 200, 0},
+    {kPortable, kDsv4, 8, 1, 1, 4, 300, 100},
+};
+constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
+constexpr int kNumRows = 512;
+
+std::mt19937 random_bits;
+float normal() {
+  static std::normal_distribution<float> distribution;
+  return distribution(random_bits);
+}
+uint16_t to_bf16(float x) { return static_cast<uint16_t>((std::bit_cast<uint32_t>(x) + 0x8000) >> 16); }
+float from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+
+// Every array of a case is an allocation of its own, which memcheck can tell from its neighbours.
+class Device {
+ public:
+  ~Device() {
+    for (void* p : allocations_) cudaFree(p);
+  }
+  template <class T>
+  T* upload(const std::vector<T>& values) {
+    void* p = nullptr;
+    check(cudaMalloc(&p, values.size() * sizeof(T)), "cudaMalloc");
+    allocations_.push_back(p);
+    check(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    return static_cast<T*>(p);
+  }
+
+ private:
+  std::vector<void*> allocations_;
+};
+template <class T>
+std::vector<T> download(const T* p, size_t size) {
+  std::vector<T> values(size);
+  check(cudaMemcpy(values.data(), p, size * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return values;
+}
+
+// Latents of about 1/8: any e4m3 code but NaN times 2^-10, 2^-11 (stored scales).
+std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {
+  std::vector<uint8_t> cache(kNumRows / page_size * l.page_bytes(page_size));
+  const auto put = [](uint8_t* at, int dims, Format format) {
+    for (int i = 0; i < dims; ++i) {
+      const uint16_t wide = to_bf16(normal() / 8);
+      const uint8_t code = static_cast<uint8_t>(random_bits());
+      if (format == Format::kBf16) std::memcpy(at + 2 * i, &wide, 2);
+      else at[i] = (code & 0x7f) == 0x7f ? 0 : code;
+    }
+  };
+  for (int i = 0; i < kNumRows; ++i) {
+    uint8_t* const page = cache.data() + i / page_size * l.page_bytes(page_size);
+    uint8_t* const row = page + l.token_offset(i % page_size);
+    put(row, l.nope_dim, l.nope_format);
+    put(row + l.rope_offset(), l.rope_dim, l.rope_format);
+    uint8_t* const scales = page + l.scale_offset(i % page_size, page_size);
+    for (int tile = 0; tile < l.num_tiles(); ++tile) {
+      const uint32_t exponent = 127 - 10 - random_bits() % 2, bits = exponent << 23;
+      if (l.scale_itemsize() == 4) std::memcpy(scales + 4 * tile, &bits, 4);
+      else scales[tile] = static_cast<uint8_t>(exponent);
+    }
+  }
+  return cache;
+}
+
+// Entries of all kinds; row 1 has none that counts, row 2 five, row 3 a negative length.
+KvScope random_scope(Device& device, const KvLayout& l, int page_size, int tokens, int topk) {
+  constexpr int32_t kHostile[] = {-1, INT32_MIN, INT32_MAX, kNumRows};
+  std::vector<int32_t> indices(tokens * topk), lengths(tokens);
+  for (int32_t& i : indices) i = random_bits() % 8 ? random_bits() % kNumRows : kHostile[random_bits() % 4];
+  if (tokens > 1) std::fill_n(indices.begin() + topk, topk, -1);
+  for (int t = 0; t < tokens; ++t)
+    lengths[t] = t == 0 ? topk : t == 2 ? 5 : t == 3 ? INT32_MIN : topk / 2 + random_bits() % (topk / 2 + 1);
+  return {.kv_cache = device.upload(random_cache(l, page_size)),
+          .kv_cache_stride_page = l.page_bytes(page_size),
+          .num_slots = kNumRows,
+          .page_size = page_size,
+          .indices = device.upload(indices),
+          .indices_stride_token = topk,
+          .topk = topk,
+          .topk_length = device.upload(lengths)};
+}
+
+template <KvLayoutId kId>
+void launch(const Case& c, const SparseAttentionParams& p) {
+  constexpr bool kFp8 = kv_layout(kId).nope_format != Format::kBf16;
+  switch (c.kernel) {
+    case kTeams: return launch_warp_teams<kId>(p, {c.head_groups, c.splits, false}, nullptr);
+    case kRowTeams: return launch_row_teams<kId>(p, kSms, nullptr);
+    case kRowsBf16: return launch_prefill_warpgroups_bf16(p, nullptr);
+    case kPortable: return sparse_attention_portable(p, nullptr);
+    case kWarpgroups:
+      if constexpr (kFp8) return launch_warpgroups<kId>(p, {c.head_groups, c.splits, true}, nullptr);
+      break;
+    case kRowGroups:
+      if constexpr (kFp8) return launch_row_groups<kId>(p, kSms, nullptr);
+      break;
+  }
+  throw std::runtime_error("this kernel does not read bf16 rows");
+}
+void launch(const Case& c, const SparseAttentionParams& p) {
+  switch (c.layout) {
+    case kDsv32: return launch<kDsv32>(c, p);
+    case kDsv4: return launch<kDsv4>(c, p);
+    case kFp8E4m3: return launch<kFp8E4m3>(c, p);
+    case kFp8E4m3D512: return launch<kFp8E4m3D512>(c, p);
+    case kBf16: return launch<kBf16>(c, p);
+    default: return launch<kBf16D512>(c, p);
+  }
+}
+
+// The largest difference, NaN if there is one.
+template <class T, class Fn>
+float difference(const T* a, const T* b, size_t size, Fn&& value) {
+  const std::vector<T> x = download(a, size), y = download(b, size);
+  float largest = 0.0f;
+  for (size_t i = 0; i < size; ++i) {
+    const float u = value(x[i]), v = value(y[i]);
+    if (const float d = u == v ? 0.0f : std::abs(u - v); !(d <= largest)) largest = d;
+    if (std::isnan(largest)) break;
+  }
+  return largest;
+}
+
+bool run(const Case& c) {
+  random_bits.seed(1);
+  Device device;
+  const KvLayout l = kv_layout(c.layout);
+  const int d = l.head_dim_qk();
+  const bool prefill = c.kernel == kRowTeams || c.kernel == kRowGroups || c.kernel == kRowsBf16;
+  const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
+  std::vector<uint16_t> q(rows * d);
+  for (uint16_t& x : q) x = to_bf16(normal());
+  std::vector<float> sink(c.heads);
+  for (float& x : sink) x = normal();
+
+  SparseAttentionParams p{};
+  p.layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
+  p.num_scopes = c.extra_topk > 0 ? 2 : 1;
+  p.scopes[0] = random_scope(device, l, c.kernel == kRowsBf16 ? 1 : 64, c.tokens, c.topk);
+  if (p.num_scopes > 1) p.scopes[1] = random_scope(device, l, 2, c.tokens, c.extra_topk);
+  p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
+  p.attn_sink = device.upload(sink);
+  p.scale = device.upload(std::vector<float>{0x1p-10f});
+  p.sm_scale = 8.0f / std::sqrt(static_cast<float>(d));
+  const auto with_outputs = [&] {
+    SparseAttentionParams full = p;
+    full.out = device.upload(std::vector<uint16_t>(rows * kHeadDimV, 0x7fff));
+    full.out_stride_token = c.heads * kHeadDimV, full.out_stride_head = kHeadDimV;
+    full.lse = device.upload(std::vector<float>(rows, NAN));
+    if (prefill) full.max_logits = device.upload(std::vector<float>(rows, NAN));
+    return full;
+  };
+  const SparseAttentionParams got = with_outputs(), want = with_outputs();
+  launch(c, got);
+  sparse_attention_portable(want, nullptr);
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+
+  const auto same = [](float x) { return x; };
+  const float out = difference(got.out, want.out, rows * kHeadDimV, from_bf16);
+  const float lse = difference(got.lse, want.lse, rows, same);
+  const float largest = prefill ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
+  const bool right = out < 4e-3f && lse < 1e-4f && largest < 1e-4f;
+  std::printf("%s %s %s: %d of %d heads in a CTA, %d splits, %d rows, %d + %d keys: off by %.1e, lse %.1e\n",
+              right ? "ok   " : "WRONG", kKernelNames[static_cast<int>(c.kernel)], l.name, 8 * c.head_groups,
+              c.heads, c.splits, c.tokens, c.topk, c.extra_topk, out, lse);
+  std::fflush(stdout);
+  return right;
+}
+
+}  // namespace
+}  // namespace mla_fp8::gpu
+
+int main(int argc, char** argv) {
+  const size_t first = argc > 1 ? std::atoi(argv[1]) : 0, step = argc > 2 ? std::atoi(argv[2]) : 1;
+  bool right = true;
+  for (size_t i = first; i < std::size(mla_fp8::gpu::kCases); i += step)
+    right = mla_fp8::gpu::run(mla_fp8::gpu::kCases[i]) && right;
+  return right ? 0 : 1;
+}
