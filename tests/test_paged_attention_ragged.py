@@ -276,8 +276,12 @@ def test_result_is_repeatable_and_independent_of_the_batch(dtype, device):
         assert_same(alone, (expected[0][r : r + 1], expected[1][r : r + 1]))
 
 
-def test_result_is_independent_of_the_thread_count():
-    args, options = make_case("cpu", shape=SHAPES["mqa 192/176"])
+@pytest.mark.parametrize("lengths, num_splits", [((2000,), 8), ((900, 900, 900, 900, 900), 2), (LENGTHS, 1)])
+def test_result_is_independent_of_the_thread_count(lengths, num_splits):
+    """Few long requests are split on a CPU too, by their shapes alone."""
+    if not is_cpu_kernel("cpu"):
+        num_splits = 0
+    args, options = make_case("cpu", shape=SHAPES["mqa 192/176"], lengths=lengths)
     num_threads = torch.get_num_threads()
     results = []
     for n in (1, 2, 3):
@@ -286,6 +290,7 @@ def test_result_is_independent_of_the_thread_count():
     torch.set_num_threads(num_threads)
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+    assert_same(check(args, options | {"num_splits": num_splits}), results[0])
 
 
 def test_result_is_independent_of_the_page_size(device):

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from emulation import is_cpu_kernel
 from test_paged_attention_ragged import make_case
 
 import mla_fp8
@@ -136,9 +135,6 @@ def test_out_and_lse_come_together(device):
 def test_explicit_splits_need_a_workspace(device):
     args, options = make_case(device)
     buffers = {"out": torch.empty_like(args[0]), "lse": torch.empty(7, 8, device=device)}
-    if is_cpu_kernel(device):  # which has no use for one
-        mla_fp8.paged_attention_ragged(*args, **options, **buffers, num_splits=4)
-        return
     for workspace, got in ((None, 0), (torch.empty(100, device=device), 100)):
         with pytest.raises(
             RuntimeError, match=f"workspace must have at least 14560 elements for 4 splits, got {got}"

@@ -22,14 +22,15 @@ bool supports_avx512_bf16() { return supports_avx512() && __builtin_cpu_supports
 }  // namespace
 
 std::span<const IsaKernels> isa_table() {
-#define MLA_FP8_ROW(isa)     \
-  {#isa,                     \
-   supports_##isa(),         \
-   isa::quantize_kv,         \
-   isa::dequantize_kv,       \
-   isa::dequantize_kv_paged, \
-   isa::sparse_attention,    \
-   isa::paged_attention_ragged},
+#define MLA_FP8_ROW(isa)        \
+  {#isa,                        \
+   supports_##isa(),            \
+   isa::quantize_kv,            \
+   isa::dequantize_kv,          \
+   isa::dequantize_kv_paged,    \
+   isa::sparse_attention,       \
+   isa::paged_attention_ragged, \
+   isa::merge_ragged_splits},
   static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
 #undef MLA_FP8_ROW
   return table;
@@ -99,15 +100,34 @@ void sparse_attention(const SparseAttentionParams& p) {
   });
 }
 
+namespace {
+
+int64_t ragged_units(const PagedAttentionRaggedParams& p) {  // of each split
+  return p.num_tokens() * p.num_kv_heads * ceil_div(p.num_q_heads / p.num_kv_heads, kRaggedHeadTile);
+}
+
+}  // namespace
+
+// From shapes alone: no result depends on the number of threads.
+int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
+  constexpr int64_t kUnits = 32, kMinKeys = 256;  // of a split; no request has more keys than all together
+  const int64_t useful = ceil_div(p.num_kv_indices * p.page_size, kMinKeys);
+  const int64_t wanted = kUnits / std::max<int64_t>(1, ragged_units(p));
+  return static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxRaggedSplits));
+}
+
 void paged_attention_ragged(const PagedAttentionRaggedParams& p) {
-  const auto kernel = best_isa().paged_attention_ragged;
-  const int head_tiles = ceil_div(p.num_q_heads / p.num_kv_heads, kRaggedHeadTile);
-  const int64_t num_units = p.num_tokens() * p.num_kv_heads * head_tiles;
+  const IsaKernels& isa = best_isa();
+  const int64_t num_units = ragged_units(p) * p.num_splits;
   constexpr int64_t kMinPairs = 1 << 13;  // as above; how many keys a request has is a guess
   const int64_t keys = p.num_kv_indices * p.page_size * p.q_len;
   const int64_t pairs = std::max<int64_t>(1, keys * p.num_q_heads / num_units);
   parallel_for(num_units, ceil_div(kMinPairs, pairs),
-               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+               [&](int64_t begin, int64_t end) { isa.paged_attention_ragged(p, begin, end); });
+  constexpr int64_t kMinRows = 8;
+  if (p.num_splits > 1)
+    parallel_for(p.num_tokens() * p.num_q_heads, kMinRows,
+                 [&](int64_t begin, int64_t end) { isa.merge_ragged_splits(p, begin, end); });
 }
 
 }  // namespace mla_fp8::cpu

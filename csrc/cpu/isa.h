@@ -63,6 +63,7 @@ inline constexpr int kRaggedHeadTile = 16;
   void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \
                         AttentionScratch scratch);                                                         \
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
+  void merge_ragged_splits(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);          \
   }
 MLA_FP8_CPU_ISAS(MLA_FP8_DECLARE_ISA)
 #undef MLA_FP8_DECLARE_ISA
@@ -76,6 +77,7 @@ struct IsaKernels {
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
   decltype(&plain::sparse_attention) sparse_attention;
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
+  decltype(&plain::merge_ragged_splits) merge_ragged_splits;
 };
 std::span<const IsaKernels> isa_table();
 const IsaKernels& best_isa();

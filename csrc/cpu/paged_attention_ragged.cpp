@@ -1,10 +1,11 @@
 // paged_attention_ragged on the CPU: decode attention over the pages of each request, FP8 read as it is.
 //
-// A work unit is (query token, KV head, up to kRaggedHeadTile of the query heads that share it). It walks
-// the keys that the token sees in order, sixteen at a time: stage K and V as float, scores with keys in the
-// lanes, online softmax, accumulate. All arithmetic is float32 in an order that depends on nothing but the
-// request; the buffers have a fixed size. Bound by the FMAs from about four query heads per KV head, below by
-// the conversion to float.
+// A work unit is (query token, KV head, up to kRaggedHeadTile of the query heads that share it, split of the
+// request's keys). It walks the keys that the token sees in order, sixteen at a time: stage K and V as float,
+// scores with keys in the lanes, online softmax, accumulate. All arithmetic is float32 in an order that
+// depends on nothing but the request and the number of splits, whose results are merged in order; the buffers
+// have a fixed size. Bound by the FMAs from about four query heads per KV head, below by the conversion to
+// float.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
@@ -171,28 +172,56 @@ MLA_SIMD void accumulate_values(Scratch& s, int num_heads, int head_dim_v) {
   });
 }
 
-// Calls fn(page, row) for every key of the request but the last `hidden` ones, in order.
-template <class Fn>
-MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, int64_t request, int hidden, Fn&& fn) {
+// The pages and keys of a request.
+struct Request {
+  int64_t first_page, num_keys;  // first_page: in kv_indices
+};
+MLA_SIMD Request find_request(const PagedAttentionRaggedParams& p, int64_t request) {
   const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
   const int64_t begin = clamp(p.kv_indptr[request], p.num_kv_indices);
-  const int64_t end = clamp(p.kv_indptr[request + 1], p.num_kv_indices);
+  const int64_t pages = clamp(p.kv_indptr[request + 1], p.num_kv_indices) - begin;
   const int64_t last_page_len = clamp(p.kv_last_page_len[request], p.page_size);
-  const int64_t visible = (end - begin - 1) * p.page_size + last_page_len - hidden;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t page = p.kv_indices[i];
+  return {begin, pages > 0 ? (pages - 1) * p.page_size + last_page_len : 0};
+}
+
+// Calls fn(page, row) for the keys [begin, end) of the request, in order.
+template <class Fn>
+MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, const Request& request, int64_t begin,
+                           int64_t end, Fn&& fn) {
+  for (int64_t i = begin / p.page_size; i * p.page_size < end; ++i) {
+    const int64_t page = p.kv_indices[request.first_page + i], first = i * p.page_size;
     if (page < 0 || page >= p.num_pages) continue;
-    const int64_t rows = clamp(visible - (i - begin) * p.page_size, p.page_size);
-    for (int64_t row = 0; row < rows; ++row) fn(page, row);
+    const int64_t from = begin > first ? begin - first : 0;
+    const int64_t to = end - first < p.page_size ? end - first : p.page_size;
+    for (int64_t row = from; row < to; ++row) fn(page, row);
+  }
+}
+
+// The workspace: the parts' outputs, [split, token, head, head_dim_v], then their lse.
+MLA_SIMD int64_t rows_per_part(const PagedAttentionRaggedParams& p) { return p.num_tokens() * p.num_q_heads; }
+MLA_SIMD float* split_lse(const PagedAttentionRaggedParams& p) {
+  return p.workspace + p.num_splits * rows_per_part(p) * p.head_dim_v;
+}
+
+MLA_SIMD void store_rounded(const PagedAttentionRaggedParams& p, int64_t token, int64_t head, const float* x,
+                            float factor) {
+  uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
+  for (int d = 0; d < p.head_dim_v; ++d) {
+    const float value = x[d] * factor;
+    out[d] = p.dtype == Dtype::kBf16 ? float_to_bf16(value) : float_to_half(value);
   }
 }
 
 template <class Source>
 void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
   const int group = p.num_q_heads / p.num_kv_heads, head_tiles = ceil_div(group, kRaggedHeadTile);
+  const int64_t split = unit % p.num_splits;
+  unit /= p.num_splits;
   const int64_t token = unit / head_tiles / p.num_kv_heads, kv_head = unit / head_tiles % p.num_kv_heads;
-  const int64_t request = token / p.q_len;
-  const int hidden = p.q_len - 1 - static_cast<int>(token % p.q_len);
+  const Request request = find_request(p, token / p.q_len);
+  const int64_t visible = request.num_keys - (p.q_len - 1 - token % p.q_len);
+  const int64_t per_split = align_up(ceil_div(request.num_keys, int64_t{p.num_splits}), int64_t{kKeys});
+  const int64_t begin = split * per_split, end = begin + per_split < visible ? begin + per_split : visible;
   const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // in the group
   const int num_heads = group - first < kRaggedHeadTile ? group - first : kRaggedHeadTile;
   const int64_t first_q_head = kv_head * group + first;
@@ -219,36 +248,62 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
     accumulate_values(s, num_heads, p.head_dim_v);
     s.num_keys = 0;
   };
-  for_each_key(p, request, hidden, [&](int64_t page, int64_t row) {
+  for_each_key(p, request, begin, end, [&](int64_t page, int64_t row) {
     s.page[s.num_keys] = page;
     s.row[s.num_keys] = row;
     if (++s.num_keys == kKeys) process_block();
   });
   if (s.num_keys > 0) process_block();
 
+  const bool whole = p.num_splits == 1;
   for (int h = 0; h < num_heads; ++h) {
-    const float sum = reduce_add(load(s.weight_sum[h]));
-    const float sink = p.attn_sink ? std::exp(p.attn_sink[first_q_head + h] - s.max_logit[h] * kLn2) : 0.0f;
+    const int64_t head = first_q_head + h, at = token * p.num_q_heads + head;
+    const int64_t part = split * rows_per_part(p) + at;
+    const float sum = reduce_add(load(s.weight_sum[h])), lse = s.max_logit[h] * kLn2 + std::log(sum);
+    const float sink = whole && p.attn_sink ? std::exp(p.attn_sink[head] - s.max_logit[h] * kLn2) : 0.0f;
     const float factor = sum == 0 ? 0.0f : out_scale / (sum + sink);  // no key: acc is 0 too
-    uint16_t* out =
-        static_cast<uint16_t*>(p.out) + token * p.out_stride_token + (first_q_head + h) * p.out_stride_head;
-    for (int d = 0; d < p.head_dim_v; ++d) {
-      const float value = s.acc[h][d] * factor;
-      out[d] = p.dtype == Dtype::kBf16 ? float_to_bf16(value) : float_to_half(value);
+    (whole ? p.lse[at] : split_lse(p)[part]) = lse;
+    if (whole) {
+      store_rounded(p, token, head, s.acc[h], factor);
+    } else {
+      for (int d = 0; d < p.head_dim_v; ++d) p.workspace[part * p.head_dim_v + d] = s.acc[h][d] * factor;
     }
-    p.lse[token * p.num_q_heads + first_q_head + h] = s.max_logit[h] * kLn2 + std::log(sum);
   }
+}
+
+void merge(const PagedAttentionRaggedParams& p, int64_t token, int64_t head) {
+  const int64_t at = token * p.num_q_heads + head, rows = rows_per_part(p);
+  const float* lse = split_lse(p) + at;
+  float largest = -INFINITY, sum = 0.0f, out[kMaxDim] = {};
+  for (int i = 0; i < p.num_splits; ++i) largest = lse[i * rows] > largest ? lse[i * rows] : largest;
+  const float base = largest == -INFINITY ? 0.0f : largest;
+  for (int i = 0; i < p.num_splits; ++i) {
+    const float weight = std::exp(lse[i * rows] - base);
+    if (weight == 0.0f) continue;  // such a part counts for nothing, whatever it holds
+    const float* part = p.workspace + (i * rows + at) * p.head_dim_v;
+    for (int d = 0; d < p.head_dim_v; ++d) out[d] += weight * part[d];
+    sum += weight;
+  }
+  const float sink = p.attn_sink ? std::exp(p.attn_sink[head] - base) : 0.0f;
+  store_rounded(p, token, head, out, sum == 0.0f ? 0.0f : 1.0f / (sum + sink));
+  p.lse[at] = largest + std::log(sum);
 }
 
 }  // namespace
 
-// Units [begin, end) of query tokens x KV heads x tiles of query heads.
+// Units [begin, end) of query tokens x KV heads x tiles of query heads x splits.
 void paged_attention_ragged(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
   Scratch scratch;
   with_source(p, [&](auto source) {
     for (int64_t unit = begin; unit < end; ++unit) attend<decltype(source)>(p, unit, scratch);
   });
+}
+
+// Rows [begin, end) of query tokens x query heads, of more than one split.
+void merge_ragged_splits(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
+  const SubnormalMode mode(Subnormals::kKeep);
+  for (int64_t row = begin; row < end; ++row) merge(p, row / p.num_q_heads, row % p.num_q_heads);
 }
 
 }  // namespace mla_fp8::cpu::MLA_ISA

@@ -199,13 +199,14 @@ PagedAttentionRaggedParams check_latent(const Check& check, const Ragged& r, con
   return params;
 }
 
-// num_splits as the caller wants it, or the device if that is 0. The CPU has no use for splits.
+// num_splits as the caller wants it, or the device if that is 0.
 void choose_splits(PagedAttentionRaggedParams& params) {
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
-  if (params.num_splits == 0) params.num_splits = gpu::paged_attention_ragged_splits(params);
+  using gpu::paged_attention_ragged_splits;
 #else
-  params.num_splits = 1;
+  using cpu::paged_attention_ragged_splits;
 #endif
+  if (params.num_splits == 0) params.num_splits = paged_attention_ragged_splits(params);
 }
 
 // As many splits as the caller's workspace is large enough for; an explicit number has to fit.

@@ -50,7 +50,7 @@ struct PagedAttentionRaggedParams {
   void* out;               // [num_requests * q_len, num_q_heads, head_dim_v]
   int64_t out_stride_token, out_stride_head;
   float* lse;  // [num_requests * q_len, num_q_heads] contiguous, sink excluded
-  // GPU only: the keys of each request in num_splits parts, whose results meet in the workspace.
+  // The keys of each request in num_splits parts, whose results meet in the workspace.
   int num_splits;
   float* workspace;  // ragged_workspace_size() floats, unused with one split
 
@@ -63,8 +63,10 @@ inline int64_t ragged_workspace_size(const PagedAttentionRaggedParams& p) {
 }
 
 namespace cpu {
+// The number of splits that gives many threads work, whatever the lengths are.
+int paged_attention_ragged_splits(const PagedAttentionRaggedParams& params);
 void paged_attention_ragged(const PagedAttentionRaggedParams& params);
-}
+}  // namespace cpu
 namespace gpu {
 // The number of splits that fills the GPU, whatever the lengths are; at most kMaxRaggedSplits.
 int paged_attention_ragged_splits(const PagedAttentionRaggedParams& params);

@@ -1,6 +1,7 @@
 // Every row of cpu::isa_table(), so that tests can hold the instruction sets against each other.
 #include "cpu/isa.h"
 
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -124,7 +125,7 @@ py::tuple paged_attention_ragged(const IsaKernels& isa, const Array<uint16_t>& q
                                  const Array<uint8_t>& k_cache, const Array<uint8_t>& v_cache,
                                  const Array<int32_t>& kv_indptr, const Array<int32_t>& kv_indices,
                                  const Array<int32_t>& kv_last_page_len, CacheDtype dtype, float scale,
-                                 float logits_soft_cap) {
+                                 float logits_soft_cap, int num_splits) {
   const int itemsize = dtype == CacheDtype::kBf16 || dtype == CacheDtype::kF16 ? 2 : 1;
   if (q.ndim() != 3 || k_cache.ndim() != 3 || v_cache.ndim() != 3 ||
       k_cache.shape(2) != q.shape(2) * itemsize || v_cache.shape(0) != k_cache.shape(0) ||
@@ -135,7 +136,7 @@ py::tuple paged_attention_ragged(const IsaKernels& isa, const Array<uint16_t>& q
   Array<uint16_t> out({q.shape(0), num_heads, head_dim_v});
   Array<float> lse({q.shape(0), num_heads});
   const bool scaled = itemsize == 1;
-  const PagedAttentionRaggedParams params{
+  PagedAttentionRaggedParams params{
       .num_requests = q.shape(0),
       .q_len = 1,
       .num_q_heads = static_cast<int>(num_heads),
@@ -167,8 +168,13 @@ py::tuple paged_attention_ragged(const IsaKernels& isa, const Array<uint16_t>& q
       .out_stride_token = num_heads * head_dim_v,
       .out_stride_head = head_dim_v,
       .lse = lse.mutable_data(),
+      .num_splits = num_splits,
   };
-  isa.paged_attention_ragged(params, 0, q.shape(0) * ceil_div<int64_t>(num_heads, cpu::kRaggedHeadTile));
+  std::vector<float> workspace(num_splits > 1 ? ragged_workspace_size(params) : 0, NAN);
+  params.workspace = workspace.data();
+  const int64_t units = q.shape(0) * ceil_div<int64_t>(num_heads, cpu::kRaggedHeadTile) * num_splits;
+  isa.paged_attention_ragged(params, 0, units);
+  if (num_splits > 1) isa.merge_ragged_splits(params, 0, q.shape(0) * num_heads);
   return py::make_tuple(out, lse);
 }
 
@@ -195,7 +201,7 @@ void bind_isas(py::module_& m) {
       .def("paged_attention_ragged", &paged_attention_ragged, py::arg("q").noconvert(),
            py::arg("k_cache").noconvert(), py::arg("v_cache").noconvert(), py::arg("kv_indptr").noconvert(),
            py::arg("kv_indices").noconvert(), py::arg("kv_last_page_len").noconvert(), py::kw_only(),
-           py::arg("dtype"), py::arg("scale"), py::arg("logits_soft_cap"));
+           py::arg("dtype"), py::arg("scale"), py::arg("logits_soft_cap"), py::arg("num_splits") = 1);
 
   py::list isas;
   for (const IsaKernels& isa : cpu::isa_table())

@@ -141,11 +141,14 @@ def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3fn", "e4m3fnuz"])
 @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dims", [(16, 48), (576, 512)])
-def test_paged_attention_ragged_gives_the_same_bits_on_every_isa(isa, head_dims, soft_cap, dtype, mode):
-    case = attention_case(dtype, *head_dims)
-    want = PLAIN.paged_attention_ragged(**case, logits_soft_cap=soft_cap)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_paged_attention_ragged_gives_the_same_bits_on_every_isa(
+    isa, num_splits, head_dims, soft_cap, dtype, mode
+):
+    case = attention_case(dtype, *head_dims) | {"logits_soft_cap": soft_cap, "num_splits": num_splits}
+    want = PLAIN.paged_attention_ragged(**case)
     with mode():
-        got = isa.paged_attention_ragged(**case, logits_soft_cap=soft_cap)
+        got = isa.paged_attention_ragged(**case)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
     lse = want[1]

@@ -55,10 +55,10 @@ def paged_attention_ragged(
     ``cap * tanh(logits / cap)``. lse does not include the sink. kv_indptr is clamped to the length of
     kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own.
 
-    A GPU works on the keys of a request in ``num_splits`` parts (0: as many as fill it; at most 128). A given
-    number makes the result independent of the batch. With ``out`` and ``lse``, both or neither (ValueError),
-    nothing is allocated: without a ``workspace`` there is one part. Returns ``(out, lse)``. Raises
-    RuntimeError naming the argument, what was expected and what came.
+    The keys of a request are worked on in ``num_splits`` parts (0: as many as fill the GPU, or many CPUs; at
+    most 128). A given number makes the result independent of the batch. With ``out`` and ``lse``, both or
+    neither (ValueError), nothing is allocated: without a ``workspace`` there is one part. Returns
+    ``(out, lse)``. Raises RuntimeError naming the argument, what was expected and what came.
     """
     _both_or_neither("paged_attention_ragged", out, lse)
     tensors = (q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len)
