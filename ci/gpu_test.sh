@@ -27,9 +27,11 @@ assert libraries.LIB_DIR.is_relative_to(sys.argv[1]), f"{libraries.LIB_DIR} is n
 print(torch.cuda.get_device_name(), "torch", torch.__version__, libraries.LIB_DIR)
 PYTHON
 
-# Several processes when pytest-xdist is there: the machine's cores then check what its GPU computes.
-parallel=$("$PYTHON" -c 'import xdist; print("-n 8")' 2>/dev/null || true)
-[ -z "$parallel" ] || export OMP_NUM_THREADS=2
+# With pytest-xdist a process of one thread per core: the machine's cores check what its GPU computes. Threads
+# besides processes take four times as long.
+export OMP_NUM_THREADS=1
+parallel=$("$PYTHON" -c 'import os, xdist; print(f"-n {min(16, os.cpu_count())}")' 2>/dev/null || true)
+[ -n "$parallel" ] || unset OMP_NUM_THREADS
 
 if [ $gpu = hip ]; then
   "$PYTHON" -m pytest $parallel tests/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \
@@ -40,7 +42,7 @@ fi
 
 # tests/core needs the module that `make build` makes; it has nothing to do with the GPU.
 core=$(ls build/tests/_mla_fp8_core*.so build/cmake/_mla_fp8_core*.so 2>/dev/null || true)
-"$PYTHON" -m pytest tests $parallel ${core:---ignore=tests/core} --durations=5
+"$PYTHON" -m pytest tests $parallel ${core:---ignore=tests/core} --durations=5 -rs
 
 # Hostile indices and graph replays under the sanitizers, all at once: they keep a core busy each, not the GPU.
 # Without torch's caching, every tensor has red zones. One seed in four and no timing under tools this slow.
