@@ -143,6 +143,25 @@ def test_a_smaller_maximum_bounds_scales_and_codes(name, limit, device):
     assert limit / 2 <= nope.float().abs().max() <= limit
 
 
+@pytest.mark.parametrize("limit", [None, 4.0, 208.0])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_512_fnuz"])
+def test_every_bf16_has_the_code_of_a_true_division_by_the_layers_scale(name, limit, device):
+    """Kernels multiply by a reciprocal and correct: scales of odd mantissas and up to the ends of float32."""
+    layout = KV_LAYOUTS[name]
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    num_tokens = -(-len(values) // layout.head_dim_qk)
+    latent = values.repeat(2)[: num_tokens * layout.head_dim_qk].view(num_tokens, layout.head_dim_qk)
+    slots = torch.arange(num_tokens)
+    exponents = (-149, -126, -61, -60, -30, -9, -1, 0, 3, 60, 61, 127)
+    for scale in (mantissa * 2.0**e for e in exponents for mantissa in (1.0, 1.3700001, 2 - 2.0**-23)):
+        options = {"layout": layout, "page_size": 1, "fp8_max": limit, "scale": torch.tensor([scale])}
+        want, got = (poisoned_cache(layout, num_tokens, 1, where) for where in ("cpu", device))
+        reference.quantize_kv(latent, slots, want, **options)
+        options["scale"] = options["scale"].to(device)
+        mla_fp8.quantize_kv(latent.to(device), slots.to(device), got, **options)
+        assert torch.equal(got.cpu(), want), scale
+
+
 @tiled_layouts
 def test_an_amax_of_the_maximum_needs_no_larger_scale(layout, device):
     """amax = max * 2^k has scale 2^k; one bf16 ulp above has twice that."""

@@ -82,13 +82,16 @@ MLA_HD float ue8m0_to_float(uint8_t x) {
   return bits_float(x == 0 ? 0x00400000u : uint32_t{x} << 23);
 }
 
-// Biased exponent of the smallest power of two >= max(max(amax, amax_floor) / fp8_max, scale_floor). Exact:
-// amax has 8 significant bits, so the division never rounds onto a power of two that it exceeds.
+// Biased exponent of the smallest power of two >= max(max(amax, amax_floor) / fp8_max, scale_floor). Exact,
+// and without a division: the difference of two floats' bits lies between the same powers of two, and on one
+// where the quotient does. An amax too small for that (a subnormal) is far below the floor.
 MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_floor, float fp8_max) {
-  float scale = (amax > amax_floor ? amax : amax_floor) / fp8_max;
-  scale = scale > scale_floor ? scale : scale_floor;
-  const uint32_t u = float_bits(scale);
-  return static_cast<uint8_t>((u >> 23) + ((u & 0x7fffffu) != 0));
+  const auto round_up = [](uint32_t bits) { return static_cast<int32_t>(bits + 0x7fffffu) >> 23; };
+  const uint32_t kOne = 127u << 23;
+  const int32_t exponent =
+      round_up(float_bits(amax > amax_floor ? amax : amax_floor) - float_bits(fp8_max) + kOne);
+  const int32_t floor = round_up(float_bits(scale_floor));
+  return static_cast<uint8_t>(exponent > floor ? exponent : floor);
 }
 // 2^(127 - exponent): the exact reciprocal of a stored scale. The floors and fp8_max >= 4 keep
 // exponent in [105, 253].

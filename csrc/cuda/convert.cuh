@@ -61,24 +61,23 @@ __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack<kDtype>(unpack_e4m3<kFormat>(codes)), pack<kDtype>(unpack_e4m3<kFormat>(codes >> 16))};
 }
 
-// To [-limit, limit]; a NaN stays one.
-__device__ __forceinline__ float clamp(float x, float limit) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-limit));
+// Two bf16 x: x * factor in [-limit, limit]; a NaN stays one. Factor and limit are bf16 too.
+__device__ __forceinline__ uint32_t scale_and_clamp(uint32_t x, float factor, float limit) {
+  const auto both = [](float value) { return (float_bits(value) >> 16) * 0x10001u; };
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(both(factor)), "r"(both(-0.0f)));
+  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(limit)));
+  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(-limit)));
   return x;
 }
 
 template <Format kFormat>
-__device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
+__device__ __forceinline__ uint32_t pack_e4m3(float2 values) {
   if constexpr (kHasE4m3Instructions<kFormat>) {
     uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(pair)
-        : "f"(clamp(values.y, fp8_max)), "f"(clamp(values.x, fp8_max)));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(values.y), "f"(values.x));
     return pair;
   } else {
-    return float_to_e4m3<kFormat>(values.x, fp8_max) | uint32_t{float_to_e4m3<kFormat>(values.y, fp8_max)}
-                                                           << 8;
+    return float_to_e4m3<kFormat>(values.x) | uint32_t{float_to_e4m3<kFormat>(values.y)} << 8;
   }
 }
 
@@ -118,13 +117,18 @@ __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack_exact<kDtype>(values.x[0], values.x[1]), pack_exact<kDtype>(values.x[2], values.x[3])};
 }
 
-__device__ __forceinline__ float clamp(float x, float limit) {
-  return x < -limit ? -limit : x > limit ? limit : x;
+__device__ __forceinline__ uint32_t scale_and_clamp(uint32_t x, float factor, float limit) {
+  const auto one = [&](float value) {
+    value *= factor;
+    return value < -limit ? -limit : value > limit ? limit : value;
+  };
+  const float2 values = unpack<Dtype::kBf16>(x);
+  return pack_exact<Dtype::kBf16>(one(values.x), one(values.y));
 }
 
 template <Format kFormat>
-__device__ __forceinline__ uint32_t pack_e4m3(float2 values, float fp8_max) {
-  return float_to_e4m3<kFormat>(values.x, fp8_max) | uint32_t{float_to_e4m3<kFormat>(values.y, fp8_max)} << 8;
+__device__ __forceinline__ uint32_t pack_e4m3(float2 values) {
+  return float_to_e4m3<kFormat>(values.x) | uint32_t{float_to_e4m3<kFormat>(values.y)} << 8;
 }
 
 __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
@@ -155,17 +159,18 @@ __device__ __forceinline__ Words<4> decode8(const Words<4>& bf16, float) {
   return bf16;
 }
 
-// The codes of map(x) for eight bf16 x.
+// The codes of eight bf16 x, each map(x * factor, but at most limit). Two at a time until the map: factor is
+// a power of two, so that x * factor is a bf16 wherever its code is not 0, and limit is a bf16.
 template <Format kFormat, class Map>
-__device__ __forceinline__ auto encode8(const Words<4>& x, float fp8_max, const Map& map) {
+__device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float limit, const Map& map) {
   if constexpr (kFormat == Format::kBf16) {
     return x;
   } else {
     Words<2> codes{};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 v = unpack<Dtype::kBf16>(x[i]);
-      codes[i / 2] |= pack_e4m3<kFormat>({map(v.x), map(v.y)}, fp8_max) << (i % 2 * 16);
+      const float2 v = unpack<Dtype::kBf16>(scale_and_clamp(x[i], factor, limit));
+      codes[i / 2] |= pack_e4m3<kFormat>({map(v.x), map(v.y)}) << (i % 2 * 16);
     }
     return codes;
   }

@@ -49,32 +49,31 @@ __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
     if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0) {
       record[tile / 4] |= e << (tile % 4 * 8);
     } else {
-      record[tile] = float_bits(ue8m0_to_float(static_cast<uint8_t>(e)));
+      record[tile] = e << 23;  // the float 2^(e - 127); e is neither 0 nor 255
     }
   }
   return record;
 }
 
-// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: q + (x - q * scale) /
-// scale from q = x * (1 / scale) is exact for every 8-bit mantissa of x and every mantissa of scale (tried,
-// all 2^30).
-class DivideByScale {
- public:
-  // Extreme scales are moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
-  __device__ explicit DivideByScale(float scale)
-      : shift_(scale < 0x1p-60f  ? 0x1p64f
-               : scale > 0x1p60f ? 0x1p-64f
-                                 : 1.0f),
-        scale_(scale * shift_),
-        reciprocal_(1.0f / scale_) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    x *= shift_;
-    const float q = clamp(x * reciprocal_, 0x1p20f);  // far above every fp8 value; inf - inf would be NaN
-    return copysignf(fmaf(fmaf(-q, scale_, x), reciprocal_, q), x);  // the sum loses the sign of a zero
-  }
+// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: what q = x * (1 / scale)
+// is off by, (q * scale - x) / scale, makes it exact for every 8-bit mantissa of x and every mantissa of
+// scale (tried, all 2^30), and keeps the sign of a zero.
+struct DivideByScale {
+  // An extreme scale is moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
+  float factor, scale, reciprocal;
+  float limit;  // of x, moved: the bf16 next to fp8_max * scale, whose quotient has the code of fp8_max
 
- private:
-  float shift_, scale_, reciprocal_;
+  __device__ DivideByScale(float layer_scale, float fp8_max)
+      : factor(layer_scale < 0x1p-60f  ? 0x1p64f
+               : layer_scale > 0x1p60f ? 0x1p-64f
+                                       : 1.0f),
+        scale(layer_scale * factor),
+        reciprocal(1.0f / scale),
+        limit(bf16_to_float(float_to_bf16(fp8_max * scale))) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    const float q = x * reciprocal;
+    return fmaf(fmaf(q, scale, -x), -reciprocal, q);
+  }
 };
 
 // A full multiprocessor where 32 registers are enough.
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   uint8_t* page = const_cast<uint8_t*>(to.page);
   uint8_t* dst = page + kL.token_offset(to.row);
 
-  const DivideByScale divide(layer_scale);
+  const DivideByScale divide(layer_scale, p.fp8_max);
   Words<C::kLeadWords> codes[C::kPasses];
   uint8_t exponents[C::kPasses];
 #pragma unroll
@@ -126,11 +125,10 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
     if constexpr (C::kHasTiles) {
       const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
       exponents[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, p.fp8_max);
-      const float inverse = ue8m0_reciprocal(exponents[pass]);
-      codes[pass] =
-          encode8<kL.nope_format>(x[pass], p.fp8_max, [inverse](float value) { return value * inverse; });
+      codes[pass] = encode8<kL.nope_format>(x[pass], ue8m0_reciprocal(exponents[pass]), p.fp8_max,
+                                            [](float quotient) { return quotient; });
     } else {
-      codes[pass] = encode8<kL.nope_format>(x[pass], p.fp8_max, divide);
+      codes[pass] = encode8<kL.nope_format>(x[pass], divide.factor, divide.limit, divide);
     }
   }
 
