@@ -62,6 +62,8 @@ if [ -n "$SANITIZER" ]; then
     tail -n 30 "$logs/$tool"
   done
   [ "$(ls "$logs"/*.clean 2>/dev/null | wc -l)" = 3 ] || { echo "a sanitizer reported errors"; exit 9; }
+  # Attention needs a program of its own for racecheck, and a build directory to make it in.
+  ! grep -qs '^MLA_FP8_CUDA_ARCHS.*90a' build/cmake/CMakeCache.txt || SANITIZER=$SANITIZER ci/sanitize_attention.sh
 else
   echo "no compute-sanitizer: skipped"
 fi

@@ -7,6 +7,12 @@ namespace mla_fp8::gpu {
 __device__ inline void named_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
+// Of the whole block, for warps with roles of their own, which come from different places: __syncthreads must
+// be the same call for all.
+template <int kThreads>
+__device__ inline void block_barrier() {
+  named_barrier(0, kThreads);
+}
 // Counts as one of the threads without waiting.
 __device__ inline void named_barrier_arrive(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");

@@ -38,7 +38,7 @@ template <class C>
 __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* smem, bool first, int lane) {
   const float2* warp_stats = reinterpret_cast<const float2*>(smem + C::kWarpStats);
   const float* warp_largest = reinterpret_cast<const float*>(smem + C::kWarpLargest);
-  __syncthreads();
+  block_barrier<C::kThreads>();
   if (first && lane < C::kHeads) {
     float max = kNoPartial, sum = 0.0f, largest = -INFINITY;
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* sm
     reinterpret_cast<float2*>(smem + C::kStats)[lane] = result;
     reinterpret_cast<float*>(smem + C::kLargest)[lane] = largest;
   }
-  __syncthreads();
+  block_barrier<C::kThreads>();
 }
 
 // Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
@@ -66,7 +66,7 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
   const int g = lane / 4, t = lane % 4, team = warp / C::kGroups, member = warp % C::kGroups;
   float2* warp_stats = reinterpret_cast<float2*>(smem + C::kWarpStats);
   consumer.write_stats(smem);
-  __syncthreads();
+  block_barrier<C::kThreads>();
 #pragma unroll
   for (int n = 0; n < C::kGroups; ++n) {
     float factor[2];
@@ -97,7 +97,7 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
         }
       }
   }
-  __syncthreads();
+  block_barrier<C::kThreads>();
 }
 
 // The outputs of a CTA's heads in units of four dims.

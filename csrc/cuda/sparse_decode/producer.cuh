@@ -60,9 +60,13 @@ struct Ring {
   __device__ uint32_t slot(int s) const { return smem + C::kRing + s * C::kSlotBytes; }
   __device__ uint32_t full(int s) const { return smem + C::kBarriers + s * 16; }
   __device__ uint32_t empty(int s) const { return full(s) + 8; }
-  __device__ void init(int s) const {
-    mbarrier_init(full(s), kWarpArrivals + (C::R::kScalesApart ? kSlotTokens : 0));
-    mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
+  // By one thread: lanes with an address each take turns, and to racecheck all others write somewhere, too.
+  __device__ void init() const {
+#pragma unroll
+    for (int s = 0; s < C::kSlots; ++s) {
+      mbarrier_init(full(s), kWarpArrivals + (C::R::kScalesApart ? kSlotTokens : 0));
+      mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
+    }
   }
 };
 

@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread < C::kSlots) {
-    Ring<C>{shared_address(smem)}.init(thread);
+  if (thread == 0) {
+    Ring<C>{shared_address(smem)}.init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (warp >= kConsumerWarps) {
     Producer<C> producer(params, w, smem, warp - kConsumerWarps, lane);
-    __syncthreads();
+    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
     producer.run();
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Consumer<C> consumer(params, smem, warp, lane);
     Query<C> q;
     q.load(params.p, w.token, w.first_head, warp, lane);
-    __syncthreads();
+    block_barrier<C::kThreads>();
     take_registers<C::kConsumerRegisters>();
     q.store(smem + C::kQ, reinterpret_cast<float*>(smem + C::kQScale), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);

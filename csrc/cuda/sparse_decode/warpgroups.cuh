@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread < C::kSlots) {
-    Ring<C>{shared_address(smem)}.init(thread);
-    if (thread == 0) Exchange<C>(smem).init();
+  if (thread == 0) {
+    Ring<C>{shared_address(smem)}.init();
+    Exchange<C>(smem).init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -41,13 +41,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     Producer<C> producer(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
-    __syncthreads();
+    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
     producer.run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
-    __syncthreads();
+    block_barrier<C::kThreads>();
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     GroupQuery<C> q;
     q.load(params.p, w, warp, lane);
-    __syncthreads();
+    block_barrier<C::kThreads>();
     take_registers<C::kValueRegisters>();
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);

@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread < C::kSlots) {
-    Ring<C>{shared_address(smem)}.init(thread);
-    if (thread == 0) RowExchange<C>(smem).init();
+  if (thread == 0) {
+    Ring<C>{shared_address(smem)}.init();
+    RowExchange<C>(smem).init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread < C::kSlots) {
-    Ring<C>{shared_address(smem)}.init(thread);
+  if (thread == 0) {
+    Ring<C>{shared_address(smem)}.init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -32,12 +32,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (warp >= kConsumerWarps) {
     RowProducer<C> producer(params, smem, warp - kConsumerWarps, lane);
-    __syncthreads();
+    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
     producer.run();
   } else {
     constexpr int kRowWarps = C::kRowTeams * C::kGroups;
-    __syncthreads();
+    block_barrier<C::kThreads>();
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
     RowFinish<C> finish(params, consumer, smem, lane);

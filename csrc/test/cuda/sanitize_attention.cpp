@@ -31,6 +31,7 @@ struct Case {
   KvLayoutId layout;
   int heads, head_groups, splits;  // decode: groups of 8 heads in a CTA, CTAs of a row
   int tokens, topk, extra_topk;
+  bool is_window = false;  // of topk tokens, in place of the indices
 };
 constexpr Case kCases[] = {
     {kTeams, kDsv32, 8, 1, 1, 3, 300, 0},
@@ -75,9 +76,13 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16, 64, 8, 1, 280, 200, 0},
     {kRowsBf16, kBf16D512, 128, 8, 1, 150, 200, 0},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100},
+    {kTeams, kDsv4, 16, 2, 2, 4, 500, 60, true},
+    {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60, true},
+    {kRowGroups, kDsv32, 32, 4, 1, 8, 300, 0, true},
+    {kPortable, kDsv4, 8, 1, 1, 4, 300, 100, true},
 };
 constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
-constexpr int kNumRows = 512;
+constexpr int kNumRows = 512, kPageSize = 64;
 
 std::mt19937 random_bits;
 float normal() {
@@ -156,6 +161,22 @@ KvScope random_scope(Device& device, const KvLayout& l, int page_size, int token
           .topk_length = device.upload(lengths)};
 }
 
+// Two requests with random pages, one of them missing and one hostile; the second's last tokens are past the
+// end of its table.
+SlidingWindow random_window(Device& device, int tokens, int window_size) {
+  constexpr int kPages = kNumRows / kPageSize;
+  std::vector<int32_t> pages(2 * kPages);
+  for (int32_t& page : pages) page = static_cast<int32_t>(random_bits() % kPages);
+  pages[1] = -1, pages[2] = INT32_MAX;
+  return {.page_table = device.upload(pages),
+          .page_table_stride_request = kPages,
+          .num_requests = 2,
+          .max_pages = kPages,
+          .window_size = window_size,
+          .query_start_loc = device.upload(std::vector<int32_t>{3, 3 + tokens / 2, 3 + tokens}),
+          .seq_lens = device.upload(std::vector<int32_t>{kNumRows - 7, kNumRows + 50})};
+}
+
 template <KvLayoutId kId>
 void launch(const Case& c, const SparseAttentionParams& p) {
   constexpr bool kFp8 = kv_layout(kId).nope_format != Format::kBf16;
@@ -212,8 +233,9 @@ bool run(const Case& c) {
   SparseAttentionParams p{};
   p.layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
-  p.scopes[0] = random_scope(device, l, c.kernel == kRowsBf16 ? 1 : 64, c.tokens, c.topk);
+  p.scopes[0] = random_scope(device, l, c.kernel == kRowsBf16 ? 1 : kPageSize, c.tokens, c.topk);
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, l, 2, c.tokens, c.extra_topk);
+  if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
   p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
   p.attn_sink = device.upload(sink);
   p.scale = device.upload(std::vector<float>{0x1p-10f});
@@ -236,9 +258,10 @@ bool run(const Case& c) {
   const float lse = difference(got.lse, want.lse, rows, same);
   const float largest = prefill ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
   const bool right = out < 4e-3f && lse < 1e-4f && largest < 1e-4f;
-  std::printf("%s %s %s: %d of %d heads in a CTA, %d splits, %d rows, %d + %d keys: off by %.1e, lse %.1e\n",
-              right ? "ok   " : "WRONG", kKernelNames[static_cast<int>(c.kernel)], l.name, 8 * c.head_groups,
-              c.heads, c.splits, c.tokens, c.topk, c.extra_topk, out, lse);
+  std::printf(
+      "%s %s %s: %d heads in a CTA of %d, %d splits, %d rows, %d + %d keys%s: off by %.1e, lse %.1e\n",
+      right ? "ok   " : "WRONG", kKernelNames[static_cast<int>(c.kernel)], l.name, 8 * c.head_groups, c.heads,
+      c.splits, c.tokens, c.topk, c.extra_topk, c.is_window ? " (window)" : "", out, lse);
   std::fflush(stdout);
   return right;
 }
