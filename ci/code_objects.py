@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
+MAX_BYTES = 2_000_000  # of the library as a wheel has it, stripped
 MAX_LDS = 64 << 10  # of gfx90a and gfx942; gfx950 has more
 MAX_VGPRS = 256  # two waves of a block per SIMD: more would halve what is resident
 MAX_SGPR_SPILLS = 64  # into lanes of one VGPR, not into memory
@@ -172,9 +173,16 @@ def missing_instructions(zig: Path, arch: str, attention: list[Kernel]) -> Itera
             yield f"{arch} {kernel.name}: no FP8 conversion"
 
 
+def stripped_size(library: bytes) -> int:
+    found = sections(library)
+    return len(library) - sum(len(found[name][1]) for name in (".symtab", ".strtab") if name in found)
+
+
 def check(library: Path, zig: Path | None = None, verbose: bool = False) -> list[str]:
-    wrong = []
-    for bundle in bundles(library.read_bytes()):
+    wrong, content = [], library.read_bytes()
+    if (size := stripped_size(content)) > MAX_BYTES:
+        wrong.append(f"{library.name}: {size} bytes, at most {MAX_BYTES}")
+    for bundle in bundles(content):
         for arch, code_object in bundle.items():
             of_arch = kernels(code_object)
             for kernel in of_arch:
@@ -195,6 +203,7 @@ def main() -> int:
     parser.add_argument("--zig", type=Path)
     options = parser.parse_args()
     wrong = check(options.library, options.zig, verbose=True)
+    print(f"{stripped_size(options.library.read_bytes())} bytes")
     print("\n".join(wrong) or "ok")
     return bool(wrong)
 

@@ -21,7 +21,6 @@ import code_objects
 LIBRARY = _libraries.LIB_DIR / "libmla_fp8_hip.so"
 EMULATED = ROOT / "build/tests"
 ARCHS = ("gfx90a", "gfx942", "gfx950")
-MAX_BYTES = 3_500_000
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="built without MLA_FP8_HIP")
 needs_emulation = pytest.mark.skipif(
@@ -36,7 +35,7 @@ def zig() -> Path | None:
 
 @needs_library
 def test_code_objects_are_within_their_budgets():
-    """No scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
+    """2 MB, no scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
     assert code_objects.check(LIBRARY, zig()) == []
 
 
@@ -49,8 +48,14 @@ def test_every_source_has_a_code_object_for_every_gpu():
 
 
 @needs_library
-def test_library_is_small_and_links_to_no_gpu_library():
-    assert LIBRARY.stat().st_size < MAX_BYTES
+def test_a_library_that_has_grown_is_found(monkeypatch):
+    monkeypatch.setattr(code_objects, "MAX_BYTES", code_objects.stripped_size(LIBRARY.read_bytes()) - 1)
+    (complaint,) = code_objects.check(LIBRARY)
+    assert complaint.startswith("libmla_fp8_hip.so: ") and "bytes, at most" in complaint
+
+
+@needs_library
+def test_library_links_to_no_gpu_library():
     dynamic = subprocess.run(["readelf", "-d", LIBRARY], check=True, capture_output=True, text=True).stdout
     needed = [line.split("[")[1].split("]")[0] for line in dynamic.splitlines() if "NEEDED" in line]
     assert not [name for name in needed if "hip" in name or "amd" in name or "cuda" in name]

@@ -11,15 +11,22 @@ enum class Dtype : int32_t { kBf16, kF16, kF32 };
 // IEEE half to float, exact; NaN stays NaN. Both conversions compute every case and then choose, with signed
 // comparisons: loops over them vectorise on any x86-64.
 MLA_HD float half_to_float(uint16_t x) {
+#if __HIP_DEVICE_COMPILE__
+  return static_cast<float>(__builtin_bit_cast(_Float16, x));
+#else
   const int32_t a = x & 0x7fff;
   const uint32_t subnormal = float_bits(static_cast<float>(a) * 0x1p-24f);
   const uint32_t rebias = a < 0x7c00 ? 112u << 23 : 224u << 23;  // infinity and NaN: to exponent 255
   const uint32_t magnitude = a < 0x400 ? subnormal : (static_cast<uint32_t>(a) << 13) + rebias;
   return bits_float(magnitude | (uint32_t{x & 0x8000u} << 16));
+#endif
 }
 
 // Round to nearest even, past the largest half is infinity. Every NaN becomes the one that the GPUs write.
 MLA_HD uint16_t float_to_half(float x) {
+#if __HIP_DEVICE_COMPILE__
+  return x != x ? uint16_t{0x7fff} : __builtin_bit_cast(uint16_t, static_cast<_Float16>(x));
+#else
   constexpr int32_t kMinNormal = 113 << 23, kInfHalf = 0x7c00;
   const uint32_t u = float_bits(x), sign = (u & kSignMask) >> 16;
   const int32_t a = static_cast<int32_t>(u & ~kSignMask);
@@ -32,6 +39,7 @@ MLA_HD uint16_t float_to_half(float x) {
   const int32_t code = finite < kInfHalf ? finite : kInfHalf;
   return static_cast<uint16_t>(a > static_cast<int32_t>(kInfBits) ? 0x7fffu
                                                                   : sign | static_cast<uint32_t>(code));
+#endif
 }
 
 // How a value of `kDtype` is stored, and its conversions.

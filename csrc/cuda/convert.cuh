@@ -62,12 +62,12 @@ __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
 }
 
 // Two bf16 x: x * factor in [-limit, limit]; a NaN stays one. Factor and limit are bf16 too.
-__device__ __forceinline__ uint32_t scale_and_clamp(uint32_t x, float factor, float limit) {
+__device__ __forceinline__ float2 scale_and_clamp(uint32_t x, float factor, float limit) {
   const auto both = [](float value) { return (float_bits(value) >> 16) * 0x10001u; };
   asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(both(factor)), "r"(both(-0.0f)));
   asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(limit)));
   asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(-limit)));
-  return x;
+  return unpack<Dtype::kBf16>(x);
 }
 
 template <Format kFormat>
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
   return max(amax & 0xffffu, amax >> 16);
 }
 
-#else  // the code of common/fp8.h and dtype.h, which those instructions agree with
+#else  // the code of common/dtype.h and hip/e4m3.h, which those instructions agree with
 
 template <Dtype kDtype>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
@@ -117,18 +117,18 @@ __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack_exact<kDtype>(values.x[0], values.x[1]), pack_exact<kDtype>(values.x[2], values.x[3])};
 }
 
-__device__ __forceinline__ uint32_t scale_and_clamp(uint32_t x, float factor, float limit) {
+__device__ __forceinline__ float2 scale_and_clamp(uint32_t x, float factor, float limit) {
   const auto one = [&](float value) {
     value *= factor;
     return value < -limit ? -limit : value > limit ? limit : value;
   };
   const float2 values = unpack<Dtype::kBf16>(x);
-  return pack_exact<Dtype::kBf16>(one(values.x), one(values.y));
+  return {one(values.x), one(values.y)};
 }
 
 template <Format kFormat>
 __device__ __forceinline__ uint32_t pack_e4m3(float2 values) {
-  return float_to_e4m3<kFormat>(values.x) | uint32_t{float_to_e4m3<kFormat>(values.y)} << 8;
+  return narrow_e4m3<kFormat>(values.x) | narrow_e4m3<kFormat>(values.y) << 8;
 }
 
 __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
@@ -169,29 +169,22 @@ __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float l
     Words<2> codes{};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 v = unpack<Dtype::kBf16>(scale_and_clamp(x[i], factor, limit));
+      const float2 v = scale_and_clamp(x[i], factor, limit);
       codes[i / 2] |= pack_e4m3<kFormat>({map(v.x), map(v.y)}) << (i % 2 * 16);
     }
     return codes;
   }
 }
 
-// Eight elements of kDtype, rounded to bf16; zeros without an access unless `wanted`.
-template <Dtype kDtype>
-__device__ __forceinline__ Words<4> load_bf16x8(const void* p, bool wanted) {
-  const Words<4> first = load_if<4>(p, wanted);
-  if constexpr (kDtype == Dtype::kBf16) return first;
+// Eight fp16, or eight floats of which `x` and `more` have four each, rounded to bf16.
+__device__ __forceinline__ Words<4> to_bf16x8(bool is_float, const Words<4>& x, const Words<4>& more) {
   Words<4> out;
-  if constexpr (kDtype == Dtype::kF16) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = pack<Dtype::kBf16>(unpack<Dtype::kF16>(first[i]));
-  } else {
-    const Words<4> second = load_if<4>(static_cast<const float*>(p) + 4, wanted);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Words<4>& w = i < 2 ? first : second;
-      out[i] = pack<Dtype::kBf16>({bits_float(w[i % 2 * 2]), bits_float(w[i % 2 * 2 + 1])});
-    }
+  for (int i = 0; i < 4; ++i) {
+    const Words<4>& w = i < 2 ? x : more;
+    const float2 halves = unpack<Dtype::kF16>(x[i]);
+    out[i] = pack<Dtype::kBf16>(
+        {is_float ? bits_float(w[i % 2 * 2]) : halves.x, is_float ? bits_float(w[i % 2 * 2 + 1]) : halves.y});
   }
   return out;
 }

@@ -29,12 +29,11 @@ __device__ __forceinline__ float sink_of(const PagedAttentionRaggedParams& p, in
 }
 
 // The workspace: the parts' outputs, [split, token, head, head_dim_v], then their lse in base 2.
-__device__ __forceinline__ int64_t part_row(const PagedAttentionRaggedParams& p, int64_t split, int64_t token,
-                                            int64_t head) {
-  return (split * p.num_tokens() + token) * p.num_q_heads + head;
+__device__ __forceinline__ int64_t rows_per_part(const PagedAttentionRaggedParams& p) {
+  return p.num_tokens() * p.num_q_heads;
 }
 __device__ __forceinline__ float* split_lse(const PagedAttentionRaggedParams& p) {
-  return p.workspace + part_row(p, p.num_splits, 0, 0) * p.head_dim_v;
+  return p.workspace + p.num_splits * rows_per_part(p) * p.head_dim_v;
 }
 
 template <class Cache, Dtype kDtype>
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
   wait_for_previous_grid();
   const PagedAttentionRaggedParams& p = args.p;
   const Work w(p, args.row_tiles);
-  find_rows(s, p, w);
+  find_rows(s, args, w);
   __syncthreads();
   const int wave = threadIdx.x / kWaveSize, key_tile = wave % kKeyTiles, share = wave / kKeyTiles;
   // The keys of this split, those that the block's last row sees.
@@ -88,13 +87,13 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
   }
 
   if (threadIdx.x % kRowThreads == 0) {
-    const int64_t token = s.token[softmax_row], head = s.head[softmax_row];
+    const int64_t at = s.row[softmax_row];
     const bool whole = p.num_splits == 1;
     const float lse = running.sum == 0.0f ? -INFINITY : running.max + fast_log2(running.sum);
-    const float sink = whole ? fast_exp2(sink_of(p, head) - running.max) : 0.0f;
+    const float sink = whole ? fast_exp2(sink_of(p, s.head[softmax_row]) - running.max) : 0.0f;
     s.normalizer[softmax_row] = running.sum == 0.0f ? 0.0f : 1.0f / (running.sum + sink);
-    if (token >= 0 && whole) p.lse[token * p.num_q_heads + head] = lse * kLn2;
-    if (token >= 0 && !whole) split_lse(p)[part_row(p, w.split, token, head)] = lse;
+    if (at >= 0 && whole) p.lse[at] = lse * kLn2;
+    if (at >= 0 && !whole) split_lse(p)[w.split * rows_per_part(p) + at] = lse;
   }
   __syncthreads();
   using C = Columns<Cache>;
@@ -102,11 +101,10 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
 #pragma unroll
   for (int i = 0; i < kTileAccumulators; ++i) {
     const int row = accumulator_row(i);
-    const int64_t token = s.token[row], head = s.head[row];
-    if (token < 0) continue;
+    if (s.row[row] < 0) continue;
     const float factor = s.normalizer[row] * out_scale;
-    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
-    float* part = p.workspace + part_row(p, w.split, token, head) * p.head_dim_v;
+    uint16_t* out = static_cast<uint16_t*>(p.out) + s.out[row];
+    float* part = p.workspace + (w.split * rows_per_part(p) + s.row[row]) * p.head_dim_v;
 #pragma unroll
     for (int set = 0; set < C::kTiles; set += C::kSet) {
       const int column = C::column(set, i);
@@ -129,7 +127,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   wait_for_previous_grid();
   const unsigned num_heads = static_cast<unsigned>(p.num_q_heads);
   const int64_t at = blockIdx.x, token = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
-  const int64_t per_part = part_row(p, 1, 0, 0);
+  const int64_t per_part = rows_per_part(p);
   MLA_SHARED(SplitWeights, weights);
   for (int split = threadIdx.x; split < p.num_splits; split += kMergeThreads)
     weights[split] = split_lse(p)[at + split * per_part];

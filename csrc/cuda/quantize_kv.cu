@@ -77,18 +77,20 @@ struct DivideByScale {
 };
 
 // A full multiprocessor where 32 registers are enough.
-template <Dtype kDtype>
-inline constexpr int kBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * (kDtype == Dtype::kBf16 ? 4 : 3) / 4;
+template <bool kIsBf16>
+inline constexpr int kBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * (kIsBf16 ? 4 : 3) / 4;
 
 }  // namespace
 
-template <KvLayoutId kId, Dtype kDtype>
-__global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
+// kIsBf16: of the latents, else fp16 or float.
+template <KvLayoutId kId, bool kIsBf16>
+__global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
     quantize_kv_kernel(const __grid_constant__ QuantizeKvArgs args) {
   using C = LatentChunks<kId>;
   constexpr KvLayout kL = C::kL;
-  constexpr int kSourceItemsize = kDtype == Dtype::kF32 ? 4 : 2;
   const QuantizeKvParams& p = args.p;
+  const bool is_float = !kIsBf16 && p.dtype == Dtype::kF32;
+  const int itemsize = is_float ? 4 : 2;
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t{blockIdx.x} * kLatentsPerBlock + threadIdx.x / kWarpSize;
   if (token >= p.num_tokens) return;
@@ -99,15 +101,16 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const int64_t mate =
       load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_tokens ? token ^ 1 : token);
-  const uint8_t* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * kSourceItemsize;
-  const uint8_t* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * kSourceItemsize;
-  Words<4> x[C::kPasses];
+  const uint8_t* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * itemsize;
+  const uint8_t* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * itemsize;
+  Words<4> x[C::kPasses], more[C::kPasses];  // more: of eight floats
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     const int element = C::element(pass, lane);
-    const uint8_t* src = element < kL.nope_dim ? nope + element * kSourceItemsize
-                                               : rope + (element - kL.nope_dim) * kSourceItemsize;
-    x[pass] = load_bf16x8<kDtype>(src, element < C::kDim);
+    const uint8_t* src =
+        element < kL.nope_dim ? nope + element * itemsize : rope + (element - kL.nope_dim) * itemsize;
+    x[pass] = load_if<4>(src, element < C::kDim);
+    if constexpr (!kIsBf16) more[pass] = load_if<4>(src + 16, element < C::kDim && is_float);
   }
 
   const CacheRow to = find_row(p, args.page_size, slot);
@@ -116,6 +119,10 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
   uint8_t* page = const_cast<uint8_t*>(to.page);
   uint8_t* dst = page + kL.token_offset(to.row);
 
+  if constexpr (!kIsBf16) {
+#pragma unroll
+    for (int pass = 0; pass < C::kPasses; ++pass) x[pass] = to_bf16x8(is_float, x[pass], more[pass]);
+  }
   const DivideByScale divide(layer_scale, p.fp8_max);
   Words<C::kLeadWords> codes[C::kPasses];
   uint8_t exponents[C::kPasses];
@@ -159,12 +166,12 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kDtype>)
 }
 
 void quantize_kv(const QuantizeKvParams& p, gpuStream_t stream) {
-  const int64_t num_blocks = ceil_div<int64_t>(p.num_tokens, kLatentsPerBlock);
+  const LaunchConfig config{
+      .grid = ceil_div<int64_t>(p.num_tokens, kLatentsPerBlock), .block = kLatentBlock, .stream = stream};
+  const QuantizeKvArgs args{p, Divider(p.page_size)};
   with_kv_layout(p.layout, [&](auto id) {
-    with_dtype(p.dtype, [&](auto dtype) {
-      launch(quantize_kv_kernel<id, dtype>, {.grid = num_blocks, .block = kLatentBlock, .stream = stream},
-             QuantizeKvArgs{p, Divider(p.page_size)});
-    });
+    if (p.dtype == Dtype::kBf16) launch(quantize_kv_kernel<id, true>, config, args);
+    else launch(quantize_kv_kernel<id, false>, config, args);
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include "common/dtype.h"
 #include "emulator/fibers.h"
+#include "hip/e4m3.h"
 
 #define MLA_FP8_PTX 0
 #define MLA_FP8_WAVE64 1
@@ -112,9 +113,8 @@ struct Float4 {
 };
 template <Format kFormat>
 Float4 e4m3x4_to_float(uint32_t codes) {
-  Float4 values;
-  for (int i = 0; i < 4; ++i) values.x[i] = e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> (8 * i)));
-  return values;
+  return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),
+           widen_e4m3<kFormat>(codes, 3)}};
 }
 template <Dtype kDtype>
 uint32_t pack_exact(float low, float high) {

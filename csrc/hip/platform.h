@@ -113,6 +113,7 @@ struct float2 {
 };
 
 #include "common/dtype.h"
+#include "hip/e4m3.h"
 
 namespace mla_fp8::gpu {
 
@@ -159,17 +160,6 @@ struct Float4 {
   float x[4];
 };
 
-#if MLA_HIP_FP8_INSTRUCTIONS
-// e4m3fn codes as e4m3fnuz codes of half their value: -0 becomes 0, each NaN the one of fnuz.
-MLA_HIP_DEVICE uint32_t halve_e4m3fn(uint32_t codes) {
-  // 0x80 in every byte of x that is 0: no carry leaves its byte.
-  const auto zero_bytes = [](uint32_t x) { return ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x | 0x7f7f7f7fu); };
-  const uint32_t minus_zero = zero_bytes(codes ^ 0x80808080u);
-  const uint32_t nan = zero_bytes((codes & 0x7f7f7f7fu) ^ 0x7f7f7f7fu);
-  return (codes & ~minus_zero & ~((nan >> 7) * 0xffu)) | nan;
-}
-#endif
-
 template <Format kFormat>
 MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
 #if MLA_HIP_FP8_INSTRUCTIONS
@@ -181,10 +171,8 @@ MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
     return {{low[0] * kFactor, low[1] * kFactor, high[0] * kFactor, high[1] * kFactor}};
   }
 #endif
-  return {{e4m3_to_float<kFormat>(static_cast<uint8_t>(codes)),
-           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 8)),
-           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 16)),
-           e4m3_to_float<kFormat>(static_cast<uint8_t>(codes >> 24))}};
+  return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),
+           widen_e4m3<kFormat>(codes, 3)}};
 }
 
 // Two floats that are bf16 or fp16 values already.

@@ -1,7 +1,8 @@
-// common/fp8.h and common/dtype.h, element by element.
+// common/fp8.h, common/dtype.h and hip/e4m3.h, element by element.
 #include "common/fp8.h"
 
 #include "common/dtype.h"
+#include "hip/e4m3.h"
 #include "test/core.h"
 
 #if defined(__x86_64__)
@@ -17,6 +18,23 @@ void bind_e4m3(py::module_& m, const char* name) {
   format.attr("max") = format_max(kFormat);
   format.def("decode", py::vectorize([](uint8_t x) { return e4m3_to_float<kFormat>(x); }), py::arg("codes"));
   format.def("encode", py::vectorize([](float x, float max) { return float_to_e4m3<kFormat>(x, max); }),
+             py::arg("x"), py::arg("max") = format_max(kFormat));
+}
+
+// The same conversions by other means. A code lies in one byte of a word, all ones in the others.
+template <Format kFormat>
+void bind_hip_e4m3(py::module_& m, const char* name) {
+  py::module_ format = m.def_submodule(name);
+  format.attr("max") = format_max(kFormat);
+  format.def("decode", py::vectorize([](uint8_t x, int byte) {
+               const uint32_t others = ~(0xffu << (8 * byte));
+               return gpu::widen_e4m3<kFormat>(uint32_t{x} << (8 * byte) | others, byte);
+             }),
+             py::arg("codes"), py::arg("byte") = 0);
+  format.def("encode", py::vectorize([](float x, float max) {
+               x = x < -max ? -max : x > max ? max : x;
+               return static_cast<uint8_t>(gpu::narrow_e4m3<kFormat>(x));
+             }),
              py::arg("x"), py::arg("max") = format_max(kFormat));
 }
 
@@ -42,6 +60,9 @@ class FlushDenormals {
 void bind_codecs(py::module_& m) {
   bind_e4m3<Format::kE4m3fn>(m, "e4m3fn");
   bind_e4m3<Format::kE4m3fnuz>(m, "e4m3fnuz");
+  bind_hip_e4m3<Format::kE4m3fn>(m, "hip_e4m3fn");
+  bind_hip_e4m3<Format::kE4m3fnuz>(m, "hip_e4m3fnuz");
+  m.def("halve_e4m3fn", py::vectorize(gpu::halve_e4m3fn));
   m.def("bf16_to_float", py::vectorize([](uint16_t x) { return bf16_to_float(x); }));
   m.def("float_to_bf16", py::vectorize([](float x) { return float_to_bf16(x); }));
   m.def("half_to_float", py::vectorize([](uint16_t x) { return half_to_float(x); }));

@@ -1,4 +1,4 @@
-"""common/fp8.h and common/dtype.h against arithmetic done from the formats' definitions."""
+"""common/fp8.h, common/dtype.h and hip/e4m3.h against arithmetic done from the formats' definitions."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -49,6 +49,8 @@ class Fp8(NamedTuple):
 FORMATS = {
     "e4m3fn": Fp8(core.e4m3fn, 7, 448.0, (0x7F, 0xFF)),
     "e4m3fnuz": Fp8(core.e4m3fnuz, 8, 240.0, (0x80,)),
+    "hip_e4m3fn": Fp8(core.hip_e4m3fn, 7, 448.0, (0x7F, 0xFF)),
+    "hip_e4m3fnuz": Fp8(core.hip_e4m3fnuz, 8, 240.0, (0x80,)),
 }
 both_formats = pytest.mark.parametrize("fp8", FORMATS.values(), ids=FORMATS)
 floats = st.floats(width=32, allow_nan=False)
@@ -123,10 +125,29 @@ def test_nan_encodes_to_nan_and_nothing_else_does(fp8):
     np.testing.assert_array_equal(is_nan, np.isnan(everything))
 
 
-def test_fnuz_negative_underflow_is_zero_not_nan():
+@pytest.mark.parametrize("codec", [core.e4m3fnuz, core.hip_e4m3fnuz])
+def test_fnuz_negative_underflow_is_zero_not_nan(codec):
     x = -np.array([0.0, 1e-45, 2.0**-126, 2.0**-12, 2.0**-11], np.float32)  # the last: half the smallest code
-    np.testing.assert_array_equal(core.e4m3fnuz.encode(x), 0)
-    assert core.e4m3fnuz.encode(np.nextafter(x[-1:], np.float32(-1))) == 0x81
+    np.testing.assert_array_equal(codec.encode(x), 0)
+    assert codec.encode(np.nextafter(x[-1:], np.float32(-1))) == 0x81
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("byte", range(4))
+def test_hip_decodes_each_byte_of_a_word(name, byte):
+    got, want = getattr(core, f"hip_{name}").decode(CODES, byte), getattr(core, name).decode(CODES)
+    np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_four_e4m3fn_codes_are_four_e4m3fnuz_codes_of_half_their_value():
+    """Each code in each byte, next to each kind of neighbour."""
+    for byte in range(4):
+        for others in (0x00, 0x01, 0x7F, 0x80, 0xFF):
+            words = np.full((256, 4), others, np.uint8)
+            words[:, byte] = CODES
+            halves = core.halve_e4m3fn(words.view(np.uint32)[:, 0]).view(np.uint8).reshape(256, 4)
+            want = core.e4m3fn.decode(words) / 2
+            np.testing.assert_array_equal(core.e4m3fnuz.decode(halves), want)
 
 
 def test_bf16_widens_exactly():
@@ -228,8 +249,8 @@ def test_codecs_ignore_the_callers_flush_denormal_mode():
             core.bf16_to_float(half),
             core.float_to_bf16(tiny),
             core.ue8m0_to_float(CODES),
-            *(f.codec.decode(CODES) for f in FORMATS.values()),
-            *(f.codec.encode(tiny) for f in FORMATS.values()),
+            *(codec.decode(CODES) for codec in (core.e4m3fn, core.e4m3fnuz)),
+            *(codec.encode(tiny) for codec in (core.e4m3fn, core.e4m3fnuz)),
             *(core.tile_scale_exponent(np.abs(tiny), *floors, 448.0) for floors in FLOORS),
         ]
 

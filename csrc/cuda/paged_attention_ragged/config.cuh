@@ -19,11 +19,13 @@ inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Args {
   PagedAttentionRaggedParams p;
+  int group;           // query heads per KV head
   unsigned row_tiles;  // of a request and KV head
   Divider page_size, num_splits;
 
   explicit Args(const PagedAttentionRaggedParams& params)
       : p(params),
+        group(params.num_q_heads / params.num_kv_heads),
         row_tiles(static_cast<unsigned>(num_row_tiles(params))),
         page_size(p.page_size),
         num_splits(p.num_splits) {}
@@ -88,8 +90,10 @@ struct Shared {
   float partial[kShares][kRows][kKeys + 4];  // sums of S over each share of the dims
   float scales[Cache::kTiles ? Cache::kTiles : 1][kKeys];
   float rescale[kRows], normalizer[kRows];
-  int64_t visible[kRows], token[kRows];  // the keys that a row sees: the first ones; token -1: no such row
-  int64_t head[kRows];
+  int64_t visible[kRows];        // the keys that a row sees: the first ones
+  int64_t row[kRows];            // token * num_q_heads + head; -1: no such row
+  int64_t q[kRows], out[kRows];  // where it begins
+  int head[kRows];
   Rows rows[2];  // of the staged keys, and of the next
 };
 

@@ -27,15 +27,18 @@ struct Work {
 };
 
 template <class Cache>
-__device__ __forceinline__ void find_rows(Shared<Cache>& s, const PagedAttentionRaggedParams& p,
-                                          const Work& w) {
+__device__ __forceinline__ void find_rows(Shared<Cache>& s, const Args& args, const Work& w) {
   if (threadIdx.x >= kRows) return;
-  const int group = p.num_q_heads / p.num_kv_heads, num_rows = group * p.q_len;
+  const PagedAttentionRaggedParams& p = args.p;
+  const int group = args.group, num_rows = group * p.q_len;
   const int row = w.first_row + static_cast<int>(threadIdx.x), last = row < num_rows ? row : num_rows - 1;
-  const int token = last / group;
-  s.visible[threadIdx.x] = w.num_keys - (p.q_len - 1 - token);
-  s.token[threadIdx.x] = row < num_rows ? w.request * p.q_len + token : -1;
-  s.head[threadIdx.x] = w.kv_head * group + (last - token * group);
+  const int position = last / group;
+  const int64_t token = w.request * p.q_len + position, head = w.kv_head * group + (last - position * group);
+  s.visible[threadIdx.x] = w.num_keys - (p.q_len - 1 - position);
+  s.row[threadIdx.x] = row < num_rows ? token * p.num_q_heads + head : -1;
+  s.q[threadIdx.x] = token * p.q_stride_token + head * p.q_stride_head;
+  s.out[threadIdx.x] = token * p.out_stride_token + head * p.out_stride_head;
+  s.head[threadIdx.x] = static_cast<int>(head);
 }
 
 // Rows of kBytes in shared memory from where `source(key)` points; null, and bytes past `used`: zeros.
@@ -133,9 +136,8 @@ __device__ __forceinline__ void load_q(Operand (&q)[kShareSteps<Cache>], const S
 #pragma unroll
   for (int i = 0; i < kOperandRows; ++i) {
     const int row = operand_row(i);
-    const bool exists = s.token[row] >= 0;
-    const uint16_t* src = static_cast<const uint16_t*>(p.q);
-    if (exists) src += s.token[row] * p.q_stride_token + s.head[row] * p.q_stride_head;
+    const bool exists = s.row[row] >= 0;
+    const uint16_t* src = static_cast<const uint16_t*>(p.q) + s.q[row];
 #pragma unroll
     for (int step = 0; step < kShareSteps<Cache>; ++step) {
       const int k = (step * kShares + share) * kTile + operand_k();

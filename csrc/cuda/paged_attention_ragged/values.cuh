@@ -17,7 +17,15 @@ struct Columns {
   static __device__ __forceinline__ int column(int tile, int i) {
     return first(tile) + accumulator_column(i) * kSet + tile % kSet;
   }
+  // Whether the tile's set is of rope; where no wave's is, known when compiling.
+  static __device__ __forceinline__ bool in_rope(int tile) {
+    const int last = (kWaves - 1) * kPerWave + tile / kSet * kSet * kTile;
+    return last >= Cache::kLeadDim && first(tile) >= Cache::kLeadDim;
+  }
 };
+
+// Of loops that rarely run: on AMD GPUs, whose 84 attention kernels share 2 MB with all else, not at all.
+inline constexpr int kRareUnroll = MLA_FP8_PTX ? 4 : 1;
 
 // The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
 // the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
@@ -33,7 +41,7 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
 #pragma unroll
     for (int set = 0; set < C::kTiles; set += C::kSet) {
       const int first_column = C::first(set);
-      const bool in_rope = Cache::kRopeDim > 0 && first_column >= Cache::kLeadDim;
+      const bool in_rope = C::in_rope(set);
       const float scale =
           Cache::kTiles > 0 && !in_rope ? s.scales[first_column / Cache::kTileDim][key] : 1.0f;
 #pragma unroll
@@ -55,17 +63,21 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
     }
   }
   __syncthreads();
-  uint8_t* staged = Cache::kIsLatent ? s.k[0] : s.v[0];
-  for (int i = threadIdx.x; i < (limit - begin) * Shared<Cache>::kPitch; i += kThreads)
-    staged[begin * Shared<Cache>::kPitch + i] = 0;
+  const int count = limit - begin;
+  uint8_t* first_row = Cache::kIsLatent ? s.k[begin] : s.v[Cache::kIsLatent ? 0 : begin];
+  auto* staged = reinterpret_cast<Words<4>*>(first_row);
+#pragma unroll kRareUnroll
+  for (int i = threadIdx.x; i < count * Shared<Cache>::kPitch / 16; i += kThreads) staged[i] = {};
   if constexpr (Cache::kTiles > 0) {
-    for (int i = threadIdx.x; i < (limit - begin) * Cache::kRopeDim; i += kThreads)
+#pragma unroll kRareUnroll
+    for (int i = threadIdx.x; i < count * Cache::kRopeDim; i += kThreads)
       s.rope[begin + i / Cache::kRopeDim][i % Cache::kRopeDim] = 0;
-    for (int i = threadIdx.x; i < (limit - begin) * Cache::kTiles; i += kThreads)
+#pragma unroll kRareUnroll
+    for (int i = threadIdx.x; i < count * Cache::kTiles; i += kThreads)
       s.scales[i % Cache::kTiles][begin + i / Cache::kTiles] = 0.0f;
   }
-  for (int i = threadIdx.x; i < (limit - begin) * kRows; i += kThreads)
-    s.weights[i % kRows][begin + i / kRows] = 0.0f;
+#pragma unroll kRareUnroll
+  for (int i = threadIdx.x; i < count * kRows; i += kThreads) s.weights[i % kRows][begin + i / kRows] = 0.0f;
   __syncthreads();
 }
 
@@ -80,7 +92,7 @@ __device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
 #pragma unroll
     for (int set = 0; set < C::kTiles; set += C::kSet) {
       const int first = C::first(set);
-      const bool in_rope = Cache::kRopeDim > 0 && first >= Cache::kLeadDim;
+      const bool in_rope = C::in_rope(set);
       Operand weights;
 #pragma unroll
       for (int i = 0; i < kOperandRows; ++i) {
