@@ -44,7 +44,9 @@ struct GroupConfig {
   static constexpr int kWarpMax = kHeadState + kHeads * 8;  // [warp][head]; sums at the end
   static constexpr int kQScale = kWarpMax + kLogitWarps * kHeads * 4;
   static constexpr int kStats = kQScale + kHeads * 4;
-  static constexpr int kValid = kStats + kHeads * 8;
+  static constexpr int kLargest = kStats + kHeads * 8;        // logit [head]
+  static constexpr int kLaneLargest = kLargest + kHeads * 4;  // of two heads [logits warp][group][lane]
+  static constexpr int kValid = kLaneLargest + kLogitWarps * kGroups * kWarpSize * 8;
   static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
   static constexpr int kPBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, QK done)
   static constexpr int kSmemBytes = kPBarriers + 48;
@@ -72,6 +74,9 @@ struct Exchange {
   __device__ float2* head_state() const { return reinterpret_cast<float2*>(bytes + C::kHeadState); }
   __device__ float* warp_max(int warp) const {
     return reinterpret_cast<float*>(bytes + C::kWarpMax) + warp * C::kHeads;
+  }
+  __device__ float2* lane_largest(int warp, int group) const {
+    return reinterpret_cast<float2*>(bytes + C::kLaneLargest) + (warp * C::kGroups + group) * kWarpSize;
   }
   __device__ uint8_t* scale_table(int buffer) const { return bytes + C::kScales + buffer * C::kScaleBytes; }
   __device__ void init() const {

@@ -20,7 +20,12 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
   for (int done = 0; done < share; done += rounds * kWarpSize) {
     const int quad = first + done + lane, head = (first + done) / kOutQuads;
     float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
-    if (lane < splits) stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+    float largest = -INFINITY;
+    if (lane < splits) {
+      stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+      if (params.p.max_logits)
+        largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
+    }
     const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
     constexpr int kSplits = 4, kRounds = kOutQuads / kWarpSize;
     float4 sum[kRounds] = {};
@@ -45,7 +50,10 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
         factor = exp2_approx(stats.x - max);
         total = stats.y * factor;
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+        for (int offset = 16; offset > 0; offset /= 2) {
+          total += __shfl_xor_sync(kFullWarp, total, offset);
+          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
       }
 #pragma unroll
       for (int k = 0; k < kSplits; ++k) {
@@ -55,7 +63,7 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
       }
     }
     float out_factor = 0.0f;
-    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total);
+    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total, largest);
     out_factor = __shfl_sync(kFullWarp, out_factor, 0);
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)

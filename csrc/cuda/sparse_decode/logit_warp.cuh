@@ -33,7 +33,10 @@ class LogitWarp {
     }
     named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) sum_[n][0] = sum_[n][1] = 0.0f;
+    for (int n = 0; n < kGroups; ++n) {
+      sum_[n][0] = sum_[n][1] = 0.0f;
+      x_.lane_largest(warp_, n)[lane_] = {-INFINITY, -INFINITY};
+    }
 
     bool fresh = true;  // no token yet: bases are 0, sums and O too
 #pragma unroll 1
@@ -42,6 +45,7 @@ class LogitWarp {
       mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + warp_) / C::kSlots & 1);
       float s[kGroups][4];
       const int e = logits(slot, buffer, s);
+      if (p_.max_logits) note_largest(s, e);
       mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
       const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
       const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, largest_ > limit);
@@ -114,6 +118,17 @@ class LogitWarp {
     return e;
   }
 
+  // Per lane: only prefill wants them, and registers are short.
+  __device__ void note_largest(const float (&s)[kGroups][4], int e) const {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+      float2& all = x_.lane_largest(warp_, n)[lane_];
+      all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - e + state.y),
+             fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - e + state.w)};
+    }
+  }
+
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
   // by.
   __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
@@ -174,22 +189,32 @@ class LogitWarp {
         }
   }
 
-  // (base, sum) of each head; for a row of one split the factor of its output instead of the sum.
+  // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
   __device__ void finish() {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
       if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
+      if (p_.max_logits) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+        float2& largest = x_.lane_largest(warp_, n)[lane_];
+        largest = {max_over_tokens(largest.x), max_over_tokens(largest.y)};
+      }
     }
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       float2 stats = {0.0f, 0.0f};
+      float largest = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < C::kLogitWarps; ++i) stats.y += x_.warp_max(i)[head];
+      for (int i = 0; i < C::kLogitWarps; ++i) {
+        stats.y += x_.warp_max(i)[head];
+        const float2 pair = x_.lane_largest(i, head / kGroupHeads)[head % kGroupHeads / 2];
+        largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
+      }
       stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-      if (params_.num_splits == 1) stats.y = finish_head<C>(p_, w_, head, stats.x, stats.y);
+      if (params_.num_splits == 1) stats.y = finish_head<C>(p_, w_, head, stats.x, stats.y, largest);
       reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
+      reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
     }
     named_barrier(kBarrierFinish, C::kWorkers);
   }

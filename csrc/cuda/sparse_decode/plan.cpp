@@ -43,9 +43,7 @@ TeamPlan plan_sparse_decode(const SparseAttentionParams& p, int num_sms) {
   TeamPlan best{1, 1};
   double best_us = 1e30;
   for (const GroupClass& g : kGroupClasses) {
-    // Only warp teams find max_logits.
-    if (p.max_logits ? g.warpgroups : g.warpgroups ? !has_warpgroups : g.head_groups == 4 && has_warpgroups)
-      continue;
+    if (g.warpgroups ? !has_warpgroups : g.head_groups == 4 && has_warpgroups) continue;
     if (g.head_groups * kGroupHeads >= 2 * align_up(heads, kGroupHeads)) continue;  // mostly empty
     const int head_blocks = ceil_div(heads, g.head_groups * kGroupHeads);
     for (const SplitClass& s : kSplitClasses) {

@@ -12,6 +12,8 @@ struct TeamPlan {
 };
 TeamPlan plan_sparse_decode(const SparseAttentionParams& p, int num_sms);
 
+// Rows that sparse_decode's Hopper kernels take: the grid stays far from 2^31.
+inline constexpr int64_t kMaxDecodeTokens = int64_t{1} << 20;
 bool hopper_kernels_fit(const SparseAttentionParams& p);
 
 // Explicit instances, one source file per family of layouts: they compile in parallel.

@@ -1,28 +1,25 @@
 #pragma once
-// The row-group kernel's variants, where everything lies in shared memory, and what its warpgroups share.
+// The row-group kernel: where everything lies in shared memory, and what its warpgroups share.
 #include "cuda/async.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 #include "cuda/sparse_prefill/row_producer.cuh"
 
 namespace mla_fp8::gpu {
 
-template <KvLayoutId kId_, int kGroups_>
+template <KvLayoutId kId_>
 struct RowGroupConfig {
   static constexpr KvLayoutId kId = kId_;
   using R = Row<kId>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
-  static constexpr int kGroups = kGroups_, kHeads = kGroups * kGroupHeads;
-  // Accumulators of 64 heads leave registers for one logits warpgroup.
-  static constexpr int kLogitGroups = kGroups == 8 ? 1 : 2;
+  static constexpr int kGroups = 4, kHeads = kGroups * kGroupHeads;
+  static constexpr int kLogitGroups = 2;
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
   static constexpr int kProducers = 4;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kValueRegisters = kGroups == 8 ? 176 : 112;
-  static constexpr int kLogitRegisters = kGroups == 8 ? 120 : 112;
-  static constexpr int kProducerRegisters = kGroups == 8 ? 40 : 32;
+  static constexpr int kValueRegisters = 112, kLogitRegisters = 112, kProducerRegisters = 32;
   static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
                 kLaunchRegisters * (3 + kLogitGroups));
   static constexpr bool kWgmma = true;
@@ -32,7 +29,7 @@ struct RowGroupConfig {
   static constexpr int kBlockSlots = 4, kBlockTokens = kBlockSlots * kSlotTokens;
   static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
-  static constexpr int kSlots = kGroups == 8 ? 12 : 16;
+  static constexpr int kSlots = 16;
   static_assert(kSlots % kProducers == 0 && kSlots % kBlockSlots == 0);
 
   static constexpr int kStepBytes = kHeads * kSlotTokens * 2;  // B operand of one k-step
@@ -66,7 +63,7 @@ enum RowGroupBarrier { kBarrierAllLogits = 1, kBarrierLogitGroup };  // + group
 // moved, or the end of a row.
 enum class Entry : int { kBlock, kRescaled, kEnd };
 
-// Entry i goes through buffer i % 2. Two logits warpgroups take turns, each has a buffer of its own.
+// Entry i goes through buffer i % 2: the logits warpgroups take turns, each has a buffer of its own.
 template <class C>
 struct RowExchange {
   uint8_t* bytes;

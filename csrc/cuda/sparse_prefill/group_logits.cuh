@@ -44,7 +44,7 @@ class RowLogits {
   }
 
  private:
-  __device__ bool is_mine(int entry) const { return C::kLogitGroups == 1 || entry % 2 == group_; }
+  __device__ bool is_mine(int entry) const { return entry % C::kLogitGroups == group_; }
   // (logit scale, base - 7) of heads 8n + 2t and + 1.
   __device__ float4 head_pair(int n) const {
     return reinterpret_cast<const float4*>(x_.head_state())[n * kGroupHeads / 2 + t_];
@@ -120,11 +120,9 @@ class RowLogits {
 
   // Bases are decided on in the order of the entries.
   __device__ void wait_for_turn(int entry) const {
-    if (C::kLogitGroups == 2 && entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
+    if (entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
   }
-  __device__ void pass_turn() const {
-    if constexpr (C::kLogitGroups == 2) mbarrier_arrive_warp(x_.decided(group_), lane_);
-  }
+  __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
 
   // K Q^T of 16 tokens, over the powers of two that Q and, 2^e, the value scales were divided by. Returns e.
   __device__ int products(int slot, float (&s)[kGroups][4]) {

@@ -1,10 +1,10 @@
 #pragma once
-// Sparse FP8 MLA prefill for Hopper, 32 or 64 heads: a CTA goes through rows (query tokens) one after
+// Sparse FP8 MLA prefill for Hopper, 32 heads: a CTA goes through rows (query tokens) one after
 // another, and each warpgroup has one part in all of them. What lies between two rows overlaps: producers
 // gather and the logits warps work on the next row while the value warps finish this one.
 //
-//   producers   4 warps: index -> row address -> one bulk copy per row, into a ring of 12 or 16 slots of 16
-//   logits      2 warpgroups (1 for 64 heads) take blocks of 64 tokens in turns: S^T = K Q^T by wgmma, K from
+//   producers   4 warps: index -> row address -> one bulk copy per row, into a ring of 16 slots of 16
+//   logits      2 warpgroups take blocks of 64 tokens in turns: S^T = K Q^T by wgmma, K from
 //               the raw rows through registers, Q from shared memory; softmax; weights to shared memory
 //   values      2 warpgroups: O^T[256 dims x heads] += V^T P^T by wgmma, V through registers
 //
@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     give_up_registers<C::kProducerRegisters>();
     RowProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
   } else if (warp >= kConsumerWarps) {
-    if constexpr (C::kLogitRegisters < C::kLaunchRegisters) give_up_registers<C::kLogitRegisters>();
-    else take_registers<C::kLogitRegisters>();
+    take_registers<C::kLogitRegisters>();
     RowLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();
@@ -47,9 +46,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #endif
 }
 
-template <KvLayoutId kId, int kGroups>
-void launch_groups(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
-  using C = RowGroupConfig<kId, kGroups>;
+template <KvLayoutId kId>
+void launch_row_groups(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
+  using C = RowGroupConfig<kId>;
   const auto kernel = sparse_prefill_groups_kernel<C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
         "smem opt-in");
@@ -60,12 +59,6 @@ void launch_groups(const SparseAttentionParams& p, int num_sms, gpuStream_t stre
           .stream = stream,
           .smem = C::kSmemBytes},
          TeamParams{p, 1, head_blocks});
-}
-
-template <KvLayoutId kId>
-void launch_row_groups(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
-  if (p.num_q_heads <= 32) return launch_groups<kId, 4>(p, num_sms, stream);
-  return launch_groups<kId, 8>(p, num_sms, stream);
 }
 
 }  // namespace mla_fp8::gpu
