@@ -1,4 +1,4 @@
-"""sparse_prefill over bf16 rows, 33 to 128 heads: CTAs that go from item to item, blocks of 64 keys."""
+"""sparse_prefill over bf16 rows, 17 to 128 heads: CTAs that go from item to item, blocks of 64 keys."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def spread(num_tokens: int, count: int = 24) -> torch.Tensor:
 
 
 @row_layouts
-@pytest.mark.parametrize("num_q_heads", [33, 64, 100, 128])
+@pytest.mark.parametrize("num_q_heads", [17, 32, 64, 100, 128])
 @pytest.mark.parametrize("topk", [1, 63, 64, 65, 128, 129, 192, 640])
 def test_any_number_of_blocks_and_heads(name, num_q_heads, topk):
     case = rows_case(name, num_tokens=420, num_q_heads=num_q_heads, topk=topk)
@@ -71,7 +71,7 @@ def test_any_number_of_blocks_and_heads(name, num_q_heads, topk):
 
 
 @row_layouts
-@pytest.mark.parametrize("num_q_heads", [64, 128])
+@pytest.mark.parametrize("num_q_heads", [24, 64, 128])
 def test_items_of_every_length_follow_each_other(name, num_q_heads):
     """0 to 5 blocks: Q and rows of an item arrive while others of another number of blocks are multiplied."""
     case = rows_case(name, num_tokens=2000, num_q_heads=num_q_heads, topk=320)

@@ -20,6 +20,8 @@ from mla_fp8 import KV_LAYOUTS, KVLayout, reference
 from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 OPS = torch.ops.mla_fp8
+PAGED = ("dsv32", "dsv4", "bf16", "bf16_512")
+paged_layouts = pytest.mark.parametrize("layout", [KV_LAYOUTS[name] for name in PAGED], ids=PAGED)
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -124,8 +126,8 @@ def test_window_and_selected_entries_are_one_softmax(layout, device):
     check(make_window_case(layout, device, extra=V4_SCOPES, **RAGGED))
 
 
-@packed_layouts
-@pytest.mark.parametrize("num_q_heads", [5, 8, 12, 32, 64])
+@paged_layouts
+@pytest.mark.parametrize("num_q_heads", [1, 5, 8, 12, 32, 64, 100])
 @pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["window only", "two caches"])
 def test_many_queries(layout, num_q_heads, extra, device):
     if device == "cpu" and num_q_heads != 8:
@@ -140,7 +142,7 @@ def test_many_queries(layout, num_q_heads, extra, device):
     check(window, torch.cat([edges, some]))
 
 
-@packed_layouts
+@paged_layouts
 @pytest.mark.parametrize("num_q_heads", [8, 16])
 @pytest.mark.parametrize("window_size", [1, 3, 200])
 def test_windows_of_any_size_of_many_requests(layout, window_size, num_q_heads, device):
@@ -172,9 +174,10 @@ def test_no_requests_and_no_tokens(layout, device):
 
 
 @pytest.mark.parametrize("query_len", [4, 900])
-def test_hostile_geometry_gives_finite_rows(query_len, device):
+@pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
+def test_hostile_geometry_gives_finite_rows(name, query_len, device):
     """No value of query_start_loc or seq_lens reaches memory that it should not."""
-    layout = KV_LAYOUTS["dsv4"]
+    layout = KV_LAYOUTS[name]
     lens = {"query_lens": [query_len] * 3, "seq_lens": [1000] * 3}
     window = make_window_case(layout, device, num_q_heads=8, **lens)
     window.case.scopes[0].kv_cache.zero_()
@@ -198,6 +201,40 @@ def test_a_query_does_not_see_the_other_requests(device):
     changed.geometry[2][2] = 3
     for got, expected in zip(changed.run(), want, strict=True):
         assert torch.equal(got[6:13], expected[6:13])
+
+
+@pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
+@pytest.mark.parametrize("num_q_heads", [8, 24])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_nan_reaches_those_queries_only_that_attend_to_it(name, num_q_heads, page_size, device):
+    """A key or a head of Q: neither the neighbours before nor those after it, tile or not."""
+    window = make_window_case(
+        KV_LAYOUTS[name], device, query_lens=[1100, 7], seq_lens=[1200, 40], window_size=40,
+        page_size=page_size, num_q_heads=num_q_heads, padding=0,
+    )  # fmt: skip
+    table, _, _ = window.geometry
+    case, scope = window.case, window.case.scopes[0]
+    table.copy_(torch.randperm(table.numel(), device=device).view_as(table))
+    scope.kv_cache.zero_()
+    want = window.run()
+    for position in (400, 403, 700, 1199):
+        page = table[0, position // page_size]
+        slot = page * page_size + position % page_size
+        latent = torch.full((1, 512), float("nan"), device=device).bfloat16()
+        mla_fp8.quantize_kv(
+            latent, slot[None].long(), scope.kv_cache, layout=case.layout, page_size=page_size
+        )
+    case.q[905, 3] = float("nan")
+    got = window.run()
+    position = torch.arange(100, 1200, device=device)
+    reached = torch.zeros(1107, dtype=torch.bool, device=device)
+    for p in (400, 403, 700, 1199):
+        reached[:1100] |= (position >= p) & (position < p + 40)
+    assert got[0][reached].isnan().all() and got[2][reached].isnan().all()
+    reached[905] = True
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[~reached], b[~reached])
+    assert got[0][905, 3].isnan().all() and torch.equal(got[0][905, 4:], want[0][905, 4:])
 
 
 def test_opcheck_and_out_form(device):

@@ -13,6 +13,9 @@ __device__ inline uint2 load_shared_8(uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
+__device__ inline void store_shared_8(uint32_t address, uint64_t v) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m
 // holds elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).

@@ -15,10 +15,11 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address, int stride_k, int 
 // A or B in swizzled tiles of 64 elements x any number of rows: a row is 128 contiguous bytes, its eight
 // 16-byte chunks in the order chunk ^ row % 8, tiles lie at multiples of 1024 bytes. Elements of a row are
 // consecutive in k (A, B) or, for the _t forms of B, in n; `stride_n` is then the distance of the next tile
-// in n. Advancing by 16 in k is +32 bytes inside a row, or +16 rows (2048 bytes).
-__device__ inline uint64_t wgmma_tile_descriptor(uint32_t address, int stride_n = 0) {
+// in n. Advancing by 16 in k is +32 bytes inside a row, or +16 rows (2048 bytes). `stride_8`: from eight rows
+// to the next eight.
+__device__ inline uint64_t wgmma_tile_descriptor(uint32_t address, int stride_n = 0, int stride_8 = 1024) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride_n >> 4) << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+         static_cast<uint64_t>(stride_8 >> 4) << 32 | uint64_t{1} << 62;
 }
 // The same, `bytes` further on.
 __device__ inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
@@ -67,7 +68,7 @@ MLA_WGMMA_N64(wgmma_f16, "f16")
 #undef MLA_WGMMA_N64
 #undef MLA_WGMMA_N32
 
-// bf16 in swizzled tiles: N = 64 with B along k, N = 256 with B along n.
+// bf16 in swizzled tiles: N = 64 or 72 with B along k, N = 256 with B along n.
 #define MLA_D32(d, i)                                                                                     \
   MLA_D4(d, i), MLA_D4(d, i + 1), MLA_D4(d, i + 2), MLA_D4(d, i + 3), MLA_D4(d, i + 4), MLA_D4(d, i + 5), \
       MLA_D4(d, i + 6), MLA_D4(d, i + 7)
@@ -88,6 +89,13 @@ __device__ inline void wgmma_bf16_ss(float (&d)[8][4], uint64_t a, uint64_t b, i
       "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MLA_R32
       "}, %32, %33, p, 1, 1, 0, 0; }"
       : MLA_D32(d, 0)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+__device__ inline void wgmma_bf16_ss(float (&d)[9][4], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %38, 0; wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 " MLA_R32
+      ", %32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0; }"
+      : MLA_D32(d, 0), MLA_D4(d, 8)
       : "l"(a), "l"(b), "r"(accumulate));
 }
 __device__ inline void wgmma_bf16_ss_t(float (&d)[32][4], uint64_t a, uint64_t b, int accumulate) {

@@ -26,6 +26,19 @@ struct SlidingWindow {
   const int32_t* seq_lens;         // [num_requests], the queries are the last tokens
 };
 
+// Where a query stands in its request.
+struct WindowQuery {
+  int64_t request;   // -1: none
+  int64_t position;  // < 0: the request has fewer tokens than queries
+  int64_t queries;   // of the request, from this one on
+};
+MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
+  const int64_t request = find_request(w.query_start_loc, w.num_requests, token);
+  if (request < 0) return {-1, -1, 0};
+  const int64_t queries = int64_t{w.query_start_loc[request + 1]} - w.query_start_loc[0] - token;
+  return {request, w.seq_lens[request] - queries, queries};
+}
+
 struct SparseAttentionParams {
   KvLayoutId layout;
   int64_t num_tokens;
@@ -53,14 +66,11 @@ class Selection {
       : scope_(p.scopes[scope]), is_window_(scope == 0 && p.is_window) {
     if (is_window_) {
       const SlidingWindow& w = p.window;
-      const int64_t request = find_request(w.query_start_loc, w.num_requests, token);
-      if (request < 0) return;
-      const int64_t query_end = int64_t{w.query_start_loc[request + 1]} - w.query_start_loc[0];
-      const int64_t position = w.seq_lens[request] - query_end + token;
-      if (position < 0) return;
-      first_ = position < w.window_size ? 0 : position - w.window_size + 1;
-      length_ = position - first_ + 1;
-      indices_ = w.page_table + request * w.page_table_stride_request;
+      const WindowQuery q = find_query(w, token);
+      if (q.request < 0 || q.position < 0) return;
+      first_ = q.position < w.window_size ? 0 : q.position - w.window_size + 1;
+      length_ = q.position - first_ + 1;
+      indices_ = w.page_table + q.request * w.page_table_stride_request;
       max_pages_ = w.max_pages;
     } else {
       indices_ = scope_.indices + token * scope_.indices_stride_token;

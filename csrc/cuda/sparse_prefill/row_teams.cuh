@@ -82,8 +82,6 @@ void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t s
 template <KvLayoutId kId>
 void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
   if (p.num_q_heads <= 8) return launch_row_teams<kId, 1, 8>(p, num_sms, stream);
-  if constexpr (kv_layout(kId).nope_format == Format::kBf16)  // from FP8 pages they go to the row groups
-    if (p.num_q_heads > 16) return launch_row_teams<kId, 4, 4>(p, num_sms, stream);
   launch_row_teams<kId, 2, 4>(p, num_sms, stream);
 }
 

@@ -11,15 +11,19 @@ void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
   if (!hopper_kernels_fit(p) || p.num_tokens >= 1 << 27)  // units (rows x head blocks) are 32 bits
     return sparse_attention_portable(p, stream);
 #if MLA_FP8_WITH_SM90A
-  if (!p.is_window && prefill_warpgroups_bf16_fits(p, num_processors()))
-    return launch_prefill_warpgroups_bf16(p, stream);
+  if (prefill_warpgroups_bf16_fits(p, num_processors())) return launch_prefill_warpgroups_bf16(p, stream);
   // Fewer rows than twice what the row-team kernel has at once (4 rows of 8 heads on an SM): it would be half
-  // empty at the end, where decode's kernels can put several SMs on one row.
-  if (p.num_tokens * ceil_div(p.num_q_heads, 8) < int64_t{8} * num_processors())
+  // empty at the end, where decode's kernels can put several SMs on one row. With many heads theirs is the
+  // faster one anyway, up to the rows that they take.
+  const bool many_heads = kv_layout(p.layout).nope_format != Format::kBf16 && p.num_q_heads > 32;
+  if (p.num_tokens * ceil_div(p.num_q_heads, 8) < int64_t{8} * num_processors() ||
+      (many_heads && p.num_tokens < kMaxDecodeTokens))
     return sparse_decode(p, stream);
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
-    if constexpr (kv_layout(kId).nope_format != Format::kBf16)
+    if constexpr (kv_layout(kId).nope_format != Format::kBf16) {
+      if (many_heads) return launch_warpgroups<kId>(p, {8, 1, true}, stream);
       if (p.num_q_heads > 16) return launch_row_groups<kId>(p, num_processors(), stream);
+    }
     launch_row_teams<kId>(p, num_processors(), stream);
   };
   switch (p.layout) {

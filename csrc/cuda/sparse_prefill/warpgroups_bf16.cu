@@ -1,12 +1,14 @@
-// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 heads of a query token, then those of another.
+// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a query
+// token, or all heads of neighbours whose windows are mostly the same.
 //
-//   gather   one warpgroup: Q and blocks of 64 selected rows by cp.async into swizzled tiles, two blocks and
-//            one Q in shared memory. It runs ahead into the next item, whose Q and first rows arrive while
-//            the last weights of this one are multiplied and its output is stored
+//   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled tiles, two
+//            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
+//            arrive while the last weights of this one are multiplied and its output is stored
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
-// Bound: shared memory, 38 clocks per row (QK reads Q and K at its full rate), then the tensor cores, 34.
+// Bound: the way from the L2, 1 KB per key; then shared memory, 38 clocks per key (QK reads Q and K at its
+// full rate), and the tensor cores, 34.
 #include "cuda/sparse_prefill/warpgroups_bf16.h"
 
 #include <algorithm>
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (warp >= 8) {
     give_up_registers<C::kGatherRegisters>();
-    RowsGather<C>(params, shared, reinterpret_cast<uint64_t*>(smem + C::kMask), thread - 8 * kWarpSize).run();
+    RowsGather<C>(params, shared, thread - 8 * kWarpSize).run();
   } else if (warp >= 4) {
     take_registers<C::kMathRegisters>();
     RowsMath<C, 1>(params, smem, warp - 4, lane).run();
@@ -42,19 +44,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #endif
 }
 
-template <KvLayoutId kId>
-void launch_layout(const SparseAttentionParams& p, gpuStream_t stream) {
-  using C = RowsConfig<kId>;
+template <KvLayoutId kId, RowsKeys kKeys>
+void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
+  using C = RowsConfig<kId, kKeys>;
   const auto kernel = sparse_prefill_rows_kernel<C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
         "smem opt-in");
-  const int head_blocks = ceil_div(p.num_q_heads, C::kHeads);
-  const RowsParams params{p, head_blocks, p.num_tokens * head_blocks};
+  const RowsParams params{
+      .p = p,
+      .num_head_blocks = ceil_div(p.num_q_heads, C::kHeads),
+      .tile_tokens = rows_tile_tokens(p),
+      .tile_heads = static_cast<unsigned>(std::min(p.num_q_heads, C::kHeads)),
+      .num_tiles = num_rows_tiles(p),
+  };
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_items, num_processors())));
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_tiles, num_processors())));
   config.blockDim = dim3(C::kThreads);
   config.dynamicSmemBytes = C::kSmemBytes;
   config.stream = stream;
@@ -66,8 +73,14 @@ void launch_layout(const SparseAttentionParams& p, gpuStream_t stream) {
 }  // namespace
 
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream) {
-  p.layout == KvLayoutId::kBf16 ? launch_layout<KvLayoutId::kBf16>(p, stream)
-                                : launch_layout<KvLayoutId::kBf16D512>(p, stream);
+  const auto run = [&]<KvLayoutId kId>(constant<kId>) {
+    if (!p.is_window) return launch_variant<kId, RowsKeys::kSelected>(p, stream);
+    // The larger block fits next to the 512 dims of a layout that windows are used with.
+    if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)
+      if (rows_tile_tokens(p) > 1) return launch_variant<kId, RowsKeys::kWindows>(p, stream);
+    launch_variant<kId, RowsKeys::kWindow>(p, stream);
+  };
+  p.layout == KvLayoutId::kBf16 ? run(constant<KvLayoutId::kBf16>{}) : run(constant<KvLayoutId::kBf16D512>{});
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,15 +1,23 @@
 #pragma once
-// Sparse prefill over bf16 rows for Hopper, 64 heads per CTA (docs/sparse_prefill.md).
+// Sparse prefill over bf16 rows for Hopper, tiles of 64 rows of Q (docs/sparse_prefill.md).
 #include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {
 
-// Whether the kernel is the one for this problem: plain bf16 rows, more than 32 heads, and at least half as
-// many (query, 64 heads) as SMs; with fewer, decode's kernels share a query among SMs.
+// Query tokens of a tile: one, or as many neighbours as fill it, whose windows are mostly the same.
+inline int rows_tile_tokens(const SparseAttentionParams& p) {
+  return p.is_window && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
+}
+inline int64_t num_rows_tiles(const SparseAttentionParams& p) {
+  return ceil_div(p.num_tokens, int64_t{rows_tile_tokens(p)}) * ceil_div(p.num_q_heads, 64);
+}
+
+// Whether the kernel is the one for this problem: windows, or plain bf16 rows and more than 16 heads; and at
+// least half as many tiles as SMs: with fewer, decode's kernels share a query among SMs.
 inline bool prefill_warpgroups_bf16_fits(const SparseAttentionParams& p, int num_sms) {
   return (p.layout == KvLayoutId::kBf16 || p.layout == KvLayoutId::kBf16D512) && p.num_scopes == 1 &&
-         p.scopes[0].page_size == 1 && p.scopes[0].topk < (int64_t{1} << 30) && p.num_q_heads > 32 &&
-         2 * p.num_tokens * ceil_div(p.num_q_heads, 64) >= num_sms;
+         (p.is_window || (p.scopes[0].page_size == 1 && p.num_q_heads > 16)) &&
+         2 * num_rows_tiles(p) >= num_sms;
 }
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream);
 

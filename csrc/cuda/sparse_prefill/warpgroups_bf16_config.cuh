@@ -1,25 +1,41 @@
 #pragma once
-// Where everything lies in shared memory, its barriers, and which queries a CTA works on.
+// Where everything lies in shared memory, its barriers, and what a CTA works on.
 #include "common/kv_layout.h"
 #include "cuda/async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16_mask.cuh"
 #include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {
 
 inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
 
+// What a query attends to: selected rows, or a window, alone in its tile or with its neighbours.
+enum class RowsKeys { kSelected, kWindow, kWindows };
+
 // Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
-template <KvLayoutId kId>
+template <KvLayoutId kId, RowsKeys kKeys>
 struct RowsConfig {
+  static constexpr bool kWindow = kKeys != RowsKeys::kSelected;
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
-  static constexpr int kHeads = 64, kBlockTokens = 64;
+  static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
   static constexpr int kTiles = kDims / kTileDims;
   static constexpr int kValueTiles = kHeadDimV / kTileDims;
   static constexpr bool kHasRope = kTiles > kValueTiles;
   static_assert(kTiles - kValueTiles <= 1);
+
+  // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
+  // is often two blocks: the first block takes eight more.
+  static constexpr int kTail = kKeys == RowsKeys::kWindows ? 8 : 0;
+  __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
+  static constexpr int kPairKeys = 128 + kTail;
+  __device__ static int num_blocks(int length) {
+    const int rest = length % kPairKeys;
+    return length / kPairKeys * 2 + (rest > 0) + (rest > keys(0));
+  }
+  __device__ static int first_key(int block) { return block / 2 * kPairKeys + block % 2 * keys(0); }
 
   static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kMathRegisters = 224, kGatherRegisters = 56;
@@ -30,32 +46,62 @@ struct RowsConfig {
   __device__ static constexpr int first_tile(int piece) { return 2 * piece; }
   __device__ static constexpr int num_tiles(int piece) { return piece == kRopePiece ? 1 : 2; }
 
-  // The weights of a block lie over its rope keys, which are no longer needed once there are weights.
+  // The weights of a block lie over its rope keys, which are no longer needed once there are weights; those
+  // of the tail behind them, without swizzle and, as products take 16 keys, with eight that are zero.
   static constexpr int kQ = 0;
   static constexpr int kBlocks = kTiles * kTileBytes;
+  __device__ static constexpr int key_tile_bytes(int buffer) { return keys(buffer) * kTileDims * 2; }
+  static constexpr int kTailWeightsBytes = kTail * 2 * kHeads * 2;
   static constexpr int kBlockBytes = (kValueTiles + 1) * kTileBytes;
+  static constexpr int kFirstBlockBytes = kBlockBytes + kTail * kHeadDimV * 2 + kTailWeightsBytes;
   static constexpr int kWeightsTile = kValueTiles;
   // Output leaves by the copy engine from where the last block's values were, one tile per math warp: 16 rows
   // of kOutPitch, so that rows start in different banks. That is a little too much: the last row lies apart.
   static constexpr int kOutBytes = kHeadDimV / 2 * 2;  // of one row and group: half of the dims, bf16
   static constexpr int kOutPitch = kOutBytes + 16;
-  static constexpr int kLastRow = kBlocks + 2 * kBlockBytes, kLastRowBytes = 640, kLastRowOffset = 7 * 16;
+  static constexpr int kLastRow = kBlocks + kFirstBlockBytes + kBlockBytes, kLastRowBytes = 640,
+                       kLastRowOffset = 7 * 16;
   static_assert(15 * kOutPitch <= kTileBytes && kLastRowOffset + kOutBytes <= kLastRowBytes);
 
   // What a group tells the other, by parity of the item: (sum, base), and the second its largest logits.
   static constexpr int kHandover = kLastRow + 8 * kLastRowBytes;   // float2 [parity][group][head]
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
-  static constexpr int kMask = kLargest + 2 * kHeads * 4;          // uint64_t [buffer]
-  static constexpr int kBarriers = kMask + 16;
+  static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
+  static constexpr int kItem = kMask + 32;                         // RowsItem
+  static constexpr int kBarriers = kItem + 32;
   static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts);
   static constexpr int kSmemBytes = kBarriers + kNumBarriers * 8;
   static_assert(kSmemBytes <= 232448);
 };
 
+// Rows of Q come in tiles of 64: tile_heads heads of each of tile_tokens tokens.
 struct RowsParams {
   SparseAttentionParams p;
-  int num_head_blocks;
-  int64_t num_items;  // (query, head block)
+  int num_head_blocks, tile_tokens;
+  unsigned tile_heads;
+  int64_t num_tiles;
+};
+
+// What row `row` of a tile holds.
+struct RowPlace {
+  int token, head;
+};
+template <class C>
+__device__ RowPlace row_place(const RowsParams& params, unsigned row) {
+  if constexpr (!C::kWindow) return {0, static_cast<int>(row)};
+  return {static_cast<int>(row / params.tile_heads), static_cast<int>(row % params.tile_heads)};
+}
+
+// The tokens of a tile that have keys in common, and these keys: those selected by one token, or the windows
+// of neighbours in one request. The last token of a window's item attends up to its last key, the one before
+// it up to the one before that.
+struct RowsItem {
+  int64_t token;
+  int num_tokens, first_head, length;  // no tokens: there is nothing left to do
+
+  __device__ bool has(RowPlace place, int num_q_heads) const {
+    return place.token < num_tokens && first_head + place.head < num_q_heads;
+  }
 };
 
 template <class C>
@@ -63,9 +109,31 @@ struct RowsSmem {
   uint32_t smem;
   __device__ uint32_t q_tile(int tile) const { return smem + C::kQ + tile * C::kTileBytes; }
   __device__ uint32_t tile(int buffer, int tile) const {
-    return smem + C::kBlocks + buffer * C::kBlockBytes + tile * C::kTileBytes;
+    return smem + C::kBlocks + buffer * C::kFirstBlockBytes + tile * C::key_tile_bytes(buffer);
   }
   __device__ uint32_t weights(int buffer) const { return tile(buffer, C::kWeightsTile); }
+  __device__ uint32_t tail_weights() const { return weights(0) + C::kTileBytes; }
+
+  // By address: through pointers the compiler loses sight of what is uniform, and every arrival of the gather
+  // on a barrier becomes a loop.
+  __device__ void set_item(const RowsItem& item) const {
+    store_shared_8(smem + C::kItem, item.token);
+    store_shared_8(smem + C::kItem + 8, item.num_tokens | static_cast<uint64_t>(item.first_head) << 32);
+    store_shared_8(smem + C::kItem + 16, item.length);
+  }
+  __device__ RowsItem item() const {
+    const uint2 token = load_shared_8(smem + C::kItem), tokens_head = load_shared_8(smem + C::kItem + 8);
+    return {static_cast<int64_t>(token.x | uint64_t{token.y} << 32), static_cast<int>(tokens_head.x),
+            static_cast<int>(tokens_head.y), static_cast<int>(load_shared_8(smem + C::kItem + 16).x)};
+  }
+  __device__ void set_mask(int buffer, RowsMask mask) const {
+    store_shared_8(smem + C::kMask + buffer * 16, mask.keys);
+    store_shared_8(smem + C::kMask + buffer * 16 + 8, mask.tail);
+  }
+  __device__ RowsMask mask(int buffer) const {
+    const uint2 keys = load_shared_8(smem + C::kMask + buffer * 16);
+    return {keys.x | uint64_t{keys.y} << 32, load_shared_8(smem + C::kMask + buffer * 16 + 8).x};
+  }
 
   __device__ uint32_t q_full() const { return smem + C::kBarriers; }
   __device__ uint32_t q_empty() const { return q_full() + 8; }
@@ -78,7 +146,7 @@ struct RowsSmem {
   }
 
   __device__ void init() const {
-    mbarrier_init(q_full(), kGroupThreads);
+    mbarrier_init(q_full(), kGroupThreads + 1);   // and the item
     mbarrier_init(q_empty(), 8 * kWarpArrivals);  // both math groups
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(weights_full(buffer), 4 * kWarpArrivals);
@@ -90,46 +158,70 @@ struct RowsSmem {
   }
 };
 
-// One query token, 64 of its heads.
-struct RowsItem {
-  int64_t token;
-  int first_head, length, num_blocks;  // of selected tokens
+// Where the gather finds the keys of an item.
+struct RowsSource : RowsItem {
+  int64_t tile;
+  const int32_t* entries;   // selected slots, or pages of the request
+  unsigned first_position;  // of a window
 };
 
-// The items of a CTA, every gridDim.x-th; the head blocks of a token run at the same time, so that its rows
-// come from L2 once more. The next item is known early: nobody waits for its length.
+// The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
+// rows come from L2 once more. The next item is known early: nobody waits for its length.
 template <class C>
 class RowsItems {
  public:
-  __device__ explicit RowsItems(const RowsParams& params) : params_(params), index_(blockIdx.x) {
-    now_ = read(index_);
-    next_ = read(index_ + gridDim.x);
-  }
-  __device__ bool valid() const { return index_ < params_.num_items; }
-  __device__ const RowsItem& operator*() const { return now_; }
-  __device__ const RowsItem& next() const { return next_; }
-  __device__ bool has_next() const { return index_ + gridDim.x < params_.num_items; }
+  __device__ explicit RowsItems(const RowsParams& params)
+      : params_(params), now_(item(blockIdx.x, 0)), next_(after(now_)) {}
+  __device__ const RowsSource& operator*() const { return now_; }
+  __device__ const RowsSource& next() const { return next_; }
   __device__ void advance() {
-    index_ += gridDim.x;
     now_ = next_;
-    next_ = read(index_ + gridDim.x);
+    next_ = after(now_);
   }
 
  private:
-  __device__ RowsItem read(int64_t index) const {
-    RowsItem item{0, 0, 0, 0};
-    if (index >= params_.num_items) return item;
-    const KvScope& s = params_.p.scopes[0];
-    item.token = params_.num_head_blocks == 1 ? index : index / 2;
-    item.first_head = params_.num_head_blocks == 1 ? 0 : static_cast<int>(index % 2) * C::kHeads;
-    const int topk = static_cast<int>(s.topk);
-    item.length = s.topk_length ? max(0, min(__ldg(s.topk_length + item.token), topk)) : topk;
-    item.num_blocks = ceil_div(item.length, C::kBlockTokens);
-    return item;
+  __device__ int64_t first_token(int64_t tile) const {
+    return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_tokens;
   }
+  __device__ RowsSource after(const RowsSource& x) const {
+    if constexpr (C::kWindow) {
+      const int64_t end = x.token + x.num_tokens;
+      const int done = static_cast<int>(end - first_token(x.tile));
+      if (x.num_tokens > 0 && done < params_.tile_tokens && end < params_.p.num_tokens)
+        return item(x.tile, done);
+    }
+    return item(x.tile + gridDim.x, 0);
+  }
+  // What follows the first `done` tokens of a tile.
+  __device__ RowsSource item(int64_t tile, int done) const {
+    const SparseAttentionParams& p = params_.p;
+    const KvScope& s = p.scopes[0];
+    RowsSource x{};
+    x.tile = tile;
+    if (tile >= params_.num_tiles) return x;
+    x.token = first_token(tile) + done;
+    x.first_head = params_.num_head_blocks == 1 ? 0 : static_cast<int>(tile % 2) * C::kHeads;
+    if constexpr (C::kWindow) {
+      const SlidingWindow& w = p.window;
+      x.num_tokens = static_cast<int>(min(int64_t{params_.tile_tokens - done}, p.num_tokens - x.token));
+      const WindowQuery q = find_query(w, x.token);
+      if (q.request < 0) return x;
+      x.num_tokens = static_cast<int>(min(int64_t{x.num_tokens}, q.queries));
+      x.entries = w.page_table + q.request * w.page_table_stride_request;
+      const int64_t first = max(q.position - w.window_size + 1, int64_t{0});
+      x.first_position = static_cast<unsigned>(first);
+      x.length = static_cast<int>(max(q.position + x.num_tokens - first, int64_t{0}));
+    } else {
+      x.num_tokens = 1;
+      x.entries = s.indices + x.token * s.indices_stride_token;
+      const int topk = static_cast<int>(s.topk);
+      x.length = s.topk_length ? max(0, min(__ldg(s.topk_length + x.token), topk)) : topk;
+    }
+    return x;
+  }
+
   const RowsParams& params_;
-  int64_t index_;
-  RowsItem now_, next_;
+  RowsSource now_, next_;
 };
 
 }  // namespace mla_fp8::gpu

@@ -1,5 +1,5 @@
 #pragma once
-// The warpgroup that fetches: Q of each item and its selected rows, into swizzled tiles.
+// The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled tiles.
 #include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
 #include "cuda/warp.cuh"
 
@@ -8,10 +8,9 @@ namespace mla_fp8::gpu {
 template <class C>
 class RowsGather {
  public:
-  __device__ RowsGather(const RowsParams& params, RowsSmem<C> smem, uint64_t* masks, int thread)
+  __device__ RowsGather(const RowsParams& params, RowsSmem<C> smem, int thread)
       : params_(params),
         smem_(smem),
-        masks_(masks),
         lane_(thread % kWarpSize),
         row_(thread / 8),
         chunk_(thread % 8),
@@ -19,104 +18,154 @@ class RowsGather {
 
   __device__ void run() {
     RowsItems<C> items(params_);
-    Indices ahead = indices(*items, 0);
+    Entries ahead = entries(*items, 0);
     int num_items = 0, num_first = 0, num_second = 0;  // so far: items, blocks of either buffer
-    for (; items.valid(); items.advance()) {
-      const RowsItem item = *items;
-      if (item.num_blocks > 0) {
-        fetch_q(item, num_items++);
-        if (items.has_next()) prefetch_q(items.next());
+    for (; fetch_q(*items, num_items++); items.advance()) {
+      const RowsSource& item = *items;
+      prefetch_q(items.next());
+      const int num_blocks = C::num_blocks(item.length);
+      for (int block = 0; block < num_blocks; ++block) {
+        const Entries now = ahead;
+        ahead = block + 1 < num_blocks ? entries(item, block + 1) : entries(items.next(), 0);
+        fetch_block(item, block, now, block % 2 == 0 ? num_first++ : num_second++);
       }
-      for (int block = 0; block < item.num_blocks; ++block) {
-        const Indices now = ahead;
-        ahead = block + 1 < item.num_blocks ? indices(item, block + 1) : indices(items.next(), 0);
-        fetch_block(now, block % 2, block % 2 == 0 ? num_first++ : num_second++);
-      }
-      if (item.num_blocks == 0) ahead = indices(items.next(), 0);
+      if (num_blocks == 0) ahead = entries(items.next(), 0);
     }
     cp_async_wait_all();
   }
 
  private:
-  static constexpr int kRows = 4, kRowStep = 16;  // rows of one thread
+  static constexpr int kRows = 4, kRowStep = 16;  // rows of one thread, and of a tail one more
 
-  // Of a block's tokens `lane` and `lane` + 32; -1 past the end.
-  struct Indices {
-    int low, high;
+  // Of a block's keys `lane`, `lane` + 32 and, in the tail, `lane` + 64: their slots, or pages of a window.
+  // -1 past the end.
+  struct Entries {
+    int low, high, tail;
   };
-  __device__ Indices indices(const RowsItem& item, int block) const {
-    const KvScope& s = params_.p.scopes[0];
-    const int position = block * C::kBlockTokens + lane_;
-    const int32_t* row = s.indices + item.token * s.indices_stride_token + position;
-    return {position < item.length ? __ldg(row) : -1,
-            position + kWarpSize < item.length ? __ldg(row + kWarpSize) : -1};
+  __device__ Entries entries(const RowsSource& item, int block) const {
+    const int key = C::first_key(block) + lane_;
+    return {entry(item, key), entry(item, key + kWarpSize), C::kTail ? entry(item, key + 2 * kWarpSize) : -1};
   }
+  __device__ int entry(const RowsSource& item, int key) const {
+    if (key >= item.length) return -1;
+    if constexpr (!C::kWindow) return __ldg(item.entries + key);
+    const unsigned page = (item.first_position + key) / page_size();
+    return page < params_.p.window.max_pages ? __ldg(item.entries + page) : -1;
+  }
+  // Where a key of a window lies; null: nowhere.
+  __device__ const uint8_t* address(const RowsSource& item, int key, int page) const {
+    const KvScope& s = params_.p.scopes[0];
+    const unsigned row = (item.first_position + key) % page_size();
+    if (page < 0 || int64_t{page} * page_size() + row >= s.num_slots) return nullptr;
+    return s.kv_cache + page * s.kv_cache_stride_page + int64_t{row} * (C::kDims * 2);
+  }
+  __device__ unsigned page_size() const { return static_cast<unsigned>(params_.p.scopes[0].page_size); }
 
   // This thread's chunk of its rows; zeros where there is none.
+  template <int kCount>
   struct Rows {
-    const uint8_t* at[kRows];
-    bool valid[kRows];
+    const uint8_t* at[kCount];
+    bool valid[kCount];
+    int count = kCount;
   };
-  __device__ void copy_tiles(uint32_t dst, const Rows& rows, int first, int count) const {
+  template <int kCount>
+  __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first,
+                             int count) const {
     for (int tile = first; tile < first + count; ++tile)
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        cp_async_16(dst + tile * C::kTileBytes + offset_ + i * kRowStep * 128,
-                    rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
+      for (int i = 0; i < kCount; ++i)
+        if (i < kRows || i < rows.count)
+          cp_async_16(dst + tile * tile_bytes + offset_ + i * kRowStep * 128,
+                      rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
   }
 
-  __device__ const uint8_t* q_row(const RowsItem& item, int head) const {
+  __device__ const uint8_t* q_row(const RowsItem& item, RowPlace place) const {
     const SparseAttentionParams& p = params_.p;
-    return reinterpret_cast<const uint8_t*>(p.q + item.token * p.q_stride_token +
-                                            (item.first_head + head) * p.q_stride_head);
+    return reinterpret_cast<const uint8_t*>(p.q + (item.token + place.token) * p.q_stride_token +
+                                            (item.first_head + place.head) * p.q_stride_head);
   }
-  __device__ void fetch_q(const RowsItem& item, int count) const {
-    Rows rows;
+  // Tells the other warpgroups what comes next, too. Whether something does.
+  __device__ bool fetch_q(const RowsItem& item, int count) const {
+    Rows<kRows> rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int head = row_ + i * kRowStep;
-      rows.valid[i] = item.first_head + head < params_.p.num_q_heads;
-      rows.at[i] = q_row(item, rows.valid[i] ? head : 0) + chunk_ * 16;
+      const RowPlace place = row_place<C>(params_, row_ + i * kRowStep);
+      rows.valid[i] = item.has(place, params_.p.num_q_heads);
+      rows.at[i] = q_row(item, rows.valid[i] ? place : RowPlace{0, 0}) + chunk_ * 16;
     }
     mbarrier_wait(smem_.q_empty(), (count & 1) ^ 1);
-    copy_tiles(smem_.q_tile(0), rows, 0, C::kTiles);
+    if (row_ == 0 && chunk_ == 0) {
+      smem_.set_item(item);
+      mbarrier_arrive(smem_.q_full());
+    }
+    if (item.length > 0) copy_tiles(smem_.q_tile(0), C::kTileBytes, rows, 0, C::kTiles);
     mbarrier_arrive_cp_async(smem_.q_full());
+    return item.num_tokens > 0;
   }
   __device__ void prefetch_q(const RowsItem& item) const {
-    const int head = row_ * 4 + chunk_;
-    if (chunk_ < 4 && item.first_head + head < params_.p.num_q_heads)
-      bulk_prefetch_l2(q_row(item, head), C::kDims * 2);
+    if (chunk_ >= 4 || item.length == 0) return;
+    const RowPlace place = row_place<C>(params_, row_ * 4 + chunk_);
+    if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);
   }
 
-  __device__ void fetch_block(const Indices& index, int buffer, int count) const {
+  using BlockRows = Rows<kRows + (C::kTail > 0)>;
+  __device__ RowsMask find_selected(Entries slots, BlockRows& rows) const {
     const KvScope& s = params_.p.scopes[0];
-    const bool low = index.low >= 0 && index.low < s.num_slots;
-    const bool high = index.high >= 0 && index.high < s.num_slots;
+    const bool low = slots.low >= 0 && slots.low < s.num_slots;
+    const bool high = slots.high >= 0 && slots.high < s.num_slots;
     const uint64_t mask = __ballot_sync(kFullWarp, low) | uint64_t{__ballot_sync(kFullWarp, high)} << 32;
-    Rows rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = row_ + i * kRowStep;
-      const int64_t slot = __shfl_sync(kFullWarp, i < 2 ? index.low : index.high, row % kWarpSize);
+      const int64_t slot = __shfl_sync(kFullWarp, i < 2 ? slots.low : slots.high, row % kWarpSize);
       rows.valid[i] = mask >> row & 1;
       rows.at[i] = s.kv_cache + (rows.valid[i] ? slot * s.kv_cache_stride_page + chunk_ * 16 : 0);
     }
+    return {mask, 0xff};
+  }
+  __device__ RowsMask find_window(const RowsSource& item, int block, Entries pages, BlockRows& rows) const {
+    const int key = C::first_key(block) + lane_;
+    const bool has_tail = C::kTail > 0 && block % 2 == 0;
+    const uint8_t* const at[3] = {
+        address(item, key, pages.low), address(item, key + kWarpSize, pages.high),
+        has_tail && lane_ < C::kTail ? address(item, key + 2 * kWarpSize, pages.tail) : nullptr};
+    rows.count = has_tail && row_ < C::kTail ? kRows + 1 : kRows;
+#pragma unroll
+    for (int i = 0; i < kRows + (C::kTail > 0); ++i) {
+      const auto mine = reinterpret_cast<uint64_t>(at[i / 2]);
+      const uint64_t row = __shfl_sync(kFullWarp, mine, (row_ + i * kRowStep) % kWarpSize);
+      rows.valid[i] = row != 0;
+      rows.at[i] =
+          row != 0 ? reinterpret_cast<const uint8_t*>(row) + chunk_ * 16 : params_.p.scopes[0].kv_cache;
+    }
+    const uint32_t tail = __ballot_sync(kFullWarp, at[2] != nullptr);
+    return {__ballot_sync(kFullWarp, at[0] != nullptr) | uint64_t{__ballot_sync(kFullWarp, at[1] != nullptr)}
+                                                             << 32,
+            has_tail ? tail : 0xff};
+  }
+
+  __device__ void fetch_block(const RowsSource& item, int block, Entries entries, int count) const {
+    const int buffer = block % 2;
+    BlockRows rows;
+    RowsMask mask;
+    if constexpr (C::kWindow) mask = find_window(item, block, entries, rows);
+    else mask = find_selected(entries, rows);
     const int parity = (count & 1) ^ 1;
 #pragma unroll
     for (int piece = 0; piece < C::kPieces; ++piece) {
       if (piece % 2 == 0) mbarrier_wait(smem_.empty(buffer, piece / 2), parity);
       if (piece == 0 && row_ == 0 && chunk_ == 0) {
-        masks_[buffer] = mask;
+        smem_.set_mask(buffer, mask);
         mbarrier_arrive(smem_.full(buffer, piece));
       }
-      copy_tiles(smem_.tile(buffer, 0), rows, C::first_tile(piece), C::num_tiles(piece));
+      copy_tiles(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
+                 C::num_tiles(piece));
       mbarrier_arrive_cp_async(smem_.full(buffer, piece));
     }
   }
 
   const RowsParams& params_;
   const RowsSmem<C> smem_;
-  uint64_t* const masks_;
   const int lane_, row_, chunk_;
   const uint32_t offset_;
 };

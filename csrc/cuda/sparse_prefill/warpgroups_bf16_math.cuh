@@ -1,8 +1,6 @@
 #pragma once
 // The two warpgroups that multiply. Group 0 finds the weights of even blocks and the output's dims 0..255,
 // group 1 those of odd blocks and dims 256..511; each also multiplies its half of the other's block.
-#include <cmath>
-
 #include "cuda/barrier.cuh"
 #include "cuda/pairs.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
@@ -27,24 +25,29 @@ class RowsMath {
         weights_row_(warp * 16 + lane % 16) {}
 
   __device__ void run() {
-    int num_items = 0;
-    for (RowsItems<C> items(params_); items.valid(); items.advance()) {
-      const RowsItem& item = *items;
-      if (item.num_blocks == 0) {
+    for (;; parity_ ^= 1) {
+      mbarrier_wait(smem_.q_full(), parity_);
+      const RowsItem item = smem_.item();
+      if (item.num_tokens == 0) break;
+      if (item.length == 0) {
+        arrive(smem_.q_empty());
         store_nothing(item);
         continue;
       }
-      parity_ = num_items++ & 1;
       base_[0] = base_[1] = largest_[0] = largest_[1] = -INFINITY;
       sum_[0] = sum_[1] = 0.0f;
-      mbarrier_wait(smem_.q_full(), parity_);
+      if constexpr (C::kWindow)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          last_key_[r] = item.length - item.num_tokens + row_place<C>(params_, row_ + 8 * r).token;
       free_staging();
-      for (int block = 0; block < item.num_blocks; block += 2) {
-        two_blocks(block == 0, item.num_blocks - block);
+      const int num_blocks = C::num_blocks(item.length);
+      for (int block = 0; block < num_blocks; block += 2) {
+        two_blocks(block, num_blocks - block);
         ++num_blocks_[0];
-        num_blocks_[1] += block + 1 < item.num_blocks;
+        num_blocks_[1] += block + 1 < num_blocks;
       }
-      finish(item);
+      finish(item, num_blocks);
     }
     bulk_store_wait();  // shared memory outlives its readers
   }
@@ -52,35 +55,41 @@ class RowsMath {
  private:
   static constexpr float kMaxGrowth = 8.0f;  // weights are at most 2^8
   static constexpr bool kOwn = true, kOthers = false;
+  static constexpr int kColumns = C::keys(kGroup) / 8;  // of logits, in eights; weights go in sixteens
+  static constexpr int steps(int buffer) { return ceil_div(C::keys(buffer), 16); }
+  using Weights = uint32_t[steps(kGroup)][4];
 
   // Blocks are multiplied in their order, since each may move the base. Issuing a product takes a group about
   // as long as the tensor cores take for it: what should overlap is done by the other group.
-  __device__ void two_blocks(bool first, int blocks_left) {
-    uint32_t weights[4][4];
+  __device__ void two_blocks(int block, int blocks_left) {
+    const bool first = block == 0;
+    // The last values of the second buffer, or of the first if it is alone, stay: output goes where they are.
+    const bool keep0 = first && blocks_left == 1, keep1 = blocks_left <= 3;
+    Weights weights;
     if (kGroup == 0) {
       multiply_keys(blocks_left > 1);
       if (blocks_left <= 2) arrive(smem_.q_empty());
-      const bool moved = weigh(weights);
+      const bool moved = weigh(weights, block);
       publish(weights, blocks_left <= 2);
       if (moved && !first) rescale_output();
-      multiply_values<kOwn>(weights, 0, !first, blocks_left == 1);
+      multiply_values<kOwn>(weights, !first, keep0);
       if (blocks_left > 1) {
         adopt_base(true);
-        multiply_values<kOthers>(weights, 1, true, blocks_left == 2);
+        multiply_values<kOthers>(weights, true, keep1);
       }
     } else if (blocks_left > 1) {
       multiply_keys(true);
       if (blocks_left <= 2) arrive(smem_.q_empty());
       adopt_base(!first);
-      const bool moved = weigh(weights);
+      const bool moved = weigh(weights, block + 1);
       publish(weights, blocks_left <= 3);
-      multiply_values<kOthers>(weights, 0, !first, false);
+      multiply_values<kOthers>(weights, !first, false);
       if (moved) rescale_output();
-      multiply_values<kOwn>(weights, 1, true, blocks_left == 2);
+      multiply_values<kOwn>(weights, true, keep1);
     } else {
       arrive(smem_.q_empty());
       adopt_base(!first);
-      multiply_values<kOthers>(weights, 0, !first, true);
+      multiply_values<kOthers>(weights, !first, keep0);
     }
   }
 
@@ -100,12 +109,13 @@ class RowsMath {
       for (int i = 0; i < C::num_tiles(piece); ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const int offset = (C::first_tile(piece) + i) * C::kTileBytes + k * 32;
-          wgmma_bf16_ss(s_, wgmma_advance(q, offset), wgmma_advance(keys, offset), piece + i + k > 0);
+          const int tile = C::first_tile(piece) + i;
+          wgmma_bf16_ss(s_, wgmma_advance(q, tile * C::kTileBytes + k * 32),
+                        wgmma_advance(keys, tile * C::key_tile_bytes(kGroup) + k * 32), piece + i + k > 0);
         }
     }
     wgmma_commit();
-    mask_ = load_shared_8(smem_.smem + C::kMask + kGroup * 8);
+    mask_ = smem_.mask(kGroup);
     if (kGroup == 0 && in_turn) named_barrier_arrive(kBarrierTurn, 2 * kGroupThreads);
     wgmma_wait<0>();
     pin_registers(s_);
@@ -114,16 +124,21 @@ class RowsMath {
   // O += P V of this group's dims of a block. Frees them, or keeps them for the output after the last. The
   // weights come from registers for the own block, from shared memory for the other's.
   template <bool kIsOwn>
-  __device__ void multiply_values(const uint32_t (&weights)[4][4], int buffer, bool accumulate, bool keep) {
-    const uint64_t values = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup), C::kTileBytes);
+  __device__ void multiply_values(const Weights& weights, bool accumulate, bool keep) {
+    constexpr int buffer = kIsOwn ? kGroup : 1 - kGroup, kTileStride = C::key_tile_bytes(buffer);
+    const uint64_t values = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup), kTileStride);
     const uint64_t others = wgmma_tile_descriptor(smem_.weights(buffer));
+    // The last eight keys twice, the second time with weights of zero.
+    const uint64_t tail = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup) + 64 * 128, kTileStride, 0);
+    const uint64_t others_tail = wgmma_descriptor(smem_.tail_weights(), 128, 256);
     pin_registers(out_);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint64_t b = wgmma_advance(values, k * 16 * 128);
+    for (int k = 0; k < steps(buffer); ++k) {
+      const uint64_t b = k == 4 ? tail : wgmma_advance(values, k * 16 * 128);
+      const uint64_t a = k == 4 ? others_tail : wgmma_advance(others, k * 32);
       if constexpr (kIsOwn) wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
-      else wgmma_bf16_ss_t(out_, wgmma_advance(others, k * 32), b, accumulate || k > 0);
+      else wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -135,26 +150,40 @@ class RowsMath {
   __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
 
   // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_.
-  __device__ bool weigh(uint32_t (&weights)[4][4]) {
-    float (&s)[8][4] = s_;
+  __device__ bool weigh(Weights& weights, int block) {
+    float (&s)[kColumns][4] = s_;
     const float scale = params_.p.sm_scale * kRowsLog2E;
-    const uint64_t mask = mask_.x | uint64_t{mask_.y} << 32;
-    float offset[2], top[2] = {-INFINITY, -INFINITY};
+    const float offset[2] = {base_[0] == -INFINITY ? 0.0f : base_[0],
+                             base_[1] == -INFINITY ? 0.0f : base_[1]};
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) offset[r] = base_[r] == -INFINITY ? 0.0f : base_[r];
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = fmaf(s[n][c], scale, -offset[c / 2]);
-    if (mask != ~uint64_t{0}) {
-      const uint64_t mine = mask >> column_;
+    if constexpr (C::kWindow) {
+      suspects_ = 0;
+      RowsMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
+      if (!mine[0].all() || !mine[1].all()) {
+        mine[0] = mine[0] >> column_, mine[1] = mine[1] >> column_;
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const RowsMask& m = mine[c / 2];
+            const bool counts = n < 8 ? m.keys >> (8 * n + c % 2) & 1 : m.tail >> c % 2 & 1;
+            if (!counts && !(fabsf(s[n][c]) < INFINITY)) suspects_ |= 1u << (2 * n + c % 2);
+            s[n][c] = counts ? s[n][c] : -INFINITY;
+          }
+      }
+    } else if (!mask_.all()) {
+      const uint64_t mine = mask_.keys >> column_;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c) s[n][c] = mine >> (8 * n + c % 2) & 1 ? s[n][c] : -INFINITY;
     }
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) top[c / 2] = fmaxf(top[c / 2], s[n][c]);
     bool moved = false;
@@ -172,24 +201,31 @@ class RowsMath {
         const float base = row_top > limit(r) ? offset[r] + growth : base_[r];
         move_base(r, base);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) s[n][2 * r] -= growth, s[n][2 * r + 1] -= growth;
+        for (int n = 0; n < kColumns; ++n) s[n][2 * r] -= growth, s[n][2 * r + 1] -= growth;
       }
     }
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         s[n][c] = exp2_approx(s[n][c]);
         sum_[c / 2] += s[n][c];
       }
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < steps(kGroup); ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* pair = &s[2 * k + i / 2][i % 2 * 2];
-        weights[k][i] = pack_bf16(pair[0], pair[1]);
+        const int n = 2 * k + i / 2, c = i % 2 * 2;
+        weights[k][i] = n < kColumns ? pack_bf16(s[n][c], s[n][c + 1]) : 0;
       }
     return moved;
+  }
+  // Which keys of a block are in the window of row row_ + 8 r.
+  __device__ RowsMask window_mask(int block, int r) const {
+    const int last = last_key_[r] - C::first_key(block);
+    RowsMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
+    if (kColumns == 8) mask.tail = 0xff;
+    return mask;
   }
   __device__ float limit(int r) const { return base_[r] == -INFINITY ? -INFINITY : kMaxGrowth; }
   __device__ void move_base(int r, float base) {
@@ -211,13 +247,20 @@ class RowsMath {
     return reinterpret_cast<float*>(bytes_ + C::kLargest) + parity_ * C::kHeads;
   }
   // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
-  __device__ void publish(const uint32_t (&weights)[4][4], bool last) const {
-    if constexpr (C::kHasRope)
-      named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with rope keys
+  __device__ void publish(const Weights& weights, bool last) const {
+    if constexpr (C::kHasRope || C::kWindow)
+      named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
+    if constexpr (C::kWindow)
+      if (__any_sync(kFullWarp, suspects_ != 0))
+        clear_values<C::keys(kGroup), C::kValueTiles>(bytes_ + C::kBlocks + kGroup * C::kFirstBlockBytes,
+                                                      suspects_, lane_);
     const uint32_t row = smem_.weights(kGroup) + weights_row_ * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       stmatrix_x4(row + (((2 * k + lane_ / 16) ^ (weights_row_ % 8)) * 16), weights[k]);
+    if constexpr (kColumns > 8)
+      stmatrix_x4(smem_.tail_weights() + weights_row_ / 8 * 256 + lane_ / 16 * 128 + weights_row_ % 8 * 16,
+                  weights[4]);
     float sum[2] = {0.0f, 0.0f};
     if (last) {
       sum[0] = quad_sum(sum_[0]), sum[1] = quad_sum(sum_[1]);
@@ -245,7 +288,7 @@ class RowsMath {
     }
   }
 
-  __device__ static float quad_max(float x) {
+  __device__ static float quad_max(float x) {  // of four lanes
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
     return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
   }
@@ -255,13 +298,15 @@ class RowsMath {
   }
 
   // Normalises and stores this group's dims; the first group also the statistics.
-  __device__ void finish(const RowsItem& item) {
+  __device__ void finish(const RowsItem& item, int num_blocks) {
     const SparseAttentionParams& p = params_.p;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_ + 8 * r, head = item.first_head + row;
-      const bool real = head < p.num_q_heads, two_groups = item.num_blocks > 1;
+      const int row = row_ + 8 * r;
+      const RowPlace place = row_place<C>(params_, row);
+      const int head = item.first_head + place.head;
+      const bool real = item.has(place, p.num_q_heads), two_groups = num_blocks > 1;
       float total = in_base(handover(0)[row], base_[r]);
       if (two_groups) total += in_base(handover(1)[row], base_[r]);
       const bool empty = total == 0.0f;
@@ -271,12 +316,13 @@ class RowsMath {
       if constexpr (kGroup == 0) {
         const float top = quad_max(largest_[r]);
         if (real && lane_ % 4 == 0) {
-          const int64_t at = item.token * p.num_q_heads + head;
+          const int64_t at = (item.token + place.token) * p.num_q_heads + head;
           p.lse[at] = empty ? -INFINITY : (base_[r] + log2f(total)) * kRowsLn2;
           if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kRowsLn2;
         }
       }
     }
+    staging_ = num_blocks > 1;
     store_output(item, factor);
   }
   // A sum of weights relative to another base.
@@ -284,13 +330,13 @@ class RowsMath {
     return sum_base.y == base ? sum_base.x : sum_base.x * exp2_approx(sum_base.y - base);
   }
 
-  __device__ uint16_t* out_row(const RowsItem& item, int head) const {
+  __device__ uint16_t* out_row(const RowsItem& item, RowPlace place) const {
     const SparseAttentionParams& p = params_.p;
-    return p.out + item.token * p.out_stride_token + head * p.out_stride_head + kGroup * (kHeadDimV / 2);
+    return p.out + (item.token + place.token) * p.out_stride_token +
+           (item.first_head + place.head) * p.out_stride_head + kGroup * (kHeadDimV / 2);
   }
-  // From the tiles that held this group's values of the item's last block.
+  // From the tiles that held values of this group's dims, the last in their buffer.
   __device__ void store_output(const RowsItem& item, const float (&factor)[2]) {
-    staging_ = (item.num_blocks - 1) % 2;
     const int warp = row_ / 16, row = lane_ % 16;  // row: that this lane gives the address of
     const uint32_t staging =
         row < 15 ? smem_.tile(staging_, 4 * kGroup + warp) + row * C::kOutPitch
@@ -307,8 +353,9 @@ class RowsMath {
     }
     fence_proxy_async();
     __syncwarp();
-    const int head = item.first_head + warp * 16 + row;
-    if (lane_ < 16 && head < params_.p.num_q_heads) bulk_store(out_row(item, head), staging, C::kOutBytes);
+    const RowPlace place = row_place<C>(params_, warp * 16 + row);
+    if (lane_ < 16 && item.has(place, params_.p.num_q_heads))
+      bulk_store(out_row(item, place), staging, C::kOutBytes);
   }
   // The last item's output has been read from where the next one's values go.
   __device__ void free_staging() {
@@ -321,11 +368,14 @@ class RowsMath {
   __device__ void store_nothing(const RowsItem& item) const {
     const SparseAttentionParams& p = params_.p;
     const int thread = row_ / 16 * kWarpSize + lane_;
-    for (int i = thread; i < C::kHeads * 32; i += kGroupThreads)
-      if (item.first_head + i / 32 < p.num_q_heads)
-        *reinterpret_cast<uint4*>(out_row(item, item.first_head + i / 32) + i % 32 * 8) = uint4{0, 0, 0, 0};
-    if (kGroup == 0 && thread < C::kHeads && item.first_head + thread < p.num_q_heads) {
-      const int64_t at = item.token * p.num_q_heads + item.first_head + thread;
+    for (int i = thread; i < C::kHeads * 32; i += kGroupThreads) {
+      const RowPlace place = row_place<C>(params_, i / 32);
+      if (item.has(place, p.num_q_heads))
+        *reinterpret_cast<uint4*>(out_row(item, place) + i % 32 * 8) = uint4{0, 0, 0, 0};
+    }
+    const RowPlace place = row_place<C>(params_, thread);
+    if (kGroup == 0 && thread < C::kHeads && item.has(place, p.num_q_heads)) {
+      const int64_t at = (item.token + place.token) * p.num_q_heads + item.first_head + place.head;
       p.lse[at] = -INFINITY;
       if (p.max_logits) p.max_logits[at] = -INFINITY;
     }
@@ -336,13 +386,15 @@ class RowsMath {
   uint8_t* const bytes_;
   const int lane_, row_, column_, weights_row_;
   int num_blocks_[2] = {0, 0};  // so far, of each buffer
-  int parity_;                  // of the item
+  int parity_ = 0;              // of the item
   int staging_ = -1;            // the buffer that output is leaving from
-  float s_[8][4];               // logits of this group's block
-  uint2 mask_;                  // which of its tokens count
+  float s_[kColumns][4];        // logits of this group's block
+  RowsMask mask_;               // which of its keys are there
   float out_[32][4];            // of this group's 256 dims
   // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];
+  int last_key_[2];    // that these rows attend to in a window
+  uint32_t suspects_;  // logits outside the window that are no number, by column
 };
 
 }  // namespace mla_fp8::gpu
