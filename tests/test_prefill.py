@@ -161,17 +161,22 @@ def test_chunks_without_queries(strategy, seq_lens, query_lens, device):
 
 
 @all_strategies
-def test_some_rows_of_the_chunk_at_given_positions(strategy, device):
+@pytest.mark.parametrize("entries", [True, False])
+def test_some_rows_of_the_chunk_at_given_positions(entries, strategy, device):
     """A context-parallel rank runs every second query of each request."""
     chunk = make_chunk("dsv4", device, seq_lens=[90, 33], query_lens=[20, 9])
-    layer = chunk.layer()
+    layer = chunk.layer(entries=entries)
+    if not entries:
+        chunk.topk_indices = None
     want = chunk.expected(layer, chunk.topk_indices)
     mine = torch.cat([torch.arange(0, 20, 2), torch.arange(20, 29, 2)]).to(device)
     pos = torch.cat([torch.arange(70, 90, 2), torch.arange(24, 33, 2)]).to(device, torch.int32)
     starts = torch.tensor([0, 10, 15], dtype=torch.int32, device=device)
     cache = chunk.build(query_start_loc=starts, query_pos=pos, num_tokens=15)
-    chunk.q, chunk.topk_indices = chunk.q[mine], chunk.topk_indices[mine]
-    got = chunk.attend(cache, layer, chunk.topk_indices.contiguous(), strategy)
+    chunk.q = chunk.q[mine]
+    if entries:
+        chunk.topk_indices = chunk.topk_indices[mine].contiguous()
+    got = chunk.attend(cache, layer, chunk.topk_indices, strategy)
     assert_right(got, [x[mine] for x in want])
 
 
@@ -291,6 +296,37 @@ def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_windows_alone_have_a_price_of_their_own_and_go_through_the_workspace(tokens, heads):
+    shape = LayerShape(
+        num_tokens=tokens, num_q_heads=heads, topk=0, window_size=128, num_entries=0,
+        num_window_rows=tokens + 127,
+    )  # fmt: skip
+    got, c = predict(shape, "sm90"), COSTS["sm90"]
+    assert got["whole"] == pytest.approx(tokens * 128 * per_key(c.window_key, heads) + (tokens + 127) * c.row)
+    assert min(got, key=got.__getitem__) == "whole"
+
+
+def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_order(device, monkeypatch):
+    chunk = make_chunk("dsv4", device)
+    layer = chunk.layer(entries=False)
+    calls = []
+    original = mla_fp8.prefill.chunk_cache.sparse_prefill_window
+    monkeypatch.setattr(
+        mla_fp8.prefill.chunk_cache,
+        "sparse_prefill_window",
+        lambda *args, **options: calls.append(args) or original(*args, **options),
+    )
+    assert_right(chunk.attend(chunk.build(), layer, None, "whole"), chunk.expected(layer, None))
+    assert len(calls) == 1
+    positions = [range(n - m, n) for n, m in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
+    pos = torch.tensor([p for r in positions for p in r], dtype=torch.int32, device=device)
+    cache = chunk.build(query_pos=pos)
+    assert_right(chunk.attend(cache, layer, None, "whole"), chunk.expected(layer, None))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("costs", [*COSTS.items(), ("unknown", DEFAULT)], ids=lambda x: x[0])
 def test_the_formula_counts_rows_keys_and_bookkeeping(costs):
     arch, c = costs
@@ -320,7 +356,9 @@ def test_prices_are_those_of_the_next_kernel_and_of_blocks_of_the_largest():
         (16, 2048, 1 << 18, "whole"),
         (16, 8192, 1 << 14, "direct"),
         (32, 64, 1 << 19, "whole"),
-        (32, 8192, 1 << 14, "direct"),
+        (32, 512, 1 << 20, "direct"),
+        (32, 2048, 1 << 20, "whole"),
+        (32, 8192, 1 << 14, "whole"),
         (64, 8192, 1 << 20, "whole"),
         (64, 64, 1 << 20, "direct"),
         (64, 512, 1 << 20, "whole"),

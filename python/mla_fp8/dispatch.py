@@ -175,11 +175,7 @@ PREFERENCES: tuple[Preference, ...] = (
     ),
     Preference(
         ("native",), "1.1 to 1.2 times the speed of FlashMLA from 4096 tokens on",
-        ("sparse_prefill",), ("sm90",), q_heads=range(33, 129),
-    ),
-    Preference(
-        ("flashmla_sparse",), "native takes 1.5 times as long there",
-        ("sparse_prefill",), ("sm90",), ("bf16", "bf16_512"), range(17, 33),
+        ("sparse_prefill",), ("sm90",), q_heads=range(17, 129),
     ),
     Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
 )  # fmt: skip

@@ -8,6 +8,11 @@ from .sparse_decode import new_outputs
 _ROWS = {layout.head_dim_qk: layout.name for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"}
 
 
+def row_layout(q: torch.Tensor) -> str:
+    """The layout of bf16 rows that ``q`` can attend to."""
+    return _ROWS.get(q.shape[-1], "bf16")
+
+
 def sparse_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -34,8 +39,7 @@ def sparse_prefill(
     Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
     that cannot run this.
     """
-    layout = _ROWS.get(q.shape[-1], "bf16")
-    function = backend_function("sparse_prefill", q, layout, backend)
+    function = backend_function("sparse_prefill", q, row_layout(q), backend)
     options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "topk_length": topk_length}
     return function(q, kv, indices, **options)  # type: ignore[no-any-return]
 

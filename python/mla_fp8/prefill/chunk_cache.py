@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..arch import arch_of
-from ..dispatch import can_run
+from ..dispatch import can_run, select_name
 from ..layout import KVLayout, get_layout
 from ..ops.build_swa_token_ids import build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
-from ..ops.sparse_prefill import sparse_prefill, sparse_prefill_paged
+from ..ops.sparse_prefill import row_layout, sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .costs import LayerShape, predict
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_entries, num_window_rows
 
@@ -88,7 +88,7 @@ class SparsePrefillChunkCache:
         self.workspace, self.window_size = workspace, window_size
         self.seq_lens, self.page_table, self.query_pos = seq_lens, page_table, query_pos
         self.num_tokens = sum(query_lens_host) if num_tokens is None else num_tokens
-        self._seq_lens_host = list(seq_lens_host)
+        self._seq_lens_host, self._query_lens_host = list(seq_lens_host), list(query_lens_host)
         _expect_lengths(len(seq_lens), seq_lens_host=seq_lens_host, query_lens_host=query_lens_host)
         if query_start_loc is None:
             query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int()
@@ -110,6 +110,7 @@ class SparsePrefillChunkCache:
         self._regions: dict[int, _Region] = {}  # by compress_ratio
         self._entry_slots: dict[tuple[int, int], Tensor] = {}  # by compress_ratio and page size
         self._rows: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # what has no topk_indices
+        self._table: Tensor | None = None  # of the window's rows
         self._built_in_capture = capturing()
         sources = {
             "seq_lens": seq_lens, "query_lens": query_lens, "page_table": page_table,
@@ -150,6 +151,8 @@ class SparsePrefillChunkCache:
         options: dict[str, Any] = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
         if strategy == "direct":
             return self._attend_pages(q, layer, topk_indices, options)
+        if layer.entries is None and self._takes_geometry(q, backend):
+            return self._attend_window(q, layer, shape, options)
         rows, lens = self._combine(layer.compress_ratio, topk_indices, window=layer.window is not None)
         if strategy == "selected" and layer.entries:
             kv, rows = self._gather_selected(layer, layer.entries, rows, shape)
@@ -217,6 +220,31 @@ class SparsePrefillChunkCache:
                 layer.window.data, self.swa_ids, layout=layer.layout, page_size=layer.window.page_size,
                 scale=layer.scale, out=out,
             )  # fmt: skip
+
+    def _takes_geometry(self, q: Tensor, backend: str) -> bool:
+        """Whether the backend of a workspace finds windows by itself: it need not look at them one by one."""
+        layout = row_layout(q)
+        name = select_name("sparse_prefill", q.device.type, q.device.index, layout, q.shape[1], (), backend)
+        in_order = self.query_pos is None and self.window_size > 0
+        return in_order and can_run("sparse_prefill_window", q, layout, name)
+
+    def _attend_window(
+        self, q: Tensor, layer: LayerCaches, shape: LayerShape, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """To the workspace as a cache of pages of one row, where requests begin with what was gathered."""
+        rows = self._gather_whole(layer, shape)
+        return sparse_prefill_window(
+            q, rows, self._window_table(), self.query_start_loc, self.swa_gather_lens, layout=row_layout(q),
+            page_size=1, window_size=self.window_size, **options,
+        )  # fmt: skip
+
+    def _window_table(self) -> Tensor:
+        if self._table is None:
+            lengths = zip(self._seq_lens_host, self._query_lens_host, strict=True)
+            longest = max((num_window_rows([n], [m], self.window_size) for n, m in lengths), default=0)
+            columns = torch.arange(longest, dtype=torch.int32, device=self.seq_lens.device)
+            self._table = self.swa_offsets[:-1, None] + columns
+        return self._table
 
     def _attend_pages(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, options: dict[str, Any]

@@ -14,18 +14,21 @@ class Costs:
     select: float  # the same, per layer
     look_up: float  # slots in place of workspace rows, per layer
     workspace_key: PerHeads  # attention over bf16 rows: one query token, one key
+    window_key: PerHeads  # the same in layers that have nothing but a window
     paged_key: PerHeads  # attention straight from FP8 pages
 
 
 COSTS: dict[str, Costs] = {
     "cpu": Costs(
         row=90, reference=8, select=60_000, look_up=60_000,
-        workspace_key=((16, 850), (64, 3400)), paged_key=((16, 900), (64, 3600)),
+        workspace_key=((16, 850), (64, 3400)), window_key=((16, 850), (64, 3400)),
+        paged_key=((16, 900), (64, 3600)),
     ),
     "sm90": Costs(
         row=0.45, reference=0.08, select=90_000, look_up=65_000,
-        workspace_key=((8, 0.18), (16, 0.23), (32, 0.38), (64, 0.20)),
-        paged_key=((8, 0.13), (16, 0.21), (32, 0.28), (64, 0.55)),
+        workspace_key=((8, 0.18), (16, 0.23), (32, 0.19), (64, 0.20)),
+        window_key=((8, 0.08), (16, 0.14), (32, 0.25), (64, 0.41)),
+        paged_key=((8, 0.13), (16, 0.21), (32, 0.28), (64, 0.44)),
     ),
 }  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
@@ -53,7 +56,8 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     costs = COSTS.get(arch, DEFAULT)
     keys = shape.num_tokens * (shape.topk + shape.window_size)
     window = shape.num_window_rows * costs.row
-    from_workspace = keys * per_key(costs.workspace_key, shape.num_q_heads) + window
+    prices = costs.workspace_key if shape.topk else costs.window_key
+    from_workspace = keys * per_key(prices, shape.num_q_heads) + window
     find = costs.select + (shape.num_entries + keys) * costs.reference
     return {
         "whole": from_workspace + shape.num_entries * costs.row,
