@@ -5,8 +5,8 @@
 `sparse_prefill_paged` (V3.2) and `sparse_prefill_window` (V4) read FP8 pages, FlashMLA a ready workspace of
 bf16 rows, with the heads padded to 64 or 128 before the clock starts. Top-k entries are uniform over `rows`
 entries, windows are the last 128 tokens. `layer` cases add what leads there: Triton kernels dequantise
-FlashMLA's workspace and combine its indices, its heads are padded and sliced; ours reads the caches. Errors
-are relative to float64 over the dequantised rows.
+FlashMLA's workspace and combine its indices, its heads are padded and sliced; ours reads the caches, or goes
+through a workspace, too (`layer bf16`). Errors are relative to float64 over the dequantised rows.
 """
 
 import functools
@@ -26,7 +26,7 @@ try:
 except ImportError:
     flash_mla = None
 
-WINDOW, WINDOW_PAGE, PAGE = 128, 256, 64
+WINDOW, WINDOW_PAGE, PAGE, RATIO = 128, 256, 64, 4
 NUM_SETS = 3
 
 
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        kind = "layer " if self.layer else "bf16 " if self.bf16 else ""
+        kind = ("layer " if self.layer else "") + ("bf16 " if self.bf16 else "")
         window = f"+{self.window}" if self.window else ""
         size = f" {self.rows >> 10}K" if self.topk else ""
         return f"{kind}{self.layout} {self.topk}{window}{size} h{self.num_q_heads} t{self.num_tokens}"
@@ -75,6 +75,8 @@ def shapes() -> Iterator[Shape]:
         yield Shape("dsv4", h, 4096, 1024, WINDOW, rows)
     for h in heads:
         yield Shape("dsv4", h, 8192, 0, WINDOW, 0)
+        yield Shape("dsv4", h, 8192, 0, WINDOW, 0, bf16=True)
+        yield Shape("dsv4", h, 8192, 0, WINDOW, 0, bf16=True, layer=True)
     for h in (16, 32, 64, 128):
         yield Shape("dsv32", h, 256, 2048, 0, 128 << 10)
         yield Shape("dsv4", h, 256, 1024, WINDOW, 128 << 10)
@@ -83,6 +85,9 @@ def shapes() -> Iterator[Shape]:
     for h, rows in itertools.product((8, 16, 64), (32 << 10, 128 << 10)):
         yield Shape("dsv32", h, 8192, 2048, 0, rows, layer=True)
         yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, layer=True)
+    for h, rows in itertools.product((32, 64), (32 << 10, 128 << 10)):
+        yield Shape("dsv32", h, 8192, 2048, 0, rows, bf16=True, layer=True)
+        yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, bf16=True, layer=True)
     for h in (16, 64, 128):
         yield Shape("dsv32", h, 256, 2048, 0, 128 << 10, layer=True)
         yield Shape("dsv4", h, 256, 1024, WINDOW, 32 << 10, layer=True)
@@ -117,6 +122,7 @@ class Problem:
         pages = torch.arange(-(-self.gathered // WINDOW_PAGE), dtype=torch.int32, device="cuda")[None]
         geometry = ([0, tokens], [self.gathered])  # query_start_loc, seq_lens
         self.window_geometry = (pages, *(torch.tensor(x, dtype=torch.int32, device="cuda") for x in geometry))
+        self.row_table = torch.arange(self.gathered, dtype=torch.int32, device="cuda")[None]
         self.window_cache = cache(shape.layout, WINDOW_PAGE, self.gathered) if shape.window else None
         self.topk_cache = cache(shape.layout, PAGE, shape.rows) if shape.topk else None
         self.window_offset = shape.rows if shape.topk else 0  # of the window's rows in the workspace
@@ -170,9 +176,20 @@ class Problem:
         )[0]  # fmt: skip
 
     def rows(self, i: int) -> torch.Tensor:
+        if self.topk_cache is None:
+            return self._window_rows(i)
         return mla_fp8.sparse_prefill(
             self.q[i], self.workspace, self.combined[i], sm_scale=self.sm_scale, attn_sink=self.sink
         )[0]
+
+    def _window_rows(self, i: int) -> torch.Tensor:
+        """The workspace as a cache of pages of one row."""
+        _, query_start_loc, seq_lens = self.window_geometry
+        return mla_fp8.sparse_prefill_window(
+            self.q[i], self.workspace, self.row_table, query_start_loc, seq_lens, page_size=1,
+            layout="bf16" if self.layout.head_dim_qk == 576 else "bf16_512", window_size=WINDOW,
+            sm_scale=self.sm_scale, attn_sink=self.sink,
+        )[0]  # fmt: skip
 
     def flash_mla(self, i: int) -> torch.Tensor:
         return self._flash_mla(self.padded_q[i], self.combined[i])
@@ -184,7 +201,7 @@ class Problem:
 
     def prepare_layer(self) -> None:
         tokens, shape = self.shape.num_tokens, self.shape
-        seq_len = max(shape.rows * 4, tokens) if shape.window else tokens
+        seq_len = max(shape.rows * RATIO, self.gathered) if shape.window else tokens
 
         def ints(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device="cuda")
@@ -200,6 +217,20 @@ class Problem:
         ]
         self.triton = load_triton_baselines("cuda")
 
+    def rows_layer(self, i: int) -> torch.Tensor:
+        for (kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
+            mla_fp8.dequantize_kv(kv_cache, slots, layout=self.layout, page_size=page_size, out=out)
+        if self.topk_cache is None:
+            return self._window_rows(i)
+        indices, lens = self.topk_indices[i], None
+        if self.shape.window:
+            indices, lens = mla_fp8.combine_topk_swa_indices(
+                indices, *self.geometry, window_size=WINDOW, compress_ratio=RATIO, topk=self.shape.topk
+            )
+        return mla_fp8.sparse_prefill(
+            self.q[i], self.workspace, indices, sm_scale=self.sm_scale, attn_sink=self.sink, topk_length=lens
+        )[0]
+
     def flash_mla_layer(self, i: int) -> torch.Tensor:
         """What an engine launches for one layer."""
         for (kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
@@ -207,7 +238,7 @@ class Problem:
         indices = self.combined[i]
         if self.shape.window:
             inputs = (self.topk_indices[i], *self.geometry)
-            self.triton.combine_topk_swa_indices(inputs, WINDOW, 4, self.indices_out, self.lens_out)
+            self.triton.combine_topk_swa_indices(inputs, WINDOW, RATIO, self.indices_out, self.lens_out)
             indices = self.indices_out
         q = self.q[i]
         if q.shape[1] < self.padded_heads:
@@ -218,7 +249,7 @@ class Problem:
 
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
         chosen = self.combined[0, :num_tokens].long()
-        if self.shape.bf16:
+        if self.shape.bf16 and not self.shape.layer:
             rows = self.workspace.double()[chosen.flatten()]
         else:
             rows = torch.empty(chosen.numel(), self.layout.head_dim_qk, dtype=torch.float64, device="cuda")
@@ -236,7 +267,9 @@ class Problem:
 
 def work(shape: Shape) -> Work:
     problem = Problem(shape)
-    native = problem.rows if shape.bf16 else problem.window if shape.window else problem.paged
+    native = problem.window if shape.window else problem.paged
+    if shape.bf16:
+        native = problem.rows_layer if shape.layer else problem.rows
 
     def rotating(launch):
         return [functools.partial(launch, i) for i in range(NUM_SETS)]
