@@ -24,9 +24,6 @@ struct Columns {
   }
 };
 
-// Of loops that rarely run: on AMD GPUs, whose 84 attention kernels share 2 MB with all else, not at all.
-inline constexpr int kRareUnroll = MLA_FP8_PTX ? 4 : 1;
-
 // The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
 // the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
 template <class Cache, Dtype kDtype>
@@ -63,20 +60,21 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
     }
   }
   __syncthreads();
+  // Not unrolled: rarely run, and there are many of these kernels.
   const int count = limit - begin;
   uint8_t* first_row = Cache::kIsLatent ? s.k[begin] : s.v[Cache::kIsLatent ? 0 : begin];
   auto* staged = reinterpret_cast<Words<4>*>(first_row);
-#pragma unroll kRareUnroll
+#pragma unroll 1
   for (int i = threadIdx.x; i < count * Shared<Cache>::kPitch / 16; i += kThreads) staged[i] = {};
   if constexpr (Cache::kTiles > 0) {
-#pragma unroll kRareUnroll
+#pragma unroll 1
     for (int i = threadIdx.x; i < count * Cache::kRopeDim; i += kThreads)
       s.rope[begin + i / Cache::kRopeDim][i % Cache::kRopeDim] = 0;
-#pragma unroll kRareUnroll
+#pragma unroll 1
     for (int i = threadIdx.x; i < count * Cache::kTiles; i += kThreads)
       s.scales[i % Cache::kTiles][begin + i / Cache::kTiles] = 0.0f;
   }
-#pragma unroll kRareUnroll
+#pragma unroll 1
   for (int i = threadIdx.x; i < count * kRows; i += kThreads) s.weights[i % kRows][begin + i / kRows] = 0.0f;
   __syncthreads();
 }
