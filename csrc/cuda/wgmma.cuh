@@ -42,6 +42,13 @@ __device__ inline void pin_registers(float (&d)[kGroups][4]) {
 }
 
 #define MLA_D4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define MLA_WGMMA_N16(name, type)                                                                          \
+  __device__ inline void name(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type \
+                 "." type " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"      \
+                 : MLA_D4(d, 0), MLA_D4(d, 1)                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                   \
+  }
 #define MLA_WGMMA_N32(name, type)                                                                          \
   __device__ inline void name(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
     asm volatile(                                                                                          \
@@ -61,12 +68,15 @@ __device__ inline void pin_registers(float (&d)[kGroups][4]) {
           MLA_D4(d, 7)                                                                                      \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
   }
+MLA_WGMMA_N16(wgmma_bf16, "bf16")
+MLA_WGMMA_N16(wgmma_f16, "f16")
 MLA_WGMMA_N32(wgmma_bf16, "bf16")
 MLA_WGMMA_N32(wgmma_f16, "f16")
 MLA_WGMMA_N64(wgmma_bf16, "bf16")
 MLA_WGMMA_N64(wgmma_f16, "f16")
 #undef MLA_WGMMA_N64
 #undef MLA_WGMMA_N32
+#undef MLA_WGMMA_N16
 
 // bf16 in swizzled tiles: N = 64 or 72 with B along k, N = 256 with B along n.
 #define MLA_D32(d, i)                                                                                     \

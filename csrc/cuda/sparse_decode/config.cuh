@@ -12,21 +12,24 @@ inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches
 inline constexpr int kGroupHeads = 8;   // N of an mma
 inline constexpr int kMaxSmemBytes = 232448;
 
-// One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kGroups warps. Decode
+// One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kMembers warps. Decode
 // has one row in a CTA, prefill kRows at once.
 template <KvLayoutId kId_, int kGroups_, int kProducers_, int kRows_ = 1>
 struct TeamConfig {
   static constexpr KvLayoutId kId = kId_;
   using R = Row<kId>;
   static constexpr int kGroups = kGroups_, kHeads = kGroups * kGroupHeads;
+  // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
+  // few bf16 rows for blocks that large.
+  static constexpr int kMembers = R::kFp8Dims > 0 ? 2 * kGroups : kGroups;
   static constexpr int kProducers = kProducers_;
   static constexpr int kThreads = kConsumerThreads + kProducers * kWarpSize;
-  static constexpr int kTeams = kConsumerWarps / kGroups;
+  static constexpr int kTeams = kConsumerWarps / kMembers;
   static constexpr int kRows = kRows_, kRowTeams = kTeams / kRows;
-  static constexpr int kBlockSlots = kGroups, kBlockTokens = kSlotTokens * kBlockSlots;  // of one team
-  static constexpr int kEmptyWarps = kGroups;           // every warp of a team reads every slot of its block
-  static constexpr int kChunks = kNumChunks / kGroups;  // of V that one warp accumulates
-  static constexpr bool kWgmma = kGroups == 4;          // a team is a warpgroup: QK by wgmma
+  static constexpr int kBlockSlots = kMembers, kBlockTokens = kSlotTokens * kBlockSlots;  // of one team
+  static constexpr int kEmptyWarps = kMembers;           // every warp of a team reads every slot of its block
+  static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates
+  static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: 64 K registers shared by role.
   static constexpr int kConsumerRegisters = kProducers == 8 ? 224 : 232;
   static constexpr int kProducerRegisters = kProducers == 8 ? 32 : 40;
@@ -39,12 +42,12 @@ struct TeamConfig {
 
   // Weights travel between the warps of a team as [head][token], double buffered; alone, a warp keeps its
   // own.
-  static constexpr bool kShared = kGroups > 1;
+  static constexpr bool kShared = kMembers > 1;
   static constexpr int kPPitch = kBlockTokens * 2 + 16;
   static constexpr int kPBytes = kHeads * kPPitch;
   static constexpr int kPBuffers = kShared ? 2 * kTeams : 0;
   static constexpr int kScaleBytes = R::kNumScales ? R::kNumScales * kBlockTokens * 2 : 0;
-  static constexpr int kMaxBytes = kGroups * kHeads * 4;
+  static constexpr int kMaxBytes = kMembers * kHeads * 4;
 
   static constexpr int kRing = 0;
   static constexpr int kQ = kRing + kSlots * kSlotBytes;

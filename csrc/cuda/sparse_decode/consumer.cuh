@@ -36,8 +36,15 @@ __device__ inline float sum_over_tokens(float x) {
 // The stored scales of one token.
 template <class R>
 struct TokenScales {
-  float value[R::kNumScales > 0 ? R::kNumScales : 1];
-  bool nan = false;  // ue8m0 255 is NaN, and becomes infinity below
+  static constexpr bool kPacked = R::kL.scale_format == ScaleFormat::kUe8m0;
+  float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
+  uint2 exponents;  // ue8m0, a byte each: registers are short
+
+  // ue8m0 255 is NaN, and becomes infinity below.
+  __device__ bool nan() const {
+    if constexpr (!kPacked) return false;
+    else return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & 0xffffffu)) != 0;
+  }
 
   __device__ void load(const uint8_t* row) {
     if constexpr (R::kNumScales == 0) {
@@ -46,14 +53,23 @@ struct TokenScales {
       const float4 x = *reinterpret_cast<const float4*>(row + R::kScaleOffset);
       value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
     } else {
-      const uint2 x = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
-#pragma unroll
-      for (int i = 0; i < R::kNumScales; ++i)
-        value[i] = __uint_as_float(((i < 4 ? x.x : x.y) >> 8 * (i % 4) & 255u) << 23);
-      nan = (__vcmpeq4(x.x, ~0u) | (__vcmpeq4(x.y, ~0u) & 0xffffffu)) != 0;
+      exponents = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
     }
   }
-  __device__ float operator[](int tile) const { return value[R::kNumScales ? tile : 0]; }
+  __device__ float operator[](int tile) const {
+    if constexpr (kPacked)
+      return __uint_as_float(((tile < 4 ? exponents.x : exponents.y) >> 8 * (tile % 4) & 255u) << 23);
+    else return value[R::kNumScales ? tile : 0];
+  }
+
+  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a token's. 0 where there is none.
+  static constexpr int kPerLane = (R::kNumScales + 3) / 4;
+  __device__ float of_lane(const uint8_t* row, int i, int t) const {
+    if (4 * i + t >= R::kNumScales) return 0.0f;
+    if constexpr (kPacked)
+      return __uint_as_float(__byte_perm(i ? exponents.y : exponents.x, 0, 0x4440 + t) << 23);
+    else return read(row, 4 * i + t);
+  }
 
   // One of them alone.
   __device__ static float read(const uint8_t* row, int tile) {
@@ -67,14 +83,14 @@ template <class C>
 class Consumer {
  public:
   using R = typename C::R;
-  static constexpr int kGroups = C::kGroups;
+  static constexpr int kGroups = C::kGroups, kMembers = C::kMembers;
 
   __device__ Consumer(const TeamParams& params, uint8_t* smem, int warp, int lane)
       : p_(params.p),
         smem_(smem),
         ring_{shared_address(smem)},
-        team_(warp / kGroups),
-        member_(warp % kGroups),
+        team_(warp / kMembers),
+        member_(warp % kMembers),
         lane_(lane),
         g_(lane / 4),
         t_(lane % 4) {
@@ -106,26 +122,26 @@ class Consumer {
 
   // The block at this place in the ring's sequence, one of the team's: team, team + kTeams, ...
   __device__ __forceinline__ void attend(int block) {
-    const int first = block * kGroups, mine = first + member_;
+    const int first = block * kMembers, mine = first + member_;
     wait_full(mine);
     const uint32_t rows = ring_.slot(mine % C::kSlots);
     TokenScales<R> scales[2];  // of tokens g and g + 8
     const uint8_t* row = smem_ + C::kRing + mine % C::kSlots * C::kSlotBytes + g_ * R::kPitch;
     scales[0].load(row);
     scales[1].load(row + 8 * R::kPitch);
-    float s[kGroups][4];
-    if constexpr (C::kWgmma) logits_wgmma(rows, scales, s);
-    else logits_mma(rows, scales, s);
-
-    Weights weights;
-    softmax(s, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, weights);
-    if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, scales, weights);
-    else accumulate_alone(mine, scales, weights);
+    Block b;
+    if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
+    else logits_mma(rows, scales, b.s);
+    bring_scales_below_one(row, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, b);
+    if (p_.max_logits) note_largest(b);
+    const bool over = weigh(b);
+    if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, b, over);
+    else accumulate_alone(mine, b, over);
   }
 
   // This warp's (base, sum of weights) of every head, to shared memory.
   __device__ void write_stats(uint8_t* smem) const {
-    const int at = (team_ * kGroups + member_) * C::kHeads;
+    const int at = (team_ * kMembers + member_) * C::kHeads;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
@@ -156,24 +172,43 @@ class Consumer {
   __device__ bool is_bf16(int chunk) const {  // does local chunk `chunk` hold bf16 values?
     if constexpr (R::kFp8Chunks == 0) return true;
     else if constexpr (R::kFp8Chunks == kNumChunks) return false;
-    else return chunk == C::kChunks - 1 && member_ == kGroups - 1;
+    else return chunk == C::kChunks - 1 && member_ == kMembers - 1;
     static_assert(R::kFp8Chunks == 0 || R::kFp8Chunks >= kNumChunks - 1);
   }
 
  private:
-  struct Weights {
-    float p[kGroups][4];
-    float sum[kGroups][2];
-    float base[kGroups][2];
-    float unscale;    // 2^-e: value scales are used as s * 2^-e <= 1, weights carry the 2^e
-    bool base_moved;  // in this lane
+  static constexpr int kLaneScales = TokenScales<R>::kPerLane;
+  struct Block {                         // what a warp knows of its 16 tokens
+    float s[kGroups][4], p[kGroups][4];  // products with Q; weights
+    // 2^e is above all value scales of the 16 tokens: they are used as s * 2^-e <= 1, weights carry the 2^e.
+    float e[2];                                          // of tokens g and g + 8; -inf: masked
+    float unscale;                                       // 2^-e
+    float scales[2][kLaneScales > 0 ? kLaneScales : 1];  // * 2^-e: TokenScales::of_lane
+
+    // In units of log2, plus e.
+    __device__ float logit(int n, int c, float logit_scale) const {
+      return fmaf(s[n][c], logit_scale, e[c / 2]);
+    }
   };
+  struct PairWeights {  // of two slots, as B fragments
+    uint32_t fp8[kGroups][4], bf16[kGroups][4];
+  };
+  // Value scales of a block, f16 [tile][pair of slots]: what lane t wants of a pair lies in 16 bytes. Token
+  // g + 8i of the slot of `member`.
+  __device__ static int scale_offset(int tile, int member, int g, int i) {
+    return tile * C::kBlockTokens * 2 + member / 2 * 64 + g / 2 * 16 + member % 2 * 8 + i * 4 + g % 2 * 2;
+  }
 
   __device__ void wait_full(int i) const { mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1); }
   // The fence: without it the arrival was seen to overtake the last ldmatrix of the slot.
   __device__ void release(int i) const {
     fence_proxy_async();
     mbarrier_arrive_warp(ring_.empty(i % C::kSlots), lane_);
+  }
+  __device__ void release(int i, int j) const {  // both at the price of one
+    fence_proxy_async();
+    mbarrier_arrive_warp(ring_.empty(i % C::kSlots), lane_);
+    mbarrier_arrive_warp(ring_.empty(j % C::kSlots), lane_);
   }
 
   // logits.cuh: S^T of 16 tokens, `rows` the address of the first.
@@ -183,56 +218,98 @@ class Consumer {
 
   // ---- weights ----
 
-  __device__ void softmax(float (&s)[kGroups][4], const TokenScales<R> (&scales)[2], const uint8_t* valid,
-                          Weights& w) {
-    int e = 0;  // the largest value scale of the 16 tokens is below 2^e
+  // What softmax needs besides the products: value scales as the weights will have them, which tokens count.
+  __device__ void bring_scales_below_one(const uint8_t* row, const TokenScales<R> (&scales)[2],
+                                         const uint8_t* valid, Block& b) const {
+    uint32_t largest = 0;  // of the 16 tokens; the bits of nonnegative floats are in their order
     if constexpr (R::kNumScales > 0) {
-      float largest = 0.0f;
+      float x = 0.0f;
 #pragma unroll
-      for (int i = 0; i < R::kNumScales; ++i) largest = fmaxf(largest, fmaxf(scales[0][i], scales[1][i]));
-      e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
-      e = min(max(e, -100), 100);
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < kLaneScales; ++j) {
+          b.scales[i][j] = scales[i].of_lane(row + 8 * i * R::kPitch, j, t_);
+          x = fmaxf(x, b.scales[i][j]);
+        }
+      largest = __reduce_max_sync(kFullWarp, __float_as_uint(x));
     }
-    w.unscale = power_of_two(-e);
-    const bool valid0 = valid[g_], valid1 = valid[g_ + 8];
-    const float nan0 = scales[0].nan ? NAN : 0.0f, nan1 = scales[1].nan ? NAN : 0.0f;
-    w.base_moved = false;
+    const int e = R::kNumScales > 0 ? min(max(exponent_above(largest), -100), 100) : 0;
+    b.unscale = power_of_two(-e);
+    b.e[0] = b.e[1] = e;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      float new_largest[2];
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {  // logit + e, in units of log2
-        s[n][c] = valid0 ? fmaf(s[n][c], logit_scale_[n][c], e + nan0) : -INFINITY;
-        s[n][c + 2] = valid1 ? fmaf(s[n][c + 2], logit_scale_[n][c], e + nan1) : -INFINITY;
-        const float largest = max_over_tokens(fmaxf(s[n][c], s[n][c + 2]));
-        new_largest[c] = largest - e;
-        const bool moves = largest > max_[n][c] + kLazyLog2;
-        w.base[n][c] = moves ? largest : max_[n][c];
-        w.base_moved |= moves;
-        w.p[n][c] = exp2_approx(s[n][c] - w.base[n][c] + kWeightLog2);
-        w.p[n][c + 2] = exp2_approx(s[n][c + 2] - w.base[n][c] + kWeightLog2);
-        w.sum[n][c] = (w.p[n][c] + w.p[n][c + 2]) * w.unscale;
-      }
-      if (p_.max_logits && g_ == 0) {
-        float2& all = largest(n);
-        all = {fmaxf(all.x, new_largest[0]), fmaxf(all.y, new_largest[1])};
+      for (int j = 0; j < kLaneScales; ++j) b.scales[i][j] *= b.unscale;
+    const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
+    const bool infinite = largest >= __float_as_uint(INFINITY);
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || infinite)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (scales[i].nan()) b.e[i] = NAN;
+        if (!masked[i]) continue;
+        b.e[i] = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) b.s[n][2 * i] = b.s[n][2 * i + 1] = 0.0f;  // it may be NaN
       }
     }
   }
 
+  // Weights for the bases as they are. True: some of this lane's are too large for that.
+  __device__ bool weigh(Block& b) const {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        // In this order a logit that equals its base has exactly the weight 2^7.
+        const float x = b.logit(n, c, logit_scale_[n][c % 2]) - max_[n][c % 2] + kWeightLog2;
+        largest = fmaxf(largest, x);
+        b.p[n][c] = exp2_approx(x);
+      }
+    return largest > kWeightLog2 + kLazyLog2;
+  }
+
+  // The largest logits of these 16 tokens + e.
+  __device__ float largest_logit(const Block& b, int n, int c) const {
+    return max_over_tokens(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
+  }
+  __device__ void note_largest(const Block& b) const {
+    const float back = static_cast<int>(__float_as_uint(b.unscale) >> 23) - 127;  // -e
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float x = largest_logit(b, n, 0) + back, y = largest_logit(b, n, 1) + back;
+      if (g_ == 0) largest(n) = {fmaxf(largest(n).x, x), fmaxf(largest(n).y, y)};
+    }
+  }
+
+  // The base of heads 2t + c of the n-th group, given their largest logit. The sum follows at once, O is to
+  // be multiplied by what this returns, weights are to be found again.
+  __device__ float move_base(int n, int c, float largest) {
+    if (!(largest > max_[n][c] + kLazyLog2)) return 1.0f;
+    const float factor = exp2_approx(max_[n][c] - largest);
+    max_[n][c] = largest;
+    sum_[n][c] *= factor;
+    return factor;
+  }
+  __device__ void add_to_sums(const Block& b) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) sum_[n][c] += (b.p[n][c] + b.p[n][c + 2]) * b.unscale;
+  }
+
   // values.cuh: O^T += V^T P^T for a block; its slots are given as positions in the ring's sequence.
-  __device__ void accumulate_alone(int slot, const TokenScales<R> (&scales)[2], const Weights& w);
-  __device__ void accumulate_shared(int first_slot, int parity, const TokenScales<R> (&scales)[2],
-                                    const Weights& w);
-  __device__ void accumulate_slot(int first_slot, int m, const uint8_t* scale_table,
-                                  const uint32_t (&fp8_weights)[kGroups][4],
-                                  const uint32_t (&bf16_weights)[kGroups][4], int half);
+  __device__ void accumulate_alone(int slot, Block& b, bool over);
+  __device__ void accumulate_shared(int first_slot, int parity, Block& b, bool over);
+  __device__ void store_weights(int buffer, const Block& b) const;
+  template <bool kLastIsBf16>
+  __device__ void accumulate_block(int first_slot, int buffer);
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
   // This warp's largest logits (log2) of heads 2t, 2t + 1 of the n-th group: in shared memory, few need them.
   __device__ float2& largest(int n) const {
-    const int head = (team_ * kGroups + member_) * C::kHeads + n * kGroupHeads + 2 * t_;
+    const int head = (team_ * kMembers + member_) * C::kHeads + n * kGroupHeads + 2 * t_;
     return reinterpret_cast<float2*>(smem_ + C::kWarpLargest)[head / 2];
   }
 

@@ -83,7 +83,7 @@ class LogitWarp {
         scales.load(row_of(slot, i));
 #pragma unroll
         for (int tile = 0; tile < R::kNumScales; ++tile) largest = fmaxf(largest, scales[tile]);
-        is_nan[i] = scales.nan;
+        is_nan[i] = scales.nan();
       }
       e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
       e = min(max(e, -100), 100);

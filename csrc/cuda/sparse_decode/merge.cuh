@@ -63,7 +63,7 @@ __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* sm
 // Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
 template <class C>
 __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
-  const int g = lane / 4, t = lane % 4, team = warp / C::kGroups, member = warp % C::kGroups;
+  const int g = lane / 4, t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
   float2* warp_stats = reinterpret_cast<float2*>(smem + C::kWarpStats);
   consumer.write_stats(smem);
   block_barrier<C::kThreads>();

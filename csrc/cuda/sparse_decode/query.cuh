@@ -33,6 +33,17 @@ struct Query {
     }
   }
 
+  // What load will read, into L2.
+  __device__ static void prefetch(const SparseAttentionParams& p, int64_t token, int first_head, int warp,
+                                  int lane) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first_head + warp * kHeads + i;
+      if (head < p.num_q_heads && lane < ceil_div(R::kDims * 2, 128))
+        prefetch_l2(p.q + token * p.q_stride_token + head * p.q_stride_head + lane * 64);
+    }
+  }
+
   // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
   // to q_scale.
   __device__ void store(uint8_t* q, float* q_scale, int warp, int lane) const {
@@ -63,11 +74,13 @@ struct Query {
  private:
   __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
   __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
-  // mma: one 8-byte load gives a lane both registers. wgmma: core matrices of 8 heads x 16 bytes.
+  // mma: one 16-byte load gives a lane both registers of two groups, or of two steps of one. wgmma: core
+  // matrices of 8 heads x 16 bytes.
   __device__ static int offset(int step, int head, int t, int half) {
     const int group = head / kGroupHeads, row = head % kGroupHeads;
     if constexpr (C::kWgmma) return (step * 2 + half) * C::kHeads * 16 + group * 128 + row * 16 + t * 4;
-    else return ((step * (C::kHeads / kGroupHeads) + group) * kWarpSize + row * 4 + t) * 8 + half * 4;
+    const int fragment = step * C::kGroups + group;
+    return (fragment / 2 * kWarpSize + row * 4 + t) * 16 + fragment % 2 * 8 + half * 4;
   }
 };
 

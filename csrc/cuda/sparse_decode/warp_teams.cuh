@@ -4,14 +4,14 @@
 //
 //   4 or 8 producer warps   index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 slots
 //                           of 16 rows as they lie in the cache: nothing is converted or copied again
-//   8 consumer warps        in 8 / G teams of G warps (G = groups of 8 heads). A team owns whole blocks of
-//                           16 G tokens and its own running maximum, so teams never wait for each other:
+//   8 consumer warps        in teams of W = 2 G warps, of bf16 rows G (G = groups of 8 heads). A team owns
+//                           whole blocks of 16 W tokens and its own bases: teams wait for nobody
 //       S^T = K Q^T         a warp: 16 tokens, all heads. Q stays in shared memory as the B operand, K comes
 //                           from the raw rows by ldmatrix and a conversion; tile scales multiply accumulators
-//       P = 2^(S - base)    one exchange per block inside a team (none for G = 1); O is rescaled only when a
-//                           maximum has grown by more than 2^8
-//       O^T += V^T P^T      a warp: 512 / G value dims, all heads: 128 accumulators whatever G. V comes from
-//                           the same rows by ldmatrix.trans, scales multiply the weights
+//       P = 2^(S - base)    one exchange per block inside a team (none for W = 1); a base moves, and O with
+//                           it, only when a logit has passed it by 2^8
+//       O^T += V^T P^T      a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
+//                           from the same rows by ldmatrix.trans, scales multiply the weights
 //   merge                   teams in shared memory, then the CTAs that share a row (a cluster) in distributed
 //                           shared memory: one launch, no workspace, a fixed order of additions
 //
@@ -87,8 +87,9 @@ void launch_warp_teams(const SparseAttentionParams& p, const TeamPlan& plan, gpu
       return launch_clusters<TeamConfig<kId, 2, 4>>(sparse_decode_kernel<TeamConfig<kId, 2, 4>>, p,
                                                     plan.num_splits, stream);
     default:
-      return launch_clusters<TeamConfig<kId, 4, 4>>(sparse_decode_kernel<TeamConfig<kId, 4, 4>>, p,
-                                                    plan.num_splits, stream);
+      if constexpr (kv_layout(kId).nope_format == Format::kBf16)
+        launch_clusters<TeamConfig<kId, 4, 4>>(sparse_decode_kernel<TeamConfig<kId, 4, 4>>, p,
+                                               plan.num_splits, stream);
   }
 }
 

@@ -136,7 +136,7 @@ class RowLogits {
         scales.load(row_of(slot, i));
 #pragma unroll
         for (int tile = 0; tile < R::kNumScales; ++tile) largest = fmaxf(largest, scales[tile]);
-        nan_ |= scales.nan << i;
+        nan_ |= scales.nan() << i;
       }
       e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
       e = min(max(e, -100), 100);

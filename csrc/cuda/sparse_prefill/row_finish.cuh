@@ -1,5 +1,5 @@
 #pragma once
-// The end of a row: its two teams add up their parts of O, each finishes half of its value dims.
+// The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
 #include "cuda/sparse_decode/merge.cuh"
 #include "cuda/sparse_prefill/row_producer.cuh"
 
@@ -10,14 +10,13 @@ enum RowBarrier { kBarrierRow = 8 };  // + row; 1 to 7 are the teams'
 template <class C>
 class RowFinish {
  public:
-  static constexpr int kGroups = C::kGroups, kRowWarps = C::kRowTeams * kGroups;
-  static_assert(C::kRowTeams == 2);
+  static constexpr int kGroups = C::kGroups, kMembers = C::kMembers, kRowWarps = C::kRowTeams * kMembers;
 
   __device__ RowFinish(const TeamParams& params, Consumer<C>& consumer, uint8_t* smem, int lane)
       : p_(params.p),
         o_(consumer),
         smem_(smem),
-        second_(consumer.team() % 2),
+        second_(consumer.team() % C::kRowTeams),
         lane_(lane),
         g_(lane / 4),
         t_(lane % 4) {}
@@ -30,17 +29,19 @@ class RowFinish {
     barrier(o_.row());  // Q has been read, too
     scale(token, first_head);
     // O goes through where Q was, in two parts. The second overwrites what its writer has just read.
-    const int warp = o_.team() * kGroups + o_.member(), partner = warp ^ kGroups;
-    exchange(0, warp, partner);
-    exchange(1, partner, warp);
+    if constexpr (C::kRowTeams == 2) {
+      const int warp = o_.team() * kMembers + o_.member(), partner = warp ^ kMembers;
+      exchange(0, warp, partner);
+      exchange(1, partner, warp);
+    }
     store(token, first_head);
   }
 
  private:
-  static constexpr int kHalf = C::kChunks / 2;      // chunks that a warp finishes
-  static constexpr int kPartTiles = kHalf * 4 / 2;  // tiles of 16 dims in one part
+  static constexpr int kHalf = C::kChunks / C::kRowTeams;  // chunks that a warp finishes
+  static constexpr int kPartTiles = kHalf * 4 / 2;         // tiles of 16 dims in one part
   static constexpr int kPartBytes = kPartTiles * kGroups * 16 * kWarpSize;
-  static_assert(kRowWarps * kPartBytes <= C::kQBytes);
+  static_assert(C::kRowTeams == 1 || kRowWarps * kPartBytes <= C::kQBytes);
 
   // Both teams' sums are known: weights become fractions. Writes lse and max_logits.
   __device__ void scale(int64_t token, int first_head) {
@@ -54,7 +55,7 @@ class RowFinish {
       };
       float base[2] = {kNoMax, kNoMax}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int w = 0; w < kRowWarps; w += kGroups) {  // a team has one base
+      for (int w = 0; w < kRowWarps; w += kMembers) {  // a team has one base
         base[0] = fmaxf(base[0], stats(w).x);
         base[1] = fmaxf(base[1], stats(w).z);
       }
@@ -125,7 +126,8 @@ class RowFinish {
         float (&o)[4] = tile(0, i, n);
         // Fragment rows g, g + 8 are dims 2g, 2g + 1, of bf16 values g, g + 8: neighbours swap.
         int dim = i * 16 + 2 * g_;
-        if (C::R::kFp8Chunks == 0 || (second_ && o_.is_bf16(kHalf + i / 4))) {
+        if (C::R::kFp8Chunks == 0 ||
+            ((C::kRowTeams == 1 || second_) && o_.is_bf16((C::kRowTeams - 1) * kHalf + i / 4))) {
           const bool odd = g_ % 2;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {

@@ -1,15 +1,15 @@
 #pragma once
 // Sparse MLA prefill for Hopper, few heads: the warp-team kernel of sparse_decode with 4 / G rows in a CTA at
-// once (G = groups of 8 heads), two teams on each. Every place for a row goes through its rows without a word
-// to the others: while one row ends and the next begins, the others keep the tensor cores busy, and the
-// producers already gather what comes next.
+// once (G = groups of 8 heads), a team of 2 G warps on each (bf16 rows: two teams of G). Every place for a
+// row goes through its rows without a word to the others: while one row ends and the next begins, the others
+// keep the tensor cores busy, and the producers already gather what comes next.
 //
-//   8 or 4 producer warps   each fills the slots of one team (of half a team, G = 4), row after row
-//   8 consumer warps        as in decode; a row's blocks alternate between its two teams
-//   end of a row            the teams exchange halves of O through the place of Q and write the output
-//                           straight from their fragments
+//   8 or 4 producer warps   2 or 4 for a team (bf16 rows: 1), row after row
+//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them
+//   end of a row            the output is written straight from the fragments; two teams exchange halves of O
+//                           through the place of Q first
 //
-// Bound: the gather from L2 and the consumers' instructions for 8 heads, the latter from 16 on.
+// Bound: the gather from L2 for 8 heads, latency in the consumers for 16.
 // See docs/sparse_prefill.md.
 #include "cuda/sparse_prefill/row_finish.cuh"
 #include "cuda/sparse_prefill/sparse_prefill.cuh"
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     give_up_registers<C::kProducerRegisters>();
     producer.run();
   } else {
-    constexpr int kRowWarps = C::kRowTeams * C::kGroups;
+    constexpr int kRowWarps = C::kRowTeams * C::kMembers;
     block_barrier<C::kThreads>();
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
@@ -52,6 +52,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
               warp_in_row, lane);
       finish.barrier(row);
       consumer.init();
+      if (const unsigned next = i + Unit<C>::stride(); next < Unit<C>::count(params)) {
+        const Unit<C> unit(params, next);
+        q.prefetch(params.p, unit.token, unit.first_head, warp_in_row, lane);
+      }
       const int length = Keys(params.p, unit.token).length;
       for (int first = consumer.team() % C::kRowTeams * C::kBlockTokens; first < length;
            first += C::kRowTeams * C::kBlockTokens, block += C::kTeams)
@@ -81,8 +85,9 @@ void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t s
 // The variants of one layout.
 template <KvLayoutId kId>
 void launch_row_teams(const SparseAttentionParams& p, int num_sms, gpuStream_t stream) {
+  constexpr bool kBf16 = kv_layout(kId).nope_format == Format::kBf16;
   if (p.num_q_heads <= 8) return launch_row_teams<kId, 1, 8>(p, num_sms, stream);
-  launch_row_teams<kId, 2, 4>(p, num_sms, stream);
+  launch_row_teams<kId, 2, kBf16 ? 4 : 8>(p, num_sms, stream);
 }
 
 }  // namespace mla_fp8::gpu
