@@ -48,8 +48,6 @@ constexpr Case kCases[] = {
     {kTeams, kDsv4, 16, 2, 2, 3, 800, 100},
     {kTeams, kFp8E4m3D512, 16, 2, 2, 4, 600, 0},
     {kTeams, kBf16D512, 12, 2, 2, 4, 500, 0},
-    {kTeams, kDsv32, 32, 4, 1, 3, 600, 0},
-    {kTeams, kDsv4, 32, 4, 2, 3, 1200, 0},
     {kTeams, kBf16, 32, 4, 1, 3, 600, 0},
     {kTeams, kBf16, 64, 4, 2, 3, 1000, 0},
     {kTeams, kBf16D512, 8, 1, 16, 1, 4800, 0},
