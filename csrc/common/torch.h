@@ -126,11 +126,23 @@ inline gpuStream_t current_stream(const Tensor& t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<gpuStream_t>(stream);
 }
+// While it lives, the current device is that of `t`. It hardly ever has to change, and torch's guard costs as
+// much as all checks of an op.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& t) {
+    using namespace torch::stable::accelerator;
+    if (const auto device = t.get_device_index(); device != getCurrentDeviceIndex()) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
 // Runs `op` on the device of `tensor` with `params`, on the caller's stream.
-#define MLA_LAUNCH(op, tensor, params)                                          \
-  do {                                                                          \
-    torch::stable::accelerator::DeviceGuard guard((tensor).get_device_index()); \
-    gpu::op(params, current_stream(tensor));                                    \
+#define MLA_LAUNCH(op, tensor, params)       \
+  do {                                       \
+    const OnDeviceOf device(tensor);         \
+    gpu::op(params, current_stream(tensor)); \
   } while (0)
 #else
 #define MLA_LAUNCH(op, tensor, params) cpu::op(params)
