@@ -1,24 +1,67 @@
-// combine_topk_swa_indices on CUDA: one block per row, one 16-byte piece per thread, every output word
-// written once. Traffic per row: reads topk, writes width int32. HBM-bound. The topk entries are on their way
-// before the row's request is known; entries that turn out not to count are read in vain.
-// The ragged form counts the kept entries of each row, sums the counts, then writes the rows: three launches.
+// combine_topk_swa_indices on CUDA: one warp per row, every output word written once. Traffic per row: reads
+// topk, writes width int32. HBM-bound. The topk entries are on their way before the row's request is known;
+// entries that turn out not to count are read in vain.
+// The ragged form places a row behind all before it in the same pass that writes it; one launch before resets
+// the words in which its blocks tell each other their sums.
 
 #include "ops/combine_topk_swa_indices.h"
 
-#include <algorithm>
 #include <cstdint>
 
+#include "cuda/divide.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
 #include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
+
+struct CombineArgs {
+  CombineTopkSwaIndicesParams p;
+  Divider compress_ratio;
+
+  explicit CombineArgs(const CombineTopkSwaIndicesParams& params)
+      : p(params), compress_ratio(params.compress_ratio) {}
+};
+
+struct CombineRaggedArgs {
+  CombineArgs rows;
+  int64_t capacity;
+  int32_t* out_indptr;
+};
+
 namespace {
 
-constexpr int kRowsPerBlock = 8;  // of the ragged form, one warp each
-constexpr int kBlock = kRowsPerBlock * kWarpSize;
-constexpr int kPiece = 4;           // columns of one thread in one load
-constexpr int kMaxRowBlock = 1024;  // threads; wider rows take several rounds
+constexpr int kRowBlock = kWaveSize;  // a row waits for no other one, not even for its block to end
+constexpr int kPiece = 4;             // columns of one lane in one load
+constexpr int kPieces = 9;            // loads in flight: 1152 columns
+constexpr int kPieceStride = kPiece * kWarpSize;
+
+// Row `token` as topk_swa_row finds it, by a warp: each lane works out what the row would be if its request
+// held the token, so that the row is one access to memory away, not one per step of the search.
+__device__ __forceinline__ TopkSwaRow find_row(const CombineArgs& args, int64_t token) {
+  const CombineTopkSwaIndicesParams& p = args.p;
+  const int32_t* starts = p.query_start_loc;
+  const int lane = threadIdx.x % kWarpSize;
+  int64_t first = 0, end = p.num_requests;
+  bisect(first, end, int64_t{kWarpSize},
+         [&](int64_t request) { return starts[request] <= token + starts[0]; });
+
+  TopkSwaRequest request;
+  bool has_started = false;
+  if (first + lane < end) {
+    request = topk_swa_request(p, first + lane);
+    has_started = starts[first + lane] <= token + request.query_origin;
+  }
+  const TopkSwaRow row = topk_swa_row(p, token, request, args.compress_ratio);
+  const uint32_t started = __ballot_sync(kFullWarp, has_started);
+  int low = max(__popc(started) - 1, 0);
+  if ((started & (started + 1)) != 0) {  // a query_start_loc that decreases: the CPU's choice
+    low = 0;
+    int high = static_cast<int>(end - first);
+    bisect(low, high, 1, [started](int i) { return (started >> i & 1) != 0; });
+  }
+  return broadcast(row, low);
+}
 
 // kVector: rows in and out are 16-byte aligned.
 template <bool kVector>
@@ -36,50 +79,56 @@ __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t 
 }  // namespace
 
 template <bool kVector>
-__global__ void __launch_bounds__(kMaxRowBlock)
-    combine_topk_swa_indices_kernel(const __grid_constant__ CombineTopkSwaIndicesParams p) {
-  MLA_SHARED(TopkSwaRow, shared_row);
-  const int64_t token = blockIdx.x;
+__global__ void __launch_bounds__(kRowBlock)
+    combine_topk_swa_indices_kernel(const __grid_constant__ CombineArgs args) {
+  const CombineTopkSwaIndicesParams& p = args.p;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t{blockIdx.x} * (kRowBlock / kWarpSize) + threadIdx.x / kWarpSize;
+  if (token >= p.num_tokens) return;
   wait_for_previous_grid();
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
   int32_t* out = p.out_indices + token * p.out_indices_stride_token;
 
   // The columns fit int32, one round past them fits uint32.
-  const uint32_t width = static_cast<uint32_t>(p.width), round = blockDim.x * kPiece;
-  uint32_t column = threadIdx.x * kPiece;
-  Words<4> piece = load_piece<kVector>(entries, column, static_cast<uint32_t>(p.topk));
-  if (threadIdx.x < kWarpSize) {
-    const TopkSwaRow row = topk_swa_row(p, token);
-    if (threadIdx.x == 0) {
-      shared_row = row;
-      p.out_lens[token] = row.length;
-    }
-  }
-  __syncthreads();
-  const TopkSwaRow row = shared_row;
+  const uint32_t width = static_cast<uint32_t>(p.width);
+  Words<4> pieces[kPieces];
+  const auto load_round = [&](uint32_t first, uint32_t end) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pieces[i] = load_piece<kVector>(entries, first + i * kPieceStride, end);
+  };
+  uint32_t first = lane * kPiece;
+  load_round(first, static_cast<uint32_t>(p.topk));
+  const TopkSwaRow row = find_row(args, token);
+  if (lane == 0) p.out_lens[token] = row.length;
 
-  while (column < width) {
-    Words<4> w;
+  while (true) {
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      const int32_t c = static_cast<int32_t>(column) + i;
-      const int32_t window = c >= row.window_begin && c < row.window_end ? row.window(c) : -1;
-      w[i] = c < row.num_topk ? row.rebased(static_cast<int32_t>(piece[i])) : window;
-    }
-    if constexpr (kVector) {
-      store(out + column, w, true);
-    } else {
+    for (int i = 0; i < kPieces; ++i) {
+      const uint32_t column = first + i * kPieceStride;
+      if (column >= width) return;
+      Words<4> w;
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) out[column + i] = static_cast<int32_t>(w[i]);
+      for (int k = 0; k < kPiece; ++k) {
+        const int32_t c = static_cast<int32_t>(column) + k;
+        const int32_t window = c >= row.window_begin && c < row.window_end ? row.window(c) : -1;
+        w[k] = c < row.num_topk ? row.rebased(static_cast<int32_t>(pieces[i][k])) : window;
+      }
+      if constexpr (kVector) {
+        store(out + column, w, true);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kPiece; ++k) out[column + k] = static_cast<int32_t>(w[k]);
+      }
     }
-    column += round;
-    if (column < width) piece = load_piece<kVector>(entries, column, row.num_topk);
+    first += kPieces * kPieceStride;
+    load_round(first, row.num_topk);
   }
 }
 
 // ---- ragged -----------------------------------------------------------------------------------------------
 
-using RaggedParams = CombineTopkSwaIndicesRaggedParams;
+constexpr int kRowsPerBlock = 16;  // one warp each
+constexpr int kBlock = kRowsPerBlock * kWarpSize;
 
 // A warp's next entries, one per lane and load: all loads are in flight before the first use.
 constexpr int kEntryLoads = 8, kEntriesAtOnce = kEntryLoads * kWarpSize;
@@ -99,60 +148,93 @@ struct Entries {
   }
 };
 
-__global__ void __launch_bounds__(kBlock)
-    combine_ragged_count_kernel(const __grid_constant__ RaggedParams params) {
-  const CombineTopkSwaIndicesParams& p = params.rows;
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (token >= p.num_tokens) return;
-  wait_for_previous_grid();
-  const TopkSwaRow row = topk_swa_row(p, token);
-  const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
-  int32_t kept = 0;
-  for (int32_t first = 0; first < row.num_topk; first += kEntriesAtOnce)
-    kept += __popc(Entries(row, entries, first, lane).kept);
-  kept = __reduce_add_sync(kFullWarp, kept);
-  if (lane == 0) params.out_indptr[token + 1] = kept + row.window_end - row.window_begin;
+// The end of a tile's rows in out_indptr is where the tile tells the ones behind it how far it is: nothing,
+// then ~(the entries of its rows), then what it is for, the entries of all rows up to its last. One word each
+// time, so no order of accesses has to be kept. out_indptr[0] counts the tiles that have begun until all
+// have.
+constexpr int32_t kNothing = INT32_MIN;
+
+__device__ __forceinline__ volatile int32_t* tile_state(const CombineRaggedArgs& args, int64_t tile) {
+  return args.out_indptr + min((tile + 1) * kRowsPerBlock, args.rows.p.num_tokens);
 }
 
-constexpr int kScanWarps = 32;
-constexpr int kScanBlock = kScanWarps * kWarpSize;
-constexpr int kScanItems = 8;  // neighbouring counts of one thread
-
-// Counts to offsets, in place, by one block.
-__global__ void __launch_bounds__(kScanBlock)
-    combine_ragged_sum_kernel(const __grid_constant__ RaggedParams params) {
+__global__ void __launch_bounds__(kBlock)
+    combine_ragged_reset_kernel(const __grid_constant__ CombineRaggedArgs args) {
   wait_for_previous_grid();
-  int32_t* counts = params.out_indptr + 1;
-  const int64_t num_tokens = params.rows.num_tokens;
-  MLA_SHARED(int32_t, tile_sum);
-  int32_t base = 0;
-  for (int64_t first = 0; first < num_tokens; first += kScanBlock * kScanItems) {
-    const int64_t mine = first + threadIdx.x * kScanItems;
-    int32_t sums[kScanItems], sum = 0;
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i <= args.rows.p.num_tokens) args.out_indptr[i] = i == 0 ? 0 : kNothing;
+}
+
+// The entries of all tiles before `tile`, by a warp. It waits for those only that have begun earlier.
+__device__ __forceinline__ int32_t entries_before(const CombineRaggedArgs& args, int64_t tile) {
+  constexpr int kLooks = 8;
+  const int lane = threadIdx.x % kWarpSize;
+  int32_t sum = 0;
+  for (int64_t last = tile - 1; last >= 0; last -= kLooks * kWarpSize) {
+    int32_t states[kLooks];
 #pragma unroll
-    for (int i = 0; i < kScanItems; ++i) sums[i] = sum += mine + i < num_tokens ? counts[mine + i] : 0;
-    const int32_t inclusive = block_inclusive_sum<kScanWarps>(sum);
-    if (threadIdx.x == kScanBlock - 1) tile_sum = inclusive;
+    for (int i = 0; i < kLooks; ++i) {
+      const int64_t other = last - i * kWarpSize - lane;
+      states[i] = other >= 0 ? *tile_state(args, other) : 0;
+    }
 #pragma unroll
-    for (int i = 0; i < kScanItems; ++i)
-      if (mine + i < num_tokens) counts[mine + i] = base + inclusive - sum + sums[i];
-    __syncthreads();
-    base += tile_sum;  // the next write of tile_sum is behind the barriers of the next sum
+    for (int i = 0; i < kLooks; ++i) {
+      while (states[i] == kNothing) states[i] = *tile_state(args, last - i * kWarpSize - lane);
+      const uint32_t complete = __ballot_sync(kFullWarp, states[i] >= 0);
+      const uint32_t wanted = complete ^ (complete - 1);  // to the nearest complete one, all if none is
+      const int32_t entries = states[i] >= 0 ? states[i] : ~states[i];
+      sum += __reduce_add_sync(kFullWarp, wanted >> lane & 1 ? entries : 0);
+      if (complete) return sum;
+    }
   }
-  if (threadIdx.x == 0) params.out_indptr[0] = 0;
+  return sum;
 }
 
-__global__ void __launch_bounds__(kBlock)
-    combine_ragged_write_kernel(const __grid_constant__ RaggedParams params) {
-  const CombineTopkSwaIndicesParams& p = params.rows;
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (token >= p.num_tokens) return;
+__global__ void __launch_bounds__(kBlock, 3)
+    combine_ragged_kernel(const __grid_constant__ CombineRaggedArgs args) {
+  const CombineTopkSwaIndicesParams& p = args.rows.p;
+  using Counts = int32_t[kRowsPerBlock];
+  MLA_SHARED(int32_t, shared_tile);
+  MLA_SHARED(int32_t, shared_before);
+  MLA_SHARED(Counts, counts);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   wait_for_previous_grid();
-  const TopkSwaRow row = topk_swa_row(p, token);
+  if (threadIdx.x == 0) {  // blocks begin in any order
+    shared_tile = atomicAdd(args.out_indptr, 1);
+    if (shared_tile == (p.num_tokens - 1) / kRowsPerBlock) args.out_indptr[0] = 0;
+  }
+  __syncthreads();
+  const int64_t tile = shared_tile, token = tile * kRowsPerBlock + warp;
+  const bool exists = token < p.num_tokens;
+
+  const TopkSwaRow row = exists ? find_row(args.rows, token) : TopkSwaRow{};
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
-  int32_t* out = p.out_indices + params.out_indptr[token];
+  int32_t count = 0;
+  for (int32_t first = 0; first < row.num_topk; first += kEntriesAtOnce)
+    count += __popc(Entries(row, entries, first, lane).kept);
+  count = __reduce_add_sync(kFullWarp, count) + row.window_end - row.window_begin;
+  if (lane == 0) counts[warp] = count;
+  __syncthreads();
+  int32_t begin = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < kRowsPerBlock; ++w) {
+    if (w < warp) begin += counts[w];
+    total += counts[w];
+  }
+  if (warp == 0) {
+    if (lane == 0) *tile_state(args, tile) = ~total;
+    const int32_t before = entries_before(args, tile);
+    if (lane == 0) {
+      *tile_state(args, tile) = before + total;
+      shared_before = before;
+    }
+  }
+  __syncthreads();
+  if (!exists) return;
+  begin += shared_before;
+  if (lane == 0) args.out_indptr[token + 1] = begin + count;  // the tile's last: once more the same
+
+  int32_t* out = p.out_indices + begin;
   const uint32_t lanes_below = (1u << lane) - 1;
   for (int32_t first = 0; first < row.num_topk; first += kEntriesAtOnce) {
     const Entries e(row, entries, first, lane);
@@ -167,10 +249,9 @@ __global__ void __launch_bounds__(kBlock)
   for (int32_t c = row.window_begin + lane; c < row.window_end; c += kWarpSize)
     out[c - row.window_begin] = row.window(c);
 
-  // The rows' shares of the capacity tile it: each fills what the end of the indices left of its share.
-  const int64_t share = p.topk + p.window_size, total = params.out_indptr[p.num_tokens];
-  for (int64_t i = max(token * share, total) + lane; i < (token + 1) * share; i += kWarpSize)
-    p.out_indices[i] = -1;
+  // What the rows so far left of their shares of the capacity is filled from its end down.
+  const int64_t share = p.topk + p.window_size, fill_end = args.capacity - token * share + begin;
+  for (int64_t i = fill_end - share + count + lane; i < fill_end; i += kWarpSize) p.out_indices[i] = -1;
 }
 
 namespace {
@@ -182,19 +263,22 @@ bool is_aligned(const int32_t* p, int64_t stride) {
 }  // namespace
 
 void combine_topk_swa_indices(const CombineTopkSwaIndicesParams& p, gpuStream_t stream) {
-  const int64_t block = std::clamp<int64_t>(p.width / kPiece, kWarpSize, kMaxRowBlock);  // width % 128 == 0
-  const LaunchConfig config{.grid = p.num_tokens, .block = static_cast<int>(block), .stream = stream};
+  const int64_t num_blocks = ceil_div<int64_t>(p.num_tokens, kRowBlock / kWarpSize);
+  const LaunchConfig config{.grid = num_blocks, .block = kRowBlock, .stream = stream};
   const bool vector = is_aligned(p.topk_indices, p.topk_indices_stride_token) &&
                       is_aligned(p.out_indices, p.out_indices_stride_token);
-  launch(vector ? combine_topk_swa_indices_kernel<true> : combine_topk_swa_indices_kernel<false>, config, p);
+  launch(vector ? combine_topk_swa_indices_kernel<true> : combine_topk_swa_indices_kernel<false>, config,
+         CombineArgs(p));
 }
 
 void combine_topk_swa_indices_ragged(const CombineTopkSwaIndicesRaggedParams& p, gpuStream_t stream) {
-  const int64_t num_blocks = ceil_div<int64_t>(p.rows.num_tokens, kRowsPerBlock);
-  const LaunchConfig rows{.grid = num_blocks, .block = kBlock, .stream = stream};
-  if (num_blocks > 0) launch(combine_ragged_count_kernel, rows, p);
-  launch(combine_ragged_sum_kernel, {.grid = 1, .block = kScanBlock, .stream = stream}, p);
-  if (num_blocks > 0) launch(combine_ragged_write_kernel, rows, p);
+  const CombineRaggedArgs args{CombineArgs(p.rows), p.capacity, p.out_indptr};
+  const int64_t num_tokens = p.rows.num_tokens;
+  launch(combine_ragged_reset_kernel,
+         {.grid = ceil_div<int64_t>(num_tokens + 1, kBlock), .block = kBlock, .stream = stream}, args);
+  if (num_tokens > 0)
+    launch(combine_ragged_kernel,
+           {.grid = ceil_div<int64_t>(num_tokens, kRowsPerBlock), .block = kBlock, .stream = stream}, args);
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,6 +1,8 @@
 #pragma once
 // What the lanes of a warp compute together.
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/launch.cuh"
 
@@ -13,6 +15,18 @@ template <int kLanes = kWarpSize>
 __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
+  return x;
+}
+
+// What `lane` holds, in all lanes.
+template <class T>
+__device__ __forceinline__ T broadcast(T x, int lane) {
+  static_assert(sizeof(T) % 4 == 0 && std::is_trivially_copyable_v<T>);
+  uint32_t words[sizeof(T) / 4];
+  memcpy(words, &x, sizeof x);
+#pragma unroll
+  for (uint32_t& word : words) word = __shfl_sync(kFullWarp, word, lane);
+  memcpy(&x, words, sizeof x);
   return x;
 }
 

@@ -75,6 +75,10 @@ inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
+inline int32_t atomicAdd(int32_t* p, int32_t x) {
+  *p += x;
+  return *p - x;
+}
 struct float2 {
   float x, y;
 };

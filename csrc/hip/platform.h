@@ -108,6 +108,10 @@ MLA_HIP_DEVICE int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
   return x;
 }
 
+MLA_HIP_DEVICE int32_t atomicAdd(int32_t* p, int32_t x) {
+  return __scoped_atomic_fetch_add(p, x, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
+
 struct float2 {
   float x, y;
 };

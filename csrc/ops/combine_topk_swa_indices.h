@@ -50,41 +50,70 @@ struct TopkSwaRow {
   }
 };
 
-MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token) {
-  constexpr int64_t kMaxRow = INT32_MAX;  // rows of the workspace are in [0, kMaxRow]; others become -1
-  const int64_t request = find_request(p.query_start_loc, p.num_requests, token);
-  if (request < 0) return {};
-  const int64_t seq_len = p.seq_lens[request];
-  const int64_t query_end = int64_t{p.query_start_loc[request + 1]} - p.query_start_loc[0];
-  const int64_t pos = p.query_pos ? p.query_pos[token] : seq_len - query_end + token;
-  if (pos < 0 || pos >= seq_len) return {};
+// What a row depends on of its request; one without queries by default.
+struct TopkSwaRequest {
+  int32_t query_origin = 0, query_end = 0;  // query_start_loc[0], query_start_loc[request + 1]
+  int32_t seq_len, gather_len, compressed_base, swa_base;
+  int64_t compressed_len;
+};
 
-  const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
-  const auto max = [](int64_t a, int64_t b) { return a > b ? a : b; };
-  const int64_t num_topk = min((pos + 1) / p.compress_ratio, p.topk);
-  const int64_t base = p.compressed_base[request];
-  const int64_t min_entry = max(0, -base);
-  int64_t max_entry = min(kMaxRow, kMaxRow - base);
-  if (p.compressed_lens) max_entry = min(max_entry, int64_t{p.compressed_lens[request]} - 1);
+MLA_HD TopkSwaRequest topk_swa_request(const CombineTopkSwaIndicesParams& p, int64_t request) {
+  return {
+      .query_origin = p.query_start_loc[0],
+      .query_end = p.query_start_loc[request + 1],
+      .seq_len = p.seq_lens[request],
+      .gather_len = p.gather_lens[request],
+      .compressed_base = p.compressed_base[request],
+      .swa_base = p.swa_base[request],
+      .compressed_len = p.compressed_lens ? p.compressed_lens[request] : INT64_MAX,
+  };
+}
+
+// Row `token`, if `request` is the last one that starts at or before it. `per_entry(n)` is n /
+// compress_ratio. On a GPU a row waits for this: 32 bits wherever they are enough.
+template <class PerEntry>
+MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token,
+                               const TopkSwaRequest& request, const PerEntry& per_entry) {
+  constexpr int64_t kMaxRow = INT32_MAX;  // rows of the workspace are in [0, kMaxRow]; others become -1
+  const auto min = [](auto a, decltype(a) b) { return a < b ? a : b; };
+  const auto max = [](auto a, decltype(a) b) { return a > b ? a : b; };
+  const int64_t queries_left = int64_t{request.query_end} - request.query_origin - token;
+  if (queries_left <= 0) return {};
+  const int64_t any_pos = p.query_pos ? p.query_pos[token] : request.seq_len - queries_left;
+  if (any_pos < 0 || any_pos >= request.seq_len) return {};
+
+  const int32_t pos = static_cast<int32_t>(any_pos);
+  const int32_t num_topk = static_cast<int32_t>(min(per_entry(pos + 1), p.topk));
+  const int64_t base = request.compressed_base;
+  const int64_t min_entry = max(int64_t{0}, -base);
+  const int64_t max_entry = min(min(kMaxRow, kMaxRow - base), request.compressed_len - 1);
   const bool none = min_entry > max_entry;
 
   // The gathered tokens are [first_gathered, seq_len): nothing outside of them is ever referred to.
-  const int64_t first_gathered = seq_len - p.gather_lens[request];
-  const int64_t start = max(max(pos - p.window_size + 1, first_gathered), 0);
-  const int64_t num_window = max(0, pos - start + 1);
-  const int64_t first_row = p.swa_base[request] + start - first_gathered;
-  const int64_t num_below = min(max(0, -first_row), num_window);
-  const int64_t num_within = min(max(0, kMaxRow + 1 - first_row), num_window);
+  const int32_t first_gathered = request.seq_len - max(request.gather_len, 0);
+  const int32_t start = max(max(pos - static_cast<int32_t>(p.window_size) + 1, first_gathered), 0);
+  const int32_t num_window = max(pos - start + 1, 0);
+  const int64_t first_row = int64_t{request.swa_base} + start - first_gathered;
+  const int64_t num_below = min(max(int64_t{0}, -first_row), num_window);
+  const int64_t num_within = min(max(int64_t{0}, kMaxRow + 1 - first_row), num_window);
   return {
-      .length = static_cast<int32_t>(num_topk + num_window),
-      .num_topk = static_cast<int32_t>(num_topk),
+      .length = num_topk + num_window,
+      .num_topk = num_topk,
       .min_entry = none ? 1 : static_cast<int32_t>(min_entry),
       .max_entry = none ? 0 : static_cast<int32_t>(max_entry),
-      .compressed_base = static_cast<int32_t>(base),
-      .window_begin = static_cast<int32_t>(num_topk + num_below),
-      .window_end = static_cast<int32_t>(num_topk + num_within),
-      .swa_row = static_cast<int32_t>(static_cast<uint32_t>(first_row - num_topk)),
+      .compressed_base = request.compressed_base,
+      .window_begin = num_topk + static_cast<int32_t>(num_below),
+      .window_end = num_topk + static_cast<int32_t>(num_within),
+      .swa_row = static_cast<int32_t>(static_cast<uint32_t>(first_row) - static_cast<uint32_t>(num_topk)),
   };
+}
+
+// The same, its request found first.
+MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token) {
+  const int64_t request = find_request(p.query_start_loc, p.num_requests, token);
+  if (request < 0) return {};
+  return topk_swa_row(p, token, topk_swa_request(p, request),
+                      [&](int64_t n) { return n / p.compress_ratio; });
 }
 
 namespace cpu {
