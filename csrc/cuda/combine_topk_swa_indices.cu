@@ -33,7 +33,8 @@ namespace {
 
 constexpr int kRowBlock = kWaveSize;  // a row waits for no other one, not even for its block to end
 constexpr int kPiece = 4;             // columns of one lane in one load
-constexpr int kPieces = 9;            // loads in flight: 1152 columns
+// Loads in flight: 1152 columns in one round, 640 on AMD GPUs, where the library has to stay small.
+constexpr int kPieces = MLA_FP8_WAVE64 ? 5 : 9;
 constexpr int kPieceStride = kPiece * kWarpSize;
 
 // Row `token` as topk_swa_row finds it, by a warp: each lane works out what the row would be if its request
