@@ -14,8 +14,7 @@ bool hopper_kernels_fit(const SparseAttentionParams& p) {
 }
 
 void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
-  if (!hopper_kernels_fit(p) || p.num_tokens >= kMaxDecodeTokens)
-    return sparse_attention_portable(p, stream);
+  if (!hopper_kernels_fit(p) || p.num_tokens >= kMaxDecodeTokens) return sparse_attention_portable(p, stream);
 #if MLA_FP8_WITH_SM90A
   const TeamPlan plan = plan_sparse_decode(p, num_processors());
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
