@@ -6,12 +6,14 @@
 
 namespace mla_fp8::gpu {
 
-// A CTA takes kGroups groups of 8 heads: 32 or 64.
-template <KvLayoutId kId_, int kGroups_>
+// A CTA takes kGroups groups of 8 heads: 32 or 64. Only prefill wants the largest logits; they cost decode 1 to
+// 5 %.
+template <KvLayoutId kId_, int kGroups_, bool kFindsLargest_>
 struct GroupConfig {
   static constexpr KvLayoutId kId = kId_;
   using R = Row<kId>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
+  static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kGroups = kGroups_, kHeads = kGroups * kGroupHeads;
   static constexpr int kLogitWarps = 4, kProducers = 4;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
@@ -46,7 +48,8 @@ struct GroupConfig {
   static constexpr int kStats = kQScale + kHeads * 4;
   static constexpr int kLargest = kStats + kHeads * 8;        // logit [head]
   static constexpr int kLaneLargest = kLargest + kHeads * 4;  // of two heads [logits warp][group][lane]
-  static constexpr int kValid = kLaneLargest + kLogitWarps * kGroups * kWarpSize * 8;
+  static constexpr int kValid =
+      kFindsLargest ? kLaneLargest + kLogitWarps * kGroups * kWarpSize * 8 : kLargest;
   static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
   static constexpr int kPBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, QK done)
   static constexpr int kSmemBytes = kPBarriers + 48;

@@ -23,7 +23,7 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
     float largest = -INFINITY;
     if (lane < splits) {
       stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
-      if (params.p.max_logits)
+      if constexpr (C::kFindsLargest)
         largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
     }
     const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
@@ -52,7 +52,8 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {
           total += __shfl_xor_sync(kFullWarp, total, offset);
-          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+          if constexpr (C::kFindsLargest)
+            largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
         }
       }
 #pragma unroll

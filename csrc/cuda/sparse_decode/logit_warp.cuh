@@ -35,7 +35,7 @@ class LogitWarp {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       sum_[n][0] = sum_[n][1] = 0.0f;
-      x_.lane_largest(warp_, n)[lane_] = {-INFINITY, -INFINITY};
+      if constexpr (C::kFindsLargest) x_.lane_largest(warp_, n)[lane_] = {-INFINITY, -INFINITY};
     }
 
     bool fresh = true;  // no token yet: bases are 0, sums and O too
@@ -45,7 +45,7 @@ class LogitWarp {
       mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + warp_) / C::kSlots & 1);
       float s[kGroups][4];
       const int e = logits(slot, buffer, s);
-      if (p_.max_logits) note_largest(s, e);
+      if constexpr (C::kFindsLargest) note_largest(s, e);
       mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
       const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
       const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, largest_ > limit);
@@ -118,7 +118,7 @@ class LogitWarp {
     return e;
   }
 
-  // Per lane: only prefill wants them, and registers are short.
+  // Per lane, in shared memory: registers are short.
   __device__ void note_largest(const float (&s)[kGroups][4], int e) const {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
@@ -195,7 +195,7 @@ class LogitWarp {
     for (int n = 0; n < kGroups; ++n) {
       const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
       if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
-      if (p_.max_logits) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+      if constexpr (C::kFindsLargest) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
         float2& largest = x_.lane_largest(warp_, n)[lane_];
         largest = {max_over_tokens(largest.x), max_over_tokens(largest.y)};
       }
@@ -208,13 +208,15 @@ class LogitWarp {
 #pragma unroll
       for (int i = 0; i < C::kLogitWarps; ++i) {
         stats.y += x_.warp_max(i)[head];
-        const float2 pair = x_.lane_largest(i, head / kGroupHeads)[head % kGroupHeads / 2];
-        largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
+        if constexpr (C::kFindsLargest) {
+          const float2 pair = x_.lane_largest(i, head / kGroupHeads)[head % kGroupHeads / 2];
+          largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
+        }
       }
       stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
       if (params_.num_splits == 1) stats.y = finish_head<C>(p_, w_, head, stats.x, stats.y, largest);
       reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
-      reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
+      if constexpr (C::kFindsLargest) reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
     }
     named_barrier(kBarrierFinish, C::kWorkers);
   }

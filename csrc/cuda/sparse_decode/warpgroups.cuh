@@ -83,8 +83,12 @@ void launch_warpgroups(const SparseAttentionParams& p, const TeamPlan& plan, gpu
   const auto launch = [&]<class C>(C) {
     launch_clusters<C>(sparse_decode_groups_kernel<C>, p, plan.num_splits, stream);
   };
-  if (plan.head_groups == 8) launch(GroupConfig<kId, 8>{});
-  else launch(GroupConfig<kId, 4>{});
+  const auto with_heads = [&]<bool kFindsLargest>(constant<kFindsLargest>) {
+    if (plan.head_groups == 8) launch(GroupConfig<kId, 8, kFindsLargest>{});
+    else launch(GroupConfig<kId, 4, kFindsLargest>{});
+  };
+  if (p.max_logits) with_heads(constant<true>{});
+  else with_heads(constant<false>{});
 }
 
 }  // namespace mla_fp8::gpu
