@@ -6,8 +6,7 @@
 
 namespace mla_fp8::gpu {
 
-// A CTA takes kGroups groups of 8 heads: 32 or 64. Only prefill wants the largest logits: looking for them
-// slows decode by 1 to 5 %.
+// A CTA takes kGroups groups of 8 heads: 32 or 64. Only prefill wants the largest logits.
 template <KvLayoutId kId_, int kGroups_, bool kFindsLargest_>
 struct GroupConfig {
   static constexpr KvLayoutId kId = kId_;
