@@ -29,9 +29,8 @@ PYTHON
 
 # With pytest-xdist a process of one thread per core: the machine's cores check what its GPU computes. Threads
 # besides processes take four times as long.
-export OMP_NUM_THREADS=1
 parallel=$("$PYTHON" -c 'import os, xdist; print(f"-n {min(16, os.cpu_count())}")' 2>/dev/null || true)
-[ -n "$parallel" ] || unset OMP_NUM_THREADS
+[ -z "$parallel" ] || export OMP_NUM_THREADS=1
 
 if [ $gpu = hip ]; then
   "$PYTHON" -m pytest $parallel tests/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \

@@ -20,9 +20,9 @@
 namespace mla_fp8::gpu {
 namespace {
 
-enum class Kernel { kTeams, kWarpgroups, kRowTeams, kRowGroups, kRowsBf16, kPortable };
-constexpr const char* kKernelNames[] = {"teams",      "warpgroups", "row teams",
-                                        "row groups", "rows bf16",  "portable"};
+enum class Kernel { kTeams, kWarpgroups, kWarpgroupsPrefill, kRowTeams, kRowGroups, kRowsBf16, kPortable };
+constexpr const char* kKernelNames[] = {
+    "teams", "warpgroups", "warpgroups for prefill", "row teams", "row groups", "rows bf16", "portable"};
 using enum Kernel;
 using enum KvLayoutId;
 
@@ -59,6 +59,9 @@ constexpr Case kCases[] = {
     {kWarpgroups, kDsv4, 64, 8, 1, 4, 500, 400},
     {kWarpgroups, kDsv4, 64, 8, 4, 3, 2000, 100},
     {kWarpgroups, kFp8E4m3, 64, 8, 1, 4, 900, 0},
+    {kWarpgroupsPrefill, kDsv32, 32, 4, 1, 3, 1100, 0},
+    {kWarpgroupsPrefill, kDsv32, 128, 8, 2, 3, 1500, 0},
+    {kWarpgroupsPrefill, kDsv4, 64, 8, 4, 3, 2000, 100},
     {kRowTeams, kDsv32, 8, 1, 1, 30, 150, 0},
     {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60},
     {kRowTeams, kDsv32, 16, 2, 1, 16, 200, 0},
@@ -187,6 +190,7 @@ void launch(const Case& c, const SparseAttentionParams& p) {
     case kRowsBf16: return launch_prefill_warpgroups_bf16(p, nullptr);
     case kPortable: return sparse_attention_portable(p, nullptr);
     case kWarpgroups:
+    case kWarpgroupsPrefill:  // asks for max_logits
       if constexpr (kFp8) return launch_warpgroups<kId>(p, {c.head_groups, c.splits, true}, nullptr);
       break;
     case kRowGroups:
@@ -224,7 +228,7 @@ bool run(const Case& c) {
   Device device;
   const KvLayout l = kv_layout(c.layout);
   const int d = l.head_dim_qk();
-  const bool largest_wanted = c.kernel != kTeams && c.kernel != kPortable;
+  const bool largest_wanted = c.kernel != kTeams && c.kernel != kWarpgroups && c.kernel != kPortable;
   const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
   std::vector<uint16_t> q(rows * d);
   for (uint16_t& x : q) x = to_bf16(normal());
