@@ -62,6 +62,12 @@ struct TokenScales {
     else return value[R::kNumScales ? tile : 0];
   }
 
+  __device__ static bool is_nan(const uint8_t* row) {
+    TokenScales scales;
+    scales.load(row);
+    return scales.nan();
+  }
+
   // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a token's. 0 where there is none.
   static constexpr int kPerLane = (R::kNumScales + 3) / 4;
   __device__ float of_lane(const uint8_t* row, int i, int t) const {
@@ -71,7 +77,10 @@ struct TokenScales {
     else return read(row, 4 * i + t);
   }
 
-  // One of them alone.
+  // One of them alone; of_lane's, read where it is wanted.
+  __device__ static float read_of_lane(const uint8_t* row, int i, int t) {
+    return 4 * i + t < R::kNumScales ? read(row, 4 * i + t) : 0.0f;
+  }
   __device__ static float read(const uint8_t* row, int tile) {
     if constexpr (R::kL.scale_format == ScaleFormat::kF32)
       return reinterpret_cast<const float*>(row + R::kScaleOffset)[tile];

@@ -11,6 +11,7 @@ template <class C>
 class LogitWarp {
  public:
   using R = typename C::R;
+  static constexpr int kLaneScales = TokenScales<R>::kPerLane;
   static constexpr int kGroups = C::kGroups, kLogitThreads = C::kLogitWarps * kWarpSize;
 
   __device__ LogitWarp(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
@@ -78,14 +79,15 @@ class LogitWarp {
     if constexpr (R::kNumScales > 0) {
       float largest = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        TokenScales<R> scales;
-        scales.load(row_of(slot, i));
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int tile = 0; tile < R::kNumScales; ++tile) largest = fmaxf(largest, scales[tile]);
-        is_nan[i] = scales.nan();
-      }
-      e = exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
+        for (int j = 0; j < kLaneScales; ++j)  // four lanes have a token's
+          largest = fmaxf(largest, TokenScales<R>::read_of_lane(row_of(slot, i), j, t_));
+      const uint32_t largest_of_all = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+      if (largest_of_all >= __float_as_uint(INFINITY))
+#pragma unroll
+        for (int i = 0; i < 2; ++i) is_nan[i] = TokenScales<R>::is_nan(row_of(slot, i));
+      e = exponent_above(largest_of_all);
       e = min(max(e, -100), 100);
     }
     const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
@@ -175,18 +177,16 @@ class LogitWarp {
         stmatrix_x2_trans(x_.smem + C::kPBf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-    TokenScales<R> scales[2];  // read again: registers are short
-    scales[0].load(row_of(slot, 0));
-    scales[1].load(row_of(slot, 1));
 #pragma unroll
-    for (int tile = 0; tile < R::kNumScales; ++tile)
-      if (tile % 4 == t_)
+    for (int j = 0; j < kLaneScales; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int token = warp_ * kSlotTokens + g_ + 8 * i;
+      for (int i = 0; i < 2; ++i) {
+        const int tile = 4 * j + t_, token = warp_ * kSlotTokens + g_ + 8 * i;
+        const float scale = TokenScales<R>::read_of_lane(row_of(slot, i), j, t_) * unscale;
+        if (tile < R::kNumScales)
           *reinterpret_cast<uint16_t*>(x_.scale_table(buffer) + (tile * C::kBlockTokens + token) * 2) =
-              static_cast<uint16_t>(pack_f16(scales[i][tile] * unscale, 0.0f));
-        }
+              static_cast<uint16_t>(pack_f16(scale, 0.0f));
+      }
   }
 
   // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
