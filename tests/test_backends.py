@@ -1,11 +1,12 @@
-"""Every backend gives the same attention: by its real package where it runs, else by a stand-in for it."""
+"""Every backend gives the same attention: on a GPU by the real package, on the CPU by a stand-in for it."""
 
+import contextlib
 import sys
 
 import peer_standins
 import pytest
 import torch
-from sparse_cases import V4_SCOPES, Case, make_case
+from sparse_cases import GRID, V4_SCOPES, Case, make_case
 
 import mla_fp8.compat.flash_mla
 from mla_fp8 import KV_LAYOUTS, dispatch, sparse_decode, sparse_prefill
@@ -26,6 +27,8 @@ ROWS = [
     (b, op, layout) for b in TABLE for op in b.ops if op != "sparse_prefill_window" for layout in b.layouts
 ]
 PEERS = [(b, op, layout) for b, op, layout in ROWS if b.adapter in STANDINS]
+DECODES_BF16 = [(b, op, layout) for b, op, layout in PEERS if (op, layout) == ("sparse_decode", "bf16")]
+SM90 = [(b, op, layout) for b, op, layout in PEERS if b.name == "flashinfer_sm90"]
 
 
 def row_id(row) -> str:
@@ -41,6 +44,15 @@ def nothing_is_located_yet():
     forget()
     yield
     forget()
+
+
+def find_peer(row, device: str, monkeypatch) -> None:
+    """On a GPU that the package runs on, the package; on the CPU, its stand-in."""
+    backend, op, layout = row
+    if device == "cpu":
+        STANDINS[backend.adapter](monkeypatch)
+    elif reason := backend.why_not(Problem(op, arch_of(device, 0), layout, 16)):
+        pytest.skip(reason)
 
 
 def run(op: str, case: Case, function, **options) -> tuple[torch.Tensor, ...]:
@@ -123,10 +135,10 @@ def test_adapters_convert_to_the_conventions_of_the_package_and_back(row, num_q_
 
 @pytest.mark.parametrize("sink", [float("-inf"), float("inf")], ids=str)
 @pytest.mark.parametrize("row", PEERS, ids=row_id)
-def test_infinite_sinks(row, sink, monkeypatch):
+def test_infinite_sinks(row, sink, device, monkeypatch):
     backend, op, layout = row
-    STANDINS[backend.adapter](monkeypatch)
-    case = make_case(KV_LAYOUTS[layout], "cpu", page_size=1 if "prefill" in op else 64)
+    find_peer(row, device, monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], device, page_size=1 if "prefill" in op else 64)
     case.attn_sink.fill_(sink)
     out, *_ = run(op, case, call(backend.adapter))
     if sink > 0:
@@ -137,10 +149,10 @@ def test_infinite_sinks(row, sink, monkeypatch):
 
 
 @pytest.mark.parametrize("row", PEERS, ids=row_id)
-def test_zero_tokens_and_no_lengths(row, monkeypatch):
+def test_zero_tokens_and_no_lengths(row, device, monkeypatch):
     backend, op, layout = row
-    STANDINS[backend.adapter](monkeypatch)
-    case = make_case(KV_LAYOUTS[layout], "cpu", page_size=1 if "prefill" in op else 64, topk=128, sink=False)
+    find_peer(row, device, monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], device, page_size=1 if "prefill" in op else 64, topk=128, sink=False)
     case.scopes[0].indices[2:] = case.scopes[0].indices[:1]  # nothing beyond a length
     case.scopes[0].length = None
     check(backend, case, run(op, case, call(backend.adapter)))
@@ -164,40 +176,81 @@ def test_a_batch_beyond_flash_mlas_scheduler_is_split(monkeypatch):
     check(row, case, run("sparse_decode", case, call("flash_mla")))
 
 
-def test_a_batch_beyond_flashinfers_plan_is_split(monkeypatch):
+@pytest.mark.parametrize("row", SM90, ids=row_id)
+def test_a_batch_beyond_flashinfers_plan_is_split(row, device, monkeypatch):
     """FlashInfer 0.7.2: "native capacity is 16384" pieces of work, one per token at least."""
-    peer_standins.flashinfer(monkeypatch)
+    backend, op, layout = row
+    find_peer(row, device, monkeypatch)
     monkeypatch.setattr(flashinfer_sm90, "_MAX_BATCH", 4)
-    case = make_case(KV_LAYOUTS["bf16"], "cpu", num_tokens=10)
-    (row,) = [b for b in TABLE if b.name == "flashinfer_sm90"]
-    check(row, case, run("sparse_decode", case, call("flashinfer_sm90")))
+    case = make_case(KV_LAYOUTS[layout], device, num_tokens=10)
+    check(backend, case, run(op, case, call(backend.adapter)))
 
 
-def test_a_scale_that_is_no_power_of_two_does_not_pass_through_flashinfers_bf16(monkeypatch):
+@pytest.mark.parametrize("row", SM90, ids=row_id)
+@pytest.mark.parametrize("page_size", [1, 61, 256])
+def test_flashinfers_lists_over_pages_of_any_size(row, page_size, device, monkeypatch):
+    """Lists long enough to be computed in pieces and merged."""
+    backend, op, layout = row
+    find_peer(row, device, monkeypatch)
+    case = make_case(
+        KV_LAYOUTS[layout],
+        device,
+        page_size=page_size,
+        num_tokens=3,
+        topk=1111,
+        num_slots=3000,
+        num_q_heads=72,
+    )
+    check(backend, case, run(op, case, call(backend.adapter)))
+
+
+@pytest.mark.parametrize("row", SM90, ids=row_id)
+def test_a_cache_without_pages_and_lists_without_columns(row, device, monkeypatch):
+    """No row may point at slot 0 of a cache that has none."""
+    backend, op, layout = row
+    find_peer(row, device, monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], device)
+    main = case.scopes[0]
+    kv_cache, no_columns = main.kv_cache[:0], main.indices[:, :0].contiguous()
+    for cache, indices in ((kv_cache, main.indices), (main.kv_cache, no_columns), (kv_cache, no_columns)):
+        main.kv_cache, main.indices = cache, indices
+        out, lse = run(op, case, call(backend.adapter))
+        assert out.shape == (6, 16, 512) and (out == 0).all() and lse.isneginf().all()
+
+
+@pytest.mark.parametrize("row", [r for r in SM90 if KV_LAYOUTS[r[2]].needs_scale], ids=row_id)
+def test_a_scale_that_is_no_power_of_two_does_not_pass_through_flashinfers_bf16(row, device, monkeypatch):
     """FlashInfer 0.7.2 rounds ckv_scale to bf16 and multiplies in bf16."""
-    peer_standins.flashinfer(monkeypatch)
-    module = sys.modules["flashinfer.mla"]
-    seen = []
+    backend, op, layout = row
+    find_peer(row, device, monkeypatch)
+    wrapper = packages.function(flashinfer_sm90.DECODE, "BatchMLAPagedAttentionWrapper")
+    seen, real = [], wrapper.run
 
-    class Recording(module.BatchMLAPagedAttentionWrapper):
-        def run(self, **options):
-            seen.append((options["ckv_scale"], options["kpe_scale"]))
-            return super().run(**options)
+    def recording(self, **options):
+        seen.append((options["ckv_scale"], options["kpe_scale"]))
+        return real(self, **options)
 
-    monkeypatch.setattr(module, "BatchMLAPagedAttentionWrapper", Recording)
-    case = make_case(KV_LAYOUTS["fp8_e4m3"], "cpu")
-    (row,) = [b for b in TABLE if b.name == "flashinfer_sm90"]
-    check(row, case, run("sparse_decode", case, call("flashinfer_sm90")))
+    monkeypatch.setattr(wrapper, "run", recording)
+    case = make_case(KV_LAYOUTS[layout], device)
+    case.scale *= 1.37
+    case.scopes[0].rows = case.scopes[0].rows.double() * (case.scale.double() / GRID)
+    out, lse = run(op, case, call(backend.adapter))
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
     assert seen == [(1.0, 1.0)]
 
 
-def test_a_capture_is_refused_by_a_backend_that_plans_on_the_host(monkeypatch):
+def test_a_capture_is_refused_by_a_backend_that_plans_on_the_host(device, monkeypatch):
     """FlashInfer 0.7.2: plan() copies kv_len_arr to the host; a capture would fail half-way."""
-    peer_standins.flashinfer(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    case = make_case(KV_LAYOUTS["bf16"], "cpu")
-    with pytest.raises(RuntimeError, match="flashinfer_sm90 plans on the host"):
+    find_peer(SM90[0], device, monkeypatch)
+    case = make_case(KV_LAYOUTS["bf16"], device)
+    capture = contextlib.nullcontext()
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    else:
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="flashinfer_sm90 plans on the host"), capture:
         run("sparse_decode", case, call("flashinfer_sm90"))
 
 
@@ -210,22 +263,24 @@ def test_statistics_of_sgl_kernels_copy_are_base_2(monkeypatch):
     check(row, case, run("sparse_prefill", case, call("flash_mla")))
 
 
-def test_a_cache_whose_pages_are_apart_is_refused_where_rows_are_addressed(monkeypatch):
-    peer_standins.flash_mla(monkeypatch)
+@pytest.mark.parametrize("adapter", ["flash_mla", "flashinfer_sm90"])
+def test_a_cache_whose_pages_are_apart_is_refused_where_rows_are_addressed(adapter, monkeypatch):
+    STANDINS[adapter](monkeypatch)
     case = make_case(KV_LAYOUTS["bf16"], "cpu")
     wide = torch.nn.functional.pad(case.scopes[0].kv_cache, (0, 64))[:, :-64]
     case.scopes[0].kv_cache = wide
     with pytest.raises(ValueError, match="pages 73728 bytes apart for this backend, got 73792"):
-        run("sparse_decode", case, call("flash_mla"))
+        run("sparse_decode", case, call(adapter))
 
 
-@pytest.mark.parametrize("adapter", STANDINS)
-def test_opaque_ops_compile_to_one_graph(adapter, monkeypatch):
-    STANDINS[adapter](monkeypatch)
-    case = make_case(KV_LAYOUTS["bf16"], "cpu")
+@pytest.mark.parametrize("row", DECODES_BF16, ids=row_id)
+def test_opaque_ops_compile_to_one_graph(row, device, monkeypatch):
+    backend, op, layout = row
+    find_peer(row, device, monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], device)
 
     def decode():
-        return run("sparse_decode", case, call(adapter))
+        return run(op, case, call(backend.adapter))
 
     torch._dynamo.reset()
     got = torch.compile(decode, fullgraph=True, backend="aot_eager")()

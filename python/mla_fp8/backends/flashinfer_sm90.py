@@ -5,9 +5,9 @@ bf16 caches, and FP8 ones with a scale per layer, which it widens to bf16. A pla
 the host, so that every call waits for the GPU and none can be captured in a CUDA graph: it has to be asked
 for.
 
-Its conventions: lists without holes, one after another; no list may be empty; at most 16384 pieces of work
-in a plan; scales of the cache are rounded to bf16, so ours go into the logits and the output. It gives no
-largest logits, hence no `sparse_prefill`. FlashInfer's call for ``dsv4``,
+Its conventions: lists without holes, one after another, empty ones too (out 0, lse -inf, as ours); at most
+16384 pieces of work in a plan; scales of the cache are rounded to bf16, so ours go into the logits and the
+output. It gives no largest logits, hence no `sparse_prefill`. FlashInfer's call for ``dsv4``,
 `trtllm_batch_decode_sparse_mla_dsv4`, gives no lse at all, which `sparse_decode` always
 returns, so there is no adapter for it.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layout import KVLayout
-from .convert import apply_sink, masked, nothing_where, ragged, rows_view, to_multiple, with_dummies
+from .convert import apply_sink, masked, ragged, rows_view
 from .native import Pair
 from .packages import Api, function
 
@@ -52,7 +52,7 @@ def sparse_decode(
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("mla_fp8: flashinfer_sm90 plans on the host, which a CUDA graph cannot capture")
     rows = rows_view(kv_cache, page_size, layout.head_dim_qk, layout.fp8_dtype or torch.bfloat16)
-    slots, empty = with_dummies(to_multiple(masked(indices, len(rows), topk_length), 1))
+    slots = masked(indices, len(rows), topk_length)
     cache_scale = 1.0 if scale is None else scale.item()
     outs, lses = [torch.empty_like(q[:0, :, : layout.head_dim_v])], [q.new_empty(0, q.shape[1]).float()]
     for begin in range(0, len(q), _MAX_BATCH):
@@ -60,7 +60,7 @@ def sparse_decode(
         out, lse = _attend(q[part].contiguous(), rows, slots[part], layout, sm_scale * cache_scale)
         outs.append(out)
         lses.append(lse)
-    out, lse = nothing_where(empty, torch.cat(outs) * cache_scale, torch.cat(lses))
+    out, lse = torch.cat(outs) * cache_scale, torch.cat(lses)
     return apply_sink(out, lse, attn_sink), lse
 
 
