@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import flashinfer_standins
 import peer_standins
 import pytest
 import torch
@@ -18,8 +19,9 @@ from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_toler
 HEADS = [1, 8, 16, 40, 64, 128]
 STANDINS = {
     "flash_mla": peer_standins.flash_mla,
-    "flashinfer": peer_standins.flashinfer,
-    "flashinfer_sm90": peer_standins.flashinfer,
+    "flashinfer": flashinfer_standins.flashinfer,
+    "flashinfer_sm90": flashinfer_standins.flashinfer,
+    "flashinfer_sm120": flashinfer_standins.flashinfer,
     "aiter": peer_standins.aiter,
 }
 # Windows by geometry need cases of their own: test_sparse_prefill_window.py.
@@ -27,7 +29,7 @@ ROWS = [
     (b, op, layout) for b in TABLE for op in b.ops if op != "sparse_prefill_window" for layout in b.layouts
 ]
 PEERS = [(b, op, layout) for b, op, layout in ROWS if b.adapter in STANDINS]
-DECODES_BF16 = [(b, op, layout) for b, op, layout in PEERS if (op, layout) == ("sparse_decode", "bf16")]
+DECODES = list({b.adapter: (b, op, layout) for b, op, layout in PEERS if op == "sparse_decode"}.values())
 SM90 = [(b, op, layout) for b, op, layout in PEERS if b.name == "flashinfer_sm90"]
 
 
@@ -160,11 +162,20 @@ def test_zero_tokens_and_no_lengths(row, device, monkeypatch):
     assert run(op, empty, call(backend.adapter))[0].shape == (0, 16, 512)
 
 
-def test_flash_mla_takes_two_caches(monkeypatch):
-    peer_standins.flash_mla(monkeypatch)
+@pytest.mark.parametrize("name", ["flashmla_kv", "flashinfer_sm120"])
+def test_packages_that_take_two_caches(name, monkeypatch):
+    (row,) = [b for b in TABLE if b.name == name]
+    STANDINS[row.adapter](monkeypatch)
     case = make_case(KV_LAYOUTS["dsv4"], "cpu", extra=V4_SCOPES)
-    (row,) = [b for b in TABLE if b.name == "flashmla_kv"]
-    check(row, case, run("sparse_decode", case, call("flash_mla")))
+    check(row, case, run("sparse_decode", case, call(row.adapter)))
+
+
+def test_flashinfers_sm120_kernels_for_more_than_64_tokens(monkeypatch):
+    """They take 8, 16, 32, 64 or 128 heads and widths in blocks of 64."""
+    flashinfer_standins.flashinfer(monkeypatch)
+    case = make_case(KV_LAYOUTS["dsv4"], "cpu", num_tokens=65, num_q_heads=9, topk=20, extra=V4_SCOPES)
+    (row,) = [b for b in TABLE if b.name == "flashinfer_sm120"]
+    check(row, case, run("sparse_decode", case, call("flashinfer_sm120")))
 
 
 def test_a_batch_beyond_flash_mlas_scheduler_is_split(monkeypatch):
@@ -240,18 +251,20 @@ def test_a_scale_that_is_no_power_of_two_does_not_pass_through_flashinfers_bf16(
     assert seen == [(1.0, 1.0)]
 
 
-def test_a_capture_is_refused_by_a_backend_that_plans_on_the_host(device, monkeypatch):
+@pytest.mark.parametrize("name", ["flashinfer_sm90", "flashinfer_sm120"])
+def test_a_capture_is_refused_by_a_backend_that_plans_on_the_host(name, device, monkeypatch):
     """FlashInfer 0.7.2: plan() copies kv_len_arr to the host; a capture would fail half-way."""
-    find_peer(SM90[0], device, monkeypatch)
-    case = make_case(KV_LAYOUTS["bf16"], device)
+    row = next(row for row in PEERS if row[0].name == name)
+    find_peer(row, device, monkeypatch)
+    case = make_case(KV_LAYOUTS[row[2]], device)
     capture = contextlib.nullcontext()
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     else:
         capture = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(RuntimeError, match="flashinfer_sm90 plans on the host"), capture:
-        run("sparse_decode", case, call("flashinfer_sm90"))
+    with pytest.raises(RuntimeError, match=f"{name} plans .* which a CUDA graph cannot capture"), capture:
+        run("sparse_decode", case, call(name))
 
 
 def test_statistics_of_sgl_kernels_copy_are_base_2(monkeypatch):
@@ -273,7 +286,7 @@ def test_a_cache_whose_pages_are_apart_is_refused_where_rows_are_addressed(adapt
         run("sparse_decode", case, call(adapter))
 
 
-@pytest.mark.parametrize("row", DECODES_BF16, ids=row_id)
+@pytest.mark.parametrize("row", DECODES, ids=row_id)
 def test_opaque_ops_compile_to_one_graph(row, device, monkeypatch):
     backend, op, layout = row
     find_peer(row, device, monkeypatch)

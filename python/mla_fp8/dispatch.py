@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .arch import arch_of
-from .backends import ADAPTERS, aiter, flash_mla, flashinfer, flashinfer_sm90, opaque
+from .backends import ADAPTERS, aiter, flash_mla, flashinfer, flashinfer_sm90, flashinfer_sm120, opaque
 from .backends.packages import Api, locate
 from .kv_cache_dtype import BACKENDS, NAMES, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout, get_layout
@@ -94,6 +94,7 @@ _ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_p
 _EVERYTHING = frozenset(FEATURES)
 _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
+_ROUNDS_WEIGHTS = "rounds queries and weights to FP8; its adapter has met a stand-in for the package only"
 _NEVER_RAN = "its adapter has met a stand-in for the package only"
 _WAITS = "waits for the GPU at every call, so no CUDA graph; met a stand-in for the package only"
 
@@ -123,8 +124,10 @@ TABLE: tuple[Backend, ...] = (
         max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_ROUNDS_Q, lossy=True,
     ),
     Backend(
-        "flashinfer_sm120", "flashinfer", ("sparse_decode",), ("dsv32",), archs=("sm120", "sm121"),
-        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_NEVER_RAN,
+        "flashinfer_sm120", "flashinfer_sm120", ("sparse_decode",), ("dsv32", "dsv4"),
+        archs=("sm120", "sm121"), max_q_heads=max(flashinfer_sm120.HEADS),
+        features=frozenset({"two caches"}), not_with=(("two caches", "dsv32"),),
+        api=flashinfer_sm120.DECODE, only_asked_for=_ROUNDS_WEIGHTS, lossy=True,
     ),
     Backend(
         "flashinfer_sm90", "flashinfer_sm90", ("sparse_decode",),

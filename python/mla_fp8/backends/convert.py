@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..layout import KVLayout
 from ..ops.pad_q_heads import pad_q_heads
+
+
+def refuse_capture(q: Tensor, backend: str, does: str) -> None:
+    """RuntimeError in a CUDA graph's capture, before the package fails half-way into it."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"mla_fp8: {backend} {does}, which a CUDA graph cannot capture")
 
 
 def masked(indices: Tensor, num_slots: int, length: Tensor | None) -> Tensor:
@@ -80,3 +87,9 @@ def rows_view(kv_cache: Tensor, page_size: int, dim: int, dtype: torch.dtype) ->
         )
     size = (len(kv_cache) * page_size, row_bytes // kv_cache.element_size())
     return kv_cache.as_strided(size, (size[1], 1)).view(dtype)
+
+
+def pages_view(kv_cache: Tensor, layout: KVLayout, page_size: int) -> Tensor:
+    """A packed cache as bytes ``[num_pages, page_size, 1, bytes_per_token]``."""
+    kv_cache = kv_cache.view(torch.uint8)
+    return kv_cache if kv_cache.dim() == 4 else layout.flash_mla_view(kv_cache, page_size)

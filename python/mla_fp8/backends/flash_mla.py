@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layout import KVLayout
 from ..reference import HEAD_DIM_V
-from .convert import empty_is_minus_inf, masked, padded, rows_view, to_multiple
+from .convert import empty_is_minus_inf, masked, padded, pages_view, rows_view, to_multiple
 from .native import Pair, Triple
 from .packages import Api, function, locate
 
@@ -58,7 +58,7 @@ def sparse_decode(
         return out, lse
     num_q_heads, num_tokens = q.shape[1], len(q)
     q, attn_sink = padded(q, attn_sink, HEADS)
-    k_cache = _view(kv_cache, layout, page_size)
+    k_cache = pages_view(kv_cache, layout, page_size)
     per_token = _scope(k_cache, indices, topk_length, ("indices", "topk_length"))
     if layout.name == "dsv32":  # its kernel asserts that there is none; the indices beyond are masked anyway
         per_token.pop("topk_length", None)
@@ -66,7 +66,7 @@ def sparse_decode(
         "softmax_scale": sm_scale, "is_fp8_kvcache": True, "attn_sink": attn_sink,
     }  # fmt: skip
     if extra_kv_cache is not None and extra_indices is not None and extra_page_size is not None:
-        extra = _view(extra_kv_cache, layout, extra_page_size)
+        extra = pages_view(extra_kv_cache, layout, extra_page_size)
         names = ("extra_indices_in_kvcache", "extra_topk_length")
         per_token |= _scope(extra, extra_indices, extra_topk_length, names)
         options["extra_k_cache"] = extra
@@ -108,10 +108,6 @@ def sparse_prefill(
     if module is not None and module.__name__ in _BASE_2:
         max_logits, lse = max_logits * math.log(2), lse * math.log(2)
     return out, max_logits, empty_is_minus_inf(lse)
-
-
-def _view(kv_cache: Tensor, layout: KVLayout, page_size: int) -> Tensor:
-    return kv_cache if kv_cache.dim() == 4 else layout.flash_mla_view(kv_cache.view(torch.uint8), page_size)
 
 
 def _scope(

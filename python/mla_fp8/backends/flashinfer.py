@@ -1,9 +1,10 @@
 """FlashInfer's sparse MLA decode, which takes one list of slots per query token in place of a page table.
 
-bf16 and per-tensor FP8 caches on SM100 (TRTLLM-GEN), packed ``dsv32`` ones on SM120. Its conventions: the
-valid slots of a row come first; no row may be empty; lse in base 2 unless asked. FP8 on SM100 wants queries
-in FP8 too, rounded with one scale per call: that is a backend of its own that has to be asked for. What there
-is for SM90 is in `flashinfer_sm90`.
+bf16 and per-tensor FP8 caches on SM100 (TRTLLM-GEN). Its conventions: the valid slots of a row come first; no
+row may be empty; lse in base 2 unless asked. FP8 wants queries in FP8 too, rounded with one scale per call:
+that is a backend of its own that has to be asked for. FlashInfer's call for ``dsv4`` on SM100,
+`trtllm_batch_decode_sparse_mla_dsv4`, gives no lse, which `sparse_decode` always returns, so there is no
+adapter for it. What there is for SM90 and SM120 is in `flashinfer_sm90` and `flashinfer_sm120`.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ DECODE = Api(
     (
         (
             "trtllm_batch_decode_with_kv_cache_mla",
-            ("sparse_mla_top_k", "return_lse", "return_lse_base", "kv_scale_format"),
+            ("sparse_mla_top_k", "return_lse", "return_lse_base"),
         ),
     ),
 )
@@ -54,12 +55,8 @@ def sparse_decode(
     rows, empty = with_dummies(packed(to_multiple(masked(indices, num_slots, topk_length), _WIDTH))[0])
     options: dict[str, Any] = {"bmm1_scale": sm_scale, "bmm2_scale": 1.0}
     queries, _ = padded(q, None, HEADS)
-    if layout.num_tiles:
-        cache = kv_cache if kv_cache.dim() == 4 else layout.flash_mla_view(kv_cache, page_size)
-        cache, options["kv_scale_format"] = cache.transpose(1, 2), "pow2_fp32"
-    else:
-        dtype = layout.fp8_dtype or torch.bfloat16
-        cache = rows_view(kv_cache, page_size, layout.head_dim_qk, dtype).view(-1, 1, page_size, q.shape[2])
+    dtype = layout.fp8_dtype or torch.bfloat16
+    cache = rows_view(kv_cache, page_size, layout.head_dim_qk, dtype).view(-1, 1, page_size, q.shape[2])
     if layout.needs_scale:
         assert scale is not None and layout.fp8_dtype is not None
         queries, q_scale = to_fp8_queries(queries, layout.fp8_dtype)

@@ -7,16 +7,14 @@ for.
 
 Its conventions: lists without holes, one after another, empty ones too (out 0, lse -inf, as ours); at most
 16384 pieces of work in a plan; scales of the cache are rounded to bf16, so ours go into the logits and the
-output. It gives no largest logits, hence no `sparse_prefill`. FlashInfer's call for ``dsv4``,
-`trtllm_batch_decode_sparse_mla_dsv4`, gives no lse at all, which `sparse_decode` always
-returns, so there is no adapter for it.
+output. It gives no largest logits, hence no `sparse_prefill`.
 """
 
 import torch
 from torch import Tensor
 
 from ..layout import KVLayout
-from .convert import apply_sink, masked, ragged, rows_view
+from .convert import apply_sink, masked, ragged, refuse_capture, rows_view
 from .native import Pair
 from .packages import Api, function
 
@@ -49,8 +47,7 @@ def sparse_decode(
     scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Pair:
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("mla_fp8: flashinfer_sm90 plans on the host, which a CUDA graph cannot capture")
+    refuse_capture(q, "flashinfer_sm90", "plans on the host")
     rows = rows_view(kv_cache, page_size, layout.head_dim_qk, layout.fp8_dtype or torch.bfloat16)
     slots = masked(indices, len(rows), topk_length)
     cache_scale = 1.0 if scale is None else scale.item()
