@@ -243,11 +243,12 @@ def test_a_scale_that_is_no_power_of_two_does_not_pass_through_flashinfers_bf16(
 
     monkeypatch.setattr(wrapper, "run", recording)
     case = make_case(KV_LAYOUTS[layout], device)
-    case.scale *= 1.37
+    case.scale *= 1 + 2**-8  # bf16 would make it 1
     case.scopes[0].rows = case.scopes[0].rows.double() * (case.scale.double() / GRID)
     out, lse = run(op, case, call(backend.adapter))
     exact, _, exact_lse = case.expected()
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    assert ((out.double() * exact).sum() / exact.square().sum() - 1).abs() < 1e-3
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
     assert seen == [(1.0, 1.0)]
 
 

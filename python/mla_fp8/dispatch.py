@@ -96,7 +96,7 @@ _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
 _ROUNDS_WEIGHTS = "rounds queries and weights to FP8; its adapter has met a stand-in for the package only"
 _NEVER_RAN = "its adapter has met a stand-in for the package only"
-_WAITS = "waits for the GPU at every call, so no CUDA graph; met a stand-in for the package only"
+_WAITS = "waits for the GPU at every call, so no CUDA graph"
 
 NATIVE = Backend("native", "native", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)
 REFERENCE = Backend(

@@ -61,11 +61,11 @@ def empty_is_minus_inf(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse.isposinf(), float("-inf"))
 
 
-def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> Tensor:
-    """The output with the sink in the softmax's denominator; lse stays without it."""
+def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor | None, scale: float = 1.0) -> Tensor:
+    """``scale`` times the output with the sink in the softmax's denominator; lse stays without it."""
     if attn_sink is None:
-        return out
-    share = torch.sigmoid(lse - attn_sink).masked_fill(lse.isneginf(), 0)
+        return out if scale == 1.0 else out * scale
+    share = torch.sigmoid(lse - attn_sink).masked_fill(lse.isneginf(), 0) * scale
     return (out * share[..., None]).to(out.dtype)
 
 

@@ -57,8 +57,8 @@ def sparse_decode(
         out, lse = _attend(q[part].contiguous(), rows, slots[part], layout, sm_scale * cache_scale)
         outs.append(out)
         lses.append(lse)
-    out, lse = torch.cat(outs) * cache_scale, torch.cat(lses)
-    return apply_sink(out, lse, attn_sink), lse
+    lse = torch.cat(lses)
+    return apply_sink(torch.cat(outs), lse, attn_sink, cache_scale), lse
 
 
 def _attend(q: Tensor, rows: Tensor, slots: Tensor, layout: KVLayout, sm_scale: float) -> Pair:
