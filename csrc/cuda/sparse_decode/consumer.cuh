@@ -113,10 +113,10 @@ class Consumer {
     const float* q_scale = reinterpret_cast<const float*>(smem_ + C::kQScale) + row() * C::kHeads;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      if (p_.max_logits && g_ == 0) largest(n) = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max_[n][c] = kNoMax;
+        largest_[n][c] = -INFINITY;
         sum_[n][c] = 0.0f;
         const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
         logit_scale_[n][c] =
@@ -142,21 +142,24 @@ class Consumer {
     if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
     else logits_mma(rows, scales, b.s);
     bring_scales_below_one(row, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, b);
-    if (p_.max_logits) note_largest(b);
+    if (finds_largest()) note_largest(b);
     const bool over = weigh(b);
     if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, b, over);
     else accumulate_alone(mine, b, over);
   }
 
-  // This warp's (base, sum of weights) of every head, to shared memory.
+  // This warp's (base, sum of weights) and largest logit (log2) of every head, to shared memory.
   __device__ void write_stats(uint8_t* smem) const {
     const int at = (team_ * kMembers + member_) * C::kHeads;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
-      const int head = at + n * kGroupHeads + 2 * t_;
+      const int pair = (at + n * kGroupHeads) / 2 + t_;
       if (g_ == 0)
-        reinterpret_cast<float4*>(smem + C::kWarpStats)[head / 2] = {max_[n][0], sum0, max_[n][1], sum1};
+        reinterpret_cast<float4*>(smem + C::kWarpStats)[pair] = {max_[n][0], sum0, max_[n][1], sum1};
+      if (!finds_largest()) continue;
+      const float largest0 = max_over_tokens(largest_[n][0]), largest1 = max_over_tokens(largest_[n][1]);
+      if (g_ == 0) reinterpret_cast<float2*>(smem + C::kWarpLargest)[pair] = {largest0, largest1};
     }
   }
 
@@ -278,17 +281,21 @@ class Consumer {
     return largest > kWeightLog2 + kLazyLog2;
   }
 
+  __device__ bool finds_largest() const { return C::kRows > 1 || p_.max_logits; }  // prefill always does
   // The largest logits of these 16 tokens + e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_tokens(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
   }
-  __device__ void note_largest(const Block& b) const {
+  // No shuffle and no shared memory: a lane keeps those of its own tokens until the end of the row.
+  __device__ void note_largest(const Block& b) {
     const float back = static_cast<int>(__float_as_uint(b.unscale) >> 23) - 127;  // -e
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      const float x = largest_logit(b, n, 0) + back, y = largest_logit(b, n, 1) + back;
-      if (g_ == 0) largest(n) = {fmaxf(largest(n).x, x), fmaxf(largest(n).y, y)};
-    }
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float x = b.logit(n, c, logit_scale_[n][c]), y = b.logit(n, c + 2, logit_scale_[n][c]);
+        largest_[n][c] = fmaxf(largest_[n][c], fmaxf(x, y) + back);
+      }
   }
 
   // The base of heads 2t + c of the n-th group, given their largest logit. The sum follows at once, O is to
@@ -316,12 +323,6 @@ class Consumer {
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
-  // This warp's largest logits (log2) of heads 2t, 2t + 1 of the n-th group: in shared memory, few need them.
-  __device__ float2& largest(int n) const {
-    const int head = (team_ * kMembers + member_) * C::kHeads + n * kGroupHeads + 2 * t_;
-    return reinterpret_cast<float2*>(smem_ + C::kWarpLargest)[head / 2];
-  }
-
   __device__ uint32_t q_address() const { return ring_.smem + C::kQ + row() * C::kQBytes; }
 
   const SparseAttentionParams& p_;
@@ -331,6 +332,7 @@ class Consumer {
   uint32_t tokens_by_dims_;  // ldmatrix of K (rows are tokens), and of V as pairs of bytes
   uint32_t bf16_values_, weights_row_;
   float logit_scale_[kGroups][2];
+  float largest_[kGroups][2];  // of this lane's logits (log2)
 };
 
 }  // namespace mla_fp8::gpu

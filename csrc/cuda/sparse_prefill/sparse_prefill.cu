@@ -12,11 +12,13 @@ void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
     return sparse_attention_portable(p, stream);
 #if MLA_FP8_WITH_SM90A
   if (prefill_warpgroups_bf16_fits(p, num_processors())) return launch_prefill_warpgroups_bf16(p, stream);
-  // Fewer rows than twice what the row-team kernel has at once (4 rows of 8 heads on an SM): it would be half
-  // empty at the end, where decode's kernels can put several SMs on one row. With many heads theirs is the
-  // faster one anyway, up to the rows that they take.
-  const bool many_heads = kv_layout(p.layout).nope_format != Format::kBf16 && p.num_q_heads > 32;
-  if (p.num_tokens * ceil_div(p.num_q_heads, 8) < int64_t{8} * num_processors() ||
+  // The row-team kernel has 4 rows of 8 heads on an SM at once. With far fewer, or few more, it would be half
+  // empty, where decode's kernels can put several SMs on one row. With many heads theirs is the faster one
+  // anyway, up to the rows that they take.
+  const bool pages = kv_layout(p.layout).nope_format != Format::kBf16;
+  const bool many_heads = pages && p.num_q_heads > 32;
+  const int64_t enough = pages && p.num_q_heads <= 16 ? 3 : 8;  // rows of 8 heads for an SM
+  if (p.num_tokens * ceil_div(p.num_q_heads, 8) < enough * num_processors() ||
       (many_heads && p.num_tokens < kMaxDecodeTokens))
     return sparse_decode(p, stream);
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
