@@ -12,6 +12,10 @@ inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches
 inline constexpr int kGroupHeads = 8;   // N of an mma
 inline constexpr int kMaxSmemBytes = 232448;
 
+// Of the warpgroup kernels' table of a block's value scales, f16 [tile][token]: four lanes store the scales of one
+// token at once, into different banks.
+inline constexpr int kScalePitch = 64 * 2 + 16;
+
 // One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kMembers warps. Decode
 // has one row in a CTA, prefill kRows at once.
 template <KvLayoutId kId_, int kGroups_, int kProducers_, int kRows_ = 1>

@@ -77,10 +77,7 @@ struct TokenScales {
     else return read(row, 4 * i + t);
   }
 
-  // One of them alone; of_lane's, read where it is wanted.
-  __device__ static float read_of_lane(const uint8_t* row, int i, int t) {
-    return 4 * i + t < R::kNumScales ? read(row, 4 * i + t) : 0.0f;
-  }
+  // One of them alone.
   __device__ static float read(const uint8_t* row, int tile) {
     if constexpr (R::kL.scale_format == ScaleFormat::kF32)
       return reinterpret_cast<const float*>(row + R::kScaleOffset)[tile];

@@ -38,7 +38,7 @@ struct GroupConfig {
   static constexpr int kPBf16 = kPFp8 + 2 * kPBytes;
   static constexpr int kScales =
       kPBf16 + (R::kFp8Chunks < kNumChunks ? 2 * kPBytes : 0);  // f16 [2][tile][token]
-  static constexpr int kScaleBytes = R::kNumScales * kBlockTokens * 2;
+  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
   static constexpr int kRescale = kScales + 2 * kScaleBytes;  // change of base [2][head], valid if kMoved [2]
   static constexpr int kMoved = kRescale + 2 * kHeads * 4;
   static constexpr int kHeadState = kMoved + 16;            // (logit scale, base - 7) [head]

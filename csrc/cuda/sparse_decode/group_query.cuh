@@ -1,14 +1,13 @@
 #pragma once
-// Q of a CTA of the warpgroup kernel, from global memory into the order in which wgmma reads it as the B
+// Q of a CTA of a warpgroup kernel, from global memory into the order in which wgmma reads it as the B
 // operand of K Q^T.
 #include "cuda/pairs.cuh"
-#include "cuda/sparse_decode/exchange.cuh"
 #include "cuda/sparse_decode/query.cuh"
 #include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
 
-// The heads of one of the eight value warps; a head is shared by kLanes lanes, which take four dims each in
+// The heads of one of eight warps; a head is shared by kLanes lanes, which take four dims each in
 // turn, so that the 32 words that a warp stores at once lie in different banks. Loaded before the first
 // barrier, stored after it.
 template <class C>
@@ -18,9 +17,9 @@ struct GroupQuery {
   static constexpr int kRounds = R::kDims / (4 * kLanes), kFp8Rounds = R::kFp8Dims / (4 * kLanes);
   uint2 dims[kRounds];
 
-  __device__ void load(const SparseAttentionParams& p, const Work& w, int warp, int lane) {
-    const int head = w.first_head + warp * kHeads + lane / kLanes;
-    const uint16_t* row = p.q + w.token * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 4;
+  __device__ void load(const SparseAttentionParams& p, int64_t token, int first_head, int warp, int lane) {
+    const int head = first_head + warp * kHeads + lane / kLanes;
+    const uint16_t* row = p.q + token * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 4;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
       dims[i] = head < p.num_q_heads ? __ldg(reinterpret_cast<const uint2*>(row + i * 4 * kLanes)) : uint2{};

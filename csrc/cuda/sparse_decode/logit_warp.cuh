@@ -11,7 +11,6 @@ template <class C>
 class LogitWarp {
  public:
   using R = typename C::R;
-  static constexpr int kLaneScales = TokenScales<R>::kPerLane;
   static constexpr int kGroups = C::kGroups, kLogitThreads = C::kLogitWarps * kWarpSize;
 
   __device__ LogitWarp(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
@@ -45,15 +44,15 @@ class LogitWarp {
       const int slot = (block * C::kBlockSlots + warp_) % C::kSlots, buffer = block % 2;
       mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + warp_) / C::kSlots & 1);
       float s[kGroups][4];
-      const int e = logits(slot, buffer, s);
-      if constexpr (C::kFindsLargest) note_largest(s, e);
+      logits(slot, buffer, s);
+      if constexpr (C::kFindsLargest) note_largest(s);
       mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
       const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
       const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, largest_ > limit);
       if (moved) move_bases(s, buffer, limit);
       if (warp_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh;
       fresh = fresh && !moved;
-      store_weights(slot, s, e, buffer);
+      store_weights(s, buffer);
       fence_proxy_async();
       mbarrier_arrive_warp(x_.p_full(buffer), lane_);
     }
@@ -66,36 +65,18 @@ class LogitWarp {
     return reinterpret_cast<const float4*>(x_.head_state())[n * kGroupHeads / 2 + t_];
   }
 
-  __device__ const uint8_t* row_of(int slot, int i) const {  // of token g + 8i
-    return x_.bytes + C::kRing + slot * C::kSlotBytes + (g_ + 8 * i) * R::kPitch;
+  __device__ const uint8_t* row_of(int slot) const {  // of token g
+    return x_.bytes + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
   }
 
-  // Logits in units of log2, plus e, less base - 7, where 2^e is above all scales of these 16 tokens; masked:
-  // -inf.
-  __device__ int logits(int slot, int buffer, float (&s)[kGroups][4]) {
+  // Logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf.
+  __device__ void logits(int slot, int buffer, float (&s)[kGroups][4]) {
     const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
-    bool is_nan[2] = {false, false};
-    int e = 0;
-    if constexpr (R::kNumScales > 0) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < kLaneScales; ++j)  // four lanes have a token's
-          largest = fmaxf(largest, TokenScales<R>::read_of_lane(row_of(slot, i), j, t_));
-      const uint32_t largest_of_all = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
-      if (largest_of_all >= __float_as_uint(INFINITY))
-#pragma unroll
-        for (int i = 0; i < 2; ++i) is_nan[i] = TokenScales<R>::is_nan(row_of(slot, i));
-      e = exponent_above(largest_of_all);
-      e = min(max(e, -100), 100);
-    }
-    const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
-
-    group_products<C, 4>(ring_.slot(slot), row_of(slot, 0), ring_.smem + C::kQ, lane_, to_unit, s);
+    scales_.load(row_of(slot), t_);
+    group_products<C, 4>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
     if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
 
-    const float scale_back = power_of_two(e), shift = static_cast<float>(e);
+    const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float4 state = head_pair(n);
@@ -105,11 +86,12 @@ class LogitWarp {
             fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
     }
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
-    if (__any_sync(kFullWarp, masked[0] || masked[1] || is_nan[0] || is_nan[1])) {
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
 #pragma unroll
       for (int n = 0; n < kGroups; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) s[n][c] = masked[c / 2] ? -INFINITY : is_nan[c / 2] ? NAN : s[n][c];
+        for (int c = 0; c < 4; ++c)
+          s[n][c] = masked[c / 2] ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
     }
     float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
@@ -117,17 +99,16 @@ class LogitWarp {
 #pragma unroll
       for (int c = 0; c < 4; ++c) largest[c] = fmaxf(largest[c], s[n][c]);
     largest_ = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    return e;
   }
 
   // Per lane, in shared memory: registers are short.
-  __device__ void note_largest(const float (&s)[kGroups][4], int e) const {
+  __device__ void note_largest(const float (&s)[kGroups][4]) const {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float4 state = head_pair(n);
       float2& all = x_.lane_largest(warp_, n)[lane_];
-      all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - e + state.y),
-             fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - e + state.w)};
+      all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
+             fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - scales_.e + state.w)};
     }
   }
 
@@ -162,8 +143,8 @@ class LogitWarp {
   }
 
   // Weights as the B operand of V^T P^T, and the value scales of these tokens.
-  __device__ void store_weights(int slot, const float (&s)[kGroups][4], int e, int buffer) {
-    const float unscale = power_of_two(-e);
+  __device__ void store_weights(const float (&s)[kGroups][4], int buffer) {
+    const float unscale = power_of_two(-scales_.e);
     const uint32_t offset = buffer * C::kPBytes + warp_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
@@ -177,16 +158,7 @@ class LogitWarp {
         stmatrix_x2_trans(x_.smem + C::kPBf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-#pragma unroll
-    for (int j = 0; j < kLaneScales; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int tile = 4 * j + t_, token = warp_ * kSlotTokens + g_ + 8 * i;
-        const float scale = TokenScales<R>::read_of_lane(row_of(slot, i), j, t_) * unscale;
-        if (tile < R::kNumScales)
-          *reinterpret_cast<uint16_t*>(x_.scale_table(buffer) + (tile * C::kBlockTokens + token) * 2) =
-              static_cast<uint16_t>(pack_f16(scale, 0.0f));
-      }
+    if constexpr (R::kNumScales > 0) scales_.store(x_.scale_table(buffer), warp_ * kSlotTokens + g_, t_);
   }
 
   // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
@@ -227,6 +199,7 @@ class LogitWarp {
   const Ring<C> ring_;
   const Exchange<C> x_;
   const int warp_, lane_, g_, t_;
+  SlotScales<R> scales_;  // of this warp's tokens of the block
   float sum_[kGroups][2];
   float largest_;  // of this lane's logits of the block
 };

@@ -124,7 +124,7 @@ class ValueWarp {
           for (int j = 0; j < 2; ++j) {
             if (bf16 && j == 1) continue;
             const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
-            const uint8_t* at = table + (tile * C::kBlockTokens + step * kSlotTokens) * 2;
+            const uint8_t* at = table + tile * kScalePitch + step * kSlotTokens * 2;
             const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
             const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
             a[j][0] = mul_f16x2(a[j][0], s0), a[j][1] = mul_f16x2(a[j][1], s0);

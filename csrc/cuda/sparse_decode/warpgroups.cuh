@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (split) cluster_sync(), cluster_sync();
   } else {
     GroupQuery<C> q;
-    q.load(params.p, w, warp, lane);
+    q.load(params.p, w.token, w.first_head, warp, lane);
     block_barrier<C::kThreads>();
     take_registers<C::kValueRegisters>();
     q.store(smem, warp, lane);

@@ -40,7 +40,7 @@ struct RowGroupConfig {
   static constexpr int kPBf16 = kPFp8 + 2 * kPBytes;
   static constexpr int kScales =
       kPBf16 + (R::kFp8Chunks < kNumChunks ? 2 * kPBytes : 0);  // f16 [2][tile][token]
-  static constexpr int kScaleBytes = R::kNumScales * kBlockTokens * 2;
+  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
   static constexpr int kHeadState = kScales + 2 * kScaleBytes;  // (logit scale, base - 7) [head]
   static constexpr int kFactors = kHeadState + kHeads * 8;      // [2][head]
   static constexpr int kKinds = kFactors + 2 * kHeads * 4;      // [2]
@@ -48,8 +48,7 @@ struct RowGroupConfig {
   static constexpr int kWarpBase = kEpoch + 8;                           // [logit warp][head]
   static constexpr int kWarpMax = kWarpBase + kLogitWarps * kHeads * 4;  // of a block; sums at the end
   static constexpr int kWarpLargest = kWarpMax + kLogitWarps * kHeads * 4;
-  static constexpr int kLaneLargest = kWarpLargest + kLogitWarps * kHeads * 4;  // [logit warp][group][lane]
-  static constexpr int kQScale = kLaneLargest + kLogitWarps * kGroups * kWarpSize * 8;
+  static constexpr int kQScale = kWarpLargest + kLogitWarps * kHeads * 4;
   static constexpr int kValid = kQScale + kHeads * 4;
   static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
   static constexpr int kEntryBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, decided)

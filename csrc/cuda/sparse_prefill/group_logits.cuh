@@ -1,6 +1,7 @@
 #pragma once
 // S^T = K Q^T and softmax in the row-group kernel.
 #include "cuda/sparse_decode/group_products.cuh"
+#include "cuda/sparse_decode/group_query.cuh"
 #include "cuda/sparse_prefill/group_config.cuh"
 
 namespace mla_fp8::gpu {
@@ -10,7 +11,6 @@ template <class C>
 class RowLogits {
  public:
   using R = typename C::R;
-  static constexpr int kLaneScales = TokenScales<R>::kPerLane;
   static constexpr int kGroups = C::kGroups;
 
   __device__ RowLogits(const TeamParams& params, uint8_t* smem, int warp, int lane)
@@ -53,25 +53,19 @@ class RowLogits {
   __device__ float2& pair_of(float* per_head, int n) const {
     return reinterpret_cast<float2*>(per_head)[n * kGroupHeads / 2 + t_];
   }
-  __device__ const uint8_t* row_of(int slot, int i) const {  // of token g + 8i
-    return x_.bytes + C::kRing + slot * C::kSlotBytes + (g_ + 8 * i) * R::kPitch;
-  }
-
-  // This lane's largest logits (log2) of the n-th group's heads 2t, 2t + 1: in shared memory, few need them.
-  __device__ float2& largest(int n) const {
-    return reinterpret_cast<float2*>(x_.bytes + C::kLaneLargest)[(warp_ * kGroups + n) * kWarpSize + lane_];
+  __device__ const uint8_t* row_of(int slot) const {  // of token g
+    return x_.bytes + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
   }
 
   // Q to shared memory once all are done with the row before.
   __device__ void begin_row(const Unit<C>& unit) {
-    constexpr int kShares = C::kHeads / 4 > C::kLogitWarps ? C::kHeads / 4 : C::kLogitWarps;
-    Query<C, kShares> q;
-#pragma unroll 1
-    for (int share = warp_; share < kShares; share += C::kLogitWarps) {
-      q.load(params_.p, unit.token, unit.first_head, share, lane_);
-      if (share == warp_) named_barrier(kBarrierAllLogits, C::kLogitThreads);
-      q.store(x_.bytes + C::kQ, reinterpret_cast<float*>(x_.bytes + C::kQScale), share, lane_);
-    }
+    // Else all addresses of Q would be found once, before the first row, and spilled.
+    int lane = lane_;
+    asm volatile("" : "+r"(lane));
+    GroupQuery<C> q;
+    q.load(params_.p, unit.token, unit.first_head, warp_, lane);
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    q.store(x_.bytes, warp_, lane);
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -85,7 +79,7 @@ class RowLogits {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       sum_[n][0] = sum_[n][1] = 0.0f;
-      largest(n) = {-INFINITY, -INFINITY};
+      largest_[n][0] = largest_[n][1] = -INFINITY;
       if (g_ == 0) pair_of(x_.warp_base(warp_), n) = {0.0f, 0.0f};
     }
     __syncwarp();
@@ -95,26 +89,24 @@ class RowLogits {
     const int place = block * C::kBlockSlots + member_, slot = place % C::kSlots, buffer = entry % 2;
     mbarrier_wait(ring_.full(slot), place / C::kSlots & 1);
     float s[kGroups][4];
-    const int e = products(slot, s);
+    scales_.load(row_of(slot), t_);
+    group_products<C, 3>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
     mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
     wait_for_turn(entry);
     const int epoch = x_.epoch();
     if (epoch != epoch_) follow_bases(epoch);
-    const float peak = to_log2(slot, e, s);
+    const float peak = to_log2(slot, s);
     const float limit = epoch == 0 ? -INFINITY : kWeightLog2 + kLazyLog2;
     const bool moved = named_barrier_any(kBarrierLogitGroup + group_, C::kGroupThreads, peak > limit);
     if (moved) move_bases(s, buffer, limit);
     if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Entry::kRescaled : Entry::kBlock;
     pass_turn();
-    if (params_.p.max_logits)
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
-        const float2 base = pair_of(x_.warp_base(warp_), n);
-        float2& all = largest(n);
-        all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - e + base.x),
-               fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - e + base.y)};
-      }
-    store_weights(slot, s, e, buffer);
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        largest_[n][c] = fmaxf(largest_[n][c], fmaxf(s[n][c], s[n][c + 2]) - scales_.e);
+    store_weights(s, buffer);
     fence_proxy_async();
     mbarrier_arrive_warp(x_.full(buffer), lane_);
   }
@@ -125,33 +117,10 @@ class RowLogits {
   }
   __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
 
-  // K Q^T of 16 tokens, over the powers of two that Q and, 2^e, the value scales were divided by. Returns e.
-  __device__ int products(int slot, float (&s)[kGroups][4]) {
-    int e = 0;
-    if constexpr (R::kNumScales > 0) {
-      float largest = 0.0f;
-      nan_ = 0;
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < kLaneScales; ++j)  // four lanes have a token's
-          largest = fmaxf(largest, TokenScales<R>::read_of_lane(row_of(slot, i), j, t_));
-      const uint32_t largest_of_all = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
-      if (largest_of_all >= __float_as_uint(INFINITY))
-#pragma unroll
-        for (int i = 0; i < 2; ++i) nan_ |= TokenScales<R>::is_nan(row_of(slot, i)) << i;
-      e = exponent_above(largest_of_all);
-      e = min(max(e, -100), 100);
-    }
-    const float to_unit = power_of_two(-e);  // K is used as code * scale * to_unit, in f16
-
-    group_products<C, 3>(ring_.slot(slot), row_of(slot, 0), ring_.smem + C::kQ, lane_, to_unit, s);
-    return e;
-  }
-
-  // Products to logits in units of log2, plus e, less base - 7; masked: -inf. Returns this lane's largest.
-  __device__ float to_log2(int slot, int e, float (&s)[kGroups][4]) const {
-    const float scale_back = power_of_two(e), shift = static_cast<float>(e);
+  // Products to logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf. Returns this lane's
+  // largest.
+  __device__ float to_log2(int slot, float (&s)[kGroups][4]) const {
+    const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float4 state = head_pair(n);
@@ -162,11 +131,12 @@ class RowLogits {
     }
     const uint8_t* valid = x_.bytes + C::kValid + slot * kSlotTokens;
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
-    if (__any_sync(kFullWarp, masked[0] || masked[1] || nan_)) {
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
 #pragma unroll
       for (int n = 0; n < kGroups; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) s[n][c] = masked[c / 2] ? -INFINITY : nan_ >> c / 2 & 1 ? NAN : s[n][c];
+        for (int c = 0; c < 4; ++c)
+          s[n][c] = masked[c / 2] ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
     }
     float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
@@ -191,6 +161,8 @@ class RowLogits {
     // Where there is nothing yet the old base means nothing.
     if (sum_[n][0] != 0.0f) sum_[n][0] *= exp2_approx(mine.x - base0);
     if (sum_[n][1] != 0.0f) sum_[n][1] *= exp2_approx(mine.y - base1);
+    largest_[n][0] += mine.x - base0;
+    largest_[n][1] += mine.y - base1;
     __syncwarp();
     if (g_ == 0) mine = {base0, base1};
     __syncwarp();
@@ -230,8 +202,8 @@ class RowLogits {
   }
 
   // Weights as the B operand of V^T P^T, and the value scales of these tokens.
-  __device__ void store_weights(int slot, const float (&s)[kGroups][4], int e, int buffer) {
-    const float unscale = power_of_two(-e);
+  __device__ void store_weights(const float (&s)[kGroups][4], int buffer) {
+    const float unscale = power_of_two(-scales_.e);
     const uint32_t offset = member_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
@@ -247,16 +219,7 @@ class RowLogits {
                           pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-#pragma unroll
-    for (int j = 0; j < kLaneScales; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int tile = 4 * j + t_, token = member_ * kSlotTokens + g_ + 8 * i;
-        const float scale = TokenScales<R>::read_of_lane(row_of(slot, i), j, t_) * unscale;
-        if (tile < R::kNumScales)
-          *reinterpret_cast<uint16_t*>(x_.scale_table(buffer) + (tile * C::kBlockTokens + token) * 2) =
-              static_cast<uint16_t>(pack_f16(scale, 0.0f));
-      }
+    if constexpr (R::kNumScales > 0) scales_.store(x_.scale_table(buffer), member_ * kSlotTokens + g_, t_);
   }
 
   // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
@@ -266,7 +229,9 @@ class RowLogits {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
-      const float max0 = max_over_tokens(largest(n).x), max1 = max_over_tokens(largest(n).y);
+      const float2 base = pair_of(x_.warp_base(warp_), n);
+      const float max0 = max_over_tokens(largest_[n][0]) + base.x;
+      const float max1 = max_over_tokens(largest_[n][1]) + base.y;
       if (g_ > 0) continue;
       pair_of(x_.warp_max(warp_), n) = {sum0, sum1};
       pair_of(x_.warp_largest(warp_), n) = {max0, max1};
@@ -303,9 +268,10 @@ class RowLogits {
   const Ring<C> ring_;
   const RowExchange<C> x_;
   const int warp_, group_, member_, lane_, g_, t_;
-  int nan_ = 0;  // tokens g and g + 8: is a scale NaN?
-  int epoch_;    // up to which this warp has followed the bases
+  SlotScales<R> scales_;  // of this warp's tokens of the block
+  int epoch_;             // up to which this warp has followed the bases
   float sum_[kGroups][2];
+  float largest_[kGroups][2];  // of this lane's logits (log2), less base - 7
 };
 
 }  // namespace mla_fp8::gpu
