@@ -88,9 +88,10 @@ def shapes() -> Iterator[Shape]:
     for h, rows in itertools.product((32, 64), (32 << 10, 128 << 10)):
         yield Shape("dsv32", h, 8192, 2048, 0, rows, bf16=True, layer=True)
         yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, bf16=True, layer=True)
-    for h in (16, 64, 128):
-        yield Shape("dsv32", h, 256, 2048, 0, 128 << 10, layer=True)
-        yield Shape("dsv4", h, 256, 1024, WINDOW, 32 << 10, layer=True)
+    for h, bf16 in itertools.product((16, 32, 64, 128), (False, True)):
+        if not (bf16 and h == 16):
+            yield Shape("dsv32", h, 256, 2048, 0, 128 << 10, bf16=bf16, layer=True)
+            yield Shape("dsv4", h, 256, 1024, WINDOW, 32 << 10, bf16=bf16, layer=True)
 
 
 @functools.cache

@@ -56,6 +56,7 @@ void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
       .tile_tokens = rows_tile_tokens(p),
       .tile_heads = static_cast<unsigned>(std::min(p.num_q_heads, C::kHeads)),
       .num_tiles = num_rows_tiles(p),
+      .row_stride = p.scopes[0].kv_cache_stride_page / p.scopes[0].page_size,
   };
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -80,6 +80,7 @@ struct RowsParams {
   int num_head_blocks, tile_tokens;
   unsigned tile_heads;
   int64_t num_tiles;
+  int64_t row_stride;  // bytes from a slot to the next, without windows
 };
 
 // What row `row` of a tile holds.

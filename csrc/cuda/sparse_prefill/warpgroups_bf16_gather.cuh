@@ -119,7 +119,7 @@ class RowsGather {
       const int row = row_ + i * kRowStep;
       const int64_t slot = __shfl_sync(kFullWarp, i < 2 ? slots.low : slots.high, row % kWarpSize);
       rows.valid[i] = mask >> row & 1;
-      rows.at[i] = s.kv_cache + (rows.valid[i] ? slot * s.kv_cache_stride_page + chunk_ * 16 : 0);
+      rows.at[i] = s.kv_cache + (rows.valid[i] ? slot * params_.row_stride + chunk_ * 16 : 0);
     }
     return {mask, 0xff};
   }
