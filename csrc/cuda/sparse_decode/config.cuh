@@ -12,7 +12,7 @@ inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches
 inline constexpr int kGroupHeads = 8;   // N of an mma
 inline constexpr int kMaxSmemBytes = 232448;
 
-// Of the warpgroup kernels' table of a block's value scales, f16 [tile][token]: four lanes store the scales of one
+// Of the warpgroup kernels' table of a block's value scales, f16 [tile][token]: four lanes store those of one
 // token at once, into different banks.
 inline constexpr int kScalePitch = 64 * 2 + 16;
 

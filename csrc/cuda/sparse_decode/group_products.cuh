@@ -5,8 +5,8 @@
 
 namespace mla_fp8::gpu {
 
-// The scales of a slot's 16 tokens, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of tokens g and g + 8,
-// pairs of f16.
+// The scales of a slot's 16 tokens, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of tokens g and
+// g + 8, pairs of f16.
 template <class R>
 struct SlotScales {
   static constexpr int kPerLane = R::kNumScales > 0 ? TokenScales<R>::kPerLane : 1;

@@ -117,8 +117,8 @@ class RowLogits {
   }
   __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
 
-  // Products to logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf. Returns this lane's
-  // largest.
+  // Products to logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf. Returns the
+  // largest of this lane.
   __device__ float to_log2(int slot, float (&s)[kGroups][4]) const {
     const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll

@@ -1,5 +1,6 @@
 #pragma once
-// Sparse attention over bf16 rows for Hopper, of prefill and of large decode steps, tiles of 64 rows of Q (docs/sparse_prefill.md).
+// Sparse attention over bf16 rows for Hopper, of prefill and of large decode steps, in tiles of 64 rows of Q
+// (docs/sparse_prefill.md).
 #include "common/kv_layout.h"
 #include "ops/sparse_attention.h"
 
