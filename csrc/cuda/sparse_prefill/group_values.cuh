@@ -67,16 +67,14 @@ class RowValues {
     const uint64_t weights_fp8 = wgmma_descriptor(x_.weights_fp8(buffer), 128, 256);
     const uint64_t weights_bf16 = wgmma_descriptor(x_.weights_bf16(buffer), 128, 256);
     const uint8_t* table = x_.scale_table(buffer) + 4 * t_;
-    const int first = block * C::kBlockSlots;
+    // A block's slots lie next to each other in the ring.
+    const int first = block * C::kBlockSlots, place = first % C::kSlots;
     // Units of 16 tokens and two chunks; bytes are fetched a unit ahead of their conversion.
-    constexpr int kUnits = 2 * C::kBlockSlots, kStep = C::kStepBytes / 16;
+    constexpr int kUnits = 2 * C::kBlockSlots;
     uint32_t v[2][2][4], bytes[4];
-    const auto rows = [&](int unit) { return ring_.slot((first + unit / 2) % C::kSlots); };
+    const auto rows = [&](int unit) { return ring_.slot(place + unit / 2); };
     const auto fetch = [&](int unit) {
-      if (unit % 2 == 0) {
-        const int i = first + unit / 2;
-        mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1);
-      }
+      if (unit % 2 == 0) mbarrier_wait(ring_.full(place + unit / 2), first / C::kSlots & 1);
       ldmatrix_x4_trans(bytes, rows(unit) + values + unit % 2 * 2 * kChunkDims);
     };
     fetch(0);
@@ -101,14 +99,15 @@ class RowValues {
       if (bf16) ldmatrix_x4_trans(v[pair][1], rows(unit) + values_bf16);
       if (pair == 1) {
         fence_proxy_async();  // see Consumer::release
-        mbarrier_arrive_warp(ring_.empty((first + step) % C::kSlots), lane_);
+        mbarrier_arrive_warp(ring_.empty(place + step), lane_);
       }
       pin_registers(out_[2 * pair]);
       pin_registers(out_[2 * pair + 1]);
       wgmma_fence();
-      wgmma_f16(out_[2 * pair], v[pair][0], weights_fp8 + step * kStep, 1);
-      if (bf16) wgmma_bf16(out_[2 * pair + 1], v[pair][1], weights_bf16 + step * kStep, 1);
-      else wgmma_f16(out_[2 * pair + 1], v[pair][1], weights_fp8 + step * kStep, 1);
+      wgmma_f16(out_[2 * pair], v[pair][0], wgmma_advance(weights_fp8, step * C::kStepBytes), 1);
+      if (bf16)
+        wgmma_bf16(out_[2 * pair + 1], v[pair][1], wgmma_advance(weights_bf16, step * C::kStepBytes), 1);
+      else wgmma_f16(out_[2 * pair + 1], v[pair][1], wgmma_advance(weights_fp8, step * C::kStepBytes), 1);
       wgmma_commit();
     }
     wgmma_wait<0>();
