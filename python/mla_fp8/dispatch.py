@@ -94,8 +94,8 @@ _ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_p
 _EVERYTHING = frozenset(FEATURES)
 _HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
 _ROUNDS_Q = "rounds the queries to FP8 as well"
-_ROUNDS_WEIGHTS = "rounds queries and weights to FP8; its adapter has met a stand-in for the package only"
 _NEVER_RAN = "its adapter has met a stand-in for the package only"
+_ROUNDS_WEIGHTS = f"rounds queries and weights to FP8; {_NEVER_RAN}"
 _WAITS = "waits for the GPU at every call, so no CUDA graph"
 
 NATIVE = Backend("native", "native", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)

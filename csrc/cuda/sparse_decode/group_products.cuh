@@ -43,13 +43,14 @@ struct SlotScales {
   }
   // To the table of a block; token: this lane's g.
   __device__ void store(uint8_t* table, int token, int t) const {
+    if constexpr (R::kNumScales > 0)
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j)
-      if (4 * j + t < R::kNumScales) {
-        uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + token;
-        at[0] = static_cast<uint16_t>(of_lane[j]);
-        at[8] = static_cast<uint16_t>(of_lane[j] >> 16);
-      }
+      for (int j = 0; j < kPerLane; ++j)
+        if (4 * j + t < R::kNumScales) {
+          uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + token;
+          at[0] = static_cast<uint16_t>(of_lane[j]);
+          at[8] = static_cast<uint16_t>(of_lane[j] >> 16);
+        }
   }
 };
 

@@ -7,9 +7,9 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of one of eight warps; a head is shared by kLanes lanes, which take four dims each in
-// turn, so that the 32 words that a warp stores at once lie in different banks. Loaded before the first
-// barrier, stored after it.
+// The heads of one of eight warps; a head is shared by kLanes lanes, which take four dims each in turn, so
+// that the 32 words that a warp stores at once lie in different banks (of 32 heads, two in a bank). Loaded
+// before a barrier, stored after it.
 template <class C>
 struct GroupQuery {
   using R = typename C::R;

@@ -158,7 +158,7 @@ class LogitWarp {
         stmatrix_x2_trans(x_.smem + C::kPBf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-    if constexpr (R::kNumScales > 0) scales_.store(x_.scale_table(buffer), warp_ * kSlotTokens + g_, t_);
+    scales_.store(x_.scale_table(buffer), warp_ * kSlotTokens + g_, t_);
   }
 
   // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.

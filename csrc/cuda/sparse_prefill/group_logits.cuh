@@ -219,7 +219,7 @@ class RowLogits {
                           pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-    if constexpr (R::kNumScales > 0) scales_.store(x_.scale_table(buffer), member_ * kSlotTokens + g_, t_);
+    scales_.store(x_.scale_table(buffer), member_ * kSlotTokens + g_, t_);
   }
 
   // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
