@@ -11,13 +11,15 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
 
-// What a query attends to: selected rows, or a window, alone in its tile or with its neighbours.
-enum class RowsKeys { kSelected, kWindow, kWindows };
+// What a query attends to: selected rows, or a window: alone in its tile, or with its neighbours, or in a ring of
+// keys that moves on with the queries.
+enum class RowsKeys { kSelected, kWindow, kWindows, kRing };
 
 // Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
 template <KvLayoutId kId, RowsKeys kKeys>
 struct RowsConfig {
-  static constexpr bool kWindow = kKeys != RowsKeys::kSelected;
+  static constexpr bool kRing = kKeys == RowsKeys::kRing;
+  static constexpr bool kWindow = kKeys == RowsKeys::kWindow || kKeys == RowsKeys::kWindows;
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
@@ -32,6 +34,7 @@ struct RowsConfig {
   __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
   static constexpr int kPairKeys = 128 + kTail;
   __device__ static int num_blocks(int length) {
+    if constexpr (kRing) return 2;
     const int rest = length % kPairKeys;
     return length / kPairKeys * 2 + (rest > 0) + (rest > keys(0));
   }
@@ -61,10 +64,12 @@ struct RowsConfig {
   static constexpr int kOutPitch = kOutBytes + 16;
   static constexpr int kLastRow = kBlocks + kFirstBlockBytes + kBlockBytes, kLastRowBytes = 640,
                        kLastRowOffset = 7 * 16;
+  // The keys of a ring stay: output leaves through 16 rows x 64 dims of each warp, swizzled.
+  static constexpr int kStaging = kLastRow, kStagingBytes = 16 * kTileDims * 2;
   static_assert(15 * kOutPitch <= kTileBytes && kLastRowOffset + kOutBytes <= kLastRowBytes);
 
   // What a group tells the other, by parity of the item: (sum, base), and the second its largest logits.
-  static constexpr int kHandover = kLastRow + 8 * kLastRowBytes;   // float2 [parity][group][head]
+  static constexpr int kHandover = kLastRow + 8 * (kRing ? kStagingBytes : kLastRowBytes);  // float2 [parity][group][head]
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem

@@ -64,7 +64,7 @@ class RowsMath {
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
     // The last values of the second buffer, or of the first if it is alone, stay: output goes where they are.
-    const bool keep0 = first && blocks_left == 1, keep1 = blocks_left <= 3;
+    const bool keep0 = !C::kRing && first && blocks_left == 1, keep1 = !C::kRing && blocks_left <= 3;
     Weights weights;
     if (kGroup == 0) {
       multiply_keys(blocks_left > 1);
@@ -322,6 +322,7 @@ class RowsMath {
         }
       }
     }
+    if constexpr (C::kRing) return store_piecewise(item, factor);
     staging_ = num_blocks > 1;
     store_output(item, factor);
   }
@@ -356,6 +357,34 @@ class RowsMath {
     const RowPlace place = row_place<C>(params_, warp * 16 + row);
     if (lane_ < 16 && item.has(place, params_.p.num_q_heads))
       bulk_store(out_row(item, place), staging, C::kOutBytes);
+  }
+  // 64 dims after another, through shared memory for full lines.
+  __device__ void store_piecewise(const RowsItem& item, const float (&factor)[2]) const {
+    const int warp = row_ / 16;
+    const uint32_t staging = smem_.smem + C::kStaging + (4 * kGroup + warp) * C::kStagingBytes;
+    const auto chunk = [&](int row, int i) { return staging + row * 128 + ((i ^ row % 8) * 16); };
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (*o)[4] = &out_[tile * 8 + 2 * i];
+        const uint32_t words[4] = {pack_bf16(o[0][0] * factor[0], o[0][1] * factor[0]),
+                                   pack_bf16(o[0][2] * factor[1], o[0][3] * factor[1]),
+                                   pack_bf16(o[1][0] * factor[0], o[1][1] * factor[0]),
+                                   pack_bf16(o[1][2] * factor[1], o[1][3] * factor[1])};
+        stmatrix_x4(chunk(lane_ % 16, 2 * i + lane_ / 16), words);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane_ / 8;
+        const RowPlace place{0, warp * 16 + row};
+        const uint4 x = load_shared_16(chunk(row, lane_ % 8));
+        if (item.has(place, params_.p.num_q_heads))
+          *reinterpret_cast<uint4*>(out_row(item, place) + tile * C::kTileDims + lane_ % 8 * 8) = x;
+      }
+      __syncwarp();
+    }
   }
   // The last item's output has been read from where the next one's values go.
   __device__ void free_staging() {
