@@ -36,6 +36,12 @@ class RowsMath {
       }
       base_[0] = base_[1] = largest_[0] = largest_[1] = -INFINITY;
       sum_[0] = sum_[1] = 0.0f;
+      if (params_.p.attn_sink)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int head = item.first_head + row_place<C>(params_, row_ + 8 * r).head;
+          if (head < params_.p.num_q_heads) sink_[r] = __ldg(params_.p.attn_sink + head);
+        }
       if constexpr (C::kWindow)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -311,7 +317,7 @@ class RowsMath {
       if (two_groups) total += in_base(handover(1)[row], base_[r]);
       const bool empty = total == 0.0f;
       const float sink =
-          p.attn_sink && real && !empty ? exp2f(p.attn_sink[head] * kRowsLog2E - base_[r]) : 0.0f;
+          p.attn_sink && real && !empty ? exp2f(sink_[r] * kRowsLog2E - base_[r]) : 0.0f;
       factor[r] = empty ? 0.0f : 1.0f / (total + sink);
       if constexpr (kGroup == 0) {
         const float top = quad_max(largest_[r]);
@@ -322,9 +328,12 @@ class RowsMath {
         }
       }
     }
-    if constexpr (C::kRing) return store_piecewise(item, factor);
-    staging_ = num_blocks > 1;
-    store_output(item, factor);
+    if constexpr (C::kRing) {
+      store_piecewise(item, factor);
+    } else {
+      staging_ = num_blocks > 1;
+      store_output(item, factor);
+    }
   }
   // A sum of weights relative to another base.
   __device__ static float in_base(float2 sum_base, float base) {
@@ -358,32 +367,38 @@ class RowsMath {
     if (lane_ < 16 && item.has(place, params_.p.num_q_heads))
       bulk_store(out_row(item, place), staging, C::kOutBytes);
   }
-  // 64 dims after another, through shared memory for full lines.
-  __device__ void store_piecewise(const RowsItem& item, const float (&factor)[2]) const {
+  // 64 dims after another, through shared memory for full lines; the next 64 are on their way while these leave.
+  __device__ void store_piecewise(const RowsItem& item, const float (&f)[2]) const {
     const int warp = row_ / 16;
     const uint32_t staging = smem_.smem + C::kStaging + (4 * kGroup + warp) * C::kStagingBytes;
     const auto chunk = [&](int row, int i) { return staging + row * 128 + ((i ^ row % 8) * 16); };
+    uint4 x[4];
 #pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
+    for (int tile = 0; tile < 5; ++tile) {
+      if (tile < 4) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (*o)[4] = &out_[tile * 8 + 2 * i];
-        const uint32_t words[4] = {pack_bf16(o[0][0] * factor[0], o[0][1] * factor[0]),
-                                   pack_bf16(o[0][2] * factor[1], o[0][3] * factor[1]),
-                                   pack_bf16(o[1][0] * factor[0], o[1][1] * factor[0]),
-                                   pack_bf16(o[1][2] * factor[1], o[1][3] * factor[1])};
-        stmatrix_x4(chunk(lane_ % 16, 2 * i + lane_ / 16), words);
+        for (int i = 0; i < 4; ++i) {
+          const float (*o)[4] = &out_[tile * 8 + 2 * i];
+          const uint32_t words[4] = {pack_bf16(o[0][0] * f[0], o[0][1] * f[0]),
+                                     pack_bf16(o[0][2] * f[1], o[0][3] * f[1]),
+                                     pack_bf16(o[1][0] * f[0], o[1][1] * f[0]),
+                                     pack_bf16(o[1][2] * f[1], o[1][3] * f[1])};
+          stmatrix_x4(chunk(lane_ % 16, 2 * i + lane_ / 16), words);
+        }
+        __syncwarp();
       }
-      __syncwarp();
+      if (tile > 0)  // those before
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = i * 4 + lane_ / 8;
-        const RowPlace place{0, warp * 16 + row};
-        const uint4 x = load_shared_16(chunk(row, lane_ % 8));
-        if (item.has(place, params_.p.num_q_heads))
-          *reinterpret_cast<uint4*>(out_row(item, place) + tile * C::kTileDims + lane_ % 8 * 8) = x;
+        for (int i = 0; i < 4; ++i) {
+          const RowPlace place{0, warp * 16 + i * 4 + lane_ / 8};
+          if (item.has(place, params_.p.num_q_heads))
+            *reinterpret_cast<uint4*>(out_row(item, place) + (tile - 1) * C::kTileDims + lane_ % 8 * 8) = x[i];
+        }
+      if (tile < 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = load_shared_16(chunk(i * 4 + lane_ / 8, lane_ % 8));
+        __syncwarp();
       }
-      __syncwarp();
     }
   }
   // The last item's output has been read from where the next one's values go.
@@ -422,6 +437,7 @@ class RowsMath {
   float out_[32][4];            // of this group's 256 dims
   // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];
+  float sink_[2];
   int last_key_[2];    // that these rows attend to in a window
   uint32_t suspects_;  // logits outside the window that are no number, by column
 };
