@@ -64,12 +64,15 @@ struct RowsConfig {
   static constexpr int kOutPitch = kOutBytes + 16;
   static constexpr int kLastRow = kBlocks + kFirstBlockBytes + kBlockBytes, kLastRowBytes = 640,
                        kLastRowOffset = 7 * 16;
-  // The keys of a ring stay: output leaves through 16 rows x 64 dims of each warp, swizzled.
-  static constexpr int kStaging = kLastRow, kStagingBytes = 16 * kTileDims * 2;
+  // Where there is room for it, output leaves through pieces of 8 rows x 64 dims of each warp instead, and the values
+  // are free at once.
+  static constexpr bool kPiecewise = kKeys != RowsKeys::kWindows;
+  static constexpr int kStagingPieces = kHasRope ? 1 : 2, kPieceBytes = 8 * kTileDims * 2;
+  static constexpr int kStaging = kLastRow, kStagingBytes = kStagingPieces * kPieceBytes;
   static_assert(15 * kOutPitch <= kTileBytes && kLastRowOffset + kOutBytes <= kLastRowBytes);
 
   // What a group tells the other, by parity of the item: (sum, base), and the second its largest logits.
-  static constexpr int kHandover = kLastRow + 8 * (kRing ? kStagingBytes : kLastRowBytes);  // float2 [parity][group][head]
+  static constexpr int kHandover = kLastRow + 8 * (kPiecewise ? kStagingBytes : kLastRowBytes);  // float2 [parity][group][head]
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem

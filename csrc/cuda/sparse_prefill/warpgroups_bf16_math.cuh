@@ -70,7 +70,7 @@ class RowsMath {
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
     // The last values of the second buffer, or of the first if it is alone, stay: output goes where they are.
-    const bool keep0 = !C::kRing && first && blocks_left == 1, keep1 = !C::kRing && blocks_left <= 3;
+    const bool keep0 = !C::kPiecewise && first && blocks_left == 1, keep1 = !C::kPiecewise && blocks_left <= 3;
     Weights weights;
     if (kGroup == 0) {
       multiply_keys(blocks_left > 1);
@@ -328,7 +328,7 @@ class RowsMath {
         }
       }
     }
-    if constexpr (C::kRing) {
+    if constexpr (C::kPiecewise) {
       store_piecewise(item, factor);
     } else {
       staging_ = num_blocks > 1;
@@ -367,37 +367,43 @@ class RowsMath {
     if (lane_ < 16 && item.has(place, params_.p.num_q_heads))
       bulk_store(out_row(item, place), staging, C::kOutBytes);
   }
-  // 64 dims after another, through shared memory for full lines; the next 64 are on their way while these leave.
-  __device__ void store_piecewise(const RowsItem& item, const float (&f)[2]) const {
+  // Pieces of 8 rows x 64 dims, through shared memory for full lines; while the lines of one are read, the next is
+  // found.
+  __device__ void store_piecewise(const RowsItem& item, const float (&factor)[2]) const {
+    constexpr int kTiles = kHeadDimV / 2 / C::kTileDims, kPieces = 2 * kTiles;
     const int warp = row_ / 16;
     const uint32_t staging = smem_.smem + C::kStaging + (4 * kGroup + warp) * C::kStagingBytes;
-    const auto chunk = [&](int row, int i) { return staging + row * 128 + ((i ^ row % 8) * 16); };
-    uint4 x[4];
+    const auto chunk = [&](int piece, int row, int i) {
+      return staging + piece % C::kStagingPieces * C::kPieceBytes + row * 128 + ((i ^ row) * 16);
+    };
+    uint4 x[2];
 #pragma unroll
-    for (int tile = 0; tile < 5; ++tile) {
-      if (tile < 4) {
+    for (int piece = 0; piece <= kPieces; ++piece) {
+      const int tile = piece / 2, half = piece % 2;
+      if (piece < kPieces) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float (*o)[4] = &out_[tile * 8 + 2 * i];
-          const uint32_t words[4] = {pack_bf16(o[0][0] * f[0], o[0][1] * f[0]),
-                                     pack_bf16(o[0][2] * f[1], o[0][3] * f[1]),
-                                     pack_bf16(o[1][0] * f[0], o[1][1] * f[0]),
-                                     pack_bf16(o[1][2] * f[1], o[1][3] * f[1])};
-          stmatrix_x4(chunk(lane_ % 16, 2 * i + lane_ / 16), words);
+        for (int i = 0; i < 2; ++i) {
+          uint32_t words[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float (&o)[4] = out_[tile * 8 + i * 4 + j];
+            words[j] = pack_bf16(o[2 * half] * factor[half], o[2 * half + 1] * factor[half]);
+          }
+          stmatrix_x4(chunk(piece, lane_ % 8, i * 4 + lane_ / 8), words);
         }
         __syncwarp();
       }
-      if (tile > 0)  // those before
+      if (piece > 0)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const RowPlace place{0, warp * 16 + i * 4 + lane_ / 8};
+        for (int i = 0; i < 2; ++i) {  // of the piece before
+          const RowPlace place = row_place<C>(params_, warp * 16 + (1 - half) * 8 + i * 4 + lane_ / 8);
           if (item.has(place, params_.p.num_q_heads))
-            *reinterpret_cast<uint4*>(out_row(item, place) + (tile - 1) * C::kTileDims + lane_ % 8 * 8) = x[i];
+            *reinterpret_cast<uint4*>(out_row(item, place) + (piece - 1) / 2 * C::kTileDims + lane_ % 8 * 8) = x[i];
         }
-      if (tile < 4) {
+      if (piece < kPieces) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = load_shared_16(chunk(i * 4 + lane_ / 8, lane_ % 8));
-        __syncwarp();
+        for (int i = 0; i < 2; ++i) x[i] = load_shared_16(chunk(piece, i * 4 + lane_ / 8, lane_ % 8));
+        if (C::kStagingPieces == 1) __syncwarp();
       }
     }
   }
