@@ -60,10 +60,11 @@ class RingGather : RowsGather<C> {
   // Null: there is no such key.
   __device__ const uint8_t* key(int64_t position) const {
     const KvScope& s = params_.p.scopes[0];
-    if (position < 0 || position > query_.position + 1) return nullptr;
-    const unsigned at = static_cast<unsigned>(position), entry = at / this->page_size(), row = at % this->page_size();
-    if (entry >= params_.p.window.max_pages) return nullptr;
-    const int page = __ldg(params_.p.window.page_table + query_.request * params_.p.window.page_table_stride_request + entry);
+    if (position < 0 || position >= params_.p.window.max_pages * int64_t{this->page_size()}) return nullptr;
+    const unsigned at = static_cast<unsigned>(position), entry = at / this->page_size(),
+                   row = at % this->page_size();
+    const int page = __ldg(params_.p.window.page_table +
+                           query_.request * params_.p.window.page_table_stride_request + entry);
     if (page < 0 || int64_t{page} * this->page_size() + row >= s.num_slots) return nullptr;
     return s.kv_cache + page * s.kv_cache_stride_page + int64_t{row} * (C::kDims * 2);
   }
@@ -130,8 +131,7 @@ class RingGather : RowsGather<C> {
   }
   __device__ void set_chunk(int slot, int i, uint4 x) const {
     const int row = slot % 64;
-    store_shared_8(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x.x | uint64_t{x.y} << 32);
-    store_shared_8(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16) + 8, x.z | uint64_t{x.w} << 32);
+    store_shared_16(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
   }
 
   // All keys of a buffer, zeros where there is none.
