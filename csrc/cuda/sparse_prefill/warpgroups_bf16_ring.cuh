@@ -1,7 +1,7 @@
 #pragma once
-// The gather of windows of up to 128 keys, more than 32 heads: a CTA goes through consecutive queries, and from one
-// to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at position p in row
-// p % 128.
+// The gather of windows of up to 128 keys, more than 32 heads: a CTA goes through consecutive queries, and
+// from one to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at
+// position p in row p % 128.
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 
 namespace mla_fp8::gpu {
