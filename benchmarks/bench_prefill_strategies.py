@@ -1,7 +1,8 @@
 """One layer of a prefill chunk in each of its ways: whole, selected, direct. See docs/prefill_strategies.md.
 
-A call builds the chunk's cache and attends once, so a layer of many costs a little less. Queries select
-entries uniformly from their past, the worst case for `selected`. The note is the cost table's prediction, us.
+A call builds the chunk's cache and attends once: a layer that finds its tables ready costs less, above all
+`direct`. Queries select entries uniformly from their past, the worst case for `selected`. The note is what
+the cost table predicts for a layer with tables ready, us.
 """
 
 import functools

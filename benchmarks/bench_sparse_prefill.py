@@ -3,10 +3,12 @@
     PYTHONPATH=python:.peers python benchmarks/bench_sparse_prefill.py
 
 `sparse_prefill_paged` (V3.2) and `sparse_prefill_window` (V4) read FP8 pages, FlashMLA a ready workspace of
-bf16 rows, with the heads padded to 64 or 128 before the clock starts. Top-k entries are uniform over `rows`
-entries, windows are the last 128 tokens. `layer` cases add what leads there: Triton kernels dequantise
-FlashMLA's workspace and combine its indices, its heads are padded and sliced; ours reads the caches, or goes
-through a workspace, too (`layer bf16`). Errors are relative to float64 over the dequantised rows.
+bf16 rows. It takes 64 or 128 heads: `flash_mla` is its kernel alone, other numbers of heads padded before
+the clock starts, `flash_mla, pad, slice` with the copies of Q and output that a user then pays. Top-k entries
+are uniform over `rows` entries, windows are the last 128 tokens. `layer` cases add what leads there: Triton
+kernels dequantise FlashMLA's workspace and combine its indices, its heads are padded and sliced; ours reads
+the caches, or goes through a workspace, too (`layer bf16`). Errors are relative to float64 over the
+dequantised rows.
 """
 
 import functools
@@ -195,6 +197,17 @@ class Problem:
     def flash_mla(self, i: int) -> torch.Tensor:
         return self._flash_mla(self.padded_q[i], self.combined[i])
 
+    def flash_mla_padded(self, i: int) -> torch.Tensor:
+        return self._pad_flash_mla_slice(self.q[i], self.combined[i])
+
+    def _pad_flash_mla_slice(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        heads = q.shape[1]
+        if heads < self.padded_heads:
+            padded = q.new_zeros(len(q), self.padded_heads, q.shape[2])
+            padded[:, :heads] = q
+            q = padded
+        return self._flash_mla(q, indices)[:, :heads].contiguous()
+
     def _flash_mla(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return flash_mla.flash_mla_sparse_fwd(
             q, self.workspace[:, None], indices[:, None], self.sm_scale, 512, attn_sink=self.padded_sink
@@ -241,12 +254,7 @@ class Problem:
             inputs = (self.topk_indices[i], *self.geometry)
             self.triton.combine_topk_swa_indices(inputs, WINDOW, RATIO, self.indices_out, self.lens_out)
             indices = self.indices_out
-        q = self.q[i]
-        if q.shape[1] < self.padded_heads:
-            padded = q.new_zeros(len(q), self.padded_heads, q.shape[2])
-            padded[:, : q.shape[1]] = q
-            q = padded
-        return self._flash_mla(q, indices)[:, : self.shape.num_q_heads].contiguous()
+        return self._pad_flash_mla_slice(self.q[i], indices)
 
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
         chosen = self.combined[0, :num_tokens].long()
@@ -283,6 +291,8 @@ def work(shape: Shape) -> Work:
             problem.prepare_layer()
             peer, name = problem.flash_mla_layer, "triton + flash_mla"
         baselines[name] = rotating(peer)
+        if not shape.layer and shape.num_q_heads < problem.padded_heads:
+            baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)
 
     def note() -> str:
         errors = f"error {problem.error(native(0)):.2e}"

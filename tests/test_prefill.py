@@ -7,7 +7,6 @@ from prefill_cases import make_chunk
 import mla_fp8
 from mla_fp8 import LayerCaches, PrefillWorkspace, workspace_rows
 from mla_fp8.prefill import STRATEGIES
-from mla_fp8.prefill.costs import COSTS, DEFAULT, LayerShape, per_key, predict
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -296,18 +295,6 @@ def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("tokens", [64, 8192])
-def test_windows_alone_have_a_price_of_their_own_and_go_through_the_workspace(tokens, heads):
-    shape = LayerShape(
-        num_tokens=tokens, num_q_heads=heads, topk=0, window_size=128, num_entries=0,
-        num_window_rows=tokens + 127,
-    )  # fmt: skip
-    got, c = predict(shape, "sm90"), COSTS["sm90"]
-    assert got["whole"] == pytest.approx(tokens * 128 * per_key(c.window_key, heads) + (tokens + 127) * c.row)
-    assert min(got, key=got.__getitem__) == "whole"
-
-
 def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_order(device, monkeypatch):
     chunk = make_chunk("dsv4", device)
     layer = chunk.layer(entries=False)
@@ -325,51 +312,3 @@ def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_ord
     cache = chunk.build(query_pos=pos)
     assert_right(chunk.attend(cache, layer, None, "whole"), chunk.expected(layer, None))
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("costs", [*COSTS.items(), ("unknown", DEFAULT)], ids=lambda x: x[0])
-def test_the_formula_counts_rows_keys_and_bookkeeping(costs):
-    arch, c = costs
-    shape = LayerShape(
-        num_tokens=10, num_q_heads=65, topk=30, window_size=20, num_entries=1000, num_window_rows=29
-    )
-    keys, (most, workspace), (_, paged) = 500, c.workspace_key[-1], c.paged_key[-1]
-    got = predict(shape, arch)
-    assert most == 64 and got["direct"] == pytest.approx(2 * keys * paged + c.look_up)
-    assert got["whole"] == pytest.approx(2 * keys * workspace + 1029 * c.row)
-    find = c.select + (1000 + 500) * c.reference
-    assert got["selected"] == pytest.approx(2 * keys * workspace + (300 + 29) * c.row + find)
-
-
-def test_prices_are_those_of_the_next_kernel_and_of_blocks_of_the_largest():
-    prices = ((8, 1.0), (16, 2.0), (64, 5.0))
-    heads = {1: 1.0, 8: 1.0, 9: 2.0, 17: 5.0, 64: 5.0, 65: 10.0, 128: 10.0, 129: 15.0}
-    assert {n: per_key(prices, n) for n in heads} == heads
-
-
-@pytest.mark.parametrize(
-    "heads, tokens, context, fastest",
-    [
-        (8, 512, 1 << 18, "whole"),
-        (8, 512, 1 << 19, "direct"),
-        (8, 2048, 1 << 14, "direct"),
-        (16, 512, 1 << 18, "whole"),
-        (16, 2048, 1 << 14, "direct"),
-        (32, 64, 1 << 19, "whole"),
-        (32, 512, 1 << 20, "direct"),
-        (32, 2048, 1 << 20, "whole"),
-        (32, 8192, 1 << 14, "whole"),
-        (64, 8192, 1 << 20, "whole"),
-        (64, 64, 1 << 20, "direct"),
-        (64, 512, 1 << 20, "whole"),
-        (64, 512, 1 << 21, "direct"),
-    ],
-)
-def test_crossings_that_the_document_names(heads, tokens, context, fastest):
-    """docs/prefill_strategies.md, V4-Flash on an H200."""
-    shape = LayerShape(
-        num_tokens=tokens, num_q_heads=heads, topk=512, window_size=128, num_entries=context // 4,
-        num_window_rows=tokens + 127,
-    )  # fmt: skip
-    nanoseconds = predict(shape, "sm90")
-    assert min(nanoseconds, key=nanoseconds.__getitem__) == fastest

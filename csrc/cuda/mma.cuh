@@ -23,6 +23,11 @@ __device__ inline uint4 load_shared_16(uint32_t address) {
                : "r"(address));
   return v;
 }
+__device__ inline void store_shared_16(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m
 // holds elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).

@@ -4,6 +4,7 @@
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled tiles, two
 //            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
 //            arrive while the last weights of this one are multiplied and its output is stored
+//            With more than 32 heads a window's keys stay, and one comes with each query
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
@@ -15,6 +16,7 @@
 
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_math.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16_ring.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -33,7 +35,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
   if (warp >= 8) {
     give_up_registers<C::kGatherRegisters>();
-    RowsGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    if constexpr (C::kRing) RingGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    else RowsGather<C>(params, shared, thread - 8 * kWarpSize).run();
   } else if (warp >= 4) {
     take_registers<C::kMathRegisters>();
     RowsMath<C, 1>(params, smem, warp - 4, lane).run();
@@ -77,8 +80,10 @@ void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t 
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
     if (!p.is_window) return launch_variant<kId, RowsKeys::kSelected>(p, stream);
     // The larger block fits next to the 512 dims of a layout that windows are used with.
-    if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)
+    if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV) {
       if (rows_tile_tokens(p) > 1) return launch_variant<kId, RowsKeys::kWindows>(p, stream);
+      if (p.window.window_size <= kRingKeys) return launch_variant<kId, RowsKeys::kRing>(p, stream);
+    }
     launch_variant<kId, RowsKeys::kWindow>(p, stream);
   };
   p.layout == KvLayoutId::kBf16 ? run(constant<KvLayoutId::kBf16>{}) : run(constant<KvLayoutId::kBf16D512>{});

@@ -11,13 +11,15 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
 
-// What a query attends to: selected rows, or a window, alone in its tile or with its neighbours.
-enum class RowsKeys { kSelected, kWindow, kWindows };
+// What a query attends to: selected rows, or a window: alone in its tile, or with its neighbours, or in a
+// ring of keys that moves on with the queries.
+enum class RowsKeys { kSelected, kWindow, kWindows, kRing };
 
 // Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
 template <KvLayoutId kId, RowsKeys kKeys>
 struct RowsConfig {
-  static constexpr bool kWindow = kKeys != RowsKeys::kSelected;
+  static constexpr bool kRing = kKeys == RowsKeys::kRing;
+  static constexpr bool kWindow = kKeys == RowsKeys::kWindow || kKeys == RowsKeys::kWindows;
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
@@ -32,6 +34,7 @@ struct RowsConfig {
   __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
   static constexpr int kPairKeys = 128 + kTail;
   __device__ static int num_blocks(int length) {
+    if constexpr (kRing) return 2;
     const int rest = length % kPairKeys;
     return length / kPairKeys * 2 + (rest > 0) + (rest > keys(0));
   }
@@ -55,16 +58,14 @@ struct RowsConfig {
   static constexpr int kBlockBytes = (kValueTiles + 1) * kTileBytes;
   static constexpr int kFirstBlockBytes = kBlockBytes + kTail * kHeadDimV * 2 + kTailWeightsBytes;
   static constexpr int kWeightsTile = kValueTiles;
-  // Output leaves by the copy engine from where the last block's values were, one tile per math warp: 16 rows
-  // of kOutPitch, so that rows start in different banks. That is a little too much: the last row lies apart.
-  static constexpr int kOutBytes = kHeadDimV / 2 * 2;  // of one row and group: half of the dims, bf16
-  static constexpr int kOutPitch = kOutBytes + 16;
-  static constexpr int kLastRow = kBlocks + kFirstBlockBytes + kBlockBytes, kLastRowBytes = 640,
-                       kLastRowOffset = 7 * 16;
-  static_assert(15 * kOutPitch <= kTileBytes && kLastRowOffset + kOutBytes <= kLastRowBytes);
+  // Output leaves through pieces of 8 rows of each math warp, in full lines if there is room for them.
+  static constexpr int kPieceDims = kKeys == RowsKeys::kWindows ? 32 : 64, kPieceBytes = 8 * kPieceDims * 2;
+  static constexpr int kStagingPieces = kHasRope || kPieceDims < 64 ? 1 : 2;
+  static constexpr int kStaging = kBlocks + kFirstBlockBytes + kBlockBytes;
+  static constexpr int kStagingBytes = kStagingPieces * kPieceBytes;
 
   // What a group tells the other, by parity of the item: (sum, base), and the second its largest logits.
-  static constexpr int kHandover = kLastRow + 8 * kLastRowBytes;   // float2 [parity][group][head]
+  static constexpr int kHandover = kStaging + 8 * kStagingBytes;   // float2 [parity][group][head]
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem

@@ -34,7 +34,7 @@ class RowsGather {
     cp_async_wait_all();
   }
 
- private:
+ protected:
   static constexpr int kRows = 4, kRowStep = 16;  // rows of one thread, and of a tail one more
 
   // Of a block's keys `lane`, `lane` + 32 and, in the tail, `lane` + 64: their slots, or pages of a window.

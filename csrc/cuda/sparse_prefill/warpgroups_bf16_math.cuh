@@ -3,7 +3,7 @@
 // group 1 those of odd blocks and dims 256..511; each also multiplies its half of the other's block.
 #include "cuda/barrier.cuh"
 #include "cuda/pairs.cuh"
-#include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16_output.cuh"
 #include "cuda/warp.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -19,6 +19,7 @@ class RowsMath {
       : params_(params),
         smem_{shared_address(smem)},
         bytes_(smem),
+        output_{params, smem_, warp, lane},
         lane_(lane),
         row_(warp * 16 + lane / 4),
         column_(lane % 4 * 2),
@@ -31,16 +32,21 @@ class RowsMath {
       if (item.num_tokens == 0) break;
       if (item.length == 0) {
         arrive(smem_.q_empty());
-        store_nothing(item);
+        output_.store_nothing(item);
         continue;
       }
       base_[0] = base_[1] = largest_[0] = largest_[1] = -INFINITY;
       sum_[0] = sum_[1] = 0.0f;
+      if (params_.p.attn_sink)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int head = item.first_head + row_place<C>(params_, row_ + 8 * r).head;
+          if (head < params_.p.num_q_heads) sink_[r] = __ldg(params_.p.attn_sink + head);
+        }
       if constexpr (C::kWindow)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           last_key_[r] = item.length - item.num_tokens + row_place<C>(params_, row_ + 8 * r).token;
-      free_staging();
       const int num_blocks = C::num_blocks(item.length);
       for (int block = 0; block < num_blocks; block += 2) {
         two_blocks(block, num_blocks - block);
@@ -49,7 +55,6 @@ class RowsMath {
       }
       finish(item, num_blocks);
     }
-    bulk_store_wait();  // shared memory outlives its readers
   }
 
  private:
@@ -63,8 +68,6 @@ class RowsMath {
   // as long as the tensor cores take for it: what should overlap is done by the other group.
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
-    // The last values of the second buffer, or of the first if it is alone, stay: output goes where they are.
-    const bool keep0 = first && blocks_left == 1, keep1 = blocks_left <= 3;
     Weights weights;
     if (kGroup == 0) {
       multiply_keys(blocks_left > 1);
@@ -72,10 +75,10 @@ class RowsMath {
       const bool moved = weigh(weights, block);
       publish(weights, blocks_left <= 2);
       if (moved && !first) rescale_output();
-      multiply_values<kOwn>(weights, !first, keep0);
+      multiply_values<kOwn>(weights, !first);
       if (blocks_left > 1) {
         adopt_base(true);
-        multiply_values<kOthers>(weights, true, keep1);
+        multiply_values<kOthers>(weights, true);
       }
     } else if (blocks_left > 1) {
       multiply_keys(true);
@@ -83,13 +86,13 @@ class RowsMath {
       adopt_base(!first);
       const bool moved = weigh(weights, block + 1);
       publish(weights, blocks_left <= 3);
-      multiply_values<kOthers>(weights, !first, false);
+      multiply_values<kOthers>(weights, !first);
       if (moved) rescale_output();
-      multiply_values<kOwn>(weights, true, keep1);
+      multiply_values<kOwn>(weights, true);
     } else {
       arrive(smem_.q_empty());
       adopt_base(!first);
-      multiply_values<kOthers>(weights, !first, keep0);
+      multiply_values<kOthers>(weights, !first);
     }
   }
 
@@ -121,10 +124,10 @@ class RowsMath {
     pin_registers(s_);
   }
 
-  // O += P V of this group's dims of a block. Frees them, or keeps them for the output after the last. The
-  // weights come from registers for the own block, from shared memory for the other's.
+  // O += P V of this group's dims of a block, which are free then. The weights come from registers for the
+  // own block, from shared memory for the other's.
   template <bool kIsOwn>
-  __device__ void multiply_values(const Weights& weights, bool accumulate, bool keep) {
+  __device__ void multiply_values(const Weights& weights, bool accumulate) {
     constexpr int buffer = kIsOwn ? kGroup : 1 - kGroup, kTileStride = C::key_tile_bytes(buffer);
     const uint64_t values = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup), kTileStride);
     const uint64_t others = wgmma_tile_descriptor(smem_.weights(buffer));
@@ -143,7 +146,7 @@ class RowsMath {
     wgmma_commit();
     wgmma_wait<0>();
     pin_registers(out_);
-    if (!keep) arrive(smem_.empty(buffer, kGroup));
+    arrive(smem_.empty(buffer, kGroup));
     // Rope keys, or the weights over them, were last read here.
     if constexpr (C::kHasRope && !kIsOwn) arrive(smem_.empty(buffer, C::kRopePart));
   }
@@ -310,8 +313,7 @@ class RowsMath {
       float total = in_base(handover(0)[row], base_[r]);
       if (two_groups) total += in_base(handover(1)[row], base_[r]);
       const bool empty = total == 0.0f;
-      const float sink =
-          p.attn_sink && real && !empty ? exp2f(p.attn_sink[head] * kRowsLog2E - base_[r]) : 0.0f;
+      const float sink = p.attn_sink && real && !empty ? exp2f(sink_[r] * kRowsLog2E - base_[r]) : 0.0f;
       factor[r] = empty ? 0.0f : 1.0f / (total + sink);
       if constexpr (kGroup == 0) {
         const float top = quad_max(largest_[r]);
@@ -322,77 +324,26 @@ class RowsMath {
         }
       }
     }
-    staging_ = num_blocks > 1;
-    store_output(item, factor);
+    output_.store(item, out_, factor);
   }
   // A sum of weights relative to another base.
   __device__ static float in_base(float2 sum_base, float base) {
     return sum_base.y == base ? sum_base.x : sum_base.x * exp2_approx(sum_base.y - base);
   }
 
-  __device__ uint16_t* out_row(const RowsItem& item, RowPlace place) const {
-    const SparseAttentionParams& p = params_.p;
-    return p.out + (item.token + place.token) * p.out_stride_token +
-           (item.first_head + place.head) * p.out_stride_head + kGroup * (kHeadDimV / 2);
-  }
-  // From the tiles that held values of this group's dims, the last in their buffer.
-  __device__ void store_output(const RowsItem& item, const float (&factor)[2]) {
-    const int warp = row_ / 16, row = lane_ % 16;  // row: that this lane gives the address of
-    const uint32_t staging =
-        row < 15 ? smem_.tile(staging_, 4 * kGroup + warp) + row * C::kOutPitch
-                 : smem_.smem + C::kLastRow + (4 * kGroup + warp) * C::kLastRowBytes + C::kLastRowOffset;
-    named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with values
-#pragma unroll
-    for (int n = 0; n < 32; n += 2) {
-      const float (*o)[4] = &out_[n];
-      const uint32_t words[4] = {pack_bf16(o[0][0] * factor[0], o[0][1] * factor[0]),
-                                 pack_bf16(o[0][2] * factor[1], o[0][3] * factor[1]),
-                                 pack_bf16(o[1][0] * factor[0], o[1][1] * factor[0]),
-                                 pack_bf16(o[1][2] * factor[1], o[1][3] * factor[1])};
-      stmatrix_x4(staging + lane_ / 16 * 16 + n * 16, words);
-    }
-    fence_proxy_async();
-    __syncwarp();
-    const RowPlace place = row_place<C>(params_, warp * 16 + row);
-    if (lane_ < 16 && item.has(place, params_.p.num_q_heads))
-      bulk_store(out_row(item, place), staging, C::kOutBytes);
-  }
-  // The last item's output has been read from where the next one's values go.
-  __device__ void free_staging() {
-    if (staging_ < 0) return;
-    bulk_store_wait();
-    arrive(smem_.empty(staging_, kGroup));
-    staging_ = -1;
-  }
-
-  __device__ void store_nothing(const RowsItem& item) const {
-    const SparseAttentionParams& p = params_.p;
-    const int thread = row_ / 16 * kWarpSize + lane_;
-    for (int i = thread; i < C::kHeads * 32; i += kGroupThreads) {
-      const RowPlace place = row_place<C>(params_, i / 32);
-      if (item.has(place, p.num_q_heads))
-        *reinterpret_cast<uint4*>(out_row(item, place) + i % 32 * 8) = uint4{0, 0, 0, 0};
-    }
-    const RowPlace place = row_place<C>(params_, thread);
-    if (kGroup == 0 && thread < C::kHeads && item.has(place, p.num_q_heads)) {
-      const int64_t at = (item.token + place.token) * p.num_q_heads + item.first_head + place.head;
-      p.lse[at] = -INFINITY;
-      if (p.max_logits) p.max_logits[at] = -INFINITY;
-    }
-  }
-
   const RowsParams& params_;
   const RowsSmem<C> smem_;
   uint8_t* const bytes_;
+  const RowsOutput<C, kGroup> output_;
   const int lane_, row_, column_, weights_row_;
   int num_blocks_[2] = {0, 0};  // so far, of each buffer
   int parity_ = 0;              // of the item
-  int staging_ = -1;            // the buffer that output is leaving from
   float s_[kColumns][4];        // logits of this group's block
   RowsMask mask_;               // which of its keys are there
   float out_[32][4];            // of this group's 256 dims
   // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];
+  float sink_[2];
   int last_key_[2];    // that these rows attend to in a window
   uint32_t suspects_;  // logits outside the window that are no number, by column
 };

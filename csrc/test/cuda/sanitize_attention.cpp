@@ -82,6 +82,8 @@ constexpr Case kCases[] = {
     {kRowGroups, kDsv32, 32, 4, 1, 8, 300, 0, true},
     {kRowsBf16, kBf16D512, 8, 8, 1, 1200, 70, 0, true},
     {kRowsBf16, kBf16D512, 100, 8, 1, 150, 70, 0, true},
+    {kRowsBf16, kBf16D512, 64, 8, 1, 500, 128, 0, true},
+    {kRowsBf16, kBf16D512, 40, 8, 1, 300, 200, 0, true},
     {kRowsBf16, kBf16, 20, 8, 1, 500, 70, 0, true},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100, true},
 };

@@ -111,6 +111,7 @@ class SparsePrefillChunkCache:
         self._entry_slots: dict[tuple[int, int], Tensor] = {}  # by compress_ratio and page size
         self._rows: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # what has no topk_indices
         self._table: Tensor | None = None  # of the window's rows
+        self._window: tuple[Tensor, Tensor] | None = None  # each token's slots and how many they are
         self._built_in_capture = capturing()
         sources = {
             "seq_lens": seq_lens, "query_lens": query_lens, "page_table": page_table,
@@ -251,8 +252,7 @@ class SparsePrefillChunkCache:
     ) -> tuple[Tensor, Tensor, Tensor]:
         scopes: list[tuple[PagedCache, Tensor, Tensor]] = []
         if layer.window:
-            rows, lens = self._combine(0, None, window=True)
-            scopes.append((layer.window, _with_none(self.swa_ids)[rows], lens))
+            scopes.append((layer.window, *self._window_slots()))
         if layer.entries:
             rows, lens = self._combine(layer.compress_ratio, topk_indices, window=False)
             scopes.append((layer.entries, self._slots_of_entries(layer, layer.entries)[rows], lens))
@@ -266,6 +266,12 @@ class SparsePrefillChunkCache:
             q, main.data, indices, layout=layer.layout, page_size=main.page_size, topk_length=lens,
             scale=layer.scale, **options,
         )  # fmt: skip
+
+    def _window_slots(self) -> tuple[Tensor, Tensor]:
+        if self._window is None:
+            rows, lens = self._combine(0, None, window=True)
+            self._window = _with_none(self.swa_ids)[rows], lens
+        return self._window
 
     def _combine(self, ratio: int, topk_indices: Tensor | None, *, window: bool) -> tuple[Tensor, Tensor]:
         """Each token's rows (entries of all requests first, then the window) and how many they are."""

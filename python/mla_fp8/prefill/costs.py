@@ -12,23 +12,25 @@ class Costs:
     row: float  # gather and dequantise one row into the workspace
     reference: float  # find the distinct rows: per index, and per row of the region
     select: float  # the same, per layer
-    look_up: float  # slots in place of workspace rows, per layer
+    look_up: float  # slots in place of workspace rows, per layer that finds the chunk's tables ready
     workspace_key: PerHeads  # attention over bf16 rows: one query token, one key
     window_key: PerHeads  # the same in layers that have nothing but a window
     paged_key: PerHeads  # attention straight from FP8 pages
+    paged_token: PerHeads  # the same, per query token whatever its keys
 
 
 COSTS: dict[str, Costs] = {
     "cpu": Costs(
         row=90, reference=8, select=60_000, look_up=60_000,
         workspace_key=((16, 850), (64, 3400)), window_key=((16, 850), (64, 3400)),
-        paged_key=((16, 900), (64, 3600)),
+        paged_key=((16, 900), (64, 3600)), paged_token=((64, 0),),
     ),
     "sm90": Costs(
-        row=0.45, reference=0.08, select=90_000, look_up=65_000,
-        workspace_key=((8, 0.18), (16, 0.23), (32, 0.19), (64, 0.20)),
-        window_key=((8, 0.08), (16, 0.14), (32, 0.25), (64, 0.41)),
-        paged_key=((8, 0.12), (16, 0.17), (32, 0.25), (64, 0.44)),
+        row=0.45, reference=0.08, select=90_000, look_up=4_000,
+        workspace_key=((8, 0.19), (16, 0.23), (32, 0.22), (64, 0.25)),
+        window_key=((8, 0.07), (16, 0.13), (32, 0.25), (64, 0.32)),
+        paged_key=((8, 0.11), (16, 0.15), (32, 0.22), (64, 0.31)),
+        paged_token=((8, 10), (16, 19), (32, 25), (64, 74)),
     ),
 }  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
@@ -57,16 +59,18 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     keys = shape.num_tokens * (shape.topk + shape.window_size)
     window = shape.num_window_rows * costs.row
     prices = costs.workspace_key if shape.topk else costs.window_key
-    from_workspace = keys * per_key(prices, shape.num_q_heads) + window
+    from_workspace = keys * for_heads(prices, shape.num_q_heads) + window
     find = costs.select + (shape.num_entries + keys) * costs.reference
+    from_pages = keys * for_heads(costs.paged_key, shape.num_q_heads)
+    from_pages += shape.num_tokens * for_heads(costs.paged_token, shape.num_q_heads)
     return {
         "whole": from_workspace + shape.num_entries * costs.row,
         "selected": from_workspace + shape.max_selected * costs.row + find,
-        "direct": keys * per_key(costs.paged_key, shape.num_q_heads) + costs.look_up,
+        "direct": from_pages + costs.look_up,
     }
 
 
-def per_key(prices: PerHeads, num_q_heads: int) -> float:
+def for_heads(prices: PerHeads, num_q_heads: int) -> float:
     most, price = prices[-1]
     if num_q_heads > most:
         return price * -(-num_q_heads // most)

@@ -1,0 +1,103 @@
+"""The formula that chooses a way through a prefill layer: what it counts, and that it chooses as measured."""
+
+import pytest
+
+from mla_fp8.prefill.costs import COSTS, DEFAULT, LayerShape, for_heads, predict
+
+
+def layer_shape(tokens, heads, topk, window, entries):
+    return LayerShape(
+        num_tokens=tokens, num_q_heads=heads, topk=topk, window_size=window, num_entries=entries,
+        num_window_rows=tokens + window - 1 if window else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_windows_alone_have_a_price_of_their_own_and_go_through_the_workspace(tokens, heads):
+    shape = layer_shape(tokens, heads, 0, 128, 0)
+    got, c = predict(shape, "sm90"), COSTS["sm90"]
+    assert got["whole"] == pytest.approx(
+        tokens * 128 * for_heads(c.window_key, heads) + (tokens + 127) * c.row
+    )
+    assert min(got, key=got.__getitem__) == "whole"
+
+
+@pytest.mark.parametrize("costs", [*COSTS.items(), ("unknown", DEFAULT)], ids=lambda x: x[0])
+def test_the_formula_counts_rows_keys_and_bookkeeping(costs):
+    arch, c = costs
+    shape = LayerShape(
+        num_tokens=10, num_q_heads=65, topk=30, window_size=20, num_entries=1000, num_window_rows=29
+    )
+    keys, (most, workspace) = 500, c.workspace_key[-1]
+    from_pages = keys * c.paged_key[-1][1] + 10 * c.paged_token[-1][1]
+    got = predict(shape, arch)
+    assert most == 64 and got["direct"] == pytest.approx(2 * from_pages + c.look_up)
+    assert got["whole"] == pytest.approx(2 * keys * workspace + 1029 * c.row)
+    find = c.select + (1000 + 500) * c.reference
+    assert got["selected"] == pytest.approx(2 * keys * workspace + (300 + 29) * c.row + find)
+
+
+def test_prices_are_those_of_the_next_kernel_and_of_blocks_of_the_largest():
+    prices = ((8, 1.0), (16, 2.0), (64, 5.0))
+    heads = {1: 1.0, 8: 1.0, 9: 2.0, 17: 5.0, 64: 5.0, 65: 10.0, 128: 10.0, 129: 15.0}
+    assert {n: for_heads(prices, n) for n in heads} == heads
+
+
+def crossings(topk, window, ratio, table):
+    """`table`: by heads and tokens, the K of context where `direct` is fastest; at half of it `whole` is."""
+    for (heads, tokens), first in table.items():
+        for context, fastest in [(first, "direct"), (first // 2, "whole")]:
+            yield topk, window, ratio, heads, tokens, context << 10, fastest
+
+
+@pytest.mark.parametrize(
+    "topk, window, ratio, heads, tokens, context, fastest",
+    [
+        *crossings(
+            512, 128, 4,
+            {(8, 64): 16, (16, 64): 32, (32, 64): 64, (32, 512): 256, (32, 2048): 512, (32, 8192): 2048,
+             (64, 64): 128, (64, 512): 1024, (64, 2048): 2048},
+        ),
+        *crossings(
+            2048, 0, 1,
+            {(32, 64): 16, (32, 512): 64, (32, 2048): 128, (32, 8192): 512,
+             (64, 64): 64, (64, 512): 256, (64, 2048): 1024, (64, 8192): 4096},
+        ),
+        (512, 128, 4, 8, 512, 4096, "direct"),
+        (512, 128, 4, 16, 512, 4096, "direct"),
+        (2048, 0, 1, 16, 64, 4096, "direct"),
+        (512, 128, 4, 64, 8192, 1 << 22, "whole"),
+    ],
+)  # fmt: skip
+def test_crossings_that_the_document_names(topk, window, ratio, heads, tokens, context, fastest):
+    """docs/prefill_strategies.md, V4-Flash and V3.2 on an H200."""
+    nanoseconds = predict(layer_shape(tokens, heads, topk, window, context // ratio), "sm90")
+    assert min(nanoseconds, key=nanoseconds.__getitem__) == fastest
+
+
+V32, V4 = (2048, 0), (1024, 128)
+
+
+@pytest.mark.parametrize(
+    "tokens, kind, entries, heads, whole, direct",
+    [
+        (256, V32, 128, 32, 193.32, 120.19),
+        (256, V32, 128, 64, 199.66, 169.97),
+        (256, V32, 128, 128, 294.40, 336.50),
+        (256, V4, 32, 32, 84.10, 78.00),
+        (256, V4, 32, 64, 88.50, 113.50),
+        (256, V4, 32, 128, 147.70, 228.70),
+        (8192, (512, 128), 32, 32, 1083.70, 1268.20),  # `direct`: of the kernel, which is the layer
+        (8192, V32, 32, 64, 3875.20, 5664.00),
+        (8192, V32, 128, 64, 4625.20, 6239.10),
+        (8192, (512, 128), 8, 64, 1187.70, 2127.90),
+        (8192, (512, 128), 32, 64, 1273.30, 2189.90),
+    ],
+)
+def test_the_formula_takes_what_was_measured_to_be_faster(tokens, kind, entries, heads, whole, direct):
+    """Pairs of `layer` and `layer bf16` rows of bench_sparse_prefill on an H200; entries in K, us."""
+    got = predict(layer_shape(tokens, heads, *kind, entries << 10), "sm90")
+    assert min(got, key=got.__getitem__) == ("whole" if whole < direct else "direct")
+    assert got["whole"] == pytest.approx(1e3 * whole, rel=0.15)
+    assert got["direct"] == pytest.approx(1e3 * direct, rel=0.15)
