@@ -3,7 +3,7 @@
 //
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled tiles, two
 //            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
-//            arrive while the last weights of this one are multiplied and its output is stored
+//            arrive while the last weights of this one are multiplied and its output is stored.
 //            With more than 32 heads a window's keys stay, and one comes with each query
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
