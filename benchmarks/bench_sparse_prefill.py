@@ -84,6 +84,12 @@ def shapes() -> Iterator[Shape]:
         yield Shape("dsv4", h, 256, 1024, WINDOW, 128 << 10)
     for h in (8, 16, 32, 64):
         yield Shape("dsv4", h, 4096, 512, WINDOW, 64 << 10, bf16=True)
+    for rows in (8 << 10, 64 << 10):
+        yield Shape("dsv4", 64, 4096, 512, 0, rows, bf16=True)
+        yield Shape("dsv4", 128, 4096, 1024, 0, rows, bf16=True)
+    for rows in (32 << 10, 128 << 10):
+        yield Shape("dsv32", 64, 4096, 2048, 0, rows, bf16=True)
+        yield Shape("dsv32", 128, 4096, 2048, 0, rows, bf16=True)
     for h, rows in itertools.product((8, 16, 64), (32 << 10, 128 << 10)):
         yield Shape("dsv32", h, 8192, 2048, 0, rows, layer=True)
         yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, layer=True)

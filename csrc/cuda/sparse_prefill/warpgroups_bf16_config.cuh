@@ -70,7 +70,7 @@ struct RowsConfig {
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem
   static constexpr int kBarriers = kItem + 32;
-  static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts);
+  static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts + 2);
   static constexpr int kSmemBytes = kBarriers + kNumBarriers * 8;
   static_assert(kSmemBytes <= 232448);
 };
@@ -146,6 +146,8 @@ struct RowsSmem {
   __device__ uint32_t empty(int buffer, int part) const {
     return full(2, 0) + (buffer * C::kParts + part) * 8;
   }
+  // The first half of a part's rows.
+  __device__ uint32_t half_empty(int buffer, int part) const { return empty(2, 0) + (buffer * 2 + part) * 8; }
 
   __device__ void init() const {
     mbarrier_init(q_full(), kGroupThreads + 1);   // and the item
@@ -155,6 +157,7 @@ struct RowsSmem {
       for (int piece = 0; piece < C::kPieces; ++piece)
         mbarrier_init(full(buffer, piece), kGroupThreads + (piece == 0));  // and the mask
       for (int part = 0; part < C::kParts; ++part) mbarrier_init(empty(buffer, part), 4 * kWarpArrivals);
+      for (int part = 0; part < 2; ++part) mbarrier_init(half_empty(buffer, part), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

@@ -67,14 +67,15 @@ class RowsGather {
     const uint8_t* at[kCount];
     bool valid[kCount];
     int count = kCount;
+    static constexpr int kMost = kCount;
   };
   template <int kCount>
-  __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first,
-                             int count) const {
+  __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first, int count,
+                             int first_row = 0, int last_row = kCount) const {
     for (int tile = first; tile < first + count; ++tile)
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (i < kRows || i < rows.count)
+        if (i >= first_row && i < last_row && (i < kRows || i < rows.count))
           cp_async_16(dst + tile * tile_bytes + offset_ + i * kRowStep * 128,
                       rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
   }
@@ -151,16 +152,30 @@ class RowsGather {
     if constexpr (C::kWindow) mask = find_window(item, block, entries, rows);
     else mask = find_selected(entries, rows);
     const int parity = (count & 1) ^ 1;
-#pragma unroll
-    for (int piece = 0; piece < C::kPieces; ++piece) {
-      if (piece % 2 == 0) mbarrier_wait(smem_.empty(buffer, piece / 2), parity);
-      if (piece == 0 && row_ == 0 && chunk_ == 0) {
-        smem_.set_mask(buffer, mask);
-        mbarrier_arrive(smem_.full(buffer, piece));
-      }
+    const auto copy = [&](int piece, int first_row, int last_row) {
       copy_tiles(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
-                 C::num_tiles(piece));
-      mbarrier_arrive_cp_async(smem_.full(buffer, piece));
+                 C::num_tiles(piece), first_row, last_row);
+    };
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      mbarrier_wait(smem_.half_empty(buffer, part), parity);
+      copy(2 * part, 0, 2);
+      copy(2 * part + 1, 0, 2);
+      mbarrier_wait(smem_.empty(buffer, part), parity);
+      if (part == 0 && row_ == 0 && chunk_ == 0) {
+        smem_.set_mask(buffer, mask);
+        mbarrier_arrive(smem_.full(buffer, 0));
+      }
+#pragma unroll
+      for (int piece = 2 * part; piece < 2 * part + 2; ++piece) {
+        copy(piece, 2, BlockRows::kMost);
+        mbarrier_arrive_cp_async(smem_.full(buffer, piece));
+      }
+    }
+    if constexpr (C::kHasRope) {
+      mbarrier_wait(smem_.empty(buffer, C::kRopePart), parity);
+      copy(C::kRopePiece, 0, kRows);
+      mbarrier_arrive_cp_async(smem_.full(buffer, C::kRopePiece));
     }
   }
 

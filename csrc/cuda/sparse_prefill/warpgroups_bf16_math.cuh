@@ -142,8 +142,11 @@ class RowsMath {
       const uint64_t a = k == 4 ? others_tail : wgmma_advance(others, k * 32);
       if constexpr (kIsOwn) wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
       else wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
+      if (k == 1) wgmma_commit();
     }
     wgmma_commit();
+    wgmma_wait<1>();
+    arrive(smem_.half_empty(buffer, kGroup));
     wgmma_wait<0>();
     pin_registers(out_);
     arrive(smem_.empty(buffer, kGroup));
@@ -309,17 +312,17 @@ class RowsMath {
       const int row = row_ + 8 * r;
       const RowPlace place = row_place<C>(params_, row);
       const int head = item.first_head + place.head;
-      const bool real = item.has(place, p.num_q_heads), two_groups = num_blocks > 1;
+      const bool two_groups = num_blocks > 1;
       float total = in_base(handover(0)[row], base_[r]);
       if (two_groups) total += in_base(handover(1)[row], base_[r]);
       const bool empty = total == 0.0f;
-      const float sink = p.attn_sink && real && !empty ? exp2f(sink_[r] * kRowsLog2E - base_[r]) : 0.0f;
-      factor[r] = empty ? 0.0f : 1.0f / (total + sink);
+      const float sink = p.attn_sink ? exp2_approx(fmaf(sink_[r], kRowsLog2E, -base_[r])) : 0.0f;
+      factor[r] = empty ? 0.0f : __fdividef(1.0f, total + sink);
       if constexpr (kGroup == 0) {
         const float top = quad_max(largest_[r]);
-        if (real && lane_ % 4 == 0) {
+        if (lane_ % 4 == 0 && item.has(place, p.num_q_heads)) {
           const int64_t at = (item.token + place.token) * p.num_q_heads + head;
-          p.lse[at] = empty ? -INFINITY : (base_[r] + log2f(total)) * kRowsLn2;
+          p.lse[at] = empty ? -INFINITY : (base_[r] + __log2f(total)) * kRowsLn2;
           if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kRowsLn2;
         }
       }
