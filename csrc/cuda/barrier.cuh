@@ -1,5 +1,5 @@
 #pragma once
-// Barriers among some warps of a block, among the blocks of a cluster, between grids.
+// Barriers among some warps of a block, among the blocks of a cluster.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
@@ -77,8 +77,5 @@ __device__ inline void set_registers() {
   if constexpr (kRegisters < 65536 / kThreads) give_up_registers<kRegisters>();
   else take_registers<kRegisters>();
 }
-
-// The blocks of the next grid may take the SMs that this one leaves; they wait for its end before they read.
-__device__ inline void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 }  // namespace mla_fp8::gpu

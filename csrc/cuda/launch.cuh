@@ -37,9 +37,11 @@ inline int num_processors() { return device_attribute(cudaDevAttrMultiProcessorC
 inline int compute_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
 
 // Every kernel calls this before its first access to global memory: the grid before it may still be running.
+// The blocks of the next grid may then take what this one leaves of the SMs, and wait for its end in turn.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

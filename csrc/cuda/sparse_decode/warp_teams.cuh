@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  let_next_grid_start();
   const Work w = find_work<C>(params);
 
   if (warp >= kConsumerWarps) {

@@ -31,7 +31,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  let_next_grid_start();
   __syncthreads();
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     give_up_registers<C::kProducerRegisters>();

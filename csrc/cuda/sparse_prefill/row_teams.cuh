@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  let_next_grid_start();
 
   if (warp >= kConsumerWarps) {
     RowProducer<C> producer(params, smem, warp - kConsumerWarps, lane);

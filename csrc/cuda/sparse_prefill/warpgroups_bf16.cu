@@ -31,7 +31,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const RowsSmem<C> shared{shared_address(smem)};
   if (thread == 0) shared.init();
   wait_for_previous_grid();
-  let_next_grid_start();
   __syncthreads();
   if (warp >= 8) {
     give_up_registers<C::kGatherRegisters>();
