@@ -8,8 +8,9 @@
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
-// Bound: the way from the L2, 1 KB per key; then shared memory, 38 clocks per key (QK reads Q and K at its
-// full rate), and the tensor cores, 34.
+// Bound: power, in long runs; then shared memory, 33 clocks per key (512 dims) and 36 (576), as QK reads Q
+// and K at its full rate, and the tensor cores, 32 and 34. It takes 39 to 43: a block's way through its
+// buffer, of which there are two (docs/sparse_prefill.md).
 #include "cuda/sparse_prefill/warpgroups_bf16.h"
 
 #include <algorithm>

@@ -44,7 +44,7 @@ struct RowsConfig {
   static constexpr int kMathRegisters = 224, kGatherRegisters = 56;
 
   // A block arrives in pieces of two tiles of values, then rope, and is freed in parts: the values of group
-  // 0, those of group 1, rope.
+  // 0, those of group 1, each in halves of 32 keys, and rope.
   static constexpr int kPieces = kHasRope ? 5 : 4, kRopePiece = 4, kParts = kHasRope ? 3 : 2, kRopePart = 2;
   __device__ static constexpr int first_tile(int piece) { return 2 * piece; }
   __device__ static constexpr int num_tiles(int piece) { return piece == kRopePiece ? 1 : 2; }
@@ -146,7 +146,7 @@ struct RowsSmem {
   __device__ uint32_t empty(int buffer, int part) const {
     return full(2, 0) + (buffer * C::kParts + part) * 8;
   }
-  // The first half of a part's rows.
+  // Of its first 32 keys.
   __device__ uint32_t half_empty(int buffer, int part) const { return empty(2, 0) + (buffer * 2 + part) * 8; }
 
   __device__ void init() const {

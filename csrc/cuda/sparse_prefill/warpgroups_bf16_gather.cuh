@@ -35,7 +35,8 @@ class RowsGather {
   }
 
  protected:
-  static constexpr int kRows = 4, kRowStep = 16;  // rows of one thread, and of a tail one more
+  // Rows of one thread; half of them; those of a tail, too.
+  static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0), kRowStep = 16;
 
   // Of a block's keys `lane`, `lane` + 32 and, in the tail, `lane` + 64: their slots, or pages of a window.
   // -1 past the end.
@@ -67,7 +68,6 @@ class RowsGather {
     const uint8_t* at[kCount];
     bool valid[kCount];
     int count = kCount;
-    static constexpr int kMost = kCount;
   };
   template <int kCount>
   __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first, int count,
@@ -109,7 +109,7 @@ class RowsGather {
     if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);
   }
 
-  using BlockRows = Rows<kRows + (C::kTail > 0)>;
+  using BlockRows = Rows<kAllRows>;
   __device__ RowsMask find_selected(Entries slots, BlockRows& rows) const {
     const KvScope& s = params_.p.scopes[0];
     const bool low = slots.low >= 0 && slots.low < s.num_slots;
@@ -132,7 +132,7 @@ class RowsGather {
         has_tail && lane_ < C::kTail ? address(item, key + 2 * kWarpSize, pages.tail) : nullptr};
     rows.count = has_tail && row_ < C::kTail ? kRows + 1 : kRows;
 #pragma unroll
-    for (int i = 0; i < kRows + (C::kTail > 0); ++i) {
+    for (int i = 0; i < kAllRows; ++i) {
       const auto mine = reinterpret_cast<uint64_t>(at[i / 2]);
       const uint64_t row = __shfl_sync(kFullWarp, mine, (row_ + i * kRowStep) % kWarpSize);
       rows.valid[i] = row != 0;
@@ -159,8 +159,8 @@ class RowsGather {
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       mbarrier_wait(smem_.half_empty(buffer, part), parity);
-      copy(2 * part, 0, 2);
-      copy(2 * part + 1, 0, 2);
+      copy(2 * part, 0, kHalf);
+      copy(2 * part + 1, 0, kHalf);
       mbarrier_wait(smem_.empty(buffer, part), parity);
       if (part == 0 && row_ == 0 && chunk_ == 0) {
         smem_.set_mask(buffer, mask);
@@ -168,7 +168,7 @@ class RowsGather {
       }
 #pragma unroll
       for (int piece = 2 * part; piece < 2 * part + 2; ++piece) {
-        copy(piece, 2, BlockRows::kMost);
+        copy(piece, kHalf, kAllRows);
         mbarrier_arrive_cp_async(smem_.full(buffer, piece));
       }
     }

@@ -124,8 +124,8 @@ class RowsMath {
     pin_registers(s_);
   }
 
-  // O += P V of this group's dims of a block, which are free then. The weights come from registers for the
-  // own block, from shared memory for the other's.
+  // O += P V of this group's dims of a block, which are free then, those of the first 32 keys a little
+  // earlier. The weights come from registers for the own block, from shared memory for the other's.
   template <bool kIsOwn>
   __device__ void multiply_values(const Weights& weights, bool accumulate) {
     constexpr int buffer = kIsOwn ? kGroup : 1 - kGroup, kTileStride = C::key_tile_bytes(buffer);
