@@ -65,14 +65,15 @@ class RowsMath {
   using Weights = uint32_t[steps(kGroup)][4];
 
   // Blocks are multiplied in their order, since each may move the base. Issuing a product takes a group about
-  // as long as the tensor cores take for it: what should overlap is done by the other group.
+  // as long as the tensor cores take for it: what should overlap is done by the other group. But while the
+  // second finds its weights nobody multiplies: it adds the other block's values then, 16 keys at a time.
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
     Weights weights;
     if (kGroup == 0) {
       multiply_keys(blocks_left > 1);
       if (blocks_left <= 2) arrive(smem_.q_empty());
-      const bool moved = weigh(weights, block);
+      const bool moved = weigh(weights, block, [](int) {});
       publish(weights, blocks_left <= 2);
       if (moved && !first) rescale_output();
       multiply_values<kOwn>(weights, !first);
@@ -84,9 +85,12 @@ class RowsMath {
       multiply_keys(true);
       if (blocks_left <= 2) arrive(smem_.q_empty());
       adopt_base(!first);
-      const bool moved = weigh(weights, block + 1);
+      start_values();
+      const bool moved = weigh(weights, block + 1, [&](int k) { add_values<kOthers>(weights, k, !first); });
       publish(weights, blocks_left <= 3);
-      multiply_values<kOthers>(weights, !first);
+#pragma unroll
+      for (int k = kPauses; k < steps(0); ++k) add_values<kOthers>(weights, k, !first);
+      free_values<kOthers>();
       if (moved) rescale_output();
       multiply_values<kOwn>(weights, true);
     } else {
@@ -128,23 +132,39 @@ class RowsMath {
   // earlier. The weights come from registers for the own block, from shared memory for the other's.
   template <bool kIsOwn>
   __device__ void multiply_values(const Weights& weights, bool accumulate) {
-    constexpr int buffer = kIsOwn ? kGroup : 1 - kGroup, kTileStride = C::key_tile_bytes(buffer);
-    const uint64_t values = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup), kTileStride);
-    const uint64_t others = wgmma_tile_descriptor(smem_.weights(buffer));
-    // The last eight keys twice, the second time with weights of zero.
-    const uint64_t tail = wgmma_tile_descriptor(smem_.tile(buffer, 4 * kGroup) + 64 * 128, kTileStride, 0);
-    const uint64_t others_tail = wgmma_descriptor(smem_.tail_weights(), 128, 256);
+    start_values();
+#pragma unroll
+    for (int k = 0; k < steps(block_of<kIsOwn>()); ++k) add_values<kIsOwn>(weights, k, accumulate);
+    free_values<kIsOwn>();
+  }
+  template <bool kIsOwn>
+  static constexpr int block_of() {
+    return kIsOwn ? kGroup : 1 - kGroup;
+  }
+  __device__ void start_values() {
     pin_registers(out_);
     wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < steps(buffer); ++k) {
-      const uint64_t b = k == 4 ? tail : wgmma_advance(values, k * 16 * 128);
-      const uint64_t a = k == 4 ? others_tail : wgmma_advance(others, k * 32);
-      if constexpr (kIsOwn) wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
-      else wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
-      if (k == 1) wgmma_commit();
+  }
+  // Of the k-th 16 keys.
+  template <bool kIsOwn>
+  __device__ void add_values(const Weights& weights, int k, bool accumulate) {
+    constexpr int buffer = block_of<kIsOwn>(), kTileStride = C::key_tile_bytes(buffer);
+    const uint32_t tile = smem_.tile(buffer, 4 * kGroup);
+    // The last eight keys of a tail twice, the second time with weights of zero.
+    const uint64_t b = k == 4 ? wgmma_tile_descriptor(tile + 64 * 128, kTileStride, 0)
+                              : wgmma_advance(wgmma_tile_descriptor(tile, kTileStride), k * 16 * 128);
+    if constexpr (kIsOwn) {
+      wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
+    } else {
+      const uint64_t a = k == 4 ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
+                                : wgmma_advance(wgmma_tile_descriptor(smem_.weights(buffer)), k * 32);
+      wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
     }
-    wgmma_commit();
+    if (k == 1 || k == steps(buffer) - 1) wgmma_commit();
+  }
+  template <bool kIsOwn>
+  __device__ void free_values() {
+    constexpr int buffer = block_of<kIsOwn>();
     wgmma_wait<1>();
     arrive(smem_.half_empty(buffer, kGroup));
     wgmma_wait<0>();
@@ -155,8 +175,11 @@ class RowsMath {
   }
   __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
 
-  // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_.
-  __device__ bool weigh(Weights& weights, int block) {
+  // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_. Pauses
+  // kPauses times for something else.
+  static constexpr int kPauses = 3;
+  template <class Pause>
+  __device__ bool weigh(Weights& weights, int block, Pause&& pause) {
     float (&s)[kColumns][4] = s_;
     const float scale = params_.p.sm_scale * kRowsLog2E;
     const float offset[2] = {base_[0] == -INFINITY ? 0.0f : base_[0],
@@ -210,20 +233,24 @@ class RowsMath {
         for (int n = 0; n < kColumns; ++n) s[n][2 * r] -= growth, s[n][2 * r + 1] -= growth;
       }
     }
+    pause(0);
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        s[n][c] = exp2_approx(s[n][c]);
-        sum_[c / 2] += s[n][c];
-      }
-#pragma unroll
-    for (int k = 0; k < steps(kGroup); ++k)
+    for (int k = 0; k < steps(kGroup); ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int n = 2 * k + i / 2, c = i % 2 * 2;
-        weights[k][i] = n < kColumns ? pack_bf16(s[n][c], s[n][c + 1]) : 0;
+        if (n < kColumns) {
+          const float x = exp2_approx(s[n][c]), y = exp2_approx(s[n][c + 1]);
+          sum_[c / 2] += x;
+          sum_[c / 2] += y;
+          weights[k][i] = pack_bf16(x, y);
+        } else {
+          weights[k][i] = 0;
+        }
       }
+      if (k == 1) pause(1);
+    }
+    pause(2);
     return moved;
   }
   // Which keys of a block are in the window of row row_ + 8 r.
