@@ -9,7 +9,7 @@
 //            softmax hides behind the other's products; weights cross through shared memory
 //
 // Bound: power, in long runs; then shared memory, 33 clocks per key (512 dims) and 36 (576), as QK reads Q
-// and K at its full rate, and the tensor cores, 32 and 34. It takes 39 to 43: a block's way through its
+// and K at its full rate, and the tensor cores, 32 and 34. It takes about 40: a block's way through its
 // buffer, of which there are two (docs/sparse_prefill.md).
 #include "cuda/sparse_prefill/warpgroups_bf16.h"
 
