@@ -61,17 +61,12 @@ void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
       .num_tiles = num_rows_tiles(p),
       .row_stride = p.scopes[0].kv_cache_stride_page / p.scopes[0].page_size,
   };
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(params.num_tiles, num_processors())));
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, params), "sparse_prefill launch");
+  launch(kernel,
+         {.grid = std::min<int64_t>(params.num_tiles, num_processors()),
+          .block = C::kThreads,
+          .stream = stream,
+          .smem = C::kSmemBytes},
+         params);
 }
 
 }  // namespace

@@ -55,8 +55,10 @@ class RowsGather {
   }
   // Where a key of a window lies; null: nowhere.
   __device__ const uint8_t* address(const RowsSource& item, int key, int page) const {
+    return address(page, (item.first_position + key) % page_size());
+  }
+  __device__ const uint8_t* address(int page, unsigned row) const {
     const KvScope& s = params_.p.scopes[0];
-    const unsigned row = (item.first_position + key) % page_size();
     if (page < 0 || int64_t{page} * page_size() + row >= s.num_slots) return nullptr;
     return s.kv_cache + page * s.kv_cache_stride_page + int64_t{row} * (C::kDims * 2);
   }
@@ -124,6 +126,18 @@ class RowsGather {
     }
     return {mask, 0xff};
   }
+  // A lane knows the addresses of keys `lane`, `lane` + 32 and so on.
+  template <int kCount>
+  __device__ void take_rows(const uint8_t* const* at, Rows<kCount>& rows) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const auto mine = reinterpret_cast<uint64_t>(at[i / 2]);
+      const uint64_t row = __shfl_sync(kFullWarp, mine, (row_ + i * kRowStep) % kWarpSize);
+      rows.valid[i] = row != 0;
+      rows.at[i] =
+          row != 0 ? reinterpret_cast<const uint8_t*>(row) + chunk_ * 16 : params_.p.scopes[0].kv_cache;
+    }
+  }
   __device__ RowsMask find_window(const RowsSource& item, int block, Entries pages, BlockRows& rows) const {
     const int key = C::first_key(block) + lane_;
     const bool has_tail = C::kTail > 0 && block % 2 == 0;
@@ -131,14 +145,7 @@ class RowsGather {
         address(item, key, pages.low), address(item, key + kWarpSize, pages.high),
         has_tail && lane_ < C::kTail ? address(item, key + 2 * kWarpSize, pages.tail) : nullptr};
     rows.count = has_tail && row_ < C::kTail ? kRows + 1 : kRows;
-#pragma unroll
-    for (int i = 0; i < kAllRows; ++i) {
-      const auto mine = reinterpret_cast<uint64_t>(at[i / 2]);
-      const uint64_t row = __shfl_sync(kFullWarp, mine, (row_ + i * kRowStep) % kWarpSize);
-      rows.valid[i] = row != 0;
-      rows.at[i] =
-          row != 0 ? reinterpret_cast<const uint8_t*>(row) + chunk_ * 16 : params_.p.scopes[0].kv_cache;
-    }
+    take_rows(at, rows);
     const uint32_t tail = __ballot_sync(kFullWarp, at[2] != nullptr);
     return {__ballot_sync(kFullWarp, at[0] != nullptr) | uint64_t{__ballot_sync(kFullWarp, at[1] != nullptr)}
                                                              << 32,

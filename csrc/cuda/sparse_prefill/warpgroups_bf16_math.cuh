@@ -65,8 +65,8 @@ class RowsMath {
   using Weights = uint32_t[steps(kGroup)][4];
 
   // Blocks are multiplied in their order, since each may move the base. Issuing a product takes a group about
-  // as long as the tensor cores take for it: what should overlap is done by the other group. But while the
-  // second finds its weights nobody multiplies: it adds the other block's values then, 16 keys at a time.
+  // as long as the tensor cores take for it: what should overlap is done by the other group. But the first is
+  // soon done while the second finds its weights: it adds the other block's values then, 16 keys at a time.
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
     Weights weights;

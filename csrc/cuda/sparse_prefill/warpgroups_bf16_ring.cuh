@@ -59,14 +59,12 @@ class RingGather : RowsGather<C> {
 
   // Null: there is no such key.
   __device__ const uint8_t* key(int64_t position) const {
-    const KvScope& s = params_.p.scopes[0];
     if (position < 0 || position >= params_.p.window.max_pages * int64_t{this->page_size()}) return nullptr;
     const unsigned at = static_cast<unsigned>(position), entry = at / this->page_size(),
                    row = at % this->page_size();
     const int page = __ldg(params_.p.window.page_table +
                            query_.request * params_.p.window.page_table_stride_request + entry);
-    if (page < 0 || int64_t{page} * this->page_size() + row >= s.num_slots) return nullptr;
-    return s.kv_cache + page * s.kv_cache_stride_page + int64_t{row} * (C::kDims * 2);
+    return this->address(page, row);
   }
 
   // The key that the next query adds: 64 threads hold it until its place is free.
@@ -147,14 +145,7 @@ class RingGather : RowsGather<C> {
     const uint64_t mask = __ballot_sync(kFullWarp, at[0] != nullptr) |
                           uint64_t{__ballot_sync(kFullWarp, at[1] != nullptr)} << 32;
     (buffer == 0 ? mask_[0] : mask_[1]) = mask;
-#pragma unroll
-    for (int i = 0; i < RowsGather<C>::kRows; ++i) {
-      const int row = this->row_ + i * RowsGather<C>::kRowStep;
-      const uint64_t from = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(at[i / 2]), row % kWarpSize);
-      rows.valid[i] = from != 0;
-      rows.at[i] = from != 0 ? reinterpret_cast<const uint8_t*>(from) + this->chunk_ * 16
-                             : params_.p.scopes[0].kv_cache;
-    }
+    this->take_rows(at, rows);
     this->copy_tiles(smem_.tile(buffer, 0), C::kTileBytes, rows, 0, C::kTiles);
   }
 
