@@ -2,13 +2,13 @@
 
     PYTHONPATH=python:.peers python benchmarks/bench_sparse_prefill.py
 
-`sparse_prefill_paged` (V3.2) and `sparse_prefill_window` (V4) read FP8 pages, FlashMLA a ready workspace of
-bf16 rows. It takes 64 or 128 heads: `flash_mla` is its kernel alone, other numbers of heads padded before
-the clock starts, `flash_mla, pad, slice` with the copies of Q and output that a user then pays. Top-k entries
-are uniform over `rows` entries, windows are the last 128 tokens. `layer` cases add what leads there: Triton
-kernels dequantise FlashMLA's workspace and combine its indices, its heads are padded and sliced; ours reads
-the caches, or goes through a workspace, too (`layer bf16`). Errors are relative to float64 over the
-dequantised rows.
+`sparse_prefill_paged` (V3.2) and `sparse_prefill_window` (V4) read FP8 pages (or bf16 ones: `bf16_512`),
+FlashMLA a ready workspace of bf16 rows. It takes 64 or 128 heads: `flash_mla` is its kernel alone, other
+numbers of heads padded before the clock starts, `flash_mla, pad, slice` with the copies of Q and output
+that a user then pays. Top-k entries are uniform over `rows` entries, windows are the last 128 tokens.
+`layer` cases add what leads there: Triton kernels dequantise FlashMLA's workspace and combine its indices,
+its heads are padded and sliced; ours reads the caches, or goes through a workspace, too (`layer bf16`).
+Errors are relative to float64 over the dequantised rows.
 """
 
 import functools
@@ -84,6 +84,8 @@ def shapes() -> Iterator[Shape]:
         yield Shape("dsv4", h, 256, 1024, WINDOW, 128 << 10)
     for h in (8, 16, 32, 64):
         yield Shape("dsv4", h, 4096, 512, WINDOW, 64 << 10, bf16=True)
+    for h in (16, 32, 64, 128):
+        yield Shape("bf16_512", h, 4096, 512, WINDOW, 64 << 10)
     for rows in (8 << 10, 64 << 10):
         yield Shape("dsv4", 64, 4096, 512, 0, rows, bf16=True)
         yield Shape("dsv4", 128, 4096, 1024, 0, rows, bf16=True)
@@ -264,7 +266,7 @@ class Problem:
 
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
         chosen = self.combined[0, :num_tokens].long()
-        if self.shape.bf16 and not self.shape.layer:
+        if self.layout.nope_format == "bf16" or (self.shape.bf16 and not self.shape.layer):
             rows = self.workspace.double()[chosen.flatten()]
         else:
             rows = torch.empty(chosen.numel(), self.layout.head_dim_qk, dtype=torch.float64, device="cuda")

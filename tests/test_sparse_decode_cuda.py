@@ -76,12 +76,13 @@ def test_production_shapes(layout, num_tokens, num_q_heads, page_size, topk, ext
     assert_right(few, out[-4:], lse[-4:])
 
 
-# Enough rows and heads of bf16 go to prefill's kernel, if pages have no gap between them.
+# Enough rows and heads of bf16 go to prefill's kernel.
 @pytest.mark.parametrize("name", ["bf16", "bf16_512"])
+@pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["one cache", "two caches"])
 @pytest.mark.parametrize("num_q_heads", [33, 64, 128])
 @pytest.mark.parametrize("num_tokens", [64, 80, 300])
 @pytest.mark.parametrize("page_size", [1, 61, 64])
-def test_many_rows_of_bf16(name, num_q_heads, num_tokens, page_size):
+def test_many_rows_of_bf16(name, extra, num_q_heads, num_tokens, page_size):
     case = make_case(
         KV_LAYOUTS[name],
         "cuda",
@@ -90,12 +91,14 @@ def test_many_rows_of_bf16(name, num_q_heads, num_tokens, page_size):
         topk=300,
         num_slots=3000,
         page_size=page_size,
+        extra=extra,
     )
-    assert_right(case, *case.decode())
-    scope = case.scopes[0]
-    gaps = torch.nn.functional.pad(scope.kv_cache, (0, 64))[:, :-64]
-    apart = replace(case, scopes=[replace(scope, kv_cache=gaps)])
-    assert_right(apart, *apart.decode())
+    out, lse = case.decode()
+    assert_right(case, out, lse)
+    gap = lambda x: torch.nn.functional.pad(x, (0, 64))[:, :-64]  # noqa: E731
+    apart = replace(case, scopes=[replace(s, kv_cache=gap(s.kv_cache)) for s in case.scopes])
+    for got, want in zip(apart.decode(), (out, lse), strict=True):
+        assert torch.equal(got, want)
 
 
 @all_layouts

@@ -13,6 +13,9 @@ __device__ inline uint2 load_shared_8(uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
+__device__ inline void store_shared_1(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 __device__ inline void store_shared_8(uint32_t address, uint64_t v) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
 }

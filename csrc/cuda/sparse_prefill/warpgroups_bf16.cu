@@ -60,6 +60,7 @@ void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
       .tile_heads = static_cast<unsigned>(std::min(p.num_q_heads, C::kHeads)),
       .num_tiles = num_rows_tiles(p),
       .row_stride = p.scopes[0].kv_cache_stride_page / p.scopes[0].page_size,
+      .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
   };
   launch(kernel,
          {.grid = std::min<int64_t>(params.num_tiles, num_processors()),
@@ -73,13 +74,12 @@ void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
 
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream) {
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
-    if (!p.is_window) return launch_variant<kId, RowsKeys::kSelected>(p, stream);
-    // The larger block fits next to the 512 dims of a layout that windows are used with.
-    if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV) {
-      if (rows_tile_tokens(p) > 1) return launch_variant<kId, RowsKeys::kWindows>(p, stream);
-      if (p.window.window_size <= kRingKeys) return launch_variant<kId, RowsKeys::kRing>(p, stream);
-    }
-    launch_variant<kId, RowsKeys::kWindow>(p, stream);
+    if (is_plain_selection(p)) return launch_variant<kId, RowsKeys::kSelected>(p, stream);
+    if (rows_tile_tokens(p) > 1) return launch_variant<kId, RowsKeys::kNeighbours>(p, stream);
+    if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // of the layout that windows are used with
+      if (is_window_alone(p) && p.window.window_size <= kRingKeys)
+        return launch_variant<kId, RowsKeys::kRing>(p, stream);
+    launch_variant<kId, RowsKeys::kAny>(p, stream);
   };
   p.layout == KvLayoutId::kBf16 ? run(constant<KvLayoutId::kBf16>{}) : run(constant<KvLayoutId::kBf16D512>{});
 }

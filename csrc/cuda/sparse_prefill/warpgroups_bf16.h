@@ -6,25 +6,26 @@
 
 namespace mla_fp8::gpu {
 
+// Slots of one cache, whose rows lie at multiples of them: pages of one row, or without gaps between pages.
+inline bool is_plain_selection(const SparseAttentionParams& p) {
+  const KvScope& s = p.scopes[0];
+  return !p.is_window && p.num_scopes == 1 &&
+         (s.page_size == 1 || s.kv_cache_stride_page == s.page_size * kv_layout(p.layout).token_stride());
+}
+inline bool is_window_alone(const SparseAttentionParams& p) { return p.is_window && p.num_scopes == 1; }
 // Query tokens of a tile: one, or as many neighbours as fill it, whose windows are mostly the same.
 inline int rows_tile_tokens(const SparseAttentionParams& p) {
-  return p.is_window && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
+  return is_window_alone(p) && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
 }
 inline int64_t num_rows_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{rows_tile_tokens(p)}) * ceil_div(p.num_q_heads, 64);
 }
 
-// Whether a slot's place is a multiple of its number: pages of one row, or without a gap between them.
-inline bool rows_are_evenly_spaced(const SparseAttentionParams& p) {
-  const KvScope& s = p.scopes[0];
-  return s.page_size == 1 || s.kv_cache_stride_page == s.page_size * kv_layout(p.layout).token_stride();
-}
-// Whether the kernel is the one for this problem: windows, or plain bf16 rows and more than 16 heads; and at
+// Whether the kernel is the one for this problem: bf16 rows, windows alone or more than 16 heads, and at
 // least half as many tiles as SMs: with fewer, decode's kernels share a query among SMs.
 inline bool prefill_warpgroups_bf16_fits(const SparseAttentionParams& p, int num_sms) {
-  return (p.layout == KvLayoutId::kBf16 || p.layout == KvLayoutId::kBf16D512) && p.num_scopes == 1 &&
-         (p.is_window || (rows_are_evenly_spaced(p) && p.num_q_heads > 16)) &&
-         2 * num_rows_tiles(p) >= num_sms;
+  return (p.layout == KvLayoutId::kBf16 || p.layout == KvLayoutId::kBf16D512) &&
+         (is_window_alone(p) || p.num_q_heads > 16) && 2 * num_rows_tiles(p) >= num_sms;
 }
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream);
 

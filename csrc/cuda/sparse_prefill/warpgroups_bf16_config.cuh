@@ -2,6 +2,7 @@
 // Where everything lies in shared memory, its barriers, and what a CTA works on.
 #include "common/kv_layout.h"
 #include "cuda/async.cuh"
+#include "cuda/divide.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_mask.cuh"
@@ -11,15 +12,17 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
 
-// What a query attends to: selected rows, or a window: alone in its tile, or with its neighbours, or in a
-// ring of keys that moves on with the queries.
-enum class RowsKeys { kSelected, kWindow, kWindows, kRing };
+// What a tile attends to: a plain selection (warpgroups_bf16.h); the windows of neighbours; the window of one
+// query, in a ring of keys that moves on with the queries; whatever else one query does.
+enum class RowsKeys { kSelected, kNeighbours, kRing, kAny };
 
 // Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
 template <KvLayoutId kId, RowsKeys kKeys>
 struct RowsConfig {
+  static constexpr bool kSelected = kKeys == RowsKeys::kSelected;
+  static constexpr bool kNeighbours = kKeys == RowsKeys::kNeighbours;
   static constexpr bool kRing = kKeys == RowsKeys::kRing;
-  static constexpr bool kWindow = kKeys == RowsKeys::kWindow || kKeys == RowsKeys::kWindows;
+  static constexpr bool kAny = kKeys == RowsKeys::kAny;
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
@@ -29,8 +32,8 @@ struct RowsConfig {
   static_assert(kTiles - kValueTiles <= 1);
 
   // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
-  // is often two blocks: the first block takes eight more.
-  static constexpr int kTail = kKeys == RowsKeys::kWindows ? 8 : 0;
+  // is often two blocks: the first block takes eight more, where there is room for them.
+  static constexpr int kTail = kNeighbours && !kHasRope ? 8 : 0;
   __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
   static constexpr int kPairKeys = 128 + kTail;
   __device__ static int num_blocks(int length) {
@@ -59,7 +62,7 @@ struct RowsConfig {
   static constexpr int kFirstBlockBytes = kBlockBytes + kTail * kHeadDimV * 2 + kTailWeightsBytes;
   static constexpr int kWeightsTile = kValueTiles;
   // Output leaves through pieces of 8 rows of each math warp, in full lines if there is room for them.
-  static constexpr int kPieceDims = kKeys == RowsKeys::kWindows ? 32 : 64, kPieceBytes = 8 * kPieceDims * 2;
+  static constexpr int kPieceDims = kTail > 0 ? 32 : 64, kPieceBytes = 8 * kPieceDims * 2;
   static constexpr int kStagingPieces = kHasRope || kPieceDims < 64 ? 1 : 2;
   static constexpr int kStaging = kBlocks + kFirstBlockBytes + kBlockBytes;
   static constexpr int kStagingBytes = kStagingPieces * kPieceBytes;
@@ -81,7 +84,8 @@ struct RowsParams {
   int num_head_blocks, tile_tokens;
   unsigned tile_heads;
   int64_t num_tiles;
-  int64_t row_stride;  // bytes from a slot to the next, without windows
+  int64_t row_stride;    // bytes from a slot to the next, of a plain selection
+  Divider page_size[2];  // of the scopes
 };
 
 // What row `row` of a tile holds.
@@ -90,13 +94,13 @@ struct RowPlace {
 };
 template <class C>
 __device__ RowPlace row_place(const RowsParams& params, unsigned row) {
-  if constexpr (!C::kWindow) return {0, static_cast<int>(row)};
+  if constexpr (!C::kNeighbours) return {0, static_cast<int>(row)};
   return {static_cast<int>(row / params.tile_heads), static_cast<int>(row % params.tile_heads)};
 }
 
-// The tokens of a tile that have keys in common, and these keys: those selected by one token, or the windows
-// of neighbours in one request. The last token of a window's item attends up to its last key, the one before
-// it up to the one before that.
+// The tokens of a tile that have keys in common, and how many keys: those of one token, or of the windows of
+// neighbours in one request. The last of the neighbours attends up to the last key, the one before it up to
+// the one before that.
 struct RowsItem {
   int64_t token;
   int num_tokens, first_head, length;  // no tokens: there is nothing left to do
@@ -128,13 +132,19 @@ struct RowsSmem {
     return {static_cast<int64_t>(token.x | uint64_t{token.y} << 32), static_cast<int>(tokens_head.x),
             static_cast<int>(tokens_head.y), static_cast<int>(load_shared_8(smem + C::kItem + 16).x)};
   }
-  __device__ void set_mask(int buffer, RowsMask mask) const {
-    store_shared_8(smem + C::kMask + buffer * 16, mask.keys);
-    store_shared_8(smem + C::kMask + buffer * 16 + 8, mask.tail);
+  // From a warp of the gather: bits 0 to 7 of `found` for its eight of the first 32 keys, then its eight of
+  // the others, then a tail.
+  __device__ void set_mask(int buffer, int warp, uint32_t found) const {
+    const uint32_t mask = smem + C::kMask + buffer * 16;
+    store_shared_1(mask + warp, found);
+    store_shared_1(mask + 4 + warp, found >> 8);
+    if (C::kTail > 0 && warp == 0) store_shared_1(mask + 8, found >> 16);
   }
   __device__ RowsMask mask(int buffer) const {
-    const uint2 keys = load_shared_8(smem + C::kMask + buffer * 16);
-    return {keys.x | uint64_t{keys.y} << 32, load_shared_8(smem + C::kMask + buffer * 16 + 8).x};
+    const uint32_t mask = smem + C::kMask + buffer * 16;
+    const uint2 keys = load_shared_8(mask);
+    const bool has_tail = C::kTail > 0 && buffer == 0;
+    return {keys.x | uint64_t{keys.y} << 32, has_tail ? load_shared_8(mask + 8).x & 0xff : 0xff};
   }
 
   __device__ uint32_t q_full() const { return smem + C::kBarriers; }
@@ -155,7 +165,7 @@ struct RowsSmem {
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(weights_full(buffer), 4 * kWarpArrivals);
       for (int piece = 0; piece < C::kPieces; ++piece)
-        mbarrier_init(full(buffer, piece), kGroupThreads + (piece == 0));  // and the mask
+        mbarrier_init(full(buffer, piece), kGroupThreads + (piece == 0 ? 4 : 0));  // and the mask
       for (int part = 0; part < C::kParts; ++part) mbarrier_init(empty(buffer, part), 4 * kWarpArrivals);
       for (int part = 0; part < 2; ++part) mbarrier_init(half_empty(buffer, part), 4 * kWarpArrivals);
     }
@@ -163,11 +173,13 @@ struct RowsSmem {
   }
 };
 
-// Where the gather finds the keys of an item.
+// Where the gather finds the keys of an item: first_length in the first cache, the others in the second.
 struct RowsSource : RowsItem {
   int64_t tile;
-  const int32_t* entries;   // selected slots, or pages of the request
+  int first_length;
   unsigned first_position;  // of a window
+  const int32_t* entries;   // selected slots, or pages of the window's request
+  const int32_t* extra;     // slots of the second cache
 };
 
 // The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
@@ -189,7 +201,7 @@ class RowsItems {
     return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_tokens;
   }
   __device__ RowsSource after(const RowsSource& x) const {
-    if constexpr (C::kWindow) {
+    if constexpr (C::kNeighbours) {
       const int64_t end = x.token + x.num_tokens;
       const int done = static_cast<int>(end - first_token(x.tile));
       if (x.num_tokens > 0 && done < params_.tile_tokens && end < params_.p.num_tokens)
@@ -200,29 +212,43 @@ class RowsItems {
   // What follows the first `done` tokens of a tile.
   __device__ RowsSource item(int64_t tile, int done) const {
     const SparseAttentionParams& p = params_.p;
-    const KvScope& s = p.scopes[0];
     RowsSource x{};
     x.tile = tile;
     if (tile >= params_.num_tiles) return x;
     x.token = first_token(tile) + done;
     x.first_head = params_.num_head_blocks == 1 ? 0 : static_cast<int>(tile % 2) * C::kHeads;
-    if constexpr (C::kWindow) {
-      const SlidingWindow& w = p.window;
-      x.num_tokens = static_cast<int>(min(int64_t{params_.tile_tokens - done}, p.num_tokens - x.token));
-      const WindowQuery q = find_query(w, x.token);
-      if (q.request < 0) return x;
-      x.num_tokens = static_cast<int>(min(int64_t{x.num_tokens}, q.queries));
-      x.entries = w.page_table + q.request * w.page_table_stride_request;
-      const int64_t first = max(q.position - w.window_size + 1, int64_t{0});
-      x.first_position = static_cast<unsigned>(first);
-      x.length = static_cast<int>(max(q.position + x.num_tokens - first, int64_t{0}));
+    x.num_tokens = C::kNeighbours
+                       ? static_cast<int>(min(int64_t{params_.tile_tokens - done}, p.num_tokens - x.token))
+                       : 1;
+    if (C::kNeighbours || (C::kAny && p.is_window)) {
+      find_window(x);
     } else {
-      x.num_tokens = 1;
-      x.entries = s.indices + x.token * s.indices_stride_token;
-      const int topk = static_cast<int>(s.topk);
-      x.length = s.topk_length ? max(0, min(__ldg(s.topk_length + x.token), topk)) : topk;
+      x.entries = slots(p.scopes[0], x.token);
+      x.first_length = num_slots(p.scopes[0], x.token);
+    }
+    x.length = x.first_length;
+    if (C::kAny && p.num_scopes > 1) {
+      x.extra = slots(p.scopes[1], x.token);
+      x.length += num_slots(p.scopes[1], x.token);
     }
     return x;
+  }
+  __device__ void find_window(RowsSource& x) const {
+    const SlidingWindow& w = params_.p.window;
+    const WindowQuery q = find_query(w, x.token);
+    if (q.request < 0) return;
+    x.num_tokens = static_cast<int>(min(int64_t{x.num_tokens}, q.queries));
+    x.entries = w.page_table + q.request * w.page_table_stride_request;
+    const int64_t first = max(q.position - w.window_size + 1, int64_t{0});
+    x.first_position = static_cast<unsigned>(first);
+    x.first_length = static_cast<int>(max(q.position + x.num_tokens - first, int64_t{0}));
+  }
+  __device__ static const int32_t* slots(const KvScope& s, int64_t token) {
+    return s.indices + token * s.indices_stride_token;
+  }
+  __device__ static int num_slots(const KvScope& s, int64_t token) {
+    const int topk = static_cast<int>(s.topk);
+    return s.topk_length ? max(0, min(__ldg(s.topk_length + token), topk)) : topk;
   }
 
   const RowsParams& params_;

@@ -11,58 +11,80 @@ class RowsGather {
   __device__ RowsGather(const RowsParams& params, RowsSmem<C> smem, int thread)
       : params_(params),
         smem_(smem),
+        warp_(thread / kWarpSize),
         lane_(thread % kWarpSize),
-        row_(thread / 8),
         chunk_(thread % 8),
-        offset_(row_ * 128 + ((chunk_ ^ (row_ % 8)) * 16)) {}
+        key_(key_of(warp_, lane_)),
+        offset_{offset(row(0)), offset(row(1))} {}
 
   __device__ void run() {
     RowsItems<C> items(params_);
-    Entries ahead = entries(*items, 0);
+    int ahead = entry(*items, 0);
     int num_items = 0, num_first = 0, num_second = 0;  // so far: items, blocks of either buffer
     for (; fetch_q(*items, num_items++); items.advance()) {
       const RowsSource& item = *items;
       prefetch_q(items.next());
       const int num_blocks = C::num_blocks(item.length);
       for (int block = 0; block < num_blocks; ++block) {
-        const Entries now = ahead;
-        ahead = block + 1 < num_blocks ? entries(item, block + 1) : entries(items.next(), 0);
+        const int now = ahead;
+        ahead = block + 1 < num_blocks ? entry(item, block + 1) : entry(items.next(), 0);
         fetch_block(item, block, now, block % 2 == 0 ? num_first++ : num_second++);
       }
-      if (num_blocks == 0) ahead = entries(items.next(), 0);
+      if (num_blocks == 0) ahead = entry(items.next(), 0);
     }
     cp_async_wait_all();
   }
 
  protected:
-  // Rows of one thread; half of them; those of a tail, too.
-  static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0), kRowStep = 16;
-
-  // Of a block's keys `lane`, `lane` + 32 and, in the tail, `lane` + 64: their slots, or pages of a window.
-  // -1 past the end.
-  struct Entries {
-    int low, high, tail;
-  };
-  __device__ Entries entries(const RowsSource& item, int block) const {
-    const int key = C::first_key(block) + lane_;
-    return {entry(item, key), entry(item, key + kWarpSize), C::kTail ? entry(item, key + 2 * kWarpSize) : -1};
+  // A warp has eight of a block's first 32 rows, eight of the others and, of a tail, half of it or nothing; a
+  // thread four of these rows, and one of the tail: 16 bytes of each in every tile.
+  static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0);
+  __device__ int row(int i) const {
+    return i < kRows ? i / 2 * 32 + warp_ * 8 + i % 2 * 4 + lane_ / 8 : 64 + warp_ * 4 + lane_ / 8;
   }
-  __device__ int entry(const RowsSource& item, int key) const {
-    if (key >= item.length) return -1;
-    if constexpr (!C::kWindow) return __ldg(item.entries + key);
-    const unsigned page = (item.first_position + key) / page_size();
+  __device__ uint32_t offset(int row) const { return row * 128 + ((chunk_ ^ row % 8) * 16); }
+  // The first 16 lanes find a key each, of the warp's rows; eight more those of a tail.
+  static constexpr int kNoKey = 1 << 29;  // past every length
+  __device__ static int key_of(int warp, int lane) {
+    if (lane < 16) return lane / 8 * 32 + warp * 8 + lane % 8;
+    return lane < 16 + C::kTail ? 64 + lane - 16 : kNoKey;
+  }
+  __device__ int lane_of(int i) const {  // that knows row(i)
+    return i < kRows ? i * 4 + lane_ / 8 : 16 + (warp_ * 4 + lane_ / 8) % 8;
+  }
+  __device__ static bool has_tail(int block) { return C::kTail > 0 && block % 2 == 0; }
+
+  // The slot of this lane's key, or the page of a window; -1 past the end.
+  __device__ int entry(const RowsSource& item, int block) const {
+    const int key = C::first_key(block) + key_;
+    if (key >= item.length || (C::kTail > 0 && !has_tail(block) && lane_ >= 16)) return -1;
+    if constexpr (C::kSelected) return __ldg(item.entries + key);
+    if (is_extra(item, key)) return __ldg(item.extra + (key - item.first_length));
+    if (!is_window()) return __ldg(item.entries + key);
+    const int64_t page = params_.page_size[0](item.first_position + key);
     return page < params_.p.window.max_pages ? __ldg(item.entries + page) : -1;
   }
-  // Where a key of a window lies; null: nowhere.
-  __device__ const uint8_t* address(const RowsSource& item, int key, int page) const {
-    return address(page, (item.first_position + key) % page_size());
+  // Where a key lies; null: nowhere.
+  __device__ const uint8_t* address(const RowsSource& item, int key, int entry) const {
+    if (is_extra(item, key)) return address(1, params_.page_size[1], entry);
+    if (!is_window()) return address(0, params_.page_size[0], entry);
+    const Divider& page_size = params_.page_size[0];
+    const int64_t position = int64_t{item.first_position} + key;
+    return address(0, entry, position - page_size(position) * page_size.divisor());
   }
-  __device__ const uint8_t* address(int page, unsigned row) const {
-    const KvScope& s = params_.p.scopes[0];
-    if (page < 0 || int64_t{page} * page_size() + row >= s.num_slots) return nullptr;
-    return s.kv_cache + page * s.kv_cache_stride_page + int64_t{row} * (C::kDims * 2);
+  __device__ const uint8_t* address(int scope, const Divider& page_size, int slot) const {
+    const int64_t page = page_size(slot);
+    return slot < 0 ? nullptr : address(scope, page, slot - page * page_size.divisor());
   }
-  __device__ unsigned page_size() const { return static_cast<unsigned>(params_.p.scopes[0].page_size); }
+  __device__ const uint8_t* address(int scope, int64_t page, int64_t row) const {
+    const KvScope& s = params_.p.scopes[scope];
+    if (page < 0 || page * s.page_size + row >= s.num_slots) return nullptr;
+    return s.kv_cache + page * s.kv_cache_stride_page + row * (C::kDims * 2);
+  }
+  __device__ static bool is_extra(const RowsSource& item, int key) {
+    return C::kAny && key >= item.first_length;
+  }
+  __device__ bool is_window() const { return C::kNeighbours || (C::kAny && params_.p.is_window); }
 
   // This thread's chunk of its rows; zeros where there is none.
   template <int kCount>
@@ -78,8 +100,9 @@ class RowsGather {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         if (i >= first_row && i < last_row && (i < kRows || i < rows.count))
-          cp_async_16(dst + tile * tile_bytes + offset_ + i * kRowStep * 128,
-                      rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
+          cp_async_16(
+              dst + tile * tile_bytes + (i < kRows ? offset_[i % 2] + i / 2 * 32 * 128 : offset(row(i))),
+              rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
   }
 
   __device__ const uint8_t* q_row(const RowsItem& item, RowPlace place) const {
@@ -92,12 +115,12 @@ class RowsGather {
     Rows<kRows> rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const RowPlace place = row_place<C>(params_, row_ + i * kRowStep);
+      const RowPlace place = row_place<C>(params_, row(i));
       rows.valid[i] = item.has(place, params_.p.num_q_heads);
       rows.at[i] = q_row(item, rows.valid[i] ? place : RowPlace{0, 0}) + chunk_ * 16;
     }
     mbarrier_wait(smem_.q_empty(), (count & 1) ^ 1);
-    if (row_ == 0 && chunk_ == 0) {
+    if (warp_ == 0 && lane_ == 0) {
       smem_.set_item(item);
       mbarrier_arrive(smem_.q_full());
     }
@@ -107,57 +130,51 @@ class RowsGather {
   }
   __device__ void prefetch_q(const RowsItem& item) const {
     if (chunk_ >= 4 || item.length == 0) return;
-    const RowPlace place = row_place<C>(params_, row_ * 4 + chunk_);
+    const RowPlace place = row_place<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
     if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);
   }
 
   using BlockRows = Rows<kAllRows>;
-  __device__ RowsMask find_selected(Entries slots, BlockRows& rows) const {
+  // Where the rows are; which of the lanes' keys.
+  __device__ uint32_t find(const RowsSource& item, int block, int entry, BlockRows& rows) const {
+    if constexpr (!C::kSelected) {
+      rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
+      return take_rows(address(item, C::first_key(block) + key_, entry), rows);
+    }
     const KvScope& s = params_.p.scopes[0];
-    const bool low = slots.low >= 0 && slots.low < s.num_slots;
-    const bool high = slots.high >= 0 && slots.high < s.num_slots;
-    const uint64_t mask = __ballot_sync(kFullWarp, low) | uint64_t{__ballot_sync(kFullWarp, high)} << 32;
+    const uint32_t found = __ballot_sync(kFullWarp, entry >= 0 && entry < s.num_slots);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = row_ + i * kRowStep;
-      const int64_t slot = __shfl_sync(kFullWarp, i < 2 ? slots.low : slots.high, row % kWarpSize);
-      rows.valid[i] = mask >> row & 1;
+      const int64_t slot = __shfl_sync(kFullWarp, entry, lane_of(i));
+      rows.valid[i] = found >> lane_of(i) & 1;
       rows.at[i] = s.kv_cache + (rows.valid[i] ? slot * params_.row_stride + chunk_ * 16 : 0);
     }
-    return {mask, 0xff};
+    return found;
   }
-  // A lane knows the addresses of keys `lane`, `lane` + 32 and so on.
+  // From the lanes that know their addresses.
   template <int kCount>
-  __device__ void take_rows(const uint8_t* const* at, Rows<kCount>& rows) const {
+  __device__ uint32_t take_rows(const uint8_t* at, Rows<kCount>& rows) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto mine = reinterpret_cast<uint64_t>(at[i / 2]);
-      const uint64_t row = __shfl_sync(kFullWarp, mine, (row_ + i * kRowStep) % kWarpSize);
+      const uint64_t row = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(at), lane_of(i));
       rows.valid[i] = row != 0;
       rows.at[i] =
           row != 0 ? reinterpret_cast<const uint8_t*>(row) + chunk_ * 16 : params_.p.scopes[0].kv_cache;
     }
-  }
-  __device__ RowsMask find_window(const RowsSource& item, int block, Entries pages, BlockRows& rows) const {
-    const int key = C::first_key(block) + lane_;
-    const bool has_tail = C::kTail > 0 && block % 2 == 0;
-    const uint8_t* const at[3] = {
-        address(item, key, pages.low), address(item, key + kWarpSize, pages.high),
-        has_tail && lane_ < C::kTail ? address(item, key + 2 * kWarpSize, pages.tail) : nullptr};
-    rows.count = has_tail && row_ < C::kTail ? kRows + 1 : kRows;
-    take_rows(at, rows);
-    const uint32_t tail = __ballot_sync(kFullWarp, at[2] != nullptr);
-    return {__ballot_sync(kFullWarp, at[0] != nullptr) | uint64_t{__ballot_sync(kFullWarp, at[1] != nullptr)}
-                                                             << 32,
-            has_tail ? tail : 0xff};
+    return __ballot_sync(kFullWarp, at != nullptr);
   }
 
-  __device__ void fetch_block(const RowsSource& item, int block, Entries entries, int count) const {
+  // The warp's part of a block's mask.
+  __device__ void publish_mask(int buffer, uint32_t found) const {
+    if (lane_ != 0) return;
+    smem_.set_mask(buffer, warp_, found);
+    mbarrier_arrive(smem_.full(buffer, 0));
+  }
+
+  __device__ void fetch_block(const RowsSource& item, int block, int entry, int count) const {
     const int buffer = block % 2;
     BlockRows rows;
-    RowsMask mask;
-    if constexpr (C::kWindow) mask = find_window(item, block, entries, rows);
-    else mask = find_selected(entries, rows);
+    const uint32_t found = find(item, block, entry, rows);
     const int parity = (count & 1) ^ 1;
     const auto copy = [&](int piece, int first_row, int last_row) {
       copy_tiles(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
@@ -169,15 +186,12 @@ class RowsGather {
       copy(2 * part, 0, kHalf);
       copy(2 * part + 1, 0, kHalf);
       mbarrier_wait(smem_.empty(buffer, part), parity);
-      if (part == 0 && row_ == 0 && chunk_ == 0) {
-        smem_.set_mask(buffer, mask);
-        mbarrier_arrive(smem_.full(buffer, 0));
-      }
 #pragma unroll
       for (int piece = 2 * part; piece < 2 * part + 2; ++piece) {
         copy(piece, kHalf, kAllRows);
         mbarrier_arrive_cp_async(smem_.full(buffer, piece));
       }
+      if (part == 0) publish_mask(buffer, found);
     }
     if constexpr (C::kHasRope) {
       mbarrier_wait(smem_.empty(buffer, C::kRopePart), parity);
@@ -188,8 +202,8 @@ class RowsGather {
 
   const RowsParams& params_;
   const RowsSmem<C> smem_;
-  const int lane_, row_, chunk_;
-  const uint32_t offset_;
+  const int warp_, lane_, chunk_, key_;
+  const uint32_t offset_[2];  // of row(0), row(1)
 };
 
 }  // namespace mla_fp8::gpu

@@ -43,7 +43,7 @@ class RowsMath {
           const int head = item.first_head + row_place<C>(params_, row_ + 8 * r).head;
           if (head < params_.p.num_q_heads) sink_[r] = __ldg(params_.p.attn_sink + head);
         }
-      if constexpr (C::kWindow)
+      if constexpr (C::kNeighbours)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           last_key_[r] = item.length - item.num_tokens + row_place<C>(params_, row_ + 8 * r).token;
@@ -189,7 +189,7 @@ class RowsMath {
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] = fmaf(s[n][c], scale, -offset[c / 2]);
-    if constexpr (C::kWindow) {
+    if constexpr (C::kNeighbours) {
       suspects_ = 0;
       RowsMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
       if (!mine[0].all() || !mine[1].all()) {
@@ -281,9 +281,9 @@ class RowsMath {
   }
   // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
   __device__ void publish(const Weights& weights, bool last) const {
-    if constexpr (C::kHasRope || C::kWindow)
+    if constexpr (C::kHasRope || C::kNeighbours)
       named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
-    if constexpr (C::kWindow)
+    if constexpr (C::kNeighbours)
       if (__any_sync(kFullWarp, suspects_ != 0))
         clear_values<C::keys(kGroup), C::kValueTiles>(bytes_ + C::kBlocks + kGroup * C::kFirstBlockBytes,
                                                       suspects_, lane_);

@@ -59,12 +59,12 @@ class RingGather : RowsGather<C> {
 
   // Null: there is no such key.
   __device__ const uint8_t* key(int64_t position) const {
-    if (position < 0 || position >= params_.p.window.max_pages * int64_t{this->page_size()}) return nullptr;
-    const unsigned at = static_cast<unsigned>(position), entry = at / this->page_size(),
-                   row = at % this->page_size();
+    const Divider& page_size = params_.page_size[0];
+    if (position < 0 || position >= params_.p.window.max_pages * page_size.divisor()) return nullptr;
+    const int64_t entry = page_size(position), row = position - entry * page_size.divisor();
     const int page = __ldg(params_.p.window.page_table +
                            query_.request * params_.p.window.page_table_stride_request + entry);
-    return this->address(page, row);
+    return this->address(0, page, row);
   }
 
   // The key that the next query adds: 64 threads hold it until its place is free.
@@ -96,10 +96,7 @@ class RingGather : RowsGather<C> {
     for (int part = 0; part < C::kParts; ++part) mbarrier_wait(smem_.empty(buffer, part), (fills_ & 1) ^ 1);
   }
   __device__ void publish(int buffer, bool copies) const {
-    if (thread_ == 0) {
-      smem_.set_mask(buffer, {buffer == 0 ? mask_[0] : mask_[1], 0xff});
-      mbarrier_arrive(smem_.full(buffer, 0));
-    }
+    this->publish_mask(buffer, buffer == 0 ? found_[0] : found_[1]);
     for (int piece = 0; piece < C::kPieces; ++piece) {
       if (copies) mbarrier_arrive_cp_async(smem_.full(buffer, piece));
       else mbarrier_arrive(smem_.full(buffer, piece));
@@ -114,9 +111,8 @@ class RingGather : RowsGather<C> {
     const int gone_slot = clears ? static_cast<int>(gone % kRingKeys) : slot, gone_buffer = gone_slot / 64;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i == gone_buffer) mask_[i] &= ~(uint64_t{1} << gone_slot % 64);
-      if (i == buffer && is_next_valid_) mask_[i] |= uint64_t{1} << slot % 64;
-      if (i == buffer && !is_next_valid_) mask_[i] &= ~(uint64_t{1} << slot % 64);
+      if (i == gone_buffer) found_[i] &= ~bit(gone_slot);
+      if (i == buffer) found_[i] = is_next_valid_ ? found_[i] | bit(slot) : found_[i] & ~bit(slot);
     }
     if (gone_buffer == buffer) publish(1 - buffer, false);
     else wait(1 - buffer);
@@ -127,6 +123,10 @@ class RingGather : RowsGather<C> {
     if (gone_buffer != buffer) publish(1 - buffer, false);
     publish(buffer, false);
   }
+  // Of the warp's found keys; 0: another warp's.
+  __device__ uint32_t bit(int slot) const {
+    return slot % 32 / 8 == this->warp_ ? 1u << (slot % 64 / 32 * 8 + slot % 8) : 0;
+  }
   __device__ void set_chunk(int slot, int i, uint4 x) const {
     const int row = slot % 64;
     store_shared_16(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
@@ -135,17 +135,11 @@ class RingGather : RowsGather<C> {
   // All keys of a buffer, zeros where there is none.
   __device__ void fetch_buffer(int buffer) {
     typename RowsGather<C>::template Rows<RowsGather<C>::kRows> rows;
-    const uint8_t* at[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int slot = buffer * 64 + i * kWarpSize + this->lane_;
-      const int64_t age = (query_.position + kRingKeys - slot) % kRingKeys;
-      at[i] = age < params_.p.window.window_size ? key(query_.position - age) : nullptr;
-    }
-    const uint64_t mask = __ballot_sync(kFullWarp, at[0] != nullptr) |
-                          uint64_t{__ballot_sync(kFullWarp, at[1] != nullptr)} << 32;
-    (buffer == 0 ? mask_[0] : mask_[1]) = mask;
-    this->take_rows(at, rows);
+    const int slot = buffer * 64 + this->key_;
+    const int64_t age = (query_.position + kRingKeys - slot) % kRingKeys;
+    const bool held = this->lane_ < 16 && age < params_.p.window.window_size;
+    const uint32_t found = this->take_rows(held ? key(query_.position - age) : nullptr, rows);
+    (buffer == 0 ? found_[0] : found_[1]) = found;
     this->copy_tiles(smem_.tile(buffer, 0), C::kTileBytes, rows, 0, C::kTiles);
   }
 
@@ -155,7 +149,7 @@ class RingGather : RowsGather<C> {
   WindowQuery query_;
   bool has_keys_ = false;
   Change change_;
-  uint64_t mask_[2] = {0, 0};  // of the ring
+  uint32_t found_[2] = {0, 0};  // of the ring, by this warp
   int fills_ = 0;
   // The key after them.
   bool is_next_here_ = false, is_next_valid_;

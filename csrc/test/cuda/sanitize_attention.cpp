@@ -76,6 +76,8 @@ constexpr Case kCases[] = {
     {kRowGroups, kDsv4, 128, 4, 1, 4, 300, 100},
     {kRowsBf16, kBf16, 64, 8, 1, 280, 200, 0},
     {kRowsBf16, kBf16D512, 128, 8, 1, 150, 200, 0},
+    {kRowsBf16, kBf16, 40, 8, 1, 280, 100, 90},
+    {kRowsBf16, kBf16D512, 64, 8, 1, 280, 130, 60},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100},
     {kTeams, kDsv4, 16, 2, 2, 4, 500, 60, true},
     {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60, true},
@@ -85,6 +87,7 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16D512, 64, 8, 1, 500, 128, 0, true},
     {kRowsBf16, kBf16D512, 40, 8, 1, 300, 200, 0, true},
     {kRowsBf16, kBf16, 20, 8, 1, 500, 70, 0, true},
+    {kRowsBf16, kBf16D512, 20, 8, 1, 280, 70, 60, true},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100, true},
 };
 constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
@@ -240,8 +243,8 @@ bool run(const Case& c) {
   SparseAttentionParams p{};
   p.layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
-  p.scopes[0] =
-      random_scope(device, l, c.kernel == kRowsBf16 && !c.is_window ? 1 : kPageSize, c.tokens, c.topk);
+  const bool plain_rows = c.kernel == kRowsBf16 && !c.is_window && p.num_scopes == 1;
+  p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, l, 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
   p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
