@@ -86,6 +86,18 @@ class Case:
     def prefill(self, **changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return mla_fp8.sparse_prefill_paged(*self.arguments(), **(self.options() | changes))
 
+    def nan_outputs(self) -> dict[str, torch.Tensor]:
+        """For the _out form of a prefill op."""
+        tokens, heads = self.q.shape[:2]
+        rows = self.q.new_full((tokens, heads), float("nan"), dtype=torch.float32)
+        out = self.q.new_full((tokens, heads, self.layout.head_dim_v), float("nan"))
+        return {"out": out, "max_logits": rows, "lse": rows.clone()}
+
+    def prefill_into_nan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outs = self.nan_outputs()
+        torch.ops.mla_fp8.sparse_prefill_paged_out(*self.arguments(), **self.op_options(), **outs)
+        return outs["out"], outs["max_logits"], outs["lse"]
+
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(out, max_logits, lse) in ``dtype``, from the rows that the test kept."""
         scopes = [(s.rows, s.indices, s.length) for s in self.scopes]

@@ -99,18 +99,12 @@ def test_a_token_does_not_see_the_others(name, device):
 def test_out_forms_write_every_element(device):
     case, rows = workspace_case("bf16", device)
     scope = case.scopes[0]
-    outs = {
-        "out": torch.full((6, 16, 512), float("nan"), device=device).bfloat16(),
-        "max_logits": torch.full((6, 16), float("nan"), device=device),
-        "lse": torch.full((6, 16), float("nan"), device=device),
-    }
+    outs = case.nan_outputs()
     options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
     OPS.sparse_prefill_out(case.q, rows, scope.indices, **options, **outs)
     for got, want in zip(outs.values(), prefill(case, rows), strict=True):
         assert torch.equal(got, want)
-    paged = {name: torch.full_like(t, float("nan")) for name, t in outs.items()}
-    OPS.sparse_prefill_paged_out(*case.arguments(), **case.op_options(), **paged)
-    for got, want in zip(paged.values(), case.prefill(), strict=True):
+    for got, want in zip(case.prefill_into_nan(), case.prefill(), strict=True):
         assert torch.equal(got, want)
 
 
@@ -179,10 +173,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message,
         "sm_scale": case.sm_scale,
         "attn_sink": case.attn_sink,
         "topk_length": scope.length,
-        "out": torch.full((6, 16, 512), float("nan"), device=device).bfloat16(),
-        "max_logits": torch.full((6, 16), float("nan"), device=device),
-        "lse": torch.full((6, 16), float("nan"), device=device),
-    }
+    } | case.nan_outputs()
     written = [arguments[n] for n in ("out", "max_logits", "lse")]
     arguments[name] = change(arguments[name])
     tensors = [arguments.pop(n) for n in ("q", "kv", "indices")]

@@ -32,18 +32,6 @@ def assert_right_at(case: Case, results: Results, which: torch.Tensor | slice) -
     assert_right(case.tokens(which), tuple(t[which] for t in results))
 
 
-def poisoned(case: Case) -> Results:
-    """The op into outputs full of NaN."""
-    tokens, heads = case.q.shape[:2]
-    outs = {
-        "out": torch.full((tokens, heads, 512), float("nan"), device="cuda").bfloat16(),
-        "max_logits": torch.full((tokens, heads), float("nan"), device="cuda"),
-        "lse": torch.full((tokens, heads), float("nan"), device="cuda"),
-    }
-    torch.ops.mla_fp8.sparse_prefill_paged_out(*case.arguments(), **case.op_options(), **outs)
-    return tuple(outs.values())
-
-
 def assert_same(got: Results, want: Results) -> None:
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
@@ -63,12 +51,12 @@ def test_any_number_of_rows(layout, num_tokens, num_q_heads):
         num_slots=3000,
         extra=V4_SCOPES,
     )
-    results = poisoned(case)
+    results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
     spread = torch.randperm(num_tokens, device="cuda")[:24]
     some = torch.cat([torch.arange(min(8, num_tokens), device="cuda"), spread])
     assert_right_at(case, results, some)
-    assert_same(poisoned(case), results)
+    assert_same(case.prefill_into_nan(), results)
 
 
 @all_layouts
@@ -86,10 +74,10 @@ def test_rows_of_every_length(layout, num_q_heads, page_size):
         page_size=page_size,
     )
     case.scopes[0].length.copy_(torch.randint(0, 201, (2200,)))
-    results = poisoned(case)
+    results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
     assert_right_at(case, results, torch.randperm(2200, device="cuda")[:64])
-    assert_same(poisoned(case), results)
+    assert_same(case.prefill_into_nan(), results)
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_512"])
@@ -127,9 +115,9 @@ def test_production_shapes(layout, topk, extra, num_q_heads):
         KV_LAYOUTS[layout], "cuda", num_tokens=4096, num_q_heads=num_q_heads, topk=topk, num_slots=20000,
         page_size=256 if layout == "dsv4" else 64, extra=extra,
     )  # fmt: skip
-    results = poisoned(case)
+    results = case.prefill_into_nan()
     assert_right_at(case, results, torch.randperm(4096, device="cuda")[:24])
-    assert_same(poisoned(case), results)
+    assert_same(case.prefill_into_nan(), results)
 
 
 @pytest.mark.parametrize("num_q_heads", [8, 16, 32])

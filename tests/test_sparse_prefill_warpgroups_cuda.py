@@ -25,28 +25,12 @@ def rows_case(name: str, **shape) -> Case:
     return make_case(KV_LAYOUTS[name], "cuda", page_size=1, num_slots=3000, **shape)
 
 
-def poison(case: Case) -> dict[str, torch.Tensor]:
-    """Outputs full of NaN."""
-    tokens, heads = case.q.shape[:2]
-    return {
-        "out": torch.full((tokens, heads, 512), float("nan"), device="cuda").bfloat16(),
-        "max_logits": torch.full((tokens, heads), float("nan"), device="cuda"),
-        "lse": torch.full((tokens, heads), float("nan"), device="cuda"),
-    }
-
-
 def prefill(case: Case, rows: torch.Tensor | None = None) -> Results:
-    scope, outs = case.scopes[0], poison(case)
+    scope, outs = case.scopes[0], case.nan_outputs()
     options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
     torch.ops.mla_fp8.sparse_prefill_out(
         case.q, scope.rows if rows is None else rows, scope.indices, **options, **outs
     )
-    return tuple(outs.values())
-
-
-def prefill_paged(case: Case) -> Results:
-    outs = poison(case)
-    torch.ops.mla_fp8.sparse_prefill_paged_out(*case.arguments(), **case.op_options(), **outs)
     return tuple(outs.values())
 
 
@@ -101,10 +85,10 @@ def test_two_caches_in_any_pages(name, num_q_heads, topk, extra_topk):
     extra = {"topk": extra_topk, "page_size": 61, "num_slots": 700}
     shape = {"num_tokens": 420, "num_q_heads": num_q_heads, "topk": topk, "num_slots": 3000}
     case = make_case(KV_LAYOUTS[name], "cuda", **shape, extra=extra)
-    results = prefill_paged(case)
+    results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
     assert_right(case, results, spread(420))
-    assert_same(prefill_paged(case), results)
+    assert_same(case.prefill_into_nan(), results)
 
 
 @row_layouts
@@ -112,9 +96,10 @@ def test_pages_are_rows(name):
     """The same keys in the same order, and so the same bits, whatever pages hold them."""
     case = make_case(KV_LAYOUTS[name], "cuda", num_tokens=200, num_q_heads=64, topk=300, num_slots=3000)
     want, scope = prefill(case), case.scopes[0]
-    assert_same(prefill_paged(case), want)
+    assert_same(case.prefill_into_nan(), want)
     gap = torch.nn.functional.pad(scope.kv_cache, (0, 64))[:, :-64]
-    assert_same(prefill_paged(replace(case, scopes=[replace(scope, kv_cache=gap)])), want)
+    apart = replace(case, scopes=[replace(scope, kv_cache=gap)])
+    assert_same(apart.prefill_into_nan(), want)
 
 
 @row_layouts

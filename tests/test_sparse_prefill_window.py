@@ -245,10 +245,7 @@ def test_nan_reaches_those_queries_only_that_attend_to_it(name, num_q_heads, pag
 def test_opcheck_and_out_form(device):
     window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
     want = window.run()
-    outs = {
-        name: torch.full_like(t, float("nan"))
-        for name, t in zip(("out", "max_logits", "lse"), want, strict=True)
-    }
+    outs = window.case.nan_outputs()
     OPS.sparse_prefill_window_out(*window.arguments(), **window.op_options(), **outs)
     for got, expected in zip(outs.values(), want, strict=True):
         assert torch.equal(got, expected)
@@ -282,12 +279,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message,
     window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
     names = ("q", "kv_cache", "page_table", "query_start_loc", "seq_lens")
     arguments = dict(zip(names, window.arguments(), strict=True)) | window.op_options()
-    tokens, heads = window.case.q.shape[:2]
-    outs = {
-        "out": torch.full((tokens, heads, 512), float("nan"), device=device).bfloat16(),
-        "max_logits": torch.full((tokens, heads), float("nan"), device=device),
-        "lse": torch.full((tokens, heads), float("nan"), device=device),
-    }
+    outs = window.case.nan_outputs()
     arguments[name] = change(arguments[name])
     with pytest.raises(RuntimeError, match=message):
         OPS.sparse_prefill_window_out(**arguments, **outs)
