@@ -66,17 +66,18 @@ class RowsGather {
   }
   // Where a key lies; null: nowhere.
   __device__ const uint8_t* address(const RowsSource& item, int key, int entry) const {
-    if (is_extra(item, key)) return address(1, params_.page_size[1], entry);
-    if (!is_window()) return address(0, params_.page_size[0], entry);
+    if (is_extra(item, key)) return slot_address(1, entry);
+    if (!is_window()) return slot_address(0, entry);
     const Divider& page_size = params_.page_size[0];
     const int64_t position = int64_t{item.first_position} + key;
-    return address(0, entry, position - page_size(position) * page_size.divisor());
+    return row_address(0, entry, position - page_size(position) * page_size.divisor());
   }
-  __device__ const uint8_t* address(int scope, const Divider& page_size, int slot) const {
+  __device__ const uint8_t* slot_address(int scope, int slot) const {
+    const Divider& page_size = params_.page_size[scope];
     const int64_t page = page_size(slot);
-    return slot < 0 ? nullptr : address(scope, page, slot - page * page_size.divisor());
+    return slot < 0 ? nullptr : row_address(scope, page, slot - page * page_size.divisor());
   }
-  __device__ const uint8_t* address(int scope, int64_t page, int64_t row) const {
+  __device__ const uint8_t* row_address(int scope, int64_t page, int64_t row) const {
     const KvScope& s = params_.p.scopes[scope];
     if (page < 0 || page * s.page_size + row >= s.num_slots) return nullptr;
     return s.kv_cache + page * s.kv_cache_stride_page + row * (C::kDims * 2);
@@ -135,7 +136,7 @@ class RowsGather {
   }
 
   using BlockRows = Rows<kAllRows>;
-  // Where the rows are; which of the lanes' keys.
+  // Where this thread's rows are. Returns which of the lanes' keys there are, as take_rows.
   __device__ uint32_t find(const RowsSource& item, int block, int entry, BlockRows& rows) const {
     if constexpr (!C::kSelected) {
       rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
@@ -151,7 +152,7 @@ class RowsGather {
     }
     return found;
   }
-  // From the lanes that know their addresses.
+  // The same from the lanes' addresses of their keys.
   template <int kCount>
   __device__ uint32_t take_rows(const uint8_t* at, Rows<kCount>& rows) const {
 #pragma unroll

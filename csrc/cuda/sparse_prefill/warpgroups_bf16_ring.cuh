@@ -64,7 +64,7 @@ class RingGather : RowsGather<C> {
     const int64_t entry = page_size(position), row = position - entry * page_size.divisor();
     const int page = __ldg(params_.p.window.page_table +
                            query_.request * params_.p.window.page_table_stride_request + entry);
-    return this->address(0, page, row);
+    return this->row_address(0, page, row);
   }
 
   // The key that the next query adds: 64 threads hold it until its place is free.
