@@ -1,4 +1,5 @@
-"""sparse_prefill over bf16 rows, 17 to 128 heads: CTAs that go from item to item, blocks of 64 keys."""
+"""Sparse prefill by CTAs that go from item to item, in blocks of 64 keys: bf16 rows, 17 to 128 heads; pages
+of `dsv4`, 65 to 128 heads, in pairs of CTAs."""
 
 from dataclasses import replace
 
@@ -188,3 +189,48 @@ def test_replays_follow_changed_indices_and_lengths(name):
         mine.rows.copy_(theirs.rows)
         mine.indices.copy_(theirs.indices.roll(1, 0))
         mine.length.copy_(theirs.length.roll(1, 0))
+
+
+def pages_case(**shape) -> Case:
+    return make_case(KV_LAYOUTS["dsv4"], "cuda", page_size=61, num_slots=3000, **shape)
+
+
+@pytest.mark.parametrize("num_q_heads", [65, 100, 128])
+@pytest.mark.parametrize("num_tokens", [33, 420])
+@pytest.mark.parametrize(
+    "topk, extra_topk", [(1, 0), (63, 0), (65, 0), (640, 0), (64, 64), (70, 71), (130, 640)]
+)
+def test_pairs(num_q_heads, num_tokens, topk, extra_topk):
+    extra = {"topk": extra_topk, "page_size": 2, "num_slots": 700} if extra_topk else None
+    case = pages_case(num_tokens=num_tokens, num_q_heads=num_q_heads, topk=topk, extra=extra)
+    results = case.prefill_into_nan()
+    assert all(not t.isnan().any() for t in results)
+    assert_right(case, results, spread(num_tokens))
+    for _ in range(3):
+        assert_same(case.prefill_into_nan(), results)
+    out, lse = case.decode()
+    assert torch.equal(out, results[0]) and torch.equal(lse, results[2])
+
+
+@pytest.mark.parametrize("num_q_heads", [80, 128])
+def test_pairs_and_items_of_every_length(num_q_heads):
+    case = pages_case(num_tokens=2000, num_q_heads=num_q_heads, topk=320)
+    length = torch.randint(0, 6, (2000,), device="cuda", dtype=torch.int32) * 64
+    case.scopes[0].length.copy_(torch.where(torch.rand(2000, device="cuda") < 0.5, length, length + 1))
+    results = case.prefill_into_nan()
+    assert all(not t.isnan().any() for t in results)
+    assert_right(case, results, spread(2000, 64))
+    for _ in range(20):
+        assert_same(case.prefill_into_nan(), results)
+
+
+def test_pairs_have_the_bits_of_dequantised_rows():
+    case = pages_case(num_tokens=1000, num_q_heads=128, topk=1024)
+    scope = case.scopes[0]
+    rows = mla_fp8.dequantize_kv(
+        scope.kv_cache, torch.arange(len(scope.rows), device="cuda"), layout=case.layout, page_size=61
+    )
+    options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
+    want = mla_fp8.sparse_prefill(case.q, rows, scope.indices, **options)
+    for _ in range(10):
+        assert_same(case.prefill_into_nan(), want)

@@ -13,7 +13,8 @@ struct LaunchConfig {
   int64_t grid;  // blocks
   int block;     // threads
   gpuStream_t stream;
-  int smem = 0;  // dynamic shared memory, bytes
+  int smem = 0;     // dynamic shared memory, bytes
+  int cluster = 1;  // blocks of a cluster (sm_90)
 };
 
 inline void check_grid(const LaunchConfig& c) {

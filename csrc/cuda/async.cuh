@@ -46,6 +46,13 @@ __device__ inline void mbarrier_arrive_expect_warp(uint32_t bar, int bytes, int 
   if (lane == 0) mbarrier_arrive_expect(bar, bytes);
   else if (kWarpArrivals > 1) mbarrier_arrive(bar);
 }
+// At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
+// each arrival takes a fence of the GPU.
+__device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || lane == 0)
+    asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 // Arrives once the calling thread's cp.async so far have landed.
 __device__ inline void mbarrier_arrive_cp_async(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
@@ -62,6 +69,15 @@ __device__ inline void bulk_copy(uint32_t dst, const void* src, int bytes, uint3
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}
+// From this CTA's shared memory to another's of the cluster, the same rules; `dst` and `bar` are its cluster
+// addresses.
+__device__ inline void bulk_copy_to_cluster(uint32_t dst, uint32_t src, int bytes, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          dst),
+      "r"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
 // From shared to global memory, the same rules.

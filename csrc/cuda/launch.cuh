@@ -48,16 +48,18 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 template <class Params>
 void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {
   check_grid(c);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(c.cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(c.grid));
   config.blockDim = dim3(static_cast<unsigned>(c.block));
   config.dynamicSmemBytes = static_cast<size_t>(c.smem);
   config.stream = c.stream;
-  config.attrs = &overlap;
-  config.numAttrs = compute_major() >= 9 ? 1 : 0;  // from Hopper on
+  config.attrs = attributes;
+  config.numAttrs = c.cluster > 1 ? 2 : compute_major() >= 9 ? 1 : 0;  // from Hopper on
   check(cudaLaunchKernelEx(&config, kernel, params), "kernel launch");
 }
 

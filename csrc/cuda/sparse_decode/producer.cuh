@@ -51,9 +51,6 @@ __device__ Work find_work(const TeamParams& params) {
   };
 }
 
-// Masked tokens read this row: whatever lies in a cache reaches an output only through a selected slot.
-__device__ const uint4 kZeroRow[1152 / 16] = {};
-
 template <class C>
 struct Ring {
   uint32_t smem;

@@ -4,7 +4,8 @@
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled tiles, two
 //            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
 //            arrive while the last weights of this one are multiplied and its output is stored.
-//            With more than 32 heads a window's keys stay, and one comes with each query
+//            With more than 32 heads a window's keys stay, and one comes with each query. FP8 pages: two CTAs
+//            of 64 heads convert half of each block to bf16, for both
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
@@ -17,6 +18,7 @@
 
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_math.cuh"
+#include "cuda/sparse_prefill/warpgroups_bf16_pair.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_ring.cuh"
 
 namespace mla_fp8::gpu {
@@ -32,10 +34,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const RowsSmem<C> shared{shared_address(smem)};
   if (thread == 0) shared.init();
   wait_for_previous_grid();
-  __syncthreads();
+  if constexpr (C::kPair) cluster_sync();
+  else __syncthreads();
   if (warp >= 8) {
     give_up_registers<C::kGatherRegisters>();
-    if constexpr (C::kRing) RingGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    if constexpr (C::kPair) RowsPairGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    else if constexpr (C::kRing) RingGather<C>(params, shared, thread - 8 * kWarpSize).run();
     else RowsGather<C>(params, shared, thread - 8 * kWarpSize).run();
   } else if (warp >= 4) {
     take_registers<C::kMathRegisters>();
@@ -44,12 +48,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     take_registers<C::kMathRegisters>();
     RowsMath<C, 0>(params, smem, warp, lane).run();
   }
+  if constexpr (C::kPair) {  // whose shared memory the other CTA may still write
+    __syncwarp();
+    cluster_sync();
+  }
 #endif
 }
 
 template <KvLayoutId kId, RowsKeys kKeys>
 void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
   using C = RowsConfig<kId, kKeys>;
+  constexpr int kCluster = C::kPair ? 2 : 1;
   const auto kernel = sparse_prefill_rows_kernel<C>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
         "smem opt-in");
@@ -63,16 +72,18 @@ void launch_variant(const SparseAttentionParams& p, gpuStream_t stream) {
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
   };
   launch(kernel,
-         {.grid = std::min<int64_t>(params.num_tiles, num_processors()),
+         {.grid = std::min<int64_t>(params.num_tiles, num_processors() / kCluster * kCluster),
           .block = C::kThreads,
           .stream = stream,
-          .smem = C::kSmemBytes},
+          .smem = C::kSmemBytes,
+          .cluster = kCluster},
          params);
 }
 
 }  // namespace
 
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream) {
+  if (p.layout == KvLayoutId::kDsv4) return launch_variant<KvLayoutId::kDsv4, RowsKeys::kPair>(p, stream);
   const auto run = [&]<KvLayoutId kId>(constant<kId>) {
     if (is_plain_selection(p)) return launch_variant<kId, RowsKeys::kSelected>(p, stream);
     if (rows_tile_tokens(p) > 1) return launch_variant<kId, RowsKeys::kNeighbours>(p, stream);

@@ -21,11 +21,13 @@ inline int64_t num_rows_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{rows_tile_tokens(p)}) * ceil_div(p.num_q_heads, 64);
 }
 
-// Whether the kernel is the one for this problem: bf16 rows, windows alone or more than 16 heads, and at
-// least half as many tiles as SMs: with fewer, decode's kernels share a query among SMs.
+// Whether the kernel is the one for this problem: bf16 rows, windows alone or more than 16 heads, or dsv4 and
+// more than 64 heads; and at least half as many tiles as SMs, as with fewer decode's kernels share a query
+// among SMs.
 inline bool prefill_warpgroups_bf16_fits(const SparseAttentionParams& p, int num_sms) {
-  return (p.layout == KvLayoutId::kBf16 || p.layout == KvLayoutId::kBf16D512) &&
-         (is_window_alone(p) || p.num_q_heads > 16) && 2 * num_rows_tiles(p) >= num_sms;
+  const bool bf16 = p.layout == KvLayoutId::kBf16 || p.layout == KvLayoutId::kBf16D512;
+  const bool pair = p.layout == KvLayoutId::kDsv4 && p.num_q_heads > 64;
+  return (pair || (bf16 && (is_window_alone(p) || p.num_q_heads > 16))) && 2 * num_rows_tiles(p) >= num_sms;
 }
 void launch_prefill_warpgroups_bf16(const SparseAttentionParams& p, gpuStream_t stream);
 

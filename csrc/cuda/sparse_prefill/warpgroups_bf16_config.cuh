@@ -13,16 +13,19 @@ namespace mla_fp8::gpu {
 inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
 
 // What a tile attends to: a plain selection (warpgroups_bf16.h); the windows of neighbours; the window of one
-// query, in a ring of keys that moves on with the queries; whatever else one query does.
-enum class RowsKeys { kSelected, kNeighbours, kRing, kAny };
+// query, in a ring of keys that moves on with the queries; whatever else one query does, in bf16 or, for a
+// pair of CTAs with 64 heads each, in FP8 pages.
+enum class RowsKeys { kSelected, kNeighbours, kRing, kAny, kPair };
 
 // Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
-template <KvLayoutId kId, RowsKeys kKeys>
+template <KvLayoutId kId_, RowsKeys kKeys>
 struct RowsConfig {
+  static constexpr KvLayoutId kId = kId_;
   static constexpr bool kSelected = kKeys == RowsKeys::kSelected;
   static constexpr bool kNeighbours = kKeys == RowsKeys::kNeighbours;
   static constexpr bool kRing = kKeys == RowsKeys::kRing;
-  static constexpr bool kAny = kKeys == RowsKeys::kAny;
+  static constexpr bool kPair = kKeys == RowsKeys::kPair;
+  static constexpr bool kAny = kKeys == RowsKeys::kAny || kPair;
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
@@ -30,6 +33,7 @@ struct RowsConfig {
   static constexpr int kValueTiles = kHeadDimV / kTileDims;
   static constexpr bool kHasRope = kTiles > kValueTiles;
   static_assert(kTiles - kValueTiles <= 1);
+  static_assert(!kPair || !kHasRope);  // weights may not lie over keys that are being copied to the other CTA
 
   // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
   // is often two blocks: the first block takes eight more, where there is room for them.
@@ -44,19 +48,25 @@ struct RowsConfig {
   __device__ static int first_key(int block) { return block / 2 * kPairKeys + block % 2 * keys(0); }
 
   static constexpr int kThreads = 3 * kGroupThreads;
-  static constexpr int kMathRegisters = 224, kGatherRegisters = 56;
+  static constexpr int kMathRegisters = kPair ? 208 : 224, kGatherRegisters = 504 - 2 * kMathRegisters;
 
-  // A block arrives in pieces of two tiles of values, then rope, and is freed in parts: the values of group
-  // 0, those of group 1, each in halves of 32 keys, and rope.
-  static constexpr int kPieces = kHasRope ? 5 : 4, kRopePiece = 4, kParts = kHasRope ? 3 : 2, kRopePart = 2;
-  __device__ static constexpr int first_tile(int piece) { return 2 * piece; }
-  __device__ static constexpr int num_tiles(int piece) { return piece == kRopePiece ? 1 : 2; }
+  // A block arrives in pieces of two tiles of values (of a pair four), then rope, and is freed in parts: the
+  // values of group 0, those of group 1, each in halves of 32 keys, and rope.
+  static constexpr int kPieceTiles = kPair ? 4 : 2, kRopePiece = kValueTiles / kPieceTiles;
+  static constexpr int kPieces = kRopePiece + kHasRope, kParts = kHasRope ? 3 : 2, kRopePart = 2;
+  __device__ static constexpr int first_tile(int piece) { return kPieceTiles * piece; }
+  __device__ static constexpr int num_tiles(int piece) { return piece == kRopePiece ? 1 : kPieceTiles; }
 
   // The weights of a block lie over its rope keys, which are no longer needed once there are weights; those
   // of the tail behind them, without swizzle and, as products take 16 keys, with eight that are zero.
   static constexpr int kQ = 0;
   static constexpr int kBlocks = kTiles * kTileBytes;
-  __device__ static constexpr int key_tile_bytes(int buffer) { return keys(buffer) * kTileDims * 2; }
+  // From a tile of keys to the next, and from eight keys of it to the next eight. Of a pair eight keys of
+  // all tiles lie together, which one copy takes to the other CTA.
+  __device__ static constexpr int key_tile_bytes(int buffer) {
+    return (kPair ? 8 : keys(buffer)) * kTileDims * 2;
+  }
+  static constexpr int kEightKeysBytes = 8 * kTileDims * 2 * (kPair ? kValueTiles + 1 : 1);
   static constexpr int kTailWeightsBytes = kTail * 2 * kHeads * 2;
   static constexpr int kBlockBytes = (kValueTiles + 1) * kTileBytes;
   static constexpr int kFirstBlockBytes = kBlockBytes + kTail * kHeadDimV * 2 + kTailWeightsBytes;
@@ -156,7 +166,7 @@ struct RowsSmem {
   __device__ uint32_t empty(int buffer, int part) const {
     return full(2, 0) + (buffer * C::kParts + part) * 8;
   }
-  // Of its first 32 keys.
+  // Of its first 32 keys. Of a pair the first CTA waits for these at its own `empty`, of both.
   __device__ uint32_t half_empty(int buffer, int part) const { return empty(2, 0) + (buffer * 2 + part) * 8; }
 
   __device__ void init() const {
@@ -165,8 +175,10 @@ struct RowsSmem {
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(weights_full(buffer), 4 * kWarpArrivals);
       for (int piece = 0; piece < C::kPieces; ++piece)
-        mbarrier_init(full(buffer, piece), kGroupThreads + (piece == 0 ? 4 : 0));  // and the mask
-      for (int part = 0; part < C::kParts; ++part) mbarrier_init(empty(buffer, part), 4 * kWarpArrivals);
+        mbarrier_init(full(buffer, piece),
+                      C::kPair ? 4 * kWarpArrivals : kGroupThreads + (piece == 0 ? 4 : 0));  // and the mask
+      for (int part = 0; part < C::kParts; ++part)
+        mbarrier_init(empty(buffer, part), (C::kPair ? 8 : 4) * kWarpArrivals);  // of both CTAs
       for (int part = 0; part < 2; ++part) mbarrier_init(half_empty(buffer, part), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
@@ -182,35 +194,16 @@ struct RowsSource : RowsItem {
   const int32_t* extra;     // slots of the second cache
 };
 
-// The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
-// rows come from L2 once more. The next item is known early: nobody waits for its length.
+// The tiles, in their order.
 template <class C>
-class RowsItems {
+class RowsTiles {
  public:
-  __device__ explicit RowsItems(const RowsParams& params)
-      : params_(params), now_(item(blockIdx.x, 0)), next_(after(now_)) {}
-  __device__ const RowsSource& operator*() const { return now_; }
-  __device__ const RowsSource& next() const { return next_; }
-  __device__ void advance() {
-    now_ = next_;
-    next_ = after(now_);
-  }
-
- private:
+  __device__ explicit RowsTiles(const RowsParams& params) : params_(params) {}
   __device__ int64_t first_token(int64_t tile) const {
     return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_tokens;
   }
-  __device__ RowsSource after(const RowsSource& x) const {
-    if constexpr (C::kNeighbours) {
-      const int64_t end = x.token + x.num_tokens;
-      const int done = static_cast<int>(end - first_token(x.tile));
-      if (x.num_tokens > 0 && done < params_.tile_tokens && end < params_.p.num_tokens)
-        return item(x.tile, done);
-    }
-    return item(x.tile + gridDim.x, 0);
-  }
   // What follows the first `done` tokens of a tile.
-  __device__ RowsSource item(int64_t tile, int done) const {
+  __device__ RowsSource source(int64_t tile, int done = 0) const {
     const SparseAttentionParams& p = params_.p;
     RowsSource x{};
     x.tile = tile;
@@ -233,6 +226,8 @@ class RowsItems {
     }
     return x;
   }
+
+ private:
   __device__ void find_window(RowsSource& x) const {
     const SlidingWindow& w = params_.p.window;
     const WindowQuery q = find_query(w, x.token);
@@ -252,6 +247,35 @@ class RowsItems {
   }
 
   const RowsParams& params_;
+};
+
+// The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
+// rows come from L2 once more. The next item is known early: nobody waits for its length.
+template <class C>
+class RowsItems {
+ public:
+  __device__ explicit RowsItems(const RowsParams& params)
+      : params_(params), tiles_(params), now_(tiles_.source(blockIdx.x)), next_(after(now_)) {}
+  __device__ const RowsSource& operator*() const { return now_; }
+  __device__ const RowsSource& next() const { return next_; }
+  __device__ void advance() {
+    now_ = next_;
+    next_ = after(now_);
+  }
+
+ private:
+  __device__ RowsSource after(const RowsSource& x) const {
+    if constexpr (C::kNeighbours) {
+      const int64_t end = x.token + x.num_tokens;
+      const int done = static_cast<int>(end - tiles_.first_token(x.tile));
+      if (x.num_tokens > 0 && done < params_.tile_tokens && end < params_.p.num_tokens)
+        return tiles_.source(x.tile, done);
+    }
+    return tiles_.source(x.tile + gridDim.x);
+  }
+
+  const RowsParams& params_;
+  const RowsTiles<C> tiles_;
   RowsSource now_, next_;
 };
 

@@ -106,7 +106,7 @@ class RowsMath {
   __device__ void multiply_keys(bool in_turn) {
     if (kGroup == 1 && in_turn) named_barrier(kBarrierTurn, 2 * kGroupThreads);
     const uint64_t q = wgmma_tile_descriptor(smem_.q_tile(0));
-    const uint64_t keys = wgmma_tile_descriptor(smem_.tile(kGroup, 0));
+    const uint64_t keys = wgmma_tile_descriptor(smem_.tile(kGroup, 0), 0, C::kEightKeysBytes);
     pin_registers(s_);
 #pragma unroll
     for (int piece = 0; piece < C::kPieces; ++piece) {
@@ -152,12 +152,14 @@ class RowsMath {
     const uint32_t tile = smem_.tile(buffer, 4 * kGroup);
     // The last eight keys of a tail twice, the second time with weights of zero.
     const uint64_t b = k == 4 ? wgmma_tile_descriptor(tile + 64 * 128, kTileStride, 0)
-                              : wgmma_advance(wgmma_tile_descriptor(tile, kTileStride), k * 16 * 128);
+                              : wgmma_advance(wgmma_tile_descriptor(tile, kTileStride, C::kEightKeysBytes),
+                                              k * 2 * C::kEightKeysBytes);
     if constexpr (kIsOwn) {
       wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
     } else {
-      const uint64_t a = k == 4 ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
-                                : wgmma_advance(wgmma_tile_descriptor(smem_.weights(buffer)), k * 32);
+      const uint64_t a =
+          k == 4 ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
+                 : wgmma_advance(wgmma_tile_descriptor(smem_.weights(buffer), 0, C::kEightKeysBytes), k * 32);
       wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
     }
     if (k == 1 || k == steps(buffer) - 1) wgmma_commit();
@@ -166,12 +168,18 @@ class RowsMath {
   __device__ void free_values() {
     constexpr int buffer = block_of<kIsOwn>();
     wgmma_wait<1>();
-    arrive(smem_.half_empty(buffer, kGroup));
+    if constexpr (C::kPair) arrive_in_pair(0, smem_.empty(buffer, kGroup));
+    else arrive(smem_.half_empty(buffer, kGroup));
     wgmma_wait<0>();
     pin_registers(out_);
-    arrive(smem_.empty(buffer, kGroup));
+    if constexpr (C::kPair) arrive_in_pair(1, smem_.empty(buffer, kGroup));
+    else arrive(smem_.empty(buffer, kGroup));
     // Rope keys, or the weights over them, were last read here.
     if constexpr (C::kHasRope && !kIsOwn) arrive(smem_.empty(buffer, C::kRopePart));
+  }
+  // The CTAs of a pair fill one half of the keys each, in both: they wait for both.
+  __device__ void arrive_in_pair(int rank, uint32_t barrier) const {
+    mbarrier_arrive_cluster_warp(cluster_address(barrier, rank), lane_);
   }
   __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
 
@@ -287,7 +295,8 @@ class RowsMath {
       if (__any_sync(kFullWarp, suspects_ != 0))
         clear_values<C::keys(kGroup), C::kValueTiles>(bytes_ + C::kBlocks + kGroup * C::kFirstBlockBytes,
                                                       suspects_, lane_);
-    const uint32_t row = smem_.weights(kGroup) + weights_row_ * 128;
+    const uint32_t row =
+        smem_.weights(kGroup) + weights_row_ / 8 * C::kEightKeysBytes + weights_row_ % 8 * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       stmatrix_x4(row + (((2 * k + lane_ / 16) ^ (weights_row_ % 8)) * 16), weights[k]);

@@ -78,6 +78,7 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16D512, 128, 8, 1, 150, 200, 0},
     {kRowsBf16, kBf16, 40, 8, 1, 280, 100, 90},
     {kRowsBf16, kBf16D512, 64, 8, 1, 280, 130, 60},
+    {kRowsBf16, kDsv4, 100, 8, 1, 150, 130, 60},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100},
     {kTeams, kDsv4, 16, 2, 2, 4, 500, 60, true},
     {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60, true},
@@ -88,6 +89,7 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16D512, 40, 8, 1, 300, 200, 0, true},
     {kRowsBf16, kBf16, 20, 8, 1, 500, 70, 0, true},
     {kRowsBf16, kBf16D512, 20, 8, 1, 280, 70, 60, true},
+    {kRowsBf16, kDsv4, 128, 8, 1, 150, 70, 60, true},
     {kPortable, kDsv4, 8, 1, 1, 4, 300, 100, true},
 };
 constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
