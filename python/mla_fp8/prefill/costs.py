@@ -29,8 +29,8 @@ COSTS: dict[str, Costs] = {
         row=0.45, reference=0.08, select=90_000, look_up=4_000,
         workspace_key=((8, 0.19), (16, 0.23), (32, 0.215), (64, 0.245)),
         window_key=((8, 0.07), (16, 0.13), (32, 0.25), (64, 0.32)),
-        paged_key=((8, 0.11), (16, 0.15), (32, 0.22), (64, 0.31)),
-        paged_token=((8, 10), (16, 19), (32, 25), (64, 74)),
+        paged_key=((8, 0.11), (16, 0.15), (32, 0.22), (64, 0.31), (128, 0.66)),
+        paged_token=((8, 10), (16, 19), (32, 25), (64, 74), (128, 0)),
     ),
 }  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
