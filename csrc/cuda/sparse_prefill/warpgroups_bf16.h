@@ -1,6 +1,6 @@
 #pragma once
-// Sparse attention over bf16 rows for Hopper, of prefill and of large decode steps, in tiles of 64 rows of Q
-// (docs/sparse_prefill.md).
+// Sparse attention for Hopper over rows that are bf16 or become it on their way, of prefill and of large
+// decode steps, in tiles of 64 rows of Q (docs/sparse_prefill.md).
 #include "common/kv_layout.h"
 #include "ops/sparse_attention.h"
 

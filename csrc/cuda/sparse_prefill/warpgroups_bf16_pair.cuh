@@ -139,14 +139,8 @@ class RowsPairGather : RowsGather<C> {
     return at;
   }
 
-  __device__ static Words<4> load_16(const uint8_t* p) {
-    const uint4 x = __ldg(reinterpret_cast<const uint4*>(p));
-    return {x.x, x.y, x.z, x.w};
-  }
-  __device__ void load_scales(const Place& at) {
-    const uint2 x = __ldg(reinterpret_cast<const uint2*>(at.scales));
-    scales_ = {x.x, x.y};
-  }
+  __device__ static uint4 load_16(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
+  __device__ void load_scales(const Place& at) { scales_ = __ldg(reinterpret_cast<const uint2*>(at.scales)); }
   // 16 codes of a tile of e4m3, two chunks of 8 of the one of bf16.
   __device__ void load(const Place& at, int tile) {
     const uint8_t* row = at.row + quarter_ * 16;
@@ -160,29 +154,26 @@ class RowsPairGather : RowsGather<C> {
 
   // The tile's scale as two bf16: what it multiplies is exact, as in dequantize_kv.
   __device__ uint32_t scale(int tile) const {
-    const uint32_t exponent = scales_[tile / 4] >> (tile % 4 * 8) & 0xff;
+    const uint32_t exponent = (tile < 4 ? scales_.x : scales_.y) >> (tile % 4 * 8) & 0xff;
     return (float_bits(ue8m0_to_float(static_cast<uint8_t>(exponent))) >> 16) * 0x10001u;
   }
-  __device__ Words<4> decode(uint32_t codes, uint32_t more, uint32_t scale) const {
-    Words<4> x = decode8<kL.nope_format>(Words<2>{codes, more}, 1.0f);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = mul_bf16x2(x[i], scale);
-    return x;
-  }
-  __device__ static void store(uint32_t to, const Words<4>& w) {
-    store_shared_16(to, {w[0], w[1], w[2], w[3]});
+  __device__ static uint4 decode(uint32_t codes, uint32_t more, uint32_t scale) {
+    const Words<2> x = e4m3x4_to_16bit<kL.nope_format, Dtype::kBf16>(codes);
+    const Words<2> y = e4m3x4_to_16bit<kL.nope_format, Dtype::kBf16>(more);
+    return {mul_bf16x2(x[0], scale), mul_bf16x2(x[1], scale), mul_bf16x2(y[0], scale),
+            mul_bf16x2(y[1], scale)};
   }
   __device__ void convert(int buffer, int tile) const {
     const uint32_t to = smem_.tile(buffer, tile) + at_;
     if (tile < kFp8Tiles) {
-      const Words<4>& x = codes_[tile];
+      const uint4& x = codes_[tile];
       const uint32_t s = scale(tile), chunk = (2 * quarter_ ^ eighth_) * 16;
-      store(to + chunk, decode(x[0], x[1], s));
-      store(to + (chunk ^ 16), decode(x[2], x[3], s));
+      store_shared_16(to + chunk, decode(x.x, x.y, s));
+      store_shared_16(to + (chunk ^ 16), decode(x.z, x.w, s));
     } else {
       const uint32_t chunk = (quarter_ ^ eighth_) * 16;
-      store(to + chunk, rope_[0]);
-      store(to + (chunk ^ 64), rope_[1]);
+      store_shared_16(to + chunk, rope_[0]);
+      store_shared_16(to + (chunk ^ 64), rope_[1]);
     }
   }
   // The warp's keys of a piece to the other CTA, whose own come back.
@@ -199,9 +190,9 @@ class RowsPairGather : RowsGather<C> {
   }
 
   const int rank_, eighth_, quarter_;
-  const uint32_t at_, to_peer_;          // of this lane's key in a tile; from an address to the peer's
-  Words<4> codes_[kFp8Tiles], rope_[2];  // of this lane's key
-  Words<2> scales_;
+  const uint32_t at_, to_peer_;       // of this lane's key in a tile; from an address to the peer's
+  uint4 codes_[kFp8Tiles], rope_[2];  // of this lane's key
+  uint2 scales_;
   uint32_t found_;
 };
 
