@@ -1,21 +1,26 @@
 """Sparse decode against FlashMLA, in one process.
 
-    PYTHONPATH=python:.peers python benchmarks/bench_sparse_decode.py
+    PYTHONPATH=python:.peers python benchmarks/bench_sparse_decode.py [--real-rows]
 
 FlashMLA takes 64 or 128 heads: fewer are padded; `flash_mla` is its kernels alone, `flash_mla, pad, slice`
 with the copies that a user pays. Errors are relative to float64 over the dequantised rows. Indices are
 uniform over a million rows, and launches rotate over several sets of them, so rows come from HBM.
+
+`--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's; without
+FlashMLA, and on a CPU, which runs nothing else of this, the first rows with float64.
 """
 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from row_kinds import ROW_KINDS, RowKind, expected_keys, selected, windows
+from summary import markdown
 
 import mla_fp8
-from harness import Work, run
+from harness import Work, arguments, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, reference
 
 try:
@@ -23,8 +28,15 @@ try:
 except ImportError:
     flash_mla = None
 
-NUM_SLOTS = 1 << 20
-BYTES_PER_GRAPH = 400e6  # of rows: several times the L2
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+NUM_SLOTS = 1 << (20 if CUDA else 12)
+BYTES_PER_GRAPH, MAX_SETS = 400e6, 48 if CUDA else 1  # of rows: several times the L2
+HEADS = (8, 16, 32, 64, 128)
+REAL_BATCHES = (32, 128) if CUDA else (4,)
+PROMPT_ROWS = 4096 if CUDA else 4
+REAL_ROUNDS = 7
+RATIO = 4  # tokens of an entry of V4
 
 
 @dataclass(frozen=True)
@@ -37,72 +49,92 @@ class Shape:
     extra_topk: int = 0
     extra_page_size: int = 64
     s_q: int = 1
+    rows: RowKind | None = None  # None: every index valid, and uniform in both caches
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         extra = f"+{self.extra_topk}" if self.extra_topk else ""
         pages = f" p{self.extra_page_size}" if self.extra_page_size != 64 else ""
         s_q = f" s_q{self.s_q}" if self.s_q > 1 else ""
-        return f"{self.layout} {self.topk}{extra}{pages}{s_q} h{self.num_q_heads} b{self.batch}"
+        rows = f": {self.rows.label}" if self.rows else ""
+        return f"{self.layout} {self.topk}{extra}{pages}{s_q} h{self.num_q_heads} b{self.batch}{rows}"
 
     @property
     def num_tokens(self) -> int:
         return self.batch * self.s_q
 
     @property
+    def keys(self) -> int:
+        if self.rows is None:
+            return self.num_tokens * (self.topk + self.extra_topk)
+        if not self.extra_topk:
+            return int(expected_keys(self.rows, self.num_tokens, self.topk, 1))
+        window = expected_keys(replace(self.rows, holes=0.0), self.num_tokens, self.topk, 1)
+        return int(window + expected_keys(self.rows, self.num_tokens, self.extra_topk, RATIO))
+
+    @property
     def row_bytes(self) -> int:
-        return self.num_tokens * (self.topk + self.extra_topk) * KV_LAYOUTS[self.layout].bytes_per_token
+        return self.keys * KV_LAYOUTS[self.layout].bytes_per_token
 
     @property
     def flops(self) -> int:
-        keys = self.num_tokens * (self.topk + self.extra_topk)
         layout = KV_LAYOUTS[self.layout]
-        return 2 * keys * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v)
+        return 2 * self.keys * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v)
 
 
 def shapes() -> Iterator[Shape]:
-    for heads, batch in itertools.product((8, 16, 32, 64, 128), (1, 8, 32, 64, 128, 256)):
+    for heads, batch in itertools.product(HEADS, (1, 8, 32, 64, 128, 256)):
         yield Shape("dsv32", heads, batch, 2048)
-    for topk, heads, batch in itertools.product((512, 1024), (8, 16, 32, 64, 128), (32, 128, 256)):
+    for topk, heads, batch in itertools.product((512, 1024), HEADS, (32, 128, 256)):
         yield Shape("dsv4", heads, batch, 128, 256, topk)
     for heads in (8, 16, 32, 64):
         yield Shape("dsv4", heads, 128, 128, 256, 512, s_q=2)
         yield Shape("dsv4", heads, 128, 128, 256, 1024, extra_page_size=2)
 
 
-_caches: dict = {}
+def real_shapes() -> Iterator[Shape]:
+    """Heads innermost: they share their indices."""
+    widths = (("dsv32", 2048, 64, 0), ("dsv4", 128, 256, 512))
+    for kind, (layout, topk, page_size, extra) in itertools.product(ROW_KINDS, widths):
+        batches = REAL_BATCHES if kind.prompt_from is None else (PROMPT_ROWS,)
+        for batch, heads in itertools.product(batches, HEADS):
+            yield Shape(layout, heads, batch, topk, page_size, extra, s_q=kind.s_q, rows=kind)
 
 
+@functools.cache
 def cache(layout_name: str, page_size: int) -> torch.Tensor:
-    """A million random rows, written by quantize_kv."""
-    key = layout_name, page_size
-    if key not in _caches:
-        layout = KV_LAYOUTS[layout_name]
-        kv_cache = layout.empty(NUM_SLOTS // page_size, page_size, "cuda").zero_()
-        for first in range(0, NUM_SLOTS, 1 << 18):
-            latent = torch.randn(1 << 18, layout.head_dim_qk, device="cuda").bfloat16()
-            slots = torch.arange(first, first + (1 << 18), device="cuda")
-            mla_fp8.quantize_kv(latent, slots, kv_cache, layout=layout, page_size=page_size)
-        _caches[key] = kv_cache
-    return _caches[key]
+    """A million random rows (fewer on a CPU), written by quantize_kv."""
+    layout, part = KV_LAYOUTS[layout_name], min(NUM_SLOTS, 1 << 18)
+    kv_cache = layout.empty(NUM_SLOTS // page_size, page_size, DEVICE).zero_()
+    for first in range(0, NUM_SLOTS, part):
+        latent = torch.randn(part, layout.head_dim_qk, device=DEVICE).bfloat16()
+        slots = torch.arange(first, first + part, device=DEVICE)
+        mla_fp8.quantize_kv(latent, slots, kv_cache, layout=layout, page_size=page_size)
+    return kv_cache
 
 
 class Problem:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.layout = shape, KV_LAYOUTS[shape.layout]
-        self.num_sets = max(4, min(48, int(BYTES_PER_GRAPH / shape.row_bytes)))
+        self.num_sets = min(MAX_SETS, max(4, int(BYTES_PER_GRAPH / shape.row_bytes)))
         tokens, heads = shape.num_tokens, shape.num_q_heads
-        self.q = torch.randn(self.num_sets, tokens, heads, self.layout.head_dim_qk, device="cuda").bfloat16()
+        self.q = torch.randn(self.num_sets, tokens, heads, self.layout.head_dim_qk, device=DEVICE).bfloat16()
         self.sm_scale = self.layout.head_dim_qk**-0.5
         self.main = cache(shape.layout, shape.page_size)
-        self.indices = self._indices(shape.topk)
-        self.sink = torch.randn(heads, device="cuda") if shape.extra_topk else None
+        self.sink = torch.randn(heads, device=DEVICE) if shape.extra_topk else None
         self.extra = cache(shape.layout, shape.extra_page_size) if shape.extra_topk else None
-        self.extra_indices = self._indices(shape.extra_topk)
+        self.indices, self.length = self._indices(shape.topk, window=shape.extra_topk > 0)
+        self.extra_indices, self.extra_length = self._indices(shape.extra_topk, window=False)
 
-    def _indices(self, topk: int) -> torch.Tensor:
-        size = (self.num_sets, self.shape.num_tokens, topk)
-        return torch.randint(NUM_SLOTS, size, device="cuda", dtype=torch.int32)
+    def _indices(self, topk: int, window: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kind, size = self.shape.rows, (self.num_sets, self.shape.num_tokens, topk)
+        if kind is None:
+            return torch.randint(NUM_SLOTS, size, device=DEVICE, dtype=torch.int32), None
+        if window:
+            indices, valid = windows(kind, size, NUM_SLOTS, DEVICE)
+        else:
+            indices, valid = selected(kind, size, NUM_SLOTS, RATIO if self.shape.extra_topk else 1, DEVICE)
+        return indices, valid if kind.lengths else None
 
     def native(self, i: int, batch_invariant: bool = False) -> torch.Tensor:
         extra = {}
@@ -110,11 +142,13 @@ class Problem:
             extra = {
                 "extra_kv_cache": self.extra,
                 "extra_indices": self.extra_indices[i],
+                "extra_topk_length": self.extra_length,
                 "extra_page_size": self.shape.extra_page_size,
             }
         return mla_fp8.sparse_decode(
             self.q[i], self.main, self.indices[i], layout=self.layout, page_size=self.shape.page_size,
-            sm_scale=self.sm_scale, attn_sink=self.sink, batch_invariant=batch_invariant, **extra,
+            sm_scale=self.sm_scale, topk_length=self.length, attn_sink=self.sink,
+            batch_invariant=batch_invariant, backend="native", **extra,
         )[0]  # fmt: skip
 
     def prepare_flash_mla(self) -> None:
@@ -123,7 +157,7 @@ class Problem:
         self.padded_q = [self._pad(self.q[i]) for i in range(self.num_sets)]
         sink = self.sink
         if sink is not None and len(sink) < self.padded_heads:
-            sink = torch.full((self.padded_heads,), -float("inf"), device="cuda")
+            sink = torch.full((self.padded_heads,), -float("inf"), device=DEVICE)
             sink[: len(self.sink)] = self.sink
         self.padded_sink = sink
 
@@ -138,10 +172,12 @@ class Problem:
         s = self.shape
         per_request = (s.batch, s.s_q)
         extra = {}
-        if self.extra is not None:
+        if self.extra is not None:  # it knows lengths in V4 only
             extra = {
                 "extra_k_cache": self.layout.flash_mla_view(self.extra, s.extra_page_size),
                 "extra_indices_in_kvcache": self.extra_indices[i].unflatten(0, per_request),
+                "topk_length": self.length,
+                "extra_topk_length": self.extra_length,
             }
         out, _ = flash_mla.flash_mla_with_kvcache(
             q.unflatten(0, per_request), self.layout.flash_mla_view(self.main, s.page_size), None, None, 512,
@@ -157,7 +193,7 @@ class Problem:
         return self._flash_mla(self._pad(self.q[i]), i).contiguous()
 
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
-        """Of set 0, relative to float64 over the dequantised rows."""
+        """Of set 0's first tokens, relative to float64 over the dequantised rows."""
         scopes = []
         for kv_cache, indices, page_size in (
             (self.main, self.indices, self.shape.page_size),
@@ -166,9 +202,9 @@ class Problem:
             if kv_cache is None:
                 continue
             chosen = indices[0, :num_tokens]
-            rows = dequantized(self.layout, kv_cache, chosen.flatten(), page_size)
-            at = torch.arange(len(rows), device="cuda", dtype=torch.int32).view_as(chosen)
-            scopes.append((rows, at, None))
+            rows = dequantized(self.layout, kv_cache, chosen.flatten().clamp_min(0), page_size)
+            at = torch.arange(len(rows), device=DEVICE, dtype=torch.int32).view_as(chosen)
+            scopes.append((rows, at.where(chosen >= 0, -1), None))
         q = self.q[0, :num_tokens].double()
         exact, _, _ = reference.sparse_attention(q, scopes, sm_scale=self.sm_scale, attn_sink=self.sink)
         return ((out[:num_tokens].double() - exact).norm() / exact.norm()).item()
@@ -189,27 +225,37 @@ def work(shape: Shape) -> Work:
     def rotating(launch):
         return [functools.partial(launch, i) for i in range(problem.num_sets)]
 
-    baselines = {"batch_invariant": rotating(functools.partial(problem.native, batch_invariant=True))}
-    if flash_mla is not None:
-        problem.prepare_flash_mla()
-        baselines["flash_mla"] = rotating(problem.flash_mla_kernels)
-        if shape.num_q_heads not in (64, 128):
-            baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)
-
     def note() -> str:
         errors = f"error {problem.error(problem.native(0)):.2e}"
         if flash_mla is not None:
             errors += f", flash_mla {problem.error(problem.flash_mla_kernels(0)):.2e}"
         return errors
 
-    return Work(
-        shape.name, rotating(problem.native), shape.row_bytes, shape.flops, baselines=baselines, note=note
-    )
+    def difference() -> float:
+        if flash_mla is None:
+            return problem.error(problem.native(0))
+        return relative_difference(problem.native(0), problem.flash_mla_kernels(0))
+
+    made = Work(shape.label, rotating(problem.native), shape.row_bytes, shape.flops)
+    if flash_mla is not None:
+        problem.prepare_flash_mla()
+        made.baselines["flash_mla"] = rotating(problem.flash_mla_kernels)
+    if shape.rows is not None:
+        made.difference = difference
+        return made
+    made.note = note
+    made.baselines["batch_invariant"] = rotating(functools.partial(problem.native, batch_invariant=True))
+    if flash_mla is not None and shape.num_q_heads not in (64, 128):
+        made.baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)
+    return made
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        print("bench_sparse_decode needs an NVIDIA GPU; bench_sparse_attention runs on a CPU too")
-        raise SystemExit(0)
     torch.manual_seed(0)
-    run("sparse_decode", (work(shape) for shape in shapes()))
+    options = arguments("sparse_decode", real_rows=True)
+    if not CUDA:
+        print("bench_sparse_decode: real rows only; all else needs an NVIDIA GPU")
+    elif not options.real_rows:
+        run("sparse_decode", shapes(), work, options=options)
+    title = "sparse_decode_real_rows"
+    run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)

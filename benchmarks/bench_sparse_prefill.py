@@ -1,6 +1,6 @@
 """Sparse prefill against FlashMLA, in one process, and whole layers against Triton kernels around FlashMLA.
 
-    PYTHONPATH=python:.peers python benchmarks/bench_sparse_prefill.py
+    PYTHONPATH=python:.peers python benchmarks/bench_sparse_prefill.py [--real-rows]
 
 `sparse_prefill_paged` (V3.2) and `sparse_prefill_window` (V4) read FP8 pages (or bf16 ones: `bf16_512`),
 FlashMLA a ready workspace of bf16 rows. It takes 64 or 128 heads: `flash_mla` is its kernel alone, other
@@ -9,108 +9,40 @@ that a user then pays. Top-k entries are uniform over `rows` entries, windows ar
 `layer` cases add what leads there: Triton kernels dequantise FlashMLA's workspace and combine its indices,
 its heads are padded and sliced; ours reads the caches, or goes through a workspace, too (`layer bf16`).
 Errors are relative to float64 over the dequantised rows.
+
+`--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's, as
+bench_sparse_decode.py does. `flash_mla, pages` is its decode kernel over the same FP8 pages.
 """
 
 import functools
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from bench_sparse_decode import dequantized
+from bench_sparse_decode import CUDA, DEVICE, RATIO, REAL_ROUNDS, dequantized
+from row_kinds import RowKind, selected, windows
+from sparse_prefill_shapes import WINDOW, Shape, real_shapes, shapes
+from summary import markdown
 
 import mla_fp8
-from harness import Work, load_triton_baselines, run
+from harness import Work, arguments, load_triton_baselines, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, reference
+from mla_fp8.backends.convert import packed
 
 try:
     import flash_mla
 except ImportError:
     flash_mla = None
 
-WINDOW, WINDOW_PAGE, PAGE, RATIO = 128, 256, 64, 4
-NUM_SETS = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    layout: str
-    num_q_heads: int
-    num_tokens: int
-    topk: int
-    window: int
-    rows: int  # that the top-k entries choose among
-    bf16: bool = False  # from a workspace instead of pages
-    layer: bool = False
-
-    @property
-    def name(self) -> str:
-        kind = ("layer " if self.layer else "") + ("bf16 " if self.bf16 else "")
-        window = f"+{self.window}" if self.window else ""
-        size = f" {self.rows >> 10}K" if self.topk else ""
-        return f"{kind}{self.layout} {self.topk}{window}{size} h{self.num_q_heads} t{self.num_tokens}"
-
-    @property
-    def keys(self) -> int:
-        return self.num_tokens * (self.topk + self.window)
-
-    @property
-    def flops(self) -> int:
-        layout = KV_LAYOUTS[self.layout]
-        return 2 * self.keys * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v)
-
-    @property
-    def num_bytes(self) -> int:
-        """Each byte once: the caches, Q and the output."""
-        layout = KV_LAYOUTS[self.layout]
-        tokens = self.num_tokens * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v) * 2
-        rows = (self.rows if self.topk else 0) + (self.num_tokens + WINDOW - 1 if self.window else 0)
-        return tokens + rows * (layout.head_dim_qk * 2 if self.bf16 else layout.bytes_per_token)
-
-
-def shapes() -> Iterator[Shape]:
-    heads = (8, 16, 32, 64)
-    for h, rows in itertools.product(heads, (32 << 10, 128 << 10)):
-        yield Shape("dsv32", h, 4096, 2048, 0, rows)
-        yield Shape("dsv4", h, 4096, 512, WINDOW, rows)
-        yield Shape("dsv4", h, 8192, 512, WINDOW, rows)
-        yield Shape("dsv4", h, 4096, 1024, WINDOW, rows)
-    for h in heads:
-        yield Shape("dsv4", h, 8192, 0, WINDOW, 0)
-        yield Shape("dsv4", h, 8192, 0, WINDOW, 0, bf16=True)
-        yield Shape("dsv4", h, 8192, 0, WINDOW, 0, bf16=True, layer=True)
-    for h in (16, 32, 64, 128):
-        yield Shape("dsv32", h, 256, 2048, 0, 128 << 10)
-        yield Shape("dsv4", h, 256, 1024, WINDOW, 128 << 10)
-    for h in (8, 16, 32, 64):
-        yield Shape("dsv4", h, 4096, 512, WINDOW, 64 << 10, bf16=True)
-    for h in (16, 32, 64, 128):
-        yield Shape("bf16_512", h, 4096, 512, WINDOW, 64 << 10)
-    for rows in (8 << 10, 64 << 10):
-        yield Shape("dsv4", 64, 4096, 512, 0, rows, bf16=True)
-        yield Shape("dsv4", 128, 4096, 1024, 0, rows, bf16=True)
-    for rows in (32 << 10, 128 << 10):
-        yield Shape("dsv32", 64, 4096, 2048, 0, rows, bf16=True)
-        yield Shape("dsv32", 128, 4096, 2048, 0, rows, bf16=True)
-    for h, rows in itertools.product((8, 16, 64), (32 << 10, 128 << 10)):
-        yield Shape("dsv32", h, 8192, 2048, 0, rows, layer=True)
-        yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, layer=True)
-    for h, rows in itertools.product((32, 64), (32 << 10, 128 << 10)):
-        yield Shape("dsv32", h, 8192, 2048, 0, rows, bf16=True, layer=True)
-        yield Shape("dsv4", h, 8192, 512, WINDOW, rows // 4, bf16=True, layer=True)
-    for h, bf16 in itertools.product((16, 32, 64, 128), (False, True)):
-        if not (bf16 and h == 16):
-            yield Shape("dsv32", h, 256, 2048, 0, 128 << 10, bf16=bf16, layer=True)
-            yield Shape("dsv4", h, 256, 1024, WINDOW, 32 << 10, bf16=bf16, layer=True)
+WINDOW_PAGE, PAGE = 256, 64
+NUM_SETS, REAL_SETS = 3, 2 if CUDA else 1
 
 
 @functools.cache
 def cache(layout_name: str, page_size: int, rows: int) -> torch.Tensor:
     layout = KV_LAYOUTS[layout_name]
     num_pages = -(-rows // page_size)
-    kv_cache = layout.empty(num_pages, page_size, "cuda").zero_()
-    latent = torch.randn(num_pages * page_size, layout.head_dim_qk, device="cuda").bfloat16()
-    slots = torch.arange(len(latent), device="cuda")
+    kv_cache = layout.empty(num_pages, page_size, DEVICE).zero_()
+    latent = torch.randn(num_pages * page_size, layout.head_dim_qk, device=DEVICE).bfloat16()
+    slots = torch.arange(len(latent), device=DEVICE)
     mla_fp8.quantize_kv(latent, slots, kv_cache, layout=layout, page_size=page_size)
     return kv_cache
 
@@ -121,35 +53,48 @@ class Problem:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.layout = shape, KV_LAYOUTS[shape.layout]
         tokens, heads, dim = shape.num_tokens, shape.num_q_heads, self.layout.head_dim_qk
-        self.q = torch.randn(NUM_SETS, tokens, heads, dim, device="cuda").bfloat16()
-        self.sink = torch.randn(heads, device="cuda") if shape.window else None
+        self.num_sets = NUM_SETS if shape.kind is None else REAL_SETS
+        self.q = torch.randn(self.num_sets, tokens, heads, dim, device=DEVICE).bfloat16()
+        self.sink = torch.randn(heads, device=DEVICE) if shape.window else None
         self.sm_scale = dim**-0.5
-        self.gathered = tokens + WINDOW - 1  # tokens that the windows reach
-        size = (NUM_SETS, tokens, shape.topk)
-        self.topk_indices = torch.randint(max(shape.rows, 1), size, device="cuda", dtype=torch.int32)
-        # The window of token t: tokens t .. t + 127 of those gathered.
-        first = torch.arange(tokens, device="cuda", dtype=torch.int32)[:, None]
-        self.windows = first + torch.arange(shape.window, device="cuda", dtype=torch.int32)
-        pages = torch.arange(-(-self.gathered // WINDOW_PAGE), dtype=torch.int32, device="cuda")[None]
+        self.gathered = tokens + shape.before  # tokens that the windows reach
+        size = (self.num_sets, tokens, shape.topk)
+        self.topk_indices, topk_valid = selected(
+            shape.kind or RowKind(""), size, max(shape.rows, 1), shape.ratio, DEVICE
+        )
+        of_prompt = RowKind("", prompt_from=shape.before)
+        self.windows, window_valid = windows(of_prompt, (1, tokens, shape.window), self.gathered, DEVICE)
+        lengths = shape.kind is not None and shape.kind.lengths
+        self.topk_length, self.window_length = (topk_valid, window_valid) if lengths else (None, None)
+        pages = torch.arange(-(-self.gathered // WINDOW_PAGE), dtype=torch.int32, device=DEVICE)[None]
         geometry = ([0, tokens], [self.gathered])  # query_start_loc, seq_lens
-        self.window_geometry = (pages, *(torch.tensor(x, dtype=torch.int32, device="cuda") for x in geometry))
-        self.row_table = torch.arange(self.gathered, dtype=torch.int32, device="cuda")[None]
+        self.window_geometry = (pages, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in geometry))
+        self.row_table = torch.arange(self.gathered, dtype=torch.int32, device=DEVICE)[None]
         self.window_cache = cache(shape.layout, WINDOW_PAGE, self.gathered) if shape.window else None
         self.topk_cache = cache(shape.layout, PAGE, shape.rows) if shape.topk else None
         self.window_offset = shape.rows if shape.topk else 0  # of the window's rows in the workspace
         self.num_rows = self.window_offset + (self.gathered if shape.window else 0)
-        parts = [self.topk_indices]
-        if shape.window:
-            parts.append((self.windows + self.window_offset).expand(NUM_SETS, -1, -1))
-        self.combined = torch.cat(parts, 2)
-        self.workspace = torch.empty(self.num_rows, dim, device="cuda", dtype=torch.bfloat16)
+        self.combined, self.combined_length = self._combined()
+        self.workspace = torch.empty(self.num_rows, dim, device=DEVICE, dtype=torch.bfloat16)
         for kv_cache, page_size, rows, out in self._caches():
-            slots = torch.arange(rows, device="cuda")
+            slots = torch.arange(rows, device=DEVICE)
             out.copy_(mla_fp8.dequantize_kv(kv_cache, slots, layout=self.layout, page_size=page_size))
         self.padded_heads = 64 if heads <= 64 else 128
         padded = [mla_fp8.pad_q_heads(q, self.sink, num_heads=self.padded_heads) for q in self.q]
         self.padded_q = [q for q, _ in padded]
         self.padded_sink = padded[0][1] if self.sink is not None else None
+
+    def _combined(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows of the workspace, lengths or None): entries, then windows, without gaps between the two."""
+        shape = self.shape
+        if not shape.window:
+            return self.topk_indices, self.topk_length
+        in_workspace = torch.where(self.windows < 0, -1, self.windows + self.window_offset)
+        both = torch.cat([self.topk_indices, in_workspace.expand(self.num_sets, -1, -1)], 2)
+        if shape.kind is None or shape.kind.holes:
+            return both, None
+        combined, valid = packed(both.flatten(0, 1))
+        return combined.view_as(both), valid[: shape.num_tokens] if shape.kind.lengths else None
 
     def _caches(self) -> list[tuple[torch.Tensor, int, int, torch.Tensor]]:
         """(cache, page size, rows, their place in the workspace) of each."""
@@ -173,25 +118,24 @@ class Problem:
         return {
             "extra_kv_cache": self.topk_cache,
             "extra_indices": self.topk_indices[i],
+            "extra_topk_length": self.topk_length,
             "extra_page_size": PAGE,
         }
 
     def paged(self, i: int) -> torch.Tensor:
-        main = (self.window_cache, self.windows, WINDOW_PAGE)
-        extra = self.extra(i)
-        if self.window_cache is None:
-            main, extra = (self.topk_cache, self.topk_indices[i], PAGE), {}
+        """Of layers without a window."""
         return mla_fp8.sparse_prefill_paged(
-            self.q[i], main[0], main[1], layout=self.layout, page_size=main[2], sm_scale=self.sm_scale,
-            attn_sink=self.sink, **extra,
+            self.q[i], self.topk_cache, self.topk_indices[i], layout=self.layout, page_size=PAGE,
+            sm_scale=self.sm_scale, topk_length=self.topk_length, attn_sink=self.sink,
         )[0]  # fmt: skip
 
     def rows(self, i: int) -> torch.Tensor:
         if self.topk_cache is None:
             return self._window_rows(i)
         return mla_fp8.sparse_prefill(
-            self.q[i], self.workspace, self.combined[i], sm_scale=self.sm_scale, attn_sink=self.sink
-        )[0]
+            self.q[i], self.workspace, self.combined[i], sm_scale=self.sm_scale, attn_sink=self.sink,
+            topk_length=self.combined_length,
+        )[0]  # fmt: skip
 
     def _window_rows(self, i: int) -> torch.Tensor:
         """The workspace as a cache of pages of one row."""
@@ -218,26 +162,48 @@ class Problem:
 
     def _flash_mla(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return flash_mla.flash_mla_sparse_fwd(
-            q, self.workspace[:, None], indices[:, None], self.sm_scale, 512, attn_sink=self.padded_sink
-        )[0]
+            q, self.workspace[:, None], indices[:, None], self.sm_scale, 512, attn_sink=self.padded_sink,
+            topk_length=self.combined_length,
+        )[0]  # fmt: skip
+
+    def prepare_pages(self) -> None:
+        self.meta, _ = flash_mla.get_mla_metadata()
+
+    def flash_mla_pages(self, i: int) -> torch.Tensor:
+        """Its decode kernel, a request per token."""
+        indices, rows = self.topk_indices[i][:, None], {}
+        kv_cache, page_size = self.topk_cache, PAGE
+        if self.window_cache is not None:  # it knows lengths in V4 only
+            rows = {
+                "extra_k_cache": self.layout.flash_mla_view(kv_cache, PAGE),
+                "extra_indices_in_kvcache": indices,
+                "topk_length": self.window_length,
+                "extra_topk_length": self.topk_length,
+            }
+            indices, kv_cache, page_size = self.windows[0][:, None], self.window_cache, WINDOW_PAGE
+        return flash_mla.flash_mla_with_kvcache(
+            self.padded_q[i][:, None], self.layout.flash_mla_view(kv_cache, page_size), None, None, 512,
+            self.meta, softmax_scale=self.sm_scale, is_fp8_kvcache=True, indices=indices,
+            attn_sink=self.padded_sink, **rows,
+        )[0][:, 0]  # fmt: skip
 
     def prepare_layer(self) -> None:
         tokens, shape = self.shape.num_tokens, self.shape
         seq_len = max(shape.rows * RATIO, self.gathered) if shape.window else tokens
 
         def ints(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device="cuda")
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
         self.geometry = (
             ints(0, tokens), ints(seq_len), ints(min(self.gathered, seq_len)), ints(0),
             ints(self.window_offset),
         )  # fmt: skip
         self.indices_out = torch.empty_like(self.combined[0])
-        self.lens_out = torch.empty(tokens, dtype=torch.int32, device="cuda")
+        self.lens_out = torch.empty(tokens, dtype=torch.int32, device=DEVICE)
         self.slots = [
-            torch.arange(rows, device="cuda", dtype=torch.int32) for _, _, rows, _ in self._caches()
+            torch.arange(rows, device=DEVICE, dtype=torch.int32) for _, _, rows, _ in self._caches()
         ]
-        self.triton = load_triton_baselines("cuda")
+        self.triton = load_triton_baselines(DEVICE)
 
     def rows_layer(self, i: int) -> torch.Tensor:
         for (kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
@@ -265,17 +231,18 @@ class Problem:
         return self._pad_flash_mla_slice(self.q[i], indices)
 
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
-        chosen = self.combined[0, :num_tokens].long()
+        valid = self.combined[0, :num_tokens] >= 0
+        chosen = self.combined[0, :num_tokens].clamp_min(0).long()
         if self.layout.nope_format == "bf16" or (self.shape.bf16 and not self.shape.layer):
-            rows = self.workspace.double()[chosen.flatten()]
+            rows = self.workspace[chosen.flatten()].double()
         else:
-            rows = torch.empty(chosen.numel(), self.layout.head_dim_qk, dtype=torch.float64, device="cuda")
+            rows = torch.empty(chosen.numel(), self.layout.head_dim_qk, dtype=torch.float64, device=DEVICE)
             flat, first = chosen.flatten(), 0
             for kv_cache, page_size, count, _ in self._caches():
                 mine = (flat >= first) & (flat < first + count)
                 rows[mine] = dequantized(self.layout, kv_cache, flat[mine] - first, page_size)
                 first += count
-        at = torch.arange(chosen.numel(), device="cuda", dtype=torch.int32).view_as(chosen)
+        at = torch.arange(chosen.numel(), device=DEVICE, dtype=torch.int32).view_as(chosen).where(valid, -1)
         exact, _, _ = reference.sparse_attention(
             self.q[0, :num_tokens].double(), [(rows, at, None)], sm_scale=self.sm_scale, attn_sink=self.sink
         )
@@ -289,7 +256,7 @@ def work(shape: Shape) -> Work:
         native = problem.rows_layer if shape.layer else problem.rows
 
     def rotating(launch):
-        return [functools.partial(launch, i) for i in range(NUM_SETS)]
+        return [functools.partial(launch, i) for i in range(problem.num_sets)]
 
     baselines, peer = {}, None
     if flash_mla is not None:
@@ -299,19 +266,36 @@ def work(shape: Shape) -> Work:
             problem.prepare_layer()
             peer, name = problem.flash_mla_layer, "triton + flash_mla"
         baselines[name] = rotating(peer)
-        if not shape.layer and shape.num_q_heads < problem.padded_heads:
+        if shape.kind is None and not shape.layer and shape.num_q_heads < problem.padded_heads:
             baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)
+        if shape.kind is not None and not shape.bf16:
+            problem.prepare_pages()
+            peer = problem.flash_mla_pages
+            baselines["flash_mla, pages"] = rotating(peer)
 
     def note() -> str:
         errors = f"error {problem.error(native(0)):.2e}"
         return errors if peer is None else f"{errors}, flash_mla {problem.error(peer(0)):.2e}"
 
-    return Work(shape.name, rotating(native), shape.num_bytes, shape.flops, baselines=baselines, note=note)
+    def difference() -> float:
+        if peer is None:
+            return problem.error(native(0))
+        return relative_difference(native(0), peer(0)[:, : shape.num_q_heads])
+
+    made = Work(shape.label, rotating(native), shape.num_bytes, shape.flops, baselines=baselines)
+    if shape.kind is None:
+        made.note = note
+    else:
+        made.difference = difference
+    return made
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        print("bench_sparse_prefill needs an NVIDIA GPU; bench_sparse_attention runs on a CPU too")
-        raise SystemExit(0)
     torch.manual_seed(0)
-    run("sparse_prefill", (work(shape) for shape in shapes()))
+    options = arguments("sparse_prefill", real_rows=True)
+    if not CUDA:
+        print("bench_sparse_prefill: real rows only; all else needs an NVIDIA GPU")
+    elif not options.real_rows:
+        run("sparse_prefill", shapes(), work, options=options)
+    title = "sparse_prefill_real_rows"
+    run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)
