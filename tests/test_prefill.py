@@ -284,6 +284,55 @@ def test_wrong_arguments_are_named(make, message):
         make(chunk)
 
 
+@all_strategies
+@pytest.mark.parametrize("kind", LAYERS)
+def test_attention_is_told_how_far_each_row_reaches(strategy, kind, device, monkeypatch):
+    """Of both caches: what is behind a row's entries and window is never looked at."""
+    entries, window, indexed = LAYERS[kind]
+    chunk = make_chunk("dsv4", device)
+    layer, lengths = chunk.layer(entries=entries, window=window), []
+
+    def listening(right, names):
+        def told(*args, **options):
+            lengths.append([options[name] for name in names if options.get(name) is not None])
+            return right(*args, **options)
+
+        return told
+
+    for op, names in {
+        "sparse_prefill": ["topk_length"],
+        "sparse_prefill_paged": ["topk_length", "extra_topk_length"],
+        "sparse_prefill_window": [],
+    }.items():
+        right = getattr(mla_fp8.prefill.chunk_cache, op)
+        monkeypatch.setattr(mla_fp8.prefill.chunk_cache, op, listening(right, names))
+    chunk.attend(chunk.build(), layer, chunk.topk_indices if indexed else None, strategy)
+    ends = [(n - queries, n) for n, queries in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
+    reach = torch.tensor([pos + 1 for first, end in ends for pos in range(first, end)])
+    topk = chunk.topk if indexed else max(chunk.seq_lens) // chunk.ratio
+    want = [reach.clamp_max(chunk.window)] if window else []
+    want += [(reach // chunk.ratio).clamp_max(topk)] if entries else []
+    if strategy != "direct":  # one row of both; a window alone has its geometry
+        want = [sum(want)] if entries else []
+    assert [[x.tolist() for x in call] for call in lengths] == [[x.tolist() for x in want]]
+
+
+def test_prices_count_the_keys_that_the_host_knows_to_be_there(device, monkeypatch):
+    chunk = make_chunk("dsv4", device)
+    layer, shapes = chunk.layer(), []
+    monkeypatch.setattr(
+        mla_fp8.prefill.chunk_cache, "predict", lambda shape, arch: shapes.append(shape) or {"whole": 1.0}
+    )
+    every = chunk.topk_indices.clamp(0, 0)  # no holes
+    chunk.attend(chunk.build(), layer, every)
+    assert shapes[0].num_keys == sum(len(rows) for rows in chunk.attended(layer, every))
+    starts, pos = torch.tensor([0, 9], dtype=torch.int32), torch.arange(81, 90, dtype=torch.int32)
+    part = make_chunk("dsv4", device, seq_lens=[90], query_lens=[18])
+    cache = part.build(query_start_loc=starts.to(device), query_pos=pos.to(device), num_tokens=9)
+    cache.predict(part.q[:9], part.layer(), part.topk_indices[:9])
+    assert shapes[1].num_keys == 9 * (part.topk + part.window)
+
+
 def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
     chunk = make_chunk("dsv4", device)
     layer, cache = chunk.layer(), chunk.build()

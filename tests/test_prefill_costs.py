@@ -2,13 +2,13 @@
 
 import pytest
 
-from mla_fp8.prefill.costs import COSTS, DEFAULT, LayerShape, for_heads, predict
+from mla_fp8.prefill.costs import COSTS, DEFAULT, LayerShape, count_keys, for_heads, predict
 
 
 def layer_shape(tokens, heads, topk, window, entries):
     return LayerShape(
         num_tokens=tokens, num_q_heads=heads, topk=topk, window_size=window, num_entries=entries,
-        num_window_rows=tokens + window - 1 if window else 0,
+        num_window_rows=tokens + window - 1 if window else 0, num_keys=tokens * (topk + window),
     )  # fmt: skip
 
 
@@ -27,15 +27,28 @@ def test_windows_alone_have_a_price_of_their_own_and_go_through_the_workspace(to
 def test_the_formula_counts_rows_keys_and_bookkeeping(costs):
     arch, c = costs
     shape = LayerShape(
-        num_tokens=10, num_q_heads=65, topk=30, window_size=20, num_entries=1000, num_window_rows=29
-    )
-    keys, (most, workspace) = 500, c.workspace_key[-1]
+        num_tokens=10, num_q_heads=65, topk=30, window_size=20, num_entries=1000, num_window_rows=29,
+        num_keys=400,
+    )  # fmt: skip
+    keys, (most, workspace) = 400, c.workspace_key[-1]
     from_pages = keys * for_heads(c.paged_key, 65) + 10 * for_heads(c.paged_token, 65)
     got = predict(shape, arch)
     assert most == 64 and got["direct"] == pytest.approx(from_pages + c.look_up)
     assert got["whole"] == pytest.approx(2 * keys * workspace + 1029 * c.row)
     find = c.select + (1000 + 500) * c.reference
     assert got["selected"] == pytest.approx(2 * keys * workspace + (300 + 29) * c.row + find)
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 4, 128])
+@pytest.mark.parametrize("topk, window", [(0, 12), (10, 0), (10, 12), (2048, 128)])
+def test_keys_are_counted_as_far_as_each_token_reaches(ratio, topk, window):
+    lengths = [(90, 20), (7, 7), (30, 0), (1, 1), (0, 0), (33, 9), (5000, 4999), (3, 4)]
+    want = 0
+    for n, queries in lengths:
+        for reach in range(max(n - queries, 0) + 1, n + 1):
+            want += min(reach // ratio, topk) if ratio else 0
+            want += min(reach, window)
+    assert count_keys(lengths, ratio, topk, window) == want
 
 
 def test_prices_are_those_of_the_next_kernel_and_of_blocks_of_the_largest():

@@ -14,7 +14,7 @@ from ..ops.build_swa_token_ids import build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from ..ops.sparse_prefill import row_layout, sparse_prefill, sparse_prefill_paged, sparse_prefill_window
-from .costs import LayerShape, predict
+from .costs import LayerShape, count_keys, predict
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_entries, num_window_rows
 
 _MAX_SLOT = 2**31 - 1
@@ -107,6 +107,7 @@ class SparsePrefillChunkCache:
             self.swa_gather_lens = torch.zeros_like(seq_lens)
             self.swa_offsets = torch.zeros_like(query_start_loc)
             self.swa_ids = self.swa_offsets[:0]
+        self._num_keys: dict[tuple[int, int, int], int] = {}  # by compress_ratio, topk and window
         self._regions: dict[int, _Region] = {}  # by compress_ratio
         self._entry_slots: dict[tuple[int, int], Tensor] = {}  # by compress_ratio and page size
         self._rows: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # what has no topk_indices
@@ -172,15 +173,26 @@ class SparsePrefillChunkCache:
         return min(nanoseconds, key=nanoseconds.__getitem__)
 
     def _shape(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None) -> LayerShape:
-        ratio = layer.compress_ratio
+        ratio, window_size = layer.compress_ratio, self.window_size if layer.window else 0
+        topk = self._max_entries(ratio) if topk_indices is None else topk_indices.shape[1]
         return LayerShape(
             num_tokens=self.num_tokens,
             num_q_heads=q.shape[1],
-            topk=self._max_entries(ratio) if topk_indices is None else topk_indices.shape[1],
-            window_size=self.window_size if layer.window else 0,
+            topk=topk,
+            window_size=window_size,
             num_entries=num_entries(self._seq_lens_host, ratio),
             num_window_rows=len(self.swa_ids) if layer.window else 0,
+            num_keys=self._count_keys(ratio, topk, window_size),
         )
+
+    def _count_keys(self, ratio: int, topk: int, window_size: int) -> int:
+        """By the host's lengths; a part of the chunk's tokens has that part of its keys."""
+        key = (ratio, topk, window_size)
+        if key not in self._num_keys:
+            lengths = zip(self._seq_lens_host, self._query_lens_host, strict=True)
+            keys, tokens = count_keys(lengths, ratio, topk, window_size), sum(self._query_lens_host)
+            self._num_keys[key] = keys * min(self.num_tokens, tokens) // max(tokens, 1)
+        return self._num_keys[key]
 
     def _gather_whole(self, layer: LayerCaches, shape: LayerShape) -> Tensor:
         kv = self.workspace.reserve(shape.num_entries + shape.num_window_rows)

@@ -1,5 +1,6 @@
 """What each way through a prefill layer costs: a measured table per GPU, and one formula."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PerHeads = tuple[tuple[int, float], ...]  # (up to so many heads, nanoseconds); more: in blocks of the last
@@ -46,6 +47,7 @@ class LayerShape:
     window_size: int
     num_entries: int  # of all requests
     num_window_rows: int
+    num_keys: int  # entries and window of all tokens, as far as they reach: see count_keys
 
     @property
     def max_selected(self) -> int:
@@ -56,11 +58,11 @@ class LayerShape:
 def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     """Nanoseconds of each strategy."""
     costs = COSTS.get(arch, DEFAULT)
-    keys = shape.num_tokens * (shape.topk + shape.window_size)
+    keys, indices = shape.num_keys, shape.num_tokens * (shape.topk + shape.window_size)
     window = shape.num_window_rows * costs.row
     prices = costs.workspace_key if shape.topk else costs.window_key
     from_workspace = keys * for_heads(prices, shape.num_q_heads) + window
-    find = costs.select + (shape.num_entries + keys) * costs.reference
+    find = costs.select + (shape.num_entries + indices) * costs.reference
     from_pages = keys * for_heads(costs.paged_key, shape.num_q_heads)
     from_pages += shape.num_tokens * for_heads(costs.paged_token, shape.num_q_heads)
     return {
@@ -68,6 +70,24 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
         "selected": from_workspace + shape.max_selected * costs.row + find,
         "direct": from_pages + costs.look_up,
     }
+
+
+def count_keys(lengths: Iterable[tuple[int, int]], ratio: int, topk: int, window_size: int) -> int:
+    """What the last tokens of each request, (its length, how many), can attend to: no more than is before."""
+    return sum(
+        _reach(n, ratio, topk) - _reach(n - queries, ratio, topk)
+        + _reach(n, 1, window_size) - _reach(n - queries, 1, window_size)
+        for n, queries in lengths
+    )  # fmt: skip
+
+
+def _reach(num_tokens: int, ratio: int, most: int) -> int:
+    """The sum of ``min(n // ratio, most)`` for n = 1 .. num_tokens, 0 without a ratio."""
+    if ratio == 0 or num_tokens <= 0:
+        return 0
+    growing = min(num_tokens, ratio * most)
+    groups, rest = divmod(growing, ratio)
+    return ratio * groups * (groups - 1) // 2 + groups * (rest + 1) + (num_tokens - growing) * most
 
 
 def for_heads(prices: PerHeads, num_q_heads: int) -> float:
