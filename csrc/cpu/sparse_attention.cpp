@@ -9,6 +9,8 @@
 // Arithmetic-bound from 16 heads on: 2 * heads * (head_dim_qk + head_dim_v) FLOP per key against about 1 KB
 // read and decoded. A head's result depends on its own keys alone, in their order, so it is the same in any
 // batch, on any number of threads and on any instruction set.
+#include <optional>
+
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
@@ -23,16 +25,9 @@ constexpr int kPairTile = 2 * kColumns;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNegInf = -__builtin_inff();
 
-// Hands out the selected slots of a token, scope after scope.
-struct Cursor {
-  int scope = 0;
-  int64_t next = 0;
-};
-
 template <KvLayoutId kId>
 MLA_SIMD void prefetch_slot(const KvScope& s, int64_t slot) {
   constexpr KvLayout kL = kv_layout(kId);
-  if (slot < 0) return;
   const int64_t row = slot % s.page_size;
   const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
   const uint8_t* token = page + kL.token_offset(row);
@@ -41,25 +36,67 @@ MLA_SIMD void prefetch_slot(const KvScope& s, int64_t slot) {
     __builtin_prefetch(page + kL.scale_offset(row, s.page_size));
 }
 
+struct Key {
+  int scope;
+  int64_t slot;
+};
+
+// Hands out the selected keys of a token, scope after scope. Rows are scattered: a key is asked for while the
+// kAhead keys before it are decoded, however many masked indices lie between.
+template <KvLayoutId kId>
+class Keys {
+ public:
+  Keys(const SparseAttentionParams& p, int64_t token) : p_(p), token_(token) {
+    open(0);
+    for (int i = 0; i < kAhead; ++i) find();
+  }
+
+  bool next(Key* key) {
+    if (taken_ == found_) return false;
+    *key = ahead_[taken_++ % kAhead];
+    find();
+    return true;
+  }
+
+ private:
+  static constexpr int kAhead = 8;
+
+  void open(int scope) {
+    scope_ = scope, index_ = 0;
+    if (scope < p_.num_scopes) selected_.emplace(p_, scope, token_);
+  }
+
+  void find() {
+    for (; scope_ < p_.num_scopes; open(scope_ + 1)) {
+      for (const int64_t end = selected_->length(); index_ < end;) {
+        const int64_t slot = selected_->slot(index_++);
+        if (slot < 0) continue;
+        prefetch_slot<kId>(p_.scopes[scope_], slot);
+        ahead_[found_++ % kAhead] = {scope_, slot};
+        return;
+      }
+    }
+  }
+
+  const SparseAttentionParams& p_;
+  const int64_t token_;
+  int scope_;
+  int64_t index_;
+  std::optional<Selection> selected_;
+  uint64_t found_ = 0, taken_ = 0;
+  Key ahead_[kAhead];
+};
+
 // Stages up to kBlock keys as bf16 latents, zeros up to a multiple of kKeyTile. Returns how many are real.
 template <KvLayoutId kId>
-int stage_latents(const SparseAttentionParams& p, int64_t token, Cursor* cursor, uint16_t* latents) {
+int stage_latents(const SparseAttentionParams& p, Keys<kId>* keys, uint16_t* latents) {
   constexpr int kDim = kv_layout(kId).head_dim_qk();
   int count = 0;
-  for (; cursor->scope < p.num_scopes && count < kBlock; ++cursor->scope, cursor->next = 0) {
-    const KvScope& s = p.scopes[cursor->scope];
-    const Selection selected(p, cursor->scope, token);
-    const int64_t end = selected.length();
-    for (; cursor->next < end && count < kBlock; ++cursor->next) {
-      constexpr int64_t kAhead = 8;  // rows are scattered: ask for one while others are decoded
-      if (cursor->next + kAhead < end) prefetch_slot<kId>(s, selected.slot(cursor->next + kAhead));
-      const int64_t slot = selected.slot(cursor->next);
-      if (slot < 0) continue;
-      const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
-      // The scale of a uniform FP8 layout multiplies logits and output instead: exact here.
-      decode_row<kId>(page, slot % s.page_size, s.page_size, 1.0f, latents + count++ * kDim);
-    }
-    if (cursor->next < end) break;  // the block is full
+  for (Key key; count < kBlock && keys->next(&key); ++count) {
+    const KvScope& s = p.scopes[key.scope];
+    const uint8_t* page = s.kv_cache + key.slot / s.page_size * s.kv_cache_stride_page;
+    // The scale of a uniform FP8 layout multiplies logits and output instead: exact here.
+    decode_row<kId>(page, key.slot % s.page_size, s.page_size, 1.0f, latents + count * kDim);
   }
   const int padded = align_up(count, kKeyTile);
   memset(latents + count * kDim, 0, 2 * (padded - count) * kDim);
@@ -179,8 +216,8 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
     const int head = first_head + (h < num_heads ? h : num_heads - 1);
     return p.q + token * p.q_stride_token + head * p.q_stride_head;
   };
-  Cursor cursor;
-  while (const int num_keys = stage_latents<kId>(p, token, &cursor, s.latents)) {
+  Keys<kId> keys(p, token);
+  while (const int num_keys = stage_latents<kId>(p, &keys, s.latents)) {
     const int num_pairs = align_up(num_keys, kKeyTile) / 2;
     interleave_v(s.latents, kL.head_dim_qk(), num_pairs, s.v_pairs);
     for (int h = 0; h < padded_heads; h += kHeadTile) {
