@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "ci")]
 import accuracy
 import plot
+import summary
 import table
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ RESULTS = sorted((ROOT / "benchmarks/results").glob("*.csv"))
 PERFORMANCE = "<!-- tables and charts of benchmarks/results: ci/docs_hooks.py -->"
 ACCURACY = "<!-- tables and charts of docs/accuracy.csv: ci/docs_hooks.py -->"
 HEADER = "| case | us | GB/s | TFLOP/s | % of the ceiling | baselines |\n|---|---|---|---|---|---|"
+REAL_ROWS = "_real_rows"  # hundreds of cases: worst and best of each kind say it
 IMAGES = Path(tempfile.mkdtemp())
 
 
@@ -48,6 +50,9 @@ def performance() -> str:
     for path in RESULTS:
         parts.append(f"## {device(path)}")
         for op, rows in by_op(path).items():
+            if op.endswith(REAL_ROWS):
+                parts.append(f"### {op}, {device(path)}\n\n{summary.markdown(rows)}")
+                continue
             parts.append(f"### {op}, {device(path)}\n\n![{op}](img/{path.stem}_{op}.png)")
             lines = [
                 f"| {case} | {float(us):.4g} | {number(gbps, '.4g')} | {number(tflops, '.3g')} "
@@ -63,6 +68,8 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for path in RESULTS:
         for op, rows in by_op(path).items():
+            if op.endswith(REAL_ROWS):
+                continue
             plot.draw(rows, device(path), IMAGES / f"{path.stem}_{op}.png")
     accuracy.draw(accuracy.read(), IMAGES / "accuracy.png")
     for image in sorted(IMAGES.iterdir()):
