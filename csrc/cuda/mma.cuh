@@ -8,6 +8,11 @@ __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+__device__ inline uint32_t load_shared_4(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ inline uint2 load_shared_8(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
@@ -15,6 +20,9 @@ __device__ inline uint2 load_shared_8(uint32_t address) {
 }
 __device__ inline void store_shared_1(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ inline void store_shared_4(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 __device__ inline void store_shared_8(uint32_t address, uint64_t v) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(v) : "memory");

@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
   return x;
 }
 
-// What `lane` holds, in all lanes.
+// What `lane` holds: the same one for all, or one for each.
 template <class T>
 __device__ __forceinline__ T broadcast(T x, int lane) {
   static_assert(sizeof(T) % 4 == 0 && std::is_trivially_copyable_v<T>);

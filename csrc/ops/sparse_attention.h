@@ -79,9 +79,8 @@ class Selection {
     }
   }
   MLA_HD int64_t length() const { return length_; }
-  // Of a window.
-  MLA_HD int64_t first_position() const { return first_; }
-  MLA_HD const int32_t* pages() const { return indices_; }
+  MLA_HD int64_t first_position() const { return first_; }    // of a window
+  MLA_HD const int32_t* entries() const { return indices_; }  // slots, or the pages of the window's request
 
   // -1: masked.
   MLA_HD int64_t slot(int64_t i) const {

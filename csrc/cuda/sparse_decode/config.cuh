@@ -3,6 +3,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_decode/row.cuh"
+#include "cuda/sparse_decode/valid_keys.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -35,8 +36,8 @@ struct TeamConfig {
   static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr int kConsumerRegisters = kProducers == 8 ? 224 : 232;
-  static constexpr int kProducerRegisters = kProducers == 8 ? 32 : 40;
+  static constexpr int kProducerRegisters = kProducers == 8 && kRows_ == 1 ? 32 : 48;
+  static constexpr int kConsumerRegisters = kProducers == 8 ? 256 - kProducerRegisters : 232;
 
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
   // A multiple of 8, so that a slot is always filled by the same producer and emptied by the same team: with
@@ -66,8 +67,15 @@ struct TeamConfig {
   static constexpr int kStats = kWarpLargest + kConsumerWarps * kHeads * 4;      // of the CTA
   static constexpr int kLargest = kStats + kHeads * 8;
   static constexpr int kValid = kLargest + kHeads * 4;
-  static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
-  static constexpr int kSmemBytes = kBarriers + kSlots * 16;
+  // KeySurvey [warp]; prefill surveys a row ahead: [row][buffer][warp].
+  static constexpr int kSurveys = align_up(kValid + kSlots * kSlotTokens, 8);
+  static constexpr int kSurveyWarps = kRows > 1 ? kConsumerWarps / kRows : kThreads / kWarpSize;
+  static constexpr int kRowSurveysBytes = kSurveyWarps * kSurveyBytes;
+  static constexpr int kCounts = kSurveys + (kRows > 1 ? kRows * 2 : 1) * kRowSurveysBytes;
+  static constexpr int kBarriers =
+      kCounts + (kRows > 1 ? kProducers : 1) * kCountsBytes;       // prefill: [producer]
+  static constexpr int kSurveyBarriers = kBarriers + kSlots * 16;  // prefill: [row][buffer] x (full, empty)
+  static constexpr int kSmemBytes = kSurveyBarriers + (kRows > 1 ? kRows * 2 * 16 : 0);
   static_assert(kSmemBytes <= kMaxSmemBytes);
   static_assert(kQ % 128 == 0 && kPFp8 % 16 == 0 && kWarpStats % 16 == 0 && kBarriers % 8 == 0);
 

@@ -1,8 +1,8 @@
 // Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention
 // loop.
 //
-// One CTA takes one query token and 16 of its heads (M of an mma). For each block of 32 selected tokens:
-//   gather   32 rows into shared memory by cp.async, while the block before is worked on; masked: zeros
+// One CTA takes one query token and 16 of its heads (M of an mma). For each block of 32 valid keys:
+//   gather   32 rows into shared memory by cp.async, while the block before is worked on; past the end: zeros
 //   decode   to bf16 latents [token][dim], as dequantize_kv does
 //   S        4 warps x 8 tokens, all dims
 //   P        online softmax; maxima and weights meet in shared memory
@@ -16,6 +16,7 @@
 #include "cuda/pairs.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_decode/row.cuh"
+#include "cuda/sparse_decode/valid_keys.cuh"
 #include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
@@ -38,51 +39,39 @@ struct Shared {
   alignas(16) uint16_t weights[kHeads][kTokens + 8];
   float warp_max[kWarps][kHeads], warp_sum[kWarps][kHeads];
   bool valid[2][kTokens];  // of this block and the next
+  alignas(8) KeySurvey surveys[kWarps];
+  int counts[kWarpSize];
 };
 
-// Where the selected token at `position` lies; row null: masked.
-struct Source {
-  const uint8_t* row;
-  const uint8_t* scales;
-};
-
+// Starts the copies of one block of valid keys from rank `first` on; every warp fetches 8 rows, each by the
+// whole warp. Past the last key: zeros.
 template <KvLayoutId kId>
-__device__ Source find_source(const SparseAttentionParams& p, int64_t token, const int64_t (&lengths)[2],
-                              int64_t position) {
-  constexpr KvLayout kL = kv_layout(kId);
-  const int scope = position >= lengths[0];
-  if (scope) position -= lengths[0];
-  if (position >= lengths[scope]) return {nullptr, nullptr};
-  const KvScope& s = p.scopes[scope];
-  const int64_t slot = Selection(p, scope, token).slot(position);
-  if (slot < 0) return {nullptr, nullptr};
-  const uint8_t* page = s.kv_cache + slot / s.page_size * s.kv_cache_stride_page;
-  const int64_t in_page = slot % s.page_size;
-  return {page + kL.token_offset(in_page), page + kL.scale_offset(in_page, s.page_size)};
-}
-
-// Starts the copies of one block; every warp fetches 8 rows, each by the whole warp.
-template <KvLayoutId kId>
-__device__ void gather(const SparseAttentionParams& p, int64_t token, const int64_t (&lengths)[2],
-                       int64_t first, Shared<kId>& smem, bool (&valid)[kTokens]) {
+__device__ void gather(const SparseAttentionParams& p, const Keys& keys, const ValidKeys& valid_keys,
+                       int first, Shared<kId>& smem, bool (&valid)[kTokens]) {
   using R = Row<kId>;
+  constexpr KvLayout kL = kv_layout(kId);
   constexpr int kRowsPerWarp = kTokens / kWarps;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int mine = warp * kRowsPerWarp + lane % kRowsPerWarp;
-  const Source source = find_source<kId>(p, token, lengths, first + mine);
-  if (lane < kRowsPerWarp) valid[mine] = source.row != nullptr;
-  const uint8_t* anywhere = reinterpret_cast<const uint8_t*>(p.q);  // a valid address; nothing is read
+  const bool is_key = first + mine < valid_keys.num_keys();
+  const auto key = valid_keys.find(KeySource(p, keys), is_key ? first + mine : -1);
+  const uint8_t* own_row = reinterpret_cast<const uint8_t*>(p.q);  // a valid address; nothing is read
+  const uint8_t* own_scales = own_row;
+  if (is_key) {
+    const KvScope& s = p.scopes[key.scope];
+    const uint8_t* page = s.kv_cache + key.slot / s.page_size * s.kv_cache_stride_page;
+    const int64_t in_page = key.slot % s.page_size;
+    own_row = page + kL.token_offset(in_page);
+    own_scales = page + kL.scale_offset(in_page, s.page_size);
+  }
+  if (lane < kRowsPerWarp) valid[mine] = is_key;
   for (int i = 0; i < kRowsPerWarp; ++i) {
-    const auto from = [&](const uint8_t* x) {
-      return reinterpret_cast<const uint8_t*>(
-          __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(x), i));
-    };
-    const uint8_t *row = from(source.row), *scales = from(source.scales);
-    const bool real = row != nullptr;
+    const auto *row = broadcast(own_row, i), *scales = broadcast(own_scales, i);
+    const bool real = broadcast(static_cast<int>(is_key), i);
     const uint32_t dst = shared_address(smem.raw[warp * kRowsPerWarp + i]);
     for (int byte = lane * 16; byte < R::kBytes; byte += kWarpSize * 16)
-      cp_async_16(dst + byte, real ? row + byte : anywhere, real);
-    if (R::kScalesApart && lane == 0) cp_async_8(dst + R::kScaleOffset, real ? scales : anywhere, real);
+      cp_async_16(dst + byte, real ? row + byte : row, real);
+    if (R::kScalesApart && lane == 0) cp_async_8(dst + R::kScaleOffset, scales, real);
   }
   cp_async_commit();
 }
@@ -122,11 +111,19 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = blockIdx.x / head_blocks;
   const int first_head = blockIdx.x % head_blocks * kHeads;
 
-  int64_t lengths[2] = {0, 0};
-  for (int i = 0; i < p.num_scopes; ++i) lengths[i] = Selection(p, i, token).length();
-  const int64_t num_blocks = ceil_div(lengths[0] + lengths[1], int64_t{kTokens});
+  const Keys keys(p, token);
+  const uint32_t surveys = shared_address(smem.surveys), counts = shared_address(smem.counts);
+  survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, surveys, [] {});
+  __syncthreads();
+  const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
+  if (survey.has_gaps()) {
+    count_keys<kWarps>(KeySource(p, keys), warp, lane, counts);
+    __syncthreads();
+  }
+  const ValidKeys valid_keys(survey, counts, lane);
+  const int num_blocks = ceil_div(valid_keys.num_keys(), kTokens);
 
-  if (num_blocks > 0) gather(p, token, lengths, 0, smem, smem.valid[0]);
+  if (num_blocks > 0) gather(p, keys, valid_keys, 0, smem, smem.valid[0]);
   for (int i = threadIdx.x; i < kHeads * (R::kDims / 8); i += kThreads) {
     const int head = i / (R::kDims / 8), dim = i % (R::kDims / 8) * 8;
     Words<4> x{};
@@ -143,13 +140,13 @@ __global__ void __launch_bounds__(kThreads)
   float out[kWarpDims / 8][4] = {};
   const int matrix = lane / 8, row = lane % 8;
 
-  for (int64_t block = 0; block < num_blocks; ++block) {
+  for (int block = 0; block < num_blocks; ++block) {
     cp_async_wait_all();
     __syncthreads();  // rows are here; the block before is done
     decode_block(smem);
     __syncthreads();
     if (block + 1 < num_blocks)
-      gather(p, token, lengths, (block + 1) * kTokens, smem, smem.valid[(block + 1) % 2]);
+      gather(p, keys, valid_keys, (block + 1) * kTokens, smem, smem.valid[(block + 1) % 2]);
 
     float s[4] = {};  // heads g, g + 8; tokens 8 * warp + 2t, + 1
 #pragma unroll 4

@@ -1,54 +1,60 @@
 #pragma once
-// The gather: each producer warp fetches every kProducers-th slot of 16 rows, one bulk copy per row.
+// The gather: each producer warp fetches every kProducers-th slot of 16 valid keys, one bulk copy per key.
 #include "cuda/async.cuh"
 #include "cuda/barrier.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/sparse_decode/config.cuh"
+#include "cuda/sparse_decode/valid_keys.cuh"
 
 namespace mla_fp8::gpu {
 
-// What one query attends to.
-struct Keys {
-  int64_t token;        // the query
-  int length0, length;  // keys of the first scope, of both
-  int window_first;     // position of the first key of a sliding window
-  const int32_t* pages;
-
-  Keys() = default;
-  __device__ Keys(const SparseAttentionParams& p, int64_t token) : token(token) {
-    const Selection first(p, 0, token);
-    length0 = static_cast<int>(first.length());
-    window_first = static_cast<int>(first.first_position());
-    pages = first.pages();
-    length = length0 + (p.num_scopes > 1 ? static_cast<int>(Selection(p, 1, token).length()) : 0);
-  }
-};
-
-// What one CTA works on: blocks [first_block, first_block + num_blocks) of the selected tokens of one row.
+// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one row. The
+// blocks are known after the survey of its keys.
 struct Work {
   Keys keys;
   int64_t token;  // the query
   int split, first_head;
   int first_block, num_blocks;
+
+  template <class C>
+  __device__ void take_share(int num_keys, int num_splits) {
+    const unsigned blocks = ceil_div(num_keys, C::kBlockTokens), splits = num_splits;
+    const int each = blocks / splits, longer = blocks % splits;  // the first `longer` splits take one more
+    first_block = split * each + min(split, longer);
+    num_blocks = each + (split < longer);
+  }
 };
 
 template <class C>
 __device__ Work find_work(const TeamParams& params) {
   const unsigned splits = params.num_splits, cluster = blockIdx.x / splits;
-  const int split = blockIdx.x % splits;
   // The head blocks of a row run together: it is read from L2 again.
   const int64_t token = cluster / params.num_head_blocks;
-  const Keys keys(params.p, token);
-  const unsigned blocks = ceil_div(keys.length, C::kBlockTokens);
-  const int each = blocks / splits, longer = blocks % splits;  // the first `longer` splits take one more
   return {
-      .keys = keys,
+      .keys = Keys(params.p, token),
       .token = token,
-      .split = split,
+      .split = static_cast<int>(blockIdx.x % splits),
       .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
-      .first_block = split * each + min(split, longer),
-      .num_blocks = each + (split < longer),
   };
+}
+
+// All warps of a CTA that works on one row: its valid keys, of which the CTA takes its share. `load_query` is
+// called once the entries are on their way: behind Q they would come late, and the first rows with them.
+template <class C, class LoadQuery>
+__device__ __forceinline__ KeySurvey survey_row(const TeamParams& params, Work& w, uint8_t* smem, int warp,
+                                                int lane, LoadQuery&& load_query) {
+  constexpr int kWarps = C::kThreads / kWarpSize;
+  const KeySource source(params.p, w.keys);
+  const uint32_t surveys = shared_address(smem) + C::kSurveys;
+  survey_keys<kWarps, 6>(source, warp, lane, surveys, load_query);
+  __syncthreads();
+  const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
+  if (survey.has_gaps()) [[unlikely]] {
+    count_keys<kWarps>(source, warp, lane, shared_address(smem) + C::kCounts);
+    __syncthreads();
+  }
+  w.take_share<C>(survey.num_keys, params.num_splits);
+  return survey;
 }
 
 template <class C>
@@ -77,67 +83,76 @@ class Gather {
       : p_(params.p), lane_(lane), ring_{shared_address(smem)}, valid_(smem + C::kValid) {}
 
  protected:
-  struct Index {
-    int slot;  // -1 = none
-    int scope;
-  };
+  using Key = KeySource::Key;
 
-  // The index that this lane (mod 16) fetches, of the 16 from `position` on of a query's keys.
-  __device__ Index index(const Keys& keys, int position) const {
-    position += lane_ % kSlotTokens;
-    if (position >= keys.length) return {-1, 0};
-    const int scope = position >= keys.length0;
-    const KvScope& s = p_.scopes[scope];
-    if (scope == 0 && p_.is_window) return {window_slot(keys.pages, keys.window_first + position), 0};
-    return {
-        __ldg(s.indices + keys.token * s.indices_stride_token + (scope ? position - keys.length0 : position)),
-        scope};
+  // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes
+  // fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  __device__ __forceinline__ Key find(const ValidKeys& valid_keys, const Keys& keys, int rank) const {
+    return valid_keys.find(KeySource(p_, keys), min(rank + lane_ % kSlotTokens, valid_keys.num_keys() - 1));
   }
 
-  // Into the i-th slot of the ring's sequence.
-  __device__ void fetch(int i, Index index) const {
+  // Into the i-th slot of the ring's sequence. Of its keys the first num_keys count.
+  __device__ void fetch(int i, Key key, int num_keys) const {
     constexpr KvLayout kL = R::kL;
-    const KvScope& s = p_.scopes[index.scope];
-    const bool valid = index.slot >= 0 && index.slot < s.num_slots;
-    const uint8_t* row = reinterpret_cast<const uint8_t*>(kZeroRow);
-    const uint8_t* scales = row;
-    if (valid) {
-      const unsigned page_size = s.page_size;
-      const unsigned page = static_cast<unsigned>(index.slot) / page_size;
-      const unsigned in_page = static_cast<unsigned>(index.slot) % page_size;
-      const uint8_t* base = s.kv_cache + page * s.kv_cache_stride_page;
-      row = base + kL.token_offset(in_page);
-      if constexpr (R::kScalesApart) scales = base + kL.scale_offset(in_page, page_size);
-    }
+    const KvScope& s = p_.scopes[key.scope];
+    const unsigned page_size = s.page_size;
+    const unsigned page = static_cast<unsigned>(key.slot) / page_size;
+    const unsigned in_page = static_cast<unsigned>(key.slot) % page_size;
+    const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
+    const uint8_t* const row = base + kL.token_offset(in_page);
+    const int num_here = min(num_keys, kSlotTokens);
+    const bool counts = lane_ < num_here;
+    const unsigned same = counts ? __match_any_sync((1u << num_here) - 1, key.slot ^ key.scope << 31) : 0;
+    const unsigned repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
+
     const int slot = i % C::kSlots;
     mbarrier_wait(ring_.empty(slot), (i / C::kSlots & 1) ^ 1);
-    if (lane_ < kSlotTokens) valid_[slot * kSlotTokens + lane_] = valid;
-    mbarrier_arrive_expect_warp(ring_.full(slot), kSlotTokens * R::kBytes, lane_);
+    if (lane_ < kSlotTokens) valid_[slot * kSlotTokens + lane_] = counts;
+    if (repeated) [[unlikely]]
+      copy_repeated(slot, row, repeated, same);
+    mbarrier_arrive_expect_warp(ring_.full(slot), (kSlotTokens - __popc(repeated)) * R::kBytes, lane_);
     __syncwarp();
     if (lane_ < kSlotTokens) {
       const uint32_t dst = ring_.slot(slot) + lane_ * R::kPitch;
       if constexpr (R::kScalesApart) {
-        cp_async_8(dst + R::kScaleOffset, scales);
+        cp_async_8(dst + R::kScaleOffset, base + kL.scale_offset(in_page, page_size));
         mbarrier_arrive_cp_async(ring_.full(slot));
       }
-      bulk_copy(dst, row, R::kBytes, ring_.full(slot));
+      if (!(repeated >> lane_ & 1)) bulk_copy(dst, row, R::kBytes, ring_.full(slot));
     }
     __syncwarp();
-  }
-
-  __device__ int window_slot(const int32_t* pages, unsigned position) const {
-    const KvScope& s = p_.scopes[0];
-    const unsigned page_size = s.page_size, entry = position / page_size;
-    if (entry >= p_.window.max_pages) return -1;
-    const int page = __ldg(pages + entry);
-    const int64_t slot = int64_t{page} * page_size + position % page_size;
-    return page >= 0 && slot < s.num_slots ? static_cast<int>(slot) : -1;
   }
 
   const SparseAttentionParams& p_;
   const int lane_;
 
  private:
+  // A cache row that several keys name is read once, through the L1: thousands of copies of one row would
+  // queue at its few lines of the L2. `repeated`: lanes whose rows these are; `same`: those with this lane's.
+  __device__ __forceinline__ void copy_repeated(int slot, const uint8_t* row, unsigned repeated,
+                                                unsigned same) const {
+    constexpr int kRounds = ceil_div(R::kBytes, kWarpSize * 16);
+    while (repeated) {
+      const int first = __ffs(repeated) - 1;
+      const unsigned places = __shfl_sync(kFullWarp, same, first);
+      const auto* from = reinterpret_cast<const uint8_t*>(
+          __shfl_sync(kFullWarp, reinterpret_cast<unsigned long long>(row), first));
+      uint4 bytes[kRounds];
+      const auto each_round = [&](auto&& fn) {
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i)
+          if (const int at = (i * kWarpSize + lane_) * 16; at < R::kBytes) fn(bytes[i], at);
+      };
+      each_round([&](uint4& x, int at) { x = __ldg(reinterpret_cast<const uint4*>(from + at)); });
+#pragma unroll
+      for (int place = 0; place < kSlotTokens; ++place)
+        if (places >> place & 1)
+          each_round(
+              [&](uint4& x, int at) { store_shared_16(ring_.slot(slot) + place * R::kPitch + at, x); });
+      repeated &= ~places;
+    }
+  }
+
   const Ring<C> ring_;
   uint8_t* const valid_;
 };
@@ -146,34 +161,34 @@ class Gather {
 template <class C>
 class Producer : Gather<C> {
  public:
-  __device__ Producer(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
-      : Gather<C>(params, smem, lane), w_(w), warp_(warp) {
-    // The first indices are on their way before anything else is set up.
-    next_ = index(warp);
-    after_next_ = index(warp + C::kProducers);
-  }
+  __device__ Producer(const TeamParams& params, const Work& w, KeySurvey survey, uint8_t* smem, int warp,
+                      int lane)
+      : Gather<C>(params, smem, lane),
+        w_(w),
+        valid_keys_(survey, shared_address(smem) + C::kCounts, lane),
+        warp_(warp) {}
 
+  // Entries, which the survey has brought close, are loaded a slot ahead.
   __device__ void run() {
     const int num_slots = w_.num_blocks * C::kBlockSlots;
-    for (int i = warp_; i < num_slots; i += C::kProducers) {
-      const Index current = next_;
-      next_ = after_next_;
-      after_next_ = index(i + 2 * C::kProducers);
-      this->fetch(i, current);
+    Key now{-1, 0};
+    for (int i = warp_ - C::kProducers; i < num_slots; i += C::kProducers) {
+      const int ahead = i + C::kProducers;
+      Key next{-1, 0};
+      if (ahead < num_slots) next = this->find(valid_keys_, w_.keys, first_rank(ahead));
+      if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
+      now = next;
     }
   }
 
  private:
-  using typename Gather<C>::Index;
+  using typename Gather<C>::Key;
 
-  __device__ Index index(int i) const {
-    if (i >= w_.num_blocks * C::kBlockSlots) return {-1, 0};
-    return Gather<C>::index(w_.keys, w_.first_block * C::kBlockTokens + i * kSlotTokens);
-  }
+  __device__ int first_rank(int i) const { return w_.first_block * C::kBlockTokens + i * kSlotTokens; }
 
   const Work& w_;
+  const ValidKeys valid_keys_;
   const int warp_;
-  Index next_, after_next_;
 };
 
 }  // namespace mla_fp8::gpu

@@ -35,7 +35,4 @@ struct Row {
   }
 };
 
-// Masked tokens read this row: whatever lies in a cache reaches an output only through a selected slot.
-__device__ const uint4 kZeroRow[1152 / 16] = {};
-
 }  // namespace mla_fp8::gpu

@@ -2,6 +2,7 @@
 // Sparse FP8 MLA decode for Hopper: one CTA takes one query token, 8, 16 or 32 of its heads, and a share of
 // its selected tokens.
 //
+//   all warps               survey the keys of the query; the CTAs of a row share the valid ones
 //   4 or 8 producer warps   index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 slots
 //                           of 16 rows as they lie in the cache: nothing is converted or copied again
 //   8 consumer warps        in teams of W = 2 G warps, of bf16 rows G (G = groups of 8 heads). A team owns
@@ -34,13 +35,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  const Work w = find_work<C>(params);
+  Work w = find_work<C>(params);
+  Query<C> q;
+  const KeySurvey survey = survey_row<C>(params, w, smem, warp, lane, [&] {
+    if (warp < kConsumerWarps) q.load(params.p, w.token, w.first_head, warp, lane);
+  });
 
   if (warp >= kConsumerWarps) {
-    Producer<C> producer(params, w, smem, warp - kConsumerWarps, lane);
-    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
-    producer.run();
+    Producer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits > 1) {
@@ -48,11 +51,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();  // sums are read: shared memory may go
     }
   } else {
-    Consumer<C> consumer(params, smem, warp, lane);
-    Query<C> q;
-    q.load(params.p, w.token, w.first_head, warp, lane);
-    block_barrier<C::kThreads>();
     take_registers<C::kConsumerRegisters>();
+    Consumer<C> consumer(params, smem, warp, lane);
     q.store(smem + C::kQ, reinterpret_cast<float*>(smem + C::kQScale), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
     consumer.init();

@@ -4,6 +4,7 @@
 // here each warpgroup has one part, so that softmax and conversions of one block go on beside the products of
 // another.
 //
+//   all         survey the keys of the query; the CTAs of a row share the valid ones
 //   producers   4 warps: as in the warp-team kernel, a ring of 12 or 16 slots of 16 raw rows
 //   logits      4 warps: S^T[64 tokens x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
 //               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
@@ -35,18 +36,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  const Work w = find_work<C>(params);
+  Work w = find_work<C>(params);
+  GroupQuery<C> q;
+  const KeySurvey survey = survey_row<C>(params, w, smem, warp, lane, [&] {
+    if (warp < kConsumerWarps) q.load(params.p, w.token, w.first_head, warp, lane);
+  });
   const bool split = params.num_splits > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    Producer<C> producer(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
-    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
-    producer.run();
+    Producer<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
-    block_barrier<C::kThreads>();
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
@@ -54,9 +56,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();
   } else {
-    GroupQuery<C> q;
-    q.load(params.p, w.token, w.first_head, warp, lane);
-    block_barrier<C::kThreads>();
     take_registers<C::kValueRegisters>();
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);

@@ -19,7 +19,7 @@ struct RowGroupConfig {
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kValueRegisters = 112, kLogitRegisters = 112, kProducerRegisters = 32;
+  static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
   static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
                 kLaunchRegisters * (3 + kLogitGroups));
   static constexpr bool kWgmma = true;
@@ -50,9 +50,13 @@ struct RowGroupConfig {
   static constexpr int kWarpLargest = kWarpMax + kLogitWarps * kHeads * 4;
   static constexpr int kQScale = kWarpLargest + kLogitWarps * kHeads * 4;
   static constexpr int kValid = kQScale + kHeads * 4;
-  static constexpr int kBarriers = kValid + kSlots * kSlotTokens;
+  static constexpr int kSurveys = kValid + kSlots * kSlotTokens;  // KeySurvey [buffer][logit warp]
+  static constexpr int kSurveyWarps = kLogitWarps, kRowSurveysBytes = kSurveyWarps * kSurveyBytes;
+  static constexpr int kCounts = kSurveys + 2 * kRowSurveysBytes;  // [producer]
+  static constexpr int kBarriers = kCounts + kProducers * kCountsBytes;
   static constexpr int kEntryBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, decided)
-  static constexpr int kSmemBytes = kEntryBarriers + 48;
+  static constexpr int kSurveyBarriers = kEntryBarriers + 48;     // [2] x (full, empty)
+  static constexpr int kSmemBytes = kSurveyBarriers + 32;
   static_assert(kSmemBytes <= kMaxSmemBytes && kQ % 128 == 0 && kHeadState % 16 == 0 && kBarriers % 8 == 0);
 };
 

@@ -17,6 +17,7 @@ class RowLogits {
       : params_(params),
         ring_{shared_address(smem)},
         x_(smem),
+        surveys_(smem, 0),
         warp_(warp),
         group_(warp / C::kGroupWarps),
         member_(warp % C::kGroupWarps),
@@ -28,11 +29,13 @@ class RowLogits {
     int entry = 0, block = 0;
     int ended = -1;  // an entry of this warp's to pass on: the end of the row before
     float factor = 0.0f;
+    unsigned i = Unit<C>::first(0) - Unit<C>::stride();
 #pragma unroll 1
-    for (unsigned i = Unit<C>::first(0); i < Unit<C>::count(params_); i += Unit<C>::stride()) {
+    for (int row = -1; row < 0 || i < Unit<C>::count(params_); ++row, i += Unit<C>::stride()) {
       const Unit<C> unit(params_, i);
-      const int num_blocks = ceil_div(Keys(params_.p, unit.token).length, C::kBlockTokens);
-      begin_row(unit);
+      begin_row(unit, row, i + Unit<C>::stride());
+      if (row < 0) continue;
+      const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockTokens);
       if (ended >= 0) pass_end(ended, factor);
 #pragma unroll 1
       for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
@@ -57,15 +60,23 @@ class RowLogits {
     return x_.bytes + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
   }
 
-  // Q to shared memory once all are done with the row before.
-  __device__ void begin_row(const Unit<C>& unit) {
+  // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row are
+  // surveyed.
+  __device__ void begin_row(const Unit<C>& unit, int row, unsigned next) {
     // Else all addresses of Q would be found once, before the first row, and spilled.
     int lane = lane_;
     asm volatile("" : "+r"(lane));
-    GroupQuery<C> q;
-    q.load(params_.p, unit.token, unit.first_head, warp_, lane);
-    named_barrier(kBarrierAllLogits, C::kLogitThreads);
-    q.store(x_.bytes, warp_, lane);
+    if (row >= 0) {
+      GroupQuery<C> q;
+      q.load(params_.p, unit.token, unit.first_head, warp_, lane);
+      named_barrier(kBarrierAllLogits, C::kLogitThreads);
+      q.store(x_.bytes, warp_, lane);
+    }
+    if (next < Unit<C>::count(params_)) {
+      const Keys keys(params_.p, Unit<C>(params_, next).token);
+      surveys_.write(row + 1, params_.p, keys, warp_, lane_);
+    }
+    if (row < 0) return;
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -267,6 +278,7 @@ class RowLogits {
   const TeamParams& params_;
   const Ring<C> ring_;
   const RowExchange<C> x_;
+  const RowSurveys<C> surveys_;
   const int warp_, group_, member_, lane_, g_, t_;
   SlotScales<R> scales_;  // of this warp's tokens of the block
   int epoch_;             // up to which this warp has followed the bases

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
     RowExchange<C>(smem).init();
+    RowSurveys<C>(smem, 0).init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();

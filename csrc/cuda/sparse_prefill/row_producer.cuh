@@ -22,6 +22,45 @@ struct Unit {
         first_head(static_cast<int>(i % params.num_head_blocks) * C::kHeads) {}
 };
 
+// The warps that work on a row survey the keys of the one after it, for themselves and its producers. A place
+// for rows has two buffers for that.
+template <class C>
+class RowSurveys {
+ public:
+  static constexpr int kWarps = C::kSurveyWarps, kProducers = C::kProducers / C::kRows;  // of a place
+
+  __device__ RowSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
+
+  __device__ void init() const {
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(full(i), kWarps * kWarpArrivals);
+      mbarrier_init(empty(i), kProducers * kWarpArrivals);
+    }
+  }
+  // By each of the warps that work on the place's i-th row.
+  __device__ void write(int i, const SparseAttentionParams& p, const Keys& keys, int warp, int lane) const {
+    mbarrier_wait(empty(i), (i / 2 & 1) ^ 1);
+    survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, surveys(i), [] {});
+    mbarrier_arrive_warp(full(i), lane);
+  }
+  __device__ KeySurvey read(int i, int lane) const {
+    mbarrier_wait(full(i), i / 2 & 1);
+    return read_surveys<kWarps>(surveys(i), lane);
+  }
+  // By each of its producers, once it has read.
+  __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
+
+ private:
+  __device__ uint32_t surveys(int i) const {
+    return smem_ + C::kSurveys + (place_ * 2 + i % 2) * C::kRowSurveysBytes;
+  }
+  __device__ uint32_t full(int i) const { return smem_ + C::kSurveyBarriers + (place_ * 2 + i % 2) * 16; }
+  __device__ uint32_t empty(int i) const { return full(i) + 8; }
+
+  const uint32_t smem_;
+  const int place_;
+};
+
 template <class C>
 class RowProducer : Gather<C> {
  public:
@@ -32,58 +71,59 @@ class RowProducer : Gather<C> {
   __device__ RowProducer(const TeamParams& params, uint8_t* smem, int warp, int lane)
       : Gather<C>(params, smem, lane),
         params_(params),
+        warp_(warp),
         team_(warp / kTeamProducers),
         first_(warp % kTeamProducers),
-        unit_(Unit<C>::first(team_ / C::kRowTeams)) {}
+        smem_(smem) {}
 
-  // Indices are loaded two slots ahead, across rows.
   __device__ void run() {
-    enter_unit();
-    Selected now = advance(), next = advance();
-    for (int i = 0; now.is_any; ++i) {
-      const Selected after_next = advance();
-      const int block = i / kSlotsPerBlock * C::kTeams + team_;
-      this->fetch(block * C::kBlockSlots + first_ + i % kSlotsPerBlock * kTeamProducers, now.index);
-      now = next, next = after_next;
+    int i = 0;  // slots so far
+    for (unsigned unit = Unit<C>::first(row()), n = 0; unit < Unit<C>::count(params_);
+         unit += Unit<C>::stride(), ++n) {
+      const Keys keys(params_.p, Unit<C>(params_, unit).token);
+      const ValidKeys valid_keys = find_valid_keys(keys, n);
+      // A team has whole blocks. Entries, which the survey has brought close, are loaded a slot ahead.
+      int rank = team_ % C::kRowTeams * C::kBlockTokens + first_ * kSlotTokens, rank_of_next = 0;
+      typename Gather<C>::Key next{-1, 0};
+      for (bool has_next = false;; rank = rank_after(rank)) {
+        const typename Gather<C>::Key key = next;
+        const int num_keys = has_next ? valid_keys.num_keys() - rank_of_next : 0;
+        const bool fetches = has_next;
+        has_next = rank / C::kBlockTokens * C::kBlockTokens < valid_keys.num_keys();
+        if (has_next) next = this->find(valid_keys, keys, rank), rank_of_next = rank;
+        if (fetches) {
+          const int block = i / kSlotsPerBlock * C::kTeams + team_;
+          this->fetch(block * C::kBlockSlots + first_ + i % kSlotsPerBlock * kTeamProducers, key, num_keys);
+          ++i;
+        }
+        if (!has_next) break;
+      }
     }
   }
 
  private:
-  using typename Gather<C>::Index;
-  struct Selected {
-    Index index;
-    bool is_any;  // the same in all lanes
-  };
-
-  // The first position of this producer in the next unit in which its team has a block.
-  __device__ void enter_unit() {
-    for (; unit_ < Unit<C>::count(params_); unit_ += Unit<C>::stride()) {
-      keys_ = Keys(params_.p, Unit<C>(params_, unit_).token);
-      position_ = team_ % C::kRowTeams * C::kBlockTokens;
-      if (position_ < keys_.length) break;
-    }
-    position_ += first_ * kSlotTokens;
+  __device__ int row() const { return team_ / C::kRowTeams; }
+  __device__ int rank_after(int rank) const {
+    rank += kTeamProducers * kSlotTokens;
+    const bool past_block = rank % C::kBlockTokens == first_ * kSlotTokens;
+    return past_block ? rank + (C::kRowTeams - 1) * C::kBlockTokens : rank;
   }
 
-  __device__ Selected advance() {
-    if (unit_ >= Unit<C>::count(params_)) return {{-1, 0}, false};
-    const Selected selected{this->index(keys_, position_), true};
-    position_ += kTeamProducers * kSlotTokens;
-    if (position_ % C::kBlockTokens == first_ * kSlotTokens) {  // past the block: to the team's next
-      position_ += (C::kRowTeams - 1) * C::kBlockTokens;
-      if (position_ - first_ * kSlotTokens >= keys_.length) {
-        unit_ += Unit<C>::stride();
-        enter_unit();
-      }
+  __device__ ValidKeys find_valid_keys(const Keys& keys, int n) const {
+    const RowSurveys<C> surveys(smem_, row());
+    const KeySurvey survey = surveys.read(n, this->lane_);
+    surveys.release(n, this->lane_);
+    const uint32_t counts = shared_address(smem_) + C::kCounts + warp_ * kCountsBytes;
+    if (survey.has_gaps()) [[unlikely]] {
+      count_keys<1>(KeySource(params_.p, keys), 0, this->lane_, counts);
+      __syncwarp();
     }
-    return selected;
+    return {survey, counts, this->lane_};
   }
 
   const TeamParams& params_;
-  const int team_, first_;
-  unsigned unit_;
-  Keys keys_;     // of the unit
-  int position_;  // in them
+  const int warp_, team_, first_;
+  uint8_t* const smem_;
 };
 
 }  // namespace mla_fp8::gpu

@@ -5,7 +5,8 @@
 // keep the tensor cores busy, and the producers already gather what comes next.
 //
 //   8 or 4 producer warps   2 or 4 for a team (bf16 rows: 1), row after row
-//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them
+//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them. Before
+//                           a row they survey the keys of the one after it, so that producers need not wait
 //   end of a row            the output is written straight from the fragments; two teams exchange halves of O
 //                           through the place of Q first
 //
@@ -25,38 +26,42 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
+    for (int row = 0; row < C::kRows; ++row) RowSurveys<C>(smem, row).init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
 
+  block_barrier<C::kThreads>();
   if (warp >= kConsumerWarps) {
-    RowProducer<C> producer(params, smem, warp - kConsumerWarps, lane);
-    block_barrier<C::kThreads>();
     give_up_registers<C::kProducerRegisters>();
-    producer.run();
+    RowProducer<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     constexpr int kRowWarps = C::kRowTeams * C::kMembers;
-    block_barrier<C::kThreads>();
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
     RowFinish<C> finish(params, consumer, smem, lane);
     const int row = consumer.row(), warp_in_row = warp % kRowWarps;
     int block = consumer.team();  // in the ring's sequence
-    for (unsigned i = Unit<C>::first(row); i < Unit<C>::count(params); i += Unit<C>::stride()) {
-      const Unit<C> unit(params, i);
+    const RowSurveys<C> surveys(smem, row);
+    // Row n of the place; before it the keys of row n + 1 are surveyed.
+    unsigned i = Unit<C>::first(row) - Unit<C>::stride();
+    for (int n = -1; n < 0 || i < Unit<C>::count(params); ++n, i += Unit<C>::stride()) {
+      const Unit<C> unit(params, i), next(params, i + Unit<C>::stride());
+      const bool has_next = i + Unit<C>::stride() < Unit<C>::count(params);
+      int lane = thread % kWarpSize;
+      asm volatile("" : "+r"(lane));  // else all addresses of Q would be found once, and spilled
       Query<C, kRowWarps> q;
-      q.load(params.p, unit.token, unit.first_head, warp_in_row, lane);
+      if (n >= 0) q.load(params.p, unit.token, unit.first_head, warp_in_row, lane);
+      if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.token), warp_in_row, lane);
+      if (n < 0) continue;
       finish.barrier(row);  // the place of Q is free again
       q.store(smem + C::kQ + row * C::kQBytes, reinterpret_cast<float*>(smem + C::kQScale) + row * C::kHeads,
               warp_in_row, lane);
       finish.barrier(row);
       consumer.init();
-      if (const unsigned next = i + Unit<C>::stride(); next < Unit<C>::count(params)) {
-        const Unit<C> unit(params, next);
-        q.prefetch(params.p, unit.token, unit.first_head, warp_in_row, lane);
-      }
-      const int length = Keys(params.p, unit.token).length;
-      for (int first = consumer.team() % C::kRowTeams * C::kBlockTokens; first < length;
+      if (has_next) q.prefetch(params.p, next.token, next.first_head, warp_in_row, lane);
+      const int num_keys = surveys.read(n, lane).num_keys;
+      for (int first = consumer.team() % C::kRowTeams * C::kBlockTokens; first < num_keys;
            first += C::kRowTeams * C::kBlockTokens, block += C::kTeams)
         consumer.attend(block);
       finish.run(unit.token, unit.first_head);

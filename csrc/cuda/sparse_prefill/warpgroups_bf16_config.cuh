@@ -5,6 +5,7 @@
 #include "cuda/divide.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
+#include "cuda/sparse_decode/valid_keys.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_mask.cuh"
 #include "ops/sparse_attention.h"
 
@@ -26,6 +27,7 @@ struct RowsConfig {
   static constexpr bool kRing = kKeys == RowsKeys::kRing;
   static constexpr bool kPair = kKeys == RowsKeys::kPair;
   static constexpr bool kAny = kKeys == RowsKeys::kAny || kPair;
+  static constexpr bool kCounted = kSelected || (kAny && !kPair);  // invalid keys are left out
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
@@ -82,7 +84,9 @@ struct RowsConfig {
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem
-  static constexpr int kBarriers = kItem + 32;
+  static constexpr int kSurveys = kItem + 32;  // KeySurvey [2][warp], of this item and the next
+  static constexpr int kCounts = kSurveys + (kCounted ? 2 * 4 * kSurveyBytes : 0);
+  static constexpr int kBarriers = kCounts + (kCounted ? kCountsBytes : 0);
   static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts + 2);
   static constexpr int kSmemBytes = kBarriers + kNumBarriers * 8;
   static_assert(kSmemBytes <= 232448);
@@ -119,6 +123,8 @@ struct RowsItem {
     return place.token < num_tokens && first_head + place.head < num_q_heads;
   }
 };
+
+enum RowsBarrier { kBarrierGroup0 = 1, kBarrierGroup1, kBarrierTurn, kBarrierGather };
 
 template <class C>
 struct RowsSmem {
@@ -185,10 +191,11 @@ struct RowsSmem {
   }
 };
 
-// Where the gather finds the keys of an item: first_length in the first cache, the others in the second.
+// Where the gather finds the keys of an item. Of its entries first_length are of the first cache, the others of
+// the second. `length` is the number of valid ones once they are counted.
 struct RowsSource : RowsItem {
   int64_t tile;
-  int first_length;
+  int first_length, num_entries;
   unsigned first_position;  // of a window
   const int32_t* entries;   // selected slots, or pages of the window's request
   const int32_t* extra;     // slots of the second cache
@@ -224,6 +231,7 @@ class RowsTiles {
       x.extra = slots(p.scopes[1], x.token);
       x.length += num_slots(p.scopes[1], x.token);
     }
+    x.num_entries = x.length;
     return x;
   }
 
@@ -250,14 +258,17 @@ class RowsTiles {
 };
 
 // The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
-// rows come from L2 once more. The next item is known early: nobody waits for its length.
+// rows come from L2 once more. It begins before the first of them, with an item of no keys. The next item is
+// known early: nobody waits for its length.
 template <class C>
 class RowsItems {
  public:
-  __device__ explicit RowsItems(const RowsParams& params)
-      : params_(params), tiles_(params), now_(tiles_.source(blockIdx.x)), next_(after(now_)) {}
-  __device__ const RowsSource& operator*() const { return now_; }
-  __device__ const RowsSource& next() const { return next_; }
+  __device__ explicit RowsItems(const RowsParams& params) : params_(params), tiles_(params), now_{} {
+    now_.tile = static_cast<int64_t>(blockIdx.x) - gridDim.x;
+    next_ = after(now_);
+  }
+  __device__ RowsSource& operator*() { return now_; }
+  __device__ RowsSource& next() { return next_; }
   __device__ void advance() {
     now_ = next_;
     next_ = after(now_);

@@ -1,5 +1,6 @@
 #pragma once
 // The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled tiles.
+#include "cuda/barrier.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
 #include "cuda/warp.cuh"
 
@@ -19,18 +20,23 @@ class RowsGather {
 
   __device__ void run() {
     RowsItems<C> items(params_);
-    int ahead = entry(*items, 0);
-    int num_items = 0, num_first = 0, num_second = 0;  // so far: items, blocks of either buffer
-    for (; fetch_q(*items, num_items++); items.advance()) {
+    ValidKeys valid_keys{}, next_valid_keys{};
+    Entry ahead{};
+    int num_first = 0, num_second = 0;                                       // blocks of either buffer so far
+    for (int i = -1;; ++i, items.advance(), valid_keys = next_valid_keys) {  // item -1 has no keys
       const RowsSource& item = *items;
+      if (i >= 0 && !fetch_q(item, i)) break;
       prefetch_q(items.next());
-      const int num_blocks = C::num_blocks(item.length);
-      for (int block = 0; block < num_blocks; ++block) {
-        const int now = ahead;
-        ahead = block + 1 < num_blocks ? entry(item, block + 1) : entry(items.next(), 0);
-        fetch_block(item, block, now, block % 2 == 0 ? num_first++ : num_second++);
+      const int num_blocks = C::num_blocks(item.length), num_steps = max(num_blocks, 1);
+      for (int block = 0; block < num_steps; ++block) {
+        // Once both buffers have been filled there is time for the next item's keys.
+        if (block == min(2, num_steps - 1)) next_valid_keys = find_valid_keys(items.next(), i + 1);
+        const bool is_last = block == num_steps - 1;
+        const Entry now = ahead;
+        ahead = entry(is_last ? items.next() : item, is_last ? next_valid_keys : valid_keys,
+                      is_last ? 0 : block + 1);
+        if (num_blocks > 0) fetch_block(item, block, now, block % 2 == 0 ? num_first++ : num_second++);
       }
-      if (num_blocks == 0) ahead = entry(items.next(), 0);
     }
     cp_async_wait_all();
   }
@@ -54,23 +60,94 @@ class RowsGather {
   }
   __device__ static bool has_tail(int block) { return C::kTail > 0 && block % 2 == 0; }
 
-  // The slot of this lane's key, or the page of a window; -1 past the end.
-  __device__ int entry(const RowsSource& item, int block) const {
+  // What is listed for a key: the slot in one of the caches, or a page and where in the window it is.
+  struct SlotEntry {
+    int value;
+  };
+  struct AnyEntry {
+    int value;
+    unsigned position;  // in the request of a window; or kSlotOf + a cache
+    static constexpr unsigned kSlotOf = 1u << 31;
+    __device__ bool is_page() const { return position < kSlotOf; }
+    __device__ int scope() const { return position > kSlotOf; }
+  };
+  using Entry = std::conditional_t<C::kSelected, SlotEntry, AnyEntry>;
+
+  // As KeySource.
+  class Source {
+   public:
+    using Key = Entry;
+    __device__ Source(const RowsGather& gather, const RowsSource& item) : gather_(gather), item_(item) {}
+    __device__ unsigned length() const { return item_.num_entries; }
+    __device__ bool is_window() const { return gather_.is_window(); }
+    __device__ int entry(unsigned position) const {
+      const unsigned first_length = item_.first_length;
+      const int32_t* list = item_.entries;
+      if (C::kAny && position >= first_length) list = item_.extra - first_length;
+      return position < length() ? __ldg(list + position) : -1;
+    }
+    __device__ bool is_slot(int entry, unsigned position) const {
+      const bool is_extra = C::kAny && position >= static_cast<unsigned>(item_.first_length);
+      const KvScope(&scopes)[2] = gather_.params_.p.scopes;  // without an index: see KeySource
+      return entry >= 0 && entry < (is_extra ? scopes[1].num_slots : scopes[0].num_slots);
+    }
+    __device__ Entry at(unsigned position) const {
+      if (position >= length()) return {-1};
+      if constexpr (C::kSelected) {
+        return {__ldg(item_.entries + position)};
+      } else {
+        const unsigned first_length = item_.first_length;
+        if (C::kAny && position >= first_length)
+          return {__ldg(item_.extra + (position - first_length)), Entry::kSlotOf + 1};
+        if (!gather_.is_window()) return {__ldg(item_.entries + position), Entry::kSlotOf};
+        const unsigned in_request = item_.first_position + position;
+        const int64_t page = gather_.params_.page_size[0](in_request);
+        return {page < gather_.params_.p.window.max_pages ? __ldg(item_.entries + page) : -1, in_request};
+      }
+    }
+    __device__ bool is_valid(Entry entry) const {
+      if constexpr (C::kSelected)
+        return entry.value >= 0 && entry.value < gather_.params_.p.scopes[0].num_slots;
+      else return gather_.address(entry) != nullptr;
+    }
+
+   private:
+    const RowsGather& gather_;
+    const RowsSource& item_;
+  };
+
+  // The warps survey the keys of the CTA's i-th item.
+  __device__ KeySurvey survey(const RowsSource& item, int i) const {
+    const uint32_t surveys = smem_.smem + C::kSurveys + i % 2 * 4 * kSurveyBytes;
+    survey_keys<4, 8>(Source(*this, item), warp_, lane_, surveys, [] {});
+    named_barrier(kBarrierGather, kGroupThreads);
+    return read_surveys<4>(surveys, lane_);
+  }
+  // From then on the item has only its valid keys. All have read the counts of the item before.
+  __device__ ValidKeys find_valid_keys(RowsSource& item, int i) const {
+    if constexpr (!C::kCounted) return {};
+    const KeySurvey found = survey(item, i);
+    const uint32_t counts = smem_.smem + C::kCounts;
+    if (found.has_gaps()) [[unlikely]] {
+      count_keys<4>(Source(*this, item), warp_, lane_, counts);
+      named_barrier(kBarrierGather, kGroupThreads);
+    }
+    item.length = found.num_keys;
+    return {found, counts, lane_};
+  }
+  // Of this lane's key in a block.
+  __device__ Entry entry(RowsSource item, ValidKeys valid_keys, int block) const {
     const int key = C::first_key(block) + key_;
-    if (key >= item.length || (C::kTail > 0 && !has_tail(block) && lane_ >= 16)) return -1;
-    if constexpr (C::kSelected) return __ldg(item.entries + key);
-    if (is_extra(item, key)) return __ldg(item.extra + (key - item.first_length));
-    if (!is_window()) return __ldg(item.entries + key);
-    const int64_t page = params_.page_size[0](item.first_position + key);
-    return page < params_.p.window.max_pages ? __ldg(item.entries + page) : -1;
+    const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
+    if constexpr (C::kCounted) return valid_keys.find(Source(*this, item), is_key ? key : -1);
+    else return Source(*this, item).at(is_key ? key : item.num_entries);
   }
   // Where a key lies; null: nowhere.
-  __device__ const uint8_t* address(const RowsSource& item, int key, int entry) const {
-    if (is_extra(item, key)) return slot_address(1, entry);
-    if (!is_window()) return slot_address(0, entry);
+  __device__ const uint8_t* address(const AnyEntry& entry) const {
+    if (!entry.is_page()) return slot_address(entry.scope(), entry.value);
     const Divider& page_size = params_.page_size[0];
-    const int64_t position = int64_t{item.first_position} + key;
-    return row_address(0, entry, position - page_size(position) * page_size.divisor());
+    const int64_t position = entry.position;
+    return row_address(0, entry.value, position - page_size(position) * page_size.divisor());
   }
   __device__ const uint8_t* slot_address(int scope, int slot) const {
     const Divider& page_size = params_.page_size[scope];
@@ -81,9 +158,6 @@ class RowsGather {
     const KvScope& s = params_.p.scopes[scope];
     if (page < 0 || page * s.page_size + row >= s.num_slots) return nullptr;
     return s.kv_cache + page * s.kv_cache_stride_page + row * (C::kDims * 2);
-  }
-  __device__ static bool is_extra(const RowsSource& item, int key) {
-    return C::kAny && key >= item.first_length;
   }
   __device__ bool is_window() const { return C::kNeighbours || (C::kAny && params_.p.is_window); }
 
@@ -137,20 +211,21 @@ class RowsGather {
 
   using BlockRows = Rows<kAllRows>;
   // Where this thread's rows are. Returns which of the lanes' keys there are, as take_rows.
-  __device__ uint32_t find(const RowsSource& item, int block, int entry, BlockRows& rows) const {
+  __device__ uint32_t find(const RowsSource& item, int block, const Entry& entry, BlockRows& rows) const {
     if constexpr (!C::kSelected) {
       rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
-      return take_rows(address(item, C::first_key(block) + key_, entry), rows);
-    }
-    const KvScope& s = params_.p.scopes[0];
-    const uint32_t found = __ballot_sync(kFullWarp, entry >= 0 && entry < s.num_slots);
+      return take_rows(address(entry), rows);
+    } else {
+      const uint8_t* const kv = params_.p.scopes[0].kv_cache;
+      const uint32_t found = __ballot_sync(kFullWarp, Source(*this, item).is_valid(entry));
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t slot = __shfl_sync(kFullWarp, entry, lane_of(i));
-      rows.valid[i] = found >> lane_of(i) & 1;
-      rows.at[i] = s.kv_cache + (rows.valid[i] ? slot * params_.row_stride + chunk_ * 16 : 0);
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t slot = __shfl_sync(kFullWarp, entry.value, lane_of(i));
+        rows.valid[i] = found >> lane_of(i) & 1;
+        rows.at[i] = kv + (rows.valid[i] ? slot * params_.row_stride + chunk_ * 16 : 0);
+      }
+      return found;
     }
-    return found;
   }
   // The same from the lanes' addresses of their keys.
   template <int kCount>
@@ -172,7 +247,7 @@ class RowsGather {
     mbarrier_arrive(smem_.full(buffer, 0));
   }
 
-  __device__ void fetch_block(const RowsSource& item, int block, int entry, int count) const {
+  __device__ void fetch_block(const RowsSource& item, int block, const Entry& entry, int count) const {
     const int buffer = block % 2;
     BlockRows rows;
     const uint32_t found = find(item, block, entry, rows);

@@ -10,7 +10,6 @@
 namespace mla_fp8::gpu {
 
 inline constexpr float kRowsLog2E = 1.4426950408889634f, kRowsLn2 = 0.6931471805599453f;
-enum RowsBarrier { kBarrierGroup0 = 1, kBarrierGroup1, kBarrierTurn };
 
 template <class C, int kGroup>
 class RowsMath {

@@ -5,14 +5,17 @@
 //
 // A warp has eight keys, a lane 16 dims of one key in each tile. An index is loaded two blocks ahead, the
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
-// All these loads share a scoreboard, so they are waited for once, where a block begins.
+// All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
+// invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a spilled
+// register waits for all others (docs/sparse_prefill.md).
 #include "cuda/barrier.cuh"
 #include "cuda/convert.cuh"
 #include "cuda/pairs.cuh"
-#include "cuda/sparse_decode/row.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 
 namespace mla_fp8::gpu {
+
+__device__ const uint4 kZeroRow[576 / 16] = {};
 
 template <class C>
 class RowsPairGather : RowsGather<C> {
@@ -75,6 +78,7 @@ class RowsPairGather : RowsGather<C> {
   static constexpr int kFp8Tiles = kL.nope_dim / C::kTileDims;
   static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kL.tile_dim == C::kTileDims);
   static_assert(kFp8Tiles == C::kTiles - 1 && kL.rope_format == Format::kBf16);
+  static_assert(sizeof(kZeroRow) >= kL.token_stride());
 
   // The blocks of all items, in their order.
   struct Cursor {
@@ -111,7 +115,9 @@ class RowsPairGather : RowsGather<C> {
     }
     return {held ? __ldg(list + i) : -1, is_extra, position};
   }
-  // Where the key lies that this lane converts, a row of zeros if there is none; `found` as for set_mask.
+  // Where the key lies that this lane converts; `found` as for set_mask. An invalid key has the bytes of a valid
+  // one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without any they
+  // are zeros.
   struct Place {
     const uint8_t *row, *scales;
   };
@@ -126,10 +132,11 @@ class RowsPairGather : RowsGather<C> {
     const bool valid = x.entry >= 0 && page * s.page_size + row < s.num_slots;
     found = __ballot_sync(kFullWarp, valid);
     const uint8_t* base = s.kv_cache + page * s.kv_cache_stride_page;
+    const uint32_t mine = found >> (rank_ * 8) & 0xff;  // of the lanes that look up this CTA's keys
+    const int from = mine >> eighth_ & 1 ? eighth_ : __ffs(mine) - 1;
     const auto of_my_key = [&](const uint8_t* p) {
-      const uint8_t* mine = valid ? p : reinterpret_cast<const uint8_t*>(kZeroRow);
-      return reinterpret_cast<const uint8_t*>(
-          __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), rank_ * 8 + eighth_));
+      const uint64_t at = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), rank_ * 8 + max(from, 0));
+      return from < 0 ? reinterpret_cast<const uint8_t*>(kZeroRow) : reinterpret_cast<const uint8_t*>(at);
     };
     const Place at{of_my_key(base + kL.token_offset(row)),
                    of_my_key(base + kL.scale_offset(row, s.page_size))};
