@@ -1,7 +1,7 @@
 """A valid small call of every op, for the tests that hold for all of them. A new op adds a row to SAMPLES."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,17 @@ from mla_fp8 import KV_LAYOUTS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # of the public wrapper: tensors, then keywords
 LAYOUT, PAGE_SIZE, NUM_PAGES = "dsv4", 4, 3
+
+
+class Size(NamedTuple):
+    """What a caller varies from call to call."""
+
+    num_tokens: int = 5
+    heads: int = 8
+    topk: int = 16
+
+
+SIZE = Size()
 OPTIONS = {"layout": LAYOUT, "page_size": PAGE_SIZE}
 
 
@@ -30,71 +41,85 @@ def kv_cache(device: str) -> Tensor:
     return cache
 
 
-def quantize_kv(device: str) -> Call:
-    latent = bf16(5, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
-    return (latent, torch.tensor([4, -1, 9, 0], device=device), kv_cache(device)), OPTIONS
+def quantize_kv(device: str, size: Size = SIZE) -> Call:
+    latent = bf16(size.num_tokens, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
+    slots = torch.arange(size.num_tokens, device=device) - 1
+    return (latent, slots, kv_cache(device)), OPTIONS
 
 
-def dequantize_kv(device: str) -> Call:
-    return (kv_cache(device), torch.tensor([3, -1, 11], device=device)), OPTIONS
+def dequantize_kv(device: str, size: Size = SIZE) -> Call:
+    slots = torch.arange(size.num_tokens, device=device) - 1
+    return (kv_cache(device), slots), OPTIONS
 
 
-def dequantize_kv_paged(device: str) -> Call:
+def dequantize_kv_paged(device: str, size: Size = SIZE) -> Call:
     requests = ([[2, 0], [1, 1]], [6, 3], [5, 2], [0, 5])  # page_table, seq_lens, gather_lens, row_offsets
-    return (kv_cache(device), *(ints(x, device) for x in requests)), OPTIONS | {"num_rows": 8}
+    num_rows = 5 + size.num_tokens
+    return (kv_cache(device), *(ints(x, device) for x in requests)), OPTIONS | {"num_rows": num_rows}
 
 
-def combine_topk_swa_indices(device: str) -> Call:
-    per_request = ([0, 2, 3], [9, 4], [6, 4], [0, 10], [20, 30])
-    topk_indices = ints([[0, 1, -1, 2]] * 3, device)
+def combine_topk_swa_indices(device: str, size: Size = SIZE) -> Call:
+    n, topk = size.num_tokens, size.topk
+    per_request = ([0, n - 1, n], [9, 4], [6, 4], [0, 10], [20, 30])
+    topk_indices = torch.arange(-1, topk - 1, dtype=torch.int32, device=device).repeat(n, 1)
     tensors = (topk_indices, *(ints(x, device) for x in per_request))
-    return tensors, {"window_size": 4, "compress_ratio": 2, "topk": 3}
+    return tensors, {"window_size": topk, "compress_ratio": 2, "topk": topk - 1}
 
 
-def build_swa_token_ids(device: str) -> Call:
+def build_swa_token_ids(device: str, size: Size = SIZE) -> Call:
     tables = (torch.arange(24, device=device).view(2, 12).int(), torch.arange(24, device=device) * 2)
     tensors = (ints([7, 3], device), ints([2, 3], device), torch.tensor([1, 0], device=device), *tables)
-    return tensors, {"window_size": 4, "capacity": 16}
+    return tensors, {"window_size": size.num_tokens + 1, "capacity": size.topk}
 
 
-def pad_q_heads(device: str) -> Call:
-    return (bf16(3, 8, 64, device=device), torch.randn(8, device=device)), {"num_heads": 16}
+def pad_q_heads(device: str, size: Size = SIZE) -> Call:
+    q = bf16(size.num_tokens, size.heads, 64, device=device)
+    return (q, torch.randn(size.heads, device=device)), {"num_heads": 2 * size.heads}
 
 
-def sparse_prefill(device: str) -> Call:
-    q, kv = bf16(3, 8, 576, device=device), bf16(20, 576, device=device)
-    indices = torch.randint(-1, 20, (3, 16), dtype=torch.int32, device=device)
-    return (q, kv, indices), {"sm_scale": 0.04, "attn_sink": torch.zeros(8, device=device)}
+def sparse_prefill(device: str, size: Size = SIZE) -> Call:
+    q, kv = bf16(size.num_tokens, size.heads, 576, device=device), bf16(20, 576, device=device)
+    indices = torch.randint(-1, 20, (size.num_tokens, size.topk), dtype=torch.int32, device=device)
+    return (q, kv, indices), {"sm_scale": 0.04, "attn_sink": torch.zeros(size.heads, device=device)}
 
 
-def sparse_decode(device: str) -> Call:
-    q = bf16(3, 8, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
-    indices = torch.randint(-1, NUM_PAGES * PAGE_SIZE, (3, 16), dtype=torch.int32, device=device)
+def sparse_decode(device: str, size: Size = SIZE) -> Call:
+    q = bf16(size.num_tokens, size.heads, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
+    shape = (size.num_tokens, size.topk)
+    indices = torch.randint(-1, NUM_PAGES * PAGE_SIZE, shape, dtype=torch.int32, device=device)
     extra = {"extra_kv_cache": kv_cache(device), "extra_indices": indices, "extra_page_size": PAGE_SIZE}
     return (q, kv_cache(device), indices), OPTIONS | extra | {"sm_scale": 0.04}
 
 
-def sparse_prefill_window(device: str) -> Call:
-    (q, cache, _), options = sparse_decode(device)
-    requests = ([[2, 0], [1, 1]], [0, 2, 3], [6, 3])  # page_table, query_start_loc, seq_lens
+def sparse_prefill_window(device: str, size: Size = SIZE) -> Call:
+    (q, cache, _), options = sparse_decode(device, size)
+    n = size.num_tokens
+    requests = ([[2, 0], [1, 1]], [0, n - 1, n], [6, 3])  # page_table, query_start_loc, seq_lens
     return (q, cache, *(ints(x, device) for x in requests)), options | {"window_size": 3}
 
 
-def paged_attention_ragged(device: str) -> Call:
-    q, cache = bf16(2, 8, 128, device=device), bf16(NUM_PAGES, PAGE_SIZE, 2, 128, device=device)
-    ragged = (ints(x, device) for x in ([0, 2, 3], [1, 0, 2], [3, 4]))  # indptr, pages, last_page_len
-    return (q, cache, cache.clone(), *ragged), {"sm_scale": 0.1, "page_size": PAGE_SIZE}
+def ragged(device: str, num_requests: int) -> list[Tensor]:
+    """kv_indptr, kv_indices, kv_last_page_len: the first request has two pages."""
+    lists = ([0, *range(2, num_requests + 2)], [1, *[0, 2] * num_requests][: num_requests + 1])
+    return [ints(x, device) for x in (*lists, [3, 4, 1, 2][:num_requests])]
 
 
-def paged_attention_ragged_latent(device: str) -> Call:
-    q = bf16(4, 8, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
-    ragged = (ints(x, device) for x in ([0, 2, 3], [1, 0, 2], [3, 4]))
-    return (q, kv_cache(device), *ragged), OPTIONS | {"sm_scale": 0.04, "q_len": 2}
+def paged_attention_ragged(device: str, size: Size = SIZE) -> Call:
+    q, cache = bf16(2, size.heads, 128, device=device), bf16(NUM_PAGES, PAGE_SIZE, 2, 128, device=device)
+    return (q, cache, cache.clone(), *ragged(device, 2)), {"sm_scale": 0.1, "page_size": PAGE_SIZE}
 
 
-def merge_attention_states(device: str) -> Call:
+def paged_attention_ragged_latent(device: str, size: Size = SIZE) -> Call:
+    requests = size.num_tokens // 2
+    q = bf16(2 * requests, size.heads, KV_LAYOUTS[LAYOUT].head_dim_qk, device=device)
+    return (q, kv_cache(device), *ragged(device, requests)), OPTIONS | {"sm_scale": 0.04, "q_len": 2}
+
+
+def merge_attention_states(device: str, size: Size = SIZE) -> Call:
+    shape = (size.num_tokens, size.heads)
+
     def state() -> tuple[Tensor, Tensor]:
-        return bf16(3, 4, 64, device=device), torch.randn(3, 4, device=device)
+        return bf16(*shape, 64, device=device), torch.randn(*shape, device=device)
 
     return (*state(), *state()), {}
 
@@ -106,7 +131,7 @@ if torch.version.hip:
         ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "sparse_decode"), ("cuda",)
     )
 
-SAMPLES: dict[str, Callable[[str], Call]] = {
+SAMPLES: dict[str, Callable[..., Call]] = {
     "quantize_kv": quantize_kv,
     "dequantize_kv": dequantize_kv,
     "dequantize_kv_paged": dequantize_kv_paged,

@@ -7,7 +7,7 @@ replaced.
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,6 +263,19 @@ def _select_name(
     return select(p, backend).adapter
 
 
+_HEADS = {b.max_q_heads for b in TABLE if b.max_q_heads is not None}
+_HEADS |= {end - 1 for row in PREFERENCES for end in (row.q_heads.start, row.q_heads.stop)}
+_HEAD_BOUNDS = sorted(_HEADS)
+
+
+def _selected_heads(num_q_heads: int) -> int:
+    """The number of heads to select by. The compiler gets the largest number that the tables treat alike: a
+    graph is then guarded by a range of heads, not by one number of them."""
+    if not torch.compiler.is_compiling():
+        return num_q_heads
+    return next((bound for bound in _HEAD_BOUNDS if num_q_heads <= bound), num_q_heads)
+
+
 def layout_name(name: str, backend: str, head_dim_qk: int, row_bytes: int | None, fnuz: bool) -> str:
     """The layout that an engine's ``kv_cache_dtype`` means to the backend; a constant to the compiler."""
     known = next((b.adapter for b in TABLE if b.name == backend and b.name not in BACKENDS), backend)
@@ -282,15 +295,21 @@ def layout_of(
     if isinstance(layout, KVLayout) or layout in KV_LAYOUTS or layout not in NAMES:
         return get_layout(layout)
     fnuz = kv_cache.dtype is torch.float8_e4m3fnuz
-    return KV_LAYOUTS[layout_name(layout, backend, q.shape[-1], _row_bytes(kv_cache, page_size), fnuz)]
+    head_dim = _one_of((x.head_dim_qk for x in KV_LAYOUTS.values()), q.shape[-1])
+    return KV_LAYOUTS[layout_name(layout, backend, head_dim, _row_bytes(kv_cache, page_size), fnuz)]
 
 
 def _row_bytes(kv_cache: torch.Tensor, page_size: int) -> int | None:
     """Bytes per token, if the shape of the cache tells."""
     last = kv_cache.shape[-1] * kv_cache.element_size()
     if kv_cache.dim() == 4:
-        return last
+        return _one_of((x.bytes_per_token for x in KV_LAYOUTS.values()), last)
     return next((x.bytes_per_token for x in KV_LAYOUTS.values() if x.page_bytes(page_size) == last), None)
+
+
+def _one_of(known: Iterable[int], size: int) -> int:
+    """``size`` as a number of ours, if it is one: a size that the compiler does not know becomes known."""
+    return next((n for n in known if n == size), size)
 
 
 def wanted(*, two_caches: bool = False, batch_invariant: bool = False) -> tuple[str, ...]:
@@ -312,7 +331,7 @@ def backend_function(
     op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
     """The adapter for these queries: it takes the arguments of ``mla_fp8.<op>`` less ``backend``."""
-    num_q_heads = q.shape[1] if q.dim() > 1 else 0
+    num_q_heads = _selected_heads(q.shape[1]) if q.dim() > 1 else 0
     adapter = select_name(op, q.device.type, q.device.index, layout, num_q_heads, features, backend)
     if adapter in ("native", "reference"):
         function: Callable[..., Any] = getattr(ADAPTERS[adapter], op)

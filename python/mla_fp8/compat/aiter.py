@@ -88,7 +88,9 @@ def _workspace(buffer: torch.Tensor, out: torch.Tensor, at_most: int) -> tuple[t
     num_tokens, num_heads, head_dim = out.shape
     part = 4 * max(num_tokens * num_heads * (head_dim + 1), 1)
     num_splits = min(buffer.numel() * buffer.element_size() // part, at_most, _MAX_SPLITS)
-    if num_splits < 2 or not buffer.is_contiguous() or buffer.data_ptr() % 16:
+    # An address cannot be traced: in compiled code a workspace that is not aligned is the op's to refuse.
+    aligned = torch.compiler.is_compiling() or buffer.data_ptr() % 16 == 0
+    if num_splits < 2 or not buffer.is_contiguous() or not aligned:
         return None, 1
     return buffer.view(-1).view(torch.uint8)[: num_splits * part].view(torch.float32), num_splits
 

@@ -10,7 +10,8 @@ _ROWS = {layout.head_dim_qk: layout.name for layout in KV_LAYOUTS.values() if la
 
 def row_layout(q: torch.Tensor) -> str:
     """The layout of bf16 rows that ``q`` can attend to."""
-    return _ROWS.get(q.shape[-1], "bf16")
+    # Compared, not looked up: a size that the compiler does not know has no hash.
+    return next((name for dim, name in _ROWS.items() if dim == q.shape[-1]), "bf16")
 
 
 def sparse_prefill(
