@@ -29,6 +29,8 @@ class Chunk:
     max_len: int = 96
     latents: Tensor = field(init=False)  # [num_requests, max_len, dim]: of the window
     entries: Tensor = field(init=False)  # [num_requests, max_len // ratio, dim]
+    lost_latents: Tensor = field(init=False)  # [num_requests, max_len] bool: what no slot holds any more
+    lost_entries: Tensor = field(init=False)  # [num_requests, max_len // ratio] bool
 
     def __post_init__(self) -> None:
         num_requests, dim = len(self.seq_lens), self.layout.head_dim_qk
@@ -39,6 +41,8 @@ class Chunk:
         self.entries = exact_latents(self.layout, num_requests * entries, self.device).view(
             num_requests, entries, dim
         )
+        self.lost_latents = torch.zeros(self.latents.shape[:2], dtype=torch.bool)
+        self.lost_entries = torch.zeros(self.entries.shape[:2], dtype=torch.bool)
         pages = torch.randperm(num_requests * self.max_len // self.page_tokens + 3, device=self.device).int()
         self.page_table = pages[3:].view(num_requests, self.max_len // self.page_tokens).contiguous()
         positions = torch.arange(self.max_len, device=self.device)
@@ -65,6 +69,27 @@ class Chunk:
             torch.tensor(x, dtype=torch.int32, device=self.device) for x in (seq_lens, query_lens)
         )
 
+    def lose_slots(self, seed: int) -> None:
+        """Writes what no table should hold over some of its numbers. Call it once the layers are stored."""
+        generator = torch.Generator().manual_seed(seed)
+        num_slots, per_page = len(self.full_to_swa), self.page_tokens // self.ratio
+        outside = [-1, -(2**31), 2**31 - 1]
+
+        def spoil(table: Tensor, values: list[int]) -> Tensor:
+            lost = torch.rand(table.shape, generator=generator) < 0.3
+            chosen = torch.randint(len(values), table.shape, generator=generator)
+            spoilt = torch.where(lost, torch.tensor(values)[chosen], table.cpu().long())
+            table.copy_(spoilt.to(table))
+            return lost
+
+        positions = torch.arange(self.max_len)
+        full = self.req_to_token[self.req_pool_indices].long()  # before it is spoilt
+        pages = spoil(self.page_table, [*outside, num_slots // self.page_tokens, 1 << 30])
+        self.lost_entries |= pages[:, torch.arange(self.lost_entries.shape[1]) // per_page]
+        self.lost_latents |= spoil(self.full_to_swa, [*outside, num_slots, 2**32, -(2**63)])[full.cpu()]
+        tokens = spoil(self.req_to_token, [*outside, num_slots])
+        self.lost_latents |= tokens[self.req_pool_indices.cpu()][:, positions]
+
     def _store(self, held: list[tuple[Tensor, Tensor]], num_pages: int, page_size: int) -> PagedCache:
         none = (self.q[:0, 0], torch.arange(0, device=self.device))
         rows, slots = (torch.cat(x) for x in zip(none, *held, strict=True))
@@ -75,20 +100,25 @@ class Chunk:
         )
         return PagedCache(data, page_size)
 
-    def layer(self, *, entries: bool = True, window: bool = True) -> LayerCaches:
-        size = self.page_tokens // self.ratio
-        num_slots = len(self.full_to_swa)
-        held, reached = [], []
-        for r, (n, queries) in enumerate(zip(self.live_seq_lens, self.live_query_lens, strict=True)):
+    def entry_cache(self, page_size: int) -> PagedCache:
+        held = []
+        for r, n in enumerate(self.live_seq_lens):
             e = torch.arange(n // self.ratio, device=self.device)
-            held.append((self.entries[r, e], self.page_table[r][e // size].long() * size + e % size))
+            page = self.page_table[r][e // page_size].long()
+            held.append((self.entries[r, e], page * page_size + e % page_size))
+        return self._store(held, len(self.full_to_swa) // self.page_tokens, page_size)
+
+    def layer(self, *, entries: bool = True, window: bool = True) -> LayerCaches:
+        num_slots = len(self.full_to_swa)
+        reached = []
+        for r, (n, queries) in enumerate(zip(self.live_seq_lens, self.live_query_lens, strict=True)):
             p = torch.arange(min(max(n - queries - self.window + 1, 0), n), n, device=self.device)
             full = self.req_to_token[self.req_pool_indices[r], p].long()
             reached.append((self.latents[r, p], self.full_to_swa[full]))
         return LayerCaches(
             layout=self.layout,
             compress_ratio=self.ratio if entries else 0,
-            entries=self._store(held, num_slots // self.page_tokens, size) if entries else None,
+            entries=self.entry_cache(self.page_tokens // self.ratio) if entries else None,
             window=self._store(reached, num_slots // WINDOW_PAGE, WINDOW_PAGE) if window else None,
             scale=self.scale,
         )
@@ -118,9 +148,15 @@ class Chunk:
                         chosen = list(range(past))
                     else:  # the indexer's first `past` columns count
                         chosen = topk_indices[token].tolist()[:past]
-                    rows += [self.entries[r][e] for e in chosen if 0 <= e < n // self.ratio]
+                    held = [e for e in chosen if 0 <= e < n // self.ratio and not self.lost_entries[r, e]]
+                    rows += list(self.entries[r][held])
                 if layer.window:
-                    rows += list(self.latents[r][max(pos - self.window + 1, 0) : pos + 1])
+                    held = [
+                        p
+                        for p in range(max(pos - self.window + 1, 0), pos + 1)
+                        if not self.lost_latents[r, p]
+                    ]
+                    rows += list(self.latents[r][held])
                 found.append(torch.stack(rows) if rows else self.q.new_empty(0, self.q.shape[2]))
                 token += 1
         return found

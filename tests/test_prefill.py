@@ -138,6 +138,57 @@ def test_hostile_indices_and_pages_are_masked(strategy, device):
 
 
 @all_strategies
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_that_the_tables_do_not_hold_are_masked_in_every_way(strategy, kind, seed, device):
+    """A page that is not there, or is beyond the cache, is no vector of zeros: not even in a workspace."""
+    entries, window, indexed = LAYERS[kind]
+    chunk = make_chunk("dsv4", device)
+    layer = chunk.layer(entries=entries, window=window)
+    chunk.lose_slots(seed)
+    topk_indices = chunk.topk_indices if indexed else None
+    cache = chunk.build()
+    for _ in range(2):  # the second time from what the chunk keeps
+        got = chunk.attend(cache, layer, topk_indices, strategy)
+        assert_right(got, chunk.expected(layer, topk_indices))
+
+
+@all_strategies
+def test_what_a_cache_does_not_hold_is_masked_for_that_layer_alone(strategy, device):
+    """The second layer's caches have fewer pages; the tables of the chunk are the same."""
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build()
+    few = mla_fp8.PagedCache(layer.entries.data[:4], layer.entries.page_size)
+    short = LayerCaches(**vars(layer) | {"entries": few, "window": None})
+    for one, topk_indices in [(layer, chunk.topk_indices), (short, None), (layer, None), (short, None)]:
+        lost = (chunk.page_table >= 4).repeat_interleave(few.page_size, 1).cpu()
+        chunk.lost_entries = lost if one is short else torch.zeros_like(lost)
+        got = chunk.attend(cache, one, topk_indices, strategy)
+        assert_right(got, chunk.expected(one, topk_indices))
+
+
+@all_strategies
+def test_a_layer_with_a_window_is_refused_by_a_chunk_without(strategy, device):
+    """Its workspace has no row of the window: attention to nothing is what it would be."""
+    chunk = make_chunk("dsv4", device)
+    layer, cache = chunk.layer(), chunk.build(window_size=0)
+    for refused in (chunk.attend, lambda *arguments: cache.predict(chunk.q, layer)):
+        with pytest.raises(ValueError, match="window_size must be positive for a layer with a window, got 0"):
+            refused(cache, layer, chunk.topk_indices, strategy)
+
+
+@all_strategies
+def test_entries_of_one_ratio_in_pages_of_two_sizes(strategy, device):
+    """One chunk, two layers: the slots of the one are not those of the other."""
+    chunk = make_chunk("dsv4", device)
+    cache, small = chunk.build(), chunk.layer(window=False)
+    large = LayerCaches(**vars(small) | {"entries": chunk.entry_cache(2 * small.entries.page_size)})
+    for layer in (small, large, small):
+        got = chunk.attend(cache, layer, chunk.topk_indices, strategy)
+        assert_right(got, chunk.expected(layer, chunk.topk_indices))
+
+
+@all_strategies
 def test_layers_of_every_kind_take_turns(strategy, device):
     """V4's layers, in their order: what one kind keeps for the next of its kind is not another kind's."""
     chunk = make_chunk("dsv4", device)
@@ -220,15 +271,26 @@ def test_a_newer_chunk_makes_the_one_before_stale(device):
     stale(new, chunk, layer, "it was invalidated")
 
 
-@pytest.mark.parametrize("name", ["seq_lens_device", "page_table", "req_to_token", "full_to_swa"])
+SOURCES = (
+    "seq_lens", "query_lens", "page_table", "req_pool_indices", "req_to_token", "full_to_swa",
+    "query_start_loc", "query_pos",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
 def test_copying_new_metadata_into_its_tensors_makes_it_stale(name, device):
     """SGLang keeps metadata in place and copies the next batch's over it."""
     chunk = make_chunk("dsv4", device)
-    layer, cache = chunk.layer(), chunk.build()
+    starts = torch.tensor([0, *chunk.query_lens], dtype=torch.int32, device=device).cumsum(0).int()
+    positions = [range(n - m, n) for n, m in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
+    pos = torch.tensor([p for r in positions for p in r], dtype=torch.int32, device=device)
+    optional = {"query_start_loc": starts, "query_pos": pos}
+    layer, cache = chunk.layer(), chunk.build(**optional)
     chunk.attend(cache, layer, chunk.topk_indices)
-    x = getattr(chunk, name)
+    found = {"seq_lens": chunk.seq_lens_device, "query_lens": chunk.query_lens_device} | optional
+    x = found[name] if name in found else getattr(chunk, name)
     x.copy_(x.clone())
-    stale(cache, chunk, layer, f"{name.removesuffix('_device')} was written after it was built")
+    stale(cache, chunk, layer, f"{name} was written after it was built")
 
 
 def test_built_inside_a_capture_it_is_stale_outside_and_vice_versa(device, monkeypatch):
@@ -267,6 +329,10 @@ def test_inference_tensors_have_no_version_and_are_not_watched(device):
         (lambda c: c.attend(c.build(num_tokens=36), c.layer(), None), r"q must have shape \[36, \*"),
         (lambda c: LayerCaches("dsv4"), "expected entries, window or both, got neither"),
         (lambda c: LayerCaches("dsv4", 4, window=c.layer().window), "and 0 without, got 4 without entries"),
+        (lambda c: LayerCaches("dsv4", 4, (c.layer().entries.data, 4)), "entries must be a PagedCache"),
+        (lambda c: LayerCaches("dsv4", window=c.layer().window.data), "window must be a PagedCache"),
+        (lambda c: LayerCaches("dsv5", window=c.layer().window), "layout must be one of .* got 'dsv5'"),
+        (lambda c: c.attend(c.build(), c.layer(), c.topk_indices[0]), r"topk_indices .* \[37, \*"),
         (lambda c: LayerCaches("dsv4", 0, entries=c.layer().entries), "got 0 with entries"),
         (lambda c: workspace_rows([1], [1], window_size=1, compress_ratio=1, strategy="x"), "got 'x'"),
         (

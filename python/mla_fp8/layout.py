@@ -118,7 +118,10 @@ def get_layout(layout: "str | KVLayout") -> KVLayout:
     if isinstance(layout, KVLayout):
         return layout
     if layout not in KV_LAYOUTS:
-        raise ValueError(f"unknown KV layout {layout!r}; known: {', '.join(KV_LAYOUTS)}")
+        raise ValueError(
+            f"mla_fp8: layout must be one of {', '.join(KV_LAYOUTS)}, got {layout!r} "
+            "(mla_fp8.resolve_kv_cache_dtype says which one an engine's kv_cache_dtype means)"
+        )
     return KV_LAYOUTS[layout]
 
 

@@ -1,7 +1,7 @@
 """Sparse prefill of a chunk: what its layers share is computed once per forward, the rest per layer.
 
 A layer attends to selected compressed entries and to a sliding window. There are three ways there, with the
-same result up to rounding:
+same result up to rounding (a slot that a table or a cache does not hold is masked in each):
 
 ``whole``     dequantise all entries of the chunk's requests into a bf16 workspace, attend to its rows
 ``selected``  the same with those entries only that the chunk refers to, each once
@@ -11,7 +11,8 @@ same result up to rounding:
 device: sizes come from lengths that the caller knows on the host.
 """
 
-from .chunk_cache import LayerCaches, PagedCache, SparsePrefillChunkCache
+from .chunk_cache import SparsePrefillChunkCache
+from .layer import LayerCaches, PagedCache
 from .workspace import STRATEGIES, PrefillWorkspace, workspace_rows
 
 __all__ = [

@@ -2,47 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arch import arch_of
 from ..dispatch import can_run, select_name
-from ..layout import KVLayout, get_layout
+from ..layout import get_layout
 from ..ops.build_swa_token_ids import build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from ..ops.sparse_prefill import row_layout, sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .costs import LayerShape, count_keys, predict
+from .layer import LayerCaches, PagedCache
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_entries, num_window_rows
 
 _MAX_SLOT = 2**31 - 1
-
-
-class PagedCache(NamedTuple):
-    data: Tensor  # [num_pages, page_bytes]
-    page_size: int
-
-
-@dataclass(frozen=True)
-class LayerCaches:
-    """The caches of one layer: ``entries`` (one for ``compress_ratio`` tokens), ``window``, or both."""
-
-    layout: str | KVLayout
-    compress_ratio: int = 0  # 0: no entries
-    entries: PagedCache | None = None
-    window: PagedCache | None = None
-    scale: Tensor | None = None  # of the layer: fp8_e4m3* only
-
-    def __post_init__(self) -> None:
-        if (self.entries is None) == (self.compress_ratio > 0) or self.compress_ratio < 0:
-            raise ValueError(
-                "LayerCaches: compress_ratio must be positive with entries and 0 without, got "
-                f"{self.compress_ratio} {'without' if self.entries is None else 'with'} entries"
-            )
-        if self.entries is None and self.window is None:
-            raise ValueError("LayerCaches: expected entries, window or both, got neither")
 
 
 class SparsePrefillChunkCache:
@@ -111,7 +87,9 @@ class SparsePrefillChunkCache:
         self._regions: dict[int, _Region] = {}  # by compress_ratio
         self._entry_slots: dict[tuple[int, int], Tensor] = {}  # by compress_ratio and page size
         self._rows: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # what has no topk_indices
-        self._table: Tensor | None = None  # of the window's rows
+        self._held: dict[tuple[int | None, ...], Tensor] = {}  # by what slots and caches depend on
+        self._held_rows: dict[tuple[int | None, ...], Tensor] = {}  # the same, of what has no topk_indices
+        self._tables: dict[tuple[int | None, ...], Tensor] = {}  # the same, of windows alone
         self._window: tuple[Tensor, Tensor] | None = None  # each token's slots and how many they are
         self._built_in_capture = capturing()
         sources = {
@@ -147,6 +125,7 @@ class SparsePrefillChunkCache:
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check_usable(q)
+        self._check_layer(layer, topk_indices)
         shape = self._shape(q, layer, topk_indices)
         if strategy == "auto":
             strategy = self._choose(q, layer, shape, backend)
@@ -160,10 +139,12 @@ class SparsePrefillChunkCache:
             kv, rows = self._gather_selected(layer, layer.entries, rows, shape)
         else:
             kv = self._gather_whole(layer, shape)
+            rows = self._rows_of_slots(layer, rows, cached=topk_indices is None)
         return sparse_prefill(q, kv, rows, topk_length=lens, **options)
 
     def predict(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None) -> dict[str, float]:
         """Nanoseconds of each strategy, as the cost table has it."""
+        self._check_layer(layer, topk_indices)
         return predict(self._shape(q, layer, topk_indices), arch_of(q.device.type, q.device.index))
 
     def _choose(self, q: Tensor, layer: LayerCaches, shape: LayerShape, backend: str) -> str:
@@ -225,7 +206,8 @@ class SparsePrefillChunkCache:
         )  # fmt: skip
         self._gather_window(layer, kv[room:])
         in_window = torch.arange(room, room + window, device=rows.device)
-        return kv, _with_none(torch.cat([place, in_window]).int())[rows]
+        renumbered = _with_none(torch.cat([place, in_window]).int())
+        return kv, torch.where(self._held_or_none(layer) < 0, -1, renumbered)[rows]
 
     def _gather_window(self, layer: LayerCaches, out: Tensor) -> None:
         if layer.window:
@@ -247,17 +229,44 @@ class SparsePrefillChunkCache:
         """To the workspace as a cache of pages of one row, where requests begin with what was gathered."""
         rows = self._gather_whole(layer, shape)
         return sparse_prefill_window(
-            q, rows, self._window_table(), self.query_start_loc, self.swa_gather_lens, layout=row_layout(q),
-            page_size=1, window_size=self.window_size, **options,
+            q, rows, self._window_table(layer), self.query_start_loc, self.swa_gather_lens,
+            layout=row_layout(q), page_size=1, window_size=self.window_size, **options,
         )  # fmt: skip
 
-    def _window_table(self) -> Tensor:
-        if self._table is None:
+    def _window_table(self, layer: LayerCaches) -> Tensor:
+        key = layer.geometry
+        if key not in self._tables:
             lengths = zip(self._seq_lens_host, self._query_lens_host, strict=True)
             longest = max((num_window_rows([n], [m], self.window_size) for n, m in lengths), default=0)
             columns = torch.arange(longest, dtype=torch.int32, device=self.seq_lens.device)
-            self._table = self.swa_offsets[:-1, None] + columns
-        return self._table
+            rows = (self.swa_offsets[:-1, None] + columns).clamp_max(len(self.swa_ids))
+            self._tables[key] = self._held_or_none(layer)[rows]
+        return self._tables[key]
+
+    def _held_or_none(self, layer: LayerCaches) -> Tensor:
+        """[rows of the workspace + 1] int32: each row's own number, -1 where no slot of the layer's caches is
+        behind it, and -1 at the end. What ``direct`` masks is then masked in a workspace too."""
+        key = layer.geometry
+        if key not in self._held:
+            slots = (
+                []
+                if layer.entries is None
+                else [(self._slots_of_entries(layer, layer.entries)[:-1], layer.entries)]
+            )
+            slots += [(self.swa_ids, layer.window)] if layer.window else []
+            held = torch.cat([(ids >= 0) & (ids < cache.num_slots) for ids, cache in slots])
+            row = torch.arange(len(held), dtype=torch.int32, device=held.device)
+            self._held[key] = _with_none(torch.where(held, row, -1))
+        return self._held[key]
+
+    def _rows_of_slots(self, layer: LayerCaches, rows: Tensor, *, cached: bool) -> Tensor:
+        """``rows`` with -1 for those without a slot."""
+        if not cached:
+            return self._held_or_none(layer)[rows]
+        key = layer.geometry
+        if key not in self._held_rows:
+            self._held_rows[key] = self._held_or_none(layer)[rows]
+        return self._held_rows[key]
 
     def _attend_pages(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, options: dict[str, Any]
@@ -351,6 +360,17 @@ class SparsePrefillChunkCache:
         if q.dim() != 3 or len(q) != self.num_tokens:
             raise ValueError(
                 f"SparsePrefillChunkCache: q must have shape [{self.num_tokens}, *, *], got {[*q.shape]}"
+            )
+
+    def _check_layer(self, layer: LayerCaches, topk_indices: Tensor | None) -> None:
+        if layer.window and not self.window_size:
+            raise ValueError(
+                "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
+            )
+        if topk_indices is not None and (topk_indices.dim() != 2 or len(topk_indices) != self.num_tokens):
+            raise ValueError(
+                f"SparsePrefillChunkCache: topk_indices must have shape [{self.num_tokens}, *], "
+                f"got {[*topk_indices.shape]}"
             )
 
 
