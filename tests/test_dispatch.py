@@ -8,6 +8,7 @@ import sys
 import peer_standins
 import pytest
 import torch
+from op_samples import SAMPLES
 from sparse_cases import make_case
 
 import mla_fp8
@@ -317,6 +318,40 @@ def test_an_engines_name_compiles_to_one_graph():
     compiled = torch.compile(lambda: case.decode(layout="fp8_ds_mla"), fullgraph=True, backend="aot_eager")
     for a, b in zip(compiled(), case.decode(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name, features",
+    [
+        ("sparse_decode", {"batch_invariant", "two caches"}),
+        ("sparse_prefill_paged", {"two caches"}),
+        ("sparse_prefill_window", {"two caches"}),
+    ],
+)
+def test_selection_hears_of_what_a_call_wants(name, features, monkeypatch):
+    """A backend without batch_invariant would give other bits in another batch."""
+    tensors, options = SAMPLES[name]("cpu")
+    wanted = []
+    monkeypatch.setattr(
+        dispatch, "select_name", lambda *args: wanted.append(set(args[5])) or dispatch._select_name(*args)
+    )
+    plain = {key: x for key, x in options.items() if not key.startswith("extra_")}
+    getattr(mla_fp8, name)(*tensors, **plain)
+    getattr(mla_fp8, name)(*tensors, **options | dict.fromkeys(features & {"batch_invariant"}, True))
+    assert wanted == [set(), features]
+
+
+@pytest.mark.parametrize(
+    "arch, key", [("cpu", "CPU"), ("sm90", "CUDA"), ("gfx942", "CUDA"), ("meta", "Meta")]
+)
+def test_an_op_without_a_kernel_for_the_device_is_not_taken(arch, key, monkeypatch):
+    asked = []
+    has = "_dispatch_has_kernel_for_dispatch_key"
+    monkeypatch.setattr(torch._C, has, lambda op, key: asked.append((op, key)))
+    problem = Problem("sparse_prefill_window", arch, "dsv4", 8)
+    with pytest.raises(ValueError, match=f"native +no {key} kernel of sparse_prefill_window is loaded"):
+        dispatch.select.__wrapped__(problem)
+    assert ("mla_fp8::sparse_prefill_window", key) in asked
 
 
 def test_importing_us_imports_no_peer():

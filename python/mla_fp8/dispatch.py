@@ -77,6 +77,9 @@ class Backend:
         return (missing or probe)(self, p)
 
 
+_DISPATCH_KEYS = {"cpu": "CPU", "meta": "Meta"}  # of other archs: CUDA, which ROCm uses too
+
+
 def probe(backend: Backend, p: Problem) -> str | None:
     """What a backend needs and this process does not have."""
     if backend.api is not None:
@@ -84,7 +87,7 @@ def probe(backend: Backend, p: Problem) -> str | None:
         if module is None:
             return reason
     if backend.needs_kernel:
-        key = "CPU" if p.arch == "cpu" else "CUDA"
+        key = _DISPATCH_KEYS.get(p.arch, "CUDA")
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{p.op}", key):
             return f"no {key} kernel of {p.op} is loaded; see mla_fp8.doctor()"
     return None

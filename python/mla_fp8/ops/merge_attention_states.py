@@ -1,6 +1,7 @@
 import torch
 
 from ._fake import fake, fake_returns_nothing
+from ._inference import refuse_gradients
 from ._out import all_given
 
 
@@ -27,6 +28,9 @@ def merge_attention_states(
     (out, lse). Raises RuntimeError naming the argument, what was expected and what came; ValueError for one
     of the two buffers without the other.
     """
+    refuse_gradients(
+        "merge_attention_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse
+    )
     sides = (out_a, lse_a, out_b, lse_b)
     if not all_given("merge_attention_states", out=out, lse=lse):
         return torch.ops.mla_fp8.merge_attention_states(*sides)  # type: ignore[no-any-return]

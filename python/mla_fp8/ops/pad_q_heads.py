@@ -1,6 +1,7 @@
 import torch
 
 from ._fake import fake, fake_returns_nothing
+from ._inference import refuse_gradients
 from ._out import all_given
 
 
@@ -26,6 +27,7 @@ def pad_q_heads(
     Returns (q, attn_sink) padded; None for ``attn_sink`` if None came. Raises RuntimeError naming the
     argument, what was expected and what came; ValueError for one of the two buffers without the other.
     """
+    refuse_gradients("pad_q_heads", q=q, attn_sink=attn_sink, out_q=out_q, out_attn_sink=out_attn_sink)
     if all_given("pad_q_heads", out_q=out_q, out_attn_sink=out_attn_sink):
         torch.ops.mla_fp8.pad_q_heads_out(
             q, attn_sink, num_heads=num_heads, out_q=out_q, out_attn_sink=out_attn_sink

@@ -2,6 +2,7 @@ import torch
 
 from ..layout import KV_LAYOUTS, KVLayout, get_layout
 from ._fake import fake, fake_returns_nothing
+from ._inference import refuse_gradients
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,6 +62,10 @@ def paged_attention_ragged(
     ``(out, lse)``. Raises RuntimeError naming the argument, what was expected and what came.
     """
     _both_or_neither("paged_attention_ragged", out, lse)
+    refuse_gradients(
+        "paged_attention_ragged", q=q, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale,
+        attn_sink=attn_sink, out=out, lse=lse,
+    )  # fmt: skip
     tensors = (q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len)
     if page_size is None:  # the op says what is wrong with a cache of another rank
         page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
@@ -113,6 +118,10 @@ def paged_attention_ragged_latent(
     The other arguments, and the result, are those of :func:`paged_attention_ragged`.
     """
     _both_or_neither("paged_attention_ragged_latent", out, lse)
+    refuse_gradients(
+        "paged_attention_ragged_latent", q=q, kv_cache=kv_cache, scale=scale, attn_sink=attn_sink, out=out,
+        lse=lse,
+    )  # fmt: skip
     tensors = (q, kv_cache, kv_indptr, kv_indices, kv_last_page_len)
     options = {
         "layout": get_layout(layout).id,

@@ -2,6 +2,7 @@ import torch
 
 from ..layout import KVLayout, get_layout
 from ._fake import fake_returns_nothing
+from ._inference import refuse_gradients
 
 
 def quantize_kv(
@@ -35,6 +36,7 @@ def quantize_kv(
     Raises RuntimeError naming the argument, what was expected and what came, before anything is written;
     ValueError for an unknown layout name.
     """
+    refuse_gradients("quantize_kv", latent=latent, kv_cache=kv_cache, scale=scale, rope=rope)
     layout = get_layout(layout)
     torch.ops.mla_fp8.quantize_kv(
         latent,

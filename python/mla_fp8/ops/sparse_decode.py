@@ -3,6 +3,7 @@ import torch
 from ..dispatch import backend_function, layout_of, wanted
 from ..layout import KV_LAYOUTS, KVLayout
 from ._fake import fake, fake_returns_nothing
+from ._inference import refuse_gradients
 
 
 def sparse_decode(
@@ -44,6 +45,14 @@ def sparse_decode(
     ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
     RuntimeError naming the argument for bad input.
     """
+    refuse_gradients(
+        "sparse_decode",
+        q=q,
+        kv_cache=kv_cache,
+        attn_sink=attn_sink,
+        extra_kv_cache=extra_kv_cache,
+        scale=scale,
+    )
     layout = layout_of(layout, q, kv_cache, page_size, backend)
     features = wanted(two_caches=extra_kv_cache is not None, batch_invariant=batch_invariant)
     function = backend_function("sparse_decode", q, layout.name, backend, features)

@@ -3,6 +3,7 @@ import torch
 from ..dispatch import backend_function, layout_of, wanted
 from ..layout import KV_LAYOUTS, KVLayout
 from ._fake import fake, fake_returns_nothing
+from ._inference import refuse_gradients
 from .sparse_decode import new_outputs
 
 _ROWS = {layout.head_dim_qk: layout.name for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"}
@@ -40,6 +41,7 @@ def sparse_prefill(
     Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
     that cannot run this.
     """
+    refuse_gradients("sparse_prefill", q=q, kv=kv, attn_sink=attn_sink)
     function = backend_function("sparse_prefill", q, row_layout(q), backend)
     options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "topk_length": topk_length}
     return function(q, kv, indices, **options)  # type: ignore[no-any-return]
@@ -66,6 +68,14 @@ def sparse_prefill_paged(
 
     Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`.
     """
+    refuse_gradients(
+        "sparse_prefill_paged",
+        q=q,
+        kv_cache=kv_cache,
+        attn_sink=attn_sink,
+        extra_kv_cache=extra_kv_cache,
+        scale=scale,
+    )
     layout = layout_of(layout, q, kv_cache, page_size, backend)
     features = wanted(two_caches=extra_kv_cache is not None)
     function = backend_function("sparse_prefill_paged", q, layout.name, backend, features)
@@ -108,6 +118,14 @@ def sparse_prefill_window(
     ``extra_indices`` of ``extra_kv_cache``, in one softmax. Tokens of no request have no window. Other
     arguments and results as in :func:`sparse_prefill_paged`.
     """
+    refuse_gradients(
+        "sparse_prefill_window",
+        q=q,
+        kv_cache=kv_cache,
+        attn_sink=attn_sink,
+        extra_kv_cache=extra_kv_cache,
+        scale=scale,
+    )
     layout = layout_of(layout, q, kv_cache, page_size, backend)
     features = wanted(two_caches=extra_kv_cache is not None)
     function = backend_function("sparse_prefill_window", q, layout.name, backend, features)

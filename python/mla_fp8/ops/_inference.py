@@ -1,0 +1,27 @@
+"""No op has derivatives: no result claims any, and a call whose caller would want them is refused."""
+
+import torch
+from torch.autograd import forward_ad
+
+# torch's own default would let results of torch.ops.mla_fp8.* claim a gradient, and give zeros for it.
+_library = torch.library.Library("mla_fp8", "IMPL")
+for _op in torch._C._dispatch_get_all_op_names():
+    if _op.startswith("mla_fp8::"):
+        _library.impl(_op.removeprefix("mla_fp8::"), torch.library.fallthrough_kernel, "Autograd")
+
+
+def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
+    """RuntimeError if autograd follows one of the tensors, backward (unless under ``no_grad``) or forward."""
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not (backward or forward):
+        return
+    for name, x in tensors.items():
+        if x is not None and ((backward and x.requires_grad) or (forward and _has_tangent(x))):
+            raise RuntimeError(
+                f"mla_fp8.{op}: {name} must not require grad, as the package is for inference and has no "
+                "derivatives; call it under torch.no_grad(), or with a detached tensor"
+            )
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None

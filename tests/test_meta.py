@@ -1,0 +1,51 @@
+"""Meta tensors: all of them give shapes; one among others is a wrong device."""
+
+import pytest
+import torch
+from op_samples import SAMPLES
+from test_compile import tensors_of
+
+import mla_fp8
+
+every_op = pytest.mark.parametrize("name", SAMPLES)
+
+
+def to_meta(x):
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
+def shapes(results):
+    results = results if isinstance(results, tuple) else (results,)
+    return [(x.shape, x.dtype) for x in tensors_of(results)]
+
+
+@every_op
+def test_meta_tensors_give_meta_results_of_the_same_shapes(name, device):
+    function = getattr(mla_fp8, name)
+    tensors, options = SAMPLES[name](device)
+    on_meta = function(*map(to_meta, tensors), **{key: to_meta(x) for key, x in options.items()})
+    results = on_meta if isinstance(on_meta, tuple) else (on_meta,)
+    assert all(x.is_meta for x in tensors_of(results))
+    assert shapes(on_meta) == shapes(function(*tensors, **options))
+
+
+@every_op
+def test_one_meta_tensor_among_others_is_a_wrong_device(name, device):
+    """Its kernel would be that of all, and the result memory that nobody wrote."""
+    tensors, options = SAMPLES[name](device)
+    optional = {key: x for key, x in options.items() if isinstance(x, torch.Tensor)}
+    message = rf"mla_fp8::{name}: .* must be on .* like .*, got .*"
+    for i in range(len(tensors)):
+        changed = [to_meta(x) if i == j else x for j, x in enumerate(tensors)]
+        with pytest.raises(RuntimeError, match=message):
+            getattr(mla_fp8, name)(*changed, **options)
+    for key, x in optional.items():
+        with pytest.raises(RuntimeError, match=message):
+            getattr(mla_fp8, name)(*tensors, **options | {key: to_meta(x)})
+
+
+def test_a_meta_buffer_for_results_is_a_wrong_device(device):
+    (cache, slots), options = SAMPLES["dequantize_kv"](device)
+    out = torch.empty(len(slots), 512, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RuntimeError, match=f"mla_fp8::dequantize_kv: out must be on {device}.* got meta"):
+        mla_fp8.dequantize_kv(cache, slots, **options, out=out)
