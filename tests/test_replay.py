@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_samples import SAMPLES
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, dispatch, recording, replay
@@ -114,6 +115,64 @@ def test_calls_that_other_backends_serve_are_recorded(tmp_path):
     assert "adapter" not in call.options
     want = mla_fp8.sparse_decode(*tensors, **(options | {"layout": "dsv4"}))
     assert mla_fp8.sparse_decode(**call.arguments("cpu"))[0].equal(want[0])
+
+
+def window_call(device):
+    """Requests of 3 and 2 queries; page 5 is one that no window reaches, and is in the table."""
+    (q, kv_cache, _), options = decode_call("dsv4", device)
+    tables = ([[2, 7, 5], [11, -1, INT_MAX]], [0, 3, TOKENS], [PAGE_SIZE + 9, 12])
+    tables = (torch.tensor(x, dtype=torch.int32, device=device) for x in tables)
+    kept = (
+        "layout",
+        "page_size",
+        "sm_scale",
+        "attn_sink",
+        "extra_kv_cache",
+        "extra_indices",
+        "extra_page_size",
+    )
+    return (q, kv_cache, *tables), {name: options[name] for name in kept} | {"window_size": 20}
+
+
+def test_windows_are_recorded_with_the_pages_of_their_table(device, tmp_path, capsys):
+    tensors, options = window_call(device)
+    with record(tmp_path / "calls") as recorder:
+        want = mla_fp8.sparse_prefill_window(*tensors, **options)
+    (call,) = recording.load(tmp_path / "calls")
+    assert call.op == "sparse_prefill_window" and recorder.missed == 0
+    assert len(call.tensors["kv_cache"]) == 4 and len(call.tensors["extra_kv_cache"]) == 1
+    got = mla_fp8.sparse_prefill_window(**call.arguments(device))
+    assert want[0].isfinite().all() and all(a.equal(b) for a, b in zip(got, want, strict=True))
+    assert main(["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", device]) == 0
+    assert "windows of 20 + 4 indices" in capsys.readouterr().out
+
+
+def test_every_public_attention_call_is_kept_or_counted(tmp_path):
+    made = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
+    counted = ("paged_attention_ragged", "paged_attention_ragged_latent")
+    with record(tmp_path / "calls") as recorder:
+        for name in made + counted:
+            tensors, options = SAMPLES[name]("cpu")
+            for backend in ("native", "reference") if name in made else (None,):
+                asked = {"backend": backend} if backend else {}
+                getattr(mla_fp8, name)(*tensors, **options, **asked)
+    assert [call.op for call in recording.load(tmp_path / "calls")] == [x for x in made for _ in range(2)]
+    assert recorder.missed == len(counted)
+
+
+def test_what_was_recorded_is_written_when_the_model_raises(tmp_path):
+    tensors, options = decode_call("dsv4", "cpu")
+    with pytest.raises(ZeroDivisionError), record(tmp_path / "calls"):
+        mla_fp8.sparse_decode(*tensors, **options)
+        raise ZeroDivisionError
+    assert len(recording.load(tmp_path / "calls")) == 1
+
+
+def test_a_file_without_calls_says_so(tmp_path, capsys):
+    with record(tmp_path / "calls"):
+        pass
+    assert main(["replay", str(tmp_path / "calls")]) == 2
+    assert "holds no calls" in capsys.readouterr().err
 
 
 def test_a_call_that_raises_is_not_recorded(tmp_path):

@@ -336,7 +336,7 @@ def backend_function(
     """The adapter for these queries: it takes the arguments of ``mla_fp8.<op>`` less ``backend``."""
     num_q_heads = _selected_heads(q.shape[1]) if q.dim() > 1 else 0
     adapter = select_name(op, q.device.type, q.device.index, layout, num_q_heads, features, backend)
-    if adapter in ("native", "reference"):
+    if adapter == "native":
         function: Callable[..., Any] = getattr(ADAPTERS[adapter], op)
         return function
     return functools.partial(opaque.call, op, adapter)

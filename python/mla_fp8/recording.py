@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layout import KVLayout, get_layout, layout_of_id
 
-OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged")
+OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
+COUNTED = ("paged_attention_ragged", "paged_attention_ragged_latent")  # no second backend to replay them with
 _KEY = "mla_fp8.calls"
 
 
@@ -37,13 +38,13 @@ class Call:
 
     def __str__(self) -> str:
         num_tokens, num_heads, _ = self.tensors["q"].shape
-        keys = " + ".join(
-            str(self.tensors[n].shape[1]) for n in ("indices", "extra_indices") if n in self.tensors
-        )
+        window = [f"windows of {self.options['window_size']}"] if "window_size" in self.options else []
+        scopes = [self.tensors[n].shape[1] for n in ("indices", "extra_indices") if n in self.tensors]
+        keys = " + ".join([*window, *(f"{width} indices" for width in scopes)])
         caches = [self.tensors[n] for n in ("kv", "kv_cache", "extra_kv_cache") if n in self.tensors]
         kept = " + ".join(f"{len(cache)} {'pages' if self.layout else 'rows'}" for cache in caches)
         layout = f" {self.layout.name}" if self.layout else ""
-        return f"{self.op}{layout}, {num_tokens} tokens, {num_heads} heads, {keys} indices into {kept}"
+        return f"{self.op}{layout}, {num_tokens} tokens, {num_heads} heads, {keys} into {kept}"
 
 
 def save(path: str | Path, calls: list[Call]) -> None:
@@ -110,9 +111,15 @@ def extract(op: str, arguments: dict[str, Any]) -> Call:
         for prefix in ("", "extra_"):
             if f"{prefix}kv_cache" in tensors:
                 kv_cache, page_size = tensors[f"{prefix}kv_cache"], options[f"{prefix}page_size"]
-                pages, tensors[f"{prefix}indices"] = referenced(
-                    tensors[f"{prefix}indices"], tensors.get(f"{prefix}topk_length"), len(kv_cache), page_size
-                )
+                if not prefix and "page_table" in tensors:
+                    pages, tensors["page_table"] = referenced(tensors["page_table"], None, len(kv_cache), 1)
+                else:
+                    pages, tensors[f"{prefix}indices"] = referenced(
+                        tensors[f"{prefix}indices"],
+                        tensors.get(f"{prefix}topk_length"),
+                        len(kv_cache),
+                        page_size,
+                    )
                 tensors[f"{prefix}kv_cache"] = packed_pages(kv_cache, pages, layout, page_size)
     else:
         rows, tensors["indices"] = referenced(
@@ -134,10 +141,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))  # first: it checks its arguments
         op = func._schema.name.split("::")[1].removesuffix("_out")
-        if op in OPS and func.namespace in ("mla_fp8", "mla_fp8_backends"):
-            if len(self.calls) == self.max_calls or (
-                torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            ):
+        if op in OPS + COUNTED and func.namespace in ("mla_fp8", "mla_fp8_backends"):
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if op in COUNTED or capturing or len(self.calls) == self.max_calls:
                 self.missed += 1
             else:
                 arguments = func._schema.arguments

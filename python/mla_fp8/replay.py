@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
     given = call.arguments(device)
     scopes = []
     for prefix in ("", "extra_"):
-        if f"{prefix}indices" not in given:
+        if f"{prefix}kv_cache" not in given and f"{prefix}kv" not in given:
             continue
         if call.layout:
             page_size, scale = given[f"{prefix}page_size"], given.get("scale")
@@ -46,7 +47,8 @@ def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
             )
         else:
             rows = given["kv"]
-        scopes.append((rows, given[f"{prefix}indices"], given.get(f"{prefix}topk_length")))
+        indices = _window_slots(given) if not prefix and "page_table" in given else given[f"{prefix}indices"]
+        scopes.append((rows, indices, given.get(f"{prefix}topk_length")))
     q, outs, lses = given["q"].double(), [], []
     for begin in range(0, max(len(q), 1), TOKENS_AT_ONCE):
         here = slice(begin, begin + TOKENS_AT_ONCE)
@@ -57,6 +59,13 @@ def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _window_slots(given: dict[str, Any]) -> Tensor:
+    tables = (given[name] for name in ("page_table", "query_start_loc", "seq_lens"))
+    return reference.window_slots(
+        *tables, num_tokens=len(given["q"]), page_size=given["page_size"], window_size=given["window_size"]
+    )
 
 
 def backends(call: Call, device: str) -> dict[Backend, str | None]:
@@ -138,6 +147,9 @@ def main(options: argparse.Namespace) -> int:
         return 2
     except Exception as error:  # what safetensors raises for a bad file has no common base
         print(f"mla_fp8 replay: {error}", file=sys.stderr)
+        return 2
+    if not calls:
+        print(f"mla_fp8 replay: {options.file} holds no calls", file=sys.stderr)
         return 2
     good = True
     for i, call in enumerate(calls):

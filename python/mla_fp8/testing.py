@@ -38,8 +38,12 @@ def record(path: str | Path, max_calls: int = 16) -> Iterator[recording.Recorder
     ``python -m mla_fp8 replay`` runs through every backend. Needs safetensors.
 
     A CUDA graph shows its calls to nobody: turn graphs off while recording. ``recorder.missed`` counts the
-    calls that were not kept, those made while a graph was captured among them.
+    calls that were not kept: those made while a graph was captured, those beyond ``max_calls``, and
+    ``paged_attention_ragged*``, which has one backend alone. The file is written also when the body raises.
     """
-    with recording.Recorder(max_calls) as recorder:
-        yield recorder
-    recording.save(path, recorder.calls)
+    recorder = recording.Recorder(max_calls)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        recording.save(path, recorder.calls)

@@ -1,4 +1,5 @@
-"""Other packages' kernels behind one op each (``torch.ops.mla_fp8_backends``) that no compiler looks into."""
+"""Kernels that are not ours, behind one op each (``torch.ops.mla_fp8_backends``) that no compiler looks into;
+whoever watches the ops sees which call they serve."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -7,10 +8,16 @@ from typing import Any
 import torch
 
 from ..layout import KV_LAYOUTS, KVLayout
+from ..ops._fake import fake_of
 from ..reference import HEAD_DIM_V
 
 _library = torch.library.Library("mla_fp8_backends", "DEF")
-_with_max_logits = {"sparse_decode": False, "sparse_prefill": True}
+_with_max_logits = {
+    "sparse_decode": False,
+    "sparse_prefill": True,
+    "sparse_prefill_paged": True,
+    "sparse_prefill_window": True,
+}
 
 
 def call(op: str, adapter: str, *tensors: torch.Tensor, **options: Any) -> Any:
@@ -25,7 +32,7 @@ def _define(op: str) -> None:
     schema = str(getattr(torch.ops.mla_fp8, op).default._schema).removeprefix("mla_fp8::")
     _library.define(schema.replace("*, ", "*, str adapter, ", 1))
     _library.impl(op, _implementation(op), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mla_fp8_backends::{op}", _fake(_with_max_logits[op]), lib=_library)
+    fake_of(_library, op)(_fake(_with_max_logits[op]))
 
 
 def _implementation(op: str) -> Callable[..., Any]:

@@ -1,24 +1,30 @@
 """Fake (shape-only) implementations, for torch.compile, torch.export and meta tensors."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_library = torch.library.Library("mla_fp8", "IMPL")
 
 
 def fake(op: str) -> Callable[[Function], Function]:
     """Decorator: this function computes the outputs' shapes and dtypes of ``torch.ops.mla_fp8.<op>``."""
+    return fake_of(_library, op)
+
+
+def fake_of(library: torch.library.Library, op: str) -> Callable[[Function], Function]:
+    """The same for an op of another library."""
 
     def register(function: Function) -> Function:
         @functools.wraps(function)
         def checked(*args: object, **options: object) -> object:
-            _check_devices(op, *args, **options)
+            _check_devices(library.ns, op, *args, **options)
             return function(*args, **options)
 
-        torch.library.register_fake(f"mla_fp8::{op}", checked)
+        torch.library.register_fake(f"{library.ns}::{op}", checked, lib=library)
         return function
 
     return register
@@ -30,18 +36,14 @@ def fake_returns_nothing(*ops: str) -> None:
         fake(op)(lambda *args, **kwargs: None)
 
 
-def _check_devices(op: str, *args: object, **options: object) -> None:
+def _check_devices(namespace: str, op: str, *args: object, **options: object) -> None:
     """One meta tensor brings a call here whose others hold data: a mismatch like any other."""
-    (first, x), *others = _tensors(op, *args, **options)
+    schema = getattr(getattr(torch.ops, namespace), op).default._schema
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | options
+    (first, x), *others = ((name, x) for name, x in given.items() if isinstance(x, torch.Tensor))
     for name, other in others:
         if other.device != x.device:
             raise RuntimeError(
-                f"mla_fp8::{op.removesuffix('_out')}: {name} must be on {x.device} like {first}, "
+                f"{namespace}::{op.removesuffix('_out')}: {name} must be on {x.device} like {first}, "
                 f"got {other.device}"
             )
-
-
-def _tensors(op: str, *args: object, **options: object) -> Iterator[tuple[str, torch.Tensor]]:
-    names = [argument.name for argument in getattr(torch.ops.mla_fp8, op).default._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | options
-    return ((name, x) for name, x in given.items() if isinstance(x, torch.Tensor))
