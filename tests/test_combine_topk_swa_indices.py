@@ -337,7 +337,11 @@ OUT_ERRORS = [
     ("out_indices", lambda t: t.long(), "out_indices must have dtype Int, got Long"),
     ("out_indices", lambda t: t[1:], r"out_indices must have shape \[5, 256\], got \[4, 256\]"),
     ("out_indices", lambda t: t.mT.contiguous().mT, "out_indices must have stride 1 in its last dimension"),
-    ("out_indices", lambda t: t[:1].expand(5, -1), "out_indices must not overlap itself, got stride 0"),
+    (
+        "out_indices",
+        lambda t: t[:1].expand(5, -1),
+        "out_indices must have its rows one after another and not overlap itself, got stride 0",
+    ),
     ("out_lens", lambda t: t.long(), "out_lens must have dtype Int, got Long"),
     ("out_lens", lambda t: t[1:], r"out_lens must have shape \[5\], got \[4\]"),
     ("out_lens", strided, "out_lens must be contiguous"),

@@ -17,7 +17,11 @@ CACHE = [
         "have dtype Byte or Char or Float8_e4m3fn or Float8_e4m3fnuz or BFloat16",
         "Double",
     ),
-    (lambda x: x[:, :-1], f"have shape [*, {PAGE}]", f"[7, {PAGE - 1}]"),
+    (
+        lambda x: x[:, :-1],
+        f"have shape [*, {PAGE}]",
+        f"[7, {PAGE - 1}] (a page is 64 rows of layout dsv4)",
+    ),
     (transposed, "have stride 1 in its last dimension", "7"),
     (lambda x: x[:1].expand(7, -1), f"have a page stride of at least {PAGE} bytes", "0"),
     (misaligned, "be 16-byte aligned", "an address that is 1 past"),
@@ -28,7 +32,11 @@ OUT = [
     (lambda x: x.float(), "have dtype BFloat16", "Float"),
     (lambda x: x.half(), "have dtype BFloat16", "Half"),
     (transposed, "have stride 1 in its last dimension", "5"),
-    (lambda x: x[:1].expand(5, -1), "not overlap itself", "stride 0 in dimension 0, expected at least 512"),
+    (
+        lambda x: x[:1].expand(5, -1),
+        "have its rows one after another and not overlap itself",
+        "stride 0 in dimension 0, expected at least 512",
+    ),
     (misaligned, "be 16-byte aligned", "an address that is 2 past"),
     (odd_rows, "be 16-byte aligned in every row", "a stride of 1032 bytes in dimension 0"),
 ]

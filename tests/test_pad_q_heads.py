@@ -120,6 +120,23 @@ def test_errors_say_expected_and_got_and_nothing_is_written(name, change, messag
     assert arguments["out_q"].isnan().all() and arguments["out_attn_sink"].isnan().all()
 
 
+def test_heads_without_elements_leave_the_sink(device):
+    q, sink = torch.zeros(3, 2, 0, dtype=torch.bfloat16, device=device), torch.randn(2, device=device)
+    out_q, out_sink = mla_fp8.pad_q_heads(q, sink, num_heads=4)
+    assert out_q.shape == (3, 4, 0) and out_sink[:2].equal(sink) and out_sink[2:].isneginf().all()
+
+
+def test_an_allocation_that_fails_says_what_and_why():
+    """torch 2.13 tells why; one before it has printed it."""
+    q = torch.zeros(0, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(
+        RuntimeError, match=r"cannot allocate .* shape \[1099511627776\] and dtype Float on cpu"
+    ) as raised:
+        mla_fp8.pad_q_heads(q, None, num_heads=2**40)
+    tells = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 13)
+    assert ("tried to allocate 4398046511104 bytes" if tells else "to stderr") in str(raised.value)
+
+
 def test_one_buffer_without_the_other_is_refused(device):
     q = random_bits(3, 8, 64, dtype=torch.bfloat16, device=device)
     out_q = buffers(q, 16)["out_q"]

@@ -228,6 +228,22 @@ def test_nan_and_inf_stay_their_own_elements_affair(layout, device):
     assert torch.equal(nope, clean[0]) and torch.equal(rope, clean[2])
 
 
+@all_layouts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_nan_has_the_bits_of_the_reference(layout, dtype, device):
+    """Of either sign, quiet or signalling, alone in a vector or next to its like."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    exponent = torch.tensor(float("inf"), dtype=dtype).view(bits).item()
+    sign = torch.iinfo(bits).min
+    nans = torch.tensor([exponent + 1, exponent + 3, sign + exponent + 1, -1], dtype=bits)
+    latent = latents(layout, 16, device, dtype).contiguous()
+    latent[:8] = nans.to(device).view(dtype).repeat(layout.head_dim_qk // 4)
+    for row in range(8, 16):
+        latent[row, row::37] = nans[row % 4].to(device).view(dtype)
+    slots, cache = torch.arange(16, device=device), poisoned_cache(layout, 1, 16, device)
+    check_bytes(latent, slots, cache, layout=layout, page_size=16, scale=layer_scale(layout, device))
+
+
 @pytest.mark.parametrize("name", [x.name for x in KV_LAYOUTS.values() if x.nope_format == "e4m3fnuz"])
 def test_fnuz_negative_underflow_is_zero_not_nan(name, device):
     layout = KV_LAYOUTS[name]

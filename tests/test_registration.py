@@ -72,5 +72,10 @@ def test_opcheck(name, device):
     torch.library.opcheck(getattr(torch.ops.mla_fp8, name).default, tensors, options)
 
 
+def test_warmup_without_a_gpu_has_nothing_to_load():
+    mla_fp8.warmup()
+    mla_fp8.warmup("cpu")
+
+
 if __name__ == "__main__":
     print("\n".join(str(schema) for schema in schemas().values()))

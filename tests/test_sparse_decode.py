@@ -103,6 +103,24 @@ def test_results_are_repeatable_and_independent_of_the_batch(layout, device):
         assert torch.equal(part[0], out[which]) and torch.equal(part[1], lse[which])
 
 
+@pytest.mark.parametrize("num_q_heads", [13, 17, 127])
+def test_every_head_is_written_when_threads_do_not_divide_them(num_q_heads):
+    """So many keys that the heads of the only token are shared out."""
+    case = make_case(
+        KV_LAYOUTS["dsv4"], "cpu", num_tokens=1, num_q_heads=num_q_heads, topk=1300, num_slots=1500
+    )
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(case.prefill_into_nan())
+    finally:
+        torch.set_num_threads(threads)
+    for result in results:
+        assert all(torch.equal(got, want) for got, want in zip(result, results[0], strict=True))
+        assert not any(x.isnan().any() for x in result)
+
+
 def test_results_do_not_depend_on_the_number_of_threads():
     case = make_case(KV_LAYOUTS["dsv4"], "cpu", num_tokens=1, num_q_heads=24, topk=2000, num_slots=3000)
     threads, results = torch.get_num_threads(), []
@@ -299,6 +317,7 @@ ERRORS = [
     wrong("page_size", lambda _: 0, "page_size must be in"),
     wrong("page_size", lambda _: 32, "kv_cache must have shape"),
     wrong("sm_scale", lambda _: float("nan"), "sm_scale must be finite, got nan"),
+    wrong("sm_scale", lambda _: 1e300, r"sm_scale must be finite as a float32, got 1e\+300"),
     wrong("topk_length", lambda t: t[:5], r"topk_length must have shape \[6\], got \[5\]"),
     wrong("topk_length", lambda t: t.long(), "topk_length must have dtype Int, got Long"),
     wrong("topk_length", lambda t: t.repeat(2)[::2], "topk_length must be contiguous"),
@@ -314,7 +333,11 @@ ERRORS = [
     wrong("scale", lambda _: torch.ones(1), "scale must be None for layout dsv4, got a tensor"),
     wrong("out", lambda t: t.half(), "out must have dtype BFloat16, got Half"),
     wrong("out", lambda t: t[..., :511], r"out must have shape \[6, 16, 512\], got"),
-    wrong("out", lambda t: t[:1].expand(6, 16, 512), "out must not overlap itself"),
+    wrong(
+        "out",
+        lambda t: t[:1].expand(6, 16, 512),
+        "out must have its rows one after another and not overlap itself",
+    ),
     wrong("lse", lambda t: t.mT.contiguous(), r"lse must have shape \[6, 16\], got \[16, 6\]"),
     wrong("lse", lambda t: t.mT.contiguous().mT, "lse must be contiguous"),
 ]

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import pytest
@@ -184,6 +185,25 @@ def test_reference_backend_agrees(device):
     scope.kv_cache.zero_()
     for got, want in zip(window.run(), window.run(backend="reference"), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("window_size, reaches", [(2**31 - 1, True), (2**63 - 1, True), (2**30, False)])
+def test_a_length_that_is_garbage_costs_no_more_than_its_pages(window_size, reaches, device):
+    """2**31 positions one by one take seconds for each token."""
+    window = make_window_case(KV_LAYOUTS["dsv4"], device, query_lens=[1], seq_lens=[48], padding=0)
+    (table, starts, lens), q = window.geometry, window.case.q
+    garbage, known = torch.full_like(lens, INT_MAX), table.shape[1] * window.case.scopes[0].page_size
+    begin = time.perf_counter()
+    got = mla_fp8.sparse_prefill_window(
+        q, window.arguments()[1], table, starts, garbage, **window.options() | {"window_size": window_size}
+    )
+    assert time.perf_counter() - begin < 1
+    want = mla_fp8.sparse_prefill_window(  # all positions that the table knows, from the query behind them
+        q, window.arguments()[1], table, starts, torch.full_like(lens, known),
+        **window.options() | {"window_size": known},
+    )  # fmt: skip
+    for x, nothing, everything in zip(got, (0.0, -torch.inf, -torch.inf), want, strict=True):
+        assert torch.equal(x, everything) if reaches else (x == nothing).all()
 
 
 ERRORS = [

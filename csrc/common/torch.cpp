@@ -1,5 +1,7 @@
 #include "common/torch.h"
 
+#include <dlfcn.h>
+
 #include <cmath>
 
 namespace mla_fp8 {
@@ -35,7 +37,27 @@ std::string device_string(const Tensor& t) {
   return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
+// Why torch failed last in this thread. Looked up, as torch before 2.13 has no function that tells: it printed
+// the reason.
+std::string torch_error() {
+  using What = const char*();
+  static What* const what =
+      reinterpret_cast<What*>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
+  return what ? what() : "torch printed the reason to stderr";
+}
+
 }  // namespace
+
+Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
+  try {
+    return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
+  } catch (const std::exception&) {
+    std::ostringstream message;
+    message << "mla_fp8: cannot allocate a result or workspace of shape " << shape_string(shape)
+            << " and dtype " << toString(dtype) << " on " << device_string(like) << ": " << torch_error();
+    throw std::runtime_error(message.str());
+  }
+}
 
 Arg::Arg(const char* op, const char* name, const Tensor& tensor)
     : op_(op), name_(name), t_(tensor), dtype_(dtype_code(tensor)) {
@@ -110,11 +132,18 @@ const Arg& Arg::rows_disjoint() const {
   for (int64_t d = dim_ - 2; d >= 0; --d) {
     if (sizes_[d] <= 1) continue;
     if (strides_[d] < extent)
-      fail("must not overlap itself, got stride ", strides_[d], " in dimension ", d, ", expected at least ",
-           extent);
+      fail("must have its rows one after another and not overlap itself, got stride ", strides_[d],
+           " in dimension ", d, ", expected at least ", extent);
     extent = strides_[d] * sizes_[d];
   }
   return *this;
+}
+
+float Check::finite_float(double value, const char* name) const {
+  const float as_float = static_cast<float>(value);
+  that(std::isfinite(as_float), name, " must be finite", std::isfinite(value) ? " as a float32" : "",
+       ", got ", value);
+  return as_float;
 }
 
 KvLayoutId Check::layout(int64_t layout) const {
@@ -141,8 +170,9 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
     if (page_size > 1 && arg.stride(1) * itemsize != token_bytes)
       arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ",
                arg.stride(1) * itemsize);
-  } else {
-    arg.shape({-1, page_bytes / itemsize});
+  } else if (dim != 2 || arg.size(1) != page_bytes / itemsize) {
+    arg.fail("must have shape [*, ", page_bytes / itemsize, "], got ", shape_string(t.sizes()),
+             " (a page is ", page_size, " rows of layout ", l.name, ")");
   }
   arg.last_dim_contiguous();
   const int64_t num_pages = arg.size(0), stride_page = arg.stride(0) * itemsize;

@@ -90,6 +90,8 @@ class Check {
   void at_least(int64_t value, const char* name, int64_t minimum) const {
     that(value >= minimum, name, " must be at least ", minimum, ", got ", value);
   }
+  // The kernels compute in float: what is finite as a double need not be.
+  float finite_float(double value, const char* name) const;
   KvLayoutId layout(int64_t layout) const;
   // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in
   // any dtype of the cache's bytes; the page stride may exceed page_bytes.
@@ -114,9 +116,8 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-inline Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
-}
+// On the device of `like`. Throws what could not be allocated, and why as far as torch tells.
+Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype);
 
 #if MLA_FP8_EMULATED  // tests: CPU tensors, no streams
 #define MLA_LAUNCH(op, tensor, params) gpu::op(params, nullptr)

@@ -74,11 +74,10 @@ void check_ragged(const Check& check, const Ragged& r, PagedAttentionRaggedParam
         .contiguous();
   params.attn_sink = data<float>(r.attn_sink);
 
-  params.sm_scale = static_cast<float>(r.sm_scale);
-  params.logits_soft_cap = static_cast<float>(r.logits_soft_cap);
-  check.that(std::isfinite(params.sm_scale), "sm_scale must be finite, got ", r.sm_scale);
-  check.that(std::isfinite(params.logits_soft_cap) && params.logits_soft_cap >= 0,
-             "logits_soft_cap must be finite and at least 0 (which is none), got ", r.logits_soft_cap);
+  params.sm_scale = check.finite_float(r.sm_scale, "sm_scale");
+  check.that(r.logits_soft_cap >= 0, "logits_soft_cap must be at least 0 (which is none), got ",
+             r.logits_soft_cap);
+  params.logits_soft_cap = check.finite_float(r.logits_soft_cap, "logits_soft_cap");
   check.that(r.num_splits >= 0 && r.num_splits <= kMaxRaggedSplits, "num_splits must be in [0, ",
              kMaxRaggedSplits, "] (0 chooses), got ", r.num_splits);
   params.num_splits = static_cast<int>(r.num_splits);

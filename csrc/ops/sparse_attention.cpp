@@ -1,7 +1,7 @@
 // The checks shared by the sparse attention ops, and the ops themselves.
 #include "ops/sparse_attention.h"
 
-#include <cmath>
+#include <algorithm>
 
 #include "registration.h"
 
@@ -54,7 +54,6 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
   const int64_t num_tokens = q.size(0), num_heads = q.size(1);
   check.that(num_heads >= 1 && num_heads <= kMaxHeads, "q must have 1 to ", kMaxHeads, " heads, got ",
              num_heads);
-  check.that(std::isfinite(sm_scale), "sm_scale must be finite, got ", sm_scale);
   if (attn_sink)
     check(*attn_sink, "attn_sink")
         .same_device_as(q, "q")
@@ -85,7 +84,7 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
       .q_stride_token = q.stride(0),
       .q_stride_head = q.stride(1),
       .attn_sink = data<float>(attn_sink),
-      .sm_scale = static_cast<float>(sm_scale),
+      .sm_scale = check.finite_float(sm_scale, "sm_scale"),
       .out = mutable_data<uint16_t>(outputs.out),
       .out_stride_token = outputs.out.stride(0),
       .out_stride_head = outputs.out.stride(1),
@@ -152,7 +151,7 @@ SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW
       .kv_cache_stride_page = cache.stride_page,
       .num_slots = cache.num_slots,
       .page_size = page_size,
-      .topk = window_size,
+      .topk = std::min(window_size, page_table.size(1) * page_size),
   };
   params.num_scopes = 1;
   params.is_window = true;
@@ -219,7 +218,7 @@ void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max
 
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
-  Tensor max_logits = torch::stable::empty_like(lse);
+  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
   sparse_prefill_paged_out(MLA_PAGED_SPARSE_PASS, out, max_logits, lse);
   return {out, max_logits, lse};
 }
@@ -237,7 +236,7 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, 
 
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
-  Tensor max_logits = torch::stable::empty_like(lse);
+  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
   sparse_prefill_window_out(MLA_WINDOW_PASS, out, max_logits, lse);
   return {out, max_logits, lse};
 }
@@ -246,8 +245,11 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
   const Check check("sparse_prefill");
   check(q, "q").shape({-1, -1, -1});
-  const KvLayoutId id =
-      q.size(2) == kv_layout(KvLayoutId::kBf16D512).head_dim_qk() ? KvLayoutId::kBf16D512 : KvLayoutId::kBf16;
+  const int64_t small = kv_layout(KvLayoutId::kBf16D512).head_dim_qk();
+  const int64_t large = kv_layout(KvLayoutId::kBf16).head_dim_qk();
+  check.that(q.size(2) == small || q.size(2) == large, "q must have a last dimension of ", small, " or ",
+             large, ", got ", q.size(2));
+  const KvLayoutId id = q.size(2) == small ? KvLayoutId::kBf16D512 : KvLayoutId::kBf16;
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, {out, lse, &max_logits});
   check(kv, "kv")
       .same_device_as(q, "q")
@@ -263,7 +265,7 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_log
 
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill"), q);
-  Tensor max_logits = torch::stable::empty_like(lse);
+  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
   sparse_prefill_out(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse);
   return {out, max_logits, lse};
 }

@@ -69,7 +69,10 @@ class Selection {
       const WindowQuery q = find_query(w, token);
       if (q.request < 0 || q.position < 0) return;
       first_ = q.position < w.window_size ? 0 : q.position - w.window_size + 1;
-      length_ = q.position - first_ + 1;
+      // A length that is garbage costs no time: what is behind the table's last page is masked anyway.
+      const int64_t known = w.max_pages * scope_.page_size;
+      const int64_t end = q.position < known ? q.position + 1 : known;
+      length_ = end > first_ ? end - first_ : 0;
       indices_ = w.page_table + q.request * w.page_table_stride_request;
       max_pages_ = w.max_pages;
     } else {

@@ -17,6 +17,13 @@ def tile_scales(nope: Tensor, layout: KVLayout, fp8_max: float) -> Tensor:
     return torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
 
 
+def to_bf16(x: Tensor) -> Tensor:
+    """Nearest even; every NaN of another dtype becomes the one that GPUs write."""
+    if x.dtype is torch.bfloat16:
+        return x
+    return x.bfloat16().view(torch.int16).masked_fill(x.isnan(), 0x7FFF).view(torch.bfloat16)
+
+
 def to_fp8(x: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
     """Nearest even, saturating at ``fp8_max``; NaN stays NaN, always the positive one."""
     return torch.where(x.isnan(), torch.nan, x.clamp(-fp8_max, fp8_max)).to(dtype)
@@ -32,7 +39,7 @@ def quantize_kv(
     scale: Tensor | None = None,
     fp8_max: float | None = None,
 ) -> None:
-    nope, rope = latent.bfloat16()[: len(slot_mapping)].split([layout.nope_dim, layout.rope_dim], dim=-1)
+    nope, rope = to_bf16(latent)[: len(slot_mapping)].split([layout.nope_dim, layout.rope_dim], dim=-1)
     scales = nope[:, :0].float()
     if layout.fp8_dtype:
         limit = fp8_max or torch.finfo(layout.fp8_dtype).max
