@@ -6,6 +6,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 ``MLA_FP8_CUDA``        ``1`` or ``0``: build ``libmla_fp8_cuda.so`` (default: if nvcc is found)
 ``MLA_FP8_CUDA_ARCHS``  such as ``90a`` or ``80;90a`` (default: all)
 ``MLA_FP8_HIP``         ``1``: build ``libmla_fp8_hip.so``; ziglang must be installed
+``MLA_FP8_SANITIZE``    ``1``: with AddressSanitizer and UBSan, symbols kept; see ``ci/fuzz.sh``
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
 ``MLA_FP8_LOCAL``       local version label, such as ``cu130``
 ``CMAKE_ARGS``          passed on to CMake
@@ -56,7 +57,9 @@ def wants_cuda() -> bool:
 
 class CMakeBuild(build_ext):
     def run(self) -> None:
-        tests, hip = (os.environ.get(name) == "1" for name in ("MLA_FP8_TESTS", "MLA_FP8_HIP"))
+        tests, hip, sanitize = (
+            os.environ.get(f"MLA_FP8_{name}") == "1" for name in ("TESTS", "HIP", "SANITIZE")
+        )
         build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
         package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
         shutil.rmtree(package / "lib", ignore_errors=True)  # no stale library gets into this wheel
@@ -72,6 +75,7 @@ class CMakeBuild(build_ext):
             f"-DMLA_FP8_CUDA={'ON' if wants_cuda() else 'OFF'}",
             f"-DMLA_FP8_HIP={'ON' if hip else 'OFF'}",
             f"-DMLA_FP8_TESTS={'ON' if tests else 'OFF'}",
+            f"-DMLA_FP8_SANITIZE={'ON' if sanitize else 'OFF'}",
             f"-DCMAKE_INSTALL_PREFIX={package}",
         ]  # fmt: skip
         if archs := os.environ.get("MLA_FP8_CUDA_ARCHS"):
@@ -79,7 +83,8 @@ class CMakeBuild(build_ext):
         subprocess.check_call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         jobs = os.environ.get("MAX_JOBS")
         subprocess.check_call([cmake, "--build", str(build), *(["-j", jobs] if jobs else [])])
-        subprocess.check_call([cmake, "--install", str(build), "--component", "wheel", "--strip"])
+        strip = [] if sanitize else ["--strip"]
+        subprocess.check_call([cmake, "--install", str(build), "--component", "wheel", *strip])
         if tests:
             target = str(ROOT / "build/tests")
             subprocess.check_call(

@@ -234,6 +234,15 @@ def test_layers_of_a_chunk_attend_to_their_rows(kind, lengths, device):
     assert_within_flash_mla_tolerance(out, lse, want[0], want[2])
 
 
+def test_a_page_that_is_missing_gives_a_token_that_sglang_may_read(device):
+    """Its kernels follow every id: the entry's row is never attended to, but it is gathered."""
+    chunk = make_chunk("dsv4", device, **CHUNKS["c4"])
+    tables = metadata(chunk)
+    tables.page_table[:, 1:] = -1
+    gather = chunk_cache(chunk).ensure_compressed(4, tables.page_table, 4)
+    assert gather.flat_token_ids.min() == 0
+
+
 def test_layers_share_what_does_not_change_and_reuse_the_rest(device):
     chunk = make_chunk("dsv4", device, **CHUNKS["c4"])
     cache, found = chunk_cache(chunk), metadata(chunk)

@@ -37,8 +37,8 @@ std::string device_string(const Tensor& t) {
   return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
-// Why torch failed last in this thread. Looked up, as torch before 2.13 has no function that tells: it printed
-// the reason.
+// Why torch failed last in this thread. Looked up, as torch before 2.13 has no function that tells: it
+// printed the reason.
 std::string torch_error() {
   using What = const char*();
   static What* const what =
