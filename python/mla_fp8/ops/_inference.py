@@ -15,8 +15,8 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not (backward or forward):
         return
-    for name, x in tensors.items():
-        if x is not None and ((backward and x.requires_grad) or (forward and _has_tangent(x))):
+    for name, x in tensors.items():  # what is no tensor at all is the op's to refuse
+        if isinstance(x, torch.Tensor) and ((backward and x.requires_grad) or (forward and _has_tangent(x))):
             raise RuntimeError(
                 f"mla_fp8.{op}: {name} must not require grad, as the package is for inference and has no "
                 "derivatives; call it under torch.no_grad(), or with a detached tensor"

@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""The README as a package index shows it: there a relative link leads nowhere.
+
+With the home of the sources (``MLA_FP8_HOME``, such as ``https://HOST/OWNER/mla_fp8``) links become absolute,
+to the files of the release; without it only their text stays. ``ci/long_description.py`` prints it.
+"""
+
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RELATIVE = re.compile(r"\[([^][]*)\]\((?!\w+:|#)([^)\s]*)\)")
+
+
+def home() -> str:
+    return os.environ.get("MLA_FP8_HOME", "").rstrip("/")
+
+
+def project_urls() -> dict[str, str]:
+    if not home():
+        return {}
+    return {
+        "Source": home(),
+        "Documentation": f"{home()}/tree/main/docs",
+        "Changelog": f"{home()}/blob/main/CHANGELOG.md",
+        "Issues": f"{home()}/issues",
+    }
+
+
+def long_description() -> str:
+    release = "v" + (ROOT / "version.txt").read_text().strip()
+    link = rf"[\1]({home()}/blob/{release}/\2)" if home() else r"\1"
+    return RELATIVE.sub(link, (ROOT / "README.md").read_text())
+
+
+if __name__ == "__main__":
+    print(long_description(), end="")

@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Calls every op with random hostile values until the time is up, and checks each result against an oracle.
+
+    python tests/fuzz.py --seconds 60 --seed 0    `make fuzz` does, on a library with sanitizers
+    python tests/fuzz.py --seed 1234 --calls 1    one call again
+
+Most calls are valid, whatever their indices and lengths hold: their results are those of ``fuzz_oracle``. The
+others have one argument spoilt: they are taken, or raise an error that says something and leave the inputs as
+they were. The seed of the first call that fails is printed, the exit status is 1.
+"""
+
+import argparse
+import collections
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fuzz_cases
+import fuzz_other_cases
+import torch
+from fuzz_cases import Call, Random
+from torch import Tensor
+
+import mla_fp8
+
+ATTENTION = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
+             "paged_attention_ragged", "paged_attention_ragged_latent")  # fmt: skip
+OTHERS = (
+    "quantize_kv",
+    "dequantize_kv",
+    "dequantize_kv_paged",
+    "build_swa_token_ids",
+    "combine_topk_swa_indices",
+    "combine_topk_swa_indices_ragged",
+    "pad_q_heads",
+    "merge_attention_states",
+)
+OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
+OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
+REFUSALS = (RuntimeError, ValueError, TypeError, OverflowError)
+
+
+def make_call(seed: int, op: str | None = None) -> tuple[Call, Random]:
+    r = Random(seed)
+    return OPS[op or r.pick(*OPS)](r), r
+
+
+def spoilt(r: Random, value: Any) -> Any:
+    """A value that the argument may not take. No size is one that memory might be found for."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return r.pick(None, "fp8", 3, torch.zeros(2))
+    if isinstance(value, int):
+        return r.pick(0, -1, 1 << 40, 2**63 - 1, -(2**63), 1.5)
+    if isinstance(value, float):
+        return r.pick(float("nan"), float("inf"), 1e300, -1.0, 0.0)
+    return r.pick(
+        lambda x: x.double(),
+        lambda x: x.to("meta"),
+        lambda x: x[:0],
+        lambda x: x[None],
+        lambda x: x[..., :-1],
+        lambda x: torch.cat([x, x]),
+        lambda x: x[:1].expand(3, *x.shape[1:]) if x.dim() and len(x) else x,
+        lambda x: x.mT.contiguous().mT if x.dim() > 1 else x.repeat(2)[::2],
+        lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    )(value)
+
+
+def run(call: Call) -> tuple[Tensor, ...]:
+    results = getattr(mla_fp8, call.op)(**call.arguments)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def bytes_of(x: Any) -> Tensor | None:
+    if not isinstance(x, Tensor) or x.is_meta:
+        return None
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.flatten()).view(torch.uint8)
+
+
+def check(seed: int, op: str | None = None) -> str:
+    """The op that was called. Raises whatever is wrong."""
+    call, r = make_call(seed, op)
+    if r.often(0.8):
+        call.check(run(call))
+        return call.op
+    name = r.pick(*call.arguments)
+    call.arguments[name] = spoilt(r, call.arguments[name])
+    before = {key: bytes_of(x) for key, x in call.arguments.items()}
+    try:
+        run(call)
+    except REFUSALS as error:
+        assert str(error), f"{name} is refused without a word"
+        for key, x in call.arguments.items():
+            assert before[key] is None or torch.equal(bytes_of(x), before[key]), (
+                f"{key} was written by a refused call"
+            )
+    return call.op
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first call; each further one has the next"
+    )
+    parser.add_argument("--calls", type=int, default=sys.maxsize, help="at most")
+    parser.add_argument("--last", type=Path, help="file for the seed of the call that runs, should it end us")
+    parser.add_argument("--op", choices=OPS, help="this op alone")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    called, deadline = collections.Counter[str](), time.monotonic() + options.seconds
+    for seed in range(options.seed, options.seed + options.calls):
+        if time.monotonic() > deadline:
+            break
+        if options.last:
+            options.last.write_text(f"{seed}\n")
+        try:
+            called[check(seed, options.op)] += 1
+        except Exception:
+            again = f"--op {options.op} " if options.op else ""
+            print(
+                f"fuzz: failed, again by: python tests/fuzz.py {again}--calls 1 --seed {seed}",
+                file=sys.stderr,
+            )
+            raise
+    print(
+        f"fuzz: {called.total()} calls of {len(called)} ops agree with the oracle, seeds from {options.seed}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A few calls of `make fuzz` per op, and that it finds a result which is off."""
+
+import fuzz
+import pytest
+
+import mla_fp8
+
+SEEDS = range(12)
+every_op = pytest.mark.parametrize("op", fuzz.OPS)
+
+
+@every_op
+def test_random_calls_agree_with_the_oracle(op):
+    for seed in SEEDS:
+        assert fuzz.check(seed, op) == op
+
+
+@every_op
+def test_one_wrong_element_is_found(op, monkeypatch):
+    original = getattr(mla_fp8, op)
+
+    def off(**arguments):
+        results = original(**arguments)
+        spoilt = arguments["kv_cache"] if results is None else results if op.startswith("deq") else results[0]
+        if spoilt.numel():
+            last = (*(n - 1 for n in spoilt.shape),)
+            spoilt[last] = spoilt[last] + 1000 if spoilt.is_floating_point() else spoilt[last] ^ 1
+        return results
+
+    monkeypatch.setattr(mla_fp8, op, off)
+    with pytest.raises(AssertionError):
+        for seed in SEEDS:
+            call, _ = fuzz.make_call(seed, op)
+            call.check(fuzz.run(call))
+
+
+@pytest.mark.parametrize("spoil", ["written", "silent"])
+def test_a_refusal_that_writes_or_says_nothing_is_found(spoil, monkeypatch):
+    def refuse(**arguments):
+        if spoil == "written":
+            arguments["kv_cache"].zero_()
+        raise RuntimeError("" if spoil == "silent" else "kv_cache must be something else")
+
+    monkeypatch.setattr(mla_fp8, "quantize_kv", refuse)
+    message = "without a word" if spoil == "silent" else "was written by a refused call"
+    seeds = [seed for seed in range(200) if is_refused_with_pages(seed)]
+    with pytest.raises(AssertionError, match=message):
+        for seed in seeds:
+            fuzz.check(seed, "quantize_kv")
+
+
+def is_refused_with_pages(seed: int) -> bool:
+    """Whether this call is one of those with an argument spoilt, and has a cache to write."""
+    call, r = fuzz.make_call(seed, "quantize_kv")
+    return not r.often(0.8) and call.arguments["kv_cache"].numel() > 0
