@@ -4,16 +4,17 @@ import argparse
 import sys
 
 from . import bench, doctor, replay
+from ._cli import plain
 from .demo import run as demo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m mla_fp8", description=__doc__)
+    parser = argparse.ArgumentParser("python -m mla_fp8", description=plain(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is loaded, what runs where, and why the rest does not")
-    demo.add_arguments(commands.add_parser("demo", help=demo.__doc__))
-    bench.add_arguments(commands.add_parser("bench", help=bench.__doc__))
-    replay.add_arguments(commands.add_parser("replay", help=replay.__doc__))
+    for name, module in (("demo", demo), ("bench", bench), ("replay", replay)):
+        about = plain(module.__doc__).partition(": ")[2]  # behind the command line
+        module.add_arguments(commands.add_parser(name, help=about.splitlines()[0], description=about))
     options = parser.parse_args(arguments)
     runs = {"demo": demo.main, "bench": bench.main, "replay": replay.main}
     if options.command in runs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import recording, reference
+from ._cli import device
 from .arch import arch_of
 from .dispatch import Backend, Problem, candidates, wanted
 from .recording import Call
@@ -29,7 +30,7 @@ HEADER = f"  {'backend':<17}{'us':>11}{'':>10}{'rms error':>12}{'max error':>12}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing at most, per call and backend")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._cli import at_least, device
 from . import report
 from .model import MODELS
 from .report import Answer, Results
@@ -26,16 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4 or V3.2")
     parser.add_argument("--heads", type=int, default=8, help="query heads, 1 to 128 (default 8)")
     parser.add_argument(
-        "--tokens", type=int, default=1792, help="bytes to prefill, all requests (default 1792)"
+        "--tokens",
+        type=at_least(len(_SHARES)),
+        default=1792,
+        help="bytes to prefill, all requests (default 1792)",
     )
     parser.add_argument(
-        "--decode-steps", type=int, default=16, help="bytes to decode per request (default 16)"
+        "--decode-steps", type=at_least(1), default=16, help="bytes to decode per request (default 16)"
     )
     parser.add_argument(
-        "--chunk", type=int, default=512, help="bytes of one request in a batch (default 512)"
+        "--chunk", type=at_least(1), default=512, help="bytes of one request in a batch (default 512)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the chart")
 
 

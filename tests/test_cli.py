@@ -1,0 +1,37 @@
+"""What `python -m mla_fp8` says to who gets it wrong: one sentence and status 2, never a traceback."""
+
+import pytest
+import torch
+
+from mla_fp8.__main__ import main
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["demo", "--device", "gpu"], "--device: expected cpu or cuda"),
+        (["demo", "--device", "cuda:x"], "--device: expected cpu or cuda"),
+        (["demo", "--device", "cuda"], "--device: there is no cuda: "),
+        (["replay", "x", "--device", "cuda:3"], "--device: there is no cuda:3: "),
+        (["demo", "--chunk", "0"], "--chunk: expected a whole number of at least 1, got '0'"),
+        (["demo", "--tokens", "-5"], "--tokens: expected a whole number of at least 3, got '-5'"),
+        (["demo", "--decode-steps", "x"], "--decode-steps: expected a whole number of at least"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, says, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, is_about",
+    [("demo", "real text through"), ("bench", "time the ops"), ("replay", "run recorded calls")],
+)
+def test_help_says_what_a_command_is(command, is_about, capsys):
+    for arguments in ([command, "--help"], ["--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        says = capsys.readouterr().out
+        assert is_about in says and "``" not in says
