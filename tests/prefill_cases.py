@@ -2,12 +2,30 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from sparse_cases import GRID, SIZE, exact_latents
 from torch import Tensor
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, KVLayout, LayerCaches, PagedCache, reference
+from mla_fp8.prefill import STRATEGIES
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+LAYERS = {  # what a layer has: (entries, window, whether an indexer chose)
+    "window alone": (False, True, False),
+    "selected entries": (True, True, True),
+    "all entries": (True, True, False),
+    "entries alone": (True, False, True),
+}
+
+
+def assert_right(got, want):
+    out, max_logits, lse = got
+    assert_within_flash_mla_tolerance(out, lse, want[0], want[2])
+    torch.testing.assert_close(max_logits.double(), want[1], rtol=1e-4, atol=1e-4)
+
 
 WINDOW_PAGE = 8
 FNUZ_NAN, NAN = 0x80, 0xFF
