@@ -83,11 +83,11 @@ def flash_mla_with_kvcache(
     _expect_shape(name, [batch], topk_length=topk_length, extra_topk_length=extra_topk_length)
     extra_indices = extra_indices_in_kvcache
     if extra_indices is not None:
-        extra_indices = _index_rows(extra_indices.flatten(0, 1))
+        extra_indices = index_rows(extra_indices.flatten(0, 1))
     out, lse = sparse_decode(
-        _aligned(q.flatten(0, 1)),
+        aligned(q.flatten(0, 1)),
         k_cache,
-        _index_rows(indices.flatten(0, 1)),
+        index_rows(indices.flatten(0, 1)),
         layout=_layout_name(head_dim, k_cache),
         page_size=k_cache.shape[1],
         sm_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -129,9 +129,9 @@ def flash_mla_sparse_fwd(
     _expect_shape("flash_mla_sparse_fwd", [None, 1, q.shape[2]], kv=kv)
     _expect_shape("flash_mla_sparse_fwd", [q.shape[0], 1, None], indices=indices)
     out, max_logits, lse = sparse_prefill(
-        _aligned(q),
-        _aligned(kv[:, 0]),
-        _index_rows(indices[:, 0]),
+        aligned(q),
+        aligned(kv[:, 0]),
+        index_rows(indices[:, 0]),
         sm_scale=sm_scale,
         attn_sink=None if attn_sink is None else attn_sink.contiguous(),
         topk_length=None if topk_length is None else topk_length.contiguous(),
@@ -168,7 +168,7 @@ def _layout_name(head_dim: int, k_cache: torch.Tensor) -> str:
     )
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """``x``, copied unless its last dimension is contiguous and its rows start at multiples of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     # PyTorch aligns storages. An offset into one cannot be traced: in compiled code that is left to the op.
@@ -178,7 +178,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _index_rows(indices: torch.Tensor) -> torch.Tensor:
+def index_rows(indices: torch.Tensor) -> torch.Tensor:
     return indices if indices.stride(-1) == 1 else indices.contiguous()
 
 

@@ -1,83 +1,164 @@
-"""FlashMLA's calls inside an engine, served by our ops where we have them, by the original where not."""
+"""FlashMLA's calls inside an engine, served by our ops where we have them, by the original where not.
+
+No kernel converts what engines drop: lse and max_logits are those of our ops (natural logarithms, -inf where
+nothing is attended), and None where the original's are of base 2.
+"""
 
 import functools
-import math
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ..compat import flash_mla
 from ..layout import KV_LAYOUTS
+from . import attend, probes
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
-_ROWS = {(x.head_dim_qk, x.bytes_per_token) for x in (KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"])}
-_OURS = (  # arguments of flash_mla_with_kvcache that we look at; block tables and schedules do not matter
-    "softmax_scale", "indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length",
-    "extra_topk_length",
-)  # fmt: skip
-_ELSEWHERE = ("causal", "descale_q", "descale_k", "kv_format", "out")  # what only the original can do
-_NAMES = (
-    "q",
-    "k_cache",
-    "block_table",
-    "cache_seqlens",
-    "head_dim_v",
-    "tile_scheduler_metadata",
-    "num_splits",
-)
+_LAYOUTS = {(x.head_dim_qk, x.bytes_per_token): x for x in (KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"])}
+FORMATS = (None, "V32", "V4")  # of kv_format: names of the layouts that we have
+_NOT_LOOKED_AT = {"block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "use_legacy"}
+# Parameters that only the original can serve, if they are given.
+_ELSEWHERE = ("causal", "descale_q", "descale_k")
+KNOWN_DECODE = {*_NOT_LOOKED_AT, *_ELSEWHERE, "is_fp8_kvcache", "kv_format"}
+KNOWN_PREFILL = {"use_legacy", "d_v"}
 
 
-def decode(original: Callable[..., Pair], *args: Any, **options: Any) -> Pair:
-    """flash_mla_with_kvcache: sparse calls on packed FP8 caches are ours."""
-    given = dict(zip(_NAMES, args, strict=False)) | options
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    head_dim_v: int,
+    softmax_scale: float | None = None,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+) -> Pair:
+    """flash_mla_with_kvcache: a sparse call on packed FP8 caches."""
+    assert indices is not None  # why_not_ours
+    batch, s_q, heads, head_dim = q.shape
+    options: dict[str, Any] = {}
+    if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+        options = {
+            "extra_kv_cache": extra_k_cache, "extra_indices": extra_indices_in_kvcache.flatten(0, 1),
+            "extra_topk_length": _per_row(extra_topk_length, s_q), "extra_page_size": extra_k_cache.shape[1],
+        }  # fmt: skip
+    result, lse = attend.over_pages(
+        q.flatten(0, 1),
+        k_cache,
+        indices.flatten(0, 1),
+        layout=_LAYOUTS[_row(q, k_cache)],
+        page_size=k_cache.shape[1],
+        sm_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        topk_length=_per_row(topk_length, s_q),
+        attn_sink=attn_sink,
+        out=None if out is None else out.view(batch * s_q, heads, head_dim_v),
+        batch_invariant=enable_batch_invariant,
+        **options,
+    )
+    return result.view(batch, s_q, heads, head_dim_v), lse.view(batch, s_q, heads).mT
+
+
+def prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Triple:
+    """flash_mla_sparse_fwd."""
+    return attend.over_rows(
+        q, kv[:, 0], indices[:, 0], sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length, out=out
+    )
+
+
+def why_not_ours(given: dict[str, Any]) -> str | None:
+    """Why a call of flash_mla_with_kvcache is not ours, or None. ``given``: its arguments by name."""
+    asked = [name for name in _ELSEWHERE if given.get(name) is not None and given[name] is not False]
+    if given.get("indices") is None or asked:
+        return "dense decode" if not asked else ", ".join(asked)
+    if given.get("kv_format") not in FORMATS:
+        return f"kv_format {given['kv_format']}"
     q, k_cache = given["q"], given["k_cache"]
-    rows = (q.shape[-1], k_cache.shape[-1] * k_cache.element_size())
-    elsewhere = any(given.get(name) not in (None, False) for name in _ELSEWHERE)
-    sparse = given.get("indices") is not None and given.get("is_fp8_kvcache", False)
-    if len(args) > len(_NAMES) or elsewhere or not sparse or rows not in _ROWS:
+    if not given.get("is_fp8_kvcache") or _row(q, k_cache) not in _LAYOUTS:
+        return "head_dim {} with rows of {} bytes".format(*_row(q, k_cache))
+    return None
+
+
+def around_decode(original: Callable[..., Pair], *args: Any, **options: Any) -> Pair:
+    """flash_mla_with_kvcache, by us or, said once, by the original."""
+    given = _by_name(original, args, options)
+    reason = why_not_ours(given)
+    if reason:
+        _say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for {reason}")
         return original(*args, **options)
-    return flash_mla.flash_mla_with_kvcache(
-        q, k_cache, None, None, given["head_dim_v"], None, is_fp8_kvcache=True,
-        **{name: given[name] for name in _OURS if name in given},
-    )  # fmt: skip
+    return decode(**{name: value for name, value in given.items() if name not in KNOWN_DECODE})
 
 
-def prefill(original: Callable[..., Triple], *args: Any, **options: Any) -> Triple:
-    """flash_mla_sparse_fwd, natural logarithms."""
-    if options.pop("out", None) is not None:
-        raise ValueError("flash_mla_sparse_fwd: out must be None, as this package allocates it")
-    options.pop("use_legacy", None)
-    return flash_mla.flash_mla_sparse_fwd(*args, **options)
+def around_prefill(original: Callable[..., Triple], *args: Any, **options: Any) -> Triple:
+    """flash_mla_sparse_fwd."""
+    given = _by_name(original, args, options)
+    return prefill(**{name: value for name, value in given.items() if name not in KNOWN_PREFILL})
 
 
-def prefill_base_2(original: Callable[..., Triple], *args: Any, **options: Any) -> Triple:
-    """The same as sgl-kernel and SGLang's interface have it: max_logits and lse in base 2."""
-    if not options.get("use_legacy", True):
+def around_prefill_base_2(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The same where statistics have base 2, as SGLang's legacy kernel, which drops them."""
+    if not _by_name(original, args, options).get("use_legacy", True):
+        _say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for use_legacy=False")
         return original(*args, **options)
-    out, max_logits, lse = prefill(original, *args, **options)
-    return out, max_logits / math.log(2), lse / math.log(2)
+    return around_prefill(original, *args, **options)[0], None, None
 
 
 def take_over(module: Any, hooks: dict[str, Callable[..., Any]]) -> None:
     """Wraps functions of ``module``, also where other modules have imported them by name. Re-entrant."""
     for name, hook in hooks.items():
         original = getattr(module, name)
-        if getattr(original, "taken_over_by_mla_fp8", False):
-            continue
+        wrapped = around(original, hook)
+        if wrapped is not original:
+            for holder in [module, *sys.modules.values()]:
+                if getattr(holder, "__dict__", {}).get(name) is original:
+                    setattr(holder, name, wrapped)
 
-        @functools.wraps(original)
-        def wrapped(
-            *args: Any,
-            original: Callable[..., Any] = original,
-            hook: Callable[..., Any] = hook,
-            **options: Any,
-        ) -> Any:
-            return hook(original, *args, **options)
 
-        wrapped.taken_over_by_mla_fp8 = True  # type: ignore[attr-defined]
-        for holder in [module, *sys.modules.values()]:
-            if getattr(holder, "__dict__", {}).get(name) is original:
-                setattr(holder, name, wrapped)
+def around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook(original, ...)`` in place of ``original(...)``. Re-entrant."""
+    if getattr(original, "taken_over_by_mla_fp8", False):
+        return original
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return hook(original, *args, **options)
+
+    wrapped.taken_over_by_mla_fp8 = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _by_name(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(_names(function), args, strict=False)) | options
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> list[str]:
+    return probes.parameters(function) or []
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    logging.getLogger("mla_fp8").info(sentence)
+
+
+def _row(q: Tensor, k_cache: Tensor) -> tuple[int, int]:
+    return q.shape[-1], k_cache.shape[-1] * k_cache.element_size()
+
+
+def _per_row(length: Tensor | None, s_q: int) -> Tensor | None:
+    """Lengths per request as lengths per row."""
+    return length if length is None or s_q == 1 else length.repeat_interleave(s_q)

@@ -2,10 +2,9 @@
 
 Entry point ``mla_fp8`` of the group ``sglang.srt.plugins``. SGLang loads every plugin that is installed; this
 one does nothing unless SGLANG_PLUGINS names it. Calls that we do not have (dense decode, the V4.1 formats) go
-to SGLang's own functions. Written for SGLang 0.5.23; what it builds on is probed, and said if not there.
+to SGLang's own functions. Tested with SGLang 0.5.23; what it builds on is probed, and said if not there.
 """
 
-import inspect
 import logging
 from collections.abc import Callable
 from importlib import import_module
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
-from . import flash_mla_calls
+from . import attend, flash_mla_calls, probes
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = logging.getLogger("sglang.mla_fp8")
 _CALLS = "sglang.kernels.ops.attention.flash_mla_interface"
 _V32 = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 _V4 = "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
+_LAYER = "sglang.srt.layers.attention.dsa_backend"
+_BACKEND = "DeepseekSparseAttnBackend"
+_PACKED = KV_LAYOUTS["dsv32"]
 
 
 def _dequantize_v4(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -32,58 +34,142 @@ def _dequantize_v4(original: Callable[..., Tensor], *args: Any, **options: Any) 
 
 def _dequantize_v32(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
     cache = options.get("quant_k_cache", args[0] if args else None)
-    if cache is None or cache.shape[-1] != KV_LAYOUTS["dsv32"].bytes_per_token:  # without rope
+    if cache is None or cache.shape[-1] != _PACKED.bytes_per_token:  # without rope
         return original(*args, **options)
     return ours.dequantize_k_cache_paged_dsa(*args, **options)
 
 
-HOOKS: dict[str, Callable[..., Any]] = {
-    f"{_CALLS}.flash_mla_with_kvcache": flash_mla_calls.decode,
-    f"{_CALLS}.flash_mla_sparse_fwd": flash_mla_calls.prefill_base_2,
-    f"{_V32}.dequantize_k_cache_paged_dsa": _dequantize_v32,
-    f"{_V4}.dequantize_k_cache_paged_dsv4": _dequantize_v4,
+def _forward_flashmla_sparse(
+    original: Callable[..., Tensor],
+    self: Any,
+    q_all: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    page_table_1: Tensor,
+    sm_scale: float,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+) -> Tensor:
+    """V3.2 over bf16 rows: heads as they are."""
+    if topk_length is not None and len(topk_length) != len(q_all):
+        topk_length = None  # of other rows
+    options: dict[str, Any] = {"sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink}
+    return attend.over_rows(q_all, kv_cache[:, 0], page_table_1, **options)[0]
+
+
+def _forward_flashmla_kv(
+    original: Callable[..., Tensor],
+    self: Any,
+    q_all: Tensor,
+    kv_cache: Tensor,
+    v_head_dim: int,
+    sm_scale: float,
+    layer: Any,
+    metadata: Any,
+    page_table_1: Tensor,
+) -> Tensor:
+    """V3.2 over its FP8 pages: heads as they are, lengths as the metadata has them."""
+    packed = self.dsa_kv_cache_store_fp8 and self.kv_cache_dim == _PACKED.bytes_per_token
+    if not packed or self.flashmla_kv_format not in flash_mla_calls.FORMATS:
+        return original(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
+    q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
+    lengths = metadata.dsa_cache_seqlens_int32
+    out, _ = attend.over_pages(
+        q,
+        kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim),
+        page_table_1,
+        layout=_PACKED,
+        page_size=self.physical_page_size,
+        sm_scale=sm_scale,
+        topk_length=lengths if len(lengths) == len(q) else None,
+    )
+    return out[:, None]
+
+
+# target: (what runs around it, what of it is called by which parameters)
+_AROUND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    f"{_CALLS}.flash_mla_with_kvcache": (
+        flash_mla_calls.around_decode, ("indices", "extra_k_cache", "kv_format", "use_legacy"),
+    ),
+    f"{_CALLS}.flash_mla_sparse_fwd": (
+        flash_mla_calls.around_prefill_base_2, ("attn_sink", "topk_length", "use_legacy"),
+    ),
+    f"{_V32}.dequantize_k_cache_paged_dsa": (
+        _dequantize_v32, ("quant_k_cache", "page_table_1_flattened", "group_size"),
+    ),
+    f"{_V4}.dequantize_k_cache_paged_dsv4": (
+        _dequantize_v4, ("quant_k_cache", "page_table_1_flattened", "page_size", "out", "layout"),
+    ),
+}  # fmt: skip
+# Methods of V3.2's layer: without them its query heads are padded. Compared parameter by parameter.
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_forward_flashmla_sparse": _forward_flashmla_sparse,
+    "_forward_flashmla_kv": _forward_flashmla_kv,
 }
-_PARAMETERS = {
-    f"{_CALLS}.flash_mla_with_kvcache": ("indices", "extra_k_cache", "kv_format", "use_legacy"),
-    f"{_CALLS}.flash_mla_sparse_fwd": ("attn_sink", "topk_length", "use_legacy"),
-    f"{_V32}.dequantize_k_cache_paged_dsa": ("quant_k_cache", "page_table_1_flattened", "group_size"),
-    f"{_V4}.dequantize_k_cache_paged_dsv4": ("quant_k_cache", "page_size", "out", "layout"),
-}
+HOOKS = {target: hook for target, (hook, _) in _AROUND.items()}
 
 
 def register() -> None:
     """Entry point: registers the hooks if SGLANG_PLUGINS names ``mla_fp8``, or logs why not."""
     reason = why_not()
     if reason:
-        _LOGGER.warning("mla_fp8 is not used in SGLang: %s", reason)
+        _LOGGER.warning("mla_fp8 is not used in SGLang%s: %s", _version(), reason)
         return
     named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
     if "mla_fp8" not in [name.strip() for name in named.split(",")]:
         _LOGGER.info("mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it")
         return
+    padded = why_not_methods()
+    hooks = HOOKS if padded else HOOKS | {f"{_LAYER}.{_BACKEND}.{name}": x for name, x in _METHODS.items()}
     registry = import_module("sglang.srt.plugins.hook_registry")
-    for target, hook in HOOKS.items():
+    for target, hook in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+    _LOGGER.info(
+        "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
+        "query heads of V3.2 %s. SGLang's own: indexer, cache writes, dense decode, V4.1.",
+        f"stay padded: {padded}" if padded else "are not padded",
+    )
 
 
 def why_not() -> str | None:
     """The first thing that this SGLang lacks of what we build on, or None."""
-    try:
-        registry = import_module("sglang.srt.plugins.hook_registry")
-        if not hasattr(registry, "HookRegistry") or not hasattr(registry.HookType, "AROUND"):
-            return f"{_version()} has no HookRegistry with AROUND hooks"
-        for target, parameters in _PARAMETERS.items():
-            module, _, name = target.rpartition(".")
-            found = getattr(import_module(module), name, None)
-            if found is None:
-                return f"{_version()} has no {target}; the adapter was written for 0.5.23"
-            missing = [p for p in parameters if p not in inspect.signature(found).parameters]
-            if missing:
-                return f"{_version()} has {target} without {', '.join(missing)}; written for 0.5.23"
-    except Exception as error:
-        return f"it cannot be imported ({type(error).__name__}: {error})"
+    needs: dict[str, dict[str, tuple[str, ...]]] = {
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry.register": ("target", "hook", "hook_type"), "HookType.AROUND": (),
+        }
+    }  # fmt: skip
+    for target, (_, passed) in _AROUND.items():
+        module, _, name = target.rpartition(".")
+        needs.setdefault(module, {})[name] = passed
+    reason = probes.why_not_call(needs)
+    if reason:
+        return reason
+    calls = import_module(_CALLS)
+    for name, function, known in (
+        ("flash_mla_with_kvcache", flash_mla_calls.decode, flash_mla_calls.KNOWN_DECODE),
+        ("flash_mla_sparse_fwd", flash_mla_calls.prefill, flash_mla_calls.KNOWN_PREFILL),
+    ):
+        reason = probes.why_not_replace(getattr(calls, name), function, known)
+        if reason:
+            return f"{name} {reason}"
+    return None
+
+
+def why_not_methods() -> str | None:
+    """Why the methods of V3.2's layer cannot be ours, or None."""
+    reason = probes.why_not_call({_LAYER: {f"{_BACKEND}.{name}": () for name in _METHODS}})
+    if reason:
+        return reason
+    layer = getattr(import_module(_LAYER), _BACKEND)
+    for name, method in _METHODS.items():
+        reason = probes.why_not_replace(getattr(layer, name), method)
+        if reason:
+            return f"{_BACKEND}.{name} {reason}"
     return None
 
 
 def _version() -> str:
-    return f"SGLang {getattr(import_module('sglang'), '__version__', 'of unknown version')}"
+    try:
+        return f" {import_module('sglang').__version__}"
+    except Exception:
+        return ""

@@ -1,57 +1,56 @@
-"""vLLM: `--attention-backend CUSTOM` runs models with sparse MLA (DeepSeek V3.2, GLM-5) on our kernels.
+"""vLLM: sparse MLA models (DeepSeek V3.2, GLM-5, DeepSeek V4) on our kernels.
 
 Entry points of the group ``vllm.general_plugins``:
 
-``mla_fp8``            offers the backend; it takes every head count as it is. The cache is bf16 or
-                       `--kv-cache-dtype fp8_ds_mla` ("fp8" would give a custom backend a plain cache).
-``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls in vLLM, which is how DeepSeek V4 gets here: its
-                       layers know vLLM's own backends only. Does nothing unless VLLM_PLUGINS names it.
+``mla_fp8``            offers a backend: `--attention-backend CUSTOM`, for DeepSeek V3.2 and GLM-5. Every head
+                       count as it is, caches as of FLASHMLA_SPARSE: bf16, or FP8 (`--kv-cache-dtype fp8`).
+``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of DeepSeek V4's layer the padding of heads and
+                       prefill with few of them: that layer knows vLLM's own backends only. Does nothing
+                       unless VLLM_PLUGINS names it.
 
-vLLM's interface changes between releases: what we build on is probed, and said if it is not there.
+Tested with vLLM 0.30 to 0.33. What we build on is probed; an engine without it is refused with the reason.
 """
 
-import inspect
 import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
-from ..compat import flash_mla
-from ..reference import HEAD_DIM_V
-from . import flash_mla_calls
+from . import flash_mla_calls, probes, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
-SEEN = "the main branch of autumn 2026 (flashmla_sparse.py of 008a0c3)"
-
-_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 _CALLS = "vllm.v1.attention.ops.flashmla"
-Needs = dict[str, dict[str, tuple[str, ...]]]  # module: {attribute: parameters that it must have}
-_NEEDS: Needs = {
+_NEEDS: probes.Needs = {
     _REGISTRY: {"register_backend": ("backend", "class_path"), "AttentionBackendEnum.CUSTOM": ()},
-    _BACKEND: {
+    "vllm.logger": {"init_logger": ("name",)},
+    vllm_sparse.MODULE: {
         "FlashMLASparseBackend.get_impl_cls": (),
-        "FlashMLASparseImpl._compute_fp8_decode_padded_heads": ("num_heads",),
-        "FlashMLASparseImpl._fp8_flash_mla_kernel": (
-            "q", "kv_c_and_k_pe_cache", "topk_indices", "kernel_metadata",
+        "FlashMLASparseBackend.get_name": (),
+        "HiSparseMLAIndexGroup": (),
+        "FlashMLASparseImpl._convert_logical_to_physical_topk": (
+            "logical_topk_indices", "attn_metadata", "block_stride_rows", "return_valid_counts",
         ),
-        "FlashMLASparseImpl._bf16_flash_mla_kernel": (
-            "q", "kv_c_and_k_pe_cache", "topk_indices", "topk_length", "actual_num_heads",
+        "triton_convert_req_index_to_global_index": (
+            "req_id", "block_table", "token_indices", "BLOCK_SIZE", "NUM_TOPK_TOKENS", "return_valid_counts",
         ),
     },
 }  # fmt: skip
-_CALLS_NEED: Needs = {
-    _CALLS: {"flash_mla_with_kvcache": ("indices",), "flash_mla_sparse_fwd": ("topk_length",)}
-}
+_HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], set[str]]] = {
+    "flash_mla_with_kvcache": (
+        flash_mla_calls.around_decode, flash_mla_calls.decode, flash_mla_calls.KNOWN_DECODE,
+    ),
+    "flash_mla_sparse_fwd": (
+        flash_mla_calls.around_prefill, flash_mla_calls.prefill, flash_mla_calls.KNOWN_PREFILL,
+    ),
+}  # fmt: skip
 
 
 def register() -> None:
     """Entry point: offers the backend, or logs why not. Re-entrant, never raises for a missing vLLM."""
-    reason = why_not(_NEEDS)
+    reason = why_not()
     if reason:
-        _LOGGER.warning("mla_fp8 is not offered to vLLM as a backend: %s", reason)
+        _LOGGER.warning("mla_fp8 is not offered to vLLM%s as a backend: %s", _version(), reason)
         return
     registry = import_module(_REGISTRY)
     registry.register_backend(registry.AttentionBackendEnum.CUSTOM, f"{__name__}.SparseBackend")
@@ -59,90 +58,55 @@ def register() -> None:
 
 def register_flash_mla_calls() -> None:
     """Entry point: takes over FlashMLA's sparse calls if VLLM_PLUGINS names ``mla_fp8_flash_mla``."""
-    reason = why_not(_CALLS_NEED)
+    reason = why_not_calls()
     if reason:
-        _LOGGER.warning("mla_fp8 does not take over FlashMLA's calls in vLLM: %s", reason)
-    elif "mla_fp8_flash_mla" in (import_module("vllm.envs").VLLM_PLUGINS or ()):
-        hooks: dict[str, Callable[..., Any]] = {
-            "flash_mla_with_kvcache": flash_mla_calls.decode,
-            "flash_mla_sparse_fwd": flash_mla_calls.prefill,
-        }
-        flash_mla_calls.take_over(import_module(_CALLS), hooks)
+        _LOGGER.warning("mla_fp8 does not take over FlashMLA's calls in vLLM%s: %s", _version(), reason)
+        return
+    if "mla_fp8_flash_mla" not in (import_module("vllm.envs").VLLM_PLUGINS or ()):
+        return
+    flash_mla_calls.take_over(import_module(_CALLS), {name: hook for name, (hook, *_) in _HOOKS.items()})
+    v4 = vllm_v4.why_not()
+    if not v4:
+        vllm_v4.take_over()
+    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+        "mla_fp8 serves FlashMLA's sparse calls; DeepSeek V4's layer: %s",
+        v4 or "heads as they are, prefill of few heads straight from the pages",
+    )
 
 
-def why_not(needs: Needs) -> str | None:
-    """The first thing that this vLLM lacks of what we build on, or None."""
-    for name, attributes in needs.items():
-        try:
-            module = import_module(name)
-        except Exception as error:
-            return f"{name} cannot be imported ({type(error).__name__}: {error})"
-        for path, parameters in attributes.items():
-            found: Any = module
-            for part in path.split("."):
-                found = getattr(found, part, None)
-            missing = [p for p in parameters if found is None or p not in inspect.signature(found).parameters]
-            if found is None or missing:
-                what = f"{path} without {', '.join(missing)}" if found is not None else f"no {path}"
-                version = getattr(import_module("vllm"), "__version__", "of unknown version")
-                return f"vLLM {version} has {what}; the adapter was written for {SEEN}"
+def why_not() -> str | None:
+    """Why this vLLM cannot use our backend, or None."""
+    reason = probes.why_not_call(_NEEDS)
+    if reason:
+        return reason
+    theirs = import_module(vllm_sparse.MODULE)
+    return probes.why_not_override(
+        theirs.FlashMLASparseImpl, vllm_sparse.SparseImpl
+    ) or probes.why_not_override(theirs.FlashMLASparseBackend, vllm_sparse.SparseBackend)
+
+
+def why_not_calls() -> str | None:
+    """Why FlashMLA's calls in this vLLM cannot be ours, or None."""
+    reason = probes.why_not_call({_CALLS: dict.fromkeys(_HOOKS, ()), "vllm.logger": {"init_logger": ()}})
+    if reason:
+        return reason
+    for name, (_, ours, known) in _HOOKS.items():
+        reason = probes.why_not_replace(getattr(import_module(_CALLS), name), ours, known)
+        if reason:
+            return f"{name} {reason}"
     return None
+
+
+def _version() -> str:
+    try:
+        return f" {import_module('vllm').__version__}"
+    except Exception:
+        return ""
 
 
 def __getattr__(name: str) -> Any:
     """``SparseBackend``, made of vLLM's class when vLLM asks for it."""
     if name != "SparseBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = backend = _make_backend()
+    globals()[name] = backend = vllm_sparse.make_backend(__name__)
     return backend
-
-
-def _make_backend() -> type:
-    theirs = import_module(_BACKEND)
-
-    class SparseImpl(theirs.FlashMLASparseImpl):  # type: ignore[misc, name-defined]
-        """vLLM's FlashMLA layer with our kernels: no padding of heads."""
-
-        @staticmethod
-        def _compute_fp8_decode_padded_heads(num_heads: int) -> int:
-            return num_heads
-
-        def _fp8_flash_mla_kernel(
-            self, q: Tensor, kv_c_and_k_pe_cache: Tensor, topk_indices: Tensor, kernel_metadata: object
-        ) -> tuple[Tensor, Tensor]:
-            return flash_mla.flash_mla_with_kvcache(
-                q, kv_c_and_k_pe_cache.unsqueeze(-2), None, None, HEAD_DIM_V, None,
-                softmax_scale=self.softmax_scale, is_fp8_kvcache=True, indices=topk_indices,
-            )  # fmt: skip
-
-        def _bf16_flash_mla_kernel(
-            self,
-            q: Tensor,
-            kv_c_and_k_pe_cache: Tensor,
-            topk_indices: Tensor,
-            topk_length: Tensor | None = None,
-            actual_num_heads: int | None = None,
-        ) -> tuple[Tensor, Tensor]:
-            kv = kv_c_and_k_pe_cache.view(-1, 1, kv_c_and_k_pe_cache.shape[-1])
-            out, _, lse = flash_mla.flash_mla_sparse_fwd(
-                q[:, :actual_num_heads], kv, topk_indices.view(len(q), 1, -1), self.softmax_scale,
-                topk_length=topk_length,
-            )  # fmt: skip
-            return out, lse
-
-    class SparseBackend(theirs.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
-        supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla")
-
-        @staticmethod
-        def get_name() -> str:
-            return "CUSTOM"
-
-        @staticmethod
-        def get_impl_cls() -> type:
-            return SparseImpl
-
-        @classmethod
-        def supports_compute_capability(cls, capability: Any) -> bool:
-            return bool(capability.major >= 8)
-
-    return SparseBackend

@@ -1,0 +1,69 @@
+"""What an engine must have for a plug-in: named things with their parameters, compared in both directions."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from typing import Any
+
+Needs = Mapping[str, Mapping[str, tuple[str, ...]]]  # module: {attribute: parameters that we pass}
+
+
+def why_not_call(needs: Needs) -> str | None:
+    """The first thing that is not there or does not take a parameter that we pass, or None."""
+    for name, attributes in needs.items():
+        try:
+            module = import_module(name)
+        except Exception as error:  # of whatever kind: what cannot be imported cannot be used
+            return f"{name} cannot be imported ({type(error).__name__}: {error})"
+        for path, passed in attributes.items():
+            found = find(module, path)
+            taken = parameters(found) if found is not None and passed else None
+            lacking = [p for p in passed if taken is not None and p not in taken]
+            if found is None:
+                return f"{name} has no {path}"
+            if lacking:
+                return f"{name} has {path} without {', '.join(lacking)}"
+    return None
+
+
+def why_not_replace(
+    theirs: Callable[..., Any], ours: Callable[..., Any], known: Collection[str] = ()
+) -> str | None:
+    """What keeps ``ours`` from being called in place of ``theirs``, or None.
+
+    Every parameter of theirs is one of ours or ``known``; every one that ours needs is one of theirs, but
+    ``original``, which a hook gets besides.
+    """
+    names, own = parameters(theirs), parameters(ours)
+    unknown = [p for p in names or () if own is not None and p not in own and p not in known]
+    if unknown:
+        return f"takes {', '.join(unknown)}, which ours does not"
+    needed = [p.name for p in inspect.signature(ours).parameters.values() if p.default is p.empty]
+    passed = None if own is None or names is None else {"original", *names}
+    lacking = [p for p in needed if passed is not None and p not in passed]
+    return f"does not take {', '.join(lacking)}, which ours needs" if lacking else None
+
+
+def why_not_override(theirs: type, ours: type) -> str | None:
+    """The first method of ``ours`` that cannot stand for that of ``theirs``, or None."""
+    methods = [name for name in vars(ours) if not name.startswith("__") and callable(getattr(ours, name))]
+    for name in methods:
+        if not hasattr(theirs, name):
+            return f"{theirs.__name__} has no {name}"
+        reason = why_not_replace(getattr(theirs, name), getattr(ours, name))
+        if reason:
+            return f"{theirs.__name__}.{name} {reason}"
+    return None
+
+
+def parameters(function: Callable[..., Any]) -> list[str] | None:
+    """The names of its parameters; None if it takes any."""
+    found = inspect.signature(function).parameters.values()
+    anything = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found)
+    return None if anything else [p.name for p in found]
+
+
+def find(holder: Any, path: str) -> Any:
+    for part in path.split("."):
+        holder = getattr(holder, part, None)
+    return holder

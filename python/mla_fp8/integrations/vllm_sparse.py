@@ -1,0 +1,163 @@
+"""vLLM's sparse MLA backend (DeepSeek V3.2, GLM-5) with our kernels: mixed in before vLLM's own classes.
+
+Taken over: the kernels, the padding of query heads around them, and for FP8 caches the way to them, so that
+rows come with their lengths and prompts of few heads are read straight from the pages. vLLM's own: indexer,
+cache writes, dense attention of short prompts, the gather before prefill with many heads, and what context
+parallelism does with the results.
+"""
+
+import functools
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..layout import KV_LAYOUTS
+from ..ops.sparse_prefill import row_layout
+from ..reference import HEAD_DIM_V
+from . import attend
+
+MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
+CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
+_PACKED = KV_LAYOUTS["dsv32"]
+
+
+class SparseImpl:
+    """Methods in place of those of vLLM's FlashMLASparseImpl."""
+
+    theirs: ClassVar[ModuleType]
+    softmax_scale: float
+    dcp_world_size: int
+
+    @staticmethod
+    def _compute_fp8_decode_padded_heads(num_heads: int) -> int:
+        return num_heads
+
+    def _forward_fp8_kv_mixed_batch(
+        self,
+        q: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        topk_indices: Tensor,
+        attn_metadata: Any,
+        kernel_metadata: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.dcp_world_size > 1:
+            return super()._forward_fp8_kv_mixed_batch(  # type: ignore[misc, no-any-return]
+                q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, kernel_metadata
+            )
+        return _attend_slots(self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata), None
+
+    def _forward_fp8_kv_separate_prefill_decode(
+        self, q: Tensor, kv_c_and_k_pe_cache: Tensor, topk_indices: Tensor, attn_metadata: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        group = getattr(self, "index_group", None)
+        on_host = isinstance(group, self.theirs.HiSparseMLAIndexGroup)
+        prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens
+        if prompts or on_host or self.dcp_world_size > 1:
+            return super()._forward_fp8_kv_separate_prefill_decode(  # type: ignore[misc, no-any-return]
+                q, kv_c_and_k_pe_cache, topk_indices, attn_metadata
+            )
+        return _attend_slots(self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata), None
+
+    def _fp8_flash_mla_kernel(
+        self, q: Tensor, kv_c_and_k_pe_cache: Tensor, topk_indices: Tensor, kernel_metadata: object
+    ) -> tuple[Tensor, Tensor]:
+        batch, s_q, heads, _ = q.shape
+        slots = topk_indices.flatten(0, 1)
+        out, lse = _over_pages(q.flatten(0, 1), kv_c_and_k_pe_cache, slots, self.softmax_scale)
+        return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
+
+    def _bf16_flash_mla_kernel(
+        self,
+        q: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        topk_indices: Tensor,
+        topk_length: Tensor | None = None,
+        actual_num_heads: int | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q = q[:, :actual_num_heads]
+        rows = kv_c_and_k_pe_cache.view(-1, q.shape[2])
+        options: dict[str, Any] = {
+            "sm_scale": self.softmax_scale, "topk_length": topk_length,
+            "out": None if out is None else out[:, : q.shape[1]],
+        }  # fmt: skip
+        indices = topk_indices.view(len(q), -1)
+        if len(q) < attend.PREFILL_ROWS:
+            layout = KV_LAYOUTS[row_layout(q)]
+            return attend.over_pages(q, rows, indices, layout=layout, page_size=1, **options)
+        result, _, lse = attend.over_rows(q, rows, indices, **options)
+        return result, lse
+
+
+class SparseBackend:
+    """Methods in place of those of vLLM's FlashMLASparseBackend. Its name stays: vLLM goes by it."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+
+def make_backend(module: str) -> type:
+    """The backend as a class that vLLM finds by ``module`` and its name."""
+    found = import_module(MODULE)
+
+    class Impl(SparseImpl, found.FlashMLASparseImpl):  # type: ignore[misc, name-defined]
+        theirs = found
+
+        def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
+            super().__init__(num_heads, *args, **options)
+            _log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
+
+    class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
+        supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+
+        @staticmethod
+        def get_impl_cls() -> type:
+            return Impl
+
+    Backend.__module__, Backend.__qualname__, Backend.__name__ = module, "SparseBackend", "SparseBackend"
+    return Backend
+
+
+def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
+    """All tokens of the batch as rows of their own, each with its slots and how many they are."""
+    if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
+        slots, lengths = impl._convert_logical_to_physical_topk(
+            topk_indices, metadata, block_stride_rows=None, return_valid_counts=True
+        )
+    else:
+        slots, lengths = impl.theirs.triton_convert_req_index_to_global_index(
+            metadata.req_id_per_token[: len(topk_indices)],
+            metadata.block_table,
+            topk_indices,
+            BLOCK_SIZE=metadata.block_size,
+            NUM_TOPK_TOKENS=topk_indices.shape[1],
+            return_valid_counts=True,
+        )
+    return _over_pages(q, kv_cache, slots, impl.softmax_scale, lengths)[0]
+
+
+def _over_pages(
+    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return attend.over_pages(
+        q,
+        kv_cache,
+        slots,
+        layout=_PACKED,
+        page_size=kv_cache.shape[1],
+        sm_scale=sm_scale,
+        topk_length=lengths,
+    )
+
+
+@functools.cache
+def _log_once(num_heads: int, cache_dtype: str) -> None:
+    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+        "mla_fp8 attends in place of FlashMLA: %d query heads as they are, cache %s, decode and prefill. "
+        "vLLM's own: indexer, cache writes, dense attention of short prompts, context parallelism's merge.",
+        num_heads,
+        cache_dtype,
+    )

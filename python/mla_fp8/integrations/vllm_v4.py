@@ -1,0 +1,126 @@
+"""vLLM's DeepSeek V4 layer: query heads without padding, prompts of few heads straight from the pages.
+
+Around methods of vLLM's DeepseekV4FlashMLAAttention, whose calls of FlashMLA flash_mla_calls.py serves.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import KV_LAYOUTS
+from . import attend, probes
+from .flash_mla_calls import around
+
+MODULE = "vllm.models.deepseek_v4.nvidia.flashmla"
+LAYER = "DeepseekV4FlashMLAAttention"
+MAX_HEADS = 128
+# Up to here a prompt's keys are read from the pages as they are; above, vLLM's bf16 workspace is faster.
+MAX_HEADS_FROM_PAGES = 32
+_LAYOUT = KV_LAYOUTS["dsv4"]
+
+
+def get_padded_num_q_heads(original: Callable[..., int], cls: type, num_heads: int) -> int:
+    return num_heads if num_heads <= MAX_HEADS else original(cls, num_heads)
+
+
+def forward_prefill(
+    original: Callable[..., None],
+    self: Any,
+    q: Tensor,
+    positions: Tensor,
+    compressed_k_cache: Tensor | None,
+    swa_k_cache: Tensor,
+    output: Tensor,
+    attn_metadata: Any,
+    swa_metadata: Any,
+) -> None:
+    packed = swa_k_cache.shape[-1] * swa_k_cache.element_size() == _LAYOUT.bytes_per_token
+    if q.shape[1] > MAX_HEADS_FROM_PAGES or not packed or swa_metadata.prefill_left_visible is not None:
+        original(self, q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata)
+        return
+    first_request, num_tokens = swa_metadata.num_decodes, swa_metadata.num_prefill_tokens
+    entries = {}
+    if attn_metadata is not None and compressed_k_cache is not None:
+        entries = _entries(self, compressed_k_cache, attn_metadata, swa_metadata)
+    attend.over_windows(
+        q[:num_tokens],
+        swa_k_cache,
+        swa_metadata.block_table[first_request:],
+        swa_metadata.query_start_loc[first_request:],
+        swa_metadata.prefill_seq_lens,
+        layout=_LAYOUT,
+        page_size=swa_metadata.block_size,
+        window_size=self.window_size,
+        sm_scale=self.scale,
+        attn_sink=self.attn_sink,
+        out=output[:num_tokens],
+        **entries,
+    )
+
+
+def _entries(layer: Any, cache: Tensor, attn_metadata: Any, swa_metadata: Any) -> dict[str, Any]:
+    """The compressed entries that each token of the prompts attends to."""
+    begin = swa_metadata.num_decode_tokens
+    tokens = slice(begin, begin + swa_metadata.num_prefill_tokens)
+    if layer.compress_ratio == 4:
+        chosen = layer.topk_indices_buffer[tokens]
+    else:
+        chosen = attn_metadata.c128a_prefill_topk_indices
+    slots, lengths = import_module(MODULE).compute_global_topk_indices_and_lens(
+        chosen,
+        swa_metadata.token_to_req_indices[tokens],
+        attn_metadata.block_table,
+        attn_metadata.block_size // layer.compress_ratio,
+        swa_metadata.is_valid_token[tokens],
+    )
+    return {
+        "extra_kv_cache": cache, "extra_indices": slots, "extra_topk_length": lengths,
+        "extra_page_size": cache.shape[1],
+    }  # fmt: skip
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "get_padded_num_q_heads": get_padded_num_q_heads,
+    "_forward_prefill": forward_prefill,
+}
+NEEDS: probes.Needs = {
+    MODULE: {
+        "compute_global_topk_indices_and_lens": (
+            "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
+        ),
+        f"{LAYER}.get_padded_num_q_heads": ("num_heads",),
+        f"{LAYER}._forward_prefill": (
+            "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
+        ),
+    }
+}  # fmt: skip
+
+
+def why_not() -> str | None:
+    reason = probes.why_not_call(NEEDS)
+    if reason:
+        return reason
+    layer = getattr(import_module(MODULE), LAYER)
+    for name, ours in METHODS.items():
+        reason = probes.why_not_replace(_function(layer, name), ours)
+        if reason:
+            return f"{LAYER}.{name} {reason}"
+    return None
+
+
+def take_over() -> None:
+    """Re-entrant."""
+    layer = getattr(import_module(MODULE), LAYER)
+    for name, hook in METHODS.items():
+        kind = type(vars(layer)[name])
+        wrapped = around(_function(layer, name), hook)
+        setattr(layer, name, classmethod(wrapped) if kind is classmethod else wrapped)
+
+
+def _function(layer: type, name: str) -> Callable[..., Any]:
+    """The plain function, also of a classmethod."""
+    found = vars(layer)[name]
+    function: Callable[..., Any] = getattr(found, "__func__", found)
+    return function
