@@ -10,6 +10,11 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 MEMORY = 139 << 30
+# Compiled ops that are asked at import, with their answers.
+_ANSWERS = {
+    "cutlass_scaled_mm_supports_block_fp8": True, "cutlass_scaled_mm_supports_fp8": True,
+    "cutlass_group_gemm_supported": False, "cutlass_scaled_mm_supports_fp4": False,
+}  # fmt: skip
 _PROPERTIES = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, warp_size=32,
     is_integrated=False, max_threads_per_multi_processor=2048, L2_cache_size=60 << 20, gcnArchName="",
@@ -20,7 +25,7 @@ _PROPERTIES = SimpleNamespace(
 class Anything(ModuleType):
     """A module in which every name is a function that must not be called."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -65,6 +70,8 @@ def pretend(*compiled: str) -> None:
 def pretend_vllm() -> None:
     """vLLM's platform is a Hopper GPU."""
     pretend("vllm._", "vllm.cumem_allocator", "vllm.vllm_flash_attn._vllm_fa", "vllm.spinloop")
+    for name, answer in _ANSWERS.items():
+        setattr(torch.ops._C, name, lambda *args, answer=answer: answer)
     import vllm.platforms
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
@@ -72,7 +79,8 @@ def pretend_vllm() -> None:
     capability = DeviceCapability(major=_PROPERTIES.major, minor=_PROPERTIES.minor)
     answers = {
         "get_device_capability": capability, "get_device_name": _PROPERTIES.name, "get_device_uuid": "GPU-0",
-        "get_device_total_memory": MEMORY, "is_fully_connected": True, "device_count": 1, "log_warnings": None,
+        "get_device_total_memory": MEMORY, "is_fully_connected": True, "device_count": 1,
+        "log_warnings": None,
         "num_compute_units": _PROPERTIES.multi_processor_count, "is_integrated_gpu": False,
         "is_pin_memory_available": False,
     }  # fmt: skip
@@ -82,7 +90,8 @@ def pretend_vllm() -> None:
 
     methods = {name: answering(value) for name, value in answers.items()}
     methods["has_device_capability"] = classmethod(
-        lambda cls, want, *args: (want if isinstance(want, int) else want[0] * 10 + want[1])
-        <= capability.to_int()
+        lambda cls, want, *args: (
+            (want if isinstance(want, int) else want[0] * 10 + want[1]) <= capability.to_int()
+        )
     )
     vllm.platforms._current_platform = type("Pretended", (cuda.CudaPlatformBase,), methods)()

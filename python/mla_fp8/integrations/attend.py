@@ -11,8 +11,8 @@ from ..reference import HEAD_DIM_V
 
 _ops = torch.ops.mla_fp8
 
-# From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32 with top-k 2048,
-# 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` 105 and 118.
+# From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32, top-k 2048,
+# 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` takes 105 and 118.
 PREFILL_ROWS, PREFILL_HEADS = 256, 16
 
 

@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""One vLLM engine with a random model: logprobs, calls and kernel times, as JSON. Started by matrix.py."""
+
+import argparse
+import collections
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import model
+import torch
+
+# mla_fp8_engines: model.register, in every process of the engine.
+VLLM_PLUGINS = {
+    "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
+    "calls": "mla_fp8_engines,mla_fp8_flash_mla",
+}  # fmt: skip
+ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
+CONTEXT, DECODE_STEPS = 4096, 48
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--who", choices=VLLM_PLUGINS, required=True, help="whose attention")
+    p.add_argument("--heads", type=int, default=128)
+    p.add_argument("--kv", default="fp8_ds_mla")
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--budget", type=int, default=2048, help="tokens of a step: longer prompts come in chunks")
+    p.add_argument("--seqs", type=int, default=16)
+    p.add_argument("--eager", action="store_true")
+    p.add_argument("--mtp", type=int, default=0)
+    p.add_argument("--multiprocessing", action="store_true", help="the engine in a process of its own")
+    p.add_argument("--tensor-parallel", type=int, default=1)
+    p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
+    p.add_argument("--new", type=int, default=48)
+    p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
+    p.add_argument("--of", type=int, default=1)
+    p.add_argument("--repeat-prompts", action="store_true", help="each prompt again: prefix caching")
+    return p.parse_args()
+
+
+def options(args: argparse.Namespace, folder: str) -> dict:
+    capture = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= max(16, args.seqs * (1 + args.mtp))]
+    own = {
+        "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "kv_cache_dtype": args.kv, "max_model_len": model.MAX_LENGTH, "max_num_batched_tokens": args.budget,
+        "max_num_seqs": args.seqs, "enforce_eager": args.eager, "gpu_memory_utilization": 0.15,
+        "enable_prefix_caching": bool(args.batches) or args.repeat_prompts, "seed": 0, "max_logprobs": 20,
+        "disable_log_stats": True, "kv_cache_memory_bytes": (8 if args.batches else 3) << 30,
+        "tensor_parallel_size": args.tensor_parallel,
+        # Without it prompts of up to some thousand tokens go to dense attention, which is no sparse kernel's.
+        "attention_config": {"sparse_mla_force_mqa": True},
+    }  # fmt: skip
+    if not args.multiprocessing:
+        own["async_scheduling"] = False
+    if not args.eager:
+        own["compilation_config"] = {"cudagraph_capture_sizes": capture}
+    if args.who in ("ours", "exact"):
+        own["attention_backend"] = "CUSTOM"
+    elif args.kv == "bfloat16":
+        own["attention_backend"] = "FLASHMLA_SPARSE"
+    if args.mtp:
+        own["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.mtp}
+    return own
+
+
+def selected(llm) -> list[str]:
+    """The backend of every kind of layer, as the engine resolved it."""
+    found = set()
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None and getattr(layer, "impl", None) is not None:
+            impl = type(layer.impl)
+            found.add(
+                f"{backend.__module__}.{backend.__qualname__} ({backend.get_name()}), {impl.__module__}"
+            )
+    return sorted(found)
+
+
+def prompts(lengths, seed: int) -> list[dict]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        {"prompt_token_ids": torch.randint(2, model.VOCABULARY, (n,), generator=g).tolist()} for n in lengths
+    ]
+
+
+def generate(llm, ids: list[dict], new: int, **sampling):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **sampling)
+    return llm.generate(ids, params, use_tqdm=False)
+
+
+def logprobs(llm, args: argparse.Namespace) -> dict:
+    ids = prompts(ACCURACY_LENGTHS, seed=7)
+    # Logprobs of a prompt are not computed for cached tokens, and not with speculation.
+    wanted = None if args.mtp or args.repeat_prompts else 1
+    begin = time.time()
+    outputs = generate(llm, ids, args.new, logprobs=1, prompt_logprobs=wanted)
+    if args.repeat_prompts:
+        outputs = generate(llm, ids, args.new, logprobs=1)
+    result = {"generate_s": time.time() - begin, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    steps = [zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True) for o in outputs]
+    result["logprobs"] = [[step[token].logprob for token, step in each] for each in steps]
+    if wanted:
+        result["prompt_logprobs"] = [
+            [
+                step[token].logprob
+                for token, step in zip(o.prompt_token_ids, o.prompt_logprobs, strict=True)
+                if step
+            ]
+            for o in outputs
+        ]
+    return result
+
+
+@contextlib.contextmanager
+def turn(args: argparse.Namespace):
+    """Until all engines are ready, then until it is ours: nothing else runs on the GPU meanwhile."""
+    if not args.turns:
+        yield
+        return
+    args.turns.mkdir(parents=True, exist_ok=True)
+    (args.turns / f"ready.{os.getpid()}").touch()
+    deadline = time.time() + 150
+    while len(list(args.turns.glob("ready.*"))) < args.of and time.time() < deadline:
+        time.sleep(0.2)
+    with open(args.turns / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def kernels(run) -> collections.Counter:
+    """Microseconds of each kernel in ``run()``."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    times = collections.Counter()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name[:200]] += event.device_time
+    return times
+
+
+def timed(llm, args: argparse.Namespace) -> dict:
+    """Per batch: kernels of a prompt (first batch only) and of a decode step, in microseconds.
+
+    The prompts are cached after their first run: a second and a third run of them differ in decode steps.
+    """
+    result = {}
+    for number, batch in enumerate(args.batches):
+        ids = prompts([CONTEXT] * batch, seed=100 + number)
+        warm = prompts([CONTEXT], seed=99)
+        generate(llm, warm, 2)
+        one = {}
+        if number == 0:
+            one["prefill"] = dict(
+                per(kernels(lambda ids=ids: generate(llm, ids, 1)), batch).most_common(TOP_KERNELS)
+            )
+        generate(llm, ids, 2)
+        begin = time.perf_counter()
+        generate(llm, ids, 1 + DECODE_STEPS)
+        one["wall_ms"] = (time.perf_counter() - begin) * 1e3 / DECODE_STEPS
+        short = kernels(lambda ids=ids: generate(llm, ids, 1))
+        long = kernels(lambda ids=ids: generate(llm, ids, 1 + DECODE_STEPS))
+        long.subtract(short)
+        one["decode"] = per(long, DECODE_STEPS)
+        result[str(batch)] = one
+        print("TIMED", batch, round(sum(one["decode"].values())), "us a step", flush=True)
+    return result
+
+
+def per(times: collections.Counter, number: int) -> dict[str, float]:
+    return {name: us / number for name, us in times.items()}
+
+
+def run(args: argparse.Namespace) -> dict:
+    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.heads}_{args.layers}")
+    model.write_config(folder, args.heads, args.layers)
+    import vllm
+
+    result = {"vllm": vllm.__version__, "torch": torch.__version__}
+    calls = {}
+    if not args.multiprocessing:  # in this process, so that it can be looked into
+        import spies
+
+        if args.who == "exact":
+            spies.exact_attention()
+        spies.count_calls()
+        calls = spies.CALLS
+    begin = time.time()
+    llm = vllm.LLM(**options(args, str(folder)))
+    result["init_s"] = time.time() - begin
+    if not args.multiprocessing:
+        result["selected"] = selected(llm)
+        print("SELECTED", *result["selected"], flush=True)
+    if args.batches:
+        with turn(args):
+            result["timed"] = timed(llm, args)
+    else:
+        result |= logprobs(llm, args)
+    return result | {"calls": dict(calls), "layers": args.layers}
+
+
+def main() -> None:
+    args = parse()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
+    os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
+    begin = time.time()
+    try:
+        result = run(args) | {"ok": True}
+    except BaseException as error:  # whatever it is, the table says it
+        traceback.print_exc()
+        result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    result["wall_s"] = time.time() - begin
+    args.out.write_text(json.dumps(result))
+    print("DONE", result["ok"], f"{result['wall_s']:.0f} s", flush=True)
+    sys.stdout.flush()
+    os._exit(not result["ok"])  # an engine's threads may outlive it
+
+
+if __name__ == "__main__":
+    main()

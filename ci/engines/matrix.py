@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Engines on a GPU, vLLM as it is and with mla_fp8: `matrix.py STEP... --archives .engine`, then a table.
+
+A step is a group of engines side by side on one GPU, at most three minutes:
+
+%s
+
+Once unpacked (pack.py makes the archives), an engine needs no network. The table names whose kernels ran, how
+far logprobs are from those of exact attention in the same engine, and what the kernels took. Exit code 1 if
+an engine failed, FlashMLA was called where it should not be, or logprobs are off.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import report
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
+LIMIT = 175  # seconds of a step
+
+
+@dataclass(frozen=True)
+class Case:
+    who: str  # stock, ours, exact, or calls: FlashMLA's calls taken over
+    heads: int
+    kv: str = "fp8_ds_mla"
+    more: tuple[str, ...] = ()
+    label: str = ""  # in place of ``more`` in the name
+
+    @property
+    def name(self) -> str:
+        words = [self.label] if self.label else [word.lstrip("-") for word in self.more]
+        return "-".join([self.who, str(self.heads), self.kv, *words])
+
+    def arguments(self) -> list[str]:
+        return ["--who", self.who, "--heads", str(self.heads), "--kv", self.kv, *self.more]
+
+
+@dataclass(frozen=True)
+class Step:
+    what: str
+    cases: tuple[Case, ...] = field(default=())
+
+
+def sides(*heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="") -> tuple[Case, ...]:
+    """The same engine with each of ``who``; exact attention is no kernel that a graph could hold."""
+    return tuple(
+        Case(w, h, kv, *((("--eager", *more), "") if w == "exact" else (tuple(more), label)))
+        for h in heads
+        for w in who
+    )
+
+
+ALL = ("stock", "ours", "exact")
+SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8", "32", "128")
+STEPS = {
+    "smoke": Step("two engines with 16 heads, eager", sides(16, more=("--eager", "--layers", "2"))),
+    "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
+    "speed16": Step("kernel times, 16 heads, batches to 128", sides(16, more=SPEED, label="speed")),
+    "speed128": Step("kernel times, 128 heads, batches to 128", sides(128, more=SPEED, label="speed")),
+    "heads": Step("graphs, FP8, 8 and 64 heads, and exact attention", sides(8, 64, who=ALL)),
+    "speed8_64": Step("the same, 8 and 64 heads", sides(8, 64, more=SPEED, label="speed")),
+    "bf16": Step("graphs, bf16 cache, 16 and 128 heads, exact", sides(16, 128, kv="bfloat16", who=ALL)),
+    "mtp": Step(
+        "speculation of 1 and 3 tokens, 16 and 128 heads",
+        sides(16, 128, more=("--mtp", "1")) + sides(16, 128, who=("ours",), more=("--mtp", "3")),
+    ),
+    "modes": Step(
+        "eager, prefix caching, a process of its own, FlashMLA's calls alone",
+        sides(16, 128, who=("ours",), more=("--eager",))
+        + sides(16, 128, who=("ours",), more=("--repeat-prompts",))
+        + sides(16, who=("ours",), more=("--multiprocessing",))
+        + sides(16, 128, who=("calls",)),
+    ),
+    "batch256": Step(
+        "kernel times at 256 requests, 16 and 128 heads",
+        sides(16, 128, more=(*SPEED[:-3], "8", "256"), label="speed256"),
+    ),
+    "parallel": Step(
+        "tensor parallel on two GPUs, 32 heads",
+        sides(32, more=("--tensor-parallel", "2", "--multiprocessing")),
+    ),
+}  # fmt: skip
+__doc__ = __doc__ % "\n".join(f"  {name:10s} {step.what}" for name, step in STEPS.items())
+
+
+def extract(archive: Path, site: Path) -> None:
+    with tarfile.open(archive) as tar:
+        tar.extractall(site, filter="fully_trusted")
+
+
+def site_of(archives: Path) -> Path:
+    """The unpacked engine, and what tells it of our plug-ins."""
+    site = WORK / "site"
+    if not (site / ".done").exists():
+        shutil.rmtree(site, ignore_errors=True)
+        site.mkdir(parents=True)
+        with ProcessPoolExecutor() as pool:
+            list(pool.map(extract, sorted(archives.glob("*.tar.xz")), [site] * 8))
+        points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+        announce(site, "mla_fp8", points)
+        announce(site, "mla_fp8_engines", {"vllm.general_plugins": {"mla_fp8_engines": "model:register"}})
+        (site / ".done").touch()
+    return site
+
+
+def announce(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:
+    """What an installed distribution with these entry points looks like."""
+    info = site / f"{name}-{(ROOT / 'version.txt').read_text().strip()}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {info.stem.split('-')[1]}\n"
+    )
+    groups = [
+        "\n".join([f"[{group}]", *(f"{point} = {target}" for point, target in targets.items())])
+        for group, targets in points.items()
+    ]
+    (info / "entry_points.txt").write_text("\n\n".join(groups) + "\n")
+
+
+def environment(site: Path) -> dict[str, str]:
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return os.environ | {
+        "PYTHONPATH": f"{site}:{ROOT / 'python'}:{ROOT / 'ci/engines'}", "PYTHONUNBUFFERED": "1",
+        "CUDA_HOME": cuda,
+        "PATH": f"{cuda}/bin:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(WORK / "vllm_cache"), "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }  # fmt: skip
+
+
+def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
+    """The results of a step's engines, by name."""
+    cases, begin = STEPS[name].cases, time.time()
+    turns = WORK / f"turns-{name}-{os.getpid()}"
+    started = {}
+    for case in cases:
+        out, log = results / f"{case.name}.json", results / f"{case.name}.log"
+        command = [sys.executable, ROOT / "ci/engines/engine.py", "--out", out, *case.arguments()]
+        if "--batches" in case.more:
+            command += ["--turns", turns, "--of", str(len(cases))]
+        with open(log, "w") as file:
+            started[case.name] = subprocess.Popen(
+                [str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=environment(site),
+                start_new_session=True,
+            )  # fmt: skip
+    found = {}
+    for case_name, process in started.items():
+        try:
+            process.wait(max(1, begin + LIMIT - time.time()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        path = results / f"{case_name}.json"
+        ended = {
+            "ok": False,
+            "error": f"no result after {time.time() - begin:.0f} s, exit {process.returncode}",
+        }
+        found[case_name] = json.loads(path.read_text()) if path.exists() else ended
+        print(f"[{time.time() - begin:4.0f} s] {case_name}", report.summary(found[case_name]), flush=True)
+        if not found[case_name]["ok"]:
+            print("\n".join((results / f"{case_name}.log").read_text().splitlines()[-12:]))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("steps", nargs="+", choices=STEPS, metavar="STEP")
+    parser.add_argument("--archives", type=Path, default=ROOT / ".engine")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench_out" / "engines")
+    args = parser.parse_args()
+    begin = time.time()
+    site = site_of(args.archives)
+    print(f"unpacked in {time.time() - begin:.0f} s", flush=True)
+    results = WORK / "results"  # of all steps on this machine: later ones are compared with earlier ones
+    results.mkdir(parents=True, exist_ok=True)
+    for name in args.steps:
+        print("==", name, STEPS[name].what, flush=True)
+        run_step(name, site, results)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    table, problems = report.table(found), report.problems(found)
+    (args.out / "engines.md").write_text(table + "\n")
+    with tarfile.open(args.out / "engines.tar.gz", "w:gz") as tar:
+        tar.add(results, "results")
+    print(table)
+    print("\n".join(problems) or "nothing is wrong")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""A model with DeepSeek V3.2's attention and random weights, small in all other dimensions."""
+
+import collections
+import importlib.util
+import json
+import sys
+import types
+import zlib
+from pathlib import Path
+
+import torch
+
+VOCABULARY = 4096
+MAX_LENGTH = 8192
+_GAIN = 1.5  # of every projection: above 1, attention matters to the logits
+_HEAD_GAIN = 4  # of the output layer: logits of several units, as trained models have
+
+
+def register() -> None:
+    """An entry point of vllm.general_plugins."""
+    without_cutedsl()
+    random_weights()
+
+
+def write_config(folder: Path, heads: int, layers: int) -> None:
+    config = {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16",
+        "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": 1,
+        "first_k_dense_replace": 1000, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 1.0,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+        "hidden_act": "silu", "max_position_embeddings": 2 * MAX_LENGTH, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000, "tie_word_embeddings": False, "attention_bias": False,
+        "num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
+        "use_cache": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def random_weights() -> None:
+    """vLLM's dummy weights are so small that attention hardly matters: here projections keep the variance.
+
+    They depend on a weight's name and shape alone, so that all engines have the same model.
+    """
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    original = weight_utils.initialize_single_dummy_weight
+    seen = collections.Counter()
+
+    @torch.no_grad()
+    def fill(param, low=None, high=None, seed=1234, name=""):
+        floating = torch.is_floating_point(param) and torch.finfo(param.dtype).bits >= 16
+        if param.device.type == "meta" or not floating:
+            return original(param, low, high, seed, name=name)
+        key = (name, tuple(param.shape))
+        g = torch.Generator(device=param.device).manual_seed(zlib.crc32(f"{key}{seen[key]}".encode()))
+        seen[key] += 1
+        if param.dim() == 0 or (param.dim() == 1 and name.endswith("weight")):
+            return param.fill_(1)
+        if param.dim() == 1:
+            return param.normal_(0, 0.1, generator=g)
+        std = _GAIN / param.shape[-1] ** 0.5
+        if param.shape[0] == VOCABULARY:  # the embedding comes first, then the output layer
+            std = 1.0 if seen[key] == 1 else _HEAD_GAIN / param.shape[-1] ** 0.5
+        for part in param.data.view(-1, param.shape[-1]).split(4096):
+            noise = torch.randn(part.shape, dtype=torch.float32, device=param.device, generator=g)
+            part.copy_(noise * std)
+        return param
+
+    for module in (weight_utils, dummy_loader):
+        module.initialize_single_dummy_weight = fill
+
+
+def without_cutedsl() -> None:
+    """The rotation of V3.2's queries exists in CuTe DSL and in Triton: without that package, Triton's."""
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        absent = types.ModuleType("fused_q_cutedsl")
+        absent.fused_q_cutedsl = None
+        absent.is_fused_q_cutedsl_supported = lambda *args, **options: False
+        sys.modules["vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"] = absent

@@ -1,0 +1,140 @@
+"""What the engines of matrix.py found, as tables, and what is wrong with it."""
+
+import re
+import statistics
+
+# Kernels of attention by their names: the first that fits. Fills and copies are everybody's: they are a line
+# of their own, as the padding of query heads is among them.
+PARTS = (
+    ("indices", r"convert_req_index|remap"),
+    ("gather", r"gather_and_upconvert|gather_k_cache|dequantize"),
+    ("cache writes", r"concat_and_cache|concat_mla|fused_deepseek"),
+    ("attention", r"mla_fp8|flash_mla|flash_fwd|_mla_|mla_|sparse_attn|sparse_decode|sparse_prefill|smxx::"),
+    ("fills, copies", r"FillFunctor|direct_copy|isneginf|masked_fill|CatArray|Memset|Memcpy DtoD"),
+)
+NOT_ATTENTION = r"mqa_logits|index"
+MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
+
+
+def part_of(kernel: str) -> str:
+    for part, pattern in PARTS:
+        unrelated = part == "attention" and re.search(NOT_ATTENTION, kernel)
+        if re.search(pattern, kernel) and not unrelated:
+            return part
+    return "other"
+
+
+def parts(kernels: dict[str, float]) -> dict[str, float]:
+    """Microseconds by part."""
+    total = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0.0)
+    for name, us in kernels.items():
+        total[part_of(name)] += us
+    return total
+
+
+def of_attention(kernels: dict[str, float]) -> float:
+    return sum(us for part, us in parts(kernels).items() if part in ("attention", "indices", "gather"))
+
+
+def summary(result: dict) -> str:
+    if not result["ok"]:
+        return f"FAILED {result['error']}"
+    words = [f"init {result['init_s']:.0f} s", f"all {result['wall_s']:.0f} s", str(result["calls"])]
+    return ", ".join([*words, *result.get("selected", [])])
+
+
+def difference(a: dict, b: dict) -> float | None:
+    """Mean |difference| of the logprobs of the prompts."""
+    if not (a.get("prompt_logprobs") and b.get("prompt_logprobs")):
+        return None
+    pairs = zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True)
+    return statistics.mean(abs(x - y) for one, other in pairs for x, y in zip(one, other, strict=True))
+
+
+def exact_of(name: str, found: dict[str, dict]) -> dict:
+    """The result of exact attention with the heads and the cache of an engine."""
+    _, heads, kv, *_ = name.split("-")
+    return found.get(f"exact-{heads}-{kv}-eager", {})
+
+
+def calls(result: dict, whose: str) -> int:
+    return sum(n for name, n in result.get("calls", {}).items() if name.startswith(whose))
+
+
+def table(found: dict[str, dict]) -> str:
+    ran = {name: result for name, result in found.items() if result["ok"]}
+    return "\n\n".join(filter(None, [_engines(ran), _speed(ran), _kernels(ran)]))
+
+
+def _engines(ran: dict[str, dict]) -> str:
+    lines = [
+        "| engine | attends | FlashMLA called | mla_fp8 called | to exact attention | start, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in ran.items():
+        distance = difference(result, exact_of(name, ran))
+        shown = "" if distance is None else f"{distance:.4f}"
+        selected = ", ".join(result.get("selected", []))
+        counts = f"{calls(result, 'FlashMLA')} | {calls(result, 'mla_fp8')}"
+        lines.append(f"| {name} | {selected} | {counts} | {shown} | {result['init_s']:.0f} |")
+    return "\n".join(lines)
+
+
+def _speed(ran: dict[str, dict]) -> str:
+    lines = [
+        "| us a step | attention, a layer: stock | mla_fp8 | of stock | fills, copies, a layer: stock | mla_fp8 "
+        "| whole GPU: stock | mla_fp8 | of stock |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, ours in ran.items():
+        stock = ran.get(name.replace("ours-", "stock-", 1))
+        if not name.startswith("ours-") or "timed" not in ours or not (stock and "timed" in stock):
+            continue
+        label = name.removeprefix("ours-")
+        for batch, one in ours["timed"].items():
+            other = stock["timed"][batch]
+            layers = ours["layers"]
+            for phase in ("prefill", "decode"):
+                if phase in one:
+                    what = f"{label}, {phase}, {batch} x 4096"
+                    lines.append(_line(what, other[phase], one[phase], layers))
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _line(label: str, stock: dict, ours: dict, layers: int) -> str:
+    a, b = of_attention(stock) / layers, of_attention(ours) / layers
+    whole = sum(stock.values()), sum(ours.values())
+    copies = [parts(kernels)["fills, copies"] / layers for kernels in (stock, ours)]
+    return (
+        f"| {label} | {a:.0f} | {b:.0f} | {b / max(a, 1e-9):.2f} | {copies[0]:.0f} | {copies[1]:.0f} "
+        f"| {whole[0]:.0f} | {whole[1]:.0f} | {whole[1] / max(whole[0], 1e-9):.2f} |"
+    )
+
+
+def _kernels(ran: dict[str, dict], most: int = 7) -> str:
+    """The longest kernels of attention, so that a wrong pattern above shows."""
+    lines = []
+    for name, result in ran.items():
+        for batch, one in result.get("timed", {}).items():
+            for phase in ("prefill", "decode"):
+                named = {n: us for n, us in one.get(phase, {}).items() if part_of(n) != "other"}
+                longest = sorted(named.items(), key=lambda item: -item[1])[:most]
+                lines += [f"{name} {phase} {batch}: {us:8.1f} us {part_of(n)}: {n[:90]}" for n, us in longest]
+    return "\n".join(["```", *lines, "```"]) if lines else ""
+
+
+def problems(found: dict[str, dict]) -> list[str]:
+    wrong = []
+    for name, result in found.items():
+        if not result["ok"]:
+            wrong.append(f"{name}: {result['error']}")
+            continue
+        if not name.startswith("stock-") and calls(result, "FlashMLA"):
+            wrong.append(f"{name}: FlashMLA was called {calls(result, 'FlashMLA')} times, expected 0")
+        if name.startswith(("ours-", "calls-")):
+            exact = exact_of(name, found)
+            stock = found.get("-".join(["stock", *name.split("-")[1:]]), {})
+            distances = difference(result, exact), difference(stock, exact)
+            if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
+                wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")
+    return wrong
