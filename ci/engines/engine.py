@@ -165,9 +165,7 @@ def timed(llm, args: argparse.Namespace) -> dict:
         generate(llm, warm, 2)
         one = {}
         if number == 0:
-            one["prefill"] = dict(
-                per(kernels(lambda ids=ids: generate(llm, ids, 1)), batch).most_common(TOP_KERNELS)
-            )
+            one["prefill"] = per(kernels(lambda ids=ids: generate(llm, ids, 1)), batch)
         generate(llm, ids, 2)
         begin = time.perf_counter()
         generate(llm, ids, 1 + DECODE_STEPS)

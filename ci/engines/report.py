@@ -82,8 +82,8 @@ def _engines(ran: dict[str, dict]) -> str:
 
 def _speed(ran: dict[str, dict]) -> str:
     lines = [
-        "| us a step | attention, a layer: stock | mla_fp8 | of stock | fills, copies, a layer: stock | mla_fp8 "
-        "| whole GPU: stock | mla_fp8 | of stock |",
+        "| us of a step | attention, a layer: stock | mla_fp8 | of stock "
+        "| fills, copies, a layer: stock | mla_fp8 | whole GPU: stock | mla_fp8 | of stock |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, ours in ran.items():
