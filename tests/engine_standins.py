@@ -1,11 +1,14 @@
 """Stand-ins for what our integrations build on in vLLM and SGLang, with their names and signatures."""
 
 import enum
+import logging
 import types
 from types import SimpleNamespace
 
 import peer_standins
 import torch
+
+from mla_fp8.integrations import flash_mla_calls, vllm_sparse
 
 
 class AttentionBackendEnum(enum.Enum):
@@ -28,23 +31,102 @@ class FlashMLASparseBackend:
     def is_sparse(cls):
         return True
 
+    @classmethod
+    def supports_compute_capability(cls, capability):
+        return capability.major in (9, 10)
+
+
+class HiSparseMLAIndexGroup:
+    pass
+
+
+def triton_convert_req_index_to_global_index(
+    req_id,
+    block_table,
+    token_indices,
+    BLOCK_SIZE=64,
+    NUM_TOPK_TOKENS=2048,
+    BLOCK_STRIDE_ROWS=None,
+    return_valid_counts=False,
+):
+    """Slots of positions; asked for counts, the valid ones first and garbage behind."""
+    assert return_valid_counts and BLOCK_STRIDE_ROWS is None
+    assert token_indices.shape[1] == NUM_TOPK_TOKENS and len(req_id) == len(token_indices)
+    valid = token_indices >= 0
+    safe = token_indices.where(valid, 0).long()
+    slots = block_table[req_id[:, None].long(), safe // BLOCK_SIZE] * BLOCK_SIZE + safe % BLOCK_SIZE
+    first = (~valid).int().argsort(dim=1, stable=True)
+    slots = slots.gather(1, first)
+    lengths = valid.sum(1).int()
+    garbage = torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]
+    return slots.masked_fill(garbage, 7).int(), lengths
+
 
 class FlashMLASparseImpl:
+    index_group = None
+
     @staticmethod
     def _compute_fp8_decode_padded_heads(num_heads):
         return 64 if num_heads <= 64 else 128
 
     def __init__(self, num_heads, scale):
-        self.softmax_scale = scale
+        self.softmax_scale, self.dcp_world_size = scale, 1
         self.fp8_decode_padded_heads = self._compute_fp8_decode_padded_heads(num_heads)
+
+    def _convert_logical_to_physical_topk(
+        self, logical_topk_indices, attn_metadata, *, block_stride_rows, return_valid_counts
+    ):
+        return triton_convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token[: len(logical_topk_indices)],
+            attn_metadata.block_table,
+            logical_topk_indices,
+            attn_metadata.block_size,
+            logical_topk_indices.shape[1],
+            block_stride_rows,
+            return_valid_counts,
+        )
+
+    def _forward_fp8_kv_mixed_batch(
+        self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, kernel_metadata=None
+    ):
+        return "vLLM's own mixed batch"
+
+    def _forward_fp8_kv_separate_prefill_decode(self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata):
+        return "vLLM's own prefill and decode"
 
     def _fp8_flash_mla_kernel(self, q, kv_c_and_k_pe_cache, topk_indices, kernel_metadata):
         raise AssertionError("FlashMLA was called")
 
     def _bf16_flash_mla_kernel(
-        self, q, kv_c_and_k_pe_cache, topk_indices, topk_length=None, actual_num_heads=None
+        self, q, kv_c_and_k_pe_cache, topk_indices, topk_length=None, actual_num_heads=None, out=None
     ):
         raise AssertionError("FlashMLA was called")
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
+):
+    slots, lengths = triton_convert_req_index_to_global_index(
+        token_to_req_indices, block_table, topk_indices, block_size, topk_indices.shape[1], None, True
+    )
+    return slots, lengths * is_valid_token
+
+
+class DeepseekV4FlashMLAAttention:
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads):
+        if num_heads > 128:
+            raise ValueError(f"vLLM's own limit: {num_heads} heads")
+        return 64 if num_heads <= 64 else 128
+
+    def _forward_prefill(
+        self, q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata
+    ):
+        output.fill_(-7)  # vLLM's own
+
+
+def init_logger(name):
+    return logging.getLogger(f"mla_fp8.of_{name}")
 
 
 def copied(function):
@@ -64,7 +146,15 @@ def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
     peer_standins.install(monkeypatch, "vllm.v1.attention.backends.mla.flashmla_sparse")
     names = {
         "vllm.v1.attention.backends.registry": (register_backend, AttentionBackendEnum),
-        "vllm.v1.attention.backends.mla.flashmla_sparse": (FlashMLASparseBackend, FlashMLASparseImpl),
+        "vllm.v1.attention.backends.mla.flashmla_sparse": (
+            FlashMLASparseBackend, FlashMLASparseImpl, HiSparseMLAIndexGroup,
+            triton_convert_req_index_to_global_index,
+        ),
+        "vllm.models.deepseek_v4.nvidia.flashmla": (
+            type("DeepseekV4FlashMLAAttention", (), dict(vars(DeepseekV4FlashMLAAttention))),
+            compute_global_topk_indices_and_lens,
+        ),
+        "vllm.logger": (init_logger,),
         "vllm.v1.attention.ops.flashmla": (
             copied(peer_standins.flash_mla_with_kvcache), copied(peer_standins.flash_mla_sparse_fwd),
         ),
@@ -74,6 +164,8 @@ def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
     modules["vllm.envs"].VLLM_PLUGINS = plugins
     modules["vllm"] = peer_standins.install(monkeypatch, "vllm")
     modules["vllm"].__version__ = "0.99"
+    vllm_sparse.log_once.cache_clear()
+    flash_mla_calls.say_once.cache_clear()
     return SimpleNamespace(registered=registered, modules=modules)
 
 
@@ -114,6 +206,16 @@ def sgl_flash_mla_sparse_fwd(
     return "SGLang's own"
 
 
+class DeepseekSparseAttnBackend:
+    def _forward_flashmla_sparse(
+        self, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length=None, attn_sink=None
+    ):
+        return "SGLang's own"
+
+    def _forward_flashmla_kv(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1):
+        return "SGLang's own"
+
+
 def dequantize_k_cache_paged_dsa(quant_k_cache, page_table_1_flattened, group_size=128):
     return "SGLang's own"
 
@@ -143,6 +245,7 @@ def sglang(monkeypatch, plugins="") -> dict:
         ),
         "sglang.kernels.ops.attention.dsa.dequant_k_cache": (dequantize_k_cache_paged_dsa,),
         "sglang.kernels.ops.attention.dsv4.dequant_k_cache": (dequantize_k_cache_paged_dsv4,),
+        "sglang.srt.layers.attention.dsa_backend": (DeepseekSparseAttnBackend,),
         "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
         "sglang.srt.environ": (),
     }
@@ -153,6 +256,26 @@ def sglang(monkeypatch, plugins="") -> dict:
     return registered
 
 
-def expected(case) -> tuple[torch.Tensor, torch.Tensor]:
-    out, _, lse = case.expected()
-    return out, lse
+def decode_call(case) -> dict:
+    """The arguments of flash_mla_with_kvcache for a case of sparse attention."""
+    main, *extra = case.scopes
+    arguments = {
+        "q": case.q[:, None],
+        "k_cache": case.layout.flash_mla_view(main.kv_cache, main.page_size),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": object(),
+        "softmax_scale": case.sm_scale,
+        "is_fp8_kvcache": True,
+        "indices": main.indices[:, None],
+        "attn_sink": case.attn_sink,
+        "topk_length": main.length,
+    }
+    for s in extra:
+        arguments |= {
+            "extra_k_cache": case.layout.flash_mla_view(s.kv_cache, s.page_size),
+            "extra_indices_in_kvcache": s.indices[:, None],
+            "extra_topk_length": s.length,
+        }
+    return arguments

@@ -191,11 +191,11 @@ def main() -> int:
         run_step(name, site, results)
     args.out.mkdir(parents=True, exist_ok=True)
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    table, problems = report.table(found), report.problems(found)
-    (args.out / "engines.md").write_text(table + "\n")
+    problems = report.problems(found)
+    (args.out / "engines.md").write_text(report.table(found, set(found)) + "\n")
     with tarfile.open(args.out / "engines.tar.gz", "w:gz") as tar:
         tar.add(results, "results")
-    print(table)
+    print(report.table(found, {case.name for name in args.steps for case in STEPS[name].cases}))
     print("\n".join(problems) or "nothing is wrong")
     return bool(problems)
 

@@ -61,17 +61,21 @@ def calls(result: dict, whose: str) -> int:
     return sum(n for name, n in result.get("calls", {}).items() if name.startswith(whose))
 
 
-def table(found: dict[str, dict]) -> str:
+def table(found: dict[str, dict], shown: set[str]) -> str:
+    """``shown``: engines that have lines; the others are compared with."""
     ran = {name: result for name, result in found.items() if result["ok"]}
-    return "\n\n".join(filter(None, [_engines(ran), _speed(ran), _kernels(ran)]))
+    parts_of_it = [_engines(ran, shown), _speed(ran, shown), _kernels(ran, shown)]
+    return "\n\n".join(filter(None, parts_of_it))
 
 
-def _engines(ran: dict[str, dict]) -> str:
+def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     lines = [
         "| engine | attends | FlashMLA called | mla_fp8 called | to exact attention | start, s |",
         "|---|---|---|---|---|---|",
     ]
     for name, result in ran.items():
+        if name not in shown:
+            continue
         distance = difference(result, exact_of(name, ran))
         shown = "" if distance is None else f"{distance:.4f}"
         selected = ", ".join(result.get("selected", []))
@@ -80,7 +84,7 @@ def _engines(ran: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def _speed(ran: dict[str, dict]) -> str:
+def _speed(ran: dict[str, dict], shown: set[str]) -> str:
     lines = [
         "| us of a step | attention, a layer: stock | mla_fp8 | of stock "
         "| fills, copies, a layer: stock | mla_fp8 | whole GPU: stock | mla_fp8 | of stock |",
@@ -88,7 +92,8 @@ def _speed(ran: dict[str, dict]) -> str:
     ]
     for name, ours in ran.items():
         stock = ran.get(name.replace("ours-", "stock-", 1))
-        if not name.startswith("ours-") or "timed" not in ours or not (stock and "timed" in stock):
+        compared = name.startswith("ours-") and name in shown and stock is not None
+        if not compared or "timed" not in ours or "timed" not in stock:
             continue
         label = name.removeprefix("ours-")
         for batch, one in ours["timed"].items():
@@ -111,11 +116,11 @@ def _line(label: str, stock: dict, ours: dict, layers: int) -> str:
     )
 
 
-def _kernels(ran: dict[str, dict], most: int = 7) -> str:
+def _kernels(ran: dict[str, dict], shown: set[str], most: int = 7) -> str:
     """The longest kernels of attention, so that a wrong pattern above shows."""
     lines = []
-    for name, result in ran.items():
-        for batch, one in result.get("timed", {}).items():
+    for name in sorted(shown & set(ran)):
+        for batch, one in ran[name].get("timed", {}).items():
             for phase in ("prefill", "decode"):
                 named = {n: us for n, us in one.get(phase, {}).items() if part_of(n) != "other"}
                 longest = sorted(named.items(), key=lambda item: -item[1])[:most]

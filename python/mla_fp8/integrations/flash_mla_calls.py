@@ -98,7 +98,7 @@ def around_decode(original: Callable[..., Pair], *args: Any, **options: Any) -> 
     given = _by_name(original, args, options)
     reason = why_not_ours(given)
     if reason:
-        _say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for {reason}")
+        say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for {reason}")
         return original(*args, **options)
     return decode(**{name: value for name, value in given.items() if name not in KNOWN_DECODE})
 
@@ -112,20 +112,26 @@ def around_prefill(original: Callable[..., Triple], *args: Any, **options: Any) 
 def around_prefill_base_2(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The same where statistics have base 2, as SGLang's legacy kernel, which drops them."""
     if not _by_name(original, args, options).get("use_legacy", True):
-        _say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for use_legacy=False")
+        say_once(f"mla_fp8: {original.__name__} stays FlashMLA's for use_legacy=False")
         return original(*args, **options)
     return around_prefill(original, *args, **options)[0], None, None
 
 
-def take_over(module: Any, hooks: dict[str, Callable[..., Any]]) -> None:
-    """Wraps functions of ``module``, also where other modules have imported them by name. Re-entrant."""
+def take_over(module: Any, hooks: dict[str, Callable[..., Any]]) -> bool:
+    """Wraps functions of ``module``, also where other modules have imported them by name.
+
+    Re-entrant; returns whether anything was left to do.
+    """
+    done = False
     for name, hook in hooks.items():
         original = getattr(module, name)
         wrapped = around(original, hook)
         if wrapped is not original:
+            done = True
             for holder in [module, *sys.modules.values()]:
                 if getattr(holder, "__dict__", {}).get(name) is original:
                     setattr(holder, name, wrapped)
+    return done
 
 
 def around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +157,7 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 
 @functools.cache
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
     logging.getLogger("mla_fp8").info(sentence)
 
 

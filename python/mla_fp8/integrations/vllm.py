@@ -64,7 +64,9 @@ def register_flash_mla_calls() -> None:
         return
     if "mla_fp8_flash_mla" not in (import_module("vllm.envs").VLLM_PLUGINS or ()):
         return
-    flash_mla_calls.take_over(import_module(_CALLS), {name: hook for name, (hook, *_) in _HOOKS.items()})
+    hooks = {name: hook for name, (hook, *_) in _HOOKS.items()}
+    if not flash_mla_calls.take_over(import_module(_CALLS), hooks):
+        return
     v4 = vllm_v4.why_not()
     if not v4:
         vllm_v4.take_over()

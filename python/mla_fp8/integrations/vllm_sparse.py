@@ -108,7 +108,7 @@ def make_backend(module: str) -> type:
 
         def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
             super().__init__(num_heads, *args, **options)
-            _log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
+            log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 
     class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
         supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
@@ -154,7 +154,7 @@ def _over_pages(
 
 
 @functools.cache
-def _log_once(num_heads: int, cache_dtype: str) -> None:
+def log_once(num_heads: int, cache_dtype: str) -> None:
     import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
         "mla_fp8 attends in place of FlashMLA: %d query heads as they are, cache %s, decode and prefill. "
         "vLLM's own: indexer, cache writes, dense attention of short prompts, context parallelism's merge.",

@@ -1,0 +1,164 @@
+"""SGLang's plug-in over stand-ins with its signatures. ci/engines/probe.py runs it in SGLang's modules."""
+
+import logging
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import engine_standins
+import pytest
+import torch
+from sparse_cases import V4_SCOPES, make_case
+
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.integrations import attend, sglang
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+DSV32 = KV_LAYOUTS["dsv32"]
+
+
+@pytest.fixture(autouse=True)
+def everything_is_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        yield
+
+
+@pytest.mark.parametrize("plugins", ["", "other", "mla_fp8x"])
+def test_sglang_is_left_alone_unless_it_names_us(plugins, monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, plugins)
+    sglang.register()
+    assert not registered and "SGLANG_PLUGINS=mla_fp8" in caplog.records[-1].getMessage()
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """What SGLang would call: each hook around SGLang's own function."""
+    registered = engine_standins.sglang(monkeypatch, "other, mla_fp8")
+    sglang.register()
+    assert set(sglang.HOOKS) < set(registered) and len(registered) == len(sglang.HOOKS) + 2
+
+    def around(target, hook):
+        names = target.split(".")
+        module = names.index(next(name for name in names if name[0].isupper())) if "Backend" in target else -1
+        original = import_module(".".join(names[:module]))
+        for name in names[module:]:
+            original = getattr(original, name)
+        return lambda *args, **options: hook(original, *args, **options)
+
+    assert {kind for _, kind in registered.values()} == {engine_standins.HookType.AROUND}
+    return {target.rpartition(".")[2]: around(target, hook) for target, (hook, _) in registered.items()}
+
+
+def test_one_line_says_what_was_taken_over_and_what_not(hooks, caplog):
+    (record,) = caplog.get_records("setup")
+    assert "formats V32 and V4" in record.getMessage() and "V3.2 are not padded" in record.getMessage()
+    assert "SGLang's own: " in record.getMessage()
+
+
+def test_sglangs_sparse_decode_is_ours_and_the_rest_its_own(hooks, device):
+    case = make_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES)
+    call, arguments = hooks["flash_mla_with_kvcache"], engine_standins.decode_call(case)
+    out, lse = call(**arguments)
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
+    assert call(**arguments | {"kv_format": "V41_NEW"}) == ("SGLang's own", "V41_NEW")
+
+
+def test_sglangs_sparse_prefill_is_ours_without_the_statistics_that_it_drops(hooks, device):
+    case = make_case(KV_LAYOUTS["bf16_512"], device, page_size=1)
+    s = case.scopes[0]
+    call = hooks["flash_mla_sparse_fwd"]
+    arguments = {
+        "q": case.q, "kv": s.rows[:, None], "indices": s.indices[:, None], "sm_scale": case.sm_scale,
+        "attn_sink": case.attn_sink, "topk_length": s.length,
+    }  # fmt: skip
+    out, max_logits, lse = call(**arguments, use_legacy=True)
+    exact, _, exact_lse = case.expected()
+    assert max_logits is lse is None
+    assert_within_flash_mla_tolerance(out, exact_lse.float(), exact, exact_lse)
+    assert call(**arguments, use_legacy=False) == "SGLang's own"
+
+
+def test_sglangs_gathers_are_ours_for_the_layouts_that_we_have(hooks):
+    v4, v32 = hooks["dequantize_k_cache_paged_dsv4"], hooks["dequantize_k_cache_paged_dsa"]
+    slots = torch.arange(3)
+    cache = KV_LAYOUTS["dsv4"].empty(1, 64, "cpu").zero_()
+    assert v4(cache, slots, 64).shape == v4(cache, slots, page_size=64, layout="v4").shape == (3, 1, 512)
+    assert v4(cache, slots, 64, None, "v41") == v4(cache, slots, 64, layout="v41") == "SGLang's own"
+    rows = torch.zeros(8, 1, DSV32.bytes_per_token, dtype=torch.uint8)
+    assert v32(rows.view(torch.float8_e4m3fn), slots).shape == (3, 1, 576)
+    assert v32(rows[..., :528], slots) == "SGLang's own"
+
+
+@pytest.mark.parametrize("lengths", [True, False], ids=["its lengths", "lengths of other rows"])
+def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks, monkeypatch, device):
+    """kv_format is always V32 there: until it was known to be ours, no call ever came."""
+    case = make_case(DSV32, device, sink=False)
+    s, seen = case.scopes[0], []
+    if not lengths:
+        outside = torch.arange(s.indices.shape[1], device=device) >= s.length[:, None]
+        s.indices[outside] = -1
+    over_pages = attend.over_pages
+    monkeypatch.setattr(attend, "over_pages", lambda *a, **o: seen.append((a, o)) or over_pages(*a, **o))
+    given = s.length if lengths else s.length[:4]
+    backend = SimpleNamespace(
+        dsa_kv_cache_store_fp8=True, kv_cache_dim=DSV32.bytes_per_token, flashmla_kv_format="V32",
+        physical_page_size=64,
+    )  # fmt: skip
+    layer = SimpleNamespace(tp_q_head_num=16, head_dim=576)
+    pages = s.kv_cache.view(torch.float8_e4m3fn)
+    arguments = (
+        case.q.flatten(1), pages, 512, case.sm_scale, layer, SimpleNamespace(dsa_cache_seqlens_int32=given),
+        s.indices,
+    )  # fmt: skip
+    out = hooks["_forward_flashmla_kv"](backend, *arguments)
+    exact, _, exact_lse = case.expected()
+    ((args, options),) = seen
+    assert args[0].shape[1] == 16 and (options["topk_length"] is given) == lengths
+    assert out.shape == (6, 1, 16, 512)
+    assert_within_flash_mla_tolerance(out[:, 0], exact_lse.float(), exact, exact_lse)
+    others = {"dsa_kv_cache_store_fp8": False}, {"flashmla_kv_format": "V32_NO_ROPE"}, {"kv_cache_dim": 528}
+    for change in others:
+        other = SimpleNamespace(**vars(backend) | change)
+        assert hooks["_forward_flashmla_kv"](other, *arguments) == "SGLang's own"
+
+
+def test_v32_prefill_over_rows_has_the_heads_that_are_there(hooks, device):
+    case = make_case(KV_LAYOUTS["bf16"], device, page_size=1)
+    s = case.scopes[0]
+    options = {"sm_scale": case.sm_scale, "topk_length": s.length, "attn_sink": case.attn_sink}
+    out = hooks["_forward_flashmla_sparse"](object(), case.q, s.rows[:, None], 512, s.indices, **options)
+    exact, _, exact_lse = case.expected()
+    assert out.shape == (6, 16, 512)
+    assert_within_flash_mla_tolerance(out, exact_lse.float(), exact, exact_lse)
+
+
+def test_an_sglang_whose_interface_changed_is_named_with_what_changed(monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, "mla_fp8")
+    module = sys.modules["sglang.kernels.ops.attention.dsv4.dequant_k_cache"]
+    module.dequantize_k_cache_paged_dsv4 = lambda quant_k_cache, page_table: None
+    sglang.register()
+    (record,) = caplog.records
+    assert "not used in SGLang 0.5.23" in record.getMessage() and not registered
+    assert "without page_table_1_flattened, page_size, out, layout" in record.getMessage()
+
+
+def test_a_call_with_a_parameter_that_we_do_not_know_is_a_refusal(monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, "mla_fp8")
+    module = sys.modules["sglang.kernels.ops.attention.flash_mla_interface"]
+    module.flash_mla_sparse_fwd = lambda q, kv, indices, sm_scale, attn_sink, topk_length, use_legacy, new: (
+        None
+    )
+    sglang.register()
+    (record,) = caplog.records
+    assert "flash_mla_sparse_fwd takes new, which ours does not" in record.getMessage() and not registered
+
+
+def test_v32s_heads_stay_padded_if_its_layer_changed_and_that_is_said(monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, "mla_fp8")
+    layer = sys.modules["sglang.srt.layers.attention.dsa_backend"]
+    layer.DeepseekSparseAttnBackend = type("DeepseekSparseAttnBackend", (), {})
+    sglang.register()
+    (record,) = caplog.records
+    assert set(registered) == set(sglang.HOOKS)
+    assert "V3.2 stay padded: " in record.getMessage() and "has no Deepseek" in record.getMessage()
