@@ -15,7 +15,7 @@ FUZZ ?= --seconds 60
 HIP_OPS = build_swa combine dequantize_kv merge_attention pad_q_heads paged_attention_ragged quantize_kv
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test emulate fuzz lint format bench docs wheel install-test build build-demo clean
+.PHONY: demo test emulate engines fuzz lint format bench docs wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
@@ -33,6 +33,10 @@ emulate:
 #   make fuzz FUZZ="--seconds 3600 --seed 7"
 fuzz: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python ci/fuzz.sh $(FUZZ)
+
+# The plug-ins in the Python modules of vLLM and SGLang; skipped where the package index cannot be reached.
+engines: build
+	$(BIN)/python ci/engines/probe.py
 
 # From the PATH where the Python of the virtual environment came with them.
 lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)

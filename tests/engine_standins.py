@@ -106,10 +106,11 @@ class FlashMLASparseImpl:
 def compute_global_topk_indices_and_lens(
     topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
 ):
+    request, is_valid = (x[: len(topk_indices)] for x in (token_to_req_indices, is_valid_token))
     slots, lengths = triton_convert_req_index_to_global_index(
-        token_to_req_indices, block_table, topk_indices, block_size, topk_indices.shape[1], None, True
+        request, block_table, topk_indices, block_size, topk_indices.shape[1], None, True
     )
-    return slots, lengths * is_valid_token
+    return slots, lengths * is_valid
 
 
 class DeepseekV4FlashMLAAttention:

@@ -1,4 +1,4 @@
-"""Lets an engine's Python modules be imported where there is no GPU: compiled modules are empty, and torch
+"""Lets an engine's Python modules be imported where there is no GPU: compiled modules hold refusals, torch
 reports a Hopper GPU. Nothing can run on it. To be imported before the engine.
 """
 
@@ -8,6 +8,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.utils.flop_counter  # with what else in torch looks for Triton: before that is pretended
 
 MEMORY = 139 << 30
 # Compiled ops that are asked at import, with their answers.
@@ -22,27 +23,57 @@ _PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 
 
-class Anything(ModuleType):
-    """A module in which every name is a function that must not be called."""
+class Placeholder:
+    """Stands for a name at import: has every attribute, decorates, can be inherited from, does nothing."""
 
-    __path__ = ()
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        return Placeholder(f"{self.__name__}.{name}")
 
-        def function(*args: object, **options: object) -> None:
-            raise AssertionError(f"{self.__name__}.{name} was called: it is not here without a GPU")
+    def __call__(self, *args, **options):
+        return args[0] if len(args) == 1 and not options and callable(args[0]) else self
 
-        function.__name__ = name
-        return function
+    def __mro_entries__(self, bases):
+        return ()
+
+    def __or__(self, other):
+        return other
+
+    __ror__ = __or__
 
 
-class Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+def refusal(name: str):
+    def function(*args: object, **options: object) -> None:
+        raise AssertionError(f"{name} was called: it is not here without a GPU")
+
+    function.__name__ = name.rpartition(".")[2]
+    return function
+
+
+class Absent(ModuleType):
+    """A module in which every name is something."""
+
+    __path__ = ()
+
+    def __init__(self, name: str, something) -> None:
+        super().__init__(name)
+        self.__dict__["_something"] = something
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._something(f"{self.__name__}.{name}")
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules by the beginnings of their names, last of all finders."""
 
-    def __init__(self, *beginnings: str) -> None:
-        self.beginnings = beginnings
+    def __init__(self, something, *beginnings: str) -> None:
+        self.something, self.beginnings = something, beginnings
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith(self.beginnings):
@@ -50,15 +81,16 @@ class Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec):
-        return Anything(spec.name)
+        return Absent(spec.name, self.something)
 
     def exec_module(self, module) -> None:
         pass
 
 
-def pretend(*compiled: str) -> None:
-    """``compiled``: beginnings of the names of modules that are not there."""
-    sys.meta_path.append(Compiled(*compiled))
+def pretend(*compiled: str, absent: tuple[str, ...] = ()) -> None:
+    """Beginnings of the names of modules: ``compiled`` refuse to be called, ``absent`` are of no use."""
+    sys.meta_path += [Finder(refusal, *compiled), Finder(Placeholder, *absent)]
+    torch.compile = lambda function=None, **options: function or (lambda wrapped: wrapped)
     torch.cuda.get_device_properties = lambda *args, **options: _PROPERTIES
     torch.cuda.get_device_capability = lambda *args, **options: (_PROPERTIES.major, _PROPERTIES.minor)
     torch.cuda.get_device_name = lambda *args, **options: _PROPERTIES.name
@@ -95,3 +127,12 @@ def pretend_vllm() -> None:
         )
     )
     vllm.platforms._current_platform = type("Pretended", (cuda.CudaPlatformBase,), methods)()
+
+
+def pretend_sglang() -> None:
+    """Its configurations of models are left out: they import half of transformers."""
+    absent = (
+        "sgl_kernel", "deep_gemm", "triton", "tilelang", "cutlass", "flashinfer", "IPython", "gguf",
+    )  # fmt: skip
+    pretend("flash_mla", absent=absent)
+    sys.meta_path.insert(0, Finder(Placeholder, "sglang.srt.configs"))

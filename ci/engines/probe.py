@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""The plug-ins in the engines' own Python modules, without a GPU: `probe.py [--all]`, under three minutes.
+
+Wheels come from the package index, without their dependencies; their Python files and what these import
+are kept in build/engines. Without the index, and with nothing kept, this says so and is no failure.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pins
+
+CACHE = pins.ROOT / "build" / "engines"
+INDEX = "https://pypi.org/simple/pip/"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+class Unreachable(Exception):
+    pass
+
+
+def reachable() -> bool:
+    try:
+        with urllib.request.urlopen(INDEX, timeout=20):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def pip(*arguments: object) -> None:
+    done = subprocess.run([*PIP, *map(str, arguments)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        if not reachable():
+            raise Unreachable(done.stderr.strip().splitlines()[-1])
+        raise SystemExit(done.stderr)
+
+
+def fetched(folder: Path, fetch) -> Path:
+    """``folder``, filled by ``fetch`` at the first call."""
+    if not folder.exists():
+        half = folder.with_name(f"{folder.name}.{os.getpid()}")
+        half.mkdir(parents=True)
+        fetch(half)
+        half.rename(folder)
+    return folder
+
+
+def engine(name: str, version: str) -> Path:
+    """The files of the wheel but compiled ones."""
+
+    def fetch(folder: Path) -> None:
+        pip(
+            "download", "-qq", "--no-deps", "--only-binary=:all:", "--python-version=3.12", "-d", folder,
+            "--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_34_x86_64", f"{name}=={version}",
+        )  # fmt: skip
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            compiled = (".so", "vllm-rs")
+            archive.extractall(folder, [n for n in archive.namelist() if not n.endswith(compiled)])
+        wheel.unlink()
+
+    return fetched(CACHE / f"{name}-{version}", fetch)
+
+
+def packages() -> Path:
+    """What the engines import besides torch, for the Python that runs this."""
+    name = f"packages-{sys.implementation.cache_tag}"
+    return fetched(
+        CACHE / name, lambda folder: pip("install", "-qq", "--no-deps", "-t", folder, *pins.packages())
+    )
+
+
+def run(name: str, version: str) -> bool:
+    paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ("python", "tests", "ci/engines"))]
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    test = pins.ROOT / "ci/engines" / f"test_in_{name}.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        "addopts=",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        test,
+    ]
+    begin = time.time()
+    done = subprocess.run(
+        command, cwd=pins.ROOT, env=environment, capture_output=True, text=True, check=False, timeout=170
+    )
+    lines = done.stdout.strip().splitlines()
+    print(f"{name} {version}: {lines[-1] if lines else 'nothing'}, {time.time() - begin:.0f} s", flush=True)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-3000:])
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every pinned version, not the oldest and newest")
+    args = parser.parse_args()
+    wanted = {"vllm": pins.VLLM, "sglang": pins.SGLANG}
+    if not args.all:
+        wanted = {name: tuple(dict.fromkeys((v[0], v[-1]))) for name, v in wanted.items()}
+    engines = [(name, version) for name, versions in wanted.items() for version in versions]
+    try:
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(packages), *(pool.submit(engine, *each) for each in engines)]
+            for one in waiting:
+                one.result()
+    except Unreachable as error:
+        print(f"engines: skipped, the package index cannot be reached ({error})")
+        return 0
+    passed = [run(*each) for each in engines]  # all of them, also after a failure
+    return not all(passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

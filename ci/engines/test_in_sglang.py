@@ -1,0 +1,107 @@
+"""The plug-in in an SGLang's own modules, without a GPU: probe.py runs it once for each version."""
+
+import without_gpu
+
+without_gpu.pretend_sglang()
+
+import ast
+import inspect
+import os
+from importlib import import_module
+from pathlib import Path
+
+os.environ["SGLANG_PLUGINS"] = "mla_fp8"
+
+import engine_standins
+import pytest
+import sglang
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sparse_cases import V4_SCOPES, make_case, packed_layouts
+
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.integrations import sglang as plugin
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+CALLS = import_module(plugin._CALLS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugged():
+    plugin.register()
+    HookRegistry.apply_hooks()
+
+
+def test_nothing_that_we_build_on_is_missing():
+    assert plugin.why_not() is plugin.why_not_methods() is None
+    assert set(plugin.HOOKS) < HookRegistry._patched and len(HookRegistry._patched) == len(plugin.HOOKS) + 2
+
+
+@packed_layouts
+@pytest.mark.parametrize("kv_format", [None, "V32", "V4"])
+def test_sparse_decode_is_ours_with_every_argument_that_sglang_passes(layout, kv_format):
+    torch.manual_seed(0)
+    case = make_case(layout, "cpu", extra=V4_SCOPES if layout.name == "dsv4" else None)
+    call = CALLS.flash_mla_with_kvcache
+    out, lse = call(**engine_standins.decode_call(case), kv_format=kv_format, use_legacy=True)
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
+
+
+def test_formats_that_are_not_ours_reach_flash_mla():
+    arguments = engine_standins.decode_call(make_case(KV_LAYOUTS["dsv4"], "cpu"))
+    arguments["tile_scheduler_metadata"] = torch.zeros(1)
+    with pytest.raises((AssertionError, TypeError)):
+        CALLS.flash_mla_with_kvcache(**arguments, kv_format="V41")
+
+
+def test_sparse_prefill_is_ours():
+    torch.manual_seed(0)
+    case = make_case(KV_LAYOUTS["bf16_512"], "cpu", page_size=1)
+    s = case.scopes[0]
+    out, *dropped = CALLS.flash_mla_sparse_fwd(
+        q=case.q, kv=s.rows[:, None], indices=s.indices[:, None], sm_scale=case.sm_scale, d_v=512,
+        attn_sink=case.attn_sink, topk_length=s.length,
+    )  # fmt: skip
+    exact, _, exact_lse = case.expected()
+    assert dropped == [None, None]
+    assert_within_flash_mla_tolerance(out, exact_lse.float(), exact, exact_lse)
+
+
+def test_nobody_in_sglang_uses_the_statistics_that_are_not_computed():
+    """Every caller of flash_mla_sparse_fwd takes the first result alone."""
+    attention = Path(inspect.getfile(sglang)).parent / "srt/layers/attention"
+    found = []
+    for path in attention.rglob("*.py"):
+        text = path.read_text()
+        if "flash_mla_sparse_fwd" in text and "xpu" not in path.name:
+            found += [
+                [getattr(name, "id", "?") for name in node.targets[0].elts]
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.Assign) and called(node.value) == "flash_mla_sparse_fwd"
+            ]
+    assert found and all(names[1:] == ["_", "_"] for names in found)
+
+
+def called(node: ast.AST) -> str | None:
+    return getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+
+
+@pytest.mark.parametrize("name", plugin._METHODS)
+def test_the_methods_that_pad_query_heads_are_ours(name):
+    layer = getattr(import_module(plugin._LAYER), plugin._BACKEND)
+    assert getattr(layer, name).__wrapped__.__qualname__ == f"{plugin._BACKEND}.{name}"
+    assert inspect.unwrap(getattr(layer, name)) is not getattr(layer, name)
+
+
+def test_gathers_are_ours():
+    v4 = import_module(plugin._V4).dequantize_k_cache_paged_dsv4
+    layout = import_module("sglang.kernels.ops.attention.dsv4.kv_layout").KVLayout.V4
+    cache, out = (
+        KV_LAYOUTS["dsv4"].empty(1, 64, "cpu").zero_(),
+        torch.full((3, 1, 512), float("nan")).bfloat16(),
+    )
+    assert v4(cache, torch.arange(3), page_size=64, out=out, layout=layout) is out and not out.isnan().any()
+    v32 = import_module(plugin._V32).dequantize_k_cache_paged_dsa
+    rows = torch.zeros(8, 1, KV_LAYOUTS["dsv32"].bytes_per_token, dtype=torch.uint8)
+    assert v32(rows.view(torch.float8_e4m3fn), torch.arange(3)).shape == (3, 1, 576)

@@ -1,0 +1,132 @@
+"""The plug-ins in a vLLM's own modules, without a GPU: probe.py runs it once for each version."""
+
+import without_gpu
+
+without_gpu.pretend_vllm()
+
+import engine_standins
+import pytest
+import test_integrations_vllm as cases
+import torch
+import v4_layer
+import vllm
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.mla import flashmla_sparse
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.ops import flashmla
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from mla_fp8.integrations import vllm as plugin
+from mla_fp8.integrations import vllm_v4
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    """Both, loaded twice, as a vLLM may do it."""
+    vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla"]
+    for _ in range(2):
+        plugin.register()
+        plugin.register_flash_mla_calls()
+
+
+def config(**changes) -> AttentionSelectorConfig:
+    given = {
+        "head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 64,
+        "use_mla": True, "use_sparse": True,
+    }  # fmt: skip
+    return AttentionSelectorConfig(**given | changes)
+
+
+def selected(backend, **changes):
+    path = current_platform.get_attn_backend_cls(
+        backend, attn_selector_config=config(**changes), num_heads=16
+    )
+    return resolve_obj_by_qualname(path)
+
+
+def test_nothing_that_we_build_on_is_missing():
+    assert plugin.why_not() is plugin.why_not_calls() is vllm_v4.why_not() is None
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla", "auto", "bfloat16"])
+def test_the_engines_own_resolution_finds_the_backend(kv_cache_dtype):
+    backend = selected(AttentionBackendEnum.CUSTOM, kv_cache_dtype=kv_cache_dtype)
+    assert backend is plugin.SparseBackend and issubclass(backend, flashmla_sparse.FlashMLASparseBackend)
+    assert AttentionBackendEnum.CUSTOM.get_class() is backend
+
+
+def test_what_nobody_asked_us_for_stays_vllms():
+    assert selected(AttentionBackendEnum.FLASHMLA_SPARSE) is flashmla_sparse.FlashMLASparseBackend
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        selected(AttentionBackendEnum.CUSTOM, kv_cache_dtype="nvfp4_ds_mla")
+
+
+def test_fp8_means_the_packed_cache():
+    from vllm.model_executor.layers.attention import mla_attention
+
+    backend = selected(AttentionBackendEnum.CUSTOM)
+    assert mla_attention._canonicalize_sparse_mla_kv_cache_dtype(backend, "fp8") == "fp8_ds_mla"
+
+
+@pytest.fixture
+def impl(monkeypatch):
+    """An instance without what only an engine can give. PyTorch converts the indices in Triton's place."""
+    kind = selected(AttentionBackendEnum.CUSTOM).get_impl_cls()
+    made = kind.__new__(kind)
+    vars(made).update(softmax_scale=0.1, dcp_world_size=1, index_group=None, num_heads=16)
+    convert = engine_standins.triton_convert_req_index_to_global_index
+    monkeypatch.setattr(flashmla_sparse, convert.__name__, convert)
+    name = "_convert_logical_to_physical_topk"
+    monkeypatch.setattr(kind, name, getattr(engine_standins.FlashMLASparseImpl, name))
+    return made
+
+
+@pytest.mark.parametrize("prompts", [0, 3])
+@pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
+def test_rows_of_fp8_caches_are_ours(method, prompts, impl):
+    torch.manual_seed(0)
+    b = cases.paged_batch(9, "cpu")
+    b.metadata.num_decode_tokens -= prompts
+    out, lse = getattr(impl, method)(b.q, b.cache, b.positions, b.metadata)
+    assert lse is None
+    assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
+
+
+def test_the_kernels_are_ours_with_every_argument_that_vllm_passes(impl):
+    torch.manual_seed(0)
+    case = cases.without_lengths(16, "cpu")
+    s, impl.softmax_scale = case.scopes[0], case.sm_scale
+    cache = case.layout.flash_mla_view(s.kv_cache, 64).squeeze(2)
+    exact, _, exact_lse = case.expected()
+    out, lse = impl._fp8_flash_mla_kernel(
+        q=case.q[None], kv_c_and_k_pe_cache=cache, topk_indices=s.indices[None], kernel_metadata=object()
+    )
+    assert_within_flash_mla_tolerance(out[0], lse[0].mT, exact, exact_lse)
+    rows = s.rows.nan_to_num()
+    buffer = torch.empty(6, 64, 512).bfloat16()
+    out, lse = impl._bf16_flash_mla_kernel(case.q, rows, s.indices, None, 16, out=buffer)
+    assert out.data_ptr() == buffer.data_ptr()
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+
+
+@pytest.mark.parametrize("ratio", v4_layer.WIDTH)
+@pytest.mark.parametrize("batch", ["decode", "prefill", "mixed"])
+def test_v4s_layer_attends_through_us_without_padding(batch, ratio, monkeypatch):
+    convert = engine_standins.compute_global_topk_indices_and_lens
+    monkeypatch.setattr(v4_layer.v4, convert.__name__, convert)
+    decodes, prefills = {
+        "decode": ([700, 300, 90], []), "prefill": ([], [(9, 300), (5, 5)]), "mixed": ([300], [(7, 600)]),
+    }[batch]  # fmt: skip
+    scenario = v4_layer.Scenario(ratio, 16, decodes, prefills, torch.device("cpu"))
+    assert scenario.padded == 16
+    torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
+
+
+def test_calls_that_are_not_ours_reach_flash_mla():
+    q, cache = torch.zeros(1, 1, 64, 576).bfloat16(), torch.zeros(1, 64, 1, 576).bfloat16()
+    with pytest.raises(AttributeError, match="dense_decode_fwd"):
+        flashmla.flash_mla_with_kvcache(
+            q, cache, torch.zeros(1, 1).int(), torch.ones(1).int(), 512, flashmla.FlashMLASchedMeta()
+        )
