@@ -16,7 +16,7 @@ from pathlib import Path
 import model
 import torch
 
-# mla_fp8_engines: model.register, in every process of the engine.
+# By whose attention it is. mla_fp8_engines: model.register, in every process of the engine.
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> dict:
 
         if args.who == "exact":
             spies.exact_attention()
-        spies.count_calls()
+        spies.count_calls(ours=args.who != "stock")
         calls = spies.CALLS
     begin = time.time()
     llm = vllm.LLM(**options(args, str(folder)))

@@ -39,6 +39,7 @@ class Case:
     kv: str = "fp8_ds_mla"
     more: tuple[str, ...] = ()
     label: str = ""  # in place of ``more`` in the name
+    script: str = "engine.py"
 
     @property
     def name(self) -> str:
@@ -47,6 +48,10 @@ class Case:
 
     def arguments(self) -> list[str]:
         return ["--who", self.who, "--heads", str(self.heads), "--kv", self.kv, *self.more]
+
+    def command(self, out: Path) -> list[str]:
+        engine = self.arguments() if self.script == "engine.py" else ["--who", self.who]
+        return [sys.executable, str(ROOT / "ci/engines" / self.script), "--out", str(out), *engine]
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ STEPS = {
     "batch256": Step(
         "kernel times at 256 requests, 16 and 128 heads",
         sides(16, 128, more=(*SPEED[:-3], "8", "256"), label="speed256"),
+    ),
+    "v4": Step(
+        "DeepSeek V4's layer by itself, 16 and 128 heads",
+        tuple(Case(who, 0, "dsv4", script="v4_layer.py") for who in ("stock", "calls")),
     ),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",
@@ -148,12 +157,12 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
     started = {}
     for case in cases:
         out, log = results / f"{case.name}.json", results / f"{case.name}.log"
-        command = [sys.executable, ROOT / "ci/engines/engine.py", "--out", out, *case.arguments()]
+        command = case.command(out)
         if "--batches" in case.more:
-            command += ["--turns", turns, "--of", str(len(cases))]
+            command += ["--turns", str(turns), "--of", str(len(cases))]
         with open(log, "w") as file:
             started[case.name] = subprocess.Popen(
-                [str(word) for word in command], stdout=file, stderr=subprocess.STDOUT, env=environment(site),
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment(site),
                 start_new_session=True,
             )  # fmt: skip
     found = {}

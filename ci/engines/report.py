@@ -39,6 +39,8 @@ def of_attention(kernels: dict[str, float]) -> float:
 def summary(result: dict) -> str:
     if not result["ok"]:
         return f"FAILED {result['error']}"
+    if "v4" in result:
+        return "ok"
     words = [f"init {result['init_s']:.0f} s", f"all {result['wall_s']:.0f} s", str(result["calls"])]
     return ", ".join([*words, *result.get("selected", [])])
 
@@ -64,7 +66,9 @@ def calls(result: dict, whose: str) -> int:
 def table(found: dict[str, dict], shown: set[str]) -> str:
     """``shown``: engines that have lines; the others are compared with."""
     ran = {name: result for name, result in found.items() if result["ok"]}
-    parts_of_it = [_engines(ran, shown), _speed(ran, shown), _kernels(ran, shown)]
+    layers = {name: result["v4"] for name, result in ran.items() if "v4" in result}
+    ran = {name: result for name, result in ran.items() if name not in layers}
+    parts_of_it = [_engines(ran, shown), _speed(ran, shown), _v4(layers), _kernels(ran, shown)]
     return "\n\n".join(filter(None, parts_of_it))
 
 
@@ -116,6 +120,24 @@ def _line(label: str, stock: dict, ours: dict, layers: int) -> str:
     )
 
 
+def _v4(layers: dict[str, list[dict]]) -> str:
+    lines = [
+        "| V4's layer | heads | padded: stock | ours | error: stock | ours | graph, us: stock | ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for stock, ours in _v4_pairs(layers):
+        label = f"ratio {ours['ratio']}, {ours['batch']} | {ours['heads']}"
+        times = f"{stock.get('graph_us', '')} | {ours.get('graph_us', '')}"
+        errors = f"{stock['error']:.2e} | {ours['error']:.2e}"
+        lines.append(f"| {label} | {stock['padded']} | {ours['padded']} | {errors} | {times} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _v4_pairs(layers: dict[str, list[dict]]) -> list[tuple[dict, dict]]:
+    stock, ours = (layers.get(f"{who}-0-dsv4", []) for who in ("stock", "calls"))
+    return list(zip(stock, ours, strict=False))
+
+
 def _kernels(ran: dict[str, dict], shown: set[str], most: int = 7) -> str:
     """The longest kernels of attention, so that a wrong pattern above shows."""
     lines = []
@@ -142,4 +164,10 @@ def problems(found: dict[str, dict]) -> list[str]:
             distances = difference(result, exact), difference(stock, exact)
             if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
                 wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")
+    layers = {name: result["v4"] for name, result in found.items() if "v4" in result}
+    wrong += [
+        f"V4's layer, {ours}: error of stock {stock['error']:.2e}"
+        for stock, ours in _v4_pairs(layers)
+        if not ours["error"] <= MOST_OF_STOCK * stock["error"]
+    ]
     return wrong

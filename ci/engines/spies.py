@@ -8,15 +8,13 @@ import torch
 CALLS = collections.Counter()
 
 
-def count_calls() -> None:
+def count_calls(ours: bool) -> None:
     """Calls of FlashMLA's kernels and of our ops from Python. A graph's kernels were calls at its capture."""
     theirs = import_module("vllm.third_party.flashmla.flash_mla_interface")
     theirs.flash_mla_cuda = _Counted("FlashMLA", theirs.flash_mla_cuda)
-    try:
-        ours = import_module("mla_fp8.integrations.attend")
-    except ImportError:  # an engine without the package
-        return
-    ours._ops = _Counted("mla_fp8", ours._ops)
+    if ours:
+        attend = import_module("mla_fp8.integrations.attend")
+        attend._ops = _Counted("mla_fp8", attend._ops)
 
 
 class _Counted:
