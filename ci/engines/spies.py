@@ -46,7 +46,7 @@ def exact_attention() -> None:
             if topk_length is not None:
                 column = torch.arange(chosen.shape[1], device=q.device)
                 valid &= column < topk_length[tokens][:, None]
-            rows = gather(chosen.where(valid, 0)).float()
+            rows = gather(chosen.where(valid, 0)).float().masked_fill(~valid[:, :, None], 0)
             logits = torch.einsum("thd,tkd->thk", q[tokens].float(), rows) * sm_scale
             logits.masked_fill_(~valid[:, None], float("-inf"))
             lse[tokens] = logits.logsumexp(2)
