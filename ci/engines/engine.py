@@ -130,7 +130,7 @@ def turn(args: argparse.Namespace):
         return
     args.turns.mkdir(parents=True, exist_ok=True)
     (args.turns / f"ready.{os.getpid()}").touch()
-    deadline = time.time() + 150
+    deadline = time.time() + 150  # one may have failed
     while len(list(args.turns.glob("ready.*"))) < args.of and time.time() < deadline:
         time.sleep(0.2)
     with open(args.turns / "lock", "w") as lock:

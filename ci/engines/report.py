@@ -160,7 +160,7 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong.append(f"{name}: FlashMLA was called {calls(result, 'FlashMLA')} times, expected 0")
         if name.startswith(("ours-", "calls-")):
             exact = exact_of(name, found)
-            stock = found.get("-".join(["stock", *name.split("-")[1:]]), {})
+            stock = found.get("-".join(["stock", *name.split("-")[1:3]]), {})
             distances = difference(result, exact), difference(stock, exact)
             if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
                 wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")

@@ -1,0 +1,119 @@
+"""What ci/engines does around engines: fatbins trimmed, kernels attributed, verdicts."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "ci" / "engines"
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def entry(kind: int, architecture: int, code: bytes) -> bytes:
+    header = bytearray(64)
+    struct.pack_into("<HHIQ", header, 0, kind, 0x101, len(header), len(code))
+    struct.pack_into("<I", header, 28, architecture)
+    return bytes(header) + code
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_code_of_other_gpus_becomes_zeros_and_nothing_moves(tmp_path):
+    keep, other, ptx = b"hopper!!" * 5, b"blackwell" * 7, b".version 9" * 3
+    chance = b"\x50\xed\x55\xba not a container"  # the magic number by chance
+    before = b"ELF" + container(entry(2, 90, keep), entry(2, 100, other)) + chance
+    before += container(entry(1, 90, ptx), entry(2, 90, keep)) + b"end"
+    library = tmp_path / "x.so"
+    library.write_bytes(before)
+    script = [sys.executable, FOLDER / "trim_fatbin.py", library, "90"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    after = library.read_bytes()
+    assert done.stdout == f"{2 * len(keep)} bytes kept, {len(other) + len(ptx)} zeroed\n"
+    assert after == before.replace(other, bytes(len(other))).replace(ptx, bytes(len(ptx)))
+
+
+def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
+    library = tmp_path / "x.so"
+    library.write_bytes(container(entry(7, 90, b"what?")))
+    script = [sys.executable, FOLDER / "trim_fatbin.py", library, "90"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode and "of kind 7" in done.stderr
+    assert library.read_bytes() == container(entry(7, 90, b"what?"))
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<...>", "attention"),
+        ("void mla_fp8::sparse_decode_kernel<...>", "attention"),
+        ("_convert_req_index_to_global_index_kernel", "indices"),
+        ("void vllm::cp_gather_and_upconvert_fp8_kv_cache_kernel(...)", "gather"),
+        ("void vllm::concat_and_cache_ds_mla_kernel<...>", "cache writes"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<...>>", "fills, copies"),
+        ("sm90_fp8_paged_mqa_logits", "other"),
+        ("nvjet_tst_128x64", "other"),
+    ],
+)
+def test_a_kernel_belongs_to_one_part(kernel, part, tools):
+    import report  # noqa: PLC0415
+
+    assert report.part_of(kernel) == part
+
+
+def result(**changes) -> dict:
+    given = {
+        "ok": True,
+        "calls": {},
+        "init_s": 1.0,
+        "wall_s": 2.0,
+        "layers": 2,
+        "prompt_logprobs": [[-1.0, -2.0]],
+    }
+    return given | changes
+
+
+FOUND = {
+    "exact-16-fp8_ds_mla-eager": result(),
+    "stock-16-fp8_ds_mla": result(prompt_logprobs=[[-1.1, -2.1]], calls={"FlashMLA.sparse_decode_fwd": 3}),
+    "ours-16-fp8_ds_mla": result(prompt_logprobs=[[-1.1, -2.1]], calls={"mla_fp8.sparse_decode_out": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    "changed, problem",
+    [
+        ({}, None),
+        ({"calls": {"FlashMLA.sparse_decode_fwd": 2}}, "FlashMLA was called 2 times, expected 0"),
+        ({"prompt_logprobs": [[-1.2, -2.2]]}, "0.2000 to exact attention, stock is at 0.1000"),
+        ({"ok": False, "error": "no result"}, "no result"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_said(changed, problem, tools):
+    import report  # noqa: PLC0415
+
+    found = FOUND | {"ours-16-fp8_ds_mla": FOUND["ours-16-fp8_ds_mla"] | changed}
+    problems = report.problems(found)
+    assert problems == ([] if problem is None else [f"ours-16-fp8_ds_mla: {problem}"])
+    assert report.table(found, set(found))
+
+
+def test_kernel_times_are_compared_per_layer(tools):
+    import report  # noqa: PLC0415
+
+    stock = {"flash_fwd_splitkv_mla": 40.0, "FillFunctor": 8.0, "gemm": 52.0}
+    ours = {"mla_fp8::sparse_decode": 20.0, "gemm": 52.0}
+    found = {
+        f"{who}-16-fp8_ds_mla-speed": result(timed={"8": {"decode": kernels}})
+        for who, kernels in (("stock", stock), ("ours", ours))
+    }
+    line = "| 16-fp8_ds_mla-speed, decode, 8 x 4096 | 20 | 10 | 0.50 | 4 | 0 | 100 | 72 | 0.72 |"
+    assert line in report.table(found, set(found))
