@@ -217,6 +217,15 @@ class DeepseekSparseAttnBackend:
         return "SGLang's own"
 
 
+class MqaAttentionBase:
+    def _kernel_num_heads(self, num_tokens):
+        return 64
+
+
+def get_platform():
+    return SimpleNamespace(is_sm120=False)
+
+
 def dequantize_k_cache_paged_dsa(quant_k_cache, page_table_1_flattened, group_size=128):
     return "SGLang's own"
 
@@ -247,6 +256,7 @@ def sglang(monkeypatch, plugins="") -> dict:
         "sglang.kernels.ops.attention.dsa.dequant_k_cache": (dequantize_k_cache_paged_dsa,),
         "sglang.kernels.ops.attention.dsv4.dequant_k_cache": (dequantize_k_cache_paged_dsv4,),
         "sglang.srt.layers.attention.dsa_backend": (DeepseekSparseAttnBackend,),
+        "sglang.srt.models.deepseek_v4": (MqaAttentionBase, get_platform),
         "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
         "sglang.srt.environ": (),
     }

@@ -35,13 +35,13 @@ def hooks(monkeypatch):
     """What SGLang would call: each hook around SGLang's own function."""
     registered = engine_standins.sglang(monkeypatch, "other, mla_fp8")
     sglang.register()
-    assert set(sglang.HOOKS) < set(registered) and len(registered) == len(sglang.HOOKS) + 2
+    assert set(sglang.HOOKS) < set(registered) and len(registered) == len(sglang.HOOKS) + 3
 
     def around(target, hook):
-        names = target.split(".")
-        module = names.index(next(name for name in names if name[0].isupper())) if "Backend" in target else -1
-        original = import_module(".".join(names[:module]))
-        for name in names[module:]:
+        parts = 2 if target not in sglang.HOOKS else 1  # a method's, or a function's
+        module, *names = target.rsplit(".", parts)
+        original = import_module(module)
+        for name in names:
             original = getattr(original, name)
         return lambda *args, **options: hook(original, *args, **options)
 
@@ -51,7 +51,10 @@ def hooks(monkeypatch):
 
 def test_one_line_says_what_was_taken_over_and_what_not(hooks, caplog):
     (record,) = caplog.get_records("setup")
-    assert "formats V32 and V4" in record.getMessage() and "V3.2 are not padded" in record.getMessage()
+    assert (
+        "formats V32 and V4" in record.getMessage()
+        and "V3.2 as they are, of V4 as they are" in record.getMessage()
+    )
     assert "SGLang's own: " in record.getMessage()
 
 
@@ -133,6 +136,19 @@ def test_v32_prefill_over_rows_has_the_heads_that_are_there(hooks, device):
     assert_within_flash_mla_tolerance(out, exact_lse.float(), exact, exact_lse)
 
 
+@pytest.mark.parametrize(
+    "heads, v41, sm120, given",
+    [(16, False, False, 16), (16, True, False, 64), (16, False, True, 64), (200, False, False, 64)],
+)
+def test_v4s_query_heads_are_as_they_are_where_its_calls_are_ours(
+    heads, v41, sm120, given, hooks, monkeypatch
+):
+    module = sys.modules["sglang.srt.models.deepseek_v4"]
+    monkeypatch.setattr(module, "get_platform", lambda: SimpleNamespace(is_sm120=sm120))
+    layer = SimpleNamespace(n_local_heads=heads, is_dsv41=v41)
+    assert hooks["_kernel_num_heads"](layer, 5) == given
+
+
 def test_an_sglang_whose_interface_changed_is_named_with_what_changed(monkeypatch, caplog):
     registered = engine_standins.sglang(monkeypatch, "mla_fp8")
     module = sys.modules["sglang.kernels.ops.attention.dsv4.dequant_k_cache"]
@@ -160,5 +176,6 @@ def test_v32s_heads_stay_padded_if_its_layer_changed_and_that_is_said(monkeypatc
     layer.DeepseekSparseAttnBackend = type("DeepseekSparseAttnBackend", (), {})
     sglang.register()
     (record,) = caplog.records
-    assert set(registered) == set(sglang.HOOKS)
-    assert "V3.2 stay padded: " in record.getMessage() and "has no Deepseek" in record.getMessage()
+    assert set(registered) == {*sglang.HOOKS, *sglang.METHODS["V4"]}
+    assert "of V3.2 padded: " in record.getMessage() and "has no Deepseek" in record.getMessage()
+    assert "of V4 as they are" in record.getMessage()

@@ -77,7 +77,7 @@ STEPS = {
     "speed16": Step("kernel times, 16 heads, batches to 128", sides(16, more=SPEED, label="speed")),
     "speed128": Step("kernel times, 128 heads, batches to 128", sides(128, more=SPEED, label="speed")),
     "heads": Step("graphs, FP8, 8 and 64 heads, and exact attention", sides(8, 64, who=ALL)),
-    "speed8_64": Step("the same, 8 and 64 heads", sides(8, 64, more=SPEED, label="speed"), 280),
+    "speed8_64": Step("kernel times, 8 and 64 heads", sides(8, 64, more=SPEED, label="speed"), 280),
     "bf16": Step("graphs, bf16 cache, 16 and 128 heads, exact", sides(16, 128, kv="bfloat16", who=ALL)),
     "mtp": Step(
         "speculation of 1 and 3 tokens, 16 and 128 heads",

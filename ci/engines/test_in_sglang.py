@@ -9,6 +9,7 @@ import inspect
 import os
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["SGLANG_PLUGINS"] = "mla_fp8"
 
@@ -24,6 +25,7 @@ from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 CALLS = import_module(plugin._CALLS)
+TARGETS = [target for methods in plugin.METHODS.values() for target in methods]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +35,9 @@ def plugged():
 
 
 def test_nothing_that_we_build_on_is_missing():
-    assert plugin.why_not() is plugin.why_not_methods() is None
-    assert set(plugin.HOOKS) < HookRegistry._patched and len(HookRegistry._patched) == len(plugin.HOOKS) + 2
+    assert plugin.why_not() is None
+    assert [plugin.why_not_methods(model) for model in plugin.METHODS] == [None, None]
+    assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS}
 
 
 @packed_layouts
@@ -87,11 +90,19 @@ def called(node: ast.AST) -> str | None:
     return getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
 
 
-@pytest.mark.parametrize("name", plugin._METHODS)
-def test_the_methods_that_pad_query_heads_are_ours(name):
-    layer = getattr(import_module(plugin._LAYER), plugin._BACKEND)
-    assert getattr(layer, name).__wrapped__.__qualname__ == f"{plugin._BACKEND}.{name}"
-    assert inspect.unwrap(getattr(layer, name)) is not getattr(layer, name)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_methods_that_pad_query_heads_are_ours(target):
+    module, layer, name = target.rsplit(".", 2)
+    method = getattr(getattr(import_module(module), layer), name)
+    assert inspect.unwrap(method).__qualname__ == f"{layer}.{name}" and inspect.unwrap(method) is not method
+
+
+def test_v4s_query_heads_are_as_they_are():
+    layer = import_module(plugin._V4_LAYER).MqaAttentionBase
+    given = SimpleNamespace(n_local_heads=16, is_dsv41=False, attn_tp_size=4, n_heads=64)
+    assert layer._kernel_num_heads(given, 5) == 16
+    given.is_dsv41 = True
+    assert layer._kernel_num_heads(given, 5) == 64
 
 
 def test_gathers_are_ours():

@@ -40,6 +40,9 @@ class Placeholder:
     def __mro_entries__(self, bases):
         return ()
 
+    def __iter__(self):
+        return iter(())
+
     def __or__(self, other):
         return other
 
@@ -135,4 +138,4 @@ def pretend_sglang() -> None:
         "sgl_kernel", "deep_gemm", "triton", "tilelang", "cutlass", "flashinfer", "IPython", "gguf",
     )  # fmt: skip
     pretend("flash_mla", absent=absent)
-    sys.meta_path.insert(0, Finder(Placeholder, "sglang.srt.configs"))
+    sys.meta_path.insert(0, Finder(Placeholder, "sglang.srt.configs", "sglang.srt.utils.hf_transformers"))

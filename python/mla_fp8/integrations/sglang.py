@@ -20,9 +20,10 @@ _LOGGER = logging.getLogger("sglang.mla_fp8")
 _CALLS = "sglang.kernels.ops.attention.flash_mla_interface"
 _V32 = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 _V4 = "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
-_LAYER = "sglang.srt.layers.attention.dsa_backend"
-_BACKEND = "DeepseekSparseAttnBackend"
+_V32_LAYER = "sglang.srt.layers.attention.dsa_backend"
+_V4_LAYER = "sglang.srt.models.deepseek_v4"
 _PACKED = KV_LAYOUTS["dsv32"]
+MAX_HEADS = 128
 
 
 def _dequantize_v4(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -86,6 +87,14 @@ def _forward_flashmla_kv(
     return out[:, None]
 
 
+def _kernel_num_heads(original: Callable[..., int], self: Any, num_tokens: int) -> int:
+    """V4 under tensor parallelism: heads as they are, where its calls are FlashMLA's, and so ours."""
+    others = self.is_dsv41 or self.n_local_heads > MAX_HEADS
+    if others or import_module(_V4_LAYER).get_platform().is_sm120:
+        return original(self, num_tokens)
+    return int(self.n_local_heads)
+
+
 # target: (what runs around it, what of it is called by which parameters)
 _AROUND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     f"{_CALLS}.flash_mla_with_kvcache": (
@@ -101,10 +110,13 @@ _AROUND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         _dequantize_v4, ("quant_k_cache", "page_table_1_flattened", "page_size", "out", "layout"),
     ),
 }  # fmt: skip
-# Methods of V3.2's layer: without them its query heads are padded. Compared parameter by parameter.
-_METHODS: dict[str, Callable[..., Any]] = {
-    "_forward_flashmla_sparse": _forward_flashmla_sparse,
-    "_forward_flashmla_kv": _forward_flashmla_kv,
+# By model, the methods without which query heads are padded. Compared parameter by parameter.
+METHODS: dict[str, dict[str, Callable[..., Any]]] = {
+    "V3.2": {
+        f"{_V32_LAYER}.DeepseekSparseAttnBackend._forward_flashmla_sparse": _forward_flashmla_sparse,
+        f"{_V32_LAYER}.DeepseekSparseAttnBackend._forward_flashmla_kv": _forward_flashmla_kv,
+    },
+    "V4": {f"{_V4_LAYER}.MqaAttentionBase._kernel_num_heads": _kernel_num_heads},
 }
 HOOKS = {target: hook for target, (hook, _) in _AROUND.items()}
 
@@ -119,15 +131,17 @@ def register() -> None:
     if "mla_fp8" not in [name.strip() for name in named.split(",")]:
         _LOGGER.info("mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it")
         return
-    padded = why_not_methods()
-    hooks = HOOKS if padded else HOOKS | {f"{_LAYER}.{_BACKEND}.{name}": x for name, x in _METHODS.items()}
+    padded = {model: why_not_methods(model) for model in METHODS}
+    hooks = dict(HOOKS)
+    for model, reason in padded.items():
+        hooks |= METHODS[model] if reason is None else {}
     registry = import_module("sglang.srt.plugins.hook_registry")
     for target, hook in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     _LOGGER.info(
         "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
-        "query heads of V3.2 %s. SGLang's own: indexer, cache writes, dense decode, V4.1.",
-        f"stay padded: {padded}" if padded else "are not padded",
+        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1.",
+        ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
     )
 
 
@@ -155,16 +169,16 @@ def why_not() -> str | None:
     return None
 
 
-def why_not_methods() -> str | None:
-    """Why the methods of V3.2's layer cannot be ours, or None."""
-    reason = probes.why_not_call({_LAYER: {f"{_BACKEND}.{name}": () for name in _METHODS}})
-    if reason:
-        return reason
-    layer = getattr(import_module(_LAYER), _BACKEND)
-    for name, method in _METHODS.items():
-        reason = probes.why_not_replace(getattr(layer, name), method)
+def why_not_methods(model: str) -> str | None:
+    """Why the methods of a model's layer cannot be ours, or None."""
+    for target, method in METHODS[model].items():
+        module, name, attribute = target.rsplit(".", 2)
+        reason = probes.why_not_call({module: {f"{name}.{attribute}": ()}})
         if reason:
-            return f"{_BACKEND}.{name} {reason}"
+            return reason
+        reason = probes.why_not_replace(probes.find(import_module(module), f"{name}.{attribute}"), method)
+        if reason:
+            return f"{name}.{attribute} {reason}"
     return None
 
 
