@@ -245,8 +245,9 @@ def v4_layer(monkeypatch):
     return engine.modules[vllm_v4.MODULE].DeepseekV4FlashMLAAttention
 
 
-def test_v4s_query_heads_are_not_padded(v4_layer):
-    assert [v4_layer.get_padded_num_q_heads(n) for n in (8, 16, 64, 100, 128)] == [8, 16, 64, 100, 128]
+def test_v4s_query_heads_are_those_that_vllms_own_kernel_can_write(v4_layer):
+    given = {n: v4_layer.get_padded_num_q_heads(n) for n in (1, 8, 12, 16, 32, 64, 100, 128)}
+    assert given == {1: 8, 8: 8, 12: 16, 16: 16, 32: 32, 64: 64, 100: 128, 128: 128}
     with pytest.raises(ValueError, match="vLLM's own limit: 129"):
         v4_layer.get_padded_num_q_heads(129)
 

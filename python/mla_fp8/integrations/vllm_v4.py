@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek V4 layer: query heads without padding, prompts of few heads straight from the pages.
+"""vLLM's DeepSeek V4 layer: query heads without FlashMLA's padding, prompts of few heads straight from the pages.
 
 Around methods of vLLM's DeepseekV4FlashMLAAttention, whose calls of FlashMLA flash_mla_calls.py serves.
 """
@@ -15,14 +15,14 @@ from .flash_mla_calls import around
 
 MODULE = "vllm.models.deepseek_v4.nvidia.flashmla"
 LAYER = "DeepseekV4FlashMLAAttention"
-MAX_HEADS = 128
+HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernel which writes the queries is compiled for
 # Up to here a prompt's keys are read from the pages as they are; above, vLLM's bf16 workspace is faster.
 MAX_HEADS_FROM_PAGES = 32
 _LAYOUT = KV_LAYOUTS["dsv4"]
 
 
 def get_padded_num_q_heads(original: Callable[..., int], cls: type, num_heads: int) -> int:
-    return num_heads if num_heads <= MAX_HEADS else original(cls, num_heads)
+    return next((n for n in HEADS if n >= num_heads), None) or original(cls, num_heads)
 
 
 def forward_prefill(
