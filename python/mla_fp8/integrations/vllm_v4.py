@@ -1,4 +1,4 @@
-"""vLLM's DeepSeek V4 layer: query heads without FlashMLA's padding, prompts of few heads straight from the pages.
+"""vLLM's DeepSeek V4 layer: query heads without FlashMLA's padding, few of them straight from the pages.
 
 Around methods of vLLM's DeepseekV4FlashMLAAttention, whose calls of FlashMLA flash_mla_calls.py serves.
 """
