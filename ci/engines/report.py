@@ -12,7 +12,7 @@ PARTS = (
     ("attention", r"mla_fp8|flash_mla|flash_fwd|_mla_|mla_|sparse_attn|sparse_decode|sparse_prefill|smxx::"),
     ("fills, copies", r"FillFunctor|direct_copy|isneginf|masked_fill|CatArray|Memset|Memcpy DtoD"),
 )
-NOT_ATTENTION = r"mqa_logits|index"
+NOT_ATTENTION = r"mqa_logits|indexer"
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
 
 
