@@ -40,16 +40,17 @@ def forward_prefill(
     if q.shape[1] > MAX_HEADS_FROM_PAGES or not packed or swa_metadata.prefill_left_visible is not None:
         original(self, q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata)
         return
-    first_request, num_tokens = swa_metadata.num_decodes, swa_metadata.num_prefill_tokens
+    first, num_tokens = swa_metadata.num_decodes, swa_metadata.num_prefill_tokens
+    end = first + swa_metadata.num_prefills  # vLLM's tensors may be longer
     entries = {}
     if attn_metadata is not None and compressed_k_cache is not None:
         entries = _entries(self, compressed_k_cache, attn_metadata, swa_metadata)
     attend.over_windows(
         q[:num_tokens],
         swa_k_cache,
-        swa_metadata.block_table[first_request:],
-        swa_metadata.query_start_loc[first_request:],
-        swa_metadata.prefill_seq_lens,
+        swa_metadata.block_table[first:end],
+        swa_metadata.query_start_loc[first : end + 1],
+        swa_metadata.prefill_seq_lens[: swa_metadata.num_prefills],
         layout=_LAYOUT,
         page_size=swa_metadata.block_size,
         window_size=self.window_size,
