@@ -301,8 +301,9 @@ def v4_batch(ratio, heads, device, window=32, size=16, block=128):
     sink = torch.randn(heads, device=device)
     starts = torch.tensor([0, *queries, 0], **int32).cumsum(0).int()  # one longer than the requests
     swa = SimpleNamespace(
-        num_decodes=1, num_prefills=2, num_decode_tokens=first, num_prefill_tokens=tokens - first, prefill_left_visible=None,
-        block_table=swa_table, block_size=size, query_start_loc=starts, token_to_req_indices=request,
+        num_decodes=1, num_prefills=2, num_decode_tokens=first, num_prefill_tokens=tokens - first,
+        prefill_left_visible=None, block_table=swa_table, block_size=size, query_start_loc=starts,
+        token_to_req_indices=request,
         prefill_seq_lens=torch.tensor(lens[1:], **int32), is_valid_token=torch.ones(tokens, **int32).bool(),
     )  # fmt: skip
     layer = SimpleNamespace(
