@@ -158,6 +158,7 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
     started = {}
     for case in cases:
         out, log = results / f"{case.name}.json", results / f"{case.name}.log"
+        out.unlink(missing_ok=True)  # of an earlier run
         command = case.command(out)
         if "--batches" in case.more:
             command += ["--turns", str(turns), "--of", str(len(cases))]
@@ -180,8 +181,9 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         }
         found[case_name] = json.loads(path.read_text()) if path.exists() else ended
         print(f"[{time.time() - begin:4.0f} s] {case_name}", report.summary(found[case_name]), flush=True)
-        if not found[case_name]["ok"]:
-            print("\n".join((results / f"{case_name}.log").read_text().splitlines()[-12:]))
+        lines = (results / f"{case_name}.log").read_text().splitlines()
+        said = [line for line in lines if "mla_fp8 " in line][:2]  # the plug-in's own lines
+        print("\n".join(said if found[case_name]["ok"] else said + lines[-12:]))
     return found
 
 
