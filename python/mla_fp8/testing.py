@@ -17,7 +17,9 @@ def assert_as_accurate_as(out: Tensor, rounded: Tensor, exact: Tensor, factor: f
 
 
 def assert_within_flash_mla_tolerance(out: Tensor, lse: Tensor, exact_out: Tensor, exact_lse: Tensor) -> None:
-    """The bounds of FlashMLA's own decode tests: out 1e-3 or 2.01/128, cosine 5e-6, lse 8.01/65536."""
+    """The bounds of FlashMLA's own decode tests: out 1e-3 or 2.01/128, cosine 5e-6, lse 8.01/65536.
+
+    Near 0 an lse may err by 2e-6 instead of 1e-6: ours is the difference of float32 numbers near 10."""
     error = (out.double() - exact_out.double()).abs()
     bad = (error > 1e-3) & (error > exact_out.double().abs() * (2.01 / 128))
     assert not bad.any(), f"{int(bad.sum())} of {bad.numel()} outputs off, worst by {error[bad].max():.2e}"
@@ -28,7 +30,7 @@ def assert_within_flash_mla_tolerance(out: Tensor, lse: Tensor, exact_out: Tenso
     finite = exact_lse.isfinite()
     assert lse.isneginf().equal(exact_lse.isneginf()), "lse is -inf in the wrong rows"
     lse_error = (lse.double() - exact_lse.double())[finite].abs()
-    allowed = (exact_lse.double()[finite].abs() * (8.01 / 65536)).clamp_min(1e-6)
+    allowed = (exact_lse.double()[finite].abs() * (8.01 / 65536)).clamp_min(2e-6)
     assert (lse_error <= allowed).all(), f"lse off by {lse_error.max():.2e}"
 
 

@@ -35,9 +35,11 @@ struct TeamConfig {
   static constexpr int kEmptyWarps = kMembers;           // every warp of a team reads every slot of its block
   static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
-  // setmaxnreg: 64 K registers shared by role.
-  static constexpr int kProducerRegisters = kProducers == 8 && kRows_ == 1 ? 32 : 48;
-  static constexpr int kConsumerRegisters = kProducers == 8 ? 256 - kProducerRegisters : 232;
+  // setmaxnreg: what the CTA is launched with, shared by role.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kProducers == 4 ? 40 : kRows_ == 1 ? 32 : 48;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize) / kConsumerThreads / 8 * 8;
 
   static constexpr int kSlotBytes = kSlotTokens * R::kPitch;
   // A multiple of 8, so that a slot is always filled by the same producer and emptied by the same team: with

@@ -85,8 +85,8 @@ class Gather {
  protected:
   using Key = KeySource::Key;
 
-  // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes
-  // fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose
+  // bytes fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
   __device__ __forceinline__ Key find(const ValidKeys& valid_keys, const Keys& keys, int rank) const {
     return valid_keys.find(KeySource(p_, keys), min(rank + lane_ % kSlotTokens, valid_keys.num_keys() - 1));
   }

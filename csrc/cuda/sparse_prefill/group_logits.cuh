@@ -60,8 +60,8 @@ class RowLogits {
     return x_.bytes + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
   }
 
-  // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row are
-  // surveyed.
+  // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row
+  // are surveyed.
   __device__ void begin_row(const Unit<C>& unit, int row, unsigned next) {
     // Else all addresses of Q would be found once, before the first row, and spilled.
     int lane = lane_;

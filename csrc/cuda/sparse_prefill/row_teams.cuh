@@ -5,8 +5,8 @@
 // keep the tensor cores busy, and the producers already gather what comes next.
 //
 //   8 or 4 producer warps   2 or 4 for a team (bf16 rows: 1), row after row
-//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them. Before
-//                           a row they survey the keys of the one after it, so that producers need not wait
+//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them.
+//                           Before a row they survey the keys of the one after it: producers need not wait
 //   end of a row            the output is written straight from the fragments; two teams exchange halves of O
 //                           through the place of Q first
 //

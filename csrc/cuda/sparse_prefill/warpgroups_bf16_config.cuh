@@ -191,8 +191,8 @@ struct RowsSmem {
   }
 };
 
-// Where the gather finds the keys of an item. Of its entries first_length are of the first cache, the others of
-// the second. `length` is the number of valid ones once they are counted.
+// Where the gather finds the keys of an item. Of its entries first_length are of the first cache, the others
+// of the second. `length` is the number of valid ones once they are counted.
 struct RowsSource : RowsItem {
   int64_t tile;
   int first_length, num_entries;

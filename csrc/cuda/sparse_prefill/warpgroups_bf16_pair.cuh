@@ -6,8 +6,8 @@
 // A warp has eight keys, a lane 16 dims of one key in each tile. An index is loaded two blocks ahead, the
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
 // All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
-// invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a spilled
-// register waits for all others (docs/sparse_prefill.md).
+// invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
+// spilled register waits for all others (docs/sparse_prefill.md).
 #include "cuda/barrier.cuh"
 #include "cuda/convert.cuh"
 #include "cuda/pairs.cuh"
@@ -115,9 +115,9 @@ class RowsPairGather : RowsGather<C> {
     }
     return {held ? __ldg(list + i) : -1, is_extra, position};
   }
-  // Where the key lies that this lane converts; `found` as for set_mask. An invalid key has the bytes of a valid
-  // one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without any they
-  // are zeros.
+  // Where the key lies that this lane converts; `found` as for set_mask. An invalid key has the bytes of a
+  // valid one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without
+  // any they are zeros.
   struct Place {
     const uint8_t *row, *scales;
   };
