@@ -38,74 +38,24 @@ __device__ Work find_work(const TeamParams& params) {
   };
 }
 
-// Where a key lies.
-template <class R>
-struct KeyPlace {
-  const uint8_t *row, *scales;
-  __device__ KeyPlace(const SparseAttentionParams& p, KeySource::Key key) {
-    constexpr KvLayout kL = R::kL;
-    const KvScope& s = p.scopes[key.scope];
-    const unsigned page_size = s.page_size, slot = key.slot, page = slot / page_size,
-                   in_page = slot % page_size;
-    const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
-    row = base + kL.token_offset(in_page);
-    scales = base + kL.scale_offset(in_page, page_size);
+// All warps of a CTA that works on one row: its valid keys, of which the CTA takes its share. `load_query` is
+// called once the entries are on their way: behind Q they would come late, and the first rows with them.
+template <class C, class LoadQuery>
+__device__ __forceinline__ KeySurvey survey_row(const TeamParams& params, Work& w, uint8_t* smem, int warp,
+                                                int lane, LoadQuery&& load_query) {
+  constexpr int kWarps = C::kThreads / kWarpSize;
+  const KeySource source(params.p, w.keys);
+  const uint32_t surveys = shared_address(smem) + C::kSurveys;
+  survey_keys<kWarps, 6>(source, warp, lane, surveys, load_query);
+  __syncthreads();
+  const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
+  if (survey.has_gaps()) [[unlikely]] {
+    count_keys<kWarps>(source, warp, lane, shared_address(smem) + C::kCounts);
+    __syncthreads();
   }
-};
-
-// How a CTA that works on one row begins. All its warps survey the row's keys; `load_query` is called once
-// the entries are on their way: behind Q they would come late, and the first rows with them. Then the
-// producers wait for the surveys. The eight warps that load Q go on to bring the CTA's first rows into L2, as
-// they are if no key is invalid, and learn what the surveys say at the barrier at which they wait for Q.
-template <class C>
-class RowStart {
- public:
-  static constexpr int kWarps = C::kThreads / kWarpSize;
-  enum Barrier { kBarrierGaps = 15 };
-
-  __device__ RowStart(const TeamParams& params, uint8_t* smem, int warp, int lane)
-      : params_(params),
-        surveys_(shared_address(smem) + C::kSurveys),
-        counts_(shared_address(smem) + C::kCounts),
-        warp_(warp),
-        lane_(lane) {}
-
-  template <class LoadQuery>
-  __device__ __forceinline__ void survey(const Work& w, LoadQuery&& load_query) const {
-    survey_keys<kWarps, 6>(KeySource(params_.p, w.keys), warp_, lane_, surveys_, load_query);
-  }
-  __device__ void prefetch_rows(Work w) const {
-    const KeySource source(params_.p, w.keys);
-    if (source.is_window()) return;
-    w.take_share<C>(w.keys.length, params_.num_splits);
-    const unsigned in_share = warp_ * kWarpSize + lane_;
-    const KeySource::Key key = source.at(w.first_block * C::kBlockTokens + in_share);
-    if (in_share < w.num_blocks * C::kBlockTokens && source.is_valid(key))
-      bulk_prefetch_l2(KeyPlace<typename C::R>(params_.p, key).row, C::R::kBytes);
-  }
-  // All but the producers, which are not waited for.
-  __device__ void arrive() const { named_barrier_arrive(0, C::kThreads); }
-  __device__ void share(Work& w) const {
-    w.take_share<C>(read_surveys<kWarps>(surveys_, lane_).num_keys, params_.num_splits);
-  }
-  // The producers; `q_barrier` is the one at which the others wait for Q.
-  __device__ ValidKeys share_keys(Work& w, int producer, int q_barrier) const {
-    named_barrier(0, C::kThreads);
-    named_barrier_arrive(q_barrier, C::kThreads);
-    const KeySurvey survey = read_surveys<kWarps>(surveys_, lane_);
-    if (survey.has_gaps()) [[unlikely]] {
-      count_keys<C::kProducers>(KeySource(params_.p, w.keys), producer, lane_, counts_);
-      named_barrier(kBarrierGaps, C::kProducers * kWarpSize);
-    }
-    w.take_share<C>(survey.num_keys, params_.num_splits);
-    return {survey, counts_, lane_};
-  }
-
- private:
-  const TeamParams& params_;
-  const uint32_t surveys_, counts_;
-  const int warp_, lane_;
-};
+  w.take_share<C>(survey.num_keys, params.num_splits);
+  return survey;
+}
 
 template <class C>
 struct Ring {
@@ -143,7 +93,13 @@ class Gather {
 
   // Into the i-th slot of the ring's sequence. Of its keys the first num_keys count.
   __device__ void fetch(int i, Key key, int num_keys) const {
-    const KeyPlace<R> place(p_, key);
+    constexpr KvLayout kL = R::kL;
+    const KvScope& s = p_.scopes[key.scope];
+    const unsigned page_size = s.page_size, in_cache = key.slot;
+    const unsigned page = in_cache / page_size, in_page = in_cache % page_size;
+    const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
+    const uint8_t* const row = base + kL.token_offset(in_page);
+    const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
     const int num_here = min(num_keys, kSlotTokens);
     const bool counts = lane_ < num_here;
     const unsigned same = counts ? __match_any_sync((1u << num_here) - 1, key.slot ^ key.scope << 31) : 0;
@@ -153,16 +109,16 @@ class Gather {
     mbarrier_wait(ring_.empty(slot), (i / C::kSlots & 1) ^ 1);
     if (lane_ < kSlotTokens) valid_[slot * kSlotTokens + lane_] = counts;
     if (repeated) [[unlikely]]
-      copy_repeated(slot, place.row, repeated, same);
+      copy_repeated(slot, row, repeated, same);
     mbarrier_arrive_expect_warp(ring_.full(slot), (kSlotTokens - __popc(repeated)) * R::kBytes, lane_);
     __syncwarp();
     if (lane_ < kSlotTokens) {
       const uint32_t dst = ring_.slot(slot) + lane_ * R::kPitch;
       if constexpr (R::kScalesApart) {
-        cp_async_8(dst + R::kScaleOffset, place.scales);
+        cp_async_8(dst + R::kScaleOffset, scales);
         mbarrier_arrive_cp_async(ring_.full(slot));
       }
-      if (!(repeated >> lane_ & 1)) bulk_copy(dst, place.row, R::kBytes, ring_.full(slot));
+      if (!(repeated >> lane_ & 1)) bulk_copy(dst, row, R::kBytes, ring_.full(slot));
     }
     __syncwarp();
   }
@@ -199,9 +155,12 @@ class Gather {
 template <class C>
 class Producer : Gather<C> {
  public:
-  __device__ Producer(const TeamParams& params, const Work& w, const ValidKeys& valid_keys, uint8_t* smem,
-                      int warp, int lane)
-      : Gather<C>(params, smem, lane), w_(w), valid_keys_(valid_keys), warp_(warp) {}
+  __device__ Producer(const TeamParams& params, const Work& w, KeySurvey survey, uint8_t* smem, int warp,
+                      int lane)
+      : Gather<C>(params, smem, lane),
+        w_(w),
+        valid_keys_(survey, shared_address(smem) + C::kCounts, lane),
+        warp_(warp) {}
 
   // Entries, which the survey has brought close, are loaded a slot ahead.
   __device__ void run() {

@@ -37,16 +37,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   wait_for_previous_grid();
   Work w = find_work<C>(params);
   Query<C> q;
-  const RowStart<C> start(params, smem, warp, lane);
-  start.survey(w, [&] {
+  const KeySurvey survey = survey_row<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.token, w.first_head, warp, lane);
   });
 
   if (warp >= kConsumerWarps) {
-    const int producer = warp - kConsumerWarps;
-    const ValidKeys valid_keys = start.share_keys(w, producer, kBarrierQ);
     give_up_registers<C::kProducerRegisters>();
-    Producer<C>(params, w, valid_keys, smem, producer, lane).run();
+    Producer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits > 1) {
@@ -54,13 +51,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();  // sums are read: shared memory may go
     }
   } else {
-    start.arrive();
-    start.prefetch_rows(w);
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
     q.store(smem + C::kQ, reinterpret_cast<float*>(smem + C::kQScale), warp, lane);
-    named_barrier(kBarrierQ, C::kThreads);
-    start.share(w);
+    named_barrier(kBarrierQ, kConsumerThreads);
     consumer.init();
     for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
     write_partials<C>(consumer, smem, warp, lane);

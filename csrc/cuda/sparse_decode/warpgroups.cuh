@@ -38,35 +38,27 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   wait_for_previous_grid();
   Work w = find_work<C>(params);
   GroupQuery<C> q;
-  const RowStart<C> start(params, smem, warp, lane);
-  start.survey(w, [&] {
+  const KeySurvey survey = survey_row<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.token, w.first_head, warp, lane);
   });
   const bool split = params.num_splits > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    const int producer = warp - kConsumerWarps - C::kLogitWarps;
-    const ValidKeys valid_keys = start.share_keys(w, producer, kBarrierWorkersQ);
     give_up_registers<C::kProducerRegisters>();
-    Producer<C>(params, w, valid_keys, smem, producer, lane).run();
+    Producer<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
-    start.arrive();
     set_registers<C::kLogitRegisters, C::kThreads>();
-    named_barrier(kBarrierWorkersQ, C::kThreads);
-    start.share(w);
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
     LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();
   } else {
-    start.arrive();
-    start.prefetch_rows(w);
     take_registers<C::kValueRegisters>();
     q.store(smem, warp, lane);
-    named_barrier(kBarrierWorkersQ, C::kThreads);
-    start.share(w);
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
     ValueWarp<C> values(smem, warp, lane);
     values.run(w.num_blocks);
     named_barrier(kBarrierFinish, C::kWorkers);
