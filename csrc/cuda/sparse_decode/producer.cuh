@@ -47,11 +47,11 @@ __device__ __forceinline__ KeySurvey survey_row(const TeamParams& params, Work& 
   const KeySource source(params.p, w.keys);
   const uint32_t surveys = shared_address(smem) + C::kSurveys;
   survey_keys<kWarps, 6>(source, warp, lane, surveys, load_query);
-  __syncthreads();
+  block_barrier<C::kThreads>();
   const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
   if (survey.has_gaps()) [[unlikely]] {
     count_keys<kWarps>(source, warp, lane, shared_address(smem) + C::kCounts);
-    __syncthreads();
+    block_barrier<C::kThreads>();
   }
   w.take_share<C>(survey.num_keys, params.num_splits);
   return survey;
