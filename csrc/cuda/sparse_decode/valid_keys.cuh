@@ -36,6 +36,7 @@ struct Keys {
   }
 };
 
+// For many loads at once: `entry` of all, then `is_slot`. `at` and `is_valid` know windows, too.
 class KeySource {
  public:
   struct Key {
@@ -60,7 +61,7 @@ class KeySource {
   __device__ bool is_valid(Key key) const { return static_cast<unsigned>(key.slot) < num_slots(key.scope); }
 
  private:
-  // Without an index: constants that differ between lanes are slow.
+  // No GPU holds 2^31 rows: one comparison tells sign and range.
   __device__ unsigned num_slots(bool second) const {
     return static_cast<unsigned>(
         min(second ? p_.scopes[1].num_slots : p_.scopes[0].num_slots, int64_t{1} << 31));

@@ -88,7 +88,7 @@ class RowsGather {
     }
     __device__ bool is_slot(int entry, unsigned position) const {
       const bool is_extra = C::kAny && position >= static_cast<unsigned>(item_.first_length);
-      const KvScope(&scopes)[2] = gather_.params_.p.scopes;  // without an index: see KeySource
+      const KvScope(&scopes)[2] = gather_.params_.p.scopes;
       return entry >= 0 && entry < (is_extra ? scopes[1].num_slots : scopes[0].num_slots);
     }
     __device__ Entry at(unsigned position) const {

@@ -34,34 +34,34 @@ struct Case {
   bool is_window = false;  // of topk tokens, in place of the indices
 };
 constexpr Case kCases[] = {
-    {kTeams, kDsv32, 8, 1, 1, 3, 300, 0},
-    {kTeams, kDsv32, 8, 1, 4, 3, 1200, 0},
-    {kTeams, kDsv32, 5, 1, 1, 3, 700, 0},
-    {kTeams, kDsv4, 8, 1, 1, 4, 300, 100},
-    {kTeams, kDsv4, 8, 1, 4, 3, 1000, 200},
-    {kTeams, kFp8E4m3, 8, 1, 1, 4, 300, 0},
-    {kTeams, kBf16, 8, 1, 2, 4, 500, 0},
-    {kTeams, kDsv32, 16, 2, 1, 3, 300, 0},
-    {kTeams, kDsv32, 16, 2, 4, 3, 1200, 0},
-    {kTeams, kDsv32, 17, 2, 1, 3, 300, 0},
-    {kTeams, kDsv4, 16, 2, 1, 4, 300, 100},
-    {kTeams, kDsv4, 16, 2, 2, 3, 800, 100},
-    {kTeams, kFp8E4m3D512, 16, 2, 2, 4, 600, 0},
-    {kTeams, kBf16D512, 12, 2, 2, 4, 500, 0},
-    {kTeams, kBf16, 32, 4, 1, 3, 600, 0},
-    {kTeams, kBf16, 64, 4, 2, 3, 1000, 0},
+    {kTeams, kDsv32, 8, 1, 1, 5, 300, 0},
+    {kTeams, kDsv32, 8, 1, 4, 5, 1200, 0},
+    {kTeams, kDsv32, 5, 1, 1, 5, 700, 0},
+    {kTeams, kDsv4, 8, 1, 1, 5, 300, 100},
+    {kTeams, kDsv4, 8, 1, 4, 5, 1000, 200},
+    {kTeams, kFp8E4m3, 8, 1, 1, 5, 300, 0},
+    {kTeams, kBf16, 8, 1, 2, 5, 500, 0},
+    {kTeams, kDsv32, 16, 2, 1, 5, 300, 0},
+    {kTeams, kDsv32, 16, 2, 4, 5, 1200, 0},
+    {kTeams, kDsv32, 17, 2, 1, 5, 300, 0},
+    {kTeams, kDsv4, 16, 2, 1, 5, 300, 100},
+    {kTeams, kDsv4, 16, 2, 2, 5, 800, 100},
+    {kTeams, kFp8E4m3D512, 16, 2, 2, 5, 600, 0},
+    {kTeams, kBf16D512, 12, 2, 2, 5, 500, 0},
+    {kTeams, kBf16, 32, 4, 1, 5, 600, 0},
+    {kTeams, kBf16, 64, 4, 2, 5, 1000, 0},
     {kTeams, kBf16D512, 8, 1, 16, 1, 4800, 0},
-    {kWarpgroups, kDsv32, 32, 4, 1, 3, 1100, 0},
-    {kWarpgroups, kDsv32, 32, 4, 4, 3, 2400, 0},
-    {kWarpgroups, kDsv4, 32, 4, 1, 4, 600, 500},
-    {kWarpgroups, kDsv32, 64, 8, 1, 3, 900, 0},
-    {kWarpgroups, kDsv32, 128, 8, 2, 3, 1500, 0},
-    {kWarpgroups, kDsv4, 64, 8, 1, 4, 500, 400},
-    {kWarpgroups, kDsv4, 64, 8, 4, 3, 2000, 100},
-    {kWarpgroups, kFp8E4m3, 64, 8, 1, 4, 900, 0},
-    {kWarpgroupsPrefill, kDsv32, 32, 4, 1, 3, 1100, 0},
-    {kWarpgroupsPrefill, kDsv32, 128, 8, 2, 3, 1500, 0},
-    {kWarpgroupsPrefill, kDsv4, 64, 8, 4, 3, 2000, 100},
+    {kWarpgroups, kDsv32, 32, 4, 1, 5, 1100, 0},
+    {kWarpgroups, kDsv32, 32, 4, 4, 5, 2400, 0},
+    {kWarpgroups, kDsv4, 32, 4, 1, 5, 600, 500},
+    {kWarpgroups, kDsv32, 64, 8, 1, 5, 900, 0},
+    {kWarpgroups, kDsv32, 128, 8, 2, 5, 1500, 0},
+    {kWarpgroups, kDsv4, 64, 8, 1, 5, 500, 400},
+    {kWarpgroups, kDsv4, 64, 8, 4, 5, 2000, 100},
+    {kWarpgroups, kFp8E4m3, 64, 8, 1, 5, 900, 0},
+    {kWarpgroupsPrefill, kDsv32, 32, 4, 1, 5, 1100, 0},
+    {kWarpgroupsPrefill, kDsv32, 128, 8, 2, 5, 1500, 0},
+    {kWarpgroupsPrefill, kDsv4, 64, 8, 4, 5, 2000, 100},
     {kRowTeams, kDsv32, 8, 1, 1, 30, 150, 0},
     {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60},
     {kRowTeams, kDsv32, 16, 2, 1, 16, 200, 0},
@@ -79,8 +79,8 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16, 40, 8, 1, 280, 100, 90},
     {kRowsBf16, kBf16D512, 64, 8, 1, 280, 130, 60},
     {kRowsBf16, kDsv4, 100, 8, 1, 150, 130, 60},
-    {kPortable, kDsv4, 8, 1, 1, 4, 300, 100},
-    {kTeams, kDsv4, 16, 2, 2, 4, 500, 60, true},
+    {kPortable, kDsv4, 8, 1, 1, 5, 300, 100},
+    {kTeams, kDsv4, 16, 2, 2, 5, 500, 60, true},
     {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60, true},
     {kRowGroups, kDsv32, 32, 4, 1, 8, 300, 0, true},
     {kRowsBf16, kBf16D512, 8, 8, 1, 1200, 70, 0, true},
@@ -90,7 +90,7 @@ constexpr Case kCases[] = {
     {kRowsBf16, kBf16, 20, 8, 1, 500, 70, 0, true},
     {kRowsBf16, kBf16D512, 20, 8, 1, 280, 70, 60, true},
     {kRowsBf16, kDsv4, 128, 8, 1, 150, 70, 60, true},
-    {kPortable, kDsv4, 8, 1, 1, 4, 300, 100, true},
+    {kPortable, kDsv4, 8, 1, 1, 5, 300, 100, true},
 };
 constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
 constexpr int kNumRows = 512, kPageSize = 64;
@@ -154,14 +154,22 @@ std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {
   return cache;
 }
 
-// Entries of all kinds; row 1 has none that counts, row 2 five, row 3 a negative length.
+// Entries of all kinds. Row 1 has none that counts, row 2 five, row 3 a negative length; in row 4 and every
+// tenth after it all count, in row 9 and every tenth after it they are one slot.
 KvScope random_scope(Device& device, const KvLayout& l, int page_size, int tokens, int topk) {
   constexpr int32_t kHostile[] = {-1, INT32_MIN, INT32_MAX, kNumRows};
   std::vector<int32_t> indices(tokens * topk), lengths(tokens);
   for (int32_t& i : indices) i = random_bits() % 8 ? random_bits() % kNumRows : kHostile[random_bits() % 4];
+  for (int t = 4; t < tokens; t += 5)
+    for (int i = 0; i < topk; ++i)
+      indices[t * topk + i] = static_cast<int32_t>((t % 10 == 9 ? t : random_bits()) % kNumRows);
   if (tokens > 1) std::fill_n(indices.begin() + topk, topk, -1);
   for (int t = 0; t < tokens; ++t)
-    lengths[t] = t == 0 ? topk : t == 2 ? 5 : t == 3 ? INT32_MIN : topk / 2 + random_bits() % (topk / 2 + 1);
+    lengths[t] = t == 0        ? topk
+                 : t == 2      ? 5
+                 : t == 3      ? INT32_MIN
+                 : t % 10 == 4 ? topk
+                               : topk / 2 + random_bits() % (topk / 2 + 1);
   return {.kv_cache = device.upload(random_cache(l, page_size)),
           .kv_cache_stride_page = l.page_bytes(page_size),
           .num_slots = kNumRows,
