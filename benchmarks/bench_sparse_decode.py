@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from row_kinds import ROW_KINDS, RowKind, expected_keys, selected, windows
 from summary import markdown
+from table import OURS
 
 import mla_fp8
 from harness import Work, arguments, relative_difference, run
@@ -225,11 +226,11 @@ def work(shape: Shape) -> Work:
     def rotating(launch):
         return [functools.partial(launch, i) for i in range(problem.num_sets)]
 
-    def note() -> str:
-        errors = f"error {problem.error(problem.native(0)):.2e}"
+    def errors() -> dict[str, float]:
+        found = {OURS: problem.error(problem.native(0))}
         if flash_mla is not None:
-            errors += f", flash_mla {problem.error(problem.flash_mla_kernels(0)):.2e}"
-        return errors
+            found["flash_mla"] = problem.error(problem.flash_mla_kernels(0))
+        return found
 
     def difference() -> float:
         if flash_mla is None:
@@ -243,7 +244,7 @@ def work(shape: Shape) -> Work:
     if shape.rows is not None:
         made.difference = difference
         return made
-    made.note = note
+    made.errors = errors
     made.baselines["batch_invariant"] = rotating(functools.partial(problem.native, batch_invariant=True))
     if flash_mla is not None and shape.num_q_heads not in (64, 128):
         made.baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)

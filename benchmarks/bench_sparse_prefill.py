@@ -21,6 +21,7 @@ from bench_sparse_decode import CUDA, DEVICE, RATIO, REAL_ROUNDS, dequantized
 from row_kinds import RowKind, selected, windows
 from sparse_prefill_shapes import WINDOW, Shape, real_shapes, shapes
 from summary import markdown
+from table import OURS
 
 import mla_fp8
 from harness import Work, arguments, load_triton_baselines, relative_difference, run
@@ -258,10 +259,9 @@ def work(shape: Shape) -> Work:
     def rotating(launch):
         return [functools.partial(launch, i) for i in range(problem.num_sets)]
 
-    baselines, peer = {}, None
+    baselines, peer, name = {}, None, "flash_mla"
     if flash_mla is not None:
         peer = problem.flash_mla
-        name = "flash_mla"
         if shape.layer:
             problem.prepare_layer()
             peer, name = problem.flash_mla_layer, "triton + flash_mla"
@@ -273,9 +273,9 @@ def work(shape: Shape) -> Work:
             peer = problem.flash_mla_pages
             baselines["flash_mla, pages"] = rotating(peer)
 
-    def note() -> str:
-        errors = f"error {problem.error(native(0)):.2e}"
-        return errors if peer is None else f"{errors}, flash_mla {problem.error(peer(0)):.2e}"
+    def errors() -> dict[str, float]:
+        found = {OURS: problem.error(native(0))}
+        return found if peer is None else found | {name: problem.error(peer(0))}
 
     def difference() -> float:
         if peer is None:
@@ -284,7 +284,7 @@ def work(shape: Shape) -> Work:
 
     made = Work(shape.label, rotating(native), shape.num_bytes, shape.flops, baselines=baselines)
     if shape.kind is None:
-        made.note = note
+        made.errors = errors
     else:
         made.difference = difference
     return made

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from table import ratios, read_csv
+from table import Case, Row, by_op, read_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,20 +16,18 @@ if TYPE_CHECKING:
 INCHES_PER_CASE = 0.19
 
 
-def draw(rows: Iterable[list[str]], title: str, path: Path) -> None:
-    """Writes the chart of CSV rows to ``path``; its ending says in which format."""
+def draw(rows: Iterable[Row], title: str, path: Path) -> None:
+    """Writes the chart of rows to ``path``; its ending says in which format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    by_op: dict[str, list[list[str]]] = {}
-    for row in rows:
-        by_op.setdefault(row[0], []).append(row)
-    heights = [len(cases) + 3 for cases in by_op.values()]
+    ops = by_op(rows)
+    heights = [len(cases) + 3 for cases in ops.values()]
     figure = Figure(figsize=(12, INCHES_PER_CASE * sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    panels = figure.subplots(len(by_op), 2, squeeze=False, height_ratios=heights)
-    for (shares, against), (op, cases) in zip(panels, by_op.items(), strict=True):
+    panels = figure.subplots(len(ops), 2, squeeze=False, height_ratios=heights)
+    for (shares, against), (op, cases) in zip(panels, ops.items(), strict=True):
         draw_shares(shares, op, cases)
         draw_ratios(against, cases)
         against.set_ylim(shares.get_ylim())
@@ -41,17 +39,17 @@ def draw(rows: Iterable[list[str]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_shares(axes: "Axes", op: str, cases: list[list[str]]) -> None:
-    bars = axes.barh([row[1] for row in cases], [float(row[5]) for row in cases])
-    axes.bar_label(bars, [f"{float(row[2]):,.3g} us" for row in cases], padding=3, fontsize=7)
+def draw_shares(axes: "Axes", op: str, cases: list[Case]) -> None:
+    bars = axes.barh([case.label for case in cases], [case.percent_of_ceiling for case in cases])
+    axes.bar_label(bars, [f"{case.ours.us:,.3g} us" for case in cases], padding=3, fontsize=7)
     axes.set(title=op, xlabel="% of the ceiling")
     axes.margins(x=0.15)
 
 
-def draw_ratios(axes: "Axes", cases: list[list[str]]) -> None:
+def draw_ratios(axes: "Axes", cases: list[Case]) -> None:
     points: dict[str, list[tuple[float, int]]] = {}
-    for i, row in enumerate(cases):
-        for name, ratio in ratios(row[6]).items():
+    for i, case in enumerate(cases):
+        for name, ratio in case.ratios.items():
             points.setdefault(name, []).append((ratio, i))
     axes.axvline(1, color="grey", linewidth=0.8)
     for name, at in points.items():

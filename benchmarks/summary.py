@@ -9,27 +9,34 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from table import ratios, read_csv
+from table import Case, cases, read_csv
 
 CASE = re.compile(r"(?P<shape>.*) h(?P<heads>\d+) [bt]\d+: (?P<kind>.*)")
 PEERS = ("flash_mla, pages", "flash_mla")  # the first that a case has: it reads the same bytes
+Kinds = dict[str, dict[int, list[float]]]  # ratios by kind of rows and number of heads
 
 
-def markdown(rows: Iterable[list[str]]) -> str:
-    """A table for each op and form of it (`bf16`: rows of a workspace); empty without FlashMLA."""
-    cells: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(dict))
-    for op, case, *_, baselines in rows:
-        found, measured = CASE.fullmatch(case), ratios(baselines)
-        peer = next((name for name in PEERS if name in measured), None)
-        if found is None or peer is None:
+def ratios(measured: Iterable[Case]) -> dict[tuple[str, str], Kinds]:
+    """By (op, peer); `OP, bf16`: over rows of a workspace. Empty without FlashMLA."""
+    found: dict[tuple[str, str], Kinds] = defaultdict(lambda: defaultdict(dict))
+    for case in measured:
+        match = CASE.fullmatch(case.label)
+        peer = next((name for name in PEERS if name in case.peers), None)
+        if match is None or peer is None:
             continue
-        form = f"{op}, bf16" if found["shape"].startswith("bf16 ") else op
-        kind = cells[f"`{form}` against `{peer}`"][found["kind"]]
-        kind.setdefault(int(found["heads"]), []).append(measured[peer])
-    return "\n".join(_table(title, kinds) for title, kinds in cells.items())
+        form = f"{case.op}, bf16" if match["shape"].startswith("bf16 ") else case.op
+        kind = found[form, peer][match["kind"]]
+        kind.setdefault(int(match["heads"]), []).append(case.ratios[peer])
+    return found
 
 
-def _table(title: str, kinds: dict[str, dict[int, list[float]]]) -> str:
+def markdown(measured: Iterable[Case]) -> str:
+    """A table for each op and form of it."""
+    tables = ratios(measured).items()
+    return "\n".join(_table(f"`{op}` against `{peer}`", kinds) for (op, peer), kinds in tables)
+
+
+def _table(title: str, kinds: Kinds) -> str:
     heads = sorted({h for columns in kinds.values() for h in columns})
     every = {h: [r for columns in kinds.values() for r in columns.get(h, [])] for h in heads}
     lines = [[title, *(f"{h} heads" for h in heads)], ["---"] * (len(heads) + 1)]
@@ -44,4 +51,4 @@ def _range(measured: list[float]) -> str:
 
 if __name__ == "__main__":
     for path in sys.argv[1:]:
-        print(markdown(read_csv(Path(path))), end="")
+        print(markdown(cases(read_csv(Path(path)))), end="")

@@ -25,7 +25,7 @@ Case = tuple[str, str]  # op, label
 
 def read(path: Path) -> dict[Case, tuple[float, dict[str, float]]]:
     """(microseconds, times that each baseline takes as long) by case."""
-    return {(row[0], row[1]): (float(row[2]), table.ratios(row[6])) for row in table.read_csv(path)}
+    return {(case.op, case.label): (case.ours.us, case.ratios) for case in table.cases(table.read_csv(path))}
 
 
 @dataclass
@@ -60,7 +60,7 @@ def compare(base: Path, now: Path, percent: float = PERCENT) -> Report:
         if abs(change) <= percent or abs(after - before) <= MICROSECONDS:
             continue
         both = sorted(peers_before.keys() & peers_now.keys())
-        peers = ", ".join(f"{name} {peers_before[name]:g}x -> {peers_now[name]:g}x" for name in both)
+        peers = ", ".join(f"{name} {peers_before[name]:.2f}x -> {peers_now[name]:.2f}x" for name in both)
         line = f"| {case[0]} | {case[1]} | {before:.2f} | {after:.2f} | {change:+.1f} % | {peers} |"
         (report.slower if change > 0 else report.faster).append(line)
     return report

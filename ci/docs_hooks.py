@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.csv"))
 PERFORMANCE = "<!-- tables and charts of benchmarks/results: ci/docs_hooks.py -->"
 ACCURACY = "<!-- tables and charts of docs/accuracy.csv: ci/docs_hooks.py -->"
-HEADER = "| case | us | GB/s | TFLOP/s | % of the ceiling | baselines |\n|---|---|---|---|---|---|"
+HEADER = "| case | us | GB/s | TFLOP/s | % of the ceiling | peers | commit |\n|---|---|---|---|---|---|---|"
 REAL_ROWS = "_real_rows"  # hundreds of cases: worst and best of each kind say it
 IMAGES = Path(tempfile.mkdtemp())
 
@@ -33,33 +33,32 @@ def device(path: Path) -> str:
     return " ".join(names.get(w, w.upper() if any(map(str.isdigit, w)) else w) for w in path.stem.split("_"))
 
 
-def by_op(path: Path) -> dict[str, list[list[str]]]:
-    rows: dict[str, list[list[str]]] = {}
-    for row in table.read_csv(path):
-        rows.setdefault(row[0], []).append(row)
-    return rows
-
-
-def number(text: str, form: str) -> str:
+def number(value: float, form: str) -> str:
     """Empty where an op moves no bytes worth counting, or computes nothing."""
-    return format(float(text), form) if float(text) else ""
+    return format(value, form) if value else ""
+
+
+def line(case: table.Case) -> str:
+    errors = {name: row.error for name, row in case.rows.items() if row.error is not None}
+    against = [f"{ratio:.2f}x {name}" for name, ratio in case.ratios.items()]
+    against += [f"error of {name} {error:.2e}" for name, error in errors.items()]
+    numbers = [
+        f"{case.ours.us:.4g}", number(case.gbps, ".4g"), number(case.tflops, ".3g"),
+        number(case.percent_of_ceiling, ".0f"),
+    ]  # fmt: skip
+    return f"| {' | '.join([case.label, *numbers, '; '.join(against), case.ours.commit])} |"
 
 
 def performance() -> str:
     parts = []
     for path in RESULTS:
         parts.append(f"## {device(path)}")
-        for op, rows in by_op(path).items():
+        for op, cases in table.by_op(table.read_csv(path)).items():
             if op.endswith(REAL_ROWS):
-                parts.append(f"### {op}, {device(path)}\n\n{summary.markdown(rows)}")
+                parts.append(f"### {op}, {device(path)}\n\n{summary.markdown(cases)}")
                 continue
             parts.append(f"### {op}, {device(path)}\n\n![{op}](img/{path.stem}_{op}.png)")
-            lines = [
-                f"| {case} | {float(us):.4g} | {number(gbps, '.4g')} | {number(tflops, '.3g')} "
-                f"| {number(percent, '.0f')} | {against.strip()} |"
-                for _, case, us, gbps, tflops, percent, against in rows
-            ]
-            parts.append("\n".join([HEADER, *lines]))
+            parts.append("\n".join([HEADER, *map(line, cases)]))
     return "\n\n".join(parts)
 
 
@@ -67,10 +66,11 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     from mkdocs.structure.files import File  # noqa: PLC0415
 
     for path in RESULTS:
-        for op, rows in by_op(path).items():
+        rows = table.read_csv(path)
+        for op in table.by_op(rows):
             if op.endswith(REAL_ROWS):
                 continue
-            plot.draw(rows, device(path), IMAGES / f"{path.stem}_{op}.png")
+            plot.draw([row for row in rows if row.op == op], device(path), IMAGES / f"{path.stem}_{op}.png")
     accuracy.draw(accuracy.read(), IMAGES / "accuracy.png")
     for image in sorted(IMAGES.iterdir()):
         files.append(File.generated(config, f"img/{image.name}", abs_src_path=str(image)))

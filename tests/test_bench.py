@@ -1,8 +1,8 @@
 """``python -m mla_fp8 bench``: the table, the CSV that grows run by run, the chart."""
 
-import csv
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from mla_fp8 import bench
 from mla_fp8.__main__ import main
 
 sys.path.insert(0, str(bench.FOLDER))
+import merge
 import table
 
 
@@ -25,12 +26,12 @@ def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
     assert run("pad_q_heads", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
     printed = capsys.readouterr().out
     written, chart = sorted(tmp_path.iterdir())
-    header, *rows = csv.reader(written.open(newline=""))
-    assert header == table.COLUMNS and len(rows) == 2
-    for op, case, us, gbps, *_, baselines in rows:
-        assert op == "pad_q_heads" and float(us) > 0 and float(gbps) > 0
-        assert set(table.ratios(baselines)) == {"copy", "torch"}
-        assert re.search(rf"^{re.escape(case)} +[\d.]+ ", printed, re.MULTILINE)
+    cases = table.cases(table.read_csv(written))
+    assert len(cases) == 2
+    for case in cases:
+        assert case.op == "pad_q_heads" and case.ours.us > 0 and case.gbps > 0
+        assert case.percent_of_ceiling > 0 and set(case.peers) == {"copy", "torch"}
+        assert re.search(rf"^{re.escape(case.label)} +[\d.]+ ", printed, re.MULTILINE)
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -54,26 +55,65 @@ def test_a_benchmark_that_fails_fails_the_run_but_not_the_others(tmp_path, monke
     assert "fine" in out and "failed: broken" in err
 
 
-def row(op: str, case: str, us: str) -> list[str]:
-    return [op, case, us, "1", "0", "50", "2.00x copy"]
+def row(op: str, case: str, us: float, implementation: str = table.OURS, **other: object) -> table.Row:
+    return table.Row(op, case, implementation, us, **other)
 
 
 @pytest.mark.parametrize(
     ("whole_op", "want"),
     [
-        (True, [row("a", "x", "3"), row("b", "x", "1")]),
-        (False, [row("a", "y", "1"), row("a", "x", "3"), row("b", "x", "1")]),
+        (True, [row("a", "x", 3), row("b", "x", 1)]),
+        (False, [row("a", "y", 1), row("a", "x", 3), row("b", "x", 1)]),
     ],
 )
 def test_new_rows_replace_those_of_their_op_or_of_their_cases(tmp_path, whole_op, want):
     path = tmp_path / "deeper" / "device.csv"
-    table.write_csv(path, [row("a", "x", "1"), row("a", "y", "1")], whole_op=True)
-    table.write_csv(path, [row("b", "x", "1")], whole_op=True)
-    table.write_csv(path, [row("a", "x", "3")], whole_op=whole_op)
+    table.write_csv(path, [row("a", "x", 1), row("a", "x", 2, "copy"), row("a", "y", 1)], whole_op=True)
+    table.write_csv(path, [row("b", "x", 1)], whole_op=True)
+    table.write_csv(path, [row("a", "x", 3)], whole_op=whole_op)
     assert table.read_csv(path) == want
 
 
-def test_baselines_are_read_back_as_ratios():
-    text = "0.85x copy  27.00x torch  1.5x flash_mla, pad, slice  error 1.7e-03, flash_mla 1.8e-03"
-    assert table.ratios(text) == {"copy": 0.85, "torch": 27.0, "flash_mla, pad, slice": 1.5}
-    assert table.ratios("") == {}
+def test_rows_are_read_as_they_were_written(tmp_path):
+    rows = [
+        row("a", "x", 12345.678, error=1.69e-3, difference=2e-3, bytes=10**10, flops=1, commit="0123abcd+"),
+        row("a", "x", 0.25, "flash_mla, pad, slice", error=0.0),
+    ]
+    table.write_csv(tmp_path / "device.csv", rows, whole_op=True)
+    assert table.read_csv(tmp_path / "device.csv") == [replace(rows[0], us=12345.68), rows[1]]
+
+
+def test_a_file_of_other_columns_is_refused(tmp_path):
+    (tmp_path / "device.csv").write_text("op,case,us\na,x,1\n")
+    with pytest.raises(ValueError, match=r"columns must be op, case, implementation.*got op, case, us$"):
+        table.read_csv(tmp_path / "device.csv")
+
+
+def test_ratios_rates_and_shares_are_computed_from_rows():
+    rows = [
+        row("a", "x", 20.0, bytes=4_000_000, flops=60_000_000),
+        row("a", "x", 5.0, table.CEILING),
+        row("a", "x", 17.0, "copy"),
+        row("a", "x", 540.0, "torch"),
+    ]
+    (case,) = table.cases(rows)
+    assert case.ratios == {"copy": 0.85, "torch": 27.0}
+    assert (case.gbps, case.tflops, case.percent_of_ceiling) == (200.0, 3.0, 25.0)
+
+
+def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_path, monkeypatch, capsys):
+    new, results = tmp_path / "new", tmp_path / "results"
+    monkeypatch.setattr(merge, "RESULTS", results)
+    table.write_csv(
+        results / "gpu.csv", [row("a", "x", 9, commit="old"), row("a", "y", 9, commit="old")], True
+    )
+    table.write_csv(new / "gpu.csv", [row("a", "x", 1), row("a", "x", 2, "copy", commit="theirs")], True)
+    assert merge.main([str(new), "--commit", "abc"]) == ["gpu.csv"]
+    assert table.read_csv(results / "gpu.csv") == [
+        row("a", "y", 9, commit="old"),
+        row("a", "x", 1, commit="abc"),
+        row("a", "x", 2, "copy", commit="theirs"),
+    ]
+    assert "1 case of its ops keep older rows" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no CSV"):
+        merge.main([str(tmp_path / "nothing"), "--commit", "abc"])

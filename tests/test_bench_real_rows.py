@@ -1,6 +1,5 @@
 """Real rows in the benchmarks: the indices mean what their table says, the results are FlashMLA's."""
 
-import csv
 import re
 import runpy
 import sys
@@ -135,20 +134,19 @@ def test_each_kind_runs_beside_flash_mla_and_is_summed_up(op, tmp_path, monkeypa
     peer_standins.flash_mla(monkeypatch)
     run(monkeypatch, op, "--csv", tmp_path, "--only", "h8 ", "--smoke")
     (path,) = tmp_path.iterdir()
-    with path.open(newline="") as file:
-        _, *rows = csv.reader(file)
+    measured = table.cases(table.read_csv(path))
     forms, of_op = FORMS[op]
-    assert len(rows) == len(forms) * len(of_op)
-    for title, case, us, *_, baselines in rows:
-        assert title == f"{op}_real_rows" and float(us) > 0
-        pages = op == "sparse_prefill" and not case.startswith("bf16")
+    assert len(measured) == len(forms) * len(of_op)
+    for case in measured:
+        assert case.op == f"{op}_real_rows" and case.ours.us > 0
+        pages = op == "sparse_prefill" and not case.label.startswith("bf16")
         peers = {"flash_mla", "flash_mla, pages"} if pages else {"flash_mla"}
-        assert set(table.ratios(baselines)) == peers
-        assert re.search(r"difference \d.\de[-+]\d\d$", baselines)
-    cases = {re.sub(r"( s_q\d)? h8 [bt]\d+", "", row[1]) for row in rows}
+        assert set(case.peers) == peers
+        assert 0 <= case.ours.difference <= harness.MAX_DIFFERENCE
+    cases = {re.sub(r"( s_q\d)? h8 [bt]\d+", "", case.label) for case in measured}
     assert cases == {f"{form}: {kind.label}" for form in forms for kind in of_op}
     printed = capsys.readouterr().out
-    assert printed.endswith(f"written to {path}\n{summary.markdown(rows)}")
+    assert printed.endswith(f"written to {path}\n{summary.markdown(measured)}")
     assert all(f"\n| {kind.label} | " in printed for kind in of_op)
 
 
@@ -180,23 +178,24 @@ def test_what_does_not_fit_the_limit_is_listed_and_keeps_its_rows(op, tmp_path, 
     run(monkeypatch, op, "--csv", tmp_path, "--limit", "0")
     forms, of_op = FORMS[op]
     assert f"not run within 0 s, {5 * len(forms) * len(of_op)} cases:" in (out := capsys.readouterr().out)
-    assert all(f"  {row[1]}\n" in out for row in before) and table.read_csv(path) == before
+    assert all(f"  {row.case}\n" in out for row in before) and table.read_csv(path) == before
 
 
 def test_the_summary_has_the_worst_and_the_best_of_each_kind():
-    def row(case: str, baselines: str) -> list[str]:
-        return ["op", case, "1", "1", "1", "1", baselines]
+    def case(label: str, **times: float) -> table.Case:
+        rows = {table.OURS: 1.0} | times
+        return table.Case("op", label, {name: table.Row("op", label, name, us) for name, us in rows.items()})
 
-    rows = [
-        row("dsv32 2048 h8 b32: full", "2.10x flash_mla  difference 1e-3"),
-        row("dsv4 128+512 h8 b128: full", "1.50x flash_mla  difference 1e-3"),
-        row("dsv32 2048 h16 b32: full", "0.90x flash_mla  difference 1e-3"),
-        row("dsv32 2048 h8 b32: one slot", "3.00x flash_mla  difference 1e-3"),
-        row("dsv32 2048 h8 b32", "9.00x flash_mla"),
+    measured = [
+        case("dsv32 2048 h8 b32: full", flash_mla=2.1),
+        case("dsv4 128+512 h8 b128: full", flash_mla=1.5),
+        case("dsv32 2048 h16 b32: full", flash_mla=0.9),
+        case("dsv32 2048 h8 b32: one slot", flash_mla=3.0),
+        case("dsv32 2048 h8 b32", flash_mla=9.0),
     ]
-    pages = row("dsv32 2048 128K h8 t2048: full", "0.50x flash_mla  4.00x flash_mla, pages  difference 1e-3")
-    workspace = row("bf16 dsv32 2048 128K h8 t2048: full", "1.20x flash_mla  difference 1e-3")
-    assert summary.markdown(rows) == (
+    pages = case("dsv32 2048 128K h8 t2048: full", **{"flash_mla": 0.5, "flash_mla, pages": 4.0})
+    workspace = case("bf16 dsv32 2048 128K h8 t2048: full", flash_mla=1.2)
+    assert summary.markdown(measured) == (
         "| `op` against `flash_mla` | 8 heads | 16 heads |\n| --- | --- | --- |\n"
         "| full | 1.50 to 2.10x | 0.90 to 0.90x |\n| one slot | 3.00 to 3.00x |  |\n"
         "| all | 1.50 to 3.00x | 0.90 to 0.90x |\n"
@@ -204,4 +203,4 @@ def test_the_summary_has_the_worst_and_the_best_of_each_kind():
     both = summary.markdown([pages, workspace])
     assert "`op` against `flash_mla, pages` | 8 heads" in both and "| full | 4.00 to 4.00x |" in both
     assert "`op, bf16` against `flash_mla` | 8 heads" in both and "| full | 1.20 to 1.20x |" in both
-    assert summary.markdown([row("dsv32 2048 h8 b32: full", "difference 1e-3")]) == ""
+    assert summary.markdown([case("dsv32 2048 h8 b32: full")]) == ""

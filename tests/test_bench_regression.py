@@ -11,11 +11,18 @@ SCRIPT = ROOT / "ci/bench_regression.py"
 sys.path.insert(0, str(ROOT / "ci"))
 import bench_regression
 
+Row = bench_regression.table.Row
+
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.csv"))
 
 
-def table(path: Path, times: dict[str, float], baselines: str = "") -> Path:
-    rows = [["op", case, str(us), "0", "0", "0", baselines] for case, us in times.items()]
+def table(path: Path, times: dict[str, float], **peers: float) -> Path:
+    """`peers`: microseconds."""
+    rows = [
+        Row("op", case, name, us)
+        for case, ours in times.items()
+        for name, us in ({"mla_fp8": ours} | peers).items()
+    ]
     bench_regression.table.write_csv(path, rows, whole_op=True)
     return path
 
@@ -59,10 +66,10 @@ def test_ops_that_were_not_run_are_not_missing(tmp_path):
 
 
 def test_the_report_shows_the_peers_of_both_runs(tmp_path):
-    base = table(tmp_path / "a.csv", {"x": 100}, "0.90x copy  2.00x flash_mla, pad, slice  error 1.7e-03")
-    now = table(tmp_path / "b.csv", {"x": 120}, "0.75x copy  1.60x flash_mla, pad, slice  3x triton")
+    base = table(tmp_path / "a.csv", {"x": 100}, **{"copy": 90, "flash_mla, pad, slice": 200})
+    now = table(tmp_path / "b.csv", {"x": 120}, **{"copy": 90, "flash_mla, pad, slice": 192, "triton": 360})
     (line,) = bench_regression.compare(base, now).slower
-    assert "| +20.0 % | copy 0.9x -> 0.75x, flash_mla, pad, slice 2x -> 1.6x |" in line
+    assert "| +20.0 % | copy 0.90x -> 0.75x, flash_mla, pad, slice 2.00x -> 1.60x |" in line
 
 
 def test_exit_status_says_whether_anything_is_slower(tmp_path):

@@ -1,0 +1,48 @@
+"""Brings new results into the committed ones.
+
+    python benchmarks/bench_sparse_decode.py --csv new && python benchmarks/merge.py new
+
+New rows take the place of those of the same cases. Rows that were measured where there is no git get the
+commit given, or the one that is checked out.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from table import read_csv, write_csv
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results"
+
+
+def head() -> str:
+    return subprocess.check_output(
+        ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"], text=True
+    ).strip()
+
+
+def main(arguments: list[str]) -> list[str]:
+    """Returns the names of the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of <device>.csv")
+    parser.add_argument("--commit", help="of rows that name none; default: HEAD")
+    options = parser.parse_args(arguments)
+    commit, files = options.commit or head(), sorted(options.folder.glob("*.csv"))
+    if not files:
+        raise SystemExit(f"{options.folder}: no CSV")
+    for path in files:
+        new = [replace(row, commit=row.commit or commit) for row in read_csv(path)]
+        target = RESULTS / path.name
+        write_csv(target, new, whole_op=False)
+        ops, measured = {row.op for row in new}, {(row.op, row.case) for row in new}
+        older = {(row.op, row.case) for row in read_csv(target) if row.op in ops} - measured
+        cases = "case" if len(older) == 1 else "cases"
+        print(f"{target}: {len(measured)} cases are new, {len(older)} {cases} of its ops keep older rows")
+    return [path.name for path in files]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
