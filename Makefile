@@ -27,7 +27,7 @@ test: build
 # The HIP library, if it was built: its kernels run on fibers, behind a stand-in for the HIP runtime.
 emulate:
 	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests \
-	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/test_$(op)*.py))
+	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py))
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"

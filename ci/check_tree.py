@@ -17,7 +17,7 @@ SOURCES = (".h", ".cpp", ".cu", ".cuh", ".hip", ".py")
 LAYOUT_NUMBERS = re.compile(r"(?<![\w.#])(656|584|41984|37440|74880|149760|1728)(?![\w.])")
 LAYOUT_HOMES = (
     "csrc/common/kv_layout.h",
-    "tests/test_kv_layout.py",
+    "tests/ops/test_kv_layout.py",
     "docs/kv_layouts.md",
     "ci/check_tree.py",
 )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tests/fuzz.py on a library for CPUs with AddressSanitizer and UBSan, which it builds first:
-#   ci/fuzz.sh [arguments of tests/fuzz.py]      $PYTHON as in ci/build_wheel.sh
+# tests/fuzz/fuzz.py on a library for CPUs with AddressSanitizer and UBSan, which it builds first:
+#   ci/fuzz.sh [arguments of tests/fuzz/fuzz.py]      $PYTHON as in ci/build_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v python3)}
@@ -13,7 +13,7 @@ MLA_FP8_SANITIZE=1 MLA_FP8_CUDA=0 MLA_FP8_BUILD_DIR=$out/cmake \
 runtime() { "${CXX:-c++}" -print-file-name="$1"; }
 export LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
-PYTHONPATH=$PWD/$out "$PYTHON" tests/fuzz.py --last $out/last_seed "$@" || {
+PYTHONPATH=$PWD/$out "$PYTHON" tests/fuzz/fuzz.py --last $out/last_seed "$@" || {
   unset LD_PRELOAD
   echo "ci/fuzz.sh: failed in the call of seed $(cat $out/last_seed)" >&2
   exit 1

@@ -33,8 +33,8 @@ parallel=$("$PYTHON" -c 'import os, xdist; print(f"-n {min(16, os.cpu_count())}"
 [ -z "$parallel" ] || export OMP_NUM_THREADS=1
 
 if [ $gpu = hip ]; then
-  "$PYTHON" -m pytest $parallel tests/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \
-    tests/test_cuda_matches_cpu.py tests/test_capture.py tests/test_hip_library.py tests/test_aiter_accuracy.py
+  "$PYTHON" -m pytest $parallel tests/ops/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \
+    tests/kernels/test_{cuda_matches_cpu,capture,hip_library,aiter_accuracy}.py
   "$PYTHON" benchmarks/bench_paged_attention_ragged.py --smoke
   exit
 fi
@@ -51,7 +51,7 @@ if [ -n "$SANITIZER" ]; then
   trap 'rm -rf "$logs"' EXIT
   for tool in memcheck racecheck initcheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool $tool --error-exitcode 9 --print-limit 5 \
-      "$PYTHON" -m pytest tests/test_cuda_matches_cpu.py tests/test_capture.py -x \
+      "$PYTHON" -m pytest tests/kernels/test_{cuda_matches_cpu,capture}.py -x \
       -k "not allocates and not graph and (not seed or seed1 or seed3) and not fnuz" \
       > "$logs/$tool" 2>&1 && touch "$logs/$tool.clean" &
   done

@@ -79,7 +79,8 @@ def packages() -> Path:
 
 
 def run(name: str, version: str) -> bool:
-    paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ("python", "tests", "ci/engines"))]
+    ours = ("python", "tests/support", "tests/integrations", "ci/engines")
+    paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ours)]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     test = pins.ROOT / "ci/engines" / f"test_in_{name}.py"
     command = [

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from op_samples import LAYOUT, SAMPLES, Size
+from op_samples import LAYOUT, SAMPLES, Size, tensors_of
 
 import mla_fp8
 from mla_fp8.compat import aiter, flash_mla, sglang
@@ -13,10 +13,6 @@ from mla_fp8.compat import aiter, flash_mla, sglang
 def clones(values):
     """Copies with the same strides."""
     return [copy.deepcopy(x) for x in values]
-
-
-def tensors_of(values):
-    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def assert_same(got, want):

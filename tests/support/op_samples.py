@@ -1,6 +1,6 @@
 """A valid small call of every op, for the tests that hold for all of them. A new op adds a row to SAMPLES."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -147,3 +147,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "paged_attention_ragged_latent": paged_attention_ragged_latent,
     "merge_attention_states": merge_attention_states,
 }
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    return [x for x in values if isinstance(x, Tensor)]

@@ -11,7 +11,7 @@ import pytest
 
 from mla_fp8 import _libraries
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 import check_wheel
 import long_description

@@ -10,7 +10,7 @@ import pytest
 
 import mla_fp8
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "ci" / "engines"
+FOLDER = Path(__file__).parents[2] / "ci" / "engines"
 
 
 @pytest.fixture

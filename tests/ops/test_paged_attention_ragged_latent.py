@@ -1,7 +1,7 @@
 import pytest
 import torch
 from emulation import is_cpu_kernel
-from test_paged_attention_ragged import INF, NAN, assert_same, int32
+from ragged_cases import INF, NAN, assert_same, int32
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference

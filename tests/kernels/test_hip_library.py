@@ -14,7 +14,7 @@ import torch
 
 from mla_fp8 import _libraries
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
 import code_objects
 
@@ -112,7 +112,7 @@ def test_machine_without_a_hip_runtime_says_so():
 @needs_emulation
 def test_order_of_the_threads_changes_nothing():
     """A missing barrier would make the result depend on it: here waves run as far ahead as they can."""
-    file = ROOT / "tests/test_paged_attention_ragged_options.py"
+    file = ROOT / "tests/ops/test_paged_attention_ragged_options.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulated", EMULATED, file]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "FAKE_HIP_SEED": "7"}
     result = subprocess.run(

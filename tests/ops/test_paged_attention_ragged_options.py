@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_paged_attention_ragged import INF, NAN, all_dtypes, assert_same, check, make_case
+from ragged_cases import INF, NAN, all_dtypes, assert_same, check, make_case
 
 import mla_fp8
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from test_paged_attention_ragged import make_case
+from ragged_cases import make_case
 
 import mla_fp8
 

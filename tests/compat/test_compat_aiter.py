@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 from error_cases import check_refused
-from test_paged_attention_ragged import all_dtypes, check, fp8_dtypes, hnd, make_case
+from ragged_cases import all_dtypes, check, fp8_dtypes, hnd, make_case
 
 import mla_fp8
 from mla_fp8.compat.aiter import paged_attention_ragged

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from op_samples import SAMPLES
-from test_compile import tensors_of
+from op_samples import SAMPLES, tensors_of
 
 import mla_fp8
 

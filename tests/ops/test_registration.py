@@ -1,6 +1,7 @@
 """Every op of torch.ops.mla_fp8: its schema is frozen, its kernels are registered, opcheck passes.
 
-`python tests/test_registration.py > tests/schemas.txt` after a deliberate change of a schema.
+After a deliberate change of a schema:
+PYTHONPATH=tests/support python tests/ops/test_registration.py > tests/ops/schemas.txt
 """
 
 from pathlib import Path

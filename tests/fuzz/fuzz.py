@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Calls every op with random hostile values until the time is up, and checks each result against an oracle.
 
-    python tests/fuzz.py --seconds 60 --seed 0    `make fuzz` does, on a library with sanitizers
-    python tests/fuzz.py --seed 1234 --calls 1    one call again
+    python tests/fuzz/fuzz.py --seconds 60 --seed 0    `make fuzz` does, on a library with sanitizers
+    python tests/fuzz/fuzz.py --seed 1234 --calls 1    one call again
 
 Most calls are valid, whatever their indices and lengths hold: their results are those of ``fuzz_oracle``. The
 others have one argument spoilt: they are taken, or raise an error that says something and leave the inputs as
@@ -122,7 +122,7 @@ def main() -> int:
         except Exception:
             again = f"--op {options.op} " if options.op else ""
             print(
-                f"fuzz: failed, again by: python tests/fuzz.py {again}--calls 1 --seed {seed}",
+                f"fuzz: failed, again by: python tests/fuzz/fuzz.py {again}--calls 1 --seed {seed}",
                 file=sys.stderr,
             )
             raise
