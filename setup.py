@@ -28,7 +28,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path.insert(0, str(ROOT / "packaging"))
 import long_description
 import sbom
 

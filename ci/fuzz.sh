@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # tests/fuzz/fuzz.py on a library for CPUs with AddressSanitizer and UBSan, which it builds first:
-#   ci/fuzz.sh [arguments of tests/fuzz/fuzz.py]      $PYTHON as in ci/build_wheel.sh
+#   ci/fuzz.sh [arguments of tests/fuzz/fuzz.py]      $PYTHON as in packaging/build_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v python3)}

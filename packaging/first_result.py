@@ -1,4 +1,4 @@
-"""Run by ci/test_install.sh in a fresh environment: a first correct result, and how long it took."""
+"""Run by packaging/test_install.sh in a fresh environment: a first correct result, and how long it took."""
 
 import os
 import subprocess

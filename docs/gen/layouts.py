@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
-TARGET = Path(__file__).resolve().parents[1] / "docs/kv_layouts.md"
+TARGET = Path(__file__).resolve().parents[2] / "docs/kv_layouts.md"
 INTRODUCTION = """\
-<!-- written by ci/kv_layouts_doc.py from csrc/common/kv_layout.h -->
+<!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
 # KV cache layouts
 
 A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `page_bytes`. Slot
@@ -85,7 +85,7 @@ def main() -> int:
     if "--check" not in sys.argv:
         TARGET.write_text(document())
     elif TARGET.read_text() != document():
-        print(f"{TARGET.name} is not up to date: run ci/kv_layouts_doc.py")
+        print(f"{TARGET.name} is not up to date: run docs/gen/layouts.py")
         return 1
     return 0
 

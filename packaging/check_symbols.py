@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What the built libraries may import and must not export. Prints what is wrong, exit code 1 if anything is.
 
-  ci/check_symbols.py python/mla_fp8/lib/*.so [--objects build/cmake]
-  ci/check_symbols.py --dump .../site-packages/torch > ci/torch_symbols_2.10.txt    (oldest torch, with CUDA)
+  packaging/check_symbols.py python/mla_fp8/lib/*.so [--objects build/cmake]
+  packaging/check_symbols.py --dump .../site-packages/torch > packaging/torch_symbols_2.10.txt
 
 Libraries: every torch symbol exists in the oldest torch that we load in, none is of libtorch's C++ ABI, none
 of CPython; no RPATH. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mla_fp8.dispatch import PREFERENCES, Backend, Preference, Problem, explain
 
-PATH = Path(__file__).resolve().parents[1] / "docs/dispatch.md"
+PATH = Path(__file__).resolve().parents[2] / "docs/dispatch.md"
 TWO_CACHES = frozenset({"two caches"})
 CONFIGURATIONS: tuple[tuple[str, Problem, str], ...] = (
     ("DeepSeek V3.2, decode, 8 x H200", Problem("sparse_decode", "sm90", "dsv32", 16), "auto"),
@@ -69,7 +69,7 @@ def configurations() -> str:
 
 def document(text: str) -> str:
     for name, content in (("preferences", preferences()), ("configurations", configurations())):
-        begin, end = f"<!-- {name}: written by ci/dispatch_doc.py -->\n", f"<!-- end of {name} -->"
+        begin, end = f"<!-- {name}: written by docs/gen/dispatch.py -->\n", f"<!-- end of {name} -->"
         pattern = re.escape(begin) + ".*?" + re.escape(end)
         text = re.sub(pattern, lambda _, new=begin + content + "\n" + end: new, text, flags=re.DOTALL)
     return text
@@ -80,7 +80,7 @@ def main() -> int:
     if "--check" not in sys.argv:
         PATH.write_text(document(old))
     elif old != document(old):
-        print("docs/dispatch.md is not up to date: run ci/dispatch_doc.py")
+        print("docs/dispatch.md is not up to date: run docs/gen/dispatch.py")
         return 1
     return 0
 

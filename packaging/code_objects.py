@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Are the AMD code objects in libmla_fp8_hip.so what they should be? Prints a table; exit code 1 if not.
 
-  ci/code_objects.py python/mla_fp8/lib/libmla_fp8_hip.so --zig .../site-packages/ziglang/zig
+  packaging/code_objects.py python/mla_fp8/lib/libmla_fp8_hip.so --zig .../site-packages/ziglang/zig
 
 Reads each kernel's resources from the metadata that the HIP runtime reads too. With --zig, clang assembles
 the instructions that the attention kernels must be made of, and their opcodes are looked for in the code.
 """
 
 import argparse
+import io
 import struct
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgpack
+from elftools.elf.elffile import ELFFile
 
 MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 MAX_BYTES = 2_000_000  # of the library as a wheel has it, stripped
@@ -59,71 +63,33 @@ def bundles(library: bytes) -> Iterator[dict[str, bytes]]:
         at = library.find(MAGIC, at + 1)
 
 
-def sections(elf: bytes) -> dict[str, tuple[int, bytes]]:
-    """Address and content by name."""
-    (table,), (entry, count, names) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HHH", elf, 58)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
-    strings = headers[names][4]
-
-    def name(at: int) -> str:
-        return elf[strings + at : elf.index(b"\0", strings + at)].decode()
-
-    return {name(h[0]): (h[3], elf[h[4] : h[4] + h[5]]) for h in headers}
+def elf(content: bytes) -> ELFFile:
+    return ELFFile(io.BytesIO(content))
 
 
-def unpack(data: bytes, at: int) -> tuple[Any, int]:
-    """One MessagePack value, as far as the metadata uses the format, and where it ends."""
-    tag = data[at]
-    at += 1
-    if tag < 0x80 or tag >= 0xE0:
-        return (tag if tag < 0x80 else tag - 256), at
-    if tag in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[tag], at
-    if tag in (0xCC, 0xCD, 0xCE, 0xCF):
-        size = 1 << (tag - 0xCC)
-        return int.from_bytes(data[at : at + size], "big"), at + size
-    if tag < 0x90 or tag in (0xDE, 0xDF):
-        size = 0 if tag < 0x90 else 2 << (tag - 0xDE)
-        count = tag & 15 if tag < 0x90 else int.from_bytes(data[at : at + size], "big")
-        at, result = at + size, {}
-        for _ in range(count):
-            key, at = unpack(data, at)
-            result[key], at = unpack(data, at)
-        return result, at
-    if tag < 0xA0 or tag in (0xDC, 0xDD):
-        size = 0 if tag < 0xA0 else 2 << (tag - 0xDC)
-        count = tag & 15 if tag < 0xA0 else int.from_bytes(data[at : at + size], "big")
-        at, items = at + size, []
-        for _ in range(count):
-            item, at = unpack(data, at)
-            items.append(item)
-        return items, at
-    size = 0 if tag < 0xC0 else 1 << (tag - 0xD9)
-    length = tag & 31 if tag < 0xC0 else int.from_bytes(data[at : at + size], "big")
-    return data[at + size : at + size + length].decode(), at + size + length
+def metadata(code_object: ELFFile) -> list[dict[str, Any]]:
+    """Of each kernel, as the compiler wrote it for the runtime: MessagePack in a note."""
+    (note,) = code_object.get_section_by_name(".note").iter_notes()
+    return list(msgpack.unpackb(note["n_descdata"])["amdhsa.kernels"])
 
 
-def kernels(code_object: bytes) -> list[Kernel]:
-    found = sections(code_object)
-    note = found[".note"][1]
-    name_size, size = struct.unpack_from("<II", note)
-    start = 12 + -(-name_size // 4) * 4
-    metadata, _ = unpack(note[start : start + size], 0)
-    symbols, strings = found[".dynsym"][1], found[".dynstr"][1]
-    (base, text), (descriptors, rodata) = found[".text"], found[".rodata"]
+def kernels(content: bytes) -> list[Kernel]:
+    code_object = elf(content)
+    text, rodata = (code_object.get_section_by_name(name) for name in (".text", ".rodata"))
+    instructions, descriptors = text.data(), rodata.data()
     code, modes = {}, {}
-    for at in range(0, len(symbols), 24):
-        name, info, _, _, address, length = struct.unpack_from("<IBBHQQ", symbols, at)
-        symbol = strings[name : strings.index(b"\0", name)].decode()
-        if info & 15 == 2:  # a function
-            code[symbol] = text[address - base : address - base + length]
-        elif symbol.endswith(".kd"):  # compute_pgm_rsrc1 is at byte 48, FLOAT_DENORM_MODE its bits 16 to 19
-            modes[symbol.removesuffix(".kd")] = struct.unpack_from("<I", rodata, address - descriptors + 48)[
-                0
-            ]
+    for symbol in code_object.get_section_by_name(".dynsym").iter_symbols():
+        if symbol["st_info"]["type"] == "STT_FUNC":
+            at = symbol["st_value"] - text["sh_addr"]
+            code[symbol.name] = instructions[at : at + symbol["st_size"]]
+        elif symbol.name.endswith(
+            ".kd"
+        ):  # compute_pgm_rsrc1 is at byte 48, FLOAT_DENORM_MODE its bits 16 to 19
+            at = symbol["st_value"] - rodata["sh_addr"] + 48
+            modes[symbol.name.removesuffix(".kd")] = int.from_bytes(descriptors[at : at + 4], "little")
     return [
         Kernel(k[".name"], k, code[k[".name"]], modes[k[".name"]] >> 16 & 15 == 15)
-        for k in metadata["amdhsa.kernels"]
+        for k in metadata(code_object)
     ]
 
 
@@ -150,7 +116,8 @@ def encoding(zig: Path, arch: str, assembly: str) -> int:
         source.write_text(f".text\n{assembly}\n")
         command = [zig, "clang", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}", "-c", source, "-o", target]
         subprocess.run(command, check=True, capture_output=True)
-        return int(struct.unpack_from("<I", sections(target.read_bytes())[".text"][1])[0])
+        text = elf(target.read_bytes()).get_section_by_name(".text").data()
+        return int.from_bytes(text[:4], "little")
 
 
 def count(kernel: Kernel, opcode: int, mask: int) -> int:
@@ -174,8 +141,8 @@ def missing_instructions(zig: Path, arch: str, attention: list[Kernel]) -> Itera
 
 
 def stripped_size(library: bytes) -> int:
-    found = sections(library)
-    return len(library) - sum(len(found[name][1]) for name in (".symtab", ".strtab") if name in found)
+    found = (elf(library).get_section_by_name(name) for name in (".symtab", ".strtab"))
+    return len(library) - sum(section["sh_size"] for section in found if section is not None)
 
 
 def check(library: Path, zig: Path | None = None, verbose: bool = False) -> list[str]:

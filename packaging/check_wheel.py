@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Whether wheels are what their names say. Prints what is wrong; exit code 1 if anything is.
 
-  ci/check_wheel.py dist/*.whl
+  packaging/check_wheel.py dist/*.whl
 
 Name, metadata and contents agree; the libraries of the variant are there, and nothing that does not belong.
-They import what they may (ci/check_symbols.py) and need no library but torch's and the C and C++ runtimes,
-and no newer glibc than the platform tag promises. The size is within its budget. auditwheel, twine
-and torch-abi-audit have their say where they are installed, as they are in .venv.
+They import what they may (check_symbols.py). They need no library but torch's and the C and C++ runtimes, and
+no newer glibc than the platform tag promises. The size is within its budget. auditwheel, twine and
+torch-abi-audit have their say where they are installed, as they are in .venv.
 """
 
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the wheel of a variant from the last commit (or $COMMIT) and checks it:
-#   ci/build_wheel.sh VARIANT [FOLDER]      (dist)
+#   packaging/build_wheel.sh VARIANT [FOLDER]      (dist)
 #
 #   cpu                        libmla_fp8_cpu.so
 #   cu126 cu128 cu129 cu130    and libmla_fp8_cuda.so; the nvcc on PATH must be of that very version
@@ -8,10 +8,10 @@
 #
 # $PYTHON (default: .venv's, else python3) has torch >= 2.10 for its headers, and what ci/setup_venv.sh installs.
 # $CMAKE_ARGS is passed on.
-# The platform tag is the oldest one that auditwheel finds true: manylinux_2_28 in the image of ci/Dockerfile,
+# The platform tag is the oldest one that auditwheel finds true: manylinux_2_28 in the image of packaging/Dockerfile,
 # a newer one on a newer machine. Every build of a variant happens at the same path, from `git archive`: nvcc
 # derives names from paths, and nothing that is not committed can get in. Same commit, same tools, same bytes
-# (ci/check_reproducible.sh).
+# (packaging/check_reproducible.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 variant=${1:?variant: cpu, cu126, cu128, cu129, cu130, rocm6 or rocm7}
@@ -48,6 +48,6 @@ export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct "$commit
 )
 PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m auditwheel repair --plat auto --exclude 'libtorch*.so' \
   -w "$work/repaired" "$work"/raw/*.whl 2>&1 | tail -1
-"$PYTHON" ci/check_wheel.py "$work"/repaired/*.whl
+"$PYTHON" packaging/check_wheel.py "$work"/repaired/*.whl
 rm -f "$out"/mla_fp8-*+"$variant"-*.whl
 cp "$work"/repaired/*.whl "$out"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import mla_fp8
 
-TARGET = Path(__file__).resolve().parents[1] / "docs/ops.md"
+TARGET = Path(__file__).resolve().parents[2] / "docs/ops.md"
 OPS_MODULES = "mla_fp8.ops."
 INTRODUCTION = """\
-<!-- written by ci/ops_doc.py from the docstrings in python/mla_fp8 -->
+<!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
 # Ops
 
 Tensors come first and by position, the rest by keyword. Bad input raises before anything is written:
@@ -126,7 +126,7 @@ def main() -> int:
     if "--check" not in sys.argv:
         TARGET.write_text(document)
     elif TARGET.read_text() != document:
-        print(f"{TARGET.name} is not up to date: run ci/ops_doc.py")
+        print(f"{TARGET.name} is not up to date: run docs/gen/ops.py")
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures docs/accuracy.csv: the errors of every layout and every backend on the activations of the demo.
 
-  python ci/accuracy.py [--device cuda]          replaces the rows of this device
+  python docs/gen/accuracy.py [--device cuda]          replaces the rows of this device
 
 The demo's layers run over its text (`python -m mla_fp8 demo`). Error of a layout: the layer's output against
 float64 over the latents before they were stored. Error of a backend: the very calls of the ops, recorded and
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mla_fp8.recording import Call
 
-TARGET = Path(__file__).resolve().parents[1] / "docs/accuracy.csv"
+TARGET = Path(__file__).resolve().parents[2] / "docs/accuracy.csv"
 COLUMNS = ["device", "model", "what", "layout", "backend", "layer", "rms_error"]
 Row = dict[str, str]
 CALLS, TOKENS = 12, 16

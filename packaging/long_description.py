@@ -2,7 +2,7 @@
 """The README as a package index shows it: there a relative link leads nowhere.
 
 With the home of the sources (``MLA_FP8_HOME``, such as ``https://HOST/OWNER/mla_fp8``) links become absolute,
-to the files of the release; without it only their text stays. ``ci/long_description.py`` prints it.
+to the files of the release; without it only their text stays. ``packaging/long_description.py`` prints it.
 """
 
 import os

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "ci")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs/gen")]
 import accuracy
 import plot
 import summary
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.csv"))
-PERFORMANCE = "<!-- tables and charts of benchmarks/results: ci/docs_hooks.py -->"
-ACCURACY = "<!-- tables and charts of docs/accuracy.csv: ci/docs_hooks.py -->"
+PERFORMANCE = "<!-- tables and charts of benchmarks/results: docs/gen/hooks.py -->"
+ACCURACY = "<!-- tables and charts of docs/accuracy.csv: docs/gen/hooks.py -->"
 HEADER = "| case | us | GB/s | TFLOP/s | % of the ceiling | peers | commit |\n|---|---|---|---|---|---|---|"
 REAL_ROWS = "_real_rows"  # hundreds of cases: worst and best of each kind say it
 IMAGES = Path(tempfile.mkdtemp())

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs a variant from a built index as a user would, and uses it:
-#   ci/test_install.sh INDEX VARIANT [PYTHON...]          ci/test_install.sh site/whl cpu .venv/bin/python
+#   packaging/test_install.sh INDEX VARIANT [PYTHON...]          packaging/test_install.sh site/whl cpu .venv/bin/python
 # Each PYTHON (default: .venv's) has torch. The package goes into an empty environment made from it that
 # sees those packages and nothing of this checkout. Checked: time from `pip install` to the first correct result,
 # time of the import beyond torch's, `doctor`, and the whole `demo` if DEMO=1.
@@ -9,12 +9,12 @@ cd "$(dirname "$0")/.."
 index=$(realpath "$1") variant=$2
 shift 2
 [ $# -gt 0 ] || set -- .venv/bin/python
-checks=$PWD/ci/first_result.py
+checks=$PWD/packaging/first_result.py
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 for python in "$@"; do
-  ci/bare_venv.sh "$python" "$work/venv"
+  packaging/bare_venv.sh "$python" "$work/venv"
   venv=$work/venv/bin/python
   echo "== $("$venv" -c "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)")"
   (
