@@ -133,7 +133,7 @@ def paged_batch(num_tokens, device, block_size=64):
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("prompts", [0, 3])
 @pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
-def test_rows_of_fp8_caches_come_with_their_lengths(method, prompts, block_size, monkeypatch, device):
+def test_rows_of_fp8_caches_keep_keys_behind_a_hole(method, prompts, block_size, monkeypatch, device):
     b = paged_batch(9, device, block_size)
     b.metadata.num_decode_tokens -= prompts
     impl = resolved(monkeypatch).get_impl_cls()(16, 0.1)
@@ -144,7 +144,8 @@ def test_rows_of_fp8_caches_come_with_their_lengths(method, prompts, block_size,
     )
     out, lse = getattr(impl, method)(b.q, b.cache, b.positions, b.metadata)
     (options,) = seen
-    assert lse is None and options["topk_length"].tolist() == (b.positions >= 0).sum(1).tolist()
+    assert lse is None and options.get("topk_length") is None
+    assert (b.positions[:, -1] >= 0).any()  # behind a hole, past the number of valid ones
     assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
 
 

@@ -49,17 +49,14 @@ def triton_convert_req_index_to_global_index(
     BLOCK_STRIDE_ROWS=None,
     return_valid_counts=False,
 ):
-    """Slots of positions; asked for counts, the valid ones first and garbage behind."""
-    assert return_valid_counts and BLOCK_STRIDE_ROWS is None
+    """Slots of positions, -1 where it was; asked for, how many are valid, too."""
+    assert BLOCK_STRIDE_ROWS is None
     assert token_indices.shape[1] == NUM_TOPK_TOKENS and len(req_id) == len(token_indices)
     valid = token_indices >= 0
     safe = token_indices.where(valid, 0).long()
     slots = block_table[req_id[:, None].long(), safe // BLOCK_SIZE] * BLOCK_SIZE + safe % BLOCK_SIZE
-    first = (~valid).int().argsort(dim=1, stable=True)
-    slots = slots.gather(1, first)
-    lengths = valid.sum(1).int()
-    garbage = torch.arange(slots.shape[1], device=slots.device) >= lengths[:, None]
-    return slots.masked_fill(garbage, 7).int(), lengths
+    slots = slots.where(valid, -1).int()
+    return (slots, valid.sum(1).int()) if return_valid_counts else slots
 
 
 class FlashMLASparseImpl:

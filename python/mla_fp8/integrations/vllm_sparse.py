@@ -1,7 +1,7 @@
 """vLLM's sparse MLA backend (DeepSeek V3.2, GLM-5) with our kernels: mixed in before vLLM's own classes.
 
 Taken over: the kernels, the padding of query heads around them, and for FP8 caches the way to them, so that
-rows come with their lengths and prompts of few heads are read straight from the pages. vLLM's own: indexer,
+prompts of few heads are read straight from the pages. vLLM's own: indexer,
 cache writes, dense attention of short prompts, the gather before prefill with many heads, and what context
 parallelism does with the results.
 """
@@ -122,34 +122,26 @@ def make_backend(module: str) -> type:
 
 
 def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
-    """All tokens of the batch as rows of their own, each with its slots and how many they are."""
+    """All tokens of the batch as rows of their own. vLLM leaves -1 where it is, so its counts are no lengths."""
     if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
-        slots, lengths = impl._convert_logical_to_physical_topk(
-            topk_indices, metadata, block_stride_rows=None, return_valid_counts=True
+        slots = impl._convert_logical_to_physical_topk(
+            topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
         )
     else:
-        slots, lengths = impl.theirs.triton_convert_req_index_to_global_index(
+        slots = impl.theirs.triton_convert_req_index_to_global_index(
             metadata.req_id_per_token[: len(topk_indices)],
             metadata.block_table,
             topk_indices,
             BLOCK_SIZE=metadata.block_size,
             NUM_TOPK_TOKENS=topk_indices.shape[1],
-            return_valid_counts=True,
+            return_valid_counts=False,
         )
-    return _over_pages(q, kv_cache, slots, impl.softmax_scale, lengths)[0]
+    return _over_pages(q, kv_cache, slots, impl.softmax_scale)[0]
 
 
-def _over_pages(
-    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, lengths: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _over_pages(q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     return attend.over_pages(
-        q,
-        kv_cache,
-        slots,
-        layout=_PACKED,
-        page_size=kv_cache.shape[1],
-        sm_scale=sm_scale,
-        topk_length=lengths,
+        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale
     )
 
 
