@@ -6,7 +6,6 @@ import types
 from types import SimpleNamespace
 
 import peer_standins
-import torch
 
 from mla_fp8.integrations import flash_mla_calls, vllm_sparse
 

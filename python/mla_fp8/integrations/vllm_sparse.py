@@ -122,7 +122,7 @@ def make_backend(module: str) -> type:
 
 
 def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
-    """All tokens of the batch as rows of their own. vLLM leaves -1 where it is, so its counts are no lengths."""
+    """All tokens as rows of their own. vLLM leaves -1 where it is: its counts of slots are no lengths."""
     if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
         slots = impl._convert_logical_to_physical_topk(
             topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
