@@ -8,7 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from mla_fp8.dispatch import PREFERENCES, Backend, Preference, Problem, explain
+from support_matrix import registered
+
+from mla_fp8.backends.table import Backend, Problem
+from mla_fp8.dispatch import PREFERENCES, Preference, explain
 
 PATH = Path(__file__).resolve().parents[2] / "docs/dispatch.md"
 TWO_CACHES = frozenset({"two caches"})
@@ -41,8 +44,11 @@ CONFIGURATIONS: tuple[tuple[str, Problem, str], ...] = (
 )  # fmt: skip
 
 
-def nothing_missing(backend: Backend, problem: Problem) -> str | None:
-    """As on a machine that has every package and every kernel."""
+def not_built(backend: Backend, problem: Problem) -> str | None:
+    """As on a machine that has every package and our library for its device: the ops that are not in it."""
+    device = "cpu" if problem.arch == "cpu" else "hip" if problem.arch.startswith("gfx") else "cuda"
+    if backend.needs_kernel and problem.op not in registered(f"MLA_FP8_{device.upper()}_OPS"):
+        return f"libmla_fp8_{device}.so has no {problem.op}"
     return None
 
 
@@ -63,7 +69,7 @@ def configurations() -> str:
     for title, p, backend in CONFIGURATIONS:
         wants = f", {', '.join(sorted(p.features))}" if p.features else ""
         head = f"{p.op} on {p.arch}, {p.layout}, {p.num_q_heads} heads{wants}; backend={backend!r}"
-        parts.append(f"{title}:\n\n```\n{head}\n{explain(p, backend, nothing_missing)}\n```")
+        parts.append(f"{title}:\n\n```\n{head}\n{explain(p, backend, not_built)}\n```")
     return "\n\n".join(parts)
 
 

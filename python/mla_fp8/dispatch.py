@@ -1,4 +1,4 @@
-"""Which kernel serves a call: a table of what each backend can run, and a table of who goes first.
+"""Which kernel serves a call: who goes first, of those that can run it (``backends/table.py``).
 
 Selection looks at shapes, dtypes, the GPU and what is importable, never at tensor values, so it is cached
 and a compiled graph decides once, when it is traced. An explicit choice that does not fit raises and is never
@@ -13,144 +13,15 @@ from typing import Any
 
 import torch
 
+from ._inference import refuse_gradients
 from .arch import arch_of
-from .backends import ADAPTERS, aiter, flash_mla, flashinfer, flashinfer_sm90, flashinfer_sm120, opaque
-from .backends.packages import Api, locate
+from .backends import opaque
+from .backends.table import NATIVE, TABLE, Backend, Problem
+from .call import OPS, SparseCall
 from .kv_cache_dtype import BACKENDS, NAMES, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout, get_layout
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """All that selection may look at."""
-
-    op: str  # "sparse_decode", ...
-    arch: str  # see arch_of
-    layout: str  # a name in KV_LAYOUTS
-    num_q_heads: int
-    features: frozenset[str] = frozenset()  # what the call wants of FEATURES
-
-
-FEATURES = {
-    "two caches": "a second cache in the same softmax",
-    "batch_invariant": "the same bits in any batch",
-}
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to run some ops; the module ``mla_fp8.backends.<adapter>`` fits it to our signature."""
-
-    name: str  # what a caller asks for; the adapter's name asks for those that auto may take, too
-    adapter: str
-    ops: tuple[str, ...]
-    layouts: tuple[str, ...]
-    archs: tuple[str, ...] = ()  # () means any
-    max_q_heads: int | None = None  # of its kernels; fewer are padded where they must be
-    features: frozenset[str] = frozenset()
-    not_with: tuple[tuple[str, str], ...] = ()  # (feature, layout) that its kernels do not combine
-    api: Api | None = None  # functions of another package
-    needs_kernel: bool = False  # an op of this package, registered for the device
-    only_asked_for: str | None = None  # why "auto" never takes it
-    lossy: bool = False  # rounds more than its cache does
-
-    def why_not(
-        self, p: Problem, missing: Callable[["Backend", Problem], str | None] | None = None
-    ) -> str | None:
-        """The first reason why this backend cannot run ``p``, or None if it can.
-
-        ``missing`` says what this machine lacks, by default as probed.
-        """
-        if self.archs and p.arch not in self.archs:
-            return f"runs on {', '.join(self.archs)}, not on {p.arch}"
-        if p.layout not in self.layouts:
-            return f"reads {', '.join(self.layouts)}, not {p.layout}"
-        if self.max_q_heads is not None and p.num_q_heads > self.max_q_heads:
-            return f"takes at most {self.max_q_heads} query heads, not {p.num_q_heads}"
-        for feature in sorted(p.features - self.features):
-            return f"has no {feature} ({FEATURES[feature]})"
-        for feature, layout in self.not_with:
-            if layout == p.layout and feature in p.features:
-                return f"has no {feature} ({FEATURES[feature]}) for {layout}"
-        return (missing or probe)(self, p)
-
-
-_DISPATCH_KEYS = {"cpu": "CPU", "meta": "Meta"}  # of other archs: CUDA, which ROCm uses too
-
-
-def probe(backend: Backend, p: Problem) -> str | None:
-    """What a backend needs and this process does not have."""
-    if backend.api is not None:
-        module, reason = locate(backend.api)
-        if module is None:
-            return reason
-    if backend.needs_kernel:
-        key = _DISPATCH_KEYS.get(p.arch, "CUDA")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{p.op}", key):
-            return f"no {key} kernel of {p.op} is loaded; see mla_fp8.doctor()"
-    return None
-
-
-_ALL_OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
-_EVERYTHING = frozenset(FEATURES)
-_HOPPER_BLACKWELL = ("sm90", "sm100", "sm103")
-_ROUNDS_Q = "rounds the queries to FP8 as well"
-_NEVER_RAN = "its adapter has met a stand-in for the package only"
-_ROUNDS_WEIGHTS = f"rounds queries and weights to FP8; {_NEVER_RAN}"
-_WAITS = "waits for the GPU at every call, so no CUDA graph"
-
-NATIVE = Backend("native", "native", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)
-REFERENCE = Backend(
-    "reference", "reference", _ALL_OPS, tuple(KV_LAYOUTS), features=_EVERYTHING,
-    only_asked_for="the specification: for checking, not for serving",
-)  # fmt: skip
-
-TABLE: tuple[Backend, ...] = (
-    NATIVE,
-    Backend(
-        "flashmla_kv", "flash_mla", ("sparse_decode",), ("dsv32", "dsv4"), archs=_HOPPER_BLACKWELL,
-        max_q_heads=max(flash_mla.HEADS), features=frozenset({"two caches"}),
-        not_with=(("two caches", "dsv32"),), api=flash_mla.DECODE,
-    ),
-    Backend(
-        "flashmla_sparse", "flash_mla", ("sparse_decode", "sparse_prefill"), ("bf16", "bf16_512"),
-        archs=_HOPPER_BLACKWELL, max_q_heads=max(flash_mla.HEADS), api=flash_mla.PREFILL,
-    ),
-    Backend(
-        "flashinfer", "flashinfer", ("sparse_decode",), ("bf16",), archs=("sm100", "sm103"),
-        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_NEVER_RAN,
-    ),
-    Backend(
-        "flashinfer_fp8", "flashinfer", ("sparse_decode",), ("fp8_e4m3",), archs=("sm100", "sm103"),
-        max_q_heads=max(flashinfer.HEADS), api=flashinfer.DECODE, only_asked_for=_ROUNDS_Q, lossy=True,
-    ),
-    Backend(
-        "flashinfer_sm120", "flashinfer_sm120", ("sparse_decode",), ("dsv32", "dsv4"),
-        archs=("sm120", "sm121"), max_q_heads=max(flashinfer_sm120.HEADS),
-        features=frozenset({"two caches"}), not_with=(("two caches", "dsv32"),),
-        api=flashinfer_sm120.DECODE, only_asked_for=_ROUNDS_WEIGHTS, lossy=True,
-    ),
-    Backend(
-        "flashinfer_sm90", "flashinfer_sm90", ("sparse_decode",),
-        ("bf16", "bf16_512", "fp8_e4m3", "fp8_e4m3_512"), archs=("sm90",),
-        max_q_heads=flashinfer_sm90.MAX_Q_HEADS, api=flashinfer_sm90.DECODE, only_asked_for=_WAITS,
-    ),
-    Backend(
-        "aiter", "aiter", ("sparse_decode",), ("bf16",), archs=("gfx942", "gfx950"),
-        max_q_heads=max(aiter.HEADS), api=aiter.DECODE, only_asked_for="native is the default on ROCm",
-    ),
-    Backend(
-        "aiter_fp8_fnuz", "aiter", ("sparse_decode",), ("fp8_e4m3_fnuz",), archs=("gfx942",),
-        max_q_heads=max(aiter.HEADS), api=aiter.DECODE, only_asked_for=_ROUNDS_Q, lossy=True,
-    ),
-    Backend(
-        "aiter_fp8", "aiter", ("sparse_decode",), ("fp8_e4m3",), archs=("gfx950",),
-        max_q_heads=max(aiter.HEADS), api=aiter.DECODE, only_asked_for=_ROUNDS_Q, lossy=True,
-    ),
-    REFERENCE,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,9 +54,9 @@ PREFERENCES: tuple[Preference, ...] = (
         ("native",), "1.1 to 1.2 times the speed of FlashMLA from 4096 tokens on",
         ("sparse_prefill",), ("sm90",), q_heads=range(17, 129),
     ),
-    Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, _ALL_OPS, ("sm100", "sm103")),
+    Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, OPS, ("sm100", "sm103")),
 )  # fmt: skip
-_DEFAULT = Preference((), "native before others", _ALL_OPS, ())
+_DEFAULT = Preference((), "native before others", OPS, ())
 
 
 def preference(p: Problem) -> Preference:
@@ -315,28 +186,26 @@ def _one_of(known: Iterable[int], size: int) -> int:
     return next((n for n in known if n == size), size)
 
 
-def wanted(*, two_caches: bool = False, batch_invariant: bool = False) -> tuple[str, ...]:
-    """Names of FEATURES."""
-    asked = {"two caches": two_caches, "batch_invariant": batch_invariant}
-    return tuple(name for name, is_asked in asked.items() if is_asked)
-
-
 def can_run(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...] = ()) -> bool:
-    """Whether :func:`backend_function` would find one."""
+    """Whether :func:`attend` would find a backend."""
     try:
-        backend_function(op, q, layout, backend, features)
+        _adapter(op, q, layout, backend, features)
     except ValueError:
         return False
     return True
 
 
-def backend_function(
-    op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...] = ()
-) -> Callable[..., Any]:
-    """The adapter for these queries: it takes the arguments of ``mla_fp8.<op>`` less ``backend``."""
-    num_q_heads = _selected_heads(q.shape[1]) if q.dim() > 1 else 0
-    adapter = select_name(op, q.device.type, q.device.index, layout, num_q_heads, features, backend)
+def attend(call: SparseCall, backend: str) -> Any:
+    """The call by the backend that is asked for, or by the first that fits: (out, lse) of sparse_decode,
+    (out, max_logits, lse) of the others."""
+    given = call.arguments()
+    refuse_gradients(call.op, **given)
+    adapter = _adapter(call.op, call.q, call.layout.name, backend, call.features)
     if adapter == "native":
-        function: Callable[..., Any] = getattr(ADAPTERS[adapter], op)
-        return function
-    return functools.partial(opaque.call, op, adapter)
+        return getattr(torch.ops.mla_fp8, call.op)(**given)
+    return getattr(opaque.ops, call.op)(adapter=adapter, **given)
+
+
+def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...]) -> str:
+    num_q_heads = _selected_heads(q.shape[1]) if q.dim() > 1 else 0
+    return select_name(op, q.device.type, q.device.index, layout, num_q_heads, features, backend)

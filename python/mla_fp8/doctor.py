@@ -7,7 +7,7 @@ import torch
 
 from . import _libraries
 from .arch import arch_of
-from .dispatch import TABLE, Problem
+from .backends.table import TABLE, Problem
 from .layout import KV_LAYOUTS
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's

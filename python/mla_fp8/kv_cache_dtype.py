@@ -1,7 +1,8 @@
 """Which layout an engine's ``kv_cache_dtype`` means: there one string stands for several byte formats.
 
-Two tables decide: what a name can mean, likeliest first, and what a backend reads. The first meaning that the
-backend reads is taken; bytes per token, where the caller knows them, choose among those it reads.
+Two tables decide: what a name can mean, likeliest first, and what a backend reads (``backends/table.py``).
+The first meaning that the backend reads is taken; bytes per token, where the caller knows them, choose among
+those that it reads.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 import torch
 
+from .backends.table import TABLE
 from .layout import KV_LAYOUTS, KVLayout, get_layout
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 _NOTES = {
     "packed": "FP8 with a scale per tile, rope in bf16",
     "plain": "FP8 with one scale per layer, rope too; may be less accurate than per tile (vLLM #35891)",
+    "bf16": None,  # nothing to say
 }
 
 
@@ -47,17 +50,17 @@ class Reader:
         )
 
 
-BACKENDS: dict[str, Reader] = {
-    "native": Reader(("packed", "plain", "bf16"), fnuz=True),
-    "reference": Reader(("packed", "plain", "bf16"), fnuz=True),
-    "flash_mla": Reader(("packed", "bf16")),  # the package: both of its kernel families
-    "flashmla_kv": Reader(("packed",)),
-    "flashmla_sparse": Reader(("bf16",)),
-    "flashinfer": Reader(("plain", "bf16")),
-    "flashinfer_sm90": Reader(("plain", "bf16")),
-    "flashinfer_sm120": Reader(("packed",)),
-    "aiter": Reader(("plain", "bf16"), fnuz=True),
-}
+def _reader(name: str) -> Reader:
+    """Of a package: all that its rows read; of one row's name: what that row reads."""
+    rows = [b for b in TABLE if name in (b.name, b.adapter)]
+    layouts = [KV_LAYOUTS[layout] for b in rows for layout in b.layouts]
+    kinds = {_KIND[layout.scale_format] for layout in layouts}
+    fnuz = any(layout.fp8_dtype is torch.float8_e4m3fnuz for layout in layouts)
+    return Reader(tuple(kind for kind in _NOTES if kind in kinds), fnuz)
+
+
+# By package, and by the rows of one that reads different caches without loss.
+BACKENDS = {name: _reader(name) for b in TABLE for name in ((b.adapter,) if b.lossy else (b.adapter, b.name))}
 HISPARSE = ("flashmla_sparse", "flashmla_kv")
 
 
@@ -131,6 +134,6 @@ def _fail(message: str, function: str = "resolve_kv_cache_dtype") -> NoReturn:
 
 @functools.cache
 def _log_once(name: str, layout: KVLayout) -> None:
-    note = _NOTES.get(_KIND[layout.scale_format])
+    note = _NOTES[_KIND[layout.scale_format]]
     if note is not None:
         _LOGGER.info("kv_cache_dtype %r is layout %s: %s", name, layout.name, note)

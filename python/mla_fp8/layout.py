@@ -111,6 +111,8 @@ def _read_table() -> dict[str, KVLayout]:
 
 
 KV_LAYOUTS: dict[str, KVLayout] = _read_table()
+HEAD_DIM_V = next(iter(KV_LAYOUTS.values())).head_dim_v  # of every layout
+_ROWS = [layout for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"]
 
 
 def get_layout(layout: "str | KVLayout") -> KVLayout:
@@ -123,6 +125,12 @@ def get_layout(layout: "str | KVLayout") -> KVLayout:
             "(mla_fp8.resolve_kv_cache_dtype says which one an engine's kv_cache_dtype means)"
         )
     return KV_LAYOUTS[layout]
+
+
+def row_layout(q: torch.Tensor) -> KVLayout:
+    """The layout of bf16 rows that ``q`` can attend to; the first one if there is none."""
+    # Compared, not looked up: a size that the compiler does not know has no hash.
+    return next((layout for layout in _ROWS if layout.head_dim_qk == q.shape[-1]), _ROWS[0])
 
 
 def layout_of_id(number: int) -> KVLayout:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .layout import KVLayout, get_layout, layout_of_id
+from .call import OPS, SparseCall, make
+from .layout import KVLayout, get_layout, layout_of_id, row_layout
 
-OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
 COUNTED = ("paged_attention_ragged", "paged_attention_ragged_latent")  # no second backend to replay them with
 _KEY = "mla_fp8.calls"
 
@@ -35,6 +35,10 @@ class Call:
     @property
     def layout(self) -> KVLayout | None:
         return get_layout(self.options["layout"]) if "layout" in self.options else None
+
+    def sparse(self, device: torch.device | str) -> SparseCall:
+        given = self.arguments(device)
+        return make(self.op, given, self.layout or row_layout(given["q"]))
 
     def __str__(self) -> str:
         num_tokens, num_heads, _ = self.tensors["q"].shape

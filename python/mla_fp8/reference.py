@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .layout import KV_LAYOUTS, KVLayout
-
-HEAD_DIM_V = next(iter(KV_LAYOUTS.values())).head_dim_v
+from .layout import HEAD_DIM_V, KVLayout
 
 
 def tile_scales(nope: Tensor, layout: KVLayout, fp8_max: float) -> Tensor:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,9 @@ from torch import Tensor
 from . import recording, reference
 from ._cli import device
 from .arch import arch_of
-from .dispatch import Backend, Problem, candidates, wanted
+from .backends import reference as specification
+from .backends.table import Backend, Problem
+from .dispatch import candidates
 from .recording import Call
 from .timing import time_us
 
@@ -36,49 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64."""
-    given = call.arguments(device)
-    scopes = []
-    for prefix in ("", "extra_"):
-        if f"{prefix}kv_cache" not in given and f"{prefix}kv" not in given:
-            continue
-        if call.layout:
-            page_size, scale = given[f"{prefix}page_size"], given.get("scale")
-            rows = reference.dequantize_cache(
-                given[f"{prefix}kv_cache"], layout=call.layout, page_size=page_size, scale=scale
-            )
-        else:
-            rows = given["kv"]
-        indices = _window_slots(given) if not prefix and "page_table" in given else given[f"{prefix}indices"]
-        scopes.append((rows, indices, given.get(f"{prefix}topk_length")))
-    q, outs, lses = given["q"].double(), [], []
+    given = call.sparse(device)
+    scopes = specification.scopes(given)
+    q, outs, lses = given.q.double(), [], []
     for begin in range(0, max(len(q), 1), TOKENS_AT_ONCE):
         here = slice(begin, begin + TOKENS_AT_ONCE)
         part = [(rows, ids[here], None if n is None else n[here]) for rows, ids, n in scopes]
         out, _, lse = reference.sparse_attention(
-            q[here], part, sm_scale=given["sm_scale"], attn_sink=given.get("attn_sink")
+            q[here], part, sm_scale=given.sm_scale, attn_sink=given.attn_sink
         )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
-def _window_slots(given: dict[str, Any]) -> Tensor:
-    tables = (given[name] for name in ("page_table", "query_start_loc", "seq_lens"))
-    return reference.window_slots(
-        *tables, num_tokens=len(given["q"]), page_size=given["page_size"], window_size=given["window_size"]
-    )
-
-
 def backends(call: Call, device: str) -> dict[Backend, str | None]:
     """Those that have the op, and why they cannot run the call."""
-    q = call.tensors["q"]
-    layout = call.layout.name if call.layout else "bf16"
-    features = wanted(
-        two_caches="extra_kv_cache" in call.tensors,
-        batch_invariant=bool(call.options.get("batch_invariant")),
-    )
+    given = call.sparse("cpu")
     arch = arch_of(torch.device(device).type, None)
-    problem = Problem(call.op, arch, layout, q.shape[1], frozenset(features))
+    problem = Problem(call.op, arch, given.layout.name, given.q.shape[1], frozenset(given.features))
     return {backend: backend.why_not(problem) for backend in candidates(problem)}
 
 

@@ -13,7 +13,7 @@ import mla_fp8.compat.flash_mla
 from mla_fp8 import KV_LAYOUTS, dispatch, sparse_decode, sparse_prefill
 from mla_fp8.arch import arch_of
 from mla_fp8.backends import flash_mla, flashinfer_sm90, opaque, packages
-from mla_fp8.dispatch import TABLE, Backend, Problem
+from mla_fp8.backends.table import TABLE, Backend, Problem
 from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 HEADS = [1, 8, 16, 40, 64, 128]
@@ -116,8 +116,8 @@ def call(adapter: str):
     def function(*tensors, **options):
         if "layout" in options:
             options["layout"] = options["layout"].id
-        op = "sparse_decode" if "layout" in options else "sparse_prefill"
-        return opaque.call(op, adapter, *tensors, **options)
+        op = opaque.ops.sparse_decode if "layout" in options else opaque.ops.sparse_prefill
+        return op(*tensors, adapter=adapter, **options)
 
     return function
 
@@ -328,7 +328,7 @@ def test_a_package_of_another_version_says_what_it_lacks(monkeypatch):
     peer_standins.install(monkeypatch, "flash_mla", flash_mla_sparse_fwd)
     _, reason = packages.locate(flash_mla.PREFILL)
     assert reason.startswith(
-        "flash_mla has a flash_mla_sparse_fwd without attn_sink, topk_length (another version)"
+        "flash_mla has flash_mla_sparse_fwd without attn_sink, topk_length (another version)"
     )
     _, reason = packages.locate(flash_mla.DECODE)
     assert "flash_mla has no get_mla_metadata" in reason

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import peer_standins
 import pytest
@@ -12,18 +14,21 @@ from op_samples import SAMPLES
 from sparse_cases import make_case
 
 import mla_fp8
-from mla_fp8 import KV_LAYOUTS, dispatch
-from mla_fp8.dispatch import FEATURES, NATIVE, PREFERENCES, TABLE, Problem, candidates, explain, preference
+from mla_fp8 import KV_LAYOUTS, _libraries, dispatch
+from mla_fp8.backends import packages, table
+from mla_fp8.backends.table import NATIVE, TABLE, Problem
+from mla_fp8.call import FEATURES, OPS
+from mla_fp8.dispatch import PREFERENCES, candidates, explain, preference
 
 ARCHS = ["cpu", "sm80", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950"]
 TWO_CACHES = frozenset({"two caches"})
 
 
-def nothing_missing(backend, problem):
-    """As on a machine that has every package and every kernel."""
+sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
+from dispatch_doc import not_built
 
 
-def taken(problem: Problem, missing=nothing_missing) -> str:
+def taken(problem: Problem, missing=not_built) -> str:
     """What auto takes, by name."""
     fits = [
         b.name for b in candidates(problem) if b.why_not(problem, missing) is None and not b.only_asked_for
@@ -33,10 +38,10 @@ def taken(problem: Problem, missing=nothing_missing) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_selected_yet():
-    for cached in (dispatch.locate, dispatch.select, dispatch._select_name):
+    for cached in (packages.locate, dispatch.select, dispatch._select_name):
         cached.cache_clear()
     yield
-    for cached in (dispatch.locate, dispatch.select, dispatch._select_name):
+    for cached in (packages.locate, dispatch.select, dispatch._select_name):
         cached.cache_clear()
 
 
@@ -49,7 +54,7 @@ def test_the_cache_decides_between_flash_mlas_families_and_each_refuses_the_othe
     problem = Problem("sparse_decode", "sm100", layout, 128)
     assert taken(problem) == taken_by
     (wrong,) = [b for b in TABLE if b.name == refused]
-    assert f"not {layout}" in wrong.why_not(problem, nothing_missing)
+    assert f"not {layout}" in wrong.why_not(problem, not_built)
 
 
 def test_an_explicit_choice_that_does_not_fit_lists_every_backend_and_its_reason(monkeypatch):
@@ -89,9 +94,9 @@ def test_any_head_count_up_to_the_largest_kernel_is_padded_and_more_is_refused(b
     for op in backend.ops:
         for heads in (1, 8, 63, backend.max_q_heads):
             problem = Problem(op, backend.archs[0], backend.layouts[0], heads)
-            assert backend.why_not(problem, nothing_missing) is None
+            assert backend.why_not(problem, not_built) is None
         problem = Problem(op, backend.archs[0], backend.layouts[0], backend.max_q_heads + 1)
-        assert f"at most {backend.max_q_heads} query heads" in backend.why_not(problem, nothing_missing)
+        assert f"at most {backend.max_q_heads} query heads" in backend.why_not(problem, not_built)
 
 
 def test_heads_are_padded_to_the_next_size_not_to_the_largest(monkeypatch):
@@ -134,9 +139,14 @@ def test_where_native_is_not_tuned_others_go_first_and_native_serves_what_they_c
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("layout", ["bf16", "fp8_e4m3", "fp8_e4m3_fnuz", "dsv4_fnuz"])
-def test_rocm_takes_native_and_aiter_only_if_asked(arch, layout):
-    """SGLang #24129, AITER #5642: its FP8 path rounds Q and P; vLLM #42956: heads that it does not have."""
-    assert taken(Problem("sparse_decode", arch, layout, 16)) == "native"
+def test_rocm_is_promised_nothing_that_its_library_lacks(arch, layout, monkeypatch):
+    """SGLang #29982: no default where nobody ran it. AITER (#24129, AITER #5642) has to be asked for."""
+    monkeypatch.setattr(table, "probe", not_built)
+    problem = Problem("sparse_decode", arch, layout, 16)
+    with pytest.raises(ValueError, match=r"native +libmla_fp8_hip.so has no sparse_decode"):
+        dispatch.select(problem)
+    if layout == "bf16":
+        assert dispatch.select(problem, "aiter").name == "aiter"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +155,7 @@ def test_rocm_takes_native_and_aiter_only_if_asked(arch, layout):
 )
 def test_aiters_loss_has_to_be_asked_for_by_name(arch, layout, name, monkeypatch):
     """SGLang #24129, AITER #5642: "aiter" alone never means FP8 with rounded queries."""
-    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    monkeypatch.setattr(table, "probe", not_built)
     problem = Problem("sparse_decode", arch, layout, 16)
     with pytest.raises(ValueError, match=rf"{name} +could, if asked for: rounds the queries to FP8 as well"):
         dispatch.select(problem, "aiter")
@@ -153,17 +163,25 @@ def test_aiters_loss_has_to_be_asked_for_by_name(arch, layout, name, monkeypatch
     assert dispatch.select(Problem("sparse_decode", arch, "bf16", 16), "aiter").name == "aiter"
 
 
-@pytest.mark.parametrize("arch, encoding", [("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn")])
-def test_aiter_reads_the_encoding_of_the_gpu_and_nothing_is_upcast(arch, encoding):
+@pytest.mark.parametrize(
+    "arch, name, reads, other",
+    [
+        ("gfx942", "aiter_fp8_fnuz", "fp8_e4m3_fnuz", "fp8_e4m3"),
+        ("gfx950", "aiter_fp8", "fp8_e4m3", "fp8_e4m3_fnuz"),
+    ],
+)
+def test_a_cache_in_the_other_gpus_encoding_is_refused_by_aiter(arch, name, reads, other, monkeypatch):
     """SGLang #24129: the cache goes in as it is; the other encoding's bytes are other numbers."""
-    for b in TABLE:
-        if b.adapter == "aiter" and b.lossy and arch in b.archs:
-            assert {KV_LAYOUTS[layout].nope_format for layout in b.layouts} == {encoding}
+    monkeypatch.setattr(table, "probe", not_built)
+    assert dispatch.select(Problem("sparse_decode", arch, reads, 16), name).name == name
+    for backend in (name, "aiter"):
+        with pytest.raises(ValueError, match=rf"{name} +reads {reads}, not {other}\n"):
+            dispatch.select(Problem("sparse_decode", arch, other, 16), backend)
 
 
 def test_flashinfers_loss_has_to_be_asked_for_by_name(monkeypatch):
     """vLLM #35891: TRTLLM-GEN wants the queries in the cache's dtype."""
-    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    monkeypatch.setattr(table, "probe", not_built)
     problem = Problem("sparse_decode", "sm100", "fp8_e4m3", 64)
     with pytest.raises(ValueError, match=r"flashinfer_fp8 +could, if asked for"):
         dispatch.select(problem, "flashinfer")
@@ -173,7 +191,7 @@ def test_flashinfers_loss_has_to_be_asked_for_by_name(monkeypatch):
 
 def test_a_bf16_cache_with_an_fp8_backend_is_refused_not_quantised(monkeypatch):
     """SGLang quantises such a cache on every call."""
-    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    monkeypatch.setattr(table, "probe", not_built)
     for name in ("flashmla_kv", "flashinfer_fp8"):
         with pytest.raises(ValueError, match=f"{name} +reads .*, not bf16"):
             dispatch.select(Problem("sparse_decode", "sm100", "bf16", 64), name)
@@ -184,7 +202,7 @@ def test_a_bf16_cache_with_an_fp8_backend_is_refused_not_quantised(monkeypatch):
 def test_what_a_backend_does_not_do_is_refused_by_name(feature, backend):
     """vLLM #55526: say which predicate failed."""
     problem = Problem("sparse_decode", backend.archs[0], backend.layouts[0], 8, frozenset({feature}))
-    reason = backend.why_not(problem, nothing_missing)
+    reason = backend.why_not(problem, not_built)
     possible = feature in backend.features and (feature, problem.layout) not in backend.not_with
     assert (reason is None) == possible
     assert reason is None or f"has no {feature}" in reason
@@ -194,30 +212,43 @@ def test_flash_mlas_decode_of_v32_has_no_second_cache():
     """An H200 says so: its kernel asserts extra_kv == nullptr."""
     (b,) = [b for b in TABLE if b.name == "flashmla_kv"]
     problems = {layout: Problem("sparse_decode", "sm90", layout, 64, TWO_CACHES) for layout in b.layouts}
-    reasons = {layout: b.why_not(p, nothing_missing) for layout, p in problems.items()}
+    reasons = {layout: b.why_not(p, not_built) for layout, p in problems.items()}
     assert reasons["dsv4"] is None and reasons["dsv32"].endswith("for dsv32")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
-@pytest.mark.parametrize(
-    "op", ["sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"]
-)
-def test_native_serves_everything(arch, layout, op):
-    """One package for what others serve in part: auto always finds something."""
+@pytest.mark.parametrize("op", OPS)
+def test_native_serves_everything_that_its_libraries_have(arch, layout, op):
+    """One package for what others serve in part: on CPUs and NVIDIA GPUs auto always finds something."""
     for heads in (1, 128):
-        problem = Problem(op, arch, layout, heads, frozenset(FEATURES))
-        assert NATIVE.why_not(problem, nothing_missing) is None
+        reason = NATIVE.why_not(Problem(op, arch, layout, heads, frozenset(FEATURES)), not_built)
+        assert reason == (f"libmla_fp8_hip.so has no {op}" if arch.startswith("gfx") else None)
+
+
+def test_what_the_loaded_libraries_have_is_what_the_sources_list():
+    """The tables above read csrc/registration.h; a process asks torch."""
+    archs = {"cpu": "cpu", "sm90": "libmla_fp8_cuda.so", "gfx942": "libmla_fp8_hip.so"}
+    loaded = [a for a, library in archs.items() if a == "cpu" or _libraries.status[library] == "loaded"]
+    for arch in loaded:
+        for op in OPS:
+            problem = Problem(op, arch, "dsv4", 8)
+            assert table.probe(NATIVE, problem) == not_built(NATIVE, problem)
 
 
 def test_sparse_prefill_is_there_at_any_length():
-    """SGLang #25418: no limit of 8192 query tokens: none is part of a problem."""
-    assert set(Problem.__dataclass_fields__) == {"op", "arch", "layout", "num_q_heads", "features"}
+    """SGLang #25418: its kernel was limited to 8192 query tokens."""
+    q = torch.randn(8193, 1, 512).bfloat16()
+    rows, indices = torch.randn(3, 512).bfloat16(), torch.arange(8193, dtype=torch.int32)[:, None] % 3
+    out, _, lse = mla_fp8.sparse_prefill(q, rows, indices, sm_scale=1.0)
+    assert torch.equal(out[:, 0], rows[indices[:, 0].long()])
+    want = (q[:, 0].double() * rows[indices[:, 0].long()].double()).sum(-1)
+    torch.testing.assert_close(lse[:, 0].double(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_reference_is_never_taken_by_auto(monkeypatch):
     """It is the specification and slow."""
-    monkeypatch.setattr(dispatch, "probe", lambda b, p: None if b.name == "reference" else "not here")
+    monkeypatch.setattr(table, "probe", lambda b, p: None if b.name == "reference" else "not here")
     problem = Problem("sparse_decode", "cpu", "dsv4", 8)
     with pytest.raises(ValueError, match=r"native +not here"):
         dispatch.select(problem)
@@ -244,7 +275,7 @@ def test_the_first_preference_that_fits_counts(monkeypatch):
 
 def test_a_choice_of_auto_that_is_not_native_is_logged_once(monkeypatch, caplog):
     """vLLM #56564: an upgrade of a dependency changed the backend, and nobody was told."""
-    monkeypatch.setattr(dispatch, "probe", nothing_missing)
+    monkeypatch.setattr(table, "probe", not_built)
     problem = Problem("sparse_decode", "sm100", "dsv4", 64)
     with caplog.at_level(logging.INFO, logger="mla_fp8"):
         for _ in range(2):
@@ -258,12 +289,12 @@ def test_a_choice_of_auto_that_is_not_native_is_logged_once(monkeypatch, caplog)
 
 def test_explain_says_what_is_taken_what_could_be_and_why_not():
     problem = Problem("sparse_decode", "sm100", "dsv4", 16, TWO_CACHES)
-    lines = explain(problem, missing=nothing_missing).splitlines()
+    lines = explain(problem, missing=not_built).splitlines()
     assert lines[0].startswith("  flashmla_kv      taken: no kernel of native is tuned")
     assert "  native           could" in lines and len(lines) == len(
         [b for b in TABLE if "sparse_decode" in b.ops]
     )
-    asked = explain(problem, "native", missing=nothing_missing)
+    asked = explain(problem, "native", missing=not_built)
     assert "  native           taken: asked for" in asked and "  flashmla_kv      could\n" in asked
 
 
@@ -342,15 +373,26 @@ def test_selection_hears_of_what_a_call_wants(name, features, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arch, key", [("cpu", "CPU"), ("sm90", "CUDA"), ("gfx942", "CUDA"), ("meta", "Meta")]
+    "arch, key, library",
+    [
+        ("cpu", "CPU", "libmla_fp8_cpu.so"),
+        ("sm90", "CUDA", "libmla_fp8_cuda.so"),
+        ("gfx942", "CUDA", "libmla_fp8_hip.so"),
+        ("meta", "Meta", None),
+    ],
 )
-def test_an_op_without_a_kernel_for_the_device_is_not_taken(arch, key, monkeypatch):
+def test_an_op_without_a_kernel_for_the_device_is_not_taken(arch, key, library, monkeypatch):
     asked = []
     has = "_dispatch_has_kernel_for_dispatch_key"
     monkeypatch.setattr(torch._C, has, lambda op, key: asked.append((op, key)))
     problem = Problem("sparse_prefill_window", arch, "dsv4", 8)
-    with pytest.raises(ValueError, match=f"native +no {key} kernel of sparse_prefill_window is loaded"):
-        dispatch.select.__wrapped__(problem)
+    reasons = {"": f"no {key} kernel of sparse_prefill_window is loaded; see mla_fp8.doctor()"}
+    if library:
+        reasons["loaded"] = f"{library} has no sparse_prefill_window"
+    for status, reason in reasons.items():
+        monkeypatch.setattr(_libraries, "status", {library: status})
+        with pytest.raises(ValueError, match=f"native +{re.escape(reason)}"):
+            dispatch.select.__wrapped__(problem)
     assert ("mla_fp8::sparse_prefill_window", key) in asked
 
 

@@ -46,7 +46,9 @@ def test_any_other_name_is_an_error_that_lists_the_accepted_ones(name):
 
 def test_unknown_backends_and_head_dims_are_errors_that_list_the_known_ones():
     """SGLang #23013: a wrong explicit choice is refused with a clear error."""
-    with pytest.raises(ValueError, match=rf"backend must be one of {', '.join(NATURAL)}, got 'fa3'"):
+    with pytest.raises(
+        ValueError, match=rf"backend must be one of {', '.join(kv_cache_dtype.BACKENDS)}, got 'fa3'"
+    ):
         resolve_kv_cache_dtype("fp8", "fa3", 576)
     with pytest.raises(ValueError, match="head_dim_qk must be one of 576, 512, got 640"):
         resolve_kv_cache_dtype("fp8", "native", 640)

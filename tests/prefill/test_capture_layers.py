@@ -7,7 +7,8 @@ from sparse_cases import make_case
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, LayerCaches, PrefillWorkspace, workspace_rows
-from mla_fp8.dispatch import Problem, select
+from mla_fp8.backends.table import Problem
+from mla_fp8.dispatch import select
 from mla_fp8.prefill import STRATEGIES
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 

@@ -7,7 +7,7 @@ import torch
 import mla_fp8
 from mla_fp8 import _libraries
 from mla_fp8.__main__ import main
-from mla_fp8.dispatch import TABLE
+from mla_fp8.backends.table import TABLE
 
 doctor = sys.modules["mla_fp8.doctor"]  # the attribute of that name is the function
 

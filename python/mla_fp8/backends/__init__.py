@@ -1,9 +1,8 @@
-"""Adapters from each backend's own signature and conventions to ours; a package is imported when called."""
+"""Adapters: our call by another package's signature and conventions. A package is imported when called."""
 
-from . import aiter, flash_mla, flashinfer, flashinfer_sm90, flashinfer_sm120, native, reference
+from . import aiter, flash_mla, flashinfer, flashinfer_sm90, flashinfer_sm120, reference
 
 ADAPTERS = {
-    "native": native,
     "flash_mla": flash_mla,
     "flashinfer": flashinfer,
     "flashinfer_sm90": flashinfer_sm90,

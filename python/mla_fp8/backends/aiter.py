@@ -6,43 +6,35 @@ asked for. The cache is read as it is, never upcast (SGLang #24129).
 """
 
 import torch
-from torch import Tensor
 
-from ..layout import KVLayout
-from .convert import apply_sink, masked, nothing_where, padded, ragged, rows_view, to_multiple, with_dummies
-from .flashinfer import to_fp8_queries
-from .native import Pair
+from ..call import Pair, SparseCall
+from .convert import (
+    apply_sink,
+    masked,
+    nothing_where,
+    padded,
+    ragged,
+    rows_view,
+    to_fp8_queries,
+    to_multiple,
+    with_dummies,
+)
 from .packages import Api, function
 
 DECODE = Api(("aiter.mla",), (("mla_decode_fwd", ("page_size", "nhead_kv", "return_lse", "q_scale")),))
 HEADS = (16, 128)
 
 
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Pair:
+def sparse_decode(call: SparseCall) -> Pair:
+    q, layout, (scope, *_) = call.q, call.layout, call.scopes
     num_tokens, num_q_heads, _ = q.shape
     queries, _ = padded(q, None, HEADS)
     out = queries.new_empty(*queries.shape[:2], layout.head_dim_v)
     if num_tokens == 0:
         return out[:, :num_q_heads], q.new_empty(0, num_q_heads, dtype=torch.float32)
     dtype = layout.fp8_dtype or torch.bfloat16
-    rows = rows_view(kv_cache, page_size, layout.head_dim_qk, dtype)
-    slots, empty = with_dummies(to_multiple(masked(indices, len(rows), topk_length), 1))
+    rows = rows_view(scope.kv, scope.page_size, layout.head_dim_qk, dtype)
+    slots, empty = with_dummies(to_multiple(masked(scope, len(rows)), 1))
     indptr, flat = ragged(slots)
     q_scale = None
     if layout.needs_scale:
@@ -58,10 +50,10 @@ def sparse_decode(
         1,
         page_size=1,
         nhead_kv=1,
-        sm_scale=sm_scale,
+        sm_scale=call.sm_scale,
         q_scale=q_scale,
-        kv_scale=scale,
+        kv_scale=call.scale,
         return_lse=True,
     )
     out, lse = nothing_where(empty, out[:, :num_q_heads], lse.view(num_tokens, -1)[:, :num_q_heads])
-    return apply_sink(out, lse, attn_sink), lse
+    return apply_sink(out, lse, call.attn_sink), lse

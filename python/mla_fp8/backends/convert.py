@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..call import Scope
 from ..layout import KVLayout
-from ..ops.pad_q_heads import pad_q_heads
 
 
 def refuse_capture(q: Tensor, backend: str, does: str) -> None:
@@ -14,11 +14,13 @@ def refuse_capture(q: Tensor, backend: str, does: str) -> None:
         raise RuntimeError(f"mla_fp8: {backend} {does}, which a CUDA graph cannot capture")
 
 
-def masked(indices: Tensor, num_slots: int, length: Tensor | None) -> Tensor:
-    """-1 in place of every index that does not count: others follow what we mask."""
+def masked(scope: Scope, num_slots: int) -> Tensor:
+    """The scope's indices, -1 in place of every one that does not count: others follow what we mask."""
+    indices = scope.indices
+    assert indices is not None  # no peer has the op whose first scope is a window
     counts = (indices >= 0) & (indices < num_slots)
-    if length is not None:
-        counts &= torch.arange(indices.shape[1], device=indices.device) < length[:, None]
+    if scope.length is not None:
+        counts &= torch.arange(indices.shape[1], device=indices.device) < scope.length[:, None]
     return torch.where(counts, indices, -1)
 
 
@@ -74,7 +76,8 @@ def padded(q: Tensor, attn_sink: Tensor | None, sizes: tuple[int, ...]) -> tuple
     num_heads = min(n for n in sizes if n >= q.shape[1])
     if num_heads == q.shape[1]:
         return q, attn_sink
-    return pad_q_heads(q, attn_sink, num_heads=num_heads)
+    q, sink = torch.ops.mla_fp8.pad_q_heads(q, attn_sink, num_heads=num_heads)
+    return q, None if attn_sink is None else sink
 
 
 def rows_view(kv_cache: Tensor, page_size: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -93,3 +96,10 @@ def pages_view(kv_cache: Tensor, layout: KVLayout, page_size: int) -> Tensor:
     """A packed cache as bytes ``[num_pages, page_size, 1, bytes_per_token]``."""
     kv_cache = kv_cache.view(torch.uint8)
     return kv_cache if kv_cache.dim() == 4 else layout.flash_mla_view(kv_cache, page_size)
+
+
+def to_fp8_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(q / scale in FP8, scale), one scale for all of them."""
+    limit = torch.finfo(dtype).max
+    scale = (q.abs().amax().float() / limit).clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+    return (q / scale).clamp(-limit, limit).to(dtype), scale

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import KVLayout
-from ..reference import HEAD_DIM_V
+from ..call import Pair, Scope, SparseCall, Triple
 from .convert import empty_is_minus_inf, masked, padded, pages_view, rows_view, to_multiple
-from .native import Pair, Triple
 from .packages import Api, function, locate
 
 HEADS = (64, 128)
@@ -33,43 +31,25 @@ _DECODE_WIDTH, _PREFILL_WIDTH = 64, 128  # indices are taken in blocks of so man
 _MAX_BATCH = 8192
 
 
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Pair:
+def sparse_decode(call: SparseCall) -> Pair:
+    q, layout, (main, *extra) = call.q, call.layout, call.scopes
     if layout.fp8_dtype is None:
-        rows = rows_view(kv_cache, page_size, layout.head_dim_qk, torch.bfloat16)
-        out, _, lse = sparse_prefill(
-            q, rows, indices, sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length
-        )
+        rows = rows_view(main.kv, main.page_size, layout.head_dim_qk, torch.bfloat16)
+        out, _, lse = _over_rows(call, rows)
         return out, lse
     num_q_heads, num_tokens = q.shape[1], len(q)
-    q, attn_sink = padded(q, attn_sink, HEADS)
-    k_cache = pages_view(kv_cache, layout, page_size)
-    per_token = _scope(k_cache, indices, topk_length, ("indices", "topk_length"))
+    q, attn_sink = padded(q, call.attn_sink, HEADS)
+    k_cache = pages_view(main.kv, layout, main.page_size)
+    per_token = _slots(main, k_cache, ("indices", "topk_length"))
     if layout.name == "dsv32":  # its kernel asserts that there is none; the indices beyond are masked anyway
         per_token.pop("topk_length", None)
     options: dict[str, Any] = {
-        "softmax_scale": sm_scale, "is_fp8_kvcache": True, "attn_sink": attn_sink,
+        "softmax_scale": call.sm_scale, "is_fp8_kvcache": True, "attn_sink": attn_sink,
     }  # fmt: skip
-    if extra_kv_cache is not None and extra_indices is not None and extra_page_size is not None:
-        extra = pages_view(extra_kv_cache, layout, extra_page_size)
+    for scope in extra:
+        options["extra_k_cache"] = pages_view(scope.kv, layout, scope.page_size)
         names = ("extra_indices_in_kvcache", "extra_topk_length")
-        per_token |= _scope(extra, extra_indices, extra_topk_length, names)
-        options["extra_k_cache"] = extra
+        per_token |= _slots(scope, options["extra_k_cache"], names)
     outs = [q.new_empty(0, num_q_heads, layout.head_dim_v)]
     lses = [q.new_empty(0, num_q_heads, dtype=torch.float32)]
     for begin in range(0, num_tokens, _MAX_BATCH):
@@ -83,26 +63,23 @@ def sparse_decode(
     return torch.cat(outs), empty_is_minus_inf(torch.cat(lses))
 
 
-def sparse_prefill(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    sm_scale: float,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-) -> Triple:
+def sparse_prefill(call: SparseCall) -> Triple:
+    return _over_rows(call, call.scopes[0].kv)
+
+
+def _over_rows(call: SparseCall, kv: Tensor) -> Triple:
+    """The prefill kernels over the first scope's slots as rows of ``kv``."""
+    q, scope = call.q, call.scopes[0]
     num_tokens, num_q_heads, _ = q.shape
     if num_tokens == 0 or len(kv) == 0:
         nothing = torch.full((num_tokens, num_q_heads), -math.inf, device=q.device)
-        return q.new_zeros(num_tokens, num_q_heads, HEAD_DIM_V), nothing, nothing.clone()
-    q, attn_sink = padded(q, attn_sink, HEADS)
-    rows = to_multiple(masked(indices, len(kv), topk_length), _PREFILL_WIDTH)
-    if topk_length is not None:
-        topk_length = topk_length.clamp(0, indices.shape[1])
+        return q.new_zeros(num_tokens, num_q_heads, call.layout.head_dim_v), nothing, nothing.clone()
+    q, attn_sink = padded(q, call.attn_sink, HEADS)
+    indices = masked(scope, len(kv))
     results = function(PREFILL, "flash_mla_sparse_fwd")(
-        q, kv[:, None], rows[:, None], sm_scale, attn_sink=attn_sink, topk_length=topk_length
-    )
+        q, kv[:, None], to_multiple(indices, _PREFILL_WIDTH)[:, None], call.sm_scale, attn_sink=attn_sink,
+        topk_length=None if scope.length is None else scope.length.clamp(0, indices.shape[1]),
+    )  # fmt: skip
     out, max_logits, lse = (x[:, :num_q_heads].contiguous() for x in results)
     module, _ = locate(PREFILL)
     if module is not None and module.__name__ in _BASE_2:
@@ -110,12 +87,10 @@ def sparse_prefill(
     return out, max_logits, empty_is_minus_inf(lse)
 
 
-def _scope(
-    k_cache: Tensor, indices: Tensor, length: Tensor | None, names: tuple[str, str]
-) -> dict[str, Tensor]:
+def _slots(scope: Scope, k_cache: Tensor, names: tuple[str, str]) -> dict[str, Tensor]:
     """The indices [num_tokens, 1, width] and the length of one cache, by FlashMLA's names for them."""
-    rows = to_multiple(masked(indices, k_cache.shape[0] * k_cache.shape[1], length), _DECODE_WIDTH)
-    scope = {names[0]: rows[:, None]}
-    if length is not None:
-        scope[names[1]] = length.clamp(0, indices.shape[1])
-    return scope
+    indices = masked(scope, k_cache.shape[0] * k_cache.shape[1])
+    found = {names[0]: to_multiple(indices, _DECODE_WIDTH)[:, None]}
+    if scope.length is not None:
+        found[names[1]] = scope.length.clamp(0, indices.shape[1])
+    return found

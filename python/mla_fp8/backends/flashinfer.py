@@ -10,11 +10,19 @@ adapter for it. What there is for SM90 and SM120 is in `flashinfer_sm90` and `fl
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..layout import KVLayout
-from .convert import apply_sink, masked, nothing_where, packed, padded, rows_view, to_multiple, with_dummies
-from .native import Pair
+from ..call import Pair, SparseCall
+from .convert import (
+    apply_sink,
+    masked,
+    nothing_where,
+    packed,
+    padded,
+    rows_view,
+    to_fp8_queries,
+    to_multiple,
+    with_dummies,
+)
 from .packages import Api, function
 
 DECODE = Api(
@@ -32,38 +40,22 @@ _QK_NOPE_HEAD_DIM = 128  # of the model before absorption; the kernels only chec
 _WIDTH = 128
 
 
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Pair:
+def sparse_decode(call: SparseCall) -> Pair:
+    q, layout, (scope, *_) = call.q, call.layout, call.scopes
     if len(q) == 0:
         return q.new_empty(0, q.shape[1], layout.head_dim_v), q.new_empty(0, q.shape[1], dtype=torch.float32)
-    num_slots = len(kv_cache) * page_size
-    rows, empty = with_dummies(packed(to_multiple(masked(indices, num_slots, topk_length), _WIDTH))[0])
-    options: dict[str, Any] = {"bmm1_scale": sm_scale, "bmm2_scale": 1.0}
+    num_slots = len(scope.kv) * scope.page_size
+    rows, empty = with_dummies(packed(to_multiple(masked(scope, num_slots), _WIDTH))[0])
+    options: dict[str, Any] = {"bmm1_scale": call.sm_scale, "bmm2_scale": 1.0}
     queries, _ = padded(q, None, HEADS)
     dtype = layout.fp8_dtype or torch.bfloat16
-    cache = rows_view(kv_cache, page_size, layout.head_dim_qk, dtype).view(-1, 1, page_size, q.shape[2])
-    if layout.needs_scale:
-        assert scale is not None and layout.fp8_dtype is not None
-        queries, q_scale = to_fp8_queries(queries, layout.fp8_dtype)
-        options |= {"bmm1_scale": q_scale * scale * sm_scale, "bmm2_scale": scale}
+    cache = rows_view(scope.kv, scope.page_size, layout.head_dim_qk, dtype)
+    if call.scale is not None:
+        queries, q_scale = to_fp8_queries(queries, dtype)
+        options |= {"bmm1_scale": q_scale * call.scale * call.sm_scale, "bmm2_scale": call.scale}
     out, lse = function(DECODE, "trtllm_batch_decode_with_kv_cache_mla")(
         query=queries[:, None],
-        kv_cache=cache,
+        kv_cache=cache.view(-1, 1, scope.page_size, q.shape[2]),
         workspace_buffer=torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=q.device),
         qk_nope_head_dim=_QK_NOPE_HEAD_DIM,
         kv_lora_rank=layout.head_dim_v,
@@ -78,11 +70,4 @@ def sparse_decode(
     )
     out, lse = out.view(len(q), -1, layout.head_dim_v), lse.view(len(q), -1)
     out, lse = nothing_where(empty, out[:, : q.shape[1]], lse[:, : q.shape[1]])
-    return apply_sink(out, lse, attn_sink), lse
-
-
-def to_fp8_queries(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(q / scale in FP8, scale), one scale for all of them."""
-    limit = torch.finfo(dtype).max
-    scale = (q.abs().amax().float() / limit).clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
-    return (q / scale).clamp(-limit, limit).to(dtype), scale
+    return apply_sink(out, lse, call.attn_sink), lse

@@ -10,9 +10,9 @@ import math
 
 from torch import Tensor
 
+from ..call import Pair, Scope, SparseCall
 from ..layout import KVLayout
 from .convert import apply_sink, masked, padded, pages_view, refuse_capture, to_multiple
-from .native import Pair
 from .packages import Api, function
 
 DECODE = Api(("flashinfer.mla",), (("SparseMLASm120Wrapper", ("kv_scale_format", "device")),))
@@ -20,51 +20,29 @@ HEADS = (8, 16, 32, 64, 128)
 _WIDTH = 64
 
 
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Pair:
+def sparse_decode(call: SparseCall) -> Pair:
+    q, num_q_heads = call.q, call.q.shape[1]
     refuse_capture(q, "flashinfer_sm120", "plans in every call")
-    num_q_heads = q.shape[1]
     queries, _ = padded(q.contiguous(), None, HEADS)
-    cache, rows = _scope(kv_cache, indices, topk_length, layout, page_size)
-    extra_cache = extra_rows = None
-    if extra_kv_cache is not None and extra_indices is not None and extra_page_size is not None:
-        extra_cache, extra_rows = _scope(
-            extra_kv_cache, extra_indices, extra_topk_length, layout, extra_page_size
-        )
-    out = queries.new_empty(*queries.shape[:2], layout.head_dim_v)
+    (cache, rows), *extra = (_pages_and_slots(scope, call.layout) for scope in call.scopes)
+    extra_cache, extra_rows = extra[0] if extra else (None, None)
+    out = queries.new_empty(*queries.shape[:2], call.layout.head_dim_v)
     lse = function(DECODE, "SparseMLASm120Wrapper")(device=q.device).run(
         queries,
         cache,
         rows,
         out,
-        sm_scale,
+        call.sm_scale,
         extra_kv_cache=extra_cache,
         extra_indices=extra_rows,
         return_lse=True,
         lse_scale=math.log(2),
     )
     out, lse = out[:, :num_q_heads].contiguous(), lse[:, :num_q_heads].contiguous()
-    return apply_sink(out, lse, attn_sink), lse
+    return apply_sink(out, lse, call.attn_sink), lse
 
 
-def _scope(
-    kv_cache: Tensor, indices: Tensor, length: Tensor | None, layout: KVLayout, page_size: int
-) -> tuple[Tensor, Tensor]:
+def _pages_and_slots(scope: Scope, layout: KVLayout) -> tuple[Tensor, Tensor]:
     """The cache's pages and, in blocks, the slots that count."""
-    cache = pages_view(kv_cache, layout, page_size)
-    return cache, to_multiple(masked(indices, len(cache) * page_size, length), _WIDTH)
+    pages = pages_view(scope.kv, layout, scope.page_size)
+    return pages, to_multiple(masked(scope, len(pages) * scope.page_size), _WIDTH)

@@ -13,9 +13,9 @@ output. It gives no largest logits, hence no `sparse_prefill`.
 import torch
 from torch import Tensor
 
+from ..call import Pair, SparseCall
 from ..layout import KVLayout
 from .convert import apply_sink, masked, ragged, refuse_capture, rows_view
-from .native import Pair
 from .packages import Api, function
 
 DECODE = Api(
@@ -30,35 +30,20 @@ _MAX_BATCH = 8192  # splits of long lists come on top
 _WORKSPACE_BYTES = 128 << 20
 
 
-def sparse_decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    indices: Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_kv_cache: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Pair:
+def sparse_decode(call: SparseCall) -> Pair:
+    q, layout, (scope, *_) = call.q, call.layout, call.scopes
     refuse_capture(q, "flashinfer_sm90", "plans on the host")
-    rows = rows_view(kv_cache, page_size, layout.head_dim_qk, layout.fp8_dtype or torch.bfloat16)
-    slots = masked(indices, len(rows), topk_length)
-    cache_scale = 1.0 if scale is None else scale.item()
+    rows = rows_view(scope.kv, scope.page_size, layout.head_dim_qk, layout.fp8_dtype or torch.bfloat16)
+    slots = masked(scope, len(rows))
+    cache_scale = 1.0 if call.scale is None else call.scale.item()
     outs, lses = [torch.empty_like(q[:0, :, : layout.head_dim_v])], [q.new_empty(0, q.shape[1]).float()]
     for begin in range(0, len(q), _MAX_BATCH):
         part = slice(begin, begin + _MAX_BATCH)
-        out, lse = _attend(q[part].contiguous(), rows, slots[part], layout, sm_scale * cache_scale)
+        out, lse = _attend(q[part].contiguous(), rows, slots[part], layout, call.sm_scale * cache_scale)
         outs.append(out)
         lses.append(lse)
     lse = torch.cat(lses)
-    return apply_sink(torch.cat(outs), lse, attn_sink, cache_scale), lse
+    return apply_sink(torch.cat(outs), lse, call.attn_sink, cache_scale), lse
 
 
 def _attend(q: Tensor, rows: Tensor, slots: Tensor, layout: KVLayout, sm_scale: float) -> Pair:

@@ -2,56 +2,49 @@
 whoever watches the ops sees which call they serve."""
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from ..layout import KV_LAYOUTS, KVLayout
-from ..ops._fake import fake_of
-from ..reference import HEAD_DIM_V
+from .._fake import attention_outputs, fake_of
+from ..call import OPS, SparseCall, make
+from ..layout import layout_of_id, row_layout
+from . import ADAPTERS
 
+ops = torch.ops.mla_fp8_backends  # each with the arguments of ours, and adapter=
 _library = torch.library.Library("mla_fp8_backends", "DEF")
-_with_max_logits = {
-    "sparse_decode": False,
-    "sparse_prefill": True,
-    "sparse_prefill_paged": True,
-    "sparse_prefill_window": True,
-}
-
-
-def call(op: str, adapter: str, *tensors: torch.Tensor, **options: Any) -> Any:
-    layout = options.get("layout")
-    if isinstance(layout, KVLayout):
-        options["layout"] = layout.id
-    return getattr(torch.ops.mla_fp8_backends, op)(*tensors, adapter=adapter, **options)
 
 
 def _define(op: str) -> None:
     """The op with the schema of ours, and the name of the adapter."""
-    schema = str(getattr(torch.ops.mla_fp8, op).default._schema).removeprefix("mla_fp8::")
-    _library.define(schema.replace("*, ", "*, str adapter, ", 1))
-    _library.impl(op, _implementation(op), "CompositeExplicitAutograd")
-    fake_of(_library, op)(_fake(_with_max_logits[op]))
+    schema = getattr(torch.ops.mla_fp8, op).default._schema
+    text = str(schema).removeprefix("mla_fp8::")
+    _library.define(text.replace("*, ", "*, str adapter, ", 1))
+    names = [argument.name for argument in schema.arguments]
+    _library.impl(op, _implementation(op, names), "CompositeExplicitAutograd")
+    fake_of(_library, op)(attention_outputs(len(schema.returns)))
 
 
-def _implementation(op: str) -> Callable[..., Any]:
+def _implementation(op: str, names: list[str]) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor, adapter: str, **options: Any) -> Any:
-        if "layout" in options:
-            options["layout"] = list(KV_LAYOUTS.values())[options["layout"]]
-        return getattr(import_module(f"mla_fp8.backends.{adapter}"), op)(*tensors, **options)
+        given = dict(zip(names, tensors, strict=False)) | options
+        layout = layout_of_id(given["layout"]) if "layout" in given else row_layout(given["q"])
+        call = make(op, given, layout)
+        _check_scale(call)
+        return getattr(ADAPTERS[adapter], op)(call)
 
     return run
 
 
-def _fake(with_max_logits: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def outputs(q: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, ...]:
-        out = q.new_empty((q.shape[0], q.shape[1], HEAD_DIM_V), dtype=torch.bfloat16)
-        numbers = [q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(1 + with_max_logits)]
-        return out, *numbers
+def _check_scale(call: SparseCall) -> None:
+    """As our own kernels do."""
+    wanted = call.layout.needs_scale
+    if wanted == (call.scale is None):
+        must, got = ("given", "None") if wanted else ("None", "a tensor")
+        raise RuntimeError(
+            f"mla_fp8::{call.op}: scale must be {must} for layout {call.layout.name}, got {got}"
+        )
 
-    return outputs
 
-
-for _op in _with_max_logits:
+for _op in OPS:
     _define(_op)

@@ -1,76 +1,41 @@
-"""The specification in plain PyTorch, behind the same signatures: for checking, not for serving."""
+"""The specification in plain PyTorch, as a backend: for checking, not for serving."""
 
-from typing import Any
-
-import torch
+from torch import Tensor
 
 from .. import reference
-from ..layout import KVLayout
-from .native import Pair, Triple
+from ..call import Pair, Scope, SparseCall, Triple
 
 
-def sparse_prefill_paged(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    layout: KVLayout,
-    page_size: int,
-    sm_scale: float,
-    topk_length: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_kv_cache: torch.Tensor | None = None,
-    extra_indices: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    extra_page_size: int | None = None,
-    scale: torch.Tensor | None = None,
-) -> Triple:
-    def rows(cache: torch.Tensor, size: int) -> torch.Tensor:
-        return reference.dequantize_cache(cache, layout=layout, page_size=size, scale=scale)
-
-    scopes = [(rows(kv_cache, page_size), indices, topk_length)]
-    if extra_kv_cache is not None and extra_indices is not None and extra_page_size is not None:
-        scopes.append((rows(extra_kv_cache, extra_page_size), extra_indices, extra_topk_length))
-    return reference.sparse_attention(q, scopes, sm_scale=sm_scale, attn_sink=attn_sink)
+def scopes(call: SparseCall) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """What :func:`mla_fp8.reference.sparse_attention` takes: (rows, indices, length) of each cache."""
+    return [(_rows(call, scope), _slots(call, scope), scope.length) for scope in call.scopes]
 
 
-def sparse_prefill_window(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    page_size: int,
-    window_size: int,
-    **options: Any,
-) -> Triple:
-    slots = reference.window_slots(
-        page_table, query_start_loc, seq_lens, num_tokens=len(q), page_size=page_size, window_size=window_size
+def _rows(call: SparseCall, scope: Scope) -> Tensor:
+    if call.op == "sparse_prefill":
+        return scope.kv
+    return reference.dequantize_cache(
+        scope.kv, layout=call.layout, page_size=scope.page_size, scale=call.scale
     )
-    return sparse_prefill_paged(q, kv_cache, slots, page_size=page_size, **options)
 
 
-def sparse_decode(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    batch_invariant: bool = False,
-    **options: Any,
-) -> Pair:
-    out, _, lse = sparse_prefill_paged(q, kv_cache, indices, **options)
+def _slots(call: SparseCall, scope: Scope) -> Tensor:
+    if scope.indices is not None:
+        return scope.indices
+    assert call.window is not None
+    *tables, size = call.window
+    return reference.window_slots(
+        *tables, num_tokens=len(call.q), page_size=scope.page_size, window_size=size
+    )
+
+
+def sparse_prefill(call: SparseCall) -> Triple:
+    return reference.sparse_attention(call.q, scopes(call), sm_scale=call.sm_scale, attn_sink=call.attn_sink)
+
+
+sparse_prefill_paged = sparse_prefill_window = sparse_prefill
+
+
+def sparse_decode(call: SparseCall) -> Pair:
+    out, _, lse = sparse_prefill(call)
     return out, lse
-
-
-def sparse_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    *,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-) -> Triple:
-    scopes = [(kv, indices, topk_length)]
-    return reference.sparse_attention(q, scopes, sm_scale=sm_scale, attn_sink=attn_sink)

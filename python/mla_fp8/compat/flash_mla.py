@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layout import KV_LAYOUTS
+from ..layout import HEAD_DIM_V, KV_LAYOUTS
 from ..ops.sparse_decode import sparse_decode
 from ..ops.sparse_prefill import sparse_prefill
 
-_HEAD_DIM_V = next(iter(KV_LAYOUTS.values())).head_dim_v
 _PACKED = [KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"]]
 _ALIGNMENT = 16  # bytes, of the rows that our ops read
 
@@ -74,7 +73,7 @@ def flash_mla_with_kvcache(
     name = "flash_mla_with_kvcache"
     _expect(name, "causal", False, causal)
     _expect(name, "is_fp8_kvcache", True, is_fp8_kvcache)
-    _expect(name, "head_dim_v", _HEAD_DIM_V, head_dim_v)
+    _expect(name, "head_dim_v", HEAD_DIM_V, head_dim_v)
     _expect_shape(name, [None] * 4, q=q)
     _expect_shape(name, [None, None, 1, None], k_cache=k_cache, extra_k_cache=extra_k_cache)
     batch, s_q, heads, head_dim = q.shape
@@ -99,7 +98,7 @@ def flash_mla_with_kvcache(
         extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
         backend="native",
     )
-    return out.view(batch, s_q, heads, _HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT
+    return out.view(batch, s_q, heads, HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT
 
 
 def flash_mla_sparse_fwd(
@@ -124,7 +123,7 @@ def flash_mla_sparse_fwd(
     lse          [s_q, heads]               fp32   +inf if nothing
     ===========  =========================  =====  ==========================================
     """
-    _expect("flash_mla_sparse_fwd", "d_v", _HEAD_DIM_V, d_v)
+    _expect("flash_mla_sparse_fwd", "d_v", HEAD_DIM_V, d_v)
     _expect_shape("flash_mla_sparse_fwd", [None] * 3, q=q)
     _expect_shape("flash_mla_sparse_fwd", [None, 1, q.shape[2]], kv=kv)
     _expect_shape("flash_mla_sparse_fwd", [q.shape[0], 1, None], indices=indices)

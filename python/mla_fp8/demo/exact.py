@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..layout import KVLayout
-from ..reference import HEAD_DIM_V
+from ..layout import HEAD_DIM_V, KVLayout
 
 BF16_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
 F32_ROUNDOFF = torch.finfo(torch.float32).eps / 2

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compat.flash_mla import aligned, index_rows
-from ..layout import KVLayout
-from ..reference import HEAD_DIM_V
+from ..layout import HEAD_DIM_V, KVLayout
 
 _ops = torch.ops.mla_fp8
 

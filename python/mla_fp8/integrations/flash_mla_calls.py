@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import probes
 from ..layout import KV_LAYOUTS
-from . import attend, probes
+from . import attend
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]

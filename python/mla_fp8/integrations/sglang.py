@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
-from . import attend, flash_mla_calls, probes
+from . import attend, flash_mla_calls
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
 _CALLS = "sglang.kernels.ops.attention.flash_mla_interface"

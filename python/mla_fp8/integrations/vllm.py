@@ -16,7 +16,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from . import flash_mla_calls, probes, vllm_sparse, vllm_v4
+from .. import probes
+from . import flash_mla_calls, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
 _REGISTRY = "vllm.v1.attention.backends.registry"

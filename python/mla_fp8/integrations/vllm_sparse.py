@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..layout import KV_LAYOUTS
-from ..ops.sparse_prefill import row_layout
-from ..reference import HEAD_DIM_V
+from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
 from . import attend
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
@@ -85,8 +83,7 @@ class SparseImpl:
         }  # fmt: skip
         indices = topk_indices.view(len(q), -1)
         if len(q) < attend.PREFILL_ROWS:
-            layout = KV_LAYOUTS[row_layout(q)]
-            return attend.over_pages(q, rows, indices, layout=layout, page_size=1, **options)
+            return attend.over_pages(q, rows, indices, layout=row_layout(q), page_size=1, **options)
         result, _, lse = attend.over_rows(q, rows, indices, **options)
         return result, lse
 

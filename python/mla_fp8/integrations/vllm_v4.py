@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import probes
 from ..layout import KV_LAYOUTS
-from . import attend, probes
+from . import attend
 from .flash_mla_calls import around
 
 MODULE = "vllm.models.deepseek_v4.nvidia.flashmla"

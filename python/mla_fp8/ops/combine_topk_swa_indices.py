@@ -1,6 +1,6 @@
 import torch
 
-from ._fake import fake, fake_returns_nothing
+from .._fake import fake, fake_returns_nothing
 from ._out import all_given
 
 _WIDTH_ALIGNMENT = 128

@@ -1,8 +1,8 @@
 import torch
 
+from .._fake import fake, fake_returns_nothing
+from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout, layout_of_id
-from ._fake import fake, fake_returns_nothing
-from ._inference import refuse_gradients
 
 
 def dequantize_kv(

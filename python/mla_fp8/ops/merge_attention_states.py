@@ -1,7 +1,7 @@
 import torch
 
-from ._fake import fake, fake_returns_nothing
-from ._inference import refuse_gradients
+from .._fake import fake, fake_returns_nothing
+from .._inference import refuse_gradients
 from ._out import all_given
 
 

@@ -1,8 +1,8 @@
 import torch
 
-from ..layout import KV_LAYOUTS, KVLayout, get_layout
-from ._fake import fake, fake_returns_nothing
-from ._inference import refuse_gradients
+from .._fake import fake, fake_returns_nothing
+from .._inference import refuse_gradients
+from ..layout import HEAD_DIM_V, KVLayout, get_layout
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -179,9 +179,8 @@ def _(
     q_len: int = 1,
     num_splits: int = 0,
 ) -> Pair:
-    head_dim_v = next(iter(KV_LAYOUTS.values())).head_dim_v
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return q.new_empty((*q.shape[:2], head_dim_v)), lse
+    return q.new_empty((*q.shape[:2], HEAD_DIM_V)), lse
 
 
 fake_returns_nothing("paged_attention_ragged_out", "paged_attention_ragged_latent_out")

@@ -1,8 +1,8 @@
 import torch
 
+from .._fake import fake_returns_nothing
+from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout
-from ._fake import fake_returns_nothing
-from ._inference import refuse_gradients
 
 
 def quantize_kv(

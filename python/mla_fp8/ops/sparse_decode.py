@@ -1,9 +1,9 @@
 import torch
 
-from ..dispatch import backend_function, layout_of, wanted
-from ..layout import KV_LAYOUTS, KVLayout
-from ._fake import fake, fake_returns_nothing
-from ._inference import refuse_gradients
+from .._fake import attention_outputs, fake, fake_returns_nothing
+from ..call import Scope, SparseCall, second_scope
+from ..dispatch import attend, layout_of
+from ..layout import KVLayout
 
 
 def sparse_decode(
@@ -45,35 +45,14 @@ def sparse_decode(
     ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
     RuntimeError naming the argument for bad input.
     """
-    refuse_gradients(
-        "sparse_decode",
-        q=q,
-        kv_cache=kv_cache,
-        attn_sink=attn_sink,
-        extra_kv_cache=extra_kv_cache,
-        scale=scale,
+    name, layout = "sparse_decode", layout_of(layout, q, kv_cache, page_size, backend)
+    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
+    main = Scope(kv_cache, page_size, indices, topk_length)
+    call = SparseCall(
+        name, q, (main, *extra), layout, sm_scale, attn_sink, scale, batch_invariant=batch_invariant
     )
-    layout = layout_of(layout, q, kv_cache, page_size, backend)
-    features = wanted(two_caches=extra_kv_cache is not None, batch_invariant=batch_invariant)
-    function = backend_function("sparse_decode", q, layout.name, backend, features)
-    return function(  # type: ignore[no-any-return]
-        q, kv_cache, indices, layout=layout, page_size=page_size, sm_scale=sm_scale, topk_length=topk_length,
-        attn_sink=attn_sink, extra_kv_cache=extra_kv_cache, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, extra_page_size=extra_page_size, scale=scale,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+    return attend(call, backend)  # type: ignore[no-any-return]
 
 
-def new_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty (out, lse) for queries of this shape."""
-    head_dim_v = next(iter(KV_LAYOUTS.values())).head_dim_v
-    out = q.new_empty((q.shape[0], q.shape[1], head_dim_v), dtype=torch.bfloat16)
-    return out, q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
-
-
-@fake("sparse_decode")
-def _(q: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return new_outputs(q)
-
-
+fake("sparse_decode")(attention_outputs(2))
 fake_returns_nothing("sparse_decode_out")

@@ -1,18 +1,9 @@
 import torch
 
-from ..dispatch import backend_function, layout_of, wanted
-from ..layout import KV_LAYOUTS, KVLayout
-from ._fake import fake, fake_returns_nothing
-from ._inference import refuse_gradients
-from .sparse_decode import new_outputs
-
-_ROWS = {layout.head_dim_qk: layout.name for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"}
-
-
-def row_layout(q: torch.Tensor) -> str:
-    """The layout of bf16 rows that ``q`` can attend to."""
-    # Compared, not looked up: a size that the compiler does not know has no hash.
-    return next((name for dim, name in _ROWS.items() if dim == q.shape[-1]), "bf16")
+from .._fake import attention_outputs, fake, fake_returns_nothing
+from ..call import Scope, SparseCall, Window, second_scope
+from ..dispatch import attend, layout_of
+from ..layout import KVLayout, row_layout
 
 
 def sparse_prefill(
@@ -41,10 +32,9 @@ def sparse_prefill(
     Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
     that cannot run this.
     """
-    refuse_gradients("sparse_prefill", q=q, kv=kv, attn_sink=attn_sink)
-    function = backend_function("sparse_prefill", q, row_layout(q), backend)
-    options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "topk_length": topk_length}
-    return function(q, kv, indices, **options)  # type: ignore[no-any-return]
+    rows = Scope(kv, 1, indices, topk_length)
+    call = SparseCall("sparse_prefill", q, (rows,), row_layout(q), sm_scale, attn_sink)
+    return attend(call, backend)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_paged(
@@ -68,22 +58,11 @@ def sparse_prefill_paged(
 
     Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`.
     """
-    refuse_gradients(
-        "sparse_prefill_paged",
-        q=q,
-        kv_cache=kv_cache,
-        attn_sink=attn_sink,
-        extra_kv_cache=extra_kv_cache,
-        scale=scale,
-    )
-    layout = layout_of(layout, q, kv_cache, page_size, backend)
-    features = wanted(two_caches=extra_kv_cache is not None)
-    function = backend_function("sparse_prefill_paged", q, layout.name, backend, features)
-    return function(  # type: ignore[no-any-return]
-        q, kv_cache, indices, layout=layout, page_size=page_size, sm_scale=sm_scale, topk_length=topk_length,
-        attn_sink=attn_sink, extra_kv_cache=extra_kv_cache, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, extra_page_size=extra_page_size, scale=scale,
-    )  # fmt: skip
+    name, layout = "sparse_prefill_paged", layout_of(layout, q, kv_cache, page_size, backend)
+    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
+    main = Scope(kv_cache, page_size, indices, topk_length)
+    call = SparseCall(name, q, (main, *extra), layout, sm_scale, attn_sink, scale)
+    return attend(call, backend)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_window(
@@ -118,31 +97,14 @@ def sparse_prefill_window(
     ``extra_indices`` of ``extra_kv_cache``, in one softmax. Tokens of no request have no window. Other
     arguments and results as in :func:`sparse_prefill_paged`.
     """
-    refuse_gradients(
-        "sparse_prefill_window",
-        q=q,
-        kv_cache=kv_cache,
-        attn_sink=attn_sink,
-        extra_kv_cache=extra_kv_cache,
-        scale=scale,
-    )
-    layout = layout_of(layout, q, kv_cache, page_size, backend)
-    features = wanted(two_caches=extra_kv_cache is not None)
-    function = backend_function("sparse_prefill_window", q, layout.name, backend, features)
-    return function(  # type: ignore[no-any-return]
-        q, kv_cache, page_table, query_start_loc, seq_lens, layout=layout, page_size=page_size,
-        window_size=window_size, sm_scale=sm_scale, attn_sink=attn_sink, extra_kv_cache=extra_kv_cache,
-        extra_indices=extra_indices, extra_topk_length=extra_topk_length, extra_page_size=extra_page_size,
-        scale=scale,
-    )  # fmt: skip
+    name, layout = "sparse_prefill_window", layout_of(layout, q, kv_cache, page_size, backend)
+    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
+    window = Window(page_table, query_start_loc, seq_lens, window_size)
+    main = Scope(kv_cache, page_size, None)
+    call = SparseCall(name, q, (main, *extra), layout, sm_scale, attn_sink, scale, window)
+    return attend(call, backend)  # type: ignore[no-any-return]
 
 
-@fake("sparse_prefill")
-@fake("sparse_prefill_paged")
-@fake("sparse_prefill_window")
-def _(q: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse = new_outputs(q)
-    return out, torch.empty_like(lse), lse
-
-
+for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):
+    fake(_op)(attention_outputs(3))
 fake_returns_nothing("sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out")

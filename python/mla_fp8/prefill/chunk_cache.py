@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..arch import arch_of
 from ..dispatch import can_run, select_name
-from ..layout import get_layout
+from ..layout import get_layout, row_layout
 from ..ops.build_swa_token_ids import build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
-from ..ops.sparse_prefill import row_layout, sparse_prefill, sparse_prefill_paged, sparse_prefill_window
+from ..ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .costs import LayerShape, count_keys, predict
 from .layer import LayerCaches, PagedCache
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_entries, num_window_rows
@@ -218,7 +218,7 @@ class SparsePrefillChunkCache:
 
     def _takes_geometry(self, q: Tensor, backend: str) -> bool:
         """Whether the backend of a workspace finds windows by itself: it need not look at them one by one."""
-        layout = row_layout(q)
+        layout = row_layout(q).name
         name = select_name("sparse_prefill", q.device.type, q.device.index, layout, q.shape[1], (), backend)
         in_order = self.query_pos is None and self.window_size > 0
         return in_order and can_run("sparse_prefill_window", q, layout, name)

@@ -1,8 +1,10 @@
-"""What an engine must have for a plug-in: named things with their parameters, compared in both directions."""
+"""What another package must have for us: named things with the parameters that we pass, compared in both
+directions where we take its place. An installed version is probed, never looked up."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 Needs = Mapping[str, Mapping[str, tuple[str, ...]]]  # module: {attribute: parameters that we pass}
@@ -12,9 +14,13 @@ def why_not_call(needs: Needs) -> str | None:
     """The first thing that is not there or does not take a parameter that we pass, or None."""
     for name, attributes in needs.items():
         try:
+            if find_spec(name.partition(".")[0]) is None:
+                return f"{name} is not installed"
             module = import_module(name)
         except Exception as error:  # of whatever kind: what cannot be imported cannot be used
             return f"{name} cannot be imported ({type(error).__name__}: {error})"
+        if module.__name__.startswith("mla_fp8."):
+            return f"{name} is our own stand-in for it"
         for path, passed in attributes.items():
             found = find(module, path)
             taken = parameters(found) if found is not None and passed else None
@@ -22,7 +28,7 @@ def why_not_call(needs: Needs) -> str | None:
             if found is None:
                 return f"{name} has no {path}"
             if lacking:
-                return f"{name} has {path} without {', '.join(lacking)}"
+                return f"{name} has {path} without {', '.join(lacking)} (another version)"
     return None
 
 
@@ -58,7 +64,10 @@ def why_not_override(theirs: type, ours: type) -> str | None:
 
 def parameters(function: Callable[..., Any]) -> list[str] | None:
     """The names of its parameters; None if it takes any."""
-    found = inspect.signature(function).parameters.values()
+    try:
+        found = inspect.signature(function).parameters.values()
+    except ValueError:  # of a compiled function
+        return None
     anything = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found)
     return None if anything else [p.name for p in found]
 

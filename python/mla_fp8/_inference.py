@@ -10,12 +10,12 @@ for _op in torch._C._dispatch_get_all_op_names():
         _library.impl(_op.removeprefix("mla_fp8::"), torch.library.fallthrough_kernel, "Autograd")
 
 
-def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
-    """RuntimeError if autograd follows one of the tensors, backward (unless under ``no_grad``) or forward."""
+def refuse_gradients(op: str, **arguments: object) -> None:
+    """RuntimeError if autograd follows a tensor of them, backward (unless under ``no_grad``) or forward."""
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not (backward or forward):
         return
-    for name, x in tensors.items():  # what is no tensor at all is the op's to refuse
+    for name, x in arguments.items():  # what is no tensor at all is the op's to refuse
         if isinstance(x, torch.Tensor) and ((backward and x.requires_grad) or (forward and _has_tangent(x))):
             raise RuntimeError(
                 f"mla_fp8.{op}: {name} must not require grad, as the package is for inference and has no "

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .layout import HEAD_DIM_V
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("mla_fp8", "IMPL")
 
@@ -28,6 +30,17 @@ def fake_of(library: torch.library.Library, op: str) -> Callable[[Function], Fun
         return function
 
     return register
+
+
+def attention_outputs(number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The fake of a sparse attention op: (out, lse), or with three results (out, max_logits, lse)."""
+
+    def outputs(q: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, ...]:
+        out = q.new_empty((q.shape[0], q.shape[1], HEAD_DIM_V), dtype=torch.bfloat16)
+        per_head = [q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(number - 1)]
+        return out, *per_head
+
+    return outputs
 
 
 def fake_returns_nothing(*ops: str) -> None:

@@ -1,0 +1,119 @@
+"""One sparse attention call: what the wrappers make of their arguments, and all that a backend sees."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .layout import KVLayout
+
+Pair = tuple[Tensor, Tensor]  # out, lse
+Triple = tuple[Tensor, Tensor, Tensor]  # out, max_logits, lse
+
+OPS = ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window")
+FEATURES = {
+    "two caches": "a second cache in the same softmax",
+    "batch_invariant": "the same bits in any batch",
+}
+
+
+class Scope(NamedTuple):
+    """One cache, and what each query token attends to in it."""
+
+    kv: Tensor  # [num_pages, page_bytes] of the call's layout; rows [num_rows, head_dim_qk] in sparse_prefill
+    page_size: int  # 1 for rows
+    indices: Tensor | None  # [num_tokens, width] int32 slots; None: those of the call's window
+    length: Tensor | None = None  # [num_tokens] int32: only the first n indices count
+
+
+class Window(NamedTuple):
+    """A sliding window by its geometry: see :func:`mla_fp8.sparse_prefill_window`."""
+
+    page_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    size: int
+
+
+class SparseCall(NamedTuple):
+    op: str  # of OPS
+    q: Tensor  # [num_tokens, num_q_heads, head_dim_qk] bf16
+    scopes: tuple[Scope, ...]  # one cache or two, in one softmax
+    layout: KVLayout
+    sm_scale: float
+    attn_sink: Tensor | None = None  # [num_q_heads] float32
+    scale: Tensor | None = None  # of the layer: fp8_e4m3* only
+    window: Window | None = None
+    batch_invariant: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the call wants of FEATURES."""
+        two_caches = ("two caches",) if len(self.scopes) > 1 else ()
+        return (*two_caches, "batch_invariant") if self.batch_invariant else two_caches
+
+    def arguments(self) -> dict[str, Any]:
+        """By name, as ``torch.ops.mla_fp8.<op>`` takes them."""
+        main = self.scopes[0]
+        given: dict[str, Any] = {"q": self.q, "sm_scale": self.sm_scale, "attn_sink": self.attn_sink}
+        if self.op == "sparse_prefill":
+            return given | {"kv": main.kv, "indices": main.indices, "topk_length": main.length}
+        given |= {
+            "kv_cache": main.kv, "page_size": main.page_size, "layout": self.layout.id, "scale": self.scale,
+        }  # fmt: skip
+        if self.window is None:
+            given |= {"indices": main.indices, "topk_length": main.length}
+        else:
+            page_table, query_start_loc, seq_lens, size = self.window
+            given |= {
+                "page_table": page_table, "query_start_loc": query_start_loc, "seq_lens": seq_lens,
+                "window_size": size,
+            }  # fmt: skip
+        if self.op == "sparse_decode":
+            given["batch_invariant"] = self.batch_invariant
+        for scope in self.scopes[1:]:
+            given |= {
+                "extra_kv_cache": scope.kv, "extra_page_size": scope.page_size,
+                "extra_indices": scope.indices, "extra_topk_length": scope.length,
+            }  # fmt: skip
+        return given
+
+
+def make(op: str, given: Mapping[str, Any], layout: KVLayout) -> SparseCall:
+    """The call from the arguments of ``mla_fp8.<op>`` by name.
+
+    RuntimeError, as the op raises it, for a part of a second cache without the rest.
+    """
+    rows = "kv" in given
+    main = Scope(
+        given["kv" if rows else "kv_cache"], given.get("page_size", 1), given.get("indices"),
+        given.get("topk_length"),
+    )  # fmt: skip
+    geometry = [given.get(name) for name in ("page_table", "query_start_loc", "seq_lens", "window_size")]
+    return SparseCall(
+        op, given["q"], (main, *second_scope(op, *(given.get(name) for name in _EXTRA))), layout,
+        sm_scale=given["sm_scale"], attn_sink=given.get("attn_sink"), scale=given.get("scale"),
+        window=None if geometry[0] is None else Window(*geometry),  # type: ignore[arg-type]
+        batch_invariant=given.get("batch_invariant", False),
+    )  # fmt: skip
+
+
+_EXTRA = ("extra_kv_cache", "extra_page_size", "extra_indices", "extra_topk_length")
+
+
+def second_scope(
+    op: str, kv_cache: Tensor | None, page_size: int | None, indices: Tensor | None, length: Tensor | None
+) -> tuple[Scope, ...]:
+    """The second cache, or none. RuntimeError, as the op raises it, for a part of one without the rest."""
+    if kv_cache is not None and page_size is not None and indices is not None:
+        return (Scope(kv_cache, page_size, indices, length),)
+    if kv_cache is None and page_size is None and indices is None and length is None:
+        return ()
+    parts = ((kv_cache, "a cache"), (indices, "indices"), (page_size, "a page size"))
+    if any(part is not None for part, _ in parts):
+        got = ", ".join(f"no {name.removeprefix('a ')}" if part is None else name for part, name in parts)
+        raise RuntimeError(
+            f"mla_fp8::{op}: extra_kv_cache, extra_indices and extra_page_size must be given together, "
+            f"got {got}"
+        )
+    raise RuntimeError(f"mla_fp8::{op}: extra_topk_length must be None without extra_kv_cache, got a tensor")
