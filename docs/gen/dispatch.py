@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from support_matrix import registered
+from support import registered
 
 from mla_fp8.backends.table import Backend, Problem
 from mla_fp8.dispatch import PREFERENCES, Preference, explain

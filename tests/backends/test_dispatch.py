@@ -24,8 +24,8 @@ ARCHS = ["cpu", "sm80", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950"]
 TWO_CACHES = frozenset({"two caches"})
 
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
-from dispatch_doc import not_built
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs/gen"))
+from dispatch import not_built
 
 
 def taken(problem: Problem, missing=not_built) -> str:
@@ -296,59 +296,6 @@ def test_explain_says_what_is_taken_what_could_be_and_why_not():
     )
     asked = explain(problem, "native", missing=not_built)
     assert "  native           taken: asked for" in asked and "  flashmla_kv      could\n" in asked
-
-
-@pytest.mark.parametrize("name, layout", [("fp8_ds_mla", "dsv4"), ("fp8", "dsv4"), ("auto", "dsv4")])
-def test_an_engines_name_for_a_cache_is_resolved_at_the_call(name, layout):
-    """vLLM #35891: one name, several formats; the bytes of the cache decide."""
-    case = make_case(KV_LAYOUTS[layout], "cpu")
-    for a, b in zip(case.decode(layout=name), case.decode(), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(case.prefill(layout=name), case.prefill(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("layout", ["dsv32", "dsv4", "fp8_e4m3", "bf16", "bf16_512", "fp8_e4m3_512"])
-def test_auto_is_the_layout_whose_pages_have_that_size(layout):
-    """vLLM #48248, #45091: "auto" has to mean something."""
-    fmt = KV_LAYOUTS[layout]
-    q = torch.zeros(1, 8, fmt.head_dim_qk)
-    cache = fmt.empty(2, 64, "cpu")
-    assert dispatch.layout_of("auto", q, cache, 64, "auto") is fmt
-    if fmt.num_tiles:
-        view = fmt.flash_mla_view(cache, 64)
-        assert dispatch.layout_of("auto", q, view, 64, "auto") is fmt
-
-
-def test_an_engines_name_resolves_to_what_the_backend_reads():
-    """vLLM #35891: "fp8" is packed for FlashMLA and plain for FlashInfer; the cache's size has its say."""
-    q, packed, plain = (
-        torch.zeros(1, 8, 576),
-        KV_LAYOUTS["dsv32"].empty(2, 64, "cpu"),
-        KV_LAYOUTS["fp8_e4m3"].empty(2, 64, "cpu"),
-    )
-    assert dispatch.layout_of("fp8", q, packed, 64, "flashmla_kv").name == "dsv32"
-    assert dispatch.layout_of("fp8", q, plain, 64, "flashinfer_fp8").name == "fp8_e4m3"
-    with pytest.raises(ValueError, match="row_bytes must be"):
-        dispatch.layout_of("fp8", q, packed, 64, "flashinfer")
-    with pytest.raises(ValueError, match=r"layout must be one of .*, got 'fp8_e5m2'"):
-        dispatch.layout_of("fp8_e5m2", q, packed, 64, "auto")
-
-
-def test_fp8_e4m3_is_our_own_layouts_name_before_it_is_an_engines():
-    q = torch.zeros(1, 8, 576)
-    assert (
-        dispatch.layout_of("fp8_e4m3", q, KV_LAYOUTS["dsv32"].empty(2, 64, "cpu"), 64, "auto").name
-        == "fp8_e4m3"
-    )
-
-
-def test_an_engines_name_compiles_to_one_graph():
-    case = make_case(KV_LAYOUTS["dsv4"], "cpu")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda: case.decode(layout="fp8_ds_mla"), fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(), case.decode(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
