@@ -15,7 +15,7 @@ FUZZ ?= --seconds 60
 HIP_OPS = build_swa combine dequantize_kv merge_attention pad_q_heads paged_attention_ragged quantize_kv
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test emulate engines fuzz lint format bench docs wheel install-test build build-demo clean
+.PHONY: demo test emulate engines fuzz lint format bench docs generate wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
@@ -56,6 +56,11 @@ format: $(STAMP)
 
 bench: build
 	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
+
+# What is made from code and from benchmarks/results: reference, tables, charts, prices. After new results:
+# `benchmarks/merge.py FOLDER`, which does this too.
+generate: build
+	$(BIN)/python docs/gen/generate.py
 
 # The site, in build/docs; warnings are errors.
 docs: $(STAMP)

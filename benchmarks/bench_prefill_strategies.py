@@ -1,4 +1,4 @@
-"""One layer of a prefill chunk in each of its ways: whole, selected, direct. See docs/prefill_strategies.md.
+"""One layer of a prefill chunk in each of its ways: whole, selected, direct. See docs/guide/prefill.md.
 
 A call builds the chunk's cache and attends once: a layer that finds its tables ready costs less, above all
 `direct`. Queries select entries uniformly from their past, the worst case for `selected`. The note is what

@@ -1,4 +1,4 @@
-"""Brings new results into the committed ones.
+"""Brings new results into the committed ones, and writes everything again that is made from them.
 
     python benchmarks/bench_sparse_decode.py --csv new && python benchmarks/merge.py new
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from table import read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results"
+RESULTS, GENERATE = ROOT / "benchmarks/results", ROOT / "docs/gen/generate.py"
 
 
 def head() -> str:
@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> list[str]:
         older = {(row.op, row.case) for row in read_csv(target) if row.op in ops} - measured
         cases = "case" if len(older) == 1 else "cases"
         print(f"{target}: {len(measured)} cases are new, {len(older)} {cases} of its ops keep older rows")
+    subprocess.run([sys.executable, str(GENERATE)], check=True)
     return [path.name for path in files]
 
 

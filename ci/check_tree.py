@@ -18,7 +18,7 @@ LAYOUT_NUMBERS = re.compile(r"(?<![\w.#])(656|584|41984|37440|74880|149760|1728)
 LAYOUT_HOMES = (
     "csrc/common/kv_layout.h",
     "tests/ops/test_kv_layout.py",
-    "docs/kv_layouts.md",
+    "docs/reference/layouts.md",
     "ci/check_tree.py",
 )
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")

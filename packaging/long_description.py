@@ -2,7 +2,7 @@
 """The README as a package index shows it: there a relative link leads nowhere.
 
 With the home of the sources (``MLA_FP8_HOME``, such as ``https://HOST/OWNER/mla_fp8``) links become absolute,
-to the files of the release; without it only their text stays. ``packaging/long_description.py`` prints it.
+to the files of the release; without it only their text stays, and no picture. Run as a script it prints it.
 """
 
 import os
@@ -30,8 +30,10 @@ def project_urls() -> dict[str, str]:
 
 def long_description() -> str:
     release = "v" + (ROOT / "version.txt").read_text().strip()
+    picture = rf"![\1]({home()}/raw/{release}/\2)" if home() else ""
     link = rf"[\1]({home()}/blob/{release}/\2)" if home() else r"\1"
-    return RELATIVE.sub(link, (ROOT / "README.md").read_text())
+    text = re.sub("!" + RELATIVE.pattern, picture, (ROOT / "README.md").read_text())
+    return RELATIVE.sub(link, text)
 
 
 if __name__ == "__main__":

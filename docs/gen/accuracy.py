@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import svg
+
 if TYPE_CHECKING:
     from mla_fp8.recording import Call
 
@@ -112,38 +114,27 @@ def tables(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Per device and model: the errors of the layouts by layer, and of the backends."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+def by_layout() -> dict[str, list[float]]:
+    """Errors of the layers' outputs in percent, of all devices."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in read():
+        if row["what"] == "layer":
+            found[row["layout"]].append(100 * float(row["rms_error"]))
+    return {layout: sorted(errors) for layout, errors in found.items()}
 
-    groups = list(dict.fromkeys((row["device"], row["model"]) for row in rows))
-    figure = Figure(figsize=(11, 3.8 * len(groups)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for (layers, backends), group in zip(figure.subplots(len(groups), 2, squeeze=False), groups, strict=True):
-        here = [row for row in rows if (row["device"], row["model"]) == group]
-        for layout in dict.fromkeys(row["layout"] for row in here if row["what"] == "layer"):
-            by_layer = [row for row in here if row["layout"] == layout and row["layer"]]
-            points = [(row["layer"], 100 * float(row["rms_error"])) for row in by_layer]
-            layers.plot(*zip(*points, strict=True), "o-", label=layout, markersize=4)
-        layers.set(
-            yscale="log",
-            xlabel="layer",
-            ylabel="rms error, %",
-            title="Layouts, against no cache",
-        )
-        layers.legend(fontsize=7)
-        ops = [row for row in here if row["what"] != "layer"]
-        names = [f"{row['what']} {row['layout']} {row['backend']}" for row in ops]
-        backends.barh(names, [100 * float(row["rms_error"]) for row in ops])
-        backends.set(xlabel="rms error, %", title=f"Backends, shapes of {group[1]}, against the cache")
-        backends.tick_params(labelsize=6)
-        backends.invert_yaxis()
-        for axes in (layers, backends):
-            axes.grid(linewidth=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.suptitle("; ".join(dict.fromkeys(device for device, _ in groups)))
-    figure.savefig(path, dpi=110)
+
+def chart() -> str:
+    rows = [svg.Range(name, e[0], e[len(e) // 2], e[-1]) for name, e in by_layout().items()]
+    title = "Error of a layer's output, rms, from the best to the worst layer"
+    return svg.ranges(title, {"layout": rows}, unit=" %")
+
+
+def parts() -> dict[str, str]:
+    return {"accuracy": tables(read())}
+
+
+def images() -> dict[str, str]:
+    return {"accuracy.svg": chart()}
 
 
 def main() -> None:

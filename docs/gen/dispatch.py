@@ -1,19 +1,10 @@
-#!/usr/bin/env python3
-"""Writes the tables of docs/dispatch.md: who goes first, and what explain() says of ten real configurations.
-
-``--check`` writes nothing and fails if the document is not up to date.
-"""
-
-import re
-import sys
-from pathlib import Path
+"""Who goes first, and what explain() says of ten real configurations."""
 
 from support import registered
 
 from mla_fp8.backends.table import Backend, Problem
 from mla_fp8.dispatch import PREFERENCES, Preference, explain
 
-PATH = Path(__file__).resolve().parents[2] / "docs/dispatch.md"
 TWO_CACHES = frozenset({"two caches"})
 CONFIGURATIONS: tuple[tuple[str, Problem, str], ...] = (
     ("DeepSeek V3.2, decode, 8 x H200", Problem("sparse_decode", "sm90", "dsv32", 16), "auto"),
@@ -73,23 +64,5 @@ def configurations() -> str:
     return "\n\n".join(parts)
 
 
-def document(text: str) -> str:
-    for name, content in (("preferences", preferences()), ("configurations", configurations())):
-        begin, end = f"<!-- {name}: written by docs/gen/dispatch.py -->\n", f"<!-- end of {name} -->"
-        pattern = re.escape(begin) + ".*?" + re.escape(end)
-        text = re.sub(pattern, lambda _, new=begin + content + "\n" + end: new, text, flags=re.DOTALL)
-    return text
-
-
-def main() -> int:
-    old = PATH.read_text()
-    if "--check" not in sys.argv:
-        PATH.write_text(document(old))
-    elif old != document(old):
-        print("docs/dispatch.md is not up to date: run docs/gen/dispatch.py")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def parts() -> dict[str, str]:
+    return {"preferences": preferences(), "configurations": configurations()}

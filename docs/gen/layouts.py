@@ -1,18 +1,10 @@
-#!/usr/bin/env python3
-"""Writes docs/kv_layouts.md, the byte maps of all cache layouts, from the table in the library.
-
-``--check`` writes nothing and fails if the file is not up to date.
-"""
-
-import sys
-from pathlib import Path
+"""docs/reference/layouts.md: the byte maps of all cache layouts, from the table in the library."""
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
-TARGET = Path(__file__).resolve().parents[2] / "docs/kv_layouts.md"
 INTRODUCTION = """\
 <!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
-# KV cache layouts
+# Layouts
 
 A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `page_bytes`. Slot
 `page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
@@ -81,14 +73,5 @@ def document() -> str:
     return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n"
 
 
-def main() -> int:
-    if "--check" not in sys.argv:
-        TARGET.write_text(document())
-    elif TARGET.read_text() != document():
-        print(f"{TARGET.name} is not up to date: run docs/gen/layouts.py")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[str, str]:
+    return {"docs/reference/layouts.md": document()}

@@ -1,19 +1,12 @@
-#!/usr/bin/env python3
-"""Writes docs/ops.md, the reference of the ops, from the signatures and docstrings of the public functions.
-
-``--check`` writes nothing and fails if the file is not up to date.
-"""
+"""docs/reference/ops.md: the ops, from the signatures and docstrings of the public functions."""
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import mla_fp8
 
-TARGET = Path(__file__).resolve().parents[2] / "docs/ops.md"
 OPS_MODULES = "mla_fp8.ops."
 INTRODUCTION = """\
 <!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
@@ -121,15 +114,5 @@ def sections() -> Iterator[str]:
     yield from (class_entry(*item) for item in public.items() if inspect.isclass(item[1]))
 
 
-def main() -> int:
-    document = "\n".join([INTRODUCTION, *sections()])
-    if "--check" not in sys.argv:
-        TARGET.write_text(document)
-    elif TARGET.read_text() != document:
-        print(f"{TARGET.name} is not up to date: run docs/gen/ops.py")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[str, str]:
+    return {"docs/reference/ops.md": "\n".join([INTRODUCTION, *sections()])}

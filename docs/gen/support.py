@@ -1,17 +1,27 @@
-#!/usr/bin/env python3
-"""Writes the op table of README.md: what each op does (its wrapper's docstring) and which libraries have it.
+"""The table of ops of README.md: what csrc/registration.h has for which device, and what ran there."""
 
-The source is csrc/registration.h, so nothing needs to be built. ``--check`` writes nothing and fails if the
-table is not up to date.
-"""
-
-import ast
 import re
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-BEGIN, END = "<!-- ops: written by docs/gen/support.py -->\n", "<!-- end of ops -->"
+from results import ROOT, markdown
+
+# What the ops of a line do, and what their kernels on NVIDIA GPUs other than Hopper are.
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("write a cache, read it back", "the same", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
+    (
+        "indices and lengths for prefill", "the same",
+        ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged"),
+    ),
+    ("attend to selected slots of one or two FP8 caches", "portable", ("sparse_decode",)),
+    (
+        "the same for prompts: from pages, from bf16 rows, over sliding windows", "portable",
+        ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"),
+    ),
+    (
+        "attend to all keys of a list of pages", "the same",
+        ("paged_attention_ragged", "paged_attention_ragged_latent"),
+    ),
+    ("join two results; pad heads", "the same", ("merge_attention_states", "pad_q_heads")),
+)  # fmt: skip
 
 
 def registered(macro: str) -> set[str]:
@@ -24,39 +34,23 @@ def registered(macro: str) -> set[str]:
     return set(re.findall(r"X\(([a-z]\w+)\)", body[1])).union(*included)
 
 
-def summaries() -> dict[str, str]:
-    """The first paragraph of each public wrapper, by op."""
-    found = {}
-    for path in sorted((ROOT / "python/mla_fp8/ops").glob("[a-z]*.py")):
-        for node in ast.parse(path.read_text()).body:
-            docstring = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-            if isinstance(node, ast.FunctionDef) and docstring:
-                paragraph = " ".join(docstring.split("\n\n")[0].split())
-                text = re.sub(r":func:`(?:mla_fp8\.)?(\w+)`", r"`\1`", paragraph).replace("``", "`")
-                found[node.name] = re.split(r"(?<=\.) ", text)[0]
-    return found
-
-
 def table() -> str:
-    libraries, text = [registered(f"MLA_FP8_{device}_OPS") for device in ("CPU", "CUDA", "HIP")], summaries()
-    rows = [
-        f"| `{op}` | {text[op]} | {' | '.join('yes' if op in ops else '' for ops in libraries)} |"
-        for op in sorted(op for op in set().union(*libraries) if not op.endswith("_out"))
-    ]
-    return "\n".join(["| op | what | CPU | CUDA | ROCm |", "|---|---|---|---|---|", *rows]) + "\n"
+    cpu, cuda, hip = (registered(f"MLA_FP8_{device}_OPS") for device in ("CPU", "CUDA", "HIP"))
+    listed = {op for *_, ops in GROUPS for op in ops}
+    public = {op for op in cpu | cuda | hip if not op.endswith("_out")}
+    if listed != public:
+        raise SystemExit(f"docs/gen/support.py: ops without a line, or gone: {sorted(listed ^ public)}")
+    rows = []
+    for what, other, ops in GROUPS:
+        states = [
+            "ran" if set(ops) <= cpu else "",
+            "ran" if set(ops) <= cuda else "",
+            f"{other}: compiled" if set(ops) <= cuda else "",
+            "emulated" if set(ops) <= hip else "no kernel",
+        ]
+        rows.append([", ".join(f"`{op}`" for op in ops), what, *states])
+    return markdown(["op", "what", "CPU", "Hopper", "other NVIDIA", "ROCm"], rows)
 
 
-def main() -> int:
-    path = ROOT / "README.md"
-    before, rest = path.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    if "--check" not in sys.argv:
-        path.write_text(before + BEGIN + table() + END + after)
-    elif old != table():
-        print("the op table of README.md is not up to date: run docs/gen/support.py")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def parts() -> dict[str, str]:
+    return {"ops": table()}

@@ -1,4 +1,4 @@
-"""The byte formats of docs/kv_layouts.md once more, in NumPy: what `make fuzz` holds the kernels against."""
+"""The formats of docs/reference/layouts.md once more, in NumPy: what `make fuzz` compares with."""
 
 from dataclasses import dataclass
 

@@ -101,9 +101,12 @@ def test_ratios_rates_and_shares_are_computed_from_rows():
     assert (case.gbps, case.tflops, case.percent_of_ceiling) == (200.0, 3.0, 25.0)
 
 
-def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_path, monkeypatch, capsys):
+def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_path, monkeypatch, capfd):
     new, results = tmp_path / "new", tmp_path / "results"
+    generated = tmp_path / "generate.py"
+    generated.write_text("print('generated')")
     monkeypatch.setattr(merge, "RESULTS", results)
+    monkeypatch.setattr(merge, "GENERATE", generated)
     table.write_csv(
         results / "gpu.csv", [row("a", "x", 9, commit="old"), row("a", "y", 9, commit="old")], True
     )
@@ -114,6 +117,6 @@ def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_pa
         row("a", "x", 1, commit="abc"),
         row("a", "x", 2, "copy", commit="theirs"),
     ]
-    assert "1 case of its ops keep older rows" in capsys.readouterr().out
+    assert "1 case of its ops keep older rows" in (out := capfd.readouterr().out) and "generated" in out
     with pytest.raises(SystemExit, match="no CSV"):
         merge.main([str(tmp_path / "nothing"), "--commit", "abc"])

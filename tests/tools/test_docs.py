@@ -11,31 +11,73 @@ import pytest
 import mla_fp8
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs/gen"))
+import generate
+
 README = (ROOT / "README.md").read_text()
 
 
-def test_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(examples) == 1
-    namespace: dict[str, object] = {}
-    exec(compile(examples[0], "README.md", "exec"), namespace)
-    out, lse = namespace["out"], namespace["lse"]
-    assert out.isfinite().all() and lse.isfinite().all()
-    assert capsys.readouterr().out == "torch.Size([2, 16, 512]) torch.Size([2, 16])\n"
-
-
-@pytest.mark.parametrize("script", ["dispatch.py", "layouts.py", "ops.py", "support.py"])
-def test_generated_document_is_up_to_date(script: str) -> None:
-    result = subprocess.run(
-        [sys.executable, ROOT / "docs/gen" / script, "--check"], capture_output=True, text=True, check=False
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+EXAMPLES = {
+    f"{path.relative_to(ROOT)}:{i}": source
+    for path in PAGES
+    for i, source in enumerate(
+        re.findall(r"^```python\n(import .*?)```", path.read_text(), re.DOTALL | re.MULTILINE)
     )
+}
+
+
+@pytest.mark.parametrize("place", EXAMPLES)
+def test_examples_run_as_they_are_on_a_gpu_and_with_one_word_changed_on_a_cpu(place, device, capsys):
+    on_gpu = 'device = "cuda"'
+    source = EXAMPLES[place]
+    assert source.count(on_gpu) == 1
+    namespace: dict[str, object] = {}
+    exec(compile(source.replace(on_gpu, f'device = "{device}"'), place, "exec"), namespace)
+    comment = re.search(r"^print\(.*  # (\[.*\]) in bf16, (\[.*\]) in float32$", source, re.MULTILINE)
+    if comment is not None:
+        out, lse = namespace["out"], namespace["lse"]
+        assert out.isfinite().all() and lse.isfinite().all()
+        assert capsys.readouterr().out == f"torch.Size({comment[1]}) torch.Size({comment[2]})\n"
+
+
+def test_the_readme_and_the_start_page_have_an_example():
+    assert {"README.md:0", "docs/start.md:0"} <= EXAMPLES.keys()
+
+
+def test_everything_generated_is_up_to_date() -> None:
+    command = [sys.executable, ROOT / "docs/gen/generate.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 110
+
+
+def test_kernel_pages_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (DOCS / "kernels").glob("*.md")}
+    assert max(lengths.values()) <= 150, lengths
 
 
 def test_readme_lists_every_public_op() -> None:
     not_ops = {"doctor", "hisparse_backend", "resolve_kv_cache_dtype", "warmup", "workspace_rows"}
     public = {name for name in mla_fp8.__all__ if inspect.isfunction(getattr(mla_fp8, name))} - not_ops
-    assert public <= set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    table = "\n".join(line for line in README.splitlines() if line.startswith("| `"))
+    assert public <= set(re.findall(r"`(\w+)`", table))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\s-]", "", title).strip().lower().replace(" ", "-") for title in titles}
+            assert anchor in slugs, f"{target}#{anchor}"
 
 
 def test_pins_of_third_party_are_those_that_are_installed() -> None:
@@ -46,5 +88,13 @@ def test_pins_of_third_party_are_those_that_are_installed() -> None:
 
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    listed = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_a_part_that_nobody_writes_is_an_error() -> None:
+    text = "a\n<!-- begin x: written by y -->\nold\n<!-- end x -->\nb\n"
+    assert generate.filled(text, {"x": "new"}) == text.replace("old", "new")
+    assert generate.filled(text.replace("old\n", ""), {"x": "new"}) == text.replace("old", "new")
+    with pytest.raises(KeyError, match="x"):
+        generate.filled(text, {})

@@ -68,7 +68,8 @@ def test_the_readme_of_a_wheel_has_no_relative_link(home, monkeypatch):
     text = long_description.long_description()
     assert not long_description.RELATIVE.search(text)
     assert ("https://host/owner/mla_fp8/blob/v" in text) == bool(home)
-    assert "](docs/kv_layouts.md)" not in text and "docs/kv_layouts.md" in text
+    assert "](docs/guide/engines.md)" not in text and "Engines" in text
+    assert ("/raw/v" in text and "docs/img/speed.svg" in text) == bool(home)
     assert all(
         url.startswith("https://host/owner/mla_fp8") for url in long_description.project_urls().values()
     )

@@ -8,7 +8,7 @@ PerHeads = tuple[tuple[int, float], ...]  # (up to so many heads, nanoseconds); 
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. docs/prefill_strategies.md says where each was measured."""
+    """Nanoseconds. docs/guide/prefill.md says where each was measured."""
 
     row: float  # gather and dequantise one row into the workspace
     reference: float  # find the distinct rows: per index, and per row of the region
@@ -27,11 +27,14 @@ COSTS: dict[str, Costs] = {
         paged_key=((16, 900), (64, 3600)), paged_token=((64, 0),),
     ),
     "sm90": Costs(
-        row=0.45, reference=0.08, select=90_000, look_up=4_000,
-        workspace_key=((8, 0.19), (16, 0.23), (32, 0.215), (64, 0.245)),
-        window_key=((8, 0.07), (16, 0.13), (32, 0.25), (64, 0.32)),
-        paged_key=((8, 0.11), (16, 0.15), (32, 0.22), (64, 0.31), (128, 0.66)),
-        paged_token=((8, 10), (16, 19), (32, 25), (64, 74), (128, 0)),
+        # begin prices: written by docs/gen/prices.py from benchmarks/results
+        row=0.487, reference=0.0393, select=106_000,
+        workspace_key=((8, 0.185), (16, 0.242), (32, 0.212), (64, 0.242),),
+        window_key=((8, 0.0709), (16, 0.124), (32, 0.232), (64, 0.319),),
+        paged_key=((8, 0.113), (16, 0.148), (32, 0.217), (64, 0.315), (128, 0.662),),
+        paged_token=((8, 9.24), (16, 18.9), (32, 25.9), (64, 74.9), (128, 1.03),),
+        # end prices
+        look_up=4_000,
     ),
 }  # fmt: skip
 DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less

@@ -1,0 +1,277 @@
+"""docs/performance.md, its charts, and the numbers of README.md, from benchmarks/results."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import results
+import summary
+import svg
+from results import CPU, DECODE, GPU, PREFILL, cell, commits, fixed, markdown, of, span
+from table import Case
+
+HEADS = (8, 16, 32, 64, 128)
+REAL = "sparse_decode_real_rows", "sparse_prefill_real_rows"
+COPIES = "flash_mla, pad, slice"
+CACHE_OPS = (
+    "quantize_kv", "dequantize_kv", "dequantize_kv_paged", "combine_topk_swa_indices", "pad_q_heads",
+    "merge_attention_states",
+)  # fmt: skip
+
+
+def real_rows() -> dict[str, tuple[str, list[Case]]]:
+    """What is compared: (peer, cases)."""
+    decode, prefill = (list(of(GPU, op).values()) for op in REAL)
+    return {
+        "decode": ("flash_mla", decode),
+        "prefill from FP8 pages": (
+            "flash_mla, pages",
+            [c for c in prefill if not c.label.startswith("bf16")],
+        ),
+        "prefill over bf16 rows": ("flash_mla", [c for c in prefill if c.label.startswith("bf16")]),
+    }
+
+
+def describe(case: Case) -> str:
+    """A case of a benchmark in words."""
+    label = case.label
+    if found := DECODE.fullmatch(label):
+        words = [f"`{found['layout']}`, {found['heads']} heads, batch {found['batch']}", found["kind"]]
+    elif found := PREFILL.fullmatch(label):
+        words = [f"`{found['layout']}`, {found['heads']} heads, {found['tokens']} queries", found["kind"]]
+    else:
+        words = [f"`{case.op}`", label]
+    return ", ".join(filter(None, words))
+
+
+def layers() -> dict[str, tuple[Case, str]]:
+    """Whole prefill layers: the faster of our ways (as `auto` chooses), by shape, with its way."""
+    found: dict[str, tuple[Case, str]] = {}
+    for label, case in of(GPU, "sparse_prefill").items():
+        match = PREFILL.fullmatch(label)
+        if match is None or not match["layer"]:
+            continue
+        shape, way = re.sub(r"^layer (bf16 )?", "", label), "workspace" if match["bf16"] else "pages"
+        if shape not in found or case.ours.us < found[shape][0].ours.us:
+            found[shape] = case, way
+    return found
+
+
+def cache_ops(*ops: str) -> list[Case]:
+    """Cases of 4096 rows and more: below that a launch is most of the time."""
+    cases = [case for op in ops for case in of(GPU, op).values() if "ragged" not in case.label]
+    return [c for c in cases if int(re.search(r"(?:slots|tokens)=(\d+)", c.label)[1]) >= 4096]
+
+
+def extremes(name: str, peer: str, cases: Iterable[Case], how: str) -> list[str]:
+    """A line of the table of worst and best cells."""
+    ranked = sorted((c for c in cases if peer in c.peers), key=lambda c: c.ratios[peer])
+    if not ranked:
+        return [name, how, "", "", ""]
+    ends = [f"{fixed(c.ratios[peer])}x: {describe(c)}" for c in (ranked[0], ranked[-1])]
+    return [name, how, *ends, commits(ranked)]
+
+
+def overview() -> str:
+    peers = {"decode": "FlashMLA", "prefill from FP8 pages": "FlashMLA", "prefill over bf16 rows": "FlashMLA"}
+    rows = [
+        extremes(f"{name}, {len(cases)} cells", peer, cases, peers[name])
+        for name, (peer, cases) in real_rows().items()
+    ]
+    whole = [case for case, _ in layers().values()]
+    rows.append(extremes("whole prefill layers", "triton + flash_mla", whole, "Triton and FlashMLA"))
+    moving = cache_ops("quantize_kv", "dequantize_kv", "combine_topk_swa_indices")
+    rows.append(extremes("cache ops from 4096 rows", "triton", moving, "Triton"))
+    rows.append(extremes("the same", "copy", moving, "a copy of the same bytes"))
+    table = markdown(["", "against", "worst cell", "best cell", "measured at"], rows)
+    ratios = [c.ratios[peer] for peer, cases in real_rows().values() for c in cases if peer in c.peers]
+    return f"{table}\n\nSlower than FlashMLA: {sum(r < 1 for r in ratios)} of {len(ratios)} such cells."
+
+
+def speed_chart() -> str:
+    groups = {}
+    for name, (peer, cases) in real_rows().items():
+        rows = []
+        for heads in HEADS:
+            of_heads = [c for c in cases if f" h{heads} " in c.label and peer in c.peers]
+            if of_heads:
+                ratios = sorted(c.ratios[peer] for c in of_heads)
+                middle = ratios[len(ratios) // 2]
+                rows.append(svg.Range(f"{heads} heads", ratios[0], middle, ratios[-1]))
+        if rows:
+            groups[f"sparse {name}"] = rows
+    title = "Times as fast as FlashMLA on an H200: worst, median and best cell"
+    return svg.ranges(title, groups, "as fast as FlashMLA")
+
+
+def decode_tables() -> Iterator[str]:
+    cases = of(GPU, "sparse_decode")
+    for layout, keys, batches in (
+        ("dsv32", "2048", (1, 8, 32, 64, 128, 256)),
+        ("dsv4", "128+512", (32, 128, 256)),
+        ("dsv4", "128+1024", (32, 128, 256)),
+    ):
+        found = {(h, b): cases.get(f"{layout} {keys} h{h} b{b}") for h in HEADS for b in batches}
+        lines = [
+            [f"{h} heads", *(cell(found[h, b], "flash_mla", COPIES) for b in batches)]
+            for h in HEADS
+            if any(found[h, b] for b in batches)
+        ]
+        yield markdown([f"`{layout}`, {keys} keys", *(f"batch {b}" for b in batches)], lines)
+    others = {label: c for label, c in cases.items() if " s_q" in label or " p2 " in label}
+    yield markdown(
+        ["two query tokens per request; pages of two entries", "us (ratios)"],
+        [[label, cell(case, "flash_mla", COPIES)] for label, case in others.items()],
+    )
+    errors, where = results.errors(cases.values()), commits(cases.values())
+    yield f"Errors relative to float64: {errors}. Measured at {where}."
+
+
+def decode_chart() -> str:
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for label, case in of(GPU, "sparse_decode").items():
+        m = DECODE.fullmatch(label)
+        if m["page"] or m["s_q"] or "flash_mla" not in case.peers:
+            continue
+        panel = panels.setdefault(f"{m['layout']}, {m['keys']} keys: batch", {})
+        panel.setdefault(f"{m['heads']} heads", {})[m["batch"]] = case.ratios["flash_mla"]
+    return svg.lines("Decode of full rows: times as fast as FlashMLA", panels, "FlashMLA")
+
+
+def prefill_tables() -> Iterator[str]:
+    parsed = [(PREFILL.fullmatch(label), case) for label, case in of(GPU, "sparse_prefill").items()]
+
+    def grid(title: str, wanted, peers: tuple[str, ...]) -> str:
+        lines: dict[str, dict[int, Case]] = {}
+        for m, case in parsed:
+            if wanted(m):
+                window = f" + {m['window']}" if m["window"] else ""
+                rows = f" of {m['rows']} K" if m["rows"] else ""
+                name = f"`{m['layout']}`, {m['topk']}{window}{rows}, {m['tokens']} queries"
+                lines.setdefault(name, {})[int(m["heads"])] = case
+        heads = sorted({h for cases in lines.values() for h in cases})
+        body = [[name, *(cell(cases.get(h), *peers) for h in heads)] for name, cases in lines.items()]
+        return markdown([title, *(f"{h} heads" for h in heads)], body)
+
+    def alone(m: re.Match[str]) -> bool:
+        return not m["layer"]
+
+    yield grid(
+        "FP8 pages", lambda m: alone(m) and not m["bf16"] and m["layout"] != "bf16_512", ("flash_mla", COPIES)
+    )
+    yield grid(
+        "bf16 pages, two caches", lambda m: alone(m) and m["layout"] == "bf16_512", ("flash_mla", COPIES)
+    )
+    yield grid("bf16 rows of a workspace", lambda m: alone(m) and m["bf16"], ("flash_mla", COPIES))
+    yield f"Errors relative to float64: {results.errors(case for m, case in parsed if alone(m))}."
+    triton = ("triton + flash_mla",)
+    yield grid("whole layers, straight from FP8 pages", lambda m: m["layer"] and not m["bf16"], triton)
+    yield grid("whole layers, through the workspace", lambda m: m["layer"] and m["bf16"], triton)
+    yield f"Measured at {commits(case for _, case in parsed)}."
+
+
+def ways() -> str:
+    names = {"selected": "selected", "direct": "direct", "whole, flash_mla": "whole on FlashMLA"}
+    cases = of(GPU, "prefill_strategies")
+    lines = []
+    for label, case in cases.items():
+        tokens, context = re.search(r"T(\d+) context (\d+)", label).groups()
+        shape = f"{tokens} tokens, {int(context) >> 10} K"
+        ratios = [f"{case.ratios[n]:.2f}x" if n in case.ratios else "" for n in names]
+        lines.append([shape, f"{case.ours.us:.0f}", *ratios])
+    return markdown(["tokens, context", "`whole`, us", *names.values()], lines)
+
+
+def percent_of_copy(case: Case) -> float:
+    return 100 * case.ratios["copy"]
+
+
+def cache_table() -> str:
+    lines = []
+    for op in CACHE_OPS:
+        for label, case in of(GPU, op).items():
+            if "copy" in case.peers and not re.search(r"(slots|tokens)=1\b", label):
+                triton = f"{case.ratios['triton']:.2f}x" if "triton" in case.peers else ""
+                gbps = f"{case.gbps:.0f}" if case.gbps else ""
+                numbers = [f"{case.ours.us:.1f}", gbps, f"{percent_of_copy(case):.0f} %", triton]
+                lines.append([f"`{op}`", label, *numbers, f"`{case.ours.commit}`"])
+    return markdown(["op", "case", "us", "GB/s", "of a copy", "Triton", "measured at"], lines)
+
+
+def cache_chart() -> str:
+    picked = {
+        "quantize_kv, 32 K tokens": ("quantize_kv", r"(\w+) tokens=32768 (\w+)"),
+        "dequantize_kv, 1 M slots": ("dequantize_kv", r"(\w+) slots=1048576 (\w+)"),
+        "combine_topk_swa_indices": ("combine_topk_swa_indices", r"(tokens=\d{4,}) (width=\d+)"),
+    }
+    groups = {}
+    for name, (op, pattern) in picked.items():
+        found = {
+            " ".join(m.groups()).replace("paged", "in page order"): min(percent_of_copy(case), 110)
+            for label, case in of(GPU, op).items()
+            if (m := re.fullmatch(pattern, label)) and not label.startswith("bf16")
+        }
+        if found:
+            groups[name] = found
+    return svg.bars("Bandwidth on an H200, % of a device copy of the same bytes", groups, " %", 100)
+
+
+def cpu_tables() -> Iterator[str]:
+    for op in (
+        "sparse_attention",
+        "dequantize_kv",
+        "quantize_kv",
+        "combine_topk_swa_indices",
+        "call_overhead",
+    ):
+        cases = of(CPU, op)
+        peers = list(dict.fromkeys(name for case in cases.values() for name in case.peers))
+        lines = []
+        for label, case in cases.items():
+            share = f"{case.percent_of_ceiling:.0f} %" if case.percent_of_ceiling else ""
+            ratios = (f"{case.ratios[p]:.2f}x" if p in case.ratios else "" for p in peers)
+            lines.append([label, f"{case.ours.us:.4g}", share, *ratios])
+        yield markdown([f"`{op}`", "us", "of the ceiling", *peers], lines)
+        yield f"Measured at {commits(cases.values())}."
+
+
+def real_tables() -> Iterator[str]:
+    for op in REAL:
+        yield summary.markdown(of(GPU, op).values()).rstrip()
+    every = [case for op in REAL for case in of(GPU, op).values()]
+    found = [c.ours.difference for c in every if c.ours.difference is not None]
+    worst = f" Results differ from FlashMLA's by at most {max(found):.1%}." if found else ""
+    yield f"{len(every)} cases, measured at {commits(every)}.{worst}"
+
+
+def batch_invariant() -> str:
+    """What it costs, by heads and batch."""
+    lines = []
+    for heads in HEADS:
+        cases = [c for label, c in of(GPU, "sparse_decode").items() if f" h{heads} " in label]
+        ratios: dict[str, list[float]] = {}
+        for case in cases:
+            if "batch_invariant" in case.peers:
+                batch = int(DECODE.fullmatch(case.label)["batch"])
+                few = "batch 1 to 8" if batch <= 8 else "batch 32" if batch <= 32 else "batch 64 and more"
+                ratios.setdefault(few, []).append(case.ratios["batch_invariant"])
+        columns = ("batch 1 to 8", "batch 32", "batch 64 and more")
+        lines.append([f"{heads} heads", *(span(ratios.get(name, [])) for name in columns)])
+    return markdown(["time with `batch_invariant=True`", *columns], lines)
+
+
+def parts() -> dict[str, str]:
+    """The generated parts of documents, by name."""
+    return {
+        "overview": overview(),
+        "decode": "\n\n".join(decode_tables()),
+        "real rows": "\n\n".join(real_tables()),
+        "prefill": "\n\n".join(prefill_tables()),
+        "ways": ways(),
+        "batch invariant": batch_invariant(),
+        "cache ops": cache_table(),
+        "cpu": "\n\n".join(cpu_tables()),
+    }
+
+
+def images() -> dict[str, str]:
+    return {"speed.svg": speed_chart(), "decode.svg": decode_chart(), "cache_ops.svg": cache_chart()}

@@ -1,0 +1,75 @@
+"""The measured results, and what every document makes of them: cells, ranges, commits."""
+
+import re
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import table
+from table import Case
+
+GPU, CPU = "nvidia_h200", "amd_epyc_2_threads"
+DECODE = re.compile(
+    r"(?P<layout>\w+) (?P<keys>\S+)(?: p(?P<page>\d+))?(?: s_q(?P<s_q>\d+))? h(?P<heads>\d+) b(?P<batch>\d+)"
+    r"(?:: (?P<kind>.*))?"
+)
+PREFILL = re.compile(
+    r"(?P<layer>layer )?(?P<bf16>bf16 )?(?P<layout>\w+) (?P<topk>\d+)(?:\+(?P<window>\d+))?"
+    r"(?: (?P<rows>\d+)K)? h(?P<heads>\d+) t(?P<tokens>\d+)(?:: (?P<kind>.*))?"
+)
+
+
+def of(device: str, op: str) -> dict[str, Case]:
+    """By label."""
+    cases = table.by_op(table.read_csv(ROOT / f"benchmarks/results/{device}.csv")).get(op, [])
+    return {case.label: case for case in cases}
+
+
+def commits(cases: Iterable[Case]) -> str:
+    """Of our rows, as they follow each other in the file."""
+    return ", ".join(f"`{commit}`" for commit in dict.fromkeys(case.ours.commit for case in cases) if commit)
+
+
+def fixed(ratio: float) -> str:
+    """Two decimals below 2, one above: as much as a repeated run confirms."""
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
+
+
+def span(values: Iterable[float], unit: str = "x") -> str:
+    found = sorted(values)
+    if not found:
+        return ""
+    low, high = fixed(found[0]), fixed(found[-1])
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def cell(case: Case | None, *peers: str) -> str:
+    """`us (ratio, ratio)`."""
+    if case is None:
+        return ""
+    ratios = [f"{case.ratios[peer]:.2f}" for peer in peers if peer in case.ratios]
+    us = f"{case.ours.us:.1f}" if case.ours.us < 100 else f"{case.ours.us:.0f}"
+    return f"{us} ({', '.join(ratios)})" if ratios else us
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    rows = [head, ["---"] * len(head), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def errors(cases: Iterable[Case]) -> str:
+    """`ours 1.6e-3 to 2.2e-3, FlashMLA 1.8e-3 to 2.1e-3`."""
+    cases, parts = list(cases), []
+    for name, label in ((table.OURS, "ours"), ("flash_mla", "FlashMLA")):
+        found = [c.rows[name].error for c in cases if name in c.rows and c.rows[name].error is not None]
+        if found:
+            parts.append(f"{label} {min(found):.1e} to {max(found):.1e}")
+    return ", ".join(parts)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return statistics.geometric_mean(list(values))
