@@ -13,6 +13,7 @@ from pathlib import Path
 import accuracy
 import attempts
 import dispatch
+import drawings
 import layouts
 import ops
 import performance
@@ -35,7 +36,7 @@ def filled(text: str, parts: dict[str, str]) -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file, as it should be."""
     made = ops.files() | layouts.files() | attempts.files()
-    for name, chart in (performance.images() | accuracy.images()).items():
+    for name, chart in (performance.images() | accuracy.images() | drawings.images()).items():
         made[f"docs/img/{name}"] = chart
     parts = {}
     for module in (accuracy, dispatch, performance, prices, support):
