@@ -32,8 +32,8 @@ Us are of one launch, unless a line says otherwise. `h64` is 64 query heads, `b1
 of 128. The commit is the one that brought the line. Names of kernels: [overview](../kernels/overview.md).
 
 Launches are in a graph over rotating inputs. Decode reads rows from HBM, a million of them. Prefill has 4096
-queries, unless a line says otherwise, with entries uniform over 32 K. Lists of numbers are in the order of the
-case.
+queries, unless a line says otherwise, with entries uniform over 32 K. Lists of numbers are in the order of
+the case.
 
 The seven ratios to FlashMLA are, in this order: head_dim 512, 64 heads, top-k 512, of 8 K and 64 K rows; 128
 heads, top-k 1024, the same; head_dim 576, 128 heads, top-k 2048, of 8 K, 32 K and 128 K rows.
