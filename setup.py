@@ -26,6 +26,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "packaging"))
@@ -97,6 +98,18 @@ class CMakeBuild(build_ext):
         return []
 
 
+class WithBenchmarks(build_py):
+    """`python -m mla_fp8 bench` finds them in the package; in a source tree they lie at its top."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "mla_fp8/benchmarks")
+            target.mkdir(parents=True, exist_ok=True)
+            for script in sorted((ROOT / "benchmarks").glob("*.py")):
+                self.copy_file(str(script), str(target / script.name))
+
+
 class PlatformWheel(bdist_wheel):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -119,5 +132,5 @@ setup(
     long_description_content_type="text/markdown",
     project_urls=long_description.project_urls(),
     ext_modules=[Extension("mla_fp8._libraries", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": WithBenchmarks, "build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import svg
 
 if TYPE_CHECKING:
-    from mla_fp8.recording import Call
+    from mla_fp8.tools.recording import Call
 
 TARGET = Path(__file__).resolve().parents[2] / "docs/accuracy.csv"
 COLUMNS = ["device", "model", "what", "layout", "backend", "layer", "rms_error"]
@@ -38,10 +38,10 @@ def measure(model: str, device: str) -> list[Row]:
     """One row per layer and layout, and one per op, layout and backend (mean over the recorded calls)."""
     import torch  # noqa: PLC0415
 
-    from mla_fp8 import replay  # noqa: PLC0415
-    from mla_fp8.demo import run  # noqa: PLC0415
-    from mla_fp8.recording import Recorder  # noqa: PLC0415
-    from mla_fp8.timing import device_name  # noqa: PLC0415
+    from mla_fp8.tools import replay  # noqa: PLC0415
+    from mla_fp8.tools.demo import run  # noqa: PLC0415
+    from mla_fp8.tools.recording import Recorder  # noqa: PLC0415
+    from mla_fp8.tools.timing import device_name  # noqa: PLC0415
 
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)

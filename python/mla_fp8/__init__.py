@@ -1,10 +1,9 @@
 """FP8 latent KV caches and sparse MLA attention for PyTorch, compiled ahead of time."""
 
-from . import _libraries
+from . import _libraries, _version
 
 _libraries.load_all()
 
-from .doctor import doctor
 from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
@@ -17,8 +16,10 @@ from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
+from .tools.doctor import doctor
 from .warmup import warmup
 
+__version__ = _version.find()
 __all__ = [
     "KV_LAYOUTS",
     "KVLayout",

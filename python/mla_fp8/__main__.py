@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import bench, doctor, replay
-from ._cli import plain
-from .demo import run as demo
+from .tools import bench, doctor, replay
+from .tools.cli import plain
+from .tools.demo import run as demo
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = {"demo": demo.main, "bench": bench.main, "replay": replay.main}
     if options.command in runs:
         return runs[options.command](options)
-    print(doctor())
+    print(doctor.doctor())
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from . import recording
+from .tools import recording
 
 
 def assert_as_accurate_as(out: Tensor, rounded: Tensor, exact: Tensor, factor: float = 2.0) -> None:

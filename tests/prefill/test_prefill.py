@@ -43,9 +43,9 @@ def test_selected_dequantises_each_entry_once(device, monkeypatch):
     chunk = make_chunk("dsv4", device, topk=3)
     layer = chunk.layer()
     seen = []
-    original = mla_fp8.prefill.chunk_cache.dequantize_kv
+    original = mla_fp8.prefill.ways.dequantize_kv
     monkeypatch.setattr(
-        mla_fp8.prefill.chunk_cache,
+        mla_fp8.prefill.ways,
         "dequantize_kv",
         lambda cache, slots, **options: seen.append((cache, slots)) or original(cache, slots, **options),
     )
@@ -230,7 +230,7 @@ def test_copying_new_metadata_into_its_tensors_makes_it_stale(name, device):
 def test_built_inside_a_capture_it_is_stale_outside_and_vice_versa(device, monkeypatch):
     chunk = make_chunk("dsv4", device)
     layer, eager = chunk.layer(), chunk.build()
-    monkeypatch.setattr(mla_fp8.prefill.chunk_cache, "capturing", lambda: True)
+    monkeypatch.setattr(mla_fp8.prefill.chunk, "capturing", lambda: True)
     stale(eager, chunk, layer, "build and use must be inside the same CUDA graph capture")
     captured = chunk.build()
     chunk.attend(captured, layer, chunk.topk_indices)
@@ -304,8 +304,8 @@ def test_attention_is_told_how_far_each_row_reaches(strategy, kind, device, monk
         "sparse_prefill_paged": ["topk_length", "extra_topk_length"],
         "sparse_prefill_window": [],
     }.items():
-        right = getattr(mla_fp8.prefill.chunk_cache, op)
-        monkeypatch.setattr(mla_fp8.prefill.chunk_cache, op, listening(right, names))
+        right = getattr(mla_fp8.prefill.ways, op)
+        monkeypatch.setattr(mla_fp8.prefill.ways, op, listening(right, names))
     chunk.attend(chunk.build(), layer, chunk.topk_indices if indexed else None, strategy)
     ends = [(n - queries, n) for n, queries in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
     reach = torch.tensor([pos + 1 for first, end in ends for pos in range(first, end)])
@@ -321,7 +321,7 @@ def test_prices_count_the_keys_that_the_host_knows_to_be_there(device, monkeypat
     chunk = make_chunk("dsv4", device)
     layer, shapes = chunk.layer(), []
     monkeypatch.setattr(
-        mla_fp8.prefill.chunk_cache, "predict", lambda shape, arch: shapes.append(shape) or {"whole": 1.0}
+        mla_fp8.prefill.chunk, "predict", lambda shape, arch: shapes.append(shape) or {"whole": 1.0}
     )
     every = chunk.topk_indices.clamp(0, 0)  # no holes
     chunk.attend(chunk.build(), layer, every)
@@ -338,7 +338,7 @@ def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
     layer, cache = chunk.layer(), chunk.build()
     for fastest in STRATEGIES:
         prices = {s: 1.0 if s == fastest else 2.0 for s in STRATEGIES}
-        monkeypatch.setattr(mla_fp8.prefill.chunk_cache, "predict", lambda shape, arch, p=prices: dict(p))
+        monkeypatch.setattr(mla_fp8.prefill.chunk, "predict", lambda shape, arch, p=prices: dict(p))
         want = chunk.attend(cache, layer, chunk.topk_indices, fastest)
         for a, b in zip(chunk.attend(cache, layer, chunk.topk_indices), want, strict=True):
             assert torch.equal(a, b)
@@ -348,9 +348,9 @@ def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_ord
     chunk = make_chunk("dsv4", device)
     layer = chunk.layer(entries=False)
     calls = []
-    original = mla_fp8.prefill.chunk_cache.sparse_prefill_window
+    original = mla_fp8.prefill.ways.sparse_prefill_window
     monkeypatch.setattr(
-        mla_fp8.prefill.chunk_cache,
+        mla_fp8.prefill.ways,
         "sparse_prefill_window",
         lambda *args, **options: calls.append(args) or original(*args, **options),
     )

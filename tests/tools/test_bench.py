@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mla_fp8 import bench
 from mla_fp8.__main__ import main
+from mla_fp8.tools import bench
 
 sys.path.insert(0, str(bench.FOLDER))
 import merge

@@ -8,7 +8,7 @@ import peer_standins
 import pytest
 import torch
 
-from mla_fp8 import bench
+from mla_fp8.tools import bench
 
 sys.path.insert(0, str(bench.FOLDER))
 import row_kinds

@@ -10,12 +10,12 @@ import torch
 
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.__main__ import main
-from mla_fp8.demo import cache, exact, run
-from mla_fp8.demo.model import MODELS
-from mla_fp8.demo.pages import Batch, Pages
-from mla_fp8.demo.teacher import LayerError, TeacherForced
-from mla_fp8.demo.workload import Workload
-from mla_fp8.prefill import chunk_cache
+from mla_fp8.prefill import tables
+from mla_fp8.tools.demo import cache, exact, run
+from mla_fp8.tools.demo.model import MODELS
+from mla_fp8.tools.demo.pages import Batch, Pages
+from mla_fp8.tools.demo.teacher import LayerError, TeacherForced
+from mla_fp8.tools.demo.workload import Workload
 
 SMALL = ["--heads", "2", "--tokens", "280", "--chunk", "96", "--decode-steps", "1"]
 
@@ -76,9 +76,9 @@ def test_wrong_scale_violates_the_storage_bound(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_window_that_is_one_too_long_violates_the_attention_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = chunk_cache.combine_topk_swa_indices
+    original = tables.combine_topk_swa_indices
     monkeypatch.setattr(
-        chunk_cache,
+        tables,
         "combine_topk_swa_indices",
         lambda *args, **options: original(
             *args, **{**options, "window_size": options["window_size"] + (options["window_size"] > 0)}

@@ -8,8 +8,7 @@ import mla_fp8
 from mla_fp8 import _libraries
 from mla_fp8.__main__ import main
 from mla_fp8.backends.table import TABLE
-
-doctor = sys.modules["mla_fp8.doctor"]  # the attribute of that name is the function
+from mla_fp8.tools import doctor
 
 
 def test_report_says_what_the_dispatcher_says() -> None:

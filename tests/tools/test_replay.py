@@ -5,10 +5,11 @@ import torch
 from op_samples import SAMPLES
 
 import mla_fp8
-from mla_fp8 import KV_LAYOUTS, recording, replay
+from mla_fp8 import KV_LAYOUTS
 from mla_fp8.__main__ import main
 from mla_fp8.backends import table
 from mla_fp8.testing import record
+from mla_fp8.tools import recording, replay
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 NUM_PAGES, PAGE_SIZE, EXTRA_PAGE_SIZE, TOKENS, HEADS = 12, 16, 4, 5, 8

@@ -11,7 +11,7 @@ same result up to rounding (a slot that a table or a cache does not hold is mask
 device: sizes come from lengths that the caller knows on the host.
 """
 
-from .chunk_cache import SparsePrefillChunkCache
+from .chunk import SparsePrefillChunkCache
 from .layer import LayerCaches, PagedCache
 from .workspace import STRATEGIES, PrefillWorkspace, workspace_rows
 

@@ -1,13 +1,9 @@
 """The scratch rows of sparse prefill, and how many a layer needs."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .chunk_cache import SparsePrefillChunkCache
 
 STRATEGIES = ("whole", "selected", "direct")
 
@@ -20,7 +16,7 @@ class PrefillWorkspace:
 
     def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
         self._rows = torch.empty((0, head_dim_qk), dtype=torch.bfloat16, device=device)
-        self.chunk: SparsePrefillChunkCache | None = None
+        self.chunk: object = None  # that may use it
 
     @property
     def capacity(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._cli import at_least, device
+from ..cli import at_least, device
 from . import report
 from .model import MODELS
 from .report import Answer, Results

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import (
+from ... import (
     LayerCaches,
     PagedCache,
     PrefillWorkspace,
@@ -14,8 +14,8 @@ from .. import (
     quantize_kv,
     sparse_decode,
 )
-from ..compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from ..layout import KV_LAYOUTS, KVLayout
+from ...compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from ...layout import KV_LAYOUTS, KVLayout
 from .model import AttentionInputs, Layer, Spec
 from .pages import Batch, Pages
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..prefill import PrefillWorkspace, SparsePrefillChunkCache
+from ...prefill import PrefillWorkspace, SparsePrefillChunkCache
 from .cache import LayerCache, new_chunk
 from .model import CONTEXT, AttentionInputs, Model, Spec
 from .pages import Batch, Pages

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import recording, reference
-from ._cli import device
-from .arch import arch_of
-from .backends import reference as specification
-from .backends.table import Backend, Problem
-from .dispatch import candidates
+from .. import reference
+from ..arch import arch_of
+from ..backends import reference as specification
+from ..backends.table import Backend, Problem
+from ..dispatch import candidates
+from . import recording
+from .cli import device
 from .recording import Call
 from .timing import time_us
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .call import OPS, SparseCall, make
-from .layout import KVLayout, get_layout, layout_of_id, row_layout
+from ..call import OPS, SparseCall, make
+from ..layout import KVLayout, get_layout, layout_of_id, row_layout
 
 COUNTED = ("paged_attention_ragged", "paged_attention_ragged_latent")  # no second backend to replay them with
 _KEY = "mla_fp8.calls"

@@ -1,14 +1,13 @@
 """What of the package works on this machine, and why the rest does not."""
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import _libraries
-from .arch import arch_of
-from .backends.table import TABLE, Problem
-from .layout import KV_LAYOUTS
+from .. import _libraries, _version
+from ..arch import arch_of
+from ..backends.table import TABLE, Problem
+from ..layout import KV_LAYOUTS
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
 
@@ -17,7 +16,7 @@ def collect() -> dict[str, dict[str, str]]:
     """The report by section: ``{"libraries": {"libmla_fp8_cpu.so": "loaded", ...}, ...}``."""
     return {
         "versions": {
-            "mla_fp8": _package_version(),
+            "mla_fp8": _version.find() + (" (source tree)" if _version.in_source_tree() else ""),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda of torch": torch.version.cuda or "none",
@@ -40,13 +39,6 @@ def doctor() -> str:
         "\n".join([section, *(f"  {name:<36}{what}" for name, what in rows.items())])
         for section, rows in collect().items()
     )
-
-
-def _package_version() -> str:
-    try:
-        return version("mla-fp8")
-    except PackageNotFoundError:
-        return "not installed as a package (running from a source tree)"
 
 
 def _devices() -> dict[str, str]:

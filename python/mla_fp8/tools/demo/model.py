@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..layout import KV_LAYOUTS, KVLayout
+from ...layout import KV_LAYOUTS, KVLayout
 from .pages import Batch
 
 CONTEXT = 8  # bytes that enter a token's embedding, so that equal bytes have different latents

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..layout import HEAD_DIM_V, KVLayout
+from ... import reference
+from ...layout import HEAD_DIM_V, KVLayout
 
 BF16_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
 F32_ROUNDOFF = torch.finfo(torch.float32).eps / 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..prefill import STRATEGIES, SparsePrefillChunkCache
+from ...prefill import STRATEGIES, SparsePrefillChunkCache
 from . import exact
 from .cache import LayerCache, Written, new_chunk
 from .model import AttentionInputs

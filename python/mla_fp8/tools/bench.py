@@ -11,7 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "benchmarks"  # in a checkout a link to the folder at its top
+_PACKAGE = Path(__file__).parents[1]
+# In a wheel they are in the package, in a source tree at its top.
+FOLDER = next(
+    x / "benchmarks" for x in (_PACKAGE, _PACKAGE.parents[1]) if (x / "benchmarks/harness.py").exists()
+)
 SCRIPTS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..layout import KV_LAYOUTS
+from ...layout import KV_LAYOUTS
 from .teacher import CHECKED_PER_BATCH, LayerError
 from .workload import FreeRun, Workload
 

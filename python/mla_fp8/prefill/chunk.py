@@ -1,0 +1,168 @@
+"""A prefill chunk: what its layers share, when that is stale, and one layer's attention by the way that is
+predicted to be fastest."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..arch import arch_of
+from ..dispatch import can_run
+from ..layout import get_layout
+from ..ops.build_swa_token_ids import build_swa_token_ids
+from .costs import predict
+from .layer import LayerCaches
+from .tables import Tables
+from .ways import WAYS
+from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_window_rows
+
+
+class SparsePrefillChunkCache:
+    """A chunk's geometry, window slots and layer-invariant index rows, for all layers of one forward.
+
+    ================  ===========================  =====  ================================================
+    seq_lens          [num_requests]               int32  tokens cached, those of the chunk too
+    query_lens        [num_requests]               int32  tokens of the chunk
+    page_table        [num_requests, max_pages]    int32  pages of the caches of entries
+    req_pool_indices  [num_requests]               int64  with a window: see :func:`build_swa_token_ids`
+    req_to_token      [num_pool_rows, max_tokens]  int32
+    full_to_swa       [num_slots]                  int64
+    query_start_loc   [num_requests + 1]           int32  optional: the rows of q, if not the whole chunk
+    query_pos         [num_tokens]                 int32  optional: their positions
+    ================  ===========================  =====  ================================================
+
+    ``*_host`` are the lengths as the host knows them; they may be upper bounds, so a forward captured in a
+    CUDA graph may be replayed with shorter requests. ``num_tokens`` (rows of q) is their sum by default.
+
+    The cache is stale, and its use raises RuntimeError, once a newer chunk was built on the workspace, after
+    :meth:`invalidate`, when one of the tensors above was written since (not seen in inference mode, where
+    tensors have no version), and outside the CUDA graph capture that it was built in: a replay has written
+    other numbers into it. Whoever replays a graph that writes the tensors above calls :meth:`invalidate`.
+    """
+
+    def __init__(
+        self,
+        workspace: PrefillWorkspace,
+        seq_lens: Tensor,
+        query_lens: Tensor,
+        page_table: Tensor,
+        req_pool_indices: Tensor | None = None,
+        req_to_token: Tensor | None = None,
+        full_to_swa: Tensor | None = None,
+        *,
+        window_size: int,
+        seq_lens_host: Sequence[int],
+        query_lens_host: Sequence[int],
+        query_start_loc: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        _expect_lengths(len(seq_lens), seq_lens_host=seq_lens_host, query_lens_host=query_lens_host)
+        if query_start_loc is None:
+            query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int()
+        if not window_size:
+            swa = query_start_loc[:0], torch.zeros_like(seq_lens), torch.zeros_like(query_start_loc)
+        elif req_pool_indices is None or req_to_token is None or full_to_swa is None:
+            raise ValueError(
+                "SparsePrefillChunkCache: expected req_pool_indices, req_to_token and full_to_swa with "
+                "a window, got None"
+            )
+        else:
+            ids, _, gather_lens, offsets = build_swa_token_ids(
+                seq_lens, query_lens, req_pool_indices, req_to_token, full_to_swa, window_size=window_size,
+                capacity=num_window_rows(seq_lens_host, query_lens_host, window_size),
+            )  # fmt: skip
+            swa = ids, gather_lens, offsets
+        self.tables = Tables(
+            window_size, sum(query_lens_host) if num_tokens is None else num_tokens, seq_lens, page_table,
+            query_start_loc, query_pos, list(seq_lens_host), list(query_lens_host), *swa,
+        )  # fmt: skip
+        self.workspace, self.window_size, self.num_tokens = workspace, window_size, self.tables.num_tokens
+        self._built_in_capture = capturing()
+        sources = {
+            "seq_lens": seq_lens, "query_lens": query_lens, "page_table": page_table,
+            "req_pool_indices": req_pool_indices, "req_to_token": req_to_token, "full_to_swa": full_to_swa,
+            "query_start_loc": query_start_loc, "query_pos": query_pos,
+        }  # fmt: skip
+        self._versions = {
+            name: (x, x._version) for name, x in sources.items() if x is not None and not x.is_inference()
+        }
+        workspace.chunk = self
+
+    def invalidate(self) -> None:
+        """Makes every later use raise."""
+        if self.workspace.chunk is self:
+            self.workspace.chunk = None
+
+    def attend(
+        self,
+        q: Tensor,
+        layer: LayerCaches,
+        topk_indices: Tensor | None = None,
+        *,
+        sm_scale: float,
+        attn_sink: Tensor | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
+
+        ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
+        entries of a token's past. ``strategy`` is a name of the module's table or auto.
+        """
+        check_strategy(strategy, ("auto", *STRATEGIES))
+        self._check_usable(q)
+        self._check_layer(layer, topk_indices)
+        if strategy == "auto":
+            strategy = self._choose(q, layer, topk_indices, backend)
+        options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
+        return WAYS[strategy](self.tables, self.workspace, layer, q, topk_indices, options)
+
+    def predict(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None) -> dict[str, float]:
+        """Nanoseconds of each strategy, as the cost table has it."""
+        self._check_layer(layer, topk_indices)
+        arch = arch_of(q.device.type, q.device.index)
+        return predict(self.tables.shape(q, layer, topk_indices), arch)
+
+    def _choose(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str) -> str:
+        nanoseconds = self.predict(q, layer, topk_indices)
+        if not can_run("sparse_prefill_paged", q, get_layout(layer.layout).name, backend):
+            del nanoseconds["direct"]
+        return min(nanoseconds, key=nanoseconds.__getitem__)
+
+    def _check_usable(self, q: Tensor) -> None:
+        if self.workspace.chunk is not self:
+            raise RuntimeError(
+                "SparsePrefillChunkCache is stale: it was invalidated, or a newer chunk uses its workspace"
+            )
+        if capturing() != self._built_in_capture:
+            raise RuntimeError(
+                "SparsePrefillChunkCache is stale: build and use must be inside the same CUDA graph capture, "
+                "or both outside"
+            )
+        for name, (tensor, version) in self._versions.items():
+            if tensor._version != version:
+                raise RuntimeError(f"SparsePrefillChunkCache is stale: {name} was written after it was built")
+        if q.dim() != 3 or len(q) != self.num_tokens:
+            raise ValueError(
+                f"SparsePrefillChunkCache: q must have shape [{self.num_tokens}, *, *], got {[*q.shape]}"
+            )
+
+    def _check_layer(self, layer: LayerCaches, topk_indices: Tensor | None) -> None:
+        if layer.window and not self.window_size:
+            raise ValueError(
+                "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
+            )
+        if topk_indices is not None and (topk_indices.dim() != 2 or len(topk_indices) != self.num_tokens):
+            raise ValueError(
+                f"SparsePrefillChunkCache: topk_indices must have shape [{self.num_tokens}, *], "
+                f"got {[*topk_indices.shape]}"
+            )
+
+
+def _expect_lengths(num_requests: int, **lengths: Sequence[int]) -> None:
+    for name, values in lengths.items():
+        if len(values) != num_requests or min(values, default=0) < 0:
+            raise ValueError(
+                f"SparsePrefillChunkCache: {name} must be {num_requests} lengths >= 0, got {list(values)}"
+            )

@@ -1,0 +1,73 @@
+"""What users may import, and with which parameters: frozen in public_api.txt.
+
+After a deliberate change: python tests/tools/test_public_api.py > tests/tools/public_api.txt
+"""
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import mla_fp8
+
+# Documented modules besides mla_fp8 itself, which says what is public by __all__.
+MODULES = (
+    "mla_fp8.compat.aiter", "mla_fp8.compat.flash_mla", "mla_fp8.compat.sglang", "mla_fp8.dispatch",
+    "mla_fp8.reference", "mla_fp8.testing",
+)  # fmt: skip
+OF_DISPATCH = ("explain",)  # the rest serves the ops
+CALLS = ("mla_fp8.integrations.sglang:register", "mla_fp8.integrations.vllm:register",
+         "mla_fp8.integrations.vllm:register_flash_mla_calls", "mla_fp8.__main__:main")  # fmt: skip
+
+
+def signature(function: object) -> str:
+    """Names, kinds and defaults; annotations are spelt differently by different Pythons."""
+    found = inspect.signature(function)
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=found.empty))
+
+
+def members(name: str, value: object) -> Iterator[str]:
+    if inspect.isclass(value):
+        yield f"class {name}{signature(value)}"
+        for member, found in vars(value).items():
+            function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+            if not member.startswith("_") and inspect.isfunction(function):
+                yield f"{name}.{member}" + ("" if isinstance(found, property) else signature(function))
+    elif callable(value):
+        yield f"{name}{signature(value)}"
+    else:
+        yield name
+
+
+def own_names(module: ModuleType) -> list[str]:
+    if module.__name__ == "mla_fp8.dispatch":
+        return list(OF_DISPATCH)
+    defined = {n: x for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
+    return [name for name in defined if not name.startswith("_")]
+
+
+def listing() -> list[str]:
+    lines = [line for name in mla_fp8.__all__ for line in members(f"mla_fp8.{name}", getattr(mla_fp8, name))]
+    for name in MODULES:
+        module = import_module(name)
+        for own in own_names(module):
+            lines += members(f"{name}.{own}", getattr(module, own))
+    for module, _, function in (call.partition(":") for call in CALLS):
+        lines += members(f"{module}.{function}", getattr(import_module(module), function))
+    return sorted(lines)
+
+
+def test_the_public_api_is_frozen():
+    frozen = (Path(__file__).parent / "public_api.txt").read_text().splitlines()
+    assert listing() == frozen
+
+
+def test_the_version_is_that_of_the_package():
+    tree = Path(__file__).parents[2] / "version.txt"
+    assert mla_fp8.__version__.partition("+")[0] == tree.read_text().strip()
+
+
+if __name__ == "__main__":
+    print("\n".join(listing()))
