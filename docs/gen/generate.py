@@ -27,9 +27,13 @@ PART = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+BEGIN = re.compile(r"\bbegin ([\w ]+): written by ")
+
 
 def filled(text: str, parts: dict[str, str]) -> str:
-    """KeyError for a part that nobody writes."""
+    """KeyError for a part that nobody writes, ValueError for one without its end."""
+    if len(PART.findall(text)) != len(BEGIN.findall(text)):
+        raise ValueError(f"a part without its end: {BEGIN.findall(text)}")
     return PART.sub(lambda m: f"{m['begin']}{parts[m['name']]}\n{m['end']}", text)
 
 
@@ -43,7 +47,7 @@ def outputs() -> dict[Path, str]:
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        if path not in found and PART.search(text := path.read_text()):
+        if path not in found and BEGIN.search(text := path.read_text()):
             found[path] = filled(text, parts)
     return found
 

@@ -259,6 +259,19 @@ def batch_invariant() -> str:
     return markdown(["time with `batch_invariant=True`", *columns], lines)
 
 
+def flashinfer() -> str:
+    """Its planned kernel for SM90, beside ours: us, and how many times as long it takes."""
+    peer, lines = "flashinfer_sm90, kernel", {}
+    for label, case in of(GPU, "sparse_decode_flashinfer").items():
+        m = DECODE.fullmatch(label)
+        place = lines.setdefault(f"`{m['layout']}`, {m['heads']} heads", {})
+        us = f"{case.ours.us:.0f} and {case.peers[peer].us:.0f}"
+        place[m["batch"]] = f"{us}: {fixed(case.ratios[peer])}x"
+    batches = list(dict.fromkeys(batch for line in lines.values() for batch in line))
+    body = [[name, *(line.get(batch, "") for batch in batches)] for name, line in lines.items()]
+    return markdown(["us, ours and its kernel", *(f"batch {batch}" for batch in batches)], body)
+
+
 def parts() -> dict[str, str]:
     """The generated parts of documents, by name."""
     return {
@@ -268,6 +281,7 @@ def parts() -> dict[str, str]:
         "prefill": "\n\n".join(prefill_tables()),
         "ways": ways(),
         "batch invariant": batch_invariant(),
+        "flashinfer": flashinfer(),
         "cache ops": cache_table(),
         "cpu": "\n\n".join(cpu_tables()),
     }

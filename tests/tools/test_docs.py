@@ -98,3 +98,5 @@ def test_a_part_that_nobody_writes_is_an_error() -> None:
     assert generate.filled(text.replace("old\n", ""), {"x": "new"}) == text.replace("old", "new")
     with pytest.raises(KeyError, match="x"):
         generate.filled(text, {})
+    with pytest.raises(ValueError, match="without its end"):
+        generate.filled(text.replace("end x", "end of x"), {"x": "new"})
