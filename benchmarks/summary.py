@@ -33,10 +33,10 @@ def ratios(measured: Iterable[Case]) -> dict[tuple[str, str], Kinds]:
 def markdown(measured: Iterable[Case]) -> str:
     """A table for each op and form of it."""
     tables = ratios(measured).items()
-    return "\n".join(_table(f"`{op}` against `{peer}`", kinds) for (op, peer), kinds in tables)
+    return "\n".join(table(f"`{op}` against `{peer}`", kinds) for (op, peer), kinds in tables)
 
 
-def _table(title: str, kinds: Kinds) -> str:
+def table(title: str, kinds: Kinds) -> str:
     heads = sorted({h for columns in kinds.values() for h in columns})
     every = {h: [r for columns in kinds.values() for r in columns.get(h, [])] for h in heads}
     lines = [[title, *(f"{h} heads" for h in heads)], ["---"] * (len(heads) + 1)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import results
 import summary
 import svg
-from results import CPU, DECODE, GPU, PREFILL, cell, commits, fixed, markdown, of, span
+from results import CPU, DECODE, GPU, PREFILL, cell, commits, fixed, folded, markdown, of, span
 from table import Case
 
 HEADS = (8, 16, 32, 64, 128)
@@ -194,7 +194,8 @@ def cache_table() -> str:
                 gbps = f"{case.gbps:.0f}" if case.gbps else ""
                 numbers = [f"{case.ours.us:.1f}", gbps, f"{percent_of_copy(case):.0f} %", triton]
                 lines.append([f"`{op}`", label, *numbers, f"`{case.ours.commit}`"])
-    return markdown(["op", "case", "us", "GB/s", "of a copy", "Triton", "measured at"], lines)
+    table = markdown(["op", "case", "us", "GB/s", "of a copy", "Triton", "measured at"], lines)
+    return folded(f"all {len(lines)} cases", table)
 
 
 def cache_chart() -> str:
@@ -229,14 +230,18 @@ def cpu_tables() -> Iterator[str]:
         for label, case in cases.items():
             share = f"{case.percent_of_ceiling:.0f} %" if case.percent_of_ceiling else ""
             ratios = (f"{case.ratios[p]:.2f}x" if p in case.ratios else "" for p in peers)
-            lines.append([label, f"{case.ours.us:.4g}", share, *ratios])
-        yield markdown([f"`{op}`", "us", "of the ceiling", *peers], lines)
-        yield f"Measured at {commits(cases.values())}."
+            us = f"{case.ours.us:,.0f}" if case.ours.us >= 100 else f"{case.ours.us:.1f}"
+            lines.append([label, us, share, *ratios])
+        table = markdown([f"`{op}`", "us", "of the ceiling", *peers], lines)
+        yield folded(op, f"{table}\n\nMeasured at {commits(cases.values())}.")
 
 
 def real_tables() -> Iterator[str]:
     for op in REAL:
-        yield summary.markdown(of(GPU, op).values()).rstrip()
+        for (form, peer), kinds in summary.ratios(of(GPU, op).values()).items():
+            yield folded(
+                f"{form} against {peer}", summary.table(f"`{form}` against `{peer}`", kinds).rstrip()
+            )
     every = [case for op in REAL for case in of(GPU, op).values()]
     found = [c.ours.difference for c in every if c.ours.difference is not None]
     worst = f" Results differ from FlashMLA's by at most {max(found):.1%}." if found else ""

@@ -1,7 +1,6 @@
 """The measured results, and what every document makes of them: cells, ranges, commits."""
 
 import re
-import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,6 +60,11 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def folded(summary: str, content: str) -> str:
+    """A long table that a click opens, on the site and where Markdown is shown."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{content}\n\n</details>'
+
+
 def errors(cases: Iterable[Case]) -> str:
     """`ours 1.6e-3 to 2.2e-3, FlashMLA 1.8e-3 to 2.1e-3`."""
     cases, parts = list(cases), []
@@ -69,7 +73,3 @@ def errors(cases: Iterable[Case]) -> str:
         if found:
             parts.append(f"{label} {min(found):.1e} to {max(found):.1e}")
     return ", ".join(parts)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return statistics.geometric_mean(list(values))
