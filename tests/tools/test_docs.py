@@ -80,6 +80,17 @@ def test_links_between_files_lead_somewhere(path: Path) -> None:
             assert anchor in slugs, f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize(
+    "path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_files_that_a_document_names_are_there(path: Path) -> None:
+    """`x` stands for an op."""
+    folders = "benchmarks|ci|csrc|docs|packaging|python|tests|third_party"
+    named = set(re.findall(rf"(?<![\w./])((?:{folders})/[\w./-]*\w\.\w+)(?![\w*<{{])", path.read_text()))
+    real = [name for name in sorted(named) if not re.search(r"[/_]x\.", name)]
+    assert [name for name in real if not (ROOT / name).exists()] == []
+
+
 def test_pins_of_third_party_are_those_that_are_installed() -> None:
     pins = (ROOT / "ci/constraints.txt").read_text().split()
     text = (ROOT / "third_party/README.md").read_text()
