@@ -9,10 +9,11 @@ commit given, or the one that is checked out.
 import argparse
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from table import read_csv, write_csv
+from table import cases, read_csv, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, GENERATE = ROOT / "benchmarks/results", ROOT / "docs/gen/generate.py"
@@ -36,11 +37,17 @@ def main(arguments: list[str]) -> list[str]:
     for path in files:
         new = [replace(row, commit=row.commit or commit) for row in read_csv(path)]
         target = RESULTS / path.name
+        old = {(case.op, case.label): case for case in cases(read_csv(target))}
+        gone: Counter[str] = Counter()
+        for case in cases(new):
+            if before := old.get((case.op, case.label)):
+                gone.update(before.rows.keys() - case.rows.keys())
         write_csv(target, new, whole_op=False)
         ops, measured = {row.op for row in new}, {(row.op, row.case) for row in new}
         older = {(row.op, row.case) for row in read_csv(target) if row.op in ops} - measured
-        cases = "case" if len(older) == 1 else "cases"
-        print(f"{target}: {len(measured)} cases are new, {len(older)} {cases} of its ops keep older rows")
+        print(f"{target}: {len(measured)} new, {len(older)} of the same ops keep older rows")
+        for name, count in gone.items():
+            print(f"  {name} was not measured again in {count}: is it installed there?")
     subprocess.run([sys.executable, str(GENERATE)], check=True)
     return [path.name for path in files]
 

@@ -108,7 +108,9 @@ def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_pa
     monkeypatch.setattr(merge, "RESULTS", results)
     monkeypatch.setattr(merge, "GENERATE", generated)
     table.write_csv(
-        results / "gpu.csv", [row("a", "x", 9, commit="old"), row("a", "y", 9, commit="old")], True
+        results / "gpu.csv",
+        [row("a", "x", 9, commit="old"), row("a", "x", 9, "triton"), row("a", "y", 9, commit="old")],
+        whole_op=True,
     )
     table.write_csv(new / "gpu.csv", [row("a", "x", 1), row("a", "x", 2, "copy", commit="theirs")], True)
     assert merge.main([str(new), "--commit", "abc"]) == ["gpu.csv"]
@@ -117,6 +119,8 @@ def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_pa
         row("a", "x", 1, commit="abc"),
         row("a", "x", 2, "copy", commit="theirs"),
     ]
-    assert "1 case of its ops keep older rows" in (out := capfd.readouterr().out) and "generated" in out
+    out = capfd.readouterr().out
+    assert "1 new, 1 of the same ops keep older rows" in out and "generated" in out
+    assert "triton was not measured again in 1" in out
     with pytest.raises(SystemExit, match="no CSV"):
         merge.main([str(tmp_path / "nothing"), "--commit", "abc"])
