@@ -105,11 +105,16 @@ def tables(rows: list[Row]) -> str:
             }
             lines.append(f"| `{layout}` | " + " | ".join(f"{by_layer[i]:.2%}" for i in layers) + " |")
         parts.append("\n".join(lines))
-        lines = ["| op | layout | backend | rms error |", "|---|---|---|---|"]
-        for row in here:
-            if row["what"] != "layer":
-                error = f"{float(row['rms_error']):.2%}"
-                lines.append(f"| `{row['what']}` | {row['layout']} | `{row['backend']}` | {error} |")
+        calls = [row for row in here if row["what"] != "layer"]
+        backends = list(dict.fromkeys(row["backend"] for row in calls))
+        by_call: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        for row in calls:
+            by_call[row["what"], row["layout"]][row["backend"]] = float(row["rms_error"])
+        lines = [f"| op | cache | {' | '.join(f'`{name}`' for name in backends)} |"]
+        lines.append("|---" * (len(backends) + 2) + "|")
+        for (op, layout), errors in by_call.items():
+            cells = (f"{errors[name]:.2%}" if name in errors else "" for name in backends)
+            lines.append(f"| `{op}` | {layout} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
