@@ -22,7 +22,7 @@ class Box:
         place = f"x='{self.x}' y='{self.y}' width='{self.width}' height='{self.height}' rx='6'"
         middle = self.x + self.width / 2
         parts = [f"<rect {place} fill='{self.colour}' fill-opacity='0.15' stroke='{self.colour}'/>"]
-        parts.append(svg.text(middle, self.y + 19, self.title, 13, "middle", font_weight="600"))
+        parts.append(svg.text(middle, self.y + 19, self.title, 13, "middle", bold=True))
         parts += [svg.text(middle, self.y + 36 + 15 * i, t, 11, "middle") for i, t in enumerate(self.lines)]
         return parts
 

@@ -42,7 +42,7 @@ def outputs() -> dict[Path, str]:
     made = ops.files() | layouts.files() | attempts.files()
     for name, chart in (performance.images() | accuracy.images() | drawings.images()).items():
         made[f"docs/img/{name}"] = chart
-    parts = {}
+    parts = dict[str, str]()
     for module in (accuracy, dispatch, performance, prices, support):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}

@@ -1,12 +1,26 @@
 """docs/performance.md, its charts, and the numbers of README.md, from benchmarks/results."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import results
 import summary
 import svg
-from results import CPU, DECODE, GPU, PREFILL, cell, commits, fixed, folded, markdown, of, span
+from results import (
+    CPU,
+    DECODE,
+    GPU,
+    PREFILL,
+    STRATEGY,
+    cell,
+    commits,
+    fixed,
+    folded,
+    markdown,
+    matched,
+    of,
+    span,
+)
 from table import Case
 
 HEADS = (8, 16, 32, 64, 128)
@@ -46,11 +60,10 @@ def describe(case: Case) -> str:
 def layers() -> dict[str, tuple[Case, str]]:
     """Whole prefill layers: the faster of our ways (as `auto` chooses), by shape, with its way."""
     found: dict[str, tuple[Case, str]] = {}
-    for label, case in of(GPU, "sparse_prefill").items():
-        match = PREFILL.fullmatch(label)
-        if match is None or not match["layer"]:
+    for match, case in matched(GPU, "sparse_prefill", PREFILL):
+        if not match["layer"]:
             continue
-        shape, way = re.sub(r"^layer (bf16 )?", "", label), "workspace" if match["bf16"] else "pages"
+        shape, way = re.sub(r"^layer (bf16 )?", "", case.label), "workspace" if match["bf16"] else "pages"
         if shape not in found or case.ours.us < found[shape][0].ours.us:
             found[shape] = case, way
     return found
@@ -128,8 +141,7 @@ def decode_tables() -> Iterator[str]:
 
 def decode_chart() -> str:
     panels: dict[str, dict[str, dict[str, float]]] = {}
-    for label, case in of(GPU, "sparse_decode").items():
-        m = DECODE.fullmatch(label)
+    for m, case in matched(GPU, "sparse_decode", DECODE):
         if m["page"] or m["s_q"] or "flash_mla" not in case.peers:
             continue
         panel = panels.setdefault(f"{m['layout']}, {m['keys']} keys: batch", {})
@@ -138,9 +150,9 @@ def decode_chart() -> str:
 
 
 def prefill_tables() -> Iterator[str]:
-    parsed = [(PREFILL.fullmatch(label), case) for label, case in of(GPU, "sparse_prefill").items()]
+    parsed = matched(GPU, "sparse_prefill", PREFILL)
 
-    def grid(title: str, wanted, peers: tuple[str, ...]) -> str:
+    def grid(title: str, wanted: Callable[[re.Match[str]], bool], peers: tuple[str, ...]) -> str:
         lines: dict[str, dict[int, Case]] = {}
         for m, case in parsed:
             if wanted(m):
@@ -161,21 +173,19 @@ def prefill_tables() -> Iterator[str]:
     yield grid(
         "bf16 pages, two caches", lambda m: alone(m) and m["layout"] == "bf16_512", ("flash_mla", COPIES)
     )
-    yield grid("bf16 rows of a workspace", lambda m: alone(m) and m["bf16"], ("flash_mla", COPIES))
+    yield grid("bf16 rows of a workspace", lambda m: alone(m) and bool(m["bf16"]), ("flash_mla", COPIES))
     yield f"Errors relative to float64: {results.errors(case for m, case in parsed if alone(m))}."
     triton = ("triton + flash_mla",)
-    yield grid("whole layers, straight from FP8 pages", lambda m: m["layer"] and not m["bf16"], triton)
-    yield grid("whole layers, through the workspace", lambda m: m["layer"] and m["bf16"], triton)
+    yield grid("whole layers, straight from FP8 pages", lambda m: not alone(m) and not m["bf16"], triton)
+    yield grid("whole layers, through the workspace", lambda m: not alone(m) and bool(m["bf16"]), triton)
     yield f"Measured at {commits(case for _, case in parsed)}."
 
 
 def ways() -> str:
     names = {"selected": "selected", "direct": "direct", "whole, flash_mla": "whole on FlashMLA"}
-    cases = of(GPU, "prefill_strategies")
     lines = []
-    for label, case in cases.items():
-        tokens, context = re.search(r"T(\d+) context (\d+)", label).groups()
-        shape = f"{tokens} tokens, {int(context) >> 10} K"
+    for m, case in matched(GPU, "prefill_strategies", STRATEGY):
+        shape = f"{m['tokens']} tokens, {int(m['context']) >> 10} K"
         ratios = [f"{case.ratios[n]:.2f}x" if n in case.ratios else "" for n in names]
         lines.append([shape, f"{case.ours.us:.0f}", *ratios])
     return markdown(["tokens, context", "`whole`, us", *names.values()], lines)
@@ -252,11 +262,10 @@ def batch_invariant() -> str:
     """What it costs, by heads and batch."""
     lines = []
     for heads in HEADS:
-        cases = [c for label, c in of(GPU, "sparse_decode").items() if f" h{heads} " in label]
         ratios: dict[str, list[float]] = {}
-        for case in cases:
-            if "batch_invariant" in case.peers:
-                batch = int(DECODE.fullmatch(case.label)["batch"])
+        for m, case in matched(GPU, "sparse_decode", DECODE):
+            if int(m["heads"]) == heads and "batch_invariant" in case.peers:
+                batch = int(m["batch"])
                 few = "batch 1 to 8" if batch <= 8 else "batch 32" if batch <= 32 else "batch 64 and more"
                 ratios.setdefault(few, []).append(case.ratios["batch_invariant"])
         columns = ("batch 1 to 8", "batch 32", "batch 64 and more")
@@ -266,9 +275,8 @@ def batch_invariant() -> str:
 
 def flashinfer() -> str:
     """Its planned kernel for SM90, beside ours: us, and how many times as long it takes."""
-    peer, lines = "flashinfer_sm90, kernel", {}
-    for label, case in of(GPU, "sparse_decode_flashinfer").items():
-        m = DECODE.fullmatch(label)
+    peer, lines = "flashinfer_sm90, kernel", dict[str, dict[str, str]]()
+    for m, case in matched(GPU, "sparse_decode_flashinfer", DECODE):
         place = lines.setdefault(f"`{m['layout']}`, {m['heads']} heads", {})
         us = f"{case.ours.us:.0f} and {case.peers[peer].us:.0f}"
         place[m["batch"]] = f"{us}: {fixed(case.ratios[peer])}x"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from results import GPU, PREFILL, markdown, of
+from results import GPU, PREFILL, STRATEGY, markdown, matched, of
 
 from mla_fp8.prefill.costs import COSTS, LayerShape, predict
 
@@ -46,10 +46,7 @@ class Measured:
 
 
 def measured() -> Iterator[Measured]:
-    for label, case in of(GPU, "sparse_prefill").items():
-        found = PREFILL.fullmatch(label)
-        if found is None:
-            continue
+    for found, case in matched(GPU, "sparse_prefill", PREFILL):
         numbers = (int(found[name] or 0) for name in ("topk", "window", "rows", "heads", "tokens"))
         topk, window, rows, heads, tokens = numbers
         bf16 = bool(found["bf16"]) or found["layout"].startswith("bf16")
@@ -105,10 +102,8 @@ def mean_key(wanted: Callable[[Measured], bool]) -> list[tuple[int, float]]:
 def select() -> list[float]:
     """[per layer, per index and row of the region]: what `selected` costs besides rows and keys."""
     columns, ns, row = [], [], row_ns()
-    for label, case in of(GPU, "prefill_strategies").items():
-        tokens, context, topk, window = map(
-            int, re.fullmatch(r"T(\d+) context (\d+) h\d+ topk (\d+)\+(\d+)", label).groups()
-        )
+    for m, case in matched(GPU, "prefill_strategies", STRATEGY):
+        tokens, context, topk, window = (int(m[name]) for name in ("tokens", "context", "topk", "window"))
         entries = context // 4
         more_rows = min(entries, tokens * topk) - entries
         ns.append(1e3 * (case.peers["selected"].us - case.ours.us) - more_rows * row)

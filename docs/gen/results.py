@@ -15,6 +15,7 @@ DECODE = re.compile(
     r"(?P<layout>\w+) (?P<keys>\S+)(?: p(?P<page>\d+))?(?: s_q(?P<s_q>\d+))? h(?P<heads>\d+) b(?P<batch>\d+)"
     r"(?:: (?P<kind>.*))?"
 )
+STRATEGY = re.compile(r"T(?P<tokens>\d+) context (?P<context>\d+) h\d+ topk (?P<topk>\d+)\+(?P<window>\d+)")
 PREFILL = re.compile(
     r"(?P<layer>layer )?(?P<bf16>bf16 )?(?P<layout>\w+) (?P<topk>\d+)(?:\+(?P<window>\d+))?"
     r"(?: (?P<rows>\d+)K)? h(?P<heads>\d+) t(?P<tokens>\d+)(?:: (?P<kind>.*))?"
@@ -25,6 +26,17 @@ def of(device: str, op: str) -> dict[str, Case]:
     """By label."""
     cases = table.by_op(table.read_csv(ROOT / f"benchmarks/results/{device}.csv")).get(op, [])
     return {case.label: case for case in cases}
+
+
+def matched(device: str, op: str, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Case]]:
+    """The cases with what their labels say. ValueError for a label of another form."""
+    found = []
+    for label, case in of(device, op).items():
+        match = pattern.fullmatch(label)
+        if match is None:
+            raise ValueError(f"{device}, {op}: a label of another form than {pattern.pattern}: {label}")
+        found.append((match, case))
+    return found
 
 
 def commits(cases: Iterable[Case]) -> str:

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 TEXT, LINE, ONE = "#768390", "#76839055", "#d29922"
@@ -18,10 +18,10 @@ class Range:
     high: float
 
 
-def text(x: float, y: float, content: str, size: int = 12, anchor: str = "start", **style: str) -> str:
-    extra = "".join(f" {name.replace('_', '-')}='{value}'" for name, value in style.items())
-    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'"
-    return f"<text {place} fill='{style.pop('colour', TEXT)}'{extra}>{html.escape(content)}</text>"
+def text(x: float, y: float, content: str, size: int = 12, anchor: str = "start", bold: bool = False) -> str:
+    weight = " font-weight='600'" if bold else ""
+    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'{weight}"
+    return f"<text {place} fill='{TEXT}'>{html.escape(content)}</text>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, colour: str = LINE, width: float = 1) -> str:
@@ -37,7 +37,7 @@ def document(width: int, height: float, title: str, parts: Iterable[str]) -> str
     return f"{head} role='img'>\n<title>{html.escape(title)}</title>\n{body}\n</svg>\n"
 
 
-def log_axis(low: float, high: float, left: float, right: float):
+def log_axis(low: float, high: float, left: float, right: float) -> Callable[[float], float]:
     def place(value: float) -> float:
         share = math.log(value / low) / math.log(high / low)
         return left + min(1.0, max(0.0, share)) * (right - left)
@@ -57,7 +57,7 @@ def limits(values: Iterable[float]) -> tuple[float, float]:
     )
 
 
-def ranges(title: str, groups: dict[str, Sequence[Range]], one: str = "", unit: str = "x") -> str:
+def ranges(title: str, groups: Mapping[str, Sequence[Range]], one: str = "", unit: str = "x") -> str:
     """Horizontal bars from the lowest to the highest value on a logarithmic axis, a tick at the middle one.
 
     `one` is written under the line at 1, which then stands out.
@@ -66,7 +66,7 @@ def ranges(title: str, groups: dict[str, Sequence[Range]], one: str = "", unit: 
     low, high = limits(v for rows in groups.values() for r in rows for v in (r.low, r.high))
     place, parts, y = log_axis(low, high, left, right), list[str](), 30.0
     bottom = y + sum(26 + step * len(rows) for rows in groups.values())
-    parts.append(text(4, 16, title, 14, font_weight="600"))
+    parts.append(text(4, 16, title, 14, bold=True))
     for value in powers_of_two(low, high):
         colour, stroke = (ONE, 1.5) if one and value == 1 else (LINE, 1)
         parts.append(line(place(value), y, place(value), bottom, colour, stroke))
@@ -74,7 +74,7 @@ def ranges(title: str, groups: dict[str, Sequence[Range]], one: str = "", unit: 
     parts.append(text(place(1), bottom + 31, one, 11, "middle"))
     for colour, (name, rows) in zip(COLOURS, groups.items(), strict=False):
         y += 18
-        parts.append(text(4, y, name, 12, font_weight="600"))
+        parts.append(text(4, y, name, 12, bold=True))
         y += 8
         for row in rows:
             x1, x2 = place(row.low), place(row.high)
@@ -91,7 +91,7 @@ def lines(title: str, panels: dict[str, dict[str, dict[str, float]]], one: str) 
     """Panels of lines: {panel: {line: {x: value}}}, values on one logarithmic axis, a mark at 1."""
     width, height, top, gap, left = 760, 300, 44, 34, 40
     low, high = limits(v for curves in panels.values() for c in curves.values() for v in c.values())
-    place, parts = log_axis(low, high, height - 34, top), [text(4, 16, title, 14, font_weight="600")]
+    place, parts = log_axis(low, high, height - 34, top), [text(4, 16, title, 14, bold=True)]
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colours = dict(zip(names, COLOURS, strict=False))
     for i, name in enumerate(names):
@@ -108,7 +108,7 @@ def lines(title: str, panels: dict[str, dict[str, dict[str, float]]], one: str) 
         ticks = list(dict.fromkeys(x for curve in curves.values() for x in curve))
         at = {x: x0 + 14 + j * (each - 28) / max(1, len(ticks) - 1) for j, x in enumerate(ticks)}
         parts += [text(x, height - 18, tick, 11, "middle") for tick, x in at.items()]
-        parts.append(text(x0 + each / 2, height - 3, panel, 11, "middle", font_weight="600"))
+        parts.append(text(x0 + each / 2, height - 3, panel, 11, "middle", bold=True))
         for name, curve in curves.items():
             points = [(at[x], place(value)) for x, value in curve.items()]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -123,13 +123,13 @@ def bars(title: str, groups: dict[str, dict[str, float]], unit: str, roof: float
     """Horizontal bars on a linear axis, with a line at `roof`."""
     width, left, right, step = 760, 250, 690, 18
     high = max(roof, *(v for bars_ in groups.values() for v in bars_.values())) * 1.02
-    parts, y = [text(4, 16, title, 14, font_weight="600")], 26.0
+    parts, y = [text(4, 16, title, 14, bold=True)], 26.0
     bottom = y + sum(20 + step * len(rows) for rows in groups.values())
     x_roof = left + (right - left) * roof / high
     parts.append(line(x_roof, y, x_roof, bottom, ONE, 1.5))
     for colour, (name, rows) in zip(COLOURS, groups.items(), strict=False):
         y += 16
-        parts.append(text(4, y, name, 12, font_weight="600"))
+        parts.append(text(4, y, name, 12, bold=True))
         y += 4
         for label, value in rows.items():
             size = (right - left) * value / high
