@@ -59,7 +59,7 @@ def changed(wanted: dict[Path, str]) -> list[Path]:
 def main() -> int:
     check = "--check" in sys.argv
     source = (ROOT / COSTS).read_text()
-    costs = {ROOT / COSTS: filled(source, {"prices": prices.source()})}
+    costs = {ROOT / COSTS: filled(source, {"prices": prices.source(), "cpu prices": prices.cpu_source()})}
     wanted = costs if changed(costs) and not check else costs | outputs()
     stale = changed(wanted)
     for path in stale:

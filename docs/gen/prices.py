@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from results import GPU, PREFILL, STRATEGY, markdown, matched, of
+from results import CPU, GPU, ON_CPU, PREFILL, STRATEGY, markdown, matched, of
 
 from mla_fp8.prefill.costs import COSTS, LayerShape, predict
 
@@ -66,10 +66,10 @@ def fit(columns: list[list[float]], ns: list[float]) -> list[float]:
     return [float(x) for x in found]
 
 
-def row_ns() -> float:
+def row_ns(device: str = GPU) -> float:
     """`dequantize_kv` of 32 K random slots and more, of both packed layouts."""
     slots, ns = [], []
-    for label, case in of(GPU, "dequantize_kv").items():
+    for label, case in of(device, "dequantize_kv").items():
         found = re.fullmatch(r"(?:dsv4|dsv32) slots=(\d+) random", label)
         if found and int(found[1]) >= 32768:
             slots.append([float(found[1])])
@@ -130,6 +130,28 @@ def source() -> str:
         f"window_key={table(mean_key(lambda m: m.bf16 and not m.topk))},",
         f"paged_key={table([(h, key) for h, (key, _) in pages])},",
         f"paged_token={table([(h, token) for h, (_, token) in pages])},",
+    ]
+    return "\n".join(" " * 8 + line for line in lines)
+
+
+def cpu_keys(*forms: str) -> list[tuple[int, float]]:
+    """Per key, by heads."""
+    keys: dict[int, list[list[float]]] = {}
+    ns: dict[int, list[float]] = {}
+    for m, case in matched(CPU, "sparse_attention", ON_CPU):
+        if m["form"] in forms:
+            heads, tokens = int(m["heads"]), 8
+            keys.setdefault(heads, []).append([float(tokens * (int(m["topk"]) + int(m["extra"] or 0)))])
+            ns.setdefault(heads, []).append(1e3 * case.ours.us)
+    return [(heads, fit(keys[heads], ns[heads])[0]) for heads in sorted(keys)]
+
+
+def cpu_source() -> str:
+    """The same for the CPU, where a window costs what other rows do."""
+    rows, pages = table(cpu_keys("prefill")), table(cpu_keys("decode", "prefill_paged"))
+    lines = [
+        f"row={rounded(row_ns(CPU))}, paged_key={pages},",
+        f"workspace_key={rows}, window_key={rows},",
     ]
     return "\n".join(" " * 8 + line for line in lines)
 

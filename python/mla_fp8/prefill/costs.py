@@ -22,9 +22,11 @@ class Costs:
 
 COSTS: dict[str, Costs] = {
     "cpu": Costs(
-        row=90, reference=8, select=60_000, look_up=60_000,
-        workspace_key=((16, 850), (64, 3400)), window_key=((16, 850), (64, 3400)),
-        paged_key=((16, 900), (64, 3600)), paged_token=((64, 0),),
+        # begin cpu prices: written by docs/gen/prices.py from benchmarks/results
+        row=181, paged_key=((8, 146), (16, 197), (64, 501), (128, 881),),
+        workspace_key=((16, 157), (64, 450),), window_key=((16, 157), (64, 450),),
+        # end cpu prices
+        reference=8, select=60_000, look_up=60_000, paged_token=((64, 0),),
     ),
     "sm90": Costs(
         # begin prices: written by docs/gen/prices.py from benchmarks/results
