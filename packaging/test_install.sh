@@ -25,6 +25,6 @@ for python in "$@"; do
     "$venv" - "$begin" "$variant" < "$checks"
     "$venv" -m mla_fp8 doctor > doctor.txt
     sed -n '/^libraries/,/^$/p' doctor.txt
-    [ "${DEMO:-0}" = 0 ] || "$venv" -m mla_fp8 demo --out "$work/demo" 2>/dev/null | tail -1
+    [ "${DEMO:-0}" = 0 ] || "$venv" -m mla_fp8 demo --out "$work/demo" 2>/dev/null | sed -n 1p
   )
 done

@@ -1,8 +1,10 @@
 """``python -m mla_fp8 doctor``, ``demo``, ``bench`` and ``replay``."""
 
 import argparse
+import os
 import sys
 
+from . import __version__
 from .tools import bench, doctor, replay
 from .tools.cli import plain
 from .tools.demo import run as demo
@@ -10,6 +12,7 @@ from .tools.demo import run as demo
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m mla_fp8", description=plain(__doc__))
+    parser.add_argument("--version", action="version", version=f"mla_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what is loaded, what runs where, and why the rest does not")
     for name, module in (("demo", demo), ("bench", bench), ("replay", replay)):
@@ -24,4 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

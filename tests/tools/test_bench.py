@@ -10,6 +10,7 @@ from mla_fp8.__main__ import main
 from mla_fp8.tools import bench
 
 sys.path.insert(0, str(bench.FOLDER))
+import chart
 import merge
 import table
 
@@ -25,14 +26,18 @@ def test_every_benchmark_is_known_by_its_op():
 def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
     assert run("pad_q_heads", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
     printed = capsys.readouterr().out
-    written, chart = sorted(tmp_path.iterdir())
+    written, picture = sorted(tmp_path.iterdir())
     cases = table.cases(table.read_csv(written))
     assert len(cases) == 2
     for case in cases:
         assert case.op == "pad_q_heads" and case.ours.us > 0 and case.gbps > 0
         assert case.percent_of_ceiling > 0 and set(case.peers) == {"copy", "torch"}
         assert re.search(rf"^{re.escape(case.label)} +[\d.]+ ", printed, re.MULTILINE)
-    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for peer in ("copy", "torch"):
+        line = rf"^pad_q_heads, {peer} .*o.*  [\d.]+x, [\d.]+ to [\d.]+ in 2 cases$"
+        assert re.search(line, printed, re.MULTILINE)
+    assert re.search(r"^Worst: [\d.]+x (copy|torch) in pad_q_heads, tokens=", printed, re.MULTILINE)
 
 
 def test_a_smoke_run_writes_nothing(tmp_path):
@@ -124,3 +129,25 @@ def test_a_folder_of_results_is_merged_under_the_commit_that_was_measured(tmp_pa
     assert "triton was not measured again in 1" in out
     with pytest.raises(SystemExit, match="no CSV"):
         merge.main([str(tmp_path / "nothing"), "--commit", "abc"])
+
+
+def test_the_chart_has_dashes_from_worst_to_best_and_the_median():
+    ours = [row("op", case, 10.0) for case in "abc"]
+    peers = [row("op", case, us, "peer") for case, us in zip("abc", (5.0, 20.0, 80.0), strict=True)]
+    (span,) = chart.spans(ours + peers)
+    assert (span.worst, span.median, span.best, span.worst_case) == (0.5, 2.0, 8.0, "a")
+    *_, scale, line, _, worst = chart.text([span]).splitlines()
+    at = {mark: scale.index(mark) for mark in ("1/2", " 1 ", " 2 ", " 8 ")}
+    assert line[at["1/2"]] == "-" and line[at[" 2 "] + 1] == "o" and line[at[" 8 "] + 1] == "-"
+    assert line[at["1/2"] : at[" 8 "] + 2].count("-") == at[" 8 "] + 1 - at["1/2"]
+    assert line.endswith("  2.00x, 0.50 to 8.00 in 3 cases") and worst == "Worst: 0.50x peer in op, a"
+
+
+def test_the_chart_keeps_what_is_off_its_scale_at_the_ends():
+    assert chart.column(1e-3) == 0 and chart.column(1e6) == chart.column(chart.TICKS[-1])
+
+
+def test_progress_is_a_line_per_benchmark_where_nobody_watches(capsys):
+    assert run("pad_q_heads", "merge_attention_states", "--smoke", "--only", "no such case") == 0
+    said = re.sub(r", \d+ s\]", "]", capsys.readouterr().err)
+    assert said == "[1/2] pad_q_heads\n[2/2] merge_attention_states\n"

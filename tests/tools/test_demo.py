@@ -1,6 +1,7 @@
 """The demo at a size of seconds: its bounds hold, and they break when something is broken on purpose."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +49,20 @@ def teacher_forced(workload: Workload) -> TeacherForced:
 def test_tables_and_exit_status(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *SMALL, "--model", model, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "All bounds hold" in out and "VIOLATED" not in out
+    verdict, tables = out.split("Chart: ")
+    assert verdict.startswith("Passed: all bounds hold in ") and "VIOLATED" not in tables
     for layout in MODELS[model].layouts:
-        assert out.count(f"{layout:<19}") == len(MODELS[model].layers) + 1
+        assert f"\n  {layout:<19}layers err by " in verdict
+        assert tables.count(f"{layout:<19}") == len(MODELS[model].layers) + 1
+
+
+def test_a_violated_bound_is_the_first_thing_said_and_fails_the_run(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(LayerError, "ok", property(lambda error: error.max_error == 0.0))
+    assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    failed = r"FAILED: 20 bounds do not hold in 4 layers x 5 layouts \(\d+ s\). 1 is the bound:"
+    assert re.fullmatch(failed, first)
+    assert second.startswith("  layer 0, dsv4: stored ")
 
 
 def test_bounds_hold_and_fp8_errs_more_than_bf16(device: str) -> None:

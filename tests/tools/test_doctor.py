@@ -50,3 +50,57 @@ def test_unknown_command_is_an_error() -> None:
     command = [sys.executable, "-m", "mla_fp8", "dance"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "dance" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "status, node, says",
+    [
+        ({"cuda": "failed to load: undefined symbol"}, None, "libmla_fp8_cuda.so did not load: take"),
+        ({"cuda": "not in this build"}, "/dev/nvidiactl", "this build has no kernels for NVIDIA GPUs: "),
+        ({"hip": "not in this build"}, "/dev/kfd", "this build has no kernels for AMD GPUs: docs/start.md"),
+        ({"cuda": "not loaded: this torch"}, "/dev/nvidiactl", "this machine has an NVIDIA GPU and torch "),
+        ({"cuda": "loaded"}, None, "no GPU is visible: the kernels for NVIDIA GPUs are loaded"),
+        ({"cuda": "not in this build", "hip": "not loaded: this torch"}, None, None),
+    ],
+)  # fmt: skip
+def test_the_report_ends_with_what_to_do_next(status, node, says, monkeypatch):
+    libraries = {f"libmla_fp8_{name}.so": said for name, said in status.items()}
+    monkeypatch.setattr(_libraries, "status", libraries)
+    monkeypatch.setattr(doctor.Path, "exists", lambda path: str(path) == node)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    *todo, demo, bench, documents = doctor.next_steps()
+    assert demo.startswith("python -m mla_fp8 demo: ") and bench.startswith("python -m mla_fp8 bench: ")
+    assert documents.startswith("docs/start.md")
+    assert [line[: len(says)] for line in todo] == [says] if says else not todo
+    monkeypatch.undo()
+    assert mla_fp8.doctor().split("\n\n")[-1].splitlines()[0] == "next"
+
+
+@pytest.mark.parametrize(
+    "arch, hip, says",
+    [
+        ("sm90", None, None),
+        ("sm80", None, "sm80: sparse attention is right and not fast"),
+        ("gfx942", "7", "ROCm: "),
+    ],
+)
+def test_a_gpu_is_told_what_it_has(arch, hip, says, monkeypatch):
+    monkeypatch.setattr(_libraries, "status", {f"libmla_fp8_{'hip' if hip else 'cuda'}.so": "loaded"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(doctor, "arch_of", lambda *device: arch)
+    *todo, demo, _, _ = doctor.next_steps()
+    assert demo.startswith("python -m mla_fp8 demo" + ("" if hip else " --device cuda"))
+    assert [line[: len(says)] for line in todo] == [says] if says else not todo
+
+
+def test_a_reader_that_has_enough_is_no_traceback() -> None:
+    command = f"{sys.executable} -m mla_fp8 doctor | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.stdout == "versions\n" and result.stderr == ""
+
+
+def test_the_version_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"mla_fp8 {mla_fp8.__version__}\n"

@@ -1,5 +1,7 @@
 """Recorded calls are self-contained, small, and give the same bits again; replay tells right from wrong."""
 
+import re
+
 import pytest
 import torch
 from op_samples import SAMPLES
@@ -215,7 +217,9 @@ def test_replay_lists_every_backend_and_fails_when_one_is_off(tmp_path, capsys, 
         mla_fp8.sparse_decode(*tensors, **options)
     command = ["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", "cpu"]
     assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
+    *lines, verdict, worst = capsys.readouterr().out.splitlines()[2:]
+    assert verdict.startswith("All 1 calls are right. Worst: call 0 by native, rms error ")
+    assert worst == f"  {recording.load(tmp_path / 'calls')[0]}"
     assert [line.split()[0] for line in lines] == [b.name for b in table.TABLE if "sparse_decode" in b.ops]
 
     right = mla_fp8.sparse_decode
@@ -226,8 +230,31 @@ def test_replay_lists_every_backend_and_fails_when_one_is_off(tmp_path, capsys, 
 
     monkeypatch.setattr(mla_fp8, "sparse_decode", off)
     assert main(command) == 1
-    native = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("  native"))
-    assert "OFF: rms error" in native
+    printed = capsys.readouterr().out.splitlines()
+    assert "OFF: rms error" in next(x for x in printed if x.startswith("  native"))
+    assert printed[-2].startswith("1 of 1 calls are OFF. Worst: call 0 by native, rms error 2.0")
+    assert printed[-2].endswith("(bound 0.01): rms error above 0.01")
+
+
+def found(rms: float, *complaints: str) -> replay.Verdict:
+    return replay.Verdict(rms, rms, 0.0, complaints)
+
+
+@pytest.mark.parametrize(
+    "verdicts, says",
+    [
+        ([{"native": found(1e-3)}, {"native": found(3e-3), "reference": found(4e-3)}], "All 2 .*1 by native"),
+        ([{"native": found(2e-3, "lse error")}, {"native": found(9e-3)}], "1 of 2 .*0 by native.*: lse"),
+        ([{"native": found(1e-3)}, {"native": found(float("nan"), "rms")}], "1 of 2 .*1 by native.* nan "),
+        ([{"reference": found(1e-3)}, {}], "All 2 .*0 by reference"),
+        ([{}, {}], "No backend could run"),
+    ],
+)  # fmt: skip
+def test_replay_names_the_worst_call(verdicts, says):
+    tensors, options = decode_call("dsv4", "cpu")
+    names = ("q", "kv_cache", "indices")
+    call = recording.Call("sparse_decode", dict(zip(names, tensors, strict=True)), options)
+    assert re.match(says, replay.summary([call, call], verdicts))
 
 
 @pytest.mark.parametrize(
@@ -244,8 +271,8 @@ def test_verdict_sees_nan_and_a_wrong_lse(broken):
     out, lse = mla_fp8.sparse_decode(*tensors, **options)
     assert lse.isneginf().any()
     want = out.double(), lse.double()
-    assert replay.verdict((out, lse), want)[1]
-    assert not replay.verdict(broken(out, lse), want)[1]
+    assert not replay.verdict((out, lse), want).complaints
+    assert replay.verdict(broken(out, lse), want).complaints
 
 
 def test_files_of_others_are_refused(tmp_path, capsys):

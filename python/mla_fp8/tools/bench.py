@@ -1,20 +1,22 @@
 """``python -m mla_fp8 bench``: time the ops on this machine, next to ceilings and installed peers.
 
 Runs the scripts of ``benchmarks``, each in a process of its own: what one leaves behind, or breaks, is no
-matter to the next.
+matter to the next. Prints a line per case, and at the end a chart: a line per op and peer.
 """
 
 import argparse
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a source tree at its top.
 FOLDER = next(
-    x / "benchmarks" for x in (_PACKAGE, _PACKAGE.parents[1]) if (x / "benchmarks/harness.py").exists()
+    (x / "benchmarks" for x in (_PACKAGE, _PACKAGE.parents[1]) if (x / "benchmarks/harness.py").exists()),
+    _PACKAGE,
 )
 SCRIPTS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
 
@@ -27,24 +29,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("bench_out"), help="folder of <device>.csv (default bench_out)"
     )
-    parser.add_argument("--plot", action="store_true", help="also draw <device>.png")
+    parser.add_argument("--plot", action="store_true", help="also draw the chart, <device>.png")
 
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Shows on stderr what is running, and how many are done, if someone watches and rich is installed."""
+    """Says on stderr what is running and how many are done: a bar where someone watches and rich is
+    installed, else a line per benchmark."""
     try:
         from rich import progress as bars  # noqa: PLC0415
         from rich.console import Console  # noqa: PLC0415
     except ImportError:
-        yield lambda name, done: None
+        watched = False
+    else:
+        watched = sys.stderr.isatty()
+    if not watched:
+        begin, said = time.monotonic(), set[str]()
+
+        def say(name: str, done: int) -> None:
+            if name not in said:
+                said.add(name)
+                print(f"[{done + 1}/{total}, {time.monotonic() - begin:.0f} s] {name}", file=sys.stderr)
+
+        yield say
         return
     columns = (bars.MofNCompleteColumn(), bars.BarColumn(), bars.TimeElapsedColumn())
-    console = Console(stderr=True)
     # Refreshed by us, line by line: a thread that draws would take part in what is measured.
     with bars.Progress(
-        *columns, bars.TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False,
-        disable=not console.is_terminal, redirect_stdout=console.is_terminal and sys.stdout.isatty(),
+        *columns, bars.TextColumn("{task.description}"), console=Console(stderr=True), transient=True,
+        auto_refresh=False, redirect_stdout=sys.stdout.isatty(),
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=total)
 
@@ -80,10 +93,11 @@ def main(options: argparse.Namespace) -> int:
             if stream(command, lambda name=name, done=done: show(name, done)) != 0:  # type: ignore[misc]
                 failed.append(name)
             print(flush=True)
-    if options.plot and not options.smoke:
-        tables = sorted(map(str, options.out.glob("*.csv")))
-        if subprocess.call([sys.executable, str(FOLDER / "plot.py"), *tables]) != 0:
-            failed.append("plot")
+    tables = [] if options.smoke else sorted(map(str, options.out.glob("*.csv")))
+    if tables:
+        png = ["--png"] if options.plot else []
+        if stream([sys.executable, str(FOLDER / "chart.py"), *png, *tables], lambda: None) != 0:
+            failed.append("chart")
     if failed:
         print(f"mla_fp8 bench: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,6 +1,8 @@
 """What of the package works on this machine, and why the rest does not."""
 
 import platform
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -34,11 +36,57 @@ def collect() -> dict[str, dict[str, str]]:
 
 
 def doctor() -> str:
-    """A plain-text report: libraries, devices, which ops have kernels where, which backends can run."""
-    return "\n\n".join(
+    """A plain-text report: libraries, devices, which ops have kernels where, which backends can run, and what
+    to do next."""
+    sections = [
         "\n".join([section, *(f"  {name:<36}{what}" for name, what in rows.items())])
         for section, rows in collect().items()
-    )
+    ]
+    return "\n\n".join([*sections, "\n".join(["next", *(f"  {line}" for line in next_steps())])])
+
+
+def next_steps() -> list[str]:
+    """What to do about kernels that this machine could run and does not have, then what to try."""
+    steps = [*_about_library("cuda", "NVIDIA", "/dev/nvidiactl"), *_about_library("hip", "AMD", "/dev/kfd")]
+    on_gpu = torch.cuda.is_available() and not steps
+    if on_gpu and torch.version.hip:
+        steps.append(
+            "ROCm: the library has the ops of caches and indices and paged_attention_ragged, no other"
+        )
+    elif on_gpu and arch_of("cuda", None) != "sm90":
+        steps.append(
+            f"{arch_of('cuda', None)}: sparse attention is right and not fast, its tuned kernels are for sm90"
+        )
+    device = " --device cuda" if on_gpu and not torch.version.hip else ""
+    return [
+        *steps,
+        f"python -m mla_fp8 demo{device}: every layer of a small model, checked against float64",
+        "python -m mla_fp8 bench: how fast the ops are here, next to the peers that are installed",
+        "docs/start.md: a first decode step; docs/guide/engines.md: vLLM and SGLang",
+    ]
+
+
+def _about_library(built_for: str, vendor: str, node: str) -> Iterator[str]:
+    """``node`` is there where the vendor's driver is."""
+    library, has_gpu = f"libmla_fp8_{built_for}.so", Path(node).exists()
+    status = _libraries.status.get(library, "")
+    if status.startswith("failed to load"):
+        yield (
+            f"{library} did not load: take the build for the {built_for.upper()} that this torch has, "
+            f"{getattr(torch.version, built_for)} (docs/start.md, which wheel)"
+        )
+    elif status == "not in this build" and has_gpu:
+        yield (
+            f"this build has no kernels for {vendor} GPUs: docs/start.md says which wheel has them, and how "
+            "to build them"
+        )
+    elif status.startswith("not loaded") and has_gpu:
+        yield (
+            f"this machine has an {vendor} GPU and torch {torch.__version__} cannot use it: install a torch "
+            f"for {built_for.upper()}"
+        )
+    elif status == "loaded" and not torch.cuda.is_available():
+        yield f"no GPU is visible: the kernels for {vendor} GPUs are loaded and wait for one"
 
 
 def _devices() -> dict[str, str]:

@@ -5,8 +5,10 @@
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +73,21 @@ def runnable(call: Call, device: str) -> tuple[dict[str, Run], dict[str, str]]:
     return runs, {name: reason for name, reason in reasons.items() if reason}
 
 
-def verdict(result: tuple[Tensor, ...], want: tuple[Tensor, Tensor]) -> tuple[str, bool]:
-    """The errors of one backend as columns of the table, and whether they are within bounds."""
+@dataclass(frozen=True)
+class Verdict:
+    """How far one backend's result is from float64."""
+
+    rms: float  # relative to the output
+    most: float
+    lse: float
+    complaints: tuple[str, ...]  # bounds that do not hold
+
+    def __str__(self) -> str:
+        off = "  OFF: " + ", ".join(self.complaints) if self.complaints else ""
+        return f"{self.rms:>12.2e}{self.most:>12.2e}{self.lse:>12.2e}{off}"
+
+
+def verdict(result: tuple[Tensor, ...], want: tuple[Tensor, Tensor]) -> Verdict:
     out, lse = result[0], result[-1]
     error, norm = (out.double() - want[0]).abs(), want[0].norm().clamp_min(1e-30)
     attended = want[1].isfinite()
@@ -85,24 +100,21 @@ def verdict(result: tuple[Tensor, ...], want: tuple[Tensor, Tensor]) -> tuple[st
         complaints.append("lse is not -inf exactly where nothing is attended")
     if not lse_most <= LSE_BOUND * max(1.0, largest(want[1][attended].abs())):
         complaints.append(f"lse error above {LSE_BOUND:g}")
-    line = f"{rms:>12.2e}{most:>12.2e}{lse_most:>12.2e}"
-    return line + ("  OFF: " + ", ".join(complaints) if complaints else ""), not complaints
+    return Verdict(rms, most, lse_most, tuple(complaints))
 
 
 def largest(x: Tensor) -> float:
     return float(x.max()) if x.numel() else 0.0
 
 
-def replay(call: Call, device: str, seconds: float) -> bool:
-    """Prints one line per backend. False if one of them is off."""
+def replay(call: Call, device: str, seconds: float) -> dict[str, Verdict]:
+    """Prints one line per backend. Returns what is said of those that round no more than the cache does."""
     runs, reasons = runnable(call, device)
-    want, lines, good = exact(call, device), {}, True
+    want, verdicts = exact(call, device), dict[str, Verdict]()
     table = backends(call, device)
-    lossy = {backend.name for backend in table if backend.lossy}
     for name, run in list(runs.items()):
         try:
-            lines[name], within = verdict(run(), want)
-            good &= within or name in lossy
+            verdicts[name] = verdict(run(), want)
         except (RuntimeError, ValueError) as error:
             reasons[name] = f"raised {error}"
             del runs[name]
@@ -111,10 +123,26 @@ def replay(call: Call, device: str, seconds: float) -> bool:
     for backend in table:
         name = backend.name
         if name in us:
-            print(f"  {name:<17}{us[name]:>11.1f}{us[name] / best:>9.2f}x{lines[name]}")
+            print(f"  {name:<17}{us[name]:>11.1f}{us[name] / best:>9.2f}x{verdicts[name]}")
         else:
             print(f"  {name:<17}{reasons[name].splitlines()[0]}")
-    return good
+    lossy = {backend.name for backend in table if backend.lossy}
+    return {name: found for name, found in verdicts.items() if name not in lossy}
+
+
+def summary(calls: list[Call], verdicts: list[dict[str, Verdict]]) -> str:
+    """How many calls are off, and the worst: off before not, others before the reference, by rms error."""
+    found = [(i, name, v) for i, by_name in enumerate(verdicts) for name, v in by_name.items()]
+    if not found:
+        return "No backend could run any of the calls."
+    off = {i for i, _, v in found if v.complaints}
+    i, name, worst = max(
+        found, key=lambda x: (bool(x[2].complaints), x[1] != "reference", math.isnan(x[2].rms), x[2].rms)
+    )
+    says = f"{len(off)} of {len(calls)} calls are OFF." if off else f"All {len(calls)} calls are right."
+    why = f": {', '.join(worst.complaints)}" if worst.complaints else ""
+    error = f"rms error {worst.rms:.2e} (bound {RMS_BOUND:g})"
+    return f"{says} Worst: call {i} by {name}, {error}{why}\n  {calls[i]}"
 
 
 def main(options: argparse.Namespace) -> int:
@@ -130,8 +158,9 @@ def main(options: argparse.Namespace) -> int:
     if not calls:
         print(f"mla_fp8 replay: {options.file} holds no calls", file=sys.stderr)
         return 2
-    good = True
+    verdicts = []
     for i, call in enumerate(calls):
         print(f"call {i}: {call}\n{HEADER}")
-        good &= replay(call, options.device, options.seconds)
-    return 0 if good else 1
+        verdicts.append(replay(call, options.device, options.seconds))
+    print(summary(calls, verdicts))
+    return 1 if any(v.complaints for found in verdicts for v in found.values()) else 0

@@ -38,6 +38,25 @@ class Results:
         ]
 
 
+def verdict(results: Results, seconds: float) -> str:
+    """What a reader wants to know first: whether all bounds hold, and what each layout costs."""
+    spec, runs = results.workload.spec, results.runs
+    checked = f"in {len(spec.layers)} layers x {len(spec.layouts)} layouts ({seconds:.0f} s)"
+    if results.violations:
+        lines = [f"FAILED: {len(results.violations)} bounds do not hold {checked}. 1 is the bound:"]
+        return "\n".join([*lines, *(f"  {line}" for line in results.violations)])
+    largest = max(run.cache_bytes for run in runs.values())
+    lines = [f"Passed: all bounds hold {checked}. What each layout costs:"]
+    for layout, answer in results.answers.items():
+        errors = [results.errors[i, layout].rms_error for i in range(len(spec.layers))]
+        lines.append(
+            f"  {layout:<19}layers err by {min(errors):.1%} to {max(errors):.1%}, the logits by "
+            f"{answer.logits_rms:.1%}; same next byte {answer.same_byte:.1%}; "
+            f"{runs[layout].cache_bytes / largest:.0%} of the memory"
+        )
+    return "\n".join(lines)
+
+
 def fit_readout(hidden: Tensor, next_byte: Tensor) -> Tensor:
     """[hidden, 256]: the linear map that predicts the next byte best (ridge regression)."""
     wanted = torch.nn.functional.one_hot(next_byte, 256).to(hidden.dtype)

@@ -123,7 +123,7 @@ def _next_bytes(workload: Workload) -> tuple[Tensor, Tensor]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints the tables, writes the chart; the exit status is 1 if a bound was violated."""
+    """Prints the verdict, then the tables; writes the chart. The exit status is 1 if a bound was violated."""
     try:
         workload = make_workload(options)
     except (ValueError, OSError) as error:
@@ -131,23 +131,18 @@ def main(options: argparse.Namespace) -> int:
         return 2
     progress = Progress()
     prompts, steps = workload.prompt_lens, options.decode_steps
-    print(f"{report.where(options.device)}\n")
-    print(
-        f"Model {options.model}: {len(workload.spec.layers)} layers, {options.heads} heads, random weights\n"
-        f"Text: {options.text or 'the essay of this package'}\n"
-        f"Requests of {', '.join(map(str, prompts))} bytes, prefilled in chunks of {options.chunk}; "
-        f"{steps} more bytes decoded\n"
-    )
     results = compute(workload, progress)
     progress("done\n")
-    print(report.layer_table(results), report.layout_table(results), sep="\n\n")
     chart = report.draw(results, options.out)
-    print(f"\nChart: {chart or 'not drawn, matplotlib is not installed (pip install mla-fp8[plot])'}")
-    if results.violations:
-        print("\nBounds violated (1 is the bound):", *results.violations, sep="\n  ")
-        return 1
+    print(report.verdict(results, progress.seconds))
+    print(f"Chart: {chart or 'not drawn, matplotlib is not installed (pip install mla-fp8[plot])'}")
     print(
-        f"All bounds hold in {len(workload.spec.layers)} layers x {len(workload.spec.layouts)} layouts"
-        f" ({progress.seconds:.0f} s)."
+        f"\nModel {options.model}: {len(workload.spec.layers)} layers, {options.heads} heads, "
+        "random weights\n"
+        f"Text: {options.text or 'the essay of this package'}\n"
+        f"Requests of {', '.join(map(str, prompts))} bytes, prefilled in chunks of {options.chunk}; "
+        f"{steps} more bytes decoded"
     )
-    return 0
+    tables = report.where(options.device), report.layer_table(results), report.layout_table(results)
+    print("", *tables, sep="\n\n")
+    return 1 if results.violations else 0
