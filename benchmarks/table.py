@@ -20,6 +20,7 @@ from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
 OURS, CEILING = "mla_fp8", "ceiling"
+US = "{:.7g}"  # as the files have it
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _parse(cells: dict[str, str]) -> Row:
 def _cells(row: Row) -> list[str]:
     def text(name: str, value: object) -> str:
         if name == "us":
-            return f"{value:.7g}"
+            return US.format(value)
         if name in ("error", "difference"):
             return "" if value is None else f"{value:.2e}"
         return str(value or "")
