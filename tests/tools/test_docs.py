@@ -81,7 +81,9 @@ def test_links_between_files_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "third_party/README.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_files_that_a_document_names_are_there(path: Path) -> None:
     """`x` stands for an op."""
