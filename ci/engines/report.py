@@ -81,10 +81,10 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
         if name not in shown:
             continue
         distance = difference(result, exact_of(name, ran))
-        shown = "" if distance is None else f"{distance:.4f}"
+        to_exact = "" if distance is None else f"{distance:.4f}"
         selected = ", ".join(result.get("selected", []))
         counts = f"{calls(result, 'FlashMLA')} | {calls(result, 'mla_fp8')}"
-        lines.append(f"| {name} | {selected} | {counts} | {shown} | {result['init_s']:.0f} |")
+        lines.append(f"| {name} | {selected} | {counts} | {to_exact} | {result['init_s']:.0f} |")
     return "\n".join(lines)
 
 

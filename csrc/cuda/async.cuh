@@ -4,10 +4,15 @@
 
 namespace mla_fp8::gpu {
 
-// From global to shared memory; `valid` false writes zeros and reads nothing.
+// From global to shared memory, past the L1 or through it; `valid` false writes zeros and reads nothing.
+template <bool kThroughL1 = false>
 __device__ inline void cp_async_16(uint32_t dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
-               : "memory");
+  if constexpr (kThroughL1)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 __device__ inline void cp_async_8(uint32_t dst, const void* src, bool valid = true) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0)

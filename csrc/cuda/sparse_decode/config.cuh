@@ -69,13 +69,10 @@ struct TeamConfig {
   static constexpr int kStats = kWarpLargest + kConsumerWarps * kHeads * 4;      // of the CTA
   static constexpr int kLargest = kStats + kHeads * 8;
   static constexpr int kValid = kLargest + kHeads * 4;
-  // KeySurvey [warp]; prefill surveys a row ahead: [row][buffer][warp].
-  static constexpr int kSurveys = align_up(kValid + kSlots * kSlotTokens, 8);
-  static constexpr int kSurveyWarps = kRows > 1 ? kConsumerWarps / kRows : kThreads / kWarpSize;
-  static constexpr int kRowSurveysBytes = kSurveyWarps * kSurveyBytes;
-  static constexpr int kCounts = kSurveys + (kRows > 1 ? kRows * 2 : 1) * kRowSurveysBytes;
-  static constexpr int kBarriers =
-      kCounts + (kRows > 1 ? kProducers : 1) * kCountsBytes;       // prefill: [producer]
+  // Of the row's valid keys; prefill surveys a row ahead: [row][buffer].
+  static constexpr int kMap = align_up(kValid + kSlots * kSlotTokens, 8), kMaps = kMap;
+  static constexpr int kSurveyWarps = kConsumerWarps / kRows;  // prefill
+  static constexpr int kBarriers = kMaps + (kRows > 1 ? kRows * 2 : 1) * kMapBytes;
   static constexpr int kSurveyBarriers = kBarriers + kSlots * 16;  // prefill: [row][buffer] x (full, empty)
   static constexpr int kSmemBytes = kSurveyBarriers + (kRows > 1 ? kRows * 2 * 16 : 0);
   static_assert(kSmemBytes <= kMaxSmemBytes);

@@ -49,9 +49,8 @@ struct GroupConfig {
   static constexpr int kLaneLargest = kLargest + kHeads * 4;  // of two heads [logits warp][group][lane]
   static constexpr int kValid =
       kFindsLargest ? kLaneLargest + kLogitWarps * kGroups * kWarpSize * 8 : kLargest;
-  static constexpr int kSurveys = kValid + kSlots * kSlotTokens;  // KeySurvey [warp]
-  static constexpr int kCounts = kSurveys + kThreads / kWarpSize * kSurveyBytes;
-  static constexpr int kBarriers = kCounts + kCountsBytes;
+  static constexpr int kMap = kValid + kSlots * kSlotTokens;  // of the row's valid keys
+  static constexpr int kBarriers = kMap + kMapBytes;
   static constexpr int kPBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, QK done)
   static constexpr int kSmemBytes = kPBarriers + 48;
   static_assert(kSmemBytes <= kMaxSmemBytes && kQ % 16 == 0 && kBarriers % 8 == 0);

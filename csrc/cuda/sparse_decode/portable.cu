@@ -38,16 +38,16 @@ struct Shared {
   alignas(16) uint16_t q[kHeads][kPitch];
   alignas(16) uint16_t weights[kHeads][kTokens + 8];
   float warp_max[kWarps][kHeads], warp_sum[kWarps][kHeads];
-  bool valid[2][kTokens];  // of this block and the next
-  alignas(8) KeySurvey surveys[kWarps];
-  int counts[kWarpSize];
+  bool valid[2][kTokens];             // of this block and the next
+  alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
 };
 
 // Starts the copies of one block of valid keys from rank `first` on; every warp fetches 8 rows, each by the
 // whole warp. Past the last key: zeros.
 template <KvLayoutId kId>
-__device__ void gather(const SparseAttentionParams& p, const Keys& keys, const ValidKeys& valid_keys,
-                       int first, Shared<kId>& smem, bool (&valid)[kTokens]) {
+__device__ void gather(const SparseAttentionParams& p, const Keys& keys,
+                       const ValidKeys<MapInShared>& valid_keys, int first, Shared<kId>& smem,
+                       bool (&valid)[kTokens]) {
   using R = Row<kId>;
   constexpr KvLayout kL = kv_layout(kId);
   constexpr int kRowsPerWarp = kTokens / kWarps;
@@ -112,15 +112,10 @@ __global__ void __launch_bounds__(kThreads)
   const int first_head = blockIdx.x % head_blocks * kHeads;
 
   const Keys keys(p, token);
-  const uint32_t surveys = shared_address(smem.surveys), counts = shared_address(smem.counts);
-  survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, surveys, [] {});
+  survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
   __syncthreads();
-  const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
-  if (survey.has_gaps()) {
-    count_keys<kWarps>(KeySource(p, keys), warp, lane, counts);
-    __syncthreads();
-  }
-  const ValidKeys valid_keys(survey, counts, lane);
+  const uint32_t map = shared_address(smem.map);
+  const ValidKeys<MapInShared> valid_keys(KeySurvey(map, keys.length, lane), {map});
   const int num_blocks = ceil_div(valid_keys.num_keys(), kTokens);
 
   if (num_blocks > 0) gather(p, keys, valid_keys, 0, smem, smem.valid[0]);

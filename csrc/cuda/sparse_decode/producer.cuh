@@ -17,9 +17,10 @@ struct Work {
   int first_block, num_blocks;
 
   template <class C>
-  __device__ void take_share(int num_keys, int num_splits) {
-    const unsigned blocks = ceil_div(num_keys, C::kBlockTokens), splits = num_splits;
-    const int each = blocks / splits, longer = blocks % splits;  // the first `longer` splits take one more
+  __device__ void take_share(int num_keys, int num_splits) {  // a power of two
+    const int blocks = ceil_div(num_keys, C::kBlockTokens);
+    const int each = blocks >> (__ffs(num_splits) - 1);
+    const int longer = blocks & (num_splits - 1);  // the first `longer` splits take one more
     first_block = split * each + min(split, longer);
     num_blocks = each + (split < longer);
   }
@@ -27,13 +28,13 @@ struct Work {
 
 template <class C>
 __device__ Work find_work(const TeamParams& params) {
-  const unsigned splits = params.num_splits, cluster = blockIdx.x / splits;
+  const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
   // The head blocks of a row run together: it is read from L2 again.
   const int64_t token = cluster / params.num_head_blocks;
   return {
       .keys = Keys(params.p, token),
       .token = token,
-      .split = static_cast<int>(blockIdx.x % splits),
+      .split = static_cast<int>(blockIdx.x & (splits - 1)),
       .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
   };
 }
@@ -44,15 +45,9 @@ template <class C, class LoadQuery>
 __device__ __forceinline__ KeySurvey survey_row(const TeamParams& params, Work& w, uint8_t* smem, int warp,
                                                 int lane, LoadQuery&& load_query) {
   constexpr int kWarps = C::kThreads / kWarpSize;
-  const KeySource source(params.p, w.keys);
-  const uint32_t surveys = shared_address(smem) + C::kSurveys;
-  survey_keys<kWarps, 6>(source, warp, lane, surveys, load_query);
+  survey_keys<kWarps, 6>(KeySource(params.p, w.keys), warp, lane, shared_address(smem) + C::kMap, load_query);
   block_barrier<C::kThreads>();
-  const KeySurvey survey = read_surveys<kWarps>(surveys, lane);
-  if (survey.has_gaps()) [[unlikely]] {
-    count_keys<kWarps>(source, warp, lane, shared_address(smem) + C::kCounts);
-    block_barrier<C::kThreads>();
-  }
+  const KeySurvey survey(shared_address(smem) + C::kMap, w.keys.length, lane);
   w.take_share<C>(survey.num_keys, params.num_splits);
   return survey;
 }
@@ -87,7 +82,8 @@ class Gather {
 
   // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose
   // bytes fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
-  __device__ __forceinline__ Key find(const ValidKeys& valid_keys, const Keys& keys, int rank) const {
+  __device__ __forceinline__ Key find(const ValidKeys<MapInShared>& valid_keys, const Keys& keys,
+                                      int rank) const {
     return valid_keys.find(KeySource(p_, keys), min(rank + lane_ % kSlotTokens, valid_keys.num_keys() - 1));
   }
 
@@ -155,11 +151,11 @@ class Gather {
 template <class C>
 class Producer : Gather<C> {
  public:
-  __device__ Producer(const TeamParams& params, const Work& w, KeySurvey survey, uint8_t* smem, int warp,
-                      int lane)
+  __device__ Producer(const TeamParams& params, const Work& w, const KeySurvey& survey, uint8_t* smem,
+                      int warp, int lane)
       : Gather<C>(params, smem, lane),
         w_(w),
-        valid_keys_(survey, shared_address(smem) + C::kCounts, lane),
+        valid_keys_(survey, {shared_address(smem) + C::kMap}),
         warp_(warp) {}
 
   // Entries, which the survey has brought close, are loaded a slot ahead.
@@ -181,7 +177,7 @@ class Producer : Gather<C> {
   __device__ int first_rank(int i) const { return w_.first_block * C::kBlockTokens + i * kSlotTokens; }
 
   const Work& w_;
-  const ValidKeys valid_keys_;
+  const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
 };
 

@@ -3,10 +3,10 @@
 // valid keys cost. So kernels do not work on positions but on ranks: rank r is the r-th valid key.
 //
 //   Keys, KeySource  where a row's entries lie; the key at a position
-//   survey_keys      some warps together: how many keys are valid, and where they end
-//   count_keys       the same for each 32nd of the row: only where invalid keys lie between valid ones
+//   survey_keys      some warps together: a map of the row's valid keys
+//   KeySurvey        one warp: how many they are, and whether invalid ones lie between
 //   ValidKeys        one warp: the keys of given ranks. Where the valid keys come first, which is usual, rank
-//                    and position are the same. Elsewhere a ballot over 32 positions tells
+//                    and position are the same. Elsewhere the map tells
 //
 // A kernel sees nothing but the valid keys, in their order: a row with holes has the bits of one without.
 #include "cuda/launch.cuh"
@@ -42,7 +42,8 @@ class KeySource {
   struct Key {
     int slot, scope;
   };
-  __device__ KeySource(const SparseAttentionParams& p, const Keys& keys) : p_(p), keys_(keys) {}
+  __device__ KeySource(const SparseAttentionParams& p, const Keys& keys)
+      : p_(p), keys_(keys), num_slots_{limit(p.scopes[0]), limit(p.scopes[1])} {}
   __device__ unsigned length() const { return keys_.length; }
   __device__ bool is_window() const { return p_.is_window; }
   // What is listed at a position of a row without a window; -1 past the end.
@@ -51,20 +52,21 @@ class KeySource {
     return position < keys_.length ? __ldg(entries + position) : -1;
   }
   __device__ bool is_slot(int entry, unsigned position) const {
-    return static_cast<unsigned>(entry) < num_slots(position >= keys_.length0);
+    return static_cast<unsigned>(entry) < (position < keys_.length0 ? num_slots_[0] : num_slots_[1]);
   }
   // The key of any row; not valid past the end.
   __device__ Key at(unsigned position) const {
     if (p_.is_window && position < keys_.length0) return {window_slot(position), 0};
     return {entry(position), position >= keys_.length0};
   }
-  __device__ bool is_valid(Key key) const { return static_cast<unsigned>(key.slot) < num_slots(key.scope); }
+  __device__ bool is_valid(Key key) const {
+    return static_cast<unsigned>(key.slot) < (key.scope == 0 ? num_slots_[0] : num_slots_[1]);
+  }
 
  private:
   // No GPU holds 2^31 rows: one comparison tells sign and range.
-  __device__ unsigned num_slots(bool second) const {
-    return static_cast<unsigned>(
-        min(second ? p_.scopes[1].num_slots : p_.scopes[0].num_slots, int64_t{1} << 31));
+  __device__ static unsigned limit(const KvScope& scope) {
+    return static_cast<unsigned>(min(scope.num_slots, int64_t{1} << 31));
   }
   __device__ int window_slot(unsigned position) const {
     const unsigned page_size = p_.scopes[0].page_size, in_request = keys_.window_first + position;
@@ -77,75 +79,110 @@ class KeySource {
 
   const SparseAttentionParams& p_;
   const Keys& keys_;
+  const unsigned num_slots_[2];
 };
 
-struct KeySurvey {
-  int num_keys;
-  int end;  // the position after the last valid key
-  __device__ bool has_gaps() const { return num_keys != end; }
-};
+// The map of a row: a word for each of 64 parts of the row, which have the same multiple of 32 positions. Parts
+// of 32, as in rows of up to 2048, have a bit for each valid key. Longer ones have the number of these, and a
+// flag where an invalid key comes before a valid one. In shared memory the row's length follows.
+inline constexpr int kMapWords = 2 * kWarpSize, kMapLength = kMapWords * 4, kMapBytes = kMapLength + 8;
+inline constexpr uint32_t kHasGaps = 1u << 31;
+__device__ inline unsigned part_size(unsigned length) {
+  return max(ceil_div(length, unsigned{kMapWords * kWarpSize}), 1u) * kWarpSize;
+}
 
-// Each of kWarps warps surveys its share, kAtOnce positions of a lane at once: these loads are all that takes
-// time, and `meanwhile` may issue others behind them. `surveys`: shared memory, KeySurvey [kWarps].
-inline constexpr int kSurveyBytes = 8;
+// Each of kWarps warps surveys every kWarps-th part, kAtOnce parts at once: these loads are all that takes
+// time, and `meanwhile` may issue others behind them. Whether the warp has seen slots more than once.
 template <int kWarps, int kAtOnce, class Source, class Meanwhile>
-__device__ __forceinline__ void survey_keys(const Source& source, int warp, int lane, uint32_t surveys,
+__device__ __forceinline__ bool survey_keys(const Source& source, int warp, int lane, uint32_t map,
                                             Meanwhile&& meanwhile) {
-  constexpr unsigned kStep = kWarps * kWarpSize;
-  const unsigned mine = warp * kWarpSize + lane;
-  unsigned num_keys = 0, end = 0;
-  const auto add = [&](bool is_valid, unsigned position) {
-    num_keys += is_valid;
-    end = is_valid ? position + 1 : end;
-  };
-  unsigned at = 0;
-  if (source.is_window()) [[unlikely]] {
-    meanwhile();
-#pragma unroll 1
-    for (; at < source.length(); at += kStep) add(source.is_valid(source.at(at + mine)), at + mine);
-  } else {
+  const unsigned length = source.length(), size = part_size(length);
+  unsigned part = warp;
+  bool repeated = false;
+  if (size == kWarpSize && !source.is_window()) [[likely]] {
+    const auto position = [&](int i) { return (part + i * kWarps) * kWarpSize + lane; };
 #pragma unroll 1
     do {
       int entry[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) entry[i] = source.entry(at + i * kStep + mine);
-      if (at == 0) meanwhile();
+      for (int i = 0; i < kAtOnce; ++i) entry[i] = source.entry(position(i));
+      if (part == warp) meanwhile();
+      uint32_t word = 0;  // lane i: of the i-th of the parts at once
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        add(source.is_slot(entry[i], at + i * kStep + mine), at + i * kStep + mine);
-      at += kAtOnce * kStep;
-    } while (at < source.length());
+      for (int i = 0; i < kAtOnce; ++i) {
+        const bool is_slot = source.is_slot(entry[i], position(i));
+        const uint32_t valid = __ballot_sync(kFullWarp, is_slot);
+        if (lane == i) word = valid;
+        if (i > 0) repeated |= is_slot && entry[i] == entry[i - 1];
+      }
+      const unsigned mine = part + lane * kWarps;
+      if (lane < kAtOnce && mine < kMapWords) store_shared_4(map + mine * 4, word);
+      part += kAtOnce * kWarps;
+    } while (part * kWarpSize < length);
+  } else {
+    meanwhile();
+#pragma unroll 1
+    for (; part < kMapWords && part * size < length; part += kWarps) {
+      uint32_t word = 0;
+#pragma unroll 1
+      for (unsigned in_part = 0; in_part < size; in_part += kWarpSize) {
+        const uint32_t valid =
+            __ballot_sync(kFullWarp, source.is_valid(source.at(part * size + in_part + lane)));
+        if (valid == 0) continue;
+        const bool follows = word == in_part && (valid & (valid + 1)) == 0;
+        word = size == kWarpSize ? valid : (word + __popc(valid)) | (follows ? 0 : kHasGaps);
+      }
+      if (lane == 0) store_shared_4(map + part * 4, word);
+    }
   }
-  num_keys = __reduce_add_sync(kFullWarp, num_keys);
-  end = __reduce_max_sync(kFullWarp, end);
-  if (lane == 0) store_shared_8(surveys + warp * kSurveyBytes, num_keys | uint64_t{end} << 32);
-}
-// What all of them found.
-template <int kWarps>
-__device__ __forceinline__ KeySurvey read_surveys(uint32_t surveys, int lane) {
-  const uint2 x = lane < kWarps ? load_shared_8(surveys + lane * kSurveyBytes) : uint2{0, 0};
-  return {static_cast<int>(__reduce_add_sync(kFullWarp, x.x)),
-          static_cast<int>(__reduce_max_sync(kFullWarp, x.y))};
+  if (warp == 0 && lane == 0) store_shared_4(map + kMapLength, length);
+  return __any_sync(kFullWarp, repeated);
 }
 
-// A row with gaps is counted in 32 parts of so many positions.
-__device__ inline unsigned part_size(unsigned length) {
-  return ceil_div(length, unsigned{kWarpSize * kWarpSize}) * kWarpSize;
-}
-// `counts`: shared memory, int [32].
-inline constexpr int kCountsBytes = kWarpSize * 4;
-template <int kWarps, class Source>
-__device__ __forceinline__ void count_keys(const Source& source, int warp, int lane, uint32_t counts) {
-  const unsigned size = part_size(source.length());
-#pragma unroll 1
-  for (int part = warp; part < kWarpSize; part += kWarps) {
-    int count = 0;
-#pragma unroll 1
-    for (unsigned at = 0; at < size; at += kWarpSize)
-      count += __popc(__ballot_sync(kFullWarp, source.is_valid(source.at(part * size + at + lane))));
-    if (lane == 0) store_shared_4(counts + part * 4, count);
+struct MapInShared {
+  uint32_t map;
+  __device__ uint32_t operator[](unsigned part) const { return load_shared_4(map + part * 4); }
+};
+// A warp's copy: lane i has parts 2 i and 2 i + 1.
+struct MapInLanes {
+  uint32_t words[2];
+  __device__ uint32_t operator[](unsigned part) const {
+    return __shfl_sync(kFullWarp, part % 2 == 0 ? words[0] : words[1], part / 2);
   }
-}
+};
+
+// What a warp reads from a map.
+struct KeySurvey {
+  int num_keys;
+  bool has_gaps;
+  int in_lane;  // valid keys of this lane's parts
+  MapInLanes map;
+
+  KeySurvey() = default;
+  __device__ KeySurvey(uint32_t shared, unsigned length, int lane) {
+    const unsigned size = part_size(length), first = 2 * lane * size;
+    const uint2 both = load_shared_8(shared + lane * 8);
+    map.words[0] = first < length ? both.x : 0;  // the words are written up to there
+    map.words[1] = first + size < length ? both.y : 0;
+    unsigned end;  // of the lane's valid keys; beyond it where a part has gaps
+    if (size == kWarpSize) {
+      in_lane = __popc(map.words[0]) + __popc(map.words[1]);
+      const unsigned in_second = kWarpSize - __clz(map.words[1]), in_first = kWarpSize - __clz(map.words[0]);
+      end = in_second > 0 ? first + kWarpSize + in_second : in_first > 0 ? first + in_first : 0;
+    } else {
+      in_lane = (map.words[0] & ~kHasGaps) + (map.words[1] & ~kHasGaps);
+      end = part_end(map.words[1], first + size, size);
+      if (end == 0) end = part_end(map.words[0], first, size);
+    }
+    num_keys = __reduce_add_sync(kFullWarp, in_lane);
+    has_gaps = num_keys != __reduce_max_sync(kFullWarp, end);
+  }
+
+ private:
+  __device__ static unsigned part_end(uint32_t word, unsigned first, unsigned size) {
+    return word == 0 ? 0 : first + (word & kHasGaps ? size : word);
+  }
+};
 
 // The n-th set bit of a mask that has more than n.
 __device__ inline int nth_set_bit(uint32_t mask, int n) {
@@ -157,56 +194,54 @@ __device__ inline int nth_set_bit(uint32_t mask, int n) {
   return at;
 }
 
+template <class Map>  // MapInShared where it stays there, else MapInLanes
 class ValidKeys {
  public:
   ValidKeys() = default;
-  // `counts` matter where there are gaps.
-  __device__ ValidKeys(KeySurvey survey, uint32_t counts, int lane)
-      : before_(0), num_keys_(survey.num_keys), has_gaps_(survey.has_gaps()) {
-    if (!has_gaps_) return;
-    const int count = load_shared_4(counts + lane * 4);
-    before_ = warp_inclusive_sum(count) - count;
+  __device__ ValidKeys(const KeySurvey& survey, const Map& map)
+      : num_keys_(survey.num_keys), has_gaps_(survey.has_gaps), before_(0), map_(map) {
+    if (has_gaps_) before_ = warp_inclusive_sum(survey.in_lane) - survey.in_lane;
   }
   __device__ int num_keys() const { return num_keys_; }
 
-  // The key of this lane's rank, which is below num_keys(); none of a negative rank.
+  // The key of this lane's rank, which is below num_keys(); none of a negative rank. Of the lanes that want a
+  // key the first wants the lowest rank.
   template <class Source>
   __device__ __forceinline__ typename Source::Key find(const Source& source, int rank) const {
     if (has_gaps_) [[unlikely]]
-      return search(source, rank);
+      return source.at(search(source, rank));
     return source.at(rank);  // -1 as a position is past every end
   }
 
  private:
+  // The position of the key of this lane's rank; -1 of a negative one.
   template <class Source>
-  __device__ __forceinline__ typename Source::Key search(const Source& source, int rank) const {
-    using Key = typename Source::Key;
+  __device__ __forceinline__ int search(const Source& source, int rank) const {
     const int lane = threadIdx.x % kWarpSize;
     const unsigned size = part_size(source.length());
-    Key found{-1};
+    int position = -1;
     bool searches = rank >= 0;
-    while (const uint32_t who = __ballot_sync(kFullWarp, searches)) {
-      // Of the parts that begin at or before a wanted rank the last has it: those that follow begin after it.
-      const int wanted = __shfl_sync(kFullWarp, rank, __ffs(who) - 1);
-      const int part = __popc(__ballot_sync(kFullWarp, before_ <= wanted)) - 1;
-      int before = __shfl_sync(kFullWarp, before_, part);
-      const unsigned end = (part + 1) * size;
-      for (unsigned at = part * size; at < end && __any_sync(kFullWarp, searches); at += kWarpSize) {
-        const Key key = source.at(at + lane);
-        const uint32_t valid = __ballot_sync(kFullWarp, source.is_valid(key));
-        const int n = rank - before, count = __popc(valid);
-        const bool is_here = searches && n >= 0 && n < count;
-        const Key there = broadcast(key, nth_set_bit(valid, is_here ? n : 0));
-        if (is_here) found = there, searches = false;
-        before += count;
-      }
+    const uint32_t who = __ballot_sync(kFullWarp, searches);
+    const int lowest = __shfl_sync(kFullWarp, rank, __ffs(who) - 1);
+    // Of the pairs of parts that begin at or before this rank the last has it: those behind begin after it.
+    const int pair = __popc(__ballot_sync(kFullWarp, before_ <= lowest)) - 1;
+    int before = __shfl_sync(kFullWarp, before_, pair);
+#pragma unroll 1
+    for (unsigned at = 2 * pair * size; __any_sync(kFullWarp, searches); at += kWarpSize) {
+      const uint32_t valid = size == kWarpSize
+                                 ? map_[at / kWarpSize]
+                                 : __ballot_sync(kFullWarp, source.is_valid(source.at(at + lane)));
+      const int n = rank - before, count = __popc(valid);
+      if (searches && n < count) position = at + nth_set_bit(valid, n), searches = false;
+      before += count;
     }
-    return found;
+    return position;
   }
 
-  int before_;  // valid keys before the part of this lane
   int num_keys_;
   bool has_gaps_;
+  int before_;  // valid keys before the two parts of this lane
+  Map map_;
 };
 
 }  // namespace mla_fp8::gpu

@@ -50,10 +50,9 @@ struct RowGroupConfig {
   static constexpr int kWarpLargest = kWarpMax + kLogitWarps * kHeads * 4;
   static constexpr int kQScale = kWarpLargest + kLogitWarps * kHeads * 4;
   static constexpr int kValid = kQScale + kHeads * 4;
-  static constexpr int kSurveys = kValid + kSlots * kSlotTokens;  // KeySurvey [buffer][logit warp]
-  static constexpr int kSurveyWarps = kLogitWarps, kRowSurveysBytes = kSurveyWarps * kSurveyBytes;
-  static constexpr int kCounts = kSurveys + 2 * kRowSurveysBytes;  // [producer]
-  static constexpr int kBarriers = kCounts + kProducers * kCountsBytes;
+  static constexpr int kMaps = kValid + kSlots * kSlotTokens;  // of a row's valid keys [buffer]
+  static constexpr int kSurveyWarps = kLogitWarps;
+  static constexpr int kBarriers = kMaps + 2 * kMapBytes;
   static constexpr int kEntryBarriers = kBarriers + kSlots * 16;  // [2] x (full, empty, decided)
   static constexpr int kSurveyBarriers = kEntryBarriers + 48;     // [2] x (full, empty)
   static constexpr int kSmemBytes = kSurveyBarriers + 32;

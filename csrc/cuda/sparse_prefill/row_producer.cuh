@@ -40,20 +40,18 @@ class RowSurveys {
   // By each of the warps that work on the place's i-th row.
   __device__ void write(int i, const SparseAttentionParams& p, const Keys& keys, int warp, int lane) const {
     mbarrier_wait(empty(i), (i / 2 & 1) ^ 1);
-    survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, surveys(i), [] {});
+    survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, map(i), [] {});
     mbarrier_arrive_warp(full(i), lane);
   }
   __device__ KeySurvey read(int i, int lane) const {
     mbarrier_wait(full(i), i / 2 & 1);
-    return read_surveys<kWarps>(surveys(i), lane);
+    return {map(i), load_shared_4(map(i) + kMapLength), lane};
   }
-  // By each of its producers, once it has read.
+  __device__ uint32_t map(int i) const { return smem_ + C::kMaps + (place_ * 2 + i % 2) * kMapBytes; }
+  // By each of its producers, once it has found all keys.
   __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
 
  private:
-  __device__ uint32_t surveys(int i) const {
-    return smem_ + C::kSurveys + (place_ * 2 + i % 2) * C::kRowSurveysBytes;
-  }
   __device__ uint32_t full(int i) const { return smem_ + C::kSurveyBarriers + (place_ * 2 + i % 2) * 16; }
   __device__ uint32_t empty(int i) const { return full(i) + 8; }
 
@@ -77,11 +75,12 @@ class RowProducer : Gather<C> {
         smem_(smem) {}
 
   __device__ void run() {
+    const RowSurveys<C> surveys(smem_, row());
     int i = 0;  // slots so far
     for (unsigned unit = Unit<C>::first(row()), n = 0; unit < Unit<C>::count(params_);
          unit += Unit<C>::stride(), ++n) {
       const Keys keys(params_.p, Unit<C>(params_, unit).token);
-      const ValidKeys valid_keys = find_valid_keys(keys, n);
+      const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
       // A team has whole blocks. Entries, which the survey has brought close, are loaded a slot ahead.
       int rank = team_ % C::kRowTeams * C::kBlockTokens + first_ * kSlotTokens, rank_of_next = 0;
       typename Gather<C>::Key next{-1, 0};
@@ -98,6 +97,7 @@ class RowProducer : Gather<C> {
         }
         if (!has_next) break;
       }
+      surveys.release(n, this->lane_);
     }
   }
 
@@ -107,18 +107,6 @@ class RowProducer : Gather<C> {
     rank += kTeamProducers * kSlotTokens;
     const bool past_block = rank % C::kBlockTokens == first_ * kSlotTokens;
     return past_block ? rank + (C::kRowTeams - 1) * C::kBlockTokens : rank;
-  }
-
-  __device__ ValidKeys find_valid_keys(const Keys& keys, int n) const {
-    const RowSurveys<C> surveys(smem_, row());
-    const KeySurvey survey = surveys.read(n, this->lane_);
-    surveys.release(n, this->lane_);
-    const uint32_t counts = shared_address(smem_) + C::kCounts + warp_ * kCountsBytes;
-    if (survey.has_gaps()) [[unlikely]] {
-      count_keys<1>(KeySource(params_.p, keys), 0, this->lane_, counts);
-      __syncwarp();
-    }
-    return {survey, counts, this->lane_};
   }
 
   const TeamParams& params_;

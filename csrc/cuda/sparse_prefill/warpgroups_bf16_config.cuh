@@ -11,7 +11,7 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kGroupThreads = 4 * kWarpSize;  // of a warpgroup
+inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 
 // What a tile attends to: a plain selection (warpgroups_bf16.h); the windows of neighbours; the window of one
 // query, in a ring of keys that moves on with the queries; whatever else one query does, in bf16 or, for a
@@ -84,9 +84,8 @@ struct RowsConfig {
   static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
   static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
   static constexpr int kItem = kMask + 32;                         // RowsItem
-  static constexpr int kSurveys = kItem + 32;  // KeySurvey [2][warp], of this item and the next
-  static constexpr int kCounts = kSurveys + (kCounted ? 2 * 4 * kSurveyBytes : 0);
-  static constexpr int kBarriers = kCounts + (kCounted ? kCountsBytes : 0);
+  static constexpr int kMap = kItem + 24;                          // of the next item's valid keys
+  static constexpr int kBarriers = kMap + (kCounted ? kMapBytes : 0);
   static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts + 2);
   static constexpr int kSmemBytes = kBarriers + kNumBarriers * 8;
   static_assert(kSmemBytes <= 232448);
@@ -258,21 +257,15 @@ class RowsTiles {
 };
 
 // The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
-// rows come from L2 once more. It begins before the first of them, with an item of no keys. The next item is
-// known early: nobody waits for its length.
+// rows come from L2 once more.
 template <class C>
 class RowsItems {
  public:
-  __device__ explicit RowsItems(const RowsParams& params) : params_(params), tiles_(params), now_{} {
-    now_.tile = static_cast<int64_t>(blockIdx.x) - gridDim.x;
-    next_ = after(now_);
-  }
+  __device__ explicit RowsItems(const RowsParams& params)
+      : params_(params), tiles_(params), now_(tiles_.source(blockIdx.x)) {}
   __device__ RowsSource& operator*() { return now_; }
-  __device__ RowsSource& next() { return next_; }
-  __device__ void advance() {
-    now_ = next_;
-    next_ = after(now_);
-  }
+  __device__ RowsSource next() const { return after(now_); }
+  __device__ void advance() { now_ = after(now_); }
 
  private:
   __device__ RowsSource after(const RowsSource& x) const {
@@ -287,7 +280,7 @@ class RowsItems {
 
   const RowsParams& params_;
   const RowsTiles<C> tiles_;
-  RowsSource now_, next_;
+  RowsSource now_;
 };
 
 }  // namespace mla_fp8::gpu

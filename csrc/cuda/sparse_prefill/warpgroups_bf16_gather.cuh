@@ -20,23 +20,20 @@ class RowsGather {
 
   __device__ void run() {
     RowsItems<C> items(params_);
-    ValidKeys valid_keys{}, next_valid_keys{};
-    Entry ahead{};
-    int num_first = 0, num_second = 0;                                       // blocks of either buffer so far
-    for (int i = -1;; ++i, items.advance(), valid_keys = next_valid_keys) {  // item -1 has no keys
-      const RowsSource& item = *items;
-      if (i >= 0 && !fetch_q(item, i)) break;
+    ItemKeys keys = find_keys(*items);
+    Entry ahead = entry(*items, keys, 0);
+    int num_first = 0, num_second = 0;  // blocks of either buffer so far
+    for (int i = 0; fetch_q(*items, i); ++i) {
       prefetch_q(items.next());
-      const int num_blocks = C::num_blocks(item.length), num_steps = max(num_blocks, 1);
-      for (int block = 0; block < num_steps; ++block) {
-        // Once both buffers have been filled there is time for the next item's keys.
-        if (block == min(2, num_steps - 1)) next_valid_keys = find_valid_keys(items.next(), i + 1);
-        const bool is_last = block == num_steps - 1;
+      const int num_blocks = C::num_blocks((*items).length);
+      for (int block = 0; block < num_blocks; ++block) {
         const Entry now = ahead;
-        ahead = entry(is_last ? items.next() : item, is_last ? next_valid_keys : valid_keys,
-                      is_last ? 0 : block + 1);
-        if (num_blocks > 0) fetch_block(item, block, now, block % 2 == 0 ? num_first++ : num_second++);
+        if (block + 1 < num_blocks) ahead = entry(*items, keys, block + 1);
+        fetch_block(block, now, block % 2 == 0 ? num_first++ : num_second++, keys.repeat);
       }
+      items.advance();
+      keys = find_keys(*items);  // both buffers are full: there is time
+      ahead = entry(*items, keys, 0);
     }
     cp_async_wait_all();
   }
@@ -81,66 +78,61 @@ class RowsGather {
     __device__ unsigned length() const { return item_.num_entries; }
     __device__ bool is_window() const { return gather_.is_window(); }
     __device__ int entry(unsigned position) const {
-      const unsigned first_length = item_.first_length;
-      const int32_t* list = item_.entries;
-      if (C::kAny && position >= first_length) list = item_.extra - first_length;
+      const int32_t* const list = is_extra(position) ? item_.extra - item_.first_length : item_.entries;
       return position < length() ? __ldg(list + position) : -1;
     }
     __device__ bool is_slot(int entry, unsigned position) const {
-      const bool is_extra = C::kAny && position >= static_cast<unsigned>(item_.first_length);
       const KvScope(&scopes)[2] = gather_.params_.p.scopes;
-      return entry >= 0 && entry < (is_extra ? scopes[1].num_slots : scopes[0].num_slots);
+      return entry >= 0 && entry < (is_extra(position) ? scopes[1].num_slots : scopes[0].num_slots);
     }
     __device__ Entry at(unsigned position) const {
-      if (position >= length()) return {-1};
       if constexpr (C::kSelected) {
-        return {__ldg(item_.entries + position)};
+        return {entry(position)};
       } else {
-        const unsigned first_length = item_.first_length;
-        if (C::kAny && position >= first_length)
-          return {__ldg(item_.extra + (position - first_length)), Entry::kSlotOf + 1};
-        if (!gather_.is_window()) return {__ldg(item_.entries + position), Entry::kSlotOf};
+        if (!is_window() || is_extra(position)) return {entry(position), Entry::kSlotOf + is_extra(position)};
+        if (position >= length()) return {-1};
         const unsigned in_request = item_.first_position + position;
         const int64_t page = gather_.params_.page_size[0](in_request);
         return {page < gather_.params_.p.window.max_pages ? __ldg(item_.entries + page) : -1, in_request};
       }
     }
-    __device__ bool is_valid(Entry entry) const {
-      if constexpr (C::kSelected)
-        return entry.value >= 0 && entry.value < gather_.params_.p.scopes[0].num_slots;
-      else return gather_.address(entry) != nullptr;
-    }
+    __device__ bool is_valid(Entry entry) const { return gather_.is_valid(entry); }
 
    private:
+    __device__ bool is_extra(unsigned position) const {
+      return C::kAny && position >= static_cast<unsigned>(item_.first_length);
+    }
+
     const RowsGather& gather_;
     const RowsSource& item_;
   };
 
-  // The warps survey the keys of the CTA's i-th item.
-  __device__ KeySurvey survey(const RowsSource& item, int i) const {
-    const uint32_t surveys = smem_.smem + C::kSurveys + i % 2 * 4 * kSurveyBytes;
-    survey_keys<4, 8>(Source(*this, item), warp_, lane_, surveys, [] {});
-    named_barrier(kBarrierGather, kGroupThreads);
-    return read_surveys<4>(surveys, lane_);
-  }
-  // From then on the item has only its valid keys. All have read the counts of the item before.
-  __device__ ValidKeys find_valid_keys(RowsSource& item, int i) const {
+  // The valid keys of an item; of windows all.
+  struct ItemKeys {
+    ValidKeys<MapInLanes> valid;  // while others read the map of the next item
+    bool repeat;                  // this warp has seen a slot twice
+  };
+  // The warps survey the item: from then on it has only its valid keys.
+  __device__ ItemKeys find_keys(RowsSource& item) const {
     if constexpr (!C::kCounted) return {};
-    const KeySurvey found = survey(item, i);
-    const uint32_t counts = smem_.smem + C::kCounts;
-    if (found.has_gaps()) [[unlikely]] {
-      count_keys<4>(Source(*this, item), warp_, lane_, counts);
-      named_barrier(kBarrierGather, kGroupThreads);
-    }
-    item.length = found.num_keys;
-    return {found, counts, lane_};
+    const uint32_t map = smem_.smem + C::kMap;
+    named_barrier(kBarrierGather, kGroupThreads);  // the map of the item before has been read
+    const bool repeat = survey_keys<kGroupWarps, 8>(Source(*this, item), warp_, lane_, map, [] {});
+    named_barrier(kBarrierGather, kGroupThreads);
+    const KeySurvey survey(map, item.num_entries, lane_);
+    item.length = survey.num_keys;
+    return {{survey, survey.map}, repeat};
   }
   // Of this lane's key in a block.
-  __device__ Entry entry(RowsSource item, ValidKeys valid_keys, int block) const {
+  __device__ Entry entry(const RowsSource& item, const ItemKeys& keys, int block) const {
     const int key = C::first_key(block) + key_;
     const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
-    if constexpr (C::kCounted) return valid_keys.find(Source(*this, item), is_key ? key : -1);
+    if constexpr (C::kCounted) return keys.valid.find(Source(*this, item), is_key ? key : -1);
     else return Source(*this, item).at(is_key ? key : item.num_entries);
+  }
+  __device__ bool is_valid(Entry entry) const {
+    if constexpr (C::kSelected) return entry.value >= 0 && entry.value < params_.p.scopes[0].num_slots;
+    else return address(entry) != nullptr;
   }
   // Where a key lies; null: nowhere.
   __device__ const uint8_t* address(const AnyEntry& entry) const {
@@ -168,14 +160,14 @@ class RowsGather {
     bool valid[kCount];
     int count = kCount;
   };
-  template <int kCount>
+  template <bool kThroughL1 = false, int kCount>
   __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first, int count,
                              int first_row = 0, int last_row = kCount) const {
     for (int tile = first; tile < first + count; ++tile)
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         if (i >= first_row && i < last_row && (i < kRows || i < rows.count))
-          cp_async_16(
+          cp_async_16<kThroughL1>(
               dst + tile * tile_bytes + (i < kRows ? offset_[i % 2] + i / 2 * 32 * 128 : offset(row(i))),
               rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
   }
@@ -203,6 +195,7 @@ class RowsGather {
     mbarrier_arrive_cp_async(smem_.q_full());
     return item.num_tokens > 0;
   }
+  // Into the L2.
   __device__ void prefetch_q(const RowsItem& item) const {
     if (chunk_ >= 4 || item.length == 0) return;
     const RowPlace place = row_place<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
@@ -211,13 +204,13 @@ class RowsGather {
 
   using BlockRows = Rows<kAllRows>;
   // Where this thread's rows are. Returns which of the lanes' keys there are, as take_rows.
-  __device__ uint32_t find(const RowsSource& item, int block, const Entry& entry, BlockRows& rows) const {
+  __device__ uint32_t find(int block, const Entry& entry, BlockRows& rows) const {
     if constexpr (!C::kSelected) {
       rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
       return take_rows(address(entry), rows);
     } else {
       const uint8_t* const kv = params_.p.scopes[0].kv_cache;
-      const uint32_t found = __ballot_sync(kFullWarp, Source(*this, item).is_valid(entry));
+      const uint32_t found = __ballot_sync(kFullWarp, is_valid(entry));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int64_t slot = __shfl_sync(kFullWarp, entry.value, lane_of(i));
@@ -247,14 +240,22 @@ class RowsGather {
     mbarrier_arrive(smem_.full(buffer, 0));
   }
 
-  __device__ void fetch_block(const RowsSource& item, int block, const Entry& entry, int count) const {
-    const int buffer = block % 2;
+  // Thousands of copies of one row would queue at its few lines of the L2. Through the L1, where other rows take
+  // longer, they come from there.
+  __device__ void fetch_block(int block, const Entry& entry, int count, bool through_l1) const {
     BlockRows rows;
-    const uint32_t found = find(item, block, entry, rows);
-    const int parity = (count & 1) ^ 1;
+    const uint32_t found = find(block, entry, rows);
+    if (C::kCounted && through_l1) [[unlikely]]
+      copy_block<true>(block, rows, found, count);
+    else copy_block<false>(block, rows, found, count);
+  }
+  template <bool kThroughL1>
+  __device__ __forceinline__ void copy_block(int block, const BlockRows& rows, uint32_t found,
+                                             int count) const {
+    const int buffer = block % 2, parity = (count & 1) ^ 1;
     const auto copy = [&](int piece, int first_row, int last_row) {
-      copy_tiles(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
-                 C::num_tiles(piece), first_row, last_row);
+      copy_tiles<kThroughL1>(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
+                             C::num_tiles(piece), first_row, last_row);
     };
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
