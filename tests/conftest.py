@@ -3,6 +3,8 @@ from pathlib import Path
 import emulation
 import pytest
 import torch
+
+pytest.register_assert_rewrite("assertions", "error_cases", "prefill_cases", "ragged_cases")
 from op_samples import NO_KERNEL
 
 
@@ -20,10 +22,15 @@ def available_devices() -> list[str]:
     return ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=available_devices())
 def device(request: pytest.FixtureRequest) -> str:
-    """Each test runs on every device that is here, from the same seed."""
-    torch.manual_seed(0)
+    """Each test runs on every device that is here."""
     marker = request.node.get_closest_marker("op")
     if marker and request.param in NO_KERNEL.get(marker.args[0], ()):
         pytest.skip(f"{marker.args[0]} has no {request.param} kernel yet")

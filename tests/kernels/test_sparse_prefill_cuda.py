@@ -4,37 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_cases import V4_SCOPES, Case, all_layouts, make_case, packed_layouts
+from assertions import assert_attention, assert_same
+from sparse_cases import V4_SCOPES, all_layouts, make_case, packed_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def assert_right(case: Case, results: Results) -> None:
-    out, max_logits, lse = results
-    exact, exact_max, exact_lse = case.expected()
-    assert_as_accurate_as(out, case.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
-
-
-def assert_right_at(case: Case, results: Results, which: torch.Tensor | slice) -> None:
-    assert_right(case.tokens(which), tuple(t[which] for t in results))
-
-
-def assert_same(got: Results, want: Results) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
 
 
 # From one row on many SMs to many on each; the last three always take the kernel for many.
@@ -55,7 +33,7 @@ def test_any_number_of_rows(layout, num_tokens, num_q_heads):
     assert all(not t.isnan().any() for t in results)
     spread = torch.randperm(num_tokens, device="cuda")[:24]
     some = torch.cat([torch.arange(min(8, num_tokens), device="cuda"), spread])
-    assert_right_at(case, results, some)
+    assert_attention(case, results, some)
     assert_same(case.prefill_into_nan(), results)
 
 
@@ -76,7 +54,7 @@ def test_rows_of_every_length(layout, num_q_heads, page_size):
     case.scopes[0].length.copy_(torch.randint(0, 201, (2200,)))
     results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
-    assert_right_at(case, results, torch.randperm(2200, device="cuda")[:64])
+    assert_attention(case, results, torch.randperm(2200, device="cuda")[:64])
     assert_same(case.prefill_into_nan(), results)
 
 
@@ -97,7 +75,7 @@ def test_workspace_form_with_many_rows(name, num_q_heads):
         case.q, scope.rows, scope.indices, sm_scale=case.sm_scale, attn_sink=case.attn_sink,
         topk_length=scope.length,
     )  # fmt: skip
-    assert_right_at(case, results, torch.randperm(2200, device="cuda")[:32])
+    assert_attention(case, results, torch.randperm(2200, device="cuda")[:32])
 
 
 @pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64])
@@ -116,7 +94,7 @@ def test_production_shapes(layout, topk, extra, num_q_heads):
         page_size=256 if layout == "dsv4" else 64, extra=extra,
     )  # fmt: skip
     results = case.prefill_into_nan()
-    assert_right_at(case, results, torch.randperm(4096, device="cuda")[:24])
+    assert_attention(case, results, torch.randperm(4096, device="cuda")[:24])
     assert_same(case.prefill_into_nan(), results)
 
 
@@ -135,7 +113,7 @@ def test_more_than_a_million_rows():
     case = make_case(KV_LAYOUTS["dsv4"], "cuda", num_tokens=1_100_000, num_q_heads=1, topk=3)
     results = case.prefill()
     for some in (slice(0, 64), slice(1_099_900, 1_100_000)):
-        assert_right_at(case, results, some)
+        assert_attention(case, results, some)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 2200])

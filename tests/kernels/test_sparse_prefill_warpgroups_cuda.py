@@ -5,22 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_attention, assert_same
 from row_cases import changed, compacted
 from sparse_cases import Case, make_case
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 row_layouts = pytest.mark.parametrize("name", ["bf16", "bf16_512"])
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def rows_case(name: str, **shape) -> Case:
@@ -36,20 +31,6 @@ def prefill(case: Case, rows: torch.Tensor | None = None) -> Results:
     return tuple(outs.values())
 
 
-def assert_right(case: Case, results: Results, which: slice | torch.Tensor) -> None:
-    some = case.tokens(which)
-    out, max_logits, lse = (t[which] for t in results)
-    exact, exact_max, exact_lse = some.expected()
-    assert_as_accurate_as(out, some.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
-
-
-def assert_same(got: Results, want: Results) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 def spread(num_tokens: int, count: int = 24) -> torch.Tensor:
     """The first eight, which are the odd ones, and some others."""
     return torch.cat([torch.arange(8), torch.randint(8, num_tokens, (count,))]).cuda()
@@ -62,7 +43,7 @@ def test_any_number_of_blocks_and_heads(name, num_q_heads, topk):
     case = rows_case(name, num_tokens=420, num_q_heads=num_q_heads, topk=topk)
     results = prefill(case)
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(420))
+    assert_attention(case, results, spread(420))
     assert_same(prefill(case), results)
 
 
@@ -75,7 +56,7 @@ def test_items_of_every_length_follow_each_other(name, num_q_heads):
     case.scopes[0].length.copy_(torch.where(torch.rand(2000, device="cuda") < 0.5, length, length + 1))
     results = prefill(case)
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(2000, 64))
+    assert_attention(case, results, spread(2000, 64))
     assert_same(prefill(case), results)
 
 
@@ -89,7 +70,7 @@ def test_two_caches_in_any_pages(name, num_q_heads, topk, extra_topk):
     case = make_case(KV_LAYOUTS[name], "cuda", **shape, extra=extra)
     results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(420))
+    assert_attention(case, results, spread(420))
     assert_same(case.prefill_into_nan(), results)
 
 
@@ -115,7 +96,7 @@ def test_logits_that_grow_from_block_to_block(name):
     ordered = scope.indices.clamp(-1, len(scope.rows)).sort(1).values
     case = replace(case, scopes=[replace(scope, indices=ordered, length=None)])
     for scaled in (case, replace(case, sm_scale=-case.sm_scale)):
-        assert_right(scaled, prefill(scaled), slice(8, 40))
+        assert_attention(scaled, prefill(scaled), slice(8, 40))
 
 
 @row_layouts
@@ -123,7 +104,7 @@ def test_a_first_block_without_keys(name):
     case = rows_case(name, num_tokens=200, num_q_heads=64, topk=256)
     case.scopes[0].indices[:, :70] = -1
     case.scopes[0].indices[::3, 70:192] = 1 << 30
-    assert_right(case, prefill(case), spread(200))
+    assert_attention(case, prefill(case), spread(200))
 
 
 @row_layouts
@@ -165,7 +146,7 @@ def test_production_shapes(name, num_q_heads, topk):
     case = rows_case(name, num_tokens=4096, num_q_heads=num_q_heads, topk=topk)
     results = prefill(case)
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(4096))
+    assert_attention(case, results, spread(4096))
     for _ in range(4):
         assert_same(prefill(case), results)
 
@@ -206,7 +187,7 @@ def test_pairs(num_q_heads, num_tokens, topk, extra_topk):
     case = pages_case(num_tokens=num_tokens, num_q_heads=num_q_heads, topk=topk, extra=extra)
     results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(num_tokens))
+    assert_attention(case, results, spread(num_tokens))
     for _ in range(3):
         assert_same(case.prefill_into_nan(), results)
     out, lse = case.decode()
@@ -220,7 +201,7 @@ def test_pairs_and_items_of_every_length(num_q_heads):
     case.scopes[0].length.copy_(torch.where(torch.rand(2000, device="cuda") < 0.5, length, length + 1))
     results = case.prefill_into_nan()
     assert all(not t.isnan().any() for t in results)
-    assert_right(case, results, spread(2000, 64))
+    assert_attention(case, results, spread(2000, 64))
     for _ in range(20):
         assert_same(case.prefill_into_nan(), results)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from assertions import assert_same
 from op_samples import LAYOUT, SAMPLES, Size, tensors_of
 
 import mla_fp8
@@ -13,10 +14,6 @@ from mla_fp8.compat import aiter, flash_mla, sglang
 def clones(values):
     """Copies with the same strides."""
     return [copy.deepcopy(x) for x in values]
-
-
-def assert_same(got, want):
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 SIZES = (Size(), Size(num_tokens=4, heads=12, topk=24), Size(num_tokens=8, heads=32, topk=40))

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from assertions import assert_same
 from emulation import is_cpu_kernel
 from ragged_cases import (
     INF,
@@ -11,7 +12,6 @@ from ragged_cases import (
     NAN,
     SHAPES,
     all_dtypes,
-    assert_same,
     check,
     fp8_dtypes,
     hnd,

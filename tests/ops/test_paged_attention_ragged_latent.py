@@ -1,7 +1,8 @@
 import pytest
 import torch
+from assertions import assert_same
 from emulation import is_cpu_kernel
-from ragged_cases import INF, NAN, assert_same, int32
+from ragged_cases import INF, NAN, int32
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference

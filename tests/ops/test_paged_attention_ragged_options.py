@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ragged_cases import INF, NAN, all_dtypes, assert_same, check, make_case
+from assertions import assert_same
+from ragged_cases import INF, NAN, all_dtypes, check, make_case
 
 import mla_fp8
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_attention, assert_same
 from row_cases import (
     HEADS,
     KINDS,
@@ -26,7 +27,6 @@ from sparse_cases import Case, all_layouts, packed_layouts
 from window_cases import WindowCase, make_window_case, paged_layouts
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 every_head_count = pytest.mark.parametrize("num_q_heads", HEADS, indirect=True)
 some_head_counts = pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64, 128], indirect=True)
@@ -59,15 +59,7 @@ def assert_right(case: Case, results: tuple[torch.Tensor, ...]) -> None:
     """For the first tokens, which are of all kinds, and the last; for fewer of wide rows."""
     count = max(3, min(len(case.q), len(KINDS), 8000 // case.scopes[0].indices.shape[1]))
     some = torch.tensor([*range(count), len(case.q) - 1], device=case.q.device)
-    few, (out, lse) = case.tokens(some), (t[some] for t in results)
-    exact, _, exact_lse = few.expected()
-    assert_as_accurate_as(out, few.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-
-
-def assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    assert_attention(case, results, some)
 
 
 def keeps_places(case: Case, run: Run) -> bool:

@@ -4,20 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_attention
 from sparse_cases import V4_SCOPES, Case, all_layouts, make_case, packed_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 OPS = torch.ops.mla_fp8
 
 
 def check(case: Case) -> None:
-    out, lse = case.decode()
-    exact, _, exact_lse = case.expected()
-    assert_as_accurate_as(out, case.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    assert_attention(case, case.decode())
 
 
 @all_layouts

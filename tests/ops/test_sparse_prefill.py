@@ -2,22 +2,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_attention
 from sparse_cases import V4_SCOPES, Case, all_layouts, make_case
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 OPS = torch.ops.mla_fp8
 row_layouts = pytest.mark.parametrize("name", ["bf16", "bf16_512"])
-
-
-def check(case: Case, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    out, max_logits, lse = results
-    exact, exact_max, exact_lse = case.expected()
-    assert_as_accurate_as(out, case.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
 
 
 def workspace_case(name: str, device: str, **shape) -> tuple[Case, torch.Tensor]:
@@ -36,20 +28,20 @@ def prefill(case: Case, rows: torch.Tensor, **changes) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("num_q_heads", [1, 8, 40, 64, 128])
 def test_workspace_form_agrees_with_float64(name, num_q_heads, device):
     case, rows = workspace_case(name, device, num_q_heads=num_q_heads)
-    check(case, prefill(case, rows))
+    assert_attention(case, prefill(case, rows))
 
 
 @row_layouts
 @pytest.mark.parametrize("width", [1, 128, 192, 640, 1152])
 def test_any_width(name, width, device):
     case, rows = workspace_case(name, device, topk=width, num_q_heads=8, num_slots=2000, num_tokens=5)
-    check(case, prefill(case, rows))
+    assert_attention(case, prefill(case, rows))
 
 
 @all_layouts
 def test_pages_form_agrees_with_float64(layout, device):
     case = make_case(layout, device, page_size=64, extra=V4_SCOPES)
-    check(case, case.prefill())
+    assert_attention(case, case.prefill())
 
 
 @all_layouts

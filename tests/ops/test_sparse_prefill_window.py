@@ -3,23 +3,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assertions import assert_attention
 from sparse_cases import INT_MAX, INT_MIN, V4_SCOPES, all_layouts, packed_layouts
 from window_cases import WindowCase, make_window_case, paged_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 OPS = torch.ops.mla_fp8
 
 
 def check(window: WindowCase, which: torch.Tensor | slice = slice(None)) -> None:
-    out, max_logits, lse = (t[which] for t in window.run())
-    case = window.case.tokens(which)
-    exact, exact_max, exact_lse = case.expected()
-    assert_as_accurate_as(out, case.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
+    assert_attention(window.case, window.run(), which)
 
 
 def test_slots_of_windows():

@@ -97,8 +97,3 @@ def check(args, options, result=None):
     assert_as_accurate_as(out, rounded, exact, factor=2.0 if is_cpu_kernel(out.device.type) else 4.0)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     return out, lse
-
-
-def assert_same(results, expected):
-    for result, want in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True)
