@@ -82,8 +82,8 @@ class KeySource {
   const unsigned num_slots_[2];
 };
 
-// The map of a row: a word for each of 64 parts of the row, which have the same multiple of 32 positions. Parts
-// of 32, as in rows of up to 2048, have a bit for each valid key. Longer ones have the number of these, and a
+// The map of a row: a word for each of its 64 parts, which have the same multiple of 32 positions. Parts of
+// 32, as in rows of up to 2048, have a bit for each valid key. Longer ones have the number of these, and a
 // flag where an invalid key comes before a valid one. In shared memory the row's length follows.
 inline constexpr int kMapWords = 2 * kWarpSize, kMapLength = kMapWords * 4, kMapBytes = kMapLength + 8;
 inline constexpr uint32_t kHasGaps = 1u << 31;

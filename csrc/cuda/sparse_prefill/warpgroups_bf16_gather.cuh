@@ -240,8 +240,8 @@ class RowsGather {
     mbarrier_arrive(smem_.full(buffer, 0));
   }
 
-  // Thousands of copies of one row would queue at its few lines of the L2. Through the L1, where other rows take
-  // longer, they come from there.
+  // Thousands of copies of one row would queue at its few lines of the L2. Through the L1, where other rows
+  // take longer, they come from there.
   __device__ void fetch_block(int block, const Entry& entry, int count, bool through_l1) const {
     BlockRows rows;
     const uint32_t found = find(block, entry, rows);
