@@ -46,7 +46,8 @@ def read() -> list[dict[str, str]]:
         rows = list(csv.DictReader(file))
     for number, row in enumerate(rows, 2):
         if list(row) != COLUMNS or None in row.values() or row["verdict"] not in VERDICTS:
-            raise ValueError(f"{SOURCE.name}:{number}: columns {', '.join(COLUMNS)}; a verdict of {VERDICTS}")
+            wanted = f"{len(COLUMNS)} columns, and a verdict of {', '.join(VERDICTS)}"
+            raise ValueError(f"{SOURCE.name}:{number}: {wanted}; got {row.get('verdict')!r}")
     return rows
 
 

@@ -285,6 +285,17 @@ def flashinfer() -> str:
     return markdown(["us, ours and its kernel", *(f"batch {batch}" for batch in batches)], body)
 
 
+def slower() -> str:
+    """Every cell in which FlashMLA is faster."""
+    lines = [
+        [name, describe(case), f"{case.ratios[peer]:.2f}x"]
+        for name, (peer, cases) in real_rows().items()
+        for case in sorted(cases, key=lambda c: c.ratios.get(peer, 1.0))
+        if case.ratios.get(peer, 1.0) < 1
+    ]
+    return markdown(["slower than FlashMLA", "cell", "as fast"], lines)
+
+
 def parts() -> dict[str, str]:
     """The generated parts of documents, by name."""
     return {
@@ -295,6 +306,7 @@ def parts() -> dict[str, str]:
         "ways": ways(),
         "batch invariant": batch_invariant(),
         "flashinfer": flashinfer(),
+        "slower": slower(),
         "cache ops": cache_table(),
         "cpu": "\n\n".join(cpu_tables()),
     }
