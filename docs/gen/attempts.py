@@ -9,6 +9,10 @@ SOURCE = ROOT / "docs/notebook/attempts.csv"
 COLUMNS = [
     "date", "commit", "device", "kernel", "change", "predicted", "case", "before", "after", "verdict", "note",
 ]  # fmt: skip
+KERNELS = (
+    "valid keys", "few_heads", "many_heads", "bf16_tiles", "portable", "cache ops", "quantize_kv",
+    "dequantize_kv", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged", "paged_attention_ragged",
+)  # fmt: skip
 VERDICTS = ("baseline", "kept", "dropped", "no effect", "bound", "not built")
 INTRODUCTION = """\
 <!-- written by docs/gen/attempts.py from docs/notebook/attempts.csv -->
@@ -45,9 +49,12 @@ def read() -> list[dict[str, str]]:
     with SOURCE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for number, row in enumerate(rows, 2):
-        if list(row) != COLUMNS or None in row.values() or row["verdict"] not in VERDICTS:
-            wanted = f"{len(COLUMNS)} columns, and a verdict of {', '.join(VERDICTS)}"
-            raise ValueError(f"{SOURCE.name}:{number}: {wanted}; got {row.get('verdict')!r}")
+        for column, known in (("kernel", KERNELS), ("verdict", VERDICTS)):
+            if row.get(column) not in known:
+                wanted = ", ".join(known)
+                raise ValueError(f"{SOURCE.name}:{number}: {column} of {wanted}; got {row.get(column)!r}")
+        if list(row) != COLUMNS or None in row.values():
+            raise ValueError(f"{SOURCE.name}:{number}: columns {', '.join(COLUMNS)}; got {list(row)}")
     return rows
 
 
