@@ -41,7 +41,7 @@ fi
 
 # tests/core needs the module that `make build` makes; it has nothing to do with the GPU.
 core=$(ls build/tests/_mla_fp8_core*.so build/cmake/_mla_fp8_core*.so 2>/dev/null || true)
-"$PYTHON" -m pytest tests $parallel ${core:---ignore=tests/core} --durations=5 -rs
+"$PYTHON" -m pytest tests $parallel ${core:---ignore=tests/core} --durations=5
 
 # Hostile indices and graph replays under the sanitizers, all at once: they keep a core busy each, not the GPU.
 # Without torch's caching, every tensor has red zones. One seed in four and no timing under tools this slow.

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import emulation
@@ -35,3 +36,13 @@ def device(request: pytest.FixtureRequest) -> str:
     if marker and request.param in NO_KERNEL.get(marker.args[0], ()):
         pytest.skip(f"{marker.args[0]} has no {request.param} kernel yet")
     return request.param
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Ends a run with how many tests were skipped, by reason: what this machine did not see."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section(f"{len(skipped)} skipped")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:>6}  {reason}")

@@ -58,9 +58,7 @@ def preferences() -> str:
 def configurations() -> str:
     parts = []
     for title, p, backend in CONFIGURATIONS:
-        wants = f", {', '.join(sorted(p.features))}" if p.features else ""
-        head = f"{p.op} on {p.arch}, {p.layout}, {p.num_q_heads} heads{wants}; backend={backend!r}"
-        parts.append(f"{title}:\n\n```\n{head}\n{explain(p, backend, not_built)}\n```")
+        parts.append(f"{title}:\n\n```\n{p}; backend={backend!r}\n{explain(p, backend, not_built)}\n```")
     return "\n\n".join(parts)
 
 

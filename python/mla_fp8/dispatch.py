@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._arguments import expect_tensors
 from ._inference import refuse_gradients
 from .arch import arch_of
 from .backends import opaque
@@ -155,7 +156,11 @@ def layout_name(name: str, backend: str, head_dim_qk: int, row_bytes: int | None
     """The layout that an engine's ``kv_cache_dtype`` means to the backend; a constant to the compiler."""
     known = next((b.adapter for b in TABLE if b.name == backend and b.name not in BACKENDS), backend)
     reader = "native" if backend == "auto" else known
-    return resolve_kv_cache_dtype(name, reader, head_dim_qk, row_bytes, fnuz=fnuz).name
+    try:
+        return resolve_kv_cache_dtype(name, reader, head_dim_qk, row_bytes, fnuz=fnuz).name
+    except ValueError as error:
+        said = str(error).partition(": ")[2]
+        raise ValueError(f"mla_fp8: layout {name!r} does not fit this cache: {said}") from None
 
 
 # All that torch.compiler.assume_constant_result does, which would import the compiler (a second) with us.
@@ -200,6 +205,8 @@ def attend(call: SparseCall, backend: str) -> Any:
     """The call by the backend that is asked for, or by the first that fits: (out, lse) of sparse_decode,
     (out, max_logits, lse) of the others."""
     given = call.arguments()
+    length = call.scopes[0].length
+    expect_tensors(call.op, topk_length=length, attn_sink=call.attn_sink, scale=call.scale)
     refuse_gradients(call.op, **given)
     adapter = _adapter(call.op, call.q, call.layout.name, backend, call.features)
     if adapter == "native":

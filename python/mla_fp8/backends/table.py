@@ -22,6 +22,10 @@ class Problem:
     num_q_heads: int
     features: frozenset[str] = frozenset()  # what the call wants of FEATURES
 
+    def __str__(self) -> str:
+        wants = f", {', '.join(sorted(self.features))}" if self.features else ""
+        return f"{self.op} on {self.arch}, {self.layout}, {self.num_q_heads} heads{wants}"
+
 
 @dataclass(frozen=True)
 class Backend:

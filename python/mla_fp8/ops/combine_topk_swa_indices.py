@@ -1,7 +1,7 @@
 import torch
 
+from .._arguments import all_given
 from .._fake import fake, fake_returns_nothing
-from ._out import all_given
 
 _WIDTH_ALIGNMENT = 128
 

@@ -1,5 +1,6 @@
 import torch
 
+from .._arguments import expect_tensors
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout, layout_of_id
@@ -26,6 +27,7 @@ def dequantize_kv(
     value = e4m3 * scale in float32, rounded once to bf16; rope of ``dsv32`` and ``dsv4`` is bit-exact.
     Returns ``out``. Raises RuntimeError naming the argument, what was expected and what came.
     """
+    expect_tensors("dequantize_kv", scale=scale)
     refuse_gradients("dequantize_kv", kv_cache=kv_cache, scale=scale, out=out)
     layout = get_layout(layout)
     options = {"layout": layout.id, "page_size": page_size, "scale": scale}
@@ -65,6 +67,7 @@ def dequantize_kv_paged(
     is given instead. Exactly one of ``num_rows`` and ``out`` is required (ValueError). Requests may not
     share rows.
     """
+    expect_tensors("dequantize_kv_paged", scale=scale)
     refuse_gradients("dequantize_kv_paged", kv_cache=kv_cache, scale=scale, out=out)
     layout = get_layout(layout)
     tensors = (kv_cache, page_table, seq_lens, gather_lens, row_offsets)

@@ -1,8 +1,8 @@
 import torch
 
+from .._arguments import all_given
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
-from ._out import all_given
 
 
 def pad_q_heads(

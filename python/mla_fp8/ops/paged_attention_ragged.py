@@ -1,5 +1,6 @@
 import torch
 
+from .._arguments import expect_tensors
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import HEAD_DIM_V, KVLayout, get_layout
@@ -62,6 +63,7 @@ def paged_attention_ragged(
     ``(out, lse)``. Raises RuntimeError naming the argument, what was expected and what came.
     """
     _both_or_neither("paged_attention_ragged", out, lse)
+    expect_tensors("paged_attention_ragged", k_scale=k_scale, v_scale=v_scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged", q=q, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale,
         attn_sink=attn_sink, out=out, lse=lse,
@@ -118,6 +120,7 @@ def paged_attention_ragged_latent(
     The other arguments, and the result, are those of :func:`paged_attention_ragged`.
     """
     _both_or_neither("paged_attention_ragged_latent", out, lse)
+    expect_tensors("paged_attention_ragged_latent", scale=scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged_latent", q=q, kv_cache=kv_cache, scale=scale, attn_sink=attn_sink, out=out,
         lse=lse,

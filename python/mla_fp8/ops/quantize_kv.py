@@ -1,5 +1,6 @@
 import torch
 
+from .._arguments import expect_tensors
 from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout
@@ -36,6 +37,7 @@ def quantize_kv(
     Raises RuntimeError naming the argument, what was expected and what came, before anything is written;
     ValueError for an unknown layout name.
     """
+    expect_tensors("quantize_kv", scale=scale, rope=rope)
     refuse_gradients("quantize_kv", latent=latent, kv_cache=kv_cache, scale=scale, rope=rope)
     layout = get_layout(layout)
     torch.ops.mla_fp8.quantize_kv(

@@ -69,7 +69,7 @@ def num_window_rows(seq_lens_host: Sequence[int], query_lens_host: Sequence[int]
 
 def check_strategy(strategy: str, known: Sequence[str]) -> None:
     if strategy not in known:
-        raise ValueError(f"strategy must be one of {', '.join(known)}, got {strategy!r}")
+        raise ValueError(f"mla_fp8: strategy must be one of {', '.join(known)}, got {strategy!r}")
 
 
 def capturing() -> bool:

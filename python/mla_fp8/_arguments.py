@@ -1,0 +1,19 @@
+"""What wrappers check that the ops cannot."""
+
+import torch
+
+
+def all_given(op: str, **buffers: torch.Tensor | None) -> bool:
+    """Whether the caller passed its own output buffers. ValueError if it passed only some of them."""
+    missing = [name for name, buffer in buffers.items() if buffer is None]
+    if missing and len(missing) < len(buffers):
+        names, got = ", ".join(buffers), ", ".join(missing)
+        raise ValueError(f"mla_fp8.{op}: expected all of {names} or none, got no {got}")
+    return not missing
+
+
+def expect_tensors(op: str, **optional: object) -> None:
+    """RuntimeError for a number or a list in place of a tensor, in a line: torch would print the schema."""
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise RuntimeError(f"mla_fp8::{op}: {name} must be a tensor, got {x!r}")
