@@ -8,8 +8,6 @@
 namespace mla_fp8 {
 namespace {
 
-constexpr int kMaxHeads = 128;
-
 // Outputs as the caller gave them; max_logits is null for sparse_decode.
 struct Outputs {
   const Tensor &out, &lse;
@@ -52,7 +50,7 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
       .last_dim_contiguous()
       .aligned(16);
   const int64_t num_tokens = q.size(0), num_heads = q.size(1);
-  check.that(num_heads >= 1 && num_heads <= kMaxHeads, "q must have 1 to ", kMaxHeads, " heads, got ",
+  check.that(num_heads >= 1 && num_heads <= kMaxQHeads, "q must have 1 to ", kMaxQHeads, " heads, got ",
              num_heads);
   if (attn_sink)
     check(*attn_sink, "attn_sink")

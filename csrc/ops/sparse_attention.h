@@ -7,6 +7,8 @@
 
 namespace mla_fp8 {
 
+inline constexpr int kMaxQHeads = 128;  // every kernel is written for no more
+
 // One cache and the slots of it that each token attends to.
 struct KvScope {
   const uint8_t* kv_cache;  // [num_pages, page_bytes]

@@ -19,7 +19,8 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLazyLog2 = 8.0f;
 inline constexpr float kWeightLog2 = 7.0f;
 inline constexpr float kNoMax = -1e30f;
-enum NamedBarrier { kBarrierQ = 1, kBarrierTeam };  // kBarrierTeam + team
+// kBarrierTeam + team, kBarrierRow + row: below 16.
+enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierRow = 8 };
 
 // Maximum over the tokens of a fragment: over g.
 __device__ inline float max_over_tokens(float x) {
@@ -40,10 +41,17 @@ struct TokenScales {
   float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
   uint2 exponents;  // ue8m0, a byte each: registers are short
 
+  static_assert(R::kNumScales == 0 ||
+                    (kPacked ? R::kNumScales > 4 && R::kNumScales <= 8 : R::kNumScales == 4),
+                "load reads 8 bytes of ue8m0 or 16 of f32");
+
   // ue8m0 255 is NaN, and becomes infinity below.
   __device__ bool nan() const {
-    if constexpr (!kPacked) return false;
-    else return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & 0xffffffu)) != 0;
+    if constexpr (kPacked) {
+      constexpr uint32_t kStored = ~0u >> 8 * (8 - R::kNumScales);  // bytes of exponents.y
+      return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & kStored)) != 0;
+    }
+    return false;
   }
 
   __device__ void load(const uint8_t* row) {
@@ -90,6 +98,9 @@ class Consumer {
  public:
   using R = typename C::R;
   static constexpr int kGroups = C::kGroups, kMembers = C::kMembers;
+  static_assert(!C::kShared || kBarrierTeam + C::kTeams <= kBarrierRow,
+                "a warp alone has no team to wait for");
+  static_assert(kBarrierRow + C::kRows <= 16);
 
   __device__ Consumer(const TeamParams& params, uint8_t* smem, int warp, int lane)
       : p_(params.p),
@@ -174,7 +185,7 @@ class Consumer {
   __device__ int member() const { return member_; }
   __device__ int row() const { return C::kRows > 1 ? team_ / C::kRowTeams : 0; }  // of the CTA's rows
 
-  // merge.cuh reads these.
+  // What merges and ends of rows read and scale.
   float out_[C::kChunks][4][kGroups][4];  // O^T: 64-dim chunk, 16-dim tile of it, group of 8 heads, fragment
   float max_[kGroups][2], sum_[kGroups][2];  // of heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
 

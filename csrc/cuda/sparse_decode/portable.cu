@@ -9,7 +9,7 @@
 //   O        4 warps x 128 value dims
 //
 // Simple and correct before fast: rows are fetched once per 16 heads and one CTA walks all tokens of a row,
-// so small batches leave most of the GPU idle. The Hopper kernel is in warp_teams.cuh.
+// so small batches leave most of the GPU idle.
 #include "cuda/async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"

@@ -22,7 +22,6 @@ struct RowGroupConfig {
   static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
   static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
                 kLaunchRegisters * (3 + kLogitGroups));
-  static constexpr bool kWgmma = true;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kTeams = 1, kRows = 1, kRowTeams = 1;  // to RowProducer: one row, one team

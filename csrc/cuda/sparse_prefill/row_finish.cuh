@@ -5,8 +5,6 @@
 
 namespace mla_fp8::gpu {
 
-enum RowBarrier { kBarrierRow = 8 };  // + row; 1 to 7 are the teams'
-
 template <class C>
 class RowFinish {
  public:

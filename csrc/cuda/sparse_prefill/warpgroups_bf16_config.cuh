@@ -30,6 +30,7 @@ struct RowsConfig {
   static constexpr bool kCounted = kSelected || (kAny && !kPair);  // invalid keys are left out
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
+  static_assert(kMaxQHeads <= 2 * kHeads, "a query has one or two tiles: indices are halved");
   static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
   static constexpr int kTiles = kDims / kTileDims;
   static constexpr int kValueTiles = kHeadDimV / kTileDims;
