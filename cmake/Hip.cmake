@@ -3,7 +3,7 @@
 # in : MLA_FP8_HIP_ARCHS   the GPUs
 #      MLA_FP8_ZIG         ziglang's zig; default: that of the Python found first
 # out: mla_fp8_hip_objects(<variable> <source>...)   one object per source: host code and, embedded, an offload
-#      bundle with the source's kernels for every GPU. The files are CUDA's, see csrc/cuda/platform.cuh.
+#      bundle with the source's kernels for every GPU. The files are CUDA's, see csrc/cuda/device/platform.cuh.
 
 set(MLA_FP8_HIP_ARCHS "gfx90a;gfx942;gfx950" CACHE STRING "AMD GPUs")
 set(MLA_FP8_ZIG "" CACHE FILEPATH "the zig of the PyPI package ziglang")

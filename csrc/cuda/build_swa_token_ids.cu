@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -8,10 +8,10 @@
 
 #include <cstdint>
 
-#include "cuda/divide.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace mla_fp8::gpu {
 

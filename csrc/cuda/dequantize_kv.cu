@@ -5,11 +5,11 @@
 #include "ops/dequantize_kv.h"
 
 #include "common/fp8.h"
-#include "cuda/convert.cuh"
-#include "cuda/latent.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/cache_row.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/convert.cuh"
-#include "cuda/divide.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace mla_fp8::gpu {
 

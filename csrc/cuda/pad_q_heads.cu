@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "cuda/divide.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -17,7 +17,8 @@
 
 #include <algorithm>
 
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/math.cuh"
 #include "cuda/paged_attention_ragged/scores.cuh"
 #include "cuda/paged_attention_ragged/values.cuh"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "emulator/fibers.h"
 
 namespace {

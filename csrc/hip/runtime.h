@@ -1,5 +1,5 @@
 #pragma once
-// Launching on AMD GPUs, for cuda/launch.cuh on the device side and ops/ on the host side.
+// Launching on AMD GPUs, for cuda/device/launch.cuh on the device side and ops/ on the host side.
 #include <cstddef>
 
 #include "common/launch_config.h"

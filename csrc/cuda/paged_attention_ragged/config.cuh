@@ -2,8 +2,8 @@
 // What a block of paged_attention_ragged is made of: constants, the caches it may read, its shared memory.
 #include <cmath>
 
-#include "cuda/divide.cuh"
-#include "cuda/matrix_tile.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/paged_attention_ragged/matrix_tile.cuh"
 #include "ops/paged_attention_ragged.h"
 
 namespace mla_fp8::gpu::ragged {
@@ -15,7 +15,6 @@ inline constexpr int kThreads = kWaves * kWaveSize;
 inline constexpr int kKeyTiles = kKeys / kTile, kShares = kWaves / kKeyTiles;  // of S
 inline constexpr int kRowThreads = kThreads / kRows, kRowKeys = kKeys / kRowThreads;
 inline constexpr int kMergeThreads = 128;
-inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Args {
   PagedAttentionRaggedParams p;

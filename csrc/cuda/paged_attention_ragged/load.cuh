@@ -1,7 +1,7 @@
 #pragma once
 // From block index to keys and queries at hand: which rows and keys, where they lie, their bytes.
+#include "cuda/device/global.cuh"
 #include "cuda/paged_attention_ragged/config.cuh"
-#include "cuda/vec.cuh"
 
 namespace mla_fp8::gpu::ragged {
 

@@ -1,7 +1,8 @@
 #pragma once
 // S = q . k, and its online softmax.
+#include "cuda/device/math.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/paged_attention_ragged/load.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu::ragged {
 

@@ -1,5 +1,6 @@
 #pragma once
 // O += weights . V
+#include "cuda/device/convert.cuh"
 #include "cuda/paged_attention_ragged/config.cuh"
 
 namespace mla_fp8::gpu::ragged {

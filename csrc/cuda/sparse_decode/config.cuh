@@ -1,6 +1,6 @@
 #pragma once
 // The warp-team kernel's variants, and where everything lies in shared memory.
-#include "cuda/launch.cuh"
+#include "cuda/device/platform.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_decode/row.cuh"
 #include "cuda/sparse_decode/valid_keys.cuh"

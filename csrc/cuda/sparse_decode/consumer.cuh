@@ -2,18 +2,18 @@
 // One consumer warp: Q, the loop over blocks, online softmax. The two products are in logits.cuh and
 // values.cuh; both take their K / V operand straight from the raw rows in shared memory (fragments:
 // docs/sparse_decode.md).
-#include "cuda/async.cuh"
-#include "cuda/barrier.cuh"
-#include "cuda/mma.cuh"
-#include "cuda/pairs.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/config.cuh"
 #include "cuda/sparse_decode/producer.cuh"
 #include "cuda/sparse_decode/query.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
 
-inline constexpr float kLog2E = 1.4426950408889634f;
 // Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more
 // than 2^8, so a weight is at most 2^15.
 inline constexpr float kLazyLog2 = 8.0f;
@@ -21,18 +21,6 @@ inline constexpr float kWeightLog2 = 7.0f;
 inline constexpr float kNoMax = -1e30f;
 // kBarrierTeam + team, kBarrierRow + row: below 16.
 enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierRow = 8 };
-
-// Maximum over the tokens of a fragment: over g.
-__device__ inline float max_over_tokens(float x) {
-#pragma unroll
-  for (int offset = 4; offset < kWarpSize; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-  return x;
-}
-__device__ inline float sum_over_tokens(float x) {
-#pragma unroll
-  for (int offset = 4; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
-  return x;
-}
 
 // The stored scales of one token.
 template <class R>
@@ -161,12 +149,12 @@ class Consumer {
     const int at = (team_ * kMembers + member_) * C::kHeads;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
       const int pair = (at + n * kGroupHeads) / 2 + t_;
       if (g_ == 0)
         reinterpret_cast<float4*>(smem + C::kWarpStats)[pair] = {max_[n][0], sum0, max_[n][1], sum1};
       if (!finds_largest()) continue;
-      const float largest0 = max_over_tokens(largest_[n][0]), largest1 = max_over_tokens(largest_[n][1]);
+      const float largest0 = max_over_g(largest_[n][0]), largest1 = max_over_g(largest_[n][1]);
       if (g_ == 0) reinterpret_cast<float2*>(smem + C::kWarpLargest)[pair] = {largest0, largest1};
     }
   }
@@ -284,7 +272,7 @@ class Consumer {
         // In this order a logit that equals its base has exactly the weight 2^7.
         const float x = b.logit(n, c, logit_scale_[n][c % 2]) - max_[n][c % 2] + kWeightLog2;
         largest = fmaxf(largest, x);
-        b.p[n][c] = exp2_approx(x);
+        b.p[n][c] = fast_exp2(x);
       }
     return largest > kWeightLog2 + kLazyLog2;
   }
@@ -292,7 +280,7 @@ class Consumer {
   __device__ bool finds_largest() const { return C::kRows > 1 || p_.max_logits; }  // prefill always does
   // The largest logits of these 16 tokens + e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
-    return max_over_tokens(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
+    return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
   }
   // No shuffle and no shared memory: a lane keeps those of its own tokens until the end of the row.
   __device__ void note_largest(const Block& b) {
@@ -310,7 +298,7 @@ class Consumer {
   // be multiplied by what this returns, weights are to be found again.
   __device__ float move_base(int n, int c, float largest) {
     if (!(largest > max_[n][c] + kLazyLog2)) return 1.0f;
-    const float factor = exp2_approx(max_[n][c] - largest);
+    const float factor = fast_exp2(max_[n][c] - largest);
     max_[n][c] = largest;
     sum_[n][c] *= factor;
     return factor;

@@ -1,5 +1,8 @@
 #pragma once
 // The warpgroup kernel's merge of the CTAs that share a row, in distributed shared memory.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/exchange.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 
@@ -47,7 +50,7 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
           max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
-        factor = exp2_approx(stats.x - max);
+        factor = fast_exp2(stats.x - max);
         total = stats.y * factor;
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {

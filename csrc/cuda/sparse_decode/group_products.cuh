@@ -1,7 +1,11 @@
 #pragma once
 // The parts of a product over raw rows by wgmma that decode's warpgroups and prefill's row groups share.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_decode/logits.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -126,7 +130,7 @@ __device__ __forceinline__ void rescale_values(float (&out)[kChunks][kGroups][4]
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
     float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t);
-    f = {exp2_approx(f.x), exp2_approx(f.y)};
+    f = {fast_exp2(f.x), fast_exp2(f.y)};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       out[chunk][n][0] *= f.x, out[chunk][n][2] *= f.x;

@@ -1,9 +1,11 @@
 #pragma once
 // Q of a CTA of a warpgroup kernel, from global memory into the order in which wgmma reads it as the B
 // operand of K Q^T.
-#include "cuda/pairs.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/query.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -1,6 +1,6 @@
 #pragma once
 // Launching a variant of a Hopper kernel: one cluster of CTAs per row and head block.
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sparse_decode/config.cuh"
 
 namespace mla_fp8::gpu {

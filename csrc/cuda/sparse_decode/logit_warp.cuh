@@ -1,5 +1,13 @@
 #pragma once
 // S^T = K Q^T and softmax in the warpgroup kernel.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/exchange.cuh"
 #include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_decode/merge.cuh"
@@ -117,8 +125,8 @@ class LogitWarp {
   __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const float max0 = max_over_tokens(fmaxf(s[n][0], s[n][2]));
-      const float max1 = max_over_tokens(fmaxf(s[n][1], s[n][3]));
+      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
       if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {max0, max1};
     }
     named_barrier(kBarrierLogits, kLogitThreads);
@@ -136,7 +144,7 @@ class LogitWarp {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kGroupHeads + 2 * t_);
-      if (limit > -INFINITY) sum_[n][0] *= exp2_approx(change.x), sum_[n][1] *= exp2_approx(change.y);
+      if (limit > -INFINITY) sum_[n][0] *= fast_exp2(change.x), sum_[n][1] *= fast_exp2(change.y);
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
     }
@@ -150,7 +158,7 @@ class LogitWarp {
     for (int n = 0; n < kGroups; ++n) {
       float p[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) p[c] = exp2_approx(s[n][c]);
+      for (int c = 0; c < 4; ++c) p[c] = fast_exp2(s[n][c]);
       sum_[n][0] += (p[0] + p[2]) * unscale;
       sum_[n][1] += (p[1] + p[3]) * unscale;
       stmatrix_x2_trans(x_.smem + C::kPFp8 + offset + n * 256, pack_f16(p[0], p[1]), pack_f16(p[2], p[3]));
@@ -165,11 +173,11 @@ class LogitWarp {
   __device__ void finish() {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
       if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(warp_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
       if constexpr (C::kFindsLargest) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
         float2& largest = x_.lane_largest(warp_, n)[lane_];
-        largest = {max_over_tokens(largest.x), max_over_tokens(largest.y)};
+        largest = {max_over_g(largest.x), max_over_g(largest.y)};
       }
     }
     named_barrier(kBarrierLogits, kLogitThreads);

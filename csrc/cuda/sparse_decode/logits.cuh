@@ -1,8 +1,11 @@
 #pragma once
 // S^T = K Q^T for the 16 tokens of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
 // one conversion; the scales of its tiles multiply float accumulators.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_decode/consumer.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
 

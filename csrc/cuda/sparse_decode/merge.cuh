@@ -2,12 +2,17 @@
 // Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster (the
 // splits of one row) through distributed shared memory. The order of additions is fixed: results are bitwise
 // repeatable.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/logits.cuh"
 #include "cuda/sparse_decode/values.cuh"
 
 namespace mla_fp8::gpu {
 
-inline constexpr float kLn2 = 0.6931471805599453f;
 // (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
 inline constexpr float kNoPartial = -3e38f;
 
@@ -15,7 +20,7 @@ inline constexpr float kNoPartial = -3e38f;
 template <class C>
 __device__ float output_factor(const SparseAttentionParams& p, int head, float base, float sum) {
   if (head >= p.num_q_heads || sum == 0.0f) return 0.0f;
-  const float sink = p.attn_sink ? exp2_approx(p.attn_sink[head] * kLog2E - base + kWeightLog2) : 0.0f;
+  const float sink = p.attn_sink ? fast_exp2(p.attn_sink[head] * kLog2E - base + kWeightLog2) : 0.0f;
   return __fdividef(C::R::kUniformFp8 ? *p.scale : 1.0f, sum + sink);
 }
 __device__ inline void write_head(const SparseAttentionParams& p, int64_t token, int head, float base,
@@ -49,7 +54,7 @@ __device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* sm
 #pragma unroll
     for (int i = 0; i < kConsumerWarps; ++i) {
       const float2 x = warp_stats[i * C::kHeads + lane];
-      sum += x.y * exp2_approx(x.x - max);
+      sum += x.y * fast_exp2(x.x - max);
     }
     float2 result = {max, sum};
     if (params.num_splits == 1)
@@ -76,7 +81,7 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
       float max = kNoPartial;
 #pragma unroll
       for (int i = 0; i < kConsumerWarps; ++i) max = fmaxf(max, warp_stats[i * C::kHeads + head].x);
-      factor[c] = exp2_approx(consumer.max_[n][c] - max);
+      factor[c] = fast_exp2(consumer.max_[n][c] - max);
     }
     float* head0 = reinterpret_cast<float*>(smem + C::kRing) +
                    (team * C::kHeads + n * kGroupHeads + 2 * t) * C::kOutPitch +
@@ -175,7 +180,7 @@ __device__ void merge_splits(const TeamParams& params, const Work& w, uint8_t* s
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
           max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
-        factor = exp2_approx(stats.x - max);
+        factor = fast_exp2(stats.x - max);
         total = stats.y * factor;
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {

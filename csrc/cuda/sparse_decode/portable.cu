@@ -10,14 +10,17 @@
 //
 // Simple and correct before fast: rows are fetched once per 16 heads and one CTA walks all tokens of a row,
 // so small batches leave most of the GPU idle.
-#include "cuda/async.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/mma.cuh"
-#include "cuda/pairs.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_decode/row.cuh"
 #include "cuda/sparse_decode/valid_keys.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -27,7 +30,6 @@ constexpr int kTokens = 32;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpDims = kHeadDimV / kWarps;
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 template <KvLayoutId kId>
 struct Shared {
@@ -159,9 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 4; ++i) s[i] = valid[i % 2] ? s[i] * logit_scale : -INFINITY;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float x = fmaxf(s[2 * i], s[2 * i + 1]);
-      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+      const float x = max_over_t(fmaxf(s[2 * i], s[2 * i + 1]));
       if (t == 0) smem.warp_max[warp][g + 8 * i] = x;
     }
     __syncthreads();
@@ -198,9 +198,7 @@ __global__ void __launch_bounds__(kThreads)
 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float x = sum[i];
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    x += __shfl_xor_sync(kFullWarp, x, 2);
+    const float x = sum_over_t(sum[i]);
     if (t == 0) smem.warp_sum[warp][g + 8 * i] = x;
   }
   __syncthreads();

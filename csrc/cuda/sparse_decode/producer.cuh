@@ -1,8 +1,10 @@
 #pragma once
 // The gather: each producer warp fetches every kProducers-th slot of 16 valid keys, one bulk copy per key.
-#include "cuda/async.cuh"
-#include "cuda/barrier.cuh"
-#include "cuda/mma.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/config.cuh"
 #include "cuda/sparse_decode/valid_keys.cuh"
 

@@ -1,18 +1,15 @@
 #pragma once
 // Q of one CTA, from global memory into the order in which the tensor cores read it as the B operand of K
 // Q^T.
-#include "cuda/pairs.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/config.cuh"
 #include "cuda/sparse_decode/producer.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
-
-__device__ inline float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
-// Of a power of two.
-__device__ inline float reciprocal(float x) { return __uint_as_float((254u << 23) - __float_as_uint(x)); }
-// e with x < 2^e, from the bits of a nonnegative float x.
-__device__ inline int exponent_above(uint32_t bits) { return static_cast<int>(bits >> 23) - 126; }
 
 // The heads of one of kWarps warps. Loaded before the first barrier, stored after it.
 template <class C, int kWarps = kConsumerWarps>

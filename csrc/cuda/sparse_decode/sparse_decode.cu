@@ -1,5 +1,5 @@
 // Which kernel runs a decode step: the Hopper kernels where they are built and fit, else the portable one.
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_prefill/warpgroups_bf16.h"
 

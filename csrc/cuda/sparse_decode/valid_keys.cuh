@@ -9,9 +9,8 @@
 //                    and position are the same. Elsewhere the map tells
 //
 // A kernel sees nothing but the valid keys, in their order: a row with holes has the bits of one without.
-#include "cuda/launch.cuh"
-#include "cuda/mma.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {

@@ -1,5 +1,12 @@
 #pragma once
 // O^T += V^T P^T in the warpgroup kernel.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_decode/exchange.cuh"
 #include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_decode/values.cuh"

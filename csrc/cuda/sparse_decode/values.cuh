@@ -1,6 +1,12 @@
 #pragma once
 // O^T += V^T P^T. V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales
 // multiply the weights.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/consumer.cuh"
 
 namespace mla_fp8::gpu {

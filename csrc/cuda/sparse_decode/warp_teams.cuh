@@ -18,6 +18,12 @@
 //
 // Bound, H200: 8 and 16 heads by the row gather (35 clocks per token and SM at 4.3 TB/s) plus the fixed cost
 // of a row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See docs/sparse_decode.md.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/launch_clusters.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 

@@ -14,6 +14,12 @@
 // Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator
 // per product. Bound: the gather, 35 clocks per token at 4.3 TB/s, and at 64 heads the tensor cores, 34; what
 // is reached, and why not more: docs/sparse_decode.md.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/group_merge.cuh"
 #include "cuda/sparse_decode/group_query.cuh"
 #include "cuda/sparse_decode/launch_clusters.cuh"

@@ -1,6 +1,7 @@
 #pragma once
 // The row-group kernel: where everything lies in shared memory, and what its warpgroups share.
-#include "cuda/async.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 #include "cuda/sparse_prefill/row_producer.cuh"
 

@@ -1,5 +1,13 @@
 #pragma once
 // S^T = K Q^T and softmax in the row-group kernel.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/group_products.cuh"
 #include "cuda/sparse_decode/group_query.cuh"
 #include "cuda/sparse_prefill/group_config.cuh"
@@ -170,8 +178,8 @@ class RowLogits {
   __device__ void rebase(int n, float base0, float base1) {
     float2& mine = pair_of(x_.warp_base(warp_), n);
     // Where there is nothing yet the old base means nothing.
-    if (sum_[n][0] != 0.0f) sum_[n][0] *= exp2_approx(mine.x - base0);
-    if (sum_[n][1] != 0.0f) sum_[n][1] *= exp2_approx(mine.y - base1);
+    if (sum_[n][0] != 0.0f) sum_[n][0] *= fast_exp2(mine.x - base0);
+    if (sum_[n][1] != 0.0f) sum_[n][1] *= fast_exp2(mine.y - base1);
     largest_[n][0] += mine.x - base0;
     largest_[n][1] += mine.y - base1;
     __syncwarp();
@@ -183,8 +191,8 @@ class RowLogits {
   __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const float max0 = max_over_tokens(fmaxf(s[n][0], s[n][2]));
-      const float max1 = max_over_tokens(fmaxf(s[n][1], s[n][3]));
+      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
       if (g_ == 0) pair_of(x_.warp_max(warp_), n) = {max0, max1};
     }
     named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
@@ -220,7 +228,7 @@ class RowLogits {
     for (int n = 0; n < kGroups; ++n) {
       float p[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) p[c] = exp2_approx(s[n][c]);
+      for (int c = 0; c < 4; ++c) p[c] = fast_exp2(s[n][c]);
       sum_[n][0] += (p[0] + p[2]) * unscale;
       sum_[n][1] += (p[1] + p[3]) * unscale;
       stmatrix_x2_trans(x_.weights_fp8(buffer) + offset + n * 256, pack_f16(p[0], p[1]),
@@ -239,10 +247,10 @@ class RowLogits {
   __device__ float end_row(const Unit<C>& unit, int entry, int first_group) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      const float sum0 = sum_over_tokens(sum_[n][0]), sum1 = sum_over_tokens(sum_[n][1]);
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
       const float2 base = pair_of(x_.warp_base(warp_), n);
-      const float max0 = max_over_tokens(largest_[n][0]) + base.x;
-      const float max1 = max_over_tokens(largest_[n][1]) + base.y;
+      const float max0 = max_over_g(largest_[n][0]) + base.x;
+      const float max1 = max_over_g(largest_[n][1]) + base.y;
       if (g_ > 0) continue;
       pair_of(x_.warp_max(warp_), n) = {sum0, sum1};
       pair_of(x_.warp_largest(warp_), n) = {max0, max1};
@@ -258,7 +266,7 @@ class RowLogits {
       for (int i = 0; i < C::kLogitWarps; ++i) {
         const int warp = (i + first_group * C::kGroupWarps) % C::kLogitWarps;
         const float part = x_.warp_max(warp)[in_cta];
-        if (part != 0.0f) sum += part * exp2_approx(x_.warp_base(warp)[in_cta] - base);
+        if (part != 0.0f) sum += part * fast_exp2(x_.warp_base(warp)[in_cta] - base);
         largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
       }
       write_head(params_.p, unit.token, head, base + kWeightLog2, sum, largest);

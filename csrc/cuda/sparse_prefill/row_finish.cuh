@@ -1,5 +1,8 @@
 #pragma once
 // The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_decode/merge.cuh"
 #include "cuda/sparse_prefill/row_producer.cuh"
 
@@ -60,14 +63,14 @@ class RowFinish {
 #pragma unroll
       for (int w = 0; w < kRowWarps; ++w) {
         const float4 x = stats(w);
-        sum[0] += x.y * exp2_approx(x.x - base[0]);
-        sum[1] += x.w * exp2_approx(x.z - base[1]);
+        sum[0] += x.y * fast_exp2(x.x - base[0]);
+        sum[1] += x.w * fast_exp2(x.z - base[1]);
       }
       const int head = first_head + n * kGroupHeads + 2 * t_;
       float factor[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        factor[c] = exp2_approx(o_.max_[n][c] - base[c]) * output_factor<C>(p_, head + c, base[c], sum[c]);
+        factor[c] = fast_exp2(o_.max_[n][c] - base[c]) * output_factor<C>(p_, head + c, base[c], sum[c]);
       if (g_ == 0 && second_ == 0 && n == o_.member()) {
         float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll

@@ -12,6 +12,11 @@
 // time goes into, so their products are asynchronous and many warps share the conversions. Bases of the
 // softmax are common to the CTA and decided on in the order of the blocks: a row's result is the same
 // whichever warpgroup is faster. See docs/sparse_prefill.md.
+#include "cuda/device/launch.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_prefill/group_logits.cuh"
 #include "cuda/sparse_prefill/group_values.cuh"
 #include "cuda/sparse_prefill/sparse_prefill.cuh"

@@ -1,5 +1,7 @@
 #pragma once
 // The gather of the prefill kernels: row after row, each producer warp fills slots of one team.
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/sparse_decode/producer.cuh"
 
 namespace mla_fp8::gpu {

@@ -12,6 +12,11 @@
 //
 // Bound: the gather from L2 for 8 heads, latency in the consumers for 16.
 // See docs/sparse_prefill.md.
+#include "cuda/device/launch.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_prefill/row_finish.cuh"
 #include "cuda/sparse_prefill/sparse_prefill.cuh"
 

@@ -1,7 +1,7 @@
 // Which kernel runs a prefill chunk.
 #include "cuda/sparse_prefill/sparse_prefill.cuh"
 
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_prefill/warpgroups_bf16.h"
 

@@ -16,6 +16,12 @@
 
 #include <algorithm>
 
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_math.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_pair.cuh"

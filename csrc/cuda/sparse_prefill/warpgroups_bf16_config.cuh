@@ -1,10 +1,9 @@
 #pragma once
 // Where everything lies in shared memory, its barriers, and what a CTA works on.
 #include "common/kv_layout.h"
-#include "cuda/async.cuh"
-#include "cuda/divide.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/mma.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/sparse_decode/valid_keys.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_mask.cuh"
 #include "ops/sparse_attention.h"

@@ -1,8 +1,11 @@
 #pragma once
 // The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled tiles.
-#include "cuda/barrier.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
-#include "cuda/warp.cuh"
 
 namespace mla_fp8::gpu {
 

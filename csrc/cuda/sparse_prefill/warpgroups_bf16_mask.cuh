@@ -2,7 +2,7 @@
 // Which keys of a block count, and what to do about those that count for some rows of a tile only.
 #include <cstdint>
 
-#include "cuda/warp.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace mla_fp8::gpu {
 

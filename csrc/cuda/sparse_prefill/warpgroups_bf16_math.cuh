@@ -1,15 +1,19 @@
 #pragma once
 // The two warpgroups that multiply. Group 0 finds the weights of even blocks and the output's dims 0..255,
 // group 1 those of odd blocks and dims 256..511; each also multiplies its half of the other's block.
-#include "cuda/barrier.cuh"
-#include "cuda/pairs.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_output.cuh"
-#include "cuda/warp.cuh"
-#include "cuda/wgmma.cuh"
 
 namespace mla_fp8::gpu {
-
-inline constexpr float kRowsLog2E = 1.4426950408889634f, kRowsLn2 = 0.6931471805599453f;
 
 template <class C, int kGroup>
 class RowsMath {
@@ -188,7 +192,7 @@ class RowsMath {
   template <class Pause>
   __device__ bool weigh(Weights& weights, int block, Pause&& pause) {
     float (&s)[kColumns][4] = s_;
-    const float scale = params_.p.sm_scale * kRowsLog2E;
+    const float scale = params_.p.sm_scale * kLog2E;
     const float offset[2] = {base_[0] == -INFINITY ? 0.0f : base_[0],
                              base_[1] == -INFINITY ? 0.0f : base_[1]};
     float top[2] = {-INFINITY, -INFINITY};
@@ -232,7 +236,7 @@ class RowsMath {
     if (moved) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float row_top = quad_max(top[r]);
+        const float row_top = max_over_t(top[r]);
         const float growth = row_top > limit(r) ? row_top : 0.0f;
         const float base = row_top > limit(r) ? offset[r] + growth : base_[r];
         move_base(r, base);
@@ -247,7 +251,7 @@ class RowsMath {
       for (int i = 0; i < 4; ++i) {
         const int n = 2 * k + i / 2, c = i % 2 * 2;
         if (n < kColumns) {
-          const float x = exp2_approx(s[n][c]), y = exp2_approx(s[n][c + 1]);
+          const float x = fast_exp2(s[n][c]), y = fast_exp2(s[n][c + 1]);
           sum_[c / 2] += x;
           sum_[c / 2] += y;
           weights[k][i] = pack_bf16(x, y);
@@ -269,7 +273,7 @@ class RowsMath {
   }
   __device__ float limit(int r) const { return base_[r] == -INFINITY ? -INFINITY : kMaxGrowth; }
   __device__ void move_base(int r, float base) {
-    rescale_[r] = base == base_[r] ? 1.0f : exp2_approx(base_[r] - base);
+    rescale_[r] = base == base_[r] ? 1.0f : fast_exp2(base_[r] - base);
     sum_[r] *= rescale_[r];
     base_[r] = base;
   }
@@ -304,9 +308,9 @@ class RowsMath {
                   weights[4]);
     float sum[2] = {0.0f, 0.0f};
     if (last) {
-      sum[0] = quad_sum(sum_[0]), sum[1] = quad_sum(sum_[1]);
+      sum[0] = sum_over_t(sum_[0]), sum[1] = sum_over_t(sum_[1]);
       if (kGroup == 1) {
-        const float top0 = quad_max(largest_[0]), top1 = quad_max(largest_[1]);
+        const float top0 = max_over_t(largest_[0]), top1 = max_over_t(largest_[1]);
         if (lane_ % 4 == 0) largest()[row_] = top0, largest()[row_ + 8] = top1;
       }
     }
@@ -329,15 +333,6 @@ class RowsMath {
     }
   }
 
-  __device__ static float quad_max(float x) {  // of four lanes
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-  }
-  __device__ static float quad_sum(float x) {
-    x += __shfl_xor_sync(kFullWarp, x, 1);
-    return x + __shfl_xor_sync(kFullWarp, x, 2);
-  }
-
   // Normalises and stores this group's dims; the first group also the statistics.
   __device__ void finish(const RowsItem& item, int num_blocks) {
     const SparseAttentionParams& p = params_.p;
@@ -351,14 +346,14 @@ class RowsMath {
       float total = in_base(handover(0)[row], base_[r]);
       if (two_groups) total += in_base(handover(1)[row], base_[r]);
       const bool empty = total == 0.0f;
-      const float sink = p.attn_sink ? exp2_approx(fmaf(sink_[r], kRowsLog2E, -base_[r])) : 0.0f;
+      const float sink = p.attn_sink ? fast_exp2(fmaf(sink_[r], kLog2E, -base_[r])) : 0.0f;
       factor[r] = empty ? 0.0f : __fdividef(1.0f, total + sink);
       if constexpr (kGroup == 0) {
-        const float top = quad_max(largest_[r]);
+        const float top = max_over_t(largest_[r]);
         if (lane_ % 4 == 0 && item.has(place, p.num_q_heads)) {
           const int64_t at = (item.token + place.token) * p.num_q_heads + head;
-          p.lse[at] = empty ? -INFINITY : (base_[r] + __log2f(total)) * kRowsLn2;
-          if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kRowsLn2;
+          p.lse[at] = empty ? -INFINITY : (base_[r] + __log2f(total)) * kLn2;
+          if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kLn2;
         }
       }
     }
@@ -366,7 +361,7 @@ class RowsMath {
   }
   // A sum of weights relative to another base.
   __device__ static float in_base(float2 sum_base, float base) {
-    return sum_base.y == base ? sum_base.x : sum_base.x * exp2_approx(sum_base.y - base);
+    return sum_base.y == base ? sum_base.x : sum_base.x * fast_exp2(sum_base.y - base);
   }
 
   const RowsParams& params_;

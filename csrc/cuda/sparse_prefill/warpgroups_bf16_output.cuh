@@ -1,6 +1,7 @@
 #pragma once
 // Output of the two warpgroups that multiply.
-#include "cuda/pairs.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_config.cuh"
 
 namespace mla_fp8::gpu {

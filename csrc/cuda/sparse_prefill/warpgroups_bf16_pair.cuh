@@ -8,9 +8,15 @@
 // All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
 // invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
 // spilled register waits for all others (docs/sparse_prefill.md).
-#include "cuda/barrier.cuh"
-#include "cuda/convert.cuh"
-#include "cuda/pairs.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 
 namespace mla_fp8::gpu {

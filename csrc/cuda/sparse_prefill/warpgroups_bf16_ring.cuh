@@ -2,6 +2,10 @@
 // The gather of windows of up to 128 keys, more than 32 heads: a CTA goes through consecutive queries, and
 // from one to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at
 // position p in row p % 128.
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16_gather.cuh"
 
 namespace mla_fp8::gpu {

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/launch.cuh"
+#include "cuda/device/launch.cuh"
 #include "cuda/sparse_decode/plan.h"
 #include "cuda/sparse_prefill/sparse_prefill.cuh"
 #include "cuda/sparse_prefill/warpgroups_bf16.h"

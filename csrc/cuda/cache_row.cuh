@@ -1,9 +1,9 @@
 #pragma once
 // How one warp shares one latent: 8 elements per lane and pass, lane 0 first. Written against kv_layout.h.
 #include "common/kv_layout.h"
-#include "cuda/divide.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vec.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/launch.cuh"
 
 namespace mla_fp8::gpu {
 

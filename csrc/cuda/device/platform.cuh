@@ -33,3 +33,9 @@ __device__ __forceinline__ float fast_log2(float x) {
 
 }  // namespace mla_fp8::gpu
 #endif
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kWarpSize = 32;
+
+}  // namespace mla_fp8::gpu

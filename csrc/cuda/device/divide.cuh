@@ -2,7 +2,7 @@
 // Division by a number known at launch, as a multiplication.
 #include <cstdint>
 
-#include "cuda/platform.cuh"
+#include "cuda/device/platform.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -4,7 +4,7 @@
 // common/fp8.h: the same bytes, NaN included.
 #include "common/dtype.h"
 #include "common/fp8.h"
-#include "cuda/vec.cuh"
+#include "cuda/device/global.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -41,6 +41,11 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
   return pair;
 }
 
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) { return pack<Dtype::kF16>({low, high}); }
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  return pack<Dtype::kBf16>({low, high});
+}
+
 // ---- cache formats ----------------------------------------------------------------------------------------
 
 template <Format kFormat>
@@ -59,6 +64,14 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
 template <Format kFormat, Dtype kDtype>
 __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack<kDtype>(unpack_e4m3<kFormat>(codes)), pack<kDtype>(unpack_e4m3<kFormat>(codes >> 16))};
+}
+
+// Four e4m3fn codes to fp16 by the instruction of sm_89: exact, NaN kept.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& f01, uint32_t& f23) {
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, "
+      "high; }"
+      : "=r"(f01), "=r"(f23)
+      : "r"(codes));
 }
 
 // Two bf16 x: x * factor in [-limit, limit]; a NaN stays one. Factor and limit are bf16 too.

@@ -1,5 +1,5 @@
 #pragma once
-// Asynchronous copies into shared memory and the barriers they complete on.
+// Copies without registers: into, out of and between shared memories, and towards the L2.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
@@ -22,54 +22,8 @@ __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- sm_90 ----
-// mbarrier: a phase ends when `count` arrivals and all expected bytes have come.
-__device__ inline void mbarrier_init(uint32_t bar, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ inline void mbarrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ inline void mbarrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ inline void mbarrier_arrive_expect(uint32_t bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-// Where a phase counts warps, each arrives kWarpArrivals times: one lane for all, past __syncwarp. racecheck
-// takes what the others did for unordered, so every lane arrives in a build for it.
-#if MLA_FP8_RACECHECK
-inline constexpr int kWarpArrivals = 32;
-#else
-inline constexpr int kWarpArrivals = 1;
-#endif
-__device__ inline void mbarrier_arrive_warp(uint32_t bar, int lane) {
-  __syncwarp();
-  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(bar);
-}
-__device__ inline void mbarrier_arrive_expect_warp(uint32_t bar, int bytes, int lane) {
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive_expect(bar, bytes);
-  else if (kWarpArrivals > 1) mbarrier_arrive(bar);
-}
-// At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
-// each arrival takes a fence of the GPU.
-__device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {
-  __syncwarp();
-  if (kWarpArrivals > 1 || lane == 0)
-    asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-// Arrives once the calling thread's cp.async so far have landed.
-__device__ inline void mbarrier_arrive_cp_async(uint32_t bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
-}
-// Until the phase with this parity has ended.
-__device__ inline void mbarrier_wait(uint32_t bar, int parity) {
-  asm volatile(
-      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra WAIT; }" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-// One row by the copy engine; addresses and size are multiples of 16 bytes.
+// By the copy engine, which completes the bytes at the mbarrier `bar`; addresses and size are multiples of
+// 16 bytes.
 __device__ inline void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),

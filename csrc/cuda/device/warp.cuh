@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/launch.cuh"
+#include "cuda/device/platform.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -3,10 +3,11 @@
 // wave of 64. A lane supplies, per operand row, four neighbouring k; how the instruction numbers them inside
 // does not matter as long as A and B agree.
 #include "common/dtype.h"
-#include "cuda/convert.cuh"
+#include "cuda/device/convert.cuh"
 #if MLA_FP8_PTX
-#include "cuda/mma.cuh"
+#include "cuda/device/mma.cuh"
 #endif
+#include "ops/paged_attention_ragged.h"
 
 namespace mla_fp8::gpu {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "common/fp8.h"
-#include "cuda/platform.cuh"
+#include "cuda/device/platform.cuh"
 
 namespace mla_fp8::gpu {
 

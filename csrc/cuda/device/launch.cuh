@@ -7,14 +7,13 @@
 
 #include "common/launch_config.h"
 #include "common/macros.h"
-#include "cuda/platform.cuh"
+#include "cuda/device/platform.cuh"
 #if !MLA_FP8_PTX
 #include "hip/runtime.h"
 #endif
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kWarpSize = 32;
 #if __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
 inline constexpr int kMaxThreadsPerSm = 1536;
 #else

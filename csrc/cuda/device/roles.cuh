@@ -1,5 +1,5 @@
 #pragma once
-// Barriers among some warps of a block, among the blocks of a cluster.
+// What warps with roles of their own need: barriers among some of them, and registers by role.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
@@ -29,39 +29,6 @@ __device__ inline bool named_barrier_any(int id, int num_threads, bool x) {
 }
 
 // ---- sm_90 ----
-__device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ inline void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
-}
-// The address, in the cluster's window, of the same place in block `rank`'s shared memory.
-__device__ inline uint32_t cluster_address(uint32_t address, int rank) {
-  uint32_t mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-__device__ inline float load_cluster_float(uint32_t address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ inline float2 load_cluster_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-__device__ inline float4 load_cluster_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // Moves registers between the warpgroups of a CTA; every warp of a warpgroup calls it.
 template <int kRegisters>
 __device__ inline void give_up_registers() {

@@ -1,5 +1,6 @@
 #pragma once
-// Warp-wide matrix instructions. Fragment notation: lane = 4 * g + t.
+// Shared memory by its address, which stays uniform where a pointer would not: words, and 8x8 matrices for
+// the matrix instructions (mma.cuh).
 #include <cstdint>
 
 namespace mla_fp8::gpu {
@@ -54,23 +55,6 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
-// D[16 x 8] += A[16 x 16] B[16 x 8], float accumulators: d[0], d[1] are (row g, columns 2t, 2t + 1), d[2],
-// d[3] the same columns of row g + 8.
-__device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // An 8x8 matrix of 16-bit elements, transposed between the registers of the warp: a C fragment becomes a B
 // one.
 __device__ inline uint32_t movmatrix_trans(uint32_t a) {

@@ -1,0 +1,50 @@
+#pragma once
+// The CTAs of a cluster (sm_90): their barrier, and each other's shared memory.
+#include <cstdint>
+
+#include "cuda/device/mbarrier.cuh"
+
+namespace mla_fp8::gpu {
+
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+// The address, in the cluster's window, of the same place in block `rank`'s shared memory.
+__device__ inline uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ inline float load_cluster_float(uint32_t address) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ inline float2 load_cluster_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+__device__ inline float4 load_cluster_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
+// each arrival takes a fence of the GPU.
+__device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || lane == 0)
+    asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,47 @@
+#pragma once
+// mbarrier (sm_90): a phase ends when `count` arrivals and all expected bytes have come.
+#include <cstdint>
+
+namespace mla_fp8::gpu {
+
+__device__ inline void mbarrier_init(uint32_t bar, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ inline void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void mbarrier_arrive(uint32_t bar) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ inline void mbarrier_arrive_expect(uint32_t bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+// Where a phase counts warps, each arrives kWarpArrivals times: one lane for all, past __syncwarp. racecheck
+// takes what the others did for unordered, so every lane arrives in a build for it.
+#if MLA_FP8_RACECHECK
+inline constexpr int kWarpArrivals = 32;
+#else
+inline constexpr int kWarpArrivals = 1;
+#endif
+__device__ inline void mbarrier_arrive_warp(uint32_t bar, int lane) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(bar);
+}
+__device__ inline void mbarrier_arrive_expect_warp(uint32_t bar, int bytes, int lane) {
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive_expect(bar, bytes);
+  else if (kWarpArrivals > 1) mbarrier_arrive(bar);
+}
+// Arrives once the calling thread's cp.async so far have landed.
+__device__ inline void mbarrier_arrive_cp_async(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+// Until the phase with this parity has ended.
+__device__ inline void mbarrier_wait(uint32_t bar, int parity) {
+  asm volatile(
+      "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra WAIT; }" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,47 @@
+#pragma once
+// Warp-wide matrix instructions. Fragment notation: lane = 4 * g + t.
+#include <cstdint>
+
+#include "cuda/device/warp.cuh"
+
+namespace mla_fp8::gpu {
+
+// D[16 x 8] += A[16 x 16] B[16 x 8], float accumulators: d[0], d[1] are (row g, columns 2t, 2t + 1), d[2],
+// d[3] the same columns of row g + 8.
+__device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Over g: the rows of a fragment of A or D with the same t.
+__device__ inline float max_over_g(float x) {
+#pragma unroll
+  for (int offset = 4; offset < kWarpSize; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+  return x;
+}
+__device__ inline float sum_over_g(float x) {
+#pragma unroll
+  for (int offset = 4; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+// Over t: the columns of D in the same row.
+__device__ inline float max_over_t(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+}
+__device__ inline float sum_over_t(float x) {
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
+}
+
+}  // namespace mla_fp8::gpu
