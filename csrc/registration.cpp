@@ -70,6 +70,15 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "extra_indices=None, "                                                                      \
   "Tensor? extra_topk_length=None, int? extra_page_size=None, Tensor? scale=None"
 
+#define WINDOW_ARGUMENTS                                                                       \
+  "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, " \
+  "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
+  "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
+  "int? extra_page_size=None, Tensor? scale=None"
+#define KERNEL_ARGUMENTS                                                                                \
+  "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
+  "int producers=0"
+
 #define RAGGED_OPTIONS "float logits_soft_cap=0.0, Tensor? attn_sink=None, int q_len=1, int num_splits=0"
 #define RAGGED_OUTPUTS "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
 
@@ -111,17 +120,16 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
   DEF_WITH_OUT(sparse_prefill_paged, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
-  DEF_WITH_OUT(sparse_prefill_window,
-               "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, "
-               "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "
-               "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-               "int? extra_page_size=None, Tensor? scale=None",
-               "(Tensor out, Tensor max_logits, Tensor lse)",
+  DEF_WITH_OUT(sparse_prefill_window, WINDOW_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
                "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
-  // GPU only, for tests: the kernel of GPUs without one of their own.
-  DEF(_sparse_decode_portable, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor lse)")
+  // CUDA only, for tests: by a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without
+  // max_logits it has no elements.
+  DEF(_sparse_attention, PAGED_SPARSE_ARGUMENTS ", " KERNEL_ARGUMENTS,
+      "(Tensor out, Tensor max_logits, Tensor lse)")
+  DEF(_sparse_attention_window, WINDOW_ARGUMENTS ", " KERNEL_ARGUMENTS,
+      "(Tensor out, Tensor max_logits, Tensor lse)")
   DEF_WITH_OUT(paged_attention_ragged,
                "Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_indptr, Tensor kv_indices, "
                "Tensor kv_last_page_len, *, float sm_scale, int page_size, Tensor? k_scale=None, "

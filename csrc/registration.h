@@ -31,7 +31,7 @@
   X(sparse_decode) X(sparse_decode_out)
 
 #define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)
-#define MLA_FP8_CUDA_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) X(_sparse_decode_portable)
+#define MLA_FP8_CUDA_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) X(_sparse_attention) X(_sparse_attention_window)
 #define MLA_FP8_HIP_OPS(X) MLA_FP8_COMMON_OPS(X)
 // clang-format on
 
@@ -106,7 +106,11 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, 
                                Tensor lse);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse);
-TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS);
+// For tests: any of these by a kernel that the caller names, on CUDA.
+#define MLA_KERNEL_ARGUMENTS \
+  bool max_logits, std::string kernel, std::string schedule, int64_t heads, int64_t splits, int64_t producers
+ThreeTensors _sparse_attention(MLA_PAGED_SPARSE_ARGUMENTS, MLA_KERNEL_ARGUMENTS);
+ThreeTensors _sparse_attention_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_KERNEL_ARGUMENTS);
 
 #define MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS                                                        \
   const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &kv_indptr,           \

@@ -2,6 +2,7 @@
 #include "ops/sparse_attention.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "registration.h"
 
@@ -198,16 +199,6 @@ TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
   return {out, lse};
 }
 
-#if MLA_FP8_WITH_CUDA
-TwoTensors _sparse_decode_portable(MLA_PAGED_SPARSE_ARGUMENTS) {
-  const Check check("_sparse_decode_portable");
-  auto [out, lse] = new_outputs(check, q);
-  const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, nullptr});
-  if (params.num_tokens > 0) MLA_LAUNCH(sparse_attention_portable, q, params);
-  return {out, lse};
-}
-#endif
-
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
   const Check check("sparse_prefill_paged");
   const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits});
@@ -238,6 +229,36 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   sparse_prefill_window_out(MLA_WINDOW_PASS, out, max_logits, lse);
   return {out, max_logits, lse};
 }
+
+#if MLA_FP8_WITH_CUDA
+namespace {
+
+ThreeTensors run_by(const Check& check, const Tensor& q, const gpu::WantedKernel& wanted, bool max_logits,
+                    const std::function<SparseAttentionParams(const Outputs&)>& check_params) {
+  auto [out, lse] = new_outputs(check, q);
+  Tensor largest = new_empty(q, {max_logits ? q.size(0) : 0, q.size(1)}, ScalarType::Float);
+  const SparseAttentionParams params = check_params({out, lse, max_logits ? &largest : nullptr});
+  if (params.num_tokens > 0) MLA_LAUNCH(sparse_attention_by, q, (gpu::WantedSparseAttention{params, wanted}));
+  return {out, largest, lse};
+}
+
+}  // namespace
+
+#define MLA_WANTED_KERNEL \
+  {kernel, schedule, static_cast<int>(heads), static_cast<int>(splits), static_cast<int>(producers)}
+
+ThreeTensors _sparse_attention(MLA_PAGED_SPARSE_ARGUMENTS, MLA_KERNEL_ARGUMENTS) {
+  const Check check("_sparse_attention");
+  return run_by(check, q, MLA_WANTED_KERNEL, max_logits,
+                [&](const Outputs& outputs) { return check_paged(check, MLA_PAGED_SPARSE_PASS, outputs); });
+}
+
+ThreeTensors _sparse_attention_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_KERNEL_ARGUMENTS) {
+  const Check check("_sparse_attention_window");
+  return run_by(check, q, MLA_WANTED_KERNEL, max_logits,
+                [&](const Outputs& outputs) { return check_window(check, MLA_WINDOW_PASS, outputs); });
+}
+#endif
 
 // bf16 rows are a cache of pages of one row.
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {

@@ -1,7 +1,10 @@
 #pragma once
 // One problem under four ops: sparse_decode, sparse_prefill_paged and sparse_prefill_window read packed
 // pages, sparse_prefill reads bf16 rows (a cache of pages of one row).
+#include <string>
+
 #include "common/dtype.h"
+#include "common/kv_layout.h"
 #include "common/requests.h"
 #include "common/stream.h"
 
@@ -113,7 +116,18 @@ void sparse_attention(const SparseAttentionParams& params);
 namespace gpu {
 void sparse_decode(const SparseAttentionParams& params, gpuStream_t stream);
 void sparse_prefill(const SparseAttentionParams& params, gpuStream_t stream);
-void sparse_attention_portable(const SparseAttentionParams& params, gpuStream_t stream);  // both, on any GPU
+
+// For tests: a kernel and schedule by name, heads of a CTA, CTAs of a query, warps that gather (0: as the kernel
+// has). cuda/sparse_attention/plan.h has them all.
+struct WantedKernel {
+  std::string kernel, schedule;
+  int heads, splits, producers;
+};
+struct WantedSparseAttention {
+  SparseAttentionParams params;
+  WantedKernel wanted;
+};
+void sparse_attention_by(const WantedSparseAttention& problem, gpuStream_t stream);
 }  // namespace gpu
 
 }  // namespace mla_fp8

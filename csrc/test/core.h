@@ -1,6 +1,6 @@
 #pragma once
-// _mla_fp8_core, a test-only module that is never shipped: csrc/common and the CPU kernels of every
-// instruction set for numpy and hypothesis, without torch. bf16 travels as uint16.
+// _mla_fp8_core, a test-only module that is never shipped: csrc/common, the CPU kernels of every instruction set
+// and the plans of sparse attention on GPUs, for numpy and hypothesis, without torch. bf16 travels as uint16.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,5 +15,6 @@ using Array = py::array_t<T, py::array::c_style>;  // with .noconvert(): no sile
 void bind_codecs(py::module_& m);
 void bind_layouts(py::module_& m);
 void bind_isas(py::module_& m);
+void bind_plans(py::module_& m);
 
 }  // namespace mla_fp8::test

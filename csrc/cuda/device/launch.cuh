@@ -47,6 +47,10 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 template <class Params>
 void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {
   check_grid(c);
+  if (c.smem > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, c.smem), "smem opt-in");
+  if (c.cluster > 8)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster opt-in");
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -9,90 +9,84 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
-#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cuda/device/launch.cuh"
-#include "cuda/sparse_decode/plan.h"
-#include "cuda/sparse_prefill/sparse_prefill.cuh"
-#include "cuda/sparse_prefill/warpgroups_bf16.h"
+#include "cuda/sparse_attention/plan.h"
 
 namespace mla_fp8::gpu {
 namespace {
 
-enum class Kernel { kTeams, kWarpgroups, kWarpgroupsPrefill, kRowTeams, kRowGroups, kRowsBf16, kPortable };
-constexpr const char* kKernelNames[] = {
-    "teams", "warpgroups", "warpgroups for prefill", "row teams", "row groups", "rows bf16", "portable"};
-using enum Kernel;
-using enum KvLayoutId;
-
 struct Case {
-  Kernel kernel;
+  const char *kernel, *schedule;
+  int cta_heads, splits, producers;  // 0 producers: as the kernel has
   KvLayoutId layout;
-  int heads, head_groups, splits;  // decode: groups of 8 heads in a CTA, CTAs of a row
-  int tokens, topk, extra_topk;
+  int heads, tokens, topk, extra_topk;
+  bool finds_largest;      // asks for max_logits
   bool is_window = false;  // of topk tokens, in place of the indices
 };
+using enum KvLayoutId;
 constexpr Case kCases[] = {
-    {kTeams, kDsv32, 8, 1, 1, 5, 300, 0},
-    {kTeams, kDsv32, 8, 1, 4, 5, 1200, 0},
-    {kTeams, kDsv32, 5, 1, 1, 5, 700, 0},
-    {kTeams, kDsv4, 8, 1, 1, 5, 300, 100},
-    {kTeams, kDsv4, 8, 1, 4, 5, 1000, 200},
-    {kTeams, kFp8E4m3, 8, 1, 1, 5, 300, 0},
-    {kTeams, kBf16, 8, 1, 2, 5, 500, 0},
-    {kTeams, kDsv32, 16, 2, 1, 5, 300, 0},
-    {kTeams, kDsv32, 16, 2, 4, 5, 1200, 0},
-    {kTeams, kDsv32, 17, 2, 1, 5, 300, 0},
-    {kTeams, kDsv4, 16, 2, 1, 5, 300, 100},
-    {kTeams, kDsv4, 16, 2, 2, 5, 800, 100},
-    {kTeams, kFp8E4m3D512, 16, 2, 2, 5, 600, 0},
-    {kTeams, kBf16D512, 12, 2, 2, 5, 500, 0},
-    {kTeams, kBf16, 32, 4, 1, 5, 600, 0},
-    {kTeams, kBf16, 64, 4, 2, 5, 1000, 0},
-    {kTeams, kBf16D512, 8, 1, 16, 1, 4800, 0},
-    {kWarpgroups, kDsv32, 32, 4, 1, 5, 1100, 0},
-    {kWarpgroups, kDsv32, 32, 4, 4, 5, 2400, 0},
-    {kWarpgroups, kDsv4, 32, 4, 1, 5, 600, 500},
-    {kWarpgroups, kDsv32, 64, 8, 1, 5, 900, 0},
-    {kWarpgroups, kDsv32, 128, 8, 2, 5, 1500, 0},
-    {kWarpgroups, kDsv4, 64, 8, 1, 5, 500, 400},
-    {kWarpgroups, kDsv4, 64, 8, 4, 5, 2000, 100},
-    {kWarpgroups, kFp8E4m3, 64, 8, 1, 5, 900, 0},
-    {kWarpgroupsPrefill, kDsv32, 32, 4, 1, 5, 1100, 0},
-    {kWarpgroupsPrefill, kDsv32, 128, 8, 2, 5, 1500, 0},
-    {kWarpgroupsPrefill, kDsv4, 64, 8, 4, 5, 2000, 100},
-    {kRowTeams, kDsv32, 8, 1, 1, 30, 150, 0},
-    {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60},
-    {kRowTeams, kDsv32, 16, 2, 1, 16, 200, 0},
-    {kRowTeams, kDsv4, 16, 2, 1, 16, 100, 60},
-    {kRowTeams, kFp8E4m3, 8, 1, 1, 30, 150, 0},
-    {kRowTeams, kBf16, 16, 2, 1, 16, 200, 0},
-    {kRowTeams, kBf16D512, 32, 2, 1, 8, 300, 0},
-    {kRowGroups, kDsv32, 32, 4, 1, 8, 400, 0},
-    {kRowGroups, kDsv4, 32, 4, 1, 8, 300, 100},
-    {kRowGroups, kFp8E4m3D512, 32, 4, 1, 8, 400, 0},
-    {kRowGroups, kDsv32, 64, 4, 1, 6, 400, 0},
-    {kRowGroups, kDsv4, 128, 4, 1, 4, 300, 100},
-    {kRowsBf16, kBf16, 64, 8, 1, 280, 200, 0},
-    {kRowsBf16, kBf16D512, 128, 8, 1, 150, 200, 0},
-    {kRowsBf16, kBf16, 40, 8, 1, 280, 100, 90},
-    {kRowsBf16, kBf16D512, 64, 8, 1, 280, 130, 60},
-    {kRowsBf16, kDsv4, 100, 8, 1, 150, 130, 60},
-    {kPortable, kDsv4, 8, 1, 1, 5, 300, 100},
-    {kTeams, kDsv4, 16, 2, 2, 5, 500, 60, true},
-    {kRowTeams, kDsv4, 8, 1, 1, 30, 100, 60, true},
-    {kRowGroups, kDsv32, 32, 4, 1, 8, 300, 0, true},
-    {kRowsBf16, kBf16D512, 8, 8, 1, 1200, 70, 0, true},
-    {kRowsBf16, kBf16D512, 100, 8, 1, 150, 70, 0, true},
-    {kRowsBf16, kBf16D512, 64, 8, 1, 500, 128, 0, true},
-    {kRowsBf16, kBf16D512, 40, 8, 1, 300, 200, 0, true},
-    {kRowsBf16, kBf16, 20, 8, 1, 500, 70, 0, true},
-    {kRowsBf16, kBf16D512, 20, 8, 1, 280, 70, 60, true},
-    {kRowsBf16, kDsv4, 128, 8, 1, 150, 70, 60, true},
-    {kPortable, kDsv4, 8, 1, 1, 5, 300, 100, true},
+    {"few_heads", "split", 8, 1, 4, kDsv32, 8, 5, 300, 0, false},
+    {"few_heads", "split", 8, 4, 4, kDsv32, 8, 5, 1200, 0, false},
+    {"few_heads", "split", 8, 1, 8, kDsv32, 5, 5, 700, 0, false},
+    {"few_heads", "split", 8, 1, 4, kDsv4, 8, 5, 300, 100, false},
+    {"few_heads", "split", 8, 4, 4, kDsv4, 8, 5, 1000, 200, false},
+    {"few_heads", "split", 8, 1, 4, kFp8E4m3, 8, 5, 300, 0, false},
+    {"few_heads", "split", 8, 2, 4, kBf16, 8, 5, 500, 0, false},
+    {"few_heads", "split", 16, 1, 0, kDsv32, 16, 5, 300, 0, false},
+    {"few_heads", "split", 16, 4, 0, kDsv32, 16, 5, 1200, 0, false},
+    {"few_heads", "split", 16, 1, 0, kDsv32, 17, 5, 300, 0, false},
+    {"few_heads", "split", 16, 1, 0, kDsv4, 16, 5, 300, 100, false},
+    {"few_heads", "split", 16, 2, 0, kDsv4, 16, 5, 800, 100, false},
+    {"few_heads", "split", 16, 2, 0, kFp8E4m3D512, 16, 5, 600, 0, false},
+    {"few_heads", "split", 16, 2, 0, kBf16D512, 12, 5, 500, 0, false},
+    {"few_heads", "split", 32, 1, 0, kBf16, 32, 5, 600, 0, false},
+    {"few_heads", "split", 32, 2, 0, kBf16, 64, 5, 1000, 0, false},
+    {"few_heads", "split", 8, 16, 4, kBf16D512, 8, 1, 4800, 0, false},
+    {"many_heads", "split", 32, 1, 0, kDsv32, 32, 5, 1100, 0, false},
+    {"many_heads", "split", 32, 4, 0, kDsv32, 32, 5, 2400, 0, false},
+    {"many_heads", "split", 32, 1, 0, kDsv4, 32, 5, 600, 500, false},
+    {"many_heads", "split", 64, 1, 0, kDsv32, 64, 5, 900, 0, false},
+    {"many_heads", "split", 64, 2, 0, kDsv32, 128, 5, 1500, 0, false},
+    {"many_heads", "split", 64, 1, 0, kDsv4, 64, 5, 500, 400, false},
+    {"many_heads", "split", 64, 4, 0, kDsv4, 64, 5, 2000, 100, false},
+    {"many_heads", "split", 64, 1, 0, kFp8E4m3, 64, 5, 900, 0, false},
+    {"many_heads", "split", 32, 1, 0, kDsv32, 32, 5, 1100, 0, true},
+    {"many_heads", "split", 64, 2, 0, kDsv32, 128, 5, 1500, 0, true},
+    {"many_heads", "split", 64, 4, 0, kDsv4, 64, 5, 2000, 100, true},
+    {"few_heads", "walk", 8, 1, 0, kDsv32, 8, 30, 150, 0, true},
+    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 60, true},
+    {"few_heads", "walk", 16, 1, 0, kDsv32, 16, 16, 200, 0, true},
+    {"few_heads", "walk", 16, 1, 0, kDsv4, 16, 16, 100, 60, true},
+    {"few_heads", "walk", 8, 1, 0, kFp8E4m3, 8, 30, 150, 0, true},
+    {"few_heads", "walk", 16, 1, 0, kBf16, 16, 16, 200, 0, true},
+    {"few_heads", "walk", 16, 1, 0, kBf16D512, 32, 8, 300, 0, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv32, 32, 8, 400, 0, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv4, 32, 8, 300, 100, true},
+    {"many_heads", "walk", 32, 1, 0, kFp8E4m3D512, 32, 8, 400, 0, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv32, 64, 6, 400, 0, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv4, 128, 4, 300, 100, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 64, 280, 200, 0, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 128, 150, 200, 0, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 40, 280, 100, 90, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 64, 280, 130, 60, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kDsv4, 100, 150, 130, 60, true},
+    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 100, false},
+    {"few_heads", "split", 16, 2, 0, kDsv4, 16, 5, 500, 60, false, true},
+    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 60, true, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv32, 32, 8, 300, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 1200, 70, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 100, 150, 70, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 64, 500, 128, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 40, 300, 200, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 20, 500, 70, 0, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 20, 280, 70, 60, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kDsv4, 128, 150, 70, 60, true, true},
+    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 100, false, true},
 };
-constexpr int kSms = 2;  // that the persistent kernels are told of; kRowsBf16 asks the device
+constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
 
 std::mt19937 random_bits;
@@ -196,32 +190,18 @@ SlidingWindow random_window(Device& device, int tokens, int window_size) {
           .seq_lens = device.upload(std::vector<int32_t>{kNumRows - 7, kNumRows + 50})};
 }
 
-template <KvLayoutId kId>
-void launch(const Case& c, const SparseAttentionParams& p) {
-  constexpr bool kFp8 = kv_layout(kId).nope_format != Format::kBf16;
-  switch (c.kernel) {
-    case kTeams: return launch_warp_teams<kId>(p, {c.head_groups, c.splits, false}, nullptr);
-    case kRowTeams: return launch_row_teams<kId>(p, kSms, nullptr);
-    case kRowsBf16: return launch_prefill_warpgroups_bf16(p, nullptr);
-    case kPortable: return sparse_attention_portable(p, nullptr);
-    case kWarpgroups:
-    case kWarpgroupsPrefill:  // asks for max_logits
-      if constexpr (kFp8) return launch_warpgroups<kId>(p, {c.head_groups, c.splits, true}, nullptr);
-      break;
-    case kRowGroups:
-      if constexpr (kFp8) return launch_row_groups<kId>(p, kSms, nullptr);
-      break;
-  }
-  throw std::runtime_error("this kernel does not read bf16 rows");
+Plan plan_of(const Case& c, const SparseAttentionParams& p) {
+  Plan plan = forced_plan({c.kernel, c.schedule, c.cta_heads, c.splits, c.producers}, p,
+                          {compute_major(), num_processors()});
+  if (plan.variant.kernel != Kernel::kBf16Tiles) plan.ctas = kWalkCtas;
+  return plan;
 }
-void launch(const Case& c, const SparseAttentionParams& p) {
-  switch (c.layout) {
-    case kDsv32: return launch<kDsv32>(c, p);
-    case kDsv4: return launch<kDsv4>(c, p);
-    case kFp8E4m3: return launch<kFp8E4m3>(c, p);
-    case kFp8E4m3D512: return launch<kFp8E4m3D512>(c, p);
-    case kBf16: return launch<kBf16>(c, p);
-    default: return launch<kBf16D512>(c, p);
+void launch(const SparseAttentionParams& p, const Plan& plan) {
+  switch (plan.variant.kernel) {
+    case Kernel::kPortable: return launch_portable(p, plan, nullptr);
+    case Kernel::kFewHeads: return launch_few_heads(p, plan, nullptr);
+    case Kernel::kManyHeads: return launch_many_heads(p, plan, nullptr);
+    case Kernel::kBf16Tiles: return launch_bf16_tiles(p, plan, nullptr);
   }
 }
 
@@ -243,7 +223,6 @@ bool run(const Case& c) {
   Device device;
   const KvLayout l = kv_layout(c.layout);
   const int d = l.head_dim_qk();
-  const bool largest_wanted = c.kernel != kTeams && c.kernel != kWarpgroups && c.kernel != kPortable;
   const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
   std::vector<uint16_t> q(rows * d);
   for (uint16_t& x : q) x = to_bf16(normal());
@@ -253,7 +232,7 @@ bool run(const Case& c) {
   SparseAttentionParams p{};
   p.layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
-  const bool plain_rows = c.kernel == kRowsBf16 && !c.is_window && p.num_scopes == 1;
+  const bool plain_rows = std::string(c.kernel) == "bf16_tiles" && !c.is_window && p.num_scopes == 1;
   p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, l, 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
@@ -266,23 +245,23 @@ bool run(const Case& c) {
     full.out = device.upload(std::vector<uint16_t>(rows * kHeadDimV, 0x7fff));
     full.out_stride_token = c.heads * kHeadDimV, full.out_stride_head = kHeadDimV;
     full.lse = device.upload(std::vector<float>(rows, NAN));
-    if (largest_wanted) full.max_logits = device.upload(std::vector<float>(rows, NAN));
+    if (c.finds_largest) full.max_logits = device.upload(std::vector<float>(rows, NAN));
     return full;
   };
   const SparseAttentionParams got = with_outputs(), want = with_outputs();
-  launch(c, got);
-  sparse_attention_portable(want, nullptr);
+  const Plan plan = plan_of(c, p);
+  launch(got, plan);
+  launch(want, forced_plan({"portable"}, p, {}));
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 
   const auto same = [](float x) { return x; };
   const float out = difference(got.out, want.out, rows * kHeadDimV, from_bf16);
   const float lse = difference(got.lse, want.lse, rows, same);
-  const float largest = largest_wanted ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
+  const float largest = c.finds_largest ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
   const bool right = out < 4e-3f && lse < 1e-4f && largest < 1e-4f;
-  std::printf(
-      "%s %s %s: %d heads in a CTA of %d, %d splits, %d rows, %d + %d keys%s: off by %.1e, lse %.1e\n",
-      right ? "ok   " : "WRONG", kKernelNames[static_cast<int>(c.kernel)], l.name, 8 * c.head_groups, c.heads,
-      c.splits, c.tokens, c.topk, c.extra_topk, c.is_window ? " (window)" : "", out, lse);
+  std::printf("%s %s; %s, %d heads, %d queries, %d + %d keys%s: off by %.1e, lse %.1e\n",
+              right ? "ok   " : "WRONG", to_string(plan).c_str(), l.name, c.heads, c.tokens, c.topk,
+              c.extra_topk, c.is_window ? " (window)" : "", out, lse);
   std::fflush(stdout);
   return right;
 }

@@ -1,0 +1,217 @@
+#include "cuda/sparse_attention/plan.h"
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+namespace mla_fp8::gpu {
+namespace {
+
+constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
+constexpr const char* kScheduleNames[] = {"split", "walk"};
+
+constexpr int kOctet = 8;  // heads: the least that a CTA takes
+
+bool is_bf16(const SparseAttentionParams& p) { return kv_layout(p.layout).nope_format == Format::kBf16; }
+int64_t num_keys(const SparseAttentionParams& p) {
+  return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
+}
+
+// The first variant like this that reads the layout. `producers` 0: any number.
+const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvLayoutId layout) {
+  const auto is_it = [&](const Variant& v) {
+    return v.kernel == kernel && v.schedule == schedule && v.heads == heads &&
+           (producers == 0 || v.producers == producers) && v.reads(layout);
+  };
+  const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
+  return found == std::end(kVariants) ? nullptr : found;
+}
+const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvLayoutId layout, int producers = 0) {
+  const Variant* const found = find_variant(kernel, schedule, heads, producers, layout);
+  if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
+  return *found;
+}
+constexpr Plan kPortablePlan{kVariants[0]};
+
+// ---- sm_90: which kernel, and how many SMs share a query -----------------------------------------------------
+//
+// All prices and thresholds are those of one H200 (132 SMs).
+
+// Positions and grids stay far from 2^31.
+constexpr int64_t kMaxKeys = int64_t{1} << 26;
+constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
+
+struct SplitClass {
+  int splits;
+  double clusters_per_sm;  // that are resident at once: 132, 66, 30, 15, 7 on 132 SMs
+};
+constexpr SplitClass kSplitClasses[] = {
+    {1, 1.0}, {2, 0.5}, {4, 30 / 132.0}, {8, 15 / 132.0}, {16, 7 / 132.0}};
+
+struct HeadsClass {
+  Kernel kernel;
+  int heads;
+  double ns_per_key;  // of one CTA, when nothing but itself limits it
+  double fixed_us, cluster_us;
+};
+// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4; their values are rough.
+constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 6.4, 1.2},
+                                        {Kernel::kFewHeads, 16, 17.5, 5.0, 3.0},
+                                        {Kernel::kFewHeads, 32, 27.0, 7.0, 4.0},
+                                        {Kernel::kManyHeads, 32, 18.0, 7.8, 2.5},
+                                        {Kernel::kManyHeads, 64, 24.5, 8.0, 5.5}};
+constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
+constexpr int kMinKeysPerCta = 128;
+
+// 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54).
+constexpr int64_t kKeysForMoreProducers = 512;
+
+Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
+  int producers = 0;
+  if (kernel == Kernel::kFewHeads && heads == 8)
+    producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
+  return {variant(kernel, Schedule::kSplit, heads, p.layout, producers), splits};
+}
+
+// A cluster for each query: which variant and how many CTAs is the least time by the model above.
+Plan plan_split(const SparseAttentionParams& p, int num_sms) {
+  const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
+  if (p.batch_invariant) {  // the same for any number of queries and, so that padding changes nothing, any heads
+    const int splits = keys > 1024 ? 2 : 1;
+    return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
+                      : few_or_many(p, Kernel::kManyHeads, 64, splits);
+  }
+  const double bytes = static_cast<double>(p.num_tokens) * keys * kv_layout(p.layout).bytes_per_token();
+  const HeadsClass* best = &kHeadsClasses[0];
+  int best_splits = 1;
+  double best_us = 1e30;
+  for (const HeadsClass& c : kHeadsClasses) {
+    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layout)) continue;
+    if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
+    const int head_blocks = ceil_div(p.num_q_heads, c.heads);
+    for (const SplitClass& s : kSplitClasses) {
+      const int64_t resident = std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
+      const auto waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident));
+      const double fixed = c.fixed_us + (s.splits > 1 ? c.cluster_us : 0.0);
+      const double per_cta = std::max(keys / s.splits, static_cast<double>(kMinKeysPerCta));
+      const double compute_us = waves * (fixed + c.ns_per_key * 1e-3 * per_cta);
+      const double memory_us = bytes / kHbmBytesPerUs + (head_blocks - 1) * bytes / kL2BytesPerUs + fixed;
+      const double us = std::max(compute_us, memory_us);
+      if (us < best_us) best_us = us, best = &c, best_splits = s.splits;
+    }
+  }
+  return few_or_many(p, best->kernel, best->heads, best_splits);
+}
+
+// bf16 rows, windows alone or more than 16 heads; dsv4 and more than 64 heads, which two CTAs convert for each
+// other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the SMs the other kernels'
+// way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70 against 67 us).
+bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
+  const bool pair = p.layout == KvLayoutId::kDsv4 && p.num_q_heads > 64;
+  const bool bf16 = is_bf16(p) && (is_window_alone(p) || p.num_q_heads > 16);
+  return (pair || bf16) && 2 * num_tiles(p) >= num_sms;
+}
+Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
+  return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layout), 1, num_sms};
+}
+
+Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
+  if (p.num_tokens >= kMaxSplitQueries) return kPortablePlan;
+  // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
+  // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
+  if (p.num_q_heads > 32 && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  return plan_split(p, num_sms);
+}
+
+Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
+  if (p.num_tokens >= kMaxWalkQueries) return kPortablePlan;
+  if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
+  // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
+  // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking; ed110fa).
+  // With many heads sharing is the faster one anyway, up to the queries that it takes.
+  const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : 8;  // queries of 8 heads for an SM
+  if (p.num_tokens * ceil_div(p.num_q_heads, kOctet) < enough * num_sms ||
+      (many_heads && p.num_tokens < kMaxSplitQueries))
+    return plan_decode(p, num_sms);
+  if (many_heads) return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layout)};
+  const Kernel kernel = fp8 && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
+  const int heads = kernel == Kernel::kManyHeads ? 32 : p.num_q_heads <= 8 ? 8 : 16;
+  return {variant(kernel, Schedule::kWalk, heads, p.layout), 1, num_sms};
+}
+
+bool sm90_reads(const SparseAttentionParams& p) {
+  return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && num_keys(p) < kMaxKeys;
+}
+Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
+  return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);
+}
+
+// ---- architectures -------------------------------------------------------------------------------------------
+
+// GPUs with kernels of their own, as far as these are built; all others, and what they do not read, take the
+// portable kernel.
+struct Architecture {
+  int major;
+  bool (*reads)(const SparseAttentionParams&);
+  Plan (*plan)(Op, const SparseAttentionParams&, int num_sms);
+};
+constexpr Architecture kArchitectures[] = {
+#if MLA_FP8_WITH_SM90A
+    {9, sm90_reads, plan_sm90},
+#endif
+    {0, nullptr, nullptr},
+};
+const Architecture* own_kernels(const SparseAttentionParams& p, const Gpu& gpu) {
+  for (const Architecture& a : kArchitectures)
+    if (a.major != 0 && a.major == gpu.major && a.reads(p)) return &a;
+  return nullptr;
+}
+
+// Two CTAs of 64 heads each convert rows of dsv4 for each other.
+bool has_heads_for(const Variant& v, const SparseAttentionParams& p) {
+  return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || p.num_q_heads > 64;
+}
+
+}  // namespace
+
+const char* name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
+const char* name(Schedule schedule) { return kScheduleNames[static_cast<int>(schedule)]; }
+
+std::string to_string(const Plan& plan) {
+  const Variant& v = plan.variant;
+  std::ostringstream out;
+  out << name(v.kernel);
+  if (v.kernel == Kernel::kPortable) return out.str();
+  out << ' ' << name(v.schedule) << ", " << v.heads << " heads";
+  if (v.schedule == Schedule::kSplit)
+    out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
+  if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
+  return out.str();
+}
+
+Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
+  if (wanted.kernel == name(Kernel::kPortable)) return kPortablePlan;
+  for (const Variant& v : kVariants) {
+    const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
+                       wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
+    const bool split = v.schedule == Schedule::kSplit;
+    const bool has_splits =
+        split ? wanted.splits >= 1 && wanted.splits <= 16 && !(wanted.splits & (wanted.splits - 1))
+              : wanted.splits == 1;
+    if (named && has_splits && v.reads(p.layout) && has_heads_for(v, p) && own_kernels(p, gpu))
+      return {v, wanted.splits, split ? 0 : gpu.num_sms};
+  }
+  std::ostringstream what;
+  what << "mla_fp8: kernel must be one of kVariants that reads " << kv_layout(p.layout).name << " with "
+       << p.num_q_heads << " heads on this GPU, got " << wanted.kernel << ' ' << wanted.schedule << ", "
+       << wanted.heads << " heads, " << wanted.splits << " splits, " << wanted.producers << " producers";
+  throw std::runtime_error(what.str());
+}
+
+Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  const Architecture* const own = own_kernels(p, gpu);
+  return own ? own->plan(op, p, gpu.num_sms) : kPortablePlan;
+}
+
+}  // namespace mla_fp8::gpu

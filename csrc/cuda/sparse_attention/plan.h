@@ -1,0 +1,125 @@
+#pragma once
+// The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks at
+// shapes only, never at lengths: a captured graph stays right when they change, and the result of a query does
+// not depend on what the other queries hold.
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "ops/sparse_attention.h"
+
+namespace mla_fp8::gpu {
+
+enum class Op { kDecode, kPrefill };
+
+enum class Kernel {
+  kPortable,   // every GPU from sm_80 on, every layout
+  kFewHeads,   // sm90/few_heads
+  kManyHeads,  // sm90/many_heads
+  kBf16Tiles,  // sm90/bf16_tiles
+};
+enum class Schedule {
+  kSplit,  // a cluster of CTAs takes one query and one block of heads, and shares its keys
+  kWalk,   // the CTAs, about as many as SMs, go through the queries
+};
+
+// Cached rows that a kernel reads.
+enum class Rows { kAll, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
+
+// What of a kernel is known when it is compiled, besides the layout.
+struct Variant {
+  Kernel kernel;
+  Schedule schedule;
+  int heads;      // of a CTA, at most
+  int producers;  // warps that gather
+  Rows rows;
+
+  constexpr bool reads(KvLayoutId id) const {
+    const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
+    const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
+    switch (rows) {
+      case Rows::kAll: return true;
+      case Rows::kE4m3fn: return e4m3fn;
+      case Rows::kBf16: return bf16;
+      case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
+      case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
+    }
+    return false;
+  }
+};
+inline constexpr Variant kVariants[] = {
+    {Kernel::kPortable, Schedule::kSplit, 16, 4, Rows::kAll},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},
+    {Kernel::kFewHeads, Schedule::kSplit, 32, 4, Rows::kBf16},
+    {Kernel::kFewHeads, Schedule::kWalk, 8, 8, Rows::kE4m3fnOrBf16},
+    {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
+    {Kernel::kFewHeads, Schedule::kWalk, 16, 4, Rows::kBf16},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
+    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
+};
+
+struct Plan {
+  Variant variant;
+  int splits = 1;  // CTAs that share the keys of a query: 1, 2, 4, 8 or 16
+  int ctas = 0;    // of a walk, at most
+};
+const char* name(Kernel kernel);
+const char* name(Schedule schedule);
+std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"
+
+struct Gpu {
+  int major;  // of its compute capability
+  int num_sms;
+};
+Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
+
+// The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
+Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
+
+// ---- bf16_tiles: 64 rows of Q ------------------------------------------------------------------------------
+
+inline bool is_window_alone(const SparseAttentionParams& p) { return p.is_window && p.num_scopes == 1; }
+// Queries of a tile: one, or as many neighbours as fill it, whose windows are mostly the same.
+inline int tile_queries(const SparseAttentionParams& p) {
+  return is_window_alone(p) && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
+}
+inline int64_t num_tiles(const SparseAttentionParams& p) {
+  return ceil_div(p.num_tokens, int64_t{tile_queries(p)}) * ceil_div(p.num_q_heads, 64);
+}
+
+// ---- the kernels: each runs the plans that name it ---------------------------------------------------------
+
+void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
+void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
+void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
+void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
+
+// Runs fn(constant<variant>{}, constant<layout>{}) for what the plan and the problem name; the variant is an index
+// of kVariants. So a kernel is compiled for its rows of that table and the layouts that they read, for no others.
+template <Kernel kKernel, class Fn>
+void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
+  const Variant& v = plan.variant;
+  bool found = false;
+  with_kv_layout(p.layout, [&](auto id) {
+    const auto run_if_named = [&](auto i) {
+      constexpr Variant kVariant = kVariants[i()];
+      if constexpr (kVariant.kernel == kKernel && kVariant.reads(id())) {
+        if (v.schedule != kVariant.schedule || v.heads != kVariant.heads || v.producers != kVariant.producers)
+          return;
+        found = true;
+        fn(i, id);
+      }
+    };
+    [&]<size_t... i>(std::index_sequence<i...>) {
+      (run_if_named(constant<i>{}), ...);
+    }(std::make_index_sequence<std::size(kVariants)>{});
+  });
+  if (!found) throw std::logic_error("mla_fp8: no such kernel: " + to_string(plan));
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,289 @@
+#pragma once
+// The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled tiles.
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/sm90/bf16_tiles/smem.cuh"
+
+namespace mla_fp8::gpu {
+
+template <class C>
+class RowsGather {
+ public:
+  __device__ RowsGather(const RowsParams& params, RowsSmem<C> smem, int thread)
+      : params_(params),
+        smem_(smem),
+        warp_(thread / kWarpSize),
+        lane_(thread % kWarpSize),
+        chunk_(thread % 8),
+        key_(key_of(warp_, lane_)),
+        offset_{offset(row(0)), offset(row(1))} {}
+
+  __device__ void run() {
+    RowsItems<C> items(params_);
+    ItemKeys keys = find_keys(*items);
+    Entry ahead = entry(*items, keys, 0);
+    int num_first = 0, num_second = 0;  // blocks of either buffer so far
+    for (int i = 0; fetch_q(*items, i); ++i) {
+      prefetch_q(items.next());
+      const int num_blocks = C::num_blocks((*items).length);
+      for (int block = 0; block < num_blocks; ++block) {
+        const Entry now = ahead;
+        if (block + 1 < num_blocks) ahead = entry(*items, keys, block + 1);
+        fetch_block(block, now, block % 2 == 0 ? num_first++ : num_second++, keys.repeat);
+      }
+      items.advance();
+      keys = find_keys(*items);  // both buffers are full: there is time
+      ahead = entry(*items, keys, 0);
+    }
+    cp_async_wait_all();
+  }
+
+ protected:
+  // A warp has eight of a block's first 32 rows, eight of the others and, of a tail, half of it or nothing; a
+  // thread four of these rows, and one of the tail: 16 bytes of each in every tile.
+  static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0);
+  __device__ int row(int i) const {
+    return i < kRows ? i / 2 * 32 + warp_ * 8 + i % 2 * 4 + lane_ / 8 : 64 + warp_ * 4 + lane_ / 8;
+  }
+  __device__ uint32_t offset(int row) const { return row * 128 + ((chunk_ ^ row % 8) * 16); }
+  // The first 16 lanes find a key each, of the warp's rows; eight more those of a tail.
+  static constexpr int kNoKey = 1 << 29;  // past every length
+  __device__ static int key_of(int warp, int lane) {
+    if (lane < 16) return lane / 8 * 32 + warp * 8 + lane % 8;
+    return lane < 16 + C::kTail ? 64 + lane - 16 : kNoKey;
+  }
+  __device__ int lane_of(int i) const {  // that knows row(i)
+    return i < kRows ? i * 4 + lane_ / 8 : 16 + (warp_ * 4 + lane_ / 8) % 8;
+  }
+  __device__ static bool has_tail(int block) { return C::kTail > 0 && block % 2 == 0; }
+
+  // What is listed for a key: the slot in one of the caches, or a page and where in the window it is.
+  struct SlotEntry {
+    int value;
+  };
+  struct AnyEntry {
+    int value;
+    unsigned position;  // in the request of a window; or kSlotOf + a cache
+    static constexpr unsigned kSlotOf = 1u << 31;
+    __device__ bool is_page() const { return position < kSlotOf; }
+    __device__ int scope() const { return position > kSlotOf; }
+  };
+  using Entry = std::conditional_t<C::kSelected, SlotEntry, AnyEntry>;
+
+  // As KeySource.
+  class Source {
+   public:
+    using Key = Entry;
+    __device__ Source(const RowsGather& gather, const RowsSource& item) : gather_(gather), item_(item) {}
+    __device__ unsigned length() const { return item_.num_entries; }
+    __device__ bool is_window() const { return gather_.is_window(); }
+    __device__ int entry(unsigned position) const {
+      const int32_t* const list = is_extra(position) ? item_.extra - item_.first_length : item_.entries;
+      return position < length() ? __ldg(list + position) : -1;
+    }
+    __device__ bool is_slot(int entry, unsigned position) const {
+      const KvScope(&scopes)[2] = gather_.params_.p.scopes;
+      return entry >= 0 && entry < (is_extra(position) ? scopes[1].num_slots : scopes[0].num_slots);
+    }
+    __device__ Entry at(unsigned position) const {
+      if constexpr (C::kSelected) {
+        return {entry(position)};
+      } else {
+        if (!is_window() || is_extra(position)) return {entry(position), Entry::kSlotOf + is_extra(position)};
+        if (position >= length()) return {-1};
+        const unsigned in_request = item_.first_position + position;
+        const int64_t page = gather_.params_.page_size[0](in_request);
+        return {page < gather_.params_.p.window.max_pages ? __ldg(item_.entries + page) : -1, in_request};
+      }
+    }
+    __device__ bool is_valid(Entry entry) const { return gather_.is_valid(entry); }
+
+   private:
+    __device__ bool is_extra(unsigned position) const {
+      return C::kAny && position >= static_cast<unsigned>(item_.first_length);
+    }
+
+    const RowsGather& gather_;
+    const RowsSource& item_;
+  };
+
+  // The valid keys of an item; of windows all.
+  struct ItemKeys {
+    ValidKeys<MapInLanes> valid;  // while others read the map of the next item
+    bool repeat;                  // this warp has seen a slot twice
+  };
+  // The warps survey the item: from then on it has only its valid keys.
+  __device__ ItemKeys find_keys(RowsSource& item) const {
+    if constexpr (!C::kCounted) return {};
+    const uint32_t map = smem_.smem + C::kMap;
+    named_barrier(kBarrierGather, kGroupThreads);  // the map of the item before has been read
+    const bool repeat = survey_keys<kGroupWarps, 8>(Source(*this, item), warp_, lane_, map, [] {});
+    named_barrier(kBarrierGather, kGroupThreads);
+    const KeySurvey survey(map, item.num_entries, lane_);
+    item.length = survey.num_keys;
+    return {{survey, survey.map}, repeat};
+  }
+  // Of this lane's key in a block.
+  __device__ Entry entry(const RowsSource& item, const ItemKeys& keys, int block) const {
+    const int key = C::first_key(block) + key_;
+    const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
+    if constexpr (C::kCounted) return keys.valid.find(Source(*this, item), is_key ? key : -1);
+    else return Source(*this, item).at(is_key ? key : item.num_entries);
+  }
+  __device__ bool is_valid(Entry entry) const {
+    if constexpr (C::kSelected) return entry.value >= 0 && entry.value < params_.p.scopes[0].num_slots;
+    else return address(entry) != nullptr;
+  }
+  // Where a key lies; null: nowhere.
+  __device__ const uint8_t* address(const AnyEntry& entry) const {
+    if (!entry.is_page()) return slot_address(entry.scope(), entry.value);
+    const Divider& page_size = params_.page_size[0];
+    const int64_t position = entry.position;
+    return row_address(0, entry.value, position - page_size(position) * page_size.divisor());
+  }
+  __device__ const uint8_t* slot_address(int scope, int slot) const {
+    const Divider& page_size = params_.page_size[scope];
+    const int64_t page = page_size(slot);
+    return slot < 0 ? nullptr : row_address(scope, page, slot - page * page_size.divisor());
+  }
+  __device__ const uint8_t* row_address(int scope, int64_t page, int64_t row) const {
+    const KvScope& s = params_.p.scopes[scope];
+    if (page < 0 || page * s.page_size + row >= s.num_slots) return nullptr;
+    return s.kv_cache + page * s.kv_cache_stride_page + row * (C::kDims * 2);
+  }
+  __device__ bool is_window() const { return C::kNeighbours || (C::kAny && params_.p.is_window); }
+
+  // This thread's chunk of its rows; zeros where there is none.
+  template <int kCount>
+  struct Rows {
+    const uint8_t* at[kCount];
+    bool valid[kCount];
+    int count = kCount;
+  };
+  template <bool kThroughL1 = false, int kCount>
+  __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first, int count,
+                             int first_row = 0, int last_row = kCount) const {
+    for (int tile = first; tile < first + count; ++tile)
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (i >= first_row && i < last_row && (i < kRows || i < rows.count))
+          cp_async_16<kThroughL1>(
+              dst + tile * tile_bytes + (i < kRows ? offset_[i % 2] + i / 2 * 32 * 128 : offset(row(i))),
+              rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
+  }
+
+  __device__ const uint8_t* q_row(const RowsItem& item, RowPlace place) const {
+    const SparseAttentionParams& p = params_.p;
+    return reinterpret_cast<const uint8_t*>(p.q + (item.token + place.token) * p.q_stride_token +
+                                            (item.first_head + place.head) * p.q_stride_head);
+  }
+  // Tells the other warpgroups what comes next, too. Whether something does.
+  __device__ bool fetch_q(const RowsItem& item, int count) const {
+    Rows<kRows> rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const RowPlace place = row_place<C>(params_, row(i));
+      rows.valid[i] = item.has(place, params_.p.num_q_heads);
+      rows.at[i] = q_row(item, rows.valid[i] ? place : RowPlace{0, 0}) + chunk_ * 16;
+    }
+    mbarrier_wait(smem_.q_empty(), (count & 1) ^ 1);
+    if (warp_ == 0 && lane_ == 0) {
+      smem_.set_item(item);
+      mbarrier_arrive(smem_.q_full());
+    }
+    if (item.length > 0) copy_tiles(smem_.q_tile(0), C::kTileBytes, rows, 0, C::kTiles);
+    mbarrier_arrive_cp_async(smem_.q_full());
+    return item.num_tokens > 0;
+  }
+  // Into the L2.
+  __device__ void prefetch_q(const RowsItem& item) const {
+    if (chunk_ >= 4 || item.length == 0) return;
+    const RowPlace place = row_place<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
+    if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);
+  }
+
+  using BlockRows = Rows<kAllRows>;
+  // Where this thread's rows are. Returns which of the lanes' keys there are, as take_rows.
+  __device__ uint32_t find(int block, const Entry& entry, BlockRows& rows) const {
+    if constexpr (!C::kSelected) {
+      rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
+      return take_rows(address(entry), rows);
+    } else {
+      const uint8_t* const kv = params_.p.scopes[0].kv_cache;
+      const uint32_t found = __ballot_sync(kFullWarp, is_valid(entry));
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t slot = __shfl_sync(kFullWarp, entry.value, lane_of(i));
+        rows.valid[i] = found >> lane_of(i) & 1;
+        rows.at[i] = kv + (rows.valid[i] ? slot * params_.row_stride + chunk_ * 16 : 0);
+      }
+      return found;
+    }
+  }
+  // The same from the lanes' addresses of their keys.
+  template <int kCount>
+  __device__ uint32_t take_rows(const uint8_t* at, Rows<kCount>& rows) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint64_t row = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(at), lane_of(i));
+      rows.valid[i] = row != 0;
+      rows.at[i] =
+          row != 0 ? reinterpret_cast<const uint8_t*>(row) + chunk_ * 16 : params_.p.scopes[0].kv_cache;
+    }
+    return __ballot_sync(kFullWarp, at != nullptr);
+  }
+
+  // The warp's part of a block's mask.
+  __device__ void publish_mask(int buffer, uint32_t found) const {
+    if (lane_ != 0) return;
+    smem_.set_mask(buffer, warp_, found);
+    mbarrier_arrive(smem_.full(buffer, 0));
+  }
+
+  // Thousands of copies of one row would queue at its few lines of the L2. Through the L1, where other rows
+  // take longer, they come from there.
+  __device__ void fetch_block(int block, const Entry& entry, int count, bool through_l1) const {
+    BlockRows rows;
+    const uint32_t found = find(block, entry, rows);
+    if (C::kCounted && through_l1) [[unlikely]]
+      copy_block<true>(block, rows, found, count);
+    else copy_block<false>(block, rows, found, count);
+  }
+  template <bool kThroughL1>
+  __device__ __forceinline__ void copy_block(int block, const BlockRows& rows, uint32_t found,
+                                             int count) const {
+    const int buffer = block % 2, parity = (count & 1) ^ 1;
+    const auto copy = [&](int piece, int first_row, int last_row) {
+      copy_tiles<kThroughL1>(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
+                             C::num_tiles(piece), first_row, last_row);
+    };
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      mbarrier_wait(smem_.half_empty(buffer, part), parity);
+      copy(2 * part, 0, kHalf);
+      copy(2 * part + 1, 0, kHalf);
+      mbarrier_wait(smem_.empty(buffer, part), parity);
+#pragma unroll
+      for (int piece = 2 * part; piece < 2 * part + 2; ++piece) {
+        copy(piece, kHalf, kAllRows);
+        mbarrier_arrive_cp_async(smem_.full(buffer, piece));
+      }
+      if (part == 0) publish_mask(buffer, found);
+    }
+    if constexpr (C::kHasRope) {
+      mbarrier_wait(smem_.empty(buffer, C::kRopePart), parity);
+      copy(C::kRopePiece, 0, kRows);
+      mbarrier_arrive_cp_async(smem_.full(buffer, C::kRopePiece));
+    }
+  }
+
+  const RowsParams& params_;
+  const RowsSmem<C> smem_;
+  const int warp_, lane_, chunk_, key_;
+  const uint32_t offset_[2];  // of row(0), row(1)
+};
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,212 @@
+#pragma once
+// The gather of two CTAs that have 64 heads each of the same query, over FP8 pages: each converts 32 keys of
+// every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64 takes a
+// gather longer than the products take.
+//
+// A warp has eight keys, a lane 16 dims of one key in each tile. An index is loaded two blocks ahead, the
+// bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
+// All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
+// invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
+// spilled register waits for all others (docs/sparse_prefill.md).
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/sm90/bf16_tiles/gather.cuh"
+
+namespace mla_fp8::gpu {
+
+__device__ const uint4 kZeroRow[576 / 16] = {};
+
+template <class C>
+class RowsPairGather : RowsGather<C> {
+ public:
+  __device__ RowsPairGather(const RowsParams& params, RowsSmem<C> smem, int thread)
+      : Base(params, smem, thread),
+        rank_(blockIdx.x % 2),
+        eighth_(lane_ % 8),
+        quarter_(lane_ / 8),
+        at_((rank_ * 4 + warp_) * C::kEightKeysBytes + eighth_ * 128),
+        to_peer_(cluster_address(smem.smem, 1 - rank_) - smem.smem) {}
+
+  __device__ void run() {
+    Cursor ahead = first_item(blockIdx.x);
+    Place next = find(look_up(ahead), found_);
+    load_scales(next);
+#pragma unroll
+    for (int tile = 0; tile < C::kTiles; ++tile) load(next, tile);
+    advance(ahead);
+    uint32_t next_found;
+    next = find(look_up(ahead), next_found);
+    advance(ahead);
+    LookUp after = look_up(ahead);
+    unsigned num_items = 0, num_blocks[2] = {0, 0};  // so far
+    for (int64_t tile = blockIdx.x;; tile += gridDim.x) {
+      const RowsSource item = RowsTiles<C>(params_).source(tile);
+      if (!this->fetch_q(item, num_items++)) break;
+      for (int block = 0; block < C::num_blocks(item.length); ++block) {
+        const int buffer = block % 2, parity = (num_blocks[buffer]++ & 1) ^ 1;
+        mbarrier_wait(smem_.empty(buffer, 0), parity);
+        if (lane_ == 0) smem_.set_mask(buffer, warp_, found_);
+#pragma unroll
+        for (int tile = 0; tile < C::kPieceTiles; ++tile) {
+          convert(buffer, tile);
+          load(next, tile);
+        }
+        send(buffer, 0);
+        advance(ahead);
+        const LookUp later = look_up(ahead);
+        mbarrier_wait(smem_.empty(buffer, 1), parity);
+#pragma unroll
+        for (int tile = C::kPieceTiles; tile < C::kTiles; ++tile) {
+          convert(buffer, tile);
+          load(next, tile);
+        }
+        load_scales(next);
+        found_ = next_found;
+        send(buffer, 1);
+        next = find(after, next_found);
+        after = later;
+      }
+    }
+    cp_async_wait_all();
+  }
+
+ private:
+  using Base = RowsGather<C>;
+  using Base::is_window, Base::key_, Base::lane_, Base::params_, Base::smem_, Base::warp_;
+  static constexpr KvLayout kL = kv_layout(C::kId);
+  static constexpr int kFp8Tiles = kL.nope_dim / C::kTileDims;
+  static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kL.tile_dim == C::kTileDims);
+  static_assert(kFp8Tiles == C::kTiles - 1 && kL.rope_format == Format::kBf16);
+  static_assert(sizeof(kZeroRow) >= kL.token_stride());
+
+  // The blocks of all items, in their order.
+  struct Cursor {
+    RowsSource item;
+    int block, num_blocks;  // none: the end
+  };
+  // From `tile` on, the first item that has keys.
+  __device__ Cursor first_item(int64_t tile) const {
+    for (;; tile += gridDim.x) {
+      const RowsSource item = RowsTiles<C>(params_).source(tile);
+      const int num_blocks = C::num_blocks(item.length);
+      if (num_blocks > 0 || item.num_tokens == 0) return {item, 0, num_blocks};
+    }
+  }
+  __device__ void advance(Cursor& c) const {
+    if (++c.block >= c.num_blocks) c = first_item(c.item.tile + gridDim.x);
+  }
+
+  // Of this lane's key.
+  struct LookUp {
+    int entry, scope;
+    unsigned position;  // in a window
+  };
+  __device__ LookUp look_up(const Cursor& c) const {
+    const int key = C::first_key(c.block) + key_;
+    const bool is_extra = key >= c.item.first_length;
+    const int32_t* list = is_extra ? c.item.extra - c.item.first_length : c.item.entries;
+    const unsigned position = c.item.first_position + key;
+    int64_t i = key;
+    bool held = key < c.item.length;
+    if (is_window() && !is_extra) {
+      i = params_.page_size[0](position);
+      held = held && i < params_.p.window.max_pages;
+    }
+    return {held ? __ldg(list + i) : -1, is_extra, position};
+  }
+  // Where the key lies that this lane converts; `found` as for set_mask. An invalid key has the bytes of a
+  // valid one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without
+  // any they are zeros.
+  struct Place {
+    const uint8_t *row, *scales;
+  };
+  __device__ Place find(const LookUp& x, uint32_t& found) const {
+    constexpr KvLayout kL = kv_layout(C::kId);
+    const KvScope& s = params_.p.scopes[x.scope];
+    const Divider& page_size = params_.page_size[x.scope];
+    const bool in_window = is_window() && x.scope == 0;
+    const int64_t slot = in_window ? static_cast<int64_t>(x.position) : max(x.entry, 0);
+    const int64_t quotient = page_size(slot), page = in_window ? x.entry : quotient;
+    const int row = static_cast<int>(slot - quotient * page_size.divisor());
+    const bool valid = x.entry >= 0 && page * s.page_size + row < s.num_slots;
+    found = __ballot_sync(kFullWarp, valid);
+    const uint8_t* base = s.kv_cache + page * s.kv_cache_stride_page;
+    const uint32_t mine = found >> (rank_ * 8) & 0xff;  // of the lanes that look up this CTA's keys
+    const int from = mine >> eighth_ & 1 ? eighth_ : __ffs(mine) - 1;
+    const auto of_my_key = [&](const uint8_t* p) {
+      const uint64_t at = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), rank_ * 8 + max(from, 0));
+      return from < 0 ? reinterpret_cast<const uint8_t*>(kZeroRow) : reinterpret_cast<const uint8_t*>(at);
+    };
+    const Place at{of_my_key(base + kL.token_offset(row)),
+                   of_my_key(base + kL.scale_offset(row, s.page_size))};
+    // It is loaded half a block later or more.
+    if (quarter_ == 0) bulk_prefetch_l2(at.row, kL.token_stride());
+    if (quarter_ == 1) prefetch_l2(at.scales);
+    return at;
+  }
+
+  __device__ static uint4 load_16(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
+  __device__ void load_scales(const Place& at) { scales_ = __ldg(reinterpret_cast<const uint2*>(at.scales)); }
+  // 16 codes of a tile of e4m3, two chunks of 8 of the one of bf16.
+  __device__ void load(const Place& at, int tile) {
+    const uint8_t* row = at.row + quarter_ * 16;
+    if (tile < kFp8Tiles) {
+      codes_[tile] = load_16(row + tile * C::kTileDims);
+    } else {
+      rope_[0] = load_16(row + kL.rope_offset());
+      rope_[1] = load_16(row + kL.rope_offset() + 64);
+    }
+  }
+
+  // The tile's scale as two bf16: what it multiplies is exact, as in dequantize_kv.
+  __device__ uint32_t scale(int tile) const {
+    const uint32_t exponent = (tile < 4 ? scales_.x : scales_.y) >> (tile % 4 * 8) & 0xff;
+    return (float_bits(ue8m0_to_float(static_cast<uint8_t>(exponent))) >> 16) * 0x10001u;
+  }
+  __device__ static uint4 decode(uint32_t codes, uint32_t more, uint32_t scale) {
+    const Words<2> x = e4m3x4_to_16bit<kL.nope_format, Dtype::kBf16>(codes);
+    const Words<2> y = e4m3x4_to_16bit<kL.nope_format, Dtype::kBf16>(more);
+    return {mul_bf16x2(x[0], scale), mul_bf16x2(x[1], scale), mul_bf16x2(y[0], scale),
+            mul_bf16x2(y[1], scale)};
+  }
+  __device__ void convert(int buffer, int tile) const {
+    const uint32_t to = smem_.tile(buffer, tile) + at_;
+    if (tile < kFp8Tiles) {
+      const uint4& x = codes_[tile];
+      const uint32_t s = scale(tile), chunk = (2 * quarter_ ^ eighth_) * 16;
+      store_shared_16(to + chunk, decode(x.x, x.y, s));
+      store_shared_16(to + (chunk ^ 16), decode(x.z, x.w, s));
+    } else {
+      const uint32_t chunk = (quarter_ ^ eighth_) * 16;
+      store_shared_16(to + chunk, rope_[0]);
+      store_shared_16(to + (chunk ^ 64), rope_[1]);
+    }
+  }
+  // The warp's keys of a piece to the other CTA, whose own come back.
+  __device__ void send(int buffer, int piece) const {
+    constexpr int kBytes = C::kPieceTiles * C::key_tile_bytes(0);
+    const uint32_t full = smem_.full(buffer, piece);
+    fence_proxy_async();
+    mbarrier_arrive_expect_warp(full, kBytes, lane_);
+    if (lane_ == 0) {
+      const uint32_t first_key = smem_.tile(buffer, C::first_tile(piece)) + at_;  // lane 0 has it
+      bulk_copy_to_cluster(first_key + to_peer_, first_key, kBytes, full + to_peer_);
+    }
+    __syncwarp();
+  }
+
+  const int rank_, eighth_, quarter_;
+  const uint32_t at_, to_peer_;       // of this lane's key in a tile; from an address to the peer's
+  uint4 codes_[kFp8Tiles], rope_[2];  // of this lane's key
+  uint2 scales_;
+  uint32_t found_;
+};
+
+}  // namespace mla_fp8::gpu

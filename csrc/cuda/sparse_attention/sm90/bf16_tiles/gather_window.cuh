@@ -1,0 +1,163 @@
+#pragma once
+// The gather of windows of up to 128 keys, more than 32 heads: a CTA goes through consecutive queries, and
+// from one to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at
+// position p in row p % 128.
+#include "cuda/device/copy.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/sparse_attention/sm90/bf16_tiles/gather.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr unsigned kRingKeys = 128;
+
+template <class C>
+class RingGather : RowsGather<C> {
+ public:
+  __device__ RingGather(const RowsParams& params, RowsSmem<C> smem, int thread)
+      : RowsGather<C>(params, smem, thread), thread_(thread) {}
+
+  __device__ void run() {
+    const int64_t end = first_item(blockIdx.x + 1);
+    int count = 0;
+    for (int64_t i = first_item(blockIdx.x); i < end; ++i) {
+      const RowsItem item = move_to(i);
+      this->fetch_q(item, count++);
+      if (i + 1 < end) this->prefetch_q({token(i + 1), 1, first_head(i + 1), 1});
+      if (item.length > 0) fetch_keys();
+      is_next_here_ = false;
+      if (i + 1 < end && token(i + 1) != item.token && item.length > 0 && query_.queries > 1) fetch_ahead();
+    }
+    this->fetch_q(RowsItem{}, count);
+    cp_async_wait_all();
+  }
+
+ private:
+  using RowsGather<C>::params_;
+  using RowsGather<C>::smem_;
+  enum class Change { kNone, kOne, kAll };
+
+  __device__ int64_t first_item(unsigned block) const { return params_.num_tiles * block / gridDim.x; }
+  __device__ int64_t token(int64_t i) const { return params_.num_head_blocks == 1 ? i : i / 2; }
+  __device__ int first_head(int64_t i) const {
+    return params_.num_head_blocks == 1 ? 0 : static_cast<int>(i % 2) * C::kHeads;
+  }
+
+  // Which query the item is, and how its keys differ from the last one's.
+  __device__ RowsItem move_to(int64_t i) {
+    const int64_t to = token(i);
+    if (has_keys_ && to == token_) {
+      change_ = Change::kNone;
+    } else if (has_keys_ && query_.queries > 1 && is_next_here_) {
+      change_ = Change::kOne;
+      query_ = {query_.request, query_.position + 1, query_.queries - 1};
+    } else {
+      change_ = Change::kAll;
+      query_ = find_query(params_.p.window, to);
+    }
+    token_ = to;
+    has_keys_ = query_.request >= 0 && query_.position >= 0;
+    return {to, 1, first_head(i), has_keys_ ? 1 : 0};
+  }
+
+  // Null: there is no such key.
+  __device__ const uint8_t* key(int64_t position) const {
+    const Divider& page_size = params_.page_size[0];
+    if (position < 0 || position >= params_.p.window.max_pages * page_size.divisor()) return nullptr;
+    const int64_t entry = page_size(position), row = position - entry * page_size.divisor();
+    const int page = __ldg(params_.p.window.page_table +
+                           query_.request * params_.p.window.page_table_stride_request + entry);
+    return this->row_address(0, page, row);
+  }
+
+  // The key that the next query adds: 64 threads hold it until its place is free.
+  __device__ void fetch_ahead() {
+    const uint8_t* const from = key(query_.position + 1);
+    is_next_here_ = true, is_next_valid_ = from != nullptr;
+    next_ = uint4{0, 0, 0, 0};
+    if (from && thread_ < 64) next_ = __ldg(reinterpret_cast<const uint4*>(from) + thread_);
+  }
+
+  __device__ void fetch_keys() {
+    if (change_ == Change::kNone) {
+      publish(0, false);
+      publish(1, false);
+    } else if (change_ == Change::kOne) {
+      exchange_key();
+    } else {
+#pragma unroll
+      for (int buffer = 0; buffer < 2; ++buffer) {
+        wait(buffer);
+        fetch_buffer(buffer);
+        publish(buffer, true);
+      }
+    }
+    ++fills_;
+  }
+
+  __device__ void wait(int buffer) const {
+    for (int part = 0; part < C::kParts; ++part) mbarrier_wait(smem_.empty(buffer, part), (fills_ & 1) ^ 1);
+  }
+  __device__ void publish(int buffer, bool copies) const {
+    this->publish_mask(buffer, buffer == 0 ? found_[0] : found_[1]);
+    for (int piece = 0; piece < C::kPieces; ++piece) {
+      if (copies) mbarrier_arrive_cp_async(smem_.full(buffer, piece));
+      else mbarrier_arrive(smem_.full(buffer, piece));
+    }
+  }
+
+  __device__ void exchange_key() {
+    const int64_t last = query_.position, gone = last - params_.p.window.window_size;
+    const int slot = static_cast<int>(last % kRingKeys), buffer = slot / 64;
+    // What leaves a window of fewer keys becomes zeros: it may be no number.
+    const bool clears = gone >= 0 && params_.p.window.window_size < kRingKeys;
+    const int gone_slot = clears ? static_cast<int>(gone % kRingKeys) : slot, gone_buffer = gone_slot / 64;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == gone_buffer) found_[i] &= ~bit(gone_slot);
+      if (i == buffer) found_[i] = is_next_valid_ ? found_[i] | bit(slot) : found_[i] & ~bit(slot);
+    }
+    if (gone_buffer == buffer) publish(1 - buffer, false);
+    else wait(1 - buffer);
+    wait(buffer);
+    if (thread_ < 64) set_chunk(slot, thread_, next_);
+    else if (clears) set_chunk(gone_slot, thread_ - 64, uint4{0, 0, 0, 0});
+    fence_proxy_async();
+    if (gone_buffer != buffer) publish(1 - buffer, false);
+    publish(buffer, false);
+  }
+  // Of the warp's found keys; 0: another warp's.
+  __device__ uint32_t bit(int slot) const {
+    return slot % 32 / 8 == this->warp_ ? 1u << (slot % 64 / 32 * 8 + slot % 8) : 0;
+  }
+  __device__ void set_chunk(int slot, int i, uint4 x) const {
+    const int row = slot % 64;
+    store_shared_16(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
+  }
+
+  // All keys of a buffer, zeros where there is none.
+  __device__ void fetch_buffer(int buffer) {
+    typename RowsGather<C>::template Rows<RowsGather<C>::kRows> rows;
+    const int slot = buffer * 64 + this->key_;
+    const int64_t age = (query_.position + kRingKeys - slot) % kRingKeys;
+    const bool held = this->lane_ < 16 && age < params_.p.window.window_size;
+    const uint32_t found = this->take_rows(held ? key(query_.position - age) : nullptr, rows);
+    (buffer == 0 ? found_[0] : found_[1]) = found;
+    this->copy_tiles(smem_.tile(buffer, 0), C::kTileBytes, rows, 0, C::kTiles);
+  }
+
+  const int thread_;
+  // The query whose keys are there, or on their way.
+  int64_t token_ = 0;
+  WindowQuery query_;
+  bool has_keys_ = false;
+  Change change_;
+  uint32_t found_[2] = {0, 0};  // of the ring, by this warp
+  int fills_ = 0;
+  // The key after them.
+  bool is_next_here_ = false, is_next_valid_;
+  uint4 next_;
+};
+
+}  // namespace mla_fp8::gpu

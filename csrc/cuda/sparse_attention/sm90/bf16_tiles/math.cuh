@@ -1,0 +1,384 @@
+#pragma once
+// The two warpgroups that multiply. Group 0 finds the weights of even blocks and the output's dims 0..255,
+// group 1 those of odd blocks and dims 256..511; each also multiplies its half of the other's block.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/sparse_attention/sm90/bf16_tiles/output.cuh"
+
+namespace mla_fp8::gpu {
+
+template <class C, int kGroup>
+class RowsMath {
+ public:
+  __device__ RowsMath(const RowsParams& params, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        smem_{shared_address(smem)},
+        bytes_(smem),
+        output_{params, smem_, warp, lane},
+        lane_(lane),
+        row_(warp * 16 + lane / 4),
+        column_(lane % 4 * 2),
+        weights_row_(warp * 16 + lane % 16) {}
+
+  __device__ void run() {
+    for (;; parity_ ^= 1) {
+      mbarrier_wait(smem_.q_full(), parity_);
+      const RowsItem item = smem_.item();
+      if (item.num_tokens == 0) break;
+      if (item.length == 0) {
+        arrive(smem_.q_empty());
+        output_.store_nothing(item);
+        continue;
+      }
+      base_[0] = base_[1] = largest_[0] = largest_[1] = -INFINITY;
+      sum_[0] = sum_[1] = 0.0f;
+      if (params_.p.attn_sink)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int head = item.first_head + row_place<C>(params_, row_ + 8 * r).head;
+          if (head < params_.p.num_q_heads) sink_[r] = __ldg(params_.p.attn_sink + head);
+        }
+      if constexpr (C::kNeighbours)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          last_key_[r] = item.length - item.num_tokens + row_place<C>(params_, row_ + 8 * r).token;
+      const int num_blocks = C::num_blocks(item.length);
+      for (int block = 0; block < num_blocks; block += 2) {
+        two_blocks(block, num_blocks - block);
+        ++num_blocks_[0];
+        num_blocks_[1] += block + 1 < num_blocks;
+      }
+      finish(item, num_blocks);
+    }
+  }
+
+ private:
+  static constexpr float kMaxGrowth = 8.0f;  // weights are at most 2^8
+  static constexpr bool kOwn = true, kOthers = false;
+  static constexpr int kColumns = C::keys(kGroup) / 8;  // of logits, in eights; weights go in sixteens
+  static constexpr int steps(int buffer) { return ceil_div(C::keys(buffer), 16); }
+  using Weights = uint32_t[steps(kGroup)][4];
+
+  // Blocks are multiplied in their order, since each may move the base. Issuing a product takes a group about
+  // as long as the tensor cores take for it: what should overlap is done by the other group. But the first is
+  // soon done while the second finds its weights: it adds the other block's values then, 16 keys at a time.
+  __device__ void two_blocks(int block, int blocks_left) {
+    const bool first = block == 0;
+    Weights weights;
+    if (kGroup == 0) {
+      multiply_keys(blocks_left > 1);
+      if (blocks_left <= 2) arrive(smem_.q_empty());
+      const bool moved = weigh(weights, block, [](int) {});
+      publish(weights, blocks_left <= 2);
+      if (moved && !first) rescale_output();
+      multiply_values<kOwn>(weights, !first);
+      if (blocks_left > 1) {
+        adopt_base(true);
+        multiply_values<kOthers>(weights, true);
+      }
+    } else if (blocks_left > 1) {
+      multiply_keys(true);
+      if (blocks_left <= 2) arrive(smem_.q_empty());
+      adopt_base(!first);
+      start_values();
+      const bool moved = weigh(weights, block + 1, [&](int k) { add_values<kOthers>(weights, k, !first); });
+      publish(weights, blocks_left <= 3);
+#pragma unroll
+      for (int k = kPauses; k < steps(0); ++k) add_values<kOthers>(weights, k, !first);
+      free_values<kOthers>();
+      if (moved) rescale_output();
+      multiply_values<kOwn>(weights, true);
+    } else {
+      arrive(smem_.q_empty());
+      adopt_base(!first);
+      multiply_values<kOthers>(weights, !first);
+    }
+  }
+
+  // S = Q K^T of this group's block; the second group starts when the first has issued its own, whose weights
+  // are needed earlier. No proxy fence: what cp.async wrote is in shared memory once its barrier completes,
+  // and a fence per piece costs 3 to 7 % (docs/sparse_prefill.md).
+  __device__ void multiply_keys(bool in_turn) {
+    if (kGroup == 1 && in_turn) named_barrier(kBarrierTurn, 2 * kGroupThreads);
+    const uint64_t q = wgmma_tile_descriptor(smem_.q_tile(0));
+    const uint64_t keys = wgmma_tile_descriptor(smem_.tile(kGroup, 0), 0, C::kEightKeysBytes);
+    pin_registers(s_);
+#pragma unroll
+    for (int piece = 0; piece < C::kPieces; ++piece) {
+      mbarrier_wait(smem_.full(kGroup, piece), num_blocks_[kGroup] & 1);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < C::num_tiles(piece); ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int tile = C::first_tile(piece) + i;
+          wgmma_bf16_ss(s_, wgmma_advance(q, tile * C::kTileBytes + k * 32),
+                        wgmma_advance(keys, tile * C::key_tile_bytes(kGroup) + k * 32), piece + i + k > 0);
+        }
+    }
+    wgmma_commit();
+    mask_ = smem_.mask(kGroup);
+    if (kGroup == 0 && in_turn) named_barrier_arrive(kBarrierTurn, 2 * kGroupThreads);
+    wgmma_wait<0>();
+    pin_registers(s_);
+  }
+
+  // O += P V of this group's dims of a block, which are free then, those of the first 32 keys a little
+  // earlier. The weights come from registers for the own block, from shared memory for the other's.
+  template <bool kIsOwn>
+  __device__ void multiply_values(const Weights& weights, bool accumulate) {
+    start_values();
+#pragma unroll
+    for (int k = 0; k < steps(block_of<kIsOwn>()); ++k) add_values<kIsOwn>(weights, k, accumulate);
+    free_values<kIsOwn>();
+  }
+  template <bool kIsOwn>
+  static constexpr int block_of() {
+    return kIsOwn ? kGroup : 1 - kGroup;
+  }
+  __device__ void start_values() {
+    pin_registers(out_);
+    wgmma_fence();
+  }
+  // Of the k-th 16 keys.
+  template <bool kIsOwn>
+  __device__ void add_values(const Weights& weights, int k, bool accumulate) {
+    constexpr int buffer = block_of<kIsOwn>(), kTileStride = C::key_tile_bytes(buffer);
+    const uint32_t tile = smem_.tile(buffer, 4 * kGroup);
+    // The last eight keys of a tail twice, the second time with weights of zero.
+    const uint64_t b = k == 4 ? wgmma_tile_descriptor(tile + 64 * 128, kTileStride, 0)
+                              : wgmma_advance(wgmma_tile_descriptor(tile, kTileStride, C::kEightKeysBytes),
+                                              k * 2 * C::kEightKeysBytes);
+    if constexpr (kIsOwn) {
+      wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
+    } else {
+      const uint64_t a =
+          k == 4 ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
+                 : wgmma_advance(wgmma_tile_descriptor(smem_.weights(buffer), 0, C::kEightKeysBytes), k * 32);
+      wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
+    }
+    if (k == 1 || k == steps(buffer) - 1) wgmma_commit();
+  }
+  template <bool kIsOwn>
+  __device__ void free_values() {
+    constexpr int buffer = block_of<kIsOwn>();
+    wgmma_wait<1>();
+    if constexpr (C::kPair) arrive_in_pair(0, smem_.empty(buffer, kGroup));
+    else arrive(smem_.half_empty(buffer, kGroup));
+    wgmma_wait<0>();
+    pin_registers(out_);
+    if constexpr (C::kPair) arrive_in_pair(1, smem_.empty(buffer, kGroup));
+    else arrive(smem_.empty(buffer, kGroup));
+    // Rope keys, or the weights over them, were last read here.
+    if constexpr (C::kHasRope && !kIsOwn) arrive(smem_.empty(buffer, C::kRopePart));
+  }
+  // The CTAs of a pair fill one half of the keys each, in both: they wait for both.
+  __device__ void arrive_in_pair(int rank, uint32_t barrier) const {
+    mbarrier_arrive_cluster_warp(cluster_address(barrier, rank), lane_);
+  }
+  __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
+
+  // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_. Pauses
+  // kPauses times for something else.
+  static constexpr int kPauses = 3;
+  template <class Pause>
+  __device__ bool weigh(Weights& weights, int block, Pause&& pause) {
+    float (&s)[kColumns][4] = s_;
+    const float scale = params_.p.sm_scale * kLog2E;
+    const float offset[2] = {base_[0] == -INFINITY ? 0.0f : base_[0],
+                             base_[1] == -INFINITY ? 0.0f : base_[1]};
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] = fmaf(s[n][c], scale, -offset[c / 2]);
+    if constexpr (C::kNeighbours) {
+      suspects_ = 0;
+      RowsMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
+      if (!mine[0].all() || !mine[1].all()) {
+        mine[0] = mine[0] >> column_, mine[1] = mine[1] >> column_;
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            const RowsMask& m = mine[c / 2];
+            const bool counts = n < 8 ? m.keys >> (8 * n + c % 2) & 1 : m.tail >> c % 2 & 1;
+            if (!counts && !(fabsf(s[n][c]) < INFINITY)) suspects_ |= 1u << (2 * n + c % 2);
+            s[n][c] = counts ? s[n][c] : -INFINITY;
+          }
+      }
+    } else if (!mask_.all()) {
+      const uint64_t mine = mask_.keys >> column_;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) s[n][c] = mine >> (8 * n + c % 2) & 1 ? s[n][c] : -INFINITY;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) top[c / 2] = fmaxf(top[c / 2], s[n][c]);
+    bool moved = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest_[r] = fmaxf(largest_[r], top[r] + offset[r]);
+      moved |= top[r] > limit(r);
+    }
+    moved = __any_sync(kFullWarp, moved);
+    if (moved) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float row_top = max_over_t(top[r]);
+        const float growth = row_top > limit(r) ? row_top : 0.0f;
+        const float base = row_top > limit(r) ? offset[r] + growth : base_[r];
+        move_base(r, base);
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) s[n][2 * r] -= growth, s[n][2 * r + 1] -= growth;
+      }
+    }
+    pause(0);
+#pragma unroll
+    for (int k = 0; k < steps(kGroup); ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 2 * k + i / 2, c = i % 2 * 2;
+        if (n < kColumns) {
+          const float x = fast_exp2(s[n][c]), y = fast_exp2(s[n][c + 1]);
+          sum_[c / 2] += x;
+          sum_[c / 2] += y;
+          weights[k][i] = pack_bf16(x, y);
+        } else {
+          weights[k][i] = 0;
+        }
+      }
+      if (k == 1) pause(1);
+    }
+    pause(2);
+    return moved;
+  }
+  // Which keys of a block are in the window of row row_ + 8 r.
+  __device__ RowsMask window_mask(int block, int r) const {
+    const int last = last_key_[r] - C::first_key(block);
+    RowsMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
+    if (kColumns == 8) mask.tail = 0xff;
+    return mask;
+  }
+  __device__ float limit(int r) const { return base_[r] == -INFINITY ? -INFINITY : kMaxGrowth; }
+  __device__ void move_base(int r, float base) {
+    rescale_[r] = base == base_[r] ? 1.0f : fast_exp2(base_[r] - base);
+    sum_[r] *= rescale_[r];
+    base_[r] = base;
+  }
+  __device__ void rescale_output() {
+#pragma unroll
+    for (int n = 0; n < 32; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) out_[n][c] *= rescale_[c / 2];
+  }
+
+  __device__ float2* handover(int group) const {
+    return reinterpret_cast<float2*>(bytes_ + C::kHandover) + (parity_ * 2 + group) * C::kHeads;
+  }
+  __device__ float* largest() const {
+    return reinterpret_cast<float*>(bytes_ + C::kLargest) + parity_ * C::kHeads;
+  }
+  // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
+  __device__ void publish(const Weights& weights, bool last) const {
+    if constexpr (C::kHasRope || C::kNeighbours)
+      named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
+    if constexpr (C::kNeighbours)
+      if (__any_sync(kFullWarp, suspects_ != 0))
+        clear_values<C::keys(kGroup), C::kValueTiles>(bytes_ + C::kBlocks + kGroup * C::kFirstBlockBytes,
+                                                      suspects_, lane_);
+    const uint32_t row =
+        smem_.weights(kGroup) + weights_row_ / 8 * C::kEightKeysBytes + weights_row_ % 8 * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      stmatrix_x4(row + (((2 * k + lane_ / 16) ^ (weights_row_ % 8)) * 16), weights[k]);
+    if constexpr (kColumns > 8)
+      stmatrix_x4(smem_.tail_weights() + weights_row_ / 8 * 256 + lane_ / 16 * 128 + weights_row_ % 8 * 16,
+                  weights[4]);
+    float sum[2] = {0.0f, 0.0f};
+    if (last) {
+      sum[0] = sum_over_t(sum_[0]), sum[1] = sum_over_t(sum_[1]);
+      if (kGroup == 1) {
+        const float top0 = max_over_t(largest_[0]), top1 = max_over_t(largest_[1]);
+        if (lane_ % 4 == 0) largest()[row_] = top0, largest()[row_ + 8] = top1;
+      }
+    }
+    if (lane_ % 4 == 0) {
+      handover(kGroup)[row_] = {sum[0], base_[0]};
+      handover(kGroup)[row_ + 8] = {sum[1], base_[1]};
+    }
+    fence_proxy_async();
+    arrive(smem_.weights_full(kGroup));
+  }
+  // Waits for the other group's weights and brings sums and output to their base.
+  __device__ void adopt_base(bool has_output) {
+    constexpr int kOther = 1 - kGroup;
+    mbarrier_wait(smem_.weights_full(kOther), num_blocks_[kOther] & 1);
+    const float base0 = handover(kOther)[row_].y, base1 = handover(kOther)[row_ + 8].y;
+    if (__any_sync(kFullWarp, base0 != base_[0] || base1 != base_[1])) {
+      move_base(0, base0);
+      move_base(1, base1);
+      if (has_output) rescale_output();
+    }
+  }
+
+  // Normalises and stores this group's dims; the first group also the statistics.
+  __device__ void finish(const RowsItem& item, int num_blocks) {
+    const SparseAttentionParams& p = params_.p;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_ + 8 * r;
+      const RowPlace place = row_place<C>(params_, row);
+      const int head = item.first_head + place.head;
+      const bool two_groups = num_blocks > 1;
+      float total = in_base(handover(0)[row], base_[r]);
+      if (two_groups) total += in_base(handover(1)[row], base_[r]);
+      const bool empty = total == 0.0f;
+      const float sink = p.attn_sink ? fast_exp2(fmaf(sink_[r], kLog2E, -base_[r])) : 0.0f;
+      factor[r] = empty ? 0.0f : __fdividef(1.0f, total + sink);
+      if constexpr (kGroup == 0) {
+        const float top = max_over_t(largest_[r]);
+        if (lane_ % 4 == 0 && item.has(place, p.num_q_heads)) {
+          const int64_t at = (item.token + place.token) * p.num_q_heads + head;
+          p.lse[at] = empty ? -INFINITY : (base_[r] + __log2f(total)) * kLn2;
+          if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kLn2;
+        }
+      }
+    }
+    output_.store(item, out_, factor);
+  }
+  // A sum of weights relative to another base.
+  __device__ static float in_base(float2 sum_base, float base) {
+    return sum_base.y == base ? sum_base.x : sum_base.x * fast_exp2(sum_base.y - base);
+  }
+
+  const RowsParams& params_;
+  const RowsSmem<C> smem_;
+  uint8_t* const bytes_;
+  const RowsOutput<C, kGroup> output_;
+  const int lane_, row_, column_, weights_row_;
+  int num_blocks_[2] = {0, 0};  // so far, of each buffer
+  int parity_ = 0;              // of the item
+  float s_[kColumns][4];        // logits of this group's block
+  RowsMask mask_;               // which of its keys are there
+  float out_[32][4];            // of this group's 256 dims
+  // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
+  float base_[2], rescale_[2], sum_[2], largest_[2];
+  float sink_[2];
+  int last_key_[2];    // that these rows attend to in a window
+  uint32_t suspects_;  // logits outside the window that are no number, by column
+};
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,78 @@
+#pragma once
+// The warpgroup kernel's merge of the CTAs that share a row, in distributed shared memory.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
+
+namespace mla_fp8::gpu {
+
+// Value warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
+// warps an equal share of that: a few heads, or a part of one. What bounds it is the latency of remote loads,
+// so sixteen are in flight.
+template <class C>
+__device__ void merge_group_splits(const TeamParams& params, const Work& w, uint8_t* smem, int warp,
+                                   int lane) {
+  const uint32_t base = shared_address(smem);
+  const int splits = params.num_splits;
+  const int share = C::kHeads * kOutQuads / splits / kConsumerWarps;  // quads of a warp: 32 or more
+  const int rounds = min(share, kOutQuads) / kWarpSize;               // of the warp over one head: 1, 2 or 4
+  const int first = (w.split * kConsumerWarps + warp) * share;
+#pragma unroll 1
+  for (int done = 0; done < share; done += rounds * kWarpSize) {
+    const int quad = first + done + lane, head = (first + done) / kOutQuads;
+    float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
+    float largest = -INFINITY;
+    if (lane < splits) {
+      stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+      if constexpr (C::kFindsLargest)
+        largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
+    }
+    const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
+    constexpr int kSplits = 4, kRounds = kOutQuads / kWarpSize;
+    float4 sum[kRounds] = {};
+    float max = stats.x, total = 0.0f, factor = 0.0f;
+#pragma unroll 1
+    for (int r = 0; r < splits; r += kSplits) {
+      float4 x[kSplits][kRounds];
+#pragma unroll
+      for (int k = 0; k < kSplits; ++k) {
+        const int other = (w.split + r + k) % splits;  // every CTA begins with itself: nobody is asked by all
+        const uint32_t theirs = cluster_address(mine, other);
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i)
+          x[k][i] = r + k < splits && i < rounds
+                        ? load_cluster_float4(theirs + i * kWarpSize * static_cast<int>(sizeof(float4)))
+                        : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      }
+      if (r == 0) {  // while those are on their way
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2)
+          max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+        factor = fast_exp2(stats.x - max);
+        total = stats.y * factor;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+          total += __shfl_xor_sync(kFullWarp, total, offset);
+          if constexpr (C::kFindsLargest)
+            largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kSplits; ++k) {
+        const float f = __shfl_sync(kFullWarp, factor, (w.split + r + k) % splits);
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) add(sum[i], x[k][i], f);
+      }
+    }
+    float out_factor = 0.0f;
+    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total, largest);
+    out_factor = __shfl_sync(kFullWarp, out_factor, 0);
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i)
+      if (i < rounds) store_out<C>(params.p, w, quad + i * kWarpSize, sum[i], out_factor);
+  }
+}
+
+}  // namespace mla_fp8::gpu

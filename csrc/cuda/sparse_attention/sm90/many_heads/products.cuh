@@ -1,0 +1,142 @@
+#pragma once
+// The parts of a product over raw rows by wgmma that decode's warpgroups and prefill's row groups share.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/logits.cuh"
+
+namespace mla_fp8::gpu {
+
+// The scales of a slot's 16 tokens, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of tokens g and
+// g + 8, pairs of f16.
+template <class R>
+struct SlotScales {
+  static constexpr int kPerLane = R::kNumScales > 0 ? TokenScales<R>::kPerLane : 1;
+  uint32_t of_lane[kPerLane];
+  int e = 0;       // 2^e is above them
+  bool is_nan[2];  // tokens g and g + 8
+
+  // `row`: of this lane's token g.
+  __device__ void load(const uint8_t* row, int t) {
+    is_nan[0] = is_nan[1] = false;
+    if constexpr (R::kNumScales > 0) {
+      float scale[2][kPerLane], largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) {
+          scale[i][j] =
+              4 * j + t < R::kNumScales ? TokenScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
+          largest = fmaxf(largest, scale[i][j]);
+        }
+      const uint32_t above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+      if (above >= __float_as_uint(INFINITY))
+#pragma unroll
+        for (int i = 0; i < 2; ++i) is_nan[i] = TokenScales<R>::is_nan(row + 8 * i * R::kPitch);
+      e = min(max(exponent_above(above), -100), 100);
+      const float unit = power_of_two(-e);
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) of_lane[j] = pack_f16(scale[0][j] * unit, scale[1][j] * unit);
+    }
+  }
+  // Of tokens g and g + 8.
+  __device__ uint32_t of_tile(int tile, int lane) const {
+    return __shfl_sync(kFullWarp, of_lane[tile / 4], (lane & ~3) + tile % 4);
+  }
+  // To the table of a block; token: this lane's g.
+  __device__ void store(uint8_t* table, int token, int t) const {
+    if constexpr (R::kNumScales > 0)
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j)
+        if (4 * j + t < R::kNumScales) {
+          uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + token;
+          at[0] = static_cast<uint16_t>(of_lane[j]);
+          at[8] = static_cast<uint16_t>(of_lane[j] >> 16);
+        }
+  }
+};
+
+// S^T = K Q^T of the 16 tokens of the slot at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
+// in f16.
+template <class C, int kDepth>
+__device__ __forceinline__ void group_products(uint32_t rows, const SlotScales<typename C::R>& scales,
+                                               uint32_t q_smem, int lane, float (&s)[C::kGroups][4]) {
+  using R = typename C::R;
+  // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
+  // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
+  constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
+  static_assert(kBf16Units <= 2 && R::kTileDims >= 64, "fetching ahead overwrites nothing");
+  const uint64_t q = wgmma_descriptor(q_smem, C::kHeads * 16, 128);
+  constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
+  const int matrix = lane / 8;
+  const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
+  uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
+  uint32_t scale = 0;
+  const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && first_dim % R::kTileDims == 0; };
+  const auto fetch = [&](int unit) {
+    const int first_dim = (unit - kBf16Units) * 32;
+    if (first_dim < 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ldmatrix_x4(k[unit][i], keys + R::kBf16Offset + unit * 64 + i * 32);
+      return;
+    }
+    ldmatrix_x4(bytes[unit % 2], keys + first_dim);
+    if (new_tile(first_dim)) scale = scales.of_tile(first_dim / R::kTileDims, lane);
+  };
+  const auto convert = [&](int unit) {
+    const int first_dim = (unit - kBf16Units) * 32;
+    uint32_t (&a)[2][4] = k[unit % kDepth];
+    if (first_dim < 0) {
+      const float to_unit = power_of_two(-scales.e);
+      const uint32_t unit_pair = pack_bf16(to_unit, to_unit);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_bf16x2(a[i / 4][i % 4], unit_pair);
+      return;
+    }
+    convert_keys(bytes[unit % 2], a[0], a[1]);
+    if (new_tile(first_dim)) pair[0] = __byte_perm(scale, 0, 0x1010), pair[1] = __byte_perm(scale, 0, 0x3232);
+    if constexpr (R::kNumScales > 0)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);
+  };
+#pragma unroll
+  for (int unit = 0; unit < kBf16Units + 2; ++unit) fetch(unit);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    if (unit >= kDepth) wgmma_wait<kDepth - 1>();  // its fragments are free again
+    convert(unit);
+    if (unit >= kBf16Units && unit + 2 < kUnits) fetch(unit + 2);
+    pin_registers(s);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * unit + i;
+      if (unit < kBf16Units)
+        wgmma_bf16(s, k[unit % kDepth][i], q + (R::kFp8Dims / 16 + step) * kStep, step > 0);
+      else wgmma_f16(s, k[unit % kDepth][i], q + (step - 2 * kBf16Units) * kStep, step > 0);
+    }
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  pin_registers(s);
+}
+
+// O at bases that moved by `changes` [head] (log2).
+template <int kChunks, int kGroups>
+__device__ __forceinline__ void rescale_values(float (&out)[kChunks][kGroups][4], const float* changes,
+                                               int t) {
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t);
+    f = {fast_exp2(f.x), fast_exp2(f.y)};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      out[chunk][n][0] *= f.x, out[chunk][n][2] *= f.x;
+      out[chunk][n][1] *= f.y, out[chunk][n][3] *= f.y;
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu

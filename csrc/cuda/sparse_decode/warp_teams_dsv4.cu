@@ -1,4 +1,0 @@
-#include "cuda/sparse_decode/warp_teams.cuh"
-
-template void mla_fp8::gpu::launch_warp_teams<mla_fp8::KvLayoutId::kDsv4>(const SparseAttentionParams&,
-                                                                          const TeamPlan&, gpuStream_t);
