@@ -31,7 +31,9 @@
   X(sparse_decode) X(sparse_decode_out)
 
 #define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)
-#define MLA_FP8_CUDA_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) X(_sparse_attention) X(_sparse_attention_window)
+#define MLA_FP8_CUDA_OPS(X)                                 \
+  MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
+  X(_sparse_attention) X(_sparse_attention_window)
 #define MLA_FP8_HIP_OPS(X) MLA_FP8_COMMON_OPS(X)
 // clang-format on
 

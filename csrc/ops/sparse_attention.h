@@ -117,8 +117,8 @@ namespace gpu {
 void sparse_decode(const SparseAttentionParams& params, gpuStream_t stream);
 void sparse_prefill(const SparseAttentionParams& params, gpuStream_t stream);
 
-// For tests: a kernel and schedule by name, heads of a CTA, CTAs of a query, warps that gather (0: as the kernel
-// has). cuda/sparse_attention/plan.h has them all.
+// For tests: a kernel and schedule by name, heads of a CTA, CTAs of a query, warps that gather (0: as the
+// kernel has). cuda/sparse_attention/plan.h has them all.
 struct WantedKernel {
   std::string kernel, schedule;
   int heads, splits, producers;

@@ -1,6 +1,7 @@
 #pragma once
-// _mla_fp8_core, a test-only module that is never shipped: csrc/common, the CPU kernels of every instruction set
-// and the plans of sparse attention on GPUs, for numpy and hypothesis, without torch. bf16 travels as uint16.
+// _mla_fp8_core, a test-only module that is never shipped: csrc/common, the CPU kernels of every
+// instruction set and the plans of sparse attention on GPUs, for numpy and hypothesis, without torch. bf16
+// travels as uint16.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

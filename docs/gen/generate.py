@@ -17,6 +17,7 @@ import drawings
 import layouts
 import ops
 import performance
+import plans
 import prices
 import support
 from results import ROOT
@@ -43,7 +44,7 @@ def outputs() -> dict[Path, str]:
     for name, chart in (performance.images() | accuracy.images() | drawings.images()).items():
         made[f"docs/img/{name}"] = chart
     parts = dict[str, str]()
-    for module in (accuracy, dispatch, performance, prices, support):
+    for module in (accuracy, dispatch, performance, plans, prices, support):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

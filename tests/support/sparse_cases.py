@@ -98,6 +98,13 @@ class Case:
         torch.ops.mla_fp8.sparse_prefill_paged_out(*self.arguments(), **self.op_options(), **outs)
         return outs["out"], outs["max_logits"], outs["lse"]
 
+    def run_by(self, kernel: str, **named) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By the CUDA kernel of that name: ``schedule``, ``heads`` (of a CTA), ``splits``, ``producers``,
+        ``max_logits`` (False: it has no elements)."""
+        return torch.ops.mla_fp8._sparse_attention(
+            *self.arguments(), **self.op_options(), kernel=kernel, **named
+        )
+
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(out, max_logits, lse) in ``dtype``, from the rows that the test kept."""
         scopes = [(s.rows, s.indices, s.length) for s in self.scopes]

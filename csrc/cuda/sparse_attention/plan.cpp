@@ -33,7 +33,7 @@ const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvLayoutId l
 }
 constexpr Plan kPortablePlan{kVariants[0]};
 
-// ---- sm_90: which kernel, and how many SMs share a query -----------------------------------------------------
+// ---- sm_90: which kernel, and how many SMs share a query ------------------------------------------------
 //
 // All prices and thresholds are those of one H200 (132 SMs).
 
@@ -54,7 +54,8 @@ struct HeadsClass {
   double ns_per_key;  // of one CTA, when nothing but itself limits it
   double fixed_us, cluster_us;
 };
-// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4; their values are rough.
+// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4; their values are
+// rough.
 constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 6.4, 1.2},
                                         {Kernel::kFewHeads, 16, 17.5, 5.0, 3.0},
                                         {Kernel::kFewHeads, 32, 27.0, 7.0, 4.0},
@@ -76,7 +77,7 @@ Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int s
 // A cluster for each query: which variant and how many CTAs is the least time by the model above.
 Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
-  if (p.batch_invariant) {  // the same for any number of queries and, so that padding changes nothing, any heads
+  if (p.batch_invariant) {  // the same for any number of queries and, as padding changes nothing, of heads
     const int splits = keys > 1024 ? 2 : 1;
     return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
                       : few_or_many(p, Kernel::kManyHeads, 64, splits);
@@ -103,9 +104,10 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   return few_or_many(p, best->kernel, best->heads, best_splits);
 }
 
-// bf16 rows, windows alone or more than 16 heads; dsv4 and more than 64 heads, which two CTAs convert for each
-// other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the SMs the other kernels'
-// way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70 against 67 us).
+// bf16 rows, windows alone or more than 16 heads; dsv4 and more than 64 heads, which two CTAs convert for
+// each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the SMs the
+// other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70 against
+// 67 us).
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair = p.layout == KvLayoutId::kDsv4 && p.num_q_heads > 64;
   const bool bf16 = is_bf16(p) && (is_window_alone(p) || p.num_q_heads > 16);
@@ -127,9 +129,9 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxWalkQueries) return kPortablePlan;
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
-  // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
-  // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking; ed110fa).
-  // With many heads sharing is the faster one anyway, up to the queries that it takes.
+  // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half
+  // empty, where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by
+  // walking; ed110fa). With many heads sharing is the faster one anyway, up to the queries that it takes.
   const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : 8;  // queries of 8 heads for an SM
   if (p.num_tokens * ceil_div(p.num_q_heads, kOctet) < enough * num_sms ||
       (many_heads && p.num_tokens < kMaxSplitQueries))
@@ -147,7 +149,7 @@ Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
   return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);
 }
 
-// ---- architectures -------------------------------------------------------------------------------------------
+// ---- architectures --------------------------------------------------------------------------------------
 
 // GPUs with kernels of their own, as far as these are built; all others, and what they do not read, take the
 // portable kernel.

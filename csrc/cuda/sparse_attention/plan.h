@@ -1,7 +1,7 @@
 #pragma once
-// The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks at
-// shapes only, never at lengths: a captured graph stays right when they change, and the result of a query does
-// not depend on what the other queries hold.
+// The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks
+// at shapes only, never at lengths: a captured graph stays right when they change, and the result of a
+// query does not depend on what the other queries hold.
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -81,7 +81,7 @@ Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
 
-// ---- bf16_tiles: 64 rows of Q ------------------------------------------------------------------------------
+// ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 
 inline bool is_window_alone(const SparseAttentionParams& p) { return p.is_window && p.num_scopes == 1; }
 // Queries of a tile: one, or as many neighbours as fill it, whose windows are mostly the same.
@@ -92,15 +92,16 @@ inline int64_t num_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{tile_queries(p)}) * ceil_div(p.num_q_heads, 64);
 }
 
-// ---- the kernels: each runs the plans that name it ---------------------------------------------------------
+// ---- the kernels: each runs the plans that name it ------------------------------------------------------
 
 void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
-// Runs fn(constant<variant>{}, constant<layout>{}) for what the plan and the problem name; the variant is an index
-// of kVariants. So a kernel is compiled for its rows of that table and the layouts that they read, for no others.
+// Runs fn(constant<variant>{}, constant<layout>{}) for what the plan and the problem name; the variant is
+// an index of kVariants. So a kernel is compiled for its rows of that table and the layouts that they read,
+// for no others.
 template <Kernel kKernel, class Fn>
 void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;

@@ -1,0 +1,151 @@
+"""Which kernel runs which shapes (csrc/cuda/sparse_attention/plan.h), without a GPU.
+
+plans.csv and variants.csv are frozen. After a deliberate change of the policy:
+python tests/core/test_plan.py
+"""
+
+import csv
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+if __name__ == "__main__":
+    import conftest  # noqa: F401
+
+import _mla_fp8_core as core
+
+HERE = Path(__file__).parent
+LAYOUTS = [layout.name for layout in core.KV_LAYOUTS]
+HEADS = (8, 16, 32, 64, 128)
+H200, H20, B200, A100 = (9, 132), (9, 78), (10, 148), (8, 108)  # (compute capability, SMs)
+
+
+def shapes():
+    """op, layout, keys, extra keys, whether the first are a window, heads, queries, GPU."""
+    caches = [("dsv32", 2048, 0, False), ("dsv4", 128, 512, False), ("bf16", 2048, 0, False)]
+    chunks = [*caches, ("bf16_512", 1152, 0, False), ("bf16_512", 128, 0, True), ("dsv4", 128, 512, True)]
+    for cache, heads, queries in product(caches, HEADS, (1, 8, 32, 128, 256)):
+        yield "decode", *cache, heads, queries, H200
+    for cache, heads, queries in product(chunks, HEADS, (32, 256, 4096)):
+        yield "prefill", *cache, heads, queries, H200
+    for op, heads, queries, gpu in product(("decode", "prefill"), (16, 128), (64, 512), (H20, B200, A100)):
+        yield op, "dsv32", 2048, 0, False, heads, queries, gpu
+    yield "decode", "dsv32", 2048, 0, False, 128, 1 << 20, H200
+    yield "prefill", "dsv32", 2048, 0, False, 128, 1 << 20, H200
+    yield "prefill", "dsv32", 2048, 0, False, 8, 1 << 27, H200
+    yield "decode", "fp8_e4m3_fnuz", 2048, 0, False, 16, 8, H200
+
+
+def plans():
+    yield "op", "layout", "keys", "extra_keys", "window", "heads", "queries", "compute_major", "sms", "plan"
+    for op, layout, keys, extra, window, heads, queries, (major, sms) in shapes():
+        plan = core.plan(
+            op, layout=LAYOUTS.index(layout), queries=queries, heads=heads, keys=keys, extra_keys=extra,
+            is_window=window, compute_major=major, num_sms=sms,
+        )  # fmt: skip
+        numbers = map(str, (keys, extra, int(window), heads, queries, major, sms))
+        yield op, layout, *numbers, plan
+
+
+def variants():
+    yield "kernel", "schedule", "heads", "producers", "layouts"
+    for kernel, schedule, heads, producers, layouts in core.VARIANTS:
+        yield kernel, schedule, str(heads), str(producers), " ".join(LAYOUTS[i] for i in layouts)
+
+
+TABLES = {"plans.csv": plans, "variants.csv": variants}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_policy_and_variants_are_frozen(name):
+    with (HERE / name).open(newline="") as file:
+        assert list(TABLES[name]()) == [tuple(row) for row in csv.reader(file)]
+
+
+def test_every_variant_is_in_some_plan():
+    with (HERE / "plans.csv").open(newline="") as file:
+        planned = {row["plan"] for row in csv.DictReader(file)}
+    for kernel, schedule, heads, producers, _ in core.VARIANTS:
+        if kernel == "portable":
+            assert kernel in planned
+            continue
+        wanted = [f"{kernel} {schedule}, {heads} heads"]
+        if kernel == "few_heads":
+            wanted.append(f", {producers} producers")
+        assert any(all(part in plan for part in wanted) for plan in planned), wanted
+
+
+problems = st.fixed_dictionaries(
+    {
+        "layout": st.integers(0, len(LAYOUTS) - 1), "queries": st.integers(1, 1 << 28),
+        "heads": st.integers(1, 128), "keys": st.integers(0, 1 << 27), "extra_keys": st.integers(0, 4096),
+        "num_sms": st.integers(1, 200),
+    }
+)  # fmt: skip
+
+
+@given(problems, st.sampled_from(["decode", "prefill"]), st.booleans())
+def test_a_plan_names_a_variant_that_reads_the_cache(problem, op, is_window):
+    plan = core.plan(op, is_window=is_window and op == "prefill", **problem)
+    if plan == "portable":
+        return
+    name, *rest = plan.split(", ")
+    numbers = {what: int(number) for number, what in (part.split(" ", 1) for part in rest)}
+    splits = numbers.get("CTA a query", numbers.get("CTAs a query", 1))
+    assert splits in (1, 2, 4, 8, 16)
+    forced = core.forced_plan(
+        *name.split(), numbers["heads"], splits, numbers.get("producers", 0), layout=problem["layout"],
+        heads=problem["heads"],
+    )  # fmt: skip
+    assert forced == plan
+
+
+@given(problems, problems)
+def test_batch_invariant_plans_know_neither_queries_nor_heads_nor_sms(a, b):
+    b |= {name: a[name] for name in ("layout", "keys", "extra_keys")}
+    a["queries"], b["queries"] = (min(x["queries"], (1 << 20) - 1) for x in (a, b))
+    assert core.plan("decode", batch_invariant=True, **a) == core.plan("decode", batch_invariant=True, **b)
+
+
+@given(problems, st.sampled_from(["decode", "prefill"]), st.sampled_from([8, 10, 12]))
+def test_other_gpus_take_the_portable_kernel(problem, op, major):
+    assert core.plan(op, compute_major=major, **problem) == "portable"
+
+
+@pytest.mark.parametrize(
+    "wanted, layout, heads",
+    [
+        (("few_heads", "split", 64, 1), "dsv32", 64),
+        (("few_heads", "split", 32, 1), "dsv32", 64),
+        (("few_heads", "split", 8, 3), "dsv32", 8),
+        (("few_heads", "walk", 8, 2), "dsv32", 8),
+        (("few_heads", "walk", 16, 1, 4), "dsv32", 16),
+        (("many_heads", "split", 64, 32), "dsv32", 64),
+        (("many_heads", "split", 64, 1), "bf16", 64),
+        (("many_heads", "split", 64, 1), "dsv32_fnuz", 64),
+        (("bf16_tiles", "walk", 64, 1), "dsv4", 64),
+        (("bf16_tiles", "walk", 64, 1), "dsv32", 128),
+        (("nothing", "split", 16, 1), "dsv32", 16),
+    ],
+)
+def test_what_no_kernel_runs_is_refused(wanted, layout, heads):
+    with pytest.raises(RuntimeError, match=f"must be one of .* reads {layout} with {heads} heads"):
+        core.forced_plan(*wanted, layout=LAYOUTS.index(layout), heads=heads)
+
+
+def test_a_kernel_is_refused_on_a_gpu_that_it_is_not_compiled_for():
+    options = {"layout": LAYOUTS.index("dsv32"), "heads": 16}
+    assert core.forced_plan("few_heads", "split", 16, **options).startswith("few_heads split, 16 heads")
+    with pytest.raises(RuntimeError, match="on this GPU"):
+        core.forced_plan("few_heads", "split", 16, **options, compute_major=10)
+
+
+if __name__ == "__main__":
+    for name, table in TABLES.items():
+        with (HERE / name).open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(table())
+    sys.exit()

@@ -1,0 +1,188 @@
+"""Every variant of every attention kernel, by its name, over every layout that it reads.
+
+The variants are those that the kernels are compiled from (tests/core/variants.csv is frozen to that table).
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from row_cases import changed, compacted, row_case
+from sparse_cases import V4_SCOPES, Case, make_case
+from window_cases import make_window_case
+
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # out, max_logits, lse
+
+
+@dataclass(frozen=True)
+class Variant:
+    kernel: str
+    schedule: str
+    heads: int  # of a CTA
+    producers: int
+    layout: str
+    splits: int = 1
+
+    def __str__(self) -> str:
+        shape = f"{self.heads}h-{self.producers}p-{self.splits}s"
+        return f"{self.kernel}-{self.schedule}-{shape}-{self.layout}"
+
+    @property
+    def pairs(self) -> bool:
+        """Two CTAs of 64 heads, which convert rows for each other."""
+        return self.kernel == "bf16_tiles" and self.layout == "dsv4"
+
+    @property
+    def some_heads(self) -> tuple[int, ...]:
+        """Less than a CTA takes, and more."""
+        if self.pairs:
+            return 65, 128
+        return self.heads - 3, min(self.heads + 9, 128)
+
+    def options(self) -> dict:
+        names = ("kernel", "schedule", "heads", "splits", "producers")
+        return {name: getattr(self, name) for name in names}
+
+    def run(self, case: Case, **changes) -> Results:
+        return case.run_by(**(self.options() | changes))
+
+
+def variants() -> list[Variant]:
+    path = Path(__file__).parents[1] / "core/variants.csv"
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            splits = (1, 4, 16) if row["schedule"] == "split" and row["kernel"] != "portable" else (1,)
+            found += [
+                Variant(
+                    row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split
+                )
+                for layout in row["layouts"].split()
+                for split in splits
+            ]
+    return found
+
+
+every_variant = pytest.mark.parametrize("variant", variants(), ids=str)
+unsplit_variants = pytest.mark.parametrize("variant", [v for v in variants() if v.splits == 1], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def assert_right(case: Case, results: Results) -> None:
+    out, max_logits, lse = results
+    exact, exact_max, exact_lse = case.expected()
+    assert_as_accurate_as(out, case.rounded(), exact)
+    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
+
+
+def assert_same(got: Results, want: Results) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def some_tokens(case: Case) -> torch.Tensor:
+    """The first eight, which are the odd ones, and some others."""
+    count = len(case.q)
+    return torch.cat([torch.arange(min(8, count)), torch.randint(count, (16,))]).cuda()
+
+
+@every_variant
+@pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["one cache", "two caches"])
+@pytest.mark.parametrize("num_tokens", [1, 9, 700])
+def test_every_variant(variant, num_tokens, extra):
+    """One query, and more than the CTAs of a walk have at once."""
+    for heads in variant.some_heads:
+        shape = {"num_tokens": num_tokens, "num_q_heads": heads, "topk": 333, "num_slots": 2000}
+        case = make_case(KV_LAYOUTS[variant.layout], "cuda", **shape, extra=extra)
+        results = variant.run(case)
+        assert all(not t.isnan().any() for t in results)
+        some = some_tokens(case)
+        assert_right(case.tokens(some), tuple(t[some] for t in results))
+        assert_same(variant.run(case), results)
+        out, max_logits, lse = variant.run(case, max_logits=False)
+        assert torch.equal(out, results[0]) and torch.equal(lse, results[2]) and max_logits.numel() == 0
+
+
+@every_variant
+def test_long_rows(variant):
+    """Every stage of a ring is filled many times, and every CTA of a query has keys."""
+    heads = variant.some_heads[0]
+    case = make_case(
+        KV_LAYOUTS[variant.layout], "cuda", num_tokens=5, num_q_heads=heads, topk=5000, num_slots=9000
+    )
+    results = variant.run(case)
+    assert_right(case, results)
+    for _ in range(3):
+        assert_same(variant.run(case), results)
+
+
+@unsplit_variants
+def test_rows_of_every_kind(variant):
+    """Full next to empty, holes, repeats. Invalid keys are left out: a row has the bits of one without."""
+    heads = variant.some_heads[-1]
+    case = row_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=330, num_q_heads=heads, extra_topk=70)
+    results = variant.run(case)
+    assert all(not t.isnan().any() for t in results)
+    some = torch.arange(44).cuda()
+    assert_right(case.tokens(some), tuple(t[some] for t in results))
+    if not variant.pairs:
+        assert_same(variant.run(changed(case, compacted)), results)
+
+
+@unsplit_variants
+@pytest.mark.parametrize("window_size", [33, 128, 200])
+@pytest.mark.parametrize("extra", [None, V4_SCOPES | {"topk": 40}], ids=["alone", "and a cache"])
+def test_windows(variant, window_size, extra):
+    window = make_window_case(
+        KV_LAYOUTS[variant.layout], "cuda", query_lens=[150, 1, 0, 200], seq_lens=[400, 90, 30, 200],
+        window_size=window_size, num_q_heads=variant.some_heads[-1], extra=extra,
+    )  # fmt: skip
+    results = torch.ops.mla_fp8._sparse_attention_window(
+        *window.arguments(), **window.op_options(), **variant.options()
+    )
+    assert all(not t.isnan().any() for t in results)
+    some = torch.cat([torch.arange(24), torch.arange(340, 353)]).cuda()
+    assert_right(window.case.tokens(some), tuple(t[some] for t in results))
+
+
+@unsplit_variants
+def test_a_query_does_not_depend_on_its_place_or_its_neighbours(variant):
+    heads = variant.some_heads[0]
+    case = make_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=600, num_q_heads=heads, extra=V4_SCOPES)
+    whole = variant.run(case)
+    order = torch.randperm(600, device="cuda")
+    order[300:] = order[0]
+    assert_same(variant.run(case.tokens(order)), tuple(t[order] for t in whole))
+
+
+@unsplit_variants
+def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
+    heads = variant.some_heads[0]
+    case = make_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=200, num_q_heads=heads, extra=V4_SCOPES)
+    padded = 128 if variant.pairs else variant.heads
+    q = case.q.new_zeros(200, padded, case.q.shape[2])
+    q[:, :heads] = case.q
+    sink = torch.full((padded,), -float("inf"), device="cuda")
+    sink[:heads] = case.attn_sink
+    wide = variant.run(replace(case, q=q, attn_sink=sink))
+    assert_same(tuple(t[:, :heads] for t in wide), variant.run(case))
+
+
+def test_what_no_kernel_runs_is_refused():
+    case = make_case(KV_LAYOUTS["bf16"], "cuda")
+    with pytest.raises(RuntimeError, match=r"must be one of .* reads bf16 with 16 heads"):
+        case.run_by("many_heads", schedule="split", heads=64, splits=1)
