@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES, MAX_COLUMNS = 400, 110
+MAX_ROLE_LINES = 800  # of a file with one role of a kernel in it: a class is not torn apart
 MAX_REFERENCE_STATEMENTS, MAX_WRAPPER_STATEMENTS = 15, 60
 SOURCES = (".h", ".cpp", ".cu", ".cuh", ".hip", ".py")
 
@@ -21,6 +22,9 @@ LAYOUT_HOMES = (
     "docs/reference/layouts.md",
     "ci/check_tree.py",
 )
+# Attention kernels include what is beside them or above them: no kernel knows another, nothing general one GPU.
+ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
+INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
 
 
@@ -32,8 +36,9 @@ def tracked() -> list[Path]:
 
 
 def check_lines(name: str, lines: list[str]) -> Iterator[str]:
-    if len(lines) > MAX_LINES:
-        yield f"{name}: {len(lines)} lines, at most {MAX_LINES}"
+    most = MAX_ROLE_LINES if name.startswith(f"{ATTENTION}sm90/") else MAX_LINES
+    if len(lines) > most:
+        yield f"{name}: {len(lines)} lines, at most {most}"
     for number, line in enumerate(lines, 1):
         if len(line.split("  # type: ")[0]) > MAX_COLUMNS:
             yield f"{name}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
@@ -41,6 +46,14 @@ def check_lines(name: str, lines: list[str]) -> Iterator[str]:
             yield f"{name}:{number}: a layout number; read it from the layout table"
         if name != "ci/check_tree.py" and TODO.search(line):
             yield f"{name}:{number}: a TODO carries an issue number: TODO(#12)"
+
+
+def check_includes(name: str, lines: list[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        found = INCLUDE.match(line)
+        folder = f"csrc/{found[1]}" if found else DEVICE
+        if folder != DEVICE and not name.startswith(folder):
+            yield f"{name}:{number}: includes {folder}, which is neither beside it nor above it"
 
 
 def functions(lines: list[str]) -> Iterator[tuple[str, int, int]]:
@@ -63,6 +76,8 @@ def main() -> int:
     for path in tracked():
         name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
         wrong += check_lines(name, lines)
+        if name.startswith((ATTENTION, DEVICE)):
+            wrong += check_includes(name, lines)
         if name.startswith("python/"):
             wrong += check_functions(name, lines)
     print("\n".join(wrong) or "tree: ok")

@@ -1,6 +1,9 @@
 #pragma once
-// What a cached row looks like once it is in shared memory, per layout.
+// What a cached row looks like once it is in shared memory, per layout; its scales; its bytes as fragments.
+#include <cstdint>
+
 #include "common/kv_layout.h"
+#include "cuda/device/convert.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -34,5 +37,80 @@ struct Row {
     return kNumScales ? chunk * kChunkDims % kTileDims == 0 : chunk == 0;
   }
 };
+
+// The stored scales of one token.
+template <class R>
+struct TokenScales {
+  static constexpr bool kPacked = R::kL.scale_format == ScaleFormat::kUe8m0;
+  float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
+  uint2 exponents;  // ue8m0, a byte each: registers are short
+
+  static_assert(R::kNumScales == 0 ||
+                    (kPacked ? R::kNumScales > 4 && R::kNumScales <= 8 : R::kNumScales == 4),
+                "load reads 8 bytes of ue8m0 or 16 of f32");
+
+  // ue8m0 255 is NaN, and becomes infinity below.
+  __device__ bool nan() const {
+    if constexpr (kPacked) {
+      constexpr uint32_t kStored = ~0u >> 8 * (8 - R::kNumScales);  // bytes of exponents.y
+      return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & kStored)) != 0;
+    }
+    return false;
+  }
+
+  __device__ void load(const uint8_t* row) {
+    if constexpr (R::kNumScales == 0) {
+      value[0] = 1.0f;
+    } else if constexpr (R::kL.scale_format == ScaleFormat::kF32) {
+      const float4 x = *reinterpret_cast<const float4*>(row + R::kScaleOffset);
+      value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
+    } else {
+      exponents = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
+    }
+  }
+  __device__ float operator[](int tile) const {
+    if constexpr (kPacked)
+      return __uint_as_float(((tile < 4 ? exponents.x : exponents.y) >> 8 * (tile % 4) & 255u) << 23);
+    else return value[R::kNumScales ? tile : 0];
+  }
+
+  __device__ static bool is_nan(const uint8_t* row) {
+    TokenScales scales;
+    scales.load(row);
+    return scales.nan();
+  }
+
+  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a token's. 0 where there is none.
+  static constexpr int kPerLane = (R::kNumScales + 3) / 4;
+  __device__ float of_lane(const uint8_t* row, int i, int t) const {
+    if (4 * i + t >= R::kNumScales) return 0.0f;
+    if constexpr (kPacked)
+      return __uint_as_float(__byte_perm(i ? exponents.y : exponents.x, 0, 0x4440 + t) << 23);
+    else return read(row, 4 * i + t);
+  }
+
+  // One of them alone.
+  __device__ static float read(const uint8_t* row, int tile) {
+    if constexpr (R::kL.scale_format == ScaleFormat::kF32)
+      return reinterpret_cast<const float*>(row + R::kScaleOffset)[tile];
+    else return __uint_as_float(uint32_t{row[R::kScaleOffset + tile]} << 23);
+  }
+};
+
+// A fragments of 32 e4m3 dims: two k-steps of 16.
+__device__ inline void convert_keys(const uint32_t (&bytes)[4], uint32_t (&a0)[4], uint32_t (&a1)[4]) {
+  e4m3_to_f16(bytes[0], a0[0], a0[2]);
+  e4m3_to_f16(bytes[1], a0[1], a0[3]);
+  e4m3_to_f16(bytes[2], a1[0], a1[2]);
+  e4m3_to_f16(bytes[3], a1[1], a1[3]);
+}
+// A fragments of 32 e4m3 value dims, read as pairs of bytes: rows g and g + 8 of a tile are dims 2g, 2g + 1.
+__device__ inline void convert_values(const uint32_t (&bytes)[4], uint32_t (&a0)[4], uint32_t (&a1)[4]) {
+  const auto pair_tokens = [](uint32_t x) { return __byte_perm(x, 0, 0x3120); };
+  e4m3_to_f16(pair_tokens(bytes[0]), a0[0], a0[1]);
+  e4m3_to_f16(pair_tokens(bytes[1]), a0[2], a0[3]);
+  e4m3_to_f16(pair_tokens(bytes[2]), a1[0], a1[1]);
+  e4m3_to_f16(pair_tokens(bytes[3]), a1[2], a1[3]);
+}
 
 }  // namespace mla_fp8::gpu

@@ -6,7 +6,7 @@
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -2,7 +2,9 @@
 // The gather of the prefill kernels: row after row, each producer warp fills slots of one team.
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/shared.cuh"
+#include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
 

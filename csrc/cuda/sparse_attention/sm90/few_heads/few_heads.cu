@@ -37,9 +37,13 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/few_heads/finish.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
-#include "cuda/sparse_attention/sm90/launch.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/team.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 #include "cuda/sparse_attention/sm90/walk.cuh"
 
 namespace mla_fp8::gpu {

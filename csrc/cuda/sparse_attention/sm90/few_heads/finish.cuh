@@ -1,12 +1,168 @@
 #pragma once
-// The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
+// The end of a query. The order of additions is fixed: results are bitwise repeatable.
+#include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
-#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/team.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
 
 namespace mla_fp8::gpu {
+
+// ---- split ----------------------------------------------------------------------------------------------
+//
+// Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster through
+// distributed shared memory.
+
+// The producer warps: the first finds (max, sum) of the CTA while the consumers write their outputs.
+template <class C>
+__device__ void merge_stats(const TeamParams& params, const Work& w, uint8_t* smem, bool first, int lane) {
+  const float2* warp_stats = reinterpret_cast<const float2*>(smem + C::kWarpStats);
+  const float* warp_largest = reinterpret_cast<const float*>(smem + C::kWarpLargest);
+  block_barrier<C::kThreads>();
+  if (first && lane < C::kHeads) {
+    float max = kNoPartial, sum = 0.0f, largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; ++i) {
+      max = fmaxf(max, warp_stats[i * C::kHeads + lane].x);
+      largest = fmaxf(largest, warp_largest[i * C::kHeads + lane]);
+    }
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; ++i) {
+      const float2 x = warp_stats[i * C::kHeads + lane];
+      sum += x.y * fast_exp2(x.x - max);
+    }
+    float2 result = {max, sum};
+    if (params.num_splits == 1)
+      result.y = finish_head<typename C::R>(params.p, w, lane, max, sum,
+                                            largest);  // nobody needs the sum
+    reinterpret_cast<float2*>(smem + C::kStats)[lane] = result;
+    reinterpret_cast<float*>(smem + C::kLargest)[lane] = largest;
+  }
+  block_barrier<C::kThreads>();
+}
+
+// Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
+template <class C>
+__device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
+  float2* warp_stats = reinterpret_cast<float2*>(smem + C::kWarpStats);
+  consumer.write_stats(smem);
+  block_barrier<C::kThreads>();
+#pragma unroll
+  for (int n = 0; n < C::kGroups; ++n) {
+    float factor[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int head = n * kGroupHeads + 2 * t + c;
+      float max = kNoPartial;
+#pragma unroll
+      for (int i = 0; i < kConsumerWarps; ++i) max = fmaxf(max, warp_stats[i * C::kHeads + head].x);
+      factor[c] = fast_exp2(consumer.max_[n][c] - max);
+    }
+    float* head0 = reinterpret_cast<float*>(smem + C::kRing) +
+                   (team * C::kHeads + n * kGroupHeads + 2 * t) * C::kOutPitch +
+                   member * C::kChunks * kChunkDims;
+    float* head1 = head0 + C::kOutPitch;
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&o)[4] = consumer.out_[chunk][i][n];
+        const int dim = chunk * kChunkDims + i * 16;
+        if (consumer.is_bf16(chunk)) {  // fragment rows g, g + 8 are those dims
+          head0[dim + g] = o[0] * factor[0], head0[dim + g + 8] = o[2] * factor[0];
+          head1[dim + g] = o[1] * factor[1], head1[dim + g + 8] = o[3] * factor[1];
+        } else {  // they are dims 2g, 2g + 1
+          *reinterpret_cast<float2*>(head0 + dim + 2 * g) = {o[0] * factor[0], o[2] * factor[0]};
+          *reinterpret_cast<float2*>(head1 + dim + 2 * g) = {o[1] * factor[1], o[3] * factor[1]};
+        }
+      }
+  }
+  block_barrier<C::kThreads>();
+}
+
+// Consumers: sums the teams. One split: that is the output. Several: the sum replaces the first team's part.
+template <class C>
+__device__ void merge_teams(const TeamParams& params, const Work& w, uint8_t* smem, int thread) {
+  const float2* stats = reinterpret_cast<const float2*>(smem + C::kStats);
+  const auto place = [&](int team, int quad) {
+    return reinterpret_cast<float4*>(smem + C::kRing) +
+           ((team * C::kHeads + quad / kOutQuads) * C::kOutPitch / 4 + quad % kOutQuads);
+  };
+  constexpr int kAtOnce = 4;  // loads in flight
+#pragma unroll
+  for (int first = 0; first < C::kHeads * kOutQuads / kConsumerThreads; first += kAtOnce) {
+    float4 x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = thread + (first + i) * kConsumerThreads;
+      x[i] = *place(0, quad);
+#pragma unroll
+      for (int team = 1; team < C::kTeams; ++team) add(x[i], *place(team, quad));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = thread + (first + i) * kConsumerThreads;
+      if (params.num_splits > 1) *place(0, quad) = x[i];
+      else store_out(params.p, w, quad, x[i], stats[quad / kOutQuads].y);
+    }
+  }
+}
+
+// Consumers: each CTA of the cluster finishes an equal share of the row's outputs from all CTAs' sums.
+template <class C>
+__device__ void merge_splits(const TeamParams& params, const Work& w, uint8_t* smem, int thread) {
+  const uint32_t base = shared_address(smem);
+  const int splits = params.num_splits, lane = thread % kWarpSize;
+  const int share = C::kHeads * kOutQuads / splits,
+            first = w.split * share;                        // a multiple of 64: a warp stays
+  for (int i = thread; i < share; i += kConsumerThreads) {  // inside one head
+    const int quad = first + i, head = quad / kOutQuads;
+    float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
+    float largest = -INFINITY;
+    if (lane < splits) {
+      stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+      if (params.p.max_logits)
+        largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
+    }
+    const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    float max = stats.x, total = 0.0f, factor = 0.0f;
+    constexpr int kAtOnce = 8;
+    for (int r = 0; r < splits; r += kAtOnce) {
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = r + k < splits ? load_cluster_float4(cluster_address(mine, r + k))
+                              : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      if (r == 0) {  // while those are on their way
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2)
+          max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+        factor = fast_exp2(stats.x - max);
+        total = stats.y * factor;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+          total += __shfl_xor_sync(kFullWarp, total, offset);
+          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) add(sum, x[k], __shfl_sync(kFullWarp, factor, r + k));
+    }
+    float out_factor = 0.0f;
+    if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
+    store_out(params.p, w, quad, sum, __shfl_sync(kFullWarp, out_factor, 0));
+  }
+}
+
+// ---- walk -----------------------------------------------------------------------------------------------
+//
+// The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
 
 template <class C>
 class RowFinish {
@@ -70,7 +226,8 @@ class RowFinish {
       float factor[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        factor[c] = fast_exp2(o_.max_[n][c] - base[c]) * output_factor<C>(p_, head + c, base[c], sum[c]);
+        factor[c] =
+            fast_exp2(o_.max_[n][c] - base[c]) * output_factor<typename C::R>(p_, head + c, base[c], sum[c]);
       if (g_ == 0 && second_ == 0 && n == o_.member()) {
         float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll

@@ -3,19 +3,9 @@
 #include "cuda/device/platform.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/launch.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
-
-inline constexpr int kConsumerWarps = 8;
-inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
-inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches at once: M of an mma
-inline constexpr int kGroupHeads = 8;   // N of an mma
-inline constexpr int kMaxSmemBytes = 232448;
-
-// Of the warpgroup kernels' table of a block's value scales, f16 [tile][token]: four lanes store those of one
-// token at once, into different banks.
-inline constexpr int kScalePitch = 64 * 2 + 16;
 
 // One variant. A CTA takes kGroups groups of 8 heads; its consumer warps form teams of kMembers warps. Decode
 // has one row in a CTA, prefill kRows at once.

@@ -1,85 +1,100 @@
 #pragma once
-// One consumer warp: Q, the loop over blocks, online softmax. The two products are in logits.cuh and
-// values.cuh; both take their K / V operand straight from the raw rows in shared memory (fragments:
-// docs/sparse_decode.md).
+// The warps of a team: Q, the loop over blocks, both products and the softmax between them. Both products
+// take their K / V operand straight from the raw rows in shared memory (fragments:
+// docs/kernels/few_heads.md).
+#include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/global.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/query.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
 
 namespace mla_fp8::gpu {
 
-// Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more
-// than 2^8, so a weight is at most 2^15.
-inline constexpr float kLazyLog2 = 8.0f;
-inline constexpr float kWeightLog2 = 7.0f;
-inline constexpr float kNoMax = -1e30f;
-// kBarrierTeam + team, kBarrierRow + row: below 16.
-enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierRow = 8 };
+// ---- Q of one CTA, in the order in which the tensor cores read it as the B operand of K Q^T -------------
 
-// The stored scales of one token.
-template <class R>
-struct TokenScales {
-  static constexpr bool kPacked = R::kL.scale_format == ScaleFormat::kUe8m0;
-  float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
-  uint2 exponents;  // ue8m0, a byte each: registers are short
+// The heads of one of kWarps warps. Loaded before the first barrier, stored after it.
+template <class C, int kWarps = kConsumerWarps>
+struct Query {
+  using R = typename C::R;
+  static constexpr int kHeads = C::kHeads / kWarps, kWords = R::kDims / 64;
+  uint32_t word[kHeads][kWords];
 
-  static_assert(R::kNumScales == 0 ||
-                    (kPacked ? R::kNumScales > 4 && R::kNumScales <= 8 : R::kNumScales == 4),
-                "load reads 8 bytes of ue8m0 or 16 of f32");
-
-  // ue8m0 255 is NaN, and becomes infinity below.
-  __device__ bool nan() const {
-    if constexpr (kPacked) {
-      constexpr uint32_t kStored = ~0u >> 8 * (8 - R::kNumScales);  // bytes of exponents.y
-      return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & kStored)) != 0;
-    }
-    return false;
-  }
-
-  __device__ void load(const uint8_t* row) {
-    if constexpr (R::kNumScales == 0) {
-      value[0] = 1.0f;
-    } else if constexpr (R::kL.scale_format == ScaleFormat::kF32) {
-      const float4 x = *reinterpret_cast<const float4*>(row + R::kScaleOffset);
-      value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
-    } else {
-      exponents = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
+  __device__ void load(const SparseAttentionParams& p, int64_t token, int first_head, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first_head + warp * kHeads + i;
+      const uint32_t* row =
+          reinterpret_cast<const uint32_t*>(p.q + token * p.q_stride_token + head * p.q_stride_head);
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+        word[i][j] = head < p.num_q_heads ? __ldg(row + lane + kWarpSize * j) : 0u;
     }
   }
-  __device__ float operator[](int tile) const {
-    if constexpr (kPacked)
-      return __uint_as_float(((tile < 4 ? exponents.x : exponents.y) >> 8 * (tile % 4) & 255u) << 23);
-    else return value[R::kNumScales ? tile : 0];
+
+  // What load will read, into L2.
+  __device__ static void prefetch(const SparseAttentionParams& p, int64_t token, int first_head, int warp,
+                                  int lane) {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first_head + warp * kHeads + i;
+      if (head < p.num_q_heads && lane < ceil_div(R::kDims * 2, 128))
+        prefetch_l2(p.q + token * p.q_stride_token + head * p.q_stride_head + lane * 64);
+    }
   }
 
-  __device__ static bool is_nan(const uint8_t* row) {
-    TokenScales scales;
-    scales.load(row);
-    return scales.nan();
+  // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
+  // to q_scale.
+  __device__ void store(uint8_t* q, float* q_scale, int warp, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = warp * kHeads + i;
+      float largest = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+        largest = fmaxf(largest, fmaxf(fabsf(low(word[i][j])), fabsf(high(word[i][j]))));
+      const int exponent = max(exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest))), -100);
+      const float factor = power_of_two(14 - exponent);
+      if (lane == 0) q_scale[head] = factor;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const int at = lane + kWarpSize * j, step = at / 8, in_step = at % 8;
+        const bool fp8 = step < R::kFp8Dims / 16;
+        const float x = low(word[i][j]) * factor, y = high(word[i][j]) * factor;
+        // K's fragments hold e4m3 dims 4t .. 4t + 3 in the places of k = 2t, 2t + 1, 2t + 8, 2t + 9.
+        const int t = fp8 ? in_step / 2 : in_step % 4, half = fp8 ? in_step % 2 : in_step / 4;
+        *reinterpret_cast<uint32_t*>(q + offset(step, head, t, half)) =
+            fp8 ? pack_f16(x, y) : pack_bf16(x, y);
+      }
+    }
+    if constexpr (C::kWgmma) fence_proxy_async();
   }
 
-  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a token's. 0 where there is none.
-  static constexpr int kPerLane = (R::kNumScales + 3) / 4;
-  __device__ float of_lane(const uint8_t* row, int i, int t) const {
-    if (4 * i + t >= R::kNumScales) return 0.0f;
-    if constexpr (kPacked)
-      return __uint_as_float(__byte_perm(i ? exponents.y : exponents.x, 0, 0x4440 + t) << 23);
-    else return read(row, 4 * i + t);
-  }
-
-  // One of them alone.
-  __device__ static float read(const uint8_t* row, int tile) {
-    if constexpr (R::kL.scale_format == ScaleFormat::kF32)
-      return reinterpret_cast<const float*>(row + R::kScaleOffset)[tile];
-    else return __uint_as_float(uint32_t{row[R::kScaleOffset + tile]} << 23);
+ private:
+  __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
+  __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
+  // mma: one 16-byte load gives a lane both registers of two groups, or of two steps of one. wgmma: core
+  // matrices of 8 heads x 16 bytes.
+  __device__ static int offset(int step, int head, int t, int half) {
+    const int group = head / kGroupHeads, row = head % kGroupHeads;
+    if constexpr (C::kWgmma) return (step * 2 + half) * C::kHeads * 16 + group * 128 + row * 16 + t * 4;
+    const int fragment = step * C::kGroups + group;
+    return (fragment / 2 * kWarpSize + row * 4 + t) * 16 + fragment % 2 * 8 + half * 4;
   }
 };
+
+// ---- one warp -------------------------------------------------------------------------------------------
+
+// kBarrierTeam + team, kBarrierRow + row: below 16.
+enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierRow = 8 };
 
 template <class C>
 class Consumer {
@@ -330,5 +345,351 @@ class Consumer {
   float logit_scale_[kGroups][2];
   float largest_[kGroups][2];  // of this lane's logits (log2)
 };
+
+// ---- S^T = K Q^T ----------------------------------------------------------------------------------------
+//
+// For the 16 tokens of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
+// one conversion; the scales of its tiles multiply float accumulators.
+
+template <int kGroups>
+__device__ void add_scaled(float (&s)[kGroups][4], const float (&acc)[kGroups][4], float s0, float s1) {
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[n][c] += acc[n][c] * (c < 2 ? s0 : s1);
+}
+template <int kGroups>
+__device__ void add_scaled(float (&s)[kGroups][4], const float (&a)[kGroups][4], const float (&b)[kGroups][4],
+                           float s0, float s1) {
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[n][c] += (a[n][c] + b[n][c]) * (c < 2 ? s0 : s1);
+}
+
+// One mma per 16 dims and head group, in units of 32 dims; what a unit reads from shared memory is fetched
+// kAhead units before. The two halves of a unit have accumulators of their own, and kInterleave tiles are
+// worked on in turn: a product waits for none of the last three.
+template <class C>
+__device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const TokenScales<R> (&scales)[2],
+                                                        float (&s)[kGroups][4]) const {
+  constexpr int kAhead = 2, kInterleave = kGroups == 1 ? 2 : 1;
+  constexpr int kBf16Units = R::kBf16Dims / 32, kFp8Units = R::kFp8Dims / 32, kUnits = kBf16Units + kFp8Units;
+  constexpr int kUnitsPerTile = R::kTileDims / 32, kUnitsPerRound = kInterleave * kUnitsPerTile;
+  // Order of the units: bf16 ones, then those of a round's tiles in turn; the last round may have fewer.
+  const auto tiles_in_round = [](int round) {
+    const int left = R::kNumTiles - round * kInterleave;
+    return left < kInterleave ? left : kInterleave;
+  };
+  const auto tile_of = [&](int u) {
+    return u / kUnitsPerRound * kInterleave + u % kUnitsPerRound % tiles_in_round(u / kUnitsPerRound);
+  };
+  const auto first_dim = [&](int i) {
+    if (i < kBf16Units) return R::kFp8Dims + i * 32;
+    const int u = i - kBf16Units;
+    return tile_of(u) * R::kTileDims + u % kUnitsPerRound / tiles_in_round(u / kUnitsPerRound) * 32;
+  };
+
+  const uint32_t q_base = q_address() + lane_ * 16;
+  uint4 q[kAhead + 1][kGroups];
+  uint32_t raw[kAhead + 1][2][4];  // the second of bf16 units only
+  const auto fetch = [&](int i) {
+    if (i >= kUnits) return;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+      q[i % (kAhead + 1)][n] = load_shared_16(q_base + (first_dim(i) / 32 * kGroups + n) * 512);
+    auto& dst = raw[i % (kAhead + 1)];
+    const uint32_t row = rows + tokens_by_dims_;
+    if (i < kBf16Units) {
+      ldmatrix_x4(dst[0], row + R::kBf16Offset + i * 64);
+      ldmatrix_x4(dst[1], row + R::kBf16Offset + i * 64 + 32);
+    } else {
+      ldmatrix_x4(dst[0], row + first_dim(i));
+    }
+  };
+
+  float acc[kInterleave][2][kGroups][4];
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) fetch(i);
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const bool bf16 = i < kBf16Units;
+    const int u = i - kBf16Units, round = u / kUnitsPerRound,
+              tile = bf16 ? 0 : tile_of(u) - round * kInterleave;
+    if (i == 0 || (!bf16 && u % kUnitsPerRound == 0)) {
+#pragma unroll
+      for (int j = 0; j < kInterleave; ++j)
+#pragma unroll
+        for (int n = 0; n < 2 * kGroups; ++n)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) acc[j][n / kGroups][n % kGroups][c] = 0.0f;
+    }
+    fetch(i + kAhead);
+    const auto& unit_q = q[i % (kAhead + 1)];
+    auto& unit_raw = raw[i % (kAhead + 1)];
+    uint32_t k[2][4];
+    if (!bf16) convert_keys(unit_raw[0], k[0], k[1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        const uint4& x = unit_q[(half * kGroups + n) / 2];
+        const bool second = (half * kGroups + n) % 2;
+        if (bf16) mma_bf16(acc[0][half][n], unit_raw[half], second ? x.z : x.x, second ? x.w : x.y);
+        else mma_f16(acc[tile][half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
+      }
+    if (i + 1 == kBf16Units) add_scaled(s, acc[0][0], acc[0][1], 1.0f, 1.0f);
+    if (!bf16 && (i + 1 == kUnits || (u + 1) % kUnitsPerRound == 0)) {
+#pragma unroll
+      for (int j = 0; j < tiles_in_round(round); ++j)
+        add_scaled(s, acc[j][0], acc[j][1], scales[0][round * kInterleave + j],
+                   scales[1][round * kInterleave + j]);
+    }
+  }
+}
+
+// The four warps of a team at once: Q is read once per 64 tokens, not once per 16, and by the tensor cores
+// themselves. In parts of 64 dims: bytes are fetched a part ahead of their conversion, which goes on while
+// the products of the part before are running; a tile's sum is taken up once the next has begun.
+template <class C>
+__device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const TokenScales<R> (&scales)[2],
+                                                          float (&s)[kGroups][4]) const {
+  constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;
+  constexpr int kPartsPerTile = R::kTileDims / 64;
+  const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
+  constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
+  const uint32_t row = rows + tokens_by_dims_;
+  uint32_t k[2][4][4], bytes[2][4];
+  float acc[2][kGroups][4];  // of tiles in turn; bf16 dims come first and count as one
+  const auto fetch = [&](int part) {
+    if (part < kBf16Parts) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ldmatrix_x4(k[part % 2][i], row + R::kBf16Offset + part * 128 + i * 32);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ldmatrix_x4(bytes[i], row + (part - kBf16Parts) * 64 + i * 32);
+    }
+  };
+  const auto tile_of = [&](int part) { return part < kBf16Parts ? -1 : (part - kBf16Parts) / kPartsPerTile; };
+  const auto finish_tile = [&](int tile) {
+    float (&a)[kGroups][4] = acc[(tile + 1) % 2];
+    pin_registers(a);
+    if (tile >= 0) add_scaled(s, a, scales[0][tile], scales[1][tile]);
+    else add_scaled(s, a, 1.0f, 1.0f);
+  };
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+  fetch(0);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const bool bf16 = part < kBf16Parts;
+    const int tile = tile_of(part), step = bf16 ? R::kFp8Dims / 16 + part * 4 : (part - kBf16Parts) * 4;
+    if (!bf16)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+    if (part + 1 < kParts && !(part + 1 < kBf16Parts)) fetch(part + 1);
+    float (&a)[kGroups][4] = acc[(tile + 1) % 2];
+    const bool new_tile = part == 0 || tile_of(part - 1) != tile;
+    pin_registers(a);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (bf16) wgmma_bf16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
+      else wgmma_f16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
+    }
+    wgmma_commit();
+    if (part > 0) {
+      wgmma_wait<1>();  // its fragments are free again
+      if (new_tile) finish_tile(tile_of(part - 1));
+    }
+    if (part + 1 < kBf16Parts) fetch(part + 1);
+  }
+  wgmma_wait<0>();
+  finish_tile(tile_of(kParts - 1));
+}
+
+// ---- O^T += V^T P^T -------------------------------------------------------------------------------------
+//
+// V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales
+// multiply the weights.
+
+// kMembers = 1, bf16 rows: a warp keeps its 16 tokens. The weights turn from C into B fragments inside the
+// warp.
+template <class C>
+__device__ __forceinline__ void Consumer<C>::accumulate_alone(int slot, Block& b, bool over) {
+  static_assert(R::kFp8Chunks == 0 && kGroups == 1);
+  if (__any_sync(kFullWarp, over)) {
+    const float f0 = move_base(0, 0, largest_logit(b, 0, 0)), f1 = move_base(0, 1, largest_logit(b, 0, 1));
+    rescale(0, f0, f1);
+    weigh(b);
+  }
+  add_to_sums(b);
+  const uint32_t rows = ring_.slot(slot % C::kSlots);
+  const uint32_t b0 = movmatrix_trans(pack_bf16(b.p[0][0], b.p[0][1]));
+  const uint32_t b1 = movmatrix_trans(pack_bf16(b.p[0][2], b.p[0][3]));
+#pragma unroll
+  for (int chunk = 0; chunk < kNumChunks; ++chunk)
+    accumulate_bf16(chunk, rows + chunk * 128,
+                    [&](float (&o)[kGroups][4], const uint32_t (&v)[4]) { mma_bf16(o[0], v, b0, b1); });
+  release(slot);
+}
+
+template <class C>
+template <class Mma>
+__device__ __forceinline__ void Consumer<C>::accumulate_bf16(int chunk, uint32_t values, Mma&& mma) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t v[4];
+    ldmatrix_x4_trans(v, values + bf16_values_ + R::kBf16Offset + i * 32);
+    mma(out_[chunk][i], v);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::store_weights(int buffer, const Block& b) const {
+  const uint32_t offset =
+      buffer * C::kPBytes + lane_ % 8 * C::kPPitch + (member_ * kSlotTokens + (lane_ / 8 & 1) * 8) * 2;
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const uint32_t at = ring_.smem + offset + n * kGroupHeads * C::kPPitch;
+    if constexpr (R::kFp8Chunks > 0)
+      stmatrix_x2_trans(at + C::kPFp8, pack_f16(b.p[n][0], b.p[n][1]), pack_f16(b.p[n][2], b.p[n][3]));
+    if constexpr (R::kFp8Chunks < kNumChunks)
+      stmatrix_x2_trans(at + C::kPBf16, pack_bf16(b.p[n][0] * b.unscale, b.p[n][1] * b.unscale),
+                        pack_bf16(b.p[n][2] * b.unscale, b.p[n][3] * b.unscale));
+  }
+}
+
+// kMembers > 1: each warp has the weights of its 16 tokens and wants those of the whole block, for its own
+// value dims. They meet in shared memory, at one barrier per block, which also tells whether some base must
+// move: then they are found again.
+template <class C>
+__device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_slot, int parity, Block& b,
+                                                               bool over) {
+  const int buffer = team_ * 2 + parity, barrier = kBarrierTeam + team_, threads = kWarpSize * kMembers;
+  store_weights(buffer, b);
+  uint8_t* const scale_table = smem_ + C::kScales + buffer * C::kScaleBytes;
+#pragma unroll
+  for (int j = 0; j < kLaneScales; ++j)
+    if (4 * j + t_ < R::kNumScales)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<uint16_t*>(scale_table + scale_offset(4 * j + t_, member_, g_, i)) =
+            static_cast<uint16_t>(pack_f16(b.scales[i][j], 0.0f));
+  if (named_barrier_any(barrier, threads, over)) {
+    float* const largest = reinterpret_cast<float*>(smem_ + C::kBlockMax) + buffer * kMembers * C::kHeads;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float x = largest_logit(b, n, 0), y = largest_logit(b, n, 1);
+      if (g_ == 0)
+        *reinterpret_cast<float2*>(largest + member_ * C::kHeads + n * kGroupHeads + 2 * t_) = {x, y};
+    }
+    named_barrier(barrier, threads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      float2 x = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int m = 0; m < kMembers; ++m) {
+        const float2 y = *reinterpret_cast<const float2*>(largest + m * C::kHeads + n * kGroupHeads + 2 * t_);
+        x = {fmaxf(x.x, y.x), fmaxf(x.y, y.y)};
+      }
+      const float f0 = move_base(n, 0, x.x), f1 = move_base(n, 1, x.y);
+      rescale(n, f0, f1);
+    }
+    weigh(b);
+    store_weights(buffer, b);
+    named_barrier(barrier, threads);
+  }
+  add_to_sums(b);
+  if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_slot, buffer);
+  else accumulate_block<false>(first_slot, buffer);
+}
+
+// A block, this warp's value dims; every member has waited for its own slot before the barrier, so all are
+// there. Slots are read in pairs of 32 tokens, one ldmatrix of weights; everything is fetched a step ahead,
+// across slots.
+template <class C>
+template <bool kLastIsBf16>
+__device__ __forceinline__ void Consumer<C>::accumulate_block(int first_slot, int buffer) {
+  constexpr int kFp8Chunks = R::kFp8Chunks == 0 ? 0 : C::kChunks - kLastIsBf16, kUnits = kFp8Chunks * 2;
+  const int first_chunk = member_ * C::kChunks;
+  const uint32_t rows = ring_.slot(first_slot % C::kSlots);
+  const uint32_t values = rows + tokens_by_dims_ + first_chunk * kChunkDims;
+  const uint8_t* scale_table = smem_ + C::kScales + buffer * C::kScaleBytes;
+  uint32_t bytes[2][4];
+  const auto load_bytes = [&](int m, int unit) {  // of 32 dims
+    ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kSlotBytes + unit * 32);
+  };
+  constexpr int kScaled =
+      R::kNumScales > 0 ? kFp8Chunks : 0;  // chunks with a scale of their own or the last's
+  uint4 pair_scales[kScaled > 0 ? kScaled : 1];
+  const auto load_scales = [&](int pair) {
+#pragma unroll
+    for (int chunk = 0; chunk < kScaled; ++chunk)
+      if (R::new_tile(chunk))
+        pair_scales[chunk] = *reinterpret_cast<const uint4*>(
+            scale_table + scale_offset(R::tile_of_chunk(first_chunk + chunk), pair * 2, 2 * t_, 0));
+  };
+
+  PairWeights weights[2];
+  const auto load_weights = [&](int pair) {
+    const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const uint32_t offset = at + n * kGroupHeads * C::kPPitch;
+      if constexpr (R::kFp8Chunks > 0) ldmatrix_x4(weights[pair % 2].fp8[n], offset + C::kPFp8);
+      if constexpr (kLastIsBf16) ldmatrix_x4(weights[pair % 2].bf16[n], offset + C::kPBf16);
+    }
+  };
+  load_weights(0);
+  load_scales(0);
+  if (kUnits > 0) load_bytes(0, 0);
+#pragma unroll
+  for (int m = 0; m < kMembers; ++m) {  // slots
+    const int half = m % 2;
+    const PairWeights& w = weights[m / 2 % 2];
+    uint32_t b0[kGroups], b1[kGroups];
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) b0[n] = w.fp8[n][2 * half], b1[n] = w.fp8[n][2 * half + 1];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int chunk = u / 2;
+      if (kScaled > 0 && u % 2 == 0 && R::new_tile(chunk)) {  // kChunks is a multiple of a tile's chunks
+        const uint4& x = pair_scales[chunk];
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+          b0[n] = mul_f16x2(w.fp8[n][2 * half], half ? x.z : x.x);
+          b1[n] = mul_f16x2(w.fp8[n][2 * half + 1], half ? x.w : x.y);
+        }
+      }
+      if (u + 1 < kUnits) load_bytes(m, u + 1);
+      else if (m + 1 < kMembers) load_bytes(m + 1, 0);
+      uint32_t v[2][4];
+      convert_values(bytes[u % 2], v[0], v[1]);
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        mma_f16(out_[chunk][u % 2 * 2][n], v[0], b0[n], b1[n]);
+        mma_f16(out_[chunk][u % 2 * 2 + 1][n], v[1], b0[n], b1[n]);
+      }
+    }
+#pragma unroll
+    for (int chunk = kFp8Chunks; chunk < C::kChunks; ++chunk)
+      accumulate_bf16(chunk, rows + m * C::kSlotBytes + (first_chunk + chunk - R::kFp8Chunks) * 128,
+                      [&](float (&o)[kGroups][4], const uint32_t (&v)[4]) {
+#pragma unroll
+                        for (int n = 0; n < kGroups; ++n)
+                          mma_bf16(o[n], v, w.bf16[n][2 * half], w.bf16[n][2 * half + 1]);
+                      });
+    if (half == 1) {
+      if (m + 1 < kMembers) {
+        load_weights(m / 2 + 1);
+        load_scales(m / 2 + 1);
+      }
+      release(first_slot + m - 1, first_slot + m);
+    }
+  }
+}
 
 }  // namespace mla_fp8::gpu

@@ -33,13 +33,19 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/launch.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/merge.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_logits.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_values.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_logits.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_values.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
 
 namespace mla_fp8::gpu {
 namespace {

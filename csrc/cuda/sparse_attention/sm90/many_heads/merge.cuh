@@ -3,8 +3,9 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -67,11 +68,11 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
       }
     }
     float out_factor = 0.0f;
-    if (lane == 0) out_factor = finish_head<C>(params.p, w, head, max, total, largest);
+    if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
     out_factor = __shfl_sync(kFullWarp, out_factor, 0);
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      if (i < rounds) store_out<C>(params.p, w, quad + i * kWarpSize, sum[i], out_factor);
+      if (i < rounds) store_out(params.p, w, quad + i * kWarpSize, sum[i], out_factor);
   }
 }
 

@@ -5,9 +5,14 @@
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/logits.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
+
+// Of the table of a block's value scales, f16 [tile][token]: four lanes store those of one
+// token at once, into different banks.
+inline constexpr int kScalePitch = 64 * 2 + 16;
 
 // The scales of a slot's 16 tokens, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of tokens g and
 // g + 8, pairs of f16.

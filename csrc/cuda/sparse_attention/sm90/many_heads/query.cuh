@@ -5,7 +5,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/query.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -8,9 +8,12 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -194,7 +197,8 @@ class LogitWarp {
         }
       }
       stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-      if (params_.num_splits == 1) stats.y = finish_head<C>(p_, w_, head, stats.x, stats.y, largest);
+      if (params_.num_splits == 1)
+        stats.y = finish_head<typename C::R>(p_, w_, head, stats.x, stats.y, largest);
       reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
       if constexpr (C::kFindsLargest) reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
     }

@@ -7,7 +7,8 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/values.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
 

@@ -8,9 +8,14 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -270,7 +275,7 @@ class RowLogits {
         largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
       }
       write_head(params_.p, unit.token, head, base + kWeightLog2, sum, largest);
-      factor = output_factor<C>(params_.p, head, base + kWeightLog2, sum);
+      factor = output_factor<typename C::R>(params_.p, head, base + kWeightLog2, sum);
     }
     pass_turn();
     return factor;

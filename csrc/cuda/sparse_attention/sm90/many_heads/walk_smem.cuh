@@ -2,8 +2,10 @@
 // The row-group kernel: where everything lies in shared memory, and what its warpgroups share.
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/shared.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
-#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -7,8 +7,11 @@
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
 
 namespace mla_fp8::gpu {
 

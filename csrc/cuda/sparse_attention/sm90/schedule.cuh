@@ -7,6 +7,12 @@
 
 namespace mla_fp8::gpu {
 
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
+inline constexpr int kSlotTokens = 16;  // tokens that one producer warp fetches at once: M of an mma
+inline constexpr int kGroupHeads = 8;   // N of an mma
+inline constexpr int kMaxSmemBytes = 232448;
+
 struct TeamParams {
   SparseAttentionParams p;
   int num_splits;       // CTAs of one cluster, which share one row's tokens
