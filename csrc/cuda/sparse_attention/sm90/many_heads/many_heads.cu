@@ -40,10 +40,9 @@
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split_values.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/values.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/walk_values.cuh"
 #include "cuda/sparse_attention/sm90/schedule.cuh"
 #include "cuda/sparse_attention/sm90/walk.cuh"
 
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     take_registers<C::kValueRegisters>();
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    ValueWarp<C> values(smem, warp, lane);
+    SplitValues<C> values(smem, warp, lane);
     values.run(w.num_blocks);
     named_barrier(kBarrierFinish, C::kWorkers);
     if (split) {
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     RowLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();
-    RowValues<C>(params, smem, warp, lane).run();
+    WalkValues<C>(params, smem, warp, lane).run();
   }
 #endif
 }
