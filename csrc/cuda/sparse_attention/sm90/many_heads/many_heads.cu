@@ -36,12 +36,11 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/merge.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split_logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/walk_logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
 #include "cuda/sparse_attention/sm90/schedule.cuh"
 #include "cuda/sparse_attention/sm90/walk.cuh"
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    LogitWarp<C> logits(params, w, smem, warp - kConsumerWarps, lane);
+    SplitLogits<C> logits(params, w, smem, warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     RowProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
   } else if (warp >= kConsumerWarps) {
     take_registers<C::kLogitRegisters>();
-    RowLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
+    WalkLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();
     WalkValues<C>(params, smem, warp, lane).run();

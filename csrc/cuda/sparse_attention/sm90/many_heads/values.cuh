@@ -45,8 +45,8 @@ class ValueWarp {
         out_[chunk][n][0] = out_[chunk][n][1] = out_[chunk][n][2] = out_[chunk][n][3] = 0.0f;
   }
 
-  // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (tokens 0-7, 8-15) x (chunk,
-  // next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (tokens 0-7, 8-15)).
+  // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (tokens 0-7, 8-15) x
+  // (chunk, next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (tokens 0-7, 8-15)).
   struct Offsets {
     int fp8, bf16;
   };
@@ -56,14 +56,14 @@ class ValueWarp {
             ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16};
   }
 
-  // The products of a block. Block says of its i-th 16 tokens: rows(i) their address, once wait(i) has returned;
-  // fp8(i), bf16(i) the descriptors of their weights; release(i) that the rows have been read. `table`: value
-  // scales.
+  // The products of a block. Block says of its i-th 16 tokens: rows(i) their address, once wait(i) has
+  // returned; fp8(i), bf16(i) the descriptors of their weights; release(i) that the rows have been read.
+  // `table`: value scales.
   template <bool kLastIsBf16, class Block>
   __device__ __forceinline__ void add_block(const Block& block, const Offsets& values) {
     const uint8_t* const table = block.table + 4 * t_;
-    // Units of 16 tokens and two chunks. Bytes are fetched a unit ahead of their conversion; products of the unit
-    // before are under way meanwhile.
+    // Units of 16 tokens and two chunks. Bytes are fetched a unit ahead of their conversion; products of
+    // the unit before are under way meanwhile.
     constexpr int kUnits = 2 * C::kBlockSlots;
     uint32_t v[2][2][4], bytes[4];
     const auto fetch = [&](int unit) {
@@ -230,7 +230,8 @@ class WalkValues : ValueWarp<C> {
  private:
   using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::ring_, Base::t_, Base::warp_;
 
-  // A block's slots lie next to each other in the ring. With the descriptors of SplitValues it was 2 to 3 % slower.
+  // A block's slots lie next to each other in the ring. With the descriptors of SplitValues it was 2 to 3 %
+  // slower.
   struct Block {
     const Ring<C>& ring;
     int place, parity, lane;

@@ -1,0 +1,451 @@
+#pragma once
+// S^T = K Q^T and softmax.
+#include "cuda/device/convert.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/query.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
+#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/softmax.cuh"
+
+namespace mla_fp8::gpu {
+
+// What the logits warps of both schedules share: 16 tokens of a block each, all heads.
+template <class C>
+class LogitWarp {
+ public:
+  using R = typename C::R;
+  static constexpr int kGroups = C::kGroups;
+
+ protected:
+  __device__ LogitWarp(uint8_t* smem, int member, int lane)
+      : bytes_(smem), ring_{shared_address(smem)}, member_(member), lane_(lane), g_(lane / 4), t_(lane % 4) {}
+
+  __device__ float2* head_state() const { return reinterpret_cast<float2*>(bytes_ + C::kHeadState); }
+  // (logit scale, base - 7) of heads 8n + 2t and + 1.
+  __device__ float4 head_pair(int n) const {
+    return reinterpret_cast<const float4*>(head_state())[n * kGroupHeads / 2 + t_];
+  }
+  __device__ const uint8_t* row_of(int slot) const {  // of token g
+    return bytes_ + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
+  }
+
+  // Products to logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf. Returns the
+  // largest of this lane.
+  __device__ float to_log2(int slot, float (&s)[kGroups][4]) const {
+    const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = head_pair(n);
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        s[n][c] =
+            fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
+    }
+    const uint8_t* valid = bytes_ + C::kValid + slot * kSlotTokens;
+    const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
+    if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          s[n][c] = masked[c / 2] ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
+    }
+    float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) largest[c] = fmaxf(largest[c], s[n][c]);
+    return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  }
+
+  // Weights as the B operand of V^T P^T, and the value scales of these tokens.
+  __device__ void store_weights(const float (&s)[kGroups][4], uint32_t fp8, uint32_t bf16, uint8_t* table) {
+    const float unscale = power_of_two(-scales_.e);
+    const uint32_t offset = member_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      float p[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) p[c] = fast_exp2(s[n][c]);
+      sum_[n][0] += (p[0] + p[2]) * unscale;
+      sum_[n][1] += (p[1] + p[3]) * unscale;
+      stmatrix_x2_trans(fp8 + offset + n * 256, pack_f16(p[0], p[1]), pack_f16(p[2], p[3]));
+      if constexpr (R::kFp8Chunks < kNumChunks)
+        stmatrix_x2_trans(bf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
+                          pack_bf16(p[2] * unscale, p[3] * unscale));
+    }
+    scales_.store(table, member_ * kSlotTokens + g_, t_);
+  }
+
+  uint8_t* const bytes_;
+  const Ring<C> ring_;
+  const int member_, lane_, g_, t_;  // which 16 tokens of a block
+  SlotScales<R> scales_;             // of this warp's tokens of the block
+  float sum_[kGroups][2];
+};
+
+// One of the four logits warps: 16 tokens of each block.
+template <class C>
+class SplitLogits : LogitWarp<C> {
+ public:
+  using Base = LogitWarp<C>;
+  using Base::kGroups;
+  using typename Base::R;
+  static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
+
+  __device__ SplitLogits(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
+      : Base(smem, warp, lane), params_(params), p_(params.p), w_(w), x_(smem) {}
+
+  __device__ void run() {
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      x_.head_state()[head] = {p_.sm_scale * kLog2E * layer_scale / q_scale, 0.0f};
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      sum_[n][0] = sum_[n][1] = 0.0f;
+      if constexpr (C::kFindsLargest) x_.lane_largest(member_, n)[lane_] = {-INFINITY, -INFINITY};
+    }
+
+    bool fresh = true;  // no token yet: bases are 0, sums and O too
+#pragma unroll 1
+    for (int block = 0; block < w_.num_blocks; ++block) {
+      const int slot = (block * C::kBlockSlots + member_) % C::kSlots, buffer = block % 2;
+      mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + member_) / C::kSlots & 1);
+      float s[kGroups][4];
+      scales_.load(this->row_of(slot), t_);
+      group_products<C, 4>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
+      if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
+      const float peak = this->to_log2(slot, s);
+      if constexpr (C::kFindsLargest) note_largest(s);
+      mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
+      const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
+      const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, peak > limit);
+      if (moved) move_bases(s, buffer, limit);
+      if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh;
+      fresh = fresh && !moved;
+      this->store_weights(s, x_.smem + C::kPFp8 + buffer * C::kPBytes,
+                          x_.smem + C::kPBf16 + buffer * C::kPBytes, x_.scale_table(buffer));
+      fence_proxy_async();
+      mbarrier_arrive_warp(x_.p_full(buffer), lane_);
+    }
+    finish();
+  }
+
+ private:
+  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
+
+  // Per lane, in shared memory: registers are short.
+  __device__ void note_largest(const float (&s)[kGroups][4]) const {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = this->head_pair(n);
+      float2& all = x_.lane_largest(member_, n)[lane_];
+      all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
+             fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - scales_.e + state.w)};
+    }
+  }
+
+  // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
+  // by.
+  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kGroupHeads + 2 * t_) = {max0, max1};
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float largest = x_.warp_max(0)[head];
+#pragma unroll
+      for (int i = 1; i < C::kLogitWarps; ++i) largest = fmaxf(largest, x_.warp_max(i)[head]);
+      const float old_base = x_.head_state()[head].y;
+      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
+      x_.head_state()[head].y = base;
+      x_.rescale(buffer)[head] = old_base - base;
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kGroupHeads + 2 * t_);
+      if (limit > -INFINITY) sum_[n][0] *= fast_exp2(change.x), sum_[n][1] *= fast_exp2(change.y);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
+    }
+  }
+
+  // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
+  __device__ void finish() {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
+      if constexpr (C::kFindsLargest) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+        float2& largest = x_.lane_largest(member_, n)[lane_];
+        largest = {max_over_g(largest.x), max_over_g(largest.y)};
+      }
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float2 stats = {0.0f, 0.0f};
+      float largest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kLogitWarps; ++i) {
+        stats.y += x_.warp_max(i)[head];
+        if constexpr (C::kFindsLargest) {
+          const float2 pair = x_.lane_largest(i, head / kGroupHeads)[head % kGroupHeads / 2];
+          largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
+        }
+      }
+      stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
+      if (params_.num_splits == 1)
+        stats.y = finish_head<typename C::R>(p_, w_, head, stats.x, stats.y, largest);
+      reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
+      if constexpr (C::kFindsLargest) reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
+    }
+    named_barrier(kBarrierFinish, C::kWorkers);
+  }
+
+  const TeamParams& params_;
+  const SparseAttentionParams& p_;
+  const Work& w_;
+  const Exchange<C> x_;
+};
+
+// One of the logits warps: 16 tokens of every kLogitGroups-th block.
+template <class C>
+class WalkLogits : LogitWarp<C> {
+ public:
+  using Base = LogitWarp<C>;
+  using Base::kGroups;
+  using typename Base::R;
+
+  __device__ WalkLogits(const TeamParams& params, uint8_t* smem, int warp, int lane)
+      : Base(smem, warp % C::kGroupWarps, lane),
+        params_(params),
+        x_(smem),
+        surveys_(smem, 0),
+        warp_(warp),
+        group_(warp / C::kGroupWarps) {}
+
+  __device__ void run() {
+    int entry = 0, block = 0;
+    int ended = -1;  // an entry of this warp's to pass on: the end of the row before
+    float factor = 0.0f;
+    unsigned i = Unit<C>::first(0) - Unit<C>::stride();
+#pragma unroll 1
+    for (int row = -1; row < 0 || i < Unit<C>::count(params_); ++row, i += Unit<C>::stride()) {
+      const Unit<C> unit(params_, i);
+      begin_row(unit, row, i + Unit<C>::stride());
+      if (row < 0) continue;
+      const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockTokens);
+      if (ended >= 0) pass_end(ended, factor);
+#pragma unroll 1
+      for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
+        if (is_mine(entry)) attend(entry, block);
+      ended = is_mine(entry) ? entry : -1;
+      factor = end_row(unit, entry, (entry - num_blocks) % 2);
+      ++entry;
+    }
+    if (ended >= 0) pass_end(ended, factor);
+  }
+
+ private:
+  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
+
+  __device__ bool is_mine(int entry) const { return entry % C::kLogitGroups == group_; }
+  __device__ float2& pair_of(float* per_head, int n) const {
+    return reinterpret_cast<float2*>(per_head)[n * kGroupHeads / 2 + t_];
+  }
+  // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row
+  // are surveyed.
+  __device__ void begin_row(const Unit<C>& unit, int row, unsigned next) {
+    // Else all addresses of Q would be found once, before the first row, and spilled.
+    int lane = lane_;
+    asm volatile("" : "+r"(lane));
+    if (row >= 0) {
+      GroupQuery<C> q;
+      q.load(params_.p, unit.token, unit.first_head, warp_, lane);
+      named_barrier(kBarrierAllLogits, C::kLogitThreads);
+      q.store(x_.bytes, warp_, lane);
+    }
+    if (next < Unit<C>::count(params_)) {
+      const Keys keys(params_.p, Unit<C>(params_, next).token);
+      surveys_.write(row + 1, params_.p, keys, warp_, lane_);
+    }
+    if (row < 0) return;
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    const int head = warp_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      const float layer_scale = R::kUniformFp8 ? *params_.p.scale : 1.0f;
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      x_.head_state()[head] = {params_.p.sm_scale * kLog2E * layer_scale * reciprocal(q_scale), 0.0f};
+    }
+    if (warp_ == 0 && lane_ == 0) x_.epoch() = 0;
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    epoch_ = 0;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      sum_[n][0] = sum_[n][1] = 0.0f;
+      largest_[n][0] = largest_[n][1] = -INFINITY;
+      if (g_ == 0) pair_of(x_.warp_base(warp_), n) = {0.0f, 0.0f};
+    }
+    __syncwarp();
+  }
+
+  __device__ void attend(int entry, int block) {
+    const int place = block * C::kBlockSlots + member_, slot = place % C::kSlots, buffer = entry % 2;
+    mbarrier_wait(ring_.full(slot), place / C::kSlots & 1);
+    float s[kGroups][4];
+    scales_.load(this->row_of(slot), t_);
+    group_products<C, 3>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
+    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    wait_for_turn(entry);
+    const int epoch = x_.epoch();
+    if (epoch != epoch_) follow_bases(epoch);
+    const float peak = this->to_log2(slot, s);
+    const float limit = epoch == 0 ? -INFINITY : kWeightLog2 + kLazyLog2;
+    const bool moved = named_barrier_any(kBarrierLogitGroup + group_, C::kGroupThreads, peak > limit);
+    if (moved) move_bases(s, buffer, limit);
+    if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Entry::kRescaled : Entry::kBlock;
+    pass_turn();
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        largest_[n][c] = fmaxf(largest_[n][c], fmaxf(s[n][c], s[n][c + 2]) - scales_.e);
+    this->store_weights(s, x_.weights_fp8(buffer), x_.weights_bf16(buffer), x_.scale_table(buffer));
+    fence_proxy_async();
+    mbarrier_arrive_warp(x_.full(buffer), lane_);
+  }
+
+  // Bases are decided on in the order of the entries.
+  __device__ void wait_for_turn(int entry) const {
+    if (entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
+  }
+  __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
+
+  // Another block has moved the bases since this warp's last one.
+  __device__ void follow_bases(int epoch) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = this->head_pair(n);
+      rebase(n, state.y, state.w);
+    }
+    epoch_ = epoch;
+  }
+  // Own sums of the n-th group's heads 2t, 2t + 1 to new bases.
+  __device__ void rebase(int n, float base0, float base1) {
+    float2& mine = pair_of(x_.warp_base(warp_), n);
+    // Where there is nothing yet the old base means nothing.
+    if (sum_[n][0] != 0.0f) sum_[n][0] *= fast_exp2(mine.x - base0);
+    if (sum_[n][1] != 0.0f) sum_[n][1] *= fast_exp2(mine.y - base1);
+    largest_[n][0] += mine.x - base0;
+    largest_[n][1] += mine.y - base1;
+    __syncwarp();
+    if (g_ == 0) mine = {base0, base1};
+    __syncwarp();
+  }
+
+  // Some maximum has outgrown its base: new bases, and what O must be multiplied by.
+  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
+      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
+      if (g_ == 0) pair_of(x_.warp_max(warp_), n) = {max0, max1};
+    }
+    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kGroupWarps; ++i)
+        largest = fmaxf(largest, x_.warp_max(group_ * C::kGroupWarps + i)[head]);
+      const float old_base = x_.head_state()[head].y;
+      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
+      x_.head_state()[head].y = base;
+      x_.factors(buffer)[head] = old_base - base;
+    }
+    if (head == 0) ++x_.epoch();
+    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float4 state = this->head_pair(n);
+      const float2 old = pair_of(x_.warp_base(warp_), n), change = {old.x - state.y, old.y - state.w};
+      rebase(n, state.y, state.w);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
+    }
+    epoch_ = x_.epoch();
+  }
+
+  // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
+  // there: the value warps may still have two blocks to do. `first_group` had the row's first block: sums are
+  // added in an order that does not depend on which that was.
+  __device__ float end_row(const Unit<C>& unit, int entry, int first_group) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
+      const float2 base = pair_of(x_.warp_base(warp_), n);
+      const float max0 = max_over_g(largest_[n][0]) + base.x;
+      const float max1 = max_over_g(largest_[n][1]) + base.y;
+      if (g_ > 0) continue;
+      pair_of(x_.warp_max(warp_), n) = {sum0, sum1};
+      pair_of(x_.warp_largest(warp_), n) = {max0, max1};
+    }
+    named_barrier(kBarrierAllLogits, C::kLogitThreads);
+    if (!is_mine(entry)) return 0.0f;
+    const int in_cta = member_ * kWarpSize + lane_, head = unit.first_head + in_cta;
+    float factor = 0.0f;
+    if (in_cta < C::kHeads) {
+      const float base = x_.head_state()[in_cta].y;
+      float sum = 0.0f, largest = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < C::kLogitWarps; ++i) {
+        const int warp = (i + first_group * C::kGroupWarps) % C::kLogitWarps;
+        const float part = x_.warp_max(warp)[in_cta];
+        if (part != 0.0f) sum += part * fast_exp2(x_.warp_base(warp)[in_cta] - base);
+        largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
+      }
+      write_head(params_.p, unit.token, head, base + kWeightLog2, sum, largest);
+      factor = output_factor<typename C::R>(params_.p, head, base + kWeightLog2, sum);
+    }
+    pass_turn();
+    return factor;
+  }
+  __device__ void pass_end(int entry, float factor) const {
+    const int buffer = entry % 2, head = member_ * kWarpSize + lane_;
+    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    if (head < C::kHeads) x_.factors(buffer)[head] = factor;
+    if (head == 0) x_.kind(buffer) = Entry::kEnd;
+    mbarrier_arrive_warp(x_.full(buffer), lane_);
+  }
+
+  const TeamParams& params_;
+  const RowExchange<C> x_;
+  const RowSurveys<C> surveys_;
+  const int warp_, group_;
+  int epoch_;                  // up to which this warp has followed the bases
+  float largest_[kGroups][2];  // of this lane's logits (log2), less base - 7
+};
+
+}  // namespace mla_fp8::gpu
