@@ -22,7 +22,7 @@ LAYOUT_HOMES = (
     "docs/reference/layouts.md",
     "ci/check_tree.py",
 )
-# Attention kernels include what is beside them or above them: no kernel knows another, nothing general one GPU.
+# Attention kernels include what is beside or above them: no kernel knows another, nothing general one GPU.
 ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
 INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
