@@ -93,6 +93,19 @@ def test_files_that_a_document_names_are_there(path: Path) -> None:
     assert [name for name in real if not (ROOT / name).exists()] == []
 
 
+def test_documents_that_sources_name_are_there() -> None:
+    kinds = {".cu", ".cuh", ".h", ".cpp", ".py", ".sh"}
+    files = [path for top in ("csrc", "python", "benchmarks", "ci") for path in (ROOT / top).rglob("*")]
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in files
+        if path.suffix in kinds
+        for name in re.findall(r"(?<![\w./])docs/[\w/]+\.\w+", path.read_text())
+    }
+    assert len(named) > 10
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
+
+
 def test_third_party_names_what_is_pinned_with_its_version() -> None:
     pins = (ROOT / "ci/constraints.txt").read_text().split()
     text = (ROOT / "third_party/README.md").read_text()

@@ -16,7 +16,8 @@
 //                           shared memory: one launch, no workspace, a fixed order of additions
 //
 // Bound, H200: 8 and 16 heads by the row gather (35 clocks per token and SM at 4.3 TB/s) plus the fixed cost
-// of a row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See docs/sparse_decode.md.
+// of a row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See
+// docs/kernels/few_heads.md.
 //
 // Sparse MLA prefill for Hopper, few heads: the warp-team kernel of sparse_decode with 4 / G rows in a CTA at
 // once (G = groups of 8 heads), a team of 2 G warps on each (bf16 rows: two teams of G). Every place for a
@@ -30,7 +31,7 @@
 //                           through the place of Q first
 //
 // Bound: the gather from L2 for 8 heads, latency in the consumers for 16.
-// See docs/sparse_prefill.md.
+// See docs/kernels/few_heads.md.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"

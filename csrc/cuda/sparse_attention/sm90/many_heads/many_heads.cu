@@ -12,7 +12,7 @@
 //
 // Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator
 // per product. Bound: the gather, 35 clocks per token at 4.3 TB/s, and at 64 heads the tensor cores, 34; what
-// is reached, and why not more: docs/sparse_decode.md.
+// is reached, and why not more: docs/kernels/many_heads.md.
 //
 // Sparse FP8 MLA prefill for Hopper, 32 heads: a CTA goes through rows (query tokens) one after
 // another, and each warpgroup has one part in all of them. What lies between two rows overlaps: producers
@@ -26,7 +26,7 @@
 // K and V are converted once per token whatever the heads: that, not the tensor cores, is what a warpgroup's
 // time goes into, so their products are asynchronous and many warps share the conversions. Bases of the
 // softmax are common to the CTA and decided on in the order of the blocks: a row's result is the same
-// whichever warpgroup is faster. See docs/sparse_prefill.md.
+// whichever warpgroup is faster. See docs/kernels/many_heads.md.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"
