@@ -36,7 +36,9 @@ class Window(NamedTuple):
 
 
 class SparseCall(NamedTuple):
-    op: str  # of OPS
+    """A call of one of OPS; a tuple, as the compiler looks through those."""
+
+    op: str
     q: Tensor  # [num_tokens, num_q_heads, head_dim_qk] bf16
     scopes: tuple[Scope, ...]  # one cache or two, in one softmax
     layout: KVLayout
@@ -45,6 +47,20 @@ class SparseCall(NamedTuple):
     scale: Tensor | None = None  # of the layer: fp8_e4m3* only
     window: Window | None = None
     batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, op: str, given: Mapping[str, Any], layout: KVLayout) -> "SparseCall":
+        """From the arguments of ``mla_fp8.<op>`` by name. RuntimeError for a part of a second cache."""
+        kv = given["kv"] if op == "sparse_prefill" else given["kv_cache"]
+        main = Scope(kv, given.get("page_size", 1), given.get("indices"), given.get("topk_length"))
+        extra = second_scope(op, *(given.get(name) for name in _EXTRA))
+        window = None
+        if op == "sparse_prefill_window":
+            window = Window(*(given[name] for name in _WINDOW))
+        return cls(
+            op, given["q"], (main, *extra), layout, given["sm_scale"], given.get("attn_sink"),
+            given.get("scale"), window, given.get("batch_invariant", False),
+        )  # fmt: skip
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -64,41 +80,17 @@ class SparseCall(NamedTuple):
         if self.window is None:
             given |= {"indices": main.indices, "topk_length": main.length}
         else:
-            page_table, query_start_loc, seq_lens, size = self.window
-            given |= {
-                "page_table": page_table, "query_start_loc": query_start_loc, "seq_lens": seq_lens,
-                "window_size": size,
-            }  # fmt: skip
+            given |= dict(zip(_WINDOW, self.window, strict=True))
         if self.op == "sparse_decode":
             given["batch_invariant"] = self.batch_invariant
         for scope in self.scopes[1:]:
-            given |= {
-                "extra_kv_cache": scope.kv, "extra_page_size": scope.page_size,
-                "extra_indices": scope.indices, "extra_topk_length": scope.length,
-            }  # fmt: skip
+            given |= dict(zip(_EXTRA, scope, strict=True))
         return given
 
 
-def make(op: str, given: Mapping[str, Any], layout: KVLayout) -> SparseCall:
-    """The call from the arguments of ``mla_fp8.<op>`` by name.
-
-    RuntimeError, as the op raises it, for a part of a second cache without the rest.
-    """
-    rows = "kv" in given
-    main = Scope(
-        given["kv" if rows else "kv_cache"], given.get("page_size", 1), given.get("indices"),
-        given.get("topk_length"),
-    )  # fmt: skip
-    geometry = [given.get(name) for name in ("page_table", "query_start_loc", "seq_lens", "window_size")]
-    return SparseCall(
-        op, given["q"], (main, *second_scope(op, *(given.get(name) for name in _EXTRA))), layout,
-        sm_scale=given["sm_scale"], attn_sink=given.get("attn_sink"), scale=given.get("scale"),
-        window=None if geometry[0] is None else Window(*geometry),  # type: ignore[arg-type]
-        batch_invariant=given.get("batch_invariant", False),
-    )  # fmt: skip
-
-
+# The fields of a second scope and of a window, by the names of the ops' arguments.
 _EXTRA = ("extra_kv_cache", "extra_page_size", "extra_indices", "extra_topk_length")
+_WINDOW = ("page_table", "query_start_loc", "seq_lens", "window_size")
 
 
 def second_scope(

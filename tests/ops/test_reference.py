@@ -9,7 +9,7 @@ from sparse_cases import V4_SCOPES, make_case
 
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.backends import reference as backend
-from mla_fp8.call import make
+from mla_fp8.call import SparseCall
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -35,7 +35,7 @@ def test_the_backend_of_that_name_hands_it_the_whole_call(layout, device):
     """In float64 over the pages: latents that the layout stores without error."""
     case = make_case(KV_LAYOUTS[layout], device, num_q_heads=3, topk=40, extra=V4_SCOPES)
     given = case.options() | dict(zip(("q", "kv_cache", "indices"), case.arguments(), strict=True))
-    call = make("sparse_prefill_paged", given | {"q": case.q.double()}, case.layout)
+    call = SparseCall.of("sparse_prefill_paged", given | {"q": case.q.double()}, case.layout)
     assert_close(backend.sparse_prefill_paged(call), sdpa.of_case(case))
     out, _, lse = backend.sparse_prefill_paged(call)
     assert_same(backend.sparse_decode(call), (out, lse))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._fake import attention_outputs, fake_of
-from ..call import OPS, SparseCall, make
+from ..call import OPS, SparseCall
 from ..layout import layout_of_id, row_layout
 from . import ADAPTERS
 
@@ -29,7 +29,7 @@ def _implementation(op: str, names: list[str]) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor, adapter: str, **options: Any) -> Any:
         given = dict(zip(names, tensors, strict=False)) | options
         layout = layout_of_id(given["layout"]) if "layout" in given else row_layout(given["q"])
-        call = make(op, given, layout)
+        call = SparseCall.of(op, given, layout)
         _check_scale(call)
         return getattr(ADAPTERS[adapter], op)(call)
 

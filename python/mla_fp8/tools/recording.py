@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..call import OPS, SparseCall, make
+from ..call import OPS, SparseCall
 from ..layout import KVLayout, get_layout, layout_of_id, row_layout
 
 COUNTED = ("paged_attention_ragged", "paged_attention_ragged_latent")  # no second backend to replay them with
@@ -38,7 +38,7 @@ class Call:
 
     def sparse(self, device: torch.device | str) -> SparseCall:
         given = self.arguments(device)
-        return make(self.op, given, self.layout or row_layout(given["q"]))
+        return SparseCall.of(self.op, given, self.layout or row_layout(given["q"]))
 
     def __str__(self) -> str:
         num_tokens, num_heads, _ = self.tensors["q"].shape
