@@ -15,7 +15,7 @@ FUZZ ?= --seconds 60
 HIP_OPS = build_swa combine dequantize_kv merge_attention pad_q_heads paged_attention_ragged quantize_kv
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: demo test emulate engines fuzz lint format bench docs generate wheel install-test build build-demo clean
+.PHONY: headers demo test emulate engines fuzz lint format bench docs generate wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
@@ -23,6 +23,10 @@ demo: build-demo
 test: build
 	$(BIN)/python -m pytest
 	$(MAKE) emulate
+
+# Every header of csrc/cuda compiles alone.
+headers: build
+	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
 # The HIP library, if it was built: its kernels run on fibers, behind a stand-in for the HIP runtime.
 emulate:

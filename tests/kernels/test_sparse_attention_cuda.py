@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from assertions import Results, assert_attention, assert_same
 from row_cases import changed, compacted, row_case
 from sparse_cases import V4_SCOPES, Case, make_case
 from window_cases import make_window_case
 
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # out, max_logits, lse
 
 
 @dataclass(frozen=True)
@@ -81,19 +79,6 @@ def seed():
     torch.manual_seed(0)
 
 
-def assert_right(case: Case, results: Results) -> None:
-    out, max_logits, lse = results
-    exact, exact_max, exact_lse = case.expected()
-    assert_as_accurate_as(out, case.rounded(), exact)
-    assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-    torch.testing.assert_close(max_logits.double(), exact_max, rtol=1e-5, atol=1e-5)
-
-
-def assert_same(got: Results, want: Results) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 def some_tokens(case: Case) -> torch.Tensor:
     """The first eight, which are the odd ones, and some others."""
     count = len(case.q)
@@ -111,7 +96,7 @@ def test_every_variant(variant, num_tokens, extra):
         results = variant.run(case)
         assert all(not t.isnan().any() for t in results)
         some = some_tokens(case)
-        assert_right(case.tokens(some), tuple(t[some] for t in results))
+        assert_attention(case, results, some)
         assert_same(variant.run(case), results)
         out, max_logits, lse = variant.run(case, max_logits=False)
         assert torch.equal(out, results[0]) and torch.equal(lse, results[2]) and max_logits.numel() == 0
@@ -125,7 +110,7 @@ def test_long_rows(variant):
         KV_LAYOUTS[variant.layout], "cuda", num_tokens=5, num_q_heads=heads, topk=5000, num_slots=9000
     )
     results = variant.run(case)
-    assert_right(case, results)
+    assert_attention(case, results)
     for _ in range(3):
         assert_same(variant.run(case), results)
 
@@ -138,7 +123,7 @@ def test_rows_of_every_kind(variant):
     results = variant.run(case)
     assert all(not t.isnan().any() for t in results)
     some = torch.arange(44).cuda()
-    assert_right(case.tokens(some), tuple(t[some] for t in results))
+    assert_attention(case, results, some)
     if not variant.pairs:
         assert_same(variant.run(changed(case, compacted)), results)
 
@@ -156,7 +141,7 @@ def test_windows(variant, window_size, extra):
     )
     assert all(not t.isnan().any() for t in results)
     some = torch.cat([torch.arange(24), torch.arange(340, 353)]).cuda()
-    assert_right(window.case.tokens(some), tuple(t[some] for t in results))
+    assert_attention(window.case, results, some)
 
 
 @unsplit_variants

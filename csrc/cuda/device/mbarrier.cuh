@@ -44,4 +44,15 @@ __device__ inline void mbarrier_wait(uint32_t bar, int parity) {
       : "memory");
 }
 
+// kPlaces take turns, and the i-th use of all goes to place i % kPlaces, whose barriers these are: until
+// what is there in this use has come; until what was there in the use before is no longer needed.
+template <int kPlaces>
+__device__ inline void wait_until_full(uint32_t bar, int i) {
+  mbarrier_wait(bar, i / kPlaces & 1);
+}
+template <int kPlaces>
+__device__ inline void wait_until_free(uint32_t bar, int i) {
+  mbarrier_wait(bar, (i / kPlaces & 1) ^ 1);
+}
+
 }  // namespace mla_fp8::gpu

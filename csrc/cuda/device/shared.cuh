@@ -1,7 +1,11 @@
 #pragma once
 // Shared memory by its address, which stays uniform where a pointer would not: words, and 8x8 matrices for
 // the matrix instructions (mma.cuh).
+#include <cstddef>
 #include <cstdint>
+
+// Where a field lies in the struct C::Smem that describes the shared memory of a kernel.
+#define MLA_SMEM(C, field) static_cast<int>(offsetof(typename C::Smem, field))
 
 namespace mla_fp8::gpu {
 

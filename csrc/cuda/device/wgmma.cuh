@@ -12,12 +12,12 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address, int stride_k, int 
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride_k >> 4) << 16 |
          static_cast<uint64_t>(stride_n >> 4) << 32;
 }
-// A or B in swizzled tiles of 64 elements x any number of rows: a row is 128 contiguous bytes, its eight
-// 16-byte chunks in the order chunk ^ row % 8, tiles lie at multiples of 1024 bytes. Elements of a row are
-// consecutive in k (A, B) or, for the _t forms of B, in n; `stride_n` is then the distance of the next tile
+// A or B in swizzled panels of 64 elements x any number of rows: a row is 128 contiguous bytes, its eight
+// 16-byte chunks in the order chunk ^ row % 8, panels lie at multiples of 1024 bytes. Elements of a row are
+// consecutive in k (A, B) or, for the _t forms of B, in n; `stride_n` is then the distance of the next panel
 // in n. Advancing by 16 in k is +32 bytes inside a row, or +16 rows (2048 bytes). `stride_8`: from eight rows
 // to the next eight.
-__device__ inline uint64_t wgmma_tile_descriptor(uint32_t address, int stride_n = 0, int stride_8 = 1024) {
+__device__ inline uint64_t wgmma_panel_descriptor(uint32_t address, int stride_n = 0, int stride_8 = 1024) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride_n >> 4) << 16 |
          static_cast<uint64_t>(stride_8 >> 4) << 32 | uint64_t{1} << 62;
 }
@@ -78,7 +78,7 @@ MLA_WGMMA_N64(wgmma_f16, "f16")
 #undef MLA_WGMMA_N32
 #undef MLA_WGMMA_N16
 
-// bf16 in swizzled tiles: N = 64 or 72 with B along k, N = 256 with B along n.
+// bf16 in swizzled panels: N = 64 or 72 with B along k, N = 256 with B along n.
 #define MLA_D32(d, i)                                                                                     \
   MLA_D4(d, i), MLA_D4(d, i + 1), MLA_D4(d, i + 2), MLA_D4(d, i + 3), MLA_D4(d, i + 4), MLA_D4(d, i + 5), \
       MLA_D4(d, i + 6), MLA_D4(d, i + 7)

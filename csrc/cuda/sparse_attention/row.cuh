@@ -20,12 +20,12 @@ struct Row {
   static constexpr int kBf16Dims = kDims - kFp8Dims;
   static constexpr int kBf16Offset = kFp8Dims == 0 ? 0 : kL.rope_offset();
 
-  static constexpr int kNumScales = kL.num_tiles();  // stored with the token
+  static constexpr int kNumScales = kL.num_tiles();  // stored with the key
   static constexpr int kTileDims = kNumScales ? kL.tile_dim : kChunkDims;
   static constexpr int kNumTiles = kFp8Dims / kTileDims;
   static constexpr bool kScalesApart = kL.scale_placement == ScalePlacement::kPageTail;
 
-  static constexpr int kBytes = kL.token_stride();  // one copy per token
+  static constexpr int kBytes = kL.token_stride();  // one copy per key
   static constexpr int kScaleOffset = kScalesApart ? kBytes : kL.nope_bytes();
   // An odd multiple of 16 bytes: the 8 rows of an ldmatrix then fall into different banks.
   static constexpr int kPitch = (align_up(kBytes + (kScalesApart ? kL.scale_bytes() : 0), 16) | 16);
@@ -38,9 +38,9 @@ struct Row {
   }
 };
 
-// The stored scales of one token.
+// The stored scales of one key.
 template <class R>
-struct TokenScales {
+struct RowScales {
   static constexpr bool kPacked = R::kL.scale_format == ScaleFormat::kUe8m0;
   float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
   uint2 exponents;  // ue8m0, a byte each: registers are short
@@ -75,12 +75,12 @@ struct TokenScales {
   }
 
   __device__ static bool is_nan(const uint8_t* row) {
-    TokenScales scales;
+    RowScales scales;
     scales.load(row);
     return scales.nan();
   }
 
-  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a token's. 0 where there is none.
+  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a key's. 0 where there is none.
   static constexpr int kPerLane = (R::kNumScales + 3) / 4;
   __device__ float of_lane(const uint8_t* row, int i, int t) const {
     if (4 * i + t >= R::kNumScales) return 0.0f;

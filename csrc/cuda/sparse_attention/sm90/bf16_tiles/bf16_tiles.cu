@@ -1,8 +1,8 @@
 // Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a query
-// token, or all heads of neighbours whose windows are mostly the same.
+// query, or all heads of neighbours whose windows are mostly the same.
 //
-//   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled tiles, two
-//            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
+//   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled panels,
+//            two blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
 //            arrive while the last weights of this one are multiplied and its output is stored.
 //            With more than 32 heads a window's keys stay, and one comes with each query. FP8 pages: two CTAs
 //            of 64 heads convert half of each block to bf16, for both
@@ -31,27 +31,27 @@ namespace {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    bf16_tiles_kernel(const __grid_constant__ RowsParams params) {
+    bf16_tiles_kernel(const __grid_constant__ TileParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  const RowsSmem<C> shared{shared_address(smem)};
+  const TileSmem<C> shared{shared_address(smem)};
   if (thread == 0) shared.init();
   wait_for_previous_grid();
   if constexpr (C::kPair) cluster_sync();
   else __syncthreads();
   if (warp >= 8) {
     give_up_registers<C::kGatherRegisters>();
-    if constexpr (C::kPair) RowsPairGather<C>(params, shared, thread - 8 * kWarpSize).run();
-    else if constexpr (C::kRing) RingGather<C>(params, shared, thread - 8 * kWarpSize).run();
-    else RowsGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    if constexpr (C::kPair) PairGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    else if constexpr (C::kRing) WindowGather<C>(params, shared, thread - 8 * kWarpSize).run();
+    else TileGather<C>(params, shared, thread - 8 * kWarpSize).run();
   } else if (warp >= 4) {
     take_registers<C::kMathRegisters>();
-    RowsMath<C, 1>(params, smem, warp - 4, lane).run();
+    TileMath<C, 1>(params, smem, warp - 4, lane).run();
   } else {
     take_registers<C::kMathRegisters>();
-    RowsMath<C, 0>(params, smem, warp, lane).run();
+    TileMath<C, 0>(params, smem, warp, lane).run();
   }
   if constexpr (C::kPair) {  // whose shared memory the other CTA may still write
     __syncwarp();
@@ -67,14 +67,14 @@ bool is_plain_selection(const SparseAttentionParams& p) {
          (s.page_size == 1 || s.kv_cache_stride_page == s.page_size * kv_layout(p.layout).token_stride());
 }
 
-template <KvLayoutId kId, RowsKeys kKeys>
+template <KvLayoutId kId, TileKeys kKeys>
 void launch_variant(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  using C = RowsConfig<kId, kKeys>;
+  using C = Bf16Tiles<kId, kKeys>;
   constexpr int kCluster = C::kPair ? 2 : 1;
-  const RowsParams params{
+  const TileParams params{
       .p = p,
       .num_head_blocks = ceil_div(p.num_q_heads, C::kHeads),
-      .tile_tokens = tile_queries(p),
+      .tile_queries = tile_queries(p),
       .tile_heads = static_cast<unsigned>(std::min(p.num_q_heads, C::kHeads)),
       .num_tiles = num_tiles(p),
       .row_stride = p.scopes[0].kv_cache_stride_page / p.scopes[0].page_size,
@@ -95,14 +95,14 @@ void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStre
   with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout) {
     constexpr KvLayoutId kId = layout();
     if constexpr (kId == KvLayoutId::kDsv4) {
-      launch_variant<kId, RowsKeys::kPair>(p, plan, stream);
+      launch_variant<kId, TileKeys::kPair>(p, plan, stream);
     } else {
-      if (is_plain_selection(p)) return launch_variant<kId, RowsKeys::kSelected>(p, plan, stream);
-      if (tile_queries(p) > 1) return launch_variant<kId, RowsKeys::kNeighbours>(p, plan, stream);
+      if (is_plain_selection(p)) return launch_variant<kId, TileKeys::kSelected>(p, plan, stream);
+      if (tile_queries(p) > 1) return launch_variant<kId, TileKeys::kNeighbours>(p, plan, stream);
       if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // of the layout that windows are used with
         if (is_window_alone(p) && p.window.window_size <= kRingKeys)
-          return launch_variant<kId, RowsKeys::kRing>(p, plan, stream);
-      launch_variant<kId, RowsKeys::kAny>(p, plan, stream);
+          return launch_variant<kId, TileKeys::kRing>(p, plan, stream);
+      launch_variant<kId, TileKeys::kAny>(p, plan, stream);
     }
   });
 }

@@ -1,5 +1,5 @@
 #pragma once
-// The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled tiles.
+// The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled panels.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -10,9 +10,9 @@
 namespace mla_fp8::gpu {
 
 template <class C>
-class RowsGather {
+class TileGather {
  public:
-  __device__ RowsGather(const RowsParams& params, RowsSmem<C> smem, int thread)
+  __device__ TileGather(const TileParams& params, TileSmem<C> smem, int thread)
       : params_(params),
         smem_(smem),
         warp_(thread / kWarpSize),
@@ -22,7 +22,7 @@ class RowsGather {
         offset_{offset(row(0)), offset(row(1))} {}
 
   __device__ void run() {
-    RowsItems<C> items(params_);
+    TileItems<C> items(params_);
     ItemKeys keys = find_keys(*items);
     Entry ahead = entry(*items, keys, 0);
     int num_first = 0, num_second = 0;  // blocks of either buffer so far
@@ -43,7 +43,7 @@ class RowsGather {
 
  protected:
   // A warp has eight of a block's first 32 rows, eight of the others and, of a tail, half of it or nothing; a
-  // thread four of these rows, and one of the tail: 16 bytes of each in every tile.
+  // thread four of these rows, and one of the tail: 16 bytes of each in every panel.
   static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0);
   __device__ int row(int i) const {
     return i < kRows ? i / 2 * 32 + warp_ * 8 + i % 2 * 4 + lane_ / 8 : 64 + warp_ * 4 + lane_ / 8;
@@ -77,7 +77,7 @@ class RowsGather {
   class Source {
    public:
     using Key = Entry;
-    __device__ Source(const RowsGather& gather, const RowsSource& item) : gather_(gather), item_(item) {}
+    __device__ Source(const TileGather& gather, const TileSource& item) : gather_(gather), item_(item) {}
     __device__ unsigned length() const { return item_.num_entries; }
     __device__ bool is_window() const { return gather_.is_window(); }
     __device__ int entry(unsigned position) const {
@@ -106,8 +106,8 @@ class RowsGather {
       return C::kAny && position >= static_cast<unsigned>(item_.first_length);
     }
 
-    const RowsGather& gather_;
-    const RowsSource& item_;
+    const TileGather& gather_;
+    const TileSource& item_;
   };
 
   // The valid keys of an item; of windows all.
@@ -116,9 +116,9 @@ class RowsGather {
     bool repeat;                  // this warp has seen a slot twice
   };
   // The warps survey the item: from then on it has only its valid keys.
-  __device__ ItemKeys find_keys(RowsSource& item) const {
+  __device__ ItemKeys find_keys(TileSource& item) const {
     if constexpr (!C::kCounted) return {};
-    const uint32_t map = smem_.smem + C::kMap;
+    const uint32_t map = smem_.smem + MLA_SMEM(C, map);
     named_barrier(kBarrierGather, kGroupThreads);  // the map of the item before has been read
     const bool repeat = survey_keys<kGroupWarps, 8>(Source(*this, item), warp_, lane_, map, [] {});
     named_barrier(kBarrierGather, kGroupThreads);
@@ -127,7 +127,7 @@ class RowsGather {
     return {{survey, survey.map}, repeat};
   }
   // Of this lane's key in a block.
-  __device__ Entry entry(const RowsSource& item, const ItemKeys& keys, int block) const {
+  __device__ Entry entry(const TileSource& item, const ItemKeys& keys, int block) const {
     const int key = C::first_key(block) + key_;
     const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
     if constexpr (C::kCounted) return keys.valid.find(Source(*this, item), is_key ? key : -1);
@@ -164,44 +164,44 @@ class RowsGather {
     int count = kCount;
   };
   template <bool kThroughL1 = false, int kCount>
-  __device__ void copy_tiles(uint32_t dst, int tile_bytes, const Rows<kCount>& rows, int first, int count,
-                             int first_row = 0, int last_row = kCount) const {
-    for (int tile = first; tile < first + count; ++tile)
+  __device__ void copy_panels(uint32_t dst, int panel_bytes, const Rows<kCount>& rows, int first, int count,
+                              int first_row = 0, int last_row = kCount) const {
+    for (int panel = first; panel < first + count; ++panel)
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         if (i >= first_row && i < last_row && (i < kRows || i < rows.count))
           cp_async_16<kThroughL1>(
-              dst + tile * tile_bytes + (i < kRows ? offset_[i % 2] + i / 2 * 32 * 128 : offset(row(i))),
-              rows.at[i] + tile * C::kTileDims * 2, rows.valid[i]);
+              dst + panel * panel_bytes + (i < kRows ? offset_[i % 2] + i / 2 * 32 * 128 : offset(row(i))),
+              rows.at[i] + panel * C::kPanelDims * 2, rows.valid[i]);
   }
 
-  __device__ const uint8_t* q_row(const RowsItem& item, RowPlace place) const {
+  __device__ const uint8_t* q_row(const TileItem& item, QueryHead place) const {
     const SparseAttentionParams& p = params_.p;
-    return reinterpret_cast<const uint8_t*>(p.q + (item.token + place.token) * p.q_stride_token +
+    return reinterpret_cast<const uint8_t*>(p.q + (item.query + place.query) * p.q_stride_token +
                                             (item.first_head + place.head) * p.q_stride_head);
   }
   // Tells the other warpgroups what comes next, too. Whether something does.
-  __device__ bool fetch_q(const RowsItem& item, int count) const {
+  __device__ bool fetch_q(const TileItem& item, int count) const {
     Rows<kRows> rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const RowPlace place = row_place<C>(params_, row(i));
+      const QueryHead place = query_head<C>(params_, row(i));
       rows.valid[i] = item.has(place, params_.p.num_q_heads);
-      rows.at[i] = q_row(item, rows.valid[i] ? place : RowPlace{0, 0}) + chunk_ * 16;
+      rows.at[i] = q_row(item, rows.valid[i] ? place : QueryHead{0, 0}) + chunk_ * 16;
     }
-    mbarrier_wait(smem_.q_empty(), (count & 1) ^ 1);
+    wait_until_free<1>(smem_.q_empty(), count);
     if (warp_ == 0 && lane_ == 0) {
       smem_.set_item(item);
       mbarrier_arrive(smem_.q_full());
     }
-    if (item.length > 0) copy_tiles(smem_.q_tile(0), C::kTileBytes, rows, 0, C::kTiles);
+    if (item.length > 0) copy_panels(smem_.q_panel(0), C::kPanelBytes, rows, 0, C::kPanels);
     mbarrier_arrive_cp_async(smem_.q_full());
-    return item.num_tokens > 0;
+    return item.num_queries > 0;
   }
   // Into the L2.
-  __device__ void prefetch_q(const RowsItem& item) const {
+  __device__ void prefetch_q(const TileItem& item) const {
     if (chunk_ >= 4 || item.length == 0) return;
-    const RowPlace place = row_place<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
+    const QueryHead place = query_head<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
     if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);
   }
 
@@ -255,17 +255,17 @@ class RowsGather {
   template <bool kThroughL1>
   __device__ __forceinline__ void copy_block(int block, const BlockRows& rows, uint32_t found,
                                              int count) const {
-    const int buffer = block % 2, parity = (count & 1) ^ 1;
+    const int buffer = block % 2;
     const auto copy = [&](int piece, int first_row, int last_row) {
-      copy_tiles<kThroughL1>(smem_.tile(buffer, 0), C::key_tile_bytes(buffer), rows, C::first_tile(piece),
-                             C::num_tiles(piece), first_row, last_row);
+      copy_panels<kThroughL1>(smem_.panel(buffer, 0), C::key_panel_bytes(buffer), rows, C::first_panel(piece),
+                              C::num_panels(piece), first_row, last_row);
     };
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      mbarrier_wait(smem_.half_empty(buffer, part), parity);
+      wait_until_free<1>(smem_.half_empty(buffer, part), count);
       copy(2 * part, 0, kHalf);
       copy(2 * part + 1, 0, kHalf);
-      mbarrier_wait(smem_.empty(buffer, part), parity);
+      wait_until_free<1>(smem_.empty(buffer, part), count);
 #pragma unroll
       for (int piece = 2 * part; piece < 2 * part + 2; ++piece) {
         copy(piece, kHalf, kAllRows);
@@ -274,14 +274,14 @@ class RowsGather {
       if (part == 0) publish_mask(buffer, found);
     }
     if constexpr (C::kHasRope) {
-      mbarrier_wait(smem_.empty(buffer, C::kRopePart), parity);
+      wait_until_free<1>(smem_.empty(buffer, C::kRopePart), count);
       copy(C::kRopePiece, 0, kRows);
       mbarrier_arrive_cp_async(smem_.full(buffer, C::kRopePiece));
     }
   }
 
-  const RowsParams& params_;
-  const RowsSmem<C> smem_;
+  const TileParams& params_;
+  const TileSmem<C> smem_;
   const int warp_, lane_, chunk_, key_;
   const uint32_t offset_[2];  // of row(0), row(1)
 };

@@ -3,7 +3,7 @@
 // every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64 takes a
 // gather longer than the products take.
 //
-// A warp has eight keys, a lane 16 dims of one key in each tile. An index is loaded two blocks ahead, the
+// A warp has eight keys, a lane 16 dims of one key in each panel. An index is loaded two blocks ahead, the
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
 // All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
 // invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
@@ -24,9 +24,9 @@ namespace mla_fp8::gpu {
 __device__ const uint4 kZeroRow[576 / 16] = {};
 
 template <class C>
-class RowsPairGather : RowsGather<C> {
+class PairGather : TileGather<C> {
  public:
-  __device__ RowsPairGather(const RowsParams& params, RowsSmem<C> smem, int thread)
+  __device__ PairGather(const TileParams& params, TileSmem<C> smem, int thread)
       : Base(params, smem, thread),
         rank_(blockIdx.x % 2),
         eighth_(lane_ % 8),
@@ -39,7 +39,7 @@ class RowsPairGather : RowsGather<C> {
     Place next = find(look_up(ahead), found_);
     load_scales(next);
 #pragma unroll
-    for (int tile = 0; tile < C::kTiles; ++tile) load(next, tile);
+    for (int panel = 0; panel < C::kPanels; ++panel) load(next, panel);
     advance(ahead);
     uint32_t next_found;
     next = find(look_up(ahead), next_found);
@@ -47,25 +47,25 @@ class RowsPairGather : RowsGather<C> {
     LookUp after = look_up(ahead);
     unsigned num_items = 0, num_blocks[2] = {0, 0};  // so far
     for (int64_t tile = blockIdx.x;; tile += gridDim.x) {
-      const RowsSource item = RowsTiles<C>(params_).source(tile);
+      const TileSource item = Tiles<C>(params_).source(tile);
       if (!this->fetch_q(item, num_items++)) break;
       for (int block = 0; block < C::num_blocks(item.length); ++block) {
         const int buffer = block % 2, parity = (num_blocks[buffer]++ & 1) ^ 1;
         mbarrier_wait(smem_.empty(buffer, 0), parity);
         if (lane_ == 0) smem_.set_mask(buffer, warp_, found_);
 #pragma unroll
-        for (int tile = 0; tile < C::kPieceTiles; ++tile) {
-          convert(buffer, tile);
-          load(next, tile);
+        for (int panel = 0; panel < C::kPiecePanels; ++panel) {
+          convert(buffer, panel);
+          load(next, panel);
         }
         send(buffer, 0);
         advance(ahead);
         const LookUp later = look_up(ahead);
         mbarrier_wait(smem_.empty(buffer, 1), parity);
 #pragma unroll
-        for (int tile = C::kPieceTiles; tile < C::kTiles; ++tile) {
-          convert(buffer, tile);
-          load(next, tile);
+        for (int panel = C::kPiecePanels; panel < C::kPanels; ++panel) {
+          convert(buffer, panel);
+          load(next, panel);
         }
         load_scales(next);
         found_ = next_found;
@@ -78,25 +78,25 @@ class RowsPairGather : RowsGather<C> {
   }
 
  private:
-  using Base = RowsGather<C>;
+  using Base = TileGather<C>;
   using Base::is_window, Base::key_, Base::lane_, Base::params_, Base::smem_, Base::warp_;
   static constexpr KvLayout kL = kv_layout(C::kId);
-  static constexpr int kFp8Tiles = kL.nope_dim / C::kTileDims;
-  static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kL.tile_dim == C::kTileDims);
-  static_assert(kFp8Tiles == C::kTiles - 1 && kL.rope_format == Format::kBf16);
+  static constexpr int kFp8Panels = kL.nope_dim / C::kPanelDims;
+  static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kL.tile_dim == C::kPanelDims);
+  static_assert(kFp8Panels == C::kPanels - 1 && kL.rope_format == Format::kBf16);
   static_assert(sizeof(kZeroRow) >= kL.token_stride());
 
   // The blocks of all items, in their order.
   struct Cursor {
-    RowsSource item;
+    TileSource item;
     int block, num_blocks;  // none: the end
   };
   // From `tile` on, the first item that has keys.
   __device__ Cursor first_item(int64_t tile) const {
     for (;; tile += gridDim.x) {
-      const RowsSource item = RowsTiles<C>(params_).source(tile);
+      const TileSource item = Tiles<C>(params_).source(tile);
       const int num_blocks = C::num_blocks(item.length);
-      if (num_blocks > 0 || item.num_tokens == 0) return {item, 0, num_blocks};
+      if (num_blocks > 0 || item.num_queries == 0) return {item, 0, num_blocks};
     }
   }
   __device__ void advance(Cursor& c) const {
@@ -154,20 +154,20 @@ class RowsPairGather : RowsGather<C> {
 
   __device__ static uint4 load_16(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
   __device__ void load_scales(const Place& at) { scales_ = __ldg(reinterpret_cast<const uint2*>(at.scales)); }
-  // 16 codes of a tile of e4m3, two chunks of 8 of the one of bf16.
-  __device__ void load(const Place& at, int tile) {
+  // 16 codes of a panel of e4m3, two chunks of 8 of the one of bf16.
+  __device__ void load(const Place& at, int panel) {
     const uint8_t* row = at.row + quarter_ * 16;
-    if (tile < kFp8Tiles) {
-      codes_[tile] = load_16(row + tile * C::kTileDims);
+    if (panel < kFp8Panels) {
+      codes_[panel] = load_16(row + panel * C::kPanelDims);
     } else {
       rope_[0] = load_16(row + kL.rope_offset());
       rope_[1] = load_16(row + kL.rope_offset() + 64);
     }
   }
 
-  // The tile's scale as two bf16: what it multiplies is exact, as in dequantize_kv.
-  __device__ uint32_t scale(int tile) const {
-    const uint32_t exponent = (tile < 4 ? scales_.x : scales_.y) >> (tile % 4 * 8) & 0xff;
+  // The panel's scale as two bf16: what it multiplies is exact, as in dequantize_kv.
+  __device__ uint32_t scale(int panel) const {
+    const uint32_t exponent = (panel < 4 ? scales_.x : scales_.y) >> (panel % 4 * 8) & 0xff;
     return (float_bits(ue8m0_to_float(static_cast<uint8_t>(exponent))) >> 16) * 0x10001u;
   }
   __device__ static uint4 decode(uint32_t codes, uint32_t more, uint32_t scale) {
@@ -176,11 +176,11 @@ class RowsPairGather : RowsGather<C> {
     return {mul_bf16x2(x[0], scale), mul_bf16x2(x[1], scale), mul_bf16x2(y[0], scale),
             mul_bf16x2(y[1], scale)};
   }
-  __device__ void convert(int buffer, int tile) const {
-    const uint32_t to = smem_.tile(buffer, tile) + at_;
-    if (tile < kFp8Tiles) {
-      const uint4& x = codes_[tile];
-      const uint32_t s = scale(tile), chunk = (2 * quarter_ ^ eighth_) * 16;
+  __device__ void convert(int buffer, int panel) const {
+    const uint32_t to = smem_.panel(buffer, panel) + at_;
+    if (panel < kFp8Panels) {
+      const uint4& x = codes_[panel];
+      const uint32_t s = scale(panel), chunk = (2 * quarter_ ^ eighth_) * 16;
       store_shared_16(to + chunk, decode(x.x, x.y, s));
       store_shared_16(to + (chunk ^ 16), decode(x.z, x.w, s));
     } else {
@@ -191,20 +191,20 @@ class RowsPairGather : RowsGather<C> {
   }
   // The warp's keys of a piece to the other CTA, whose own come back.
   __device__ void send(int buffer, int piece) const {
-    constexpr int kBytes = C::kPieceTiles * C::key_tile_bytes(0);
+    constexpr int kBytes = C::kPiecePanels * C::key_panel_bytes(0);
     const uint32_t full = smem_.full(buffer, piece);
     fence_proxy_async();
     mbarrier_arrive_expect_warp(full, kBytes, lane_);
     if (lane_ == 0) {
-      const uint32_t first_key = smem_.tile(buffer, C::first_tile(piece)) + at_;  // lane 0 has it
+      const uint32_t first_key = smem_.panel(buffer, C::first_panel(piece)) + at_;  // lane 0 has it
       bulk_copy_to_cluster(first_key + to_peer_, first_key, kBytes, full + to_peer_);
     }
     __syncwarp();
   }
 
   const int rank_, eighth_, quarter_;
-  const uint32_t at_, to_peer_;       // of this lane's key in a tile; from an address to the peer's
-  uint4 codes_[kFp8Tiles], rope_[2];  // of this lane's key
+  const uint32_t at_, to_peer_;        // of this lane's key in a panel; from an address to the peer's
+  uint4 codes_[kFp8Panels], rope_[2];  // of this lane's key
   uint2 scales_;
   uint32_t found_;
 };

@@ -13,41 +13,41 @@ namespace mla_fp8::gpu {
 inline constexpr unsigned kRingKeys = 128;
 
 template <class C>
-class RingGather : RowsGather<C> {
+class WindowGather : TileGather<C> {
  public:
-  __device__ RingGather(const RowsParams& params, RowsSmem<C> smem, int thread)
-      : RowsGather<C>(params, smem, thread), thread_(thread) {}
+  __device__ WindowGather(const TileParams& params, TileSmem<C> smem, int thread)
+      : TileGather<C>(params, smem, thread), thread_(thread) {}
 
   __device__ void run() {
     const int64_t end = first_item(blockIdx.x + 1);
     int count = 0;
     for (int64_t i = first_item(blockIdx.x); i < end; ++i) {
-      const RowsItem item = move_to(i);
+      const TileItem item = move_to(i);
       this->fetch_q(item, count++);
-      if (i + 1 < end) this->prefetch_q({token(i + 1), 1, first_head(i + 1), 1});
+      if (i + 1 < end) this->prefetch_q({query(i + 1), 1, first_head(i + 1), 1});
       if (item.length > 0) fetch_keys();
       is_next_here_ = false;
-      if (i + 1 < end && token(i + 1) != item.token && item.length > 0 && query_.queries > 1) fetch_ahead();
+      if (i + 1 < end && query(i + 1) != item.query && item.length > 0 && query_.queries > 1) fetch_ahead();
     }
-    this->fetch_q(RowsItem{}, count);
+    this->fetch_q(TileItem{}, count);
     cp_async_wait_all();
   }
 
  private:
-  using RowsGather<C>::params_;
-  using RowsGather<C>::smem_;
+  using TileGather<C>::params_;
+  using TileGather<C>::smem_;
   enum class Change { kNone, kOne, kAll };
 
   __device__ int64_t first_item(unsigned block) const { return params_.num_tiles * block / gridDim.x; }
-  __device__ int64_t token(int64_t i) const { return params_.num_head_blocks == 1 ? i : i / 2; }
+  __device__ int64_t query(int64_t i) const { return params_.num_head_blocks == 1 ? i : i / 2; }
   __device__ int first_head(int64_t i) const {
     return params_.num_head_blocks == 1 ? 0 : static_cast<int>(i % 2) * C::kHeads;
   }
 
   // Which query the item is, and how its keys differ from the last one's.
-  __device__ RowsItem move_to(int64_t i) {
-    const int64_t to = token(i);
-    if (has_keys_ && to == token_) {
+  __device__ TileItem move_to(int64_t i) {
+    const int64_t to = query(i);
+    if (has_keys_ && to == last_query_) {
       change_ = Change::kNone;
     } else if (has_keys_ && query_.queries > 1 && is_next_here_) {
       change_ = Change::kOne;
@@ -56,7 +56,7 @@ class RingGather : RowsGather<C> {
       change_ = Change::kAll;
       query_ = find_query(params_.p.window, to);
     }
-    token_ = to;
+    last_query_ = to;
     has_keys_ = query_.request >= 0 && query_.position >= 0;
     return {to, 1, first_head(i), has_keys_ ? 1 : 0};
   }
@@ -97,7 +97,7 @@ class RingGather : RowsGather<C> {
   }
 
   __device__ void wait(int buffer) const {
-    for (int part = 0; part < C::kParts; ++part) mbarrier_wait(smem_.empty(buffer, part), (fills_ & 1) ^ 1);
+    for (int part = 0; part < C::kParts; ++part) wait_until_free<1>(smem_.empty(buffer, part), fills_);
   }
   __device__ void publish(int buffer, bool copies) const {
     this->publish_mask(buffer, buffer == 0 ? found_[0] : found_[1]);
@@ -133,23 +133,23 @@ class RingGather : RowsGather<C> {
   }
   __device__ void set_chunk(int slot, int i, uint4 x) const {
     const int row = slot % 64;
-    store_shared_16(smem_.tile(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
+    store_shared_16(smem_.panel(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
   }
 
   // All keys of a buffer, zeros where there is none.
   __device__ void fetch_buffer(int buffer) {
-    typename RowsGather<C>::template Rows<RowsGather<C>::kRows> rows;
+    typename TileGather<C>::template Rows<TileGather<C>::kRows> rows;
     const int slot = buffer * 64 + this->key_;
     const int64_t age = (query_.position + kRingKeys - slot) % kRingKeys;
     const bool held = this->lane_ < 16 && age < params_.p.window.window_size;
     const uint32_t found = this->take_rows(held ? key(query_.position - age) : nullptr, rows);
     (buffer == 0 ? found_[0] : found_[1]) = found;
-    this->copy_tiles(smem_.tile(buffer, 0), C::kTileBytes, rows, 0, C::kTiles);
+    this->copy_panels(smem_.panel(buffer, 0), C::kPanelBytes, rows, 0, C::kPanels);
   }
 
   const int thread_;
   // The query whose keys are there, or on their way.
-  int64_t token_ = 0;
+  int64_t last_query_ = 0;
   WindowQuery query_;
   bool has_keys_ = false;
   Change change_;

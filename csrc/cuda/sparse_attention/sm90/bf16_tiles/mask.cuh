@@ -6,13 +6,13 @@
 
 namespace mla_fp8::gpu {
 
-struct RowsMask {
+struct KeyMask {
   uint64_t keys;
   uint32_t tail;  // the eight behind them
   __device__ bool all() const { return keys == ~uint64_t{0} && tail == 0xff; }
-  __device__ RowsMask operator>>(int keys_off) const { return {keys >> keys_off, tail >> keys_off}; }
+  __device__ KeyMask operator>>(int keys_off) const { return {keys >> keys_off, tail >> keys_off}; }
   // Those from the first to the last, which may lie outside.
-  __device__ RowsMask between(int first, int last) const {
+  __device__ KeyMask between(int first, int last) const {
     return {keys & bits(first, last), tail & static_cast<uint32_t>(bits(first - 64, last - 64))};
   }
 
@@ -32,12 +32,12 @@ __device__ inline bool has_no_number(uint32_t bf16x2) {
 // queries that attend to it have a NaN among their weights and need no second one. `suspects`: this lane's
 // masked logits that are no number, bit 2n + i for column 8n + 2 (lane % 4) + i. `values`: tiles of kKeys
 // rows.
-template <int kKeys, int kTiles>
+template <int kKeys, int kPanels>
 __device__ void clear_values(uint8_t* values, uint32_t suspects, int lane) {
   for (int key = 0; key < kKeys; ++key) {
     const bool suspect = lane % 4 == key % 8 / 2 && suspects >> (key / 8 * 2 + key % 2) & 1;
     if (!__any_sync(kFullWarp, suspect)) continue;
-    for (int i = lane; i < kTiles * 8; i += kWarpSize) {
+    for (int i = lane; i < kPanels * 8; i += kWarpSize) {
       uint4& x = *reinterpret_cast<uint4*>(values + (i / 8 * kKeys + key) * 128 + i % 8 * 16);
       if (has_no_number(x.x) || has_no_number(x.y) || has_no_number(x.z) || has_no_number(x.w))
         x = {0, 0, 0, 0};

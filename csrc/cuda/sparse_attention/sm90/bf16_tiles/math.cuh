@@ -16,9 +16,9 @@
 namespace mla_fp8::gpu {
 
 template <class C, int kGroup>
-class RowsMath {
+class TileMath {
  public:
-  __device__ RowsMath(const RowsParams& params, uint8_t* smem, int warp, int lane)
+  __device__ TileMath(const TileParams& params, uint8_t* smem, int warp, int lane)
       : params_(params),
         smem_{shared_address(smem)},
         bytes_(smem),
@@ -31,8 +31,8 @@ class RowsMath {
   __device__ void run() {
     for (;; parity_ ^= 1) {
       mbarrier_wait(smem_.q_full(), parity_);
-      const RowsItem item = smem_.item();
-      if (item.num_tokens == 0) break;
+      const TileItem item = smem_.item();
+      if (item.num_queries == 0) break;
       if (item.length == 0) {
         arrive(smem_.q_empty());
         output_.store_nothing(item);
@@ -43,13 +43,13 @@ class RowsMath {
       if (params_.p.attn_sink)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int head = item.first_head + row_place<C>(params_, row_ + 8 * r).head;
+          const int head = item.first_head + query_head<C>(params_, row_ + 8 * r).head;
           if (head < params_.p.num_q_heads) sink_[r] = __ldg(params_.p.attn_sink + head);
         }
       if constexpr (C::kNeighbours)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          last_key_[r] = item.length - item.num_tokens + row_place<C>(params_, row_ + 8 * r).token;
+          last_key_[r] = item.length - item.num_queries + query_head<C>(params_, row_ + 8 * r).query;
       const int num_blocks = C::num_blocks(item.length);
       for (int block = 0; block < num_blocks; block += 2) {
         two_blocks(block, num_blocks - block);
@@ -108,20 +108,20 @@ class RowsMath {
   // and a fence per piece costs 3 to 7 % (docs/kernels/bf16_tiles.md).
   __device__ void multiply_keys(bool in_turn) {
     if (kGroup == 1 && in_turn) named_barrier(kBarrierTurn, 2 * kGroupThreads);
-    const uint64_t q = wgmma_tile_descriptor(smem_.q_tile(0));
-    const uint64_t keys = wgmma_tile_descriptor(smem_.tile(kGroup, 0), 0, C::kEightKeysBytes);
+    const uint64_t q = wgmma_panel_descriptor(smem_.q_panel(0));
+    const uint64_t keys = wgmma_panel_descriptor(smem_.panel(kGroup, 0), 0, C::kEightKeysBytes);
     pin_registers(s_);
 #pragma unroll
     for (int piece = 0; piece < C::kPieces; ++piece) {
-      mbarrier_wait(smem_.full(kGroup, piece), num_blocks_[kGroup] & 1);
+      wait_until_full<1>(smem_.full(kGroup, piece), num_blocks_[kGroup]);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < C::num_tiles(piece); ++i)
+      for (int i = 0; i < C::num_panels(piece); ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const int tile = C::first_tile(piece) + i;
-          wgmma_bf16_ss(s_, wgmma_advance(q, tile * C::kTileBytes + k * 32),
-                        wgmma_advance(keys, tile * C::key_tile_bytes(kGroup) + k * 32), piece + i + k > 0);
+          const int panel = C::first_panel(piece) + i;
+          wgmma_bf16_ss(s_, wgmma_advance(q, panel * C::kPanelBytes + k * 32),
+                        wgmma_advance(keys, panel * C::key_panel_bytes(kGroup) + k * 32), piece + i + k > 0);
         }
     }
     wgmma_commit();
@@ -151,18 +151,19 @@ class RowsMath {
   // Of the k-th 16 keys.
   template <bool kIsOwn>
   __device__ void add_values(const Weights& weights, int k, bool accumulate) {
-    constexpr int buffer = block_of<kIsOwn>(), kTileStride = C::key_tile_bytes(buffer);
-    const uint32_t tile = smem_.tile(buffer, 4 * kGroup);
+    constexpr int buffer = block_of<kIsOwn>(), kPanelStride = C::key_panel_bytes(buffer);
+    const uint32_t panel = smem_.panel(buffer, 4 * kGroup);
     // The last eight keys of a tail twice, the second time with weights of zero.
-    const uint64_t b = k == 4 ? wgmma_tile_descriptor(tile + 64 * 128, kTileStride, 0)
-                              : wgmma_advance(wgmma_tile_descriptor(tile, kTileStride, C::kEightKeysBytes),
+    const uint64_t b = k == 4 ? wgmma_panel_descriptor(panel + 64 * 128, kPanelStride, 0)
+                              : wgmma_advance(wgmma_panel_descriptor(panel, kPanelStride, C::kEightKeysBytes),
                                               k * 2 * C::kEightKeysBytes);
     if constexpr (kIsOwn) {
       wgmma_bf16_t(out_, weights[k], b, accumulate || k > 0);
     } else {
       const uint64_t a =
-          k == 4 ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
-                 : wgmma_advance(wgmma_tile_descriptor(smem_.weights(buffer), 0, C::kEightKeysBytes), k * 32);
+          k == 4
+              ? wgmma_descriptor(smem_.tail_weights(), 128, 256)
+              : wgmma_advance(wgmma_panel_descriptor(smem_.weights(buffer), 0, C::kEightKeysBytes), k * 32);
       wgmma_bf16_ss_t(out_, a, b, accumulate || k > 0);
     }
     if (k == 1 || k == steps(buffer) - 1) wgmma_commit();
@@ -202,14 +203,14 @@ class RowsMath {
       for (int c = 0; c < 4; ++c) s[n][c] = fmaf(s[n][c], scale, -offset[c / 2]);
     if constexpr (C::kNeighbours) {
       suspects_ = 0;
-      RowsMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
+      KeyMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
       if (!mine[0].all() || !mine[1].all()) {
         mine[0] = mine[0] >> column_, mine[1] = mine[1] >> column_;
 #pragma unroll
         for (int n = 0; n < kColumns; ++n)
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            const RowsMask& m = mine[c / 2];
+            const KeyMask& m = mine[c / 2];
             const bool counts = n < 8 ? m.keys >> (8 * n + c % 2) & 1 : m.tail >> c % 2 & 1;
             if (!counts && !(fabsf(s[n][c]) < INFINITY)) suspects_ |= 1u << (2 * n + c % 2);
             s[n][c] = counts ? s[n][c] : -INFINITY;
@@ -265,9 +266,9 @@ class RowsMath {
     return moved;
   }
   // Which keys of a block are in the window of row row_ + 8 r.
-  __device__ RowsMask window_mask(int block, int r) const {
+  __device__ KeyMask window_mask(int block, int r) const {
     const int last = last_key_[r] - C::first_key(block);
-    RowsMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
+    KeyMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
     if (kColumns == 8) mask.tail = 0xff;
     return mask;
   }
@@ -285,10 +286,10 @@ class RowsMath {
   }
 
   __device__ float2* handover(int group) const {
-    return reinterpret_cast<float2*>(bytes_ + C::kHandover) + (parity_ * 2 + group) * C::kHeads;
+    return reinterpret_cast<float2*>(bytes_ + MLA_SMEM(C, handover)) + (parity_ * 2 + group) * C::kHeads;
   }
   __device__ float* largest() const {
-    return reinterpret_cast<float*>(bytes_ + C::kLargest) + parity_ * C::kHeads;
+    return reinterpret_cast<float*>(bytes_ + MLA_SMEM(C, largest)) + parity_ * C::kHeads;
   }
   // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
   __device__ void publish(const Weights& weights, bool last) const {
@@ -296,8 +297,8 @@ class RowsMath {
       named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
     if constexpr (C::kNeighbours)
       if (__any_sync(kFullWarp, suspects_ != 0))
-        clear_values<C::keys(kGroup), C::kValueTiles>(bytes_ + C::kBlocks + kGroup * C::kFirstBlockBytes,
-                                                      suspects_, lane_);
+        clear_values<C::keys(kGroup), C::kValuePanels>(
+            bytes_ + MLA_SMEM(C, blocks) + kGroup * C::kFirstBlockBytes, suspects_, lane_);
     const uint32_t row =
         smem_.weights(kGroup) + weights_row_ / 8 * C::kEightKeysBytes + weights_row_ % 8 * 128;
 #pragma unroll
@@ -324,7 +325,7 @@ class RowsMath {
   // Waits for the other group's weights and brings sums and output to their base.
   __device__ void adopt_base(bool has_output) {
     constexpr int kOther = 1 - kGroup;
-    mbarrier_wait(smem_.weights_full(kOther), num_blocks_[kOther] & 1);
+    wait_until_full<1>(smem_.weights_full(kOther), num_blocks_[kOther]);
     const float base0 = handover(kOther)[row_].y, base1 = handover(kOther)[row_ + 8].y;
     if (__any_sync(kFullWarp, base0 != base_[0] || base1 != base_[1])) {
       move_base(0, base0);
@@ -334,13 +335,13 @@ class RowsMath {
   }
 
   // Normalises and stores this group's dims; the first group also the statistics.
-  __device__ void finish(const RowsItem& item, int num_blocks) {
+  __device__ void finish(const TileItem& item, int num_blocks) {
     const SparseAttentionParams& p = params_.p;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_ + 8 * r;
-      const RowPlace place = row_place<C>(params_, row);
+      const QueryHead place = query_head<C>(params_, row);
       const int head = item.first_head + place.head;
       const bool two_groups = num_blocks > 1;
       float total = in_base(handover(0)[row], base_[r]);
@@ -351,7 +352,7 @@ class RowsMath {
       if constexpr (kGroup == 0) {
         const float top = max_over_t(largest_[r]);
         if (lane_ % 4 == 0 && item.has(place, p.num_q_heads)) {
-          const int64_t at = (item.token + place.token) * p.num_q_heads + head;
+          const int64_t at = (item.query + place.query) * p.num_q_heads + head;
           p.lse[at] = empty ? -INFINITY : (base_[r] + __log2f(total)) * kLn2;
           if (p.max_logits) p.max_logits[at] = (two_groups ? fmaxf(top, largest()[row]) : top) * kLn2;
         }
@@ -364,15 +365,15 @@ class RowsMath {
     return sum_base.y == base ? sum_base.x : sum_base.x * fast_exp2(sum_base.y - base);
   }
 
-  const RowsParams& params_;
-  const RowsSmem<C> smem_;
+  const TileParams& params_;
+  const TileSmem<C> smem_;
   uint8_t* const bytes_;
-  const RowsOutput<C, kGroup> output_;
+  const TileOutput<C, kGroup> output_;
   const int lane_, row_, column_, weights_row_;
   int num_blocks_[2] = {0, 0};  // so far, of each buffer
   int parity_ = 0;              // of the item
   float s_[kColumns][4];        // logits of this group's block
-  RowsMask mask_;               // which of its keys are there
+  KeyMask mask_;                // which of its keys are there
   float out_[32][4];            // of this group's 256 dims
   // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];

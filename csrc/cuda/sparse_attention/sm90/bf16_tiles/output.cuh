@@ -8,22 +8,22 @@ namespace mla_fp8::gpu {
 
 // Of one warp of group kGroup: 16 rows of 256 dims.
 template <class C, int kGroup>
-struct RowsOutput {
-  const RowsParams& params;
-  const RowsSmem<C> smem;
+struct TileOutput {
+  const TileParams& params;
+  const TileSmem<C> smem;
   const int warp, lane;
 
-  __device__ uint16_t* out_row(const RowsItem& item, RowPlace place) const {
+  __device__ uint16_t* out_row(const TileItem& item, QueryHead place) const {
     const SparseAttentionParams& p = params.p;
-    return p.out + (item.token + place.token) * p.out_stride_token +
+    return p.out + (item.query + place.query) * p.out_stride_token +
            (item.first_head + place.head) * p.out_stride_head + kGroup * (kHeadDimV / 2);
   }
   // In pieces, through shared memory for whole lines; while those of one are read, the next is found.
-  __device__ void store(const RowsItem& item, const float (&o)[32][4], const float (&factor)[2]) const {
+  __device__ void store(const TileItem& item, const float (&o)[32][4], const float (&factor)[2]) const {
     constexpr int kChunks = C::kPieceDims / 8, kRows = kWarpSize / kChunks;  // of 16 bytes; that a warp loads
     constexpr int kStores = C::kPieceDims / 32, kLoads = 8 / kRows, kPieces = kHeadDimV / C::kPieceDims;
     const int row = lane / kChunks, column = lane % kChunks;
-    const uint32_t staging = smem.smem + C::kStaging + (4 * kGroup + warp) * C::kStagingBytes;
+    const uint32_t staging = smem.smem + MLA_SMEM(C, staging) + (4 * kGroup + warp) * C::kStagingBytes;
     const auto chunk = [&](int piece, int row, int i) {
       return staging + piece % C::kStagingPieces * C::kPieceBytes + row * C::kPieceDims * 2 +
              ((i ^ row * kChunks / 8) * 16);
@@ -33,7 +33,7 @@ struct RowsOutput {
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const RowPlace place = row_place<C>(params, warp * 16 + half * 8 + i * kRows + row);
+        const QueryHead place = query_head<C>(params, warp * 16 + half * 8 + i * kRows + row);
         out[half][i] = item.has(place, params.p.num_q_heads) ? out_row(item, place) + column * 8 : nullptr;
       }
     uint4 x[kLoads];
@@ -65,17 +65,17 @@ struct RowsOutput {
       }
     }
   }
-  __device__ void store_nothing(const RowsItem& item) const {
+  __device__ void store_nothing(const TileItem& item) const {
     const SparseAttentionParams& p = params.p;
     const int thread = warp * kWarpSize + lane;
     for (int i = thread; i < C::kHeads * 32; i += kGroupThreads) {
-      const RowPlace place = row_place<C>(params, i / 32);
+      const QueryHead place = query_head<C>(params, i / 32);
       if (item.has(place, p.num_q_heads))
         *reinterpret_cast<uint4*>(out_row(item, place) + i % 32 * 8) = uint4{0, 0, 0, 0};
     }
-    const RowPlace place = row_place<C>(params, thread);
+    const QueryHead place = query_head<C>(params, thread);
     if (kGroup == 0 && thread < C::kHeads && item.has(place, p.num_q_heads)) {
-      const int64_t at = (item.token + place.token) * p.num_q_heads + item.first_head + place.head;
+      const int64_t at = (item.query + place.query) * p.num_q_heads + item.first_head + place.head;
       p.lse[at] = -INFINITY;
       if (p.max_logits) p.max_logits[at] = -INFINITY;
     }

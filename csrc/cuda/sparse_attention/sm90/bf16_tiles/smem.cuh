@@ -1,5 +1,7 @@
 #pragma once
 // Where everything lies in shared memory, its barriers, and what a CTA works on.
+#include <cstddef>
+
 #include "common/kv_layout.h"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -12,29 +14,40 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 
-// What a tile attends to: a plain selection (warpgroups_bf16.h); the windows of neighbours; the window of one
-// query, in a ring of keys that moves on with the queries; whatever else one query does, in bf16 or, for a
-// pair of CTAs with 64 heads each, in FP8 pages.
-enum class RowsKeys { kSelected, kNeighbours, kRing, kAny, kPair };
+// What a tile attends to: a plain selection (is_plain_selection); the windows of neighbours; the window of
+// one query, in a ring of keys that moves on with the queries; whatever else one query does, in bf16 or,
+// for a pair of CTAs with 64 heads each, in FP8 pages.
+enum class TileKeys { kSelected, kNeighbours, kRing, kAny, kPair };
 
-// Q and K blocks are tiles of 64 rows x 64 dims, swizzled (wgmma.cuh).
-template <KvLayoutId kId_, RowsKeys kKeys>
-struct RowsConfig {
+//   barrier              arrivals of a phase          waits   protects
+//   q_full               the gather, and the item     math    q, item: may be read
+//   q_empty              8 math warps                 gather  the same: may be written
+//   full[buffer][piece]  the gather, and the mask     math    a piece of the block's panels, masks[buffer]
+//   half_empty, empty    4 math warps (of a pair 8,   gather  keys 0 to 31 of a part, all: may be filled
+//   [buffer][part]       of both CTAs)
+//   weights_full         4 warps of one group         other   weights, handover
+//   kBarrierGroup0, 1    a group                      same    its keys are read: weights may lie over them
+//   kBarrierTurn         both groups                  second  nothing: products of the first go first
+//   kBarrierGather       the gather                   same    map
+
+// Q and K blocks are panels of 64 rows x 64 dims, swizzled (wgmma.cuh).
+template <KvLayoutId kId_, TileKeys kKeys>
+struct Bf16Tiles {
   static constexpr KvLayoutId kId = kId_;
-  static constexpr bool kSelected = kKeys == RowsKeys::kSelected;
-  static constexpr bool kNeighbours = kKeys == RowsKeys::kNeighbours;
-  static constexpr bool kRing = kKeys == RowsKeys::kRing;
-  static constexpr bool kPair = kKeys == RowsKeys::kPair;
-  static constexpr bool kAny = kKeys == RowsKeys::kAny || kPair;
+  static constexpr bool kSelected = kKeys == TileKeys::kSelected;
+  static constexpr bool kNeighbours = kKeys == TileKeys::kNeighbours;
+  static constexpr bool kRing = kKeys == TileKeys::kRing;
+  static constexpr bool kPair = kKeys == TileKeys::kPair;
+  static constexpr bool kAny = kKeys == TileKeys::kAny || kPair;
   static constexpr bool kCounted = kSelected || (kAny && !kPair);  // invalid keys are left out
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
   static_assert(kMaxQHeads <= 2 * kHeads, "a query has one or two tiles: indices are halved");
-  static constexpr int kTileDims = 64, kTileBytes = 64 * kTileDims * 2;
-  static constexpr int kTiles = kDims / kTileDims;
-  static constexpr int kValueTiles = kHeadDimV / kTileDims;
-  static constexpr bool kHasRope = kTiles > kValueTiles;
-  static_assert(kTiles - kValueTiles <= 1);
+  static constexpr int kPanelDims = 64, kPanelBytes = 64 * kPanelDims * 2;
+  static constexpr int kPanels = kDims / kPanelDims;
+  static constexpr int kValuePanels = kHeadDimV / kPanelDims;
+  static constexpr bool kHasRope = kPanels > kValuePanels;
+  static_assert(kPanels - kValuePanels <= 1);
   static_assert(!kPair || !kHasRope);  // weights may not lie over keys that are being copied to the other CTA
 
   // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
@@ -52,49 +65,49 @@ struct RowsConfig {
   static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kMathRegisters = kPair ? 208 : 224, kGatherRegisters = 504 - 2 * kMathRegisters;
 
-  // A block arrives in pieces of two tiles of values (of a pair four), then rope, and is freed in parts: the
+  // A block arrives in pieces of two panels of values (of a pair four), then rope, and is freed in parts: the
   // values of group 0, those of group 1, each in halves of 32 keys, and rope.
-  static constexpr int kPieceTiles = kPair ? 4 : 2, kRopePiece = kValueTiles / kPieceTiles;
+  static constexpr int kPiecePanels = kPair ? 4 : 2, kRopePiece = kValuePanels / kPiecePanels;
   static constexpr int kPieces = kRopePiece + kHasRope, kParts = kHasRope ? 3 : 2, kRopePart = 2;
-  __device__ static constexpr int first_tile(int piece) { return kPieceTiles * piece; }
-  __device__ static constexpr int num_tiles(int piece) { return piece == kRopePiece ? 1 : kPieceTiles; }
+  __device__ static constexpr int first_panel(int piece) { return kPiecePanels * piece; }
+  __device__ static constexpr int num_panels(int piece) { return piece == kRopePiece ? 1 : kPiecePanels; }
 
   // The weights of a block lie over its rope keys, which are no longer needed once there are weights; those
   // of the tail behind them, without swizzle and, as products take 16 keys, with eight that are zero.
-  static constexpr int kQ = 0;
-  static constexpr int kBlocks = kTiles * kTileBytes;
-  // From a tile of keys to the next, and from eight keys of it to the next eight. Of a pair eight keys of
-  // all tiles lie together, which one copy takes to the other CTA.
-  __device__ static constexpr int key_tile_bytes(int buffer) {
-    return (kPair ? 8 : keys(buffer)) * kTileDims * 2;
+  // From a panel of keys to the next, and from eight keys of it to the next eight. Of a pair eight keys of
+  // all panels lie together, which one copy takes to the other CTA.
+  __device__ static constexpr int key_panel_bytes(int buffer) {
+    return (kPair ? 8 : keys(buffer)) * kPanelDims * 2;
   }
-  static constexpr int kEightKeysBytes = 8 * kTileDims * 2 * (kPair ? kValueTiles + 1 : 1);
+  static constexpr int kEightKeysBytes = 8 * kPanelDims * 2 * (kPair ? kValuePanels + 1 : 1);
   static constexpr int kTailWeightsBytes = kTail * 2 * kHeads * 2;
-  static constexpr int kBlockBytes = (kValueTiles + 1) * kTileBytes;
+  static constexpr int kBlockBytes = (kValuePanels + 1) * kPanelBytes;
   static constexpr int kFirstBlockBytes = kBlockBytes + kTail * kHeadDimV * 2 + kTailWeightsBytes;
-  static constexpr int kWeightsTile = kValueTiles;
+  static constexpr int kWeightsPanel = kValuePanels;
   // Output leaves through pieces of 8 rows of each math warp, in full lines if there is room for them.
   static constexpr int kPieceDims = kTail > 0 ? 32 : 64, kPieceBytes = 8 * kPieceDims * 2;
   static constexpr int kStagingPieces = kHasRope || kPieceDims < 64 ? 1 : 2;
-  static constexpr int kStaging = kBlocks + kFirstBlockBytes + kBlockBytes;
   static constexpr int kStagingBytes = kStagingPieces * kPieceBytes;
 
-  // What a group tells the other, by parity of the item: (sum, base), and the second its largest logits.
-  static constexpr int kHandover = kStaging + 8 * kStagingBytes;   // float2 [parity][group][head]
-  static constexpr int kLargest = kHandover + 2 * 2 * kHeads * 8;  // float [parity][head]
-  static constexpr int kMask = kLargest + 2 * kHeads * 4;          // RowsMask [buffer]
-  static constexpr int kItem = kMask + 32;                         // RowsItem
-  static constexpr int kMap = kItem + 24;                          // of the next item's valid keys
-  static constexpr int kBarriers = kMap + (kCounted ? kMapBytes : 0);
-  static constexpr int kNumBarriers = 4 + 2 * (kPieces + kParts + 2);
-  static constexpr int kSmemBytes = kBarriers + kNumBarriers * 8;
-  static_assert(kSmemBytes <= 232448);
+  struct Smem {
+    alignas(16) uint8_t q[kPanels][kPanelBytes];
+    uint8_t blocks[kFirstBlockBytes + kBlockBytes];
+    uint8_t staging[8][kStagingBytes];  // [math warp]
+    float2 handover[2][2][kHeads];  // (sum, base) [parity of the item][group]: what a group tells the other
+    float largest[2][kHeads];       // logits [parity] of the second group
+    uint8_t masks[2][16];           // KeyMask
+    uint64_t item[3];               // TileItem
+    uint8_t map[kCounted ? kMapBytes : 0];  // of the next item's valid keys
+    uint64_t q_full, q_empty, weights_full[2], full[2][kPieces], empty[2][kParts], half_empty[2][2];
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= 232448 && offsetof(Smem, masks) % 16 == 0 && offsetof(Smem, q_full) % 8 == 0);
 };
 
-// Rows of Q come in tiles of 64: tile_heads heads of each of tile_tokens tokens.
-struct RowsParams {
+// Rows of Q come in tiles of 64: tile_heads heads of each of tile_queries queries.
+struct TileParams {
   SparseAttentionParams p;
-  int num_head_blocks, tile_tokens;
+  int num_head_blocks, tile_queries;
   unsigned tile_heads;
   int64_t num_tiles;
   int64_t row_stride;    // bytes from a slot to the next, of a plain selection
@@ -102,77 +115,82 @@ struct RowsParams {
 };
 
 // What row `row` of a tile holds.
-struct RowPlace {
-  int token, head;
+struct QueryHead {
+  int query, head;
 };
 template <class C>
-__device__ RowPlace row_place(const RowsParams& params, unsigned row) {
+__device__ QueryHead query_head(const TileParams& params, unsigned row) {
   if constexpr (!C::kNeighbours) return {0, static_cast<int>(row)};
   return {static_cast<int>(row / params.tile_heads), static_cast<int>(row % params.tile_heads)};
 }
 
-// The tokens of a tile that have keys in common, and how many keys: those of one token, or of the windows of
+// The queries of a tile that have keys in common, and how many keys: those of one query, or of the windows of
 // neighbours in one request. The last of the neighbours attends up to the last key, the one before it up to
 // the one before that.
-struct RowsItem {
-  int64_t token;
-  int num_tokens, first_head, length;  // no tokens: there is nothing left to do
+struct TileItem {
+  int64_t query;
+  int num_queries, first_head, length;  // no queries: there is nothing left to do
 
-  __device__ bool has(RowPlace place, int num_q_heads) const {
-    return place.token < num_tokens && first_head + place.head < num_q_heads;
+  __device__ bool has(QueryHead place, int num_q_heads) const {
+    return place.query < num_queries && first_head + place.head < num_q_heads;
   }
 };
 
-enum RowsBarrier { kBarrierGroup0 = 1, kBarrierGroup1, kBarrierTurn, kBarrierGather };
+enum TileBarrier { kBarrierGroup0 = 1, kBarrierGroup1, kBarrierTurn, kBarrierGather };
 
 template <class C>
-struct RowsSmem {
+struct TileSmem {
   uint32_t smem;
-  __device__ uint32_t q_tile(int tile) const { return smem + C::kQ + tile * C::kTileBytes; }
-  __device__ uint32_t tile(int buffer, int tile) const {
-    return smem + C::kBlocks + buffer * C::kFirstBlockBytes + tile * C::key_tile_bytes(buffer);
+  __device__ uint32_t q_panel(int panel) const { return smem + MLA_SMEM(C, q) + panel * C::kPanelBytes; }
+  __device__ uint32_t panel(int buffer, int panel) const {
+    return smem + MLA_SMEM(C, blocks) + buffer * C::kFirstBlockBytes + panel * C::key_panel_bytes(buffer);
   }
-  __device__ uint32_t weights(int buffer) const { return tile(buffer, C::kWeightsTile); }
-  __device__ uint32_t tail_weights() const { return weights(0) + C::kTileBytes; }
+  __device__ uint32_t weights(int buffer) const { return panel(buffer, C::kWeightsPanel); }
+  __device__ uint32_t tail_weights() const { return weights(0) + C::kPanelBytes; }
 
   // By address: through pointers the compiler loses sight of what is uniform, and every arrival of the gather
   // on a barrier becomes a loop.
-  __device__ void set_item(const RowsItem& item) const {
-    store_shared_8(smem + C::kItem, item.token);
-    store_shared_8(smem + C::kItem + 8, item.num_tokens | static_cast<uint64_t>(item.first_head) << 32);
-    store_shared_8(smem + C::kItem + 16, item.length);
+  __device__ void set_item(const TileItem& item) const {
+    store_shared_8(smem + MLA_SMEM(C, item), item.query);
+    store_shared_8(smem + MLA_SMEM(C, item) + 8, item.num_queries | static_cast<uint64_t>(item.first_head)
+                                                                        << 32);
+    store_shared_8(smem + MLA_SMEM(C, item) + 16, item.length);
   }
-  __device__ RowsItem item() const {
-    const uint2 token = load_shared_8(smem + C::kItem), tokens_head = load_shared_8(smem + C::kItem + 8);
-    return {static_cast<int64_t>(token.x | uint64_t{token.y} << 32), static_cast<int>(tokens_head.x),
-            static_cast<int>(tokens_head.y), static_cast<int>(load_shared_8(smem + C::kItem + 16).x)};
+  __device__ TileItem item() const {
+    const uint2 query = load_shared_8(smem + MLA_SMEM(C, item)),
+                tokens_head = load_shared_8(smem + MLA_SMEM(C, item) + 8);
+    return {static_cast<int64_t>(query.x | uint64_t{query.y} << 32), static_cast<int>(tokens_head.x),
+            static_cast<int>(tokens_head.y),
+            static_cast<int>(load_shared_8(smem + MLA_SMEM(C, item) + 16).x)};
   }
   // From a warp of the gather: bits 0 to 7 of `found` for its eight of the first 32 keys, then its eight of
   // the others, then a tail.
   __device__ void set_mask(int buffer, int warp, uint32_t found) const {
-    const uint32_t mask = smem + C::kMask + buffer * 16;
+    const uint32_t mask = smem + MLA_SMEM(C, masks) + buffer * 16;
     store_shared_1(mask + warp, found);
     store_shared_1(mask + 4 + warp, found >> 8);
     if (C::kTail > 0 && warp == 0) store_shared_1(mask + 8, found >> 16);
   }
-  __device__ RowsMask mask(int buffer) const {
-    const uint32_t mask = smem + C::kMask + buffer * 16;
+  __device__ KeyMask mask(int buffer) const {
+    const uint32_t mask = smem + MLA_SMEM(C, masks) + buffer * 16;
     const uint2 keys = load_shared_8(mask);
     const bool has_tail = C::kTail > 0 && buffer == 0;
     return {keys.x | uint64_t{keys.y} << 32, has_tail ? load_shared_8(mask + 8).x & 0xff : 0xff};
   }
 
-  __device__ uint32_t q_full() const { return smem + C::kBarriers; }
-  __device__ uint32_t q_empty() const { return q_full() + 8; }
-  __device__ uint32_t weights_full(int buffer) const { return q_full() + 16 + buffer * 8; }
+  __device__ uint32_t q_full() const { return smem + MLA_SMEM(C, q_full); }
+  __device__ uint32_t q_empty() const { return smem + MLA_SMEM(C, q_empty); }
+  __device__ uint32_t weights_full(int buffer) const { return smem + MLA_SMEM(C, weights_full) + buffer * 8; }
   __device__ uint32_t full(int buffer, int piece) const {
-    return q_full() + 32 + (buffer * C::kPieces + piece) * 8;
+    return smem + MLA_SMEM(C, full) + (buffer * C::kPieces + piece) * 8;
   }
   __device__ uint32_t empty(int buffer, int part) const {
-    return full(2, 0) + (buffer * C::kParts + part) * 8;
+    return smem + MLA_SMEM(C, empty) + (buffer * C::kParts + part) * 8;
   }
-  // Of its first 32 keys. Of a pair the first CTA waits for these at its own `empty`, of both.
-  __device__ uint32_t half_empty(int buffer, int part) const { return empty(2, 0) + (buffer * 2 + part) * 8; }
+  // The first 32 keys of a part. The first CTA of a pair waits for both CTAs' at its own `empty`.
+  __device__ uint32_t half_empty(int buffer, int part) const {
+    return smem + MLA_SMEM(C, half_empty) + (buffer * 2 + part) * 8;
+  }
 
   __device__ void init() const {
     mbarrier_init(q_full(), kGroupThreads + 1);   // and the item
@@ -192,7 +210,7 @@ struct RowsSmem {
 
 // Where the gather finds the keys of an item. Of its entries first_length are of the first cache, the others
 // of the second. `length` is the number of valid ones once they are counted.
-struct RowsSource : RowsItem {
+struct TileSource : TileItem {
   int64_t tile;
   int first_length, num_entries;
   unsigned first_position;  // of a window
@@ -202,85 +220,85 @@ struct RowsSource : RowsItem {
 
 // The tiles, in their order.
 template <class C>
-class RowsTiles {
+class Tiles {
  public:
-  __device__ explicit RowsTiles(const RowsParams& params) : params_(params) {}
-  __device__ int64_t first_token(int64_t tile) const {
-    return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_tokens;
+  __device__ explicit Tiles(const TileParams& params) : params_(params) {}
+  __device__ int64_t first_query(int64_t tile) const {
+    return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_queries;
   }
-  // What follows the first `done` tokens of a tile.
-  __device__ RowsSource source(int64_t tile, int done = 0) const {
+  // What follows the first `done` queries of a tile.
+  __device__ TileSource source(int64_t tile, int done = 0) const {
     const SparseAttentionParams& p = params_.p;
-    RowsSource x{};
+    TileSource x{};
     x.tile = tile;
     if (tile >= params_.num_tiles) return x;
-    x.token = first_token(tile) + done;
+    x.query = first_query(tile) + done;
     x.first_head = params_.num_head_blocks == 1 ? 0 : static_cast<int>(tile % 2) * C::kHeads;
-    x.num_tokens = C::kNeighbours
-                       ? static_cast<int>(min(int64_t{params_.tile_tokens - done}, p.num_tokens - x.token))
-                       : 1;
+    x.num_queries = C::kNeighbours
+                        ? static_cast<int>(min(int64_t{params_.tile_queries - done}, p.num_tokens - x.query))
+                        : 1;
     if (C::kNeighbours || (C::kAny && p.is_window)) {
       find_window(x);
     } else {
-      x.entries = slots(p.scopes[0], x.token);
-      x.first_length = num_slots(p.scopes[0], x.token);
+      x.entries = slots(p.scopes[0], x.query);
+      x.first_length = num_slots(p.scopes[0], x.query);
     }
     x.length = x.first_length;
     if (C::kAny && p.num_scopes > 1) {
-      x.extra = slots(p.scopes[1], x.token);
-      x.length += num_slots(p.scopes[1], x.token);
+      x.extra = slots(p.scopes[1], x.query);
+      x.length += num_slots(p.scopes[1], x.query);
     }
     x.num_entries = x.length;
     return x;
   }
 
  private:
-  __device__ void find_window(RowsSource& x) const {
+  __device__ void find_window(TileSource& x) const {
     const SlidingWindow& w = params_.p.window;
-    const WindowQuery q = find_query(w, x.token);
+    const WindowQuery q = find_query(w, x.query);
     if (q.request < 0) return;
-    x.num_tokens = static_cast<int>(min(int64_t{x.num_tokens}, q.queries));
+    x.num_queries = static_cast<int>(min(int64_t{x.num_queries}, q.queries));
     x.entries = w.page_table + q.request * w.page_table_stride_request;
     const int64_t first = max(q.position - w.window_size + 1, int64_t{0});
     x.first_position = static_cast<unsigned>(first);
-    x.first_length = static_cast<int>(max(q.position + x.num_tokens - first, int64_t{0}));
+    x.first_length = static_cast<int>(max(q.position + x.num_queries - first, int64_t{0}));
   }
-  __device__ static const int32_t* slots(const KvScope& s, int64_t token) {
-    return s.indices + token * s.indices_stride_token;
+  __device__ static const int32_t* slots(const KvScope& s, int64_t query) {
+    return s.indices + query * s.indices_stride_token;
   }
-  __device__ static int num_slots(const KvScope& s, int64_t token) {
+  __device__ static int num_slots(const KvScope& s, int64_t query) {
     const int topk = static_cast<int>(s.topk);
-    return s.topk_length ? max(0, min(__ldg(s.topk_length + token), topk)) : topk;
+    return s.topk_length ? max(0, min(__ldg(s.topk_length + query), topk)) : topk;
   }
 
-  const RowsParams& params_;
+  const TileParams& params_;
 };
 
-// The items of a CTA: every gridDim.x-th tile. The head blocks of a token run at the same time, so that its
+// The items of a CTA: every gridDim.x-th tile. The head blocks of a query run at the same time, so that its
 // rows come from L2 once more.
 template <class C>
-class RowsItems {
+class TileItems {
  public:
-  __device__ explicit RowsItems(const RowsParams& params)
+  __device__ explicit TileItems(const TileParams& params)
       : params_(params), tiles_(params), now_(tiles_.source(blockIdx.x)) {}
-  __device__ RowsSource& operator*() { return now_; }
-  __device__ RowsSource next() const { return after(now_); }
+  __device__ TileSource& operator*() { return now_; }
+  __device__ TileSource next() const { return after(now_); }
   __device__ void advance() { now_ = after(now_); }
 
  private:
-  __device__ RowsSource after(const RowsSource& x) const {
+  __device__ TileSource after(const TileSource& x) const {
     if constexpr (C::kNeighbours) {
-      const int64_t end = x.token + x.num_tokens;
-      const int done = static_cast<int>(end - tiles_.first_token(x.tile));
-      if (x.num_tokens > 0 && done < params_.tile_tokens && end < params_.p.num_tokens)
+      const int64_t end = x.query + x.num_queries;
+      const int done = static_cast<int>(end - tiles_.first_query(x.tile));
+      if (x.num_queries > 0 && done < params_.tile_queries && end < params_.p.num_tokens)
         return tiles_.source(x.tile, done);
     }
     return tiles_.source(x.tile + gridDim.x);
   }
 
-  const RowsParams& params_;
-  const RowsTiles<C> tiles_;
-  RowsSource now_;
+  const TileParams& params_;
+  const Tiles<C> tiles_;
+  TileSource now_;
 };
 
 }  // namespace mla_fp8::gpu

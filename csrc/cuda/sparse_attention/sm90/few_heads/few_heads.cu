@@ -1,38 +1,31 @@
-// Sparse FP8 MLA decode for Hopper: one CTA takes one query token, 8, 16 or 32 of its heads, and a share of
-// its selected tokens.
+// Sparse MLA attention for Hopper with few heads in a CTA: 8, 16, of bf16 rows also 32. One team of warps,
+// two schedules (docs/kernels/few_heads.md).
 //
-//   all warps               survey the keys of the query; the CTAs of a row share the valid ones
-//   4 or 8 producer warps   index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 slots
-//                           of 16 rows as they lie in the cache: nothing is converted or copied again
-//   8 consumer warps        in teams of W = 2 G warps, of bf16 rows G (G = groups of 8 heads). A team owns
-//                           whole blocks of 16 W tokens and its own bases: teams wait for nobody
-//       S^T = K Q^T         a warp: 16 tokens, all heads. Q stays in shared memory as the B operand, K comes
-//                           from the raw rows by ldmatrix and a conversion; tile scales multiply accumulators
-//       P = 2^(S - base)    one exchange per block inside a team (none for W = 1); a base moves, and O with
-//                           it, only when a logit has passed it by 2^8
-//       O^T += V^T P^T      a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
-//                           from the same rows by ldmatrix.trans, scales multiply the weights
-//   merge                   teams in shared memory, then the CTAs that share a row (a cluster) in distributed
-//                           shared memory: one launch, no workspace, a fixed order of additions
+//   all warps              survey the keys of the query (split); the CTAs of a query share the valid ones
+//   4 or 8 producer warps  index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 stages
+//                          of 16 rows as they lie in the cache: nothing is converted or copied again
+//   8 consumer warps       form teams of W = 2 G warps, for bf16 rows of G (G = octets of heads). A team owns
+//                          whole blocks of 16 W keys and its own bases: teams wait for nobody
+//     S^T = K Q^T          a warp: 16 keys, all heads. Q stays in shared memory as the B operand. K comes
+//                          from the raw rows by ldmatrix and a conversion; tile scales multiply accumulators
+//     P = 2^(S - base)     one exchange per block inside a team (none for W = 1). A base moves, and O with
+//                          it, only when a logit has passed it by 2^8
+//     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
+//                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
-// Bound, H200: 8 and 16 heads by the row gather (35 clocks per token and SM at 4.3 TB/s) plus the fixed cost
-// of a row (first rows in, merge: about 9 K clocks); 32 heads by the tensor cores. See
-// docs/kernels/few_heads.md.
+// Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
+// CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
+// additions. Bound, H200: the gather (35 clocks per key and SM at 4.3 TB/s) plus the fixed cost of a query
+// (first rows in, merge: about 9 K clocks); 32 heads: the tensor cores.
 //
-// Sparse MLA prefill for Hopper, few heads: the warp-team kernel of sparse_decode with 4 / G rows in a CTA at
-// once (G = groups of 8 heads), a team of 2 G warps on each (bf16 rows: two teams of G). Every place for a
-// row goes through its rows without a word to the others: while one row ends and the next begins, the others
-// keep the tensor cores busy, and the producers already gather what comes next.
-//
-//   8 or 4 producer warps   2 or 4 for a team (bf16 rows: 1), row after row
-//   8 consumer warps        as in decode; where a row has two teams, its blocks alternate between them.
-//                           Before a row they survey the keys of the one after it: producers need not wait
-//   end of a row            the output is written straight from the fragments; two teams exchange halves of O
-//                           through the place of Q first
-//
-// Bound: the gather from L2 for 8 heads, latency in the consumers for 16.
-// See docs/kernels/few_heads.md.
+// Walk: a CTA has places for 4 / G queries at once, each with a team (bf16 rows: two teams, whose blocks
+// alternate). Each place goes through its queries without a word to the others: while one ends and the next
+// begins, the others keep the tensor cores busy, and the producers already gather what comes next. Before a
+// query its warps survey the keys of the one after it, so producers need not wait. The output is written
+// straight from the fragments; two teams exchange halves of O through the place of Q first. Bound: the
+// gather from L2 for 8 heads, latency in the consumers for 16.
 #include "cuda/device/cluster.cuh"
+#include "cuda/device/convert.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -40,19 +33,315 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
-#include "cuda/sparse_attention/sm90/few_heads/finish.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
-#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
 
+// ---- the end of an item of a split ----------------------------------------------------------------------
+//
+// Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster through
+// distributed shared memory.
+
+// The producer warps: the first finds (max, sum) of the CTA while the consumers write their outputs.
+template <class C>
+__device__ void merge_stats(const KernelParams& params, const SplitItem& w, uint8_t* smem, bool first,
+                            int lane) {
+  const float2* warp_stats = reinterpret_cast<const float2*>(smem + MLA_SMEM(C, warp_stats));
+  const float* warp_largest = reinterpret_cast<const float*>(smem + MLA_SMEM(C, warp_largest));
+  block_barrier<C::kThreads>();
+  if (first && lane < C::kHeads) {
+    float max = kNoPartial, sum = 0.0f, largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; ++i) {
+      max = fmaxf(max, warp_stats[i * C::kHeads + lane].x);
+      largest = fmaxf(largest, warp_largest[i * C::kHeads + lane]);
+    }
+#pragma unroll
+    for (int i = 0; i < kConsumerWarps; ++i) {
+      const float2 x = warp_stats[i * C::kHeads + lane];
+      sum += x.y * fast_exp2(x.x - max);
+    }
+    float2 result = {max, sum};
+    if (params.num_splits == 1)
+      result.y = finish_head<typename C::R>(params.p, w, lane, max, sum,
+                                            largest);  // nobody needs the sum
+    reinterpret_cast<float2*>(smem + MLA_SMEM(C, stats))[lane] = result;
+    reinterpret_cast<float*>(smem + MLA_SMEM(C, largest))[lane] = largest;
+  }
+  block_barrier<C::kThreads>();
+}
+
+// Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
+template <class C>
+__device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
+  float2* warp_stats = reinterpret_cast<float2*>(smem + MLA_SMEM(C, warp_stats));
+  consumer.write_stats(smem);
+  block_barrier<C::kThreads>();
+#pragma unroll
+  for (int n = 0; n < C::kOctets; ++n) {
+    float factor[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int head = n * kOctetHeads + 2 * t + c;
+      float max = kNoPartial;
+#pragma unroll
+      for (int i = 0; i < kConsumerWarps; ++i) max = fmaxf(max, warp_stats[i * C::kHeads + head].x);
+      factor[c] = fast_exp2(consumer.max_[n][c] - max);
+    }
+    float* head0 = reinterpret_cast<float*>(smem + MLA_SMEM(C, ring)) +
+                   (team * C::kHeads + n * kOctetHeads + 2 * t) * C::kOutPitch +
+                   member * C::kChunks * kChunkDims;
+    float* head1 = head0 + C::kOutPitch;
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&o)[4] = consumer.out_[chunk][i][n];
+        const int dim = chunk * kChunkDims + i * 16;
+        if (consumer.is_bf16(chunk)) {  // fragment rows g, g + 8 are those dims
+          head0[dim + g] = o[0] * factor[0], head0[dim + g + 8] = o[2] * factor[0];
+          head1[dim + g] = o[1] * factor[1], head1[dim + g + 8] = o[3] * factor[1];
+        } else {  // they are dims 2g, 2g + 1
+          *reinterpret_cast<float2*>(head0 + dim + 2 * g) = {o[0] * factor[0], o[2] * factor[0]};
+          *reinterpret_cast<float2*>(head1 + dim + 2 * g) = {o[1] * factor[1], o[3] * factor[1]};
+        }
+      }
+  }
+  block_barrier<C::kThreads>();
+}
+
+// Consumers: sums the teams. One split: that is the output. Several: the sum replaces the first team's part.
+template <class C>
+__device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint8_t* smem, int thread) {
+  const float2* stats = reinterpret_cast<const float2*>(smem + MLA_SMEM(C, stats));
+  const auto place = [&](int team, int quad) {
+    return reinterpret_cast<float4*>(smem + MLA_SMEM(C, ring)) +
+           ((team * C::kHeads + quad / kOutQuads) * C::kOutPitch / 4 + quad % kOutQuads);
+  };
+  constexpr int kAtOnce = 4;  // loads in flight
+#pragma unroll
+  for (int first = 0; first < C::kHeads * kOutQuads / kConsumerThreads; first += kAtOnce) {
+    float4 x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = thread + (first + i) * kConsumerThreads;
+      x[i] = *place(0, quad);
+#pragma unroll
+      for (int team = 1; team < C::kTeams; ++team) add(x[i], *place(team, quad));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int quad = thread + (first + i) * kConsumerThreads;
+      if (params.num_splits > 1) *place(0, quad) = x[i];
+      else store_out(params.p, w, quad, x[i], stats[quad / kOutQuads].y);
+    }
+  }
+}
+
+// Consumers: each CTA of the cluster finishes an equal share of the row's outputs from all CTAs' sums.
+template <class C>
+__device__ void merge_splits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int thread) {
+  const uint32_t base = shared_address(smem);
+  const int splits = params.num_splits, lane = thread % kWarpSize;
+  const int share = C::kHeads * kOutQuads / splits,
+            first = w.split * share;                        // a multiple of 64: a warp stays
+  for (int i = thread; i < share; i += kConsumerThreads) {  // inside one head
+    const int quad = first + i, head = quad / kOutQuads;
+    float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
+    float largest = -INFINITY;
+    if (lane < splits) {
+      stats = load_cluster_float2(cluster_address(base + MLA_SMEM(C, stats) + head * 8, lane));
+      if (params.p.max_logits)
+        largest = load_cluster_float(cluster_address(base + MLA_SMEM(C, largest) + head * 4, lane));
+    }
+    const uint32_t mine = base + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    float max = stats.x, total = 0.0f, factor = 0.0f;
+    constexpr int kAtOnce = 8;
+    for (int r = 0; r < splits; r += kAtOnce) {
+      float4 x[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        x[k] = r + k < splits ? load_cluster_float4(cluster_address(mine, r + k))
+                              : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      if (r == 0) {  // while those are on their way
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2)
+          max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+        factor = fast_exp2(stats.x - max);
+        total = stats.y * factor;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+          total += __shfl_xor_sync(kFullWarp, total, offset);
+          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) add(sum, x[k], __shfl_sync(kFullWarp, factor, r + k));
+    }
+    float out_factor = 0.0f;
+    if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
+    store_out(params.p, w, quad, sum, __shfl_sync(kFullWarp, out_factor, 0));
+  }
+}
+
+// ---- the end of an item of a walk -----------------------------------------------------------------------
+//
+// The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
+
+template <class C>
+class WalkFinish {
+ public:
+  static constexpr int kOctets = C::kOctets, kMembers = C::kMembers, kQueryWarps = C::kQueryTeams * kMembers;
+
+  __device__ WalkFinish(const KernelParams& params, Consumer<C>& consumer, uint8_t* smem, int lane)
+      : p_(params.p),
+        o_(consumer),
+        smem_(smem),
+        second_(consumer.team() % C::kQueryTeams),
+        lane_(lane),
+        g_(lane / 4),
+        t_(lane % 4) {}
+
+  __device__ static void barrier(int row) { named_barrier(kBarrierQuery + row, kQueryWarps * kWarpSize); }
+
+  // All warps of the row.
+  __device__ void run(int64_t query, int first_head) {
+    o_.write_stats(smem_);
+    barrier(o_.row());  // Q has been read, too
+    scale(query, first_head);
+    // O goes through where Q was, in two parts. The second overwrites what its writer has just read.
+    if constexpr (C::kQueryTeams == 2) {
+      const int warp = o_.team() * kMembers + o_.member(), partner = warp ^ kMembers;
+      exchange(0, warp, partner);
+      exchange(1, partner, warp);
+    }
+    store(query, first_head);
+  }
+
+ private:
+  static constexpr int kHalf = C::kChunks / C::kQueryTeams;  // chunks that a warp finishes
+  static constexpr int kPartTiles = kHalf * 4 / 2;           // tiles of 16 dims in one part
+  static constexpr int kPartBytes = kPartTiles * kOctets * 16 * kWarpSize;
+  static_assert(C::kQueryTeams == 1 || kQueryWarps * kPartBytes <= C::kQBytes);
+
+  // Both teams' sums are known: weights become fractions. Writes lse and max_logits.
+  __device__ void scale(int64_t query, int first_head) {
+    const int first_warp = o_.row() * kQueryWarps;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const int pair = n * kOctetHeads / 2 + t_;
+      const auto stats = [&](int w) {
+        return reinterpret_cast<const float4*>(
+            smem_ + MLA_SMEM(C, warp_stats))[(first_warp + w) * C::kHeads / 2 + pair];
+      };
+      float base[2] = {kNoMax, kNoMax}, sum[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int w = 0; w < kQueryWarps; w += kMembers) {  // a team has one base
+        base[0] = fmaxf(base[0], stats(w).x);
+        base[1] = fmaxf(base[1], stats(w).z);
+      }
+#pragma unroll
+      for (int w = 0; w < kQueryWarps; ++w) {
+        const float4 x = stats(w);
+        sum[0] += x.y * fast_exp2(x.x - base[0]);
+        sum[1] += x.w * fast_exp2(x.z - base[1]);
+      }
+      const int head = first_head + n * kOctetHeads + 2 * t_;
+      float factor[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        factor[c] =
+            fast_exp2(o_.max_[n][c] - base[c]) * output_factor<typename C::R>(p_, head + c, base[c], sum[c]);
+      if (g_ == 0 && second_ == 0 && n == o_.member()) {
+        float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int w = 0; w < kQueryWarps; ++w) {
+          const float2 x = reinterpret_cast<const float2*>(
+              smem_ + MLA_SMEM(C, warp_largest))[(first_warp + w) * C::kHeads / 2 + pair];
+          largest[0] = fmaxf(largest[0], x.x), largest[1] = fmaxf(largest[1], x.y);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c) write_head(p_, query, head + c, base[c], sum[c], largest[c]);
+      }
+      o_.rescale(n, factor[0], factor[1]);
+    }
+  }
+
+  // The first team finishes the first half of a warp's chunks. `mine`: to send from; then `theirs` is read.
+  __device__ void exchange(int part, int mine, int theirs) {
+    uint8_t* const area = smem_ + MLA_SMEM(C, q) + o_.row() * C::kQBytes;
+    const auto place = [&](int warp, int i) {
+      return reinterpret_cast<float4*>(area + warp % kQueryWarps * kPartBytes) + i * kWarpSize + lane_;
+    };
+#pragma unroll
+    for (int i = 0; i < kPartTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) {
+        const float (&a)[4] = tile(0, part * kPartTiles + i, n), (&b)[4] = tile(1, part * kPartTiles + i, n);
+        *place(mine, i * kOctets + n) =
+            second_ ? float4{a[0], a[1], a[2], a[3]} : float4{b[0], b[1], b[2], b[3]};
+      }
+    barrier(o_.row());
+#pragma unroll
+    for (int i = 0; i < kPartTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) {
+        const float4 x = *place(theirs, i * kOctets + n);
+        float (&a)[4] = tile(0, part * kPartTiles + i, n), (&b)[4] = tile(1, part * kPartTiles + i, n);
+        a[0] = (second_ ? b[0] : a[0]) + x.x, a[1] = (second_ ? b[1] : a[1]) + x.y;
+        a[2] = (second_ ? b[2] : a[2]) + x.z, a[3] = (second_ ? b[3] : a[3]) + x.w;
+      }
+  }
+  __device__ float (&tile(int half, int i, int n))[4] { return o_.out_[half * kHalf + i / 4][i % 4][n]; }
+
+  // The finished half, in the place of the first.
+  __device__ void store(int64_t query, int first_head) {
+    uint16_t* const row =
+        p_.out + query * p_.out_stride_token + (o_.member() * C::kChunks + second_ * kHalf) * kChunkDims;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const int head = first_head + n * kOctetHeads + 2 * t_;
+      uint16_t* const out[2] = {row + head * p_.out_stride_head, row + (head + 1) * p_.out_stride_head};
+      const bool real[2] = {head < p_.num_q_heads, head + 1 < p_.num_q_heads};
+#pragma unroll
+      for (int i = 0; i < kHalf * 4; ++i) {
+        float (&o)[4] = tile(0, i, n);
+        // Fragment rows g, g + 8 are dims 2g, 2g + 1, of bf16 values g, g + 8: neighbours swap.
+        int dim = i * 16 + 2 * g_;
+        if (C::R::kFp8Chunks == 0 ||
+            ((C::kQueryTeams == 1 || second_) && o_.is_bf16((C::kQueryTeams - 1) * kHalf + i / 4))) {
+          const bool odd = g_ % 2;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float got = __shfl_xor_sync(kFullWarp, odd ? o[c] : o[c + 2], 4);
+            (odd ? o[c] : o[c + 2]) = got;
+          }
+          dim = i * 16 + (odd ? g_ + 7 : g_);
+        }
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (real[c]) *reinterpret_cast<uint32_t*>(out[c] + dim) = pack_bf16(o[c], o[c + 2]);
+      }
+    }
+  }
+
+  const SparseAttentionParams& p_;
+  Consumer<C>& o_;
+  uint8_t* const smem_;
+  const int second_, lane_, g_, t_;
+};
+
+// ---- the kernels ----------------------------------------------------------------------------------------
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    few_heads_split_kernel(const __grid_constant__ TeamParams params) {
+    few_heads_split_kernel(const __grid_constant__ KernelParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
@@ -62,15 +351,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  Work w = find_work<C>(params);
+  SplitItem w = find_item<C>(params);
   Query<C> q;
-  const KeySurvey survey = survey_row<C>(params, w, smem, warp, lane, [&] {
-    if (warp < kConsumerWarps) q.load(params.p, w.token, w.first_head, warp, lane);
+  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
+    if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
   });
 
   if (warp >= kConsumerWarps) {
     give_up_registers<C::kProducerRegisters>();
-    Producer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
+    SplitProducer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits > 1) {
@@ -80,7 +369,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
-    q.store(smem + C::kQ, reinterpret_cast<float*>(smem + C::kQScale), warp, lane);
+    q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
     consumer.init();
     for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
@@ -99,14 +388,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    few_heads_walk_kernel(const __grid_constant__ TeamParams params) {
+    few_heads_walk_kernel(const __grid_constant__ KernelParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
-    for (int row = 0; row < C::kRows; ++row) RowSurveys<C>(smem, row).init();
+    for (int row = 0; row < C::kQueries; ++row) WalkSurveys<C>(smem, row).init();
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -114,37 +403,37 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   block_barrier<C::kThreads>();
   if (warp >= kConsumerWarps) {
     give_up_registers<C::kProducerRegisters>();
-    RowProducer<C>(params, smem, warp - kConsumerWarps, lane).run();
+    WalkProducer<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
-    constexpr int kRowWarps = C::kRowTeams * C::kMembers;
+    constexpr int kQueryWarps = C::kQueryTeams * C::kMembers;
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);
-    RowFinish<C> finish(params, consumer, smem, lane);
-    const int row = consumer.row(), warp_in_row = warp % kRowWarps;
+    WalkFinish<C> finish(params, consumer, smem, lane);
+    const int row = consumer.row(), warp_in_place = warp % kQueryWarps;
     int block = consumer.team();  // in the ring's sequence
-    const RowSurveys<C> surveys(smem, row);
+    const WalkSurveys<C> surveys(smem, row);
     // Row n of the place; before it the keys of row n + 1 are surveyed.
-    unsigned i = Unit<C>::first(row) - Unit<C>::stride();
-    for (int n = -1; n < 0 || i < Unit<C>::count(params); ++n, i += Unit<C>::stride()) {
-      const Unit<C> unit(params, i), next(params, i + Unit<C>::stride());
-      const bool has_next = i + Unit<C>::stride() < Unit<C>::count(params);
+    unsigned i = WalkItem<C>::first(row) - WalkItem<C>::stride();
+    for (int n = -1; n < 0 || i < WalkItem<C>::count(params); ++n, i += WalkItem<C>::stride()) {
+      const WalkItem<C> item(params, i), next(params, i + WalkItem<C>::stride());
+      const bool has_next = i + WalkItem<C>::stride() < WalkItem<C>::count(params);
       int lane = thread % kWarpSize;
       asm volatile("" : "+r"(lane));  // else all addresses of Q would be found once, and spilled
-      Query<C, kRowWarps> q;
-      if (n >= 0) q.load(params.p, unit.token, unit.first_head, warp_in_row, lane);
-      if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.token), warp_in_row, lane);
+      Query<C, kQueryWarps> q;
+      if (n >= 0) q.load(params.p, item.query, item.first_head, warp_in_place, lane);
+      if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.query), warp_in_place, lane);
       if (n < 0) continue;
       finish.barrier(row);  // the place of Q is free again
-      q.store(smem + C::kQ + row * C::kQBytes, reinterpret_cast<float*>(smem + C::kQScale) + row * C::kHeads,
-              warp_in_row, lane);
+      q.store(smem + MLA_SMEM(C, q) + row * C::kQBytes,
+              reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)) + row * C::kHeads, warp_in_place, lane);
       finish.barrier(row);
       consumer.init();
-      if (has_next) q.prefetch(params.p, next.token, next.first_head, warp_in_row, lane);
+      if (has_next) q.prefetch(params.p, next.query, next.first_head, warp_in_place, lane);
       const int num_keys = surveys.read(n, lane).num_keys;
-      for (int first = consumer.team() % C::kRowTeams * C::kBlockTokens; first < num_keys;
-           first += C::kRowTeams * C::kBlockTokens, block += C::kTeams)
+      for (int first = consumer.team() % C::kQueryTeams * C::kBlockKeys; first < num_keys;
+           first += C::kQueryTeams * C::kBlockKeys, block += C::kTeams)
         consumer.attend(block);
-      finish.run(unit.token, unit.first_head);
+      finish.run(item.query, item.first_head);
     }
   }
 #endif
@@ -156,8 +445,8 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
   with_variant<Kernel::kFewHeads>(p, plan, [&](auto variant, auto layout) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
-    constexpr int kGroups = kVariant.heads / kGroupHeads;
-    using C = TeamConfig<layout(), kGroups, kVariant.producers, kWalks ? 4 / kGroups : 1>;
+    constexpr int kOctets = kVariant.heads / kOctetHeads;
+    using C = FewHeads<layout(), kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });

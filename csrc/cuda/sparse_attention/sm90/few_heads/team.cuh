@@ -14,8 +14,7 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
-#include "cuda/sparse_attention/softmax.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -28,12 +27,12 @@ struct Query {
   static constexpr int kHeads = C::kHeads / kWarps, kWords = R::kDims / 64;
   uint32_t word[kHeads][kWords];
 
-  __device__ void load(const SparseAttentionParams& p, int64_t token, int first_head, int warp, int lane) {
+  __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = first_head + warp * kHeads + i;
       const uint32_t* row =
-          reinterpret_cast<const uint32_t*>(p.q + token * p.q_stride_token + head * p.q_stride_head);
+          reinterpret_cast<const uint32_t*>(p.q + query * p.q_stride_token + head * p.q_stride_head);
 #pragma unroll
       for (int j = 0; j < kWords; ++j)
         word[i][j] = head < p.num_q_heads ? __ldg(row + lane + kWarpSize * j) : 0u;
@@ -41,13 +40,13 @@ struct Query {
   }
 
   // What load will read, into L2.
-  __device__ static void prefetch(const SparseAttentionParams& p, int64_t token, int first_head, int warp,
+  __device__ static void prefetch(const SparseAttentionParams& p, int64_t query, int first_head, int warp,
                                   int lane) {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = first_head + warp * kHeads + i;
       if (head < p.num_q_heads && lane < ceil_div(R::kDims * 2, 128))
-        prefetch_l2(p.q + token * p.q_stride_token + head * p.q_stride_head + lane * 64);
+        prefetch_l2(p.q + query * p.q_stride_token + head * p.q_stride_head + lane * 64);
     }
   }
 
@@ -81,31 +80,31 @@ struct Query {
  private:
   __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
   __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
-  // mma: one 16-byte load gives a lane both registers of two groups, or of two steps of one. wgmma: core
+  // mma: one 16-byte load gives a lane both registers of two octets, or of two steps of one. wgmma: core
   // matrices of 8 heads x 16 bytes.
   __device__ static int offset(int step, int head, int t, int half) {
-    const int group = head / kGroupHeads, row = head % kGroupHeads;
-    if constexpr (C::kWgmma) return (step * 2 + half) * C::kHeads * 16 + group * 128 + row * 16 + t * 4;
-    const int fragment = step * C::kGroups + group;
+    const int octet = head / kOctetHeads, row = head % kOctetHeads;
+    if constexpr (C::kWgmma) return (step * 2 + half) * C::kHeads * 16 + octet * 128 + row * 16 + t * 4;
+    const int fragment = step * C::kOctets + octet;
     return (fragment / 2 * kWarpSize + row * 4 + t) * 16 + fragment % 2 * 8 + half * 4;
   }
 };
 
 // ---- one warp -------------------------------------------------------------------------------------------
 
-// kBarrierTeam + team, kBarrierRow + row: below 16.
-enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierRow = 8 };
+// kBarrierTeam + team, kBarrierQuery + row: below 16.
+enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierQuery = 8 };
 
 template <class C>
 class Consumer {
  public:
   using R = typename C::R;
-  static constexpr int kGroups = C::kGroups, kMembers = C::kMembers;
-  static_assert(!C::kShared || kBarrierTeam + C::kTeams <= kBarrierRow,
+  static constexpr int kOctets = C::kOctets, kMembers = C::kMembers;
+  static_assert(!C::kShared || kBarrierTeam + C::kTeams <= kBarrierQuery,
                 "a warp alone has no team to wait for");
-  static_assert(kBarrierRow + C::kRows <= 16);
+  static_assert(kBarrierQuery + C::kQueries <= 16);
 
-  __device__ Consumer(const TeamParams& params, uint8_t* smem, int warp, int lane)
+  __device__ Consumer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : p_(params.p),
         smem_(smem),
         ring_{shared_address(smem)},
@@ -115,15 +114,15 @@ class Consumer {
         g_(lane / 4),
         t_(lane % 4) {
     const int matrix = lane / 8, row = lane % 8;
-    tokens_by_dims_ = ((matrix & 1) * 8 + row) * R::kPitch + (matrix >> 1) * 16;
+    keys_by_dims_ = ((matrix & 1) * 8 + row) * R::kPitch + (matrix >> 1) * 16;
     bf16_values_ = ((matrix >> 1) * 8 + row) * R::kPitch + (matrix & 1) * 16;
     weights_row_ = row * C::kPPitch + matrix * 16;
   }
 
   __device__ void init() {
-    const float* q_scale = reinterpret_cast<const float*>(smem_ + C::kQScale) + row() * C::kHeads;
+    const float* q_scale = reinterpret_cast<const float*>(smem_ + MLA_SMEM(C, q_scale)) + row() * C::kHeads;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max_[n][c] = kNoMax;
@@ -131,7 +130,7 @@ class Consumer {
         sum_[n][c] = 0.0f;
         const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
         logit_scale_[n][c] =
-            p_.sm_scale * kLog2E * layer_scale * reciprocal(q_scale[n * kGroupHeads + 2 * t_ + c]);
+            p_.sm_scale * kLog2E * layer_scale * reciprocal(q_scale[n * kOctetHeads + 2 * t_ + c]);
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk)
 #pragma unroll
@@ -144,15 +143,15 @@ class Consumer {
   __device__ __forceinline__ void attend(int block) {
     const int first = block * kMembers, mine = first + member_;
     wait_full(mine);
-    const uint32_t rows = ring_.slot(mine % C::kSlots);
-    TokenScales<R> scales[2];  // of tokens g and g + 8
-    const uint8_t* row = smem_ + C::kRing + mine % C::kSlots * C::kSlotBytes + g_ * R::kPitch;
+    const uint32_t rows = ring_.stage(mine % C::kStages);
+    RowScales<R> scales[2];  // of keys g and g + 8
+    const uint8_t* row = smem_ + MLA_SMEM(C, ring) + mine % C::kStages * C::kStageBytes + g_ * R::kPitch;
     scales[0].load(row);
     scales[1].load(row + 8 * R::kPitch);
     Block b;
     if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
     else logits_mma(rows, scales, b.s);
-    bring_scales_below_one(row, scales, smem_ + C::kValid + mine % C::kSlots * kSlotTokens, b);
+    bring_scales_below_one(row, scales, smem_ + MLA_SMEM(C, valid) + mine % C::kStages * kStageRows, b);
     if (finds_largest()) note_largest(b);
     const bool over = weigh(b);
     if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, b, over);
@@ -163,18 +162,19 @@ class Consumer {
   __device__ void write_stats(uint8_t* smem) const {
     const int at = (team_ * kMembers + member_) * C::kHeads;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
-      const int pair = (at + n * kGroupHeads) / 2 + t_;
+      const int pair = (at + n * kOctetHeads) / 2 + t_;
       if (g_ == 0)
-        reinterpret_cast<float4*>(smem + C::kWarpStats)[pair] = {max_[n][0], sum0, max_[n][1], sum1};
+        reinterpret_cast<float4*>(smem + MLA_SMEM(C, warp_stats))[pair] = {max_[n][0], sum0, max_[n][1],
+                                                                           sum1};
       if (!finds_largest()) continue;
       const float largest0 = max_over_g(largest_[n][0]), largest1 = max_over_g(largest_[n][1]);
-      if (g_ == 0) reinterpret_cast<float2*>(smem + C::kWarpLargest)[pair] = {largest0, largest1};
+      if (g_ == 0) reinterpret_cast<float2*>(smem + MLA_SMEM(C, warp_largest))[pair] = {largest0, largest1};
     }
   }
 
-  // O of the n-th group's heads 2t, 2t + 1.
+  // O of the n-th octet's heads 2t, 2t + 1.
   __device__ void rescale(int n, float f0, float f1) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk)
@@ -186,11 +186,11 @@ class Consumer {
 
   __device__ int team() const { return team_; }
   __device__ int member() const { return member_; }
-  __device__ int row() const { return C::kRows > 1 ? team_ / C::kRowTeams : 0; }  // of the CTA's rows
+  __device__ int row() const { return C::kQueries > 1 ? team_ / C::kQueryTeams : 0; }  // of the CTA's rows
 
   // What merges and ends of rows read and scale.
-  float out_[C::kChunks][4][kGroups][4];  // O^T: 64-dim chunk, 16-dim tile of it, group of 8 heads, fragment
-  float max_[kGroups][2], sum_[kGroups][2];  // of heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
+  float out_[C::kChunks][4][kOctets][4];     // O^T: 64-dim chunk, 16-dim tile of it, octet of heads, fragment
+  float max_[kOctets][2], sum_[kOctets][2];  // of heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
 
   __device__ bool is_bf16(int chunk) const {  // does local chunk `chunk` hold bf16 values?
     if constexpr (R::kFp8Chunks == 0) return true;
@@ -200,51 +200,50 @@ class Consumer {
   }
 
  private:
-  static constexpr int kLaneScales = TokenScales<R>::kPerLane;
-  struct Block {                         // what a warp knows of its 16 tokens
-    float s[kGroups][4], p[kGroups][4];  // products with Q; weights
-    // 2^e is above all value scales of the 16 tokens: they are used as s * 2^-e <= 1, weights carry the 2^e.
-    float e[2];                                          // of tokens g and g + 8; -inf: masked
+  static constexpr int kLaneScales = RowScales<R>::kPerLane;
+  struct Block {                         // what a warp knows of its 16 keys
+    float s[kOctets][4], p[kOctets][4];  // products with Q; weights
+    // 2^e is above all value scales of the 16 keys: they are used as s * 2^-e <= 1, weights carry the 2^e.
+    float e[2];                                          // of keys g and g + 8; -inf: masked
     float unscale;                                       // 2^-e
-    float scales[2][kLaneScales > 0 ? kLaneScales : 1];  // * 2^-e: TokenScales::of_lane
+    float scales[2][kLaneScales > 0 ? kLaneScales : 1];  // * 2^-e: RowScales::of_lane
 
     // In units of log2, plus e.
     __device__ float logit(int n, int c, float logit_scale) const {
       return fmaf(s[n][c], logit_scale, e[c / 2]);
     }
   };
-  struct PairWeights {  // of two slots, as B fragments
-    uint32_t fp8[kGroups][4], bf16[kGroups][4];
+  struct PairWeights {  // of two stages, as B fragments
+    uint32_t fp8[kOctets][4], bf16[kOctets][4];
   };
-  // Value scales of a block, f16 [tile][pair of slots]: what lane t wants of a pair lies in 16 bytes. Token
-  // g + 8i of the slot of `member`.
+  // Value scales of a block, f16 [tile][pair of stages]: what lane t wants of a pair lies in 16 bytes. Key
+  // g + 8i of the stage of `member`.
   __device__ static int scale_offset(int tile, int member, int g, int i) {
-    return tile * C::kBlockTokens * 2 + member / 2 * 64 + g / 2 * 16 + member % 2 * 8 + i * 4 + g % 2 * 2;
+    return tile * C::kBlockKeys * 2 + member / 2 * 64 + g / 2 * 16 + member % 2 * 8 + i * 4 + g % 2 * 2;
   }
 
-  __device__ void wait_full(int i) const { mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1); }
-  // The fence: without it the arrival was seen to overtake the last ldmatrix of the slot.
+  __device__ void wait_full(int i) const { wait_until_full<C::kStages>(ring_.full(i % C::kStages), i); }
+  // The fence: without it the arrival was seen to overtake the last ldmatrix of the stage.
   __device__ void release(int i) const {
     fence_proxy_async();
-    mbarrier_arrive_warp(ring_.empty(i % C::kSlots), lane_);
+    mbarrier_arrive_warp(ring_.empty(i % C::kStages), lane_);
   }
   __device__ void release(int i, int j) const {  // both at the price of one
     fence_proxy_async();
-    mbarrier_arrive_warp(ring_.empty(i % C::kSlots), lane_);
-    mbarrier_arrive_warp(ring_.empty(j % C::kSlots), lane_);
+    mbarrier_arrive_warp(ring_.empty(i % C::kStages), lane_);
+    mbarrier_arrive_warp(ring_.empty(j % C::kStages), lane_);
   }
 
-  // logits.cuh: S^T of 16 tokens, `rows` the address of the first.
-  __device__ void logits_mma(uint32_t rows, const TokenScales<R> (&scales)[2], float (&s)[kGroups][4]) const;
-  __device__ void logits_wgmma(uint32_t rows, const TokenScales<R> (&scales)[2],
-                               float (&s)[kGroups][4]) const;
+  // S^T of 16 keys, `rows` the address of the first.
+  __device__ void logits_mma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
+  __device__ void logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
 
   // ---- weights ----
 
-  // What softmax needs besides the products: value scales as the weights will have them, which tokens count.
-  __device__ void bring_scales_below_one(const uint8_t* row, const TokenScales<R> (&scales)[2],
+  // What softmax needs besides the products: value scales as the weights will have them, which keys count.
+  __device__ void bring_scales_below_one(const uint8_t* row, const RowScales<R> (&scales)[2],
                                          const uint8_t* valid, Block& b) const {
-    uint32_t largest = 0;  // of the 16 tokens; the bits of nonnegative floats are in their order
+    uint32_t largest = 0;  // of the 16 keys; the bits of nonnegative floats are in their order
     if constexpr (R::kNumScales > 0) {
       float x = 0.0f;
 #pragma unroll
@@ -272,7 +271,7 @@ class Consumer {
         if (!masked[i]) continue;
         b.e[i] = -INFINITY;
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n) b.s[n][2 * i] = b.s[n][2 * i + 1] = 0.0f;  // it may be NaN
+        for (int n = 0; n < kOctets; ++n) b.s[n][2 * i] = b.s[n][2 * i + 1] = 0.0f;  // it may be NaN
       }
     }
   }
@@ -281,7 +280,7 @@ class Consumer {
   __device__ bool weigh(Block& b) const {
     float largest = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         // In this order a logit that equals its base has exactly the weight 2^7.
@@ -292,16 +291,16 @@ class Consumer {
     return largest > kWeightLog2 + kLazyLog2;
   }
 
-  __device__ bool finds_largest() const { return C::kRows > 1 || p_.max_logits; }  // prefill always does
-  // The largest logits of these 16 tokens + e.
+  __device__ bool finds_largest() const { return C::kQueries > 1 || p_.max_logits; }  // prefill always does
+  // The largest logits of these 16 keys + e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
   }
-  // No shuffle and no shared memory: a lane keeps those of its own tokens until the end of the row.
+  // No shuffle and no shared memory: a lane keeps those of its own keys until the end of the row.
   __device__ void note_largest(const Block& b) {
     const float back = static_cast<int>(__float_as_uint(b.unscale) >> 23) - 127;  // -e
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float x = b.logit(n, c, logit_scale_[n][c]), y = b.logit(n, c + 2, logit_scale_[n][c]);
@@ -309,7 +308,7 @@ class Consumer {
       }
   }
 
-  // The base of heads 2t + c of the n-th group, given their largest logit. The sum follows at once, O is to
+  // The base of heads 2t + c of the n-th octet, given their largest logit. The sum follows at once, O is to
   // be multiplied by what this returns, weights are to be found again.
   __device__ float move_base(int n, int c, float largest) {
     if (!(largest > max_[n][c] + kLazyLog2)) return 1.0f;
@@ -320,60 +319,60 @@ class Consumer {
   }
   __device__ void add_to_sums(const Block& b) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) sum_[n][c] += (b.p[n][c] + b.p[n][c + 2]) * b.unscale;
   }
 
-  // values.cuh: O^T += V^T P^T for a block; its slots are given as positions in the ring's sequence.
-  __device__ void accumulate_alone(int slot, Block& b, bool over);
-  __device__ void accumulate_shared(int first_slot, int parity, Block& b, bool over);
+  // O^T += V^T P^T for a block; its stages are given as positions in the ring's sequence.
+  __device__ void accumulate_alone(int stage, Block& b, bool over);
+  __device__ void accumulate_shared(int first_stage, int parity, Block& b, bool over);
   __device__ void store_weights(int buffer, const Block& b) const;
   template <bool kLastIsBf16>
-  __device__ void accumulate_block(int first_slot, int buffer);
+  __device__ void accumulate_block(int first_stage, int buffer);
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
-  __device__ uint32_t q_address() const { return ring_.smem + C::kQ + row() * C::kQBytes; }
+  __device__ uint32_t q_address() const { return ring_.smem + MLA_SMEM(C, q) + row() * C::kQBytes; }
 
   const SparseAttentionParams& p_;
   uint8_t* const smem_;
   const Ring<C> ring_;
   const int team_, member_, lane_, g_, t_;
-  uint32_t tokens_by_dims_;  // ldmatrix of K (rows are tokens), and of V as pairs of bytes
+  uint32_t keys_by_dims_;  // ldmatrix of K (rows are keys), and of V as pairs of bytes
   uint32_t bf16_values_, weights_row_;
-  float logit_scale_[kGroups][2];
-  float largest_[kGroups][2];  // of this lane's logits (log2)
+  float logit_scale_[kOctets][2];
+  float largest_[kOctets][2];  // of this lane's logits (log2)
 };
 
 // ---- S^T = K Q^T ----------------------------------------------------------------------------------------
 //
-// For the 16 tokens of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
+// For the 16 keys of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
 // one conversion; the scales of its tiles multiply float accumulators.
 
-template <int kGroups>
-__device__ void add_scaled(float (&s)[kGroups][4], const float (&acc)[kGroups][4], float s0, float s1) {
+template <int kOctets>
+__device__ void add_scaled(float (&s)[kOctets][4], const float (&acc)[kOctets][4], float s0, float s1) {
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n)
+  for (int n = 0; n < kOctets; ++n)
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[n][c] += acc[n][c] * (c < 2 ? s0 : s1);
 }
-template <int kGroups>
-__device__ void add_scaled(float (&s)[kGroups][4], const float (&a)[kGroups][4], const float (&b)[kGroups][4],
+template <int kOctets>
+__device__ void add_scaled(float (&s)[kOctets][4], const float (&a)[kOctets][4], const float (&b)[kOctets][4],
                            float s0, float s1) {
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n)
+  for (int n = 0; n < kOctets; ++n)
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[n][c] += (a[n][c] + b[n][c]) * (c < 2 ? s0 : s1);
 }
 
-// One mma per 16 dims and head group, in units of 32 dims; what a unit reads from shared memory is fetched
-// kAhead units before. The two halves of a unit have accumulators of their own, and kInterleave tiles are
-// worked on in turn: a product waits for none of the last three.
+// One mma per 16 dims and octet of heads, in units of 32 dims; what a unit reads from shared memory is
+// fetched kAhead units before. The two halves of a unit have accumulators of their own, and kInterleave
+// tiles are worked on in turn: a product waits for none of the last three.
 template <class C>
-__device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const TokenScales<R> (&scales)[2],
-                                                        float (&s)[kGroups][4]) const {
-  constexpr int kAhead = 2, kInterleave = kGroups == 1 ? 2 : 1;
+__device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const RowScales<R> (&scales)[2],
+                                                        float (&s)[kOctets][4]) const {
+  constexpr int kAhead = 2, kInterleave = kOctets == 1 ? 2 : 1;
   constexpr int kBf16Units = R::kBf16Dims / 32, kFp8Units = R::kFp8Dims / 32, kUnits = kBf16Units + kFp8Units;
   constexpr int kUnitsPerTile = R::kTileDims / 32, kUnitsPerRound = kInterleave * kUnitsPerTile;
   // Order of the units: bf16 ones, then those of a round's tiles in turn; the last round may have fewer.
@@ -391,15 +390,15 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
   };
 
   const uint32_t q_base = q_address() + lane_ * 16;
-  uint4 q[kAhead + 1][kGroups];
+  uint4 q[kAhead + 1][kOctets];
   uint32_t raw[kAhead + 1][2][4];  // the second of bf16 units only
   const auto fetch = [&](int i) {
     if (i >= kUnits) return;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
-      q[i % (kAhead + 1)][n] = load_shared_16(q_base + (first_dim(i) / 32 * kGroups + n) * 512);
+    for (int n = 0; n < kOctets; ++n)
+      q[i % (kAhead + 1)][n] = load_shared_16(q_base + (first_dim(i) / 32 * kOctets + n) * 512);
     auto& dst = raw[i % (kAhead + 1)];
-    const uint32_t row = rows + tokens_by_dims_;
+    const uint32_t row = rows + keys_by_dims_;
     if (i < kBf16Units) {
       ldmatrix_x4(dst[0], row + R::kBf16Offset + i * 64);
       ldmatrix_x4(dst[1], row + R::kBf16Offset + i * 64 + 32);
@@ -408,9 +407,9 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
     }
   };
 
-  float acc[kInterleave][2][kGroups][4];
+  float acc[kInterleave][2][kOctets][4];
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
@@ -422,9 +421,9 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
 #pragma unroll
       for (int j = 0; j < kInterleave; ++j)
 #pragma unroll
-        for (int n = 0; n < 2 * kGroups; ++n)
+        for (int n = 0; n < 2 * kOctets; ++n)
 #pragma unroll
-          for (int c = 0; c < 4; ++c) acc[j][n / kGroups][n % kGroups][c] = 0.0f;
+          for (int c = 0; c < 4; ++c) acc[j][n / kOctets][n % kOctets][c] = 0.0f;
     }
     fetch(i + kAhead);
     const auto& unit_q = q[i % (kAhead + 1)];
@@ -434,9 +433,9 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
-        const uint4& x = unit_q[(half * kGroups + n) / 2];
-        const bool second = (half * kGroups + n) % 2;
+      for (int n = 0; n < kOctets; ++n) {
+        const uint4& x = unit_q[(half * kOctets + n) / 2];
+        const bool second = (half * kOctets + n) % 2;
         if (bf16) mma_bf16(acc[0][half][n], unit_raw[half], second ? x.z : x.x, second ? x.w : x.y);
         else mma_f16(acc[tile][half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
       }
@@ -450,19 +449,19 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Tok
   }
 }
 
-// The four warps of a team at once: Q is read once per 64 tokens, not once per 16, and by the tensor cores
+// The four warps of a team at once: Q is read once per 64 keys, not once per 16, and by the tensor cores
 // themselves. In parts of 64 dims: bytes are fetched a part ahead of their conversion, which goes on while
 // the products of the part before are running; a tile's sum is taken up once the next has begun.
 template <class C>
-__device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const TokenScales<R> (&scales)[2],
-                                                          float (&s)[kGroups][4]) const {
+__device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2],
+                                                          float (&s)[kOctets][4]) const {
   constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;
   constexpr int kPartsPerTile = R::kTileDims / 64;
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
   constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
-  const uint32_t row = rows + tokens_by_dims_;
+  const uint32_t row = rows + keys_by_dims_;
   uint32_t k[2][4][4], bytes[2][4];
-  float acc[2][kGroups][4];  // of tiles in turn; bf16 dims come first and count as one
+  float acc[2][kOctets][4];  // of tiles in turn; bf16 dims come first and count as one
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
 #pragma unroll
@@ -474,13 +473,13 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const T
   };
   const auto tile_of = [&](int part) { return part < kBf16Parts ? -1 : (part - kBf16Parts) / kPartsPerTile; };
   const auto finish_tile = [&](int tile) {
-    float (&a)[kGroups][4] = acc[(tile + 1) % 2];
+    float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     pin_registers(a);
     if (tile >= 0) add_scaled(s, a, scales[0][tile], scales[1][tile]);
     else add_scaled(s, a, 1.0f, 1.0f);
   };
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
   fetch(0);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -490,7 +489,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const T
 #pragma unroll
       for (int i = 0; i < 2; ++i) convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
     if (part + 1 < kParts && !(part + 1 < kBf16Parts)) fetch(part + 1);
-    float (&a)[kGroups][4] = acc[(tile + 1) % 2];
+    float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     const bool new_tile = part == 0 || tile_of(part - 1) != tile;
     pin_registers(a);
     wgmma_fence();
@@ -515,25 +514,25 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const T
 // V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales
 // multiply the weights.
 
-// kMembers = 1, bf16 rows: a warp keeps its 16 tokens. The weights turn from C into B fragments inside the
+// kMembers = 1, bf16 rows: a warp keeps its 16 keys. The weights turn from C into B fragments inside the
 // warp.
 template <class C>
-__device__ __forceinline__ void Consumer<C>::accumulate_alone(int slot, Block& b, bool over) {
-  static_assert(R::kFp8Chunks == 0 && kGroups == 1);
+__device__ __forceinline__ void Consumer<C>::accumulate_alone(int stage, Block& b, bool over) {
+  static_assert(R::kFp8Chunks == 0 && kOctets == 1);
   if (__any_sync(kFullWarp, over)) {
     const float f0 = move_base(0, 0, largest_logit(b, 0, 0)), f1 = move_base(0, 1, largest_logit(b, 0, 1));
     rescale(0, f0, f1);
     weigh(b);
   }
   add_to_sums(b);
-  const uint32_t rows = ring_.slot(slot % C::kSlots);
+  const uint32_t rows = ring_.stage(stage % C::kStages);
   const uint32_t b0 = movmatrix_trans(pack_bf16(b.p[0][0], b.p[0][1]));
   const uint32_t b1 = movmatrix_trans(pack_bf16(b.p[0][2], b.p[0][3]));
 #pragma unroll
   for (int chunk = 0; chunk < kNumChunks; ++chunk)
     accumulate_bf16(chunk, rows + chunk * 128,
-                    [&](float (&o)[kGroups][4], const uint32_t (&v)[4]) { mma_bf16(o[0], v, b0, b1); });
-  release(slot);
+                    [&](float (&o)[kOctets][4], const uint32_t (&v)[4]) { mma_bf16(o[0], v, b0, b1); });
+  release(stage);
 }
 
 template <class C>
@@ -550,27 +549,29 @@ __device__ __forceinline__ void Consumer<C>::accumulate_bf16(int chunk, uint32_t
 template <class C>
 __device__ __forceinline__ void Consumer<C>::store_weights(int buffer, const Block& b) const {
   const uint32_t offset =
-      buffer * C::kPBytes + lane_ % 8 * C::kPPitch + (member_ * kSlotTokens + (lane_ / 8 & 1) * 8) * 2;
+      buffer * C::kPBytes + lane_ % 8 * C::kPPitch + (member_ * kStageRows + (lane_ / 8 & 1) * 8) * 2;
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-    const uint32_t at = ring_.smem + offset + n * kGroupHeads * C::kPPitch;
+  for (int n = 0; n < kOctets; ++n) {
+    const uint32_t at = ring_.smem + offset + n * kOctetHeads * C::kPPitch;
     if constexpr (R::kFp8Chunks > 0)
-      stmatrix_x2_trans(at + C::kPFp8, pack_f16(b.p[n][0], b.p[n][1]), pack_f16(b.p[n][2], b.p[n][3]));
+      stmatrix_x2_trans(at + MLA_SMEM(C, weights_fp8), pack_f16(b.p[n][0], b.p[n][1]),
+                        pack_f16(b.p[n][2], b.p[n][3]));
     if constexpr (R::kFp8Chunks < kNumChunks)
-      stmatrix_x2_trans(at + C::kPBf16, pack_bf16(b.p[n][0] * b.unscale, b.p[n][1] * b.unscale),
+      stmatrix_x2_trans(at + MLA_SMEM(C, weights_bf16),
+                        pack_bf16(b.p[n][0] * b.unscale, b.p[n][1] * b.unscale),
                         pack_bf16(b.p[n][2] * b.unscale, b.p[n][3] * b.unscale));
   }
 }
 
-// kMembers > 1: each warp has the weights of its 16 tokens and wants those of the whole block, for its own
+// kMembers > 1: each warp has the weights of its 16 keys and wants those of the whole block, for its own
 // value dims. They meet in shared memory, at one barrier per block, which also tells whether some base must
 // move: then they are found again.
 template <class C>
-__device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_slot, int parity, Block& b,
+__device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_stage, int parity, Block& b,
                                                                bool over) {
   const int buffer = team_ * 2 + parity, barrier = kBarrierTeam + team_, threads = kWarpSize * kMembers;
   store_weights(buffer, b);
-  uint8_t* const scale_table = smem_ + C::kScales + buffer * C::kScaleBytes;
+  uint8_t* const scale_table = smem_ + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
 #pragma unroll
   for (int j = 0; j < kLaneScales; ++j)
     if (4 * j + t_ < R::kNumScales)
@@ -579,20 +580,21 @@ __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_slot, i
         *reinterpret_cast<uint16_t*>(scale_table + scale_offset(4 * j + t_, member_, g_, i)) =
             static_cast<uint16_t>(pack_f16(b.scales[i][j], 0.0f));
   if (named_barrier_any(barrier, threads, over)) {
-    float* const largest = reinterpret_cast<float*>(smem_ + C::kBlockMax) + buffer * kMembers * C::kHeads;
+    float* const largest =
+        reinterpret_cast<float*>(smem_ + MLA_SMEM(C, block_max)) + buffer * kMembers * C::kHeads;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float x = largest_logit(b, n, 0), y = largest_logit(b, n, 1);
       if (g_ == 0)
-        *reinterpret_cast<float2*>(largest + member_ * C::kHeads + n * kGroupHeads + 2 * t_) = {x, y};
+        *reinterpret_cast<float2*>(largest + member_ * C::kHeads + n * kOctetHeads + 2 * t_) = {x, y};
     }
     named_barrier(barrier, threads);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       float2 x = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int m = 0; m < kMembers; ++m) {
-        const float2 y = *reinterpret_cast<const float2*>(largest + m * C::kHeads + n * kGroupHeads + 2 * t_);
+        const float2 y = *reinterpret_cast<const float2*>(largest + m * C::kHeads + n * kOctetHeads + 2 * t_);
         x = {fmaxf(x.x, y.x), fmaxf(x.y, y.y)};
       }
       const float f0 = move_base(n, 0, x.x), f1 = move_base(n, 1, x.y);
@@ -603,24 +605,24 @@ __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_slot, i
     named_barrier(barrier, threads);
   }
   add_to_sums(b);
-  if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_slot, buffer);
-  else accumulate_block<false>(first_slot, buffer);
+  if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_stage, buffer);
+  else accumulate_block<false>(first_stage, buffer);
 }
 
-// A block, this warp's value dims; every member has waited for its own slot before the barrier, so all are
-// there. Slots are read in pairs of 32 tokens, one ldmatrix of weights; everything is fetched a step ahead,
-// across slots.
+// A block, this warp's value dims; every member has waited for its own stage before the barrier, so all are
+// there. Stages are read in pairs of 32 keys, one ldmatrix of weights; everything is fetched a step ahead,
+// across stages.
 template <class C>
 template <bool kLastIsBf16>
-__device__ __forceinline__ void Consumer<C>::accumulate_block(int first_slot, int buffer) {
+__device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, int buffer) {
   constexpr int kFp8Chunks = R::kFp8Chunks == 0 ? 0 : C::kChunks - kLastIsBf16, kUnits = kFp8Chunks * 2;
   const int first_chunk = member_ * C::kChunks;
-  const uint32_t rows = ring_.slot(first_slot % C::kSlots);
-  const uint32_t values = rows + tokens_by_dims_ + first_chunk * kChunkDims;
-  const uint8_t* scale_table = smem_ + C::kScales + buffer * C::kScaleBytes;
+  const uint32_t rows = ring_.stage(first_stage % C::kStages);
+  const uint32_t values = rows + keys_by_dims_ + first_chunk * kChunkDims;
+  const uint8_t* scale_table = smem_ + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   uint32_t bytes[2][4];
   const auto load_bytes = [&](int m, int unit) {  // of 32 dims
-    ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kSlotBytes + unit * 32);
+    ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
   };
   constexpr int kScaled =
       R::kNumScales > 0 ? kFp8Chunks : 0;  // chunks with a scale of their own or the last's
@@ -637,29 +639,30 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_slot, in
   const auto load_weights = [&](int pair) {
     const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      const uint32_t offset = at + n * kGroupHeads * C::kPPitch;
-      if constexpr (R::kFp8Chunks > 0) ldmatrix_x4(weights[pair % 2].fp8[n], offset + C::kPFp8);
-      if constexpr (kLastIsBf16) ldmatrix_x4(weights[pair % 2].bf16[n], offset + C::kPBf16);
+    for (int n = 0; n < kOctets; ++n) {
+      const uint32_t offset = at + n * kOctetHeads * C::kPPitch;
+      if constexpr (R::kFp8Chunks > 0)
+        ldmatrix_x4(weights[pair % 2].fp8[n], offset + MLA_SMEM(C, weights_fp8));
+      if constexpr (kLastIsBf16) ldmatrix_x4(weights[pair % 2].bf16[n], offset + MLA_SMEM(C, weights_bf16));
     }
   };
   load_weights(0);
   load_scales(0);
   if (kUnits > 0) load_bytes(0, 0);
 #pragma unroll
-  for (int m = 0; m < kMembers; ++m) {  // slots
+  for (int m = 0; m < kMembers; ++m) {  // stages
     const int half = m % 2;
     const PairWeights& w = weights[m / 2 % 2];
-    uint32_t b0[kGroups], b1[kGroups];
+    uint32_t b0[kOctets], b1[kOctets];
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) b0[n] = w.fp8[n][2 * half], b1[n] = w.fp8[n][2 * half + 1];
+    for (int n = 0; n < kOctets; ++n) b0[n] = w.fp8[n][2 * half], b1[n] = w.fp8[n][2 * half + 1];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const int chunk = u / 2;
       if (kScaled > 0 && u % 2 == 0 && R::new_tile(chunk)) {  // kChunks is a multiple of a tile's chunks
         const uint4& x = pair_scales[chunk];
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
+        for (int n = 0; n < kOctets; ++n) {
           b0[n] = mul_f16x2(w.fp8[n][2 * half], half ? x.z : x.x);
           b1[n] = mul_f16x2(w.fp8[n][2 * half + 1], half ? x.w : x.y);
         }
@@ -669,17 +672,17 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_slot, in
       uint32_t v[2][4];
       convert_values(bytes[u % 2], v[0], v[1]);
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
+      for (int n = 0; n < kOctets; ++n) {
         mma_f16(out_[chunk][u % 2 * 2][n], v[0], b0[n], b1[n]);
         mma_f16(out_[chunk][u % 2 * 2 + 1][n], v[1], b0[n], b1[n]);
       }
     }
 #pragma unroll
     for (int chunk = kFp8Chunks; chunk < C::kChunks; ++chunk)
-      accumulate_bf16(chunk, rows + m * C::kSlotBytes + (first_chunk + chunk - R::kFp8Chunks) * 128,
-                      [&](float (&o)[kGroups][4], const uint32_t (&v)[4]) {
+      accumulate_bf16(chunk, rows + m * C::kStageBytes + (first_chunk + chunk - R::kFp8Chunks) * 128,
+                      [&](float (&o)[kOctets][4], const uint32_t (&v)[4]) {
 #pragma unroll
-                        for (int n = 0; n < kGroups; ++n)
+                        for (int n = 0; n < kOctets; ++n)
                           mma_bf16(o[n], v, w.bf16[n][2 * half], w.bf16[n][2 * half + 1]);
                       });
     if (half == 1) {
@@ -687,7 +690,7 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_slot, in
         load_weights(m / 2 + 1);
         load_scales(m / 2 + 1);
       }
-      release(first_slot + m - 1, first_slot + m);
+      release(first_stage + m - 1, first_stage + m);
     }
   }
 }

@@ -11,71 +11,70 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
-#include "cuda/sparse_attention/sm90/walk.cuh"
-#include "cuda/sparse_attention/softmax.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 
 namespace mla_fp8::gpu {
 
-// What the logits warps of both schedules share: 16 tokens of a block each, all heads.
+// What the logits warps of both schedules share: 16 keys of a block each, all heads.
 template <class C>
 class LogitWarp {
  public:
   using R = typename C::R;
-  static constexpr int kGroups = C::kGroups;
+  static constexpr int kOctets = C::kOctets;
 
  protected:
   __device__ LogitWarp(uint8_t* smem, int member, int lane)
       : bytes_(smem), ring_{shared_address(smem)}, member_(member), lane_(lane), g_(lane / 4), t_(lane % 4) {}
 
-  __device__ float2* head_state() const { return reinterpret_cast<float2*>(bytes_ + C::kHeadState); }
+  __device__ float2* head_state() const {
+    return reinterpret_cast<float2*>(bytes_ + MLA_SMEM(C, head_state));
+  }
   // (logit scale, base - 7) of heads 8n + 2t and + 1.
   __device__ float4 head_pair(int n) const {
-    return reinterpret_cast<const float4*>(head_state())[n * kGroupHeads / 2 + t_];
+    return reinterpret_cast<const float4*>(head_state())[n * kOctetHeads / 2 + t_];
   }
-  __device__ const uint8_t* row_of(int slot) const {  // of token g
-    return bytes_ + C::kRing + slot * C::kSlotBytes + g_ * R::kPitch;
+  __device__ const uint8_t* row_of(int stage) const {  // of key g
+    return bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
   }
 
-  // Products to logits in units of log2, plus e (SlotScales), less base - 7; masked: -inf. Returns the
+  // Products to logits in units of log2, plus e (StageScales), less base - 7; masked: -inf. Returns the
   // largest of this lane.
-  __device__ float to_log2(int slot, float (&s)[kGroups][4]) const {
+  __device__ float to_log2(int stage, float (&s)[kOctets][4]) const {
     const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float4 state = head_pair(n);
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         s[n][c] =
             fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
     }
-    const uint8_t* valid = bytes_ + C::kValid + slot * kSlotTokens;
+    const uint8_t* valid = bytes_ + MLA_SMEM(C, valid) + stage * kStageRows;
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
     if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n)
+      for (int n = 0; n < kOctets; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
           s[n][c] = masked[c / 2] ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
     }
     float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) largest[c] = fmaxf(largest[c], s[n][c]);
     return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
   }
 
-  // Weights as the B operand of V^T P^T, and the value scales of these tokens.
-  __device__ void store_weights(const float (&s)[kGroups][4], uint32_t fp8, uint32_t bf16, uint8_t* table) {
+  // Weights as the B operand of V^T P^T, and the value scales of these keys.
+  __device__ void store_weights(const float (&s)[kOctets][4], uint32_t fp8, uint32_t bf16, uint8_t* table) {
     const float unscale = power_of_two(-scales_.e);
     const uint32_t offset = member_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       float p[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) p[c] = fast_exp2(s[n][c]);
@@ -86,61 +85,61 @@ class LogitWarp {
         stmatrix_x2_trans(bf16 + offset + n * 256, pack_bf16(p[0] * unscale, p[1] * unscale),
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
-    scales_.store(table, member_ * kSlotTokens + g_, t_);
+    scales_.store(table, member_ * kStageRows + g_, t_);
   }
 
   uint8_t* const bytes_;
   const Ring<C> ring_;
-  const int member_, lane_, g_, t_;  // which 16 tokens of a block
-  SlotScales<R> scales_;             // of this warp's tokens of the block
-  float sum_[kGroups][2];
+  const int member_, lane_, g_, t_;  // which 16 keys of a block
+  StageScales<R> scales_;            // of this warp's keys of the block
+  float sum_[kOctets][2];
 };
 
-// One of the four logits warps: 16 tokens of each block.
+// One of the four logits warps: 16 keys of each block.
 template <class C>
 class SplitLogits : LogitWarp<C> {
  public:
   using Base = LogitWarp<C>;
-  using Base::kGroups;
+  using Base::kOctets;
   using typename Base::R;
   static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
 
-  __device__ SplitLogits(const TeamParams& params, const Work& w, uint8_t* smem, int warp, int lane)
+  __device__ SplitLogits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), p_(params.p), w_(w), x_(smem) {}
 
   __device__ void run() {
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
-      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
       x_.head_state()[head] = {p_.sm_scale * kLog2E * layer_scale / q_scale, 0.0f};
     }
     named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       sum_[n][0] = sum_[n][1] = 0.0f;
       if constexpr (C::kFindsLargest) x_.lane_largest(member_, n)[lane_] = {-INFINITY, -INFINITY};
     }
 
-    bool fresh = true;  // no token yet: bases are 0, sums and O too
+    bool fresh = true;  // no key yet: bases are 0, sums and O too
 #pragma unroll 1
     for (int block = 0; block < w_.num_blocks; ++block) {
-      const int slot = (block * C::kBlockSlots + member_) % C::kSlots, buffer = block % 2;
-      mbarrier_wait(ring_.full(slot), (block * C::kBlockSlots + member_) / C::kSlots & 1);
-      float s[kGroups][4];
-      scales_.load(this->row_of(slot), t_);
-      group_products<C, 4>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
+      const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
+      wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
+      float s[kOctets][4];
+      scales_.load(this->row_of(stage), t_);
+      multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
       if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
-      const float peak = this->to_log2(slot, s);
+      const float peak = this->to_log2(stage, s);
       if constexpr (C::kFindsLargest) note_largest(s);
-      mbarrier_wait(x_.p_empty(buffer), (block / 2 & 1) ^ 1);
+      wait_until_free<2>(x_.p_empty(buffer), block);
       const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
       const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, peak > limit);
       if (moved) move_bases(s, buffer, limit);
       if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh;
       fresh = fresh && !moved;
-      this->store_weights(s, x_.smem + C::kPFp8 + buffer * C::kPBytes,
-                          x_.smem + C::kPBf16 + buffer * C::kPBytes, x_.scale_table(buffer));
+      this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
+                          x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
       fence_proxy_async();
       mbarrier_arrive_warp(x_.p_full(buffer), lane_);
     }
@@ -151,9 +150,9 @@ class SplitLogits : LogitWarp<C> {
   using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
 
   // Per lane, in shared memory: registers are short.
-  __device__ void note_largest(const float (&s)[kGroups][4]) const {
+  __device__ void note_largest(const float (&s)[kOctets][4]) const {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float4 state = this->head_pair(n);
       float2& all = x_.lane_largest(member_, n)[lane_];
       all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
@@ -163,12 +162,12 @@ class SplitLogits : LogitWarp<C> {
 
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
   // by.
-  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+  __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
       const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
-      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kGroupHeads + 2 * t_) = {max0, max1};
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {max0, max1};
     }
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
@@ -183,8 +182,8 @@ class SplitLogits : LogitWarp<C> {
     }
     named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kGroupHeads + 2 * t_);
+    for (int n = 0; n < kOctets; ++n) {
+      const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kOctetHeads + 2 * t_);
       if (limit > -INFINITY) sum_[n][0] *= fast_exp2(change.x), sum_[n][1] *= fast_exp2(change.y);
 #pragma unroll
       for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
@@ -194,9 +193,9 @@ class SplitLogits : LogitWarp<C> {
   // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
   __device__ void finish() {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
-      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kGroupHeads + 2 * t_) = {sum0, sum1};
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {sum0, sum1};
       if constexpr (C::kFindsLargest) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
         float2& largest = x_.lane_largest(member_, n)[lane_];
         largest = {max_over_g(largest.x), max_over_g(largest.y)};
@@ -211,34 +210,35 @@ class SplitLogits : LogitWarp<C> {
       for (int i = 0; i < C::kLogitWarps; ++i) {
         stats.y += x_.warp_max(i)[head];
         if constexpr (C::kFindsLargest) {
-          const float2 pair = x_.lane_largest(i, head / kGroupHeads)[head % kGroupHeads / 2];
+          const float2 pair = x_.lane_largest(i, head / kOctetHeads)[head % kOctetHeads / 2];
           largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
         }
       }
       stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
       if (params_.num_splits == 1)
         stats.y = finish_head<typename C::R>(p_, w_, head, stats.x, stats.y, largest);
-      reinterpret_cast<float2*>(x_.bytes + C::kStats)[head] = stats;
-      if constexpr (C::kFindsLargest) reinterpret_cast<float*>(x_.bytes + C::kLargest)[head] = largest;
+      reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
+      if constexpr (C::kFindsLargest)
+        reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     }
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  const TeamParams& params_;
+  const KernelParams& params_;
   const SparseAttentionParams& p_;
-  const Work& w_;
-  const Exchange<C> x_;
+  const SplitItem& w_;
+  const SplitExchange<C> x_;
 };
 
-// One of the logits warps: 16 tokens of every kLogitGroups-th block.
+// One of the logits warps: 16 keys of every kLogitGroups-th block.
 template <class C>
 class WalkLogits : LogitWarp<C> {
  public:
   using Base = LogitWarp<C>;
-  using Base::kGroups;
+  using Base::kOctets;
   using typename Base::R;
 
-  __device__ WalkLogits(const TeamParams& params, uint8_t* smem, int warp, int lane)
+  __device__ WalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp % C::kGroupWarps, lane),
         params_(params),
         x_(smem),
@@ -250,19 +250,19 @@ class WalkLogits : LogitWarp<C> {
     int entry = 0, block = 0;
     int ended = -1;  // an entry of this warp's to pass on: the end of the row before
     float factor = 0.0f;
-    unsigned i = Unit<C>::first(0) - Unit<C>::stride();
+    unsigned i = WalkItem<C>::first(0) - WalkItem<C>::stride();
 #pragma unroll 1
-    for (int row = -1; row < 0 || i < Unit<C>::count(params_); ++row, i += Unit<C>::stride()) {
-      const Unit<C> unit(params_, i);
-      begin_row(unit, row, i + Unit<C>::stride());
+    for (int row = -1; row < 0 || i < WalkItem<C>::count(params_); ++row, i += WalkItem<C>::stride()) {
+      const WalkItem<C> item(params_, i);
+      begin_item(item, row, i + WalkItem<C>::stride());
       if (row < 0) continue;
-      const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockTokens);
+      const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
       if (ended >= 0) pass_end(ended, factor);
 #pragma unroll 1
       for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
         if (is_mine(entry)) attend(entry, block);
       ended = is_mine(entry) ? entry : -1;
-      factor = end_row(unit, entry, (entry - num_blocks) % 2);
+      factor = end_item(item, entry, (entry - num_blocks) % 2);
       ++entry;
     }
     if (ended >= 0) pass_end(ended, factor);
@@ -273,22 +273,22 @@ class WalkLogits : LogitWarp<C> {
 
   __device__ bool is_mine(int entry) const { return entry % C::kLogitGroups == group_; }
   __device__ float2& pair_of(float* per_head, int n) const {
-    return reinterpret_cast<float2*>(per_head)[n * kGroupHeads / 2 + t_];
+    return reinterpret_cast<float2*>(per_head)[n * kOctetHeads / 2 + t_];
   }
   // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row
   // are surveyed.
-  __device__ void begin_row(const Unit<C>& unit, int row, unsigned next) {
+  __device__ void begin_item(const WalkItem<C>& item, int row, unsigned next) {
     // Else all addresses of Q would be found once, before the first row, and spilled.
     int lane = lane_;
     asm volatile("" : "+r"(lane));
     if (row >= 0) {
-      GroupQuery<C> q;
-      q.load(params_.p, unit.token, unit.first_head, warp_, lane);
+      WgmmaQuery<C> q;
+      q.load(params_.p, item.query, item.first_head, warp_, lane);
       named_barrier(kBarrierAllLogits, C::kLogitThreads);
       q.store(x_.bytes, warp_, lane);
     }
-    if (next < Unit<C>::count(params_)) {
-      const Keys keys(params_.p, Unit<C>(params_, next).token);
+    if (next < WalkItem<C>::count(params_)) {
+      const Keys keys(params_.p, WalkItem<C>(params_, next).query);
       surveys_.write(row + 1, params_.p, keys, warp_, lane_);
     }
     if (row < 0) return;
@@ -296,14 +296,14 @@ class WalkLogits : LogitWarp<C> {
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       const float layer_scale = R::kUniformFp8 ? *params_.p.scale : 1.0f;
-      const float q_scale = reinterpret_cast<const float*>(x_.bytes + C::kQScale)[head];
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
       x_.head_state()[head] = {params_.p.sm_scale * kLog2E * layer_scale * reciprocal(q_scale), 0.0f};
     }
     if (warp_ == 0 && lane_ == 0) x_.epoch() = 0;
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     epoch_ = 0;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       sum_[n][0] = sum_[n][1] = 0.0f;
       largest_[n][0] = largest_[n][1] = -INFINITY;
       if (g_ == 0) pair_of(x_.warp_base(warp_), n) = {0.0f, 0.0f};
@@ -312,23 +312,23 @@ class WalkLogits : LogitWarp<C> {
   }
 
   __device__ void attend(int entry, int block) {
-    const int place = block * C::kBlockSlots + member_, slot = place % C::kSlots, buffer = entry % 2;
-    mbarrier_wait(ring_.full(slot), place / C::kSlots & 1);
-    float s[kGroups][4];
-    scales_.load(this->row_of(slot), t_);
-    group_products<C, 3>(ring_.slot(slot), scales_, ring_.smem + C::kQ, lane_, s);
-    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    const int place = block * C::kBlockStages + member_, stage = place % C::kStages, buffer = entry % 2;
+    wait_until_full<C::kStages>(ring_.full(stage), place);
+    float s[kOctets][4];
+    scales_.load(this->row_of(stage), t_);
+    multiply_keys<C, 3>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
+    wait_until_free<2>(x_.empty(buffer), entry);
     wait_for_turn(entry);
     const int epoch = x_.epoch();
     if (epoch != epoch_) follow_bases(epoch);
-    const float peak = this->to_log2(slot, s);
+    const float peak = this->to_log2(stage, s);
     const float limit = epoch == 0 ? -INFINITY : kWeightLog2 + kLazyLog2;
     const bool moved = named_barrier_any(kBarrierLogitGroup + group_, C::kGroupThreads, peak > limit);
     if (moved) move_bases(s, buffer, limit);
-    if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Entry::kRescaled : Entry::kBlock;
+    if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Step::kRescaled : Step::kBlock;
     pass_turn();
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         largest_[n][c] = fmaxf(largest_[n][c], fmaxf(s[n][c], s[n][c + 2]) - scales_.e);
@@ -339,20 +339,20 @@ class WalkLogits : LogitWarp<C> {
 
   // Bases are decided on in the order of the entries.
   __device__ void wait_for_turn(int entry) const {
-    if (entry > 0) mbarrier_wait(x_.decided((entry - 1) % 2), (entry - 1) / 2 & 1);
+    if (entry > 0) wait_until_full<2>(x_.decided((entry - 1) % 2), entry - 1);
   }
   __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
 
   // Another block has moved the bases since this warp's last one.
   __device__ void follow_bases(int epoch) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float4 state = this->head_pair(n);
       rebase(n, state.y, state.w);
     }
     epoch_ = epoch;
   }
-  // Own sums of the n-th group's heads 2t, 2t + 1 to new bases.
+  // Own sums of the n-th octet's heads 2t, 2t + 1 to new bases.
   __device__ void rebase(int n, float base0, float base1) {
     float2& mine = pair_of(x_.warp_base(warp_), n);
     // Where there is nothing yet the old base means nothing.
@@ -366,9 +366,9 @@ class WalkLogits : LogitWarp<C> {
   }
 
   // Some maximum has outgrown its base: new bases, and what O must be multiplied by.
-  __device__ void move_bases(float (&s)[kGroups][4], int buffer, float limit) {
+  __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
       const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
       if (g_ == 0) pair_of(x_.warp_max(warp_), n) = {max0, max1};
@@ -388,7 +388,7 @@ class WalkLogits : LogitWarp<C> {
     if (head == 0) ++x_.epoch();
     named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float4 state = this->head_pair(n);
       const float2 old = pair_of(x_.warp_base(warp_), n), change = {old.x - state.y, old.y - state.w};
       rebase(n, state.y, state.w);
@@ -401,9 +401,9 @@ class WalkLogits : LogitWarp<C> {
   // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
   // there: the value warps may still have two blocks to do. `first_group` had the row's first block: sums are
   // added in an order that does not depend on which that was.
-  __device__ float end_row(const Unit<C>& unit, int entry, int first_group) {
+  __device__ float end_item(const WalkItem<C>& item, int entry, int first_group) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kOctets; ++n) {
       const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
       const float2 base = pair_of(x_.warp_base(warp_), n);
       const float max0 = max_over_g(largest_[n][0]) + base.x;
@@ -414,7 +414,7 @@ class WalkLogits : LogitWarp<C> {
     }
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     if (!is_mine(entry)) return 0.0f;
-    const int in_cta = member_ * kWarpSize + lane_, head = unit.first_head + in_cta;
+    const int in_cta = member_ * kWarpSize + lane_, head = item.first_head + in_cta;
     float factor = 0.0f;
     if (in_cta < C::kHeads) {
       const float base = x_.head_state()[in_cta].y;
@@ -426,7 +426,7 @@ class WalkLogits : LogitWarp<C> {
         if (part != 0.0f) sum += part * fast_exp2(x_.warp_base(warp)[in_cta] - base);
         largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
       }
-      write_head(params_.p, unit.token, head, base + kWeightLog2, sum, largest);
+      write_head(params_.p, item.query, head, base + kWeightLog2, sum, largest);
       factor = output_factor<typename C::R>(params_.p, head, base + kWeightLog2, sum);
     }
     pass_turn();
@@ -434,18 +434,18 @@ class WalkLogits : LogitWarp<C> {
   }
   __device__ void pass_end(int entry, float factor) const {
     const int buffer = entry % 2, head = member_ * kWarpSize + lane_;
-    mbarrier_wait(x_.empty(buffer), (entry / 2 & 1) ^ 1);
+    wait_until_free<2>(x_.empty(buffer), entry);
     if (head < C::kHeads) x_.factors(buffer)[head] = factor;
-    if (head == 0) x_.kind(buffer) = Entry::kEnd;
+    if (head == 0) x_.kind(buffer) = Step::kEnd;
     mbarrier_arrive_warp(x_.full(buffer), lane_);
   }
 
-  const TeamParams& params_;
-  const RowExchange<C> x_;
-  const RowSurveys<C> surveys_;
+  const KernelParams& params_;
+  const WalkExchange<C> x_;
+  const WalkSurveys<C> surveys_;
   const int warp_, group_;
   int epoch_;                  // up to which this warp has followed the bases
-  float largest_[kGroups][2];  // of this lane's logits (log2), less base - 7
+  float largest_[kOctets][2];  // of this lane's logits (log2), less base - 7
 };
 
 }  // namespace mla_fp8::gpu

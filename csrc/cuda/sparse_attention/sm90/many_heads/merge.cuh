@@ -1,11 +1,10 @@
 #pragma once
-// The warpgroup kernel's merge of the CTAs that share a row, in distributed shared memory.
+// The merge of the CTAs that share a query, in distributed shared memory.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
-#include "cuda/sparse_attention/softmax.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -13,8 +12,8 @@ namespace mla_fp8::gpu {
 // warps an equal share of that: a few heads, or a part of one. What bounds it is the latency of remote loads,
 // so sixteen are in flight.
 template <class C>
-__device__ void merge_group_splits(const TeamParams& params, const Work& w, uint8_t* smem, int warp,
-                                   int lane) {
+__device__ void merge_splits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int warp,
+                             int lane) {
   const uint32_t base = shared_address(smem);
   const int splits = params.num_splits;
   const int share = C::kHeads * kOutQuads / splits / kConsumerWarps;  // quads of a warp: 32 or more
@@ -26,11 +25,11 @@ __device__ void merge_group_splits(const TeamParams& params, const Work& w, uint
     float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
     float largest = -INFINITY;
     if (lane < splits) {
-      stats = load_cluster_float2(cluster_address(base + C::kStats + head * 8, lane));
+      stats = load_cluster_float2(cluster_address(base + MLA_SMEM(C, stats) + head * 8, lane));
       if constexpr (C::kFindsLargest)
-        largest = load_cluster_float(cluster_address(base + C::kLargest + head * 4, lane));
+        largest = load_cluster_float(cluster_address(base + MLA_SMEM(C, largest) + head * 4, lane));
     }
-    const uint32_t mine = base + C::kRing + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
+    const uint32_t mine = base + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
     constexpr int kSplits = 4, kRounds = kOutQuads / kWarpSize;
     float4 sum[kRounds] = {};
     float max = stats.x, total = 0.0f, factor = 0.0f;

@@ -1,29 +1,29 @@
 #pragma once
-// The parts of a product over raw rows by wgmma that decode's warpgroups and prefill's row groups share.
+// The parts of a product over raw rows by wgmma.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
-// Of the table of a block's value scales, f16 [tile][token]: four lanes store those of one
-// token at once, into different banks.
+// Of the table of a block's value scales, f16 [tile][key]: four lanes store those of one
+// key at once, into different banks.
 inline constexpr int kScalePitch = 64 * 2 + 16;
 
-// The scales of a slot's 16 tokens, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of tokens g and
+// The scales of a stage's 16 keys, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of keys g and
 // g + 8, pairs of f16.
 template <class R>
-struct SlotScales {
-  static constexpr int kPerLane = R::kNumScales > 0 ? TokenScales<R>::kPerLane : 1;
+struct StageScales {
+  static constexpr int kPerLane = R::kNumScales > 0 ? RowScales<R>::kPerLane : 1;
   uint32_t of_lane[kPerLane];
   int e = 0;       // 2^e is above them
-  bool is_nan[2];  // tokens g and g + 8
+  bool is_nan[2];  // keys g and g + 8
 
-  // `row`: of this lane's token g.
+  // `row`: of this lane's key g.
   __device__ void load(const uint8_t* row, int t) {
     is_nan[0] = is_nan[1] = false;
     if constexpr (R::kNumScales > 0) {
@@ -33,41 +33,41 @@ struct SlotScales {
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
           scale[i][j] =
-              4 * j + t < R::kNumScales ? TokenScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
+              4 * j + t < R::kNumScales ? RowScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
           largest = fmaxf(largest, scale[i][j]);
         }
       const uint32_t above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
       if (above >= __float_as_uint(INFINITY))
 #pragma unroll
-        for (int i = 0; i < 2; ++i) is_nan[i] = TokenScales<R>::is_nan(row + 8 * i * R::kPitch);
+        for (int i = 0; i < 2; ++i) is_nan[i] = RowScales<R>::is_nan(row + 8 * i * R::kPitch);
       e = min(max(exponent_above(above), -100), 100);
       const float unit = power_of_two(-e);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) of_lane[j] = pack_f16(scale[0][j] * unit, scale[1][j] * unit);
     }
   }
-  // Of tokens g and g + 8.
+  // Of keys g and g + 8.
   __device__ uint32_t of_tile(int tile, int lane) const {
     return __shfl_sync(kFullWarp, of_lane[tile / 4], (lane & ~3) + tile % 4);
   }
-  // To the table of a block; token: this lane's g.
-  __device__ void store(uint8_t* table, int token, int t) const {
+  // To the table of a block; key: this lane's g.
+  __device__ void store(uint8_t* table, int key, int t) const {
     if constexpr (R::kNumScales > 0)
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j)
         if (4 * j + t < R::kNumScales) {
-          uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + token;
+          uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + key;
           at[0] = static_cast<uint16_t>(of_lane[j]);
           at[8] = static_cast<uint16_t>(of_lane[j] >> 16);
         }
   }
 };
 
-// S^T = K Q^T of the 16 tokens of the slot at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
+// S^T = K Q^T of the 16 keys of the stage at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
 // in f16.
 template <class C, int kDepth>
-__device__ __forceinline__ void group_products(uint32_t rows, const SlotScales<typename C::R>& scales,
-                                               uint32_t q_smem, int lane, float (&s)[C::kGroups][4]) {
+__device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<typename C::R>& scales,
+                                              uint32_t q_smem, int lane, float (&s)[C::kOctets][4]) {
   using R = typename C::R;
   // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
   // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
@@ -129,12 +129,12 @@ __device__ __forceinline__ void group_products(uint32_t rows, const SlotScales<t
 }
 
 // O at bases that moved by `changes` [head] (log2).
-template <int kChunks, int kGroups>
-__device__ __forceinline__ void rescale_values(float (&out)[kChunks][kGroups][4], const float* changes,
+template <int kChunks, int kOctets>
+__device__ __forceinline__ void rescale_values(float (&out)[kChunks][kOctets][4], const float* changes,
                                                int t) {
 #pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-    float2 f = *reinterpret_cast<const float2*>(changes + n * kGroupHeads + 2 * t);
+  for (int n = 0; n < kOctets; ++n) {
+    float2 f = *reinterpret_cast<const float2*>(changes + n * kOctetHeads + 2 * t);
     f = {fast_exp2(f.x), fast_exp2(f.y)};
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {

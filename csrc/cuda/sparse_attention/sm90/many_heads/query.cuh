@@ -1,11 +1,11 @@
 #pragma once
-// Q of a CTA of a warpgroup kernel, from global memory into the order in which wgmma reads it as the B
+// Q of a CTA, from global memory into the order in which wgmma reads it as the B
 // operand of K Q^T.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/schedule.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -13,15 +13,15 @@ namespace mla_fp8::gpu {
 // that the 32 words that a warp stores at once lie in different banks (of 32 heads, two in a bank). Loaded
 // before a barrier, stored after it.
 template <class C>
-struct GroupQuery {
+struct WgmmaQuery {
   using R = typename C::R;
   static constexpr int kHeads = C::kHeads / kConsumerWarps, kLanes = kWarpSize / kHeads;
   static constexpr int kRounds = R::kDims / (4 * kLanes), kFp8Rounds = R::kFp8Dims / (4 * kLanes);
   uint2 dims[kRounds];
 
-  __device__ void load(const SparseAttentionParams& p, int64_t token, int first_head, int warp, int lane) {
+  __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;
-    const uint16_t* row = p.q + token * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 4;
+    const uint16_t* row = p.q + query * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 4;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
       dims[i] = head < p.num_q_heads ? __ldg(reinterpret_cast<const uint2*>(row + i * 4 * kLanes)) : uint2{};
@@ -40,11 +40,11 @@ struct GroupQuery {
       largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     const int head = warp * kHeads + lane / kLanes, turn = lane % kLanes;
     const float factor = power_of_two(14 - max(exponent_above(largest << 16), -100));
-    if (turn == 0) reinterpret_cast<float*>(smem + C::kQScale)[head] = factor;
+    if (turn == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
-    // Core matrices of 8 heads x 8 dims, 16 bytes a head: [k-step][half][group of heads][head].
+    // Core matrices of 8 heads x 8 dims, 16 bytes a head: [k-step][half][octet][head].
     constexpr int kHalf = C::kHeads * 16;
-    uint8_t* const at = smem + C::kQ + head * 16;
+    uint8_t* const at = smem + MLA_SMEM(C, q) + head * 16;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int quad = i * kLanes + turn, step = quad / 4, t = quad % 4;

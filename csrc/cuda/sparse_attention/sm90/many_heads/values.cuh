@@ -10,10 +10,9 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split_smem.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/walk_smem.cuh"
-#include "cuda/sparse_attention/sm90/walk.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -22,7 +21,7 @@ template <class C>
 class ValueWarp {
  public:
   using R = typename C::R;
-  static constexpr int kGroups = C::kGroups;
+  static constexpr int kOctets = C::kOctets;
 
  protected:
   __device__ ValueWarp(uint8_t* smem, int warp, int lane)
@@ -41,12 +40,12 @@ class ValueWarp {
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk)
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n)
+      for (int n = 0; n < kOctets; ++n)
         out_[chunk][n][0] = out_[chunk][n][1] = out_[chunk][n][2] = out_[chunk][n][3] = 0.0f;
   }
 
-  // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (tokens 0-7, 8-15) x
-  // (chunk, next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (tokens 0-7, 8-15)).
+  // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (keys 0-7, 8-15) x
+  // (chunk, next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (keys 0-7, 8-15)).
   struct Offsets {
     int fp8, bf16;
   };
@@ -56,15 +55,15 @@ class ValueWarp {
             ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16};
   }
 
-  // The products of a block. Block says of its i-th 16 tokens: rows(i) their address, once wait(i) has
+  // The products of a block. Block says of its i-th 16 keys: rows(i) their address, once wait(i) has
   // returned; fp8(i), bf16(i) the descriptors of their weights; release(i) that the rows have been read.
   // `table`: value scales.
   template <bool kLastIsBf16, class Block>
   __device__ __forceinline__ void add_block(const Block& block, const Offsets& values) {
     const uint8_t* const table = block.table + 4 * t_;
-    // Units of 16 tokens and two chunks. Bytes are fetched a unit ahead of their conversion; products of
+    // Units of 16 keys and two chunks. Bytes are fetched a unit ahead of their conversion; products of
     // the unit before are under way meanwhile.
-    constexpr int kUnits = 2 * C::kBlockSlots;
+    constexpr int kUnits = 2 * C::kBlockStages;
     uint32_t v[2][2][4], bytes[4];
     const auto fetch = [&](int unit) {
       if (unit % 2 == 0) block.wait(unit / 2);
@@ -84,7 +83,7 @@ class ValueWarp {
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;
           const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
-          const uint8_t* at = table + tile * kScalePitch + step * kSlotTokens * 2;
+          const uint8_t* at = table + tile * kScalePitch + step * kStageRows * 2;
           const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
           const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
           a[j][0] = mul_f16x2(a[j][0], s0), a[j][1] = mul_f16x2(a[j][1], s0);
@@ -110,14 +109,14 @@ class ValueWarp {
 
   const Ring<C> ring_;
   const int first_chunk_, warp_, lane_, g_, t_;
-  float out_[C::kChunks][kGroups][4];
+  float out_[C::kChunks][kOctets][4];
 };
 
 template <class C>
 class SplitValues : ValueWarp<C> {
  public:
   using Base = ValueWarp<C>;
-  using Base::kGroups;
+  using Base::kOctets;
   using typename Base::R;
 
   __device__ SplitValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane), x_(smem) {}
@@ -129,9 +128,9 @@ class SplitValues : ValueWarp<C> {
   }
 
   // O * factor as bf16, through shared memory: whole rows leave by bulk copies.
-  __device__ void store(const SparseAttentionParams& p, const Work& w, int thread) const {
-    const float2* stats = reinterpret_cast<const float2*>(x_.bytes + C::kStats);
-    uint8_t* const base = x_.bytes + C::kRing;
+  __device__ void store(const SparseAttentionParams& p, const SplitItem& w, int thread) const {
+    const float2* stats = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats));
+    uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
       const float factor = stats[head].y;
       const uint32_t pair = pack_bf16(a * factor, b * factor);
@@ -142,15 +141,15 @@ class SplitValues : ValueWarp<C> {
     fence_proxy_async();
     named_barrier(kBarrierStore, kConsumerThreads);
     if (thread < C::kHeads && w.first_head + thread < p.num_q_heads) {
-      uint16_t* out = p.out + w.token * p.out_stride_token + (w.first_head + thread) * p.out_stride_head;
-      bulk_store(out, x_.smem + C::kRing + thread * C::kStorePitch, kHeadDimV * 2);
+      uint16_t* out = p.out + w.query * p.out_stride_token + (w.first_head + thread) * p.out_stride_head;
+      bulk_store(out, x_.smem + MLA_SMEM(C, ring) + thread * C::kStorePitch, kHeadDimV * 2);
       bulk_store_wait();
     }
   }
 
-  // O as float [head][kHeadDimV] for merge_group_splits.
+  // O as float [head][kHeadDimV] for merge_splits.
   __device__ void write_partial() const {
-    float* base = reinterpret_cast<float*>(x_.bytes + C::kRing);
+    float* base = reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, ring));
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
       float* out = base + head * C::kOutPitch + dim;
       if (adjacent) *reinterpret_cast<float2*>(out) = {a, b};
@@ -168,24 +167,24 @@ class SplitValues : ValueWarp<C> {
       const bool bf16 = this->is_bf16(chunk);  // fragment rows g, g + 8 are those dims; else dims 2g, 2g + 1
       const int dim = (first_chunk_ + chunk) * kChunkDims + warp_ * 16 + (bf16 ? g_ : 2 * g_);
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n)
+      for (int n = 0; n < kOctets; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          fn(n * kGroupHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
+          fn(n * kOctetHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
     }
   }
 
   struct Block {
     const Ring<C>& ring;
-    int first, lane;  // slot of the ring
+    int first, lane;  // stage of the ring
     uint64_t p_fp8, p_bf16;
     const uint8_t* table;
     static constexpr int kStep = C::kStepBytes / 16;  // of a descriptor's address
     __device__ void wait(int) const {}
-    __device__ uint32_t rows(int i) const { return ring.slot((first + i) % C::kSlots); }
+    __device__ uint32_t rows(int i) const { return ring.stage((first + i) % C::kStages); }
     __device__ uint64_t fp8(int i) const { return p_fp8 + i * kStep; }
     __device__ uint64_t bf16(int i) const { return p_bf16 + i * kStep; }
-    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kSlots), lane); }
+    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
   };
 
   template <bool kLastIsBf16>
@@ -193,44 +192,46 @@ class SplitValues : ValueWarp<C> {
     const typename Base::Offsets values = this->offsets();
 #pragma unroll 1
     for (int block = 0; block < num_blocks; ++block) {
-      const int buffer = block % 2, first = block * C::kBlockSlots;
-      mbarrier_wait(x_.p_full(buffer), block / 2 & 1);
+      const int buffer = block % 2, first = block * C::kBlockStages;
+      wait_until_full<2>(x_.p_full(buffer), block);
 #pragma unroll
-      for (int i = first; i < first + C::kBlockSlots; ++i)
-        mbarrier_wait(ring_.full(i % C::kSlots), i / C::kSlots & 1);
+      for (int i = first; i < first + C::kBlockStages; ++i)
+        wait_until_full<C::kStages>(ring_.full(i % C::kStages), i);
       if (x_.moved(buffer)) rescale_values(out_, x_.rescale(buffer), t_);
       // The next block's QK goes first: its softmax needs no tensor cores while these products run.
-      if (block + 1 < num_blocks) mbarrier_wait(x_.qk_done(buffer ^ 1), (block + 1) / 2 & 1);
-      const uint64_t p_fp8 = wgmma_descriptor(x_.smem + C::kPFp8 + buffer * C::kPBytes, 128, 256);
-      const uint64_t p_bf16 = wgmma_descriptor(x_.smem + C::kPBf16 + buffer * C::kPBytes, 128, 256);
+      if (block + 1 < num_blocks) wait_until_full<2>(x_.qk_done(buffer ^ 1), block + 1);
+      const uint64_t p_fp8 =
+          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
+      const uint64_t p_bf16 =
+          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
       this->template add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)},
                                             values);
       mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
     }
   }
 
-  const Exchange<C> x_;
+  const SplitExchange<C> x_;
 };
 
 template <class C>
 class WalkValues : ValueWarp<C> {
  public:
   using Base = ValueWarp<C>;
-  using Base::kGroups;
+  using Base::kOctets;
   using typename Base::R;
 
-  __device__ WalkValues(const TeamParams& params, uint8_t* smem, int warp, int lane)
+  __device__ WalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), x_(smem) {}
 
   __device__ void run() {
-    if (this->last_is_bf16()) run_rows<true>();
-    else run_rows<false>();
+    if (this->last_is_bf16()) run_items<true>();
+    else run_items<false>();
   }
 
  private:
   using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::ring_, Base::t_, Base::warp_;
 
-  // A block's slots lie next to each other in the ring. With the descriptors of SplitValues it was 2 to 3 %
+  // A block's stages lie next to each other in the ring. With the descriptors of SplitValues it was 2 to 3 %
   // slower.
   struct Block {
     const Ring<C>& ring;
@@ -238,30 +239,30 @@ class WalkValues : ValueWarp<C> {
     uint64_t weights_fp8, weights_bf16;
     const uint8_t* table;
     __device__ void wait(int i) const { mbarrier_wait(ring.full(place + i), parity); }
-    __device__ uint32_t rows(int i) const { return ring.slot(place + i); }
+    __device__ uint32_t rows(int i) const { return ring.stage(place + i); }
     __device__ uint64_t fp8(int i) const { return wgmma_advance(weights_fp8, i * C::kStepBytes); }
     __device__ uint64_t bf16(int i) const { return wgmma_advance(weights_bf16, i * C::kStepBytes); }
     __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty(place + i), lane); }
   };
 
   template <bool kLastIsBf16>
-  __device__ __forceinline__ void run_rows() {
+  __device__ __forceinline__ void run_items() {
     int entry = 0, block = 0;
 #pragma unroll 1
-    for (unsigned i = Unit<C>::first(0); i < Unit<C>::count(params_); i += Unit<C>::stride()) {
+    for (unsigned i = WalkItem<C>::first(0); i < WalkItem<C>::count(params_); i += WalkItem<C>::stride()) {
       this->clear();
 #pragma unroll 1
       for (;; ++entry) {
         const int buffer = entry % 2;
-        mbarrier_wait(x_.full(buffer), entry / 2 & 1);
-        const Entry kind = x_.kind(buffer);
-        if (kind == Entry::kEnd) break;
-        if (kind == Entry::kRescaled) rescale_values(out_, x_.factors(buffer), t_);
+        wait_until_full<2>(x_.full(buffer), entry);
+        const Step kind = x_.kind(buffer);
+        if (kind == Step::kEnd) break;
+        if (kind == Step::kRescaled) rescale_values(out_, x_.factors(buffer), t_);
         const typename Base::Offsets values = this->offsets();
-        const int first = block++ * C::kBlockSlots;
+        const int first = block++ * C::kBlockStages;
         const uint64_t weights_fp8 = wgmma_descriptor(x_.weights_fp8(buffer), 128, 256);
         const uint64_t weights_bf16 = wgmma_descriptor(x_.weights_bf16(buffer), 128, 256);
-        this->template add_block<kLastIsBf16>(Block{ring_, first % C::kSlots, first / C::kSlots & 1, lane_,
+        this->template add_block<kLastIsBf16>(Block{ring_, first % C::kStages, first / C::kStages & 1, lane_,
                                                     weights_fp8, weights_bf16, x_.scale_table(buffer)},
                                               values);
         release(buffer);
@@ -274,18 +275,18 @@ class WalkValues : ValueWarp<C> {
 
   // O as bf16, straight from the fragments.
   __device__ void store(int buffer, unsigned i) {
-    const Unit<C> unit(params_, i);
+    const WalkItem<C> item(params_, i);
     const SparseAttentionParams& p = params_.p;
     const float* factors = x_.factors(buffer);
-    uint16_t* const row = p.out + unit.token * p.out_stride_token + unit.first_head * p.out_stride_head +
+    uint16_t* const row = p.out + item.query * p.out_stride_token + item.first_head * p.out_stride_head +
                           first_chunk_ * kChunkDims + warp_ * 16;
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
+    for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int head = n * kGroupHeads + 2 * t_ + c;
+        const int head = n * kOctetHeads + 2 * t_ + c;
         const float factor = factors[head];
-        const bool real = unit.first_head + head < p.num_q_heads;
+        const bool real = item.first_head + head < p.num_q_heads;
         uint16_t* const out = row + head * p.out_stride_head;
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk) {
@@ -307,8 +308,8 @@ class WalkValues : ValueWarp<C> {
     release(buffer);
   }
 
-  const TeamParams& params_;
-  const RowExchange<C> x_;
+  const KernelParams& params_;
+  const WalkExchange<C> x_;
 };
 
 }  // namespace mla_fp8::gpu

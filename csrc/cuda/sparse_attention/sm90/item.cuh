@@ -1,0 +1,207 @@
+#pragma once
+// An item of few_heads and many_heads, a query and some of its heads: how items are launched, found and
+// surveyed, and how their heads end.
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/device/convert.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/plan.h"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
+inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at once: M of an mma
+inline constexpr int kOctetHeads = 8;  // N of an mma
+inline constexpr int kMaxSmemBytes = 232448;
+
+struct KernelParams {
+  SparseAttentionParams p;
+  int num_splits;       // CTAs of one cluster, which share a query's keys
+  int num_head_blocks;  // CTAs of kHeads heads for one query
+};
+
+template <class C>
+void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
+                  gpuStream_t stream) {
+  const KernelParams params{p, plan.splits, ceil_div(p.num_q_heads, C::kHeads)};
+  const int64_t items = p.num_tokens * params.num_head_blocks;
+  const bool walks = plan.variant.schedule == Schedule::kWalk;
+  launch(kernel,
+         {.grid = walks ? std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas)
+                        : items * plan.splits,
+          .block = C::kThreads,
+          .stream = stream,
+          .smem = C::kSmemBytes,
+          .cluster = plan.splits},
+         params);
+}
+
+// ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
+
+// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query. The
+// blocks are known after the survey of its keys.
+struct SplitItem {
+  Keys keys;
+  int64_t query;
+  int split, first_head;
+  int first_block, num_blocks;
+
+  template <class C>
+  __device__ void take_share(int num_keys, int num_splits) {  // a power of two
+    const int blocks = ceil_div(num_keys, C::kBlockKeys);
+    const int each = blocks >> (__ffs(num_splits) - 1);
+    const int longer = blocks & (num_splits - 1);  // the first `longer` splits take one more
+    first_block = split * each + min(split, longer);
+    num_blocks = each + (split < longer);
+  }
+};
+
+template <class C>
+__device__ SplitItem find_item(const KernelParams& params) {
+  const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
+  // The head blocks of a query run together: its rows are read from L2 again.
+  const int64_t query = cluster / params.num_head_blocks;
+  return {
+      .keys = Keys(params.p, query),
+      .query = query,
+      .split = static_cast<int>(blockIdx.x & (splits - 1)),
+      .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
+  };
+}
+
+// All warps of a CTA that works on one query: its valid keys, of which the CTA takes its share.
+// `load_query` is called once the entries are on their way: behind Q they would come late, and the first
+// rows with them.
+template <class C, class LoadQuery>
+__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, SplitItem& w, uint8_t* smem,
+                                                  int warp, int lane, LoadQuery&& load_query) {
+  constexpr int kWarps = C::kThreads / kWarpSize;
+  survey_keys<kWarps, 6>(KeySource(params.p, w.keys), warp, lane, shared_address(smem) + MLA_SMEM(C, maps),
+                         load_query);
+  block_barrier<C::kThreads>();
+  const KeySurvey survey(shared_address(smem) + MLA_SMEM(C, maps), w.keys.length, lane);
+  w.take_share<C>(survey.num_keys, params.num_splits);
+  return survey;
+}
+
+// ---- walk: a CTA goes through items ---------------------------------------------------------------------
+
+// One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
+template <class C>
+struct WalkItem {
+  int64_t query;
+  int first_head;
+
+  // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
+  __device__ static unsigned count(const KernelParams& params) {
+    return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks;
+  }
+  __device__ static unsigned first(int row) { return blockIdx.x + gridDim.x * row; }
+  __device__ static unsigned stride() { return gridDim.x * C::kQueries; }
+
+  __device__ WalkItem(const KernelParams& params, unsigned i)
+      : query(i / params.num_head_blocks),
+        first_head(static_cast<int>(i % params.num_head_blocks) * C::kHeads) {}
+};
+
+// The warps that work on a query survey the keys of the one after it, for themselves and its producers. A
+// place for queries has two buffers for that.
+template <class C>
+class WalkSurveys {
+ public:
+  static constexpr int kWarps = C::kSurveyWarps, kProducers = C::kProducers / C::kQueries;  // of a place
+
+  __device__ WalkSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
+
+  __device__ void init() const {
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(full(i), kWarps * kWarpArrivals);
+      mbarrier_init(empty(i), kProducers * kWarpArrivals);
+    }
+  }
+  // By each of the warps that work on the place's i-th query.
+  __device__ void write(int i, const SparseAttentionParams& p, const Keys& keys, int warp, int lane) const {
+    wait_until_free<2>(empty(i), i);
+    survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, map(i), [] {});
+    mbarrier_arrive_warp(full(i), lane);
+  }
+  __device__ KeySurvey read(int i, int lane) const {
+    wait_until_full<2>(full(i), i);
+    return {map(i), load_shared_4(map(i) + kMapLength), lane};
+  }
+  __device__ uint32_t map(int i) const {
+    return smem_ + MLA_SMEM(C, maps) + (place_ * 2 + i % 2) * kMapBytes;
+  }
+  // By each of its producers, once it has found all keys.
+  __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
+
+ private:
+  __device__ uint32_t full(int i) const {
+    return smem_ + MLA_SMEM(C, survey_barriers) + (place_ * 2 + i % 2) * 16;
+  }
+  __device__ uint32_t empty(int i) const { return full(i) + 8; }
+
+  const uint32_t smem_;
+  const int place_;
+};
+
+// ---- the lazy softmax, and the end of a head ------------------------------------------------------------
+
+// Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more
+// than 2^8, so a weight is at most 2^15.
+inline constexpr float kLazyLog2 = 8.0f;
+inline constexpr float kWeightLog2 = 7.0f;
+inline constexpr float kNoMax = -1e30f;
+// (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
+inline constexpr float kNoPartial = -3e38f;
+
+// The factor of a head's output, from the base and the sum of its weights.
+template <class R>
+__device__ float output_factor(const SparseAttentionParams& p, int head, float base, float sum) {
+  if (head >= p.num_q_heads || sum == 0.0f) return 0.0f;
+  const float sink = p.attn_sink ? fast_exp2(p.attn_sink[head] * kLog2E - base + kWeightLog2) : 0.0f;
+  return __fdividef(R::kUniformFp8 ? *p.scale : 1.0f, sum + sink);
+}
+__device__ inline void write_head(const SparseAttentionParams& p, int64_t query, int head, float base,
+                                  float sum, float largest) {
+  if (head >= p.num_q_heads) return;
+  const int64_t at = query * p.num_q_heads + head;
+  p.lse[at] = sum == 0.0f ? -INFINITY : (log2f(sum) + base - kWeightLog2) * kLn2;
+  if (p.max_logits) p.max_logits[at] = largest * kLn2;
+}
+// Both, of a head of an item (its query, its first head). `largest` is its largest logit; only prefill
+// needs it.
+template <class R, class Item>
+__device__ float finish_head(const SparseAttentionParams& p, const Item& item, int head_in_item, float base,
+                             float sum, float largest = -INFINITY) {
+  write_head(p, item.query, item.first_head + head_in_item, base, sum, largest);
+  return output_factor<R>(p, item.first_head + head_in_item, base, sum);
+}
+
+// A head's output in units of four dims.
+inline constexpr int kOutQuads = kHeadDimV / 4;
+
+// `quad`: counted from the item's first head on.
+template <class Item>
+__device__ void store_out(const SparseAttentionParams& p, const Item& item, int quad, float4 x,
+                          float factor) {
+  const int head = item.first_head + quad / kOutQuads;
+  if (head >= p.num_q_heads) return;
+  uint16_t* out = p.out + item.query * p.out_stride_token + head * p.out_stride_head + quad % kOutQuads * 4;
+  *reinterpret_cast<uint2*>(out) = {pack_bf16(x.x * factor, x.y * factor),
+                                    pack_bf16(x.z * factor, x.w * factor)};
+}
+
+__device__ inline void add(float4& a, const float4& b, float factor = 1.0f) {
+  a.x = fmaf(b.x, factor, a.x), a.y = fmaf(b.y, factor, a.y);
+  a.z = fmaf(b.z, factor, a.z), a.w = fmaf(b.w, factor, a.w);
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,233 @@
+#pragma once
+// The variants of many_heads, where everything lies in shared memory, and what the roles share.
+#include <cstddef>
+
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+
+namespace mla_fp8::gpu {
+
+// ---- split ----------------------------------------------------------------------------------------------
+//
+//   barrier            arrivals of a phase       waits             protects
+//   stage full         its producer, the bytes   logits, values    ring[stage], valid[stage]: may be read
+//   stage empty        8 value warps             producers         the same: may be filled
+//   weights full       4 logits warps            values            weights, scales, rescale, moved [buffer]
+//   weights empty      8 value warps             logits            the same: may be written
+//   QK done            4 logits warps            values            nothing: products of QK go first
+//   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
+//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
+//   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
+//   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
+
+// A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
+template <KvLayoutId kId_, int kOctets_, bool kFindsLargest_>
+struct ManyHeadsSplit {
+  static constexpr KvLayoutId kId = kId_;
+  using R = Row<kId>;
+  static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
+  static constexpr bool kFindsLargest = kFindsLargest_;
+  static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
+  static constexpr int kLogitWarps = 4, kProducers = 4, kQueries = 1;
+  static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
+  static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
+  // setmaxnreg: 64 K registers shared by role.
+  static constexpr int kValueRegisters = kOctets == 8 ? 176 : 136;
+  static constexpr int kLogitRegisters = kOctets == 8 ? 120 : 136;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kChunks = 4;  // of V per warpgroup
+
+  static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
+  static constexpr int kEmptyWarps =
+      kConsumerWarps;  // the logits of a block are done before its values start
+  static constexpr int kStageBytes = kStageRows * R::kPitch;
+  static constexpr int kStages = kOctets == 8 ? 12 : 16;
+  static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
+
+  static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
+  static constexpr int kPBytes = kBlockStages * kStepBytes;
+  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
+
+  struct Smem {
+    alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
+    alignas(16) uint8_t q[R::kDims / 16][kStepBytes];
+    uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
+    uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
+    uint8_t scales[2][kScaleBytes];  // f16 [tile][key]
+    float rescale[2][kHeads];        // change of base, valid if moved
+    int moved[2];
+    alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
+    float warp_max[kLogitWarps][kHeads];    // sums at the end
+    float q_scale[kHeads];
+    float2 stats[kHeads];
+    float largest[kFindsLargest ? kHeads : 0];                                 // logit
+    float2 lane_largest[kFindsLargest ? kLogitWarps : 0][kOctets][kWarpSize];  // of two heads
+    uint8_t valid[kStages][kStageRows];
+    alignas(8) uint8_t maps[1][kMapBytes];  // of the query's valid keys
+    uint64_t stage_barriers[kStages][2];    // full, empty
+    uint64_t weights_barriers[2][3];        // full, empty, QK done
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= kMaxSmemBytes);
+
+  static constexpr int kOutPitch = kHeadDimV + 4, kStorePitch = kHeadDimV * 2 + 16;
+  static_assert(kHeads * kOutPitch * 4 <= offsetof(Smem, weights_fp8),
+                "partial outputs lie over the ring and Q");
+};
+
+enum SplitBarrier { kBarrierWorkersQ = 1, kBarrierLogits, kBarrierFinish, kBarrierStore };
+
+// What the logits and the value warps share.
+template <class C>
+struct SplitExchange {
+  uint8_t* bytes;
+  uint32_t smem;
+  __device__ explicit SplitExchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
+  __device__ uint32_t p_full(int buffer) const { return smem + MLA_SMEM(C, weights_barriers) + buffer * 24; }
+  __device__ uint32_t p_empty(int buffer) const { return p_full(buffer) + 8; }
+  __device__ uint32_t qk_done(int buffer) const { return p_full(buffer) + 16; }
+  template <class T>
+  __device__ T* at(int place) const {
+    return reinterpret_cast<T*>(bytes + place);
+  }
+  __device__ float* rescale(int buffer) const { return at<float>(MLA_SMEM(C, rescale)) + buffer * C::kHeads; }
+  __device__ int& moved(int buffer) const { return at<int>(MLA_SMEM(C, moved))[buffer]; }
+  __device__ float2* head_state() const { return at<float2>(MLA_SMEM(C, head_state)); }
+  __device__ float* warp_max(int warp) const { return at<float>(MLA_SMEM(C, warp_max)) + warp * C::kHeads; }
+  __device__ float2* lane_largest(int warp, int octet) const {
+    return at<float2>(MLA_SMEM(C, lane_largest)) + (warp * C::kOctets + octet) * kWarpSize;
+  }
+  __device__ uint8_t* scale_table(int buffer) const {
+    return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
+  }
+  __device__ void init() const {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
+      mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
+      mbarrier_init(qk_done(buffer), C::kLogitWarps);
+    }
+  }
+};
+
+// ---- walk -----------------------------------------------------------------------------------------------
+//
+//   barrier                 arrivals of a phase   waits              protects
+//   stage full, empty       as above
+//   step full               a logits warpgroup    values             weights, scales, factors, kinds [buffer]
+//   step empty              8 value warps         logits             the same: may be written
+//   step decided            a logits warpgroup    the other one      head_state, epoch: its turn to decide
+//   survey full             8 logits warps        logits, producers  maps[buffer]: may be read
+//   survey empty            4 producers           logits             the same: may be written
+//   kBarrierAllLogits       8 logits warps        the same           q, q_scale, head_state, warp_*
+//   kBarrierLogitGroup + i  logits warpgroup i    the same           warp_max, head_state, factors
+
+// What passes from the logits to the value warps, in order: the weights of a block, of one whose bases have
+// moved, or the end of a row.
+enum class Step : int { kBlock, kRescaled, kEnd };
+
+template <KvLayoutId kId_>
+struct ManyHeadsWalk {
+  static constexpr KvLayoutId kId = kId_;
+  using R = Row<kId>;
+  static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
+  static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
+  static constexpr int kLogitGroups = 2;
+  static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
+  static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
+  static constexpr int kProducers = 4;
+  static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
+  // setmaxnreg: what the CTA is launched with, shared by role.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
+  static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
+                kLaunchRegisters * (3 + kLogitGroups));
+  static constexpr int kChunks = 4;  // of V per warpgroup
+
+  static constexpr int kTeams = 1, kQueries = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
+  static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
+  static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
+  static constexpr int kStageBytes = kStageRows * R::kPitch;
+  static constexpr int kStages = 16;
+  static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
+
+  static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
+  static constexpr int kPBytes = kBlockStages * kStepBytes;
+  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
+  static constexpr int kSurveyWarps = kLogitWarps;
+
+  struct Smem {
+    alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
+    alignas(128) uint8_t q[R::kDims / 16][kStepBytes];
+    uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
+    uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
+    uint8_t scales[2][kScaleBytes];         // f16 [tile][key]
+    alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
+    float factors[2][kHeads];
+    Step kinds[2];
+    alignas(8) int epoch;  // moves of the bases
+    alignas(8) float warp_base[kLogitWarps][kHeads];
+    float warp_max[kLogitWarps][kHeads];  // of a block; sums at the end
+    float warp_largest[kLogitWarps][kHeads];
+    float q_scale[kHeads];
+    uint8_t valid[kStages][kStageRows];
+    alignas(8) uint8_t maps[2][kMapBytes];  // of a query's valid keys
+    uint64_t stage_barriers[kStages][2];    // full, empty
+    uint64_t step_barriers[2][3];           // full, empty, decided
+    uint64_t survey_barriers[2][2];         // full, empty
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= kMaxSmemBytes);
+};
+
+enum WalkBarrier { kBarrierAllLogits = 1, kBarrierLogitGroup };  // + group
+
+// Step i goes through buffer i % 2: the logits warpgroups take turns, each has a buffer of its own.
+template <class C>
+struct WalkExchange {
+  uint8_t* bytes;
+  uint32_t smem;
+  __device__ explicit WalkExchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
+
+  __device__ uint32_t full(int buffer) const { return smem + MLA_SMEM(C, step_barriers) + buffer * 24; }
+  __device__ uint32_t empty(int buffer) const { return full(buffer) + 8; }
+  __device__ uint32_t decided(int group) const { return full(group) + 16; }  // the bases of a step
+  template <class T>
+  __device__ T* at(int place) const {
+    return reinterpret_cast<T*>(bytes + place);
+  }
+  __device__ Step& kind(int buffer) const { return at<Step>(MLA_SMEM(C, kinds))[buffer]; }
+  // Rescaled: old - new base (log2). End: what O is multiplied by.
+  __device__ float* factors(int buffer) const { return at<float>(MLA_SMEM(C, factors)) + buffer * C::kHeads; }
+  __device__ uint32_t weights_fp8(int buffer) const {
+    return smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes;
+  }
+  __device__ uint32_t weights_bf16(int buffer) const {
+    return smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes;
+  }
+  __device__ uint8_t* scale_table(int buffer) const {
+    return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
+  }
+
+  // Among the logits warps.
+  __device__ float2* head_state() const { return at<float2>(MLA_SMEM(C, head_state)); }
+  __device__ int& epoch() const { return *at<int>(MLA_SMEM(C, epoch)); }
+  __device__ float* warp_base(int warp) const { return at<float>(MLA_SMEM(C, warp_base)) + warp * C::kHeads; }
+  __device__ float* warp_max(int warp) const { return at<float>(MLA_SMEM(C, warp_max)) + warp * C::kHeads; }
+  __device__ float* warp_largest(int warp) const {
+    return at<float>(MLA_SMEM(C, warp_largest)) + warp * C::kHeads;
+  }
+
+  __device__ void init() const {
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(full(i), C::kGroupWarps * kWarpArrivals);
+      mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
+      mbarrier_init(decided(i), C::kGroupWarps * kWarpArrivals);
+    }
+  }
+};
+
+}  // namespace mla_fp8::gpu
