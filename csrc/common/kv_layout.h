@@ -3,14 +3,19 @@
 // include this table, Python reads it through torch.ops.mla_fp8.kv_layout_table, tests/test_kv_layout.py
 // freezes it.
 //
-//   dsv32     token: | nope e4m3 x512 | scale f32 x4 | rope bf16 x64 |                       inline
-//   dsv4      page:  | (nope e4m3 x448 | rope bf16 x64) x page_size                          page tail
-//                    | (scale ue8m0 x7 | pad 0) x page_size | pad to page_align |
-//   fp8_e4m3  token: | nope, rope e4m3 |    one f32 scale per layer, kept outside the cache
-//   bf16      token: | nope, rope bf16 |
+//   dsv32       token: | nope e4m3 x512 | scale f32 x4 | rope bf16 x64 |                      inline
+//   dsv4        page:  | (nope e4m3 x448 | rope bf16 x64) x page_size                         page tail
+//                      | (scale ue8m0 x7 | pad 0) x page_size | pad to page_align |
+//   fp8_e4m3    token: | nope, rope e4m3 |    one f32 scale per layer, kept outside the cache
+//   bf16        token: | nope, rope bf16 |
+//   dsv41       page:  | (nope e4m3 x512) x page_size                                         page tail
+//                      | (scale ue8m0 x16) x page_size | pad to page_align |
+//   dsv32_nope  token: | nope e4m3 x512 | scale f32 x4 |                                      inline
 //
 // `_512` rows are the uniform formats at head_dim_qk 512, `_fnuz` rows hold e4m3fnuz instead of e4m3fn.
-// The scales of dsv32 and dsv4 are powers of two: FlashMLA's SM100 reader keeps only their exponent.
+// Stored scales are powers of two: FlashMLA's SM100 reader keeps only their exponent.
+// nope and rope say how a latent is stored, not what a model rotates. dsv41 and dsv32_nope store all of it in
+// one way, so their rope_dim is 0; the model of dsv41 rotates the last 64 dims. Both have 528 bytes.
 
 #include <cstdint>
 
@@ -35,8 +40,10 @@ enum class KvLayoutId : int32_t {
   kDsv4Fnuz,
   kFp8E4m3Fnuz,
   kFp8E4m3D512Fnuz,
+  kDsv41,
+  kDsv32Nope,
 };
-inline constexpr int kNumKvLayouts = 10;
+inline constexpr int kNumKvLayouts = 12;
 
 MLA_HD constexpr int format_bytes(Format f) { return f == Format::kBf16 ? 2 : 1; }
 MLA_HD constexpr float format_max(Format f) { return f == Format::kE4m3fnuz ? 240.0f : 448.0f; }
@@ -44,7 +51,7 @@ MLA_HD constexpr float format_max(Format f) { return f == Format::kE4m3fnuz ? 24
 struct KvLayout {
   const char* name;
   int nope_dim, rope_dim;
-  Format nope_format, rope_format;
+  Format nope_format, rope_format;  // that of rope says nothing where rope_dim is 0
   ScaleFormat scale_format;
   ScalePlacement scale_placement;
   int tile_dim;       // nope elements sharing one stored scale; 0 = no stored scales
@@ -54,6 +61,7 @@ struct KvLayout {
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
   MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
+  MLA_HD constexpr bool is_all_tiles() const { return num_tiles() > 0 && rope_dim == 0; }
   MLA_HD constexpr bool scale_inline() const { return scale_placement == ScalePlacement::kInline; }
   MLA_HD constexpr int scale_itemsize() const { return scale_format == ScaleFormat::kF32 ? 4 : 1; }
   MLA_HD constexpr int scale_bytes() const { return align_up(num_tiles() * scale_itemsize(), 8); }
@@ -98,12 +106,18 @@ MLA_HD constexpr KvLayout kv_layout(KvLayoutId id) {
       return {"fp8_e4m3_fnuz", 512, 64, kE4m3fnuz, kE4m3fnuz, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
     case KvLayoutId::kFp8E4m3D512Fnuz:
       return {"fp8_e4m3_512_fnuz", 448, 64, kE4m3fnuz, kE4m3fnuz, kPerLayer, kOutside, 0, 0.0f, 0.0f, 1};
+    case KvLayoutId::kDsv41:
+      return {"dsv41", 512, 0, kE4m3fn, Format::kBf16, kUe8m0, kPageTail, 32, 0.0f, 1e-4f, 512};
+    case KvLayoutId::kDsv32Nope:
+      return {"dsv32_nope", 512, 0, kE4m3fn, Format::kBf16, kF32, kInline, 128, 0.0f, 1e-4f, 1};
   }
   return {};
 }
 
 static_assert(kv_layout(KvLayoutId::kDsv32).bytes_per_token() == 656);
 static_assert(kv_layout(KvLayoutId::kDsv4).bytes_per_token() == 584);
+static_assert(kv_layout(KvLayoutId::kDsv41).bytes_per_token() == 528);
+static_assert(kv_layout(KvLayoutId::kDsv32Nope).bytes_per_token() == 528);
 
 // Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in
 // ops/).
@@ -120,6 +134,8 @@ inline void with_kv_layout(KvLayoutId id, Fn&& fn) {
     case KvLayoutId::kDsv4Fnuz: return fn(constant<KvLayoutId::kDsv4Fnuz>{});
     case KvLayoutId::kFp8E4m3Fnuz: return fn(constant<KvLayoutId::kFp8E4m3Fnuz>{});
     case KvLayoutId::kFp8E4m3D512Fnuz: return fn(constant<KvLayoutId::kFp8E4m3D512Fnuz>{});
+    case KvLayoutId::kDsv41: return fn(constant<KvLayoutId::kDsv41>{});
+    case KvLayoutId::kDsv32Nope: return fn(constant<KvLayoutId::kDsv32Nope>{});
   }
 }
 

@@ -37,14 +37,16 @@ template <KvLayoutId kId>
 __device__ __forceinline__ float tile_scale(const Words<LatentChunks<kId>::kScaleWords>& record, int pass,
                                             int lane) {
   using C = LatentChunks<kId>;
-  const int first = pass * C::kPassTiles, tile = lane / C::kTileLanes;
-  if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0) {
-    static_assert(C::kPassTiles == 4);  // the tiles of a pass are the bytes of one word
-    return ue8m0_to_float(static_cast<uint8_t>(record[first / 4] >> (8 * tile)));
-  } else {
-    static_assert(C::kPassTiles == 2);
-    return bits_float(tile == 0 ? record[first] : record[first + 1]);
-  }
+  constexpr int kPerWord = 4 / C::kL.scale_itemsize(), kPassWords = C::kPassTiles / kPerWord;
+  static_assert(C::kPassTiles % kPerWord == 0);  // a pass begins with a word
+  const int first = pass * kPassWords, tile = lane / C::kTileLanes;
+  uint32_t word = record[first];
+#pragma unroll
+  for (int i = 1; i < kPassWords; ++i)
+    if (tile >= i * kPerWord) word = record[first + i];
+  if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0)
+    return ue8m0_to_float(static_cast<uint8_t>(word >> (8 * (tile % 4))));
+  else return bits_float(word);
 }
 
 template <KvLayoutId kId>

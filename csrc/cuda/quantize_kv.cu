@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
     quantize_kv_kernel(const __grid_constant__ QuantizeKvArgs args) {
   using C = LatentChunks<kId>;
   constexpr KvLayout kL = C::kL;
+  constexpr bool kScalesBeforeRope = kL.scale_inline() && kL.rope_dim > 0;
   const QuantizeKvParams& p = args.p;
   const bool is_float = !kIsBf16 && p.dtype == Dtype::kF32;
   const int itemsize = is_float ? 4 : 2;
@@ -144,12 +145,11 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
     const int element = C::element(pass, lane);
     if (C::element(pass, 0) < C::kLeadDim && element < C::kLeadDim)
       store(dst + C::lead_offset(element), codes[pass], true);
-    else if (element < C::kDim && !(kL.scale_inline() && pass == C::kPasses - 1))
+    else if (element < C::kDim && !(kScalesBeforeRope && pass == C::kPasses - 1))
       store(dst + C::rope_offset(element), x[pass], true);
   }
-  if constexpr (kL.scale_inline()) {
-    // The scales lie before rope, in one sector with its beginning: the first lane without rope writes them
-    // along.
+  if constexpr (kScalesBeforeRope) {
+    // They lie in one sector with the beginning of rope: the first lane without rope writes them along.
     constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
     static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
     const auto record = scale_record<kId>(exponents);

@@ -8,7 +8,8 @@ INTRODUCTION = """\
 
 A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `page_bytes`. Slot
 `page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
-A value is its stored number times the scale of its tile (or of its layer).
+A value is its stored number times the scale of its tile (or of its layer). `rope` is what a layout stores in
+another way than the rest (`nope`), not what a model rotates: V4.1 rotates the last 64 values of `dsv41`.
 
 | layout | head_dim_qk | bytes per token | scales | page of 1 / 2 / 64 / 256 tokens |
 |---|---|---|---|---|
@@ -36,6 +37,7 @@ def fields(layout: KVLayout) -> list[tuple[str, int, str]]:
         (token, nope_bytes, f"nope, {layout.nope_dim} x {layout.nope_format}"),
         (f"{token} + {layout.rope_offset}", rope_bytes, f"rope, {layout.rope_dim} x {layout.rope_format}"),
     ]
+    parts = [part for part in parts if part[1]]
     if layout.num_tiles:
         pad = layout.scale_bytes - layout.num_tiles * (4 if layout.scale_format == "f32" else 1)
         content = f"scales, {layout.num_tiles} x {layout.scale_format}" + (

@@ -176,15 +176,17 @@ def layout_of(
         return get_layout(layout)
     fnuz = kv_cache.dtype is torch.float8_e4m3fnuz
     head_dim = _one_of((x.head_dim_qk for x in KV_LAYOUTS.values()), q.shape[-1])
-    return KV_LAYOUTS[layout_name(layout, backend, head_dim, _row_bytes(kv_cache, page_size), fnuz)]
+    row_bytes = _row_bytes(kv_cache, page_size, head_dim)
+    return KV_LAYOUTS[layout_name(layout, backend, head_dim, row_bytes, fnuz)]
 
 
-def _row_bytes(kv_cache: torch.Tensor, page_size: int) -> int | None:
+def _row_bytes(kv_cache: torch.Tensor, page_size: int, head_dim_qk: int) -> int | None:
     """Bytes per token, if the shape of the cache tells."""
     last = kv_cache.shape[-1] * kv_cache.element_size()
     if kv_cache.dim() == 4:
         return _one_of((x.bytes_per_token for x in KV_LAYOUTS.values()), last)
-    return next((x.bytes_per_token for x in KV_LAYOUTS.values() if x.page_bytes(page_size) == last), None)
+    layouts = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk]
+    return next((x.bytes_per_token for x in layouts if x.page_bytes(page_size) == last), None)
 
 
 def _one_of(known: Iterable[int], size: int) -> int:

@@ -18,23 +18,29 @@ from .layout import KV_LAYOUTS, KVLayout, get_layout
 
 _LOGGER = logging.getLogger(__name__)
 
-# Engines tell formats apart by their scales: stored with each token, one per layer, none.
+# Engines tell formats apart by their scales: stored with each token, one per layer, none. Those with scales
+# for all that a token holds (dsv41, dsv32_nope) are no cache of the engines' kernels for the others.
 _KIND = {"f32": "packed", "ue8m0": "packed", "per_layer": "plain", "none": "bf16"}
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "auto": ("packed", "plain", "bf16"),
+    "auto": ("packed", "plain", "bf16", "tiled"),
     "bfloat16": ("bf16",),
-    "fp8": ("packed", "plain"),
-    "fp8_e4m3": ("plain", "packed"),  # our layout's own name, and what engines call FlashMLA's format
-    "fp8_ds_mla": ("packed",),
+    "fp8": ("packed", "plain", "tiled"),
+    "fp8_e4m3": ("plain", "packed", "tiled"),  # our own name, and what engines call FlashMLA's format
+    "fp8_ds_mla": ("packed", "tiled"),
 }
 
 # Said once in the log, so that nobody compares the accuracy of two formats under one name.
 _NOTES = {
     "packed": "FP8 with a scale per tile, rope in bf16",
+    "tiled": "FP8 with a scale per tile, all of the latent",
     "plain": "FP8 with one scale per layer, rope too; may be less accurate than per tile (vLLM #35891)",
     "bf16": None,  # nothing to say
 }
+
+
+def _kind(layout: KVLayout) -> str:
+    return "tiled" if layout.num_tiles and not layout.rope_dim else _KIND[layout.scale_format]
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,14 @@ class Reader:
     fnuz: bool = False  # e4m3fnuz as well as e4m3fn
 
     def reads(self, layout: KVLayout) -> bool:
-        return _KIND[layout.scale_format] in self.kinds and (
-            self.fnuz or layout.fp8_dtype is not torch.float8_e4m3fnuz
-        )
+        return _kind(layout) in self.kinds and (self.fnuz or layout.fp8_dtype is not torch.float8_e4m3fnuz)
 
 
 def _reader(name: str) -> Reader:
     """Of a package: all that its rows read; of one row's name: what that row reads."""
     rows = [b for b in TABLE if name in (b.name, b.adapter)]
     layouts = [KV_LAYOUTS[layout] for b in rows for layout in b.layouts]
-    kinds = {_KIND[layout.scale_format] for layout in layouts}
+    kinds = {_kind(layout) for layout in layouts}
     fnuz = any(layout.fp8_dtype is torch.float8_e4m3fnuz for layout in layouts)
     return Reader(tuple(kind for kind in _NOTES if kind in kinds), fnuz)
 
@@ -82,7 +86,8 @@ def resolve_kv_cache_dtype(
     Packed is `dsv32` or `dsv4`, plain is `fp8_e4m3` (one scale per layer), each by ``head_dim_qk``.
     ``row_bytes``, the bytes of one token in an existing cache, must be those of a layout that the name can
     mean to the backend, and that layout is taken. They cannot tell e4m3fn from e4m3fnuz: ``fnuz`` does,
-    with a backend that reads both (a bf16 cache holds neither).
+    with a backend that reads both (a bf16 cache holds neither). Nor can they tell `dsv41` from `dsv32_nope`:
+    a name and 528 bytes are refused, the layout's own name is needed (a V4.1 cache of 584 bytes is `dsv4`).
     """
     _check_one_of("name", name, NAMES)
     _check_one_of("backend", backend, BACKENDS)
@@ -92,17 +97,22 @@ def resolve_kv_cache_dtype(
         _fail(f"fnuz must be False: backend {backend!r} reads e4m3fn only")
     formats = (None, torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
     rows = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk and x.fp8_dtype in formats]
-    meanings = [x for kind in NAMES[name] for x in rows if _KIND[x.scale_format] == kind]
+    meanings = [x for kind in NAMES[name] for x in rows if _kind(x) == kind]
     layouts = [x for x in meanings if reader.reads(x)]
     if not layouts:
         _fail(
             f"name must be one whose layout backend {backend!r} reads ({', '.join(reader.kinds)}), "
             f"got {name!r} ({', '.join(x.name for x in meanings)}); a cache is never converted on the fly"
         )
-    for layout in layouts:
-        if row_bytes in (None, layout.bytes_per_token):
-            _log_once(name, layout)
-            return layout
+    fitting = [x for x in layouts if row_bytes in (None, x.bytes_per_token)]
+    if row_bytes is not None and len(fitting) > 1:
+        _fail(
+            f"row_bytes {row_bytes} are those of {' and of '.join(x.name for x in fitting)}, which only their "
+            f"own names tell apart: give one of these in place of {name!r}"
+        )
+    for layout in fitting[:1]:
+        _log_once(name, layout)
+        return layout
     sizes = " or ".join(f"{x.bytes_per_token} ({x.name})" for x in layouts)
     _fail(f"row_bytes must be {sizes} for {name!r}, backend {backend!r}, got {row_bytes!r}")
 
@@ -134,6 +144,6 @@ def _fail(message: str, function: str = "resolve_kv_cache_dtype") -> NoReturn:
 
 @functools.cache
 def _log_once(name: str, layout: KVLayout) -> None:
-    note = _NOTES[_KIND[layout.scale_format]]
+    note = _NOTES[_kind(layout)]
     if note is not None:
         _LOGGER.info("kv_cache_dtype %r is layout %s: %s", name, layout.name, note)

@@ -53,8 +53,9 @@ def quantize_kv(
     page, row = slot_mapping[valid] // page_size, slot_mapping[valid] % page_size
     for view, value in zip(layout.views(kv_cache, page_size), (nope, scales, rope), strict=True):
         view.view(torch.uint8)[page, row] = value[valid].to(view.dtype).contiguous().view(torch.uint8)
-    if layout.scale_format == "ue8m0":  # the pad byte behind the scales
-        kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + layout.num_tiles] = 0
+    if layout.scale_format == "ue8m0":
+        for pad_byte in range(layout.num_tiles, layout.scale_bytes):  # dsv4 has one
+            kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + pad_byte] = 0
 
 
 def dequantize_cache(

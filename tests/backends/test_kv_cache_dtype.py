@@ -10,6 +10,7 @@ from mla_fp8 import KV_LAYOUTS, hisparse_backend, kv_cache_dtype, resolve_kv_cac
 PACKED = {576: "dsv32", 512: "dsv4"}
 PLAIN = {576: "fp8_e4m3", 512: "fp8_e4m3_512"}
 BF16 = {576: "bf16", 512: "bf16_512"}
+TILED = ["dsv41", "dsv32_nope"]
 NATURAL = {
     "native": PACKED,
     "reference": PACKED,
@@ -102,7 +103,9 @@ def test_fp8_ds_mla_is_the_packed_layout_of_that_head_dim(head_dim_qk):
     assert resolve_kv_cache_dtype("fp8_ds_mla", "native", head_dim_qk) is layout
     assert resolve_kv_cache_dtype("fp8_ds_mla", "native", head_dim_qk, layout.bytes_per_token) is layout
     other = size(PACKED[576 + 512 - head_dim_qk])
-    expected = rf"row_bytes must be {layout.bytes_per_token} \({layout.name}\) for .*got {other}$"
+    names = [layout.name, *(TILED if head_dim_qk == 512 else [])]
+    sizes = " or ".join(rf"{size(name)} \({name}\)" for name in names)
+    expected = rf"row_bytes must be {sizes} for .*got {other}$"
     with pytest.raises(ValueError, match=expected):
         resolve_kv_cache_dtype("fp8_ds_mla", "native", head_dim_qk, other)
 
@@ -121,6 +124,21 @@ def test_row_bytes_choose_among_the_layouts_of_a_name_that_the_backend_reads(nam
     for by_head_dim in (PACKED, PLAIN, *([BF16] if name == "auto" else [])):
         layout = KV_LAYOUTS[by_head_dim[head_dim_qk]]
         assert resolve_kv_cache_dtype(name, "native", head_dim_qk, layout.bytes_per_token) is layout
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e4m3", "fp8_ds_mla"])
+def test_528_bytes_are_two_formats_which_no_engines_name_tells_apart(name):
+    """FlashMLA's fork of SGLang takes 528 bytes for V4.1 and wants the name of a NoPE cache; we guess neither."""
+    row_bytes, *others = {size(layout) for layout in TILED}
+    assert not others
+    for backend in ("native", "reference"):
+        with pytest.raises(
+            ValueError, match=rf"row_bytes {row_bytes} are those of dsv41 and of dsv32_nope, .* in place of '{name}'$"
+        ):
+            resolve_kv_cache_dtype(name, backend, 512, row_bytes)
+    with pytest.raises(ValueError, match=rf"row_bytes must be .*, got {row_bytes}$"):
+        resolve_kv_cache_dtype(name, "flash_mla", 512, row_bytes)
+    assert resolve_kv_cache_dtype(name, "native", 512, size("dsv4")) is KV_LAYOUTS["dsv4"]
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_tile_scale_fits_for_every_amax(floors, fp8_max):
 
 def test_floors_give_the_bytes_of_the_engines_writers():
     by_name = {layout.name: layout for layout in core.KV_LAYOUTS}
-    for name, byte in (("dsv4", 105), ("dsv32", 127 - 13)):
+    for name, byte in (("dsv4", 105), ("dsv32", 127 - 13), ("dsv41", 114), ("dsv32_nope", 114)):
         layout = by_name[name]
         assert core.tile_scale_exponent(0.0, layout.amax_floor, layout.scale_floor, 448.0) == byte
 

@@ -15,7 +15,8 @@ def records(layout, row, page_size):
     """(begin, end) of everything the token in `row` owns."""
     token, scale = layout.token_offset(row), layout.scale_offset(row, page_size)
     spans = [(token, token + layout.nope_bytes)]
-    spans.append((token + layout.rope_offset, token + layout.rope_offset + layout.rope_bytes))
+    if layout.rope_dim:
+        spans.append((token + layout.rope_offset, token + layout.rope_offset + layout.rope_bytes))
     if layout.num_tiles:
         spans.append((scale, scale + layout.scale_bytes))
     return spans

@@ -37,7 +37,9 @@ def shapes():
     yield "decode", "dsv32", 2048, 0, False, 128, 1 << 20, H200
     yield "prefill", "dsv32", 2048, 0, False, 128, 1 << 20, H200
     yield "prefill", "dsv32", 2048, 0, False, 8, 1 << 27, H200
-    yield "decode", "fp8_e4m3_fnuz", 2048, 0, False, 16, 8, H200
+    for layout in ("fp8_e4m3_fnuz", "dsv41", "dsv32_nope"):
+        yield "decode", layout, 2048, 0, False, 16, 8, H200
+        yield "prefill", layout, 2048, 0, False, 128, 4096, H200
 
 
 def plans():
@@ -129,6 +131,9 @@ def test_other_gpus_take_the_portable_kernel(problem, op, major):
         (("many_heads", "split", 64, 1), "dsv32_fnuz", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv4", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv32", 128),
+        (("few_heads", "split", 16, 1), "dsv41", 16),
+        (("many_heads", "split", 64, 1), "dsv41", 64),
+        (("few_heads", "walk", 16, 1), "dsv32_nope", 16),
         (("nothing", "split", 16, 1), "dsv32", 16),
     ],
 )

@@ -1,10 +1,10 @@
 """The formats of docs/reference/layouts.md once more, in NumPy: what `make fuzz` compares with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-ROPE, HEAD_DIM_V = 64, 512
+HEAD_DIM_V = 512
 BF16_NAN = 0x7FFF
 Array = np.ndarray
 
@@ -47,23 +47,27 @@ def bf16_values(bits: Array) -> Array:
 class Layout:
     name: str
     nope: int
+    rope: int
     scales: str  # "f32" and "ue8m0" with each token, "layer" outside, "none": all bf16
-    fnuz: bool
+    tile: int = 0
+    floor: str = "scale"  # what writers raise to 1e-4: a tile's "amax" or its "scale"
+    fnuz: bool = False
 
     @property
     def dim(self) -> int:
-        return self.nope + ROPE
+        return self.nope + self.rope
 
     @property
-    def tile(self) -> int:
-        return {"f32": 128, "ue8m0": 64}.get(self.scales, 0)
+    def tail(self) -> int:
+        """Bytes of a token behind all tokens of the page: the scales, a multiple of eight."""
+        return -(-self.nope // self.tile // 8) * 8 if self.scales == "ue8m0" else 0
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """Bytes of nope, of the scales within a token, of rope."""
         nope = self.nope * (2 if self.scales == "none" else 1)
         inline = 4 * self.nope // self.tile if self.scales == "f32" else 0
-        return nope, inline, ROPE * (1 if self.scales == "layer" else 2)
+        return nope, inline, self.rope * (1 if self.scales == "layer" else 2)
 
     @property
     def limit(self) -> float:
@@ -71,17 +75,17 @@ class Layout:
 
     def page_bytes(self, page_size: int) -> int:
         stride = sum(self.widths)
-        if self.scales != "ue8m0":
+        if not self.tail:
             return page_size * stride
-        return -(-page_size * (stride + 8) // stride) * stride
+        return -(-page_size * (stride + self.tail) // stride) * stride
 
     def fields(self, page: Array, page_size: int, row: int) -> tuple[Array, Array, Array]:
         """Views of the bytes of one token: nope, scales, rope."""
         nope, inline, rope = self.widths
         token = page[row * (nope + inline + rope) :]
         scales = token[nope : nope + inline]
-        if self.scales == "ue8m0":
-            scales = page[page_size * (nope + rope) + 8 * row :][:8]
+        if self.tail:
+            scales = page[page_size * (nope + rope) + self.tail * row :][: self.tail]
         return token[:nope], scales, token[nope + inline :][:rope]
 
     def store(
@@ -100,8 +104,8 @@ class Layout:
             rope[:] = latent[self.nope :].view(np.uint8)
             tiles = x[: self.nope].reshape(-1, self.tile).astype(np.float64)
             amax = np.abs(np.where(np.isfinite(tiles), tiles, 0)).max(1)
-            floor = {"f32": lambda: np.maximum(amax / limit, np.float32(1e-4)),
-                     "ue8m0": lambda: np.maximum(amax, np.float32(1e-4)) / limit}[self.scales]()  # fmt: skip
+            floor = {"scale": lambda: np.maximum(amax / limit, np.float32(1e-4)),
+                     "amax": lambda: np.maximum(amax, np.float32(1e-4)) / limit}[self.floor]()  # fmt: skip
             exponent = np.ceil(np.log2(floor)).astype(int)
             exponent = np.where(2.0**exponent < floor, exponent + 1, exponent)
             exponent = np.where(2.0 ** (exponent - 1) >= floor, exponent - 1, exponent)
@@ -131,12 +135,17 @@ class Layout:
         return np.concatenate([tiles.reshape(-1), bf16_values(rope.copy().view(np.uint16))])
 
 
-ROWS = (
-    ("dsv32", 512, "f32"),
-    ("dsv4", 448, "ue8m0"),
-    ("fp8_e4m3", 512, "layer"),
-    ("fp8_e4m3_512", 448, "layer"),
-)
-LAYOUTS = [Layout(name + ("_fnuz" if fnuz else ""), nope, scales, fnuz) for fnuz in (False, True)
-           for name, nope, scales in ROWS]  # fmt: skip
-LAYOUTS += [Layout("bf16", 512, "none", False), Layout("bf16_512", 448, "none", False)]
+ROWS = [
+    Layout("dsv32", 512, 64, "f32", tile=128),
+    Layout("dsv4", 448, 64, "ue8m0", tile=64, floor="amax"),
+    Layout("fp8_e4m3", 512, 64, "layer"),
+    Layout("fp8_e4m3_512", 448, 64, "layer"),
+]
+LAYOUTS = [
+    *ROWS,
+    *(replace(row, name=row.name + "_fnuz", fnuz=True) for row in ROWS),
+    Layout("bf16", 512, 64, "none"),
+    Layout("bf16_512", 448, 64, "none"),
+    Layout("dsv41", 512, 0, "ue8m0", tile=32),
+    Layout("dsv32_nope", 512, 0, "f32", tile=128),
+]

@@ -93,7 +93,7 @@ def test_any_latent_comes_back_within_the_formats_error(layout, device):
         assert torch.equal(out[:, layout.nope_dim :], latent[:, layout.nope_dim :])
 
 
-@pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz", "dsv41"])
 @pytest.mark.parametrize("byte", [0, 1, 127, 254, 255])
 def test_every_scale_byte_means_its_power_of_two(name, byte, device):
     """0 is 2^-127, a subnormal that stays exact; 255 makes NaN even of zeros."""

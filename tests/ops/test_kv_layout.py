@@ -18,6 +18,8 @@ dsv32_fnuz        512 64 e4m3fnuz bf16     f32       1 128 0.0    0.0001 1   16 
 dsv4_fnuz         448 64 e4m3fnuz bf16     ue8m0     0 64  0.0001 0.0    576 8  448  576  584  512
 fp8_e4m3_fnuz     512 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  512  576  576  512
 fp8_e4m3_512_fnuz 448 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  448  512  512  512
+dsv41             512 0  e4m3fn   bf16     ue8m0     0 32  0.0    0.0001 512 16 512  512  528  512
+dsv32_nope        512 0  e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  528  528  512
 """
 ROWS = [line.split() for line in FROZEN.split("\n") if line]
 
@@ -28,6 +30,8 @@ PAGE_BYTES = {  # page size 1, 2, 64, 128, 256
     "fp8_e4m3_512": [512, 1024, 32768, 65536, 131072],
     "bf16": [1152, 2304, 73728, 147456, 294912],
     "bf16_512": [1024, 2048, 65536, 131072, 262144],
+    "dsv41": [1024, 1536, 33792, 67584, 135168],
+    "dsv32_nope": [528, 1056, 33792, 67584, 135168],
 }
 
 
@@ -43,7 +47,9 @@ def test_every_number_of_a_layout_is_frozen(id):
     values = [getattr(layout, name) for name in columns]
     assert dict(zip(columns, map(str, values), strict=True)) == dict(zip(columns, ROWS[id], strict=True))
     assert layout.id == id
-    assert layout.head_dim_qk == (512 if "512" in layout.name or "dsv4" in layout.name else 576)
+    assert layout.head_dim_qk == (
+        512 if any(part in layout.name for part in ("512", "dsv4", "nope")) else 576
+    )
 
 
 @pytest.mark.parametrize("name", KV_LAYOUTS)
@@ -61,13 +67,15 @@ def test_page_bytes_are_frozen(name):
         ("fp8_e4m3_512", (32768 + 512, 448), None, (32768 + 512 + 448, 64)),
         ("bf16", (73728 + 1152, 1024), None, (73728 + 1152 + 1024, 128)),
         ("bf16_512", (65536 + 1024, 896), None, (65536 + 1024 + 896, 128)),
+        ("dsv41", (33792 + 512, 512), (33792 + 64 * 512 + 16, 16), None),
+        ("dsv32_nope", (33792 + 528, 512), (33792 + 528 + 512, 16), None),
     ],
 )
 @pytest.mark.parametrize("twin", ["", "_fnuz"])
 def test_fields_lie_where_they_always_did(name, nope, scale, rope, twin):
     layout = KV_LAYOUTS.get(name + twin)
     if layout is None:
-        assert name.startswith("bf16")
+        assert name.startswith("bf16") or rope is None
         return
     kv_cache = layout.empty(3, 64, "cpu")
     for view, where in zip(layout.views(kv_cache, 64), (nope, scale, rope), strict=True):
@@ -91,6 +99,6 @@ def test_flash_mla_view_is_the_same_memory():
 def test_a_layout_is_found_by_name_or_given_as_it_is():
     assert get_layout("dsv4") is KV_LAYOUTS["dsv4"] is get_layout(KV_LAYOUTS["dsv4"])
     with pytest.raises(
-        ValueError, match=r"layout must be one of dsv32, dsv4, .*fp8_e4m3_512_fnuz, got 'dsv5'"
+        ValueError, match=r"layout must be one of dsv32, dsv4, .*dsv32_nope, got 'dsv5'"
     ):
         get_layout("dsv5")

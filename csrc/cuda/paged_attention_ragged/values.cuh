@@ -6,12 +6,13 @@
 namespace mla_fp8::gpu::ragged {
 
 // This wave's accumulators: kTiles tiles of 16 columns. The tiles come in sets of kSet; a lane's columns in
-// the tiles of a set are neighbours in memory.
+// the tiles of a set are neighbours in memory. The columns of a set share a scale.
 template <class Cache>
 struct Columns {
   static constexpr int kPerWave = Cache::kDimV / kWaves, kTiles = kPerWave / kTile;
-  static constexpr int kSet = kTiles < 4 ? kTiles : 4;
-  static_assert(kPerWave % (kTile * kSet) == 0);
+  static constexpr int kScaleTiles = Cache::kTileDim / kTile;
+  static constexpr int kSet = kTiles < 4 ? kTiles : kScaleTiles < 4 ? kScaleTiles : 4;
+  static_assert(kPerWave % (kTile * kSet) == 0 && Cache::kTileDim % (kTile * kSet) == 0);
   static __device__ __forceinline__ int first(int tile) {  // of the tile's set
     return threadIdx.x / kWaveSize * kPerWave + tile / kSet * kSet * kTile;
   }
@@ -67,10 +68,12 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
   auto* staged = reinterpret_cast<Words<4>*>(first_row);
 #pragma unroll 1
   for (int i = threadIdx.x; i < count * Shared<Cache>::kPitch / 16; i += kThreads) staged[i] = {};
-  if constexpr (Cache::kTiles > 0) {
+  if constexpr (Cache::kRopeDim > 0) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count * Cache::kRopeDim; i += kThreads)
       s.rope[begin + i / Cache::kRopeDim][i % Cache::kRopeDim] = 0;
+  }
+  if constexpr (Cache::kTiles > 0) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count * Cache::kTiles; i += kThreads)
       s.scales[i % Cache::kTiles][begin + i / Cache::kTiles] = 0.0f;

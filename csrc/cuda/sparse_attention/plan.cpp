@@ -143,7 +143,8 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
 }
 
 bool sm90_reads(const SparseAttentionParams& p) {
-  return kv_layout(p.layout).nope_format != Format::kE4m3fnuz && num_keys(p) < kMaxKeys;
+  const auto reads = [&](const Variant& v) { return v.kernel != Kernel::kPortable && v.reads(p.layout); };
+  return std::any_of(std::begin(kVariants), std::end(kVariants), reads) && num_keys(p) < kMaxKeys;
 }
 Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
   return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);

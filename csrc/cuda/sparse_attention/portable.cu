@@ -73,7 +73,8 @@ __device__ void gather(const SparseAttentionParams& p, const Keys& keys,
     const uint32_t dst = shared_address(smem.raw[warp * kRowsPerWarp + i]);
     for (int byte = lane * 16; byte < R::kBytes; byte += kWarpSize * 16)
       cp_async_16(dst + byte, real ? row + byte : row, real);
-    if (R::kScalesApart && lane == 0) cp_async_8(dst + R::kScaleOffset, scales, real);
+    if (R::kScalesApart && lane < kL.scale_bytes() / 8)
+      cp_async_8(dst + R::kScaleOffset + lane * 8, real ? scales + lane * 8 : scales, real);
   }
   cp_async_commit();
 }

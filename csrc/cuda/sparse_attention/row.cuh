@@ -7,7 +7,7 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kChunkDims = 64;  // value dims that share one scale in every layout
+inline constexpr int kChunkDims = 64;  // of V; they share one scale in what sm90 reads
 inline constexpr int kNumChunks = kHeadDimV / kChunkDims;
 
 // A latent is kFp8Dims e4m3 elements, then kBf16Dims bf16 elements; either may be absent.
@@ -32,7 +32,10 @@ struct Row {
 
   // The first chunks of V are e4m3, the rest bf16.
   static constexpr int kFp8Chunks = kFp8Dims < kHeadDimV ? kFp8Dims / kChunkDims : kNumChunks;
-  MLA_HD static constexpr int tile_of_chunk(int chunk) { return chunk * kChunkDims / kTileDims; }
+  MLA_HD static constexpr int tile_of_chunk(int chunk) {
+    static_assert(kTileDims % kChunkDims == 0, "a chunk has one scale");
+    return chunk * kChunkDims / kTileDims;
+  }
   MLA_HD static constexpr bool new_tile(int chunk) {  // does its scale differ from that of the chunk before?
     return kNumScales ? chunk * kChunkDims % kTileDims == 0 : chunk == 0;
   }

@@ -28,9 +28,10 @@ def quantize_kv(
     rope          [num_tokens, rope_dim]      that of latent      if given, ``latent`` is the nope part
     ============  ==========================  ==================  ==========================================
 
-    The latent is rounded to bf16 first. ``dsv32`` and ``dsv4``: each tile of nope gets the smallest
+    The latent is rounded to bf16 first. Layouts with scales of tiles: each tile of nope gets the smallest
     power-of-two scale with ``amax / fp8_max <= scale`` (floors as the engines' writers have them), rope is
-    stored as it is. ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN, infinities saturate;
+    stored as it is; in ``dsv41`` and ``dsv32_nope`` all 512 elements are nope, rotated ones too.
+    ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN, infinities saturate;
     neither enters a scale. ``fp8_max`` is the largest magnitude written, by default the format's own (448,
     fnuz 240); some fnuz caches are written with 224. No two tokens may share a slot.
 
