@@ -87,7 +87,8 @@ def resolve_kv_cache_dtype(
     ``row_bytes``, the bytes of one token in an existing cache, must be those of a layout that the name can
     mean to the backend, and that layout is taken. They cannot tell e4m3fn from e4m3fnuz: ``fnuz`` does,
     with a backend that reads both (a bf16 cache holds neither). Nor can they tell `dsv41` from `dsv32_nope`:
-    a name and 528 bytes are refused, the layout's own name is needed (a V4.1 cache of 584 bytes is `dsv4`).
+    their bytes under any of these names are refused, the layout's own name is needed. (A V4.1 cache with the
+    bytes of `dsv4` is one.)
     """
     _check_one_of("name", name, NAMES)
     _check_one_of("backend", backend, BACKENDS)
@@ -107,8 +108,8 @@ def resolve_kv_cache_dtype(
     fitting = [x for x in layouts if row_bytes in (None, x.bytes_per_token)]
     if row_bytes is not None and len(fitting) > 1:
         _fail(
-            f"row_bytes {row_bytes} are those of {' and of '.join(x.name for x in fitting)}, which only their "
-            f"own names tell apart: give one of these in place of {name!r}"
+            f"row_bytes {row_bytes} are those of {' and of '.join(x.name for x in fitting)}, which only "
+            f"their names tell apart: give one of these in place of {name!r}"
         )
     for layout in fitting[:1]:
         _log_once(name, layout)

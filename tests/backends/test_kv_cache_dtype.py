@@ -128,12 +128,12 @@ def test_row_bytes_choose_among_the_layouts_of_a_name_that_the_backend_reads(nam
 
 @pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e4m3", "fp8_ds_mla"])
 def test_528_bytes_are_two_formats_which_no_engines_name_tells_apart(name):
-    """FlashMLA's fork of SGLang takes 528 bytes for V4.1 and wants the name of a NoPE cache; we guess neither."""
+    """FlashMLA in SGLang takes 528 bytes for V4.1 unless a NoPE cache is named; we guess neither."""
     row_bytes, *others = {size(layout) for layout in TILED}
     assert not others
     for backend in ("native", "reference"):
         with pytest.raises(
-            ValueError, match=rf"row_bytes {row_bytes} are those of dsv41 and of dsv32_nope, .* in place of '{name}'$"
+            ValueError, match=rf"{row_bytes} are those of dsv41 and of dsv32_nope, .* in place of '{name}'$"
         ):
             resolve_kv_cache_dtype(name, backend, 512, row_bytes)
     with pytest.raises(ValueError, match=rf"row_bytes must be .*, got {row_bytes}$"):

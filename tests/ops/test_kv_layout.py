@@ -98,7 +98,5 @@ def test_flash_mla_view_is_the_same_memory():
 
 def test_a_layout_is_found_by_name_or_given_as_it_is():
     assert get_layout("dsv4") is KV_LAYOUTS["dsv4"] is get_layout(KV_LAYOUTS["dsv4"])
-    with pytest.raises(
-        ValueError, match=r"layout must be one of dsv32, dsv4, .*dsv32_nope, got 'dsv5'"
-    ):
+    with pytest.raises(ValueError, match=r"layout must be one of dsv32, dsv4, .*dsv32_nope, got 'dsv5'"):
         get_layout("dsv5")

@@ -11,7 +11,7 @@ from mla_fp8.prefill import STRATEGIES
 
 @all_strategies
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("layout", ["dsv4", "bf16_512", "fp8_e4m3_512"])
+@pytest.mark.parametrize("layout", ["dsv4", "dsv41", "bf16_512", "fp8_e4m3_512"])
 def test_attention_is_that_over_the_rows_listed_by_plain_loops(strategy, kind, layout, device):
     entries, window, indexed = LAYERS[kind]
     chunk = make_chunk(layout, device)
