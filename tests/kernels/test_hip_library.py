@@ -40,7 +40,7 @@ def zig() -> Path | None:
 @needs_library
 @needs_readers
 def test_code_objects_are_within_their_budgets():
-    """2 MB, no scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
+    """Size, no scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
     assert code_objects.check(LIBRARY, zig()) == []
 
 
