@@ -1,79 +1,10 @@
 // quantize_kv on the CPU: per token, amax of each tile, its power-of-two scale, then the codes. One pass over
 // the latent, 16 lanes at a time; bound by memory.
+#include "cpu/encode.h"
 #include "cpu/isa.h"
-#include "cpu/simd.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
 namespace {
-
-// The latent is rounded to bf16 first, so the bytes do not depend on its dtype.
-template <Dtype kDtype>
-MLA_SIMD F32 load_latent(const void* row, int i) {
-  if constexpr (kDtype == Dtype::kBf16) {
-    return load_bf16(static_cast<const uint16_t*>(row) + i);
-  } else if constexpr (kDtype == Dtype::kF32) {
-    return from_bits(shift_left<16>(to_bf16(load(static_cast<const float*>(row) + i))));
-  } else {
-    float x[kLanes];
-    for (int j = 0; j < kLanes; ++j) x[j] = half_to_float(static_cast<const uint16_t*>(row)[i + j]);
-    return from_bits(shift_left<16>(to_bf16(load(x))));
-  }
-}
-
-// As float_to_e4m3 in fp8.h, 16 lanes.
-template <Format kFormat>
-MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
-  using E = E4m3<kFormat>;
-  const U32 u = bits(x), sign = and_(shift_right<24>(u), set1(0x80u));
-  const U32 magnitude = and_(u, set1(0x7fffffffu)), limit = set1(float_bits(max_value));
-  const U32 a = select(greater(magnitude, limit), limit, magnitude);
-
-  const F32 magic = set1(E::kQuantum * 0x1p23f);
-  const U32 subnormal = sub(bits(add(from_bits(a), magic)), bits(magic));
-  const U32 lsb = and_(shift_right<20>(a), set1(1u));
-  const U32 rounded = shift_right<20>(add(a, add(lsb, set1(0x7ffffu))));
-  const U32 normal = sub(rounded, set1((127u - E::kBias) << 3));
-  const U32 code = select(greater(set1(E::kMinNormal), a), subnormal, normal);
-
-  U32 signed_code = or_(code, sign);
-  if constexpr (E::kFnuz) signed_code = select(equal(code, set1(0u)), code, signed_code);  // no -0
-  return select(greater(magnitude, set1(kInfBits)), set1(uint32_t{E::kNan}), signed_code);
-}
-
-// Largest finite magnitude: NaN and infinity stay their own element's affair.
-template <Dtype kDtype>
-MLA_SIMD float finite_amax(const void* row, int first, int count) {
-  U32 amax = set1(0u);
-  for (int i = 0; i < count; i += kLanes) {
-    const U32 magnitude = and_(bits(load_latent<kDtype>(row, first + i)), set1(0x7fffffffu));
-    const U32 finite = select(greater(set1(kInfBits), magnitude), magnitude, set1(0u));
-    amax = select(greater(finite, amax), finite, amax);
-  }
-  return reduce_max(from_bits(amax));
-}
-
-template <Format kFormat, Dtype kDtype>
-MLA_SIMD void encode(uint8_t* dst, const void* src, int first, int count, float inv_scale, float fp8_max) {
-  for (int i = first; i < first + count; i += kLanes) {
-    const F32 x = load_latent<kDtype>(src, i);
-    if constexpr (kFormat == Format::kBf16) {
-      store_u16(reinterpret_cast<uint16_t*>(dst) + i, shift_right<16>(bits(x)));
-    } else {
-      store_u8(dst + i, to_e4m3<kFormat>(mul(x, set1(inv_scale)), fp8_max));
-    }
-  }
-}
-
-// The uniform FP8 layouts divide by an arbitrary scale: q = RNE(clamp(x / scale)), a true division.
-template <Format kFormat, Dtype kDtype>
-MLA_SIMD void encode_divided(uint8_t* dst, const void* src, int dim, float scale, float fp8_max) {
-  for (int i = 0; i < dim; i += kLanes) {
-    float x[kLanes];
-    store(x, load_latent<kDtype>(src, i));
-    for (int j = 0; j < kLanes; ++j) x[j] /= scale;
-    store_u8(dst + i, to_e4m3<kFormat>(load(x), fp8_max));
-  }
-}
 
 template <KvLayoutId kId, Dtype kDtype>
 void quantize_token(const QuantizeKvParams& p, int64_t token) {
@@ -83,31 +14,13 @@ void quantize_token(const QuantizeKvParams& p, int64_t token) {
   if (slot < 0 || slot >= p.num_slots) return;
   const int64_t row = slot % p.page_size;
   uint8_t* page = p.kv_cache + slot / p.page_size * p.kv_cache_stride_page;
-  uint8_t* dst = page + kL.token_offset(row);
 
   constexpr int kItemsize = kDtype == Dtype::kF32 ? 4 : 2;
   const void* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * kItemsize;
   const void* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * kItemsize;
 
-  if constexpr (kL.scale_format == ScaleFormat::kPerLayer) {
-    encode_divided<kL.nope_format, kDtype>(dst, nope, kL.nope_dim, *p.scale, p.fp8_max);
-    encode_divided<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, kL.rope_dim, *p.scale, p.fp8_max);
-  } else if constexpr (kL.scale_format == ScaleFormat::kNone) {
-    encode<kL.nope_format, kDtype>(dst, nope, 0, kL.nope_dim, 1.0f, 0.0f);
-    encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, 1.0f, 0.0f);
-  } else {
-    uint8_t* scales = page + kL.scale_offset(row, p.page_size);
-    for (int tile = 0; tile < kL.num_tiles(); ++tile) {
-      const int first = tile * kL.tile_dim;
-      const float amax = finite_amax<kDtype>(nope, first, kL.tile_dim);
-      const uint8_t exponent = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, p.fp8_max);
-      encode<kL.nope_format, kDtype>(dst, nope, first, kL.tile_dim, ue8m0_reciprocal(exponent), p.fp8_max);
-      store_scale<kL.scale_format>(scales, tile, exponent);
-    }
-    constexpr int kUsed = kL.num_tiles() * kL.scale_itemsize();
-    memset(scales + kUsed, 0, kL.scale_bytes() - kUsed);
-    encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, 1.0f, 0.0f);
-  }
+  const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
+  encode_row<kId, kDtype>(page, row, p.page_size, nope, rope, layer_scale, p.fp8_max);
 }
 
 }  // namespace

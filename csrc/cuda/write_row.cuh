@@ -1,0 +1,120 @@
+#pragma once
+// A warp writes one cache row: the scale of each tile, the codes, rope. What quantize_kv does to a latent in
+// registers; ops that make the latent themselves end in it, so that their bytes are quantize_kv's.
+#include "common/fp8.h"
+#include "cuda/cache_row.cuh"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/global.cuh"
+#include "cuda/device/warp.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kSectorBytes = 32;  // the unit in which DRAM is written
+
+// Sectors that this token fills only in part have to come from DRAM: ask for them while the latent is on
+// its way.
+template <KvLayoutId kId>
+__device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int64_t page_size) {
+  constexpr KvLayout kL = kv_layout(kId);
+  const int lane = threadIdx.x % kWarpSize;
+  if constexpr (kL.scale_placement == ScalePlacement::kPageTail) {
+    if (lane == 0) prefetch_l2(to.page + kL.scale_offset(to.row, page_size));
+  } else if constexpr (kL.token_stride() % kSectorBytes != 0) {
+    const uint8_t* edge = to.page + kL.token_offset(to.row + lane);  // of lanes 0 and 1
+    if (lane < 2 && reinterpret_cast<uintptr_t>(edge) % kSectorBytes != 0) prefetch_l2(edge);
+  }
+}
+
+// The scale record of a token from the exponents that the first lanes of its tiles hold; unused bytes are 0.
+template <KvLayoutId kId>
+__device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
+    const uint8_t (&exponents)[LatentChunks<kId>::kPasses]) {
+  using C = LatentChunks<kId>;
+  Words<C::kScaleWords> record{};
+#pragma unroll
+  for (int tile = 0; tile < C::kL.num_tiles(); ++tile) {
+    const uint32_t exponent = exponents[tile / C::kPassTiles];
+    const uint32_t e = __shfl_sync(kFullWarp, exponent, tile % C::kPassTiles * C::kTileLanes);
+    if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0) {
+      record[tile / 4] |= e << (tile % 4 * 8);
+    } else {
+      record[tile] = e << 23;  // the float 2^(e - 127); e is neither 0 nor 255
+    }
+  }
+  return record;
+}
+
+// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: what q = x * (1 / scale)
+// is off by, (q * scale - x) / scale, makes it exact for every 8-bit mantissa of x and every mantissa of
+// scale (tried, all 2^30), and keeps the sign of a zero.
+struct DivideByScale {
+  // An extreme scale is moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
+  float factor, scale, reciprocal;
+  float limit;  // of x, moved: the bf16 next to fp8_max * scale, whose quotient has the code of fp8_max
+
+  __device__ DivideByScale(float layer_scale, float fp8_max)
+      : factor(layer_scale < 0x1p-60f  ? 0x1p64f
+               : layer_scale > 0x1p60f ? 0x1p-64f
+                                       : 1.0f),
+        scale(layer_scale * factor),
+        reciprocal(1.0f / scale),
+        limit(bf16_to_float(float_to_bf16(fp8_max * scale))) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    const float q = x * reciprocal;
+    return fmaf(fmaf(q, scale, -x), -reciprocal, q);
+  }
+};
+
+// Element pass * 256 + lane * 8 of the latent and the next seven, as bf16, are x[pass] of the lane. All lanes
+// of the warp call it; the row is valid.
+template <KvLayoutId kId>
+__device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size, float layer_scale,
+                                          float fp8_max, const Words<4> (&x)[LatentChunks<kId>::kPasses]) {
+  using C = LatentChunks<kId>;
+  constexpr KvLayout kL = C::kL;
+  constexpr bool kScalesBeforeRope = kL.scale_inline() && kL.rope_dim > 0;
+  const int lane = threadIdx.x % kWarpSize;
+  uint8_t* page = const_cast<uint8_t*>(to.page);
+  uint8_t* dst = page + kL.token_offset(to.row);
+  const DivideByScale divide(layer_scale, fp8_max);
+  Words<C::kLeadWords> codes[C::kPasses];
+  uint8_t exponents[C::kPasses];
+#pragma unroll
+  for (int pass = 0; pass < C::kPasses; ++pass) {
+    if (C::element(pass, 0) >= C::kLeadDim) continue;
+    if constexpr (C::kHasTiles) {
+      const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
+      exponents[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
+      codes[pass] = encode8<kL.nope_format>(x[pass], ue8m0_reciprocal(exponents[pass]), fp8_max,
+                                            [](float quotient) { return quotient; });
+    } else {
+      codes[pass] = encode8<kL.nope_format>(x[pass], divide.factor, divide.limit, divide);
+    }
+  }
+
+#pragma unroll
+  for (int pass = 0; pass < C::kPasses; ++pass) {
+    const int element = C::element(pass, lane);
+    if (C::element(pass, 0) < C::kLeadDim && element < C::kLeadDim)
+      store(dst + C::lead_offset(element), codes[pass], true);
+    else if (element < C::kDim && !(kScalesBeforeRope && pass == C::kPasses - 1))
+      store(dst + C::rope_offset(element), x[pass], true);
+  }
+  if constexpr (kScalesBeforeRope) {
+    // They lie in one sector with the beginning of rope: the first lane without rope writes them along.
+    constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
+    static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
+    const auto record = scale_record<kId>(exponents);
+    const bool has_scales = lane == kScaleLane;
+    Words<4> last;  // chosen word by word: a choice of two arrays would put them into memory on AMD
+#pragma unroll
+    for (int i = 0; i < 4; ++i) last[i] = has_scales ? record[i] : x[C::kPasses - 1][i];
+    const int offset = has_scales ? kL.nope_bytes() : C::rope_offset(kFirst + lane * kChunk);
+    if (lane <= kScaleLane) store(dst + offset, last, true);
+  } else if constexpr (C::kHasTiles) {
+    const auto record = scale_record<kId>(exponents);
+    if (lane == 0) store(page + kL.scale_offset(to.row, page_size), record);
+  }
+}
+
+}  // namespace mla_fp8::gpu
