@@ -58,6 +58,10 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   DEF(op, arguments, returns)                         \
   m.def(#op "_out(" arguments ", " outputs ") -> ()");
 
+#define NORM_ROPE_INSERT_ARGUMENTS                                                     \
+  "Tensor? kv_weight, Tensor cos, Tensor sin, Tensor positions, Tensor slot_mapping, " \
+  "Tensor(a!) kv_cache, *, int layout, int page_size, float eps, "
+
 #define COMBINE_ARGUMENTS                                                                                \
   "Tensor topk_indices, Tensor query_start_loc, Tensor seq_lens, Tensor gather_lens, Tensor "            \
   "compressed_base, "                                                                                    \
@@ -90,6 +94,12 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "Tensor latent, Tensor slot_mapping, Tensor(a!) kv_cache, *, int layout, int page_size, "
       "Tensor? scale=None, Tensor? rope=None, float? fp8_max=None",
       "()")
+  DEF(k_norm_rope_insert, "Tensor kv, " NORM_ROPE_INSERT_ARGUMENTS "Tensor? k_rope=None, Tensor? scale=None",
+      "()")
+  DEF_WITH_OUT(qk_norm_rope_insert,
+               "Tensor q, Tensor kv, " NORM_ROPE_INSERT_ARGUMENTS
+               "bool norm_q, Tensor? k_rope=None, SymInt? num_heads=None, Tensor? scale=None",
+               "Tensor", "Tensor(b!) out_q")
   DEF_WITH_OUT(dequantize_kv,
                "Tensor kv_cache, Tensor slots, *, int layout, int page_size, Tensor? scale=None", "Tensor",
                "Tensor(a!) out")

@@ -10,6 +10,8 @@
 // clang-format off
 #define MLA_FP8_COMMON_OPS(X)                               \
   X(quantize_kv)                                            \
+  X(k_norm_rope_insert)                                     \
+  X(qk_norm_rope_insert) X(qk_norm_rope_insert_out)         \
   X(dequantize_kv) X(dequantize_kv_out)                     \
   X(dequantize_kv_paged) X(dequantize_kv_paged_out)         \
   X(combine_topk_swa_indices)                               \
@@ -46,6 +48,19 @@ void _warmup(const Tensor& device_of);
 void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cache, int64_t layout,
                  int64_t page_size, const OptionalTensor& scale, const OptionalTensor& rope,
                  std::optional<double> fp8_max);
+
+#define MLA_K_NORM_ROPE_INSERT_ARGUMENTS                                                           \
+  const Tensor &kv, const OptionalTensor &kv_weight, const Tensor &cos, const Tensor &sin,         \
+      const Tensor &positions, const Tensor &slot_mapping, const Tensor &kv_cache, int64_t layout, \
+      int64_t page_size, double eps, const OptionalTensor &k_rope, const OptionalTensor &scale
+void k_norm_rope_insert(MLA_K_NORM_ROPE_INSERT_ARGUMENTS);
+#define MLA_QK_NORM_ROPE_INSERT_ARGUMENTS                                                                   \
+  const Tensor &q, const Tensor &kv, const OptionalTensor &kv_weight, const Tensor &cos, const Tensor &sin, \
+      const Tensor &positions, const Tensor &slot_mapping, const Tensor &kv_cache, int64_t layout,          \
+      int64_t page_size, double eps, bool norm_q, const OptionalTensor &k_rope,                             \
+      std::optional<int64_t> num_heads, const OptionalTensor &scale
+Tensor qk_norm_rope_insert(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS);
+void qk_norm_rope_insert_out(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS, Tensor out_q);
 
 Tensor dequantize_kv(const Tensor& kv_cache, const Tensor& slots, int64_t layout, int64_t page_size,
                      const OptionalTensor& scale);

@@ -28,6 +28,7 @@ std::span<const IsaKernels> isa_table() {
    isa::quantize_kv,            \
    isa::dequantize_kv,          \
    isa::dequantize_kv_paged,    \
+   isa::norm_rope_insert,       \
    isa::sparse_attention,       \
    isa::paged_attention_ragged, \
    isa::merge_ragged_splits},
@@ -67,6 +68,15 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
     parallel_for(last - first, kGrain,
                  [&](int64_t begin, int64_t end) { kernel(p, r, first + begin, first + end); });
   }
+}
+
+void norm_rope_insert(const NormRopeInsertParams& p) {
+  // A thread is worth waking for some microseconds of work: this many rows, of heads or latents.
+  constexpr int64_t kMinRows = 32;
+  const int64_t tokens = p.num_heads > 0 ? p.num_tokens : p.num_insert;
+  const auto kernel = best_isa().norm_rope_insert;
+  parallel_for(tokens, ceil_div(kMinRows, 1 + p.num_heads),
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 // Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer

@@ -1,11 +1,12 @@
 #pragma once
-// The CPU kernels that exist once per instruction set. quantize_kv.cpp, dequantize_kv.cpp and
-// sparse_attention.cpp are compiled for each row of MLA_FP8_CPU_ISAS into a namespace of its own; cpu::x()
-// picks the best one that this machine runs.
+// The CPU kernels that exist once per instruction set. They (isa_sources of CMakeLists.txt) are compiled for
+// each row of MLA_FP8_CPU_ISAS into a namespace of its own; cpu::x() picks the best one that this machine
+// runs.
 #include <cstdint>
 #include <span>
 
 #include "ops/dequantize_kv.h"
+#include "ops/norm_rope_insert.h"
 #include "ops/paged_attention_ragged.h"
 #include "ops/quantize_kv.h"
 #include "ops/sparse_attention.h"
@@ -60,6 +61,7 @@ inline constexpr int kRaggedHeadTile = 16;
   void dequantize_kv(const DequantizeKvParams& params, int64_t begin, int64_t end);                        \
   void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin,          \
                            int64_t end);                                                                   \
+  void norm_rope_insert(const NormRopeInsertParams& params, int64_t begin, int64_t end);                   \
   void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \
                         AttentionScratch scratch);                                                         \
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
@@ -75,6 +77,7 @@ struct IsaKernels {
   decltype(&plain::quantize_kv) quantize_kv;
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
+  decltype(&plain::norm_rope_insert) norm_rope_insert;
   decltype(&plain::sparse_attention) sparse_attention;
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
   decltype(&plain::merge_ragged_splits) merge_ragged_splits;

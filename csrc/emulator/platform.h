@@ -70,6 +70,10 @@ inline int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
 
 using std::max;
 using std::min;
+inline float __fmul_rn(float a, float b) { return a * b; }  // the build contracts nothing
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {

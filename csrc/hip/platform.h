@@ -36,6 +36,23 @@ MLA_HIP_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 MLA_HIP_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MLA_HIP_DEVICE float expf(float x) { return __builtin_expf(x); }
 MLA_HIP_DEVICE float logf(float x) { return __builtin_logf(x); }
+// One rounding each: clang would contract a product and a sum.
+MLA_HIP_DEVICE float __fmul_rn(float a, float b) {
+#pragma clang fp contract(off)
+  return a * b;
+}
+MLA_HIP_DEVICE float __fadd_rn(float a, float b) {
+#pragma clang fp contract(off)
+  return a + b;
+}
+MLA_HIP_DEVICE float __fsub_rn(float a, float b) {
+#pragma clang fp contract(off)
+  return a - b;
+}
+// Through double the nearest float, for every mantissa (tried, all 2^24).
+MLA_HIP_DEVICE float __frsqrt_rn(float x) {
+  return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x)));
+}
 template <class T>
 MLA_HIP_DEVICE T min(T a, T b) {
   return b < a ? b : a;

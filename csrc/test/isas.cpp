@@ -2,6 +2,7 @@
 #include "cpu/isa.h"
 
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -68,6 +69,57 @@ Array<uint16_t> dequantize_kv(const IsaKernels& isa, Array<uint8_t>& kv_cache, c
       .out_stride_row = l.head_dim_qk(),
   };
   isa.dequantize_kv(params, 0, params.num_rows);
+  return out;
+}
+
+// V4's prologue: returns q [tokens, heads, 512] normed if `norm_q` and rotated, all as bf16 bits.
+Array<uint16_t> norm_rope_insert(const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint16_t>& kv,
+                                 const Array<uint16_t>& k_rope, const Array<float>& weight,
+                                 const Array<float>& cos, const Array<float>& sin,
+                                 const Array<int64_t>& slots, Array<uint8_t>& kv_cache, int layout,
+                                 int64_t page_size, std::optional<float> scale, bool norm_q) {
+  const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
+  const py::ssize_t tokens = q.shape(0), heads = q.shape(1), half = cos.shape(1);
+  if (q.ndim() != 3 || q.shape(2) != kHeadDimV || kv.shape(0) != tokens || kv.shape(1) != kHeadDimV ||
+      k_rope.shape(0) != tokens || k_rope.shape(1) != l.head_dim_qk() - kHeadDimV ||
+      weight.size() != kHeadDimV || cos.shape(0) != tokens || sin.shape(1) != half ||
+      slots.size() != tokens || kv_cache.shape(1) < l.page_bytes(page_size))
+    throw py::value_error("norm_rope_insert: shapes");
+  Array<uint16_t> out({tokens, heads, py::ssize_t{kHeadDimV}});
+  std::vector<int64_t> positions(tokens);
+  std::iota(positions.begin(), positions.end(), 0);
+  const NormRopeInsertParams params{
+      .layout = static_cast<KvLayoutId>(layout),
+      .num_tokens = tokens,
+      .num_insert = tokens,
+      .num_slots = kv_cache.shape(0) * page_size,
+      .page_size = page_size,
+      .table = {cos.data(), sin.data(), half, 1, half, 1, tokens, static_cast<int>(half), false,
+                positions.data(), true},
+      .kv = kv.data(),
+      .kv_stride_token = kHeadDimV,
+      .k_rope = k_rope.size() > 0 ? k_rope.data() : nullptr,
+      .k_rope_stride_token = k_rope.shape(1),
+      .kv_weight = weight.data(),
+      .weight_is_float = true,
+      .eps = 1e-6f,
+      .slot_mapping = slots.data(),
+      .slots_are_int64 = true,
+      .scale = scale ? &*scale : nullptr,
+      .kv_cache = kv_cache.mutable_data(),
+      .kv_cache_stride_page = kv_cache.shape(1),
+      .num_q_heads = heads,
+      .num_heads = heads,
+      .head_dim = kHeadDimV,
+      .norm_q = norm_q,
+      .q = q.data(),
+      .q_stride_token = heads * kHeadDimV,
+      .q_stride_head = kHeadDimV,
+      .out_q = out.mutable_data(),
+      .out_q_stride_token = heads * kHeadDimV,
+      .out_q_stride_head = kHeadDimV,
+  };
+  isa.norm_rope_insert(params, 0, tokens);
   return out;
 }
 
@@ -195,6 +247,11 @@ void bind_isas(py::module_& m) {
            py::arg("scale") = py::none(), py::arg("fp8_max") = py::none())
       .def("dequantize_kv", &dequantize_kv, py::arg("kv_cache").noconvert(), py::arg("slots").noconvert(),
            py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none())
+      .def("norm_rope_insert", &norm_rope_insert, py::arg("q").noconvert(), py::arg("kv").noconvert(),
+           py::arg("k_rope").noconvert(), py::arg("weight").noconvert(), py::arg("cos").noconvert(),
+           py::arg("sin").noconvert(), py::arg("slots").noconvert(), py::arg("kv_cache").noconvert(),
+           py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none(),
+           py::arg("norm_q") = true)
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
            py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert())

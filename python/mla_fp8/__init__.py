@@ -10,6 +10,7 @@ from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.merge_attention_states import merge_attention_states
+from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
 from .ops.quantize_kv import quantize_kv
@@ -34,10 +35,12 @@ __all__ = [
     "dequantize_kv_paged",
     "doctor",
     "hisparse_backend",
+    "k_norm_rope_insert",
     "merge_attention_states",
     "pad_q_heads",
     "paged_attention_ragged",
     "paged_attention_ragged_latent",
+    "qk_norm_rope_insert",
     "quantize_kv",
     "resolve_kv_cache_dtype",
     "sparse_decode",

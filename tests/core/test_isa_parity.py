@@ -112,6 +112,33 @@ def test_dequantize_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
     np.testing.assert_array_equal(dequantized(isa, kv_cache, id, layout, mode), want)
 
 
+def prologue(isa, id, layout, half: int, mode=nullcontext, **more) -> tuple[np.ndarray, np.ndarray]:
+    """(q, cache): latents and heads of every magnitude, NaN and inf among them."""
+    r, rows = np.random.default_rng(4), latents(512, "bf16")
+    rows = rows[r.permutation(len(rows))][: len(rows) // 3 * 3]
+    kv, q = rows[: len(rows) // 3], rows[len(rows) // 3 :].reshape(len(rows) // 3, 2, 512)
+    extra = layout.head_dim_qk - 512
+    half = extra // 2 or half
+    table = np.float32(r.normal(size=(2, len(kv), half)))
+    kv_cache = np.full((NUM_PAGES, layout.page_bytes(PAGE_SIZE) + 48), 0xA5, np.uint8)
+    weight, slots = np.float32(r.normal(size=512)), r.permutation(NUM_SLOTS)[: len(kv)]
+    inputs = (q, kv, kv[:, :extra].copy(), weight, *table, slots, kv_cache)
+    with mode():
+        out = isa.norm_rope_insert(*inputs, **options(id, layout), **more)
+    return out, kv_cache
+
+
+@simd_isas
+@all_layouts
+@callers_modes
+@pytest.mark.parametrize("half", [4, 32, 36])
+def test_norm_rope_insert_gives_the_same_bits_on_every_isa(isa, half, id, layout, mode):
+    for norm_q in (True, False):
+        want = prologue(PLAIN, id, layout, half, norm_q=norm_q)
+        for x, y in zip(prologue(isa, id, layout, half, mode, norm_q=norm_q), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 7) -> dict:
     """23 query heads of three requests over random caches; one key of the last request is NaN."""
     r = np.random.default_rng(3)

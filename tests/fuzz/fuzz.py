@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_cases
+import fuzz_layer_cases
 import fuzz_other_cases
 import torch
 from fuzz_cases import Call, Random
@@ -36,8 +37,10 @@ OTHERS = (
     "pad_q_heads",
     "merge_attention_states",
 )
+LAYER = ("k_norm_rope_insert", "qk_norm_rope_insert")
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
+OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
 REFUSALS = (RuntimeError, ValueError, TypeError, OverflowError)
 
 

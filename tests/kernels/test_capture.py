@@ -47,6 +47,22 @@ def quantize_inputs(seed):
     return {"latent": torch.randn(100, 512).bfloat16(), "slot_mapping": slots, "kv_cache": kv_cache}
 
 
+def insert_inputs(seed):
+    inputs = quantize_inputs(seed)
+    cos, sin = torch.rand(2, 50, 32)
+    return {
+        "q": torch.randn(100, 8, 512).bfloat16(),
+        "kv": inputs["latent"],
+        "kv_weight": torch.rand(512),
+        "cos": cos,
+        "sin": sin,
+        "positions": torch.randint(-2, 52, (100,)),
+        "slot_mapping": inputs["slot_mapping"],
+        "kv_cache": inputs["kv_cache"],
+        "out_q": poison(100, 16, 512, dtype=torch.bfloat16),
+    }
+
+
 def dequantize_inputs(seed):
     torch.manual_seed(seed)
     slots = ints(100, low=-9, high=NUM_PAGES * PAGE_SIZE)
@@ -131,6 +147,12 @@ def op(name: str, **options):
 CACHE = {"layout": LAYOUT.id, "page_size": PAGE_SIZE}
 CASES = [
     Case("quantize_kv", quantize_inputs, op("quantize_kv", **CACHE), ("kv_cache",)),
+    Case(
+        "qk_norm_rope_insert",
+        insert_inputs,
+        op("qk_norm_rope_insert_out", **CACHE, eps=1e-6, norm_q=True, num_heads=16),
+        ("kv_cache", "out_q"),
+    ),
     Case("dequantize_kv", dequantize_inputs, op("dequantize_kv_out", **CACHE), ("out",)),
     Case("dequantize_kv_paged", paged_inputs, op("dequantize_kv_paged_out", **CACHE), ("out",)),
     Case("combine", dense_inputs, op("combine_topk_swa_indices_out", **COMBINE), ("out_indices", "out_lens")),

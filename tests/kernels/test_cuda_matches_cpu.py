@@ -73,6 +73,49 @@ def test_quantize_kv(layout, dtype, seed):
     assert_same_bits(written, memory)
 
 
+@seeds
+@all_layouts
+@pytest.mark.parametrize("norm_q", [True, False])
+def test_norm_rope_insert(layout, norm_q, seed):
+    """Every magnitude, NaN and infinities; both forms of the tables; hostile slots and positions."""
+    torch.manual_seed(seed)
+    page_size, num_tokens = (64, 1, 61, 2)[seed], 181
+    num_pages = 200 // page_size + 2
+    half = (32, 128, 0, 4)[seed] if layout.head_dim_qk == 512 else (32, 0)[seed % 2]
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 3e38])
+    rows = torch.randn(num_tokens, 6, 512) * 2.0 ** torch.randint(-30, 15, (num_tokens, 1, 1))
+    rows = torch.where(torch.rand(rows.shape) < 1e-3, special[torch.randint(7, rows.shape)], rows).bfloat16()
+    inputs = {"q": rows[:, :5].contiguous(), "kv": rows[:, 5]}
+    table = torch.randn(60, 2 * half)
+    cos, sin = (table[:, :half], table[:, half:]) if seed % 2 else (table[:, 0::2], table[:, 1::2])
+    inputs |= {
+        "kv_weight": (None, torch.randn(512), torch.randn(512).bfloat16(), torch.randn(512))[seed],
+        "cos": cos,
+        "sin": sin,
+        "positions": ints(num_tokens, high=60, hostile=0.1),
+        "slot_mapping": torch.where(
+            torch.rand(num_tokens) < 0.1, -1, torch.randperm(num_pages * page_size)[:num_tokens]
+        ),
+        "k_rope": torch.randn(num_tokens, 64).bfloat16() if layout.head_dim_qk > 512 and half else None,
+        "scale": scale_of(layout),
+    }
+    memory, view = strided_cache(
+        layout, num_pages, page_size, lambda n: torch.full((n,), 0xA5, dtype=torch.uint8)
+    )
+    written, options = memory.cuda(), {"layout": layout, "page_size": page_size, "eps": 1e-6}
+    want, got = (
+        mla_fp8.qk_norm_rope_insert(**x, kv_cache=view(m), **options, norm_q=norm_q, num_heads=7)
+        for x, m in ((inputs, memory), (on_cuda(inputs), written))
+    )
+    assert_same_bits(written, memory)
+    assert_same_bits(got, want)
+    in_place = on_cuda(inputs)
+    mla_fp8.qk_norm_rope_insert(
+        **in_place, kv_cache=view(written), **options, norm_q=norm_q, out_q=in_place["q"]
+    )
+    assert_same_bits(in_place["q"], want[:, :5])
+
+
 def random_cache(layout, page_size):
     num_pages = 300 // page_size + 2
     return num_pages, strided_cache(

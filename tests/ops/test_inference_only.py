@@ -9,6 +9,8 @@ import mla_fp8
 
 DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and the first of those
     "quantize_kv": "latent",
+    "k_norm_rope_insert": "kv",
+    "qk_norm_rope_insert": "q",
     "pad_q_heads": "q",
     "sparse_prefill": "q",
     "sparse_prefill_paged": "q",

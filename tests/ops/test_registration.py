@@ -34,8 +34,12 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
     if name != functional:
         results = getattr(torch.ops.mla_fp8, functional)(*tensors, **options)
         results = iter(results if isinstance(results, tuple) else (results,))
+        inputs = {
+            argument.name for argument in schemas()[functional].arguments
+        }  # a cache is one, and written
         for argument in schemas()[name].arguments:
-            if argument.alias_info and argument.alias_info.is_write and not argument.has_default_value():
+            is_result = argument.name not in inputs and not argument.has_default_value()
+            if is_result and argument.alias_info and argument.alias_info.is_write:
                 result = next(results)
                 options = options | {argument.name: result.clone().fill_(1 << 30)}
         assert next(results, None) is None

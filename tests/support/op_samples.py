@@ -47,6 +47,20 @@ def quantize_kv(device: str, size: Size = SIZE) -> Call:
     return (latent, slots, kv_cache(device)), OPTIONS
 
 
+def k_norm_rope_insert(device: str, size: Size = SIZE) -> Call:
+    n = size.num_tokens
+    cos, sin = torch.rand(2, 9, 32, device=device)
+    positions = torch.arange(n, device=device) % 10
+    tensors = (bf16(n, 512, device=device), torch.rand(512, device=device).bfloat16(), cos, sin, positions)
+    return (*tensors, torch.arange(n, device=device) - 1, kv_cache(device)), OPTIONS | {"eps": 1e-6}
+
+
+def qk_norm_rope_insert(device: str, size: Size = SIZE) -> Call:
+    tensors, options = k_norm_rope_insert(device, size)
+    q = bf16(size.num_tokens, size.heads, 512, device=device)
+    return (q, *tensors), options | {"norm_q": True, "num_heads": 2 * size.heads}
+
+
 def dequantize_kv(device: str, size: Size = SIZE) -> Call:
     slots = torch.arange(size.num_tokens, device=device) - 1
     return (kv_cache(device), slots), OPTIONS
@@ -133,6 +147,8 @@ if torch.version.hip:
 
 SAMPLES: dict[str, Callable[..., Call]] = {
     "quantize_kv": quantize_kv,
+    "k_norm_rope_insert": k_norm_rope_insert,
+    "qk_norm_rope_insert": qk_norm_rope_insert,
     "dequantize_kv": dequantize_kv,
     "dequantize_kv_paged": dequantize_kv_paged,
     "combine_topk_swa_indices": combine_topk_swa_indices,

@@ -1,0 +1,87 @@
+"""The specification of a layer's ops around attention: every rounding and its order, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .layout import HEAD_DIM_V, KVLayout
+from .reference import quantize_kv, to_bf16
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """float32. Sixteen neighbours are squared and added in order (fma), then halves of the 32 sums."""
+    lanes, total = x.float().unflatten(-1, (32, -1)).double(), x.new_zeros(*x.shape[:-1], 32).float()
+    for i in range(lanes.shape[-1]):
+        total = (total.double() + lanes[..., i].square()).float()
+    while total.shape[-1] > 1:
+        total = total[..., : total.shape[-1] // 2] + total[..., total.shape[-1] // 2 :]
+    y = x.float() * (total / x.shape[-1] + eps).double().rsqrt().float()  # the nearest float32
+    return y if weight is None else y * weight.float()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """float32, pairs of neighbours in the last columns of ``x [T, ..., D]``; ``cos``, ``sin`` [T, half].
+
+    Each product is rounded, then their sum.
+    """
+    half, x = cos.shape[-1], x.float().clone()
+    shape = (len(x), *[1] * (x.dim() - 2), half)
+    cos, sin = (t.reshape(shape) for t in (cos, -sin if inverse else sin))
+    a, b = (x[..., x.shape[-1] - 2 * half + i :: 2] for i in (0, 1))
+    first, second = a * cos - b * sin, a * sin + b * cos
+    a.copy_(first)
+    b.copy_(second)
+    return x
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+    """bf16 ``x`` with its last dims rotated and rounded. Zeros where the table has no such position."""
+    half, known = cos.shape[-1], known_positions(cos, positions)
+    at = positions.where(known, 0).long()
+    if half == 0 or len(x) == 0 or len(cos) == 0:
+        return x.masked_fill(~known.view(-1, *[1] * (x.dim() - 1)), 0)
+    turned = to_bf16(rope(x[..., x.shape[-1] - 2 * half :], cos[at], sin[at], inverse=inverse))
+    result = torch.cat([x[..., : x.shape[-1] - 2 * half], turned], -1)
+    return result.masked_fill(~known.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def known_positions(cos: Tensor, positions: Tensor) -> Tensor:
+    """Where a token can be rotated: with no pairs to rotate, everywhere."""
+    if cos.shape[-1] == 0:
+        return torch.ones_like(positions, dtype=torch.bool)
+    return (positions >= 0) & (positions < len(cos))
+
+
+def k_norm_rope_insert(
+    kv: Tensor,
+    kv_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+    eps: float,
+    k_rope: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    """norm -> bf16 -> RoPE -> bf16 -> :func:`quantize_kv`."""
+    row = kv if kv_weight is None else to_bf16(rms_norm(kv, kv_weight, eps))
+    if k_rope is None:
+        k_rope = row.new_zeros(
+            len(row), layout.head_dim_qk - HEAD_DIM_V
+        )  # a NoPE latent in rows with a place
+    row = rotated(torch.cat([row, k_rope], -1), cos, sin, positions)[: len(slot_mapping)]
+    known = known_positions(cos, positions)[: len(slot_mapping)]
+    slots = slot_mapping.long().where(known, -1)
+    quantize_kv(row, slots, kv_cache, layout=layout, page_size=page_size, scale=scale)
+
+
+def prepare_q(
+    q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, eps: float, norm_q: bool, num_heads: int
+) -> Tensor:
+    """norm -> bf16 -> RoPE -> bf16 of each head, zeros for the heads that q has not."""
+    y = to_bf16(rms_norm(q, None, eps)) if norm_q else q
+    return pad(rotated(y, cos, sin, positions), (0, 0, 0, num_heads - q.shape[1]))

@@ -1,0 +1,136 @@
+"""Random calls of a layer's ops around attention. Their bits are compared: float32 in NumPy, in order."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from fuzz_cases import INT_MAX, INT_MIN, Cache, Call, Random, from_bits, tensor
+from fuzz_formats import HEAD_DIM_V, LAYOUTS, Array, bf16_bits, bf16_values
+from fuzz_other_cases import POISON, assert_equal, index_tensor, same_bf16
+
+
+def normed(x: Array, weight: Array | None, eps: float) -> Array:
+    """One row of float32: the sums of sixteen neighbours in order, then of halves."""
+    with np.errstate(all="ignore"):
+        squares, sums = x.astype(np.float64).reshape(32, 16) ** 2, np.zeros(32, np.float32)
+        for i in range(16):
+            sums = (sums.astype(np.float64) + squares[:, i]).astype(np.float32)
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+        mean = sums[0] / np.float32(HEAD_DIM_V) + np.float32(eps)
+        y = x * np.float32(1 / np.sqrt(np.float64(mean)))
+        return y if weight is None else y * weight
+
+
+def turned(bits: Array, cos: Array, sin: Array) -> Array:
+    """The bits of a row of bf16 whose last dims are rotated."""
+    half, bits = len(cos), bits.copy()
+    if half == 0:
+        return bits
+    end = bf16_values(bits[-2 * half :])
+    a, b = end[0::2], end[1::2]
+    with np.errstate(all="ignore"):
+        pairs = np.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    bits[-2 * half :] = bf16_bits(pairs.reshape(-1))
+    return bits
+
+
+def rows_of(r: Random, *shape: int) -> Array:
+    """bf16 bits of any size; some of them NaN or infinite."""
+    x = r.normal(*shape) * r.pick(1.0, 1.0, 1e-20, 1e18)
+    for value in (np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-140):
+        x[r.rng.random(x.shape) < r.pick(0.0, 1e-3)] = value
+    return bf16_bits(x)
+
+
+def positions_of(r: Random, n: int, max_pos: int) -> list[int]:
+    outside = (-1, max_pos, INT_MIN, INT_MAX)
+    return [int(r.rng.integers(max_pos)) if r.often(0.85) and max_pos else r.pick(*outside) for _ in range(n)]
+
+
+def slots_of(r: Random, n: int, num_slots: int) -> list[int]:
+    free = list(r.rng.permutation(num_slots))
+    return [int(free.pop()) if free and r.often(0.8) else r.pick(-1, INT_MIN, INT_MAX, num_slots)
+            for _ in range(n)]  # fmt: skip
+
+
+def poisoned_pages(cache: Cache) -> torch.Tensor:
+    if not cache.num_pages:
+        return cache.tensor
+    wide = torch.full((cache.num_pages, cache.pages.strides[0] or 16), POISON, dtype=torch.uint8)
+    return wide[:, : cache.layout.page_bytes(cache.page_size)]
+
+
+def table_of(r: Random, max_pos: int, half: int) -> tuple[Array, Array]:
+    return r.normal(max_pos, half), r.normal(max_pos, half)
+
+
+def norm_rope_insert(r: Random, with_q: bool) -> Call:
+    cache = Cache(r, r.pick(*LAYOUTS), usable_pages=True)
+    layout, num_tokens, max_pos = cache.layout, r.pick(0, 1, 5, 20), r.pick(0, 1, 40)
+    extra = layout.dim - HEAD_DIM_V
+    half = r.pick(0, 32) if extra else r.pick(0, 4, 32, 128)
+    cos, sin = table_of(r, max_pos, half)
+    kv, k_rope = rows_of(r, num_tokens, HEAD_DIM_V), rows_of(r, num_tokens, extra if half else 0)
+    weight = r.pick(None, torch.bfloat16, torch.float32)
+    factors = None if weight is None else bf16_values(bf16_bits(r.normal(HEAD_DIM_V)))
+    eps, at = r.pick(1e-6, 0.0, 1e-2), positions_of(r, num_tokens, max_pos)
+    slots = slots_of(r, num_tokens, cache.num_slots)[: r.pick(num_tokens, num_tokens // 2)]
+    known = [half == 0 or 0 <= p < max_pos for p in at]
+    none = np.zeros(0, np.float32)
+
+    def angles(t: int) -> tuple[Array, Array]:
+        return (cos[at[t]], sin[at[t]]) if half else (none, none)
+
+    whole = poisoned_pages(cache)
+    want = whole.numpy().copy()
+    for t, slot in enumerate(slots):
+        if 0 <= slot < cache.num_slots and known[t]:
+            row = kv[t] if factors is None else bf16_bits(normed(bf16_values(kv[t]), factors, eps))
+            row = np.concatenate([row, k_rope[t] if half else np.zeros(extra, np.uint16)])
+            page, place = divmod(slot, cache.page_size)
+            row = turned(row, *angles(t))
+            layout.store(want[page], cache.page_size, place, row, cache.scale, None)
+    alternating = torch.stack([tensor(cos), tensor(sin)], -1).flatten(1) if r.often(0.3) else None
+    arguments: dict[str, Any] = {
+        "kv": from_bits(kv),
+        "kv_weight": None if factors is None else tensor(factors).to(weight),
+        "cos": tensor(cos) if alternating is None else alternating[:, 0::2],
+        "sin": tensor(sin) if alternating is None else alternating[:, 1::2],
+        "positions": index_tensor(r, at),
+        "slot_mapping": index_tensor(r, slots),
+        "kv_cache": whole,
+        **cache.options(),
+        "eps": eps,
+        "k_rope": from_bits(k_rope) if extra and half else None,
+    }  # fmt: skip
+    if not with_q:
+        return Call("k_norm_rope_insert", arguments, lambda _: assert_equal("kv_cache", whole, want))
+
+    heads, norm_q = r.pick(1, 3, 16), r.often()
+    dim = HEAD_DIM_V if norm_q else r.pick(max(2 * half, 8), HEAD_DIM_V, 576)
+    num_heads = heads + r.pick(0, 5)
+    q = rows_of(r, num_tokens, heads, dim)
+    want_q = np.zeros((num_tokens, num_heads, dim), np.uint16)
+    for t in range(num_tokens):
+        for h in range(heads if known[t] else 0):
+            row = bf16_bits(normed(bf16_values(q[t, h]), None, eps)) if norm_q else q[t, h]
+            want_q[t, h] = turned(row, *angles(t))
+    source = from_bits(q)
+    more = {"q": source, "norm_q": norm_q, "num_heads": num_heads}
+    if num_heads == heads and r.often(0.5):
+        more["out_q"] = source
+
+    def check(results: tuple[torch.Tensor, ...]) -> None:
+        same_bf16("q", results[0], want_q)
+        assert_equal("kv_cache", whole, want)
+
+    return Call("qk_norm_rope_insert", arguments | more, check)
+
+
+def k_norm_rope_insert(r: Random) -> Call:
+    return norm_rope_insert(r, with_q=False)
+
+
+def qk_norm_rope_insert(r: Random) -> Call:
+    return norm_rope_insert(r, with_q=True)
