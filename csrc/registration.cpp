@@ -123,6 +123,11 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "Tensor(a!) out_ids, Tensor(b!) out_first_pos, Tensor(c!) out_gather_lens, Tensor(d!) out_offsets")
   DEF_WITH_OUT(pad_q_heads, "Tensor q, Tensor? attn_sink, *, SymInt num_heads",
                "(Tensor q, Tensor attn_sink)", "Tensor(a!) out_q, Tensor(b!) out_attn_sink")
+  DEF_WITH_OUT(inverse_rope, "Tensor o, Tensor cos, Tensor sin, Tensor positions", "Tensor", "Tensor(a!) out")
+  DEF_WITH_OUT(inverse_rope_quantize,
+               "Tensor o, Tensor cos, Tensor sin, Tensor positions, *, SymInt num_groups, int tile=128, "
+               "bool power_of_two=True",
+               "(Tensor out, Tensor out_scale)", "Tensor(a!) out, Tensor(b!) out_scale")
   DEF_WITH_OUT(sparse_prefill,
                "Tensor q, Tensor kv, Tensor indices, *, float sm_scale, Tensor? attn_sink=None, "
                "Tensor? topk_length=None",

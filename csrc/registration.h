@@ -20,6 +20,8 @@
   X(combine_topk_swa_indices_ragged_out)                    \
   X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
+  X(inverse_rope) X(inverse_rope_out)                       \
+  X(inverse_rope_quantize) X(inverse_rope_quantize_out)     \
   X(merge_attention_states) X(merge_attention_states_out)   \
   X(paged_attention_ragged) X(paged_attention_ragged_out)   \
   X(paged_attention_ragged_latent)                          \
@@ -97,6 +99,16 @@ void build_swa_token_ids_out(const Tensor& seq_lens, const Tensor& extend_seq_le
 TwoTensors pad_q_heads(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads);
 void pad_q_heads_out(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads, Tensor out_q,
                      Tensor out_attn_sink);
+
+Tensor inverse_rope(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions);
+void inverse_rope_out(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                      Tensor out);
+TwoTensors inverse_rope_quantize(const Tensor& o, const Tensor& cos, const Tensor& sin,
+                                 const Tensor& positions, int64_t num_groups, int64_t tile,
+                                 bool power_of_two);
+void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                               int64_t num_groups, int64_t tile, bool power_of_two, Tensor out,
+                               Tensor out_scale);
 
 #define MLA_SPARSE_PREFILL_ARGUMENTS                                         \
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \

@@ -29,6 +29,8 @@ std::span<const IsaKernels> isa_table() {
    isa::dequantize_kv,          \
    isa::dequantize_kv_paged,    \
    isa::norm_rope_insert,       \
+   isa::inverse_rope,           \
+   isa::inverse_rope_quantize,  \
    isa::sparse_attention,       \
    isa::paged_attention_ragged, \
    isa::merge_ragged_splits},
@@ -70,13 +72,28 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
   }
 }
 
+// A thread is worth waking for some microseconds of work: this many rows, of heads or latents.
+constexpr int64_t kMinRows = 32;
+
 void norm_rope_insert(const NormRopeInsertParams& p) {
-  // A thread is worth waking for some microseconds of work: this many rows, of heads or latents.
-  constexpr int64_t kMinRows = 32;
   const int64_t tokens = p.num_heads > 0 ? p.num_tokens : p.num_insert;
   const auto kernel = best_isa().norm_rope_insert;
   parallel_for(tokens, ceil_div(kMinRows, 1 + p.num_heads),
                [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void inverse_rope(const InverseRopeParams& p) {
+  const auto kernel = best_isa().inverse_rope;
+  parallel_for(p.heads.num_tokens, ceil_div(kMinRows, p.heads.num_heads),
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void inverse_rope_quantize(const InverseRopeQuantizeParams& p) {
+  const auto kernel = best_isa().inverse_rope_quantize;
+  parallel_for(p.num_scale_rows, ceil_div(kMinRows, p.heads.num_heads), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<uint16_t[]> row(new uint16_t[p.heads.head_dim]);
+    kernel(p, row.get(), begin, end);
+  });
 }
 
 // Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "ops/dequantize_kv.h"
+#include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
 #include "ops/paged_attention_ragged.h"
 #include "ops/quantize_kv.h"
@@ -62,6 +63,9 @@ inline constexpr int kRaggedHeadTile = 16;
   void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin,          \
                            int64_t end);                                                                   \
   void norm_rope_insert(const NormRopeInsertParams& params, int64_t begin, int64_t end);                   \
+  void inverse_rope(const InverseRopeParams& params, int64_t begin, int64_t end);                          \
+  void inverse_rope_quantize(const InverseRopeQuantizeParams& params, uint16_t* row, int64_t begin,        \
+                             int64_t end);                                                                 \
   void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \
                         AttentionScratch scratch);                                                         \
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
@@ -78,6 +82,8 @@ struct IsaKernels {
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
   decltype(&plain::norm_rope_insert) norm_rope_insert;
+  decltype(&plain::inverse_rope) inverse_rope;
+  decltype(&plain::inverse_rope_quantize) inverse_rope_quantize;
   decltype(&plain::sparse_attention) sparse_attention;
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
   decltype(&plain::merge_ragged_splits) merge_ragged_splits;

@@ -123,6 +123,36 @@ Array<uint16_t> norm_rope_insert(const IsaKernels& isa, const Array<uint16_t>& q
   return out;
 }
 
+// o [tokens, heads, dim] as bf16 bits, one position per token. Returns it rotated back, its codes in one
+// group and their scales.
+py::tuple inverse_rope(const IsaKernels& isa, const Array<uint16_t>& o, const Array<float>& cos,
+                       const Array<float>& sin, int tile, bool power_of_two) {
+  const py::ssize_t tokens = o.shape(0), heads = o.shape(1), dim = o.shape(2), half = cos.shape(1);
+  if (o.ndim() != 3 || cos.shape(0) != tokens || sin.shape(1) != half || dim % tile != 0)
+    throw py::value_error("inverse_rope: shapes");
+  Array<uint16_t> out({tokens, heads, dim});
+  Array<uint8_t> codes({tokens, heads * dim});
+  Array<float> scales({tokens, heads * dim / tile});
+  std::vector<int64_t> positions(tokens);
+  std::iota(positions.begin(), positions.end(), 0);
+  const AttendedHeads attended{
+      .num_tokens = tokens,
+      .num_heads = heads,
+      .head_dim = dim,
+      .table = {cos.data(), sin.data(), half, 1, half, 1, tokens, static_cast<int>(half), false,
+                positions.data(), true},
+      .o = o.data(),
+      .o_stride_token = heads * dim,
+      .o_stride_head = dim,
+  };
+  isa.inverse_rope({attended, out.mutable_data(), heads * dim, dim}, 0, tokens);
+  std::vector<uint16_t> row(dim);
+  isa.inverse_rope_quantize({attended, 1, tile, power_of_two, codes.mutable_data(), heads * dim, 0,
+                             scales.mutable_data(), heads * dim / tile, 0, 1, tokens},
+                            row.data(), 0, tokens);
+  return py::make_tuple(out, codes, scales);
+}
+
 // One scope; q [tokens, heads, head_dim_qk] as bf16 bits. Returns out (bf16 bits), lse and max_logits.
 std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
     const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint8_t>& kv_cache,
@@ -252,6 +282,8 @@ void bind_isas(py::module_& m) {
            py::arg("sin").noconvert(), py::arg("slots").noconvert(), py::arg("kv_cache").noconvert(),
            py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none(),
            py::arg("norm_q") = true)
+      .def("inverse_rope", &inverse_rope, py::arg("o").noconvert(), py::arg("cos").noconvert(),
+           py::arg("sin").noconvert(), py::kw_only(), py::arg("tile"), py::arg("power_of_two"))
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
            py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert())

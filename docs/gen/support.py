@@ -8,8 +8,8 @@ from results import ROOT, markdown
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("write a cache, read it back", "the same", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
     (
-        "norm, rotate, quantise and insert the latents of a layer; its query heads too", "the same",
-        ("k_norm_rope_insert", "qk_norm_rope_insert"),
+        "from projections to a cache and query heads: norm, RoPE, quantise; and back", "the same",
+        ("k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize"),
     ),
     (
         "indices and lengths for prefill", "the same",
@@ -28,7 +28,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN = {"k_norm_rope_insert", "qk_norm_rope_insert"}
+NOT_RUN = {"k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize"}
 
 
 def registered(macro: str) -> set[str]:

@@ -9,6 +9,7 @@ from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
+from .ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from .ops.merge_attention_states import merge_attention_states
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
@@ -35,6 +36,8 @@ __all__ = [
     "dequantize_kv_paged",
     "doctor",
     "hisparse_backend",
+    "inverse_rope",
+    "inverse_rope_quantize",
     "k_norm_rope_insert",
     "merge_attention_states",
     "pad_q_heads",

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .layout import HEAD_DIM_V, KVLayout
-from .reference import quantize_kv, to_bf16
+from .reference import quantize_kv, to_bf16, to_fp8
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -85,3 +85,28 @@ def prepare_q(
     """norm -> bf16 -> RoPE -> bf16 of each head, zeros for the heads that q has not."""
     y = to_bf16(rms_norm(q, None, eps)) if norm_q else q
     return pad(rotated(y, cos, sin, positions), (0, 0, 0, num_heads - q.shape[1]))
+
+
+def inverse_rope(o: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    return rotated(o, cos, sin, positions, inverse=True)
+
+
+def inverse_rope_quantize(
+    o: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    num_groups: int,
+    tile: int = 128,
+    power_of_two: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(e4m3 ``[T, G, D]``, scales ``[T, G, D / tile]``) of :func:`inverse_rope`'s bf16."""
+    turned = inverse_rope(o, cos, sin, positions)
+    tiles = turned.float().reshape(len(o), num_groups, o.shape[1] // num_groups * o.shape[2] // tile, tile)
+    magnitude = torch.where(tiles.isfinite(), tiles.abs(), 0.0)
+    scale = magnitude.amax(-1).clamp_min(1e-10) / 448
+    if power_of_two:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+    return to_fp8(tiles / scale[..., None], torch.float8_e4m3fn, 448.0).flatten(-2), scale

@@ -139,6 +139,22 @@ def test_norm_rope_insert_gives_the_same_bits_on_every_isa(isa, half, id, layout
             np.testing.assert_array_equal(x, y)
 
 
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("half", [0, 4, 36])
+@pytest.mark.parametrize("tile", [32, 128])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_inverse_rope_gives_the_same_bits_on_every_isa(isa, power_of_two, tile, half, mode):
+    r, rows = np.random.default_rng(5), latents(256, "bf16")
+    o = rows[r.permutation(len(rows))][: len(rows) // 2 * 2].reshape(-1, 2, 256)
+    table = np.float32(r.normal(size=(2, len(o), half)))
+    want = PLAIN.inverse_rope(o, *table, tile=tile, power_of_two=power_of_two)
+    with mode():
+        got = isa.inverse_rope(o, *table, tile=tile, power_of_two=power_of_two)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 7) -> dict:
     """23 query heads of three requests over random caches; one key of the last request is NaN."""
     r = np.random.default_rng(3)

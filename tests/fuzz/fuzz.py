@@ -37,7 +37,7 @@ OTHERS = (
     "pad_q_heads",
     "merge_attention_states",
 )
-LAYER = ("k_norm_rope_insert", "qk_norm_rope_insert")
+LAYER = ("k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize")
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}

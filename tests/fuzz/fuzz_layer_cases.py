@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from fuzz_cases import INT_MAX, INT_MIN, Cache, Call, Random, from_bits, tensor
-from fuzz_formats import HEAD_DIM_V, LAYOUTS, Array, bf16_bits, bf16_values
+from fuzz_formats import HEAD_DIM_V, LAYOUTS, Array, bf16_bits, bf16_values, e4m3_codes
 from fuzz_other_cases import POISON, assert_equal, index_tensor, same_bf16
 
 
@@ -134,3 +134,45 @@ def k_norm_rope_insert(r: Random) -> Call:
 
 def qk_norm_rope_insert(r: Random) -> Call:
     return norm_rope_insert(r, with_q=True)
+
+
+def attended(r: Random) -> tuple[dict[str, Any], Array]:
+    """Arguments of inverse_rope, and the bits of its result."""
+    num_tokens, heads, half, max_pos = r.pick(0, 1, 4, 9), r.pick(1, 4, 6), r.pick(0, 4, 32), r.pick(0, 1, 40)
+    dim = r.pick(128, HEAD_DIM_V, 640)
+    o, (cos, sin) = rows_of(r, num_tokens, heads, dim), table_of(r, max_pos, half)
+    at = positions_of(r, num_tokens, max_pos)
+    want = np.zeros_like(o)
+    for t, p in enumerate(at):
+        for h in range(heads if half == 0 or 0 <= p < max_pos else 0):
+            want[t, h] = turned(o[t, h], cos[p], -sin[p]) if half else o[t, h]
+    arguments = {"o": from_bits(o), "cos": tensor(cos), "sin": tensor(sin), "positions": index_tensor(r, at)}
+    return arguments, want
+
+
+def inverse_rope(r: Random) -> Call:
+    arguments, want = attended(r)
+    if r.often():
+        arguments["out"] = arguments["o"]
+    return Call("inverse_rope", arguments, lambda results: same_bf16("o", results[0], want))
+
+
+def inverse_rope_quantize(r: Random) -> Call:
+    arguments, bits = attended(r)
+    num_tokens, heads, dim = bits.shape
+    groups, tile, power_of_two = r.pick(1, heads), r.pick(32, 128), r.often()
+    tiles = bf16_values(bits).reshape(num_tokens, groups, heads // groups * dim // tile, tile)
+    amax = np.abs(np.where(np.isfinite(tiles), tiles, 0)).max(-1)
+    scale = np.maximum(amax, np.float32(1e-10)) / np.float32(448)
+    if power_of_two:
+        mantissa, exponent = np.frexp(scale)
+        scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+    with np.errstate(all="ignore"):
+        codes = e4m3_codes(tiles / scale[..., None], False, 448.0)
+
+    def check(results: tuple[torch.Tensor, ...]) -> None:
+        assert_equal("scale", results[1], scale)
+        assert_equal("codes", results[0].contiguous().view(torch.uint8), codes)
+
+    more = {"num_groups": groups, "tile": tile, "power_of_two": power_of_two}
+    return Call("inverse_rope_quantize", arguments | more, check)

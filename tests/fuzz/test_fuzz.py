@@ -2,6 +2,7 @@
 
 import fuzz
 import pytest
+import torch
 
 import mla_fp8
 
@@ -28,6 +29,7 @@ def test_one_wrong_element_is_found(op, monkeypatch):
             if isinstance(results, tuple)
             else results
         )
+        spoilt = spoilt.view(torch.uint8) if spoilt.element_size() == 1 else spoilt
         if spoilt.numel():
             last = (*(n - 1 for n in spoilt.shape),)
             spoilt[last] = spoilt[last] + 1000 if spoilt.is_floating_point() else spoilt[last] ^ 1

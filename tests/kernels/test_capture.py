@@ -63,6 +63,15 @@ def insert_inputs(seed):
     }
 
 
+def inverse_inputs(seed):
+    inputs = insert_inputs(seed)
+    more = {
+        "out": poison(100, 2, 2048, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "out_scale": poison(100, 2, 16, dtype=torch.float32),
+    }
+    return {"o": inputs["q"]} | {name: inputs[name] for name in ("cos", "sin", "positions")} | more
+
+
 def dequantize_inputs(seed):
     torch.manual_seed(seed)
     slots = ints(100, low=-9, high=NUM_PAGES * PAGE_SIZE)
@@ -152,6 +161,12 @@ CASES = [
         insert_inputs,
         op("qk_norm_rope_insert_out", **CACHE, eps=1e-6, norm_q=True, num_heads=16),
         ("kv_cache", "out_q"),
+    ),
+    Case(
+        "inverse_rope_quantize",
+        inverse_inputs,
+        op("inverse_rope_quantize_out", num_groups=2),
+        ("out", "out_scale"),
     ),
     Case("dequantize_kv", dequantize_inputs, op("dequantize_kv_out", **CACHE), ("out",)),
     Case("dequantize_kv_paged", paged_inputs, op("dequantize_kv_paged_out", **CACHE), ("out",)),

@@ -116,6 +116,30 @@ def test_norm_rope_insert(layout, norm_q, seed):
     assert_same_bits(in_place["q"], want[:, :5])
 
 
+@seeds
+@pytest.mark.parametrize("tile", [32, 128])
+@pytest.mark.parametrize("num_tokens", [1, 70, 1000])
+def test_inverse_rope(num_tokens, tile, seed):
+    torch.manual_seed(seed)
+    o = torch.randn(num_tokens, 9, 512) * 2.0 ** torch.randint(-40, 15, (num_tokens, 9, 1))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, 3e38])
+    o = torch.where(torch.rand(o.shape) < 1e-3, special[torch.randint(7, o.shape)], o).bfloat16()
+    table = torch.randn(60, 64)
+    inputs = {"o": o[:, :8], "cos": table[:, 0::2], "sin": table[:, 1::2]}
+    if seed % 2:
+        inputs |= {"cos": table[:, :32], "sin": table[:, 32:]}
+    inputs["positions"] = ints(num_tokens, high=60, hostile=0.1)
+    want = mla_fp8.inverse_rope(**inputs)
+    assert_same_bits(mla_fp8.inverse_rope(**on_cuda(inputs)), want)
+    in_place = on_cuda(inputs)
+    assert_same_bits(mla_fp8.inverse_rope(**in_place, out=in_place["o"]), want)
+    options = {"num_groups": (1, 2, 8, 4)[seed], "tile": tile, "power_of_two": seed < 3}
+    want = mla_fp8.inverse_rope_quantize(**inputs, **options)
+    for x, y in zip(mla_fp8.inverse_rope_quantize(**on_cuda(inputs), **options), want, strict=True):
+        assert x.stride() == y.stride()
+        assert_same_bits(x, y)
+
+
 def random_cache(layout, page_size):
     num_pages = 300 // page_size + 2
     return num_pages, strided_cache(

@@ -12,6 +12,8 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "k_norm_rope_insert": "kv",
     "qk_norm_rope_insert": "q",
     "pad_q_heads": "q",
+    "inverse_rope": "o",
+    "inverse_rope_quantize": "o",
     "sparse_prefill": "q",
     "sparse_prefill_paged": "q",
     "sparse_prefill_window": "q",

@@ -91,6 +91,16 @@ def pad_q_heads(device: str, size: Size = SIZE) -> Call:
     return (q, torch.randn(size.heads, device=device)), {"num_heads": 2 * size.heads}
 
 
+def inverse_rope(device: str, size: Size = SIZE) -> Call:
+    o, positions = bf16(size.num_tokens, size.heads, 512, device=device), ints(range(size.num_tokens), device)
+    return (o, *torch.rand(2, 4, 32, device=device), positions), {}
+
+
+def inverse_rope_quantize(device: str, size: Size = SIZE) -> Call:
+    tensors, _ = inverse_rope(device, size)
+    return tensors, {"num_groups": 2}
+
+
 def sparse_prefill(device: str, size: Size = SIZE) -> Call:
     q, kv = bf16(size.num_tokens, size.heads, 576, device=device), bf16(20, 576, device=device)
     indices = torch.randint(-1, 20, (size.num_tokens, size.topk), dtype=torch.int32, device=device)
@@ -155,6 +165,8 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "combine_topk_swa_indices_ragged": combine_topk_swa_indices,
     "build_swa_token_ids": build_swa_token_ids,
     "pad_q_heads": pad_q_heads,
+    "inverse_rope": inverse_rope,
+    "inverse_rope_quantize": inverse_rope_quantize,
     "sparse_prefill": sparse_prefill,
     "sparse_prefill_paged": sparse_decode,
     "sparse_prefill_window": sparse_prefill_window,

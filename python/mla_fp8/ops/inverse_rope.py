@@ -1,0 +1,105 @@
+import torch
+
+from .._arguments import all_given, expect_tensors
+from .._fake import fake, fake_returns_nothing
+from .._inference import refuse_gradients
+
+
+def inverse_rope(
+    o: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotate the last dims of attention's output back by the queries' positions.
+
+    =========  ============================  ==============  ================================================
+    o          [num_tokens, num_heads, dim]  bf16            any strides of tokens and heads
+    cos, sin   [max_pos, half]               fp32            any strides; half 0: nothing is rotated
+    positions  [num_tokens]                  int64 or int32  of the queries; outside the table: zeros
+    out        [num_tokens, num_heads, dim]  bf16            optional; o itself, or memory apart from it
+    =========  ============================  ==============  ================================================
+
+    Where V is the whole latent (V4, V4.1) its last dims carry the keys' rotation. Pairs of neighbours in
+    float32, each product rounded, then the sum, then bf16: ``a cos + b sin, b cos - a sin``. In place only
+    the rotated dims are touched. half is a multiple of 4, at most 128.
+
+    Returns ``out``. Raises RuntimeError naming the argument, what was expected and what came.
+    """
+    expect_tensors("inverse_rope", out=out)
+    refuse_gradients("inverse_rope", o=o, out=out)
+    if out is None:
+        return torch.ops.mla_fp8.inverse_rope(o, cos, sin, positions)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.inverse_rope_out(o, cos, sin, positions, out=out)
+    return out
+
+
+def inverse_rope_quantize(
+    o: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    num_groups: int,
+    tile: int = 128,
+    power_of_two: bool = True,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`inverse_rope`, then e4m3 with a scale per tile, as the grouped output projection takes them.
+
+    ============  ===================================  ====  ================================================
+    num_groups                                               of num_heads / num_groups consecutive heads each
+    tile                                                     32 or 128 consecutive values share a scale
+    power_of_two                                             scales round up to powers of two
+    out           [num_tokens, num_groups, D]          e4m3  optional; any strides of tokens and groups
+    out_scale     [num_tokens, num_groups, D // tile]  fp32  optional, with out; any strides
+    ============  ===================================  ====  ================================================
+
+    D is num_heads / num_groups * dim. The scale of a tile is ``max(amax, 1e-10) / 448`` of its bf16 values,
+    NaN and infinities left out, or the smallest power of two that is no smaller; values are divided by it,
+    rounded to the nearest even and saturated. NaN stays NaN.
+
+    Without buffers the results are laid out as DeepGEMM reads them: values ``[G, T, D]`` in memory, scales
+    with strides (1, D // tile * T4, T4), T4 being num_tokens rounded up to 4; what pads them is 0.
+
+    Returns (out, out_scale). Raises as :func:`inverse_rope` does; ValueError for one buffer alone.
+    """
+    expect_tensors("inverse_rope_quantize", out=out, out_scale=out_scale)
+    refuse_gradients("inverse_rope_quantize", o=o)
+    options = {"num_groups": num_groups, "tile": tile, "power_of_two": power_of_two}
+    if not all_given("inverse_rope_quantize", out=out, out_scale=out_scale):
+        return torch.ops.mla_fp8.inverse_rope_quantize(o, cos, sin, positions, **options)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.inverse_rope_quantize_out(
+        o, cos, sin, positions, **options, out=out, out_scale=out_scale
+    )
+    assert out is not None and out_scale is not None  # for mypy
+    return out, out_scale
+
+
+@fake("inverse_rope")
+def _(o: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return o.new_empty((o.shape[0], o.shape[1], o.shape[2]))
+
+
+@fake("inverse_rope_quantize")
+def _(
+    o: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    num_groups: int,
+    tile: int = 128,
+    power_of_two: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, dim = o.shape[0], o.shape[1] // num_groups * o.shape[2]
+    values = o.new_empty((num_groups, num_tokens, dim), dtype=torch.float8_e4m3fn)
+    rows = (num_tokens + 3) // 4 * 4
+    scales = o.new_empty((num_groups, dim // tile, rows), dtype=torch.float32)
+    return values.transpose(0, 1), scales[:, :, :num_tokens].permute(2, 0, 1)
+
+
+fake_returns_nothing("inverse_rope_out", "inverse_rope_quantize_out")
