@@ -61,7 +61,6 @@ struct KvLayout {
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
   MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
-  MLA_HD constexpr bool is_all_tiles() const { return num_tiles() > 0 && rope_dim == 0; }
   MLA_HD constexpr bool scale_inline() const { return scale_placement == ScalePlacement::kInline; }
   MLA_HD constexpr int scale_itemsize() const { return scale_format == ScaleFormat::kF32 ? 4 : 1; }
   MLA_HD constexpr int scale_bytes() const { return align_up(num_tiles() * scale_itemsize(), 8); }

@@ -10,7 +10,7 @@ COLUMNS = [
     "date", "commit", "device", "kernel", "change", "predicted", "case", "before", "after", "verdict", "note",
 ]  # fmt: skip
 KERNELS = (
-    "valid keys", "few_heads", "many_heads", "bf16_tiles", "portable", "cache ops", "quantize_kv",
+    "valid keys", "gather", "few_heads", "many_heads", "bf16_tiles", "portable", "cache ops", "quantize_kv",
     "dequantize_kv", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged", "paged_attention_ragged",
 )  # fmt: skip
 VERDICTS = ("baseline", "kept", "dropped", "no effect", "bound", "not built")

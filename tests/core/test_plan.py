@@ -131,9 +131,8 @@ def test_other_gpus_take_the_portable_kernel(problem, op, major):
         (("many_heads", "split", 64, 1), "dsv32_fnuz", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv4", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv32", 128),
-        (("few_heads", "split", 16, 1), "dsv41", 16),
-        (("many_heads", "split", 64, 1), "dsv41", 64),
-        (("few_heads", "walk", 16, 1), "dsv32_nope", 16),
+        (("few_heads", "split", 32, 1), "dsv41", 64),
+        (("bf16_tiles", "walk", 64, 1), "dsv41", 128),
         (("nothing", "split", 16, 1), "dsv32", 16),
     ],
 )

@@ -39,15 +39,6 @@ __device__ inline void bulk_copy_to_cluster(uint32_t dst, uint32_t src, int byte
       "r"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-// From shared to global memory, the same rules.
-__device__ inline void bulk_store(void* dst, uint32_t src, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-               : "memory");
-}
-// Until this thread's bulk stores have read their shared memory.
-__device__ inline void bulk_store_wait() {
-  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
 // Brings global memory closer; `bytes` and the address are multiples of 16.
 __device__ inline void bulk_prefetch_l2(const void* src, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");

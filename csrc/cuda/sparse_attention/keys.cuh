@@ -120,18 +120,35 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
     } while (part * kWarpSize < length);
   } else {
     meanwhile();
+    uint32_t word = 0;
+    unsigned in_part = 0;
+    const auto step = [&](unsigned& part, unsigned& in_part) {
+      in_part += kWarpSize;
+      const bool ends = in_part == size;
+      if (ends) in_part = 0, part += kWarps;
+      return ends;
+    };
 #pragma unroll 1
-    for (; part < kMapWords && part * size < length; part += kWarps) {
-      uint32_t word = 0;
-#pragma unroll 1
-      for (unsigned in_part = 0; in_part < size; in_part += kWarpSize) {
-        const uint32_t valid =
-            __ballot_sync(kFullWarp, source.is_valid(source.at(part * size + in_part + lane)));
-        if (valid == 0) continue;
-        const bool follows = word == in_part && (valid & (valid + 1)) == 0;
-        word = size == kWarpSize ? valid : (word + __popc(valid)) | (follows ? 0 : kHasGaps);
+    while (part * size < length) {
+      constexpr int kFew = 4;  // positions of a window are code
+      typename Source::Key key[kFew];
+      unsigned ahead = part, in_ahead = in_part;
+#pragma unroll
+      for (int i = 0; i < kFew; ++i) {
+        key[i] = source.at(ahead * size + in_ahead + lane);
+        step(ahead, in_ahead);
       }
-      if (lane == 0) store_shared_4(map + part * 4, word);
+#pragma unroll
+      for (int i = 0; i < kFew; ++i) {
+        const uint32_t valid = __ballot_sync(kFullWarp, source.is_valid(key[i]));
+        const bool follows = word == in_part && (valid & (valid + 1)) == 0;
+        if (size == kWarpSize) word = valid;
+        else if (valid != 0) word = (word + __popc(valid)) | (follows ? 0 : kHasGaps);
+        const unsigned mine = part;
+        if (!step(part, in_part)) continue;
+        if (lane == 0 && mine < kMapWords) store_shared_4(map + mine * 4, word);
+        word = 0;
+      }
     }
   }
   if (warp == 0 && lane == 0) store_shared_4(map + kMapLength, length);

@@ -25,7 +25,6 @@ enum class Schedule {
 };
 
 // Cached rows that a kernel reads.
-// e4m3fn with scales of tiles alone, without rope behind (dsv41, dsv32_nope), is read by kAll only, so far.
 enum class Rows { kAll, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
 
 // What of a kernel is known when it is compiled, besides the layout.
@@ -37,7 +36,7 @@ struct Variant {
   Rows rows;
 
   constexpr bool reads(KvLayoutId id) const {
-    const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn && !kv_layout(id).is_all_tiles();
+    const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
     switch (rows) {
       case Rows::kAll: return true;

@@ -7,7 +7,7 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kChunkDims = 64;  // of V; they share one scale in what sm90 reads
+inline constexpr int kChunkDims = 64;  // of V
 inline constexpr int kNumChunks = kHeadDimV / kChunkDims;
 
 // A latent is kFp8Dims e4m3 elements, then kBf16Dims bf16 elements; either may be absent.
@@ -23,6 +23,7 @@ struct Row {
   static constexpr int kNumScales = kL.num_tiles();  // stored with the key
   static constexpr int kTileDims = kNumScales ? kL.tile_dim : kChunkDims;
   static constexpr int kNumTiles = kFp8Dims / kTileDims;
+  static constexpr int kTilesOfChunk = kTileDims < kChunkDims ? kChunkDims / kTileDims : 1;  // at most 2
   static constexpr bool kScalesApart = kL.scale_placement == ScalePlacement::kPageTail;
 
   static constexpr int kBytes = kL.token_stride();  // one copy per key
@@ -32,12 +33,9 @@ struct Row {
 
   // The first chunks of V are e4m3, the rest bf16.
   static constexpr int kFp8Chunks = kFp8Dims < kHeadDimV ? kFp8Dims / kChunkDims : kNumChunks;
-  MLA_HD static constexpr int tile_of_chunk(int chunk) {
-    static_assert(kTileDims % kChunkDims == 0, "a chunk has one scale");
-    return chunk * kChunkDims / kTileDims;
-  }
-  MLA_HD static constexpr bool new_tile(int chunk) {  // does its scale differ from that of the chunk before?
-    return kNumScales ? chunk * kChunkDims % kTileDims == 0 : chunk == 0;
+  MLA_HD static constexpr int tile_of(int dim) { return dim / kTileDims; }
+  MLA_HD static constexpr bool new_tile(int dim) {  // does its scale differ from that of the dim before?
+    return kNumScales ? dim % kTileDims == 0 : dim == 0;
   }
 };
 
@@ -45,35 +43,40 @@ struct Row {
 template <class R>
 struct RowScales {
   static constexpr bool kPacked = R::kL.scale_format == ScaleFormat::kUe8m0;
+  static constexpr int kWords = kPacked ? ceil_div(R::kNumScales, 4) : 0;
   float value[R::kNumScales > 0 && !kPacked ? R::kNumScales : 1];
-  uint2 exponents;  // ue8m0, a byte each: registers are short
+  uint32_t exponents[kPacked ? kWords : 1];  // ue8m0, a byte each: registers are short
 
-  static_assert(R::kNumScales == 0 ||
-                    (kPacked ? R::kNumScales > 4 && R::kNumScales <= 8 : R::kNumScales == 4),
-                "load reads 8 bytes of ue8m0 or 16 of f32");
+  static_assert(R::kNumScales == 0 || (kPacked ? kWords == 2 || kWords == 4 : R::kNumScales == 4),
+                "load reads 8 or 16 bytes of ue8m0, or 16 of f32");
 
   // ue8m0 255 is NaN, and becomes infinity below.
   __device__ bool nan() const {
-    if constexpr (kPacked) {
-      constexpr uint32_t kStored = ~0u >> 8 * (8 - R::kNumScales);  // bytes of exponents.y
-      return (__vcmpeq4(exponents.x, ~0u) | (__vcmpeq4(exponents.y, ~0u) & kStored)) != 0;
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int padding = 4 * (i + 1) > R::kNumScales ? 4 * (i + 1) - R::kNumScales : 0;  // bytes
+      any |= __vcmpeq4(exponents[i], ~0u) & ~0u >> 8 * padding;
     }
-    return false;
+    return any != 0;
   }
 
   __device__ void load(const uint8_t* row) {
     if constexpr (R::kNumScales == 0) {
       value[0] = 1.0f;
-    } else if constexpr (R::kL.scale_format == ScaleFormat::kF32) {
+    } else if constexpr (!kPacked) {
       const float4 x = *reinterpret_cast<const float4*>(row + R::kScaleOffset);
       value[0] = x.x, value[1] = x.y, value[2] = x.z, value[3] = x.w;
+    } else if constexpr (kWords == 2) {
+      const uint2 x = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
+      exponents[0] = x.x, exponents[1] = x.y;
     } else {
-      exponents = *reinterpret_cast<const uint2*>(row + R::kScaleOffset);
+      const uint4 x = *reinterpret_cast<const uint4*>(row + R::kScaleOffset);
+      exponents[0] = x.x, exponents[1] = x.y, exponents[2] = x.z, exponents[3] = x.w;
     }
   }
   __device__ float operator[](int tile) const {
-    if constexpr (kPacked)
-      return __uint_as_float(((tile < 4 ? exponents.x : exponents.y) >> 8 * (tile % 4) & 255u) << 23);
+    if constexpr (kPacked) return __uint_as_float((exponents[tile / 4] >> 8 * (tile % 4) & 255u) << 23);
     else return value[R::kNumScales ? tile : 0];
   }
 
@@ -83,12 +86,11 @@ struct RowScales {
     return scales.nan();
   }
 
-  // Those of tiles t, t + 4: lanes 4g .. 4g + 3 have all of a key's. 0 where there is none.
+  // Those of tiles t, t + 4, ...: lanes 4g .. 4g + 3 have all of a key's. 0 where there is none.
   static constexpr int kPerLane = (R::kNumScales + 3) / 4;
   __device__ float of_lane(const uint8_t* row, int i, int t) const {
     if (4 * i + t >= R::kNumScales) return 0.0f;
-    if constexpr (kPacked)
-      return __uint_as_float(__byte_perm(i ? exponents.y : exponents.x, 0, 0x4440 + t) << 23);
+    if constexpr (kPacked) return __uint_as_float(__byte_perm(exponents[i], 0, 0x4440 + t) << 23);
     else return read(row, 4 * i + t);
   }
 

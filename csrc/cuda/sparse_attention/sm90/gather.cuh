@@ -47,6 +47,7 @@ class Gather {
   // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
   __device__ void fetch(int i, Key key, int num_keys) const {
     constexpr KvLayout kL = R::kL;
+    static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
     const KvScope& s = p_.scopes[key.scope];
     const unsigned page_size = s.page_size, in_cache = key.slot;
     const unsigned page = in_cache / page_size, in_page = in_cache % page_size;
@@ -55,8 +56,13 @@ class Gather {
     const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
     const int num_here = min(num_keys, kStageRows);
     const bool counts = lane_ < num_here;
-    const unsigned same = counts ? __match_any_sync((1u << num_here) - 1, key.slot ^ key.scope << 31) : 0;
-    const unsigned repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
+    // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
+    const unsigned which = key.slot ^ key.scope << 31, other = __shfl_xor_sync(kFullWarp, which, 8);
+    unsigned same = 0, repeated = 0;
+    if (__any_sync(kFullWarp, counts && which == other)) [[unlikely]] {
+      if (counts) same = __match_any_sync((1u << num_here) - 1, which);
+      repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
+    }
 
     const int stage = i % C::kStages;
     wait_until_free<C::kStages>(ring_.empty(stage), i);
@@ -68,7 +74,8 @@ class Gather {
     if (lane_ < kStageRows) {
       const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
       if constexpr (R::kScalesApart) {
-        cp_async_8(dst + R::kScaleOffset, scales);
+        if constexpr (kL.scale_bytes() == 8) cp_async_8(dst + R::kScaleOffset, scales);
+        else cp_async_16(dst + R::kScaleOffset, scales, true);
         mbarrier_arrive_cp_async(ring_.full(stage));
       }
       if (!(repeated >> lane_ & 1)) bulk_copy(dst, row, R::kBytes, ring_.full(stage));

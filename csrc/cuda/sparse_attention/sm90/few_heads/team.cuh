@@ -450,25 +450,28 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Row
 }
 
 // The four warps of a team at once: Q is read once per 64 keys, not once per 16, and by the tensor cores
-// themselves. In parts of 64 dims: bytes are fetched a part ahead of their conversion, which goes on while
-// the products of the part before are running; a tile's sum is taken up once the next has begun.
+// themselves. In parts of 64 dims, or of a smaller tile: bytes are fetched a part ahead of their conversion,
+// which goes on while the products of the part before are running; a tile's sum is taken up once the next has
+// begun.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2],
                                                           float (&s)[kOctets][4]) const {
-  constexpr int kBf16Parts = R::kBf16Dims / 64, kParts = R::kDims / 64;
-  constexpr int kPartsPerTile = R::kTileDims / 64;
+  constexpr int kPartDims = R::kTileDims < 64 ? R::kTileDims : 64, kUnits = kPartDims / 32;
+  constexpr int kBf16Parts = R::kBf16Dims / kPartDims, kParts = R::kDims / kPartDims;
+  constexpr int kPartsPerTile = R::kTileDims / kPartDims, kSteps = kPartDims / 16;
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
   constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
   const uint32_t row = rows + keys_by_dims_;
-  uint32_t k[2][4][4], bytes[2][4];
+  uint32_t k[2][kSteps][4], bytes[kUnits][4];
   float acc[2][kOctets][4];  // of tiles in turn; bf16 dims come first and count as one
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ldmatrix_x4(k[part % 2][i], row + R::kBf16Offset + part * 128 + i * 32);
+      for (int i = 0; i < kSteps; ++i)
+        ldmatrix_x4(k[part % 2][i], row + R::kBf16Offset + (part * kPartDims + i * 16) * 2);
     } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ldmatrix_x4(bytes[i], row + (part - kBf16Parts) * 64 + i * 32);
+      for (int i = 0; i < kUnits; ++i) ldmatrix_x4(bytes[i], row + (part - kBf16Parts) * kPartDims + i * 32);
     }
   };
   const auto tile_of = [&](int part) { return part < kBf16Parts ? -1 : (part - kBf16Parts) / kPartsPerTile; };
@@ -484,17 +487,18 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const bool bf16 = part < kBf16Parts;
-    const int tile = tile_of(part), step = bf16 ? R::kFp8Dims / 16 + part * 4 : (part - kBf16Parts) * 4;
+    const int tile = tile_of(part),
+              step = bf16 ? R::kFp8Dims / 16 + part * kSteps : (part - kBf16Parts) * kSteps;
     if (!bf16)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+      for (int i = 0; i < kUnits; ++i) convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
     if (part + 1 < kParts && !(part + 1 < kBf16Parts)) fetch(part + 1);
     float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     const bool new_tile = part == 0 || tile_of(part - 1) != tile;
     pin_registers(a);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kSteps; ++i) {
       if (bf16) wgmma_bf16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
       else wgmma_f16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
     }
@@ -624,15 +628,17 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
   const auto load_bytes = [&](int m, int unit) {  // of 32 dims
     ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
   };
-  constexpr int kScaled =
-      R::kNumScales > 0 ? kFp8Chunks : 0;  // chunks with a scale of their own or the last's
+  // Of units: their first has the scale of a tile. kChunks is a multiple of a tile's chunks.
+  constexpr int kScaled = R::kNumScales > 0 ? kUnits : 0;
+  const auto starts_tile = [](int unit) { return kScaled > 0 && R::new_tile(unit * 32); };
   uint4 pair_scales[kScaled > 0 ? kScaled : 1];
   const auto load_scales = [&](int pair) {
 #pragma unroll
-    for (int chunk = 0; chunk < kScaled; ++chunk)
-      if (R::new_tile(chunk))
-        pair_scales[chunk] = *reinterpret_cast<const uint4*>(
-            scale_table + scale_offset(R::tile_of_chunk(first_chunk + chunk), pair * 2, 2 * t_, 0));
+    for (int unit = 0; unit < kScaled; ++unit)
+      if (starts_tile(unit))
+        pair_scales[unit] = *reinterpret_cast<const uint4*>(
+            scale_table +
+            scale_offset(R::tile_of(first_chunk * kChunkDims + unit * 32), pair * 2, 2 * t_, 0));
   };
 
   PairWeights weights[2];
@@ -659,8 +665,8 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const int chunk = u / 2;
-      if (kScaled > 0 && u % 2 == 0 && R::new_tile(chunk)) {  // kChunks is a multiple of a tile's chunks
-        const uint4& x = pair_scales[chunk];
+      if (starts_tile(u)) {
+        const uint4& x = pair_scales[u];
 #pragma unroll
         for (int n = 0; n < kOctets; ++n) {
           b0[n] = mul_f16x2(w.fp8[n][2 * half], half ? x.z : x.x);

@@ -72,14 +72,15 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
   // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
   // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
   constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
-  static_assert(kBf16Units <= 2 && R::kTileDims >= 64, "fetching ahead overwrites nothing");
+  static_assert(kBf16Units <= 2 && R::kTileDims >= 32, "fetching ahead overwrites nothing");
   const uint64_t q = wgmma_descriptor(q_smem, C::kHeads * 16, 128);
-  constexpr int kStep = C::kStepBytes / 16;  // of the descriptor's address
+  constexpr int kStep = C::kQStepBytes / 16;  // of the descriptor's address
   const int matrix = lane / 8;
   const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
   uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
-  uint32_t scale = 0;
-  const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && first_dim % R::kTileDims == 0; };
+  uint32_t scale[2] = {};  // of tiles of 32 dims in turn
+  const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && R::new_tile(first_dim); };
+  const auto place = [](int unit) { return R::kTileDims == 32 ? unit % 2 : 0; };
   const auto fetch = [&](int unit) {
     const int first_dim = (unit - kBf16Units) * 32;
     if (first_dim < 0) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     ldmatrix_x4(bytes[unit % 2], keys + first_dim);
-    if (new_tile(first_dim)) scale = scales.of_tile(first_dim / R::kTileDims, lane);
+    if (new_tile(first_dim)) scale[place(unit)] = scales.of_tile(R::tile_of(first_dim), lane);
   };
   const auto convert = [&](int unit) {
     const int first_dim = (unit - kBf16Units) * 32;
@@ -101,7 +102,10 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     convert_keys(bytes[unit % 2], a[0], a[1]);
-    if (new_tile(first_dim)) pair[0] = __byte_perm(scale, 0, 0x1010), pair[1] = __byte_perm(scale, 0, 0x3232);
+    if (new_tile(first_dim)) {
+      pair[0] = __byte_perm(scale[place(unit)], 0, 0x1010);
+      pair[1] = __byte_perm(scale[place(unit)], 0, 0x3232);
+    }
     if constexpr (R::kNumScales > 0)
 #pragma unroll
       for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);

@@ -9,31 +9,31 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of one of eight warps; a head is shared by kLanes lanes, which take four dims each in turn, so
-// that the 32 words that a warp stores at once lie in different banks (of 32 heads, two in a bank). Loaded
+// The heads of one of eight warps. A head is shared by kLanes lanes, which take eight dims each in turn: a
+// warp loads 64 bytes or more of a head at once, and what it stores at once lies in different banks. Loaded
 // before a barrier, stored after it.
 template <class C>
 struct WgmmaQuery {
   using R = typename C::R;
   static constexpr int kHeads = C::kHeads / kConsumerWarps, kLanes = kWarpSize / kHeads;
-  static constexpr int kRounds = R::kDims / (4 * kLanes), kFp8Rounds = R::kFp8Dims / (4 * kLanes);
-  uint2 dims[kRounds];
+  static constexpr int kRounds = R::kDims / (8 * kLanes), kFp8Rounds = R::kFp8Dims / (8 * kLanes);
+  uint4 dims[kRounds];
 
   __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;
-    const uint16_t* row = p.q + query * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 4;
+    const uint16_t* row = p.q + query * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 8;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = head < p.num_q_heads ? __ldg(reinterpret_cast<const uint2*>(row + i * 4 * kLanes)) : uint2{};
+      dims[i] = head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row + i * 8 * kLanes)) : uint4{};
   }
 
   // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
-  // to kQScale.
+  // to q_scale.
   __device__ void store(uint8_t* smem, int warp, int lane) const {
     uint32_t largest = 0;  // bits of |q|
+    const auto note = [&](uint32_t pair) { largest = __vmaxu2(largest, pair & 0x7fff7fffu); };
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i)
-      largest = __vmaxu2(largest, __vmaxu2(dims[i].x & 0x7fff7fffu, dims[i].y & 0x7fff7fffu));
+    for (int i = 0; i < kRounds; ++i) note(dims[i].x), note(dims[i].y), note(dims[i].z), note(dims[i].w);
     largest = max(largest & 0xffff, largest >> 16);
 #pragma unroll
     for (int offset = 1; offset < kLanes; offset *= 2)
@@ -47,15 +47,16 @@ struct WgmmaQuery {
     uint8_t* const at = smem + MLA_SMEM(C, q) + head * 16;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int quad = i * kLanes + turn, step = quad / 4, t = quad % 4;
-      const float2 x = {low(dims[i].x) * factor, high(dims[i].x) * factor};
-      const float2 y = {low(dims[i].y) * factor, high(dims[i].y) * factor};
+      const int octuple = i * kLanes + turn, second = octuple % 2;  // of a k-step's two
+      uint8_t* const step = at + octuple / 2 * C::kQStepBytes;
+      const auto f16 = [&](uint32_t pair) { return pack_f16(low(pair) * factor, high(pair) * factor); };
+      const auto bf16 = [&](uint32_t pair) { return pack_bf16(low(pair) * factor, high(pair) * factor); };
+      const uint4& x = dims[i];
       if (i < kFp8Rounds) {  // K's fragments hold dims 4t .. 4t + 3 as k = 2t, 2t + 1, 2t + 8, 2t + 9
-        *reinterpret_cast<uint32_t*>(at + step * 2 * kHalf + t * 4) = pack_f16(x.x, x.y);
-        *reinterpret_cast<uint32_t*>(at + (step * 2 + 1) * kHalf + t * 4) = pack_f16(y.x, y.y);
+        *reinterpret_cast<uint2*>(step + second * 8) = {f16(x.x), f16(x.z)};
+        *reinterpret_cast<uint2*>(step + kHalf + second * 8) = {f16(x.y), f16(x.w)};
       } else {
-        *reinterpret_cast<uint2*>(at + (step * 2 + t / 2) * kHalf + t % 2 * 8) = {pack_bf16(x.x, x.y),
-                                                                                  pack_bf16(y.x, y.y)};
+        *reinterpret_cast<uint4*>(step + second * kHalf) = {bf16(x.x), bf16(x.y), bf16(x.z), bf16(x.w)};
       }
     }
     fence_proxy_async();

@@ -33,6 +33,7 @@ struct ManyHeadsSplit {
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitWarps = 4, kProducers = 4, kQueries = 1;
+  static constexpr int kFirstSurveyWarp = kConsumerWarps;                      // the value warps load Q
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
@@ -49,12 +50,13 @@ struct ManyHeadsSplit {
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
+  static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
   static constexpr int kPBytes = kBlockStages * kStepBytes;
   static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
-    alignas(16) uint8_t q[R::kDims / 16][kStepBytes];
+    alignas(16) uint8_t q[R::kDims / 16][kQStepBytes];
     uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
     uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
     uint8_t scales[2][kScaleBytes];  // f16 [tile][key]
@@ -155,13 +157,14 @@ struct ManyHeadsWalk {
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
+  static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
   static constexpr int kPBytes = kBlockStages * kStepBytes;
   static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
   static constexpr int kSurveyWarps = kLogitWarps;
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
-    alignas(128) uint8_t q[R::kDims / 16][kStepBytes];
+    alignas(128) uint8_t q[R::kDims / 16][kQStepBytes];
     uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
     uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
     uint8_t scales[2][kScaleBytes];         // f16 [tile][key]

@@ -60,7 +60,8 @@ class ValueWarp {
   // `table`: value scales.
   template <bool kLastIsBf16, class Block>
   __device__ __forceinline__ void add_block(const Block& block, const Offsets& values) {
-    const uint8_t* const table = block.table + 4 * t_;
+    // A warp's 16 dims of a chunk have one scale.
+    const uint8_t* const table = block.table + 4 * t_ + (R::kTilesOfChunk == 2 ? warp_ / 2 : 0) * kScalePitch;
     // Units of 16 keys and two chunks. Bytes are fetched a unit ahead of their conversion; products of
     // the unit before are under way meanwhile.
     constexpr int kUnits = 2 * C::kBlockStages;
@@ -82,7 +83,7 @@ class ValueWarp {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;
-          const int tile = R::tile_of_chunk(first_chunk_ + pair * 2 + j);
+          const int tile = R::tile_of((first_chunk_ + pair * 2 + j) * kChunkDims);
           const uint8_t* at = table + tile * kScalePitch + step * kStageRows * 2;
           const uint32_t s0 = *reinterpret_cast<const uint32_t*>(at);
           const uint32_t s1 = *reinterpret_cast<const uint32_t*>(at + 16);
@@ -127,7 +128,8 @@ class SplitValues : ValueWarp<C> {
     else run_blocks<false>(num_blocks);
   }
 
-  // O * factor as bf16, through shared memory: whole rows leave by bulk copies.
+  // O * factor as bf16, through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies of
+  // whole heads took twice as long.)
   __device__ void store(const SparseAttentionParams& p, const SplitItem& w, int thread) const {
     const float2* stats = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats));
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
@@ -138,12 +140,17 @@ class SplitValues : ValueWarp<C> {
       if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
       else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
     });
-    fence_proxy_async();
     named_barrier(kBarrierStore, kConsumerThreads);
-    if (thread < C::kHeads && w.first_head + thread < p.num_q_heads) {
-      uint16_t* out = p.out + w.query * p.out_stride_token + (w.first_head + thread) * p.out_stride_head;
-      bulk_store(out, x_.smem + MLA_SMEM(C, ring) + thread * C::kStorePitch, kHeadDimV * 2);
-      bulk_store_wait();
+    constexpr int kUnits = kHeadDimV * 2 / 16,
+                  kRounds = C::kHeads * kUnits / kConsumerThreads;  // of 16 bytes
+    const int first = thread / kUnits, unit = thread % kUnits;
+    uint16_t* const out = p.out + w.query * p.out_stride_token + w.first_head * p.out_stride_head + unit * 8;
+#pragma unroll 8
+    for (int i = 0; i < kRounds; ++i) {
+      const int head = first + i * (kConsumerThreads / kUnits);
+      if (w.first_head + head < p.num_q_heads)
+        *reinterpret_cast<uint4*>(out + head * p.out_stride_head) =
+            *reinterpret_cast<const uint4*>(base + head * C::kStorePitch + unit * 16);
     }
   }
 
