@@ -5,6 +5,7 @@
 
 #include <sstream>
 
+#include "common/index_layout.h"
 #include "common/torch.h"
 
 namespace mla_fp8 {
@@ -26,6 +27,19 @@ std::string kv_layout_table() {
         << l.tile_dim << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' '
         << l.scale_bytes() << ' ' << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token()
         << ' ' << kHeadDimV;
+  }
+  return out.str();
+}
+
+// The same of index caches. Read by index_layout.py.
+std::string index_layout_table() {
+  std::ostringstream out;
+  out.precision(9);  // every float
+  out << "name value_bytes scale_bytes amax_floor index_dim";
+  for (int i = 0; i < kNumIndexLayouts; ++i) {
+    const IndexLayout l = index_layout(static_cast<IndexLayoutId>(i));
+    out << '\n'
+        << l.name << ' ' << l.value_bytes << ' ' << l.scale_bytes << ' ' << l.amax_floor << ' ' << kIndexDim;
   }
   return out.str();
 }
@@ -86,8 +100,23 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 #define RAGGED_OPTIONS "float logits_soft_cap=0.0, Tensor? attn_sink=None, int q_len=1, int num_splits=0"
 #define RAGGED_OUTPUTS "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None"
 
+#define PAGED_INDEX_ARGUMENTS                                                              \
+  "Tensor q, Tensor weights, Tensor index_cache, Tensor page_table, Tensor? seq_lens, *, " \
+  "int layout, int page_size, Tensor? q_scale=None, Tensor? row_lens=None, "               \
+  "Tensor? query_start_loc=None, int next_n=1, int compress_ratio=1"
+#define RAGGED_INDEX_ARGUMENTS                                                            \
+  "Tensor q, Tensor weights, Tensor k, Tensor k_scale, Tensor k_start, Tensor k_end, *, " \
+  "Tensor? q_scale=None"
+#define TOPK_ARGUMENTS ", SymInt topk, int pin_first=0, int pin_last=0, "
+#define TOPK_RESULTS "(Tensor positions, Tensor slots, Tensor lens)"
+#define TOPK_OUTPUTS                                                       \
+  "Tensor(a!) out_positions, Tensor(b!)? out_slots, Tensor(c!) out_lens, " \
+  "Tensor(d!)? workspace=None"
+
 STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
+  m.def("index_layout_table() -> str");
+  m.def("index_topk_workspace(int num_rows, int topk, int num_sms) -> int");
   m.def("cpu_isa() -> str");
 
   DEF(quantize_kv,
@@ -154,6 +183,21 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor q, Tensor kv_cache, Tensor kv_indptr, Tensor kv_indices, Tensor kv_last_page_len, *, "
                "int layout, int page_size, float sm_scale, Tensor? scale=None, " RAGGED_OPTIONS,
                "(Tensor out, Tensor lse)", RAGGED_OUTPUTS)
+  DEF(quantize_index_k,
+      "Tensor k, Tensor slot_mapping, Tensor(a!) index_cache, *, int layout, int page_size, "
+      "str scale_format=\"ue8m0\", float? amax_floor=None, bool hadamard=False, bool reciprocal=False",
+      "()")
+  DEF_WITH_OUT(topk_to_slots,
+               "Tensor positions, Tensor page_table, *, int page_size, Tensor? row_to_request=None, "
+               "int next_n=1, int group_size=1, Tensor? token_lens=None, Tensor? lens=None",
+               "(Tensor slots, Tensor lens)", "Tensor(a!) out_slots, Tensor(b!) out_lens")
+  DEF_WITH_OUT(index_logits, PAGED_INDEX_ARGUMENTS ", SymInt width", "Tensor", "Tensor(a!) out")
+  DEF_WITH_OUT(index_logits_ragged, RAGGED_INDEX_ARGUMENTS, "Tensor", "Tensor(a!) out")
+  DEF_WITH_OUT(index_topk,
+               PAGED_INDEX_ARGUMENTS TOPK_ARGUMENTS "Tensor? slot_page_table=None, int? slot_page_size=None",
+               TOPK_RESULTS, TOPK_OUTPUTS)
+  DEF_WITH_OUT(index_topk_ragged, RAGGED_INDEX_ARGUMENTS TOPK_ARGUMENTS "Tensor? k_slots=None", TOPK_RESULTS,
+               TOPK_OUTPUTS)
   DEF(_warmup, "Tensor device_of", "()")
   DEF_WITH_OUT(merge_attention_states, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
@@ -165,7 +209,8 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
 
 #else
 
-STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){IMPL(kv_layout_table) IMPL(cpu_isa)}
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){
+    IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(index_topk_workspace) IMPL(cpu_isa)}
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
   MLA_FP8_CPU_OPS(IMPL)

@@ -28,15 +28,24 @@
   X(paged_attention_ragged_latent_out)                      \
   X(_warmup)
 
+#define MLA_FP8_INDEX_OPS(X)                                \
+  X(quantize_index_k)                                       \
+  X(topk_to_slots) X(topk_to_slots_out)                     \
+  X(index_logits) X(index_logits_out)                       \
+  X(index_logits_ragged) X(index_logits_ragged_out)         \
+  X(index_topk) X(index_topk_out)                           \
+  X(index_topk_ragged) X(index_topk_ragged_out)
+
 #define MLA_FP8_SPARSE_OPS(X)                               \
   X(sparse_prefill) X(sparse_prefill_out)                   \
   X(sparse_prefill_paged) X(sparse_prefill_paged_out)       \
   X(sparse_prefill_window) X(sparse_prefill_window_out)     \
   X(sparse_decode) X(sparse_decode_out)
 
-#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)
+#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) MLA_FP8_INDEX_OPS(X)
 #define MLA_FP8_CUDA_OPS(X)                                 \
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
+  MLA_FP8_INDEX_OPS(X)                                      \
   X(_sparse_attention) X(_sparse_attention_window)
 #define MLA_FP8_HIP_OPS(X) MLA_FP8_COMMON_OPS(X)
 // clang-format on
@@ -44,6 +53,7 @@
 namespace mla_fp8 {
 
 std::string kv_layout_table();
+std::string index_layout_table();
 std::string cpu_isa();
 void _warmup(const Tensor& device_of);
 
@@ -163,5 +173,42 @@ TwoTensors merge_attention_states(const Tensor& out_a, const Tensor& lse_a, cons
                                   const Tensor& lse_b);
 void merge_attention_states_out(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                 const Tensor& lse_b, Tensor out, Tensor lse);
+
+void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
+                      int64_t page_size, std::string scale_format, std::optional<double> amax_floor,
+                      bool hadamard, bool reciprocal);
+
+#define MLA_TOPK_TO_SLOTS_ARGUMENTS                                             \
+  const Tensor &positions, const Tensor &page_table, int64_t page_size,         \
+      const OptionalTensor &row_to_request, int64_t next_n, int64_t group_size, \
+      const OptionalTensor &token_lens, const OptionalTensor &lens
+TwoTensors topk_to_slots(MLA_TOPK_TO_SLOTS_ARGUMENTS);
+void topk_to_slots_out(MLA_TOPK_TO_SLOTS_ARGUMENTS, Tensor out_slots, Tensor out_lens);
+
+#define MLA_PAGED_INDEX_ARGUMENTS                                                                       \
+  const Tensor &q, const Tensor &weights, const Tensor &index_cache, const Tensor &page_table,          \
+      const OptionalTensor &seq_lens, int64_t layout, int64_t page_size, const OptionalTensor &q_scale, \
+      const OptionalTensor &row_lens, const OptionalTensor &query_start_loc, int64_t next_n,            \
+      int64_t compress_ratio
+#define MLA_RAGGED_INDEX_ARGUMENTS                                                                       \
+  const Tensor &q, const Tensor &weights, const Tensor &k, const Tensor &k_scale, const Tensor &k_start, \
+      const Tensor &k_end, const OptionalTensor &q_scale
+Tensor index_logits(MLA_PAGED_INDEX_ARGUMENTS, int64_t width);
+void index_logits_out(MLA_PAGED_INDEX_ARGUMENTS, int64_t width, Tensor out);
+Tensor index_logits_ragged(MLA_RAGGED_INDEX_ARGUMENTS);
+void index_logits_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, Tensor out);
+
+#define MLA_PAGED_TOPK_ARGUMENTS                                                            \
+  int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &slot_page_table, \
+      std::optional<int64_t> slot_page_size
+#define MLA_RAGGED_TOPK_ARGUMENTS \
+  int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &k_slots
+#define MLA_TOPK_OUTPUTS \
+  Tensor out_positions, const OptionalTensor &out_slots, Tensor out_lens, const OptionalTensor &workspace
+ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS);
+void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
+ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS);
+void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
+int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms);
 
 }  // namespace mla_fp8

@@ -33,7 +33,11 @@ std::span<const IsaKernels> isa_table() {
    isa::inverse_rope_quantize,  \
    isa::sparse_attention,       \
    isa::paged_attention_ragged, \
-   isa::merge_ragged_splits},
+   isa::merge_ragged_splits,    \
+   isa::quantize_index_k,       \
+   isa::stage_index_query,      \
+   isa::stage_index_keys,       \
+   isa::index_tile},
   static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
 #undef MLA_FP8_ROW
   return table;
@@ -52,6 +56,12 @@ const IsaKernels& best_isa() {
 void quantize_kv(const QuantizeKvParams& p) {
   constexpr int64_t kGrain = 16;  // tokens a thread takes at least
   const auto kernel = best_isa().quantize_kv;
+  parallel_for(p.num_tokens, kGrain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void quantize_index_k(const QuantizeIndexKParams& p) {
+  constexpr int64_t kGrain = 64;
+  const auto kernel = best_isa().quantize_index_k;
   parallel_for(p.num_tokens, kGrain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 

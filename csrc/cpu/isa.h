@@ -6,9 +6,11 @@
 #include <span>
 
 #include "ops/dequantize_kv.h"
+#include "ops/index_logits.h"
 #include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
 #include "ops/paged_attention_ragged.h"
+#include "ops/quantize_index_k.h"
 #include "ops/quantize_kv.h"
 #include "ops/sparse_attention.h"
 
@@ -56,6 +58,19 @@ struct AttentionScratch {
 // Query heads that paged_attention_ragged works on at a time: what bounds its buffers.
 inline constexpr int kRaggedHeadTile = 16;
 
+// A row's query, and a tile of keys, as index_tile of this instruction set wants them.
+inline constexpr int kIndexTile = 64;  // keys
+struct StagedIndexQuery {
+  alignas(64) uint8_t elements[kIndexDim * kMaxIndexHeads * 4];
+  float weights[kMaxIndexHeads];
+  int num_vectors;  // of sixteen heads
+};
+struct StagedIndexKeys {
+  alignas(64) uint8_t elements[kIndexDim * kIndexTile * 4];
+  float scales[kIndexTile];
+  bool present[kIndexTile];
+};
+
 #define MLA_FP8_DECLARE_ISA(isa)                                                                           \
   namespace isa {                                                                                          \
   void quantize_kv(const QuantizeKvParams& params, int64_t begin, int64_t end);                            \
@@ -70,6 +85,11 @@ inline constexpr int kRaggedHeadTile = 16;
                         AttentionScratch scratch);                                                         \
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
   void merge_ragged_splits(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);          \
+  void quantize_index_k(const QuantizeIndexKParams& params, int64_t begin, int64_t end);                   \
+  void stage_index_query(const IndexQueries& queries, int64_t row, StagedIndexQuery& to);                  \
+  void stage_index_keys(const IndexKeys& keys, int64_t request, int64_t first, int count,                  \
+                        StagedIndexKeys& to);                                                              \
+  void index_tile(const StagedIndexQuery& query, const StagedIndexKeys& keys, float* logits);              \
   }
 MLA_FP8_CPU_ISAS(MLA_FP8_DECLARE_ISA)
 #undef MLA_FP8_DECLARE_ISA
@@ -87,6 +107,10 @@ struct IsaKernels {
   decltype(&plain::sparse_attention) sparse_attention;
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
   decltype(&plain::merge_ragged_splits) merge_ragged_splits;
+  decltype(&plain::quantize_index_k) quantize_index_k;
+  decltype(&plain::stage_index_query) stage_index_query;
+  decltype(&plain::stage_index_keys) stage_index_keys;
+  decltype(&plain::index_tile) index_tile;
 };
 std::span<const IsaKernels> isa_table();
 const IsaKernels& best_isa();

@@ -83,6 +83,11 @@ inline int32_t atomicAdd(int32_t* p, int32_t x) {
   *p += x;
   return *p - x;
 }
+inline uint32_t atomicOr(uint32_t* p, uint32_t x) {
+  const uint32_t before = *p;
+  *p |= x;
+  return before;
+}
 struct float2 {
   float x, y;
 };

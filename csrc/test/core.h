@@ -17,5 +17,6 @@ void bind_codecs(py::module_& m);
 void bind_layouts(py::module_& m);
 void bind_isas(py::module_& m);
 void bind_plans(py::module_& m);
+void bind_index(py::module_& m);  // after bind_isas
 
 }  // namespace mla_fp8::test

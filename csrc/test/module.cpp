@@ -6,4 +6,5 @@ PYBIND11_MODULE(_mla_fp8_core, m) {
   bind_layouts(m);
   bind_isas(m);
   bind_plans(m);
+  bind_index(m);
 }

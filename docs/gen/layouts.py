@@ -1,6 +1,6 @@
-"""docs/reference/layouts.md: the byte maps of all cache layouts, from the table in the library."""
+"""docs/reference/layouts.md: the byte maps of all cache layouts, from the tables in the library."""
 
-from mla_fp8 import KV_LAYOUTS, KVLayout
+from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS, IndexLayout, KVLayout
 
 INTRODUCTION = """\
 <!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
@@ -69,10 +69,31 @@ def byte_map(layout: KVLayout) -> str:
     return "\n".join([f"## {layout.name}", "", *table, *([""] if notes else []), *notes])
 
 
+INDEX = """\
+# Index keys
+
+Caches of index keys (`mla_fp8.INDEX_LAYOUTS`, `csrc/common/index_layout.h`): in a page of P entries all
+values, then all scales; no padding. Element 2i of e2m1 is the low nibble of byte i, scale i of ue8m0 is that
+of elements 32 i .. 32 i + 31.
+
+| layout | bytes per entry | offset of the values of row r | content | offset of its scales | content |
+|---|---|---|---|---|---|
+"""
+INDEX_VALUES = {"index_fp8": ("128 x e4m3fn", "1 x f32"), "index_fp4": ("128 x e2m1", "4 x ue8m0")}
+
+
+def index_row(layout: IndexLayout) -> str:
+    values, scales = INDEX_VALUES[layout.name]
+    at = f"{layout.value_bytes} P + {layout.scale_bytes} r"
+    number = layout.bytes_per_entry
+    return f"| `{layout.name}` | {number} | {layout.value_bytes} r | {values} | {at} | {scales} |"
+
+
 def document() -> str:
     layouts = list(KV_LAYOUTS.values())
     maps = "\n\n".join(byte_map(layout) for layout in layouts)
-    return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n"
+    index = INDEX + "\n".join(map(index_row, INDEX_LAYOUTS.values()))
+    return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n\n" + index + "\n"
 
 
 def files() -> dict[str, str]:

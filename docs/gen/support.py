@@ -24,11 +24,19 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "attend to all keys of a list of pages", "the same",
         ("paged_attention_ragged", "paged_attention_ragged_latent"),
     ),
+    (
+        "index keys into a cache; the indexer's logits and their exact top-k; positions to slots", "portable",
+        ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
+         "topk_to_slots"),
+    ),
     ("join two results; pad heads", "the same", ("merge_attention_states", "pad_q_heads")),
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN = {"k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize"}
+NOT_RUN = {
+    "k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize", "quantize_index_k",
+    "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged", "topk_to_slots",
+}  # fmt: skip
 
 
 def registered(macro: str) -> set[str]:

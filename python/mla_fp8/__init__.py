@@ -4,26 +4,33 @@ from . import _libraries, _version
 
 _libraries.load_all()
 
+from .index_layout import INDEX_LAYOUTS, IndexLayout
 from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
+from .ops.index_logits import index_logits, index_logits_ragged
+from .ops.index_topk import index_topk, index_topk_ragged, index_topk_workspace
 from .ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from .ops.merge_attention_states import merge_attention_states
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
+from .ops.quantize_index_k import quantize_index_k
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
+from .ops.topk_to_slots import topk_to_slots
 from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
 from .tools.doctor import doctor
 from .warmup import warmup
 
 __version__ = _version.find()
 __all__ = [
+    "INDEX_LAYOUTS",
     "KV_LAYOUTS",
+    "IndexLayout",
     "KVLayout",
     "LayerCaches",
     "PagedCache",
@@ -36,6 +43,11 @@ __all__ = [
     "dequantize_kv_paged",
     "doctor",
     "hisparse_backend",
+    "index_logits",
+    "index_logits_ragged",
+    "index_topk",
+    "index_topk_ragged",
+    "index_topk_workspace",
     "inverse_rope",
     "inverse_rope_quantize",
     "k_norm_rope_insert",
@@ -44,12 +56,14 @@ __all__ = [
     "paged_attention_ragged",
     "paged_attention_ragged_latent",
     "qk_norm_rope_insert",
+    "quantize_index_k",
     "quantize_kv",
     "resolve_kv_cache_dtype",
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",
     "sparse_prefill_window",
+    "topk_to_slots",
     "warmup",
     "workspace_rows",
 ]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_cases
+import fuzz_index_cases
 import fuzz_layer_cases
 import fuzz_other_cases
 import torch
@@ -38,9 +39,18 @@ OTHERS = (
     "merge_attention_states",
 )
 LAYER = ("k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize")
+INDEX = (
+    "quantize_index_k",
+    "index_logits",
+    "index_logits_ragged",
+    "index_topk",
+    "index_topk_ragged",
+    "topk_to_slots",
+)
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
+OPS |= {name: getattr(fuzz_index_cases, name) for name in INDEX}
 REFUSALS = (RuntimeError, ValueError, TypeError, OverflowError)
 
 

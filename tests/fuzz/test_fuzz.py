@@ -22,17 +22,13 @@ def test_one_wrong_element_is_found(op, monkeypatch):
 
     def off(**arguments):
         results = original(**arguments)
-        spoilt = (
-            arguments["kv_cache"]
-            if results is None
-            else results[0]
-            if isinstance(results, tuple)
-            else results
-        )
+        written = arguments.get("kv_cache", arguments.get("index_cache"))
+        spoilt = written if results is None else results[0] if isinstance(results, tuple) else results
         spoilt = spoilt.view(torch.uint8) if spoilt.element_size() == 1 else spoilt
         if spoilt.numel():
             last = (*(n - 1 for n in spoilt.shape),)
-            spoilt[last] = spoilt[last] + 1000 if spoilt.is_floating_point() else spoilt[last] ^ 1
+            is_float = spoilt.is_floating_point()
+            spoilt[last] = spoilt[last].clamp_min(-1e3) + 2000 if is_float else spoilt[last] ^ 1
         return results
 
     monkeypatch.setattr(mla_fp8, op, off)

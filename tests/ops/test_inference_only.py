@@ -21,6 +21,11 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "paged_attention_ragged": "q",
     "paged_attention_ragged_latent": "q",
     "merge_attention_states": "out_a",
+    "quantize_index_k": "k",
+    "index_logits": "q",
+    "index_logits_ragged": "q",
+    "index_topk": "q",
+    "index_topk_ragged": "q",
 }
 every_op = pytest.mark.parametrize("name", DIFFERENTIABLE)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import mla_fp8
-from mla_fp8 import KV_LAYOUTS
+from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # of the public wrapper: tensors, then keywords
 LAYOUT, PAGE_SIZE, NUM_PAGES = "dsv4", 4, 3
@@ -148,12 +148,59 @@ def merge_attention_states(device: str, size: Size = SIZE) -> Call:
     return (*state(), *state()), {}
 
 
+def quantize_index_k(device: str, size: Size = SIZE) -> Call:
+    k, slots = bf16(size.num_tokens, 128, device=device), torch.arange(size.num_tokens, device=device) - 1
+    cache = INDEX_LAYOUTS["index_fp8"].empty(NUM_PAGES, PAGE_SIZE, device).zero_()
+    return (k, slots, cache), {"layout": "index_fp8", "page_size": PAGE_SIZE}
+
+
+def index_queries(device: str, size: Size) -> tuple[Tensor, Tensor]:
+    q = torch.randn(size.num_tokens, size.heads, 128, device=device).to(torch.float8_e4m3fn)
+    return q, torch.randn(size.num_tokens, size.heads, device=device)
+
+
+def index_logits(device: str, size: Size = SIZE) -> Call:
+    options = {"layout": "index_fp8", "page_size": PAGE_SIZE}
+    cache = INDEX_LAYOUTS["index_fp8"].empty(NUM_PAGES, PAGE_SIZE, device).zero_()
+    slots = torch.arange(NUM_PAGES * PAGE_SIZE, device=device)
+    mla_fp8.quantize_index_k(bf16(len(slots), 128, device=device), slots, cache, **options)
+    n = size.num_tokens
+    table = ints([[2, 0, 1], [1, 2, -1]], device).repeat(n, 1)[:n]
+    seq_lens = torch.arange(n, device=device).int() * 3
+    return (*index_queries(device, size), cache, table, seq_lens), options | {"width": size.topk}
+
+
+def index_topk(device: str, size: Size = SIZE) -> Call:
+    tensors, options = index_logits(device, size)
+    return tensors, {key: x for key, x in options.items() if key != "width"} | {"topk": size.topk // 2}
+
+
+def index_logits_ragged(device: str, size: Size = SIZE) -> Call:
+    k = torch.randn(4 * size.topk, 128, device=device).to(torch.float8_e4m3fn)
+    start = torch.arange(size.num_tokens, device=device).int()
+    keys = (k, torch.rand(len(k), device=device), start, start * 9)
+    return (*index_queries(device, size), *keys), {}
+
+
+def index_topk_ragged(device: str, size: Size = SIZE) -> Call:
+    tensors, options = index_logits_ragged(device, size)
+    return tensors, options | {"topk": size.topk}
+
+
+def topk_to_slots(device: str, size: Size = SIZE) -> Call:
+    positions = torch.arange(-1, size.topk - 1, dtype=torch.int32, device=device).repeat(size.num_tokens, 1)
+    table = ints([[2, 0], [1, -1]], device)
+    return (positions, table), {"page_size": PAGE_SIZE, "next_n": size.num_tokens, "group_size": 2}
+
+
 # Devices that an op has no kernel for yet: its tests there are skipped.
 NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
-        ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "sparse_decode"), ("cuda",)
-    )
+        ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "sparse_decode",
+         "quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
+         "topk_to_slots"), ("cuda",)
+    )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
     "quantize_kv": quantize_kv,
@@ -174,7 +221,17 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "paged_attention_ragged": paged_attention_ragged,
     "paged_attention_ragged_latent": paged_attention_ragged_latent,
     "merge_attention_states": merge_attention_states,
+    "quantize_index_k": quantize_index_k,
+    "index_logits": index_logits,
+    "index_logits_ragged": index_logits_ragged,
+    "index_topk": index_topk,
+    "index_topk_ragged": index_topk_ragged,
+    "topk_to_slots": topk_to_slots,
 }
+
+
+def layout_id(name: str) -> int:
+    return (KV_LAYOUTS | INDEX_LAYOUTS)[name].id
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

@@ -1,0 +1,171 @@
+"""index_topk against what engines run: DeepGEMM's logits, if installed, with torch's or FlashInfer's top-k.
+
+Bytes and FLOP are those of live work: a request's entries once, two per element of each visible (row, entry).
+Pages differ from call to call, so that no key is in the L2 cache.
+"""
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+import mla_fp8
+from harness import Work, gpu_rotation, run
+from mla_fp8 import INDEX_LAYOUTS
+
+PAGE = 64
+LAYOUT = INDEX_LAYOUTS["index_fp8"]
+
+
+class Case(NamedTuple):
+    kind: str  # decode: next_n rows a request; prefill: the last rows of one request
+    batch: int  # requests, or rows
+    context: int
+    next_n: int = 1
+    heads: int = 64
+    topk: int = 2048
+    scores: str = "random"
+
+    @property
+    def label(self) -> str:
+        name = f"{self.kind} {self.batch} x {self.context // 1024}K"
+        extra = [f"n={self.next_n}"] * (self.next_n > 1) + [self.scores] * (self.scores != "random")
+        return " ".join([name, f"H={self.heads} k={self.topk}", *extra])
+
+
+CPU_CASES = [
+    Case("decode", 8, 32768),
+    Case("decode", 1, 32768, 8),
+    Case("decode", 1, 131072),
+    Case("decode", 8, 32768, heads=32, topk=512),
+    Case("prefill", 256, 8192),
+    Case("decode", 8, 32768, scores="ascending"),
+    Case("decode", 8, 32768, scores="all equal"),
+]
+GPU_CASES = [
+    *(Case("decode", b, c, n) for c in (8192, 32768, 131072) for b in (1, 8, 32, 128) for n in (1, 2, 6)),
+    *(Case("decode", 32, 131072, n, heads, k) for n in (1, 6) for heads, k in ((32, 2048), (64, 512))),
+    *(Case("decode", 32, 131072, scores=s) for s in ("ascending", "all equal")),
+    *(Case("prefill", rows, c) for c in (32768, 131072) for rows in (256, 2048, 8192)),
+    Case("prefill", 2048, 32768, heads=32),
+]
+
+
+def fill(case: Case, pool: torch.Tensor, tables: torch.Tensor) -> None:
+    """Keys of every page; for ordered scores all keys are one vector, and scales alone differ."""
+    values, scales = LAYOUT.views(pool, PAGE)
+    for part in values.view(torch.uint8).split(1 << 14):
+        part.random_(0, 112)  # finite, of one sign
+        part.bitwise_or_(torch.randint_like(part, 2) << 7)
+    scales.uniform_(0.5, 1.5)
+    if case.scores != "random":
+        values.view(torch.uint8)[:] = values.view(torch.uint8)[0, 0]
+        scales.fill_(1.0)
+    if case.scores == "ascending":
+        steps = torch.arange(1, tables.shape[2] * PAGE + 1, device=pool.device).float()
+        for table in tables.flatten(0, 1):
+            scales[table.long()] = steps.view(-1, PAGE, 1) * 1e-6
+
+
+def peers(case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, tables: torch.Tensor) -> dict:
+    """Logits of DeepGEMM, then top-k of their rows; rows of one or two drafts, more are flattened."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("deep_gemm") is None:
+        return {}
+    import deep_gemm  # noqa: PLC0415
+
+    atom = 2 if case.kind == "decode" and case.next_n % 2 == 0 else 1
+    q, weights, lens = inputs["q"], inputs["weights"], inputs["row_lens"]
+    rows = len(q) // atom
+    lens = lens.view(rows, atom)
+    repeat = rows // tables.shape[1]
+    flat = [table.repeat_interleave(repeat, 0) for table in tables]
+    cache = pool.view(-1, PAGE, 1, LAYOUT.bytes_per_entry)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    plan = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, sms)
+    shape = (rows, atom, case.heads, 128)
+
+    def logits(i: int) -> torch.Tensor:
+        return deep_gemm.fp8_paged_mqa_logits(
+            q.view(shape), cache, weights, lens, flat[i], plan, case.context, clean_logits=False
+        )
+
+    found = {"deep_gemm logits": [lambda i=i: logits(i) for i in range(len(flat))]}
+    found["deep_gemm + torch.topk"] = [
+        lambda i=i: torch.topk(logits(i), case.topk, dim=-1, sorted=False) for i in range(len(flat))
+    ]
+    if importlib.util.find_spec("flashinfer") is not None:
+        import flashinfer  # noqa: PLC0415
+
+        if hasattr(flashinfer, "top_k"):
+            found["deep_gemm + flashinfer"] = [
+                lambda i=i: flashinfer.top_k(logits(i), case.topk) for i in range(len(flat))
+            ]
+    return found
+
+
+def torch_on_cpu(
+    case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, table: torch.Tensor
+) -> dict:
+    """A product in bf16 over keys that are widened already, relu, weights, top-k: logits in memory."""
+    values, scales = (x[table.long()].flatten(1, 2) for x in LAYOUT.views(pool, PAGE))
+    k, q = values.to(torch.bfloat16), inputs["q"].to(torch.bfloat16)
+    weights, rows = inputs["weights"], len(q) // len(table)
+
+    def call() -> None:
+        for r in range(len(table)):
+            own = slice(r * rows, (r + 1) * rows)
+            products = (q[own].flatten(0, 1) @ k[r].T).view(rows, case.heads, -1).relu_().float()
+            torch.topk(torch.einsum("rhn,rh->rn", products, weights[own]) * scales[r, :, 0], case.topk)
+
+    return {"torch": call} if case.kind == "decode" else {}
+
+
+def work(case: Case, device: str) -> Work:
+    requests = case.batch if case.kind == "decode" else 1
+    rows = case.batch * case.next_n
+    per_request = rows // requests
+    entries = case.context * requests
+    num_bytes = entries * LAYOUT.bytes_per_entry
+    rounds = gpu_rotation(num_bytes)
+    pages = case.context // PAGE
+    order = torch.randperm(rounds * requests * pages, device=device).int()
+    tables = order.view(rounds, requests, pages)
+    pool = LAYOUT.empty(rounds * requests * pages, PAGE, device)
+    fill(case, pool, tables)
+    seen = case.context - per_request + 1 + torch.arange(per_request, device=device)
+    q = torch.randn(rows, case.heads, 128, device=device).to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, case.heads, device=device)
+    inputs = {"q": q, "weights": weights.abs() if case.scores != "random" else weights}
+    inputs["row_lens"] = seen.int().repeat(requests)
+    seq_lens = torch.full((requests,), case.context, dtype=torch.int32, device=device)
+    shape = (rows, case.topk)
+    positions, slots = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+    lens = torch.empty(rows, dtype=torch.int32, device=device)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
+    size = mla_fp8.index_topk_workspace(rows, topk=case.topk, num_sms=sms)
+    out = {"out_positions": positions, "out_slots": slots, "out_lens": lens}
+    out["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
+    keywords = {"layout": LAYOUT, "page_size": PAGE, "next_n": per_request}
+
+    def call(i: int) -> None:
+        tensors = (inputs["q"], inputs["weights"], pool, tables[i], seq_lens)
+        mla_fp8.index_topk(*tensors, **keywords, topk=case.topk, **out)
+
+    def logits(i: int) -> None:
+        tensors = (inputs["q"], inputs["weights"], pool, tables[i], seq_lens)
+        mla_fp8.index_logits(*tensors, **keywords, width=case.context)
+
+    baselines = peers(case, inputs, pool, tables)
+    if device == "cpu":
+        baselines = torch_on_cpu(case, inputs, pool, tables[0])
+    if rows * case.context <= 1 << 28:
+        baselines["index_logits alone"] = [lambda i=i: logits(i) for i in range(rounds)]
+    flops = 2 * 128 * case.heads * int(seen.sum()) * requests
+    functions = [lambda i=i: call(i) for i in range(rounds)]
+    return Work(case.label, functions, num_bytes + 2 * 4 * rows * case.topk, flops, baselines)
+
+
+if __name__ == "__main__":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = GPU_CASES if device == "cuda" else CPU_CASES
+    run("index_topk", cases, lambda case: work(case, device))

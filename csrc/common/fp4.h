@@ -1,0 +1,56 @@
+#pragma once
+// e2m1 with a ue8m0 per 32 elements, and its expansion to e4m3fn with one float per 128: after it FP4 index
+// keys and queries are FP8 ones. Host and device, bit for bit the same.
+#include "common/fp8.h"
+#include "common/index_layout.h"
+
+namespace mla_fp8 {
+
+// Nearest even, saturating at 6; the sign of a zero is kept. Every NaN becomes 6.
+MLA_HD uint8_t float_to_e2m1(float x) {
+  const uint32_t u = float_bits(x);
+  if ((u & ~kSignMask) > kInfBits) return 7;
+  const float a = bits_float(u & ~kSignMask);
+  const int code =
+      (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return static_cast<uint8_t>((u >> 28 & 8u) | static_cast<uint32_t>(code));
+}
+
+MLA_HD float e2m1_to_float(uint32_t code) {
+  const uint32_t magnitude = code & 7u;
+  const float value = magnitude < 2 ? 0.5f * static_cast<float>(magnitude)
+                                    : bits_float(((magnitude >> 1) + 126u) << 23 | (magnitude & 1u) << 22);
+  return bits_float(float_bits(value) | (code & 8u) << 28);
+}
+
+// The exponents of the 32-element tiles of an entry, and what they become.
+struct E2m1Scales {
+  uint8_t exponent[kIndexDim / kE2m1Tile];
+
+  MLA_HD static E2m1Scales load(uint32_t packed) {
+    return {static_cast<uint8_t>(packed), static_cast<uint8_t>(packed >> 8),
+            static_cast<uint8_t>(packed >> 16), static_cast<uint8_t>(packed >> 24)};
+  }
+  MLA_HD int largest() const {
+    const int a = exponent[0] > exponent[1] ? exponent[0] : exponent[1];
+    const int b = exponent[2] > exponent[3] ? exponent[2] : exponent[3];
+    return a > b ? a : b;
+  }
+  // The biased exponent of the scale of all 128: the largest value is then at most 6 * 2^6 = 384.
+  MLA_HD int base() const { return largest() - 6 > 2 ? largest() - 6 : 2; }
+  MLA_HD float scale() const {
+    return largest() == 255 ? bits_float(kNanBits) : bits_float(static_cast<uint32_t>(base()) << 23);
+  }
+  // What the values of a tile are multiplied by before they become e4m3: 2^shift. Below -20 all become 0.
+  MLA_HD int shift(int tile) const {
+    const int d = exponent[tile] - base();
+    return d > -20 ? d : -20;
+  }
+};
+
+MLA_HD uint8_t e2m1_to_e4m3(uint32_t code, int shift) {
+  return float_to_e4m3<Format::kE4m3fn>(e2m1_to_float(code) *
+                                        bits_float(static_cast<uint32_t>(127 + shift) << 23));
+}
+
+}  // namespace mla_fp8

@@ -1,0 +1,185 @@
+#pragma once
+// The scan of index_topk, over an engine that computes the logits of tiles of keys. An engine has
+//
+//   kThreads, kTileKeys      of a CTA
+//   Memory                   its shared memory, with `select`, a SelectSmem
+//   kSelectTakesQueries      whether that overwrites the queries
+//   padded(num_heads)        lines of a row of queries in shared memory, kLines in all
+//   load_queries(), begin()  for a unit; begin() when the columns of the first tile are known
+//   logits(t, sink)          of tile t, in order, by all threads: sink(row, valid, key, logit, present), the
+//                            lanes of a warp together; a lane with `valid` has the logit of a key of its own
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/indexer/rows.cuh"
+#include "cuda/indexer/select.cuh"
+
+namespace mla_fp8::gpu {
+
+struct IndexTopkArgs {
+  IndexTopkParams p;
+  Divider page_size, slot_page_size;
+  int group_rows, list_rows, num_ctas;
+
+  __device__ __forceinline__ IndexCtaState* state(int cta) const {
+    return reinterpret_cast<IndexCtaState*>(p.workspace) + cta;
+  }
+  // The list of a row, and the best of a unit that an earlier CTA began.
+  __device__ __forceinline__ uint64_t* list(int cta, int row) const {
+    uint64_t* lists = reinterpret_cast<uint64_t*>(p.workspace + num_ctas * sizeof(IndexCtaState));
+    const int64_t entries = index_list_capacity(p.topk) + p.topk;
+    return lists + (int64_t{cta} * list_rows + row) * entries;
+  }
+  __device__ __forceinline__ uint64_t* earlier(int cta, int row) const {
+    return list(cta, row) + index_list_capacity(p.topk);
+  }
+  __device__ __forceinline__ int32_t slot(const IndexRow& row, int32_t column) const {
+    return p.slot(row, column, slot_page_size);
+  }
+};
+
+template <class Engine>
+struct ScanSmem {
+  typename Engine::Memory memory;
+  IndexUnit unit;
+  int64_t begin, end, unit_begin, unit_end;  // tiles: of the CTA's share, of the unit
+  uint32_t threshold[kIndexGroupRows];
+  int32_t count[kIndexGroupRows];
+};
+
+// The columns of a tile that the rows of the unit may choose join their lists.
+template <class Engine>
+__device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
+                                          int t, int32_t first, ScanSmem<Engine>& smem) {
+  const IndexTopkParams& p = args.p;
+  static_assert(Engine::kTileKeys <= kIndexListSlack);
+  engine.logits(t, [&](int r, bool valid, int key, float logit, bool present) {
+    const int32_t column = first + key;
+    const IndexRow& where = unit.rows[r];
+    valid = valid && present && column >= where.begin && column < where.end;
+    uint32_t rank = order_key(logit);
+    if (valid && p.is_pinned(where, column)) rank = kPinnedKey;
+    const bool joins = valid && rank >= smem.threshold[r];
+    const uint32_t lanes = __ballot_sync(kFullWarp, joins);
+    if (kWaveSize == kWarpSize && lanes == 0) return;  // halves of a wave stay together
+    const int lane = threadIdx.x % kWarpSize;
+    int32_t place = 0;
+    if (lane == 0) place = atomicAdd(&smem.count[r], __popc(lanes));
+    place = __shfl_sync(kFullWarp, place, 0) + __popc(lanes & ((1u << lane) - 1));
+    if (joins) args.list(blockIdx.x, r)[place] = order_of(rank, column);
+  });
+}
+
+// Shrinks the lists that the next tile might overfill, or, at the end, all of more than topk. True if it used
+// `select`.
+template <class Engine>
+__device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_rows, bool at_end,
+                                             ScanSmem<Engine>& smem) {
+  constexpr int kThreads = Engine::kThreads;
+  const int32_t topk = args.p.topk;
+  const int32_t most = at_end ? topk : index_list_capacity(topk) - kIndexListSlack;
+  bool shrunk = false;
+  for (int r = 0; r < num_rows; ++r) {
+    const int32_t count = smem.count[r];
+    if (count <= most) continue;
+    shrunk = true;
+    uint64_t* list = args.list(blockIdx.x, r);
+    const uint64_t least = kth_order<kThreads>(CandidateList{list, count}, topk, smem.memory.select);
+    keep_from<kThreads>(least, list, count, list, smem.memory.select);
+    if (threadIdx.x == 0) {
+      smem.count[r] = topk;
+      smem.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
+    }
+    __syncthreads();
+  }
+  return shrunk;
+}
+
+// What is left of a unit that this CTA sees in part goes into the workspace.
+template <class Engine>
+__device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
+  const int cta = blockIdx.x;
+  const bool is_earlier = smem.begin > smem.unit_begin;
+  shrink_lists(args, smem.unit.num_rows, true, smem);
+  if (is_earlier)
+    for (int r = 0; r < smem.unit.num_rows; ++r)
+      for (int i = threadIdx.x; i < smem.count[r]; i += Engine::kThreads)
+        args.earlier(cta, r)[i] = args.list(cta, r)[i];
+  if (threadIdx.x == 0) {
+    IndexCtaState* state = args.state(cta);
+    for (int r = 0; r < smem.unit.num_rows; ++r) state->counts[is_earlier][r] = smem.count[r];
+    if (is_earlier) {
+      state->unit = smem.unit.first_row;
+      state->first_tile = smem.unit_begin;
+      state->num_tiles = smem.unit_end - smem.unit_begin;
+    }
+  }
+}
+
+template <class Engine>
+__device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
+  constexpr int kThreads = Engine::kThreads, kTileKeys = Engine::kTileKeys;
+  const IndexTopkParams& p = args.p;
+  const IndexRows& rows = p.problem.rows;
+  const int cta = blockIdx.x;
+  const IndexShare share = find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas);
+  const int64_t begin = cta * share.per_cta, end = min(share.total, begin + share.per_cta);
+  if (threadIdx.x == 0) {
+    IndexCtaState* state = args.state(cta);
+    state->unit = -1;
+    state->per_cta = share.per_cta;
+    smem.begin = begin;
+    smem.end = end;
+    smem.unit.first_row = share.row;
+    smem.unit_begin = share.first_tile;
+  }
+  if (begin >= end) return;
+
+  Engine engine{p.problem, args.page_size, smem.memory};
+  while (true) {
+    __syncthreads();
+    if (threadIdx.x == 0) {  // what follows is in shared memory: the loop over tiles needs the registers
+      find_unit(rows, smem.unit.first_row, args.group_rows, smem.unit);
+      smem.unit_end = smem.unit_begin + num_tiles(smem.unit, kTileKeys);
+    }
+    if (threadIdx.x < kIndexGroupRows) {
+      smem.count[threadIdx.x] = 0;
+      smem.threshold[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    const IndexUnit& unit = smem.unit;
+    {
+      const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.unit_end);
+      const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
+      const int tiles = static_cast<int>(last - first);
+      engine.load_queries(unit);
+      engine.begin(unit, first_column, tiles);
+      for (int t = 0; t < tiles; ++t) {
+        scan_tile(args, unit, engine, t, first_column + t * kTileKeys, smem);
+        __syncthreads();
+        if (shrink_lists(args, unit.num_rows, false, smem) && Engine::kSelectTakesQueries)
+          engine.load_queries(unit);
+      }
+    }
+    if (smem.begin <= smem.unit_begin && smem.unit_end <= smem.end) {
+      for (int r = 0; r < unit.num_rows; ++r) {
+        const int32_t count = smem.count[r];
+        select_and_emit<kThreads>(
+            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count,
+            [&](const IndexRow& where, int32_t c) { return args.slot(where, c); }, smem.memory.select);
+      }
+    } else {
+      leave_for_merge(args, smem);
+    }
+    if (smem.unit_end >= smem.end) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {  // there is another unit: tiles are left
+      smem.unit_begin = smem.unit_end;
+      int64_t row = unit.first_row;
+      do ++row;
+      while (num_tiles(rows, row, args.group_rows, kTileKeys) == 0);
+      smem.unit.first_row = row;
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,253 @@
+#pragma once
+// Logits of a tile of keys on any GPU: tiles of 16 keys x 16 heads by the matrix instruction, in fp16, which
+// holds e4m3 exactly; sums in float. A tile's bytes and the queries' lie in shared memory as e4m3; e2m1 is
+// expanded on the way in.
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/indexer/rows.cuh"
+#include "cuda/indexer/select.cuh"
+#include "cuda/paged_attention_ragged/matrix_tile.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kIndexThreads = 256;
+inline constexpr int kIndexTileKeys = 128;
+inline constexpr int kIndexHeadRows = 128;          // heads of all rows of a unit, each row's padded to 16
+inline constexpr int kIndexPitch = kIndexDim + 16;  // bytes; the shift spreads rows over the banks
+
+struct IndexTileSmem {
+  alignas(16) uint8_t keys[kIndexTileKeys * kIndexPitch];
+  alignas(16) uint8_t queries[kIndexHeadRows * kIndexPitch];
+};
+struct IndexScalarSmem {
+  float weights[kIndexHeadRows];
+  float scales[kIndexTileKeys];
+  bool present[kIndexTileKeys];
+};
+
+// Lines of a row's queries.
+MLA_HD constexpr int padded_heads(int num_heads) { return (num_heads + 15) / 16 * 16; }
+inline int index_group_rows(int num_heads) {
+  const int rows = kIndexHeadRows / padded_heads(num_heads);
+  return rows < kIndexGroupRows ? rows : kIndexGroupRows;
+}
+
+// Thirty-two e2m1 (16 bytes) as e4m3, by a table of the eight magnitudes.
+__device__ __forceinline__ void expand_e2m1(const Words<4>& packed, int shift, uint8_t* to) {
+  uint64_t table = 0;
+#pragma unroll
+  for (uint32_t code = 0; code < 8; ++code) table |= uint64_t{e2m1_to_e4m3(code, shift)} << (8 * code);
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    const uint32_t codes = packed[w / 2] >> (w % 2 * 16);
+    uint32_t four = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t code = codes >> (4 * i) & 15u;
+      four |= ((static_cast<uint32_t>(table >> (8 * (code & 7u))) & 0xffu) | (code & 8u) << 4) << (8 * i);
+    }
+    reinterpret_cast<uint32_t*>(to)[w] = four;
+  }
+}
+
+// Sixteen bytes of which only every fourth's address is known to be aligned.
+__device__ __forceinline__ Words<4> load_words(const uint8_t* from, bool aligned) {
+  if (aligned) return load_if<4>(from, true);
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(from);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+__device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
+                                             IndexTileSmem& tile, IndexScalarSmem& scalars) {
+  const int padded = padded_heads(queries.num_heads);
+  for (int i = threadIdx.x; i < kIndexHeadRows * 8; i += kIndexThreads) {
+    const int line = i / 8, piece = i % 8;  // sixteen e4m3 of a head
+    const int row = line / padded, head = line % padded;
+    const bool exists = row < unit.num_rows && head < queries.num_heads;
+    uint8_t* to = tile.queries + line * kIndexPitch + 16 * piece;
+    const uint8_t* from = queries.q + (unit.first_row + (exists ? row : 0)) * queries.q_stride_row;
+    if (!queries.is_fp4) {
+      store(to, load_if<4>(from + (exists ? head : 0) * kIndexDim + 16 * piece, exists));
+    } else if (piece % 2 == 0) {
+      const Words<4> packed = load_if<4>(from + (exists ? head : 0) * (kIndexDim / 2) + 8 * piece, exists);
+      const uint8_t* s = static_cast<const uint8_t*>(queries.q_scale) +
+                         (unit.first_row + (exists ? row : 0)) * queries.q_scale_stride_row +
+                         4 * (exists ? head : 0);
+      expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece / 2), to);
+    }
+  }
+  for (int line = threadIdx.x; line < kIndexHeadRows; line += kIndexThreads) {
+    const int row = line / padded, head = line % padded;
+    const bool exists = row < unit.num_rows && head < queries.num_heads;
+    scalars.weights[line] = exists ? queries.weight(unit.first_row + row, head) : 0.0f;
+  }
+}
+
+// Columns first .. first + kIndexTileKeys - 1; those outside [begin, end) are not read.
+__device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& page_size, int64_t request,
+                                          int64_t first, int64_t begin, int64_t end, IndexTileSmem& tile,
+                                          IndexScalarSmem& scalars) {
+  const bool is_fp4 = keys.layout == IndexLayoutId::kIndexFp4;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(keys.values) | keys.values_stride_page | keys.values_stride_row) % 16 == 0;
+  for (int i = threadIdx.x; i < kIndexTileKeys * 8; i += kIndexThreads) {
+    const int key = i / 8, piece = i % 8;
+    const int64_t column = first + key;
+    const bool wanted = column >= begin && column < end;
+    const int64_t page_index = wanted ? page_size(column) : 0;
+    const int64_t page = wanted ? keys.page(request, page_index) : -1;
+    const int64_t row = column - page_index * page_size.divisor();
+    uint8_t* to = tile.keys + key * kIndexPitch + 16 * piece;
+    if (page < 0) {
+      store(to, Words<4>{});
+    } else if (!is_fp4) {
+      store(to, load_words(keys.value(page, row) + 16 * piece, aligned));
+    } else if (piece % 2 == 0) {
+      const uint8_t* s = keys.scale(page, row);
+      expand_e2m1(load_words(keys.value(page, row) + 8 * piece, aligned),
+                  E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece / 2), to);
+    }
+    if (piece == 0) {
+      float scale = 0.0f;
+      if (page >= 0) {
+        const uint8_t* s = keys.scale(page, row);
+        scale = is_fp4 ? E2m1Scales{s[0], s[1], s[2], s[3]}.scale() : *reinterpret_cast<const float*>(s);
+      }
+      scalars.scales[key] = scale;
+      scalars.present[key] = page >= 0;
+    }
+  }
+}
+
+// Products and sums that no compiler may fuse: a logit's bits are a promise.
+__device__ __forceinline__ float round_mul(float a, float b) {
+#if MLA_FP8_PTX
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+__device__ __forceinline__ float round_add(float a, float b) {
+#if MLA_FP8_PTX
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+// Sixteen keys of the tile, from `block` on, by the calling wave, for one row after another:
+// sink(row, valid, key, logit, present), all lanes together.
+template <class Sink>
+__device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const IndexScalarSmem& scalars,
+                                             int block, int num_rows, int padded, const Sink& sink) {
+  constexpr int kSteps = kIndexDim / kTile;
+  Operand a[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int r = 0; r < kOperandRows; ++r)
+      a[step].row[r] = load_k4<CacheDtype::kE4m3fn, Dtype::kF16>(
+          tile.keys + (block * kTile + operand_row(r)) * kIndexPitch + step * kTile + operand_k());
+  for (int row = 0; row < num_rows; ++row) {
+#if MLA_FP8_WAVE64
+    constexpr int kSums = kTileAccumulators;  // one column, four keys
+#else
+    constexpr int kSums = 4;  // columns 8 i + 2 t and the next one, of two keys
+#endif
+    float sums[kSums] = {};
+    for (int head = 0; head < padded; head += kTile) {
+      const int line = row * padded + head;
+      float acc[kTileAccumulators] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        Operand b;
+#pragma unroll
+        for (int r = 0; r < kOperandRows; ++r)
+          b.row[r] = load_k4<CacheDtype::kE4m3fn, Dtype::kF16>(
+              tile.queries + (line + operand_row(r)) * kIndexPitch + step * kTile + operand_k());
+        multiply_tiles<Dtype::kF16>(acc, a[step], b);
+      }
+#pragma unroll
+      for (int i = 0; i < kTileAccumulators; ++i) {
+        const float relu = round_mul(round_add(acc[i], fabsf(acc[i])), 0.5f);  // a NaN stays one
+        const float weight = scalars.weights[line + accumulator_column(i)];
+        float& sum = sums[kSums == kTileAccumulators ? i : i % 4];
+        sum = fmaf(relu, weight, sum);
+      }
+    }
+#if MLA_FP8_WAVE64
+    // The columns of four keys lie in sixteen lanes; lane i of them gets key i.
+    float mine = 0.0f;
+    int own_key = 0;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      float total = sums[i];
+#pragma unroll
+      for (int offset = 1; offset < 16; offset *= 2)
+        total = round_add(total, __shfl_xor_sync(kFullWarp, total, offset));
+      const int key = block * kTile + accumulator_row(i);
+      if (wave_lane() % 16 == i) {
+        mine = round_mul(total, scalars.scales[key]);
+        own_key = key;
+      }
+    }
+    sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key]);
+#else
+    // sums[0], [1]: columns 2t, 2t + 1 of key g; [2], [3]: of key g + 8. Lanes 0 and 1 of a quad get one
+    // each.
+    float totals[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = block * kTile + accumulator_row(2 * half);
+      float total = round_mul(round_add(sums[2 * half], sums[2 * half + 1]), scalars.scales[key]);
+      total = round_add(total, __shfl_xor_sync(kFullWarp, total, 1));
+      totals[half] = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
+    }
+    const int t = wave_lane() % 4;
+    const int key = block * kTile + wave_lane() / 4 + 8 * (t & 1);
+    sink(row, t < 2, key, round_add(totals[t & 1], 0.0f), scalars.present[key]);
+#endif
+  }
+}
+
+// The engine of scan.cuh for any GPU: a tile is loaded, then worked on.
+struct PortableIndexEngine {
+  static constexpr int kThreads = kIndexThreads, kTileKeys = kIndexTileKeys;
+  static constexpr bool kSelectTakesQueries = true;
+  struct Memory {
+    union {
+      IndexTileSmem tile;
+      SelectSmem select;
+    };
+    IndexScalarSmem scalars;
+  };
+
+  const IndexProblem& problem;
+  const Divider& page_size;
+  Memory& memory;
+  int64_t request, first_column, begin_column, end_column;
+  int num_rows;
+
+  __device__ __forceinline__ void load_queries(const IndexUnit& unit) {
+    gpu::load_queries(problem.queries, unit, memory.tile, memory.scalars);
+  }
+  __device__ __forceinline__ void begin(const IndexUnit& unit, int64_t column, int) {
+    request = unit.request;
+    first_column = column;
+    begin_column = unit.begin;
+    end_column = unit.end;
+    num_rows = unit.num_rows;
+  }
+  // The caller's barrier between two tiles keeps them apart.
+  template <class Sink>
+  __device__ __forceinline__ void logits(int t, const Sink& sink) {
+    load_keys(problem.keys, page_size, request, first_column + int64_t{t} * kTileKeys, begin_column,
+              end_column, memory.tile, memory.scalars);
+    __syncthreads();
+    for (int block = threadIdx.x / kWaveSize; block < kTileKeys / kTile; block += kThreads / kWaveSize)
+      block_logits(memory.tile, memory.scalars, block, num_rows, padded_heads(problem.queries.num_heads),
+                   sink);
+  }
+};
+
+}  // namespace mla_fp8::gpu

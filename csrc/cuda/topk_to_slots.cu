@@ -1,0 +1,68 @@
+// topk_to_slots on CUDA: a block per row. Traffic per row: reads topk, writes width int32, and what it looks
+// up in the page table.
+
+#include "ops/topk_to_slots.h"
+
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/warp.cuh"
+
+namespace mla_fp8::gpu {
+
+struct TopkToSlotsArgs {
+  TopkToSlotsParams p;
+  Divider page_size, group_size;
+};
+
+namespace {
+
+constexpr int kSlotsBlock = 256;
+
+// One past the last position that is not negative.
+__device__ __forceinline__ int64_t find_last(const int32_t* positions, int64_t topk) {
+  struct Last {
+    uint32_t of_warp[kSlotsBlock / kWarpSize];
+  };
+  MLA_SHARED(Last, last);
+  uint32_t own = 0;
+  for (int64_t i = threadIdx.x; i < topk; i += kSlotsBlock)
+    if (positions[i] >= 0) own = static_cast<uint32_t>(i) + 1;
+  own = lanes_max(own);
+  if (threadIdx.x % kWarpSize == 0) last.of_warp[threadIdx.x / kWarpSize] = own;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kSlotsBlock / kWarpSize; ++w) own = max(own, last.of_warp[w]);
+  return own;
+}
+
+}  // namespace
+
+__global__ void __launch_bounds__(kSlotsBlock)
+    topk_to_slots_kernel(const __grid_constant__ TopkToSlotsArgs args) {
+  const TopkToSlotsParams& p = args.p;
+  wait_for_previous_grid();
+  const int64_t r = blockIdx.x;
+  const int32_t* positions = p.positions + r * p.positions_stride_row;
+  const int64_t last = p.lens ? 0 : find_last(positions, p.topk);
+  const TopkToSlotsRow row = topk_to_slots_row(p, r, [last] { return last; });
+  const int64_t grouped = row.num_groups * p.group_size, length = row.length(p.group_size);
+  int32_t* out = p.out_slots + r * p.out_slots_stride_row;
+  for (int64_t c = threadIdx.x; c < p.width; c += kSlotsBlock) {
+    int64_t token = -1;
+    if (c < grouped) {
+      const int64_t group = args.group_size(c), position = positions[group];
+      if (position >= 0) token = position * p.group_size + (c - group * p.group_size);
+    } else if (c < length) {
+      token = row.tail + (c - grouped);
+    }
+    out[c] = token < 0 ? -1 : token_slot(p, row.request, token, args.page_size);
+  }
+  if (threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(length);
+}
+
+void topk_to_slots(const TopkToSlotsParams& p, gpuStream_t stream) {
+  launch(topk_to_slots_kernel, {.grid = p.num_rows, .block = kSlotsBlock, .stream = stream},
+         TopkToSlotsArgs{p, Divider(p.page_size), Divider(p.group_size)});
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,121 @@
+#pragma once
+// What index_logits and index_topk share: queries, keys, and which entries a row sees. Words of the indexer:
+// an entry is one index key, a row one query token with its index heads, a column what a row's logits count:
+// positions of the request (paged) or indices of k (ragged).
+#include <cstdint>
+
+#include "common/fp4.h"
+#include "common/requests.h"
+#include "common/stream.h"
+
+namespace mla_fp8 {
+
+inline constexpr int kMaxIndexHeads = 64;
+inline constexpr int64_t kMaxIndexEntries = int64_t{1} << 24;  // that a row may see
+
+struct IndexQueries {
+  int64_t num_rows;
+  int num_heads;
+  bool is_fp4;
+  const uint8_t* q;  // [num_rows, num_heads, 128 or 64 bytes], heads one after another
+  int64_t q_stride_row;
+  const void* q_scale;  // e2m1: ue8m0 [num_rows, num_heads, 4]; e4m3: float [num_rows, num_heads] or null
+  int64_t q_scale_stride_row;  // bytes
+  const void* weights;         // [num_rows, num_heads] float or bf16
+  int64_t weights_stride_row;  // elements
+  bool weights_are_bf16;
+
+  // What a head's relu(q . k) counts, for q as e4m3.
+  MLA_HD float weight(int64_t row, int head) const {
+    const int64_t i = row * weights_stride_row + head;
+    const float w = weights_are_bf16 ? bf16_to_float(static_cast<const uint16_t*>(weights)[i])
+                                     : static_cast<const float*>(weights)[i];
+    if (q_scale == nullptr) return w;
+    const uint8_t* scale = static_cast<const uint8_t*>(q_scale) + row * q_scale_stride_row + 4 * head;
+    if (is_fp4) return w * E2m1Scales{scale[0], scale[1], scale[2], scale[3]}.scale();
+    return w * *reinterpret_cast<const float*>(scale);
+  }
+};
+
+// Entries in pages, or all in one page of any size (ragged): then there is no table.
+struct IndexKeys {
+  IndexLayoutId layout;
+  const uint8_t* values;
+  int64_t values_stride_page, values_stride_row;
+  const uint8_t* scales;  // four bytes an entry, one after another in a page
+  int64_t scales_stride_page;
+  int64_t num_pages, page_size;
+  const int32_t* page_table;  // [num_requests, max_pages], or null
+  int64_t page_table_stride_request;
+
+  MLA_HD const uint8_t* value(int64_t page, int64_t row) const {
+    return values + page * values_stride_page + row * values_stride_row;
+  }
+  MLA_HD const uint8_t* scale(int64_t page, int64_t row) const {
+    return scales + page * scales_stride_page + 4 * row;
+  }
+  // The page of a request's columns page_index * page_size .., or -1: the entries there are absent.
+  MLA_HD int64_t page(int64_t request, int64_t page_index) const {
+    if (page_table == nullptr) return 0;
+    const int64_t page = page_table[request * page_table_stride_request + page_index];
+    return page >= 0 && page < num_pages ? page : -1;
+  }
+};
+
+struct IndexRow {
+  int64_t request;     // -1: none
+  int32_t begin, end;  // its columns
+};
+
+// Which columns each row sees.
+struct IndexRows {
+  int64_t num_rows, num_requests, next_n, compress_ratio;
+  int64_t num_columns;             // of a request: max_pages * page_size; ragged: of k
+  const int32_t* seq_lens;         // [num_requests] tokens, those of the rows included
+  const int32_t* row_lens;         // [num_rows] entries, or null
+  const int32_t* query_start_loc;  // [num_requests + 1] or null: row / next_n is its request
+  const int32_t* k_start;          // ragged: [num_rows], and then nothing above but the numbers
+  const int32_t* k_end;
+
+  MLA_HD int32_t clamp(int64_t column) const {
+    return static_cast<int32_t>(column < 0 ? 0 : column > num_columns ? num_columns : column);
+  }
+  MLA_HD IndexRow operator[](int64_t row) const {
+    if (k_start) {
+      const int32_t begin = clamp(k_start[row]), end = clamp(k_end[row]);
+      return {0, begin, end < begin ? begin : end};
+    }
+    int64_t request = row / next_n, first = request * next_n, rows = next_n;
+    if (query_start_loc) {
+      request = find_request(query_start_loc, num_requests, row);
+      if (request < 0) return {-1, 0, 0};
+      first = int64_t{query_start_loc[request]} - query_start_loc[0];
+      rows = int64_t{query_start_loc[request + 1]} - query_start_loc[request];
+    }
+    if (row_lens) return {request, 0, clamp(row_lens[row])};
+    const int64_t visible = seq_lens[request] - rows + 1 + (row - first);
+    return {request, 0, clamp(visible < 0 ? 0 : visible / compress_ratio)};
+  }
+};
+
+struct IndexProblem {
+  IndexQueries queries;
+  IndexKeys keys;
+  IndexRows rows;
+};
+
+struct IndexLogitsParams {
+  IndexProblem problem;
+  int64_t width;  // columns of out; ragged: those of k
+  float* out;     // [num_rows, width]
+  int64_t out_stride_row;
+};
+
+namespace cpu {
+void index_logits(const IndexLogitsParams& params);
+}
+namespace gpu {
+void index_logits(const IndexLogitsParams& params, gpuStream_t stream);
+}
+
+}  // namespace mla_fp8

@@ -1,0 +1,173 @@
+#include "ops/index_topk.h"
+
+#include "ops/index_arguments.h"
+#include "registration.h"
+
+namespace mla_fp8 {
+namespace {
+
+struct Outputs {
+  Tensor positions;
+  OptionalTensor slots;
+  Tensor lens;
+};
+
+void check_options(const Check& check, IndexTopkParams& params, int64_t topk, int64_t pin_first,
+                   int64_t pin_last) {
+  check.that(topk >= 1 && topk <= kMaxIndexTopk, "topk must be in [1, ", kMaxIndexTopk, "], got ", topk);
+  check.at_least(pin_first, "pin_first", 0);
+  check.at_least(pin_last, "pin_last", 0);
+  params.topk = static_cast<int>(topk);
+  params.pin_first = pin_first;
+  params.pin_last = pin_last;
+}
+
+IndexTopkParams check_paged(const Check& check, const PagedIndexArguments& a, int64_t topk, int64_t pin_first,
+                            int64_t pin_last, const OptionalTensor& slot_page_table,
+                            std::optional<int64_t> slot_page_size) {
+  IndexTopkParams params{.problem = check_index_problem(check, a)};
+  check_options(check, params, topk, pin_first, pin_last);
+  const IndexKeys& keys = params.problem.keys;
+  const int64_t requests = params.problem.rows.num_requests;
+  params.slot_page_table = keys.page_table;
+  params.slot_page_table_stride_request = keys.page_table_stride_request;
+  params.slot_max_pages = params.problem.rows.num_columns / keys.page_size;
+  params.slot_page_size = keys.page_size;
+  check.that(slot_page_table.has_value() == slot_page_size.has_value(),
+             "slot_page_table and slot_page_size must be given together, got ",
+             slot_page_table ? "a table, no page size" : "no table, a page size");
+  if (slot_page_table) {
+    const Arg table = check(*slot_page_table, "slot_page_table");
+    table.same_device_as(a.q, "q").dtype({ScalarType::Int}).shape({requests, -1}).last_dim_contiguous();
+    check.that(*slot_page_size >= 1 && *slot_page_size <= kMaxPageSize, "slot_page_size must be in [1, ",
+               kMaxPageSize, "], got ", *slot_page_size);
+    params.slot_page_table = data<int32_t>(*slot_page_table);
+    params.slot_page_table_stride_request = table.stride(0);
+    params.slot_max_pages = table.size(1);
+    params.slot_page_size = *slot_page_size;
+  }
+  return params;
+}
+
+IndexTopkParams check_ragged(const Check& check, const RaggedIndexArguments& a, int64_t topk,
+                             int64_t pin_first, int64_t pin_last, const OptionalTensor& k_slots) {
+  IndexTopkParams params{.problem = check_index_problem(check, a)};
+  check_options(check, params, topk, pin_first, pin_last);
+  if (k_slots) {
+    const Arg slots = check(*k_slots, "k_slots");
+    slots.same_device_as(a.q, "q")
+        .dtype({ScalarType::Int, ScalarType::Long})
+        .shape({a.k.size(0)})
+        .contiguous();
+    params.k_slots = k_slots->const_data_ptr();
+    params.k_slots_are_int64 = slots.is(ScalarType::Long);
+  }
+  return params;
+}
+
+void check_outputs(const Check& check, const Tensor& q, int64_t topk, const Outputs& outputs) {
+  const auto rows = [&](const Tensor& t, const char* name) {
+    check(t, name)
+        .same_device_as(q, "q")
+        .dtype({ScalarType::Int})
+        .shape({q.size(0), topk})
+        .last_dim_contiguous()
+        .rows_disjoint();
+  };
+  rows(outputs.positions, "out_positions");
+  if (outputs.slots) rows(*outputs.slots, "out_slots");
+  check_ints(check, outputs.lens, "out_lens", q.size(0), q, "q");
+}
+
+Outputs new_outputs(const Tensor& q, int64_t topk) {
+  return {new_empty(q, {q.size(0), topk}, ScalarType::Int), new_empty(q, {q.size(0), topk}, ScalarType::Int),
+          new_empty(q, {q.size(0)}, ScalarType::Int)};
+}
+
+// Bytes that the device's kernels want for these rows, with all of its processors at work.
+int64_t workspace_bytes([[maybe_unused]] const IndexTopkParams& params) {
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+  return gpu::index_topk_workspace(params.problem.rows.num_rows, params.topk, gpu::index_topk_ctas());
+#else
+  return 0;
+#endif
+}
+
+void run(IndexTopkParams params, const Outputs& outputs, const OptionalTensor& workspace) {
+  if (params.problem.rows.num_rows == 0) return;
+  params.positions = mutable_data<int32_t>(outputs.positions);
+  params.positions_stride_row = outputs.positions.stride(0);
+  if (outputs.slots) {
+    params.slots = mutable_data<int32_t>(*outputs.slots);
+    params.slots_stride_row = outputs.slots->stride(0);
+  }
+  params.lens = mutable_data<int32_t>(outputs.lens);
+  if (workspace) {
+    params.workspace = mutable_data<uint8_t>(*workspace);
+    params.workspace_bytes = workspace->numel();
+  }
+  MLA_LAUNCH(index_topk, outputs.positions, params);
+}
+
+void run_with_new_workspace(const Tensor& q, const IndexTopkParams& params, const Outputs& outputs) {
+  OptionalTensor workspace;
+  if (const int64_t bytes = workspace_bytes(params); bytes > 0)
+    workspace = new_empty(q, {bytes}, ScalarType::Byte);
+  run(params, outputs, workspace);
+}
+
+void run_with_workspace(const Check& check, const Tensor& q, const IndexTopkParams& params,
+                        const Outputs& outputs, const OptionalTensor& workspace) {
+  check_outputs(check, q, params.topk, outputs);
+  if (workspace)
+    check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Byte}).contiguous().aligned(16);
+  const int64_t needed = workspace_bytes(params), got = workspace ? workspace->numel() : 0;
+  check.that(got >= needed, "workspace must have at least ", needed, " bytes, got ", got);
+  run(params, outputs, workspace);
+}
+
+}  // namespace
+
+#define MLA_PAGED_INDEX                                                \
+  {q,         weights, index_cache, page_table,      seq_lens, layout, \
+   page_size, q_scale, row_lens,    query_start_loc, next_n,   compress_ratio}
+#define MLA_RAGGED_INDEX {q, weights, k, k_scale, k_start, k_end, q_scale}
+
+int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms) {
+  const Check check("index_topk_workspace");
+  check.at_least(num_rows, "num_rows", 0);
+  check.that(topk >= 1 && topk <= kMaxIndexTopk, "topk must be in [1, ", kMaxIndexTopk, "], got ", topk);
+  check.at_least(num_sms, "num_sms", 1);
+  return gpu::index_topk_workspace(num_rows, static_cast<int>(topk), static_cast<int>(num_sms));
+}
+
+ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS) {
+  const IndexTopkParams params = check_paged(Check("index_topk"), MLA_PAGED_INDEX, topk, pin_first, pin_last,
+                                             slot_page_table, slot_page_size);
+  const Outputs outputs = new_outputs(q, topk);
+  run_with_new_workspace(q, params, outputs);
+  return {outputs.positions, *outputs.slots, outputs.lens};
+}
+
+void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS) {
+  const Check check("index_topk");
+  const IndexTopkParams params =
+      check_paged(check, MLA_PAGED_INDEX, topk, pin_first, pin_last, slot_page_table, slot_page_size);
+  run_with_workspace(check, q, params, {out_positions, out_slots, out_lens}, workspace);
+}
+
+ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS) {
+  const IndexTopkParams params =
+      check_ragged(Check("index_topk_ragged"), MLA_RAGGED_INDEX, topk, pin_first, pin_last, k_slots);
+  const Outputs outputs = new_outputs(q, topk);
+  run_with_new_workspace(q, params, outputs);
+  return {outputs.positions, *outputs.slots, outputs.lens};
+}
+
+void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS) {
+  const Check check("index_topk_ragged");
+  const IndexTopkParams params = check_ragged(check, MLA_RAGGED_INDEX, topk, pin_first, pin_last, k_slots);
+  run_with_workspace(check, q, params, {out_positions, out_slots, out_lens}, workspace);
+}
+
+}  // namespace mla_fp8

@@ -1,0 +1,88 @@
+#pragma once
+// The exact top-k of index_logits under a total order: larger logit, then lower position; NaN last.
+#include "ops/index_logits.h"
+
+namespace mla_fp8 {
+
+inline constexpr int kMaxIndexTopk = 4096;
+
+// Larger keys are chosen first. -0 counts as 0, every NaN is 0, and no logit reaches a pinned entry.
+inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
+MLA_HD uint32_t order_key(float logit) {
+  const uint32_t u = float_bits(logit + 0.0f);
+  if ((u & ~kSignMask) > kInfBits) return 0;
+  return u ^ ((u & kSignMask) ? 0xffffffffu : kSignMask);
+}
+// The total order in one number: no two entries of a row share one.
+MLA_HD uint64_t order_of(uint32_t key, int32_t column) {
+  return uint64_t{key} << 32 | static_cast<uint32_t>(~column);
+}
+MLA_HD int32_t column_of(uint64_t order) { return static_cast<int32_t>(~static_cast<uint32_t>(order)); }
+
+struct IndexTopkParams {
+  IndexProblem problem;
+  int topk;
+  int64_t pin_first, pin_last;  // entries of a row that are chosen before all others
+
+  const int32_t* slot_page_table;  // that of the keys unless the caller gave another
+  int64_t slot_page_table_stride_request, slot_max_pages, slot_page_size;
+  const void* k_slots;  // ragged: [num_columns], or null: the column itself
+  bool k_slots_are_int64;
+
+  int32_t* positions;  // [num_rows, topk] ascending, then -1
+  int64_t positions_stride_row;
+  int32_t* slots;  // the same shape, or null
+  int64_t slots_stride_row;
+  int32_t* lens;  // [num_rows]
+
+  uint8_t* workspace;  // on GPUs
+  int64_t workspace_bytes;
+
+  MLA_HD bool is_pinned(const IndexRow& row, int32_t column) const {
+    return column - row.begin < pin_first || row.end - column <= pin_last;
+  }
+  // `find_page` divides by slot_page_size.
+  template <class FindPage>
+  MLA_HD int32_t slot(const IndexRow& row, int32_t column, const FindPage& find_page) const {
+    if (problem.rows.k_start) {
+      if (k_slots == nullptr) return column;
+      return k_slots_are_int64 ? static_cast<int32_t>(static_cast<const int64_t*>(k_slots)[column])
+                               : static_cast<const int32_t*>(k_slots)[column];
+    }
+    const int64_t page_index = find_page(column);
+    if (page_index >= slot_max_pages) return -1;
+    const int64_t page = slot_page_table[row.request * slot_page_table_stride_request + page_index];
+    const int64_t slot = page * slot_page_size + (column - page_index * slot_page_size);
+    return page < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+  }
+};
+
+namespace cpu {
+void index_topk(const IndexTopkParams& params);
+}
+namespace gpu {
+
+// The kernels on GPUs give each CTA, for each of kIndexGroupRows rows that share keys, a list of candidates
+// and room for the best of an earlier one: of sizes that follow from topk, whatever the context is.
+inline constexpr int kIndexGroupRows = 4;
+inline constexpr int kIndexListSlack = 256;  // columns that come between two looks at how full a list is
+MLA_HD constexpr int index_list_capacity(int topk) {
+  return (2 * topk > 2048 ? 2 * topk : 2048) + kIndexListSlack;
+}
+struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
+  int64_t per_cta;                     // tiles
+  int64_t unit;                        // what an earlier CTA began and this one goes on with, or -1
+  int64_t first_tile, num_tiles;       // of that
+  int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
+};
+constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas) {
+  const int64_t rows = num_rows < kIndexGroupRows ? num_rows : kIndexGroupRows;
+  const int64_t entries = rows * (index_list_capacity(topk) + topk);
+  return num_ctas * (static_cast<int64_t>(sizeof(IndexCtaState)) + 8 * entries);
+}
+int index_topk_ctas();  // on the current device
+void index_topk(const IndexTopkParams& params, gpuStream_t stream);
+
+}  // namespace gpu
+
+}  // namespace mla_fp8

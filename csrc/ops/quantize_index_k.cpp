@@ -1,0 +1,62 @@
+#include "ops/quantize_index_k.h"
+
+#include "ops/index_arguments.h"
+#include "registration.h"
+
+namespace mla_fp8 {
+
+void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
+                      int64_t page_size, std::string scale_format, std::optional<double> amax_floor,
+                      bool hadamard, bool reciprocal) {
+  const Check check("quantize_index_k");
+  const IndexLayoutId id = check_index_layout(check, layout);
+  const IndexLayout l = index_layout(id);
+  const IndexCacheView cache = check_index_cache(check, index_cache, id, page_size);
+  const Arg key = check(k, "k");
+  key.same_device_as(index_cache, "index_cache")
+      .dtype({ScalarType::BFloat16, ScalarType::Half, ScalarType::Float})
+      .shape({-1, kIndexDim})
+      .last_dim_contiguous()
+      .aligned(16);
+  const Arg slots = check(slot_mapping, "slot_mapping");
+  slots.same_device_as(index_cache, "index_cache")
+      .dtype({ScalarType::Long, ScalarType::Int})
+      .shape({-1})
+      .contiguous();
+  const int64_t num_tokens = slot_mapping.size(0);
+  check.that(num_tokens <= k.size(0), "slot_mapping must have at most ", k.size(0),
+             " entries (the rows of k), got ", num_tokens);
+
+  const bool is_f32 = scale_format == "f32";
+  check.that(is_f32 || scale_format == "ue8m0", "scale_format must be ue8m0 or f32, got ", scale_format);
+  check.that(!is_f32 || id == IndexLayoutId::kIndexFp8, "scale_format must be ue8m0 for layout ", l.name,
+             ", got f32");
+  check.that(!reciprocal || is_f32, "reciprocal must be False unless scale_format is f32, got True");
+  // Within these, the scale and its reciprocal are normal floats.
+  const double least = l.value_max * 0x1p-126, most = l.value_max;
+  const double floor = amax_floor.value_or(l.amax_floor);
+  check.that(floor >= least && floor <= most, "amax_floor must be in [", least, ", ", most, "], got ", floor);
+  if (num_tokens == 0 || cache.num_pages == 0) return;
+
+  const QuantizeIndexKParams params{
+      .layout = id,
+      .num_tokens = num_tokens,
+      .num_slots = cache.num_pages * page_size,
+      .page_size = page_size,
+      .dtype = key.float_dtype(),
+      .k = k.const_data_ptr(),
+      .k_stride_token = k.stride(0),
+      .slot_mapping = slot_mapping.const_data_ptr(),
+      .slots_are_int64 = slots.is(ScalarType::Long),
+      .scale_format = !is_f32      ? IndexScaleFormat::kUe8m0
+                      : reciprocal ? IndexScaleFormat::kF32Reciprocal
+                                   : IndexScaleFormat::kF32,
+      .amax_floor = static_cast<float>(floor),
+      .hadamard = hadamard,
+      .kv_cache = cache.data,
+      .kv_cache_stride_page = cache.stride_page,
+  };
+  MLA_LAUNCH(quantize_index_k, index_cache, params);
+}
+
+}  // namespace mla_fp8

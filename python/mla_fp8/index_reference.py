@@ -1,0 +1,205 @@
+"""The specification of the indexer's ops: plain PyTorch, slow, exact. No kernels, no dispatch."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .index_layout import INDEX_DIM, IndexLayout
+from .reference import to_bf16, to_fp8
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
+
+
+def power_of_two_at_least(x: Tensor) -> Tensor:
+    """The exponent of the smallest power of two that is not below ``x`` > 0."""
+    mantissa, exponent = torch.frexp(x.double())
+    return exponent - (mantissa == 0.5).int()
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.double), exponent)
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Codes: nearest even, saturating; the sign of zero is kept, every NaN is 6."""
+    magnitude = x.abs().nan_to_num(nan=6.0)
+    values = torch.tensor(E2M1, device=x.device, dtype=x.dtype)
+    middle = (values[1:] + values[:-1]) / 2
+    above = torch.where(torch.arange(7, device=x.device) % 2 == 0, magnitude[..., None] > middle,
+                        magnitude[..., None] >= middle)  # fmt: skip
+    return (above.sum(-1) + 8 * (x.signbit() & ~x.isnan())).to(torch.uint8)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """The Walsh-Hadamard transform of the last dimension times 128^-0.5, neighbours first, in bf16."""
+    for step in range(INDEX_DIM.bit_length() - 1):
+        pairs = x.unflatten(-1, (-1, 2, 1 << step))
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2)
+        x = x.flatten(-3)
+    return to_bf16(x * torch.tensor(INDEX_DIM**-0.5, dtype=torch.float32)).float()
+
+
+def quantize_index_k(
+    k: Tensor, slot_mapping: Tensor, index_cache: Tensor, *, layout: IndexLayout, page_size: int,
+    scale_format: str = "ue8m0", amax_floor: float | None = None, hadamard: bool = False,
+    reciprocal: bool = False,
+) -> None:  # fmt: skip
+    x = to_bf16(k)[: len(slot_mapping)].float()
+    x = rotate(x) if hadamard else x
+    tiles = x.unflatten(-1, (1 if layout.name == "index_fp8" else 4, -1))
+    amax = torch.where(tiles.isfinite(), tiles.abs(), 0.0).amax(-1)
+    amax = amax.clamp_min(layout.amax_floor if amax_floor is None else amax_floor)
+    stored = (slot_mapping >= 0) & (slot_mapping < len(index_cache) * page_size)
+    at = (slot_mapping[stored] // page_size, slot_mapping[stored] % page_size)
+    values, scales = layout.views(index_cache, page_size)
+    if layout.name == "index_fp4":
+        values[at], scales[at] = (written[stored] for written in encode_e2m1(tiles, amax))
+        return
+    exponent = power_of_two_at_least(amax / 448.0)
+    scale = amax / 448.0 if scale_format == "f32" else power_of_two(exponent).float()
+    quotient = x * (1.0 / scale) if reciprocal else x / scale
+    values[at], scales[at] = to_fp8(quotient, torch.float8_e4m3fn, 448.0)[stored], scale[stored]
+
+
+def encode_e2m1(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes ``[n, 64]`` and ue8m0 ``[n, 4]`` of ``tiles`` [n, 4, 32]."""
+    exponent = power_of_two_at_least(amax / 6.0)
+    codes = to_e2m1(tiles.double() * power_of_two(-exponent)[..., None]).flatten(-2)
+    exponent = (exponent + 127).masked_fill(tiles.isnan().any(-1), 255)
+    return codes[:, ::2] | codes[:, 1::2] << 4, exponent.byte()
+
+
+def expand_e2m1(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes ``[..., 64]`` and ue8m0 ``[..., 4]`` as e4m3fn ``[..., 128]`` and one float ``[...]`` of all."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+    magnitude = torch.tensor(E2M1, dtype=torch.double, device=packed.device)[codes & 7]
+    largest = exponents.long().amax(-1)
+    base = (largest - 6).clamp_min(2)
+    shift = (exponents.long() - base[..., None]).clamp_min(NO_SHIFT)
+    tiles = (magnitude * (1 - 2 * (codes >> 3))).unflatten(-1, (4, -1))
+    scaled = tiles * power_of_two(shift)[..., None]
+    values = to_fp8(scaled.flatten(-2), torch.float8_e4m3fn, 448.0)
+    return values, power_of_two(base - 127).float().masked_fill(largest == 255, torch.nan)
+
+
+def index_keys(index_cache: Tensor, layout: IndexLayout, page_size: int) -> tuple[Tensor, Tensor]:
+    """Values ``[num_slots, 128]`` and scales ``[num_slots]`` of a cache."""
+    values, scales = (x.flatten(0, 1) for x in layout.views(index_cache, page_size))
+    return expand_e2m1(values, scales) if layout.name == "index_fp4" else (values, scales[:, 0])
+
+
+def logits_of(q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor, q_scale: Tensor | None) -> Tensor:
+    """``[rows, keys]`` float64: k_scale * sum over heads of weight * relu(q . k)."""
+    w = weights.float()
+    if q.dtype is torch.uint8 and q_scale is not None:
+        q, scale = expand_e2m1(q, q_scale.contiguous().view(torch.uint8).view(*q.shape[:2], 4))
+        w = w * scale
+    elif q_scale is not None:
+        w = w * q_scale
+    products = torch.einsum("rhd,nd->rhn", q.double(), k.double())
+    relu = torch.where(products > 0, products, products * 0)  # a NaN stays one
+    return torch.einsum("rhn,rh->rn", relu, w.double()) * k_scale.double()
+
+
+def index_rows(
+    num_rows: int, page_table: Tensor, seq_lens: Tensor | None, *, page_size: int,
+    row_lens: Tensor | None = None, query_start_loc: Tensor | None = None, next_n: int = 1,
+    compress_ratio: int = 1,
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Each row's request, -1 for none, and how many entries it sees."""
+    found, capacity = [], page_table.shape[1] * page_size
+    start = range(0, num_rows + 1, next_n) if query_start_loc is None else query_start_loc.tolist()
+    for row in range(num_rows):
+        begun = [r for r in range(len(page_table)) if start[r] - start[0] <= row]
+        request = begun[-1] if begun and row < start[begun[-1] + 1] - start[0] else -1
+        if row_lens is not None:
+            seen = int(row_lens[row])
+        elif request >= 0 and seq_lens is not None:
+            seen = (int(seq_lens[request]) - (start[request + 1] - start[0] - row) + 1) // compress_ratio
+        else:
+            seen = 0
+        found.append((request, min(max(seen, 0), capacity) if request >= 0 else 0))
+    return found
+
+
+def row_slots(
+    page_table: Tensor, rows: list[tuple[int, int]], page_size: int, num_pages: int
+) -> list[Tensor]:
+    """The slots of the entries that each row sees; -1 for an absent one."""
+    found = []
+    for request, seen in rows:
+        column = torch.arange(seen, device=page_table.device)
+        page = page_table[max(request, 0)].long()[column // page_size]
+        found.append(torch.where((page >= 0) & (page < num_pages), page * page_size + column % page_size, -1))
+    return found
+
+
+def index_logits(
+    q: Tensor, weights: Tensor, keys: tuple[Tensor, Tensor], slots: list[Tensor], *, width: int,
+    q_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``[rows, width]`` float64 over ``index_keys`` and ``row_slots``: -inf where there is no entry."""
+    out = torch.full((len(q), width), -torch.inf, dtype=torch.double, device=q.device)
+    for row, entries in enumerate(slots):
+        (column,) = (entries[:width] >= 0).nonzero(as_tuple=True)
+        k, scale = (x[entries[column]] for x in keys)
+        scales = None if q_scale is None else q_scale[row : row + 1]
+        out[row, column] = logits_of(q[row : row + 1], weights[row : row + 1], k, scale, scales)[0]
+    return out
+
+
+def index_topk(
+    logits: Tensor, present: list[Tensor], *, topk: int, pin_first: int = 0, pin_last: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Of the columns that are ``present`` (bool) the first in the order: pins, larger logit, lower column.
+
+    Returns positions ``[rows, topk]``, ascending, then -1, and their numbers. NaN comes last.
+    """
+    positions = torch.full((len(logits), topk), -1, dtype=torch.int32, device=logits.device)
+    lens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    for row, exists in enumerate(present):
+        column = torch.arange(len(exists), device=logits.device)
+        logit = logits[row, : len(exists)].double()
+        pinned = (column < pin_first) | (column >= len(exists) - pin_last)
+        rank = torch.where(logit.isnan(), 0, 1).masked_fill(pinned, 2)
+        logit = logit.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).masked_fill(pinned, 0.0)
+        order = torch.sort(-logit, stable=True).indices
+        order = order[torch.sort(-rank[order], stable=True).indices]
+        chosen = order[exists[order]][:topk].sort().values
+        positions[row, : len(chosen)], lens[row] = chosen.int(), len(chosen)
+    return positions, lens
+
+
+def slots_of(positions: Tensor, page_table: Tensor, requests: list[int], page_size: int) -> Tensor:
+    """``page_table[request, p // page_size] * page_size + p % page_size``; -1 where there is none."""
+    out = torch.full_like(positions, -1)
+    table = pad(page_table.long(), (0, 1), value=-1)  # what is past its end has no page
+    for row, request in ((i, r) for i, r in enumerate(requests) if r >= 0):
+        p = positions[row].long()
+        index = torch.where(p < 0, -1, (p // page_size).clamp_max(page_table.shape[1]))
+        page = table[request][index]
+        slot = torch.where(page >= 0, page * page_size + p % page_size, -1)
+        out[row] = torch.where(slot < 1 << 31, slot, -1).int()
+    return out
+
+
+def topk_to_slots(
+    positions: Tensor, page_table: Tensor, *, page_size: int, row_to_request: Tensor | None = None,
+    next_n: int = 1, group_size: int = 1, token_lens: Tensor | None = None, lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, topk = positions.shape
+    tail = 0 if token_lens is None else group_size - 1
+    tokens, out_lens = torch.full((rows, topk * group_size + tail), -1), torch.zeros(rows, dtype=torch.int32)
+    request = [r // next_n for r in range(rows)] if row_to_request is None else row_to_request.tolist()
+    request = [r if 0 <= r < len(page_table) else -1 for r in request]
+    for row in (r for r in range(rows) if request[r] >= 0):
+        ends = (positions[row] >= 0).nonzero()
+        n = (int(ends[-1]) + 1 if len(ends) else 0) if lens is None else min(max(int(lens[row]), 0), topk)
+        groups = positions[row, :n].long()[:, None].cpu()
+        found = torch.where(groups < 0, -1, groups * group_size + torch.arange(group_size)).flatten()
+        seen = 0 if token_lens is None else max(int(token_lens[row]), 0)
+        found = torch.cat([found, torch.arange(seen - seen % group_size, seen)])
+        tokens[row, : len(found)], out_lens[row] = found, len(found)
+    slots = slots_of(tokens, page_table.cpu(), request, page_size)
+    return slots.int().to(positions.device), out_lens.to(positions.device)

@@ -1,0 +1,171 @@
+import torch
+
+from .._arguments import expect_tensors
+from .._fake import fake, fake_returns_nothing
+from .._inference import refuse_gradients
+from ..index_layout import IndexLayout, get_index_layout
+from .index_logits import flat_queries
+
+Chosen = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def index_topk_workspace(num_rows: int, *, topk: int, num_sms: int) -> int:
+    """Bytes of workspace that ``index_topk`` needs with buffers of the caller, on a GPU of ``num_sms``.
+
+    It does not depend on the context; on CPUs none is needed.
+    """
+    return torch.ops.mla_fp8.index_topk_workspace(num_rows, topk, num_sms)  # type: ignore[no-any-return]
+
+
+def index_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    index_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    *,
+    layout: str | IndexLayout,
+    page_size: int,
+    topk: int,
+    q_scale: torch.Tensor | None = None,
+    row_lens: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    next_n: int = 1,
+    compress_ratio: int = 1,
+    pin_first: int = 0,
+    pin_last: int = 0,
+    slot_page_table: torch.Tensor | None = None,
+    slot_page_size: int | None = None,
+    out_positions: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+    out_lens: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> Chosen:
+    """The ``topk`` best entries of each row by :func:`index_logits`, exactly, without logits in memory.
+
+    ===============  ==========================  =====  ====================================================
+    slot_page_table  [num_requests, pages]       int32  optional: of the cache that slots are wanted of, in
+                                                        pages of ``slot_page_size``; else page_table
+    out_positions    [num_rows, topk]            int32  optional; any row stride
+    out_slots        [num_rows, topk]            int32  optional, with out_positions; without it none are
+                                                        found
+    out_lens         [num_rows]                  int32  optional, with out_positions
+    workspace        [index_topk_workspace()]    uint8  with out_positions, on GPUs
+    ===============  ==========================  =====  ====================================================
+
+    The other arguments are those of :func:`index_logits`; topk is at most 4096. The order is total: the
+    first ``pin_first`` and the last ``pin_last`` entries that a row sees, then larger logits, NaN last;
+    equal ones by position, the lower first. An absent entry is never chosen. A row that sees fewer than
+    ``topk`` gets them all. On each device the choice is exactly that of its own index_logits: it does not
+    depend on other rows, on pages, or on how the work is split.
+
+    Returns (positions, slots, lens): positions ascending, then -1; ``page_table[request, p // page_size] *
+    page_size + p % page_size`` for each, -1 where that table has no page; how many there are. Attention
+    takes them as they are: ``sparse_decode(indices=slots, topk_length=lens)``.
+
+    Raises RuntimeError naming the argument, what was expected and what came; ValueError for an unknown
+    layout name, or for out_positions without out_lens.
+    """
+    expect_tensors(
+        "index_topk", q_scale=q_scale, row_lens=row_lens, query_start_loc=query_start_loc,
+        slot_page_table=slot_page_table, workspace=workspace,
+    )  # fmt: skip
+    refuse_gradients("index_topk", q=q, weights=weights, q_scale=q_scale)
+    inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
+    options = {
+        "layout": get_index_layout(layout).id,
+        "page_size": page_size,
+        "q_scale": q_scale,
+        "row_lens": row_lens,
+        "query_start_loc": query_start_loc,
+        "next_n": next_n,
+        "compress_ratio": compress_ratio,
+        "topk": topk,
+        "pin_first": pin_first,
+        "pin_last": pin_last,
+        "slot_page_table": slot_page_table,
+        "slot_page_size": slot_page_size,
+    }
+    out = _buffers("index_topk", out_positions, out_slots, out_lens, workspace)
+    if out is None:
+        return torch.ops.mla_fp8.index_topk(*inputs, **options)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.index_topk_out(*inputs, **options, **out)
+    assert out_positions is not None and out_lens is not None  # for mypy
+    return out_positions, out_slots, out_lens
+
+
+def index_topk_ragged(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    k_start: torch.Tensor,
+    k_end: torch.Tensor,
+    *,
+    topk: int,
+    q_scale: torch.Tensor | None = None,
+    k_slots: torch.Tensor | None = None,
+    pin_first: int = 0,
+    pin_last: int = 0,
+    out_positions: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+    out_lens: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> Chosen:
+    """:func:`index_topk` over the keys of :func:`index_logits_ragged`.
+
+    Positions are relative to ``k_start`` (clamped). Slots are ``k_slots[k_start + position]``, of an int32 or
+    int64 tensor ``[num_keys]``, or ``k_start + position`` without it.
+    """
+    expect_tensors("index_topk_ragged", q_scale=q_scale, k_slots=k_slots, workspace=workspace)
+    refuse_gradients("index_topk_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale)
+    inputs = (q, weights, k, k_scale, k_start, k_end)
+    options = {
+        "topk": topk,
+        "q_scale": q_scale,
+        "k_slots": k_slots,
+        "pin_first": pin_first,
+        "pin_last": pin_last,
+    }
+    out = _buffers("index_topk_ragged", out_positions, out_slots, out_lens, workspace)
+    if out is None:
+        return torch.ops.mla_fp8.index_topk_ragged(*inputs, **options)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.index_topk_ragged_out(*inputs, **options, **out)
+    assert out_positions is not None and out_lens is not None  # for mypy
+    return out_positions, out_slots, out_lens
+
+
+def _buffers(
+    op: str,
+    positions: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    lens: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None] | None:
+    """The arguments of the _out twin; None if the caller wants new tensors."""
+    if positions is not None and lens is not None:
+        return {"out_positions": positions, "out_slots": slots, "out_lens": lens, "workspace": workspace}
+    if (positions, slots, lens, workspace) != (None, None, None, None):
+        raise ValueError(f"mla_fp8.{op}: expected out_positions and out_lens with any buffer of the caller's")
+    return None
+
+
+@fake("index_topk")
+def _(
+    q: torch.Tensor, *tensors: object, topk: int, **options: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = q.shape[0]
+    positions, slots = (q.new_empty((rows, topk), dtype=torch.int32) for _ in range(2))
+    return positions, slots, q.new_empty((rows,), dtype=torch.int32)
+
+
+@fake("index_topk_ragged")
+def _(
+    q: torch.Tensor, *tensors: object, topk: int, **options: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = q.shape[0]
+    positions, slots = (q.new_empty((rows, topk), dtype=torch.int32) for _ in range(2))
+    return positions, slots, q.new_empty((rows,), dtype=torch.int32)
+
+
+fake_returns_nothing("index_topk_out", "index_topk_ragged_out")

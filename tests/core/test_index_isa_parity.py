@@ -1,0 +1,72 @@
+"""The indexer's CPU kernels give the same bits on every instruction set, in every mode of the caller's."""
+
+import _mla_fp8_core as core
+import numpy as np
+import pytest
+from test_isa_parity import PLAIN, callers_modes, simd_isas
+
+FP8, FP4 = range(2)
+BYTES = {FP8: (128, 4), FP4: (64, 4)}
+UE8M0, F32, RECIPROCAL = range(3)
+N = 150
+
+
+def keys() -> np.ndarray:
+    """Rows of one magnitude each, from subnormal to overflow, then random bits."""
+    r = np.random.default_rng(0)
+    normal = (r.normal(size=(N // 2, 128)) * np.logspace(-44, 37, N // 2)[:, None]).astype(np.float32)
+    return np.concatenate([normal, r.integers(0, 2**32, (N - N // 2, 128), np.uint32).view(np.float32)])
+
+
+def written(isa, mode, layout: int, scale_format: int, floor: float, hadamard: bool) -> np.ndarray:
+    cache = np.full(N * sum(BYTES[layout]) + 64, 0xA5, np.uint8)
+    options = {"scale_format": scale_format, "amax_floor": floor, "hadamard": hadamard}
+    with mode():
+        core.quantize_index_k(isa, keys(), cache, layout=layout, **options)
+    return cache
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(
+    "layout, scale_format, floor",
+    [(FP8, UE8M0, 1e-4), (FP8, F32, 1e-4), (FP8, RECIPROCAL, 1e-4), (FP4, UE8M0, 6 * 2.0**-126)],
+)
+def test_quantize_index_k_gives_the_same_bytes(isa, mode, layout, scale_format, floor, hadamard):
+    options = (layout, scale_format, floor, hadamard)
+    np.testing.assert_array_equal(written(isa, mode, *options), written(PLAIN, mode, *options))
+
+
+def logits(isa, mode, heads: int, layout: int, fp4_query: bool, hostile: bool) -> np.ndarray:
+    r = np.random.default_rng(1)
+    value_bytes, scale_bytes = BYTES[layout]
+    cache = r.integers(0, 256, N * (value_bytes + scale_bytes), np.uint8)
+    q = r.integers(0, 256, (heads, 64 if fp4_query else 128), np.uint8)
+    weights = r.integers(0, 2**32, heads, np.uint32).view(np.float32)
+    if not hostile:
+        weights = r.normal(size=heads).astype(np.float32)
+        q &= 0x77 if fp4_query else 0xBF
+        values, scales = cache[: N * value_bytes], cache[N * value_bytes :]
+        values &= 0xFF if layout == FP4 else 0xBF
+        if layout == FP8:
+            scales.view(np.float32)[:] = r.random(N)
+        else:
+            scales[:] = r.integers(100, 130, len(scales))
+    scale = r.integers(0 if hostile else 100, 256 if hostile else 130, (heads, 4), np.uint8)
+    arguments = (q, weights, scale if fp4_query else None, cache)
+    with mode():
+        return core.index_logits(isa, *arguments, layout=layout, num_entries=N).view(np.uint32)
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("heads", [1, 8, 17, 32, 48, 64])
+@pytest.mark.parametrize("layout", [FP8, FP4])
+@pytest.mark.parametrize("fp4_query", [False, True])
+@pytest.mark.parametrize("hostile", [False, True])
+def test_index_logits_have_the_same_bits(isa, mode, heads, layout, fp4_query, hostile):
+    case = (heads, layout, fp4_query, hostile)
+    want = logits(PLAIN, mode, *case)
+    np.testing.assert_array_equal(logits(isa, mode, *case), want)
+    assert hostile or np.isfinite(want.view(np.float32)).all()
