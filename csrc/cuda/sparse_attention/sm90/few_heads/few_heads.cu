@@ -37,6 +37,7 @@
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/merge.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -140,53 +141,6 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
       if (params.num_splits > 1) *place(0, quad) = x[i];
       else store_out(params.p, w, quad, x[i], stats[quad / kOutQuads].y);
     }
-  }
-}
-
-// Consumers: each CTA of the cluster finishes an equal share of the row's outputs from all CTAs' sums.
-template <class C>
-__device__ void merge_splits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int thread) {
-  const uint32_t base = shared_address(smem);
-  const int splits = params.num_splits, lane = thread % kWarpSize;
-  const int share = C::kHeads * kOutQuads / splits,
-            first = w.split * share;                        // a multiple of 64: a warp stays
-  for (int i = thread; i < share; i += kConsumerThreads) {  // inside one head
-    const int quad = first + i, head = quad / kOutQuads;
-    float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
-    float largest = -INFINITY;
-    if (lane < splits) {
-      stats = load_cluster_float2(cluster_address(base + MLA_SMEM(C, stats) + head * 8, lane));
-      if (params.p.max_logits)
-        largest = load_cluster_float(cluster_address(base + MLA_SMEM(C, largest) + head * 4, lane));
-    }
-    const uint32_t mine = base + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    float max = stats.x, total = 0.0f, factor = 0.0f;
-    constexpr int kAtOnce = 8;
-    for (int r = 0; r < splits; r += kAtOnce) {
-      float4 x[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        x[k] = r + k < splits ? load_cluster_float4(cluster_address(mine, r + k))
-                              : float4{0.0f, 0.0f, 0.0f, 0.0f};
-      if (r == 0) {  // while those are on their way
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2)
-          max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
-        factor = fast_exp2(stats.x - max);
-        total = stats.y * factor;
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-          total += __shfl_xor_sync(kFullWarp, total, offset);
-          largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) add(sum, x[k], __shfl_sync(kFullWarp, factor, r + k));
-    }
-    float out_factor = 0.0f;
-    if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
-    store_out(params.p, w, quad, sum, __shfl_sync(kFullWarp, out_factor, 0));
   }
 }
 
@@ -378,7 +332,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (params.num_splits > 1) {
       __syncwarp();
       cluster_sync();
-      merge_splits<C>(params, w, smem, thread);
+      merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_sync();
     }

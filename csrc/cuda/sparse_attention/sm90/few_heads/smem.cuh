@@ -62,6 +62,7 @@ struct FewHeads {
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
   static constexpr bool kWalks = kQueries > 1;
+  static constexpr bool kFindsLargest = true;  // if the caller wants them
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache

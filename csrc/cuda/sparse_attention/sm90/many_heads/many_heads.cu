@@ -31,10 +31,10 @@
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/merge.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
+#include "cuda/sparse_attention/sm90/merge.cuh"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -1,0 +1,86 @@
+#pragma once
+// The merge of the CTAs that share a query, in distributed shared memory: each CTA's partial output lies over
+// its ring, float [head][kOutPitch], beside (max, sum) of each head.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
+
+namespace mla_fp8::gpu {
+
+// One warp, kRounds * 32 quads of one head; `quad` is this lane's first. What bounds it is the latency of
+// remote loads, so many are in flight: of kSplits CTAs at once.
+template <class C, int kSplits, int kRounds>
+__device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint32_t smem, int quad,
+                            int lane) {
+  const int splits = params.num_splits, head = quad / kOutQuads;
+  float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
+  float largest = -INFINITY;
+  if (lane < splits) {
+    stats = load_cluster_float2(cluster_address(smem + MLA_SMEM(C, stats) + head * 8, lane));
+    if constexpr (C::kFindsLargest)
+      if (params.p.max_logits)
+        largest = load_cluster_float(cluster_address(smem + MLA_SMEM(C, largest) + head * 4, lane));
+  }
+  const uint32_t mine = smem + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
+  float4 sum[kRounds] = {};
+  float max = stats.x, total = 0.0f, factor = 0.0f;
+#pragma unroll 1
+  for (int r = 0; r < splits; r += kSplits) {
+    float4 x[kSplits][kRounds];
+#pragma unroll
+    for (int k = 0; k < kSplits; ++k) {
+      const int other = (w.split + r + k) % splits;  // every CTA begins with itself: nobody is asked by all
+      const uint32_t theirs = cluster_address(mine, other);
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i)
+        x[k][i] = r + k < splits
+                      ? load_cluster_float4(theirs + i * kWarpSize * static_cast<int>(sizeof(float4)))
+                      : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+    if (r == 0) {  // while those are on their way
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+      factor = fast_exp2(stats.x - max);
+      total = stats.y * factor;
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) {
+        total += __shfl_xor_sync(kFullWarp, total, offset);
+        if constexpr (C::kFindsLargest) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSplits; ++k) {
+      const float f = __shfl_sync(kFullWarp, factor, (w.split + r + k) % splits);
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) add(sum[i], x[k][i], f);
+    }
+  }
+  float out_factor = 0.0f;
+  if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
+  out_factor = __shfl_sync(kFullWarp, out_factor, 0);
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) store_out(params.p, w, quad + i * kWarpSize, sum[i], out_factor);
+}
+
+// Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
+// warps an equal share of that: a few heads, or a part of one.
+template <class C>
+__device__ void merge_splits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int warp,
+                             int lane) {
+  const int of_cta = C::kHeads * kOutQuads / params.num_splits;  // quads: 64 or more
+  const int share = max(of_cta / kConsumerWarps, kWarpSize);     // of a warp; with 64 two have any
+  const int first = w.split * of_cta + warp * share, end = (w.split + 1) * of_cta;
+#pragma unroll 1
+  for (int quad = first; quad < min(first + share, end); quad += min(share, kOutQuads)) {
+    const auto merge = [&](auto splits, auto rounds) {
+      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), quad + lane, lane);
+    };
+    if (share >= kOutQuads) merge(constant<4>{}, constant<4>{});
+    else if (share == kOutQuads / 2) merge(constant<8>{}, constant<2>{});
+    else merge(constant<8>{}, constant<1>{});
+  }
+}
+
+}  // namespace mla_fp8::gpu
