@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mla_fp8 import KV_LAYOUTS
+from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 PAGE_SIZE, NUM_PAGES = 64, 9
 LAYOUT = KV_LAYOUTS["dsv4"]
+INDEX = INDEX_LAYOUTS["index_fp8"]
 
 
 @dataclass
@@ -149,6 +150,56 @@ def merge_inputs(seed):
     return states | {"out": poison(7, 8, 512, dtype=torch.bfloat16), "lse": poison(7, 8, dtype=torch.float32)}
 
 
+def index_key_inputs(seed):
+    torch.manual_seed(seed)
+    slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:100]
+    slots[seed::9] = -1
+    cache = torch.full((NUM_PAGES, INDEX.page_bytes(PAGE_SIZE)), 0xA5, dtype=torch.uint8)
+    return {"k": torch.randn(100, 128).bfloat16(), "slot_mapping": slots, "index_cache": cache}
+
+
+def small(*shape):
+    """Integers whose products every device sums exactly, in e4m3, as bytes."""
+    return torch.randint(-2, 3, shape).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def index_inputs(seed):
+    """Lengths change from call to call; logits are exact, with many ties."""
+    torch.manual_seed(seed)
+    scales = 2.0 ** torch.randint(-2, 3, (40, PAGE_SIZE))
+    values = small(40, PAGE_SIZE * 128)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    size = torch.ops.mla_fp8.index_topk_workspace(12, 100, sms)
+    return {
+        "q": small(12, 64, 128),
+        "weights": torch.randint(-2, 3, (12, 64)).float(),
+        "index_cache": torch.cat([values, scales.view(torch.uint8).view(40, -1)], 1),
+        "page_table": ints(4, 30, low=-1, high=41),
+        "seq_lens": ints(4, high=[30, 1900, 700][seed]) + 1,
+        "out_positions": poison(12, 100),
+        "out_slots": poison(12, 100),
+        "out_lens": poison(12),
+        "workspace": torch.full((size,), 0xFF, dtype=torch.uint8),
+    }
+
+
+def index_topk(x):
+    options = {"layout": INDEX.id, "page_size": PAGE_SIZE, "next_n": 3, "topk": 100}
+    q = x["q"].view(torch.float8_e4m3fn)
+    torch.ops.mla_fp8.index_topk_out(**{**x, "q": q}, **options)
+
+
+def topk_slot_inputs(seed):
+    torch.manual_seed(seed)
+    return {
+        "positions": ints(12, 100, low=-3, high=500),
+        "page_table": ints(4, 9, low=-1, high=99),
+        "token_lens": ints(12, high=500),
+        "out_slots": poison(12, 403),
+        "out_lens": poison(12),
+    }
+
+
 def op(name: str, **options):
     return lambda x: getattr(torch.ops.mla_fp8, name)(**x, **options)
 
@@ -167,6 +218,19 @@ CASES = [
         inverse_inputs,
         op("inverse_rope_quantize_out", num_groups=2),
         ("out", "out_scale"),
+    ),
+    Case(
+        "quantize_index_k",
+        index_key_inputs,
+        op("quantize_index_k", layout=INDEX.id, page_size=PAGE_SIZE),
+        ("index_cache",),
+    ),
+    Case("index_topk", index_inputs, index_topk, ("out_positions", "out_slots", "out_lens")),
+    Case(
+        "topk_to_slots",
+        topk_slot_inputs,
+        op("topk_to_slots_out", page_size=PAGE_SIZE, next_n=3, group_size=4),
+        ("out_slots", "out_lens"),
     ),
     Case("dequantize_kv", dequantize_inputs, op("dequantize_kv_out", **CACHE), ("out",)),
     Case("dequantize_kv_paged", paged_inputs, op("dequantize_kv_paged_out", **CACHE), ("out",)),
