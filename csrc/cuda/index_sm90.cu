@@ -6,6 +6,8 @@
 #include "cuda/indexer/sm90.cuh"
 #include "cuda/indexer/sm90.h"
 
+#if MLA_FP8_WITH_SM90A
+
 namespace mla_fp8::gpu {
 namespace {
 
@@ -106,3 +108,5 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
 }
 
 }  // namespace mla_fp8::gpu
+
+#endif
