@@ -152,6 +152,12 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "Tensor(a!) out_ids, Tensor(b!) out_first_pos, Tensor(c!) out_gather_lens, Tensor(d!) out_offsets")
   DEF_WITH_OUT(pad_q_heads, "Tensor q, Tensor? attn_sink, *, SymInt num_heads",
                "(Tensor q, Tensor attn_sink)", "Tensor(a!) out_q, Tensor(b!) out_attn_sink")
+  DEF(compress_kv,
+      "Tensor kv_score, Tensor query_start_loc, Tensor start_pos, Tensor(a!)? state, Tensor state_slots, "
+      "Tensor? ape, Tensor norm_weight, Tensor cos, Tensor sin, Tensor slot_mapping, Tensor(b!) kv_cache, *, "
+      "int ratio, int layout, int page_size, float eps, bool online=False, bool round_pooled=True, "
+      "Tensor? scale=None, Tensor(c!)? out_latent=None",
+      "()")
   DEF_WITH_OUT(inverse_rope, "Tensor o, Tensor cos, Tensor sin, Tensor positions", "Tensor", "Tensor(a!) out")
   DEF_WITH_OUT(inverse_rope_quantize,
                "Tensor o, Tensor cos, Tensor sin, Tensor positions, *, SymInt num_groups, int tile=128, "

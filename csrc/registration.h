@@ -20,6 +20,7 @@
   X(combine_topk_swa_indices_ragged_out)                    \
   X(build_swa_token_ids) X(build_swa_token_ids_out)         \
   X(pad_q_heads) X(pad_q_heads_out)                         \
+  X(compress_kv)                                            \
   X(inverse_rope) X(inverse_rope_out)                       \
   X(inverse_rope_quantize) X(inverse_rope_quantize_out)     \
   X(merge_attention_states) X(merge_attention_states_out)   \
@@ -109,6 +110,13 @@ void build_swa_token_ids_out(const Tensor& seq_lens, const Tensor& extend_seq_le
 TwoTensors pad_q_heads(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads);
 void pad_q_heads_out(const Tensor& q, const OptionalTensor& attn_sink, int64_t num_heads, Tensor out_q,
                      Tensor out_attn_sink);
+
+void compress_kv(const Tensor& kv_score, const Tensor& query_start_loc, const Tensor& start_pos,
+                 const OptionalTensor& state, const Tensor& state_slots, const OptionalTensor& ape,
+                 const Tensor& norm_weight, const Tensor& cos, const Tensor& sin, const Tensor& slot_mapping,
+                 const Tensor& kv_cache, int64_t ratio, int64_t layout, int64_t page_size, double eps,
+                 bool online, bool round_pooled, const OptionalTensor& scale,
+                 const OptionalTensor& out_latent);
 
 Tensor inverse_rope(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions);
 void inverse_rope_out(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions,

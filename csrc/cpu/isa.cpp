@@ -29,6 +29,7 @@ std::span<const IsaKernels> isa_table() {
    isa::dequantize_kv,          \
    isa::dequantize_kv_paged,    \
    isa::norm_rope_insert,       \
+   isa::compress_kv,            \
    isa::inverse_rope,           \
    isa::inverse_rope_quantize,  \
    isa::sparse_attention,       \
@@ -90,6 +91,16 @@ void norm_rope_insert(const NormRopeInsertParams& p) {
   const auto kernel = best_isa().norm_rope_insert;
   parallel_for(tokens, ceil_div(kMinRows, 1 + p.num_heads),
                [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void compress_kv(const CompressKvParams& p) {
+  const auto run = [&](CompressPhase phase, int64_t n, int64_t grain) {
+    const auto kernel = best_isa().compress_kv;
+    parallel_for(n, grain, [&](int64_t begin, int64_t end) { kernel(p, phase, begin, end); });
+  };
+  if (p.online) return run(CompressPhase::kFold, p.num_requests, 1);
+  run(CompressPhase::kClose, p.num_tokens, kMinRows);
+  if (p.ratio > 1) run(CompressPhase::kKeep, p.num_tokens, kMinRows);
 }
 
 void inverse_rope(const InverseRopeParams& p) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include "ops/compress_kv.h"
 #include "ops/dequantize_kv.h"
 #include "ops/index_logits.h"
 #include "ops/inverse_rope.h"
@@ -21,6 +22,10 @@
 #endif
 
 namespace mla_fp8::cpu {
+
+// What a call of compress_kv does to tokens, one after the other: close blocks, which reads the state, then
+// write it. Online it does all of a request in one go.
+enum class CompressPhase { kClose, kKeep, kFold };
 
 // The working set of one thread in sparse_attention, independent of the number of keys.
 struct AttentionScratch {
@@ -78,6 +83,7 @@ struct StagedIndexKeys {
   void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin,          \
                            int64_t end);                                                                   \
   void norm_rope_insert(const NormRopeInsertParams& params, int64_t begin, int64_t end);                   \
+  void compress_kv(const CompressKvParams& params, CompressPhase phase, int64_t begin, int64_t end);       \
   void inverse_rope(const InverseRopeParams& params, int64_t begin, int64_t end);                          \
   void inverse_rope_quantize(const InverseRopeQuantizeParams& params, uint16_t* row, int64_t begin,        \
                              int64_t end);                                                                 \
@@ -102,6 +108,7 @@ struct IsaKernels {
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;
   decltype(&plain::norm_rope_insert) norm_rope_insert;
+  decltype(&plain::compress_kv) compress_kv;
   decltype(&plain::inverse_rope) inverse_rope;
   decltype(&plain::inverse_rope_quantize) inverse_rope_quantize;
   decltype(&plain::sparse_attention) sparse_attention;

@@ -43,11 +43,9 @@ struct Rotation {
   float cos[kMaxRopeHalf + kLanes], sin[kMaxRopeHalf + kLanes];  // a vector may read past the last pair
 };
 
-// Whether the table knows the token's position; fills `r` if so.
-MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotation& r) {
+// Whether the table knows the position; fills `r` if so.
+MLA_SIMD bool load_rotation_at(const RopeTable& t, int64_t at, bool back, Rotation& r) {
   if (t.half == 0) return true;
-  const int64_t at = t.positions_are_int64 ? static_cast<const int64_t*>(t.positions)[token]
-                                           : static_cast<const int32_t*>(t.positions)[token];
   if (at < 0 || at >= t.max_pos) return false;
   const float *cos = t.cos + at * t.cos_stride_pos, *sin = t.sin + at * t.sin_stride_pos;
   for (int i = 0; i < t.half; ++i) {
@@ -56,6 +54,13 @@ MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotati
   }
   for (int i = t.half; i < t.half + kLanes; ++i) r.cos[i] = r.sin[i] = 0.0f;
   return true;
+}
+
+MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotation& r) {
+  if (t.half == 0) return true;
+  const int64_t at = t.positions_are_int64 ? static_cast<const int64_t*>(t.positions)[token]
+                                           : static_cast<const int32_t*>(t.positions)[token];
+  return load_rotation_at(t, at, back, r);
 }
 
 // (a c - b s, a s + b c) of `half` pairs of neighbours, each rounded to bf16; in place if src is dst.

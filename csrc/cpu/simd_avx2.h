@@ -30,6 +30,7 @@ MLA_SIMD void store(float* p, F32 x) {
 MLA_LANEWISE(add, F32, (F32 a, F32 b), _mm256_add_ps(a.v[i], b.v[i]))
 MLA_LANEWISE(sub, F32, (F32 a, F32 b), _mm256_sub_ps(a.v[i], b.v[i]))
 MLA_LANEWISE(mul, F32, (F32 a, F32 b), _mm256_mul_ps(a.v[i], b.v[i]))
+MLA_LANEWISE(div, F32, (F32 a, F32 b), _mm256_div_ps(a.v[i], b.v[i]))
 MLA_LANEWISE(fma, F32, (F32 a, F32 b, F32 c), _mm256_fmadd_ps(a.v[i], b.v[i], c.v[i]))
 MLA_LANEWISE(max, F32, (F32 a, F32 b), _mm256_max_ps(a.v[i], b.v[i]))
 MLA_LANEWISE(bits, U32, (F32 x), _mm256_castps_si256(x.v[i]))

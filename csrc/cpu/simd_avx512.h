@@ -20,6 +20,7 @@ MLA_SIMD void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
 MLA_SIMD F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 MLA_SIMD F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 MLA_SIMD F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+MLA_SIMD F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 MLA_SIMD F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 MLA_SIMD F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 MLA_SIMD U32 bits(F32 x) { return {_mm512_castps_si512(x.v)}; }

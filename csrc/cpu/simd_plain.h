@@ -26,6 +26,7 @@ MLA_SIMD void store(float* p, F32 x) { memcpy(p, x.v, sizeof x); }
 MLA_LANEWISE(add, F32, (F32 a, F32 b), a.v[i] + b.v[i])
 MLA_LANEWISE(sub, F32, (F32 a, F32 b), a.v[i] - b.v[i])
 MLA_LANEWISE(mul, F32, (F32 a, F32 b), a.v[i] * b.v[i])
+MLA_LANEWISE(div, F32, (F32 a, F32 b), a.v[i] / b.v[i])
 MLA_LANEWISE(fma, F32, (F32 a, F32 b, F32 c), __builtin_fmaf(a.v[i], b.v[i], c.v[i]))
 MLA_LANEWISE(max, F32, (F32 a, F32 b), a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 MLA_SIMD U32 bits(F32 x) {

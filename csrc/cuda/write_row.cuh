@@ -1,6 +1,8 @@
 #pragma once
 // A warp writes one cache row: the scale of each tile, the codes, rope. What quantize_kv does to a latent in
 // registers; ops that make the latent themselves end in it, so that their bytes are quantize_kv's.
+#include <utility>
+
 #include "common/fp8.h"
 #include "cuda/cache_row.cuh"
 #include "cuda/device/convert.cuh"
@@ -26,13 +28,13 @@ __device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int
 }
 
 // The scale record of a token from the exponents that the first lanes of its tiles hold; unused bytes are 0.
-template <KvLayoutId kId>
+// No loop: an array that a loop indexes would be put into memory on AMD.
+template <KvLayoutId kId, int... kTiles>
 __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
-    const uint8_t (&exponents)[LatentChunks<kId>::kPasses]) {
+    const uint8_t (&exponents)[LatentChunks<kId>::kPasses], std::integer_sequence<int, kTiles...>) {
   using C = LatentChunks<kId>;
   Words<C::kScaleWords> record{};
-#pragma unroll
-  for (int tile = 0; tile < C::kL.num_tiles(); ++tile) {
+  const auto add = [&](auto tile) {
     const uint32_t exponent = exponents[tile / C::kPassTiles];
     const uint32_t e = __shfl_sync(kFullWarp, exponent, tile % C::kPassTiles * C::kTileLanes);
     if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0) {
@@ -40,8 +42,13 @@ __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
     } else {
       record[tile] = e << 23;  // the float 2^(e - 127); e is neither 0 nor 255
     }
-  }
+  };
+  (add(constant<kTiles>{}), ...);
   return record;
+}
+template <KvLayoutId kId>
+__device__ __forceinline__ auto scale_record(const uint8_t (&exponents)[LatentChunks<kId>::kPasses]) {
+  return scale_record<kId>(exponents, std::make_integer_sequence<int, kv_layout(kId).num_tiles()>{});
 }
 
 // x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: what q = x * (1 / scale)

@@ -63,6 +63,7 @@ inline uint32_t __ballot_sync(uint32_t, bool x) {
   for (int lane = 0; lane < 32; ++lane) ballot |= all[lane * ::emulator::kWords] << lane;
   return ballot;
 }
+inline void __syncwarp() { __ballot_sync(0xffffffffu, true); }
 inline int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
   for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(mask, x, offset);
   return x;
@@ -73,6 +74,7 @@ using std::min;
 inline float __fmul_rn(float a, float b) { return a * b; }  // the build contracts nothing
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }

@@ -49,6 +49,7 @@ MLA_HIP_DEVICE float __fsub_rn(float a, float b) {
 #pragma clang fp contract(off)
   return a - b;
 }
+MLA_HIP_DEVICE float __fdiv_rn(float a, float b) { return a / b; }
 // Through double the nearest float, for every mantissa (tried, all 2^24).
 MLA_HIP_DEVICE float __frsqrt_rn(float x) {
   return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x)));
@@ -86,6 +87,12 @@ MLA_HIP_DEVICE void __syncthreads() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+}
+
+// Orders what lanes of a wave write before what others of it read.
+MLA_HIP_DEVICE void __syncwarp() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
 }
 
 MLA_HIP_DEVICE int mla_lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }

@@ -2,17 +2,13 @@
 
 namespace mla_fp8 {
 
-RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                           int64_t num_tokens, const Tensor& like, const char* like_name) {
-  const Arg cos_arg = check(cos, "cos"), sin_arg = check(sin, "sin"), pos = check(positions, "positions");
+RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& sin, const Tensor& like,
+                           const char* like_name) {
+  const Arg cos_arg = check(cos, "cos"), sin_arg = check(sin, "sin");
   cos_arg.same_device_as(like, like_name).dtype({ScalarType::Float}).shape({-1, -1});
   sin_arg.same_device_as(like, like_name)
       .dtype({ScalarType::Float})
       .shape({cos_arg.size(0), cos_arg.size(1)});
-  pos.same_device_as(like, like_name)
-      .dtype({ScalarType::Long, ScalarType::Int})
-      .shape({num_tokens})
-      .contiguous();
   const int64_t half = cos_arg.size(1);
   if (half > kMaxRopeHalf || 2 * half % kRopeStep != 0)
     cos_arg.fail("must have a multiple of ", kRopeStep / 2, " columns, at most ", kMaxRopeHalf, ", got ",
@@ -31,9 +27,22 @@ RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& 
       .max_pos = cos_arg.size(0),
       .half = static_cast<int>(half),
       .vector = is_vector(cos_arg, cos) && is_vector(sin_arg, sin),
-      .positions = positions.const_data_ptr(),
-      .positions_are_int64 = pos.is(ScalarType::Long),
+      .positions = nullptr,
+      .positions_are_int64 = false,
   };
+}
+
+RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                           int64_t num_tokens, const Tensor& like, const char* like_name) {
+  RopeTable table = check_rope_table(check, cos, sin, like, like_name);
+  const Arg arg = check(positions, "positions");
+  arg.same_device_as(like, like_name)
+      .dtype({ScalarType::Long, ScalarType::Int})
+      .shape({num_tokens})
+      .contiguous();
+  table.positions = positions.const_data_ptr();
+  table.positions_are_int64 = arg.is(ScalarType::Long);
+  return table;
 }
 
 }  // namespace mla_fp8

@@ -5,7 +5,10 @@
 
 namespace mla_fp8 {
 
-// cos and sin [max_pos, half] float32, positions [num_tokens]; all on the device of `like`.
+// cos and sin [max_pos, half] float32, on the device of `like`; without positions.
+RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& sin, const Tensor& like,
+                           const char* like_name);
+// And positions [num_tokens].
 RopeTable check_rope_table(const Check& check, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                            int64_t num_tokens, const Tensor& like, const char* like_name);
 

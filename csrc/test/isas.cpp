@@ -153,6 +153,56 @@ py::tuple inverse_rope(const IsaKernels& isa, const Array<uint16_t>& o, const Ar
   return py::make_tuple(out, codes, scales);
 }
 
+// One request whose first token is at `start`; dsv4 rows into slot p / ratio of a cache of one page. Returns
+// the latents.
+Array<uint16_t> compress_kv(const IsaKernels& isa, const Array<float>& kv_score, Array<float>& state,
+                            const Array<float>& ape, const Array<float>& weight, const Array<float>& cos,
+                            const Array<float>& sin, Array<uint8_t>& kv_cache, int start, int ratio,
+                            bool online, bool round_pooled) {
+  const py::ssize_t tokens = kv_score.shape(0);
+  constexpr auto kId = KvLayoutId::kDsv4;
+  Array<uint16_t> latent({tokens, py::ssize_t{kHeadDimV}});
+  memset(latent.mutable_data(), 0, latent.nbytes());
+  const int32_t query_start_loc[] = {0, static_cast<int32_t>(tokens)}, start_pos = start, slot = 0;
+  std::vector<int64_t> slots(tokens);
+  for (py::ssize_t t = 0; t < tokens; ++t) slots[t] = (start + t) / ratio;
+  CompressKvParams params{.ratio = ratio, .online = online, .round_pooled = round_pooled};
+  if (kv_score.shape(1) != params.width() || state.shape(2) != params.state_width() ||
+      weight.size() != kHeadDimV || kv_cache.size() < kv_layout(kId).page_bytes(tokens + start))
+    throw py::value_error("compress_kv: shapes");
+  params.num_tokens = tokens;
+  params.num_requests = 1;
+  params.table = {cos.data(),   sin.data(), cos.shape(1), 1,
+                  cos.shape(1), 1,          cos.shape(0), static_cast<int>(cos.shape(1))};
+  params.kv_score = kv_score.data();
+  params.kv_score_stride_token = kv_score.shape(1);
+  params.query_start_loc = query_start_loc;
+  params.start_pos = &start_pos;
+  params.state = state.mutable_data();
+  params.num_states = 1;
+  params.depth = state.shape(1);
+  params.state_stride_row = state.shape(2);
+  params.state_slots = &slot;
+  params.ape = ape.size() > 0 ? ape.data() : nullptr;
+  params.norm_weight = weight.data();
+  params.weight_is_float = true;
+  params.eps = 1e-6f;
+  params.slot_mapping = slots.data();
+  params.slots_are_int64 = true;
+  params.layout = kId;
+  params.num_slots = params.page_size = tokens + start;
+  params.kv_cache = kv_cache.mutable_data();
+  params.out_latent = latent.mutable_data();
+  params.out_latent_stride_token = kHeadDimV;
+  if (online) {
+    isa.compress_kv(params, cpu::CompressPhase::kFold, 0, 1);
+  } else {
+    isa.compress_kv(params, cpu::CompressPhase::kClose, 0, tokens);
+    if (ratio > 1) isa.compress_kv(params, cpu::CompressPhase::kKeep, 0, tokens);
+  }
+  return latent;
+}
+
 // One scope; q [tokens, heads, head_dim_qk] as bf16 bits. Returns out (bf16 bits), lse and max_logits.
 std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
     const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint8_t>& kv_cache,
@@ -284,6 +334,10 @@ void bind_isas(py::module_& m) {
            py::arg("norm_q") = true)
       .def("inverse_rope", &inverse_rope, py::arg("o").noconvert(), py::arg("cos").noconvert(),
            py::arg("sin").noconvert(), py::kw_only(), py::arg("tile"), py::arg("power_of_two"))
+      .def("compress_kv", &compress_kv, py::arg("kv_score").noconvert(), py::arg("state").noconvert(),
+           py::arg("ape").noconvert(), py::arg("weight").noconvert(), py::arg("cos").noconvert(),
+           py::arg("sin").noconvert(), py::arg("kv_cache").noconvert(), py::kw_only(), py::arg("start"),
+           py::arg("ratio"), py::arg("online"), py::arg("round_pooled"))
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
            py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert())

@@ -9,7 +9,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("write a cache, read it back", "the same", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
     (
         "from projections to a cache and query heads: norm, RoPE, quantise; and back", "the same",
-        ("k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize"),
+        ("k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize"),
     ),
     (
         "indices and lengths for prefill", "the same",
@@ -34,8 +34,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 # Compiled for Hopper, and not run on a GPU since they were written.
 NOT_RUN = {
-    "k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize", "quantize_index_k",
-    "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged", "topk_to_slots",
+    "k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize", "compress_kv",
+    "quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged", "topk_to_slots",
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
+from .ops.compress_kv import compress_kv
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.index_logits import index_logits, index_logits_ragged
 from .ops.index_topk import index_topk, index_topk_ragged, index_topk_workspace
@@ -39,6 +40,7 @@ __all__ = [
     "build_swa_token_ids",
     "combine_topk_swa_indices",
     "combine_topk_swa_indices_ragged",
+    "compress_kv",
     "dequantize_kv",
     "dequantize_kv_paged",
     "doctor",

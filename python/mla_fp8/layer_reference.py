@@ -110,3 +110,77 @@ def inverse_rope_quantize(
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
     return to_fp8(tiles / scale[..., None], torch.float8_e4m3fn, 448.0).flatten(-2), scale
+
+
+def compressed_width(ratio: int) -> int:
+    """Columns of a token's row: kv, then score; ratio 4 has both twice, "as previous" and its own."""
+    return HEAD_DIM_V * {1: 1, 2: 2, 4: 4, 128: 2}[ratio]
+
+
+def pooled_window(rows: list[Tensor], ape: Tensor | None, close: int, ratio: int) -> Tensor:
+    """The block that the token at ``close`` closes, float64. ``rows``: those of its window's tokens."""
+    if ratio == 1:
+        return rows[-1].double()
+    kv, score = [], []
+    for q, row in zip(range(close + 1 - len(rows), close + 1), rows, strict=True):
+        part = HEAD_DIM_V if ratio == 4 and q > close - ratio else 0  # its own block: the second half
+        kv.append(row[part : part + HEAD_DIM_V].double())
+        score.append(row[len(row) // 2 + part :][:HEAD_DIM_V].double())
+        if ape is not None:
+            score[-1] = score[-1] + ape[q % ratio, part : part + HEAD_DIM_V].double()
+    return (torch.stack(kv) * torch.stack(score).softmax(0)).sum(0)
+
+
+def compressed_rows(
+    pooled: Tensor,
+    close: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    ratio: int,
+    eps: float,
+    round_pooled: bool,
+) -> tuple[Tensor, Tensor]:
+    """(latents before RoPE, what is quantised) of pooled blocks ``[n, 512]`` float32, both bf16."""
+    normed = rms_norm(to_bf16(pooled) if round_pooled else pooled, weight, eps)
+    latent, first = to_bf16(normed), close + 1 - ratio
+    if round_pooled or cos.shape[-1] == 0:
+        return latent, rotated(latent, cos, sin, first)
+    turned = to_bf16(rope(normed, cos[first], sin[first]))
+    return latent, turned
+
+
+def compress_kv(
+    kv_score: Tensor,
+    query_start_loc: Tensor,
+    start_pos: Tensor,
+    state: dict[int, list[Tensor]],
+    state_slots: Tensor,
+    ape: Tensor | None,
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    ratio: int,
+    eps: float,
+    round_pooled: bool = True,
+) -> list[tuple[int, Tensor, Tensor]]:
+    """(token, latent, what is quantised) of each closed block.
+
+    ``state`` has all rows of the request in a slot so far, by position, as if a ring could hold them all; a
+    call starts at any position that it knows. Online is the same pooling in another order of additions.
+    """
+    found, window, starts = [], {4: 8}.get(ratio, ratio), (query_start_loc - query_start_loc[0]).tolist()
+    for r, (slot, start) in enumerate(zip(state_slots.tolist(), start_pos.tolist(), strict=True)):
+        history = state.setdefault(slot, [])
+        history[start:] = kv_score[starts[r] : starts[r + 1]].float().clone()
+        for p in range(start, len(history)):
+            if (p + 1) % ratio == 0:
+                pooled = pooled_window(history[max(0, p + 1 - window) : p + 1], ape, p, ratio).float()
+                rows = compressed_rows(
+                    pooled[None], torch.tensor([p]), norm_weight, cos, sin,
+                    ratio=ratio, eps=eps, round_pooled=round_pooled,
+                )  # fmt: skip
+                found.append((starts[r] + p - start, rows[0][0], rows[1][0]))
+    return found

@@ -155,6 +155,31 @@ def test_inverse_rope_gives_the_same_bits_on_every_isa(isa, power_of_two, tile, 
         np.testing.assert_array_equal(x, y)
 
 
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("round_pooled", [True, False])
+@pytest.mark.parametrize("ratio, online", [(1, False), (2, False), (4, False), (128, False), (128, True)])
+def test_compress_kv_gives_the_same_bits_on_every_isa(isa, ratio, online, round_pooled, mode):
+    """Scores of every size, NaN and infinities among them."""
+    r, tokens, start = np.random.default_rng(6), 300, 37
+    layout = next(x for x in core.KV_LAYOUTS if x.name == "dsv4")
+    width = 512 * {1: 1, 4: 4}.get(ratio, 2)
+    x = (r.normal(size=(tokens, width)) * np.logspace(-3, 3, tokens)[:, None]).astype(np.float32)
+    x[::9, 3], x[5::11, -7], x[:, -9], x[7::13, -11] = np.nan, np.nan, -np.inf, np.inf
+    state = np.float32(np.abs(r.normal(size=(1, 140, 1536 if online else width))))
+    ape = np.float32(r.normal(size=(ratio, width // 2) if ratio > 2 else (0, 0)))
+    inputs = (ape, np.float32(r.normal(size=512)), *np.float32(r.normal(size=(2, 400, 32))))
+    options = {"start": start, "ratio": ratio, "online": online, "round_pooled": round_pooled}
+    results = []
+    for each, flush in ((PLAIN, nullcontext), (isa, mode)):
+        own, cache = state.copy(), np.full((1, layout.page_bytes(tokens + start)), 0xA5, np.uint8)
+        with flush():
+            latent = each.compress_kv(x, own, *inputs, cache, **options)
+        results.append((latent, cache, own))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 7) -> dict:
     """23 query heads of three requests over random caches; one key of the last request is NaN."""
     r = np.random.default_rng(3)

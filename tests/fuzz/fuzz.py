@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_cases
+import fuzz_compress_cases
 import fuzz_index_cases
 import fuzz_layer_cases
 import fuzz_other_cases
@@ -51,6 +52,7 @@ OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
 OPS |= {name: getattr(fuzz_index_cases, name) for name in INDEX}
+OPS["compress_kv"] = fuzz_compress_cases.compress_kv
 REFUSALS = (RuntimeError, ValueError, TypeError, OverflowError)
 
 

@@ -73,6 +73,26 @@ def inverse_inputs(seed):
     return {"o": inputs["q"]} | {name: inputs[name] for name in ("cos", "sin", "positions")} | more
 
 
+def compress_inputs(seed):
+    """Decode, verify and prefill in one call, from a state of random rows."""
+    inputs = insert_inputs(seed)
+    lens = torch.tensor([0, 1, 1, 5, 93]) if seed % 2 else torch.tensor([0, 40, 1, 58, 1])
+    return {
+        "kv_score": torch.randn(100, 2048),
+        "query_start_loc": lens.cumsum(0).int(),
+        "start_pos": ints(4, high=40),
+        "state": torch.randn(6, 12, 2048),
+        "state_slots": torch.randperm(6)[:4],
+        "ape": torch.randn(4, 1024),
+        "norm_weight": inputs["kv_weight"],
+        "cos": inputs["cos"],
+        "sin": inputs["sin"],
+        "slot_mapping": inputs["slot_mapping"],
+        "kv_cache": inputs["kv_cache"],
+        "out_latent": poison(100, 512, dtype=torch.bfloat16),
+    }
+
+
 def dequantize_inputs(seed):
     torch.manual_seed(seed)
     slots = ints(100, low=-9, high=NUM_PAGES * PAGE_SIZE)
@@ -231,6 +251,12 @@ CASES = [
         topk_slot_inputs,
         op("topk_to_slots_out", page_size=PAGE_SIZE, next_n=3, group_size=4),
         ("out_slots", "out_lens"),
+    ),
+    Case(
+        "compress_kv",
+        compress_inputs,
+        op("compress_kv", **CACHE, ratio=4, eps=1e-6),
+        ("kv_cache", "state", "out_latent"),
     ),
     Case("dequantize_kv", dequantize_inputs, op("dequantize_kv_out", **CACHE), ("out",)),
     Case("dequantize_kv_paged", paged_inputs, op("dequantize_kv_paged_out", **CACHE), ("out",)),

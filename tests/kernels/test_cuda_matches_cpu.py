@@ -5,6 +5,7 @@ What the bytes have to be is tested op by op, on both devices, in test_<op>.py.
 
 import pytest
 import torch
+from compress_cases import KIND_IDS, KINDS, Layer
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
@@ -114,6 +115,46 @@ def test_norm_rope_insert(layout, norm_q, seed):
         **in_place, kv_cache=view(written), **options, norm_q=norm_q, out_q=in_place["q"]
     )
     assert_same_bits(in_place["q"], want[:, :5])
+
+
+@seeds
+@pytest.mark.parametrize("round_pooled", [True, False])
+@pytest.mark.parametrize("ratio, online", KINDS, ids=KIND_IDS)
+def test_compress_kv(ratio, online, round_pooled, seed):
+    """Bit for bit: the softmax is the same float32 operations. Any mix of requests, hostile slots."""
+    torch.manual_seed(seed)
+    layer = Layer(ratio, online, "cpu", layout=LAYOUTS[(1, 10, 3, 5)[seed]], round_pooled=round_pooled)
+    lens = [[1] * 130, [700, 1, 1, 300], [5] * 40, [5000]][seed]
+    n, num_states = sum(lens), len(lens) + 2
+    state = None if ratio == 1 else torch.randn_like(layer.new_state(num_states, 7))
+    if online:
+        state[:, :, 512:1024].abs_().add_(1)
+    rows = layer.rows(n)
+    rows[::7, :4], rows[3::11, 9] = float("nan"), -float("inf")
+    starts = torch.tensor([0, *lens]).cumsum(0).int() + 3
+    inputs = {
+        "kv_score": rows,
+        "query_start_loc": starts,
+        "start_pos": ints(len(lens), high=400, hostile=0.05),
+        "state": state,
+        "state_slots": torch.where(torch.rand(len(lens)) < 0.1, -1, torch.randperm(num_states)[: len(lens)]),
+        "slot_mapping": torch.where(torch.rand(n) < 0.1, -1, torch.randperm(n)),
+        **layer.constants,
+        "scale": scale_of(layer.layout),
+        "kv_cache": torch.full((-(-n // 64), layer.layout.page_bytes(64)), 0xA5, dtype=torch.uint8),
+        "out_latent": torch.full((n, 512), 7.0).bfloat16(),
+    }
+    options = {"layout": layer.layout, "page_size": 64, "ratio": ratio, "online": online, "eps": 1e-6}
+    got = on_cuda(inputs)
+    for x in (inputs, got):
+        mla_fp8.compress_kv(**x, **options, round_pooled=round_pooled)
+    for name in ("out_latent", "kv_cache", "state"):
+        if inputs[name] is not None:
+            nan = inputs[name].isnan() if inputs[name].is_floating_point() else None
+            same = (
+                x if nan is None else x.masked_fill(nan.to(x.device), 0) for x in (got[name], inputs[name])
+            )
+            assert_same_bits(*same)
 
 
 @seeds

@@ -12,6 +12,7 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "k_norm_rope_insert": "kv",
     "qk_norm_rope_insert": "q",
     "pad_q_heads": "q",
+    "compress_kv": "kv_score",
     "inverse_rope": "o",
     "inverse_rope_quantize": "o",
     "sparse_prefill": "q",

@@ -101,6 +101,20 @@ def inverse_rope_quantize(device: str, size: Size = SIZE) -> Call:
     return tensors, {"num_groups": 2}
 
 
+def compress_kv(device: str, size: Size = SIZE) -> Call:
+    n = size.num_tokens
+    ape, weight, (cos, sin) = (
+        torch.randn(4, 1024, device=device),
+        torch.ones(512, device=device),
+        torch.rand(2, 9, 32, device=device),
+    )
+    state = torch.zeros(3, 8, 2048, device=device)
+    requests = (ints([0, n - 1, n], device), ints([0, 3], device), state, ints([2, 0], device))
+    slots = torch.arange(n, device=device)
+    tensors = (torch.randn(n, 2048, device=device), *requests, ape, weight, cos, sin, slots, kv_cache(device))
+    return tensors, OPTIONS | {"ratio": 4, "eps": 1e-6}
+
+
 def sparse_prefill(device: str, size: Size = SIZE) -> Call:
     q, kv = bf16(size.num_tokens, size.heads, 576, device=device), bf16(20, 576, device=device)
     indices = torch.randint(-1, 20, (size.num_tokens, size.topk), dtype=torch.int32, device=device)
@@ -212,6 +226,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "combine_topk_swa_indices_ragged": combine_topk_swa_indices,
     "build_swa_token_ids": build_swa_token_ids,
     "pad_q_heads": pad_q_heads,
+    "compress_kv": compress_kv,
     "inverse_rope": inverse_rope,
     "inverse_rope_quantize": inverse_rope_quantize,
     "sparse_prefill": sparse_prefill,

@@ -1,0 +1,207 @@
+// compress_kv on the CPU: the rows that tokens close, then what stays in the state; online a request as a
+// whole. A pooled dim is the same float32 arithmetic, in the same order, as on the GPUs
+// (csrc/cuda/compress_kv/pool.cuh).
+#include "cpu/encode.h"
+#include "cpu/isa.h"
+#include "cpu/norm_rope.h"
+
+namespace mla_fp8::cpu::MLA_ISA {
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kGroup = 8;        // rows that are pooled in order; groups join in a tree
+constexpr int kMaxWindow = 128;  // rows
+
+// A softmax in parts: the largest score, the sum of the weights, the sum of weighted values.
+struct Pooled {
+  F32 top, sum, value;
+};
+
+// 2^((score - top) log2 e); a top of -inf stands for no weight at all.
+MLA_SIMD F32 weight_of(F32 score, F32 top) {
+  const F32 lowest = set1(-INFINITY);
+  const F32 shift = select(less(lowest, top), top, select(less(top, set1(0.0f)), set1(0.0f), top));
+  return exp2_nonpositive(mul(sub(score, shift), set1(kLog2E)));
+}
+
+MLA_SIMD Pooled join(Pooled a, Pooled b) {
+  const F32 top = max(b.top, a.top), of_a = weight_of(a.top, top), of_b = weight_of(b.top, top);
+  return {top, fma(b.sum, of_b, mul(a.sum, of_a)), fma(b.value, of_b, mul(a.value, of_a))};
+}
+
+// Where a row of the window has its kv, its score and the score's bias.
+struct WindowRow {
+  const float *kv, *score, *bias;  // bias: or null
+};
+
+MLA_SIMD F32 score_of(const WindowRow& row, int d) {
+  const F32 score = load(row.score + d);
+  return row.bias ? add(score, load(row.bias + d)) : score;
+}
+
+// Dims d to d + 15 of up to eight rows, in order.
+MLA_SIMD Pooled pool_group(const WindowRow* rows, int count, int d) {
+  F32 score[kGroup], top = score_of(rows[0], d);
+  for (int j = 0; j < count; ++j) score[j] = score_of(rows[j], d);
+  for (int j = 1; j < count; ++j) top = max(score[j], top);
+  F32 sum = weight_of(score[0], top), value = mul(sum, load(rows[0].kv + d));
+  for (int j = 1; j < count; ++j) {
+    const F32 weight = weight_of(score[j], top);
+    sum = add(sum, weight);
+    value = fma(weight, load(rows[j].kv + d), value);
+  }
+  return {top, sum, value};
+}
+
+MLA_SIMD F32 pool(const WindowRow* rows, int count, int d) {
+  if (count <= kGroup) {
+    const Pooled all = pool_group(rows, count, d);
+    return div(all.value, all.sum);
+  }
+  Pooled part[kMaxWindow / kGroup];
+  int parts = count / kGroup;
+  for (int i = 0; i < parts; ++i) part[i] = pool_group(rows + i * kGroup, kGroup, d);
+  for (parts /= 2; parts > 0; parts /= 2)  // pairs of neighbours
+    for (int i = 0; i < parts; ++i) part[i] = join(part[2 * i], part[2 * i + 1]);
+  return div(part[0].value, part[0].sum);
+}
+
+const float* input_row(const CompressKvParams& p, const CompressRequest& r, int64_t position) {
+  return static_cast<const float*>(p.kv_score) + (r.first + position - r.start) * p.kv_score_stride_token;
+}
+float* state_row(const CompressKvParams& p, const CompressRequest& r, int64_t position) {
+  return p.state + r.state * p.state_stride_slot + position % p.depth * p.state_stride_row;
+}
+
+// The rows of the window that the token at `close` closes; returns how many there are.
+int window_rows(const CompressKvParams& p, const CompressRequest& r, int64_t close, WindowRow* rows) {
+  const int half = p.width() / 2;
+  int count = 0;
+  for (int64_t q = close + 1 - p.window(); q <= close; ++q) {
+    if (q < 0) continue;  // before the sequence
+    const float* row = q >= r.start ? input_row(p, r, q) : state_row(p, r, q);
+    const int part = p.ratio == 4 && q > close - p.ratio ? kHeadDimV : 0;
+    const float* bias = p.ape ? p.ape + q % p.ratio * half + part : nullptr;
+    rows[count++] = {row + part, row + half + part, bias};
+  }
+  return count;
+}
+
+// From 512 pooled floats to the latent and the cache row of token `t` (of all), which closes at `close`.
+void finish(const CompressKvParams& p, float* pooled, int64_t t, int64_t close) {
+  if (p.round_pooled)
+    for (int i = 0; i < kHeadDimV; i += kLanes)
+      store(pooled + i, from_bits(shift_left<16>(to_bf16(load(pooled + i)))));
+  const float factor =
+      rms_factor([&](int i) __attribute__((always_inline)) { return load(pooled + i); }, p.eps);
+  uint16_t latent[kHeadDimV];
+  for (int i = 0; i < kHeadDimV; i += kLanes) {
+    const F32 weight = p.weight_is_float ? load(static_cast<const float*>(p.norm_weight) + i)
+                                         : load_bf16(static_cast<const uint16_t*>(p.norm_weight) + i);
+    const F32 normed = mul(mul(load(pooled + i), set1(factor)), weight);
+    store(pooled + i, normed);
+    store_u16(latent + i, to_bf16(normed));
+  }
+  if (p.out_latent) memcpy(p.out_latent + t * p.out_latent_stride_token, latent, sizeof latent);
+
+  const int64_t slot = p.slots_are_int64 ? static_cast<const int64_t*>(p.slot_mapping)[t]
+                                         : static_cast<const int32_t*>(p.slot_mapping)[t];
+  Rotation rotation;
+  if (slot < 0 || slot >= p.num_slots) return;
+  if (!load_rotation_at(p.table, close + 1 - p.ratio, false, rotation)) return;
+  const int first = kHeadDimV - p.table.dim();
+  if (p.round_pooled) {
+    rotate(latent + first, p.table.half, rotation, latent + first);
+  } else {  // from float: the one rounding
+    for (int i = 0; i < p.table.half; ++i) {
+      const float a = pooled[first + 2 * i], b = pooled[first + 2 * i + 1];
+      const float c = rotation.cos[i], s = rotation.sin[i];
+      latent[first + 2 * i] = float_to_bf16(a * c - b * s);
+      latent[first + 2 * i + 1] = float_to_bf16(a * s + b * c);
+    }
+  }
+  uint8_t* page = p.kv_cache + slot / p.page_size * p.kv_cache_stride_page;
+  with_kv_layout(p.layout, [&](auto id) {
+    constexpr KvLayout kL = kv_layout(id);
+    if constexpr (kL.head_dim_qk() == kHeadDimV) {
+      const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
+      encode_row<id, Dtype::kBf16>(page, slot % p.page_size, p.page_size, latent, latent + kL.nope_dim,
+                                   layer_scale, format_max(kL.nope_format));
+    }
+  });
+}
+
+void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t, int64_t close) {
+  float pooled[kHeadDimV];
+  if (p.ratio == 1) {
+    for (int i = 0; i < kHeadDimV; i += kLanes) {
+      const int64_t at = t * p.kv_score_stride_token + i;
+      store(pooled + i, p.is_bf16 ? load_bf16(static_cast<const uint16_t*>(p.kv_score) + at)
+                                  : load(static_cast<const float*>(p.kv_score) + at));
+    }
+  } else {
+    WindowRow rows[kMaxWindow];
+    const int count = window_rows(p, r, close, rows);
+    for (int d = 0; d < kHeadDimV; d += kLanes) store(pooled + d, pool(rows, count, d));
+  }
+  finish(p, pooled, t, close);
+}
+
+// One token more in max, sum and mean [3][512]: strictly one after another.
+MLA_SIMD void fold(float* running, const float* row, const float* bias, bool begins) {
+  for (int d = 0; d < kHeadDimV; d += kLanes) {
+    const WindowRow at{row, row + kHeadDimV, bias};
+    const F32 score = score_of(at, d), kv = load(row + d);
+    F32 top = score, sum = set1(1.0f), mean = kv;
+    if (!begins) {
+      const F32 before = load(running + d);
+      top = max(score, before);
+      const F32 old = mul(load(running + kHeadDimV + d), weight_of(before, top));
+      const F32 weight = weight_of(score, top);
+      sum = add(old, weight);
+      mean = div(fma(kv, weight, mul(load(running + 2 * kHeadDimV + d), old)), sum);
+    }
+    store(running + d, top);
+    store(running + kHeadDimV + d, sum);
+    store(running + 2 * kHeadDimV + d, mean);
+  }
+}
+
+void fold_request(const CompressKvParams& p, const CompressRequest& r) {
+  float running[3 * kHeadDimV], pooled[kHeadDimV];
+  if (r.start % p.ratio != 0) memcpy(running, state_row(p, r, r.start - 1), sizeof running);
+  for (int64_t q = r.start; q < r.end(); ++q) {
+    const float* bias = p.ape ? p.ape + q % p.ratio * kHeadDimV : nullptr;
+    fold(running, input_row(p, r, q), bias, q % p.ratio == 0);
+    if (r.is_kept(q, p.depth)) memcpy(state_row(p, r, q), running, sizeof running);
+    if (CompressRequest::closes(q, p.ratio)) {
+      memcpy(pooled, running + 2 * kHeadDimV, sizeof pooled);
+      finish(p, pooled, r.first + q - r.start, q);
+    }
+  }
+}
+
+}  // namespace
+
+void compress_kv(const CompressKvParams& p, CompressPhase phase, int64_t begin, int64_t end) {
+  const SubnormalMode mode(Subnormals::kKeep);
+  if (phase == CompressPhase::kFold) {
+    for (int64_t i = begin; i < end; ++i)
+      if (const CompressRequest r = compress_request(p, i); r.state >= 0) fold_request(p, r);
+    return;
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t request = find_request(p.query_start_loc, p.num_requests, t);
+    if (request < 0) continue;
+    const CompressRequest r = compress_request(p, request);
+    const int64_t position = r.start + t - r.first;
+    if (r.state < 0 || t < r.first || position >= r.end()) continue;
+    if (phase == CompressPhase::kClose) {
+      if (CompressRequest::closes(position, p.ratio)) close_block(p, r, t, position);
+    } else if (r.is_kept(position, p.depth)) {
+      memcpy(state_row(p, r, position), input_row(p, r, position), sizeof(float) * p.width());
+    }
+  }
+}
+
+}  // namespace mla_fp8::cpu::MLA_ISA
