@@ -45,7 +45,7 @@ struct Rotation {
 
 // Whether the table knows the position; fills `r` if so.
 MLA_SIMD bool load_rotation_at(const RopeTable& t, int64_t at, bool back, Rotation& r) {
-  if (t.half == 0) return true;
+  if (t.half <= 0) return true;
   if (at < 0 || at >= t.max_pos) return false;
   const float *cos = t.cos + at * t.cos_stride_pos, *sin = t.sin + at * t.sin_stride_pos;
   for (int i = 0; i < t.half; ++i) {
@@ -57,7 +57,7 @@ MLA_SIMD bool load_rotation_at(const RopeTable& t, int64_t at, bool back, Rotati
 }
 
 MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotation& r) {
-  if (t.half == 0) return true;
+  if (t.half <= 0) return true;
   const int64_t at = t.positions_are_int64 ? static_cast<const int64_t*>(t.positions)[token]
                                            : static_cast<const int32_t*>(t.positions)[token];
   return load_rotation_at(t, at, back, r);
