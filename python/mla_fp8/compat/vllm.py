@@ -104,7 +104,7 @@ def fused_inv_rope_fp8_quant(
     quant_group_size: int = 128,
     tma_aligned_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`mla_fp8.inverse_rope_quantize`: e4m3 [T, G, D] and float32 scales as Hopper's DeepGEMM takes them.
+    """:func:`mla_fp8.inverse_rope_quantize`: e4m3 [T, G, D], float32 scales as Hopper's DeepGEMM has them.
 
     ``o`` may have more heads than the groups: those behind them are padding. Raises ValueError for scales
     packed for Blackwell (``tma_aligned_scales``) and for dims that are not those of ``o``.
@@ -112,8 +112,8 @@ def fused_inv_rope_fp8_quant(
     if tma_aligned_scales or nope_dim + rope_dim != o.shape[-1] or rope_dim != cos_sin_cache.shape[-1]:
         raise ValueError(
             "fused_inv_rope_fp8_quant: tma_aligned_scales must be False, nope_dim + rope_dim the last "
-            f"dimension of o ({o.shape[-1]}) and rope_dim that of cos_sin_cache "
-            f"({cos_sin_cache.shape[-1]}), got {tma_aligned_scales}, {nope_dim} and {rope_dim}"
+            f"dimension of o ({o.shape[-1]}), rope_dim that of cos_sin_cache ({cos_sin_cache.shape[-1]}), "
+            f"got {tma_aligned_scales}, {nope_dim} and {rope_dim}"
         )
     heads = o[:, : n_groups * heads_per_group]
     cos, sin = _tables(cos_sin_cache)
