@@ -35,7 +35,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 # Compiled for Hopper, and not run on a GPU since they were written.
 NOT_RUN = {
     "k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize", "compress_kv",
-    "quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged", "topk_to_slots",
+    "quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
+    "topk_to_slots",
 }  # fmt: skip
 
 

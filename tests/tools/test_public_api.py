@@ -15,7 +15,8 @@ import mla_fp8
 MODULES = (
     "mla_fp8.compat.aiter", "mla_fp8.compat.deep_gemm", "mla_fp8.compat.flash_mla", "mla_fp8.compat.sglang",
     "mla_fp8.compat.sglang_layer", "mla_fp8.compat.vllm",
-    "mla_fp8.dispatch", "mla_fp8.index_reference", "mla_fp8.layer_reference", "mla_fp8.reference", "mla_fp8.testing",
+    "mla_fp8.dispatch", "mla_fp8.index_reference", "mla_fp8.layer_reference", "mla_fp8.reference",
+    "mla_fp8.testing",
 )  # fmt: skip
 OF_DISPATCH = ("explain",)  # the rest serves the ops
 CALLS = ("mla_fp8.integrations.sglang:register", "mla_fp8.integrations.vllm:register",
