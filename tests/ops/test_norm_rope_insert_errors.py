@@ -50,7 +50,7 @@ ERRORS = {
         (lambda x: x.mT.contiguous().mT, "have stride 1 in its last dimension", "8"),
         (misaligned, "be 16-byte aligned", "an address that is 2 past"),
         (
-            lambda x: torch.zeros(5, 8, 68, dtype=x.dtype)[..., :60],
+            lambda x: x.new_zeros(5, 8, 68)[..., :60],
             "be 16-byte aligned in every row",
             "a stride of 136 bytes in dimension 1",
         ),

@@ -53,6 +53,11 @@ template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// 0 of what is negative; a NaN stays one.
+__device__ inline float relu(float x) {
+  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return x;
+}
 
 // Sixteen bytes `piece` of a row of a swizzled panel.
 __device__ __forceinline__ int swizzled(int row, int piece) {
@@ -175,8 +180,7 @@ struct Sm90IndexEngine {
 
     const int lane = threadIdx.x % kWarpSize, t = lane % 4;
     const int key = group() * kGroupKeys + group_thread() / kWarpSize * 16 + lane / 4;
-    const float scales[2] = {round_mul(memory.scales[stage][key], 0.5f),
-                             round_mul(memory.scales[stage][key + 8], 0.5f)};  // relu below is twice itself
+    const float scales[2] = {memory.scales[stage][key], memory.scales[stage][key + 8]};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float sums[2][2] = {};
@@ -185,17 +189,18 @@ struct Sm90IndexEngine {
         const float2 w =
             *reinterpret_cast<const float2*>(&memory.weights[(row + r) * kHeads + 8 * i + 2 * t]);
         const float (&d)[4] = acc[r * (kHeads / 8) + i];
-        sums[0][0] = fmaf(d[0] + fabsf(d[0]), w.x, sums[0][0]);  // a NaN stays one
-        sums[0][1] = fmaf(d[1] + fabsf(d[1]), w.y, sums[0][1]);
-        sums[1][0] = fmaf(d[2] + fabsf(d[2]), w.x, sums[1][0]);
-        sums[1][1] = fmaf(d[3] + fabsf(d[3]), w.y, sums[1][1]);
+        sums[0][0] = fmaf(relu(d[0]), w.x, sums[0][0]);
+        sums[0][1] = fmaf(relu(d[1]), w.y, sums[0][1]);
+        sums[1][0] = fmaf(relu(d[2]), w.x, sums[1][0]);
+        sums[1][1] = fmaf(relu(d[3]), w.y, sums[1][1]);
       }
       float totals[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float total = round_mul(round_add(sums[half][0], sums[half][1]), scales[half]);
+        float total = round_add(sums[half][0], sums[half][1]);
         total = round_add(total, __shfl_xor_sync(kFullWarp, total, 1));
-        totals[half] = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
+        total = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
+        totals[half] = round_mul(total, scales[half]);  // of all heads: parts times infinity would cancel
       }
       const int own = key + 8 * (t & 1);
       if (row + r < num_rows)
