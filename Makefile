@@ -12,8 +12,8 @@ CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -1; ls /dev/kfd 2>/dev/null)
 FUZZ ?= --seconds 60
 # Beginnings of the names of the tests of the HIP library's ops.
-HIP_OPS = build_swa combine compress_kv dequantize_kv inverse_rope merge_attention norm_rope_insert \
-  pad_q_heads paged_attention_ragged quantize_kv
+HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merge_attention norm_rope_insert \
+  pad_q_heads paged_attention_ragged quantize_kv tiled_rows
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
 .PHONY: headers demo test emulate engines fuzz lint format bench docs generate wheel install-test build build-demo clean

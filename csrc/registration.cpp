@@ -13,20 +13,18 @@ namespace mla_fp8 {
 #if !MLA_FP8_WITH_CUDA && !MLA_FP8_WITH_HIP
 // A header line naming the columns, then one line per layout in the order of KvLayoutId. Read by layout.py.
 std::string kv_layout_table() {
-  static constexpr const char* kFormats[] = {"bf16", "e4m3fn", "e4m3fnuz"};
-  static constexpr const char* kScaleFormats[] = {"none", "per_layer", "f32", "ue8m0"};
   std::ostringstream out;
+  out.precision(7);  // 2^-9 has as many
   out << "name nope_dim rope_dim nope_format rope_format scale_format scale_inline tile_dim amax_floor "
-         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v";
+         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_only";
   for (int i = 0; i < kNumKvLayouts; ++i) {
     const KvLayout l = kv_layout(static_cast<KvLayoutId>(i));
     out << '\n'
-        << l.name << ' ' << l.nope_dim << ' ' << l.rope_dim << ' '
-        << kFormats[static_cast<int>(l.nope_format)] << ' ' << kFormats[static_cast<int>(l.rope_format)]
-        << ' ' << kScaleFormats[static_cast<int>(l.scale_format)] << ' ' << l.scale_inline() << ' '
-        << l.tile_dim << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' '
-        << l.scale_bytes() << ' ' << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token()
-        << ' ' << kHeadDimV;
+        << l.name << ' ' << l.nope_dim << ' ' << l.rope_dim << ' ' << name(l.nope_format) << ' '
+        << name(l.rope_format) << ' ' << name(l.scale_format) << ' ' << l.scale_inline() << ' ' << l.tile_dim
+        << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' ' << l.scale_bytes() << ' '
+        << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV << ' '
+        << l.extra_only();
   }
   return out.str();
 }

@@ -1,5 +1,5 @@
 #pragma once
-// e4m3fn, e4m3fnuz, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic wherever a
+// e4m3fn, e4m3fnuz, e2m1, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic where a
 // subnormal could meet a flush-to-zero mode. A conversion yields one NaN per format, never the operand's:
 // which NaN a multiplication returns depends on the machine and on the operand order the compiler chose.
 #include <cstdint>
@@ -37,7 +37,7 @@ MLA_HD uint16_t float_to_bf16(float x) {
 // What the two e4m3 encodings differ in.
 template <Format kFormat>
 struct E4m3 {
-  static_assert(kFormat != Format::kBf16);
+  static_assert(is_e4m3(kFormat));
   static constexpr bool kFnuz = kFormat == Format::kE4m3fnuz;
   static constexpr int kBias = kFnuz ? 8 : 7;
   static constexpr uint8_t kNan = kFnuz ? 0x80 : 0x7f;
@@ -97,6 +97,37 @@ MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_flo
 // exponent in [105, 253].
 MLA_HD float ue8m0_reciprocal(uint8_t exponent) { return bits_float(uint32_t(254 - exponent) << 23); }
 
+// e2m1: the values 0, 0.5, 1, 1.5, 2, 3, 4, 6, bit 3 the sign. Its exponent and mantissa, two bits up, are
+// the e4m3fn of a 64th of its value, subnormals included: that is how it is read.
+inline constexpr float kE2m1Unit = 64.0f;
+
+// The codes in the low 16 bits, the first one lowest, as bytes of such e4m3fn.
+MLA_HD constexpr uint32_t e2m1x4_to_e4m3(uint32_t codes) {
+  codes = (codes | codes << 8) & 0x00ff00ffu;
+  codes = (codes | codes << 4) & 0x0f0f0f0fu;
+  return (codes & 0x08080808u) << 4 | (codes & 0x07070707u) << 2;
+}
+
+// Nearest, ties to the even code, saturating. NaN is 0: its tile's scale says it.
+MLA_HD uint8_t float_to_e2m1(float x) {
+  const uint32_t u = float_bits(x), sign = (u >> 28) & 8u, kLargest = float_bits(6.0f);
+  uint32_t a = u & ~kSignMask;
+  if (a > kInfBits) return 0;
+  if (a > kLargest) a = kLargest;
+  // As float_to_e4m3: below 1 the quantum is 0.5.
+  const uint32_t code = a < float_bits(1.0f) ? float_bits(bits_float(a) + 0x1p22f) - float_bits(0x1p22f)
+                                             : ((a + 0x1fffffu + ((a >> 22) & 1u)) >> 22) - (126u << 1);
+  return static_cast<uint8_t>(sign | code);
+}
+
+// The scale of a tile of e2m1: the e4m3fn nearest to amax / 6, at least scale_floor. amax is that of bf16 (of
+// which the product rounds as the quotient does), or infinite for a tile with a NaN, whose scale is NaN.
+MLA_HD uint8_t e2m1_tile_scale(float amax, float scale_floor) {
+  if (float_bits(amax) == kInfBits) return E4m3<Format::kE4m3fn>::kNan;
+  const float scale = amax * (1.0f / 6.0f);
+  return float_to_e4m3<Format::kE4m3fn>(scale > scale_floor ? scale : scale_floor);
+}
+
 template <ScaleFormat kFormat>
 MLA_HD void store_scale(uint8_t* scales, int tile, uint8_t exponent) {
   if constexpr (kFormat == ScaleFormat::kUe8m0) {
@@ -110,6 +141,7 @@ MLA_HD void store_scale(uint8_t* scales, int tile, uint8_t exponent) {
 template <ScaleFormat kFormat>
 MLA_HD float load_scale(const uint8_t* scales, int tile) {
   if constexpr (kFormat == ScaleFormat::kUe8m0) return ue8m0_to_float(scales[tile]);
+  if constexpr (kFormat == ScaleFormat::kE4m3) return e4m3_to_float<Format::kE4m3fn>(scales[tile]);
   float scale;
   memcpy(&scale, scales + 4 * tile, 4);
   return scale;

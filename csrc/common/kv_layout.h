@@ -11,9 +11,12 @@
 //   dsv41       page:  | (nope e4m3 x512) x page_size                                         page tail
 //                      | (scale ue8m0 x16) x page_size | pad to page_align |
 //   dsv32_nope  token: | nope e4m3 x512 | scale f32 x4 |                                      inline
+//   dsv41_fp4   page:  | (nope e2m1 x512, the even element in the low half of a byte) x page_size  page tail
+//                      | (scale e4m3 x32) x page_size | pad to page_align |
 //
 // `_512` rows are the uniform formats at head_dim_qk 512, `_fnuz` rows hold e4m3fnuz instead of e4m3fn.
-// Stored scales are powers of two: FlashMLA's SM100 reader keeps only their exponent.
+// Stored scales of e4m3 are powers of two: FlashMLA's SM100 reader keeps only their exponent. Those of e2m1
+// are the e4m3 nearest to amax / 6, and NaN where the tile has one, as e2m1 itself has none.
 // nope and rope say how a latent is stored, not what a model rotates. dsv41 and dsv32_nope store all of it in
 // one way, so their rope_dim is 0; the model of dsv41 rotates the last 64 dims. Both have 528 bytes.
 
@@ -25,8 +28,8 @@ namespace mla_fp8 {
 
 inline constexpr int kHeadDimV = 512;  // V is the first 512 elements of the latent in every layout
 
-enum class Format : int32_t { kBf16, kE4m3fn, kE4m3fnuz };
-enum class ScaleFormat : int32_t { kNone, kPerLayer, kF32, kUe8m0 };
+enum class Format : int32_t { kBf16, kE4m3fn, kE4m3fnuz, kE2m1 };
+enum class ScaleFormat : int32_t { kNone, kPerLayer, kF32, kUe8m0, kE4m3 };
 enum class ScalePlacement : int32_t { kOutside, kInline, kPageTail };
 
 enum class KvLayoutId : int32_t {
@@ -42,11 +45,23 @@ enum class KvLayoutId : int32_t {
   kFp8E4m3D512Fnuz,
   kDsv41,
   kDsv32Nope,
+  kDsv41Fp4,
 };
-inline constexpr int kNumKvLayouts = 12;
+inline constexpr int kNumKvLayouts = 13;
 
-MLA_HD constexpr int format_bytes(Format f) { return f == Format::kBf16 ? 2 : 1; }
-MLA_HD constexpr float format_max(Format f) { return f == Format::kE4m3fnuz ? 240.0f : 448.0f; }
+constexpr const char* name(Format f) {
+  constexpr const char* kNames[] = {"bf16", "e4m3fn", "e4m3fnuz", "e2m1"};
+  return kNames[static_cast<int>(f)];
+}
+constexpr const char* name(ScaleFormat f) {
+  constexpr const char* kNames[] = {"none", "per_layer", "f32", "ue8m0", "e4m3"};
+  return kNames[static_cast<int>(f)];
+}
+MLA_HD constexpr int format_bits(Format f) { return f == Format::kBf16 ? 16 : f == Format::kE2m1 ? 4 : 8; }
+MLA_HD constexpr bool is_e4m3(Format f) { return f == Format::kE4m3fn || f == Format::kE4m3fnuz; }
+MLA_HD constexpr float format_max(Format f) {  // of bf16 nothing is said
+  return f == Format::kE2m1 ? 6.0f : f == Format::kE4m3fnuz ? 240.0f : 448.0f;
+}
 
 struct KvLayout {
   const char* name;
@@ -56,16 +71,18 @@ struct KvLayout {
   ScalePlacement scale_placement;
   int tile_dim;       // nope elements sharing one stored scale; 0 = no stored scales
   float amax_floor;   // writers raise a tile's amax to this, then
-  float scale_floor;  // its scale to this, then round up to a power of two
+  float scale_floor;  // its scale to this, then round up to a power of two (e4m3 scales: to the nearest e4m3)
   int page_align;     // bytes
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
   MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
+  // Attention reads it as the second cache of a call only.
+  MLA_HD constexpr bool extra_only() const { return nope_format == Format::kE2m1; }
   MLA_HD constexpr bool scale_inline() const { return scale_placement == ScalePlacement::kInline; }
   MLA_HD constexpr int scale_itemsize() const { return scale_format == ScaleFormat::kF32 ? 4 : 1; }
   MLA_HD constexpr int scale_bytes() const { return align_up(num_tiles() * scale_itemsize(), 8); }
-  MLA_HD constexpr int nope_bytes() const { return nope_dim * format_bytes(nope_format); }
-  MLA_HD constexpr int rope_bytes() const { return rope_dim * format_bytes(rope_format); }
+  MLA_HD constexpr int nope_bytes() const { return nope_dim * format_bits(nope_format) / 8; }
+  MLA_HD constexpr int rope_bytes() const { return rope_dim * format_bits(rope_format) / 8; }
   MLA_HD constexpr int rope_offset() const { return nope_bytes() + (scale_inline() ? scale_bytes() : 0); }
   MLA_HD constexpr int token_stride() const { return rope_offset() + rope_bytes(); }
   MLA_HD constexpr int bytes_per_token() const { return nope_bytes() + scale_bytes() + rope_bytes(); }
@@ -109,6 +126,8 @@ MLA_HD constexpr KvLayout kv_layout(KvLayoutId id) {
       return {"dsv41", 512, 0, kE4m3fn, Format::kBf16, kUe8m0, kPageTail, 32, 0.0f, 1e-4f, 512};
     case KvLayoutId::kDsv32Nope:
       return {"dsv32_nope", 512, 0, kE4m3fn, Format::kBf16, kF32, kInline, 128, 0.0f, 1e-4f, 1};
+    case KvLayoutId::kDsv41Fp4:
+      return {"dsv41_fp4", 512, 0, kE2m1, Format::kBf16, kE4m3, kPageTail, 16, 0.0f, 0x1p-9f, 256};
   }
   return {};
 }
@@ -117,6 +136,7 @@ static_assert(kv_layout(KvLayoutId::kDsv32).bytes_per_token() == 656);
 static_assert(kv_layout(KvLayoutId::kDsv4).bytes_per_token() == 584);
 static_assert(kv_layout(KvLayoutId::kDsv41).bytes_per_token() == 528);
 static_assert(kv_layout(KvLayoutId::kDsv32Nope).bytes_per_token() == 528);
+static_assert(kv_layout(KvLayoutId::kDsv41Fp4).bytes_per_token() == 288);
 
 // Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in
 // ops/).
@@ -135,6 +155,7 @@ inline void with_kv_layout(KvLayoutId id, Fn&& fn) {
     case KvLayoutId::kFp8E4m3D512Fnuz: return fn(constant<KvLayoutId::kFp8E4m3D512Fnuz>{});
     case KvLayoutId::kDsv41: return fn(constant<KvLayoutId::kDsv41>{});
     case KvLayoutId::kDsv32Nope: return fn(constant<KvLayoutId::kDsv32Nope>{});
+    case KvLayoutId::kDsv41Fp4: return fn(constant<KvLayoutId::kDsv41Fp4>{});
   }
 }
 

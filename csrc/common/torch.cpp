@@ -151,6 +151,13 @@ KvLayoutId Check::layout(int64_t layout) const {
   return static_cast<KvLayoutId>(layout);
 }
 
+KvLayoutId Check::first_layout(int64_t layout) const {
+  const KvLayoutId id = this->layout(layout);
+  that(!kv_layout(id).extra_only(), "layout must not be ", kv_layout(id).name,
+       ", which is for the second cache of a call only");
+  return id;
+}
+
 KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
   const KvLayout l = kv_layout(layout);
   that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize, "], got ",

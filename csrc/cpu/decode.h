@@ -58,6 +58,45 @@ MLA_SIMD void decode_exact(const uint8_t* src, int count, float scale, uint16_t*
 }
 #endif
 
+// A row of e2m1 with its e4m3 scales: tiles of 16. value = e2m1 * e4m3, which is a bf16.
+MLA_SIMD void decode_e2m1(const uint8_t* src, const uint8_t* scale_codes, int num_tiles, uint16_t* dst) {
+  static_assert(kLanes == 16);
+  for (int begin = 0; begin < num_tiles; begin += kLanes) {
+    float scales[kLanes];
+    store(scales, load_e4m3<Format::kE4m3fn>(scale_codes + begin));
+#if MLA_SIMD_AVX512
+    // A table for each tile: the bf16 of its 16 codes.
+    const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
+                                         -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(0x00100010), 1);
+    const auto table = [&](float scale) __attribute__((always_inline)) {
+      if (scale != scale) return _mm256_set1_epi16(kBf16Nan);
+      const __m512i products = _mm512_castps_si512(_mm512_mul_ps(values, _mm512_set1_ps(scale)));
+      return _mm512_cvtepi32_epi16(_mm512_srli_epi32(products, 16));
+    };
+    for (int i = 0; i < kLanes; i += 2, src += kLanes, dst += 2 * kLanes) {
+      const __m512i both =
+          _mm512_inserti64x4(_mm512_castsi256_si512(table(scales[i])), table(scales[i + 1]), 1);
+      const __m512i bytes =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));  // two codes in each
+      const __m512i codes = _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)),
+                                             _mm512_set1_epi32(0x000f000f));
+      _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(_mm512_or_si512(codes, second), both));
+    }
+#else
+    for (int i = 0; i < kLanes; ++i, src += kLanes / 2, dst += kLanes) {
+      uint16_t packed[kLanes / 4];
+      memcpy(packed, src, sizeof packed);
+      uint32_t words[kLanes / 4];
+      for (int j = 0; j < kLanes / 4; ++j) words[j] = e2m1x4_to_e4m3(packed[j]);
+      uint8_t codes[kLanes];
+      memcpy(codes, words, sizeof codes);
+      store_u16(dst, to_bf16(mul(load_e4m3<Format::kE4m3fn>(codes), set1(kE2m1Unit * scales[i]))));
+    }
+#endif
+  }
+}
+
 // value = e4m3 * scale in float, rounded once.
 template <Format kFormat>
 MLA_SIMD void decode(const uint8_t* src, int count, float scale, uint16_t* dst) {
@@ -78,7 +117,11 @@ MLA_SIMD void decode_row(const uint8_t* page, int64_t row, int64_t page_size, fl
                          uint16_t* dst) {
   constexpr KvLayout kL = kv_layout(kId);
   const uint8_t* src = page + kL.token_offset(row);
-  if constexpr (kL.num_tiles() > 0) {
+  if constexpr (kL.nope_format == Format::kE2m1) {
+    static_assert(kL.tile_dim == kLanes && kL.scale_format == ScaleFormat::kE4m3 && kL.rope_dim == 0);
+    decode_e2m1(src, page + kL.scale_offset(row, page_size), kL.num_tiles(), dst);
+    return;
+  } else if constexpr (kL.num_tiles() > 0) {
     const uint8_t* scales = page + kL.scale_offset(row, page_size);
     for (int tile = 0; tile < kL.num_tiles(); ++tile) {
       const int first = tile * kL.tile_dim;

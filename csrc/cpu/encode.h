@@ -1,7 +1,7 @@
 #pragma once
-// One latent into a cache row, the counterpart of decode.h: per tile its amax, its power-of-two scale, then
-// the codes. What quantize_kv does to a latent; ops that make the latent themselves end in it, so that their
-// bytes are quantize_kv's.
+// One latent into a cache row, the counterpart of decode.h: per tile its amax, its scale, then the codes.
+// What quantize_kv does to a latent; ops that make the latent themselves end in it, so that their bytes are
+// quantize_kv's.
 #include "common/dtype.h"
 #include "cpu/simd.h"
 
@@ -39,6 +39,37 @@ MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
   U32 signed_code = or_(code, sign);
   if constexpr (E::kFnuz) signed_code = select(equal(code, set1(0u)), code, signed_code);  // no -0
   return select(greater(magnitude, set1(kInfBits)), set1(uint32_t{E::kNan}), signed_code);
+}
+
+// As float_to_e2m1 in fp8.h, 16 lanes: a code in each.
+MLA_SIMD U32 to_e2m1(F32 x) {
+  const U32 u = bits(x), sign = and_(shift_right<28>(u), set1(8u));
+  const U32 magnitude = and_(u, set1(0x7fffffffu)), limit = set1(float_bits(6.0f));
+  const U32 a = select(greater(magnitude, limit), limit, magnitude);
+  const F32 magic = set1(0x1p22f);
+  const U32 subnormal = sub(bits(add(from_bits(a), magic)), bits(magic));
+  const U32 lsb = and_(shift_right<22>(a), set1(1u));
+  const U32 normal = sub(shift_right<22>(add(a, add(lsb, set1(0x1fffffu)))), set1(126u << 1));
+  const U32 code = or_(select(greater(set1(float_bits(1.0f)), a), subnormal, normal), sign);
+  return select(greater(magnitude, set1(kInfBits)), set1(0u), code);
+}
+
+// A tile of e2m1 is one vector. Returns its scale.
+template <Dtype kDtype>
+MLA_SIMD uint8_t encode_e2m1_tile(uint8_t* dst, const void* src, int first, float scale_floor) {
+  const F32 latent = load_latent<kDtype>(src, first);
+  const U32 magnitude = and_(bits(latent), set1(0x7fffffffu)), inf = set1(kInfBits);
+  const U32 without_inf = select(equal(magnitude, inf), set1(0u), magnitude);
+  const float amax = reduce_max(from_bits(select(greater(magnitude, inf), inf, without_inf)));
+  const uint8_t scale_code = e2m1_tile_scale(amax, scale_floor);
+  const float scale = e4m3_to_float<Format::kE4m3fn>(scale_code);
+  float x[kLanes];
+  store(x, latent);
+  for (int i = 0; i < kLanes; ++i) x[i] /= scale;
+  uint8_t codes[kLanes];
+  store_u8(codes, to_e2m1(load(x)));
+  for (int i = 0; i < kLanes / 2; ++i) dst[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  return scale_code;
 }
 
 // Largest finite magnitude: NaN and infinity stay their own element's affair.
@@ -93,10 +124,15 @@ MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const vo
     uint8_t* scales = page + kL.scale_offset(row, page_size);
     for (int tile = 0; tile < kL.num_tiles(); ++tile) {
       const int first = tile * kL.tile_dim;
-      const float amax = finite_amax<kDtype>(nope, first, kL.tile_dim);
-      const uint8_t exponent = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
-      encode<kL.nope_format, kDtype>(dst, nope, first, kL.tile_dim, ue8m0_reciprocal(exponent), fp8_max);
-      store_scale<kL.scale_format>(scales, tile, exponent);
+      if constexpr (kL.nope_format == Format::kE2m1) {
+        static_assert(kL.tile_dim == kLanes);
+        scales[tile] = encode_e2m1_tile<kDtype>(dst + first / 2, nope, first, kL.scale_floor);
+      } else {
+        const float amax = finite_amax<kDtype>(nope, first, kL.tile_dim);
+        const uint8_t exponent = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
+        encode<kL.nope_format, kDtype>(dst, nope, first, kL.tile_dim, ue8m0_reciprocal(exponent), fp8_max);
+        store_scale<kL.scale_format>(scales, tile, exponent);
+      }
     }
     constexpr int kUsed = kL.num_tiles() * kL.scale_itemsize();
     memset(scales + kUsed, 0, kL.scale_bytes() - kUsed);

@@ -107,7 +107,7 @@ MLA_SIMD void with_source(const PagedAttentionRaggedParams& p, Fn&& fn) {
   const bool packed = p.is_latent && kv_layout(p.layout).num_tiles() > 0;
   if (!packed) return with_cache_dtype(p.cache_dtype, [&](auto dtype) { fn(Plain<dtype>{}); });
   with_kv_layout(p.layout, [&](auto id) {
-    if constexpr (kv_layout(id).num_tiles() > 0) fn(Packed<id>{});
+    if constexpr (kv_layout(id).num_tiles() > 0 && !kv_layout(id).extra_only()) fn(Packed<id>{});
   });
 }
 

@@ -1,4 +1,4 @@
-// quantize_kv on the CPU: per token, amax of each tile, its power-of-two scale, then the codes. One pass over
+// quantize_kv on the CPU: per token, amax of each tile, its scale, then the codes. One pass over
 // the latent, 16 lanes at a time; bound by memory.
 #include "cpu/encode.h"
 #include "cpu/isa.h"

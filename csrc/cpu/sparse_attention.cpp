@@ -253,7 +253,9 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
 void sparse_attention(const SparseAttentionParams& p, int64_t token, int first_head, int num_heads,
                       AttentionScratch scratch) {
   const SubnormalMode mode(Subnormals::kFlush);
-  with_kv_layout(p.layout, [&](auto id) { attend<id>(p, token, first_head, num_heads, scratch); });
+  with_kv_layout(p.layout, [&](auto id) {
+    if constexpr (!kv_layout(id).extra_only()) attend<id>(p, token, first_head, num_heads, scratch);
+  });
 }
 
 }  // namespace mla_fp8::cpu::MLA_ISA

@@ -20,25 +20,28 @@ struct LatentChunks {
   static constexpr KvLayout kL = kv_layout(kId);
   static constexpr int kDim = kL.head_dim_qk();
   static constexpr int kPasses = ceil_div(kDim, kPassDim);
-  // The leading elements lie at element * kItemsize in nope_format. The rest, if any, is bf16 at rope_offset.
+  // The leading elements lie one after another in nope_format. The rest, if any, is bf16 at rope_offset.
   static constexpr bool kUniform = kL.nope_format == kL.rope_format;
   static constexpr int kLeadDim = kUniform ? kDim : kL.nope_dim;
-  static constexpr int kItemsize = format_bytes(kL.nope_format);
-  static constexpr int kLeadWords = kChunk * kItemsize / 4;
+  static constexpr int kLeadBytes = kChunk * format_bits(kL.nope_format) / 8;  // of a lane in one pass
+  static constexpr int kLeadWords = kLeadBytes / 4;
   static_assert(!kUniform || kL.rope_offset() == kL.nope_bytes());
   static_assert(kUniform || kL.rope_format == Format::kBf16);
   static_assert(kL.nope_dim % kChunk == 0 && kL.rope_dim % kChunk == 0);
 
   static constexpr bool kHasTiles = kL.num_tiles() > 0;
-  static constexpr int kScaleWords = kHasTiles ? kL.scale_bytes() / 4 : 2;  // read and written in one piece
+  // Read and written in one piece, unless there are so many that each lane takes those of its own tiles.
+  static constexpr int kScaleWords = kHasTiles ? kL.scale_bytes() / 4 : 2;
+  static constexpr bool kOwnScales = kScaleWords > 4;
   static constexpr int kTileLanes = kHasTiles ? kL.tile_dim / kChunk : kWarpSize;
   static constexpr int kPassTiles = kWarpSize / kTileLanes;
+  static_assert(!kOwnScales || (kL.scale_itemsize() == 1 && kL.nope_dim % kPassDim == 0));
 
   static __device__ __forceinline__ int element(int pass, int lane) {
     return pass * kPassDim + lane * kChunk;
   }
   // Offsets in bytes from the token's record.
-  static __device__ __forceinline__ int lead_offset(int element) { return element * kItemsize; }
+  static __device__ __forceinline__ int lead_offset(int element) { return element / kChunk * kLeadBytes; }
   static __device__ __forceinline__ int rope_offset(int element) {
     return kL.rope_offset() + (element - kL.nope_dim) * 2;
   }

@@ -32,22 +32,41 @@ namespace {
 
 constexpr int64_t kSlotsAhead = 16384;  // a later block then finds its slots in L2
 
-// The scale of this lane's tile in `pass`, from the token's scale record.
+// The stored scales that a lane needs: all of the token's, or the codes of its own tiles.
 template <KvLayoutId kId>
-__device__ __forceinline__ float tile_scale(const Words<LatentChunks<kId>::kScaleWords>& record, int pass,
-                                            int lane) {
+struct Scales {
   using C = LatentChunks<kId>;
-  constexpr int kPerWord = 4 / C::kL.scale_itemsize(), kPassWords = C::kPassTiles / kPerWord;
-  static_assert(C::kPassTiles % kPerWord == 0);  // a pass begins with a word
-  const int first = pass * kPassWords, tile = lane / C::kTileLanes;
-  uint32_t word = record[first];
+  Words<C::kOwnScales ? C::kPasses : C::kScaleWords> words;
+
+  __device__ __forceinline__ void load(const uint8_t* record, int lane, bool wanted) {
+    if constexpr (C::kOwnScales) {
 #pragma unroll
-  for (int i = 1; i < kPassWords; ++i)
-    if (tile >= i * kPerWord) word = record[first + i];
-  if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0)
-    return ue8m0_to_float(static_cast<uint8_t>(word >> (8 * (tile % 4))));
-  else return bits_float(word);
-}
+      for (int pass = 0; pass < C::kPasses; ++pass)
+        words[pass] = wanted ? record[pass * C::kPassTiles + lane / C::kTileLanes] : 0;
+    } else {
+      words = load_if<C::kScaleWords>(record, wanted);
+    }
+  }
+
+  // That of the lane's tile in `pass`.
+  __device__ __forceinline__ float of_tile(int pass, int lane) const {
+    if constexpr (C::kOwnScales) {
+      static_assert(C::kL.scale_format == ScaleFormat::kE4m3);
+      return unpack_e4m3<Format::kE4m3fn>(words[pass]).x;
+    } else {
+      constexpr int kPerWord = 4 / C::kL.scale_itemsize(), kPassWords = C::kPassTiles / kPerWord;
+      static_assert(C::kPassTiles % kPerWord == 0);  // a pass begins with a word
+      const int first = pass * kPassWords, tile = lane / C::kTileLanes;
+      uint32_t word = words[first];
+#pragma unroll
+      for (int i = 1; i < kPassWords; ++i)
+        if (tile >= i * kPerWord) word = words[first + i];
+      if constexpr (C::kL.scale_format == ScaleFormat::kUe8m0)
+        return ue8m0_to_float(static_cast<uint8_t>(word >> (8 * (tile % 4))));
+      else return bits_float(word);
+    }
+  }
+};
 
 template <KvLayoutId kId>
 __device__ __forceinline__ void dequantize_row(const CacheRow& from, int64_t page_size, const float* scale,
@@ -68,10 +87,10 @@ __device__ __forceinline__ void dequantize_row(const CacheRow& from, int64_t pag
       rope[pass] = load_if<4>(src + C::rope_offset(element),
                               from.valid && element >= C::kLeadDim && element < C::kDim);
   }
-  Words<C::kScaleWords> record;
+  Scales<kId> scales;
   float layer_scale = 0.0f;
   if constexpr (C::kHasTiles) {
-    record = load_if<C::kScaleWords>(from.page + kL.scale_offset(from.row, page_size), from.valid);
+    scales.load(from.page + kL.scale_offset(from.row, page_size), lane, from.valid);
   } else if constexpr (kL.scale_format == ScaleFormat::kPerLayer) {
     if (from.valid) layer_scale = *scale;
   }
@@ -82,7 +101,7 @@ __device__ __forceinline__ void dequantize_row(const CacheRow& from, int64_t pag
     Words<4> out = rope[pass];
     if (C::element(pass, 0) < C::kLeadDim && element < C::kLeadDim) {
       float s = layer_scale;
-      if constexpr (C::kHasTiles) s = tile_scale<kId>(record, pass, lane);
+      if constexpr (C::kHasTiles) s = scales.of_tile(pass, lane);
       out = decode8<kL.nope_format>(lead[pass], s);
     }
     if (element < C::kDim) store(dst + element, out, streaming);

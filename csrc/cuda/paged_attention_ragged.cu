@@ -185,7 +185,9 @@ void run(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
   if (!p.is_latent) {
     with_separate_caches<kDtype>(p, attend);
   } else if constexpr (kDtype == Dtype::kBf16) {
-    with_kv_layout(p.layout, [&](auto id) { attend(LatentCache<id>{}); });
+    with_kv_layout(p.layout, [&](auto id) {
+      if constexpr (!kv_layout(id).extra_only()) attend(LatentCache<id>{});
+    });
   }
   if (p.num_splits > 1)
     launch(paged_attention_ragged_merge_kernel<kDtype>,

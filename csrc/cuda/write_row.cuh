@@ -20,7 +20,8 @@ __device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int
   constexpr KvLayout kL = kv_layout(kId);
   const int lane = threadIdx.x % kWarpSize;
   if constexpr (kL.scale_placement == ScalePlacement::kPageTail) {
-    if (lane == 0) prefetch_l2(to.page + kL.scale_offset(to.row, page_size));
+    if (kL.scale_bytes() < kSectorBytes && lane == 0)
+      prefetch_l2(to.page + kL.scale_offset(to.row, page_size));
   } else if constexpr (kL.token_stride() % kSectorBytes != 0) {
     const uint8_t* edge = to.page + kL.token_offset(to.row + lane);  // of lanes 0 and 1
     if (lane < 2 && reinterpret_cast<uintptr_t>(edge) % kSectorBytes != 0) prefetch_l2(edge);
@@ -85,14 +86,19 @@ __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size,
   uint8_t* dst = page + kL.token_offset(to.row);
   const DivideByScale divide(layer_scale, fp8_max);
   Words<C::kLeadWords> codes[C::kPasses];
-  uint8_t exponents[C::kPasses];
+  uint8_t scales[C::kPasses];  // of this lane's tiles: an exponent, or an e4m3
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     if (C::element(pass, 0) >= C::kLeadDim) continue;
-    if constexpr (C::kHasTiles) {
+    if constexpr (kL.nope_format == Format::kE2m1) {
+      const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8_or_nan(x[pass])));
+      scales[pass] = e2m1_tile_scale(amax, kL.scale_floor);
+      const DivideByScale by_tile(e4m3_to_float<Format::kE4m3fn>(scales[pass]), fp8_max);
+      codes[pass] = encode8<kL.nope_format>(x[pass], by_tile.factor, by_tile.limit, by_tile);
+    } else if constexpr (C::kHasTiles) {
       const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
-      exponents[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
-      codes[pass] = encode8<kL.nope_format>(x[pass], ue8m0_reciprocal(exponents[pass]), fp8_max,
+      scales[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
+      codes[pass] = encode8<kL.nope_format>(x[pass], ue8m0_reciprocal(scales[pass]), fp8_max,
                                             [](float quotient) { return quotient; });
     } else {
       codes[pass] = encode8<kL.nope_format>(x[pass], divide.factor, divide.limit, divide);
@@ -111,15 +117,20 @@ __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size,
     // They lie in one sector with the beginning of rope: the first lane without rope writes them along.
     constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
     static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
-    const auto record = scale_record<kId>(exponents);
+    const auto record = scale_record<kId>(scales);
     const bool has_scales = lane == kScaleLane;
     Words<4> last;  // chosen word by word: a choice of two arrays would put them into memory on AMD
 #pragma unroll
     for (int i = 0; i < 4; ++i) last[i] = has_scales ? record[i] : x[C::kPasses - 1][i];
     const int offset = has_scales ? kL.nope_bytes() : C::rope_offset(kFirst + lane * kChunk);
     if (lane <= kScaleLane) store(dst + offset, last, true);
+  } else if constexpr (C::kOwnScales) {
+    uint8_t* own = page + kL.scale_offset(to.row, page_size) + lane / C::kTileLanes;
+#pragma unroll
+    for (int pass = 0; pass < C::kPasses; ++pass)
+      if (lane % C::kTileLanes == 0) own[pass * C::kPassTiles] = scales[pass];
   } else if constexpr (C::kHasTiles) {
-    const auto record = scale_record<kId>(exponents);
+    const auto record = scale_record<kId>(scales);
     if (lane == 0) store(page + kL.scale_offset(to.row, page_size), record);
   }
 }

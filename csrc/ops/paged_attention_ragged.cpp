@@ -164,7 +164,7 @@ PagedAttentionRaggedParams check_caches(const Check& check, const Ragged& r, con
 
 PagedAttentionRaggedParams check_latent(const Check& check, const Ragged& r, const Tensor& kv_cache,
                                         int64_t layout, int64_t page_size, const OptionalTensor& scale) {
-  const KvLayoutId id = check.layout(layout);
+  const KvLayoutId id = check.first_layout(layout);
   const KvLayout l = kv_layout(id);
   check(r.q, "q")
       .dtype({ScalarType::BFloat16})

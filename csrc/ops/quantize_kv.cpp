@@ -38,8 +38,7 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
 
   const float limit = format_max(l.nope_format);
   if (fp8_max) {
-    check.that(l.nope_format != Format::kBf16, "fp8_max must be None for layout ", l.name, ", got ",
-               *fp8_max);
+    check.that(is_e4m3(l.nope_format), "fp8_max must be None for layout ", l.name, ", got ", *fp8_max);
     const float value = static_cast<float>(*fp8_max);
     const bool representable =
         l.nope_format == Format::kE4m3fnuz

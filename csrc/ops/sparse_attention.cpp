@@ -114,7 +114,7 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
 }
 
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
-  const KvLayoutId id = check.layout(layout);
+  const KvLayoutId id = check.first_layout(layout);
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
   check(kv_cache, "kv_cache").same_device_as(q, "q");
@@ -129,7 +129,7 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
 // The first scope as a sliding window.
 SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS,
                                    const Outputs& outputs) {
-  const KvLayoutId id = check.layout(layout);
+  const KvLayoutId id = check.first_layout(layout);
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
   check(kv_cache, "kv_cache").same_device_as(q, "q");

@@ -62,6 +62,18 @@ void bind_codecs(py::module_& m) {
   bind_e4m3<Format::kE4m3fnuz>(m, "e4m3fnuz");
   bind_hip_e4m3<Format::kE4m3fn>(m, "hip_e4m3fn");
   bind_hip_e4m3<Format::kE4m3fnuz>(m, "hip_e4m3fnuz");
+  // Without a NaN: one is 0. Decoded as readers do.
+  py::module_ e2m1 = m.def_submodule("e2m1");
+  e2m1.attr("max") = format_max(Format::kE2m1);
+  e2m1.def("decode", py::vectorize([](uint8_t code) {
+             const auto e4m3 = static_cast<uint8_t>(e2m1x4_to_e4m3(code));
+             return e4m3_to_float<Format::kE4m3fn>(e4m3) * kE2m1Unit;
+           }));
+  e2m1.def("encode", py::vectorize([](float x) { return float_to_e2m1(x); }));
+  m.def("e2m1x4_to_e4m3", py::vectorize([](uint16_t codes) { return e2m1x4_to_e4m3(codes); }));
+  m.def("e2m1_tile_scale",
+        py::vectorize([](float amax, float scale_floor) { return e2m1_tile_scale(amax, scale_floor); }),
+        py::arg("amax"), py::arg("scale_floor"));
   m.def("halve_e4m3fn", py::vectorize(gpu::halve_e4m3fn));
   m.def("bf16_to_float", py::vectorize([](uint16_t x) { return bf16_to_float(x); }));
   m.def("float_to_bf16", py::vectorize([](float x) { return float_to_bf16(x); }));

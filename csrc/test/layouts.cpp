@@ -6,8 +6,6 @@
 namespace mla_fp8::test {
 
 void bind_layouts(py::module_& m) {
-  static constexpr const char* kFormats[] = {"bf16", "e4m3fn", "e4m3fnuz"};
-  static constexpr const char* kScaleFormats[] = {"none", "per_layer", "f32", "ue8m0"};
   py::class_<KvLayout>(m, "KvLayout")
       .def_readonly("name", &KvLayout::name)
       .def_readonly("nope_dim", &KvLayout::nope_dim)
@@ -16,13 +14,11 @@ void bind_layouts(py::module_& m) {
       .def_readonly("amax_floor", &KvLayout::amax_floor)
       .def_readonly("scale_floor", &KvLayout::scale_floor)
       .def_readonly("page_align", &KvLayout::page_align)
-      .def_property_readonly("nope_format",
-                             [](const KvLayout& l) { return kFormats[static_cast<int>(l.nope_format)]; })
-      .def_property_readonly("rope_format",
-                             [](const KvLayout& l) { return kFormats[static_cast<int>(l.rope_format)]; })
-      .def_property_readonly(
-          "scale_format", [](const KvLayout& l) { return kScaleFormats[static_cast<int>(l.scale_format)]; })
+      .def_property_readonly("nope_format", [](const KvLayout& l) { return mla_fp8::name(l.nope_format); })
+      .def_property_readonly("rope_format", [](const KvLayout& l) { return mla_fp8::name(l.rope_format); })
+      .def_property_readonly("scale_format", [](const KvLayout& l) { return mla_fp8::name(l.scale_format); })
       .def_property_readonly("head_dim_qk", &KvLayout::head_dim_qk)
+      .def_property_readonly("extra_only", &KvLayout::extra_only)
       .def_property_readonly("num_tiles", &KvLayout::num_tiles)
       .def_property_readonly("scale_itemsize", &KvLayout::scale_itemsize)
       .def_property_readonly("scale_bytes", &KvLayout::scale_bytes)

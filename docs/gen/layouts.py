@@ -19,6 +19,7 @@ SCALES = {
     "per_layer": "one float32 per layer, outside the cache",
     "f32": "float32 per {0} values, a power of two",
     "ue8m0": "ue8m0 (an exponent) per {0} values",
+    "e4m3": "e4m3fn per {0} values",
 }
 
 
@@ -30,7 +31,7 @@ def summary(layout: KVLayout) -> str:
 
 def fields(layout: KVLayout) -> list[tuple[str, int, str]]:
     """(offset, length, content) of each part of a token, in the order of the bytes."""
-    nope_bytes = layout.nope_dim * (2 if layout.nope_format == "bf16" else 1)
+    nope_bytes = layout.nope_bytes
     rope_bytes = layout.token_stride - layout.rope_offset
     token = f"{layout.token_stride} r"
     parts = [
@@ -55,7 +56,13 @@ def byte_map(layout: KVLayout) -> str:
     notes = []
     if layout.page_align > 1:
         notes.append(f"A page is padded to a multiple of {layout.page_align} bytes.")
-    if layout.num_tiles:
+    if layout.nope_format == "e2m1":
+        notes.append(
+            "Element 2k is the low half of byte k. Writers take the e4m3 nearest to amax / 6 (nearest even), "
+            f"from {layout.scale_floor:g} to 448, and the codes nearest to the quotients by it; NaN in a "
+            "tile makes its scale NaN and its codes 0. For the second cache of a call only."
+        )
+    elif layout.num_tiles:
         notes.append(
             "Writers take the smallest power of two that is at least amax / (largest value), "
             + (f"amax at least {layout.amax_floor:g}." if layout.amax_floor else "")

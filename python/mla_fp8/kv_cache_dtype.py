@@ -40,6 +40,8 @@ _NOTES = {
 
 
 def _kind(layout: KVLayout) -> str:
+    if layout.extra_only:
+        return "fp4"
     return "tiled" if layout.num_tiles and not layout.rope_dim else _KIND[layout.scale_format]
 
 

@@ -10,6 +10,8 @@ _DTYPES = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "f32": torch.float32,
     "ue8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+    "e2m1": torch.float4_e2m1fn_x2,
 }
 
 
@@ -19,7 +21,8 @@ class KVLayout:
 
     A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or FlashMLA's view of it (``flash_mla_view``).
     ``scale_format`` is ``"none"``, ``"per_layer"`` (one float32 outside the cache, the ``scale`` argument of
-    the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always powers of two).
+    the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always written as powers of two), ``"e4m3"``
+    (stored with each token, any value). Attention reads a layout with ``extra_only`` as second cache alone.
     """
 
     name: str
@@ -38,6 +41,7 @@ class KVLayout:
     token_stride: int
     bytes_per_token: int
     head_dim_v: int
+    extra_only: int
     id: int  # the `layout` argument of torch.ops.mla_fp8.*
 
     @property
@@ -52,8 +56,13 @@ class KVLayout:
 
     @property
     def fp8_dtype(self) -> torch.dtype | None:
-        """The dtype of nope, None for the bf16 layouts."""
-        return None if self.nope_format == "bf16" else _DTYPES[self.nope_format]
+        """The dtype of nope, None for the bf16 and FP4 layouts."""
+        return _DTYPES[self.nope_format] if self.nope_format.startswith("e4m3") else None
+
+    @property
+    def nope_bytes(self) -> int:
+        """Bytes of nope per token."""
+        return self.nope_dim * {"bf16": 4, "e2m1": 1}.get(self.nope_format, 2) // 2
 
     @property
     def needs_scale(self) -> bool:
@@ -79,7 +88,8 @@ class KVLayout:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Aliases (nope, scale, rope) of a ``[num_pages, page_bytes]`` cache.
 
-        Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none.
+        Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none, ``nope`` one
+        element for two values of e2m1.
         """
 
         def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +97,7 @@ class KVLayout:
             return kv_cache.as_strided(shape, strides, kv_cache.storage_offset() + offset).view(dtype)
 
         nope, rope = _DTYPES[self.nope_format], _DTYPES[self.rope_format]
-        nope_bytes = self.nope_dim * nope.itemsize
+        nope_bytes = self.nope_bytes
         scale = _DTYPES.get(self.scale_format, torch.float32)
         scale_at = nope_bytes if self.scale_inline else page_size * self.token_stride
         scale_stride = self.token_stride if self.scale_inline else self.scale_bytes

@@ -7,11 +7,18 @@ from torch.nn.functional import pad
 from .layout import HEAD_DIM_V, KVLayout
 
 
-def tile_scales(nope: Tensor, layout: KVLayout, fp8_max: float) -> Tensor:
-    """The power-of-two scale of each tile, ``[..., num_tiles]`` float32."""
+def tile_scales(nope: Tensor, layout: KVLayout, largest: float) -> Tensor:
+    """The scale of each tile as it is stored, ``[..., num_tiles]`` float32.
+
+    The smallest power of two with ``amax / largest <= scale``; an e4m3 scale is the nearest, and NaN if the
+    tile has a NaN.
+    """
     x = nope.float().unflatten(-1, (-1, layout.tile_dim)).abs()
     amax = torch.where(x.isfinite(), x, 0.0).amax(-1).clamp_min(layout.amax_floor)
-    mantissa, exponent = torch.frexp((amax / fp8_max).clamp_min(layout.scale_floor))
+    scale = (amax / largest).clamp_min(layout.scale_floor)
+    if layout.scale_format == "e4m3":
+        return to_fp8(torch.where(x.isnan().any(-1), torch.nan, scale), torch.float8_e4m3fn, 448.0).float()
+    mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
 
 
@@ -27,6 +34,29 @@ def to_fp8(x: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
     return torch.where(x.isnan(), torch.nan, x.clamp(-fp8_max, fp8_max)).to(dtype)
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Nearest, ties to the even code, saturating; NaN is 0. Two codes a byte, the even element low."""
+    values = torch.tensor(E2M1, device=x.device)
+    middles, magnitude = (values[1:] + values[:-1]) / 2, x.abs()[..., None]
+    odd = torch.arange(7, device=x.device) % 2 == 1  # the code below the middle
+    code = ((magnitude > middles) | (odd & (magnitude == middles))).sum(-1) + 8 * x.signbit()
+    low, high = torch.where(x.isnan(), 0, code).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = low | high << 4
+    return packed.view(torch.float4_e2m1fn_x2)
+
+
+def values_of(stored: Tensor) -> Tensor:
+    """What is stored as float32."""
+    if stored.dtype is not torch.float4_e2m1fn_x2:
+        return stored.float()
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=stored.device)
+    codes = stored.view(torch.uint8)
+    return values[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+
+
 def quantize_kv(
     latent: Tensor,
     slot_mapping: Tensor,
@@ -38,21 +68,18 @@ def quantize_kv(
     fp8_max: float | None = None,
 ) -> None:
     nope, rope = to_bf16(latent)[: len(slot_mapping)].split([layout.nope_dim, layout.rope_dim], dim=-1)
-    scales = nope[:, :0].float()
-    if layout.fp8_dtype:
-        limit = fp8_max or torch.finfo(layout.fp8_dtype).max
-        if scale is None:
-            scales = tile_scales(nope, layout, limit)
-            nope = to_fp8(
-                nope.float() / scales.repeat_interleave(layout.tile_dim, -1), layout.fp8_dtype, limit
-            )
-        else:
-            nope, rope = (to_fp8(x.float() / scale, layout.fp8_dtype, limit) for x in (nope, rope))
+    scales, largest = nope[:, :0], fp8_max or (torch.finfo(layout.fp8_dtype).max if layout.fp8_dtype else 6.0)
+    if layout.num_tiles:
+        scales = tile_scales(nope, layout, largest)
+        nope = nope.float() / scales.repeat_interleave(layout.tile_dim, -1)
+        nope = to_fp8(nope, layout.fp8_dtype, largest) if layout.fp8_dtype else to_e2m1(nope)
+    elif layout.fp8_dtype:
+        nope, rope = (to_fp8(x.float() / scale, layout.fp8_dtype, largest) for x in (nope, rope))
 
     valid = (slot_mapping >= 0) & (slot_mapping < len(kv_cache) * page_size)
     page, row = slot_mapping[valid] // page_size, slot_mapping[valid] % page_size
     for view, value in zip(layout.views(kv_cache, page_size), (nope, scales, rope), strict=True):
-        view.view(torch.uint8)[page, row] = value[valid].to(view.dtype).contiguous().view(torch.uint8)
+        view.view(torch.uint8)[page, row] = value.to(view.dtype).contiguous().view(torch.uint8)[valid]
     if layout.scale_format == "ue8m0":
         for pad_byte in range(layout.num_tiles, layout.scale_bytes):  # dsv4 has one
             kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + pad_byte] = 0
@@ -62,7 +89,7 @@ def dequantize_cache(
     kv_cache: Tensor, *, layout: KVLayout, page_size: int, scale: Tensor | None = None
 ) -> Tensor:
     """Every slot of the cache, ``[num_pages * page_size, head_dim_qk]`` float32, not rounded to bf16."""
-    nope, scales, rope = (v.float() for v in layout.views(kv_cache, page_size))
+    nope, scales, rope = (values_of(v) for v in layout.views(kv_cache, page_size))
     if layout.num_tiles:
         nope = nope * scales.repeat_interleave(layout.tile_dim, -1)
     latent = torch.cat([nope, rope], -1).flatten(0, 1)

@@ -12,6 +12,8 @@ PLAIN = core.ISAS[0]
 LAYOUTS = list(enumerate(core.KV_LAYOUTS))  # (id, layout)
 
 all_layouts = pytest.mark.parametrize("id, layout", LAYOUTS, ids=[x.name for x in core.KV_LAYOUTS])
+FIRST = [x for x in LAYOUTS if not x[1].extra_only]
+first_layouts = pytest.mark.parametrize("id, layout", FIRST, ids=[x.name for _, x in FIRST])
 simd_isas = pytest.mark.parametrize(
     "isa",
     [
@@ -227,6 +229,8 @@ def decoded(raw: np.ndarray, format: str, scale) -> np.ndarray:
     """Cache bytes to bf16 bits with the scalar codecs."""
     if format == "bf16":
         return raw.view(np.uint16)
+    if format == "e2m1":
+        raw = np.stack([raw & 15, raw >> 4], 1).ravel()
     with np.errstate(all="ignore"):
         return core.float_to_bf16(codec(format).decode(raw) * scale)
 
@@ -243,7 +247,8 @@ def test_dequantize_is_one_multiplication_rounded_once(id, layout):
         scale = layer_scale
         if layout.num_tiles:
             stored = page[layout.scale_offset(row, PAGE_SIZE) :][: layout.num_tiles * layout.scale_itemsize]
-            scale = core.ue8m0_to_float(stored) if layout.scale_itemsize == 1 else stored.view(np.float32)
+            decode = {"ue8m0": core.ue8m0_to_float, "e4m3": core.e4m3fn.decode}
+            scale = decode.get(layout.scale_format, lambda x: x.view(np.float32))(stored)
             scale = scale.repeat(layout.tile_dim)
         nope = decoded(token[: layout.nope_bytes], layout.nope_format, scale)
         rope = decoded(token[layout.rope_offset :], layout.rope_format, layer_scale)
@@ -262,7 +267,16 @@ def test_quantize_is_one_scaling_rounded_once(id, layout):
         page, row = kv_cache[slot // PAGE_SIZE], slot % PAGE_SIZE
         token, scales_at = layout.token_offset(row), layout.scale_offset(row, PAGE_SIZE)
         nope, rope = np.split(latent[slot], [layout.nope_dim])
-        if layout.num_tiles:
+        if layout.nope_format == "e2m1":
+            want_rope, x = rope.view(np.uint8), core.bf16_to_float(nope).reshape(layout.num_tiles, -1)
+            amax = np.where(np.isfinite(x), np.abs(x), 0).max(1)
+            amax[np.isnan(x).any(1)] = np.inf
+            stored = core.e2m1_tile_scale(amax, layout.scale_floor)
+            with np.errstate(all="ignore"):
+                codes = core.e2m1.encode(x / core.e4m3fn.decode(stored)[:, None]).reshape(-1, 2)
+            want = codes[:, 0] | codes[:, 1] << 4
+            np.testing.assert_array_equal(page[scales_at:][: layout.scale_bytes], stored)
+        elif layout.num_tiles:
             want_rope, x = rope.view(np.uint8), core.bf16_to_float(nope).reshape(layout.num_tiles, -1)
             limit = codec(layout.nope_format).max
             amax = np.where(np.isfinite(x), np.abs(x), 0).max(1)
@@ -286,7 +300,7 @@ def test_quantize_is_one_scaling_rounded_once(id, layout):
 
 
 @simd_isas
-@all_layouts
+@first_layouts
 @callers_modes
 def test_attention_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
     """Logits of every size, subnormal and huge values, NaN keys, empty rows, partly filled blocks."""

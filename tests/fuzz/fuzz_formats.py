@@ -32,6 +32,17 @@ def e4m3_codes(x: Array, fnuz: bool, limit: float) -> Array:
     return np.where(np.isnan(x), 0x80 if fnuz else 0x7F, code | negative << 7).astype(np.uint8)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def e2m1_codes(x: Array) -> Array:
+    """Nearest even, saturating; NaN is 0."""
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    code = np.searchsorted(middles, np.abs(x))
+    code = code + (np.isin(np.abs(x), middles) & (code % 2 == 1))
+    return np.where(np.isnan(x), 0, code | np.signbit(x) << 3).astype(np.uint8)
+
+
 def bf16_bits(x: Array) -> Array:
     """Nearest even, of float32."""
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -48,7 +59,7 @@ class Layout:
     name: str
     nope: int
     rope: int
-    scales: str  # "f32" and "ue8m0" with each token, "layer" outside, "none": all bf16
+    scales: str  # "f32", "ue8m0" and "e4m3" (of FP4) with each token, "layer" outside, "none": all bf16
     tile: int = 0
     floor: str = "scale"  # what writers raise to 1e-4: a tile's "amax" or its "scale"
     fnuz: bool = False
@@ -60,12 +71,12 @@ class Layout:
     @property
     def tail(self) -> int:
         """Bytes of a token behind all tokens of the page: the scales, a multiple of eight."""
-        return -(-self.nope // self.tile // 8) * 8 if self.scales == "ue8m0" else 0
+        return -(-self.nope // self.tile // 8) * 8 if self.scales in ("ue8m0", "e4m3") else 0
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """Bytes of nope, of the scales within a token, of rope."""
-        nope = self.nope * (2 if self.scales == "none" else 1)
+        nope = self.nope * {"none": 4, "e4m3": 1}.get(self.scales, 2) // 2
         inline = 4 * self.nope // self.tile if self.scales == "f32" else 0
         return nope, inline, self.rope * (1 if self.scales == "layer" else 2)
 
@@ -100,6 +111,13 @@ class Layout:
             with np.errstate(over="ignore"):
                 codes = e4m3_codes(x / np.float32(scale), self.fnuz, limit)
             nope[:], rope[:] = codes[: self.nope], codes[self.nope :]
+        elif self.scales == "e4m3":
+            tiles = x.reshape(-1, self.tile).astype(np.float64)
+            amax = np.abs(np.where(np.isfinite(tiles), tiles, 0)).max(1)
+            scales[:] = e4m3_codes(np.maximum(amax / 6, 2.0**-9), False, 448.0)
+            scales[np.isnan(tiles).any(1)] = 0x7F
+            codes = e2m1_codes(tiles / e4m3_values(False)[scales][:, None]).reshape(-1, 2)
+            nope[:] = codes[:, 0] | codes[:, 1] << 4
         else:
             rope[:] = latent[self.nope :].view(np.uint8)
             tiles = x[: self.nope].reshape(-1, self.tile).astype(np.float64)
@@ -123,6 +141,10 @@ class Layout:
         if self.scales == "none":
             return bf16_values(np.concatenate([nope, rope]).view(np.uint16))
         values = e4m3_values(self.fnuz).astype(np.float32)
+        if self.scales == "e4m3":
+            codes = np.stack([nope & 15, nope >> 4], 1).reshape(-1, self.tile)
+            tiles = np.concatenate([E2M1, -E2M1])[codes] * e4m3_values(False)[scales][:, None]
+            return tiles.reshape(-1).astype(np.float32)
         if self.scales == "layer":
             return values[np.concatenate([nope, rope])] * np.float32(scale)
         if self.scales == "f32":
@@ -149,3 +171,4 @@ LAYOUTS = [
     Layout("dsv41", 512, 0, "ue8m0", tile=32),
     Layout("dsv32_nope", 512, 0, "f32", tile=128),
 ]
+FP4 = Layout("dsv41_fp4", 512, 0, "e4m3", tile=16)  # the second cache of attention alone

@@ -4,7 +4,7 @@ import fuzz_oracle as oracle
 import numpy as np
 import torch
 from fuzz_cases import INT_MAX, INT_MIN, Cache, Call, Random, assert_close, from_bits, int32, starts, tensor
-from fuzz_formats import LAYOUTS, bf16_bits, bf16_values
+from fuzz_formats import FP4, LAYOUTS, bf16_bits, bf16_values
 from torch import Tensor
 
 POISON = 0xA5
@@ -36,7 +36,7 @@ def index_tensor(r: Random, slots: list[int]) -> Tensor:
 
 
 def quantize_kv(r: Random) -> Call:
-    cache = Cache(r, r.pick(*LAYOUTS), usable_pages=True)
+    cache = Cache(r, r.pick(*LAYOUTS, FP4), usable_pages=True)
     layout, page_size = cache.layout, cache.page_size
     dtype = r.pick(torch.bfloat16, torch.float16, torch.float32)
     num_tokens = r.pick(0, 1, 5, 40)
@@ -50,7 +50,7 @@ def quantize_kv(r: Random) -> Call:
     bits = bf16_bits(source.float().numpy())
     if dtype is torch.bfloat16:
         bits = source.view(torch.int16).numpy().view(np.uint16)
-    fp8_max = r.pick(None, 224.0, 4.0, 120.0) if layout.scales != "none" else None
+    fp8_max = r.pick(None, 224.0, 4.0, 120.0) if layout.scales not in ("none", "e4m3") else None
     free = list(r.rng.permutation(cache.num_slots))
     slots = [int(free.pop()) if free and r.often(0.8) else r.pick(-1, INT_MIN, INT_MAX, cache.num_slots)
              for _ in range(num_tokens)]  # fmt: skip
@@ -75,7 +75,7 @@ def quantize_kv(r: Random) -> Call:
 
 
 def dequantize_kv(r: Random) -> Call:
-    cache = Cache(r, r.pick(*LAYOUTS), usable_pages=True)
+    cache = Cache(r, r.pick(*LAYOUTS, FP4), usable_pages=True)
     if r.often(0.3):  # bytes that no writer wrote
         cache.pages[:] = r.rng.integers(0, 256, cache.pages.shape)
     slots = r.ints(r.pick(0, 1, 40), 0, cache.num_slots, 0.2, (cache.num_slots,))
@@ -89,7 +89,7 @@ def dequantize_kv(r: Random) -> Call:
 
 def dequantize_kv_paged(r: Random) -> Call:
     cache, num_requests, num_rows = (
-        Cache(r, r.pick(*LAYOUTS), usable_pages=True),
+        Cache(r, r.pick(*LAYOUTS, FP4), usable_pages=True),
         r.pick(0, 1, 3),
         r.pick(0, 1, 60),
     )

@@ -20,8 +20,10 @@ fp8_e4m3_fnuz     512 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  
 fp8_e4m3_512_fnuz 448 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  448  512  512  512
 dsv41             512 0  e4m3fn   bf16     ue8m0     0 32  0.0    0.0001 512 16 512  512  528  512
 dsv32_nope        512 0  e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  528  528  512
+dsv41_fp4         512 0  e2m1     bf16     e4m3      0 16  0.0    0.001953125 256 32 256 256 288  512
 """
 ROWS = [line.split() for line in FROZEN.split("\n") if line]
+EXTRA_ONLY = ("dsv41_fp4",)  # the column that follows
 
 PAGE_BYTES = {  # page size 1, 2, 64, 128, 256
     "dsv32": [656, 1312, 41984, 83968, 167936],
@@ -32,6 +34,7 @@ PAGE_BYTES = {  # page size 1, 2, 64, 128, 256
     "bf16_512": [1024, 2048, 65536, 131072, 262144],
     "dsv41": [1024, 1536, 33792, 67584, 135168],
     "dsv32_nope": [528, 1056, 33792, 67584, 135168],
+    "dsv41_fp4": [512, 768, 18432, 36864, 73728],
 }
 
 
@@ -45,7 +48,8 @@ def test_every_number_of_a_layout_is_frozen(id):
     layout = KV_LAYOUTS[ROWS[id][0]]
     columns = [name for name in layout.__dataclass_fields__ if name != "id"]
     values = [getattr(layout, name) for name in columns]
-    assert dict(zip(columns, map(str, values), strict=True)) == dict(zip(columns, ROWS[id], strict=True))
+    frozen = [*ROWS[id], str(int(layout.name in EXTRA_ONLY))]
+    assert dict(zip(columns, map(str, values), strict=True)) == dict(zip(columns, frozen, strict=True))
     assert layout.id == id
     assert layout.head_dim_qk == (
         512 if any(part in layout.name for part in ("512", "dsv4", "nope")) else 576
@@ -69,6 +73,7 @@ def test_page_bytes_are_frozen(name):
         ("bf16_512", (65536 + 1024, 896), None, (65536 + 1024 + 896, 128)),
         ("dsv41", (33792 + 512, 512), (33792 + 64 * 512 + 16, 16), None),
         ("dsv32_nope", (33792 + 528, 512), (33792 + 528 + 512, 16), None),
+        ("dsv41_fp4", (18432 + 256, 256), (18432 + 64 * 256 + 32, 32), None),
     ],
 )
 @pytest.mark.parametrize("twin", ["", "_fnuz"])
@@ -98,5 +103,5 @@ def test_flash_mla_view_is_the_same_memory():
 
 def test_a_layout_is_found_by_name_or_given_as_it_is():
     assert get_layout("dsv4") is KV_LAYOUTS["dsv4"] is get_layout(KV_LAYOUTS["dsv4"])
-    with pytest.raises(ValueError, match=r"layout must be one of dsv32, dsv4, .*dsv32_nope, got 'dsv5'"):
+    with pytest.raises(ValueError, match=r"layout must be one of dsv32, dsv4, .*dsv41_fp4, got 'dsv5'"):
         get_layout("dsv5")

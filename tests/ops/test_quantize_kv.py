@@ -5,12 +5,12 @@ from kv_cache_cases import (
     POISON,
     all_layouts,
     distinct_slots,
+    e4m3_tiles,
     latents,
     layer_scale,
     lazy_cache,
     page_sizes,
     poisoned_cache,
-    tiled_layouts,
     whole_buffer,
 )
 
@@ -162,7 +162,7 @@ def test_every_bf16_has_the_code_of_a_true_division_by_the_layers_scale(name, li
         assert torch.equal(got.cpu(), want), scale
 
 
-@tiled_layouts
+@e4m3_tiles
 def test_an_amax_of_the_maximum_needs_no_larger_scale(layout, device):
     """amax = max * 2^k has scale 2^k; one bf16 ulp above has twice that."""
     largest = torch.finfo(layout.fp8_dtype).max
@@ -178,7 +178,7 @@ def test_an_amax_of_the_maximum_needs_no_larger_scale(layout, device):
         assert torch.equal(nope.float()[:, 0].abs(), torch.full_like(want, largest / factor))
 
 
-@tiled_layouts
+@e4m3_tiles
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 1e-30, 1e-7, -1e-9])
 def test_small_tiles_have_the_scale_of_the_engines_writers(layout, value, device):
     latent = torch.full((2, layout.head_dim_qk), value, dtype=torch.bfloat16, device=device)
@@ -189,7 +189,7 @@ def test_small_tiles_have_the_scale_of_the_engines_writers(layout, value, device
         assert (scale.view(torch.uint8) == {"dsv4": 105, "dsv41": 114}[layout.name]).all()
 
 
-@tiled_layouts
+@e4m3_tiles
 def test_scales_are_powers_of_two_that_fit_and_half_of_them_would_not(layout, device):
     """From the data the test kept, in float64."""
     latent = latents(layout, 200, device) * 50
@@ -202,7 +202,7 @@ def test_scales_are_powers_of_two_that_fit_and_half_of_them_would_not(layout, de
     assert ((scale.double() >= need) & (scale.double() / 2 < need)).all()
 
 
-@all_layouts
+@pytest.mark.parametrize("layout", [x for x in KV_LAYOUTS.values() if not x.extra_only], ids=lambda x: x.name)
 def test_nan_and_inf_stay_their_own_elements_affair(layout, device):
     """Every other byte is what it would be with a zero there; NaN stays NaN, infinities saturate."""
     latent = latents(layout, 30, device).contiguous()

@@ -13,6 +13,9 @@ all_layouts = pytest.mark.parametrize("layout", KV_LAYOUTS.values(), ids=KV_LAYO
 tiled_layouts = pytest.mark.parametrize(
     "layout", [x for x in KV_LAYOUTS.values() if x.num_tiles], ids=lambda x: x.name
 )
+e4m3_tiles = pytest.mark.parametrize(
+    "layout", [x for x in KV_LAYOUTS.values() if x.num_tiles and x.fp8_dtype], ids=lambda x: x.name
+)
 page_sizes = pytest.mark.parametrize("page_size", [1, 2, 61, 64, 256])
 
 

@@ -1,7 +1,7 @@
 #pragma once
-// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words) and e4m3 (two
-// words). The instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code of
-// common/fp8.h: the same bytes, NaN included.
+// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words), e4m3 (two words)
+// and e2m1 (one). The instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code
+// of common/fp8.h: the same bytes, NaN included.
 #include "common/dtype.h"
 #include "common/fp8.h"
 #include "cuda/device/global.cuh"
@@ -171,6 +171,19 @@ template <Format>
 __device__ __forceinline__ Words<4> decode8(const Words<4>& bf16, float) {
   return bf16;
 }
+template <Format>
+__device__ __forceinline__ Words<4> decode8(const Words<1>& e2m1, float scale) {
+  const Words<2> e4m3{e2m1x4_to_e4m3(e2m1[0] & 0xffffu), e2m1x4_to_e4m3(e2m1[0] >> 16)};
+  return decode8<Format::kE4m3fn>(e4m3, kE2m1Unit * scale);
+}
+
+// The bf16 bits of the largest finite magnitude of eight, or of infinity if one is NaN.
+__device__ __forceinline__ uint32_t finite_amax8_or_nan(const Words<4>& x) {
+  uint32_t nan = 0;  // the upper bit of a half whose magnitude is above infinity
+#pragma unroll
+  for (int i = 0; i < 4; ++i) nan |= (x[i] & 0x7fff7fffu) + 0x007f007fu;
+  return nan & 0x80008000u ? kInfBits >> 16 : finite_amax8(x);
+}
 
 // The codes of eight bf16 x, each map(x * factor, but at most limit). Two at a time until the map: factor is
 // a power of two, so that x * factor is a bf16 wherever its code is not 0, and limit is a bf16.
@@ -178,6 +191,14 @@ template <Format kFormat, class Map>
 __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float limit, const Map& map) {
   if constexpr (kFormat == Format::kBf16) {
     return x;
+  } else if constexpr (kFormat == Format::kE2m1) {
+    Words<1> codes{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = scale_and_clamp(x[i], factor, limit);
+      codes[0] |= (float_to_e2m1(map(v.x)) | uint32_t{float_to_e2m1(map(v.y))} << 4) << (8 * i);
+    }
+    return codes;
   } else {
     Words<2> codes{};
 #pragma unroll

@@ -20,9 +20,15 @@ struct alignas(4 * kWords) Words {
 // the first use. Bytes that are read once have no business in L1.
 template <int kWords>
 __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
-  static_assert(kWords == 2 || kWords == 4);
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   Words<kWords> w;
-  if constexpr (kWords == 2) {
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %0, 0;\n"
+        "@p ld.global.L1::no_allocate.u32 %0, [%1];\n}"
+        : "=&r"(w[0])
+        : "l"(p), "r"(static_cast<uint32_t>(wanted)));
+  } else if constexpr (kWords == 2) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n"
         "@p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
@@ -40,6 +46,9 @@ __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
 }
 
 // Streaming stores leave L2 first: for bytes that no kernel reads soon.
+__device__ __forceinline__ void store(void* p, const Words<1>& w, bool streaming = false) {
+  streaming ? __stcs(static_cast<unsigned*>(p), w[0]) : void(*static_cast<uint32_t*>(p) = w[0]);
+}
 __device__ __forceinline__ void store(void* p, const Words<2>& w, bool streaming = false) {
   const uint2 v{w[0], w[1]};
   streaming ? __stcs(static_cast<uint2*>(p), v) : void(*static_cast<uint2*>(p) = v);

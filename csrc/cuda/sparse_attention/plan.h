@@ -39,7 +39,7 @@ struct Variant {
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
     switch (rows) {
-      case Rows::kAll: return true;
+      case Rows::kAll: return !kv_layout(id).extra_only();
       case Rows::kE4m3fn: return e4m3fn;
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;

@@ -230,14 +230,16 @@ __global__ void __launch_bounds__(kThreads) portable_kernel(const __grid_constan
 
 void launch_portable(const SparseAttentionParams& p, const Plan&, gpuStream_t stream) {
   with_kv_layout(p.layout, [&](auto id) {
-    constexpr int kSmemBytes = sizeof(Shared<id()>);
-    static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
-    launch(portable_kernel<id()>,
-           {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads),
-            .block = kThreads,
-            .stream = stream,
-            .smem = kSmemBytes},
-           p);
+    if constexpr (!kv_layout(id).extra_only()) {
+      constexpr int kSmemBytes = sizeof(Shared<id()>);
+      static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
+      launch(portable_kernel<id()>,
+             {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads),
+              .block = kThreads,
+              .stream = stream,
+              .smem = kSmemBytes},
+             p);
+    }
   });
 }
 

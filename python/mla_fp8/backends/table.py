@@ -72,9 +72,11 @@ _NEVER_RAN = "its adapter has met a stand-in for the package only"
 _ROUNDS_WEIGHTS = f"rounds queries and weights to FP8; {_NEVER_RAN}"
 _WAITS = "waits for the GPU at every call, so no CUDA graph"
 
-NATIVE = Backend("native", "native", OPS, tuple(KV_LAYOUTS), features=_EVERYTHING, needs_kernel=True)
+_LAYOUTS = tuple(name for name, layout in KV_LAYOUTS.items() if not layout.extra_only)
+
+NATIVE = Backend("native", "native", OPS, _LAYOUTS, features=_EVERYTHING, needs_kernel=True)
 REFERENCE = Backend(
-    "reference", "reference", OPS, tuple(KV_LAYOUTS), features=_EVERYTHING,
+    "reference", "reference", OPS, _LAYOUTS, features=_EVERYTHING,
     only_asked_for="the specification: for checking, not for serving",
 )  # fmt: skip
 

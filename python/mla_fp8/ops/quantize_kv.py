@@ -31,9 +31,10 @@ def quantize_kv(
     The latent is rounded to bf16 first. Layouts with scales of tiles: each tile of nope gets the smallest
     power-of-two scale with ``amax / fp8_max <= scale`` (floors as the engines' writers have them), rope is
     stored as it is; in ``dsv41`` and ``dsv32_nope`` all 512 elements are nope, rotated ones too.
-    ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN, infinities saturate;
-    neither enters a scale. ``fp8_max`` is the largest magnitude written, by default the format's own (448,
-    fnuz 240); some fnuz caches are written with 224. No two tokens may share a slot.
+    ``dsv41_fp4``: a tile's scale is the e4m3 nearest to ``amax / 6``, its codes those of the quotients.
+    ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN (FP4 has none: its tile becomes NaN),
+    infinities saturate; neither enters a scale. ``fp8_max`` is the largest magnitude written, by default the
+    format's own (448, fnuz 240); some fnuz caches are written with 224. No two tokens may share a slot.
 
     Raises RuntimeError naming the argument, what was expected and what came, before anything is written;
     ValueError for an unknown layout name.
