@@ -6,9 +6,17 @@ from mla_fp8 import KV_LAYOUTS, reference
 
 PAGE_SIZE = 64
 CPU_CASES = [
-    (name, n, "random") for name in ("dsv4", "dsv32", "fp8_e4m3", "bf16") for n in (1, 128, 8192, 65536)
+    (name, n, "random")
+    for name in ("dsv4", "dsv32", "dsv41", "dsv41_fp4", "dsv32_nope", "fp8_e4m3", "bf16")
+    for n in (1, 128, 8192, 65536)
 ]
-GPU_SIZES = {"dsv4": (1, 4096, 32768, 262144, 1 << 20), "dsv32": (4096, 32768, 262144, 1 << 20)}
+GPU_SIZES = {
+    "dsv4": (1, 4096, 32768, 262144, 1 << 20),
+    "dsv32": (4096, 32768, 262144, 1 << 20),
+    "dsv41": (32768, 262144),
+    "dsv41_fp4": (32768, 262144),
+    "dsv32_nope": (32768, 262144),
+}
 GPU_SIZES |= {"fp8_e4m3": (32768, 1 << 20), "bf16": (32768, 1 << 20)}
 
 
@@ -43,7 +51,7 @@ def work(layout, num_rows, order, device):
         few = kv_cache[: -(-num_rows // PAGE_SIZE)]
         near = make_slots(num_rows, len(few) * PAGE_SIZE, "random", device)
         baselines["torch"] = lambda: reference.dequantize_kv(few, near, layout=layout, **options)
-    if layout.num_tiles and (triton := load_triton_baselines(device)):
+    if layout.num_tiles and layout.rope_dim and (triton := load_triton_baselines(device)):
         baselines["triton"] = rotate(lambda s, o: triton.dequantize_kv(kv_cache, s, layout, PAGE_SIZE, o))
         triton.dequantize_kv(kv_cache, slots[0], layout, PAGE_SIZE, outs[0])
         want = mla_fp8.dequantize_kv(kv_cache, slots[0], layout=layout, **options)

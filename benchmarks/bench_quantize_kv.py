@@ -6,11 +6,13 @@ from harness import Work, copies, gpu_rotation, load_triton_baselines, run
 from mla_fp8 import KV_LAYOUTS, reference
 
 CPU_CASES = [
-    (name, n, "random") for name in ("dsv4", "dsv32", "fp8_e4m3", "bf16") for n in (1, 128, 8192, 65536)
+    (name, n, "random")
+    for name in ("dsv4", "dsv32", "dsv41", "dsv41_fp4", "dsv32_nope", "fp8_e4m3", "bf16")
+    for n in (1, 128, 8192, 65536)
 ]
 GPU_CASES = [
     (name, n, order)
-    for name in ("dsv4", "dsv32", "fp8_e4m3", "bf16")
+    for name in ("dsv4", "dsv32", "dsv41", "dsv41_fp4", "dsv32_nope", "fp8_e4m3", "bf16")
     for n in (1, 128, 4096, 32768)
     for order in ("random", "paged")
 ]
@@ -37,7 +39,7 @@ def work(layout, num_tokens, order, device):
         "copy": copies(num_bytes, device),
         "torch": lambda: reference.quantize_kv(latents[0], near, few, layout=layout, **options),
     }
-    if layout.num_tiles and (triton := load_triton_baselines(device)):
+    if layout.num_tiles and layout.rope_dim and (triton := load_triton_baselines(device)):
         baselines["triton"] = rotate(lambda x, s: triton.quantize_kv(x, s, kv_cache, layout, PAGE_SIZE))
         triton.quantize_kv(latents[0], near, few, layout, PAGE_SIZE)
         got = few.clone()

@@ -67,10 +67,41 @@ def work(name, num_q_heads, topk, device, form="decode", extra_topk=0):
     )
 
 
+def pair_work(num_q_heads, device):
+    """V4.1's decode, a window of 128 next to 512 FP4 entries, against the same in V4's layout."""
+    q = torch.randn(NUM_TOKENS, num_q_heads, 512, device=device).bfloat16()
+    scopes = [torch.randint(NUM_SLOTS, (NUM_TOKENS, n), dtype=torch.int32, device=device) for n in (128, 512)]
+    latent, slots = (
+        torch.randn(NUM_SLOTS, 512, device=device).bfloat16(),
+        torch.arange(NUM_SLOTS, device=device),
+    )
+
+    def decode(*names):
+        layouts = [KV_LAYOUTS[name] for name in names]
+        caches = [layout.empty(NUM_SLOTS // PAGE_SIZE, PAGE_SIZE, device) for layout in layouts]
+        for layout, kv_cache in zip(layouts, caches, strict=True):
+            mla_fp8.quantize_kv(latent, slots, kv_cache, layout=layout, page_size=PAGE_SIZE)
+        return lambda: mla_fp8.sparse_decode(
+            q, caches[0], scopes[0], layout=layouts[0], page_size=PAGE_SIZE, sm_scale=512**-0.5,
+            extra_kv_cache=caches[1], extra_indices=scopes[1], extra_page_size=PAGE_SIZE,
+            extra_layout=layouts[1],
+        )  # fmt: skip
+
+    first, second = (KV_LAYOUTS[name].bytes_per_token for name in ("dsv41", "dsv41_fp4"))
+    return Work(
+        label=f"decode dsv41+dsv41_fp4 h{num_q_heads} topk 128+512",
+        run=decode("dsv41", "dsv41_fp4"),
+        num_bytes=NUM_TOKENS * (128 * first + 512 * second),
+        flops=2 * NUM_TOKENS * 640 * num_q_heads * 1024,
+        baselines={"dsv4": decode("dsv4", "dsv4")},
+    )
+
+
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [work(name, h, 2048, device) for name in ("dsv32", "dsv4") for h in HEADS]
     cases += [work("dsv4", h, 128, device, extra_topk=1024) for h in (16, 128)]
     cases += [work("dsv4", 16, 640, device, form="prefill_paged")]
     cases += [work("bf16_512", h, 640, device, form="prefill") for h in (16, 64)]
+    cases += [pair_work(h, device) for h in HEADS]
     run("sparse_attention", cases)

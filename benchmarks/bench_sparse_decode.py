@@ -38,6 +38,7 @@ REAL_BATCHES = (32, 128) if CUDA else (4,)
 PROMPT_ROWS = 4096 if CUDA else 4
 REAL_ROUNDS = 7
 RATIO = 4  # tokens of an entry of V4
+PEERS = {"dsv41": "dsv4", "dsv32_nope": "dsv32"}  # what engines on Hopper keep such a model's rows in
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,19 @@ class Shape:
     extra_page_size: int = 64
     s_q: int = 1
     rows: RowKind | None = None  # None: every index valid, and uniform in both caches
+    extra_layout: str = ""  # that of the first cache
+
+    @property
+    def peer(self) -> "Shape | None":
+        """The same in layouts that others read, if this one is in none."""
+        if self.layout not in PEERS and not self.extra_layout:
+            return None
+        return replace(self, layout=PEERS.get(self.layout, self.layout), extra_layout="")
 
     @property
     def label(self) -> str:
-        extra = f"+{self.extra_topk}" if self.extra_topk else ""
+        extra = f"+{self.extra_layout}" if self.extra_layout else ""
+        extra += f"{' ' if extra else '+'}{self.extra_topk}" if self.extra_topk else ""
         pages = f" p{self.extra_page_size}" if self.extra_page_size != 64 else ""
         s_q = f" s_q{self.s_q}" if self.s_q > 1 else ""
         rows = f": {self.rows.label}" if self.rows else ""
@@ -75,7 +85,10 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        return self.keys * KV_LAYOUTS[self.layout].bytes_per_token
+        first, second = (
+            KV_LAYOUTS[x].bytes_per_token for x in (self.layout, self.extra_layout or self.layout)
+        )
+        return self.keys * first + self.num_tokens * self.extra_topk * (second - first)
 
     @property
     def flops(self) -> int:
@@ -91,6 +104,11 @@ def shapes() -> Iterator[Shape]:
     for heads in (8, 16, 32, 64):
         yield Shape("dsv4", heads, 128, 128, 256, 512, s_q=2)
         yield Shape("dsv4", heads, 128, 128, 256, 1024, extra_page_size=2)
+    for heads, batch in itertools.product(HEADS, (1, 8, 32, 64, 128, 256)):
+        yield Shape("dsv41", heads, batch, 128, 256, 512, extra_layout="dsv41_fp4")
+        yield Shape("dsv32_nope", heads, batch, 2048)
+    for heads, batch in itertools.product(HEADS, (32, 128)):
+        yield Shape("dsv4", heads, batch, 128, 256, 512, extra_layout="dsv41_fp4")
 
 
 def real_shapes() -> Iterator[Shape]:
@@ -123,7 +141,8 @@ class Problem:
         self.sm_scale = self.layout.head_dim_qk**-0.5
         self.main = cache(shape.layout, shape.page_size)
         self.sink = torch.randn(heads, device=DEVICE) if shape.extra_topk else None
-        self.extra = cache(shape.layout, shape.extra_page_size) if shape.extra_topk else None
+        self.extra_layout = KV_LAYOUTS[shape.extra_layout or shape.layout]
+        self.extra = cache(self.extra_layout.name, shape.extra_page_size) if shape.extra_topk else None
         self.indices, self.length = self._indices(shape.topk, window=shape.extra_topk > 0)
         self.extra_indices, self.extra_length = self._indices(shape.extra_topk, window=False)
 
@@ -145,6 +164,7 @@ class Problem:
                 "extra_indices": self.extra_indices[i],
                 "extra_topk_length": self.extra_length,
                 "extra_page_size": self.shape.extra_page_size,
+                "extra_layout": self.extra_layout,
             }
         return mla_fp8.sparse_decode(
             self.q[i], self.main, self.indices[i], layout=self.layout, page_size=self.shape.page_size,
@@ -196,14 +216,14 @@ class Problem:
     def error(self, out: torch.Tensor, num_tokens: int = 4) -> float:
         """Of set 0's first tokens, relative to float64 over the dequantised rows."""
         scopes = []
-        for kv_cache, indices, page_size in (
-            (self.main, self.indices, self.shape.page_size),
-            (self.extra, self.extra_indices, self.shape.extra_page_size),
+        for layout, kv_cache, indices, page_size in (
+            (self.layout, self.main, self.indices, self.shape.page_size),
+            (self.extra_layout, self.extra, self.extra_indices, self.shape.extra_page_size),
         ):
             if kv_cache is None:
                 continue
             chosen = indices[0, :num_tokens]
-            rows = dequantized(self.layout, kv_cache, chosen.flatten().clamp_min(0), page_size)
+            rows = dequantized(layout, kv_cache, chosen.flatten().clamp_min(0), page_size)
             at = torch.arange(len(rows), device=DEVICE, dtype=torch.int32).view_as(chosen)
             scopes.append((rows, at.where(chosen >= 0, -1), None))
         q = self.q[0, :num_tokens].double()
@@ -216,8 +236,24 @@ def dequantized(layout, kv_cache: torch.Tensor, slots: torch.Tensor, page_size: 
     nope, scale, rope = layout.views(kv_cache, page_size)
     page, row = slots.long() // page_size, slots.long() % page_size
     scales = scale[page, row].float().double()[..., None]
-    tiles = nope[page, row].double().unflatten(-1, (layout.num_tiles, -1)) * scales
+    codes = nope.view(torch.uint8)[page, row].view(nope.dtype)
+    tiles = reference.values_of(codes).double().unflatten(-1, (layout.num_tiles, -1)) * scales
     return torch.cat([tiles.flatten(-2), rope[page, row].double()], -1)
+
+
+def peer_work(shape: Shape, problem: Problem, ours: list) -> Work:
+    """Rows that others do not read: against the same model in theirs, by our kernels and by FlashMLA's."""
+    peer = Problem(shape.peer)
+    sets = range(min(problem.num_sets, peer.num_sets))
+    made = Work(shape.label, ours, shape.row_bytes, shape.flops)
+    made.errors = lambda: {OURS: problem.error(problem.native(0))}
+    made.baselines[f"native, {shape.peer.layout}"] = [functools.partial(peer.native, i) for i in sets]
+    if flash_mla is not None:
+        peer.prepare_flash_mla()
+        made.baselines[f"flash_mla, {shape.peer.layout}"] = [
+            functools.partial(peer.flash_mla_kernels, i) for i in sets
+        ]
+    return made
 
 
 def work(shape: Shape) -> Work:
@@ -225,6 +261,9 @@ def work(shape: Shape) -> Work:
 
     def rotating(launch):
         return [functools.partial(launch, i) for i in range(problem.num_sets)]
+
+    if shape.peer is not None:
+        return peer_work(shape, problem, rotating(problem.native))
 
     def errors() -> dict[str, float]:
         found = {OURS: problem.error(problem.native(0))}

@@ -16,15 +16,20 @@ std::string kv_layout_table() {
   std::ostringstream out;
   out.precision(7);  // 2^-9 has as many
   out << "name nope_dim rope_dim nope_format rope_format scale_format scale_inline tile_dim amax_floor "
-         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_only";
+         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_of";
   for (int i = 0; i < kNumKvLayouts; ++i) {
     const KvLayout l = kv_layout(static_cast<KvLayoutId>(i));
     out << '\n'
         << l.name << ' ' << l.nope_dim << ' ' << l.rope_dim << ' ' << name(l.nope_format) << ' '
         << name(l.rope_format) << ' ' << name(l.scale_format) << ' ' << l.scale_inline() << ' ' << l.tile_dim
         << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' ' << l.scale_bytes() << ' '
-        << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV << ' '
-        << l.extra_only();
+        << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV
+        << ' ';
+    const char* separator = "";  // first caches of other layouts that it may be the second to; "-": none
+    for (const KvPair& pair : kMixedPairs)
+      if (pair.extra == static_cast<KvLayoutId>(i))
+        out << std::exchange(separator, ",") << kv_layout(pair.first).name;
+    if (!*separator) out << '-';
   }
   return out.str();
 }
@@ -84,13 +89,13 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "Tensor q, Tensor kv_cache, Tensor indices, *, int layout, int page_size, float sm_scale, " \
   "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? "   \
   "extra_indices=None, "                                                                      \
-  "Tensor? extra_topk_length=None, int? extra_page_size=None, Tensor? scale=None"
+  "Tensor? extra_topk_length=None, int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None"
 
 #define WINDOW_ARGUMENTS                                                                       \
   "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, " \
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
-  "int? extra_page_size=None, Tensor? scale=None"
+  "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None"
 #define KERNEL_ARGUMENTS                                                                                \
   "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
   "int producers=0"

@@ -139,7 +139,7 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_log
       double sm_scale, const OptionalTensor &topk_length, const OptionalTensor &attn_sink,           \
       const OptionalTensor &extra_kv_cache, const OptionalTensor &extra_indices,                     \
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_page_size,               \
-      const OptionalTensor &scale
+      std::optional<int64_t> extra_layout, const OptionalTensor &scale
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
 #define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                            \
@@ -147,7 +147,8 @@ void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max
       const Tensor &seq_lens, int64_t layout, int64_t page_size, int64_t window_size, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &extra_kv_cache,                           \
       const OptionalTensor &extra_indices, const OptionalTensor &extra_topk_length,                    \
-      std::optional<int64_t> extra_page_size, const OptionalTensor &scale
+      std::optional<int64_t> extra_page_size, std::optional<int64_t> extra_layout,                     \
+      const OptionalTensor &scale
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
                                Tensor lse);

@@ -21,6 +21,8 @@
 // one way, so their rope_dim is 0; the model of dsv41 rotates the last 64 dims. Both have 528 bytes.
 
 #include <cstdint>
+#include <iterator>
+#include <utility>
 
 #include "common/macros.h"
 
@@ -138,6 +140,21 @@ static_assert(kv_layout(KvLayoutId::kDsv41).bytes_per_token() == 528);
 static_assert(kv_layout(KvLayoutId::kDsv32Nope).bytes_per_token() == 528);
 static_assert(kv_layout(KvLayoutId::kDsv41Fp4).bytes_per_token() == 288);
 
+// The layouts of a call's two caches; without a second one, twice the first.
+struct KvPair {
+  KvLayoutId first, extra;
+  MLA_HD constexpr bool is_mixed() const { return first != extra; }
+};
+// Different layouts that one call may attend to jointly: 512 elements each, of which all are V.
+inline constexpr KvPair kMixedPairs[] = {{KvLayoutId::kDsv4, KvLayoutId::kDsv41Fp4},
+                                         {KvLayoutId::kDsv41, KvLayoutId::kDsv41Fp4}};
+constexpr bool can_attend(KvPair pair) {
+  if (!pair.is_mixed()) return !kv_layout(pair.first).extra_only();
+  for (const KvPair& p : kMixedPairs)
+    if (p.first == pair.first && p.extra == pair.extra) return true;
+  return false;
+}
+
 // Runs fn(constant<id>{}): turns the run-time `id` into a template argument. The id is valid (checked in
 // ops/).
 template <class Fn>
@@ -157,6 +174,23 @@ inline void with_kv_layout(KvLayoutId id, Fn&& fn) {
     case KvLayoutId::kDsv32Nope: return fn(constant<KvLayoutId::kDsv32Nope>{});
     case KvLayoutId::kDsv41Fp4: return fn(constant<KvLayoutId::kDsv41Fp4>{});
   }
+}
+
+// Runs fn(constant<first>{}, constant<extra>{}) for a pair that can_attend (checked in ops/).
+template <class Fn>
+inline void with_kv_layouts(KvPair pair, Fn&& fn) {
+  if (!pair.is_mixed())
+    return with_kv_layout(pair.first, [&](auto id) {
+      if constexpr (can_attend({id(), id()})) fn(id, id);
+    });
+  const auto run_if_it = [&](auto i) {
+    constexpr KvPair kPair = kMixedPairs[i()];
+    if (kPair.first == pair.first && kPair.extra == pair.extra)
+      fn(constant<kPair.first>{}, constant<kPair.extra>{});
+  };
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (run_if_it(constant<i>{}), ...);
+  }(std::make_index_sequence<std::size(kMixedPairs)>{});
 }
 
 }  // namespace mla_fp8

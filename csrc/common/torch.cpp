@@ -158,6 +158,20 @@ KvLayoutId Check::first_layout(int64_t layout) const {
   return id;
 }
 
+KvLayoutId Check::extra_layout(int64_t layout, KvLayoutId first) const {
+  that(layout >= 0 && layout < kNumKvLayouts, "extra_layout must be in [0, ", kNumKvLayouts, "), got ",
+       layout);
+  const auto id = static_cast<KvLayoutId>(layout);
+  if (can_attend({first, id})) return id;
+  std::ostringstream names;
+  names << kv_layout(first).name;
+  for (const KvPair& pair : kMixedPairs)
+    if (pair.first == first) names << " or " << kv_layout(pair.extra).name;
+  that(false, "extra_layout must be ", names.str(), " with layout ", kv_layout(first).name, ", got ",
+       kv_layout(id).name);
+  return first;
+}
+
 KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
   const KvLayout l = kv_layout(layout);
   that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize, "], got ",

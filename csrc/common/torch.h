@@ -93,7 +93,9 @@ class Check {
   // The kernels compute in float: what is finite as a double need not be.
   float finite_float(double value, const char* name) const;
   KvLayoutId layout(int64_t layout) const;
-  KvLayoutId first_layout(int64_t layout) const;  // of a cache that attention reads without another
+  // Of the caches of one call of attention.
+  KvLayoutId first_layout(int64_t layout) const;
+  KvLayoutId extra_layout(int64_t layout, KvLayoutId first) const;
   // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in
   // any dtype of the cache's bytes; the page stride may exceed page_bytes.
   KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const;

@@ -107,8 +107,8 @@ MLA_SIMD void encode_divided(uint8_t* dst, const void* src, int dim, float scale
   }
 }
 
-// nope and rope are where the latent's parts begin, as kDtype; page is the row's page. `layer_scale` is that
-// of the uniform FP8 layouts.
+// nope and rope are where the latent's parts begin, as kDtype (null: a rope of zeros); page is the row's
+// page. `layer_scale` is that of the uniform FP8 layouts.
 template <KvLayoutId kId, Dtype kDtype>
 MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const void* nope, const void* rope,
                          float layer_scale, float fp8_max) {
@@ -136,7 +136,8 @@ MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const vo
     }
     constexpr int kUsed = kL.num_tiles() * kL.scale_itemsize();
     memset(scales + kUsed, 0, kL.scale_bytes() - kUsed);
-    encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, 1.0f, 0.0f);
+    if (rope) encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, 1.0f, 0.0f);
+    else memset(dst + kL.rope_offset(), 0, kL.rope_bytes());
   }
 }
 

@@ -17,7 +17,8 @@ void quantize_token(const QuantizeKvParams& p, int64_t token) {
 
   constexpr int kItemsize = kDtype == Dtype::kF32 ? 4 : 2;
   const void* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * kItemsize;
-  const void* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * kItemsize;
+  const void* rope =
+      p.rope ? static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * kItemsize : nullptr;
 
   const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
   encode_row<kId, kDtype>(page, row, p.page_size, nope, rope, layer_scale, p.fp8_max);

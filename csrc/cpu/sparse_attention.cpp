@@ -43,7 +43,7 @@ struct Key {
 
 // Hands out the selected keys of a token, scope after scope. Rows are scattered: a key is asked for while the
 // kAhead keys before it are decoded, however many masked indices lie between.
-template <KvLayoutId kId>
+template <KvLayoutId kId, KvLayoutId kExtra>
 class Keys {
  public:
   Keys(const SparseAttentionParams& p, int64_t token) : p_(p), token_(token) {
@@ -71,7 +71,8 @@ class Keys {
       for (const int64_t end = selected_->length(); index_ < end;) {
         const int64_t slot = selected_->slot(index_++);
         if (slot < 0) continue;
-        prefetch_slot<kId>(p_.scopes[scope_], slot);
+        if (kId == kExtra || scope_ == 0) prefetch_slot<kId>(p_.scopes[scope_], slot);
+        else prefetch_slot<kExtra>(p_.scopes[1], slot);
         ahead_[found_++ % kAhead] = {scope_, slot};
         return;
       }
@@ -88,15 +89,19 @@ class Keys {
 };
 
 // Stages up to kBlock keys as bf16 latents, zeros up to a multiple of kKeyTile. Returns how many are real.
-template <KvLayoutId kId>
-int stage_latents(const SparseAttentionParams& p, Keys<kId>* keys, uint16_t* latents) {
+template <KvLayoutId kId, KvLayoutId kExtra>
+int stage_latents(const SparseAttentionParams& p, Keys<kId, kExtra>* keys, uint16_t* latents) {
   constexpr int kDim = kv_layout(kId).head_dim_qk();
+  static_assert(kDim == kv_layout(kExtra).head_dim_qk());
   int count = 0;
   for (Key key; count < kBlock && keys->next(&key); ++count) {
     const KvScope& s = p.scopes[key.scope];
     const uint8_t* page = s.kv_cache + key.slot / s.page_size * s.kv_cache_stride_page;
+    const int64_t row = key.slot % s.page_size;
+    uint16_t* const latent = latents + count * kDim;
     // The scale of a uniform FP8 layout multiplies logits and output instead: exact here.
-    decode_row<kId>(page, key.slot % s.page_size, s.page_size, 1.0f, latents + count * kDim);
+    if (kId == kExtra || key.scope == 0) decode_row<kId>(page, row, s.page_size, 1.0f, latent);
+    else decode_row<kExtra>(page, row, s.page_size, 1.0f, latent);
   }
   const int padded = align_up(count, kKeyTile);
   memset(latents + count * kDim, 0, 2 * (padded - count) * kDim);
@@ -203,7 +208,7 @@ void write_head(const float* acc, float factor, uint16_t* out) {
   }
 }
 
-template <KvLayoutId kId>
+template <KvLayoutId kId, KvLayoutId kExtra>
 void attend(const SparseAttentionParams& p, int64_t token, int first_head, int num_heads,
             AttentionScratch s) {
   constexpr KvLayout kL = kv_layout(kId);
@@ -216,8 +221,8 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
     const int head = first_head + (h < num_heads ? h : num_heads - 1);
     return p.q + token * p.q_stride_token + head * p.q_stride_head;
   };
-  Keys<kId> keys(p, token);
-  while (const int num_keys = stage_latents<kId>(p, &keys, s.latents)) {
+  Keys<kId, kExtra> keys(p, token);
+  while (const int num_keys = stage_latents<kId, kExtra>(p, &keys, s.latents)) {
     const int num_pairs = align_up(num_keys, kKeyTile) / 2;
     interleave_v(s.latents, kL.head_dim_qk(), num_pairs, s.v_pairs);
     for (int h = 0; h < padded_heads; h += kHeadTile) {
@@ -253,9 +258,8 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
 void sparse_attention(const SparseAttentionParams& p, int64_t token, int first_head, int num_heads,
                       AttentionScratch scratch) {
   const SubnormalMode mode(Subnormals::kFlush);
-  with_kv_layout(p.layout, [&](auto id) {
-    if constexpr (!kv_layout(id).extra_only()) attend<id>(p, token, first_head, num_heads, scratch);
-  });
+  with_kv_layouts(p.layouts(),
+                  [&](auto id, auto extra) { attend<id, extra>(p, token, first_head, num_heads, scratch); });
 }
 
 }  // namespace mla_fp8::cpu::MLA_ISA

@@ -46,14 +46,15 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
       load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_tokens ? token ^ 1 : token);
   const uint8_t* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * itemsize;
   const uint8_t* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * itemsize;
-  Words<4> x[C::kPasses], more[C::kPasses];  // more: of eight floats
+  const int given = p.rope != nullptr ? C::kDim : kL.nope_dim;  // else rope is zero
+  Words<4> x[C::kPasses], more[C::kPasses];                     // more: of eight floats
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     const int element = C::element(pass, lane);
     const uint8_t* src =
         element < kL.nope_dim ? nope + element * itemsize : rope + (element - kL.nope_dim) * itemsize;
-    x[pass] = load_if<4>(src, element < C::kDim);
-    if constexpr (!kIsBf16) more[pass] = load_if<4>(src + 16, element < C::kDim && is_float);
+    x[pass] = load_if<4>(src, element < given);
+    if constexpr (!kIsBf16) more[pass] = load_if<4>(src + 16, element < given && is_float);
   }
 
   const CacheRow to = find_row(p, args.page_size, slot);

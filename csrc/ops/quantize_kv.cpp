@@ -12,11 +12,13 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
   const KvLayout l = kv_layout(id);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
 
-  // One tensor holds nope then rope, or `latent` is the nope part alone and `rope` comes apart.
+  // One tensor holds nope then rope, or `latent` is the nope part alone and `rope` comes apart. Rows of dsv32
+  // without either have zeros there: models without RoPE in the layout of those that have it.
   const Arg latent_arg = check(latent, "latent");
+  const bool nope_alone = l.scale_inline() && latent_arg.dim() == 2 && latent_arg.size(1) == l.nope_dim;
   latent_arg.same_device_as(kv_cache, "kv_cache")
       .dtype({ScalarType::BFloat16, ScalarType::Half, ScalarType::Float})
-      .shape({-1, rope ? l.nope_dim : l.head_dim_qk()})
+      .shape({-1, rope || nope_alone ? l.nope_dim : l.head_dim_qk()})
       .last_dim_contiguous()
       .aligned(16);
   if (rope)
@@ -62,7 +64,7 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
       .dtype = latent_arg.float_dtype(),
       .nope = latent.const_data_ptr(),
       .nope_stride_token = latent.stride(0),
-      .rope = data<uint8_t>(rope_source) + (rope ? 0 : l.nope_dim * itemsize),
+      .rope = !rope && nope_alone ? nullptr : data<uint8_t>(rope_source) + (rope ? 0 : l.nope_dim * itemsize),
       .rope_stride_token = rope_source.stride(0),
       .slot_mapping = slot_mapping.const_data_ptr(),
       .slots_are_int64 = slots.is(ScalarType::Long),

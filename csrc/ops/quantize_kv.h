@@ -13,7 +13,7 @@ struct QuantizeKvParams {
   Dtype dtype;
   const void* nope;  // [num_tokens, nope_dim]; strides in elements
   int64_t nope_stride_token;
-  const void* rope;  // [num_tokens, rope_dim]
+  const void* rope;  // [num_tokens, rope_dim], or null: zeros
   int64_t rope_stride_token;
   const void* slot_mapping;  // [num_tokens] int64 or int32, slot = page * page_size + row
   bool slots_are_int64;

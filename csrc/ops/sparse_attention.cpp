@@ -77,6 +77,7 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
   if (outputs.max_logits) per_head(*outputs.max_logits, "max_logits");
   return {
       .layout = id,
+      .extra_layout = id,
       .num_tokens = num_tokens,
       .num_q_heads = static_cast<int>(num_heads),
       .q = data<uint16_t>(q),
@@ -95,7 +96,8 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
 // The second cache, if there is one.
 void add_extra_scope(const Check& check, SparseAttentionParams& params, const Tensor& q,
                      const OptionalTensor& extra_kv_cache, const OptionalTensor& extra_indices,
-                     const OptionalTensor& extra_topk_length, std::optional<int64_t> extra_page_size) {
+                     const OptionalTensor& extra_topk_length, std::optional<int64_t> extra_page_size,
+                     std::optional<int64_t> extra_layout) {
   check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
                  extra_kv_cache.has_value() == extra_page_size.has_value(),
              "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
@@ -103,9 +105,12 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
              extra_page_size ? "a page size" : "no page size");
   check.that(extra_kv_cache || !extra_topk_length,
              "extra_topk_length must be None without extra_kv_cache, got a tensor");
+  check.that(extra_kv_cache || !extra_layout, "extra_layout must be None without extra_kv_cache, got ",
+             extra_layout.value_or(0));
   if (extra_kv_cache) {
+    if (extra_layout) params.extra_layout = check.extra_layout(*extra_layout, params.layout);
     const KvCacheView extra =
-        check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.layout, *extra_page_size);
+        check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.extra_layout, *extra_page_size);
     check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
     params.scopes[1] = check_scope(check, extra, *extra_page_size, q, *extra_indices, "extra_indices",
                                    extra_topk_length, "extra_topk_length");
@@ -122,7 +127,8 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
   params.scopes[0] = check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length");
   params.num_scopes = 1;
 
-  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size);
+  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
+                  extra_layout);
   return params;
 }
 
@@ -163,7 +169,8 @@ SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW
       .query_start_loc = per_request(query_start_loc, "query_start_loc", num_requests + 1),
       .seq_lens = per_request(seq_lens, "seq_lens", num_requests),
   };
-  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size);
+  add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
+                  extra_layout);
   return params;
 }
 
@@ -184,7 +191,7 @@ std::pair<Tensor, Tensor> new_outputs(const Check& check, const Tensor& q) {
 
 #define MLA_PAGED_SPARSE_PASS                                                                               \
   q, kv_cache, indices, layout, page_size, sm_scale, topk_length, attn_sink, extra_kv_cache, extra_indices, \
-      extra_topk_length, extra_page_size, scale
+      extra_topk_length, extra_page_size, extra_layout, scale
 
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse) {
   const Check check("sparse_decode");
@@ -214,7 +221,7 @@ ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
 
 #define MLA_WINDOW_PASS                                                                                    \
   q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \
-      extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, scale
+      extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout, scale
 
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
                                Tensor lse) {

@@ -45,7 +45,7 @@ MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
 }
 
 struct SparseAttentionParams {
-  KvLayoutId layout;
+  KvLayoutId layout, extra_layout;  // of the two scopes; without a second one the same
   int64_t num_tokens;
   int num_q_heads;
   int num_scopes;
@@ -62,6 +62,8 @@ struct SparseAttentionParams {
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing
+
+  MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
 };
 
 // What one token attends to in one scope.

@@ -218,6 +218,7 @@ std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
   Array<float> lse({tokens, heads}), max_logits({tokens, heads});
   SparseAttentionParams params{
       .layout = static_cast<KvLayoutId>(layout),
+      .extra_layout = static_cast<KvLayoutId>(layout),
       .num_tokens = tokens,
       .num_q_heads = static_cast<int>(heads),
       .num_scopes = 1,

@@ -9,12 +9,15 @@ namespace mla_fp8::test {
 namespace {
 
 // Nothing is read through the pointers of such a problem.
-SparseAttentionParams problem(int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
-                              bool is_window, bool batch_invariant) {
-  if (layout < 0 || layout >= kNumKvLayouts || heads < 1 || heads > kMaxQHeads)
-    throw py::value_error("plan: layout or heads");
+SparseAttentionParams problem(int layout, int extra_layout, int64_t queries, int heads, int64_t keys,
+                              int64_t extra_keys, bool is_window, bool batch_invariant) {
+  const KvPair layouts{static_cast<KvLayoutId>(layout),
+                       static_cast<KvLayoutId>(extra_layout < 0 ? layout : extra_layout)};
+  if (layout < 0 || layout >= kNumKvLayouts || extra_layout >= kNumKvLayouts || !can_attend(layouts) ||
+      heads < 1 || heads > kMaxQHeads)
+    throw py::value_error("plan: layout, extra_layout or heads");
   SparseAttentionParams p{};
-  p.layout = static_cast<KvLayoutId>(layout);
+  p.layout = layouts.first, p.extra_layout = layouts.extra;
   p.num_tokens = queries, p.num_q_heads = heads;
   p.num_scopes = extra_keys > 0 ? 2 : 1;
   p.scopes[0].topk = keys, p.scopes[1].topk = extra_keys;
@@ -31,29 +34,34 @@ void bind_plans(py::module_& m) {
   m.def(
       "plan",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
-         bool is_window, bool batch_invariant, int compute_major, int num_sms) {
+         bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout) {
         if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
-        const auto p = problem(layout, queries, heads, keys, extra_keys, is_window, batch_invariant);
+        const auto p =
+            problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant);
         return gpu::to_string(
             gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms}));
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
-      "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132);
+      "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
+      "extra_layout"_a = -1);
   m.def(
       "forced_plan",
       [](const std::string& kernel, const std::string& schedule, int cta_heads, int splits, int producers,
-         int layout, int heads, int compute_major) {
-        const auto p = problem(layout, 1, heads, 2048, 0, false, false);
+         int layout, int heads, int compute_major, int extra_layout) {
+        const auto p = problem(layout, extra_layout, 1, heads, 2048, 0, false, false);
         return gpu::to_string(
             gpu::forced_plan({kernel, schedule, cta_heads, splits, producers}, p, {compute_major, 132}));
       },
       "kernel"_a, "schedule"_a, "cta_heads"_a, "splits"_a = 1, "producers"_a = 0, py::kw_only(), "layout"_a,
-      "heads"_a, "compute_major"_a = 9);
+      "heads"_a, "compute_major"_a = 9, "extra_layout"_a = -1);
   py::list variants;  // (kernel, schedule, heads, producers, layouts)
   for (const gpu::Variant& v : gpu::kVariants) {
     py::list layouts;
-    for (int id = 0; id < kNumKvLayouts; ++id)
-      if (v.reads(static_cast<KvLayoutId>(id))) layouts.append(id);
+    for (int i = 0; i < kNumKvLayouts; ++i)
+      if (const auto id = static_cast<KvLayoutId>(i); v.reads({id, id})) layouts.append(kv_layout(id).name);
+    for (const KvPair& pair : kMixedPairs)
+      if (v.reads(pair))
+        layouts.append(std::string(kv_layout(pair.first).name) + "+" + kv_layout(pair.extra).name);
     variants.append(
         py::make_tuple(gpu::name(v.kernel), gpu::name(v.schedule), v.heads, v.producers, layouts));
   }

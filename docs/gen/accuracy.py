@@ -64,7 +64,7 @@ def measure(model: str, device: str) -> list[Row]:
     errors = defaultdict(list)
     for call in some_of(recorder.calls):
         want = replay.exact(call, device)[0]
-        layout = call.layout.name if call.layout else "bf16 workspace"
+        layout = call.layout_name or "bf16 workspace"
         for backend, attend in replay.runnable(call, device)[0].items():
             error = (attend()[0].double() - want).norm() / want.norm()
             errors[call.op, layout, backend].append(float(error))
@@ -81,7 +81,7 @@ def some_of(calls: "list[Call]") -> "Iterator[Call]":
     """The first tokens of calls spread over the run, a few of each op and layout: float64 is slow."""
     groups = defaultdict(list)
     for call in calls:
-        groups[call.op, call.options.get("layout")].append(call)
+        groups[call.op, call.layout_name].append(call)
     for group in groups.values():
         for call in group[:: -(-len(group) // CALLS)]:
             few = {name: call.tensors[name][:TOKENS] for name in PER_TOKEN if name in call.tensors}
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    rows = [row for model in ("v4", "v32") for row in measure(model, options.device)]
+    rows = [row for model in ("v4", "v41", "v32") for row in measure(model, options.device)]
     kept = [row for row in read() if row["device"] != rows[0]["device"]] if TARGET.exists() else []
     with TARGET.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

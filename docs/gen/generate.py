@@ -20,6 +20,7 @@ import performance
 import plans
 import prices
 import support
+import tiles
 from results import ROOT
 
 COSTS = "python/mla_fp8/prefill/costs.py"
@@ -44,7 +45,7 @@ def outputs() -> dict[Path, str]:
     for name, chart in (performance.images() | accuracy.images() | drawings.images()).items():
         made[f"docs/img/{name}"] = chart
     parts = dict[str, str]()
-    for module in (accuracy, dispatch, performance, plans, prices, support):
+    for module in (accuracy, dispatch, performance, plans, prices, support, tiles):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

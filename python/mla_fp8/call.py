@@ -1,11 +1,11 @@
 """One sparse attention call: what the wrappers make of their arguments, and all that a backend sees."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .layout import KVLayout
+from .layout import KVLayout, row_layout
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # out, max_logits, lse
@@ -20,7 +20,8 @@ FEATURES = {
 class Scope(NamedTuple):
     """One cache, and what each query token attends to in it."""
 
-    kv: Tensor  # [num_pages, page_bytes] of the call's layout; rows [num_rows, head_dim_qk] in sparse_prefill
+    kv: Tensor  # [num_pages, page_bytes]; rows [num_rows, head_dim_qk] in sparse_prefill
+    layout: KVLayout
     page_size: int  # 1 for rows
     indices: Tensor | None  # [num_tokens, width] int32 slots; None: those of the call's window
     length: Tensor | None = None  # [num_tokens] int32: only the first n indices count
@@ -41,7 +42,6 @@ class SparseCall(NamedTuple):
     op: str
     q: Tensor  # [num_tokens, num_q_heads, head_dim_qk] bf16
     scopes: tuple[Scope, ...]  # one cache or two, in one softmax
-    layout: KVLayout
     sm_scale: float
     attn_sink: Tensor | None = None  # [num_q_heads] float32
     scale: Tensor | None = None  # of the layer: fp8_e4m3* only
@@ -49,18 +49,35 @@ class SparseCall(NamedTuple):
     batch_invariant: bool = False
 
     @classmethod
-    def of(cls, op: str, given: Mapping[str, Any], layout: KVLayout) -> "SparseCall":
-        """From the arguments of ``mla_fp8.<op>`` by name. RuntimeError for a part of a second cache."""
+    def of(cls, op: str, given: Mapping[str, Any], find_layout: Callable[[Any], KVLayout]) -> "SparseCall":
+        """From the arguments of ``mla_fp8.<op>`` by name; ``find_layout`` of what stands for a layout there.
+
+        RuntimeError for a part of a second cache.
+        """
         kv = given["kv"] if op == "sparse_prefill" else given["kv_cache"]
-        main = Scope(kv, given.get("page_size", 1), given.get("indices"), given.get("topk_length"))
-        extra = second_scope(op, *(given.get(name) for name in _EXTRA))
+        layout = find_layout(given["layout"]) if "layout" in given else row_layout(given["q"])
+        main = Scope(kv, layout, given.get("page_size", 1), given.get("indices"), given.get("topk_length"))
+        parts = {name: given.get(name) for name in _EXTRA}
+        if parts["extra_layout"] is not None:
+            parts["extra_layout"] = find_layout(parts["extra_layout"])
+        extra = second_scope(op, layout, *parts.values())
         window = None
         if op == "sparse_prefill_window":
             window = Window(*(given[name] for name in _WINDOW))
         return cls(
-            op, given["q"], (main, *extra), layout, given["sm_scale"], given.get("attn_sink"),
+            op, given["q"], (main, *extra), given["sm_scale"], given.get("attn_sink"),
             given.get("scale"), window, given.get("batch_invariant", False),
         )  # fmt: skip
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the first cache."""
+        return self.scopes[0].layout
+
+    @property
+    def layout_name(self) -> str:
+        """Of all caches: ``"dsv41"``, ``"dsv41 + dsv41_fp4"``."""
+        return " + ".join(dict.fromkeys(scope.layout.name for scope in self.scopes))
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -85,21 +102,31 @@ class SparseCall(NamedTuple):
             given["batch_invariant"] = self.batch_invariant
         for scope in self.scopes[1:]:
             given |= dict(zip(_EXTRA, scope, strict=True))
+            given["extra_layout"] = scope.layout.id if scope.layout != main.layout else None
         return given
 
 
 # The fields of a second scope and of a window, by the names of the ops' arguments.
-_EXTRA = ("extra_kv_cache", "extra_page_size", "extra_indices", "extra_topk_length")
+_EXTRA = ("extra_kv_cache", "extra_layout", "extra_page_size", "extra_indices", "extra_topk_length")
 _WINDOW = ("page_table", "query_start_loc", "seq_lens", "window_size")
 
 
 def second_scope(
-    op: str, kv_cache: Tensor | None, page_size: int | None, indices: Tensor | None, length: Tensor | None
+    op: str,
+    first: KVLayout,
+    kv_cache: Tensor | None,
+    layout: KVLayout | None,
+    page_size: int | None,
+    indices: Tensor | None,
+    length: Tensor | None,
 ) -> tuple[Scope, ...]:
-    """The second cache, or none. RuntimeError, as the op raises it, for a part of one without the rest."""
+    """The second cache, or none; its layout is by default that of the first.
+
+    RuntimeError, as the op raises it, for a part of one without the rest.
+    """
     if kv_cache is not None and page_size is not None and indices is not None:
-        return (Scope(kv_cache, page_size, indices, length),)
-    if kv_cache is None and page_size is None and indices is None and length is None:
+        return (Scope(kv_cache, layout or first, page_size, indices, length),)
+    if kv_cache is None and page_size is None and indices is None and length is None and layout is None:
         return ()
     parts = ((kv_cache, "a cache"), (indices, "indices"), (page_size, "a page size"))
     if any(part is not None for part, _ in parts):
@@ -108,4 +135,5 @@ def second_scope(
             f"mla_fp8::{op}: extra_kv_cache, extra_indices and extra_page_size must be given together, "
             f"got {got}"
         )
-    raise RuntimeError(f"mla_fp8::{op}: extra_topk_length must be None without extra_kv_cache, got a tensor")
+    name, got = ("extra_topk_length", "a tensor") if layout is None else ("extra_layout", layout.name)
+    raise RuntimeError(f"mla_fp8::{op}: {name} must be None without extra_kv_cache, got {got}")

@@ -19,7 +19,7 @@ from .arch import arch_of
 from .backends import opaque
 from .backends.table import NATIVE, TABLE, Backend, Problem
 from .call import OPS, SparseCall
-from .kv_cache_dtype import BACKENDS, NAMES, resolve_kv_cache_dtype
+from .kv_cache_dtype import BACKENDS, NAMES, meanings, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout, get_layout
 
 _LOGGER = logging.getLogger(__name__)
@@ -169,24 +169,48 @@ layout_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def layout_of(
-    layout: str | KVLayout, q: torch.Tensor, kv_cache: torch.Tensor, page_size: int, backend: str
-) -> KVLayout:
+    layout: str | KVLayout, q: torch.Tensor, kv_cache: torch.Tensor, page_size: int, backend: str,
+    *, extra: bool = False,
+) -> KVLayout:  # fmt: skip
     """The layout, or the one that an engine's name for it (``"fp8_ds_mla"``, ...) means for this cache."""
     if isinstance(layout, KVLayout) or layout in KV_LAYOUTS or layout not in NAMES:
         return get_layout(layout)
     fnuz = kv_cache.dtype is torch.float8_e4m3fnuz
     head_dim = _one_of((x.head_dim_qk for x in KV_LAYOUTS.values()), q.shape[-1])
-    row_bytes = _row_bytes(kv_cache, page_size, head_dim)
+    possible = [x for x in meanings(layout, head_dim, fnuz=fnuz) if extra or not x.extra_only]
+    row_bytes = _row_bytes(layout, kv_cache, page_size, head_dim, possible)
     return KV_LAYOUTS[layout_name(layout, backend, head_dim, row_bytes, fnuz)]
 
 
-def _row_bytes(kv_cache: torch.Tensor, page_size: int, head_dim_qk: int) -> int | None:
-    """Bytes per token, if the shape of the cache tells."""
+def extra_layout_of(
+    layout: str | KVLayout | None, q: torch.Tensor, kv_cache: torch.Tensor | None, page_size: int | None,
+    backend: str,
+) -> KVLayout | None:  # fmt: skip
+    """The same of a second cache; None where none is given."""
+    if layout is None or kv_cache is None or page_size is None:
+        return None if layout is None else get_layout(layout)
+    return layout_of(layout, q, kv_cache, page_size, backend, extra=True)
+
+
+def _row_bytes(
+    name: str, kv_cache: torch.Tensor, page_size: int, head_dim_qk: int, possible: list[KVLayout]
+) -> int | None:
+    """Bytes per token, if the shape of the cache tells. ValueError if that is so of several that the name can
+    mean: a page of one row of `dsv41` is as long as a row of bf16."""
     last = kv_cache.shape[-1] * kv_cache.element_size()
     if kv_cache.dim() == 4:
         return _one_of((x.bytes_per_token for x in KV_LAYOUTS.values()), last)
-    layouts = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk]
-    return next((x.bytes_per_token for x in layouts if x.page_bytes(page_size) == last), None)
+    fitting = [x for x in possible if x.page_bytes(page_size) == last]
+    if kv_cache.dtype is torch.bfloat16:  # says what it holds
+        fitting = [x for x in fitting if x.nope_format == "bf16"] or fitting
+    if len({x.bytes_per_token for x in fitting}) > 1:
+        raise ValueError(
+            f"mla_fp8: layout {name!r} does not fit this cache: its pages of {last} bytes are those of "
+            f"{' and of '.join(x.name for x in fitting)}: give one of these in place of {name!r}"
+        )
+    others = (x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk)
+    found = next((x for x in (*fitting, *others) if x.page_bytes(page_size) == last), None)
+    return None if found is None else found.bytes_per_token
 
 
 def _one_of(known: Iterable[int], size: int) -> int:
@@ -210,7 +234,7 @@ def attend(call: SparseCall, backend: str) -> Any:
     length = call.scopes[0].length
     expect_tensors(call.op, topk_length=length, attn_sink=call.attn_sink, scale=call.scale)
     refuse_gradients(call.op, **given)
-    adapter = _adapter(call.op, call.q, call.layout.name, backend, call.features)
+    adapter = _adapter(call.op, call.q, call.layout_name, backend, call.features)
     if adapter == "native":
         return getattr(_ops, call.op)(**given)
     return getattr(opaque.ops, call.op)(adapter=adapter, **given)

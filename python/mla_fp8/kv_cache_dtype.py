@@ -19,30 +19,32 @@ from .layout import KV_LAYOUTS, KVLayout, get_layout
 _LOGGER = logging.getLogger(__name__)
 
 # Engines tell formats apart by their scales: stored with each token, one per layer, none. Those with scales
-# for all that a token holds (dsv41, dsv32_nope) are no cache of the engines' kernels for the others.
+# for all that a token holds (V4.1's, rows without RoPE) are no cache of the engines' kernels for the others.
 _KIND = {"f32": "packed", "ue8m0": "packed", "per_layer": "plain", "none": "bf16"}
+_KIND_OF_TILES = {"f32": "nope", "ue8m0": "mxfp8", "e4m3": "fp4"}
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "auto": ("packed", "plain", "bf16", "tiled"),
+    "auto": ("packed", "plain", "bf16", "mxfp8", "nope", "fp4"),
     "bfloat16": ("bf16",),
-    "fp8": ("packed", "plain", "tiled"),
-    "fp8_e4m3": ("plain", "packed", "tiled"),  # our own name, and what engines call FlashMLA's format
-    "fp8_ds_mla": ("packed", "tiled"),
+    "fp8": ("packed", "plain", "mxfp8", "nope"),
+    "fp8_e4m3": ("plain", "packed", "mxfp8", "nope"),  # our own name, and what engines call FlashMLA's format
+    "fp8_ds_mla": ("packed", "mxfp8", "nope"),
+    "nvfp4_ds_mla": ("mxfp8", "fp4"),  # V4.1's window, and its compressed entries
 }
 
 # Said once in the log, so that nobody compares the accuracy of two formats under one name.
 _NOTES = {
     "packed": "FP8 with a scale per tile, rope in bf16",
-    "tiled": "FP8 with a scale per tile, all of the latent",
+    "mxfp8": "FP8 with a scale per tile, rope too",
+    "nope": "FP8 with a scale per tile, no rope",
+    "fp4": "FP4 with a scale per tile, rope too; the second cache of a call only",
     "plain": "FP8 with one scale per layer, rope too; may be less accurate than per tile (vLLM #35891)",
     "bf16": None,  # nothing to say
 }
 
 
 def _kind(layout: KVLayout) -> str:
-    if layout.extra_only:
-        return "fp4"
-    return "tiled" if layout.num_tiles and not layout.rope_dim else _KIND[layout.scale_format]
+    return (_KIND_OF_TILES if layout.num_tiles and not layout.rope_dim else _KIND)[layout.scale_format]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Reader:
 def _reader(name: str) -> Reader:
     """Of a package: all that its rows read; of one row's name: what that row reads."""
     rows = [b for b in TABLE if name in (b.name, b.adapter)]
-    layouts = [KV_LAYOUTS[layout] for b in rows for layout in b.layouts]
+    names = [name for b in rows for pair in b.layouts + b.pairs for name in pair.split(" + ")]
+    layouts = [KV_LAYOUTS[name] for name in dict.fromkeys(names)]
     kinds = {_kind(layout) for layout in layouts}
     fnuz = any(layout.fp8_dtype is torch.float8_e4m3fnuz for layout in layouts)
     return Reader(tuple(kind for kind in _NOTES if kind in kinds), fnuz)
@@ -75,15 +78,16 @@ def resolve_kv_cache_dtype(
 ) -> KVLayout:
     """The one layout that ``kv_cache_dtype=name`` means to ``backend``; an FP8 one is logged, once.
 
-    ============  ==========================================================================
-    name          layout
-    ============  ==========================================================================
-    `auto`        what the backend reads, in this order: packed, plain, bf16
-    `bfloat16`    bf16; refused by a backend that reads FP8 only, never quantised for it
-    `fp8`         packed, or plain where the backend does not read packed
-    `fp8_e4m3`    plain, or packed where the backend does not read plain
-    `fp8_ds_mla`  packed
-    ============  ==========================================================================
+    ==============  ========================================================================
+    name            layout
+    ==============  ========================================================================
+    `auto`          what the backend reads, in this order: packed, plain, bf16
+    `bfloat16`      bf16; refused by a backend that reads FP8 only, never quantised for it
+    `fp8`           packed, or plain where the backend does not read packed
+    `fp8_e4m3`      plain, or packed where the backend does not read plain
+    `fp8_ds_mla`    packed
+    `nvfp4_ds_mla`  V4.1's window, `dsv41`; by ``row_bytes`` its entries, `dsv41_fp4`
+    ==============  ========================================================================
 
     Packed is `dsv32` or `dsv4`, plain is `fp8_e4m3` (one scale per layer), each by ``head_dim_qk``.
     ``row_bytes``, the bytes of one token in an existing cache, must be those of a layout that the name can
@@ -98,14 +102,12 @@ def resolve_kv_cache_dtype(
     reader = BACKENDS[backend]
     if fnuz and not reader.fnuz:
         _fail(f"fnuz must be False: backend {backend!r} reads e4m3fn only")
-    formats = (None, torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
-    rows = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk and x.fp8_dtype in formats]
-    meanings = [x for kind in NAMES[name] for x in rows if _kind(x) == kind]
-    layouts = [x for x in meanings if reader.reads(x)]
+    possible = meanings(name, head_dim_qk, fnuz=fnuz)
+    layouts = [x for x in possible if reader.reads(x)]
     if not layouts:
         _fail(
             f"name must be one whose layout backend {backend!r} reads ({', '.join(reader.kinds)}), "
-            f"got {name!r} ({', '.join(x.name for x in meanings)}); a cache is never converted on the fly"
+            f"got {name!r} ({', '.join(x.name for x in possible)}); a cache is never converted on the fly"
         )
     fitting = [x for x in layouts if row_bytes in (None, x.bytes_per_token)]
     if row_bytes is not None and len(fitting) > 1:
@@ -118,6 +120,13 @@ def resolve_kv_cache_dtype(
         return layout
     sizes = " or ".join(f"{x.bytes_per_token} ({x.name})" for x in layouts)
     _fail(f"row_bytes must be {sizes} for {name!r}, backend {backend!r}, got {row_bytes!r}")
+
+
+def meanings(name: str, head_dim_qk: int, *, fnuz: bool = False) -> list[KVLayout]:
+    """The layouts that one of NAMES can mean, likeliest first."""
+    formats = (None, torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn)
+    rows = [x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk and x.fp8_dtype in formats]
+    return [x for kind in NAMES[name] for x in rows if _kind(x) == kind]
 
 
 def hisparse_backend(layout: str | KVLayout, backend: str = "auto") -> str:

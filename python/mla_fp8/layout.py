@@ -1,6 +1,8 @@
 """KV cache layouts, read from csrc/common/kv_layout.h through the library."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -22,7 +24,8 @@ class KVLayout:
     A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or FlashMLA's view of it (``flash_mla_view``).
     ``scale_format`` is ``"none"``, ``"per_layer"`` (one float32 outside the cache, the ``scale`` argument of
     the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always written as powers of two), ``"e4m3"``
-    (stored with each token, any value). Attention reads a layout with ``extra_only`` as second cache alone.
+    (stored with each token, any value). ``extra_of`` names the layouts of a first cache that attention reads
+    one of this layout next to, besides its own; a layout that has some is for second caches only.
     """
 
     name: str
@@ -41,7 +44,7 @@ class KVLayout:
     token_stride: int
     bytes_per_token: int
     head_dim_v: int
-    extra_only: int
+    extra_of: tuple[str, ...]
     id: int  # the `layout` argument of torch.ops.mla_fp8.*
 
     @property
@@ -68,6 +71,11 @@ class KVLayout:
     def needs_scale(self) -> bool:
         """Whether the ops take (and require) a per-layer ``scale``."""
         return self.scale_format == "per_layer"
+
+    @property
+    def extra_only(self) -> bool:
+        """Whether attention reads it as the second cache of a call only."""
+        return bool(self.extra_of)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of ``page_size`` tokens, padding included."""
@@ -115,7 +123,8 @@ def _read_table() -> dict[str, KVLayout]:
     columns = fields(KVLayout)[:-1]
     if header != [f.name for f in columns]:
         raise ImportError(f"mla_fp8: the library's layout table has columns {header}; rebuild the package")
-    kinds = {"int": int, "float": float, "str": str, int: int, float: float, str: str}
+    kinds: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
+    kinds[tuple[str, ...]] = lambda v: () if v == "-" else tuple(v.split(","))
     parsed = [[kinds[f.type](v) for f, v in zip(columns, row, strict=True)] for row in rows]
     return {values[0]: KVLayout(*values, id=i) for i, values in enumerate(parsed)}  # type: ignore[misc]
 

@@ -67,7 +67,8 @@ def quantize_kv(
     scale: Tensor | None = None,
     fp8_max: float | None = None,
 ) -> None:
-    nope, rope = to_bf16(latent)[: len(slot_mapping)].split([layout.nope_dim, layout.rope_dim], dim=-1)
+    latent = pad(to_bf16(latent)[: len(slot_mapping)], (0, layout.head_dim_qk - latent.shape[1]))  # dsv32
+    nope, rope = latent.split([layout.nope_dim, layout.rope_dim], dim=-1)
     scales, largest = nope[:, :0], fp8_max or (torch.finfo(layout.fp8_dtype).max if layout.fp8_dtype else 6.0)
     if layout.num_tiles:
         scales = tile_scales(nope, layout, largest)
@@ -80,9 +81,8 @@ def quantize_kv(
     page, row = slot_mapping[valid] // page_size, slot_mapping[valid] % page_size
     for view, value in zip(layout.views(kv_cache, page_size), (nope, scales, rope), strict=True):
         view.view(torch.uint8)[page, row] = value.to(view.dtype).contiguous().view(torch.uint8)[valid]
-    if layout.scale_format == "ue8m0":
-        for pad_byte in range(layout.num_tiles, layout.scale_bytes):  # dsv4 has one
-            kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + pad_byte] = 0
+    if layout.scale_format == "ue8m0" and layout.num_tiles < layout.scale_bytes:  # dsv4 has a byte more
+        kv_cache[page, page_size * layout.token_stride + row * layout.scale_bytes + layout.num_tiles] = 0
 
 
 def dequantize_cache(

@@ -217,7 +217,7 @@ def test_flash_mlas_decode_of_v32_has_no_second_cache():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("layout", KV_LAYOUTS)
+@pytest.mark.parametrize("layout", NATIVE.layouts + NATIVE.pairs)
 @pytest.mark.parametrize("op", OPS)
 def test_native_serves_everything_that_its_libraries_have(arch, layout, op):
     """One package for what others serve in part: on CPUs and NVIDIA GPUs auto always finds something."""

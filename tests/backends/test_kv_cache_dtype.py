@@ -4,7 +4,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import mla_fp8
 from mla_fp8 import KV_LAYOUTS, hisparse_backend, kv_cache_dtype, resolve_kv_cache_dtype
 
 PACKED = {576: "dsv32", 512: "dsv4"}
@@ -40,7 +42,7 @@ def size(name: str) -> int:
 @pytest.mark.parametrize("name", ["fp8_e5m2", "e4m3", "bf16", "FP8", "dsv32", "", None])
 def test_any_other_name_is_an_error_that_lists_the_accepted_ones(name):
     """SGLang #23013; e5m2 has no scales and no kernel reads it."""
-    accepted = "auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla, got"
+    accepted = "auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla, nvfp4_ds_mla, got"
     with pytest.raises(ValueError, match=rf"name must be one of {accepted} {name!r}$"):
         resolve_kv_cache_dtype(name, "native", 576)
 
@@ -238,3 +240,31 @@ def test_other_hisparse_backends_are_refused():
         ValueError, match="backend must be one of auto, flashmla_sparse, flashmla_kv, got 'fa3'"
     ):
         hisparse_backend("dsv32", "fa3")
+
+
+def test_v41s_name_means_its_window_and_by_row_bytes_its_entries():
+    """vLLM's nvfp4_ds_mla: rows of 528 bytes for the window, of 288 for the compressed entries."""
+    for backend in ("native", "reference"):
+        assert resolve_kv_cache_dtype("nvfp4_ds_mla", backend, 512).name == "dsv41"
+        for name in ("dsv41", "dsv41_fp4"):
+            assert resolve_kv_cache_dtype("nvfp4_ds_mla", backend, 512, size(name)).name == name
+    assert resolve_kv_cache_dtype("auto", "native", 512, size("dsv41_fp4")).name == "dsv41_fp4"
+    with pytest.raises(ValueError, match="row_bytes must be"):
+        resolve_kv_cache_dtype("nvfp4_ds_mla", "native", 512, size("dsv4"))
+    with pytest.raises(ValueError, match=r"got 'nvfp4_ds_mla' \(dsv41, dsv41_fp4\)"):
+        resolve_kv_cache_dtype("nvfp4_ds_mla", "flashmla_kv", 512)
+
+
+def test_pages_that_two_layouts_have_alike_are_refused():
+    """A page of one row of dsv41 is as long as a row of bf16; a dtype tells, a layout's name too."""
+    dsv41, rows = KV_LAYOUTS["dsv41"], KV_LAYOUTS["bf16_512"]
+    assert dsv41.page_bytes(1) == rows.page_bytes(1)
+    q, indices = torch.zeros(1, 8, 512).bfloat16(), torch.zeros(1, 4, dtype=torch.int32)
+    kv_cache = torch.zeros(3, dsv41.page_bytes(1), dtype=torch.uint8)
+    options = {"page_size": 1, "sm_scale": 1.0}
+    with pytest.raises(ValueError, match="are those of bf16_512 and of dsv41: give one of these"):
+        mla_fp8.sparse_decode(q, kv_cache, indices, layout="auto", **options)
+    for name in (dsv41.name, rows.name):
+        mla_fp8.sparse_decode(q, kv_cache, indices, layout=name, **options)
+    mla_fp8.sparse_decode(q, kv_cache.view(torch.bfloat16), indices, layout="auto", **options)
+    mla_fp8.sparse_decode(q, kv_cache, indices, layout="bfloat16", **options)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_cases import check_refused
-from sparse_cases import V4_SCOPES, Case, make_case, packed_layouts
+from sparse_cases import V4_SCOPES, Case, make_case, mixed_pairs, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.backends import flash_mla as flash_mla_backend
@@ -31,7 +31,7 @@ def decode_case(layout, device: str, **shape) -> Case:
 
 def decode_arguments(case: Case) -> dict:
     """The same problem as flash_mla_with_kvcache takes it."""
-    caches = [case.layout.flash_mla_view(s.kv_cache, s.page_size) for s in case.scopes]
+    caches = [s.layout.flash_mla_view(s.kv_cache, s.page_size) for s in case.scopes]
     indices = [s.indices.unflatten(0, (BATCH, S_Q)) for s in case.scopes]
     lengths = [s.length[::S_Q].contiguous() for s in case.scopes]
     arguments = {
@@ -81,7 +81,7 @@ def test_names_and_order_are_those_of_the_package():
     assert " ".join(inspect.signature(flash_mla_with_kvcache).parameters) == (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits "
         "softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache "
-        "topk_length extra_topk_length"
+        "topk_length extra_topk_length kv_format"  # the last one is its forks'
     )
     prefill = inspect.signature(flash_mla_sparse_fwd).parameters
     assert " ".join(prefill) == "q kv indices sm_scale d_v attn_sink topk_length"
@@ -100,6 +100,37 @@ def test_decode_agrees_with_float64(layout, dtype, device):
     ours = lse.mT.flatten(0, 1)
     assert ours[1].isposinf().all() and (out[0, 1] == 0).all() and ours[[0, 2, 3]].isfinite().all()
     assert_within_flash_mla_tolerance(out.flatten(0, 1), ours.where(ours != INF, -INF), exact, exact_lse)
+
+
+@pytest.mark.parametrize(
+    "name, kv_format", [("dsv41", None), ("dsv41", "V41"), ("dsv32_nope", "V32_NO_ROPE"), ("dsv4", "V4")]
+)
+def test_the_formats_of_its_forks(name, kv_format, device):
+    case = decode_case(KV_LAYOUTS[name], device)
+    out, lse = flash_mla_with_kvcache(**decode_arguments(case), kv_format=kv_format)
+    want_out, want_lse = case.decode()
+    assert torch.equal(out.flatten(0, 1), want_out)
+    assert torch.equal(lse.mT.flatten(0, 1), want_lse.where(want_lse != -INF, INF))
+
+
+@mixed_pairs
+def test_the_second_cache_may_have_fp4_rows(layout, extra_layout, device):
+    case = decode_case(layout, device, extra=V4_SCOPES | {"layout": extra_layout})
+    out, _ = flash_mla_with_kvcache(**decode_arguments(case))
+    assert torch.equal(out.flatten(0, 1), case.decode()[0])
+
+
+def test_formats_that_do_not_fit_are_refused(device):
+    case = decode_case(KV_LAYOUTS["dsv41"], device, extra=V4_SCOPES | {"layout": KV_LAYOUTS["dsv41_fp4"]})
+    arguments = decode_arguments(case)
+    with pytest.raises(ValueError, match="None or one of V32, V4, V41, V32_NO_ROPE, got 'V5'"):
+        flash_mla_with_kvcache(**arguments, kv_format="V5")
+    with pytest.raises(ValueError, match="head_dim of q and the bytes of a row of k_cache must be 512 with"):
+        flash_mla_with_kvcache(**arguments, kv_format="V4")
+    with pytest.raises(
+        ValueError, match=r"a row of extra_k_cache must have .* bytes next to dsv32_nope, got"
+    ):
+        flash_mla_with_kvcache(**arguments, kv_format="V32_NO_ROPE")
 
 
 def test_two_caches_of_different_page_sizes(device):

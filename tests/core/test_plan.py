@@ -20,6 +20,7 @@ import _mla_fp8_core as core
 
 HERE = Path(__file__).parent
 LAYOUTS = [layout.name for layout in core.KV_LAYOUTS]
+FIRST = [i for i, layout in enumerate(core.KV_LAYOUTS) if not layout.extra_only]
 HEADS = (8, 16, 32, 64, 128)
 H200, H20, B200, A100 = (9, 132), (9, 78), (10, 148), (8, 108)  # (compute capability, SMs)
 
@@ -40,13 +41,22 @@ def shapes():
     for layout in ("fp8_e4m3_fnuz", "dsv41", "dsv32_nope"):
         yield "decode", layout, 2048, 0, False, 16, 8, H200
         yield "prefill", layout, 2048, 0, False, 128, 4096, H200
+    for pair in ("dsv41+dsv41_fp4", "dsv4+dsv41_fp4"):
+        yield "decode", pair, 128, 512, False, 16, 8, H200
+        yield "prefill", pair, 128, 512, True, 128, 4096, H200
+
+
+def ids(layouts):
+    """Of "dsv4", or of the two caches of "dsv4+dsv41_fp4"."""
+    first, _, extra = layouts.partition("+")
+    return {"layout": LAYOUTS.index(first), "extra_layout": LAYOUTS.index(extra) if extra else -1}
 
 
 def plans():
     yield "op", "layout", "keys", "extra_keys", "window", "heads", "queries", "compute_major", "sms", "plan"
     for op, layout, keys, extra, window, heads, queries, (major, sms) in shapes():
         plan = core.plan(
-            op, layout=LAYOUTS.index(layout), queries=queries, heads=heads, keys=keys, extra_keys=extra,
+            op, **ids(layout), queries=queries, heads=heads, keys=keys, extra_keys=extra,
             is_window=window, compute_major=major, num_sms=sms,
         )  # fmt: skip
         numbers = map(str, (keys, extra, int(window), heads, queries, major, sms))
@@ -56,7 +66,7 @@ def plans():
 def variants():
     yield "kernel", "schedule", "heads", "producers", "layouts"
     for kernel, schedule, heads, producers, layouts in core.VARIANTS:
-        yield kernel, schedule, str(heads), str(producers), " ".join(LAYOUTS[i] for i in layouts)
+        yield kernel, schedule, str(heads), str(producers), " ".join(layouts)
 
 
 TABLES = {"plans.csv": plans, "variants.csv": variants}
@@ -83,7 +93,7 @@ def test_every_variant_is_in_some_plan():
 
 problems = st.fixed_dictionaries(
     {
-        "layout": st.integers(0, len(LAYOUTS) - 1), "queries": st.integers(1, 1 << 28),
+        "layout": st.sampled_from(FIRST), "queries": st.integers(1, 1 << 28),
         "heads": st.integers(1, 128), "keys": st.integers(0, 1 << 27), "extra_keys": st.integers(0, 4096),
         "num_sms": st.integers(1, 200),
     }
@@ -134,11 +144,13 @@ def test_other_gpus_take_the_portable_kernel(problem, op, major):
         (("few_heads", "split", 32, 1), "dsv41", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv41", 128),
         (("nothing", "split", 16, 1), "dsv32", 16),
+        (("few_heads", "split", 16, 1), "dsv4+dsv41_fp4", 16),
     ],
 )
 def test_what_no_kernel_runs_is_refused(wanted, layout, heads):
-    with pytest.raises(RuntimeError, match=f"must be one of .* reads {layout} with {heads} heads"):
-        core.forced_plan(*wanted, layout=LAYOUTS.index(layout), heads=heads)
+    reads = layout.replace("+", r" \+ ")
+    with pytest.raises(RuntimeError, match=f"must be one of .* reads {reads} with {heads} heads"):
+        core.forced_plan(*wanted, **ids(layout), heads=heads)
 
 
 def test_a_kernel_is_refused_on_a_gpu_that_it_is_not_compiled_for():

@@ -7,7 +7,7 @@ from typing import Any
 import fuzz_oracle as oracle
 import numpy as np
 import torch
-from fuzz_formats import HEAD_DIM_V, LAYOUTS, Array, Layout, bf16_bits, bf16_values
+from fuzz_formats import FP4, FP4_FOLLOWS, HEAD_DIM_V, LAYOUTS, Array, Layout, bf16_bits, bf16_values
 from torch import Tensor
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -163,11 +163,13 @@ def listed(r: Random, cache: Cache, num_tokens: int, prefix: str) -> tuple[dict[
 def extra_cache(r: Random, main: Cache, num_tokens: int) -> tuple[dict[str, Any], list[list[Array]]]:
     if r.often():
         return {}, []
-    extra = Cache(r, main.layout)
+    mixed = main.layout.name in FP4_FOLLOWS and r.often()
+    extra = Cache(r, FP4 if mixed else main.layout)
     if main.layout.scales == "layer":  # both have the layer's scale
         extra.scale = main.scale
     arguments, rows = listed(r, extra, num_tokens, "extra_")
-    return arguments | {"extra_kv_cache": extra.tensor, "extra_page_size": extra.page_size}, [rows]
+    arguments |= {"extra_kv_cache": extra.tensor, "extra_page_size": extra.page_size}
+    return arguments | ({"extra_layout": FP4.name} if mixed else {}), [rows]
 
 
 def sparse_paged(r: Random, op: str) -> Call:

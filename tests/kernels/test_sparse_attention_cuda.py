@@ -14,7 +14,7 @@ from row_cases import changed, compacted, row_case
 from sparse_cases import V4_SCOPES, Case, make_case
 from window_cases import make_window_case
 
-from mla_fp8 import KV_LAYOUTS
+from mla_fp8 import KV_LAYOUTS, KVLayout
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -27,12 +27,21 @@ class Variant:
     schedule: str
     heads: int  # of a CTA
     producers: int
-    layout: str
+    layout: str  # "dsv41+dsv41_fp4": of two caches
     splits: int = 1
 
     def __str__(self) -> str:
         shape = f"{self.heads}h-{self.producers}p-{self.splits}s"
         return f"{self.kernel}-{self.schedule}-{shape}-{self.layout}"
+
+    @property
+    def first(self) -> KVLayout:
+        return KV_LAYOUTS[self.layout.partition("+")[0]]
+
+    def extra(self, given: dict | None) -> dict | None:
+        """The second cache of a case; of another layout there always is one."""
+        _, mixed, second = self.layout.partition("+")
+        return (given or V4_SCOPES) | {"layout": KV_LAYOUTS[second]} if mixed else given
 
     @property
     def pairs(self) -> bool:
@@ -92,7 +101,7 @@ def test_every_variant(variant, num_tokens, extra):
     """One query, and more than the CTAs of a walk have at once."""
     for heads in variant.some_heads:
         shape = {"num_tokens": num_tokens, "num_q_heads": heads, "topk": 333, "num_slots": 2000}
-        case = make_case(KV_LAYOUTS[variant.layout], "cuda", **shape, extra=extra)
+        case = make_case(variant.first, "cuda", **shape, extra=variant.extra(extra))
         results = variant.run(case)
         assert all(not t.isnan().any() for t in results)
         some = some_tokens(case)
@@ -106,9 +115,8 @@ def test_every_variant(variant, num_tokens, extra):
 def test_long_rows(variant):
     """Every stage of a ring is filled many times, and every CTA of a query has keys."""
     heads = variant.some_heads[0]
-    case = make_case(
-        KV_LAYOUTS[variant.layout], "cuda", num_tokens=5, num_q_heads=heads, topk=5000, num_slots=9000
-    )
+    shape = {"num_tokens": 5, "num_q_heads": heads, "topk": 5000, "num_slots": 9000}
+    case = make_case(variant.first, "cuda", **shape, extra=variant.extra(None))
     results = variant.run(case)
     assert_attention(case, results)
     for _ in range(3):
@@ -119,7 +127,9 @@ def test_long_rows(variant):
 def test_rows_of_every_kind(variant):
     """Full next to empty, holes, repeats. Invalid keys are left out: a row has the bits of one without."""
     heads = variant.some_heads[-1]
-    case = row_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=330, num_q_heads=heads, extra_topk=70)
+    second = (variant.extra({}) or {}).get("layout")
+    shape = {"num_tokens": 330, "num_q_heads": heads, "extra_topk": 70}
+    case = row_case(variant.first, "cuda", **shape, extra_layout=second)
     results = variant.run(case)
     assert all(not t.isnan().any() for t in results)
     some = torch.arange(44).cuda()
@@ -133,8 +143,8 @@ def test_rows_of_every_kind(variant):
 @pytest.mark.parametrize("extra", [None, V4_SCOPES | {"topk": 40}], ids=["alone", "and a cache"])
 def test_windows(variant, window_size, extra):
     window = make_window_case(
-        KV_LAYOUTS[variant.layout], "cuda", query_lens=[150, 1, 0, 200], seq_lens=[400, 90, 30, 200],
-        window_size=window_size, num_q_heads=variant.some_heads[-1], extra=extra,
+        variant.first, "cuda", query_lens=[150, 1, 0, 200], seq_lens=[400, 90, 30, 200],
+        window_size=window_size, num_q_heads=variant.some_heads[-1], extra=variant.extra(extra),
     )  # fmt: skip
     results = torch.ops.mla_fp8._sparse_attention_window(
         *window.arguments(), **window.op_options(), **variant.options()
@@ -147,7 +157,7 @@ def test_windows(variant, window_size, extra):
 @unsplit_variants
 def test_a_query_does_not_depend_on_its_place_or_its_neighbours(variant):
     heads = variant.some_heads[0]
-    case = make_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=600, num_q_heads=heads, extra=V4_SCOPES)
+    case = make_case(variant.first, "cuda", num_tokens=600, num_q_heads=heads, extra=variant.extra(V4_SCOPES))
     whole = variant.run(case)
     order = torch.randperm(600, device="cuda")
     order[300:] = order[0]
@@ -157,7 +167,7 @@ def test_a_query_does_not_depend_on_its_place_or_its_neighbours(variant):
 @unsplit_variants
 def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
     heads = variant.some_heads[0]
-    case = make_case(KV_LAYOUTS[variant.layout], "cuda", num_tokens=200, num_q_heads=heads, extra=V4_SCOPES)
+    case = make_case(variant.first, "cuda", num_tokens=200, num_q_heads=heads, extra=variant.extra(V4_SCOPES))
     padded = 128 if variant.pairs else variant.heads
     q = case.q.new_zeros(200, padded, case.q.shape[2])
     q[:, :heads] = case.q

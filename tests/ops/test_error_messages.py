@@ -126,8 +126,8 @@ OF_OTHERS = {
         prefill(zeros(10, 640), zeros(2, 16, 640)),
         PREFILL + "q must have a last dimension of 512 or 576, got 640",
     ),
-    "a latent without rope": (
-        quantize(zeros(3, 512), torch.arange(3)), QUANTIZE + "latent must have shape [*, 576], got [3, 512]",
+    "a part of a latent": (
+        quantize(zeros(3, 448), torch.arange(3)), QUANTIZE + "latent must have shape [*, 576], got [3, 448]",
     ),
     "rope twice": (
         quantize(zeros(3, 576), torch.arange(3), rope=zeros(3, 64)),
@@ -165,7 +165,7 @@ CHOICES = {
     "an engine's name that is none": (
         lambda: mla_fp8.resolve_kv_cache_dtype("fp8_e5m2", "native", 576),
         "mla_fp8.resolve_kv_cache_dtype: name must be one of auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla, "
-        "got 'fp8_e5m2'",
+        "nvfp4_ds_mla, got 'fp8_e5m2'",
     ),
     "a backend that is none": (
         decode(backend="flashmla"),

@@ -23,7 +23,7 @@ dsv32_nope        512 0  e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 
 dsv41_fp4         512 0  e2m1     bf16     e4m3      0 16  0.0    0.001953125 256 32 256 256 288  512
 """
 ROWS = [line.split() for line in FROZEN.split("\n") if line]
-EXTRA_ONLY = ("dsv41_fp4",)  # the column that follows
+EXTRA_OF = {"dsv41_fp4": ("dsv4", "dsv41")}  # the column that follows
 
 PAGE_BYTES = {  # page size 1, 2, 64, 128, 256
     "dsv32": [656, 1312, 41984, 83968, 167936],
@@ -48,7 +48,8 @@ def test_every_number_of_a_layout_is_frozen(id):
     layout = KV_LAYOUTS[ROWS[id][0]]
     columns = [name for name in layout.__dataclass_fields__ if name != "id"]
     values = [getattr(layout, name) for name in columns]
-    frozen = [*ROWS[id], str(int(layout.name in EXTRA_ONLY))]
+    frozen = [*ROWS[id], str(EXTRA_OF.get(layout.name, ()))]
+    assert layout.extra_only == (layout.name in EXTRA_OF)
     assert dict(zip(columns, map(str, values), strict=True)) == dict(zip(columns, frozen, strict=True))
     assert layout.id == id
     assert layout.head_dim_qk == (

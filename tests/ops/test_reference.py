@@ -10,6 +10,7 @@ from sparse_cases import V4_SCOPES, make_case
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.backends import reference as backend
 from mla_fp8.call import SparseCall
+from mla_fp8.layout import get_layout
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -30,12 +31,16 @@ def test_sparse_attention(layout, extra, sink, device):
     assert_close(case.expected(), want)
 
 
-@pytest.mark.parametrize("layout", KV_LAYOUTS)
-def test_the_backend_of_that_name_hands_it_the_whole_call(layout, device):
+CALLS = [(x, x) for x in KV_LAYOUTS.values() if not x.extra_only]
+CALLS += [(KV_LAYOUTS[first], x) for x in KV_LAYOUTS.values() for first in x.extra_of]
+
+
+@pytest.mark.parametrize("layout, extra", CALLS, ids=lambda x: x.name)
+def test_the_backend_of_that_name_hands_it_the_whole_call(layout, extra, device):
     """In float64 over the pages: latents that the layout stores without error."""
-    case = make_case(KV_LAYOUTS[layout], device, num_q_heads=3, topk=40, extra=V4_SCOPES)
+    case = make_case(layout, device, num_q_heads=3, topk=40, extra=V4_SCOPES | {"layout": extra})
     given = case.options() | dict(zip(("q", "kv_cache", "indices"), case.arguments(), strict=True))
-    call = SparseCall.of("sparse_prefill_paged", given | {"q": case.q.double()}, case.layout)
+    call = SparseCall.of("sparse_prefill_paged", given | {"q": case.q.double()}, get_layout)
     assert_close(backend.sparse_prefill_paged(call), sdpa.of_case(case))
     out, _, lse = backend.sparse_prefill_paged(call)
     assert_same(backend.sparse_decode(call), (out, lse))

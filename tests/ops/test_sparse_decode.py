@@ -311,7 +311,7 @@ ERRORS = [
     wrong("indices", lambda t: t[:5], r"indices must have shape \[6, \*\], got \[5, 100\]"),
     wrong("indices", lambda t: t[None], "indices must have shape"),
     wrong("indices", lambda t: t.mT.contiguous().mT, "indices must have stride 1 in its last"),
-    wrong("layout", lambda _: 99, r"layout must be in \[0, 12\), got 99"),
+    wrong("layout", lambda _: 99, r"layout must be in \[0, 13\), got 99"),
     wrong("page_size", lambda _: 0, "page_size must be in"),
     wrong("page_size", lambda _: 32, "kv_cache must have shape"),
     wrong("sm_scale", lambda _: float("nan"), "sm_scale must be finite, got nan"),

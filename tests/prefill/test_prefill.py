@@ -11,12 +11,18 @@ from mla_fp8.prefill import STRATEGIES
 
 @all_strategies
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("layout", ["dsv4", "dsv41", "bf16_512", "fp8_e4m3_512"])
+@pytest.mark.parametrize(
+    "layout", ["dsv4", "dsv41", "bf16_512", "fp8_e4m3_512", "dsv41+dsv41_fp4", "dsv4+dsv41_fp4"]
+)
 def test_attention_is_that_over_the_rows_listed_by_plain_loops(strategy, kind, layout, device):
     entries, window, indexed = LAYERS[kind]
     chunk = make_chunk(layout, device)
     layer = chunk.layer(entries=entries, window=window)
     topk_indices = chunk.topk_indices if indexed else None
+    if layer.layout_name == "dsv41_fp4" and strategy == "direct":
+        with pytest.raises(ValueError, match="not dsv41_fp4"):
+            chunk.attend(chunk.build(), layer, topk_indices, strategy)
+        return
     got = chunk.attend(chunk.build(), layer, topk_indices, strategy)
     assert_right(got, chunk.expected(layer, topk_indices))
 

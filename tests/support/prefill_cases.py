@@ -42,6 +42,7 @@ class Chunk:
     ratio: int  # of the layer that has entries
     window: int
     topk: int
+    entries_layout: KVLayout | None = None  # by default that of the window
     num_q_heads: int = 4
     page_tokens: int = 16  # a page of entries holds page_tokens / ratio
     max_len: int = 96
@@ -56,9 +57,9 @@ class Chunk:
         self.latents = exact_latents(self.layout, num_requests * self.max_len, self.device).view(
             num_requests, self.max_len, dim
         )
-        self.entries = exact_latents(self.layout, num_requests * entries, self.device).view(
-            num_requests, entries, dim
-        )
+        self.entries = exact_latents(
+            self.entries_layout or self.layout, num_requests * entries, self.device
+        ).view(num_requests, entries, dim)
         self.lost_latents = torch.zeros(self.latents.shape[:2], dtype=torch.bool)
         self.lost_entries = torch.zeros(self.entries.shape[:2], dtype=torch.bool)
         pages = torch.randperm(num_requests * self.max_len // self.page_tokens + 3, device=self.device).int()
@@ -108,13 +109,15 @@ class Chunk:
         tokens = spoil(self.req_to_token, [*outside, num_slots])
         self.lost_latents |= tokens[self.req_pool_indices.cpu()][:, positions]
 
-    def _store(self, held: list[tuple[Tensor, Tensor]], num_pages: int, page_size: int) -> PagedCache:
+    def _store(
+        self, held: list[tuple[Tensor, Tensor]], num_pages: int, page_size: int, layout: KVLayout
+    ) -> PagedCache:
         none = (self.q[:0, 0], torch.arange(0, device=self.device))
         rows, slots = (torch.cat(x) for x in zip(none, *held, strict=True))
-        data = self.layout.empty(num_pages, page_size, self.device)
-        data.fill_(FNUZ_NAN if self.layout.nope_format == "e4m3fnuz" else NAN)
+        data = layout.empty(num_pages, page_size, self.device)
+        data.fill_(FNUZ_NAN if layout.nope_format == "e4m3fnuz" else NAN)
         mla_fp8.quantize_kv(
-            rows.contiguous(), slots, data, layout=self.layout, page_size=page_size, scale=self.scale
+            rows.contiguous(), slots, data, layout=layout, page_size=page_size, scale=self.scale
         )
         return PagedCache(data, page_size)
 
@@ -124,7 +127,9 @@ class Chunk:
             e = torch.arange(n // self.ratio, device=self.device)
             page = self.page_table[r][e // page_size].long()
             held.append((self.entries[r, e], page * page_size + e % page_size))
-        return self._store(held, len(self.full_to_swa) // self.page_tokens, page_size)
+        return self._store(
+            held, len(self.full_to_swa) // self.page_tokens, page_size, self.entries_layout or self.layout
+        )
 
     def layer(self, *, entries: bool = True, window: bool = True) -> LayerCaches:
         num_slots = len(self.full_to_swa)
@@ -137,8 +142,11 @@ class Chunk:
             layout=self.layout,
             compress_ratio=self.ratio if entries else 0,
             entries=self.entry_cache(self.page_tokens // self.ratio) if entries else None,
-            window=self._store(reached, num_slots // WINDOW_PAGE, WINDOW_PAGE) if window else None,
+            window=self._store(reached, num_slots // WINDOW_PAGE, WINDOW_PAGE, self.layout)
+            if window
+            else None,
             scale=self.scale,
+            entries_layout=self.entries_layout,
         )
 
     def build(self, workspace: mla_fp8.PrefillWorkspace | None = None, **changes: object):
@@ -204,4 +212,5 @@ def make_chunk(layout: str, device: str, **changes: object) -> Chunk:
         "seq_lens": [90, 7, 30, 1, 0, 33], "query_lens": [20, 7, 0, 1, 0, 9], "ratio": 4, "window": 12,
         "topk": 10,
     }  # fmt: skip
-    return Chunk(KV_LAYOUTS[layout], device, **(shape | changes))
+    first, _, second = layout.partition("+")  # "dsv41+dsv41_fp4": of the window and of the entries
+    return Chunk(KV_LAYOUTS[first], device, entries_layout=KV_LAYOUTS.get(second), **(shape | changes))

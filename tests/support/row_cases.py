@@ -60,12 +60,14 @@ def row_case(
     num_q_heads: int,
     topk: int = 150,
     extra_topk: int | None = None,
+    extra_layout: KVLayout | None = None,
     page_size: int = 64,
     num_slots: int = 800,
 ) -> Case:
     scopes = [row_scope(layout, device, num_tokens, topk=topk, page_size=page_size, num_slots=num_slots)]
     if extra_topk is not None:
-        scopes.append(row_scope(layout, device, num_tokens, topk=extra_topk, page_size=2, num_slots=400))
+        second = extra_layout or layout
+        scopes.append(row_scope(second, device, num_tokens, topk=extra_topk, page_size=2, num_slots=400))
     return Case(
         layout=layout,
         q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),

@@ -8,13 +8,18 @@ import torch
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, KVLayout, reference
 
-GRID = 2.0**-10  # the scale that the quantiser must find
+GRID, FP4_GRID = 2.0**-10, 2.0**-4  # the scales that the quantiser must find
 SIZE = 1 / 8  # of the latents, about that in FlashMLA's tests, whose tolerances are used
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 V4_SCOPES = {"topk": 37, "page_size": 2, "num_slots": 300}  # of the second cache: few keys, pages of 2
 
 all_layouts = pytest.mark.parametrize(
     "layout", [x for x in KV_LAYOUTS.values() if not x.extra_only], ids=lambda x: x.name
+)
+mixed_pairs = pytest.mark.parametrize(
+    "layout, extra_layout",
+    [(KV_LAYOUTS[first], x) for x in KV_LAYOUTS.values() for first in x.extra_of],
+    ids=lambda x: x.name,
 )
 packed_layouts = pytest.mark.parametrize(
     "layout", [KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"]], ids=["dsv32", "dsv4"]
@@ -24,6 +29,10 @@ packed_layouts = pytest.mark.parametrize(
 def exact_latents(layout: KVLayout, num_rows: int, device: str) -> torch.Tensor:
     """bf16 latents that the layout stores without error: e4m3 values, amax at the format's top."""
     x = torch.randn(num_rows, layout.head_dim_qk, device=device) * SIZE
+    if layout.nope_format == "e2m1":
+        values = reference.values_of(reference.to_e2m1(x / FP4_GRID))
+        values[:, :: layout.tile_dim] = reference.E2M1[-1]
+        return (values * FP4_GRID).bfloat16()
     if layout.fp8_dtype is None:
         return x.bfloat16()
     top = torch.finfo(layout.fp8_dtype).max
@@ -44,6 +53,7 @@ class Scope:
     indices: torch.Tensor
     length: torch.Tensor | None
     page_size: int
+    layout: KVLayout
 
 
 @dataclass
@@ -75,12 +85,14 @@ class Case:
                 "extra_indices": extra.indices,
                 "extra_topk_length": extra.length,
                 "extra_page_size": extra.page_size,
+                "extra_layout": None if extra.layout is self.layout else extra.layout,
             }
         return options
 
     def op_options(self) -> dict:
         """For torch.ops.mla_fp8.*, which takes the layout as an int."""
-        return self.options() | {"layout": self.layout.id}
+        ids = {name: x.id for name, x in self.options().items() if isinstance(x, KVLayout)}
+        return self.options() | ids
 
     def decode(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
         return mla_fp8.sparse_decode(*self.arguments(), **(self.options() | changes))
@@ -176,7 +188,7 @@ def filled_scope(layout: KVLayout, device: str, scale, indices, length, num_page
     mla_fp8.quantize_kv(
         rows[chosen].contiguous(), chosen, kv_cache, layout=layout, page_size=page_size, scale=scale
     )
-    return Scope(kv_cache, rows, indices, length, page_size)
+    return Scope(kv_cache, rows, indices, length, page_size, layout)
 
 
 def make_case(
@@ -191,12 +203,13 @@ def make_case(
     sink: bool = True,
     extra: dict | None = None,
 ) -> Case:
-    """``extra`` overrides topk, page_size and num_slots for a second cache."""
+    """``extra`` overrides topk, page_size, num_slots and, where it has another, layout for a second cache."""
     scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
     shape = {"topk": topk, "page_size": page_size, "num_slots": num_slots}
     scopes = [make_scope(layout, device, scale, num_tokens=num_tokens, **shape)]
     if extra is not None:
-        scopes.append(make_scope(layout, device, scale, num_tokens=num_tokens, **(shape | extra)))
+        second = {"layout": layout} | shape | extra
+        scopes.append(make_scope(device=device, scale=scale, num_tokens=num_tokens, **second))
     return Case(
         layout=layout,
         q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),

@@ -29,7 +29,9 @@ class WindowCase:
         return options
 
     def op_options(self) -> dict:
-        return self.options() | {"layout": self.case.layout.id}
+        options = self.case.op_options() | {"window_size": self.window_size}
+        del options["topk_length"]
+        return options
 
     def run(self, **changes) -> Results:
         return mla_fp8.sparse_prefill_window(*self.arguments(), **(self.options() | changes))
@@ -65,7 +67,8 @@ def make_window_case(
     scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
     scopes = [filled_scope(layout, device, scale, slots, None, num_pages, page_size)]
     if extra is not None:
-        scopes.append(make_scope(layout, device, scale, num_tokens=num_tokens, **extra))
+        second = {"layout": layout} | extra
+        scopes.append(make_scope(device=device, scale=scale, num_tokens=num_tokens, **second))
     case = Case(
         layout=layout,
         q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),

@@ -17,17 +17,17 @@ int64_t num_keys(const SparseAttentionParams& p) {
   return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
 }
 
-// The first variant like this that reads the layout. `producers` 0: any number.
-const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvLayoutId layout) {
+// The first variant like this that reads the layouts. `producers` 0: any number.
+const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvPair layouts) {
   const auto is_it = [&](const Variant& v) {
     return v.kernel == kernel && v.schedule == schedule && v.heads == heads &&
-           (producers == 0 || v.producers == producers) && v.reads(layout);
+           (producers == 0 || v.producers == producers) && v.reads(layouts);
   };
   const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
   return found == std::end(kVariants) ? nullptr : found;
 }
-const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvLayoutId layout, int producers = 0) {
-  const Variant* const found = find_variant(kernel, schedule, heads, producers, layout);
+const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts, int producers = 0) {
+  const Variant* const found = find_variant(kernel, schedule, heads, producers, layouts);
   if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
   return *found;
 }
@@ -71,7 +71,7 @@ Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int s
   int producers = 0;
   if (kernel == Kernel::kFewHeads && heads == 8)
     producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
-  return {variant(kernel, Schedule::kSplit, heads, p.layout, producers), splits};
+  return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 
 // A cluster for each query: which variant and how many CTAs is the least time by the model above.
@@ -87,7 +87,7 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   int best_splits = 1;
   double best_us = 1e30;
   for (const HeadsClass& c : kHeadsClasses) {
-    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layout)) continue;
+    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts())) continue;
     if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
     const int head_blocks = ceil_div(p.num_q_heads, c.heads);
     for (const SplitClass& s : kSplitClasses) {
@@ -114,7 +114,7 @@ bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   return (pair || bf16) && 2 * num_tiles(p) >= num_sms;
 }
 Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
-  return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layout), 1, num_sms};
+  return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
 }
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
@@ -136,14 +136,14 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens * ceil_div(p.num_q_heads, kOctet) < enough * num_sms ||
       (many_heads && p.num_tokens < kMaxSplitQueries))
     return plan_decode(p, num_sms);
-  if (many_heads) return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layout)};
+  if (many_heads) return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
   const Kernel kernel = fp8 && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
   const int heads = kernel == Kernel::kManyHeads ? 32 : p.num_q_heads <= 8 ? 8 : 16;
-  return {variant(kernel, Schedule::kWalk, heads, p.layout), 1, num_sms};
+  return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
 }
 
 bool sm90_reads(const SparseAttentionParams& p) {
-  const auto reads = [&](const Variant& v) { return v.kernel != Kernel::kPortable && v.reads(p.layout); };
+  const auto reads = [&](const Variant& v) { return v.kernel != Kernel::kPortable && v.reads(p.layouts()); };
   return std::any_of(std::begin(kVariants), std::end(kVariants), reads) && num_keys(p) < kMaxKeys;
 }
 Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
@@ -202,13 +202,15 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool has_splits =
         split ? wanted.splits >= 1 && wanted.splits <= 16 && !(wanted.splits & (wanted.splits - 1))
               : wanted.splits == 1;
-    if (named && has_splits && v.reads(p.layout) && has_heads_for(v, p) && own_kernels(p, gpu))
+    if (named && has_splits && v.reads(p.layouts()) && has_heads_for(v, p) && own_kernels(p, gpu))
       return {v, wanted.splits, split ? 0 : gpu.num_sms};
   }
   std::ostringstream what;
-  what << "mla_fp8: kernel must be one of kVariants that reads " << kv_layout(p.layout).name << " with "
-       << p.num_q_heads << " heads on this GPU, got " << wanted.kernel << ' ' << wanted.schedule << ", "
-       << wanted.heads << " heads, " << wanted.splits << " splits, " << wanted.producers << " producers";
+  what << "mla_fp8: kernel must be one of kVariants that reads " << kv_layout(p.layout).name
+       << (p.layouts().is_mixed() ? " + " : "")
+       << (p.layouts().is_mixed() ? kv_layout(p.extra_layout).name : "") << " with " << p.num_q_heads
+       << " heads on this GPU, got " << wanted.kernel << ' ' << wanted.schedule << ", " << wanted.heads
+       << " heads, " << wanted.splits << " splits, " << wanted.producers << " producers";
   throw std::runtime_error(what.str());
 }
 

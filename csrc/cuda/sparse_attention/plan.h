@@ -25,6 +25,7 @@ enum class Schedule {
 };
 
 // Cached rows that a kernel reads.
+// Two caches of different layouts are read by kAll only, so far.
 enum class Rows { kAll, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
 
 // What of a kernel is known when it is compiled, besides the layout.
@@ -35,11 +36,13 @@ struct Variant {
   int producers;  // warps that gather
   Rows rows;
 
-  constexpr bool reads(KvLayoutId id) const {
+  constexpr bool reads(KvPair pair) const {
+    if (rows == Rows::kAll || pair.is_mixed()) return rows == Rows::kAll && can_attend(pair);
+    const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
     switch (rows) {
-      case Rows::kAll: return !kv_layout(id).extra_only();
+      case Rows::kAll: return true;
       case Rows::kE4m3fn: return e4m3fn;
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
@@ -100,16 +103,17 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
 // Runs fn(constant<variant>{}, constant<layout>{}) for what the plan and the problem name; the variant is
-// an index of kVariants. So a kernel is compiled for its rows of that table and the layouts that they read,
-// for no others.
+// an index of kVariants, the layout that of both caches. So a kernel is compiled for its rows of that table
+// and the layouts that they read, for no others.
 template <Kernel kKernel, class Fn>
 void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;
   bool found = false;
-  with_kv_layout(p.layout, [&](auto id) {
+  with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
     const auto run_if_named = [&](auto i) {
       constexpr Variant kVariant = kVariants[i()];
-      if constexpr (kVariant.kernel == kKernel && kVariant.reads(id())) {
+      if constexpr (kVariant.kernel == kKernel && kVariant.reads({id(), extra()})) {
+        static_assert(id() == extra());
         if (v.schedule != kVariant.schedule || v.heads != kVariant.heads || v.producers != kVariant.producers)
           return;
         found = true;

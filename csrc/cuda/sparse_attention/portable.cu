@@ -10,6 +10,8 @@
 //
 // Simple and correct before fast: rows are fetched once per 16 heads and one CTA walks all tokens of a row,
 // so small batches leave most of the GPU idle.
+#include <algorithm>
+
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/global.cuh"
@@ -31,27 +33,35 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kWarpDims = kHeadDimV / kWarps;
 
-template <KvLayoutId kId>
+// kId: of rows of the first cache, kExtra: of the second.
+template <KvLayoutId kId, KvLayoutId kExtra>
 struct Shared {
-  using R = Row<kId>;
-  static constexpr int kPitch = R::kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
-  alignas(16) uint8_t raw[kTokens][R::kPitch];
+  static constexpr int kDims = Row<kId>::kDims;
+  static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
+  static_assert(kDims == Row<kExtra>::kDims);
+  alignas(16) uint8_t raw[kTokens][std::max(Row<kId>::kPitch, Row<kExtra>::kPitch)];
   alignas(16) uint16_t latent[kTokens][kPitch];
   alignas(16) uint16_t q[kHeads][kPitch];
   alignas(16) uint16_t weights[kHeads][kTokens + 8];
   float warp_max[kWarps][kHeads], warp_sum[kWarps][kHeads];
   bool valid[2][kTokens];             // of this block and the next
+  bool is_extra[kTokens];             // the row in `raw`
   alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
 };
 
+// Runs fn(Row<layout>{}) for the cache that a row is of.
+template <KvLayoutId kId, KvLayoutId kExtra, class Fn>
+__device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
+  if (kId == kExtra || !is_extra) fn(Row<kId>{});
+  else fn(Row<kExtra>{});
+}
+
 // Starts the copies of one block of valid keys from rank `first` on; every warp fetches 8 rows, each by the
 // whole warp. Past the last key: zeros.
-template <KvLayoutId kId>
+template <KvLayoutId kId, KvLayoutId kExtra>
 __device__ void gather(const SparseAttentionParams& p, const Keys& keys,
-                       const ValidKeys<MapInShared>& valid_keys, int first, Shared<kId>& smem,
+                       const ValidKeys<MapInShared>& valid_keys, int first, Shared<kId, kExtra>& smem,
                        bool (&valid)[kTokens]) {
-  using R = Row<kId>;
-  constexpr KvLayout kL = kv_layout(kId);
   constexpr int kRowsPerWarp = kTokens / kWarps;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int mine = warp * kRowsPerWarp + lane % kRowsPerWarp;
@@ -59,55 +69,69 @@ __device__ void gather(const SparseAttentionParams& p, const Keys& keys,
   const auto key = valid_keys.find(KeySource(p, keys), is_key ? first + mine : -1);
   const uint8_t* own_row = reinterpret_cast<const uint8_t*>(p.q);  // a valid address; nothing is read
   const uint8_t* own_scales = own_row;
+  const bool own_extra = is_key && key.scope == 1;
   if (is_key) {
     const KvScope& s = p.scopes[key.scope];
     const uint8_t* page = s.kv_cache + key.slot / s.page_size * s.kv_cache_stride_page;
     const int64_t in_page = key.slot % s.page_size;
-    own_row = page + kL.token_offset(in_page);
-    own_scales = page + kL.scale_offset(in_page, s.page_size);
+    with_row<kId, kExtra>(own_extra, [&](auto r) {
+      constexpr KvLayout kL = decltype(r)::kL;
+      own_row = page + kL.token_offset(in_page);
+      own_scales = page + kL.scale_offset(in_page, s.page_size);
+    });
   }
-  if (lane < kRowsPerWarp) valid[mine] = is_key;
+  if (lane < kRowsPerWarp) valid[mine] = is_key, smem.is_extra[mine] = own_extra;
   for (int i = 0; i < kRowsPerWarp; ++i) {
     const auto *row = broadcast(own_row, i), *scales = broadcast(own_scales, i);
     const bool real = broadcast(static_cast<int>(is_key), i);
     const uint32_t dst = shared_address(smem.raw[warp * kRowsPerWarp + i]);
-    for (int byte = lane * 16; byte < R::kBytes; byte += kWarpSize * 16)
-      cp_async_16(dst + byte, real ? row + byte : row, real);
-    if (R::kScalesApart && lane < kL.scale_bytes() / 8)
-      cp_async_8(dst + R::kScaleOffset + lane * 8, real ? scales + lane * 8 : scales, real);
+    with_row<kId, kExtra>(broadcast(static_cast<int>(own_extra), i), [&](auto r) {
+      using R = decltype(r);
+      for (int byte = lane * 16; byte < R::kBytes; byte += kWarpSize * 16)
+        cp_async_16(dst + byte, real ? row + byte : row, real);
+      if (R::kScalesApart && lane < R::kL.scale_bytes() / 8)
+        cp_async_8(dst + R::kScaleOffset + lane * 8, real ? scales + lane * 8 : scales, real);
+    });
   }
   cp_async_commit();
 }
 
-// Raw rows to bf16 latents, 8 elements at a time. The scale of a uniform FP8 layout multiplies logits and
+// Elements dim to dim + 7 of a raw row as bf16. The scale of a uniform FP8 layout multiplies logits and
 // output instead: exact here.
-template <KvLayoutId kId>
-__device__ void decode_block(Shared<kId>& smem) {
-  using R = Row<kId>;
-  constexpr KvLayout kL = kv_layout(kId);
-  constexpr int kUnits = R::kDims / 8;
-  for (int i = threadIdx.x; i < kTokens * kUnits; i += kThreads) {
-    const int token = i / kUnits, dim = i % kUnits * 8;
-    const uint8_t* row = smem.raw[token];
-    Words<4> latent;
+template <class R>
+__device__ __forceinline__ Words<4> decode_unit(const uint8_t* row, int dim) {
+  constexpr KvLayout kL = R::kL;
+  if constexpr (kL.nope_format != Format::kBf16) {
     if (dim < R::kFp8Dims) {
+      constexpr int kBytes = format_bits(kL.nope_format);  // of 8 elements
       float scale = 1.0f;
       if constexpr (R::kNumScales > 0)
         scale = load_scale<kL.scale_format>(row + R::kScaleOffset, dim / R::kTileDims);
-      if constexpr (kL.nope_format != Format::kBf16)
-        latent = decode8<kL.nope_format>(*reinterpret_cast<const Words<2>*>(row + dim), scale);
-    } else {
-      latent = *reinterpret_cast<const Words<4>*>(row + R::kBf16Offset + (dim - R::kFp8Dims) * 2);
+      return decode8<kL.nope_format>(*reinterpret_cast<const Words<kBytes / 4>*>(row + dim / 8 * kBytes),
+                                     scale);
     }
-    *reinterpret_cast<Words<4>*>(&smem.latent[token][dim]) = latent;
+  }
+  return *reinterpret_cast<const Words<4>*>(row + R::kBf16Offset + (dim - R::kFp8Dims) * 2);
+}
+
+// Raw rows to bf16 latents.
+template <KvLayoutId kId, KvLayoutId kExtra>
+__device__ void decode_block(Shared<kId, kExtra>& smem) {
+  constexpr int kUnits = Shared<kId, kExtra>::kDims / 8;
+  for (int i = threadIdx.x; i < kTokens * kUnits; i += kThreads) {
+    const int token = i / kUnits, dim = i % kUnits * 8;
+    with_row<kId, kExtra>(smem.is_extra[token], [&](auto r) {
+      *reinterpret_cast<Words<4>*>(&smem.latent[token][dim]) = decode_unit<decltype(r)>(smem.raw[token], dim);
+    });
   }
 }
 
-template <KvLayoutId kId>
+template <KvLayoutId kId, KvLayoutId kExtra>
 __global__ void __launch_bounds__(kThreads) portable_kernel(const __grid_constant__ SparseAttentionParams p) {
   using R = Row<kId>;
+  using Smem = Shared<kId, kExtra>;
   extern __shared__ __align__(16) uint8_t smem_bytes[];
-  Shared<kId>& smem = *reinterpret_cast<Shared<kId>*>(smem_bytes);
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
   const int head_blocks = ceil_div(p.num_q_heads, kHeads);
   const int64_t token = blockIdx.x / head_blocks;
@@ -229,17 +253,15 @@ __global__ void __launch_bounds__(kThreads) portable_kernel(const __grid_constan
 }  // namespace
 
 void launch_portable(const SparseAttentionParams& p, const Plan&, gpuStream_t stream) {
-  with_kv_layout(p.layout, [&](auto id) {
-    if constexpr (!kv_layout(id).extra_only()) {
-      constexpr int kSmemBytes = sizeof(Shared<id()>);
-      static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
-      launch(portable_kernel<id()>,
-             {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads),
-              .block = kThreads,
-              .stream = stream,
-              .smem = kSmemBytes},
-             p);
-    }
+  with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
+    constexpr int kSmemBytes = sizeof(Shared<id(), extra()>);
+    static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
+    launch(portable_kernel<id(), extra()>,
+           {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads),
+            .block = kThreads,
+            .stream = stream,
+            .smem = kSmemBytes},
+           p);
   });
 }
 

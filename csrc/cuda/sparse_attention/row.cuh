@@ -10,7 +10,7 @@ namespace mla_fp8::gpu {
 inline constexpr int kChunkDims = 64;  // of V
 inline constexpr int kNumChunks = kHeadDimV / kChunkDims;
 
-// A latent is kFp8Dims e4m3 elements, then kBf16Dims bf16 elements; either may be absent.
+// A latent is kFp8Dims e4m3 (or e2m1) elements, then kBf16Dims bf16 elements; either may be absent.
 template <KvLayoutId kId>
 struct Row {
   static constexpr KvLayout kL = kv_layout(kId);

@@ -237,7 +237,7 @@ bool run(const Case& c) {
   for (float& x : sink) x = normal();
 
   SparseAttentionParams p{};
-  p.layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
+  p.layout = p.extra_layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
   const bool plain_rows = std::string(c.kernel) == "bf16_tiles" && !c.is_window && p.num_scopes == 1;
   p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);

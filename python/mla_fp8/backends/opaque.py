@@ -8,7 +8,7 @@ import torch
 
 from .._fake import attention_outputs, fake_of
 from ..call import OPS, SparseCall
-from ..layout import layout_of_id, row_layout
+from ..layout import layout_of_id
 from . import ADAPTERS
 
 ops = torch.ops.mla_fp8_backends  # each with the arguments of ours, and adapter=
@@ -28,8 +28,7 @@ def _define(op: str) -> None:
 def _implementation(op: str, names: list[str]) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor, adapter: str, **options: Any) -> Any:
         given = dict(zip(names, tensors, strict=False)) | options
-        layout = layout_of_id(given["layout"]) if "layout" in given else row_layout(given["q"])
-        call = SparseCall.of(op, given, layout)
+        call = SparseCall.of(op, given, layout_of_id)
         _check_scale(call)
         return getattr(ADAPTERS[adapter], op)(call)
 

@@ -15,7 +15,7 @@ def _rows(call: SparseCall, scope: Scope) -> Tensor:
     if call.op == "sparse_prefill":
         return scope.kv
     return reference.dequantize_cache(
-        scope.kv, layout=call.layout, page_size=scope.page_size, scale=call.scale
+        scope.kv, layout=scope.layout, page_size=scope.page_size, scale=call.scale
     )
 
 

@@ -18,7 +18,7 @@ class Problem:
 
     op: str  # "sparse_decode", ...
     arch: str  # see arch_of
-    layout: str  # a name in KV_LAYOUTS
+    layout: str  # SparseCall.layout_name: a name in KV_LAYOUTS, or those of two caches
     num_q_heads: int
     features: frozenset[str] = frozenset()  # what the call wants of FEATURES
 
@@ -35,6 +35,7 @@ class Backend:
     adapter: str
     ops: tuple[str, ...]
     layouts: tuple[str, ...]
+    pairs: tuple[str, ...] = ()  # of two caches with different ones, as SparseCall.layout_name has them
     archs: tuple[str, ...] = ()  # () means any
     max_q_heads: int | None = None  # of its kernels; fewer are padded where they must be
     features: frozenset[str] = frozenset()
@@ -53,8 +54,8 @@ class Backend:
         """
         if self.archs and p.arch not in self.archs:
             return f"runs on {', '.join(self.archs)}, not on {p.arch}"
-        if p.layout not in self.layouts:
-            return f"reads {', '.join(self.layouts)}, not {p.layout}"
+        if p.layout not in (readable := self.layouts + self.pairs):
+            return f"reads {', '.join(readable)}, not {p.layout}"
         if self.max_q_heads is not None and p.num_q_heads > self.max_q_heads:
             return f"takes at most {self.max_q_heads} query heads, not {p.num_q_heads}"
         for feature in sorted(p.features - self.features):
@@ -73,10 +74,11 @@ _ROUNDS_WEIGHTS = f"rounds queries and weights to FP8; {_NEVER_RAN}"
 _WAITS = "waits for the GPU at every call, so no CUDA graph"
 
 _LAYOUTS = tuple(name for name, layout in KV_LAYOUTS.items() if not layout.extra_only)
+_PAIRS = tuple(f"{first} + {name}" for name, layout in KV_LAYOUTS.items() for first in layout.extra_of)
 
-NATIVE = Backend("native", "native", OPS, _LAYOUTS, features=_EVERYTHING, needs_kernel=True)
+NATIVE = Backend("native", "native", OPS, _LAYOUTS, _PAIRS, features=_EVERYTHING, needs_kernel=True)
 REFERENCE = Backend(
-    "reference", "reference", OPS, _LAYOUTS, features=_EVERYTHING,
+    "reference", "reference", OPS, _LAYOUTS, _PAIRS, features=_EVERYTHING,
     only_asked_for="the specification: for checking, not for serving",
 )  # fmt: skip
 

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layout import HEAD_DIM_V, KV_LAYOUTS
+from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.sparse_decode import sparse_decode
 from ..ops.sparse_prefill import sparse_prefill
 
-_PACKED = [KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"]]
+# The names of its forks. 528 bytes without a name are V41 there: a cache without RoPE has to be named.
+_FORMATS = {
+    name: KV_LAYOUTS[layout]
+    for name, layout in {"V32": "dsv32", "V4": "dsv4", "V41": "dsv41", "V32_NO_ROPE": "dsv32_nope"}.items()
+}
 _ALIGNMENT = 16  # bytes, of the rows that our ops read
 
 
@@ -48,16 +52,18 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decode from a packed FP8 cache. Returns ``(out, lse)``.
 
     ===========  =====================================  ===================  ===============================
-    q            [batch, s_q, heads, 576 or 512]        bf16                 576 reads dsv32, 512 dsv4
+    q            [batch, s_q, heads, 576 or 512]        bf16                 576 reads dsv32, 512 the others
     k_cache      [num_pages, page_size, 1, row bytes]   uint8, int8 or e4m3  any page stride
     indices      [batch, s_q, topk]                     int32                slots; outside: masked
     topk_length  [batch]                                int32                only the first n indices count
     attn_sink    [heads]                                fp32                 not part of lse
-    extra_*      a second cache, its indices and lengths, in the same softmax
+    extra_*      a second cache, its indices and lengths, in the same softmax: V4.1's FP4 rows by their size
+    kv_format    that of k_cache, as its forks name them: V32, V4, V41, V32_NO_ROPE; by default by its size
     out          [batch, s_q, heads, 512]               bf16                 0 where nothing is attended
     lse          [batch, heads, s_q]                    fp32                 +inf if nothing
     ===========  =====================================  ===================  ===============================
@@ -83,11 +89,12 @@ def flash_mla_with_kvcache(
     extra_indices = extra_indices_in_kvcache
     if extra_indices is not None:
         extra_indices = index_rows(extra_indices.flatten(0, 1))
+    layout = _layout(head_dim, k_cache, kv_format)
     out, lse = sparse_decode(
         aligned(q.flatten(0, 1)),
         k_cache,
         index_rows(indices.flatten(0, 1)),
-        layout=_layout_name(head_dim, k_cache),
+        layout=layout,
         page_size=k_cache.shape[1],
         sm_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         topk_length=_per_token(topk_length, s_q),
@@ -96,6 +103,7 @@ def flash_mla_with_kvcache(
         extra_indices=extra_indices,
         extra_topk_length=_per_token(extra_topk_length, s_q),
         extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_layout=None if extra_k_cache is None else _extra_layout(layout, extra_k_cache),
         backend="native",
     )
     return out.view(batch, s_q, heads, HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT
@@ -154,16 +162,36 @@ def _expect_shape(function: str, want: list[int | None], **tensors: torch.Tensor
             raise ValueError(f"{function}: {name} must have shape [{shape}], got {[*x.shape]}")
 
 
-def _layout_name(head_dim: int, k_cache: torch.Tensor) -> str:
-    """The layout of this head_dim, provided that the cache's rows have its size."""
+def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLayout:
+    """That of the name or, without one, the first with the size of the cache's rows."""
+    if kv_format not in (None, *_FORMATS):
+        raise ValueError(
+            f"flash_mla_with_kvcache: kv_format must be None or one of {', '.join(_FORMATS)}, "
+            f"got {kv_format!r}"
+        )
+    possible = _FORMATS.values() if kv_format is None else (_FORMATS[kv_format],)
     row_bytes = k_cache.shape[-1] * k_cache.element_size()
-    for layout in _PACKED:
+    for layout in possible:
         if (head_dim, row_bytes) == (layout.head_dim_qk, layout.bytes_per_token):
-            return layout.name
-    known = " or ".join(f"{x.head_dim_qk} with {x.bytes_per_token} bytes" for x in _PACKED)
+            return layout
+    known = " or ".join(dict.fromkeys(f"{x.head_dim_qk} with {x.bytes_per_token} bytes" for x in possible))
     raise ValueError(
         f"flash_mla_with_kvcache: head_dim of q and the bytes of a row of k_cache must be {known}, "
         f"got {head_dim} with {row_bytes} bytes"
+    )
+
+
+def _extra_layout(first: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout:
+    """Of those that may stand next to the first cache's, the one with the size of the second one's rows."""
+    row_bytes = extra_k_cache.shape[-1] * extra_k_cache.element_size()
+    possible = [first, *(x for x in KV_LAYOUTS.values() if first.name in x.extra_of)]
+    for layout in possible:
+        if row_bytes == layout.bytes_per_token:
+            return layout
+    known = " or ".join(f"{x.bytes_per_token} ({x.name})" for x in possible)
+    raise ValueError(
+        f"flash_mla_with_kvcache: a row of extra_k_cache must have {known} bytes next to {first.name}, "
+        f"got {row_bytes}"
     )
 
 

@@ -12,11 +12,32 @@ from typing import Any
 
 import torch
 
-from ..layout import KV_LAYOUTS
+from ..layout import KV_LAYOUTS, KVLayout
 from ..ops.build_swa_token_ids import build_swa_token_ids as _build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices as _combine_topk_swa_indices
 from ..ops.combine_topk_swa_indices import combined_width
 from ..ops.dequantize_kv import dequantize_kv
+
+
+def dsv4_kv_layouts(
+    kv_layout: str = "v4", compressed_layout: str = "auto", *, compress_ratio: int = 0
+) -> tuple[KVLayout, KVLayout]:
+    """(of the window, of a layer's compressed entries) by SGLang's switches for DeepSeek V4 and V4.1.
+
+    ``kv_layout`` is SGLANG_DSV4_KV_LAYOUT, ``v4`` or ``v41`` (its ``auto`` looks at the GPU and at FlashMLA:
+    here it has to be said). ``compressed_layout`` is SGLANG_DSV4_COMPRESSED_KV_LAYOUT: ``fp8`` as the window,
+    ``fp4``, or ``auto``: V4.1's entries of 1 or 2 tokens in FP4. ValueError for any other.
+    """
+    first = {"v4": "dsv4", "v41": "dsv41"}.get(kv_layout)
+    if first is None:
+        raise ValueError(f"dsv4_kv_layouts: kv_layout must be v4 or v41, got {kv_layout!r}")
+    if compressed_layout not in ("auto", "fp8", "fp4"):
+        raise ValueError(
+            f"dsv4_kv_layouts: compressed_layout must be auto, fp8 or fp4, got {compressed_layout!r}"
+        )
+    by_ratio = compressed_layout == "auto" and kv_layout == "v41" and compress_ratio in (1, 2)
+    entries = "dsv41_fp4" if by_ratio or compressed_layout == "fp4" else first
+    return KV_LAYOUTS[first], KV_LAYOUTS[entries]
 
 
 def dequantize_k_cache_paged(

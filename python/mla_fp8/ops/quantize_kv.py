@@ -30,7 +30,8 @@ def quantize_kv(
 
     The latent is rounded to bf16 first. Layouts with scales of tiles: each tile of nope gets the smallest
     power-of-two scale with ``amax / fp8_max <= scale`` (floors as the engines' writers have them), rope is
-    stored as it is; in ``dsv41`` and ``dsv32_nope`` all 512 elements are nope, rotated ones too.
+    stored as it is; in ``dsv41`` and ``dsv32_nope`` all 512 elements are nope, rotated ones too. A ``latent``
+    of nope alone has a rope of zeros in ``dsv32``: models without RoPE in the rows of those that have it.
     ``dsv41_fp4``: a tile's scale is the e4m3 nearest to ``amax / 6``, its codes those of the quotients.
     ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN (FP4 has none: its tile becomes NaN),
     infinities saturate; neither enters a scale. ``fp8_max`` is the largest magnitude written, by default the

@@ -2,7 +2,7 @@ import torch
 
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..call import Scope, SparseCall, second_scope
-from ..dispatch import attend, layout_of
+from ..dispatch import attend, extra_layout_of, layout_of
 from ..layout import KVLayout
 
 
@@ -20,6 +20,7 @@ def sparse_decode(
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     extra_page_size: int | None = None,
+    extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     batch_invariant: bool = False,
     backend: str = "auto",
@@ -32,11 +33,14 @@ def sparse_decode(
     indices      [num_tokens, topk]                       int32  slots; outside the cache (-1): masked
     topk_length  [num_tokens]                             int32  only the first n indices count
     attn_sink    [num_q_heads]                            fp32   an extra logit without a value
-    extra_*      a second cache of the same layout with its own indices and page size, attended to jointly
+    extra_*      a second cache with its own indices, page size and layout, attended to jointly
     scale        one element                              fp32   the layer's scale: ``fp8_e4m3*`` only
     out          [num_tokens, num_q_heads, 512]           bf16   0 where nothing is attended
     lse          [num_tokens, num_q_heads]                fp32   natural log, sink excluded, -inf if nothing
     ===========  =======================================  =====  ============================================
+
+    ``extra_layout`` is by default that of the first cache. It may also be ``dsv41_fp4``, next to ``dsv41`` or
+    ``dsv4``: see ``KVLayout.extra_of``.
 
     There is no workspace and nothing to plan ahead: what several CTAs do for a row is merged in the launch.
 
@@ -46,11 +50,12 @@ def sparse_decode(
     RuntimeError naming the argument for bad input.
     """
     name, layout = "sparse_decode", layout_of(layout, q, kv_cache, page_size, backend)
-    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
-    main = Scope(kv_cache, page_size, indices, topk_length)
-    call = SparseCall(
-        name, q, (main, *extra), layout, sm_scale, attn_sink, scale, batch_invariant=batch_invariant
+    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
+    extra = second_scope(
+        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
     )
+    main = Scope(kv_cache, layout, page_size, indices, topk_length)
+    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale, batch_invariant=batch_invariant)
     return attend(call, backend)  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,7 @@ import torch
 
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..call import Scope, SparseCall, Window, second_scope
-from ..dispatch import attend, layout_of
+from ..dispatch import attend, extra_layout_of, layout_of
 from ..layout import KVLayout, row_layout
 
 
@@ -32,8 +32,8 @@ def sparse_prefill(
     Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
     that cannot run this.
     """
-    rows = Scope(kv, 1, indices, topk_length)
-    call = SparseCall("sparse_prefill", q, (rows,), row_layout(q), sm_scale, attn_sink)
+    rows = Scope(kv, row_layout(q), 1, indices, topk_length)
+    call = SparseCall("sparse_prefill", q, (rows,), sm_scale, attn_sink)
     return attend(call, backend)  # type: ignore[no-any-return]
 
 
@@ -51,6 +51,7 @@ def sparse_prefill_paged(
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     extra_page_size: int | None = None,
+    extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,9 +60,12 @@ def sparse_prefill_paged(
     Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`.
     """
     name, layout = "sparse_prefill_paged", layout_of(layout, q, kv_cache, page_size, backend)
-    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
-    main = Scope(kv_cache, page_size, indices, topk_length)
-    call = SparseCall(name, q, (main, *extra), layout, sm_scale, attn_sink, scale)
+    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
+    extra = second_scope(
+        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
+    )
+    main = Scope(kv_cache, layout, page_size, indices, topk_length)
+    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale)
     return attend(call, backend)  # type: ignore[no-any-return]
 
 
@@ -81,6 +85,7 @@ def sparse_prefill_window(
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     extra_page_size: int | None = None,
+    extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,10 +103,13 @@ def sparse_prefill_window(
     arguments and results as in :func:`sparse_prefill_paged`.
     """
     name, layout = "sparse_prefill_window", layout_of(layout, q, kv_cache, page_size, backend)
-    extra = second_scope(name, extra_kv_cache, extra_page_size, extra_indices, extra_topk_length)
+    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
+    extra = second_scope(
+        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
+    )
     window = Window(page_table, query_start_loc, seq_lens, window_size)
-    main = Scope(kv_cache, page_size, None)
-    call = SparseCall(name, q, (main, *extra), layout, sm_scale, attn_sink, scale, window)
+    main = Scope(kv_cache, layout, page_size, None)
+    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale, window)
     return attend(call, backend)  # type: ignore[no-any-return]
 
 

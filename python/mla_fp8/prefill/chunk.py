@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..arch import arch_of
 from ..dispatch import can_run
-from ..layout import get_layout
 from ..ops.build_swa_token_ids import build_swa_token_ids
 from .costs import predict
 from .layer import LayerCaches
@@ -126,7 +125,7 @@ class SparsePrefillChunkCache:
 
     def _choose(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str) -> str:
         nanoseconds = self.predict(q, layer, topk_indices)
-        if not can_run("sparse_prefill_paged", q, get_layout(layer.layout).name, backend):
+        if not can_run("sparse_prefill_paged", q, layer.layout_name, backend):
             del nanoseconds["direct"]
         return min(nanoseconds, key=nanoseconds.__getitem__)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..layout import KVLayout, get_layout
+from ..layout import KV_LAYOUTS, KVLayout, get_layout
 
 
 class PagedCache(NamedTuple):
@@ -21,14 +21,21 @@ class PagedCache(NamedTuple):
 class LayerCaches:
     """The caches of one layer: ``entries`` (one for ``compress_ratio`` tokens), ``window``, or both."""
 
-    layout: str | KVLayout
+    layout: str | KVLayout  # of both, but for entries_layout
     compress_ratio: int = 0  # 0: no entries
     entries: PagedCache | None = None
     window: PagedCache | None = None
     scale: Tensor | None = None  # of the layer: fp8_e4m3* only
+    entries_layout: str | KVLayout | None = None  # of ``entries``, where it is another
 
     def __post_init__(self) -> None:
-        get_layout(self.layout)
+        layout, of_entries = get_layout(self.layout), self.layout_of_entries
+        if of_entries != layout and layout.name not in of_entries.extra_of:
+            allowed = [x.name for x in KV_LAYOUTS.values() if layout == x or layout.name in x.extra_of]
+            raise ValueError(
+                f"LayerCaches: entries_layout must be {' or '.join(allowed)} with layout {layout.name}, "
+                f"got {of_entries.name}"
+            )
         for name, cache in (("entries", self.entries), ("window", self.window)):
             if cache is not None and not isinstance(cache, PagedCache):
                 raise ValueError(
@@ -42,6 +49,17 @@ class LayerCaches:
             )
         if self.entries is None and self.window is None:
             raise ValueError("LayerCaches: expected entries, window or both, got neither")
+
+    @property
+    def layout_of_entries(self) -> KVLayout:
+        return get_layout(self.layout if self.entries_layout is None else self.entries_layout)
+
+    @property
+    def layout_name(self) -> str:
+        """Of the caches that there are, as ``SparseCall.layout_name``."""
+        layouts = [get_layout(self.layout)] if self.window else []
+        layouts += [self.layout_of_entries] if self.entries else []
+        return " + ".join(dict.fromkeys(layout.name for layout in layouts))
 
     @property
     def geometry(self) -> tuple[int | None, ...]:

@@ -55,8 +55,8 @@ def selected(
     slots.scatter_(0, torch.where(used > 0, place, room), of_entries)
     kv = workspace.reserve(room + window)
     dequantize_kv(
-        cache.data, slots[:room], layout=layer.layout, page_size=cache.page_size, scale=layer.scale,
-        out=kv[:room],
+        cache.data, slots[:room], layout=layer.layout_of_entries, page_size=cache.page_size,
+        scale=layer.scale, out=kv[:room],
     )  # fmt: skip
     _gather_window(tables, layer, kv[room:])
     in_window = torch.arange(room, room + window, device=rows.device)
@@ -82,10 +82,11 @@ def direct(
         options = options | {
             "extra_kv_cache": cache.data, "extra_page_size": cache.page_size,
             "extra_indices": extra_indices, "extra_topk_length": extra_lens,
+            "extra_layout": layer.entries_layout,
         }  # fmt: skip
     return sparse_prefill_paged(
-        q, main.data, indices, layout=layer.layout, page_size=main.page_size, topk_length=lens,
-        scale=layer.scale, **options,
+        q, main.data, indices, layout=layer.layout if layer.window else layer.layout_of_entries,
+        page_size=main.page_size, topk_length=lens, scale=layer.scale, **options,
     )  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches, q: 
     if layer.entries:
         dequantize_kv_paged(
             layer.entries.data, tables.page_table, region.lens, region.lens, region.offsets,
-            layout=layer.layout, page_size=layer.entries.page_size, scale=layer.scale,
+            layout=layer.layout_of_entries, page_size=layer.entries.page_size, scale=layer.scale,
             out=kv[: region.num_rows],
         )  # fmt: skip
     _gather_window(tables, layer, kv[region.num_rows :])

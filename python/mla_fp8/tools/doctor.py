@@ -8,7 +8,7 @@ import torch
 
 from .. import _libraries, _version
 from ..arch import arch_of
-from ..backends.table import TABLE, Problem
+from ..backends.table import NATIVE, TABLE, Problem
 from ..layout import KV_LAYOUTS
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
@@ -125,7 +125,7 @@ def _backends() -> dict[str, str]:
             }
             able = [layout for layout, reason in reasons.items() if reason is None]
             why = [*dict.fromkeys(reason for reason in reasons.values() if reason)]
-            everything = len(able) == len(KV_LAYOUTS)
+            everything = able == list(NATIVE.layouts)
             says = f"{arch}: {'all layouts' if everything else ', '.join(able) or 'no'}"
             if able and backend.only_asked_for:
                 why.append(f"only if asked for: {backend.only_asked_for}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..call import OPS, SparseCall
-from ..layout import KVLayout, get_layout, layout_of_id, row_layout
+from ..layout import KVLayout, get_layout, layout_of_id
 
 COUNTED = ("paged_attention_ragged", "paged_attention_ragged_latent")  # no second backend to replay them with
 _KEY = "mla_fp8.calls"
@@ -36,9 +36,13 @@ class Call:
     def layout(self) -> KVLayout | None:
         return get_layout(self.options["layout"]) if "layout" in self.options else None
 
+    @property
+    def layout_name(self) -> str:
+        """As ``SparseCall.layout_name``; empty without a paged cache."""
+        return " + ".join(self.options[n] for n in ("layout", "extra_layout") if n in self.options)
+
     def sparse(self, device: torch.device | str) -> SparseCall:
-        given = self.arguments(device)
-        return SparseCall.of(self.op, given, self.layout or row_layout(given["q"]))
+        return SparseCall.of(self.op, self.arguments(device), get_layout)
 
     def __str__(self) -> str:
         num_tokens, num_heads, _ = self.tensors["q"].shape
@@ -47,7 +51,7 @@ class Call:
         keys = " + ".join([*window, *(f"{width} indices" for width in scopes)])
         caches = [self.tensors[n] for n in ("kv", "kv_cache", "extra_kv_cache") if n in self.tensors]
         kept = " + ".join(f"{len(cache)} {'pages' if self.layout else 'rows'}" for cache in caches)
-        layout = f" {self.layout.name}" if self.layout else ""
+        layout = f" {self.layout_name}" if self.layout else ""
         return f"{self.op}{layout}, {num_tokens} tokens, {num_heads} heads, {keys} into {kept}"
 
 
@@ -110,10 +114,10 @@ def extract(op: str, arguments: dict[str, Any]) -> Call:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     options = {name: x for name, x in arguments.items() if x is not None and not isinstance(x, Tensor)}
     if "layout" in options:
-        layout = layout_of_id(options["layout"])
-        options["layout"] = layout.name
+        options |= {n: layout_of_id(options[n]).name for n in ("layout", "extra_layout") if n in options}
         for prefix in ("", "extra_"):
             if f"{prefix}kv_cache" in tensors:
+                layout = get_layout(options.get(f"{prefix}layout", options["layout"]))
                 kv_cache, page_size = tensors[f"{prefix}kv_cache"], options[f"{prefix}page_size"]
                 if not prefix and "page_table" in tensors:
                     pages, tensors["page_table"] = referenced(tensors["page_table"], None, len(kv_cache), 1)

@@ -63,15 +63,18 @@ class LayerCache:
 
     def __init__(self, layer: Layer, layout: str, spec: Spec, pages: Pages) -> None:
         self.layer, self.spec, self.pages = layer, spec, pages
-        self.layout = KV_LAYOUTS[layout]
+        first, _, second = layout.partition("+")  # of the window, and of the entries where it is another
+        self.layout, self.entries_layout = KV_LAYOUTS[first], KV_LAYOUTS[second or first]
         self.scale: Tensor | None = None  # one per layer, where the layout wants it
 
-        def store(num_pages: int, page_size: int) -> Store:
-            data = self.layout.empty(num_pages, page_size, pages.page_table.device)
-            return Store(self.layout, page_size, data.fill_(0xFF))  # never written: NaN
+        def store(layout: KVLayout, num_pages: int, page_size: int) -> Store:
+            data = layout.empty(num_pages, page_size, pages.page_table.device)
+            return Store(layout, page_size, data.fill_(0xFF))  # never written: NaN
 
-        self.swa = store(pages.num_swa_pages, pages.page_tokens) if layer.window else None
-        self.entries = store(pages.num_pages, pages.page_size(layer.ratio)) if layer.ratio else None
+        self.swa = store(self.layout, pages.num_swa_pages, pages.page_tokens) if layer.window else None
+        self.entries = None
+        if layer.ratio:
+            self.entries = store(self.entries_layout, pages.num_pages, pages.page_size(layer.ratio))
 
     @property
     def num_bytes(self) -> int:
@@ -97,11 +100,12 @@ class LayerCache:
     def prefill(
         self, inputs: AttentionInputs, chunk: SparsePrefillChunkCache, strategy: str = "auto"
     ) -> Tensor:
-        stores = {"entries": self.entries, "window": self.swa}
-        caches = {name: PagedCache(store.data, store.page_size) for name, store in stores.items() if store}
+        entries, window = (
+            PagedCache(store.data, store.page_size) if store else None for store in (self.entries, self.swa)
+        )
         out, _, _ = chunk.attend(
             inputs.q,
-            LayerCaches(self.layout, self.layer.ratio, scale=self.scale, **caches),
+            LayerCaches(self.layout, self.layer.ratio, entries, window, self.scale, self.entries_layout),
             inputs.topk_indices if self.layer.topk else None,
             sm_scale=self.spec.sm_scale,
             attn_sink=inputs.attn_sink,
@@ -123,6 +127,7 @@ class LayerCache:
             extra_kv_cache=extra.data if extra else None,
             extra_indices=extra_indices,
             extra_page_size=extra.page_size if extra else None,
+            extra_layout=extra.layout if extra else None,
             scale=self.scale,
             backend="native",
         )

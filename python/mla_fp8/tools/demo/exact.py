@@ -58,18 +58,21 @@ def storage_bound(latent: Tensor, layout: KVLayout, scale: Tensor | None) -> Ten
     Dividing and multiplying by a scale that is no power of two rounds too: in float32, then once to bf16.
     """
     x = latent.double().abs()
-    if layout.fp8_dtype is None:
+    if layout.fp8_dtype is None and layout.nope_format != "e2m1":
         return torch.zeros_like(x)
-    info = torch.finfo(layout.fp8_dtype)
+    eps, tiny, largest = 0.5, 1.0, reference.E2M1[-1]
+    if layout.fp8_dtype:
+        info = torch.finfo(layout.fp8_dtype)
+        eps, tiny, largest = info.eps, info.tiny, info.max
     if scale is None:
-        scales = reference.tile_scales(latent[:, : layout.nope_dim], layout, info.max).double()
+        scales = reference.tile_scales(latent[:, : layout.nope_dim], layout, largest).double()
         scales = scales.repeat_interleave(layout.tile_dim, -1)
     else:
         scales = scale.double().expand(x.shape)
     x = x[:, : scales.shape[1]]
-    exponent = (x / scales).clamp_min(info.tiny).log2().floor()
-    half_step = 0.5 * info.eps * exponent.exp2() * scales
-    error = torch.maximum(half_step, x - info.max * scales)
+    exponent = (x / scales).clamp_min(tiny).log2().floor()
+    half_step = 0.5 * eps * exponent.exp2() * scales
+    error = torch.maximum(half_step, x - largest * scales)
     if scale is not None:
         error += (BF16_ROUNDOFF + 4 * F32_ROUNDOFF) * (x + half_step)
     return torch.nn.functional.pad(error, (0, latent.shape[1] - x.shape[1]))  # rope is kept as it is

@@ -1,4 +1,4 @@
-"""A small attention stack with the shapes of DeepSeek V4 or V3.2 and seeded random weights.
+"""A small attention stack with the shapes of DeepSeek V4, V4.1 or V3.2 and seeded random weights.
 
 It is the surroundings of the attention ops, not the subject: plain PyTorch in one dtype, float64 or float32.
 What every version of the model shares are the inputs of the ops: q and latent, rounded to bf16.
@@ -36,7 +36,8 @@ class Layer:
 @dataclass(frozen=True)
 class Spec:
     layers: tuple[Layer, ...]
-    layouts: tuple[str, ...]  # that can hold this model's latent; the last one is the unquantised one
+    # That can hold this model's latent; "a+b": a the window, b the entries. The last one is unquantised.
+    layouts: tuple[str, ...]
     page_tokens: int  # a page of a compressed cache holds page_tokens / ratio entries
     num_q_heads: int = 8
     hidden: int = 256
@@ -55,6 +56,11 @@ MODELS = {
         layers=(Layer(0, 128), Layer(4, 128, topk=128), Layer(128, 128), Layer(4, 128, topk=128)),
         layouts=("dsv4", "dsv4_fnuz", "fp8_e4m3_512", "fp8_e4m3_512_fnuz", "bf16_512"),
         page_tokens=256,
+    ),
+    "v41": Spec(
+        layers=(Layer(0, 128), Layer(2, 128, topk=128), Layer(1, 128, topk=128)),
+        layouts=("dsv41", "dsv41+dsv41_fp4", "dsv4", "dsv4+dsv41_fp4", "bf16_512"),
+        page_tokens=64,
     ),
     "v32": Spec(
         layers=(Layer(1, 0, topk=256), Layer(1, 0, topk=256), Layer(1, 0, topk=256)),

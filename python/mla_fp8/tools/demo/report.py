@@ -96,6 +96,11 @@ def layer_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def bytes_per_entry(layout: str) -> str:
+    """Of the window and, where they have another layout, of the entries."""
+    return " + ".join(str(KV_LAYOUTS[name].bytes_per_token) for name in layout.split("+"))
+
+
 def layout_table(results: Results) -> str:
     spec = results.workload.spec
     lines = [
@@ -108,7 +113,7 @@ def layout_table(results: Results) -> str:
     for layout, run in results.runs.items():
         answer, clock = results.answers[layout], run.clock
         lines.append(
-            f"{layout:<19}{KV_LAYOUTS[layout].bytes_per_token:>12}{run.cache_bytes / 2**20:>11.2f}"
+            f"{layout:<19}{bytes_per_entry(layout):>12}{run.cache_bytes / 2**20:>11.2f}"
             f"{clock.tokens_per_second('prefill'):>11,.0f}{clock.tokens_per_second('decode'):>10,.0f}"
             f"{answer.logits_rms:>16.2%}{answer.same_byte:>11.1%}{answer.correct:>9.1%}"
         )
@@ -160,9 +165,7 @@ def draw(results: Results, folder: Path) -> Path | None:
     errors.legend()
     mib = [results.runs[layout].cache_bytes / 2**20 for layout in spec.layouts]
     bars = sizes.barh(spec.layouts, mib)
-    sizes.bar_label(
-        bars, [f"{KV_LAYOUTS[layout].bytes_per_token} B/entry" for layout in spec.layouts], padding=3
-    )
+    sizes.bar_label(bars, [f"{bytes_per_entry(layout)} B/entry" for layout in spec.layouts], padding=3)
     sizes.set(xlabel="MiB, all layers", title="Cache size", xlim=(0, 1.4 * max(mib)))
     sizes.invert_yaxis()
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", type=Path, help="file to read (default: an essay that comes with the package)"
     )
-    parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4 or V3.2")
+    parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4, V4.1 or V3.2")
     parser.add_argument("--heads", type=int, default=8, help="query heads, 1 to 128 (default 8)")
     parser.add_argument(
         "--tokens",

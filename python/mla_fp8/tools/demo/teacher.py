@@ -152,7 +152,7 @@ def _check_storage(
     for (store, slots, values), row in zip(written, rows, strict=True):
         cached[row] = store.read(slots, cache.scale)
         distance = (cached[row].double() - values.double()).abs()
-        allowed = exact.storage_bound(values, cache.layout, cache.scale)
+        allowed = exact.storage_bound(values, store.layout, cache.scale)
         error.storage_ratio = _larger(error.storage_ratio, _ratio(distance, allowed))
 
 
