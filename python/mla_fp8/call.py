@@ -102,7 +102,7 @@ class SparseCall(NamedTuple):
             given["batch_invariant"] = self.batch_invariant
         for scope in self.scopes[1:]:
             given |= dict(zip(_EXTRA, scope, strict=True))
-            given["extra_layout"] = scope.layout.id if scope.layout != main.layout else None
+            given["extra_layout"] = scope.layout.id if scope.layout.name != main.layout.name else None
         return given
 
 
