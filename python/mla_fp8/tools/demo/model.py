@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def latent(self) -> KVLayout:
-        return KV_LAYOUTS[self.layouts[0]]
+        return KV_LAYOUTS[self.layouts[-1]]  # whose rope is what the model rotates
 
     @property
     def sm_scale(self) -> float:
