@@ -109,7 +109,7 @@ MLA_HD constexpr uint32_t e2m1x4_to_e4m3(uint32_t codes) {
 }
 
 // Nearest, ties to the even code, saturating. NaN is 0: its tile's scale says it.
-MLA_HD uint8_t float_to_e2m1(float x) {
+MLA_HD uint8_t float_to_e2m1_or_zero(float x) {
   const uint32_t u = float_bits(x), sign = (u >> 28) & 8u, kLargest = float_bits(6.0f);
   uint32_t a = u & ~kSignMask;
   if (a > kInfBits) return 0;

@@ -196,7 +196,8 @@ __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float l
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 v = scale_and_clamp(x[i], factor, limit);
-      codes[0] |= (float_to_e2m1(map(v.x)) | uint32_t{float_to_e2m1(map(v.y))} << 4) << (8 * i);
+      codes[0] |= (float_to_e2m1_or_zero(map(v.x)) | uint32_t{float_to_e2m1_or_zero(map(v.y))} << 4)
+                  << (8 * i);
     }
     return codes;
   } else {
