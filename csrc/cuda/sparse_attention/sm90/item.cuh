@@ -76,22 +76,15 @@ __device__ SplitItem find_item(const KernelParams& params) {
   };
 }
 
-// A CTA that works on one query: its valid keys, of which it takes its share. The warps that load Q survey,
-// too, if its loads are few, once the entries are on their way: behind Q they would come late, and the first
-// rows with them. In front of a large Q's loads would be the stores of their maps.
-template <class C, class LoadQuery>
+// A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
+// once the entries are on their way: behind it they would come late, and the first rows with them. A large Q
+// is loaded afterwards, because even the other CTAs' loads of it would hold up the entries.
+template <class C, class Meanwhile>
 __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, SplitItem& w, uint8_t* smem,
-                                                  int warp, int lane, LoadQuery&& load_query) {
-  constexpr int kFirst = C::kFirstSurveyWarp, kWarps = C::kThreads / kWarpSize - kFirst;
-  const KeySource source(params.p, w.keys);
+                                                  int warp, int lane, Meanwhile&& meanwhile) {
+  constexpr int kWarps = C::kThreads / kWarpSize;
   const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
-  if constexpr (kFirst == 0) {
-    survey_keys<kWarps, 6>(source, warp, lane, map, load_query);
-  } else if (warp < kFirst) {
-    load_query();
-  } else {
-    survey_keys<kWarps, 8>(source, warp - kFirst, lane, map, [] {});
-  }
+  survey_keys<kWarps, 6>(KeySource(params.p, w.keys), warp, lane, map, meanwhile);
   block_barrier<C::kThreads>();
   const KeySurvey survey(map, w.keys.length, lane);
   w.take_share<C>(survey.num_keys, params.num_splits);

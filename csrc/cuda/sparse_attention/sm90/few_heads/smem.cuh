@@ -58,7 +58,6 @@ struct FewHeads {
   static constexpr int kScaleBytes = R::kNumScales ? R::kNumScales * kBlockKeys * 2 : 0;
   static constexpr int kMaxBytes = kMembers * kHeads * 4;
 
-  static constexpr int kFirstSurveyWarp = 0;                      // of a split
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
   static constexpr bool kWalks = kQueries > 1;

@@ -53,10 +53,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   wait_for_previous_grid();
   SplitItem w = find_item<C>(params);
-  WgmmaQuery<C> q;
-  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
-    if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
-  });
+  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   const bool split = params.num_splits > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
@@ -73,6 +70,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (split) cluster_sync(), cluster_sync();
   } else {
     take_registers<C::kValueRegisters>();
+    WgmmaQuery<C> q;
+    q.load(params.p, w.query, w.first_head, warp, lane);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitValues<C> values(smem, warp, lane);

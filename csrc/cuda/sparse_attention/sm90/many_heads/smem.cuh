@@ -33,7 +33,6 @@ struct ManyHeadsSplit {
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitWarps = 4, kProducers = 4, kQueries = 1;
-  static constexpr int kFirstSurveyWarp = kConsumerWarps;                      // the value warps load Q
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
