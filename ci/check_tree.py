@@ -25,6 +25,12 @@ LAYOUT_HOMES = (
 # Attention kernels include what is beside or above them: no kernel knows another, nothing general one GPU.
 ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
 INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
+# A function of a kernel takes a struct rather than more parameters than these.
+KERNELS, MAX_PARAMETERS = ("csrc/common/", "csrc/cpu/", "csrc/cuda/"), 8
+DEFINITION = re.compile(r"^[^\n#/]*?\b(\w+)\(([^(){};]*)\)\s*(?:const\s*)?\{", re.MULTILINE)
+# Public functions name their parameters; this one takes and ignores what FlashMLA's does.
+NAMED_PARAMETERS = re.compile(r"python/mla_fp8/(ops|prefill|compat)/(?!_)")
+SWALLOWS = {"python/mla_fp8/compat/flash_mla.py": {"get_mla_metadata"}}
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
 
 
@@ -56,6 +62,22 @@ def check_includes(name: str, lines: list[str]) -> Iterator[str]:
             yield f"{name}:{number}: includes {folder}, which is neither beside it nor above it"
 
 
+def check_parameters(name: str, lines: list[str]) -> Iterator[str]:
+    text = "\n".join(line.split("//")[0] for line in lines)
+    for found in DEFINITION.finditer(text):
+        flat = re.sub(r"<[^<>]*>", "", re.sub(r"<[^<>]*>", "", found[2]))
+        if flat.count(",") >= MAX_PARAMETERS:
+            number, count = text.count("\n", 0, found.start()) + 1, flat.count(",") + 1
+            yield f"{name}:{number}: {found[1]} has {count} parameters, at most {MAX_PARAMETERS}"
+
+
+def check_keywords(name: str, lines: list[str]) -> Iterator[str]:
+    for node in ast.parse("\n".join(lines)).body:
+        public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if public and node.args.kwarg and node.name not in SWALLOWS.get(name, ()):
+            yield f"{name}:{node.lineno}: {node.name} takes **{node.args.kwarg.arg}; name its parameters"
+
+
 def functions(lines: list[str]) -> Iterator[tuple[str, int, int]]:
     """(name, line of def, statements) of top-level functions; docstrings and wrapping do not count."""
     for node in ast.parse("\n".join(lines)).body:
@@ -78,6 +100,10 @@ def main() -> int:
         wrong += check_lines(name, lines)
         if name.startswith((ATTENTION, DEVICE)):
             wrong += check_includes(name, lines)
+        if name.startswith(KERNELS):
+            wrong += check_parameters(name, lines)
+        if NAMED_PARAMETERS.match(name):
+            wrong += check_keywords(name, lines)
         if name.startswith("python/"):
             wrong += check_functions(name, lines)
     print("\n".join(wrong) or "tree: ok")

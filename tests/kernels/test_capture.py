@@ -320,8 +320,10 @@ def test_a_graph_orders_an_op_behind_its_producers(case):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for name, tensor in x.items():
-            copied, original = (t.view(torch.uint8) if t.is_floating_point() else t for t in (tensor, source[name]))
-            torch.mul(original, 1, out=copied)  # a kernel, where copy_ would be a memcpy
+            tensors = source[name], tensor
+            if tensor.is_floating_point():  # of which e4m3 cannot be multiplied
+                tensors = [t.view(torch.uint8) for t in tensors]
+            torch.mul(tensors[0], 1, out=tensors[1])  # a kernel, where copy_ would be a memcpy
         case.run(x)
         case.run(x)
     graph.replay()
