@@ -15,6 +15,7 @@ from pathlib import Path
 
 import model
 import torch
+import v4_model
 
 # By whose attention it is. mla_fp8_engines: model.register, in every process of the engine.
 VLLM_PLUGINS = {
@@ -23,6 +24,7 @@ VLLM_PLUGINS = {
 }  # fmt: skip
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, DECODE_STEPS = 4096, 48
+V4_CACHE = "dsv4"
 
 
 def parse() -> argparse.Namespace:
@@ -30,7 +32,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--who", choices=VLLM_PLUGINS, required=True, help="whose attention")
     p.add_argument("--heads", type=int, default=128)
-    p.add_argument("--kv", default="fp8_ds_mla")
+    p.add_argument("--kv", default="fp8_ds_mla", help=f"cache; {V4_CACHE}: DeepSeek V4's, and its model")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--budget", type=int, default=2048, help="tokens of a step: longer prompts come in chunks")
     p.add_argument("--seqs", type=int, default=16)
@@ -62,7 +64,10 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         own["async_scheduling"] = False
     if not args.eager:
         own["compilation_config"] = {"cudagraph_capture_sizes": capture}
-    if args.who in ("ours", "exact"):
+    if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
+        own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
+        own |= {"kernel_config": {"enable_jit_warmup": False}}
+    elif args.who in ("ours", "exact"):
         own["attention_backend"] = "CUSTOM"
     elif args.kv == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"
@@ -82,6 +87,8 @@ def selected(llm) -> list[str]:
             found.add(
                 f"{backend.__module__}.{backend.__qualname__} ({backend.get_name()}), {impl.__module__}"
             )
+        if hasattr(layer, "padded_heads"):  # V4's layer
+            found.add(f"{type(layer).__qualname__}, {layer.n_local_heads} heads as {layer.padded_heads}")
     return sorted(found)
 
 
@@ -184,8 +191,11 @@ def per(times: collections.Counter, number: int) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict:
-    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.heads}_{args.layers}")
-    model.write_config(folder, args.heads, args.layers)
+    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}")
+    if args.kv == V4_CACHE:
+        v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH)
+    else:
+        model.write_config(folder, args.heads, args.layers)
     import vllm
 
     result = {"vllm": vllm.__version__, "torch": torch.__version__}
@@ -194,7 +204,7 @@ def run(args: argparse.Namespace) -> dict:
         import spies
 
         if args.who == "exact":
-            spies.exact_attention()
+            (spies.exact_v4 if args.kv == V4_CACHE else spies.exact_attention)()
         spies.count_calls(ours=args.who != "stock")
         calls = spies.CALLS
     begin = time.time()
@@ -215,6 +225,7 @@ def main() -> None:
     args = parse()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
     os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
+    os.environ[model.V4] = str(int(args.kv == V4_CACHE))
     begin = time.time()
     try:
         result = run(args) | {"ok": True}

@@ -71,6 +71,7 @@ def sides(*heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="") -> 
 
 ALL = ("stock", "ours", "exact")
 SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8", "32", "128")
+V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("stock", "calls", "exact")}
 STEPS = {
     "smoke": Step("two engines with 16 heads, eager", sides(16, more=("--eager", "--layers", "2"))),
     "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
@@ -99,12 +100,21 @@ STEPS = {
         "DeepSeek V4's layer by itself, 16 and 128 heads",
         tuple(Case(who, 0, "dsv4", script="v4_layer.py") for who in ("stock", "calls")),
     ),
+    "v4_smoke": Step(
+        "DeepSeek V4 as an engine, 16 heads, eager", sides(16, **V4, more=("--eager", "--layers", "3"))
+    ),
+    "v4_engine": Step("DeepSeek V4, graphs, 16 and 128 heads, exact", sides(16, 128, **V4_ALL)),
+    "v4_engine64": Step("DeepSeek V4, graphs, 64 heads, exact", sides(64, **V4_ALL)),
+    "v4_speed": Step(
+        "DeepSeek V4, kernel times, 16 and 128 heads", sides(16, 128, **V4, more=SPEED, label="speed"), 280
+    ),
+    "v4_speed64": Step("DeepSeek V4, kernel times, 64 heads", sides(64, **V4, more=SPEED, label="speed")),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",
         sides(32, more=("--tensor-parallel", "2", "--multiprocessing")),
     ),
 }  # fmt: skip
-__doc__ = __doc__ % "\n".join(f"  {name:10s} {step.what}" for name, step in STEPS.items())
+__doc__ = __doc__ % "\n".join(f"  {name:11s} {step.what}" for name, step in STEPS.items())
 
 
 def extract(archive: Path, site: Path) -> None:

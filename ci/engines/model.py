@@ -3,23 +3,29 @@
 import collections
 import importlib.util
 import json
+import os
 import sys
 import types
 import zlib
 from pathlib import Path
 
 import torch
+import v4_model
 
 VOCABULARY = 4096
 MAX_LENGTH = 8192
 _GAIN = 1.5  # of every projection: above 1, attention matters to the logits
 _HEAD_GAIN = 4  # of the output layer: logits of several units, as trained models have
+_MOST_SINKS = 128
+V4 = "MLA_FP8_ENGINE_IS_V4"  # "1" in the environment of an engine's processes
 
 
 def register() -> None:
     """An entry point of vllm.general_plugins."""
     without_cutedsl()
     random_weights()
+    if os.environ.get(V4) == "1":
+        v4_model.register()
 
 
 def write_config(folder: Path, heads: int, layers: int) -> None:
@@ -57,9 +63,12 @@ def random_weights() -> None:
         floating = torch.is_floating_point(param) and torch.finfo(param.dtype).bits >= 16
         if param.device.type == "meta" or not floating:
             return original(param, low, high, seed, name=name)
-        key = (name, tuple(param.shape))
+        key = (name, () if name.endswith("attn_sink") else tuple(param.shape))
         g = torch.Generator(device=param.device).manual_seed(zlib.crc32(f"{key}{seen[key]}".encode()))
         seen[key] += 1
+        if name.endswith("attn_sink"):  # padded to as many heads as the kernel takes: the same for each
+            sinks = torch.randn(_MOST_SINKS, dtype=torch.float32, device=param.device, generator=g)
+            return param.copy_(sinks[: len(param)])
         if param.dim() == 0 or (param.dim() == 1 and name.endswith("weight")):
             return param.fill_(1)
         if param.dim() == 1:

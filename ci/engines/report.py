@@ -6,14 +6,16 @@ import statistics
 # Kernels of attention by their names: the first that fits. Fills and copies are everybody's: they are a line
 # of their own, as the padding of query heads is among them.
 PARTS = (
-    ("indices", r"convert_req_index|remap"),
+    ("indices", r"convert_req_index|remap|combine_topk|global_topk"),
     ("gather", r"gather_and_upconvert|gather_k_cache|dequantize"),
     ("cache writes", r"concat_and_cache|concat_mla|fused_deepseek"),
     ("attention", r"mla_fp8|flash_mla|flash_fwd|_mla_|mla_|sparse_attn|sparse_decode|sparse_prefill|smxx::"),
     ("fills, copies", r"FillFunctor|direct_copy|isneginf|masked_fill|CatArray|Memset|Memcpy DtoD"),
 )
-NOT_ATTENTION = r"mqa_logits|indexer"
+NOT_ATTENTION = r"mqa_logits|indexer|compress"
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
+# Error of V4's layer where prompts are rows of bf16: docs/guide/engines.md has the reason.
+MOST_OF_STOCK_ROWS, ROWS_FROM_HEADS = 1.15, 64
 
 
 def part_of(kernel: str) -> str:
@@ -95,11 +97,11 @@ def _speed(ran: dict[str, dict], shown: set[str]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, ours in ran.items():
-        stock = ran.get(name.replace("ours-", "stock-", 1))
-        compared = name.startswith("ours-") and name in shown and stock is not None
+        who, _, label = name.partition("-")
+        stock = ran.get(f"stock-{label}")
+        compared = who in ("ours", "calls") and name in shown and stock is not None
         if not compared or "timed" not in ours or "timed" not in stock:
             continue
-        label = name.removeprefix("ours-")
         for batch, one in ours["timed"].items():
             other = stock["timed"][batch]
             layers = ours["layers"]
@@ -138,6 +140,14 @@ def _v4_pairs(layers: dict[str, list[dict]]) -> list[tuple[dict, dict]]:
     return list(zip(stock, ours, strict=False))
 
 
+def _most_of_stock(layer: dict) -> float:
+    """The kernel for rows of bf16 moves the base of its softmax only when a logit exceeds it by 8 (log2). Its
+    largest weight is then not exactly 1, as FlashMLA's is, and is rounded to bf16 like the others.
+    """
+    rows = layer["batch"] != "decode" and layer["heads"] >= ROWS_FROM_HEADS
+    return MOST_OF_STOCK_ROWS if rows else MOST_OF_STOCK
+
+
 def _kernels(ran: dict[str, dict], shown: set[str], most: int = 7) -> str:
     """The longest kernels of attention, so that a wrong pattern above shows."""
     lines = []
@@ -168,6 +178,6 @@ def problems(found: dict[str, dict]) -> list[str]:
     wrong += [
         f"V4's layer, {ours}: error of stock {stock['error']:.2e}"
         for stock, ours in _v4_pairs(layers)
-        if not ours["error"] <= MOST_OF_STOCK * stock["error"]
+        if not ours["error"] <= _most_of_stock(ours) * stock["error"]
     ]
     return wrong

@@ -1,6 +1,8 @@
 """Who attends in an engine: calls counted; and attention replaced by exact arithmetic, the yardstick."""
 
 import collections
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
@@ -31,28 +33,45 @@ class _Counted:
         return counted
 
 
+@dataclass
+class Scope:
+    """Rows that a call attends to: slots [tokens, k], of which ``lengths`` [tokens] count, all or none."""
+
+    gather: Callable[[torch.Tensor], torch.Tensor]  # slots to rows
+    num_slots: int
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+
+    def rows(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float32 rows [tokens, k, head_dim], which of them are attended to)."""
+        chosen = self.indices[tokens].long()
+        valid = (chosen >= 0) & (chosen < self.num_slots)
+        if self.lengths is not None:
+            valid &= torch.arange(chosen.shape[1], device=chosen.device) < self.lengths[tokens][:, None]
+        return self.gather(chosen.where(valid, 0)).float().masked_fill(~valid[:, :, None], 0), valid
+
+
+def attend_exactly(q, scopes: list[Scope], sm_scale: float, out=None, sink=None, head_dim_v: int = 512):
+    """(out, lse) of q [tokens, heads, head_dim] in float32: one softmax over all scopes, and the sink."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result = q.new_empty(*q.shape[:2], head_dim_v) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for tokens in torch.arange(len(q), device=q.device).split(48):
+        each = [scope.rows(tokens) for scope in scopes]
+        rows, valid = torch.cat([r for r, _ in each], 1), torch.cat([v for _, v in each], 1)
+        logits = torch.einsum("thd,tkd->thk", q[tokens].float(), rows) * sm_scale
+        logits.masked_fill_(~valid[:, None], float("-inf"))
+        lse[tokens] = logits.logsumexp(2)
+        base = lse[tokens] if sink is None else torch.logaddexp(lse[tokens], sink.expand_as(lse[tokens]))
+        weights = (logits - base[:, :, None]).exp().nan_to_num(0)
+        result[tokens] = torch.einsum("thk,tkd->thd", weights, rows[..., :head_dim_v]).bfloat16()
+    return result, lse
+
+
 def exact_attention() -> None:
     """Our plug-in's calls in plain PyTorch and float32, from the bytes of the cache as specified."""
     attend = import_module("mla_fp8.integrations.attend")
     reference = import_module("mla_fp8.reference")
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-    def over(q, gather, num_slots, indices, sm_scale, topk_length, out):
-        result = q.new_empty(*q.shape[:2], reference.HEAD_DIM_V) if out is None else out
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for tokens in torch.arange(len(q), device=q.device).split(48):
-            chosen = indices[tokens].long()
-            valid = (chosen >= 0) & (chosen < num_slots)
-            if topk_length is not None:
-                column = torch.arange(chosen.shape[1], device=q.device)
-                valid &= column < topk_length[tokens][:, None]
-            rows = gather(chosen.where(valid, 0)).float().masked_fill(~valid[:, :, None], 0)
-            logits = torch.einsum("thd,tkd->thk", q[tokens].float(), rows) * sm_scale
-            logits.masked_fill_(~valid[:, None], float("-inf"))
-            lse[tokens] = logits.logsumexp(2)
-            weights = (logits - lse[tokens][:, :, None]).exp().nan_to_num(0)
-            result[tokens] = torch.einsum("thk,tkd->thd", weights, rows[..., : result.shape[2]]).bfloat16()
-        return result, lse
 
     def over_pages(q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, out=None):
         pages = kv_cache.view(-1, page_size, kv_cache.shape[-1])
@@ -64,10 +83,40 @@ def exact_attention() -> None:
             flat = rows.view(torch.uint8).flatten(0, 1)  # pages of one row
             return reference.dequantize_cache(flat, layout=layout, page_size=1).view(*slots.shape, -1)
 
-        return over(q, gather, len(pages) * page_size, indices, sm_scale, topk_length, out)
+        scope = Scope(gather, len(pages) * page_size, indices, topk_length)
+        return attend_exactly(q, [scope], sm_scale, out)
 
     def over_rows(q, kv, indices, *, sm_scale, topk_length=None, out=None):
-        result, lse = over(q, lambda slots: kv[slots], len(kv), indices, sm_scale, topk_length, out)
+        scope = Scope(lambda slots: kv[slots], len(kv), indices, topk_length)
+        result, lse = attend_exactly(q, [scope], sm_scale, out)
         return result, lse, lse
 
     attend.over_pages, attend.over_rows = over_pages, over_rows
+
+
+def exact_v4() -> None:
+    """FlashMLA's calls in vLLM's V4 layer, padded heads and all, in the same arithmetic."""
+    layer = import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    mla_fp8 = import_module("mla_fp8")
+
+    def scope(cache, indices, lengths):
+        page_size = cache.shape[1]
+
+        def gather(slots):
+            rows = mla_fp8.dequantize_kv(cache, slots.flatten(), layout="dsv4", page_size=page_size)
+            return rows.view(*slots.shape, -1)
+
+        return Scope(gather, len(cache) * page_size, indices.flatten(0, 1), lengths)
+
+    def decode(*, q, k_cache, indices, topk_length, softmax_scale, attn_sink, out, **options):
+        scopes = [scope(k_cache, indices, topk_length)]
+        extra = options["extra_k_cache"]
+        if extra is not None:
+            scopes.append(scope(extra, options["extra_indices_in_kvcache"], options["extra_topk_length"]))
+        return attend_exactly(q[:, 0], scopes, softmax_scale, out[:, 0], attn_sink)
+
+    def prefill(*, q, kv, indices, sm_scale, attn_sink, topk_length, out):
+        rows = Scope(lambda slots: kv[slots, 0], len(kv), indices[:, 0], topk_length)
+        return attend_exactly(q, [rows], sm_scale, out, attn_sink)
+
+    layer.flash_mla_with_kvcache, layer.flash_mla_sparse_fwd = decode, prefill
