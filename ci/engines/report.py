@@ -124,11 +124,11 @@ def _line(label: str, stock: dict, ours: dict, layers: int) -> str:
 
 def _v4(layers: dict[str, list[dict]]) -> str:
     lines = [
-        "| V4's layer | heads | padded: stock | ours | error: stock | ours | graph, us: stock | ours |",
+        "| layer | heads | padded: stock | ours | error: stock | ours | graph, us: stock | ours |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stock, ours in _v4_pairs(layers):
-        label = f"ratio {ours['ratio']}, {ours['batch']} | {ours['heads']}"
+        label = f"{ours['model']}, ratio {ours['ratio']}, {ours['batch']} | {ours['heads']}"
         times = f"{stock.get('graph_us', '')} | {ours.get('graph_us', '')}"
         errors = f"{stock['error']:.2e} | {ours['error']:.2e}"
         lines.append(f"| {label} | {stock['padded']} | {ours['padded']} | {errors} | {times} |")

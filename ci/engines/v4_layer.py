@@ -1,28 +1,46 @@
 #!/usr/bin/env python3
-"""vLLM's own DeepSeek V4 layer without its weights, compressor and indexer: caches and choices are random.
+"""vLLM's own layers of DeepSeek V4 and V4.1 without weights, compressor, indexer: caches and choices are random.
 
 On a GPU: `v4_layer.py --out FILE`, decode and prefill with FlashMLA and with mla_fp8, errors against exact
 attention and times of a graph. PYTHONPATH holds vLLM and mla_fp8.
 """
 
 import argparse
+import itertools
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 import vllm.models.deepseek_v4.nvidia.flashmla as v4
-from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLAMetadata
+import vllm.models.deepseek_v41.nvidia.flashmla as v41
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.ops import flashmla
 
 import mla_fp8
 
 LAYOUT = mla_fp8.KV_LAYOUTS["dsv4"]
-WINDOW, WINDOW_PAGE, BLOCK, MAX_LENGTH, MAX_TOKENS = 128, 64, 256, 8192, 2048
-WIDTH = {1: 0, 4: 512, 128: 128}  # entries that a token may choose, by compress_ratio
+WINDOW, WINDOW_PAGE, MAX_LENGTH, MAX_TOKENS, INDEX_TOPK = 128, 64, 8192, 2048, 512
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of vLLM's models. On Hopper both keep V4's rows of 584 bytes."""
+
+    name: str
+    module: ModuleType
+    page_tokens: int
+    width: dict[int, int]  # entries that a token may choose, by compress_ratio; 0: the window alone
+
+    @property
+    def layer(self) -> type[torch.nn.Module]:
+        return self.module.DeepseekV4FlashMLAAttention
+
+
+V4 = Model("V4", v4, 256, {1: 0, 4: INDEX_TOPK, 128: 128})
+V41 = Model("V4.1", v41, 64, {0: 0, 1: INDEX_TOPK, 2: INDEX_TOPK})
 
 
 @dataclass
@@ -55,6 +73,7 @@ def make_cache(lengths: list[int], tokens_of_page: int, page_size: int, device) 
 class Scenario:
     """A batch before one layer: ``decodes`` lengths of requests, ``prefills`` (query, sequence) lengths."""
 
+    model: Model
     ratio: int
     heads: int
     decodes: list[int]
@@ -70,8 +89,10 @@ class Scenario:
         self.request = [r for r, n in enumerate(self.query) for _ in range(n)]
         self.positions = [s - q + i for q, s in requests for i in range(q)]
         self.window = make_cache(self.lengths, WINDOW_PAGE, WINDOW_PAGE, self.device)
-        page_size = BLOCK // self.ratio
-        self.entries = make_cache(self.lengths, BLOCK, page_size, self.device) if self.ratio > 1 else None
+        self.width, self.entries = self.model.width[self.ratio], None
+        if self.width:
+            page_tokens = self.model.page_tokens
+            self.entries = make_cache(self.lengths, page_tokens, page_tokens // self.ratio, self.device)
         self.chosen = self._choose()
         self.q = (
             torch.randn(self.num_tokens, self.heads, LAYOUT.head_dim_qk, device=self.device).bfloat16() * 1.5
@@ -82,10 +103,10 @@ class Scenario:
         self.where = torch.tensor(self.positions, device=self.device)
 
     def _choose(self) -> torch.Tensor:
-        chosen = torch.full((self.num_tokens, WIDTH[self.ratio]), -1, dtype=torch.int32)
-        for token, position in enumerate(self.positions if self.ratio > 1 else ()):
+        chosen = torch.full((self.num_tokens, self.width), -1, dtype=torch.int32)
+        for token, position in enumerate(self.positions if self.width else ()):
             have = (position + 1) // self.ratio
-            some = torch.randperm(have)[: WIDTH[self.ratio]] if self.ratio == 4 else torch.arange(have)
+            some = torch.randperm(have)[: self.width] if self.width == INDEX_TOPK else torch.arange(have)
             chosen[token, : len(some)] = some.int()
         return chosen.to(self.device)
 
@@ -105,7 +126,7 @@ class Scenario:
         return torch.stack(outs)
 
     def _layer(self) -> torch.nn.Module:
-        layer = v4.DeepseekV4FlashMLAAttention.__new__(v4.DeepseekV4FlashMLAAttention)
+        layer = self.model.layer.__new__(self.model.layer)
         torch.nn.Module.__init__(layer)
         self.padded = layer.get_padded_num_q_heads(self.heads)
         sink = torch.full((self.padded,), float("-inf"), device=self.device)
@@ -116,9 +137,13 @@ class Scenario:
             "swa_cache_layer": SimpleNamespace(prefix="layer.swa", kv_cache=self.window.view),
             "kv_cache": self.entries.view if self.entries else None, "topk_indices_buffer": self.chosen,
             "scale": LAYOUT.head_dim_qk**-0.5, "attn_sink": sink,
+            "n_local_heads": self.heads, "padded_heads": self.padded, "is_kv_source": True,
+            "use_pcp": False, "compressed_cache_prefix": "layer" if self.entries else None,
         }  # fmt: skip
         for name, value in attributes.items():
             object.__setattr__(layer, name, value)
+        if hasattr(layer, "_get_prefill_num_heads"):  # V4.1, from 0.31 on
+            layer._prefill_num_heads = layer._get_prefill_num_heads()
         return layer
 
     def _metadata(self) -> dict:
@@ -147,10 +172,11 @@ class Scenario:
         )  # fmt: skip
         if self.entries is None:
             return {"layer.swa": swa}
-        mla = DeepseekV4FlashMLAMetadata(
+        mla = self.model.module.DeepseekV4FlashMLAMetadata(
             num_reqs=len(self.query), max_query_len=max(self.query), max_seq_len=max(self.lengths),
             num_actual_tokens=tokens, query_start_loc=start.to(device), slot_mapping=slots,
-            block_table=self.entries.table, req_id_per_token=request, block_size=BLOCK, topk_tokens=WIDTH[4],
+            block_table=self.entries.table, req_id_per_token=request, block_size=self.model.page_tokens,
+            topk_tokens=INDEX_TOPK,
         )  # fmt: skip
         if self.ratio == 128:
             chosen = self.chosen[:decodes]
@@ -163,9 +189,9 @@ class Scenario:
 
     def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's output, of the heads that are there."""
-        v4.get_forward_context = lambda: SimpleNamespace(attn_metadata=self.metadata)
+        self.model.module.get_forward_context = lambda: SimpleNamespace(attn_metadata=self.metadata)
         swa = self.metadata["layer.swa"]
-        for kind in ("swaonly", "c4a", "c128a"):
+        for kind in ("swaonly", "c4a", "c128a", "c1a", "c2a"):
             setattr(swa, f"tile_sched_{kind}", flashmla.FlashMLASchedMeta())
         out = torch.full_like(self.padded_q, float("nan")) if out is None else out
         self.layer.forward_mqa(self.padded_q, None, self.where, out)
@@ -178,9 +204,9 @@ BATCHES = {
 }  # fmt: skip
 
 
-def measure(ratio: int, heads: int, batch: str) -> dict:
-    scenario = Scenario(ratio, heads, *BATCHES[batch], device=torch.device("cuda"))
-    row = {"ratio": ratio, "heads": heads, "batch": batch, "padded": scenario.padded}
+def measure(model: Model, ratio: int, heads: int, batch: str) -> dict:
+    scenario = Scenario(model, ratio, heads, *BATCHES[batch], device=torch.device("cuda"))
+    row = {"model": model.name, "ratio": ratio, "heads": heads, "batch": batch, "padded": scenario.padded}
     exact, out = scenario.exact(), scenario.attend().double()
     row["error"] = float((out - exact).norm() / exact.norm())
     if not scenario.prefills:
@@ -215,7 +241,11 @@ def main() -> None:
 
     workspace.init_workspace_manager(torch.device("cuda"))
     load_general_plugins()
-    rows = [measure(ratio, heads, batch) for ratio in WIDTH for heads in (16, 128) for batch in BATCHES]
+    rows = [
+        measure(model, ratio, heads, batch)
+        for model in (V4, V41)
+        for ratio, heads, batch in itertools.product(model.width, (16, 128), BATCHES)
+    ]
     args.out.write_text(json.dumps({"ok": True, "v4": rows}))
     os._exit(0)  # an engine's threads may outlive it
 
