@@ -5,10 +5,12 @@ import without_gpu
 without_gpu.pretend_vllm()
 
 import engine_standins
+import pins
 import pytest
 import test_integrations_vllm as cases
 import torch
 import v4_layer
+import v4_model
 import vllm
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -126,6 +128,33 @@ def test_the_layers_of_v4_and_v41_attend_through_us(batch, model, ratio, monkeyp
     scenario = v4_layer.Scenario(model, ratio, 16, decodes, prefills, torch.device("cpu"))
     assert scenario.padded == (16 if model is v4_layer.V4 else 64)
     torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
+
+
+def test_what_the_v4_engine_replaces_is_there():
+    if vllm.__version__ != pins.VLLM[-1]:
+        pytest.skip("the engine is packed of the newest")
+    from vllm.models.deepseek_v4.common.ops import fused_compress_quant_cache as triton_kernels
+    from vllm.models.deepseek_v4.nvidia import model
+
+    replaced = [*v4_model.NAMES.values(), "DeepseekV4MoE", "collect_moe_layers", "DeepseekV4MLP"]
+    assert [name for name in replaced if not hasattr(model, name)] == []
+    assert callable(triton_kernels.compress_norm_rope_store_triton)
+    v4_model.register()
+    streams, fn, scale, base = (
+        torch.randn(3, 4, 64).bfloat16(),
+        torch.randn(24, 256),
+        torch.ones(3),
+        torch.zeros(24),
+    )
+    mix = (fn, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 3)
+    norm = {"norm_weight": torch.ones(64), "norm_eps": 1e-6}
+    first = model.mhc_pre_broadcast_tilelang(streams[:, 0], *mix, **norm, fn_broadcast=None)
+    same = streams[:, :1].repeat(1, 4, 1)
+    torch.testing.assert_close(first, (same, *model.mhc_pre_tilelang(same, *mix, **norm)))
+    mixed = model.mhc_fused_post_pre_tilelang(first[3], *first[:3], *mix, n_splits=1, tile_n=1, **norm)
+    # Each row of the residual's weights sums to one, as does each column: the mean of the streams stays.
+    grown = first[1] * first[3][:, None].float()
+    torch.testing.assert_close(mixed[0].float().mean(1), (same.float() + grown).mean(1), rtol=2e-2, atol=2e-2)
 
 
 def test_calls_that_are_not_ours_reach_flash_mla():

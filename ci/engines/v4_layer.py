@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""vLLM's own layers of DeepSeek V4 and V4.1 without weights, compressor, indexer: caches and choices are random.
+"""vLLM's layers of DeepSeek V4 and V4.1 without weights, compressor, indexer: random caches and choices.
 
 On a GPU: `v4_layer.py --out FILE`, decode and prefill with FlashMLA and with mla_fp8, errors against exact
 attention and times of a graph. PYTHONPATH holds vLLM and mla_fp8.
@@ -27,7 +27,7 @@ WINDOW, WINDOW_PAGE, MAX_LENGTH, MAX_TOKENS, INDEX_TOPK = 128, 64, 8192, 2048, 5
 
 @dataclass(frozen=True)
 class Model:
-    """One of vLLM's models. On Hopper both keep V4's rows of 584 bytes."""
+    """One of vLLM's models. On Hopper both keep V4's rows."""
 
     name: str
     module: ModuleType
@@ -142,7 +142,7 @@ class Scenario:
         }  # fmt: skip
         for name, value in attributes.items():
             object.__setattr__(layer, name, value)
-        if hasattr(layer, "_get_prefill_num_heads"):  # V4.1, from 0.31 on
+        if hasattr(layer, "_get_prefill_num_heads"):  # V4.1 in newer versions
             layer._prefill_num_heads = layer._get_prefill_num_heads()
         return layer
 

@@ -3,9 +3,9 @@
 | vLLM's own | not packed, because | in its place |
 |---|---|---|
 | hyper-connections in TileLang | 50 MB, and a CUDA compiler at run time | vLLM's own in PyTorch |
-| compressor in CuTe DSL, head size 512 | 95 MB | vLLM's Triton kernel for other GPUs: the same cache |
+| compressor in CuTe DSL | 95 MB | vLLM's Triton kernel for other GPUs: the same cache |
 | routed experts (FP4) | no part of attention | the shared expert alone |
-| FP8 weights, FP8 product before ``wo_b`` | random weights have no scales | bf16, as for a model without quantization |
+| FP8 weights | random weights have no scales | bf16, as for a model without quantization |
 
 vLLM's own are: projections, rotation and norm of queries, cache writes, indexer (DeepGEMM), index kernels,
 gathers, attention, their metadata and graphs.
@@ -47,7 +47,7 @@ def register() -> None:
     from vllm.models.deepseek_v4.nvidia import model
 
     for function in (_pre_broadcast, _pre, _post_pre, _post, _head):
-        setattr(model, _NAMES[function], function)
+        setattr(model, NAMES[function], function)
     model.DeepseekV4MoE = _shared_expert(model)
     original = model.collect_moe_layers
     model.collect_moe_layers = lambda owner, layers, *args, **options: original(owner, (), *args, **options)
@@ -121,7 +121,7 @@ def _head(streams, fn, scale, base, rms_eps, eps):
     return torch.einsum("tm,tmh->th", weights, streams.float()).to(streams.dtype)
 
 
-_NAMES = {
+NAMES = {
     _pre_broadcast: "mhc_pre_broadcast_tilelang", _pre: "mhc_pre_tilelang", _post: "mhc_post_tilelang",
     _post_pre: "mhc_fused_post_pre_tilelang", _head: "hc_head_fused_kernel_tilelang",
 }  # fmt: skip
