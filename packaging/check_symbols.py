@@ -5,7 +5,7 @@
   packaging/check_symbols.py --dump .../site-packages/torch > packaging/torch_symbols_2.10.txt
 
 Libraries: every torch symbol exists in the oldest torch that we load in, none is of libtorch's C++ ABI, none
-of CPython; no RPATH. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a
+of CPython; no RPATH; no symbol of ours is exported, which a second copy of the library would share. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a
 template) compiled for AVX-512 could be the copy that the linker keeps for every CPU.
 """
 
@@ -30,6 +30,10 @@ def imports(library: Path) -> list[str]:
     return [line.split()[-1].split("@")[0] for line in lines]
 
 
+def exports(library: Path) -> list[str]:
+    return [line.split()[-1] for line in output_of("nm", "-D", "--defined-only", library).splitlines()]
+
+
 def exports_of_torch(package: Path) -> list[str]:
     found = set()
     for name in ("libtorch_cpu.so", "libtorch_cuda.so", "libtorch_hip.so"):
@@ -49,6 +53,9 @@ def check_library(library: Path) -> list[str]:
             wrong.append(f"{library.name}: {symbol} is of libtorch's C++ ABI")
         if CPYTHON.fullmatch(symbol):
             wrong.append(f"{library.name}: {symbol} is CPython's")
+    for symbol in exports(library):
+        if "mla_fp8" in symbol:
+            wrong.append(f"{library.name}: exports {symbol}")
     if re.search(r"\((RPATH|RUNPATH)\)", output_of("readelf", "-d", library)):
         wrong.append(f"{library.name}: has an RPATH")
     return wrong

@@ -45,6 +45,7 @@ class Kernel:
     metadata: dict[str, Any]
     code: bytes
     keeps_subnormals: bool  # float and 16-bit, as the kernel descriptor sets the mode
+    reads_dispatch_packet: bool  # for the size of an array in LDS that the source does not declare
 
 
 def bundles(library: bytes) -> Iterator[dict[str, bytes]]:
@@ -77,20 +78,30 @@ def kernels(content: bytes) -> list[Kernel]:
     code_object = elf(content)
     text, rodata = (code_object.get_section_by_name(name) for name in (".text", ".rodata"))
     instructions, descriptors = text.data(), rodata.data()
-    code, modes = {}, {}
+    code, modes, properties = {}, {}, {}
     for symbol in code_object.get_section_by_name(".dynsym").iter_symbols():
         if symbol["st_info"]["type"] == "STT_FUNC":
             at = symbol["st_value"] - text["sh_addr"]
             code[symbol.name] = instructions[at : at + symbol["st_size"]]
-        elif symbol.name.endswith(
-            ".kd"
-        ):  # compute_pgm_rsrc1 is at byte 48, FLOAT_DENORM_MODE its bits 16 to 19
-            at = symbol["st_value"] - rodata["sh_addr"] + 48
-            modes[symbol.name.removesuffix(".kd")] = int.from_bytes(descriptors[at : at + 4], "little")
+        elif symbol.name.endswith(".kd"):
+            # compute_pgm_rsrc1 is at byte 48, FLOAT_DENORM_MODE its bits 16 to 19; kernel_code_properties at
+            # 56, ENABLE_SGPR_DISPATCH_PTR its bit 1.
+            name, at = symbol.name.removesuffix(".kd"), symbol["st_value"] - rodata["sh_addr"]
+            modes[name] = int.from_bytes(descriptors[at + 48 : at + 52], "little")
+            properties[name] = int.from_bytes(descriptors[at + 56 : at + 58], "little")
     return [
-        Kernel(k[".name"], k, code[k[".name"]], modes[k[".name"]] >> 16 & 15 == 15)
+        Kernel(name, k, code[name], modes[name] >> 16 & 15 == 15, bool(properties[name] & 2))
         for k in metadata(code_object)
+        for name in [k[".name"]]
     ]
+
+
+def loaded_constants(content: bytes) -> list[str]:
+    """Constants that code loads in place of having them in instructions: those of a class, whose member
+    functions were called where nothing wanted a constant expression. What follows from them is computed at
+    run time then, divisions and the trip counts of loops included."""
+    sections = [s for s in elf(content).iter_sections() if s.name.startswith(".data") and s["sh_size"] > 0]
+    return [f"loads {s['sh_size']} bytes of constants from {s.name}" for s in sections]
 
 
 def wrong_resources(kernel: Kernel) -> list[str]:
@@ -106,6 +117,8 @@ def wrong_resources(kernel: Kernel) -> list[str]:
         for name, limit in limits.items()
         if kernel.metadata[name] > limit
     ]
+    if kernel.reads_dispatch_packet:
+        above.append("reads the dispatch packet")
     return above if kernel.keeps_subnormals else [*above, "flushes subnormals"]
 
 
@@ -152,6 +165,7 @@ def check(library: Path, zig: Path | None = None, verbose: bool = False) -> list
     for bundle in bundles(content):
         for arch, code_object in bundle.items():
             of_arch = kernels(code_object)
+            wrong += [f"{arch} {of_arch[0].name}: {what}" for what in loaded_constants(code_object)]
             for kernel in of_arch:
                 wrong += [f"{arch} {kernel.name}: {what}" for what in wrong_resources(kernel)]
                 if verbose:

@@ -25,6 +25,8 @@ struct LatentChunks {
   static constexpr int kLeadDim = kUniform ? kDim : kL.nope_dim;
   static constexpr int kLeadBytes = kChunk * format_bits(kL.nope_format) / 8;  // of a lane in one pass
   static constexpr int kLeadWords = kLeadBytes / 4;
+  // A number, not kL.rope_offset() where it is used: clang would load kL on the device and compute there.
+  static constexpr int kRopeOffset = kL.rope_offset();
   static_assert(!kUniform || kL.rope_offset() == kL.nope_bytes());
   static_assert(kUniform || kL.rope_format == Format::kBf16);
   static_assert(kL.nope_dim % kChunk == 0 && kL.rope_dim % kChunk == 0);
@@ -43,7 +45,7 @@ struct LatentChunks {
   // Offsets in bytes from the token's record.
   static __device__ __forceinline__ int lead_offset(int element) { return element / kChunk * kLeadBytes; }
   static __device__ __forceinline__ int rope_offset(int element) {
-    return kL.rope_offset() + (element - kL.nope_dim) * 2;
+    return kRopeOffset + (element - kL.nope_dim) * 2;
   }
 };
 

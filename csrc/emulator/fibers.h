@@ -23,6 +23,9 @@ void block_barrier();
 // This block's copy of a variable, all bytes 0xff (NaN) when the block starts. `tag` stands for the variable.
 void* shared(const void* tag, size_t size, size_t alignment);
 
+// Whether the GPU whose place the fibers take, gfx942, has an instruction for e4m3fnuz and none for e4m3fn.
+bool widens_fnuz_alone();
+
 // All lanes of a group of `lanes` give kWords words each; returns those of the group, lane after lane.
 inline constexpr int kWords = 8;
 const uint32_t* exchange(const uint32_t (&words)[kWords], int lanes);

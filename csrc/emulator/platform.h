@@ -123,11 +123,11 @@ void mfma_16x16x16(float (&acc)[4], const Words& a, const Words& b) {
   }
 }
 
-struct Float4 {
-  float x[4];
-};
-template <Format kFormat>
+template <Format kFormat, bool kKeepsMinusZero = true>
 Float4 e4m3x4_to_float(uint32_t codes) {
+  if (kFormat == Format::kE4m3fn && ::emulator::widens_fnuz_alone())
+    return undo_halving<kKeepsMinusZero>(
+        codes, e4m3x4_to_float<Format::kE4m3fnuz, kKeepsMinusZero>(halve_e4m3fn(codes)));
   return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),
            widen_e4m3<kFormat>(codes, 3)}};
 }

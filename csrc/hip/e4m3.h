@@ -33,13 +33,31 @@ MLA_HD uint32_t narrow_e4m3(float x) {
   return F::kFnuz && code == 0x80 ? 0 : code;
 }
 
-// Four e4m3fn codes as the e4m3fnuz codes of half their value: -0 becomes 0, each NaN the one of fnuz.
+// Four e4m3fn codes as the e4m3fnuz codes of half their value: -0 becomes 0, each NaN the one of fnuz. A GPU
+// that widens e4m3fnuz alone reads e4m3fn by them.
 MLA_HD uint32_t halve_e4m3fn(uint32_t codes) {
   // 0x80 in every byte of x that is 0: no carry leaves its byte.
   const auto zero_bytes = [](uint32_t x) { return ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x | 0x7f7f7f7fu); };
   const uint32_t minus_zero = zero_bytes(codes ^ 0x80808080u);
   const uint32_t nan = zero_bytes((codes & 0x7f7f7f7fu) ^ 0x7f7f7f7fu);
-  return (codes & ~minus_zero & ~((nan >> 7) * 0xffu)) | nan;
+  const uint32_t nan_bytes = (nan << 1) - (nan >> 7);  // a product would be four times as slow
+  return (codes & ~minus_zero & ~nan_bytes) | nan;
+}
+
+struct Float4 {
+  float x[4];
+};
+
+// What `codes` are in e4m3fn, from what halve_e4m3fn(codes) are in e4m3fnuz.
+template <bool kKeepsMinusZero>
+MLA_HD Float4 undo_halving(uint32_t codes, Float4 halves) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    halves.x[i] *= 2.0f;
+    if (kKeepsMinusZero)
+      halves.x[i] = bits_float(float_bits(halves.x[i]) | (codes << (24 - 8 * i) & kSignMask));
+  }
+  return halves;
 }
 
 }  // namespace mla_fp8::gpu

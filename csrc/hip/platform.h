@@ -183,20 +183,17 @@ inline constexpr Format kNativeE4m3 = Format::kE4m3fn;
 #define MLA_HIP_FP8_INSTRUCTIONS 0
 #endif
 
-// Four codes to float, exactly.
-struct Float4 {
-  float x[4];
-};
-
-template <Format kFormat>
+// Four codes to float, exactly; -0 may become 0 where the caller does not mind.
+template <Format kFormat, bool kKeepsMinusZero = true>
 MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
 #if MLA_HIP_FP8_INSTRUCTIONS
   if constexpr (kFormat == kNativeE4m3 || kNativeE4m3 == Format::kE4m3fnuz) {
-    constexpr float kFactor = kFormat == kNativeE4m3 ? 1.0f : 2.0f;
-    if constexpr (kFormat != kNativeE4m3) codes = halve_e4m3fn(codes);
-    const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), false);
-    const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(codes), true);
-    return {{low[0] * kFactor, low[1] * kFactor, high[0] * kFactor, high[1] * kFactor}};
+    const auto word = static_cast<int>(kFormat == kNativeE4m3 ? codes : halve_e4m3fn(codes));
+    const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(word, false);
+    const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(word, true);
+    const Float4 values{{low[0], low[1], high[0], high[1]}};
+    if constexpr (kFormat == kNativeE4m3) return values;
+    else return undo_halving<kKeepsMinusZero>(codes, values);
   }
 #endif
   return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),

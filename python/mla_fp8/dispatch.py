@@ -23,7 +23,6 @@ from .kv_cache_dtype import BACKENDS, NAMES, meanings, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout, get_layout
 
 _LOGGER = logging.getLogger(__name__)
-_ops = torch.ops.mla_fp8  # as it is now: a library that takes its name later may lack these ops
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def attend(call: SparseCall, backend: str) -> Any:
     refuse_gradients(call.op, **given)
     adapter = _adapter(call.op, call.q, call.layout_name, backend, call.features)
     if adapter == "native":
-        return getattr(_ops, call.op)(**given)
+        return getattr(torch.ops.mla_fp8, call.op)(**given)
     return getattr(opaque.ops, call.op)(adapter=adapter, **given)
 
 

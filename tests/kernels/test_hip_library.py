@@ -40,7 +40,8 @@ def zig() -> Path | None:
 @needs_library
 @needs_readers
 def test_code_objects_are_within_their_budgets():
-    """Size, no scratch, no spills to memory, LDS and registers; MFMA and FP8 conversions in attention."""
+    """Size, no scratch, no spills to memory, LDS and registers, no layout that is loaded in place of known;
+    MFMA and FP8 conversions in attention."""
     assert code_objects.check(LIBRARY, zig()) == []
 
 
@@ -126,6 +127,50 @@ def test_order_of_the_threads_changes_nothing():
         [*command, "-k", "7-fn or 4-fn"], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+EVERY_E4M3FN = """
+import emulation, pathlib, sys, torch, mla_fp8
+layout = mla_fp8.KV_LAYOUTS["fp8_e4m3"]
+codes = (torch.arange(576) % 256).byte()
+cache = torch.zeros(1, layout.page_bytes(1), dtype=torch.uint8)
+cache[0, :576] = codes
+options = {"slots": torch.zeros(1, dtype=torch.int32), "layout": layout.id, "page_size": 1}
+want = torch.ops.mla_fp8.dequantize_kv(cache, **options, scale=torch.ones(1))
+emulation.load(pathlib.Path(sys.argv[1]))
+got = torch.ops.mla_fp8.dequantize_kv(cache, **options, scale=torch.ones(1))
+print((got.view(torch.int16) != want.view(torch.int16)).sum().item(), "differ")
+"""
+
+NO_SPARSE = """
+import emulation, pathlib, sys, torch, mla_fp8
+from sparse_cases import make_case
+emulation.load(pathlib.Path(sys.argv[1]))
+try:
+    make_case(mla_fp8.KV_LAYOUTS["dsv32"], "cpu").decode()
+except AttributeError as e:
+    print(e)
+"""
+
+
+def run_emulated(code: str, **environment: str) -> str:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/support"))
+    command = [sys.executable, "-c", code, str(EMULATED)]
+    variables = os.environ | {"PYTHONPATH": paths} | environment
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    return result.stdout + result.stderr
+
+
+@needs_emulation
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_e4m3fn_code_is_exact_on_every_gpu(arch):
+    """gfx942 reads e4m3fn by way of e4m3fnuz, which has no -0."""
+    assert run_emulated(EVERY_E4M3FN, FAKE_HIP_ARCH=arch) == "0 differ\n"
+
+
+@needs_emulation
+def test_an_op_that_the_emulated_library_lacks_is_not_run_by_another():
+    assert "sparse_decode" in run_emulated(NO_SPARSE)
 
 
 @pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU and ROCm's torch")

@@ -21,6 +21,7 @@ from ragged_cases import (
 )
 
 import mla_fp8
+from mla_fp8.arch import arch_of
 
 pytestmark = pytest.mark.op("paged_attention_ragged")
 
@@ -87,6 +88,8 @@ def test_every_fp8_value_is_exact(scale, dtype, device):
 
 
 def test_every_fp16_value_is_exact(device):
+    if device == "cuda" and arch_of("cuda", None) == "gfx90a":
+        pytest.skip("gfx90a's MFMA takes subnormal fp16 inputs as zero")
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(device)
     v_cache = values.view(-1, 1, 1, 256)
     requests = len(v_cache)

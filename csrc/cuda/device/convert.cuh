@@ -124,9 +124,10 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   return {values.x[0], values.x[1]};
 }
 
+// For attention, to which -0 is 0.
 template <Format kFormat, Dtype kDtype>
 __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
-  const Float4 values = e4m3x4_to_float<kFormat>(codes);
+  const Float4 values = e4m3x4_to_float<kFormat, false>(codes);
   return {pack_exact<kDtype>(values.x[0], values.x[1]), pack_exact<kDtype>(values.x[2], values.x[3])};
 }
 

@@ -61,7 +61,7 @@ struct LatentCache {
   static constexpr bool kIsLatent = true, kIsUniform = kL.nope_format == kL.rope_format;
   static constexpr int kDimQk = kL.head_dim_qk(), kDimV = kHeadDimV;
   static constexpr int kLeadDim = kIsUniform ? kDimQk : kL.nope_dim, kRopeDim = kIsUniform ? 0 : kL.rope_dim;
-  static constexpr int kBytesPerToken = kL.token_stride();
+  static constexpr int kBytesPerToken = kL.token_stride(), kRopeOffset = kL.rope_offset();
   static constexpr int kTiles = kL.num_tiles(), kTileDim = kTiles ? kL.tile_dim : kDimQk;
   static __device__ __forceinline__ const uint8_t* scales(const PagedAttentionRaggedParams& p, int64_t page,
                                                           int64_t row) {

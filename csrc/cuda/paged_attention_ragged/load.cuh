@@ -102,7 +102,7 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
   if constexpr (Cache::kRopeDim > 0)
     stage<2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
         reinterpret_cast<uint8_t*>(s.rope[0]), 2 * Cache::kRopeDim,
-        [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kL.rope_offset() : nullptr; });
+        [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kRopeOffset : nullptr; });
   for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
     const int key = i % kKeys, tile = i / kKeys;
     s.scales[tile][key] = rows.scales[key] ? Cache::scale(rows.scales[key], tile) : 0.0f;

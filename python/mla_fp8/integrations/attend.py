@@ -8,8 +8,6 @@ from torch import Tensor
 from ..compat.flash_mla import aligned, index_rows
 from ..layout import HEAD_DIM_V, KVLayout
 
-_ops = torch.ops.mla_fp8
-
 # From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32, top-k 2048,
 # 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` takes 105 and 118.
 PREFILL_ROWS, PREFILL_HEADS = 256, 16
@@ -35,9 +33,9 @@ def over_pages(
     out, lse = _outputs(q, out)
     options |= {"layout": layout.id, "out": out, "lse": lse}
     if is_prefill(*q.shape[:2]) and not batch_invariant:
-        _ops.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=torch.empty_like(lse))
+        torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=torch.empty_like(lse))
     else:
-        _ops.sparse_decode_out(q, kv_cache, indices, **options, batch_invariant=batch_invariant)
+        torch.ops.mla_fp8.sparse_decode_out(q, kv_cache, indices, **options, batch_invariant=batch_invariant)
     return out, lse
 
 
@@ -48,7 +46,7 @@ def over_rows(
     q, kv, indices = aligned(q), aligned(kv), index_rows(indices)
     out, lse = _outputs(q, out)
     max_logits = torch.empty_like(lse)
-    _ops.sparse_prefill_out(q, kv, indices, **options, out=out, max_logits=max_logits, lse=lse)
+    torch.ops.mla_fp8.sparse_prefill_out(q, kv, indices, **options, out=out, max_logits=max_logits, lse=lse)
     return out, max_logits, lse
 
 
@@ -58,7 +56,7 @@ def over_windows(
     """:func:`mla_fp8.sparse_prefill_window`; ``out`` is written in place."""
     q = aligned(q)
     _, lse = _outputs(q, out)
-    _ops.sparse_prefill_window_out(
+    torch.ops.mla_fp8.sparse_prefill_window_out(
         q,
         kv_cache,
         *geometry,
