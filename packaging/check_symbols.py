@@ -5,8 +5,9 @@
   packaging/check_symbols.py --dump .../site-packages/torch > packaging/torch_symbols_2.10.txt
 
 Libraries: every torch symbol exists in the oldest torch that we load in, none is of libtorch's C++ ABI, none
-of CPython; no RPATH; no symbol of ours is exported, which a second copy of the library would share. Objects of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a
-template) compiled for AVX-512 could be the copy that the linker keeps for every CPU.
+of CPython; no RPATH; no symbol of ours is exported, which a second copy of the library would share. Objects
+of the per-ISA kernels: no weak symbol. A weak definition (an inline function, a template) compiled for
+AVX-512 could be the copy that the linker keeps for every CPU.
 """
 
 import argparse

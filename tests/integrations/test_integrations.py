@@ -164,14 +164,14 @@ def test_a_prompt_of_few_heads_is_read_straight_from_the_pages(
 ):
     torch.manual_seed(0)
     case = make_case(KV_LAYOUTS["dsv32"], "cpu", num_tokens=num_tokens, num_q_heads=num_q_heads, topk=16)
-    called = []
+    called, ops = [], torch.ops.mla_fp8
 
     class Ops:
         def __getattr__(self, name):
             called.append(name)
-            return getattr(torch.ops.mla_fp8, name)
+            return getattr(ops, name)
 
-    monkeypatch.setattr(attend, "_ops", Ops())
+    monkeypatch.setattr(torch.ops, "mla_fp8", Ops())
     options = {k: x for k, x in case.options().items() if x is not None}
     out, lse = attend.over_pages(*case.arguments(), **options, batch_invariant=batch_invariant)
     exact, _, exact_lse = case.expected()

@@ -33,7 +33,8 @@ def over_pages(
     out, lse = _outputs(q, out)
     options |= {"layout": layout.id, "out": out, "lse": lse}
     if is_prefill(*q.shape[:2]) and not batch_invariant:
-        torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=torch.empty_like(lse))
+        max_logits = torch.empty_like(lse)
+        torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=max_logits)
     else:
         torch.ops.mla_fp8.sparse_decode_out(q, kv_cache, indices, **options, batch_invariant=batch_invariant)
     return out, lse
