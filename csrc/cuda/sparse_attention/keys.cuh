@@ -225,7 +225,7 @@ class ValidKeys {
   template <class Source>
   __device__ __forceinline__ typename Source::Key find(const Source& source, int rank) const {
     if (has_gaps_) [[unlikely]]
-      return source.at(search(source, rank));
+      rank = search(source, rank);
     return source.at(rank);  // -1 as a position is past every end
   }
 

@@ -188,15 +188,13 @@ __device__ float finish_head(const SparseAttentionParams& p, const Item& item, i
 // A head's output in units of four dims.
 inline constexpr int kOutQuads = kHeadDimV / 4;
 
-// `quad`: counted from the item's first head on.
 template <class Item>
-__device__ void store_out(const SparseAttentionParams& p, const Item& item, int quad, float4 x,
-                          float factor) {
-  const int head = item.first_head + quad / kOutQuads;
-  if (head >= p.num_q_heads) return;
-  uint16_t* out = p.out + item.query * p.out_stride_token + head * p.out_stride_head + quad % kOutQuads * 4;
-  *reinterpret_cast<uint2*>(out) = {pack_bf16(x.x * factor, x.y * factor),
-                                    pack_bf16(x.z * factor, x.w * factor)};
+__device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item, int head_in_item) {
+  const int head = item.first_head + head_in_item;
+  return reinterpret_cast<uint2*>(p.out + item.query * p.out_stride_token + head * p.out_stride_head);
+}
+__device__ inline uint2 to_bf16(float4 x, float factor) {
+  return {pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor)};
 }
 
 __device__ inline void add(float4& a, const float4& b, float factor = 1.0f) {

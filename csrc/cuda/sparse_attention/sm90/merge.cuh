@@ -8,11 +8,11 @@
 
 namespace mla_fp8::gpu {
 
-// One warp, kRounds * 32 quads of one head; `quad` is this lane's first. What bounds it is the latency of
-// remote loads, so many are in flight: of kSplits CTAs at once.
+// One warp, num_quads <= kRounds * 32 quads of one head; `quad` is this lane's first. What bounds it is the
+// latency of remote loads, so many are in flight: of kSplits CTAs at once. And its code, which is cold.
 template <class C, int kSplits, int kRounds>
 __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint32_t smem, int quad,
-                            int lane) {
+                            int num_quads, int lane) {
   const int splits = params.num_splits, head = quad / kOutQuads;
   float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
   float largest = -INFINITY;
@@ -30,11 +30,11 @@ __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint
     float4 x[kSplits][kRounds];
 #pragma unroll
     for (int k = 0; k < kSplits; ++k) {
-      const int other = (w.split + r + k) % splits;  // every CTA begins with itself: nobody is asked by all
+      const int other = (w.split + r + k) & (splits - 1);  // each begins with itself: nobody is asked by all
       const uint32_t theirs = cluster_address(mine, other);
 #pragma unroll
       for (int i = 0; i < kRounds; ++i)
-        x[k][i] = r + k < splits
+        x[k][i] = r + k < splits && i * kWarpSize < num_quads
                       ? load_cluster_float4(theirs + i * kWarpSize * static_cast<int>(sizeof(float4)))
                       : float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
@@ -52,7 +52,7 @@ __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint
     }
 #pragma unroll
     for (int k = 0; k < kSplits; ++k) {
-      const float f = __shfl_sync(kFullWarp, factor, (w.split + r + k) % splits);
+      const float f = __shfl_sync(kFullWarp, factor, (w.split + r + k) & (splits - 1));
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) add(sum[i], x[k][i], f);
     }
@@ -60,8 +60,11 @@ __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint
   float out_factor = 0.0f;
   if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
   out_factor = __shfl_sync(kFullWarp, out_factor, 0);
+  uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
+  if (w.first_head + head >= params.p.num_q_heads) return;
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) store_out(params.p, w, quad + i * kWarpSize, sum[i], out_factor);
+  for (int i = 0; i < kRounds; ++i)
+    if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16(sum[i], out_factor);
 }
 
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
@@ -75,11 +78,10 @@ __device__ void merge_splits(const KernelParams& params, const SplitItem& w, uin
 #pragma unroll 1
   for (int quad = first; quad < min(first + share, end); quad += min(share, kOutQuads)) {
     const auto merge = [&](auto splits, auto rounds) {
-      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), quad + lane, lane);
+      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), quad + lane, share, lane);
     };
     if (share >= kOutQuads) merge(constant<4>{}, constant<4>{});
-    else if (share == kOutQuads / 2) merge(constant<8>{}, constant<2>{});
-    else merge(constant<8>{}, constant<1>{});
+    else merge(constant<8>{}, constant<2>{});
   }
 }
 

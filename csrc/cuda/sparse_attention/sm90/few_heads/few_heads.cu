@@ -125,7 +125,7 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
            ((team * C::kHeads + quad / kOutQuads) * C::kOutPitch / 4 + quad % kOutQuads);
   };
   constexpr int kAtOnce = 4;  // loads in flight
-#pragma unroll
+#pragma unroll 1
   for (int first = 0; first < C::kHeads * kOutQuads / kConsumerThreads; first += kAtOnce) {
     float4 x[kAtOnce];
 #pragma unroll
@@ -139,7 +139,9 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
     for (int i = 0; i < kAtOnce; ++i) {
       const int quad = thread + (first + i) * kConsumerThreads;
       if (params.num_splits > 1) *place(0, quad) = x[i];
-      else store_out(params.p, w, quad, x[i], stats[quad / kOutQuads].y);
+      else if (w.first_head + quad / kOutQuads < params.p.num_q_heads)
+        place_of_head(params.p, w, quad / kOutQuads)[quad % kOutQuads] =
+            to_bf16(x[i], stats[quad / kOutQuads].y);
     }
   }
 }
