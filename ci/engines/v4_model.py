@@ -69,6 +69,8 @@ def _compressor() -> types.ModuleType:
 
 def _shared_expert(model) -> type[torch.nn.Module]:
     class SharedExpert(torch.nn.Module):
+        use_native_mega_moe = False  # vLLM's warm-up asks
+
         def __init__(self, vllm_config, prefix="", **unused) -> None:
             super().__init__()
             config = vllm_config.model_config.hf_config
