@@ -7,6 +7,7 @@ without_gpu.pretend_vllm()
 import engine_standins
 import pins
 import pytest
+import spies
 import test_integrations_vllm as cases
 import torch
 import v4_layer
@@ -128,6 +129,29 @@ def test_the_layers_of_v4_and_v41_attend_through_us(batch, model, ratio, monkeyp
     scenario = v4_layer.Scenario(model, ratio, 16, decodes, prefills, torch.device("cpu"))
     assert scenario.padded == (16 if model is v4_layer.V4 else 64)
     torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ratio", v4_layer.V4.width)
+def test_the_yardstick_of_v4s_engine_is_exact(ratio, monkeypatch):
+    convert = engine_standins.compute_global_topk_indices_and_lens
+    monkeypatch.setattr(v4_layer.v4, convert.__name__, convert)
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        monkeypatch.setattr(v4_layer.v4, name, getattr(v4_layer.v4, name))  # to be put back
+    spies.exact_v4()
+    scenario = v4_layer.Scenario(v4_layer.V4, ratio, 16, [700, 300, 90], [], torch.device("cpu"))
+    torch.testing.assert_close(scenario.attend(), scenario.exact().bfloat16(), rtol=1e-2, atol=1e-5)
+    q, rows = scenario.q[:, :, None].flatten(1, 2), torch.randn(40, 1, 512).bfloat16()
+    chosen = torch.arange(40).expand(3, 1, 40).int()
+    out = torch.empty(3, 16, 512).bfloat16()
+    v4_layer.v4.flash_mla_sparse_fwd(
+        q=q, kv=rows, indices=chosen, sm_scale=0.05, attn_sink=scenario.sink, out=out,
+        topk_length=torch.tensor([40, 7, 0]),
+    )  # fmt: skip
+    for token, length in enumerate((40, 7, 0)):
+        keys = rows[:length, 0].double()
+        logits = torch.cat([q[token].double() @ keys.T * 0.05, scenario.sink[:, None].double()], 1)
+        expected = logits.softmax(1)[:, :-1] @ keys
+        torch.testing.assert_close(out[token], expected.bfloat16(), rtol=1e-2, atol=1e-5)
 
 
 def test_what_the_v4_engine_replaces_is_there():
