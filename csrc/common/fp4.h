@@ -6,15 +6,7 @@
 
 namespace mla_fp8 {
 
-// Nearest even, saturating at 6; the sign of a zero is kept. Every NaN becomes 6.
-MLA_HD uint8_t float_to_e2m1(float x) {
-  const uint32_t u = float_bits(x);
-  if ((u & ~kSignMask) > kInfBits) return 7;
-  const float a = bits_float(u & ~kSignMask);
-  const int code =
-      (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-  return static_cast<uint8_t>((u >> 28 & 8u) | static_cast<uint32_t>(code));
-}
+inline constexpr uint8_t kE2m1OfNan = 7;  // of an index key: the largest; the scale of its tile says it
 
 MLA_HD float e2m1_to_float(uint32_t code) {
   const uint32_t magnitude = code & 7u;

@@ -108,11 +108,11 @@ MLA_HD constexpr uint32_t e2m1x4_to_e4m3(uint32_t codes) {
   return (codes & 0x08080808u) << 4 | (codes & 0x07070707u) << 2;
 }
 
-// Nearest, ties to the even code, saturating. NaN is 0: its tile's scale says it.
-MLA_HD uint8_t float_to_e2m1_or_zero(float x) {
+// Nearest, ties to the even code, saturating; the sign of a zero is kept. e2m1 has no NaN: `of_nan` is its code.
+MLA_HD uint8_t float_to_e2m1(float x, uint8_t of_nan) {
   const uint32_t u = float_bits(x), sign = (u >> 28) & 8u, kLargest = float_bits(6.0f);
   uint32_t a = u & ~kSignMask;
-  if (a > kInfBits) return 0;
+  if (a > kInfBits) return of_nan;
   if (a > kLargest) a = kLargest;
   // As float_to_e4m3: below 1 the quantum is 0.5.
   const uint32_t code = a < float_bits(1.0f) ? float_bits(bits_float(a) + 0x1p22f) - float_bits(0x1p22f)

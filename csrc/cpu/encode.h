@@ -41,7 +41,7 @@ MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
   return select(greater(magnitude, set1(kInfBits)), set1(uint32_t{E::kNan}), signed_code);
 }
 
-// As float_to_e2m1_or_zero in fp8.h, 16 lanes: a code in each.
+// As float_to_e2m1 in fp8.h, 16 lanes: a code in each, 0 of NaN.
 MLA_SIMD U32 to_e2m1(F32 x) {
   const U32 u = bits(x), sign = and_(shift_right<28>(u), set1(8u));
   const U32 magnitude = and_(u, set1(0x7fffffffu)), limit = set1(float_bits(6.0f));

@@ -49,7 +49,7 @@ void encode_fp4(const QuantizeIndexKParams& p, const float (&x)[kIndexDim], uint
     const uint8_t exponent = tile_scale_exponent(amax, p.amax_floor, 0.0f, kL.value_max);
     const float factor = ue8m0_reciprocal(exponent);
     uint8_t codes[kE2m1Tile];
-    for (int i = 0; i < kE2m1Tile; ++i) codes[i] = float_to_e2m1(first[i] * factor);
+    for (int i = 0; i < kE2m1Tile; ++i) codes[i] = float_to_e2m1(first[i] * factor, kE2m1OfNan);
     for (int i = 0; i < kE2m1Tile / 2; ++i)
       values[tile * kE2m1Tile / 2 + i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
     scales[tile] = has_nan ? uint8_t{255} : exponent;

@@ -93,8 +93,7 @@ __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size,
     if constexpr (kL.nope_format == Format::kE2m1) {
       const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8_or_nan(x[pass])));
       scales[pass] = e2m1_tile_scale(amax, kL.scale_floor);
-      const DivideByScale by_tile(e4m3_to_float<Format::kE4m3fn>(scales[pass]), fp8_max);
-      codes[pass] = encode8<kL.nope_format>(x[pass], by_tile.factor, by_tile.limit, by_tile);
+      codes[pass] = encode_e2m1x8(x[pass], e4m3_to_float<Format::kE4m3fn>(scales[pass]));
     } else if constexpr (C::kHasTiles) {
       const float amax = bf16_to_float(lanes_max<C::kTileLanes>(finite_amax8(x[pass])));
       scales[pass] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);

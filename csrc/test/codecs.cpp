@@ -69,7 +69,7 @@ void bind_codecs(py::module_& m) {
              const auto e4m3 = static_cast<uint8_t>(e2m1x4_to_e4m3(code));
              return e4m3_to_float<Format::kE4m3fn>(e4m3) * kE2m1Unit;
            }));
-  e2m1.def("encode", py::vectorize([](float x) { return float_to_e2m1_or_zero(x); }));
+  e2m1.def("encode", py::vectorize([](float x) { return float_to_e2m1(x, 0); }));
   m.def("e2m1x4_to_e4m3", py::vectorize([](uint16_t codes) { return e2m1x4_to_e4m3(codes); }));
   m.def("e2m1_tile_scale",
         py::vectorize([](float amax, float scale_floor) { return e2m1_tile_scale(amax, scale_floor); }),

@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .index_layout import INDEX_DIM, IndexLayout
-from .reference import to_bf16, to_fp8
+from .reference import E2M1, e2m1_codes, to_bf16, to_fp8
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
 
 
@@ -19,16 +18,6 @@ def power_of_two_at_least(x: Tensor) -> Tensor:
 
 def power_of_two(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.double), exponent)
-
-
-def to_e2m1(x: Tensor) -> Tensor:
-    """Codes: nearest even, saturating; the sign of zero is kept, every NaN is 6."""
-    magnitude = x.abs().nan_to_num(nan=6.0)
-    values = torch.tensor(E2M1, device=x.device, dtype=x.dtype)
-    middle = (values[1:] + values[:-1]) / 2
-    above = torch.where(torch.arange(7, device=x.device) % 2 == 0, magnitude[..., None] > middle,
-                        magnitude[..., None] >= middle)  # fmt: skip
-    return (above.sum(-1) + 8 * (x.signbit() & ~x.isnan())).to(torch.uint8)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -65,7 +54,8 @@ def quantize_index_k(
 def encode_e2m1(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes ``[n, 64]`` and ue8m0 ``[n, 4]`` of ``tiles`` [n, 4, 32]."""
     exponent = power_of_two_at_least(amax / 6.0)
-    codes = to_e2m1(tiles.double() * power_of_two(-exponent)[..., None]).flatten(-2)
+    of_nan = len(E2M1) - 1  # the largest; the scale says it
+    codes = e2m1_codes(tiles.double() * power_of_two(-exponent)[..., None], of_nan).flatten(-2)
     exponent = (exponent + 127).masked_fill(tiles.isnan().any(-1), 255)
     return codes[:, ::2] | codes[:, 1::2] << 4, exponent.byte()
 

@@ -37,13 +37,18 @@ def to_fp8(x: Tensor, dtype: torch.dtype, fp8_max: float) -> Tensor:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
 
 
-def to_e2m1(x: Tensor) -> Tensor:
-    """Nearest, ties to the even code, saturating; NaN is 0. Two codes a byte, the even element low."""
+def e2m1_codes(x: Tensor, of_nan: int) -> Tensor:
+    """Nearest, ties to the even code, saturating; the sign of a zero is kept, e2m1 has no NaN."""
     values = torch.tensor(E2M1, device=x.device)
     middles, magnitude = (values[1:] + values[:-1]) / 2, x.abs()[..., None]
     odd = torch.arange(7, device=x.device) % 2 == 1  # the code below the middle
     code = ((magnitude > middles) | (odd & (magnitude == middles))).sum(-1) + 8 * x.signbit()
-    low, high = torch.where(x.isnan(), 0, code).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.where(x.isnan(), of_nan, code).to(torch.uint8)
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Two codes a byte, the even element low; NaN is 0, its tile's scale says it."""
+    low, high = e2m1_codes(x, of_nan=0).unflatten(-1, (-1, 2)).unbind(-1)
     packed: Tensor = low | high << 4
     return packed.view(torch.float4_e2m1fn_x2)
 

@@ -144,7 +144,7 @@ def test_other_gpus_take_the_portable_kernel(problem, op, major):
         (("few_heads", "split", 32, 1), "dsv41", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv41", 128),
         (("nothing", "split", 16, 1), "dsv32", 16),
-        (("few_heads", "split", 16, 1), "dsv4+dsv41_fp4", 16),
+        (("bf16_tiles", "walk", 64, 1), "dsv4+dsv41_fp4", 128),
     ],
 )
 def test_what_no_kernel_runs_is_refused(wanted, layout, heads):

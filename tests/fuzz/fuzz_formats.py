@@ -35,12 +35,12 @@ def e4m3_codes(x: Array, fnuz: bool, limit: float) -> Array:
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def e2m1_codes(x: Array) -> Array:
-    """Nearest even, saturating; NaN is 0."""
+def e2m1_codes(x: Array, of_nan: int = 0) -> Array:
+    """Nearest even, saturating."""
     middles = (E2M1[1:] + E2M1[:-1]) / 2
     code = np.searchsorted(middles, np.abs(x))
     code = code + (np.isin(np.abs(x), middles) & (code % 2 == 1))
-    return np.where(np.isnan(x), 0, code | np.signbit(x) << 3).astype(np.uint8)
+    return np.where(np.isnan(x), of_nan, code | np.signbit(x) << 3).astype(np.uint8)
 
 
 def bf16_bits(x: Array) -> Array:

@@ -106,6 +106,25 @@ __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
   return max(amax & 0xffffu, amax >> 16);
 }
 
+// The codes of eight bf16 x / scale, of an e4m3 scale > 0; of a NaN scale 0. The bits of a half of 2^-14 times a
+// value are its e2m1, with eight more bits of mantissa: rounding of both is one addition. And an approximate
+// quotient will do: an exact one that is no tie lies 2^-8 or more from it, a tie is a half (tried, all of both).
+__device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
+  const float factor = __fdividef(0x1p-14f, scale);
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack<Dtype::kBf16>(x[i]);
+    const uint32_t halves = pack_f16(v.x * factor, v.y * factor);
+    uint32_t a = halves & 0x7fff7fffu;
+    asm("min.f16x2 %0, %0, %1;" : "+r"(a) : "r"(0x0e000e00u));  // 6
+    a = (a + 0x00ff00ffu + (a >> 9 & 0x00010001u)) >> 9 & 0x00070007u;
+    a |= halves >> 12 & 0x00080008u;
+    codes |= ((a | a >> 12) & 0xffu) << 8 * i;
+  }
+  return {scale == scale ? codes : 0u};
+}
+
 #else  // the code of common/dtype.h and hip/e4m3.h, which those instructions agree with
 
 template <Dtype kDtype>
@@ -155,6 +174,16 @@ __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
   return amax;
 }
 
+__device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack<Dtype::kBf16>(x[i]);
+    codes |= (float_to_e2m1(v.x / scale, 0) | uint32_t{float_to_e2m1(v.y / scale, 0)} << 4) << (8 * i);
+  }
+  return {codes};
+}
+
 #endif
 
 // value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.
@@ -192,15 +221,6 @@ template <Format kFormat, class Map>
 __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float limit, const Map& map) {
   if constexpr (kFormat == Format::kBf16) {
     return x;
-  } else if constexpr (kFormat == Format::kE2m1) {
-    Words<1> codes{};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = scale_and_clamp(x[i], factor, limit);
-      codes[0] |= (float_to_e2m1_or_zero(map(v.x)) | uint32_t{float_to_e2m1_or_zero(map(v.y))} << 4)
-                  << (8 * i);
-    }
-    return codes;
   } else {
     Words<2> codes{};
 #pragma unroll

@@ -44,6 +44,17 @@ __device__ inline void mbarrier_wait(uint32_t bar, int parity) {
       : "memory");
 }
 
+// Has it?
+__device__ inline bool mbarrier_test(uint32_t bar, int parity) {
+  uint32_t ended;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(ended)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 // kPlaces take turns, and the i-th use of all goes to place i % kPlaces, whose barriers these are: until
 // what is there in this use has come; until what was there in the use before is no longer needed.
 template <int kPlaces>

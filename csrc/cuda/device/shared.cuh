@@ -26,6 +26,9 @@ __device__ inline uint2 load_shared_8(uint32_t address) {
 __device__ inline void store_shared_1(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ inline void store_shared_2(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(v)) : "memory");
+}
 __device__ inline void store_shared_4(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

@@ -17,6 +17,13 @@ int64_t num_keys(const SparseAttentionParams& p) {
   return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
 }
 
+double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
+  const auto of_scope = [&](int i, KvLayoutId layout) {
+    return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token() : 0.0;
+  };
+  return of_scope(0, p.layout) + of_scope(1, p.extra_layout);
+}
+
 // The first variant like this that reads the layouts. `producers` 0: any number.
 const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvPair layouts) {
   const auto is_it = [&](const Variant& v) {
@@ -82,7 +89,7 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
     return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
                       : few_or_many(p, Kernel::kManyHeads, 64, splits);
   }
-  const double bytes = static_cast<double>(p.num_tokens) * keys * kv_layout(p.layout).bytes_per_token();
+  const double bytes = static_cast<double>(p.num_tokens) * bytes_of_keys(p);
   const HeadsClass* best = &kHeadsClasses[0];
   int best_splits = 1;
   double best_us = 1e30;
@@ -109,7 +116,7 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
 // other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70 against
 // 67 us).
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
-  const bool pair = p.layout == KvLayoutId::kDsv4 && p.num_q_heads > 64;
+  const bool pair = p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64;
   const bool bf16 = is_bf16(p) && (is_window_alone(p) || p.num_q_heads > 16);
   return (pair || bf16) && 2 * num_tiles(p) >= num_sms;
 }

@@ -14,6 +14,8 @@ inline constexpr int kNumChunks = kHeadDimV / kChunkDims;
 template <KvLayoutId kId>
 struct Row {
   static constexpr KvLayout kL = kv_layout(kId);
+  static constexpr bool kMixed = false;  // sm90/mixed_row.cuh
+  static constexpr int kTableBytes = 0;  // behind a stage's rows
   static constexpr bool kUniformFp8 = kL.scale_format == ScaleFormat::kPerLayer;
   static constexpr int kDims = kL.head_dim_qk();
   static constexpr int kFp8Dims = kL.nope_format == Format::kBf16 ? 0 : kUniformFp8 ? kDims : kL.nope_dim;

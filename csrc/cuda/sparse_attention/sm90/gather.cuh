@@ -1,5 +1,7 @@
 #pragma once
 // The gather: each producer warp fetches every kProducers-th stage of 16 valid keys, one bulk copy per key.
+#include <type_traits>
+
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/shared.cuh"
@@ -15,11 +17,16 @@ struct Ring {
   __device__ uint32_t stage(int s) const { return smem + MLA_SMEM(C, ring) + s * C::kStageBytes; }
   __device__ uint32_t full(int s) const { return smem + MLA_SMEM(C, stage_barriers) + s * 16; }
   __device__ uint32_t empty(int s) const { return full(s) + 8; }
+  __device__ uint32_t raw(int s) const {  // of two layouts: rows are there as they lie in the caches
+    return smem + MLA_SMEM(C, raw_barriers) + s * 8;
+  }
   // By one thread: lanes with an address each take turns, and to racecheck all others write somewhere, too.
   __device__ void init() const {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
-      mbarrier_init(full(s), kWarpArrivals + (C::R::kScalesApart ? kStageRows : 0));
+      constexpr int kFetched = kWarpArrivals + (C::R::kScalesApart ? kStageRows : 0);
+      if constexpr (C::R::kMixed) mbarrier_init(raw(s), kFetched);
+      mbarrier_init(full(s), C::R::kMixed ? kWarpArrivals : kFetched);
       mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
     }
   }
@@ -83,8 +90,12 @@ class Gather {
     __syncwarp();
   }
 
+  __device__ void drain() const {}  // once all is fetched
+
   const SparseAttentionParams& p_;
   const int lane_;
+  const Ring<C> ring_;
+  uint8_t* const valid_;
 
  private:
   // A cache row that several keys name is read once, through the L1: thousands of copies of one row would
@@ -106,18 +117,20 @@ class Gather {
       repeated &= ~places;
     }
   }
-
-  const Ring<C> ring_;
-  uint8_t* const valid_;
 };
+
+template <class C>
+class MixedGather;  // sm90/mixed_gather.cuh
+template <class C>
+using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
 
 // The producers of a CTA that works on one row.
 template <class C>
-class SplitProducer : Gather<C> {
+class SplitProducer : GatherOf<C> {
  public:
   __device__ SplitProducer(const KernelParams& params, const SplitItem& w, const KeySurvey& survey,
                            uint8_t* smem, int warp, int lane)
-      : Gather<C>(params, smem, lane),
+      : GatherOf<C>(params, smem, lane),
         w_(w),
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
@@ -133,6 +146,7 @@ class SplitProducer : Gather<C> {
       if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
+    this->drain();
   }
 
  private:
@@ -147,14 +161,14 @@ class SplitProducer : Gather<C> {
 
 // The producers of a walk: item after item, each fills stages of one team.
 template <class C>
-class WalkProducer : Gather<C> {
+class WalkProducer : GatherOf<C> {
  public:
   static constexpr int kTeamProducers = C::kProducers / C::kTeams;
   static constexpr int kStagesPerBlock = C::kBlockStages / kTeamProducers;  // of this producer
   static_assert(C::kProducers % C::kTeams == 0 && C::kBlockStages % kTeamProducers == 0);
 
   __device__ WalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Gather<C>(params, smem, lane),
+      : GatherOf<C>(params, smem, lane),
         params_(params),
         warp_(warp),
         team_(warp / kTeamProducers),
@@ -186,6 +200,7 @@ class WalkProducer : Gather<C> {
       }
       surveys.release(n, this->lane_);
     }
+    this->drain();
   }
 
  private:

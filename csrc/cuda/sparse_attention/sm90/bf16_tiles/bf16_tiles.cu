@@ -92,7 +92,7 @@ void launch_variant(const SparseAttentionParams& p, const Plan& plan, gpuStream_
 }  // namespace
 
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout) {
+  with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout, auto) {
     constexpr KvLayoutId kId = layout();
     if constexpr (kId == KvLayoutId::kDsv4) {
       launch_variant<kId, TileKeys::kPair>(p, plan, stream);

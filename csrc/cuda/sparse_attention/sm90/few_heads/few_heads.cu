@@ -33,11 +33,14 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/merge.cuh"
+#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -398,11 +401,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }  // namespace
 
 void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kFewHeads>(p, plan, [&](auto variant, auto layout) {
+  with_variant<Kernel::kFewHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    using C = FewHeads<layout(), kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
+    using C = FewHeads<CachedRow<layout(), extra()>, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });

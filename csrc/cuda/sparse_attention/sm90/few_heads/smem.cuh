@@ -21,10 +21,9 @@ namespace mla_fp8::gpu {
 
 // One variant. A CTA takes kOctets octets of heads; its consumer warps form teams of kMembers warps. It has
 // one query, or in a walk kQueries at once.
-template <KvLayoutId kId_, int kOctets_, int kProducers_, int kQueries_ = 1>
+template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1>  // R: Row, or MixedRow of two caches
 struct FewHeads {
-  static constexpr KvLayoutId kId = kId_;
-  using R = Row<kId>;
+  using R = R_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.
@@ -39,11 +38,11 @@ struct FewHeads {
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kProducers == 4 ? 40 : kQueries_ == 1 ? 32 : 48;
+  static constexpr int kProducerRegisters = R::kMixed ? (kQueries_ == 1 ? 80 : 96) : kProducers == 4 ? 40 : kQueries_ == 1 ? 32 : 48;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize) / kConsumerThreads / 8 * 8;
 
-  static constexpr int kStageBytes = kStageRows * R::kPitch;
+  static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
   // A multiple of 8, so that a stage is always filled by the same producer and emptied by the same team: with
   // 20 stages a team could wait for a phase whose parity equals that of one it had not seen end.
   static constexpr int kStages = 16 * kStageBytes <= 176 * 1024 ? 16 : 8;
@@ -55,7 +54,7 @@ struct FewHeads {
   static constexpr int kPPitch = kBlockKeys * 2 + 16;
   static constexpr int kPBytes = kHeads * kPPitch;
   static constexpr int kPBuffers = kShared ? 2 * kTeams : 0;
-  static constexpr int kScaleBytes = R::kNumScales ? R::kNumScales * kBlockKeys * 2 : 0;
+  static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kBlockKeys * 2;
   static constexpr int kMaxBytes = kMembers * kHeads * 4;
 
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
@@ -80,6 +79,9 @@ struct FewHeads {
         8) uint8_t maps[kWalks ? kQueries * 2 : 1][kMapBytes];  // of valid keys; a walk surveys a query ahead
     uint64_t stage_barriers[kStages][2];                        // full, empty
     uint64_t survey_barriers[kWalks ? kQueries * 2 : 0][2];     // full, empty
+    uint64_t raw_barriers[R::kMixed ? kStages : 0];
+    int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
+    uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes && offsetof(Smem, weights_fp8) % 16 == 0);

@@ -145,13 +145,17 @@ class Consumer {
     wait_full(mine);
     const uint32_t rows = ring_.stage(mine % C::kStages);
     RowScales<R> scales[2];  // of keys g and g + 8
-    const uint8_t* row = smem_ + MLA_SMEM(C, ring) + mine % C::kStages * C::kStageBytes + g_ * R::kPitch;
-    scales[0].load(row);
-    scales[1].load(row + 8 * R::kPitch);
     Block b;
-    if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
-    else logits_mma(rows, scales, b.s);
-    bring_scales_below_one(row, scales, smem_ + MLA_SMEM(C, valid) + mine % C::kStages * kStageRows, b);
+    if constexpr (R::kMixed) {
+      attend_to_keys(mine % C::kStages, b);
+    } else {
+      const uint8_t* row = smem_ + MLA_SMEM(C, ring) + mine % C::kStages * C::kStageBytes + g_ * R::kPitch;
+      scales[0].load(row);
+      scales[1].load(row + 8 * R::kPitch);
+      if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
+      else logits_mma(rows, scales, b.s);
+      bring_scales_below_one(row, scales, smem_ + MLA_SMEM(C, valid) + mine % C::kStages * kStageRows, b);
+    }
     if (finds_largest()) note_largest(b);
     const bool over = weigh(b);
     if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, b, over);
@@ -237,6 +241,10 @@ class Consumer {
   // S^T of 16 keys, `rows` the address of the first.
   __device__ void logits_mma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
   __device__ void logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
+  // The same of rows of two caches (mixed.cuh), with what softmax needs besides.
+  __device__ void attend_to_keys(int stage, Block& b) const;
+  __device__ void mixed_logits_mma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
+  __device__ void mixed_logits_wgmma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
 
   // ---- weights ----
 
@@ -330,6 +338,8 @@ class Consumer {
   __device__ void store_weights(int buffer, const Block& b) const;
   template <bool kLastIsBf16>
   __device__ void accumulate_block(int first_stage, int buffer);
+  template <bool kLastIsBf16>
+  __device__ void accumulate_mixed_block(int first_stage, int buffer);
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
@@ -609,8 +619,13 @@ __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_stage, 
     named_barrier(barrier, threads);
   }
   add_to_sums(b);
-  if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_stage, buffer);
-  else accumulate_block<false>(first_stage, buffer);
+  if constexpr (R::kMixed) {
+    if (is_bf16(C::kChunks - 1)) accumulate_mixed_block<true>(first_stage, buffer);
+    else accumulate_mixed_block<false>(first_stage, buffer);
+  } else {
+    if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_stage, buffer);
+    else accumulate_block<false>(first_stage, buffer);
+  }
 }
 
 // A block, this warp's value dims; every member has waited for its own stage before the barrier, so all are

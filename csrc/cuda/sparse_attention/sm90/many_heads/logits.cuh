@@ -40,6 +40,17 @@ class LogitWarp {
     return bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
   }
 
+  __device__ __forceinline__ void load_scales(int stage) {
+    if constexpr (R::kMixed) {
+      scales_.e = reinterpret_cast<const int*>(bytes_ + MLA_SMEM(C, stage_exponents))[stage];
+      const uint8_t* const valid = bytes_ + MLA_SMEM(C, valid) + stage * kStageRows;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales_.is_nan[i] = valid[g_ + 8 * i] & kNanKey;
+    } else {
+      scales_.load(row_of(stage), t_);
+    }
+  }
+
   // Products to logits in units of log2, plus e (StageScales), less base - 7; masked: -inf. Returns the
   // largest of this lane.
   __device__ float to_log2(int stage, float (&s)[kOctets][4]) const {
@@ -127,7 +138,7 @@ class SplitLogits : LogitWarp<C> {
       const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
       wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
       float s[kOctets][4];
-      scales_.load(this->row_of(stage), t_);
+      this->load_scales(stage);
       multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
       if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
       const float peak = this->to_log2(stage, s);
@@ -315,7 +326,7 @@ class WalkLogits : LogitWarp<C> {
     const int place = block * C::kBlockStages + member_, stage = place % C::kStages, buffer = entry % 2;
     wait_until_full<C::kStages>(ring_.full(stage), place);
     float s[kOctets][4];
-    scales_.load(this->row_of(stage), t_);
+    this->load_scales(stage);
     multiply_keys<C, 3>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
     wait_until_free<2>(x_.empty(buffer), entry);
     wait_for_turn(entry);

@@ -35,6 +35,7 @@
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
 #include "cuda/sparse_attention/sm90/merge.cuh"
+#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -122,15 +123,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }  // namespace
 
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout) {
+  with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     const auto split = [&]<bool kFindsLargest>(constant<kFindsLargest>) {
-      using C = ManyHeadsSplit<layout(), kOctets, kFindsLargest>;
+      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kFindsLargest>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
     };
     if constexpr (kVariant.schedule == Schedule::kWalk) {
-      using C = ManyHeadsWalk<layout()>;
+      using C = ManyHeadsWalk<CachedRow<layout(), extra()>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else if (p.max_logits) {

@@ -7,6 +7,7 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -63,6 +64,14 @@ struct StageScales {
   }
 };
 
+// Of two layouts they lie behind the stage's rows, where producers have put them (mixed_row.cuh).
+template <KvLayoutId kFirst, KvLayoutId kSecond>
+struct StageScales<MixedRow<kFirst, kSecond>> {
+  int e;
+  bool is_nan[2];
+  __device__ void store(uint8_t*, int, int) const {}
+};
+
 // S^T = K Q^T of the 16 keys of the stage at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
 // in f16.
 template <class C, int kDepth>
@@ -72,13 +81,14 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
   // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
   // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
   constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
-  static_assert(kBf16Units <= 2 && R::kTileDims >= 32, "fetching ahead overwrites nothing");
+  static_assert(kBf16Units <= 2 && (R::kMixed || R::kTileDims >= 32), "fetching ahead overwrites nothing");
   const uint64_t q = wgmma_descriptor(q_smem, C::kHeads * 16, 128);
   constexpr int kStep = C::kQStepBytes / 16;  // of the descriptor's address
   const int matrix = lane / 8;
   const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
   uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
   uint32_t scale[2] = {};  // of tiles of 32 dims in turn
+  uint4 factors[2];        // of a mixed row's units in turn
   const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && R::new_tile(first_dim); };
   const auto place = [](int unit) { return R::kTileDims == 32 ? unit % 2 : 0; };
   const auto fetch = [&](int unit) {
@@ -89,7 +99,10 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     ldmatrix_x4(bytes[unit % 2], keys + first_dim);
-    if (new_tile(first_dim)) scale[place(unit)] = scales.of_tile(R::tile_of(first_dim), lane);
+    if constexpr (R::kMixed)
+      factors[unit % 2] = load_shared_16(key_factors_at(rows + R::kTableOffset, lane / 4) +
+                                         first_dim / 32 * kUnitFactorBytes);
+    else if (new_tile(first_dim)) scale[place(unit)] = scales.of_tile(R::tile_of(first_dim), lane);
   };
   const auto convert = [&](int unit) {
     const int first_dim = (unit - kBf16Units) * 32;
@@ -102,6 +115,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     convert_keys(bytes[unit % 2], a[0], a[1]);
+    if constexpr (R::kMixed) return KeyFactors(factors[unit % 2], lane / 4).apply(a[0], a[1]);
     if (new_tile(first_dim)) {
       pair[0] = __byte_perm(scale[place(unit)], 0, 0x1010);
       pair[1] = __byte_perm(scale[place(unit)], 0, 0x3232);

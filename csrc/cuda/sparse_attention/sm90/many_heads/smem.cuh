@@ -25,10 +25,9 @@ namespace mla_fp8::gpu {
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
-template <KvLayoutId kId_, int kOctets_, bool kFindsLargest_>
+template <class R_, int kOctets_, bool kFindsLargest_>  // R: Row, or MixedRow of two caches
 struct ManyHeadsSplit {
-  static constexpr KvLayoutId kId = kId_;
-  using R = Row<kId>;
+  using R = R_;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
@@ -36,22 +35,23 @@ struct ManyHeadsSplit {
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr int kValueRegisters = kOctets == 8 ? 176 : 136;
-  static constexpr int kLogitRegisters = kOctets == 8 ? 120 : 136;
-  static constexpr int kProducerRegisters = 40;
+  static constexpr int kValueRegisters = kOctets == 8 ? (R::kMixed ? 168 : 176) : 136;
+  static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : 136;
+  static constexpr int kProducerRegisters = R::kMixed ? (kOctets == 8 ? 64 : 80) : 40;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
   static constexpr int kEmptyWarps =
       kConsumerWarps;  // the logits of a block are done before its values start
-  static constexpr int kStageBytes = kStageRows * R::kPitch;
-  static constexpr int kStages = kOctets == 8 ? 12 : 16;
+  static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
+  static constexpr bool kFewStages = R::kMixed && R::kBf16Dims > 0 && kFindsLargest;  // else too much
+  static constexpr int kStages = kOctets < 8 ? 16 : kFewStages ? 8 : 12;
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
   static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
   static constexpr int kPBytes = kBlockStages * kStepBytes;
-  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
+  static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kScalePitch;
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
@@ -71,6 +71,9 @@ struct ManyHeadsSplit {
     alignas(8) uint8_t maps[1][kMapBytes];  // of the query's valid keys
     uint64_t stage_barriers[kStages][2];    // full, empty
     uint64_t weights_barriers[2][3];        // full, empty, QK done
+    uint64_t raw_barriers[R::kMixed ? kStages : 0];
+    int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
+    uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
@@ -130,10 +133,9 @@ struct SplitExchange {
 // moved, or the end of a row.
 enum class Step : int { kBlock, kRescaled, kEnd };
 
-template <KvLayoutId kId_>
+template <class R_>
 struct ManyHeadsWalk {
-  static constexpr KvLayoutId kId = kId_;
-  using R = Row<kId>;
+  using R = R_;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitGroups = 2;
@@ -143,7 +145,8 @@ struct ManyHeadsWalk {
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
+  static constexpr int kValueRegisters = 112, kLogitRegisters = R::kMixed ? 88 : 104;
+  static constexpr int kProducerRegisters = R::kMixed ? 80 : 48;
   static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
                 kLaunchRegisters * (3 + kLogitGroups));
   static constexpr int kChunks = 4;  // of V per warpgroup
@@ -151,14 +154,14 @@ struct ManyHeadsWalk {
   static constexpr int kTeams = 1, kQueries = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
   static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
-  static constexpr int kStageBytes = kStageRows * R::kPitch;
+  static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
   static constexpr int kStages = 16;
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
   static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
   static constexpr int kPBytes = kBlockStages * kStepBytes;
-  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
+  static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kScalePitch;
   static constexpr int kSurveyWarps = kLogitWarps;
 
   struct Smem {
@@ -180,6 +183,9 @@ struct ManyHeadsWalk {
     uint64_t stage_barriers[kStages][2];    // full, empty
     uint64_t step_barriers[2][3];           // full, empty, decided
     uint64_t survey_barriers[2][2];         // full, empty
+    uint64_t raw_barriers[R::kMixed ? kStages : 0];
+    int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
+    uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);

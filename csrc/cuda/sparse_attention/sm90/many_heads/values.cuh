@@ -47,12 +47,19 @@ class ValueWarp {
   // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (keys 0-7, 8-15) x
   // (chunk, next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (keys 0-7, 8-15)).
   struct Offsets {
-    int fp8, bf16;
+    int fp8, bf16, factors;
   };
   __device__ Offsets offsets() const {
     const int matrix = lane_ / 8, row = lane_ % 8;
     return {((matrix & 1) * 8 + row) * R::kPitch + (first_chunk_ + (matrix >> 1)) * kChunkDims + warp_ * 16,
-            ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16};
+            ((matrix >> 1) * 8 + row) * R::kPitch + R::kBf16Offset + warp_ * 32 + (matrix & 1) * 16,
+            factors_at()};
+  }
+
+  // Of a stage of two layouts: the scales of this warp's 16 dims of its first chunk.
+  __device__ int factors_at() const {
+    if constexpr (!R::kMixed) return 0;
+    else return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * kUnitFactorBytes + warp_ % 2 * 8;
   }
 
   // The products of a block. Block says of its i-th 16 keys: rows(i) their address, once wait(i) has
@@ -79,7 +86,15 @@ class ValueWarp {
       if (unit >= 2) wgmma_wait<1>();  // these fragments are free again
       convert_values(bytes, a[0], a[1]);
       if (unit + 1 < kUnits) fetch(unit + 1);
-      if constexpr (R::kNumScales > 0)
+      if constexpr (R::kMixed)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (bf16 && j == 1) continue;
+          const uint2 s = load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * kUnitFactorBytes);
+          a[j][0] = mul_f16x2(a[j][0], s.x), a[j][1] = mul_f16x2(a[j][1], s.x);
+          a[j][2] = mul_f16x2(a[j][2], s.y), a[j][3] = mul_f16x2(a[j][3], s.y);
+        }
+      else if constexpr (R::kNumScales > 0)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;

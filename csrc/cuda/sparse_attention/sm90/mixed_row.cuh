@@ -1,0 +1,78 @@
+#pragma once
+// Rows of two caches with different layouts as the kernels of Hopper see them: one kind of row. Rows of the first
+// cache stay as they are; an e2m1 row of the second becomes one like them before it is read: its codes, two bits
+// up, are e4m3 (of a 64th), where the first has bf16 dims it gets these. Scales are made one kind too, f16 of 16
+// dims each: both layouts' tiles are multiples of that.
+//
+// A stage is 16 such rows and a table of their scales * 2^-e <= 1, with one e for the stage:
+//   [32 dims][pair of keys 2i, 2i + 1 of the first 8]: tile 0: (keys 2i, 2i + 1), (2i + 8, 2i + 9); tile 1: the same
+// so that 16 bytes are what lane t wants of 32 value dims, and 8 of them, by its parity, what key g = 2i wants.
+//
+//   MixedRow       where its dims lie
+//   CachedRow      that, or Row where both layouts are the same
+//   KeyFactors     scales as factors of fragments
+#include <type_traits>
+
+#include "cuda/device/math.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
+
+namespace mla_fp8::gpu {
+
+template <KvLayoutId kFirst, KvLayoutId kSecond>
+struct MixedRow : Row<kFirst> {
+  using First = Row<kFirst>;
+  using Second = Row<kSecond>;
+  static constexpr bool kMixed = true;
+  static constexpr int kTileDims = Second::kTileDims, kNumScales = First::kFp8Dims / kTileDims;
+  static constexpr int kNumTiles = kNumScales;
+  static constexpr int kTilesOfChunk = kChunkDims / kTileDims;
+  static_assert(kTileDims == 16 && First::kTileDims % 16 == 0 && First::kDims == Second::kDims);
+  static_assert(First::kScalesApart && Second::kScalesApart);
+  static_assert(First::kL.scale_format == ScaleFormat::kUe8m0 && First::kBf16Dims <= 64 &&
+                Second::kL.nope_format == Format::kE2m1 && Second::kL.scale_format == ScaleFormat::kE4m3);
+
+  static constexpr int kPitch = First::kBytes | 16;  // as Row's, without scales
+  static constexpr int kTableOffset = kStageRows * kPitch, kTableBytes = First::kDims / 32 * 64;
+  // Before it is expanded: the second's codes end where the row does, scales of key i lie in the table.
+  static constexpr int kCodesOffset = First::kBytes - Second::kBytes, kRawScaleBytes = 32;
+  static_assert(kStageRows * kRawScaleBytes <= kTableBytes && Second::kL.scale_bytes() == kRawScaleBytes);
+  MLA_HD static constexpr int tile_of(int dim) { return dim / kTileDims; }
+  MLA_HD static constexpr bool new_tile(int dim) { return dim % kTileDims == 0; }
+};
+
+// What the kernels read of a call whose caches have these layouts.
+template <KvLayoutId kFirst, KvLayoutId kSecond>
+using CachedRow = std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond>>;
+
+// They lie in the table of the stage.
+template <KvLayoutId kFirst, KvLayoutId kSecond>
+struct RowScales<MixedRow<kFirst, kSecond>> {
+  static constexpr int kPerLane = 0;
+};
+
+inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // of `valid`, which has the second of two layouts only
+
+// Scales of a stage's keys as factors of A fragments of K: of a unit of 32 dims, keys g and g + 8.
+struct KeyFactors {
+  uint32_t of_g[2], of_g8[2];  // [tile]
+  __device__ KeyFactors(const uint4& x, int g) {
+    const uint32_t same = g % 2 ? 0x3232 : 0x1010;
+    of_g[0] = __byte_perm(x.x, 0, same), of_g8[0] = __byte_perm(x.y, 0, same);
+    of_g[1] = __byte_perm(x.z, 0, same), of_g8[1] = __byte_perm(x.w, 0, same);
+  }
+  __device__ void apply(uint32_t (&a0)[4], uint32_t (&a1)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a0[i] = mul_f16x2(a0[i], i % 2 ? of_g8[0] : of_g[0]);
+      a1[i] = mul_f16x2(a1[i], i % 2 ? of_g8[1] : of_g[1]);
+    }
+  }
+};
+// Where lane (g, t) finds them, for unit 0.
+__device__ inline uint32_t key_factors_at(uint32_t table, int g) { return table + g / 2 * 16; }
+__device__ inline uint32_t value_factors_at(uint32_t table, int t) { return table + t * 16; }
+inline constexpr int kUnitFactorBytes = 64;
+
+}  // namespace mla_fp8::gpu
