@@ -8,6 +8,7 @@ numbers of heads padded before the clock starts, `flash_mla, pad, slice` with th
 that a user then pays. Top-k entries are uniform over `rows` entries, windows are the last 128 tokens.
 `layer` cases add what leads there: Triton kernels dequantise FlashMLA's workspace and combine its indices,
 its heads are padded and sliced; ours reads the caches, or goes through a workspace, too (`layer bf16`).
+Entries of another layout than the window's (`dsv41+dsv41_fp4`) go against `dsv4`, too.
 Errors are relative to float64 over the dequantised rows.
 
 `--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's, as
@@ -15,6 +16,7 @@ bench_sparse_decode.py does. `flash_mla, pages` is its decode kernel over the sa
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 from bench_sparse_decode import CUDA, DEVICE, RATIO, REAL_ROUNDS, dequantized
@@ -25,7 +27,7 @@ from table import OURS
 
 import mla_fp8
 from harness import Work, arguments, load_triton_baselines, relative_difference, run
-from mla_fp8 import KV_LAYOUTS, reference
+from mla_fp8 import KV_LAYOUTS, KVLayout, reference
 from mla_fp8.backends.convert import packed
 
 try:
@@ -53,6 +55,7 @@ class Problem:
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.layout = shape, KV_LAYOUTS[shape.layout]
+        self.entries_layout = KV_LAYOUTS[shape.entries_layout or shape.layout]
         tokens, heads, dim = shape.num_tokens, shape.num_q_heads, self.layout.head_dim_qk
         self.num_sets = NUM_SETS if shape.kind is None else REAL_SETS
         self.q = torch.randn(self.num_sets, tokens, heads, dim, device=DEVICE).bfloat16()
@@ -72,14 +75,14 @@ class Problem:
         self.window_geometry = (pages, *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in geometry))
         self.row_table = torch.arange(self.gathered, dtype=torch.int32, device=DEVICE)[None]
         self.window_cache = cache(shape.layout, WINDOW_PAGE, self.gathered) if shape.window else None
-        self.topk_cache = cache(shape.layout, PAGE, shape.rows) if shape.topk else None
+        self.topk_cache = cache(self.entries_layout.name, PAGE, shape.rows) if shape.topk else None
         self.window_offset = shape.rows if shape.topk else 0  # of the window's rows in the workspace
         self.num_rows = self.window_offset + (self.gathered if shape.window else 0)
         self.combined, self.combined_length = self._combined()
         self.workspace = torch.empty(self.num_rows, dim, device=DEVICE, dtype=torch.bfloat16)
-        for kv_cache, page_size, rows, out in self._caches():
+        for layout, kv_cache, page_size, rows, out in self._caches():
             slots = torch.arange(rows, device=DEVICE)
-            out.copy_(mla_fp8.dequantize_kv(kv_cache, slots, layout=self.layout, page_size=page_size))
+            out.copy_(mla_fp8.dequantize_kv(kv_cache, slots, layout=layout, page_size=page_size))
         self.padded_heads = 64 if heads <= 64 else 128
         padded = [mla_fp8.pad_q_heads(q, self.sink, num_heads=self.padded_heads) for q in self.q]
         self.padded_q = [q for q, _ in padded]
@@ -97,14 +100,15 @@ class Problem:
         combined, valid = packed(both.flatten(0, 1))
         return combined.view_as(both), valid[: shape.num_tokens] if shape.kind.lengths else None
 
-    def _caches(self) -> list[tuple[torch.Tensor, int, int, torch.Tensor]]:
-        """(cache, page size, rows, their place in the workspace) of each."""
+    def _caches(self) -> list[tuple[KVLayout, torch.Tensor, int, int, torch.Tensor]]:
+        """(layout, cache, page size, rows, their place in the workspace) of each."""
         found = []
         if self.topk_cache is not None:
-            found.append((self.topk_cache, PAGE, self.shape.rows, self.workspace[: self.shape.rows]))
+            place = self.workspace[: self.shape.rows]
+            found.append((self.entries_layout, self.topk_cache, PAGE, self.shape.rows, place))
         if self.window_cache is not None:
             place = self.workspace[self.window_offset :]
-            found.append((self.window_cache, WINDOW_PAGE, self.gathered, place))
+            found.append((self.layout, self.window_cache, WINDOW_PAGE, self.gathered, place))
         return found
 
     def window(self, i: int) -> torch.Tensor:
@@ -121,6 +125,7 @@ class Problem:
             "extra_indices": self.topk_indices[i],
             "extra_topk_length": self.topk_length,
             "extra_page_size": PAGE,
+            "extra_layout": self.entries_layout,
         }
 
     def paged(self, i: int) -> torch.Tensor:
@@ -201,14 +206,12 @@ class Problem:
         )  # fmt: skip
         self.indices_out = torch.empty_like(self.combined[0])
         self.lens_out = torch.empty(tokens, dtype=torch.int32, device=DEVICE)
-        self.slots = [
-            torch.arange(rows, device=DEVICE, dtype=torch.int32) for _, _, rows, _ in self._caches()
-        ]
+        self.slots = [torch.arange(rows, device=DEVICE, dtype=torch.int32) for *_, rows, _ in self._caches()]
         self.triton = load_triton_baselines(DEVICE)
 
     def rows_layer(self, i: int) -> torch.Tensor:
-        for (kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
-            mla_fp8.dequantize_kv(kv_cache, slots, layout=self.layout, page_size=page_size, out=out)
+        for (layout, kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
+            mla_fp8.dequantize_kv(kv_cache, slots, layout=layout, page_size=page_size, out=out)
         if self.topk_cache is None:
             return self._window_rows(i)
         indices, lens = self.topk_indices[i], None
@@ -222,8 +225,8 @@ class Problem:
 
     def flash_mla_layer(self, i: int) -> torch.Tensor:
         """What an engine launches for one layer."""
-        for (kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
-            self.triton.dequantize_kv(kv_cache, slots, self.layout, page_size, out)
+        for (layout, kv_cache, page_size, _, out), slots in zip(self._caches(), self.slots, strict=True):
+            self.triton.dequantize_kv(kv_cache, slots, layout, page_size, out)
         indices = self.combined[i]
         if self.shape.window:
             inputs = (self.topk_indices[i], *self.geometry)
@@ -239,9 +242,9 @@ class Problem:
         else:
             rows = torch.empty(chosen.numel(), self.layout.head_dim_qk, dtype=torch.float64, device=DEVICE)
             flat, first = chosen.flatten(), 0
-            for kv_cache, page_size, count, _ in self._caches():
+            for layout, kv_cache, page_size, count, _ in self._caches():
                 mine = (flat >= first) & (flat < first + count)
-                rows[mine] = dequantized(self.layout, kv_cache, flat[mine] - first, page_size)
+                rows[mine] = dequantized(layout, kv_cache, flat[mine] - first, page_size)
                 first += count
         at = torch.arange(chosen.numel(), device=DEVICE, dtype=torch.int32).view_as(chosen).where(valid, -1)
         exact, _, _ = reference.sparse_attention(
@@ -260,6 +263,9 @@ def work(shape: Shape) -> Work:
         return [functools.partial(launch, i) for i in range(problem.num_sets)]
 
     baselines, peer, name = {}, None, "flash_mla"
+    if shape.entries_layout:  # by our kernels over the rows that engines on Hopper keep
+        v4 = Problem(replace(shape, layout="dsv4", entries_layout=""))
+        baselines["native, dsv4"] = [functools.partial(v4.window, i) for i in range(v4.num_sets)]
     if flash_mla is not None:
         peer = problem.flash_mla
         if shape.layer:

@@ -25,6 +25,7 @@ class Shape:
     bf16: bool = False  # from a workspace instead of pages
     layer: bool = False
     kind: RowKind | None = None  # of the top-k entries; None: every index valid
+    entries_layout: str = ""  # that of the window
 
     @property
     def label(self) -> str:
@@ -32,7 +33,8 @@ class Shape:
         window = f"+{self.window}" if self.window else ""
         size = f" {self.rows >> 10}K" if self.topk else ""
         rows = f": {self.kind.label}" if self.kind else ""
-        return f"{kind}{self.layout} {self.topk}{window}{size} h{self.num_q_heads} t{self.num_tokens}{rows}"
+        layouts = "+".join(filter(None, (self.layout, self.entries_layout)))
+        return f"{kind}{layouts} {self.topk}{window}{size} h{self.num_q_heads} t{self.num_tokens}{rows}"
 
     @property
     def ratio(self) -> int:
@@ -60,9 +62,11 @@ class Shape:
     def num_bytes(self) -> int:
         """Each byte once: the caches, Q and the output."""
         layout = KV_LAYOUTS[self.layout]
+        entries = KV_LAYOUTS[self.entries_layout or self.layout]
         tokens = self.num_tokens * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v) * 2
-        rows = (self.rows if self.topk else 0) + (self.num_tokens + self.before if self.window else 0)
-        return tokens + rows * (layout.head_dim_qk * 2 if self.bf16 else layout.bytes_per_token)
+        row, entry = (layout.head_dim_qk * 2 if self.bf16 else x.bytes_per_token for x in (layout, entries))
+        in_windows = self.num_tokens + self.before if self.window else 0
+        return tokens + (self.rows * entry if self.topk else 0) + in_windows * row
 
 
 def shapes() -> Iterator[Shape]:
@@ -72,6 +76,8 @@ def shapes() -> Iterator[Shape]:
         yield Shape("dsv4", h, 4096, 512, WINDOW, rows)
         yield Shape("dsv4", h, 8192, 512, WINDOW, rows)
         yield Shape("dsv4", h, 4096, 1024, WINDOW, rows)
+    for h, layout in itertools.product(HEADS, ("dsv41", "dsv4")):
+        yield Shape(layout, h, 4096, 512, WINDOW, 32 << 10, entries_layout="dsv41_fp4")
     for h in heads:
         yield Shape("dsv4", h, 8192, 0, WINDOW, 0)
         yield Shape("dsv4", h, 8192, 0, WINDOW, 0, bf16=True)

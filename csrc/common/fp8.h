@@ -108,7 +108,8 @@ MLA_HD constexpr uint32_t e2m1x4_to_e4m3(uint32_t codes) {
   return (codes & 0x08080808u) << 4 | (codes & 0x07070707u) << 2;
 }
 
-// Nearest, ties to the even code, saturating; the sign of a zero is kept. e2m1 has no NaN: `of_nan` is its code.
+// Nearest, ties to the even code, saturating; the sign of a zero is kept. There is no NaN: `of_nan` is its
+// code.
 MLA_HD uint8_t float_to_e2m1(float x, uint8_t of_nan) {
   const uint32_t u = float_bits(x), sign = (u >> 28) & 8u, kLargest = float_bits(6.0f);
   uint32_t a = u & ~kSignMask;

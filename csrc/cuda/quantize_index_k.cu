@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kKeyBlock)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 v = unpack<Dtype::kBf16>(x[i]);
-      const uint32_t low = float_to_e2m1(v.x * factor, kE2m1OfNan), high = float_to_e2m1(v.y * factor, kE2m1OfNan);
+      const uint32_t low = float_to_e2m1(v.x * factor, kE2m1OfNan),
+                     high = float_to_e2m1(v.y * factor, kE2m1OfNan);
       codes |= (low | high << 4) << (8 * i);
     }
     if (!to.valid) return;

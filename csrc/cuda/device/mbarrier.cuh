@@ -47,11 +47,10 @@ __device__ inline void mbarrier_wait(uint32_t bar, int parity) {
 // Has it?
 __device__ inline bool mbarrier_test(uint32_t bar, int parity) {
   uint32_t ended;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(ended)
-      : "r"(bar), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(ended)
+               : "r"(bar), "r"(parity)
+               : "memory");
   return ended != 0;
 }
 

@@ -19,7 +19,8 @@ int64_t num_keys(const SparseAttentionParams& p) {
 
 double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
   const auto of_scope = [&](int i, KvLayoutId layout) {
-    return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token() : 0.0;
+    return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token()
+                            : 0.0;
   };
   return of_scope(0, p.layout) + of_scope(1, p.extra_layout);
 }

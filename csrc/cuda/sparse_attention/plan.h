@@ -24,8 +24,8 @@ enum class Schedule {
   kWalk,   // the CTAs, about as many as SMs, go through the queries
 };
 
-// Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the second
-// become rows like those.
+// Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
+// second become rows like those.
 enum class Rows { kAll, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
 
 // What of a kernel is known when it is compiled, besides the layout.
@@ -103,9 +103,9 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
-// Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for what the plan and the problem
-// name; the variant is an index of kVariants, without a second cache its layout is that of the first. So a
-// kernel is compiled for its rows of that table and the layouts that they read, for no others.
+// Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for what the plan and the
+// problem name; the variant is an index of kVariants, without a second cache its layout is that of the first.
+// So a kernel is compiled for its rows of that table and the layouts that they read, for no others.
 template <Kernel kKernel, class Fn>
 void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;

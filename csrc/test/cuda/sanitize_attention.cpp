@@ -25,6 +25,7 @@ struct Case {
   int heads, tokens, topk, extra_topk;
   bool finds_largest;      // asks for max_logits
   bool is_window = false;  // of topk tokens, in place of the indices
+  bool fp4_extra = false;  // the second cache is dsv41_fp4
 };
 using enum KvLayoutId;
 constexpr Case kCases[] = {
@@ -92,6 +93,18 @@ constexpr Case kCases[] = {
     {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 20, 280, 70, 60, true, true},
     {"bf16_tiles", "walk", 64, 1, 0, kDsv4, 128, 150, 70, 60, true, true},
     {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 100, false, true},
+    {"few_heads", "split", 8, 1, 4, kDsv41, 8, 5, 300, 500, false, false, true},
+    {"few_heads", "split", 8, 2, 8, kDsv4, 8, 5, 800, 500, true, false, true},
+    {"few_heads", "split", 16, 2, 0, kDsv41, 16, 5, 200, 900, true, false, true},
+    {"few_heads", "split", 16, 1, 0, kDsv4, 17, 5, 128, 400, false, true, true},
+    {"few_heads", "walk", 8, 1, 0, kDsv41, 8, 30, 60, 200, true, false, true},
+    {"few_heads", "walk", 16, 1, 0, kDsv4, 16, 30, 128, 100, true, true, true},
+    {"many_heads", "split", 32, 2, 0, kDsv41, 32, 5, 300, 900, true, false, true},
+    {"many_heads", "split", 32, 1, 0, kDsv4, 32, 5, 300, 500, false, false, true},
+    {"many_heads", "split", 64, 1, 0, kDsv41, 64, 5, 128, 700, false, true, true},
+    {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 900, true, false, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv41, 32, 30, 100, 300, true, false, true},
+    {"many_heads", "walk", 32, 1, 0, kDsv4, 64, 12, 128, 300, true, true, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
@@ -129,7 +142,7 @@ std::vector<T> download(const T* p, size_t size) {
   return values;
 }
 
-// Latents of about 1/8: any e4m3 code but NaN times 2^-10, 2^-11 (stored scales).
+// Latents of about 1/8: any e4m3 code but NaN times 2^-10, 2^-11 (stored scales); any e2m1.
 std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {
   std::vector<uint8_t> cache(kNumRows / page_size * l.page_bytes(page_size));
   const auto put = [](uint8_t* at, int dims, Format format) {
@@ -137,6 +150,8 @@ std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {
       const uint16_t wide = to_bf16(normal() / 8);
       const uint8_t code = static_cast<uint8_t>(random_bits());
       if (format == Format::kBf16) std::memcpy(at + 2 * i, &wide, 2);
+      else if (format == Format::kE2m1 && i >= dims / 2) break;
+      else if (format == Format::kE2m1) at[i] = code;
       else at[i] = (code & 0x7f) == 0x7f ? 0 : code;
     }
   };
@@ -148,7 +163,8 @@ std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {
     uint8_t* const scales = page + l.scale_offset(i % page_size, page_size);
     for (int tile = 0; tile < l.num_tiles(); ++tile) {
       const uint32_t exponent = 127 - 10 - random_bits() % 2, bits = exponent << 23;
-      if (l.scale_itemsize() == 4) std::memcpy(scales + 4 * tile, &bits, 4);
+      if (l.scale_format == ScaleFormat::kE4m3) scales[tile] = random_bits() % 32 + 8;  // 2^-6 to 0.11
+      else if (l.scale_itemsize() == 4) std::memcpy(scales + 4 * tile, &bits, 4);
       else scales[tile] = static_cast<uint8_t>(exponent);
     }
   }
@@ -228,6 +244,7 @@ float difference(const T* a, const T* b, size_t size, Fn&& value) {
 bool run(const Case& c) {
   random_bits.seed(1);
   Device device;
+  const KvLayoutId extra = c.fp4_extra ? kDsv41Fp4 : c.layout;
   const KvLayout l = kv_layout(c.layout);
   const int d = l.head_dim_qk();
   const size_t rows = static_cast<size_t>(c.tokens) * c.heads;
@@ -237,11 +254,11 @@ bool run(const Case& c) {
   for (float& x : sink) x = normal();
 
   SparseAttentionParams p{};
-  p.layout = p.extra_layout = c.layout, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
+  p.layout = c.layout, p.extra_layout = extra, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
   const bool plain_rows = std::string(c.kernel) == "bf16_tiles" && !c.is_window && p.num_scopes == 1;
   p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);
-  if (p.num_scopes > 1) p.scopes[1] = random_scope(device, l, 2, c.tokens, c.extra_topk);
+  if (p.num_scopes > 1) p.scopes[1] = random_scope(device, kv_layout(extra), 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
   p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
   p.attn_sink = device.upload(sink);
@@ -266,9 +283,9 @@ bool run(const Case& c) {
   const float lse = difference(got.lse, want.lse, rows, same);
   const float largest = c.finds_largest ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
   const bool right = out < 4e-3f && lse < 1e-4f && largest < 1e-4f;
-  std::printf("%s %s; %s, %d heads, %d queries, %d + %d keys%s: off by %.1e, lse %.1e\n",
+  std::printf("%s %s; %s, %d heads, %d queries, %d + %d keys%s%s: off by %.1e, lse %.1e\n",
               right ? "ok   " : "WRONG", to_string(plan).c_str(), l.name, c.heads, c.tokens, c.topk,
-              c.extra_topk, c.is_window ? " (window)" : "", out, lse);
+              c.extra_topk, c.fp4_extra ? " of FP4" : "", c.is_window ? " (window)" : "", out, lse);
   std::fflush(stdout);
   return right;
 }

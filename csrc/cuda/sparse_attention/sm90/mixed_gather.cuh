@@ -1,7 +1,8 @@
 #pragma once
-// The gather from two caches of different layouts. A producer fetches rows as they lie there, each into its place
-// of the ring; once they are there, and while it would wait for the next free stage, it makes them rows of one
-// kind (mixed_row.cuh). So the whole ring is in flight, and nobody else converts what several warps read.
+// The gather from two caches of different layouts. A producer fetches rows as they lie there, each into its
+// place of the ring; once they are there, or while it would wait for the next free stage, it makes them rows
+// of one kind (mixed_row.cuh). So the whole ring is in flight, and nobody else converts what several warps
+// read.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -58,7 +59,7 @@ class MixedGather : protected Gather<C> {
     const unsigned extras = __ballot_sync(kFullWarp, extra) & kStagePlaces;
 
     const int stage = i % C::kStages;
-    while (num_pending_ > 0 && !is_free(i)) expand_next();
+    while (num_pending_ > 0 && (is_raw_full() || !is_free(i))) expand_next();
     wait_until_free<C::kStages>(ring_.empty(stage), i);
     if (lane_ < kStageRows) valid_[stage * kStageRows + lane_] = counts ? kValidKey : 0;
     if (lane_ == 0) store_shared_4(extras_at(stage), extras);
@@ -100,9 +101,15 @@ class MixedGather : protected Gather<C> {
   static constexpr unsigned kStagePlaces = (1u << kStageRows) - 1;
   static_assert(C::kStages <= 16 && C::kStages / C::kProducers <= 4, "a byte of pending_ each");
 
-  __device__ uint32_t extras_at(int stage) const { return ring_.smem + MLA_SMEM(C, stage_extras) + stage * 4; }
+  __device__ uint32_t extras_at(int stage) const {
+    return ring_.smem + MLA_SMEM(C, stage_extras) + stage * 4;
+  }
   __device__ bool is_free(int i) const {
     return __all_sync(kFullWarp, mbarrier_test(ring_.empty(i % C::kStages), (i / C::kStages & 1) ^ 1));
+  }
+  __device__ bool is_raw_full() const {  // the next one's
+    const int i = pending_ & 255;
+    return __all_sync(kFullWarp, mbarrier_test(ring_.raw(i % C::kStages), i / C::kStages & 1));
   }
   __device__ void expand_next() {
     const int i = pending_ & 255;
@@ -113,8 +120,8 @@ class MixedGather : protected Gather<C> {
   }
 
   // As Gather's, of rows of either kind.
-  __device__ __forceinline__ void copy_repeated(int stage, const uint8_t* row, unsigned repeated, unsigned same,
-                                                unsigned extras) const {
+  __device__ __forceinline__ void copy_repeated(int stage, const uint8_t* row, unsigned repeated,
+                                                unsigned same, unsigned extras) const {
     while (repeated) {
       const int first = __ffs(repeated) - 1;
       const unsigned places = __shfl_sync(kFullWarp, same, first);
@@ -212,8 +219,8 @@ class MixedGather : protected Gather<C> {
       }
     }
     const float unit = power_of_two(-e);
-    const uint32_t at = ring_.stage(stage) + R::kTableOffset + half * 8 * kUnitFactorBytes + row % 8 / 2 * 16 +
-                        row / 8 * 4 + row % 2 * 2;
+    const uint32_t at = ring_.stage(stage) + R::kTableOffset + half * 8 * kUnitFactorBytes +
+                        row % 8 / 2 * 16 + row / 8 * 4 + row % 2 * 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t pair =

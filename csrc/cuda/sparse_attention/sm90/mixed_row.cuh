@@ -1,12 +1,13 @@
 #pragma once
-// Rows of two caches with different layouts as the kernels of Hopper see them: one kind of row. Rows of the first
-// cache stay as they are; an e2m1 row of the second becomes one like them before it is read: its codes, two bits
-// up, are e4m3 (of a 64th), where the first has bf16 dims it gets these. Scales are made one kind too, f16 of 16
-// dims each: both layouts' tiles are multiples of that.
+// Rows of two caches with different layouts as the kernels of Hopper see them: one kind of row. Rows of the
+// first cache stay as they are; an e2m1 row of the second becomes one like them before it is read: its codes,
+// two bits up, are e4m3 (of a 64th), where the first has bf16 dims it gets these. Scales are made one kind,
+// too, f16 of 16 dims each: both layouts' tiles are multiples of that.
 //
 // A stage is 16 such rows and a table of their scales * 2^-e <= 1, with one e for the stage:
-//   [32 dims][pair of keys 2i, 2i + 1 of the first 8]: tile 0: (keys 2i, 2i + 1), (2i + 8, 2i + 9); tile 1: the same
-// so that 16 bytes are what lane t wants of 32 value dims, and 8 of them, by its parity, what key g = 2i wants.
+//   [32 dims][i < 4] tile 0: keys (2i, 2i + 1), (2i + 8, 2i + 9); tile 1: the same
+// 16 bytes are what lane t = i wants of 32 value dims; half of them, by the parity of g, what the lanes of
+// key g = 2i want, and of 2i + 1.
 //
 //   MixedRow       where its dims lie
 //   CachedRow      that, or Row where both layouts are the same

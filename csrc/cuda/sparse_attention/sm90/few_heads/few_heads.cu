@@ -13,6 +13,9 @@
 //     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
+// Of two caches with different layouts the producers first make rows of one kind (mixed_gather.cuh,
+// mixed.cuh).
+//
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
 // additions. Bound, H200: the gather (35 clocks per key and SM at 4.3 TB/s) plus the fixed cost of a query

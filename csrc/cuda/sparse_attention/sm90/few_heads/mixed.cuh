@@ -35,8 +35,8 @@ __device__ __forceinline__ void Consumer<C>::attend_to_keys(int stage, Block& b)
   }
 }
 
-// Units of 32 dims, the bf16 ones first; what a unit reads is fetched kAhead units before. Units and their halves
-// have accumulators in turn: a product waits for none of the last three.
+// Units of 32 dims, the bf16 ones first; what a unit reads is fetched kAhead units before. Units and their
+// halves have accumulators in turn: a product waits for none of the last three.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int e,
                                                               float (&s)[kOctets][4]) const {
@@ -62,7 +62,8 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
   float acc[2][2][kOctets][4];
   const auto clear = [&] {
 #pragma unroll
-    for (int i = 0; i < 16 * kOctets; ++i) acc[i / 8 / kOctets][i / 4 / kOctets % 2][i / 4 % kOctets][i % 4] = 0.0f;
+    for (int i = 0; i < 16 * kOctets; ++i)
+      acc[i / 8 / kOctets][i / 4 / kOctets % 2][i / 4 % kOctets][i % 4] = 0.0f;
   };
 #pragma unroll
   for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
@@ -100,8 +101,8 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
   add_scaled(s, acc[1][0], acc[1][1], unit, unit);
 }
 
-// The four warps of a team at once, in parts of 64 dims, bf16 ones first: as logits_wgmma, but for one sum of all
-// parts of a kind.
+// The four warps of a team at once, in parts of 64 dims, bf16 ones first: as logits_wgmma, but for one sum of
+// all parts of a kind.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, int e,
                                                                 float (&s)[kOctets][4]) const {

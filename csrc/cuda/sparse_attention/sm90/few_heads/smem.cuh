@@ -38,7 +38,7 @@ struct FewHeads {
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = R::kMixed ? (kQueries_ == 1 ? 80 : 96) : kProducers == 4 ? 40 : kQueries_ == 1 ? 32 : 48;
+  static constexpr int kProducerRegisters = R::kMixed ? 80 : kProducers == 4 ? 40 : kQueries_ == 1 ? 32 : 48;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize) / kConsumerThreads / 8 * 8;
 

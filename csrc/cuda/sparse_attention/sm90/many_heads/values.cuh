@@ -59,7 +59,9 @@ class ValueWarp {
   // Of a stage of two layouts: the scales of this warp's 16 dims of its first chunk.
   __device__ int factors_at() const {
     if constexpr (!R::kMixed) return 0;
-    else return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * kUnitFactorBytes + warp_ % 2 * 8;
+    else
+      return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * kUnitFactorBytes +
+             warp_ % 2 * 8;
   }
 
   // The products of a block. Block says of its i-th 16 keys: rows(i) their address, once wait(i) has
@@ -90,7 +92,8 @@ class ValueWarp {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;
-          const uint2 s = load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * kUnitFactorBytes);
+          const uint2 s =
+              load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * kUnitFactorBytes);
           a[j][0] = mul_f16x2(a[j][0], s.x), a[j][1] = mul_f16x2(a[j][1], s.x);
           a[j][2] = mul_f16x2(a[j][2], s.y), a[j][3] = mul_f16x2(a[j][3], s.y);
         }
