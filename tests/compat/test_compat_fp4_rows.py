@@ -34,9 +34,9 @@ def written(src_rows: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return page.to(device), rows
 
 
-def run(src: torch.Tensor, src_rows: str, layout: str, src_slots, slot_mapping, dst=None, **changes):
+def run(src: torch.Tensor, rows: str, layout: str, src_slots, slot_mapping, dst=None, **changes):
     dst = KV_LAYOUTS[layout].empty(4, 64, src.device).fill_(0xA5) if dst is None else dst
-    options = {"src_rows": src_rows, "layout": layout, "src_page_size": PAGE_SIZE, "page_size": 64}
+    options = {"src_rows": rows, "layout": layout, "src_page_size": PAGE_SIZE, "page_size": 64}
     scale = torch.tensor([0.5], device=src.device) if KV_LAYOUTS[layout].needs_scale else None
     slots = {"src_slots": src_slots.to(src.device), "slot_mapping": slot_mapping.to(src.device)}
     convert_kv(src, dst, **(options | slots | {"scale": scale} | changes))

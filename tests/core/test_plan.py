@@ -41,9 +41,12 @@ def shapes():
     for layout in ("fp8_e4m3_fnuz", "dsv41", "dsv32_nope"):
         yield "decode", layout, 2048, 0, False, 16, 8, H200
         yield "prefill", layout, 2048, 0, False, 128, 4096, H200
-    for pair in ("dsv41+dsv41_fp4", "dsv4+dsv41_fp4"):
-        yield "decode", pair, 128, 512, False, 16, 8, H200
-        yield "prefill", pair, 128, 512, True, 128, 4096, H200
+    for heads, queries in product(HEADS, (1, 8, 32, 128, 256)):
+        yield "decode", "dsv41+dsv41_fp4", 128, 512, False, heads, queries, H200
+    for heads, queries in product(HEADS, (32, 256, 4096)):
+        yield "prefill", "dsv41+dsv41_fp4", 128, 512, True, heads, queries, H200
+    yield "decode", "dsv4+dsv41_fp4", 128, 512, False, 16, 8, H200
+    yield "prefill", "dsv4+dsv41_fp4", 128, 512, True, 128, 4096, H200
 
 
 def ids(layouts):

@@ -107,8 +107,9 @@ __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
 }
 
 // The codes of eight bf16 x / scale, of an e4m3 scale > 0; of a NaN scale 0. The bits of a half of 2^-14
-// times a value are its e2m1 with nine more bits, so rounding is an addition. And an approximate quotient will do:
-// an exact one that is no tie is off it by 2^-8 or more, and a tie is a half (tried, all mantissas of both).
+// times a value are its e2m1 with nine more bits, so rounding is an addition. And an approximate quotient
+// will do: an exact one that is no tie is off it by 2^-8 or more, and a tie is a half (tried, all mantissas
+// of both).
 __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
   const float factor = __fdividef(0x1p-14f, scale);
   uint32_t codes = 0;

@@ -90,7 +90,11 @@ class Gather {
     __syncwarp();
   }
 
-  __device__ void drain() const {}  // once all is fetched
+  // What a producer owes of stages that it has fetched: before it waits for anything but a free stage, and at
+  // the end. Rows of one layout need nothing.
+  template <class Ready>
+  __device__ void finish_until(Ready&&) const {}
+  __device__ void drain() const {}
 
   const SparseAttentionParams& p_;
   const int lane_;
@@ -181,6 +185,7 @@ class WalkProducer : GatherOf<C> {
     for (unsigned item = WalkItem<C>::first(row()), n = 0; item < WalkItem<C>::count(params_);
          item += WalkItem<C>::stride(), ++n) {
       const Keys keys(params_.p, WalkItem<C>(params_, item).query);
+      this->finish_until([&] { return surveys.is_there(n); });
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
       // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
       int rank = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;

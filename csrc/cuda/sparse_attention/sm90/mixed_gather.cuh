@@ -92,7 +92,11 @@ class MixedGather : protected Gather<C> {
     ++num_pending_;
   }
 
-  // All that has been fetched.
+  // Consumers may need them before what is waited for can come.
+  template <class Ready>
+  __device__ void finish_until(Ready&& ready) {
+    while (num_pending_ > 0 && !ready()) expand_next();
+  }
   __device__ void drain() {
     while (num_pending_ > 0) expand_next();
   }
@@ -210,8 +214,8 @@ class MixedGather : protected Gather<C> {
     const uint32_t above = __reduce_max_sync(kFullWarp, max(largest & 0xffffu, largest >> 16));
     const int e = min(max(exponent_above(above << 16), -100), 100);
     if (lane_ == 0) store_shared_4(ring_.smem + MLA_SMEM(C, stage_exponents) + stage * 4, e);
-    if (above >= kInfinite >> 16) [[unlikely]] {
-      const bool is_nan = (largest & 0xffffu) >= kInfinite >> 16 || largest >> 16 >= kInfinite >> 16;
+    if (above >= kInfinite) [[unlikely]] {
+      const bool is_nan = (largest & 0xffffu) >= kInfinite || largest >> 16 >= kInfinite;
       const unsigned keys = __ballot_sync(kFullWarp, is_nan);
       if (half == 0 && (keys >> lane_ & 3)) {
         uint8_t& valid = valid_[stage * kStageRows + row];
