@@ -136,9 +136,7 @@ class WalkSurveys {
     wait_until_full<2>(full(i), i);
     return {map(i), load_shared_4(map(i) + kMapLength), lane};
   }
-  __device__ bool is_there(int i) const {
-    return __all_sync(kFullWarp, mbarrier_test(full(i), i / 2 & 1));
-  }
+  __device__ bool is_there(int i) const { return __all_sync(kFullWarp, mbarrier_test(full(i), i / 2 & 1)); }
   __device__ uint32_t map(int i) const {
     return smem_ + MLA_SMEM(C, maps) + (place_ * 2 + i % 2) * kMapBytes;
   }
