@@ -18,6 +18,16 @@ void run(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
 
 }  // namespace
 
+int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
+  return workspace_size(plan(Op::kDecode, p, this_gpu()), p);
+}
+int64_t sparse_prefill_workspace(const SparseAttentionParams& p) {
+  return workspace_size(plan(Op::kPrefill, p, this_gpu()), p);
+}
+int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
+  return workspace_size(forced_plan(x.wanted, x.params, this_gpu()), x.params);
+}
+
 void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
   run(p, plan(Op::kDecode, p, this_gpu()), stream);
 }

@@ -183,7 +183,29 @@ std::pair<Tensor, Tensor> new_outputs(const Check& check, const Tensor& q) {
 
 }  // namespace
 
-#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+#if MLA_FP8_WITH_CUDA
+namespace {
+
+SparseAttentionParams& params_of(SparseAttentionParams& params) { return params; }
+SparseAttentionParams& params_of(gpu::WantedSparseAttention& problem) { return problem.params; }
+
+// With a workspace where the plan asks for one: from torch's allocator, in `_out` forms too. A graph under
+// capture keeps it; elsewhere whoever gets its memory next uses it behind these kernels in the stream.
+template <class Problem>
+void launch_sparse(int64_t size(const Problem&), void launch(const Problem&, gpuStream_t), const Tensor& q,
+                   Problem problem) {
+  const OnDeviceOf device(q);
+  OptionalTensor workspace;
+  if (const int64_t floats = size(problem); floats > 0) {
+    workspace = new_empty(q, {floats}, ScalarType::Float);
+    params_of(problem).workspace = mutable_data<float>(*workspace);
+  }
+  launch(problem, current_stream(q));
+}
+
+}  // namespace
+#define MLA_LAUNCH_SPARSE(op, tensor, params) launch_sparse(gpu::op##_workspace, gpu::op, tensor, params)
+#elif MLA_FP8_WITH_HIP
 #define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(op, tensor, params)
 #else  // one kernel serves them all
 #define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(sparse_attention, tensor, params)
@@ -245,7 +267,8 @@ ThreeTensors run_by(const Check& check, const Tensor& q, const gpu::WantedKernel
   auto [out, lse] = new_outputs(check, q);
   Tensor largest = new_empty(q, {max_logits ? q.size(0) : 0, q.size(1)}, ScalarType::Float);
   const SparseAttentionParams params = check_params({out, lse, max_logits ? &largest : nullptr});
-  if (params.num_tokens > 0) MLA_LAUNCH(sparse_attention_by, q, (gpu::WantedSparseAttention{params, wanted}));
+  const gpu::WantedSparseAttention problem{params, wanted};
+  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_attention_by, q, problem);
   return {out, largest, lse};
 }
 

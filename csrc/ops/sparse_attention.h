@@ -62,6 +62,7 @@ struct SparseAttentionParams {
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing
+  float* workspace;   // as many floats as the plan asks for
 
   MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
 };
@@ -116,6 +117,9 @@ namespace cpu {
 void sparse_attention(const SparseAttentionParams& params);
 }
 namespace gpu {
+// Floats that `workspace` must have on the current device: by shapes alone, 0 for most.
+int64_t sparse_decode_workspace(const SparseAttentionParams& params);
+int64_t sparse_prefill_workspace(const SparseAttentionParams& params);
 void sparse_decode(const SparseAttentionParams& params, gpuStream_t stream);
 void sparse_prefill(const SparseAttentionParams& params, gpuStream_t stream);
 
@@ -129,6 +133,7 @@ struct WantedSparseAttention {
   SparseAttentionParams params;
   WantedKernel wanted;
 };
+int64_t sparse_attention_by_workspace(const WantedSparseAttention& problem);
 void sparse_attention_by(const WantedSparseAttention& problem, gpuStream_t stream);
 }  // namespace gpu
 

@@ -85,9 +85,6 @@ def test_every_variant_is_in_some_plan():
     with (HERE / "plans.csv").open(newline="") as file:
         planned = {row["plan"] for row in csv.DictReader(file)}
     for kernel, schedule, heads, producers, _ in core.VARIANTS:
-        if kernel == "portable":
-            assert kernel in planned
-            continue
         wanted = [f"{kernel} {schedule}, {heads} heads"]
         if kernel == "few_heads":
             wanted.append(f", {producers} producers")
@@ -106,12 +103,10 @@ problems = st.fixed_dictionaries(
 @given(problems, st.sampled_from(["decode", "prefill"]), st.booleans())
 def test_a_plan_names_a_variant_that_reads_the_cache(problem, op, is_window):
     plan = core.plan(op, is_window=is_window and op == "prefill", **problem)
-    if plan == "portable":
-        return
     name, *rest = plan.split(", ")
     numbers = {what: int(number) for number, what in (part.split(" ", 1) for part in rest)}
     splits = numbers.get("CTA a query", numbers.get("CTAs a query", 1))
-    assert splits in (1, 2, 4, 8, 16)
+    assert splits in range(1, 65) if name == "portable split" else splits in (1, 2, 4, 8, 16)
     forced = core.forced_plan(
         *name.split(), numbers["heads"], splits, numbers.get("producers", 0), layout=problem["layout"],
         heads=problem["heads"],
@@ -128,7 +123,14 @@ def test_batch_invariant_plans_know_neither_queries_nor_heads_nor_sms(a, b):
 
 @given(problems, st.sampled_from(["decode", "prefill"]), st.sampled_from([8, 10, 12]))
 def test_other_gpus_take_the_portable_kernel(problem, op, major):
-    assert core.plan(op, compute_major=major, **problem) == "portable"
+    assert core.plan(op, compute_major=major, **problem).startswith("portable split, ")
+
+
+@given(problems, st.sampled_from([8, 10, 12]))
+def test_the_portable_kernel_in_any_batch_knows_neither_queries_nor_heads_nor_sms(problem, major):
+    same = problem | {"queries": 3, "heads": 5, "num_sms": 70}
+    options = {"compute_major": major, "batch_invariant": True}
+    assert core.plan("decode", **problem, **options) == core.plan("decode", **same, **options)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,27 @@ const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layou
   if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
   return *found;
 }
-constexpr Plan kPortablePlan{kVariants[0]};
+
+// ---- every GPU ------------------------------------------------------------------------------------------
+
+// Two CTAs are on an SM at once where it has the shared memory. A CTA of a query has at least two blocks of
+// keys, or the merge would cost more than it saves. With batch_invariant the number of heads changes nothing.
+constexpr int kPortableHeads[] = {16, 32};
+constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512, kMaxInvariantSplits = 8;
+
+Plan plan_portable(const SparseAttentionParams& p, int num_sms) {
+  const int heads = kPortableHeads[p.num_q_heads > kPortableHeads[0] || p.batch_invariant];
+  const int64_t keys = std::max<int64_t>(num_keys(p), 1);
+  int64_t splits;
+  if (p.batch_invariant) {
+    splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
+  } else {
+    const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, heads);
+    splits = std::min({2 * num_sms / ctas, ceil_div(keys, kMinKeysOfSplit), int64_t{kMaxPortableSplits}});
+  }
+  return {variant(Kernel::kPortable, Schedule::kSplit, heads, p.layouts()),
+          static_cast<int>(std::max<int64_t>(splits, 1))};
+}
 
 // ---- sm_90: which kernel, and how many SMs share a query ------------------------------------------------
 //
@@ -126,7 +146,7 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
 }
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
-  if (p.num_tokens >= kMaxSplitQueries) return kPortablePlan;
+  if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, num_sms);
   // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
   // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
   if (p.num_q_heads > 32 && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
@@ -134,7 +154,7 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
 }
 
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
-  if (p.num_tokens >= kMaxWalkQueries) return kPortablePlan;
+  if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, num_sms);
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
   // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half
@@ -195,7 +215,6 @@ std::string to_string(const Plan& plan) {
   const Variant& v = plan.variant;
   std::ostringstream out;
   out << name(v.kernel);
-  if (v.kernel == Kernel::kPortable) return out.str();
   out << ' ' << name(v.schedule) << ", " << v.heads << " heads";
   if (v.schedule == Schedule::kSplit)
     out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
@@ -203,8 +222,18 @@ std::string to_string(const Plan& plan) {
   return out.str();
 }
 
+int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
+  if (plan.variant.kernel != Kernel::kPortable || plan.splits == 1) return 0;
+  return p.num_tokens * p.num_q_heads * plan.splits * (2 + kHeadDimV);  // (maximum, sum) and the output
+}
+
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (wanted.kernel == name(Kernel::kPortable)) return kPortablePlan;
+  if (wanted.kernel == name(Kernel::kPortable)) {
+    if (wanted.splits == 0) return plan_portable(p, gpu.num_sms);  // its own
+    const int heads = wanted.heads > kPortableHeads[0] ? kPortableHeads[1] : kPortableHeads[0];
+    return {variant(Kernel::kPortable, Schedule::kSplit, heads, p.layouts()),
+            std::clamp(wanted.splits, 1, kMaxPortableSplits)};
+  }
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
@@ -226,7 +255,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   const Architecture* const own = own_kernels(p, gpu);
-  return own ? own->plan(op, p, gpu.num_sms) : kPortablePlan;
+  return own ? own->plan(op, p, gpu.num_sms) : plan_portable(p, gpu.num_sms);
 }
 
 }  // namespace mla_fp8::gpu

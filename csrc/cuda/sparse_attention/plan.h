@@ -53,7 +53,8 @@ struct Variant {
   }
 };
 inline constexpr Variant kVariants[] = {
-    {Kernel::kPortable, Schedule::kSplit, 16, 4, Rows::kAll},
+    {Kernel::kPortable, Schedule::kSplit, 16, 8, Rows::kAll},
+    {Kernel::kPortable, Schedule::kSplit, 32, 8, Rows::kAll},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},
@@ -67,14 +68,19 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
 };
 
+inline constexpr int kMaxPortableSplits = 64;
+
 struct Plan {
   Variant variant;
-  int splits = 1;  // CTAs that share the keys of a query: 1, 2, 4, 8 or 16
+  int splits = 1;  // CTAs that share the keys of a query: 1, 2, 4, 8 or 16; of kPortable any number
   int ctas = 0;    // of a walk, at most
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"
+
+// Floats that the CTAs of a query leave for each other in global memory.
+int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p);
 
 struct Gpu {
   int major;  // of its compute capability

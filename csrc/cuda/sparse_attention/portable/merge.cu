@@ -1,0 +1,90 @@
+// The second kernel of split queries: adds up, in their order, what the splits of a head have left.
+#include <algorithm>
+
+#include "cuda/device/convert.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/portable/partials.cuh"
+
+namespace mla_fp8::gpu {
+namespace {
+
+constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize, kMergeDims = 4 * kWarpSize;
+constexpr int kMergeAtOnce = 8;  // loads of a warp in flight
+
+// A CTA adds up kMergeDims dims of one head of one query, each warp a quarter of the splits.
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ PortableParams params) {
+  constexpr int kParts = kHeadDimV / kMergeDims;
+  __shared__ float4 sums[kMergeWarps][kWarpSize];
+  const SparseAttentionParams& p = params.p;
+  const Partials partials(params);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int64_t query_head = blockIdx.x / kParts;
+  const int dim = blockIdx.x % kParts * kMergeDims + lane * 4;
+  wait_for_previous_grid();
+
+  float2 stats[kMaxPortableSplits / kWarpSize];  // lane i: of splits i, i + 32
+  float max = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kMaxPortableSplits / kWarpSize; ++i) {
+    const int split = i * kWarpSize + lane;
+    stats[i] = split < params.splits ? *partials.stats(query_head, split) : float2{-INFINITY, 0.0f};
+    max = fmaxf(max, stats[i].x);
+  }
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2)
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMaxPortableSplits / kWarpSize; ++i) {
+    stats[i].x = stats[i].x == -INFINITY ? 0.0f : exp2f(stats[i].x - max);  // a split's weight from here on
+    total += stats[i].x * stats[i].y;
+  }
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+
+  const int first = params.splits * warp / kMergeWarps, end = params.splits * (warp + 1) / kMergeWarps;
+  float4 sum{};
+  for (int at = first; at < end; at += kMergeAtOnce) {
+    float4 x[kMergeAtOnce];
+    float weight[kMergeAtOnce];
+#pragma unroll
+    for (int i = 0; i < kMergeAtOnce; ++i) {
+      const int split = min(at + i, end - 1);
+      weight[i] = __shfl_sync(kFullWarp, split < kWarpSize ? stats[0].x : stats[1].x, split % kWarpSize);
+      if (at + i >= end) weight[i] = 0.0f;
+      x[i] = weight[i] == 0.0f ? float4{}  // not written, perhaps
+                               : *reinterpret_cast<const float4*>(partials.out(query_head, split) + dim);
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeAtOnce; ++i)
+      sum.x += weight[i] * x[i].x, sum.y += weight[i] * x[i].y, sum.z += weight[i] * x[i].z,
+          sum.w += weight[i] * x[i].w;
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll
+  for (int other = 1; other < kMergeWarps; ++other) {
+    const float4 x = sums[other][lane];
+    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+  }
+  const int64_t token = query_head / p.num_q_heads;
+  const int head = static_cast<int>(query_head - token * p.num_q_heads);
+  const float factor = (p.scale ? *p.scale : 1.0f) * output_factor(p, head, max, total);
+  *reinterpret_cast<Words<2>*>(p.out + token * p.out_stride_token + head * p.out_stride_head + dim) = {
+      pack_bf16(sum.x * factor, sum.y * factor), pack_bf16(sum.z * factor, sum.w * factor)};
+  if (threadIdx.x == 0 && dim == 0) store_stats(p, query_head, max, total);
+}
+
+}  // namespace
+
+void launch_merge(const PortableParams& params, gpuStream_t stream) {
+  launch(merge_kernel,
+         {.grid = params.p.num_tokens * params.p.num_q_heads * (kHeadDimV / kMergeDims),
+          .block = kMergeThreads,
+          .stream = stream},
+         params);
+}
+
+}  // namespace mla_fp8::gpu
