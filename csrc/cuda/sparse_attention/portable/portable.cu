@@ -1,12 +1,12 @@
 // Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention
 // loop, in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
 //
-// A CTA of 8 warps takes one query token, 16 or 32 of its heads (M of an mma), and one of `splits` parts of its
-// valid keys. For each block of 32 of these:
+// A CTA of 8 warps takes one query token, 16 or 32 of its heads (M of an mma), and one of `splits` parts of
+// its valid keys. For each block of 32 of these:
 //
 //   gather   rows into one of two stages by cp.async, a block ahead, as the bytes that are stored; past the
 //            end: zeros. The entries of `indices` are asked for a block before that
-//   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay where they are
+//   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
 //   S        a warp has a quarter of the dims, Q's in registers, and 16 heads or half of the keys
 //   P        the quarters are added up; online softmax by 8 lanes a head
 //   O        a warp has 64 value dims of all heads

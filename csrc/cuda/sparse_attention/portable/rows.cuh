@@ -1,6 +1,6 @@
 #pragma once
-// Shared memory of the portable kernel, and what brings a block of rows there: by cp.async as they are stored,
-// then as bf16 latents.
+// Shared memory of the portable kernel, and what brings a block of rows there: by cp.async as they are
+// stored, then as bf16 latents.
 #include <algorithm>
 
 #include "cuda/device/convert.cuh"
@@ -58,8 +58,8 @@ __device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
   else fn(Row<kExtra>{});
 }
 
-// The keys of one split, by rank, and the copies of their rows. A warp fetches 4 rows of each block, each by all
-// lanes; lanes 4 i to 4 i + 3 know these rows.
+// The keys of one split, by rank, and the copies of their rows. A warp fetches 4 rows of each block, each by
+// all lanes; lanes 4 i to 4 i + 3 know these rows.
 template <KvLayoutId kId, KvLayoutId kExtra>
 class Gather {
  public:
