@@ -1,26 +1,35 @@
-// The kernels of the indexer on Hopper: index_topk's scan and index_logits over one engine
+// The kernels of the indexer on Hopper: index_topk's scan and merge, and index_logits, whose logits are the same
 // (indexer/sm90.cuh).
 
+#include <algorithm>
 #include <cmath>
 
-#include "cuda/indexer/sm90.cuh"
 #include "cuda/indexer/sm90.h"
+#include "cuda/indexer/sm90_merge.cuh"
+#include "cuda/indexer/sm90_scan.cuh"
 
 #if MLA_FP8_WITH_SM90A
 
 namespace mla_fp8::gpu {
 namespace {
 
+using namespace sm90_index;
+
 constexpr int kPieceTiles = 8;  // of a CTA of index_logits
 
-template <int kHeads>
-constexpr int kSmemBytes = sizeof(ScanSmem<Sm90IndexEngine<kHeads>>) + 1024;  // to align it
+struct Sm90TopkArgs {
+  IndexTopkArgs topk;
+  int num_stages, lines;
+};
+struct Sm90LogitsArgs {
+  IndexLogitsArgs logits;
+  int num_stages, lines;
+};
 
-template <int kHeads>
-__device__ __forceinline__ ScanSmem<Sm90IndexEngine<kHeads>>& shared_memory() {
+__device__ __forceinline__ Memory memory(int num_stages, int lines) {
   extern __shared__ uint8_t raw[];
   const uintptr_t address = reinterpret_cast<uintptr_t>(raw);
-  return *reinterpret_cast<ScanSmem<Sm90IndexEngine<kHeads>>*>(raw + (1024 - address % 1024) % 1024);
+  return {raw + (1024 - address % 1024) % 1024, num_stages, lines};
 }
 
 // Runs fn(constant<lines of a row's queries>{}).
@@ -31,43 +40,81 @@ void with_lines(int num_heads, const Fn& fn) {
   return fn(constant<64>{});
 }
 
+// Rows that a unit may have, at most `most`.
+int unit_rows(const IndexRows& rows, int64_t most) {
+  most = std::min(most, rows.num_rows);
+  const bool counts = rows.k_start == nullptr && rows.query_start_loc == nullptr;
+  return static_cast<int>(counts ? std::min(most, rows.next_n) : most);
+}
+// Lines of queries in shared memory for a unit of that many rows: a product takes 64 or 128.
+int query_lines(int rows, int row_lines) {
+  const int lines = rows * row_lines;
+  return lines <= 64 ? 64 : row_lines == 64 ? lines : (lines + 127) / 128 * 128;
+}
+// Stages that fit beside `other` bytes.
+int stages(int lines, int other) {
+  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines);
+  return std::min(room / Memory::kStageBytes, kMostStages);
+}
+
 }  // namespace
 
 template <int kHeads>
-__global__ void __launch_bounds__(Sm90IndexEngine<kHeads>::kThreads, 1)
-    index_scan_sm90_kernel(const __grid_constant__ IndexTopkArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    index_scan_sm90_kernel(const __grid_constant__ Sm90TopkArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ ScanShared shared;
   wait_for_previous_grid();
-  scan(args, shared_memory<kHeads>());
+  const Memory m = memory(args.num_stages, args.lines);
+  Scan<kHeads>(args.topk, m, shared).run();
+#endif
+}
+
+__global__ void __launch_bounds__(kMergeThreads, 1)
+    index_merge_sm90_kernel(const __grid_constant__ IndexTopkArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ MergeShared shared;
+  extern __shared__ uint8_t raw[];
+  wait_for_previous_grid();
+  merge(args, shared, reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16));
 #endif
 }
 
 template <int kHeads>
-__global__ void __launch_bounds__(Sm90IndexEngine<kHeads>::kThreads, 1)
-    index_logits_sm90_kernel(const __grid_constant__ IndexLogitsArgs args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    index_logits_sm90_kernel(const __grid_constant__ Sm90LogitsArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Engine = Sm90IndexEngine<kHeads>;
-  constexpr int kKeys = Engine::kTileKeys;
-  const IndexLogitsParams& p = args.p;
+  __shared__ Barriers barriers;
+  const IndexLogitsParams& p = args.logits.p;
   wait_for_previous_grid();
-  const int64_t row = args.pieces(blockIdx.x);
-  const int64_t first = (int64_t{blockIdx.x} - row * args.pieces.divisor()) * kPieceTiles * kKeys;
+  const int64_t row = args.logits.pieces(blockIdx.x);
+  const int64_t first = (int64_t{blockIdx.x} - row * args.logits.pieces.divisor()) * kPieceTiles * kTileKeys;
   IndexUnit unit;
-  if (!find_unit(p.problem.rows, row, args.group_rows, unit)) return;
-  const int64_t last = min(first + kPieceTiles * kKeys, p.width);
+  if (!find_unit(p.problem.rows, row, args.logits.group_rows, unit)) return;
+  const int64_t last = min(first + kPieceTiles * kTileKeys, p.width);
   const auto out = [&](int r, int64_t column) { return p.out + (row + r) * p.out_stride_row + column; };
   if (first >= unit.end || last <= unit.begin) {
     for (int r = 0; r < unit.num_rows; ++r)
-      for (int64_t c = first + threadIdx.x; c < last; c += Engine::kThreads) *out(r, c) = -INFINITY;
+      for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
     return;
   }
-  Engine engine{p.problem, args.page_size, shared_memory<kHeads>().memory};
-  engine.load_queries(unit);
-  const int tiles = static_cast<int>((last - first + kKeys - 1) / kKeys);
-  engine.begin(unit, first, tiles);
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  const Memory m = memory(args.num_stages, args.lines);
+  const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
+  if (threadIdx.x >= kMathThreads) {
+    give_up_registers<kProducerRegisters>();
+    Producer producer(p.problem.keys, args.logits.page_size, m, barriers);
+    producer.run(unit, static_cast<int32_t>(first), tiles);
+    return;
+  }
+  take_registers<kMathRegisters>();
+  load_queries<kHeads>(p.problem.queries, unit, m);
+  MathTeam::sync();
+  Math<kHeads> math(m, barriers);
   for (int t = 0; t < tiles; ++t)
-    engine.logits(t, [&](int r, bool valid, int key, float logit, bool present) {
-      const int64_t column = first + int64_t{t} * kKeys + key;
+    math.next_item(unit.num_rows, [&](int r, bool valid, int key, float logit, bool present, auto) {
+      const int64_t column = first + int64_t{t} * kTileKeys + key;
       if (!valid || column >= p.width) return;
       const IndexRow& where = unit.rows[r];
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
@@ -83,27 +130,47 @@ bool takes_sm90(const IndexProblem& problem) {
          (reinterpret_cast<uintptr_t>(keys.values) | static_cast<uintptr_t>(strides)) % 16 == 0;
 }
 
-void index_scan_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
-  with_lines(args.p.problem.queries.num_heads, [&](auto lines) {
-    launch(index_scan_sm90_kernel<lines>,
-           {.grid = args.num_ctas,
-            .block = Sm90IndexEngine<lines>::kThreads,
+void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
+  IndexTopkArgs own = args;
+  const IndexRows& rows = args.p.problem.rows;
+  const int capacity = list_capacity(args.p.topk);
+  own.group_rows = unit_rows(rows, capacity > 4096 ? 2 : kIndexGroupRows);
+  own.list_rows = own.group_rows;
+  own.tile_keys = kTileKeys;
+  with_lines(args.p.problem.queries.num_heads, [&](auto row_lines) {
+    const int lines = query_lines(own.group_rows, row_lines);
+    const int lists = own.group_rows * capacity * 8;
+    const int num_stages = stages(lines, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+    launch(index_scan_sm90_kernel<row_lines>,
+           {.grid = own.num_ctas,
+            .block = kThreads,
             .stream = stream,
-            .smem = kSmemBytes<lines>},
-           args);
+            .smem = 1024 + Memory::bytes(num_stages, lines) + lists},
+           Sm90TopkArgs{own, num_stages, lines});
   });
+  const int64_t jobs = num_merge_jobs(own);
+  const int cluster = jobs <= 15 ? 8 : jobs <= 30 ? 4 : jobs <= 66 ? 2 : 1;  // as many as an H200 holds at once
+  launch(index_merge_sm90_kernel,
+         {.grid = jobs * cluster,
+          .block = kMergeThreads,
+          .stream = stream,
+          .smem = kMergeSharedBytes + 16,
+          .cluster = cluster},
+         own);
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
-  with_lines(p.problem.queries.num_heads, [&](auto lines) {
-    using Engine = Sm90IndexEngine<lines>;
-    const int64_t columns = kPieceTiles * Engine::kTileKeys, pieces = (p.width + columns - 1) / columns;
-    launch(index_logits_sm90_kernel<lines>,
+  const int group_rows = unit_rows(p.problem.rows, kIndexGroupRows);
+  with_lines(p.problem.queries.num_heads, [&](auto row_lines) {
+    const int64_t columns = kPieceTiles * kTileKeys, pieces = (p.width + columns - 1) / columns;
+    const int lines = query_lines(group_rows, row_lines);
+    const int num_stages = stages(lines, static_cast<int>(sizeof(Barriers)) + 1024);
+    launch(index_logits_sm90_kernel<row_lines>,
            {.grid = p.problem.rows.num_rows * pieces,
-            .block = Engine::kThreads,
+            .block = kThreads,
             .stream = stream,
-            .smem = kSmemBytes<lines>},
-           IndexLogitsArgs{p, Divider(p.problem.keys.page_size), Divider(pieces), kIndexGroupRows});
+            .smem = 1024 + Memory::bytes(num_stages, lines)},
+           Sm90LogitsArgs{{p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows}, num_stages, lines});
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "ops/index_topk.h"
 
+#include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/scan.cuh"
 #include "cuda/indexer/sm90.h"
 #include "cuda/indexer/tile.cuh"
@@ -20,44 +21,29 @@ __global__ void __launch_bounds__(kIndexThreads)
 
 namespace {
 
-// A row's lists in the CTAs [first_cta, last_cta]: the first one's own, and what the others had to begin
-// with.
+// The parts of a job one after the other.
 struct ScatteredCandidates {
   const IndexTopkArgs& args;
-  int first_cta, last_cta, row;
+  const MergeJob& job;
 
-  __device__ __forceinline__ CandidateList part(int cta) const {
-    const bool is_earlier = cta > first_cta;
-    return {is_earlier ? args.earlier(cta, row) : args.list(cta, row),
-            args.state(cta)->counts[is_earlier][row]};
-  }
   template <int kThreads, class Visit>
   __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    for (int cta = first_cta; cta <= last_cta; ++cta) part(cta).template visit<kThreads>(visit_one);
+    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).template visit<kThreads>(visit_one);
   }
 };
 
 }  // namespace
 
-// Block cta * list_rows + row: that row of the unit that CTA cta - 1 began and CTA cta went on with.
 __global__ void __launch_bounds__(kIndexThreads)
     index_merge_kernel(const __grid_constant__ IndexTopkArgs args) {
-  const IndexTopkParams& p = args.p;
   MLA_SHARED(SelectSmem, select);
   wait_for_previous_grid();
-  const int cta = static_cast<int>(blockIdx.x) / args.list_rows;
-  const int row = static_cast<int>(blockIdx.x) % args.list_rows;
-  const IndexCtaState& state = *args.state(cta);
-  if (state.unit < 0 || state.first_tile < (cta - 1) * state.per_cta) return;
-  IndexUnit unit;
-  find_unit(p.problem.rows, state.unit, args.group_rows, unit);
-  if (row >= unit.num_rows) return;
-  const int last = static_cast<int>((state.first_tile + state.num_tiles - 1) / state.per_cta);
-  const ScatteredCandidates candidates{args, cta - 1, last, row};
+  MergeJob job;
+  if (!find_merge<kIndexThreads>(args, static_cast<int>(blockIdx.x), job)) return;
   int32_t total = 0;
-  for (int c = cta - 1; c <= last; ++c) total += candidates.part(c).count;
-  select_and_emit<kIndexThreads>(
-      p, unit.first_row + row, unit.rows[row], candidates, total,
+  for (int i = 0; i < job.num_parts(); ++i) total += job.part(args, i).count;
+  select_and_emit<BlockTeam<kIndexThreads>>(
+      args.p, job.out_row, job.where, ScatteredCandidates{args, job}, total, 0, ~uint64_t{0},
       [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, select);
 }
 
@@ -72,15 +58,11 @@ void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
                      .slot_page_size = Divider(p.slot_page_size > 0 ? p.slot_page_size : 1),
                      .group_rows = index_group_rows(heads),
                      .list_rows = static_cast<int>(rows < kIndexGroupRows ? rows : kIndexGroupRows),
-                     .num_ctas = static_cast<int>(room < index_topk_ctas() ? room : index_topk_ctas())};
-  if (takes_sm90(p.problem)) {
-    args.group_rows = kIndexGroupRows;
-    index_scan_sm90(args, stream);
-  } else {
-    launch(index_scan_kernel, {.grid = args.num_ctas, .block = kIndexThreads, .stream = stream}, args);
-  }
-  launch(index_merge_kernel,
-         {.grid = int64_t{args.num_ctas} * args.list_rows, .block = kIndexThreads, .stream = stream}, args);
+                     .num_ctas = static_cast<int>(room < index_topk_ctas() ? room : index_topk_ctas()),
+                     .tile_keys = kIndexTileKeys};
+  if (takes_sm90(p.problem)) return index_topk_sm90(args, stream);
+  launch(index_scan_kernel, {.grid = args.num_ctas, .block = kIndexThreads, .stream = stream}, args);
+  launch(index_merge_kernel, {.grid = num_merge_jobs(args), .block = kIndexThreads, .stream = stream}, args);
 }
 
 }  // namespace mla_fp8::gpu

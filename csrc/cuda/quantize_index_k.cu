@@ -1,5 +1,5 @@
-// quantize_index_k on CUDA: sixteen lanes a key, eight elements a lane. Traffic per key: reads 128 elements,
-// writes 132 or 68 bytes. HBM-bound.
+// quantize_index_k on CUDA: sixteen lanes a key, eight elements a lane; of many keys a lane reads four at once.
+// Traffic per key: reads 128 elements, writes 132 or 68 bytes. HBM-bound.
 
 #include "ops/quantize_index_k.h"
 
@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kKeyLanes = kIndexDim / kChunk;
 constexpr int kKeyBlock = 128;
-constexpr int kKeysPerBlock = kKeyBlock / kKeyLanes;
+constexpr int kKeysPerBlock = kKeyBlock / kKeyLanes;  // that are read at once
+constexpr int kManyKeys = 4;
 
 // The Walsh-Hadamard transform times 128^-0.5, neighbours first, rounded to bf16.
 __device__ __forceinline__ Words<4> rotate(const Words<4>& packed) {
@@ -85,27 +86,12 @@ __device__ __forceinline__ Words<2> quotients(const Words<4>& x, float scale, bo
   return codes;
 }
 
-}  // namespace
-
-template <IndexLayoutId kId, bool kIsBf16>
-__global__ void __launch_bounds__(kKeyBlock)
-    quantize_index_k_kernel(const __grid_constant__ QuantizeIndexKArgs args) {
+// Writes a key of which each lane has eight elements.
+template <IndexLayoutId kId>
+__device__ __forceinline__ void write_key(const QuantizeIndexKParams& p, const CacheRow& to,
+                                          const Words<4>& x) {
   constexpr IndexLayout kL = index_layout(kId);
-  const QuantizeIndexKParams& p = args.p;
   const int lane = threadIdx.x % kKeyLanes;
-  const int64_t token = int64_t{blockIdx.x} * kKeysPerBlock + threadIdx.x / kKeyLanes;
-  const bool exists = token < p.num_tokens;  // all lanes of a warp go on: they shuffle
-  wait_for_previous_grid();
-  const bool is_float = !kIsBf16 && p.dtype == Dtype::kF32;
-  const int itemsize = is_float ? 4 : 2;
-  const int64_t slot = exists ? load_index(p.slot_mapping, p.slots_are_int64, token) : -1;
-  const uint8_t* source =
-      static_cast<const uint8_t*>(p.k) + ((exists ? token : 0) * p.k_stride_token + lane * kChunk) * itemsize;
-  Words<4> x = load_if<4>(source, exists);
-  if constexpr (!kIsBf16) x = to_bf16x8(is_float, x, load_if<4>(source + 16, exists && is_float));
-  if (p.hadamard) x = rotate(x);
-
-  const CacheRow to = find_row(p, args.page_size, slot);
   uint8_t* page = const_cast<uint8_t*>(to.page);
   uint8_t* values = page + kL.value_offset(to.row);
   uint8_t* scales = page + kL.scale_offset(to.row, p.page_size);
@@ -139,24 +125,69 @@ __global__ void __launch_bounds__(kKeyBlock)
                      high = float_to_e2m1(v.y * factor, kE2m1OfNan);
       codes |= (low | high << 4) << (8 * i);
     }
+    uint32_t four = uint32_t{nan ? uint8_t{255} : exponent} << (lane / kTileLanes * 8);
+    four |= __shfl_xor_sync(kFullWarp, four, kTileLanes);
+    four |= __shfl_xor_sync(kFullWarp, four, 2 * kTileLanes);
     if (!to.valid) return;
     reinterpret_cast<uint32_t*>(values)[lane] = codes;
-    if (lane % kTileLanes == 0) scales[lane / kTileLanes] = nan ? uint8_t{255} : exponent;
+    if (lane == 0) *reinterpret_cast<uint32_t*>(scales) = four;
   }
 }
 
+}  // namespace
+
+// kAtOnce keys to a lane.
+template <IndexLayoutId kId, bool kIsBf16, int kAtOnce>
+__global__ void __launch_bounds__(kKeyBlock)
+    quantize_index_k_kernel(const __grid_constant__ QuantizeIndexKArgs args) {
+  const QuantizeIndexKParams& p = args.p;
+  const int lane = threadIdx.x % kKeyLanes;
+  const int64_t first = int64_t{blockIdx.x} * kKeysPerBlock * kAtOnce + threadIdx.x / kKeyLanes;
+  wait_for_previous_grid();
+  const bool is_float = !kIsBf16 && p.dtype == Dtype::kF32;
+  const int itemsize = is_float ? 4 : 2;
+  int64_t slots[kAtOnce];
+  Words<4> x[kAtOnce], more[kAtOnce];  // more: of eight floats
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int64_t token = first + i * kKeysPerBlock;
+    const bool exists = token < p.num_tokens;  // all lanes of a warp go on: they shuffle
+    slots[i] = exists ? load_index(p.slot_mapping, p.slots_are_int64, token) : -1;
+    const uint8_t* source =
+        static_cast<const uint8_t*>(p.k) + ((exists ? token : 0) * p.k_stride_token + lane * kChunk) * itemsize;
+    x[i] = load_if<4>(source, exists);
+    if constexpr (!kIsBf16) more[i] = load_if<4>(source + 16, exists && is_float);
+  }
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    if constexpr (!kIsBf16) x[i] = to_bf16x8(is_float, x[i], more[i]);
+    if (p.hadamard) x[i] = rotate(x[i]);
+    write_key<kId>(p, find_row(p, args.page_size, slots[i]), x[i]);
+  }
+}
+
+// Few keys go each to a lane of their own: what they take is one key's latency.
+template <IndexLayoutId kId, bool kIsBf16>
+void quantize_index_keys(const QuantizeIndexKArgs& args, gpuStream_t stream) {
+  const auto launch_blocks = [&](auto at_once) {
+    const int64_t keys = kKeysPerBlock * at_once;
+    launch(quantize_index_k_kernel<kId, kIsBf16, at_once>,
+           {.grid = (args.p.num_tokens + keys - 1) / keys, .block = kKeyBlock, .stream = stream}, args);
+  };
+  const int64_t keys_at_once = int64_t{num_processors()} * (kMaxThreadsPerSm / kKeyLanes);
+  if (args.p.num_tokens <= keys_at_once) launch_blocks(constant<1>{});
+  else launch_blocks(constant<kManyKeys>{});
+}
+
 void quantize_index_k(const QuantizeIndexKParams& p, gpuStream_t stream) {
-  const LaunchConfig config{
-      .grid = (p.num_tokens + kKeysPerBlock - 1) / kKeysPerBlock, .block = kKeyBlock, .stream = stream};
   const QuantizeIndexKArgs args{p, Divider(p.page_size)};
   constexpr IndexLayoutId kFp8 = IndexLayoutId::kIndexFp8, kFp4 = IndexLayoutId::kIndexFp4;
   const bool is_bf16 = p.dtype == Dtype::kBf16;
   if (p.layout == kFp8)
-    launch(is_bf16 ? quantize_index_k_kernel<kFp8, true> : quantize_index_k_kernel<kFp8, false>, config,
-           args);
-  else
-    launch(is_bf16 ? quantize_index_k_kernel<kFp4, true> : quantize_index_k_kernel<kFp4, false>, config,
-           args);
+    return is_bf16 ? quantize_index_keys<kFp8, true>(args, stream)
+                   : quantize_index_keys<kFp8, false>(args, stream);
+  if (is_bf16) quantize_index_keys<kFp4, true>(args, stream);
+  else quantize_index_keys<kFp4, false>(args, stream);
 }
 
 }  // namespace mla_fp8::gpu

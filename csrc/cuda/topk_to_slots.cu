@@ -1,5 +1,5 @@
-// topk_to_slots on CUDA: a block per row. Traffic per row: reads topk, writes width int32, and what it looks
-// up in the page table.
+// topk_to_slots on CUDA: a block for a piece of a row, four columns to a thread, whose lookups are in flight
+// together. Traffic per row: reads topk, writes width int32, and what it looks up in the page table.
 
 #include "ops/topk_to_slots.h"
 
@@ -11,12 +11,14 @@ namespace mla_fp8::gpu {
 
 struct TopkToSlotsArgs {
   TopkToSlotsParams p;
-  Divider page_size, group_size;
+  Divider page_size, group_size, pieces;  // of a row
 };
 
 namespace {
 
 constexpr int kSlotsBlock = 256;
+constexpr int kColumnsAtOnce = 4;
+constexpr int kPieceColumns = kSlotsBlock * kColumnsAtOnce;
 
 // One past the last position that is not negative.
 __device__ __forceinline__ int64_t find_last(const int32_t* positions, int64_t topk) {
@@ -41,28 +43,39 @@ __global__ void __launch_bounds__(kSlotsBlock)
     topk_to_slots_kernel(const __grid_constant__ TopkToSlotsArgs args) {
   const TopkToSlotsParams& p = args.p;
   wait_for_previous_grid();
-  const int64_t r = blockIdx.x;
+  const int64_t r = args.pieces(blockIdx.x), piece = int64_t{blockIdx.x} - r * args.pieces.divisor();
   const int32_t* positions = p.positions + r * p.positions_stride_row;
   const int64_t last = p.lens ? 0 : find_last(positions, p.topk);
   const TopkToSlotsRow row = topk_to_slots_row(p, r, [last] { return last; });
   const int64_t grouped = row.num_groups * p.group_size, length = row.length(p.group_size);
-  int32_t* out = p.out_slots + r * p.out_slots_stride_row;
-  for (int64_t c = threadIdx.x; c < p.width; c += kSlotsBlock) {
-    int64_t token = -1;
+  const int64_t first = piece * kPieceColumns + threadIdx.x;
+  int64_t tokens[kColumnsAtOnce];
+#pragma unroll
+  for (int i = 0; i < kColumnsAtOnce; ++i) {
+    const int64_t c = first + i * kSlotsBlock;
+    tokens[i] = -1;
     if (c < grouped) {
       const int64_t group = args.group_size(c), position = positions[group];
-      if (position >= 0) token = position * p.group_size + (c - group * p.group_size);
+      if (position >= 0) tokens[i] = position * p.group_size + (c - group * p.group_size);
     } else if (c < length) {
-      token = row.tail + (c - grouped);
+      tokens[i] = row.tail + (c - grouped);
     }
-    out[c] = token < 0 ? -1 : token_slot(p, row.request, token, args.page_size);
   }
-  if (threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(length);
+  int32_t slots[kColumnsAtOnce];
+#pragma unroll
+  for (int i = 0; i < kColumnsAtOnce; ++i)
+    slots[i] = tokens[i] < 0 ? -1 : token_slot(p, row.request, tokens[i], args.page_size);
+  int32_t* out = p.out_slots + r * p.out_slots_stride_row;
+#pragma unroll
+  for (int i = 0; i < kColumnsAtOnce; ++i)
+    if (first + i * kSlotsBlock < p.width) out[first + i * kSlotsBlock] = slots[i];
+  if (piece == 0 && threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(length);
 }
 
 void topk_to_slots(const TopkToSlotsParams& p, gpuStream_t stream) {
-  launch(topk_to_slots_kernel, {.grid = p.num_rows, .block = kSlotsBlock, .stream = stream},
-         TopkToSlotsArgs{p, Divider(p.page_size), Divider(p.group_size)});
+  const int64_t pieces = p.width > 0 ? (p.width + kPieceColumns - 1) / kPieceColumns : 1;
+  launch(topk_to_slots_kernel, {.grid = p.num_rows * pieces, .block = kSlotsBlock, .stream = stream},
+         TopkToSlotsArgs{p, Divider(p.page_size), Divider(p.group_size), Divider(pieces)});
 }
 
 }  // namespace mla_fp8::gpu

@@ -74,10 +74,14 @@ struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int64_t unit;                        // what an earlier CTA began and this one goes on with, or -1
   int64_t first_tile, num_tiles;       // of that
   int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
+  int32_t num_rows, begin;             // of the unit: rows, the first column
+  IndexRow rows[kIndexGroupRows];
 };
+// Entries of a kept list: a multiple of 16 bytes.
+MLA_HD constexpr int64_t index_kept_capacity(int topk) { return topk + topk % 2; }
 constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas) {
   const int64_t rows = num_rows < kIndexGroupRows ? num_rows : kIndexGroupRows;
-  const int64_t entries = rows * (index_list_capacity(topk) + topk);
+  const int64_t entries = rows * (index_list_capacity(topk) + index_kept_capacity(topk));
   return num_ctas * (static_cast<int64_t>(sizeof(IndexCtaState)) + 8 * entries);
 }
 int index_topk_ctas();  // on the current device

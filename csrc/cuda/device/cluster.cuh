@@ -39,6 +39,25 @@ __device__ inline float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
+__device__ inline uint32_t load_cluster_4(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+__device__ inline void store_cluster_4(uint32_t address, uint32_t v) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ inline int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline int cluster_size() {
+  int size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 // At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
 // each arrival takes a fence of the GPU.
 __device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {

@@ -60,54 +60,66 @@ __device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_key
   const int64_t tiles = (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
   return tiles > 0 ? tiles : 1;
 }
-__device__ __forceinline__ int64_t num_tiles(const IndexRows& rows, int64_t row, int group_rows,
-                                             int tile_keys) {
-  IndexUnit unit;
-  return row < rows.num_rows && find_unit(rows, row, group_rows, unit) ? num_tiles(unit, tile_keys) : 0;
-}
 
-// Tiles before `first_row`'s unit, and the share of a CTA.
+// The share of a CTA: tiles cta * per_cta and on, of `total`.
 struct IndexShare {
-  int64_t total, per_cta;   // tiles
-  int64_t row, first_tile;  // of the unit in which the share begins
-  int64_t so_far;
+  int64_t total, per_cta;
+  int64_t first_tile;  // of `unit`
+  IndexUnit unit;      // that the share begins in, if it has any tiles
 };
 
-// All kThreads threads of the block call it. `cta` of `num_ctas` begins at tile cta * per_cta, if there is
-// one.
+// All kThreads threads of the block call it; a barrier must come before `share` is read.
 template <int kThreads>
-__device__ __forceinline__ IndexShare find_share(const IndexRows& rows, int group_rows, int tile_keys,
-                                                 int cta, int num_ctas) {
+__device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows, int tile_keys, int cta,
+                                           int num_ctas, IndexShare& share) {
   constexpr int kWarps = kThreads / kWarpSize;
-  MLA_SHARED(IndexShare, share);
+  const auto set_total = [&](int64_t total) {
+    if (threadIdx.x != kThreads - 1) return;
+    share.total = total;
+    share.per_cta = (total + num_ctas - 1) / num_ctas;
+  };
+  // `unit` has `tiles` tiles before tile `last`; begins in it: the share.
+  const auto take = [&](const IndexUnit& unit, int64_t tiles, int64_t last) {
+    const int64_t begin = cta * share.per_cta;
+    if (tiles == 0 || begin < last - tiles || begin >= last) return;
+    share.first_tile = last - tiles;
+    share.unit = unit;
+  };
+  IndexUnit unit;
+  if (rows.num_rows <= kThreads) {  // a row to a thread
+    const bool has_unit = threadIdx.x < rows.num_rows && find_unit(rows, threadIdx.x, group_rows, unit);
+    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys) : 0;
+    const int64_t last = block_inclusive_sum<kWarps>(tiles);
+    set_total(last);
+    __syncthreads();
+    take(unit, tiles, last);
+    return;
+  }
   int64_t mine = 0;
   for (int64_t row = threadIdx.x; row < rows.num_rows; row += kThreads)
-    mine += num_tiles(rows, row, group_rows, tile_keys);
-  mine = block_inclusive_sum<kWarps>(mine);
-  if (threadIdx.x == kThreads - 1) {
-    share.total = mine;
-    share.per_cta = (mine + num_ctas - 1) / num_ctas;
-    share.row = -1;
-  }
-  __syncthreads();
-  const int64_t begin = cta * share.per_cta;
+    if (find_unit(rows, row, group_rows, unit)) mine += num_tiles(unit, tile_keys);
+  set_total(block_inclusive_sum<kWarps>(mine));
+  MLA_SHARED(int64_t, so_far);
   int64_t before = 0;
   for (int64_t first = 0; first < rows.num_rows; first += kThreads) {
     const int64_t row = first + threadIdx.x;
-    const int64_t tiles = num_tiles(rows, row, group_rows, tile_keys);
-    const int64_t end = before + block_inclusive_sum<kWarps>(tiles);
-    if (tiles > 0 && end - tiles <= begin && begin < end) {
-      share.row = row;
-      share.first_tile = end - tiles;
-    }
-    if (threadIdx.x == kThreads - 1) share.so_far = end;
+    const bool has_unit = row < rows.num_rows && find_unit(rows, row, group_rows, unit);
+    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys) : 0;
+    const int64_t last = before + block_inclusive_sum<kWarps>(tiles);
+    take(unit, tiles, last);
     __syncthreads();
-    before = share.so_far;
-    if (share.row >= 0) break;
+    if (threadIdx.x == kThreads - 1) so_far = last;
     __syncthreads();
+    before = so_far;
+    if (before > cta * share.per_cta) return;
   }
-  __syncthreads();
-  return share;
+}
+
+// The unit behind one that is not the last.
+__device__ __forceinline__ void next_unit(const IndexRows& rows, int group_rows, const IndexUnit& unit,
+                                          IndexUnit& next) {
+  int64_t row = unit.first_row + unit.num_rows;
+  while (!find_unit(rows, row, group_rows, next)) ++row;
 }
 
 }  // namespace mla_fp8::gpu

@@ -18,7 +18,7 @@ namespace mla_fp8::gpu {
 struct IndexTopkArgs {
   IndexTopkParams p;
   Divider page_size, slot_page_size;
-  int group_rows, list_rows, num_ctas;
+  int group_rows, list_rows, num_ctas, tile_keys;
 
   __device__ __forceinline__ IndexCtaState* state(int cta) const {
     return reinterpret_cast<IndexCtaState*>(p.workspace) + cta;
@@ -26,7 +26,7 @@ struct IndexTopkArgs {
   // The list of a row, and the best of a unit that an earlier CTA began.
   __device__ __forceinline__ uint64_t* list(int cta, int row) const {
     uint64_t* lists = reinterpret_cast<uint64_t*>(p.workspace + num_ctas * sizeof(IndexCtaState));
-    const int64_t entries = index_list_capacity(p.topk) + p.topk;
+    const int64_t entries = index_list_capacity(p.topk) + index_kept_capacity(p.topk);
     return lists + (int64_t{cta} * list_rows + row) * entries;
   }
   __device__ __forceinline__ uint64_t* earlier(int cta, int row) const {
@@ -37,10 +37,25 @@ struct IndexTopkArgs {
   }
 };
 
+// For the merge: of a unit of the tiles [unit_begin, unit_end), `is_earlier` one that another CTA began.
+__device__ __forceinline__ void write_state(IndexCtaState& state, const IndexUnit& unit, bool is_earlier,
+                                            int64_t unit_begin, int64_t unit_end,
+                                            const int32_t (&counts)[kIndexGroupRows]) {
+  for (int r = 0; r < kIndexGroupRows; ++r) state.counts[is_earlier][r] = counts[r];
+  if (!is_earlier) return;
+  state.unit = unit.first_row;
+  state.first_tile = unit_begin;
+  state.num_tiles = unit_end - unit_begin;
+  state.num_rows = unit.num_rows;
+  state.begin = unit.begin;
+  for (int r = 0; r < kIndexGroupRows; ++r) state.rows[r] = unit.rows[r];
+}
+
 template <class Engine>
 struct ScanSmem {
   typename Engine::Memory memory;
-  IndexUnit unit;
+  IndexShare share;
+  IndexUnit next;
   int64_t begin, end, unit_begin, unit_end;  // tiles: of the CTA's share, of the unit
   uint32_t threshold[kIndexGroupRows];
   int32_t count[kIndexGroupRows];
@@ -83,8 +98,10 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
     if (count <= most) continue;
     shrunk = true;
     uint64_t* list = args.list(blockIdx.x, r);
-    const uint64_t least = kth_order<kThreads>(CandidateList{list, count}, topk, smem.memory.select);
-    keep_from<kThreads>(least, list, count, list, smem.memory.select);
+    using Team = BlockTeam<kThreads>;
+    const uint64_t least =
+        kth_order(Team{}, CandidateList{list, count}, topk, 0, 0, ~uint64_t{0}, smem.memory.select);
+    keep_from<Team>(least, list, count, smem.memory.select);
     if (threadIdx.x == 0) {
       smem.count[r] = topk;
       smem.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
@@ -94,25 +111,19 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
   return shrunk;
 }
 
-// What is left of a unit that this CTA sees in part goes into the workspace.
+// What is left of a unit that this CTA sees in part goes into the workspace: its own list stays where it is.
 template <class Engine>
 __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
+  const IndexUnit& unit = smem.share.unit;
   const int cta = blockIdx.x;
   const bool is_earlier = smem.begin > smem.unit_begin;
-  shrink_lists(args, smem.unit.num_rows, true, smem);
+  shrink_lists(args, unit.num_rows, true, smem);
   if (is_earlier)
-    for (int r = 0; r < smem.unit.num_rows; ++r)
+    for (int r = 0; r < unit.num_rows; ++r)
       for (int i = threadIdx.x; i < smem.count[r]; i += Engine::kThreads)
         args.earlier(cta, r)[i] = args.list(cta, r)[i];
-  if (threadIdx.x == 0) {
-    IndexCtaState* state = args.state(cta);
-    for (int r = 0; r < smem.unit.num_rows; ++r) state->counts[is_earlier][r] = smem.count[r];
-    if (is_earlier) {
-      state->unit = smem.unit.first_row;
-      state->first_tile = smem.unit_begin;
-      state->num_tiles = smem.unit_end - smem.unit_begin;
-    }
-  }
+  if (threadIdx.x == 0)
+    write_state(*args.state(cta), unit, is_earlier, smem.unit_begin, smem.unit_end, smem.count);
 }
 
 template <class Engine>
@@ -121,7 +132,10 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexTopkParams& p = args.p;
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
-  const IndexShare share = find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas);
+  find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share);
+  __syncthreads();
+  const IndexShare& share = smem.share;
+  const IndexUnit& unit = share.unit;
   const int64_t begin = cta * share.per_cta, end = min(share.total, begin + share.per_cta);
   if (threadIdx.x == 0) {
     IndexCtaState* state = args.state(cta);
@@ -129,7 +143,6 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     state->per_cta = share.per_cta;
     smem.begin = begin;
     smem.end = end;
-    smem.unit.first_row = share.row;
     smem.unit_begin = share.first_tile;
   }
   if (begin >= end) return;
@@ -137,16 +150,12 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   Engine engine{p.problem, args.page_size, smem.memory};
   while (true) {
     __syncthreads();
-    if (threadIdx.x == 0) {  // what follows is in shared memory: the loop over tiles needs the registers
-      find_unit(rows, smem.unit.first_row, args.group_rows, smem.unit);
-      smem.unit_end = smem.unit_begin + num_tiles(smem.unit, kTileKeys);
-    }
+    if (threadIdx.x == 0) smem.unit_end = smem.unit_begin + num_tiles(unit, kTileKeys);
     if (threadIdx.x < kIndexGroupRows) {
       smem.count[threadIdx.x] = 0;
       smem.threshold[threadIdx.x] = 0;
     }
     __syncthreads();
-    const IndexUnit& unit = smem.unit;
     {
       const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.unit_end);
       const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
@@ -163,8 +172,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     if (smem.begin <= smem.unit_begin && smem.unit_end <= smem.end) {
       for (int r = 0; r < unit.num_rows; ++r) {
         const int32_t count = smem.count[r];
-        select_and_emit<kThreads>(
-            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count,
+        select_and_emit<BlockTeam<kThreads>>(
+            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count, 0, ~uint64_t{0},
             [&](const IndexRow& where, int32_t c) { return args.slot(where, c); }, smem.memory.select);
       }
     } else {
@@ -174,10 +183,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     __syncthreads();
     if (threadIdx.x == 0) {  // there is another unit: tiles are left
       smem.unit_begin = smem.unit_end;
-      int64_t row = unit.first_row;
-      do ++row;
-      while (num_tiles(rows, row, args.group_rows, kTileKeys) == 0);
-      smem.unit.first_row = row;
+      next_unit(rows, args.group_rows, unit, smem.next);
+      smem.share.unit = smem.next;
     }
   }
 }

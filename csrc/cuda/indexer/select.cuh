@@ -1,24 +1,49 @@
 #pragma once
-// The best of lists of candidates: the k-th by digits of order_of, from the highest, with a histogram in
-// shared memory; then what is not below it, in place or ascending by column. No two candidates of a row are
-// equal, so what is chosen is one set, whatever order the lists are in.
+// The best of lists of candidates: the k-th by a histogram of where they lie in a range of order_of, which
+// narrows to one bin and is divided again; then what is not below it, in place or ascending by column. No two
+// candidates of a row are equal, so what is chosen is one set, whatever order the lists are in.
 #include "cuda/device/warp.cuh"
 #include "ops/index_topk.h"
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kDigitBits = 11;
-inline constexpr int kBins = 1 << kDigitBits;
-inline constexpr int kBitmapWords = 8192;  // columns that emission takes at a time / 32
+inline constexpr int kBinBits = 11;
+inline constexpr int kBins = 1 << kBinBits;
+inline constexpr int kBitmapColumns = kBins * 32;  // that emission takes at a time
 
 struct SelectSmem {
   union {
     uint32_t bins[kBins];
-    uint32_t bitmap[kBitmapWords];
+    uint32_t bitmap[kBins];
   };
-  uint64_t prefix;
-  int32_t remaining, kept;
+  uint64_t base;
+  int32_t remaining, here, kept;
+  int32_t sums[kWarpSize];
 };
+
+// Threads that select together.
+template <int kN>
+struct BlockTeam {
+  static constexpr int kThreads = kN;
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+  // The histogram of all candidates; the calling block may hold a part of them.
+  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+};
+
+// The sum of the threads up to and including this one.
+template <class Team>
+__device__ __forceinline__ int32_t team_inclusive_sum(int32_t x, int32_t (&sums)[kWarpSize]) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  x = warp_inclusive_sum(x);
+  Team::sync();  // the last call's sums have been read
+  if (lane == kWarpSize - 1) sums[warp] = x;
+  Team::sync();
+  int32_t before = 0;
+#pragma unroll
+  for (int w = 0; w < Team::kThreads / kWarpSize - 1; ++w)
+    if (w < warp) before += sums[w];
+  return x + before;
+}
 
 // Candidates in one piece of memory.
 struct CandidateList {
@@ -27,152 +52,156 @@ struct CandidateList {
 
   template <int kThreads, class Visit>
   __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    for (int32_t first = 0; first < count; first += kThreads) {
-      const int32_t i = first + static_cast<int32_t>(threadIdx.x);
-      visit_one(i < count ? orders[i] : 0, i < count);
+    constexpr int kAtOnce = 4;  // loads in flight
+    for (int32_t first = static_cast<int32_t>(threadIdx.x); first < count; first += kAtOnce * kThreads) {
+      uint64_t found[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        found[j] = first + j * kThreads < count ? orders[first + j * kThreads] : 0;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (first + j * kThreads < count) visit_one(found[j]);
     }
   }
 };
 
-// One more in its bin for each lane that has one; lanes that agree add up first.
-__device__ __forceinline__ void count_digit(uint32_t* bins, uint32_t digit, bool valid) {
-  const uint32_t lanes = __ballot_sync(kFullWarp, valid);
-  if (kWaveSize == kWarpSize && lanes == 0) return;  // halves of a wave stay together
-  const int leader = lanes ? 31 - __clz(lanes & (0u - lanes)) : 0;
-  const uint32_t agreed = __shfl_sync(kFullWarp, digit, leader);
-  const bool agrees = __ballot_sync(kFullWarp, valid && digit == agreed) == lanes;
-  const int lane = threadIdx.x % kWarpSize;
-  if (agrees && lane == leader) atomicAdd(reinterpret_cast<int32_t*>(bins) + agreed, __popc(lanes));
-  if (!agrees && valid) atomicAdd(reinterpret_cast<int32_t*>(bins) + digit, 1);
-}
-
-// The least order that is among the `k` largest of the candidates, of which there are more than k. All
-// threads of the block call it.
-template <int kThreads, class Candidates>
-__device__ __forceinline__ uint64_t kth_order(const Candidates& candidates, int32_t k, SelectSmem& smem) {
-  constexpr int kWarps = kThreads / kWarpSize;
-  constexpr int kBinsPerThread = kBins / kThreads;
-  static_assert(kBins % kThreads == 0);
-  // Of 64 bits: the key, then 24 of the column; the upper eight of its complement are ones.
-  constexpr int kShifts[] = {53, 42, 32, 13, 2, 0};
-  constexpr int kWidths[] = {11, 11, 10, 11, 11, 2};
-  uint64_t prefix = 0;
+// A number that at least k and at most k + spare of the candidates reach, of which there are more than k, all
+// in [low, high]. The whole team calls it.
+template <class Team, class Candidates>
+__device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates& candidates, int32_t k,
+                                              int32_t spare, uint64_t low, uint64_t high, SelectSmem& smem) {
+  constexpr int kBinsPerThread = kBins / Team::kThreads;
+  static_assert(kBins % Team::kThreads == 0);
+  uint64_t base = low;
   int32_t remaining = k;
+  int shift = max(64 - __clzll(static_cast<int64_t>(high - low)) - kBinBits, 0);
 #pragma unroll 1
-  for (int step = 0; step < 6; ++step) {
-    const int shift = kShifts[step];
-    const uint32_t mask = (1u << kWidths[step]) - 1;
-    const int above = step == 0 ? 64 : shift + kWidths[step];  // bits from here on are known
-    __syncthreads();
-    for (int i = threadIdx.x; i < kBins; i += kThreads) smem.bins[i] = 0;
-    __syncthreads();
-    candidates.template visit<kThreads>([&](uint64_t order, bool valid) {
-      const bool matches = valid && (above == 64 || order >> above == prefix >> above);
-      count_digit(smem.bins, static_cast<uint32_t>(order >> shift) & mask, matches);
+  while (true) {
+    Team::sync();
+    for (int i = threadIdx.x; i < kBins; i += Team::kThreads) smem.bins[i] = 0;
+    Team::sync();
+    candidates.template visit<Team::kThreads>([&](uint64_t order) {
+      const uint64_t bin = (order - base) >> shift;
+      if (order >= base && bin < kBins) atomicAdd(&smem.bins[static_cast<uint32_t>(bin)], 1u);
     });
-    __syncthreads();
+    Team::sync();
+    const uint32_t* bins = team.total(smem.bins);
     // Bins in descending order, kBinsPerThread neighbours to a thread.
-    int32_t own = 0;
+    int32_t here[kBinsPerThread], own = 0;
     const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kBinsPerThread;
 #pragma unroll
-    for (int i = 0; i < kBinsPerThread; ++i) own += static_cast<int32_t>(smem.bins[first - i]);
-    int32_t sum = block_inclusive_sum<kWarps>(own) - own;  // in larger bins
+    for (int i = 0; i < kBinsPerThread; ++i) {
+      here[i] = static_cast<int32_t>(bins[first - i]);
+      own += here[i];
+    }
+    int32_t above = team_inclusive_sum<Team>(own, smem.sums) - own;
 #pragma unroll
     for (int i = 0; i < kBinsPerThread; ++i) {
-      const int32_t here = static_cast<int32_t>(smem.bins[first - i]);
-      if (sum < remaining && remaining <= sum + here) {
-        smem.prefix = prefix | static_cast<uint64_t>(first - i) << shift;
-        smem.remaining = remaining - sum;
-        smem.kept = here;
+      if (above < remaining && remaining <= above + here[i]) {
+        smem.base = base + (static_cast<uint64_t>(first - i) << shift);
+        smem.remaining = remaining - above;
+        smem.here = here[i];
       }
-      sum += here;
+      above += here[i];
     }
-    __syncthreads();
-    prefix = smem.prefix;
+    Team::sync();
+    base = smem.base;
     remaining = smem.remaining;
-    if (step == 2) prefix |= uint64_t{0xff} << 24;
-    if (remaining == smem.kept) break;  // all of this bin: nothing below it matters
+    if (smem.here - remaining <= spare) return base;  // one of each order: at shift 0 at the latest
+    shift = max(shift - kBinBits, 0);
   }
-  __syncthreads();
-  return prefix;
 }
 
 // Moves the candidates that are not below `least` to the front of their list.
-template <int kThreads>
-__device__ __forceinline__ void keep_from(uint64_t least, const uint64_t* from, int32_t count, uint64_t* to,
-                                          SelectSmem& smem) {
-  __syncthreads();
+template <class Team>
+__device__ __forceinline__ void keep_from(uint64_t least, uint64_t* list, int32_t count, SelectSmem& smem) {
+  constexpr int kAtOnce = 4, kThreads = Team::kThreads;
+  const int lane = threadIdx.x % kWarpSize;
+  Team::sync();
   if (threadIdx.x == 0) smem.kept = 0;
-  for (int32_t first = 0; first < count; first += kThreads) {
-    const int32_t i = first + static_cast<int32_t>(threadIdx.x);
-    const uint64_t order = i < count ? from[i] : 0;
-    const bool keep = i < count && order >= least;
-    __syncthreads();  // what is overwritten now has been read
-    const uint32_t lanes = __ballot_sync(kFullWarp, keep);
-    const int lane = threadIdx.x % kWarpSize;
+  for (int32_t first = 0; first < count; first += kAtOnce * kThreads) {
+    uint64_t found[kAtOnce];
+    bool keep[kAtOnce];
+    int32_t own = 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int32_t i = first + j * kThreads + static_cast<int32_t>(threadIdx.x);
+      found[j] = i < count ? list[i] : 0;
+      keep[j] = i < count && found[j] >= least;
+      own += keep[j];
+    }
+    Team::sync();  // what is overwritten now has been read
+    const int32_t end = warp_inclusive_sum(own);
     int32_t place = 0;
-    if (lane == 0 && lanes) place = atomicAdd(&smem.kept, __popc(lanes));
-    place = __shfl_sync(kFullWarp, place, 0);
-    if (keep) to[place + __popc(lanes & ((1u << lane) - 1))] = order;
+    if (lane == kWarpSize - 1 && end > 0) place = atomicAdd(&smem.kept, end);
+    place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (keep[j]) list[place++] = found[j];
   }
-  __syncthreads();
+  Team::sync();
 }
 
-// Writes the candidates that are not below `least`, `count` of them, ascending by column.
-template <int kThreads, class Candidates, class Slot>
+// Writes the candidates that are not below `least`, `count` of them, all in columns [begin, end), to places
+// from `place` on, ascending by column.
+template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void emit_from(const IndexTopkParams& p, int64_t row, const IndexRow& where,
-                                          const Candidates& candidates, uint64_t least, int32_t count,
-                                          const Slot& slot, SelectSmem& smem) {
-  constexpr int kWarps = kThreads / kWarpSize;
-  constexpr int kWordsPerThread = kBitmapWords / kThreads;
-  static_assert(kBitmapWords % kThreads == 0);
-  int32_t* positions = p.positions + row * p.positions_stride_row;
-  int32_t* slots = p.slots ? p.slots + row * p.slots_stride_row : nullptr;
+                                          const Candidates& candidates, uint64_t least, int32_t place,
+                                          int32_t count, int64_t begin, int64_t end, const Slot& slot,
+                                          SelectSmem& smem) {
+  constexpr int kThreads = Team::kThreads, kWordsPerThread = kBins / kThreads;
+  int32_t* positions = p.positions + row * p.positions_stride_row + place;
   int32_t written = 0;
-  for (int64_t first = where.begin; first < where.end && written < count; first += kBitmapWords * 32) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < kBitmapWords; i += kThreads) smem.bitmap[i] = 0;
-    __syncthreads();
-    candidates.template visit<kThreads>([&](uint64_t order, bool valid) {
+  for (int64_t first = begin; first < end && written < count; first += kBitmapColumns) {
+    Team::sync();
+    for (int i = threadIdx.x; i < kBins; i += kThreads) smem.bitmap[i] = 0;
+    Team::sync();
+    candidates.template visit<kThreads>([&](uint64_t order) {
       const int64_t bit = column_of(order) - first;
-      if (valid && order >= least && bit >= 0 && bit < kBitmapWords * 32)
+      if (order >= least && bit >= 0 && bit < kBitmapColumns)
         atomicOr(&smem.bitmap[bit / 32], 1u << (bit % 32));
     });
-    __syncthreads();
+    Team::sync();
     const int word = static_cast<int>(threadIdx.x) * kWordsPerThread;
     int32_t own = 0;
-#pragma unroll 4
+#pragma unroll
     for (int i = 0; i < kWordsPerThread; ++i) own += __popc(smem.bitmap[word + i]);
-    const int32_t end = block_inclusive_sum<kWarps>(own);
-    int32_t place = written + end - own;
+    const int32_t last = team_inclusive_sum<Team>(own, smem.sums);
+    int32_t to = written + last - own;
     for (int i = 0; i < kWordsPerThread; ++i)
       for (uint32_t bits = smem.bitmap[word + i]; bits; bits &= bits - 1) {
         const int bit = 31 - __clz(bits & (0u - bits));
-        const int32_t column = static_cast<int32_t>(first) + (word + i) * 32 + bit;
-        positions[place] = column - where.begin;
-        if (slots) slots[place] = slot(where, column);
-        ++place;
+        positions[to++] = static_cast<int32_t>(first - where.begin) + (word + i) * 32 + bit;
       }
-    __syncthreads();
-    if (threadIdx.x == kThreads - 1) smem.kept = end;
-    __syncthreads();
+    if (threadIdx.x == kThreads - 1) smem.kept = last;
+    Team::sync();
     written += smem.kept;
   }
-  for (int i = count + static_cast<int>(threadIdx.x); i < p.topk; i += kThreads) {
-    positions[i] = -1;
-    if (slots) slots[i] = -1;
-  }
-  if (threadIdx.x == 0) p.lens[row] = count;
-  __syncthreads();
+  if (p.slots == nullptr) return;
+  int32_t* slots = p.slots + row * p.slots_stride_row + place;
+  for (int i = threadIdx.x; i < count; i += kThreads) slots[i] = slot(where, positions[i] + where.begin);
 }
 
-// The row's answer from all of its candidates, `total` of them.
-template <int kThreads, class Candidates, class Slot>
+// The end of a row of which `count` are chosen.
+template <class Team>
+__device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, int32_t count) {
+  for (int i = count + static_cast<int>(threadIdx.x); i < p.topk; i += Team::kThreads) {
+    p.positions[row * p.positions_stride_row + i] = -1;
+    if (p.slots) p.slots[row * p.slots_stride_row + i] = -1;
+  }
+  if (threadIdx.x == 0) p.lens[row] = count;
+}
+
+// The row's answer from all of its candidates, `total` of them, all in [low, high].
+template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void select_and_emit(const IndexTopkParams& p, int64_t row, const IndexRow& where,
-                                                const Candidates& candidates, int32_t total, const Slot& slot,
-                                                SelectSmem& smem) {
-  const uint64_t least = total > p.topk ? kth_order<kThreads>(candidates, p.topk, smem) : 0;
-  emit_from<kThreads>(p, row, where, candidates, least, min(total, p.topk), slot, smem);
+                                                const Candidates& candidates, int32_t total, uint64_t low,
+                                                uint64_t high, const Slot& slot, SelectSmem& smem) {
+  const uint64_t least =
+      total > p.topk ? kth_order(Team{}, candidates, p.topk, 0, low, high, smem) : 0;
+  const int32_t count = min(total, p.topk);
+  emit_from<Team>(p, row, where, candidates, least, 0, count, where.begin, where.end, slot, smem);
+  emit_end<Team>(p, row, count);
 }
 
 }  // namespace mla_fp8::gpu

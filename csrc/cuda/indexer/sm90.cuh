@@ -1,21 +1,23 @@
 #pragma once
-// The engine of scan.cuh on Hopper. A tile is 256 keys, 64 for each of four warpgroups: M of a wgmma, keys
-// and queries from swizzled shared memory, N is the heads of the unit's rows, K the 128 elements in four
-// steps. So a thread has all heads of two keys modulo its quad, and the sum over heads needs two shuffles.
+// Logits on Hopper, for index_logits and for the scan of index_topk. Four warpgroups multiply, four warps
+// fetch. An item is 64 keys, M of a wgmma, keys and queries from swizzled shared memory; N is the heads of the
+// unit's rows, K the 128 elements in four steps. So a thread has all heads of two keys modulo its quad, and the
+// sum over heads needs two exchanges. A tile is four items, one for each warpgroup.
 //
-// Each warpgroup fills and drains a ring of its own by cp.async, kStages deep, with a named barrier:
+// Items lie in a ring of stages. Warp w of those that fetch fills the items of warpgroup w by cp.async.
 //
-//   barrier         who          what it protects
-//   1 + warpgroup   128 threads  before stage t is read: its bytes have come, for all four warps; and stage
-//                                t - 1 may be filled again, as each warp has waited for its products
+//   barrier     arrivals                        a phase is
+//   full[s]     32 of copies, 1 of the warp     an item in stage s, its bytes there
+//   empty[s]    4 warps                         an item in stage s that nobody needs any more
 //
 // Absent entries and columns outside the unit are zeros, with `present` false.
 #include "cuda/device/copy.cuh"
+#include "cuda/device/mbarrier.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/wgmma.cuh"
-#include "cuda/indexer/scan.cuh"
+#include "cuda/indexer/rows.cuh"
 #include "cuda/indexer/tile.cuh"
 
 namespace mla_fp8::gpu {
@@ -49,10 +51,6 @@ __device__ inline void cp_async_4(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0)
                : "memory");
 }
-template <int kPending>
-__device__ inline void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 // 0 of what is negative; a NaN stays one.
 __device__ inline float relu(float x) {
   asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
@@ -64,110 +62,229 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kIndexDim + ((piece ^ row % 8) << 4);
 }
 
-// kHeads: lines of a row's queries, 16, 32 or 64.
+namespace sm90_index {
+
+inline constexpr int kGroup = 128, kGroups = 4, kMathThreads = kGroup * kGroups;
+inline constexpr int kProducers = 4, kThreads = kMathThreads + kProducers * kWarpSize;
+// Out of what the block is launched with: 96 a thread.
+inline constexpr int kMathRegisters = 112, kProducerRegisters = 32;
+static_assert(kMathThreads * kMathRegisters + (kThreads - kMathThreads) * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
+inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
+inline constexpr int kMostStages = 16;
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+// The threads that multiply.
+struct MathTeam {
+  static constexpr int kThreads = kMathThreads;
+  __device__ __forceinline__ static void sync() { named_barrier(1, kThreads); }
+  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+};
+
+struct Barriers {
+  uint64_t full[kMostStages], empty[kMostStages];
+
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < kMostStages; ++s) {
+      mbarrier_init(shared_address(&full[s]), kWarpSize + kWarpArrivals);
+      mbarrier_init(shared_address(&empty[s]), kGroup / kWarpSize * kWarpArrivals);
+    }
+    mbarrier_init_fence();
+  }
+};
+
+// Where a warpgroup, or the warp that fetches for it, is in the ring.
+struct Place {
+  int num_stages, stage;
+  int phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    stage += kGroups;
+    if (stage < num_stages) return;
+    stage -= num_stages;
+    phase ^= 1;
+  }
+};
+
+// Shared memory whose size depends on the call, from a multiple of 1024 bytes on.
+struct Memory {
+  uint8_t* base;
+  int num_stages, lines;  // lines of queries
+
+  static constexpr int kStageBytes = kItemKeys * (kIndexDim + 4 + 1);
+  MLA_HD static constexpr int bytes(int num_stages, int lines) {
+    return num_stages * kStageBytes + lines * (kIndexDim + 4);
+  }
+  __device__ __forceinline__ uint8_t* keys(int stage) const { return base + stage * kItemKeys * kIndexDim; }
+  __device__ __forceinline__ uint8_t* queries() const { return keys(num_stages); }
+  __device__ __forceinline__ float* weights() const {
+    return reinterpret_cast<float*>(queries() + lines * kIndexDim);
+  }
+  __device__ __forceinline__ float* scales(int stage) const { return weights() + lines + stage * kItemKeys; }
+  __device__ __forceinline__ bool* present(int stage) const {
+    return reinterpret_cast<bool*>(scales(num_stages)) + stage * kItemKeys;
+  }
+  __device__ __forceinline__ uint8_t* end() const {
+    return reinterpret_cast<uint8_t*>(present(num_stages));
+  }
+};
+
+// By all threads that multiply. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind, then
+// of those 8 further on.
 template <int kHeads>
-struct Sm90IndexEngine {
-  static constexpr int kGroup = 128, kGroups = 4, kStages = 4, kGroupKeys = 64;
-  static constexpr int kThreads = kGroup * kGroups, kTileKeys = kGroupKeys * kGroups;
-  static constexpr int kLines = kHeads * kIndexGroupRows;
-  static constexpr bool kSelectTakesQueries = false;
-
-  struct Stage {
-    uint8_t keys[kGroupKeys * kIndexDim];
-  };
-  struct Memory {
-    alignas(1024) Stage stages[kStages][kGroups];
-    alignas(1024) uint8_t queries[kLines * kIndexDim];
-    float weights[kLines];
-    float scales[kStages][kTileKeys];
-    bool present[kStages][kTileKeys];
-    SelectSmem select;
-  };
-
-  const IndexProblem& problem;
-  const Divider& page_size;
-  Memory& memory;
-  int64_t request;
-  int32_t first_column, begin_column, end_column;  // below 2^24 and a tile
-  int num_rows, num_tiles;
-
-  __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
-  __device__ __forceinline__ static int group_thread() { return threadIdx.x % kGroup; }
-
-  __device__ __forceinline__ void load_queries(const IndexUnit& unit) {
-    const IndexQueries& queries = problem.queries;
-    for (int i = threadIdx.x; i < kLines * 8; i += kThreads) {
-      const int line = i / 8, piece = i % 8;
-      const int row = line / kHeads, head = line % kHeads;
-      const bool exists = row < unit.num_rows && head < queries.num_heads;
-      const uint8_t* from = queries.q + (unit.first_row + (exists ? row : 0)) * queries.q_stride_row;
-      const int from_head = exists ? head : 0;
-      if (!queries.is_fp4) {
-        store(memory.queries + swizzled(line, piece),
-              load_if<4>(from + from_head * kIndexDim + 16 * piece, exists));
-      } else if (piece % 2 == 0) {
-        const Words<4> packed = load_if<4>(from + from_head * (kIndexDim / 2) + 8 * piece, exists);
-        const uint8_t* s = static_cast<const uint8_t*>(queries.q_scale) +
-                           (unit.first_row + (exists ? row : 0)) * queries.q_scale_stride_row + 4 * from_head;
-        alignas(16) uint8_t expanded[32];
-        expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece / 2), expanded);
-        store(memory.queries + swizzled(line, piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
-        store(memory.queries + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
-      }
+__device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
+                                             const Memory& memory) {
+  for (int i = threadIdx.x; i < memory.lines * 8; i += kMathThreads) {
+    const int line = i / 8, piece = i % 8;
+    const int row = line / kHeads, head = line % kHeads;
+    const bool exists = row < unit.num_rows && head < queries.num_heads;
+    const int64_t from_row = unit.first_row + (exists ? row : 0);
+    const int from_head = exists ? head : 0;
+    const uint8_t* from = queries.q + from_row * queries.q_stride_row;
+    uint8_t* to = memory.queries();
+    if (!queries.is_fp4) {
+      store(to + swizzled(line, piece), load_if<4>(from + from_head * kIndexDim + 16 * piece, exists));
+    } else if (piece % 2 == 0) {
+      const Words<4> packed = load_if<4>(from + from_head * (kIndexDim / 2) + 8 * piece, exists);
+      const uint8_t* s = static_cast<const uint8_t*>(queries.q_scale) +
+                         from_row * queries.q_scale_stride_row + 4 * from_head;
+      alignas(16) uint8_t expanded[32];
+      expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece / 2), expanded);
+      store(to + swizzled(line, piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
+      store(to + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
-    for (int line = threadIdx.x; line < kLines; line += kThreads) {
-      const int row = line / kHeads, head = line % kHeads;
-      const bool exists = row < unit.num_rows && head < queries.num_heads;
-      memory.weights[line] = exists ? queries.weight(unit.first_row + row, head) : 0.0f;
+  }
+  for (int line = threadIdx.x; line < memory.lines; line += kMathThreads) {
+    const int row = line / kHeads, head = line % kHeads;
+    const bool exists = row < unit.num_rows && head < queries.num_heads;
+    const int at = head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
+    memory.weights()[row * kHeads + at] = exists ? queries.weight(unit.first_row + row, head) : 0.0f;
+  }
+  fence_proxy_async();
+}
+
+// Fills the items of one warpgroup.
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const IndexKeys& keys, const Divider& page_size, const Memory& memory,
+                                      Barriers& barriers)
+      : keys_(keys),
+        page_size_(page_size),
+        memory_(memory),
+        barriers_(barriers),
+        warp_(threadIdx.x / kWarpSize - kMathThreads / kWarpSize),
+        lane_(threadIdx.x % kWarpSize),
+        place_{memory.num_stages, warp_} {}
+
+  // The warp's items of tiles from `column` on.
+  __device__ __forceinline__ void run(const IndexUnit& unit, int32_t column, int tiles) {
+    column += warp_ * kItemKeys;
+    Entry next[2];
+    find(unit, column, next);
+    for (int t = 0; t < tiles; ++t) {
+      const Entry now[2] = {next[0], next[1]};
+      column += kTileKeys;
+      if (t + 1 < tiles) find(unit, column, next);
+      mbarrier_wait(shared_address(&barriers_.empty[place_.stage]), place_.phase ^ 1);
+      fill(now);
+      place_.advance();
     }
-    fence_proxy_async();
   }
 
-  // The warpgroup's keys of tile t, or nothing behind the last; one group of copies either way.
-  __device__ __forceinline__ void fill(int t) {
-    if (t < num_tiles) {
-      const IndexKeys& keys = problem.keys;
-      const int stage = t % kStages, thread = group_thread(), first_key = group() * kGroupKeys;
-      const int32_t first = first_column + t * kTileKeys + first_key;
-      const uint32_t to = shared_address(memory.stages[stage][group()].keys);
+ private:
+  struct Entry {
+    int32_t page, row;  // page -1: absent
+  };
+
+  // Keys `lane` and `lane + 32` of an item.
+  __device__ __forceinline__ void find(const IndexUnit& unit, int32_t first, Entry (&found)[2]) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = i * 16 + thread / 8, piece = thread % 8;
-        const int32_t column = first + key;
-        const bool wanted = column >= begin_column && column < end_column;
-        const int64_t page_index = wanted ? page_size(column) : 0;
-        const int64_t page = wanted ? keys.page(request, page_index) : -1;
-        const int64_t row = column - page_index * page_size.divisor();
-        const bool present = page >= 0;
-        const uint8_t* from = present ? keys.value(page, row) + 16 * piece : keys.values;
-        cp_async_16(to + swizzled(key, piece), from, present);
-        if (piece == 0) {
-          cp_async_4(shared_address(&memory.scales[stage][first_key + key]),
-                     present ? keys.scale(page, row) : keys.scales, present);
-          memory.present[stage][first_key + key] = present;
+    for (int half = 0; half < 2; ++half) {
+      const int32_t column = first + half * kWarpSize + lane_;
+      found[half] = {-1, 0};
+      if (column < unit.begin || column >= unit.end) continue;
+      const int64_t page_index = page_size_(column);
+      found[half] = {static_cast<int32_t>(keys_.page(unit.request, page_index)),
+                     static_cast<int32_t>(column - page_index * page_size_.divisor())};
+    }
+  }
+
+  // Eight lanes to a key.
+  __device__ __forceinline__ void fill(const Entry (&entries)[2]) const {
+    const int stage = place_.stage, piece = lane_ % 8;
+    const uint32_t to = shared_address(memory_.keys(stage));
+    const uint32_t full = shared_address(&barriers_.full[stage]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Entry& entry = entries[half];
+      const bool present = entry.page >= 0;
+      const uint8_t* value = present ? keys_.value(entry.page, entry.row) : nullptr;
+      // Kept rolled, for its registers. Eight rows repeat the swizzle.
+      static_assert(kWarpSize % 8 == 0);
+#pragma unroll 1
+      for (int key = lane_ / 8; key < kWarpSize; key += 8) {
+#pragma unroll
+        for (int four = 0; four < 8; four += 4) {
+          const uint8_t* from = broadcast(value, key + four);
+          cp_async_16(to + half * kWarpSize * kIndexDim + swizzled(key + four, piece),
+                      from ? from + 16 * piece : keys_.values, from != nullptr);
         }
       }
+      const int key = half * kWarpSize + lane_;
+      cp_async_4(shared_address(memory_.scales(stage) + key),
+                 present ? keys_.scale(entry.page, entry.row) : keys_.scales, present);
+      memory_.present(stage)[key] = present;
     }
-    cp_async_commit();
+    mbarrier_arrive_cp_async(full);
+    mbarrier_arrive_warp(full, lane_);
   }
 
-  __device__ __forceinline__ void begin(const IndexUnit& unit, int64_t column, int tiles) {
-    request = unit.request;
-    first_column = static_cast<int32_t>(column);
-    begin_column = unit.begin;
-    end_column = unit.end;
-    num_rows = unit.num_rows;
-    num_tiles = tiles;
-    __syncthreads();  // the queries are there, for all; nobody reads what is filled now
-    for (int t = 0; t < kStages - 1; ++t) fill(t);
+  const IndexKeys& keys_;
+  const Divider& page_size_;
+  const Memory& memory_;
+  Barriers& barriers_;
+  const int warp_, lane_;
+  Place place_;
+};
+
+// The math of a warpgroup. kHeads: lines of a row's queries, 16, 32 or 64.
+template <int kHeads>
+class Math {
+ public:
+  __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers)
+      : memory_(memory), barriers_(barriers), place_{memory.num_stages, group()} {}
+
+  // The warpgroup's item of the next tile: sink(row, valid, key, logit, present, is_pair), the lanes of a warp
+  // together, a lane with `valid` has the logit of a key of the tile of its own; with `is_pair` the upper lanes
+  // of each quad have the row behind that of the lower ones.
+  template <class Sink>
+  __device__ __forceinline__ void next_item(int num_rows, const Sink& sink) {
+    const int stage = place_.stage;
+    mbarrier_wait(shared_address(&barriers_.full[stage]), place_.phase);
+    fence_proxy_async();
+    if constexpr (kHeads == 16) {
+      rows_logits<64>(stage, 0, num_rows, sink);
+    } else if constexpr (kHeads == 32) {
+      if (num_rows <= 2) rows_logits<64>(stage, 0, num_rows, sink);
+      else rows_logits<128>(stage, 0, num_rows, sink);
+    } else {
+      int row = 0;
+      for (; row + 1 < num_rows; row += 2) rows_logits<128>(stage, row, num_rows, sink);
+      if (row < num_rows) rows_logits<64>(stage, row, num_rows, sink);
+    }
+    mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
+    place_.advance();
   }
+
+ private:
+  __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
 
   // The products of kN / kHeads rows, from `row` on.
   template <int kN, class Sink>
-  __device__ __forceinline__ void rows_logits(int stage, int row, const Sink& sink) {
+  __device__ __forceinline__ void rows_logits(int stage, int row, int num_rows, const Sink& sink) const {
     constexpr int kColumns = kN / 8, kRows = kN / kHeads;
-    const uint64_t a = wgmma_panel_descriptor(shared_address(memory.stages[stage][group()].keys));
-    const uint64_t b = wgmma_panel_descriptor(shared_address(memory.queries) + row * kHeads * kIndexDim);
+    const uint64_t a = wgmma_panel_descriptor(shared_address(memory_.keys(stage)));
+    const uint64_t b = wgmma_panel_descriptor(shared_address(memory_.queries()) + row * kHeads * kIndexDim);
     float acc[kColumns][4];
     pin_registers(acc);
     wgmma_fence();
@@ -178,58 +295,59 @@ struct Sm90IndexEngine {
     wgmma_wait<0>();
     pin_registers(acc);
 
+    // The lane's logits will be those of key `key`: of eight keys, or the eight behind them.
     const int lane = threadIdx.x % kWarpSize, t = lane % 4;
-    const int key = group() * kGroupKeys + group_thread() / kWarpSize * 16 + lane / 4;
-    const float scales[2] = {memory.scales[stage][key], memory.scales[stage][key + 8]};
+    const int key = threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (t & 1);
+    const float scale = memory_.scales(stage)[key];
+    const bool present = memory_.present(stage)[key];
+    const float4* weights = reinterpret_cast<const float4*>(memory_.weights() + row * kHeads) + t;
+    float sums[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float sums[2][2] = {};
+      float s[2][2] = {};  // keys, heads modulo two
 #pragma unroll
-      for (int i = 0; i < kHeads / 8; ++i) {
-        const float2 w =
-            *reinterpret_cast<const float2*>(&memory.weights[(row + r) * kHeads + 8 * i + 2 * t]);
-        const float (&d)[4] = acc[r * (kHeads / 8) + i];
-        sums[0][0] = fmaf(relu(d[0]), w.x, sums[0][0]);
-        sums[0][1] = fmaf(relu(d[1]), w.y, sums[0][1]);
-        sums[1][0] = fmaf(relu(d[2]), w.x, sums[1][0]);
-        sums[1][1] = fmaf(relu(d[3]), w.y, sums[1][1]);
+      for (int i = 0; i < kHeads / 16; ++i) {
+        const float4 w = weights[r * (kHeads / 4) + 4 * i];
+        const float(&c)[4] = acc[r * (kHeads / 8) + 2 * i];
+        const float(&d)[4] = acc[r * (kHeads / 8) + 2 * i + 1];
+        s[0][0] = fmaf(relu(c[0]), w.x, s[0][0]);
+        s[0][1] = fmaf(relu(c[1]), w.y, s[0][1]);
+        s[1][0] = fmaf(relu(c[2]), w.x, s[1][0]);
+        s[1][1] = fmaf(relu(c[3]), w.y, s[1][1]);
+        s[0][0] = fmaf(relu(d[0]), w.z, s[0][0]);
+        s[0][1] = fmaf(relu(d[1]), w.w, s[0][1]);
+        s[1][0] = fmaf(relu(d[2]), w.z, s[1][0]);
+        s[1][1] = fmaf(relu(d[3]), w.w, s[1][1]);
       }
-      float totals[2];
+      const float low = round_add(s[0][0], s[0][1]), high = round_add(s[1][0], s[1][1]);
+      sums[r] = exchange(low, high, 1);
+    }
+    const int in_tile = group() * kItemKeys + key;
+    // The scale comes behind the sum of all heads: parts times infinity would cancel.
+    const auto logit = [&](float sum) { return round_add(round_mul(sum, scale), 0.0f); };
+    if constexpr (kRows == 1) {
+      const float sum = round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2));
+      sink(row, t < 2, in_tile, logit(sum), present, std::false_type{});
+    } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float total = round_add(sums[half][0], sums[half][1]);
-        total = round_add(total, __shfl_xor_sync(kFullWarp, total, 1));
-        total = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
-        totals[half] = round_mul(total, scales[half]);  // of all heads: parts times infinity would cancel
+      for (int r = 0; r < kRows; r += 2) {
+        const int own = row + r + t / 2;
+        sink(own, own < num_rows, in_tile, logit(exchange(sums[r], sums[r + 1], 2)), present, std::true_type{});
       }
-      const int own = key + 8 * (t & 1);
-      if (row + r < num_rows)
-        sink(row + r, t < 2, own, round_add(totals[t & 1], 0.0f), memory.present[stage][own]);
     }
   }
 
-  template <class Sink>
-  __device__ __forceinline__ void logits(int t, const Sink& sink) {
-    const int stage = t % kStages;
-    cp_async_wait<kStages - 2>();
-    fence_proxy_async();
-    named_barrier(1 + group(), kGroup);
-    fill(t + kStages - 1);
-    if constexpr (kHeads == 16) {
-      rows_logits<64>(stage, 0, sink);
-    } else if constexpr (kHeads == 32) {
-      if (num_rows <= 2) rows_logits<64>(stage, 0, sink);
-      else rows_logits<128>(stage, 0, sink);
-    } else {
-      if (num_rows == 1) {
-        rows_logits<64>(stage, 0, sink);
-      } else {
-        rows_logits<128>(stage, 0, sink);
-        if (num_rows == 3) rows_logits<64>(stage, 2, sink);
-        else if (num_rows == 4) rows_logits<128>(stage, 2, sink);
-      }
-    }
+  // A lane without bit `lanes` keeps x and gives y to the lane with it, which gives x; the sums of both.
+  __device__ __forceinline__ static float exchange(float x, float y, int lanes) {
+    const bool upper = threadIdx.x & lanes;
+    const float kept = upper ? y : x;
+    return round_add(kept, __shfl_xor_sync(kFullWarp, upper ? x : y, lanes));
   }
+
+  const Memory& memory_;
+  Barriers& barriers_;
+  Place place_;
 };
 
+}  // namespace sm90_index
 }  // namespace mla_fp8::gpu

@@ -14,11 +14,11 @@ struct IndexLogitsArgs {
 #if MLA_FP8_WITH_SM90A && MLA_FP8_PTX
 // FP8 keys whose rows are 16-byte aligned, on Hopper.
 bool takes_sm90(const IndexProblem& problem);
-void index_scan_sm90(const IndexTopkArgs& args, gpuStream_t stream);
+void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream);
 void index_logits_sm90(const IndexLogitsParams& params, gpuStream_t stream);
 #else
 inline bool takes_sm90(const IndexProblem&) { return false; }
-inline void index_scan_sm90(const IndexTopkArgs&, gpuStream_t) {}
+inline void index_topk_sm90(const IndexTopkArgs&, gpuStream_t) {}
 inline void index_logits_sm90(const IndexLogitsParams&, gpuStream_t) {}
 #endif
 

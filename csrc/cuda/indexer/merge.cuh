@@ -1,0 +1,64 @@
+#pragma once
+// The merge of index_topk: rows whose keys several CTAs scanned, from what those left in the workspace.
+#include "cuda/indexer/scan.cuh"
+
+namespace mla_fp8::gpu {
+
+// A row of a unit that the CTAs [first_cta, last_cta] share. Their lists lie in order of columns.
+struct MergeJob {
+  int first_cta, last_cta, row;
+  int64_t out_row;
+  IndexRow where;
+
+  __device__ __forceinline__ int num_parts() const { return last_cta - first_cta + 1; }
+  // The first one's own list, and what the others had to begin with.
+  __device__ __forceinline__ CandidateList part(const IndexTopkArgs& args, int i) const {
+    const int cta = first_cta + i;
+    return {i > 0 ? args.earlier(cta, row) : args.list(cta, row), args.state(cta)->counts[i > 0][row]};
+  }
+  // The first column of a part, or of what comes behind the last.
+  __device__ __forceinline__ int64_t part_begin(const IndexTopkArgs& args, int i) const {
+    const IndexCtaState& state = *args.state(first_cta + 1);
+    if (i == num_parts()) return where.end;
+    if (i == 0) return where.begin;
+    return state.begin + ((first_cta + i) * state.per_cta - state.first_tile) * args.tile_keys;
+  }
+};
+
+// As many jobs as rows, where those are few: then job i is row i.
+MLA_HD int64_t num_merge_jobs(const IndexTopkArgs& args) {
+  const int64_t rows = args.p.problem.rows.num_rows, most = int64_t{args.num_ctas} * args.list_rows;
+  return rows < most ? rows : most;
+}
+
+// Whether there is such a job. All threads of the block call it.
+template <int kThreads>
+__device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, MergeJob& job) {
+  MLA_SHARED(int, found);
+  int cta = i / args.list_rows;
+  if (args.p.problem.rows.num_rows <= num_merge_jobs(args)) {
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
+    for (int c = 1 + static_cast<int>(threadIdx.x); c < args.num_ctas; c += kThreads) {
+      const IndexCtaState& state = *args.state(c);
+      if (state.unit >= 0 && state.unit <= i && i < state.unit + state.num_rows &&
+          state.first_tile >= (c - 1) * state.per_cta)
+        found = c;
+    }
+    __syncthreads();
+    cta = found;
+  }
+  if (cta == 0) return false;
+  const IndexCtaState& state = *args.state(cta);  // the first that went on with it
+  if (state.unit < 0 || state.first_tile < (cta - 1) * state.per_cta) return false;
+  const bool is_row = args.p.problem.rows.num_rows <= num_merge_jobs(args);
+  job.row = is_row ? static_cast<int>(i - state.unit) : i % args.list_rows;
+  if (job.row >= state.num_rows) return false;
+  job.first_cta = cta - 1;
+  job.last_cta = static_cast<int>((state.first_tile + state.num_tiles - 1) / state.per_cta);
+  job.out_row = state.unit + job.row;
+  job.where = state.rows[job.row];
+  return true;
+}
+
+}  // namespace mla_fp8::gpu
