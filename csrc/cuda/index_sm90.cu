@@ -1,5 +1,5 @@
-// The kernels of the indexer on Hopper: index_topk's scan and merge, and index_logits, whose logits are the same
-// (indexer/sm90.cuh).
+// The kernels of the indexer on Hopper: index_topk's scan and merge, and index_logits, whose logits are the
+// same (indexer/sm90.cuh).
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ namespace {
 
 using namespace sm90_index;
 
-constexpr int kPieceTiles = 8;  // of a CTA of index_logits
+constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 
 struct Sm90TopkArgs {
   IndexTopkArgs topk;
@@ -24,6 +24,8 @@ struct Sm90TopkArgs {
 struct Sm90LogitsArgs {
   IndexLogitsArgs logits;
   int num_stages, lines;
+  int unit_stride;  // rows from one that may begin a unit to the next
+  int piece_columns;
 };
 
 __device__ __forceinline__ Memory memory(int num_stages, int lines) {
@@ -40,11 +42,12 @@ void with_lines(int num_heads, const Fn& fn) {
   return fn(constant<64>{});
 }
 
-// Rows that a unit may have, at most `most`.
+// Rows of a unit, at most `most`; those of a request are divided evenly.
 int unit_rows(const IndexRows& rows, int64_t most) {
   most = std::min(most, rows.num_rows);
-  const bool counts = rows.k_start == nullptr && rows.query_start_loc == nullptr;
-  return static_cast<int>(counts ? std::min(most, rows.next_n) : most);
+  if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
+  const int64_t units = (rows.next_n + most - 1) / most;
+  return static_cast<int>((rows.next_n + units - 1) / units);
 }
 // Lines of queries in shared memory for a unit of that many rows: a product takes 64 or 128.
 int query_lines(int rows, int row_lines) {
@@ -87,11 +90,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Barriers barriers;
   const IndexLogitsParams& p = args.logits.p;
   wait_for_previous_grid();
-  const int64_t row = args.logits.pieces(blockIdx.x);
-  const int64_t first = (int64_t{blockIdx.x} - row * args.logits.pieces.divisor()) * kPieceTiles * kTileKeys;
+  const int64_t i = args.logits.pieces(blockIdx.x), row = i * args.unit_stride;
+  const int64_t first = (int64_t{blockIdx.x} - i * args.logits.pieces.divisor()) * args.piece_columns;
   IndexUnit unit;
   if (!find_unit(p.problem.rows, row, args.logits.group_rows, unit)) return;
-  const int64_t last = min(first + kPieceTiles * kTileKeys, p.width);
+  const int64_t last = min(first + args.piece_columns, p.width);
   const auto out = [&](int r, int64_t column) { return p.out + (row + r) * p.out_stride_row + column; };
   if (first >= unit.end || last <= unit.begin) {
     for (int r = 0; r < unit.num_rows; ++r)
@@ -149,7 +152,10 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
            Sm90TopkArgs{own, num_stages, lines});
   });
   const int64_t jobs = num_merge_jobs(own);
-  const int cluster = jobs <= 15 ? 8 : jobs <= 30 ? 4 : jobs <= 66 ? 2 : 1;  // as many as an H200 holds at once
+  const int cluster = jobs <= 15   ? 8
+                      : jobs <= 30 ? 4
+                      : jobs <= 66 ? 2
+                                   : 1;  // as many as an H200 holds at once
   launch(index_merge_sm90_kernel,
          {.grid = jobs * cluster,
           .block = kMergeThreads,
@@ -160,17 +166,28 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
-  const int group_rows = unit_rows(p.problem.rows, kIndexGroupRows);
+  const IndexRows& rows = p.problem.rows;
+  const int group_rows = unit_rows(rows, kIndexGroupRows);
+  const bool are_even = rows.query_start_loc == nullptr && (rows.k_start || rows.next_n % group_rows == 0);
+  const int unit_stride = are_even ? group_rows : 1;
+  const int64_t units = (rows.num_rows + unit_stride - 1) / unit_stride;
+  const int64_t tiles = (p.width + kTileKeys - 1) / kTileKeys;
+  const int64_t piece_tiles =  // a few pieces to a multiprocessor
+      std::clamp<int64_t>(units * tiles / (4 * num_processors()), 1, kMostPieceTiles);
+  const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
   with_lines(p.problem.queries.num_heads, [&](auto row_lines) {
-    const int64_t columns = kPieceTiles * kTileKeys, pieces = (p.width + columns - 1) / columns;
     const int lines = query_lines(group_rows, row_lines);
     const int num_stages = stages(lines, static_cast<int>(sizeof(Barriers)) + 1024);
     launch(index_logits_sm90_kernel<row_lines>,
-           {.grid = p.problem.rows.num_rows * pieces,
+           {.grid = units * pieces,
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines)},
-           Sm90LogitsArgs{{p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows}, num_stages, lines});
+           Sm90LogitsArgs{{p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
+                          num_stages,
+                          lines,
+                          unit_stride,
+                          static_cast<int>(piece_tiles) * kTileKeys});
   });
 }
 

@@ -26,9 +26,9 @@ struct ScatteredCandidates {
   const IndexTopkArgs& args;
   const MergeJob& job;
 
-  template <int kThreads, class Visit>
+  template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).template visit<kThreads>(visit_one);
+    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).template visit<Team>(visit_one);
   }
 };
 
@@ -36,13 +36,14 @@ struct ScatteredCandidates {
 
 __global__ void __launch_bounds__(kIndexThreads)
     index_merge_kernel(const __grid_constant__ IndexTopkArgs args) {
-  MLA_SHARED(SelectSmem, select);
+  using Team = BlockTeam<kIndexThreads>;
+  MLA_SHARED(Team::Smem, select);
   wait_for_previous_grid();
   MergeJob job;
   if (!find_merge<kIndexThreads>(args, static_cast<int>(blockIdx.x), job)) return;
   int32_t total = 0;
   for (int i = 0; i < job.num_parts(); ++i) total += job.part(args, i).count;
-  select_and_emit<BlockTeam<kIndexThreads>>(
+  select_and_emit<Team>(
       args.p, job.out_row, job.where, ScatteredCandidates{args, job}, total, 0, ~uint64_t{0},
       [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, select);
 }

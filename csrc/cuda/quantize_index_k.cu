@@ -1,5 +1,5 @@
-// quantize_index_k on CUDA: sixteen lanes a key, eight elements a lane; of many keys a lane reads four at once.
-// Traffic per key: reads 128 elements, writes 132 or 68 bytes. HBM-bound.
+// quantize_index_k on CUDA: sixteen lanes a key, eight elements a lane; of many keys a lane reads four at
+// once. Traffic per key: reads 128 elements, writes 132 or 68 bytes. HBM-bound.
 
 #include "ops/quantize_index_k.h"
 
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kKeyBlock)
     const int64_t token = first + i * kKeysPerBlock;
     const bool exists = token < p.num_tokens;  // all lanes of a warp go on: they shuffle
     slots[i] = exists ? load_index(p.slot_mapping, p.slots_are_int64, token) : -1;
-    const uint8_t* source =
-        static_cast<const uint8_t*>(p.k) + ((exists ? token : 0) * p.k_stride_token + lane * kChunk) * itemsize;
+    const uint8_t* source = static_cast<const uint8_t*>(p.k) +
+                            ((exists ? token : 0) * p.k_stride_token + lane * kChunk) * itemsize;
     x[i] = load_if<4>(source, exists);
     if constexpr (!kIsBf16) more[i] = load_if<4>(source + 16, exists && is_float);
   }

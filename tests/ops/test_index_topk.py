@@ -44,6 +44,37 @@ def test_any_order_of_logits_is_selected_exactly(order, topk, device):
     problem.assert_exact(topk)
 
 
+LONG_ORDERS = {
+    "random": torch.randn,
+    "ascending": lambda n: torch.arange(n).float(),
+    "descending": lambda n: -torch.arange(n).float(),
+    "all equal": lambda n: torch.full((n,), 0.25),
+    "two values": lambda n: (torch.arange(n) * 7 % 5 < 2).float(),
+    "mostly NaN": lambda n: torch.full((n,), NAN).where(torch.arange(n) % 23 > 0, torch.randn(n)),
+}
+
+
+@pytest.mark.parametrize("order", LONG_ORDERS)
+@pytest.mark.parametrize(
+    ("next_n", "topk", "pin_last"), [(1, 2048, 0), (4, 2048, 0), (3, 100, 700), (2, 4000, 0)]
+)
+def test_candidates_are_thrown_away_exactly(order, next_n, topk, pin_last, device):
+    """So many rows over the same entries that whoever scans them must throw candidates away again and again;
+    rows that begin and end anywhere in a share, and all of them as the row alone."""
+    n, requests = (20_000, 90) if device == "cuda" else (9_000, 2)
+    alone = constant_keys_problem(device, LONG_ORDERS[order](n))
+    want, _, _ = alone.want_topk(topk, pin_last=pin_last)
+    rows = requests * next_n
+    many = Problem(
+        alone.q.expand(rows, -1, -1).contiguous(), alone.weights.expand(rows, -1).contiguous(),
+        alone.index_cache, alone.page_table.expand(requests, -1).contiguous(), None, alone.layout,
+        alone.page_size, {"row_lens": ints([n] * rows, device), "next_n": next_n},
+    )  # fmt: skip
+    for _ in range(2):
+        positions, _, lens = many.topk(topk, pin_last=pin_last)
+        assert torch.equal(positions, want.expand(rows, -1)) and (lens == topk).all()
+
+
 @pytest.mark.parametrize("heads", [1, 7, 16, 32, 40, 64])
 @pytest.mark.parametrize("layout", ["index_fp8", "index_fp4"])
 def test_random_keys_and_any_number_of_heads(heads, layout, device):

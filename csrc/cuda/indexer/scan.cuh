@@ -2,7 +2,7 @@
 // The scan of index_topk, over an engine that computes the logits of tiles of keys. An engine has
 //
 //   kThreads, kTileKeys      of a CTA
-//   Memory                   its shared memory, with `select`, a SelectSmem
+//   Memory                   its shared memory, with `select`, for BlockTeam<kThreads>
 //   kSelectTakesQueries      whether that overwrites the queries
 //   padded(num_heads)        lines of a row of queries in shared memory, kLines in all
 //   load_queries(), begin()  for a unit; begin() when the columns of the first tile are known
@@ -173,8 +173,9 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
       for (int r = 0; r < unit.num_rows; ++r) {
         const int32_t count = smem.count[r];
         select_and_emit<BlockTeam<kThreads>>(
-            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count, 0, ~uint64_t{0},
-            [&](const IndexRow& where, int32_t c) { return args.slot(where, c); }, smem.memory.select);
+            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count, 0,
+            ~uint64_t{0}, [&](const IndexRow& where, int32_t c) { return args.slot(where, c); },
+            smem.memory.select);
       }
     } else {
       leave_for_merge(args, smem);

@@ -7,11 +7,10 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kBinBits = 11;
-inline constexpr int kBins = 1 << kBinBits;
-inline constexpr int kBitmapColumns = kBins * 32;  // that emission takes at a time
-
+template <int kBits>
 struct SelectSmem {
+  static constexpr int kBinBits = kBits, kBins = 1 << kBits;
+  static constexpr int kBitmapColumns = kBins * 32;  // that emission takes at a time
   union {
     uint32_t bins[kBins];
     uint32_t bitmap[kBins];
@@ -21,10 +20,13 @@ struct SelectSmem {
   int32_t sums[kWarpSize];
 };
 
-// Threads that select together.
+// Threads that select together, and their memory; here those of a block.
 template <int kN>
 struct BlockTeam {
   static constexpr int kThreads = kN;
+  using Smem = SelectSmem<11>;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
   // The histogram of all candidates; the calling block may hold a part of them.
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
@@ -33,7 +35,7 @@ struct BlockTeam {
 // The sum of the threads up to and including this one.
 template <class Team>
 __device__ __forceinline__ int32_t team_inclusive_sum(int32_t x, int32_t (&sums)[kWarpSize]) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, warp = Team::thread() / kWarpSize;
   x = warp_inclusive_sum(x);
   Team::sync();  // the last call's sums have been read
   if (lane == kWarpSize - 1) sums[warp] = x;
@@ -50,10 +52,10 @@ struct CandidateList {
   const uint64_t* orders;
   int32_t count;
 
-  template <int kThreads, class Visit>
+  template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    constexpr int kAtOnce = 4;  // loads in flight
-    for (int32_t first = static_cast<int32_t>(threadIdx.x); first < count; first += kAtOnce * kThreads) {
+    constexpr int kThreads = Team::kThreads, kAtOnce = 4;  // loads in flight
+    for (int32_t first = Team::thread(); first < count; first += kAtOnce * kThreads) {
       uint64_t found[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
@@ -69,7 +71,9 @@ struct CandidateList {
 // in [low, high]. The whole team calls it.
 template <class Team, class Candidates>
 __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates& candidates, int32_t k,
-                                              int32_t spare, uint64_t low, uint64_t high, SelectSmem& smem) {
+                                              int32_t spare, uint64_t low, uint64_t high,
+                                              typename Team::Smem& smem) {
+  constexpr int kBins = Team::Smem::kBins, kBinBits = Team::Smem::kBinBits;
   constexpr int kBinsPerThread = kBins / Team::kThreads;
   static_assert(kBins % Team::kThreads == 0);
   uint64_t base = low;
@@ -78,9 +82,9 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
 #pragma unroll 1
   while (true) {
     Team::sync();
-    for (int i = threadIdx.x; i < kBins; i += Team::kThreads) smem.bins[i] = 0;
+    for (int i = Team::thread(); i < kBins; i += Team::kThreads) smem.bins[i] = 0;
     Team::sync();
-    candidates.template visit<Team::kThreads>([&](uint64_t order) {
+    candidates.template visit<Team>([&](uint64_t order) {
       const uint64_t bin = (order - base) >> shift;
       if (order >= base && bin < kBins) atomicAdd(&smem.bins[static_cast<uint32_t>(bin)], 1u);
     });
@@ -88,7 +92,7 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
     const uint32_t* bins = team.total(smem.bins);
     // Bins in descending order, kBinsPerThread neighbours to a thread.
     int32_t here[kBinsPerThread], own = 0;
-    const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kBinsPerThread;
+    const int first = kBins - 1 - Team::thread() * kBinsPerThread;
 #pragma unroll
     for (int i = 0; i < kBinsPerThread; ++i) {
       here[i] = static_cast<int32_t>(bins[first - i]);
@@ -114,18 +118,19 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
 
 // Moves the candidates that are not below `least` to the front of their list.
 template <class Team>
-__device__ __forceinline__ void keep_from(uint64_t least, uint64_t* list, int32_t count, SelectSmem& smem) {
+__device__ __forceinline__ void keep_from(uint64_t least, uint64_t* list, int32_t count,
+                                          typename Team::Smem& smem) {
   constexpr int kAtOnce = 4, kThreads = Team::kThreads;
   const int lane = threadIdx.x % kWarpSize;
   Team::sync();
-  if (threadIdx.x == 0) smem.kept = 0;
+  if (Team::thread() == 0) smem.kept = 0;
   for (int32_t first = 0; first < count; first += kAtOnce * kThreads) {
     uint64_t found[kAtOnce];
     bool keep[kAtOnce];
     int32_t own = 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int32_t i = first + j * kThreads + static_cast<int32_t>(threadIdx.x);
+      const int32_t i = first + j * kThreads + Team::thread();
       found[j] = i < count ? list[i] : 0;
       keep[j] = i < count && found[j] >= least;
       own += keep[j];
@@ -148,21 +153,22 @@ template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void emit_from(const IndexTopkParams& p, int64_t row, const IndexRow& where,
                                           const Candidates& candidates, uint64_t least, int32_t place,
                                           int32_t count, int64_t begin, int64_t end, const Slot& slot,
-                                          SelectSmem& smem) {
-  constexpr int kThreads = Team::kThreads, kWordsPerThread = kBins / kThreads;
+                                          typename Team::Smem& smem) {
+  constexpr int kThreads = Team::kThreads, kWords = Team::Smem::kBins, kWordsPerThread = kWords / kThreads;
+  constexpr int kBitmapColumns = Team::Smem::kBitmapColumns;
   int32_t* positions = p.positions + row * p.positions_stride_row + place;
   int32_t written = 0;
   for (int64_t first = begin; first < end && written < count; first += kBitmapColumns) {
     Team::sync();
-    for (int i = threadIdx.x; i < kBins; i += kThreads) smem.bitmap[i] = 0;
+    for (int i = Team::thread(); i < kWords; i += kThreads) smem.bitmap[i] = 0;
     Team::sync();
-    candidates.template visit<kThreads>([&](uint64_t order) {
+    candidates.template visit<Team>([&](uint64_t order) {
       const int64_t bit = column_of(order) - first;
       if (order >= least && bit >= 0 && bit < kBitmapColumns)
         atomicOr(&smem.bitmap[bit / 32], 1u << (bit % 32));
     });
     Team::sync();
-    const int word = static_cast<int>(threadIdx.x) * kWordsPerThread;
+    const int word = Team::thread() * kWordsPerThread;
     int32_t own = 0;
 #pragma unroll
     for (int i = 0; i < kWordsPerThread; ++i) own += __popc(smem.bitmap[word + i]);
@@ -173,32 +179,31 @@ __device__ __forceinline__ void emit_from(const IndexTopkParams& p, int64_t row,
         const int bit = 31 - __clz(bits & (0u - bits));
         positions[to++] = static_cast<int32_t>(first - where.begin) + (word + i) * 32 + bit;
       }
-    if (threadIdx.x == kThreads - 1) smem.kept = last;
+    if (Team::thread() == kThreads - 1) smem.kept = last;
     Team::sync();
     written += smem.kept;
   }
   if (p.slots == nullptr) return;
   int32_t* slots = p.slots + row * p.slots_stride_row + place;
-  for (int i = threadIdx.x; i < count; i += kThreads) slots[i] = slot(where, positions[i] + where.begin);
+  for (int i = Team::thread(); i < count; i += kThreads) slots[i] = slot(where, positions[i] + where.begin);
 }
 
 // The end of a row of which `count` are chosen.
 template <class Team>
 __device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, int32_t count) {
-  for (int i = count + static_cast<int>(threadIdx.x); i < p.topk; i += Team::kThreads) {
+  for (int i = count + Team::thread(); i < p.topk; i += Team::kThreads) {
     p.positions[row * p.positions_stride_row + i] = -1;
     if (p.slots) p.slots[row * p.slots_stride_row + i] = -1;
   }
-  if (threadIdx.x == 0) p.lens[row] = count;
+  if (Team::thread() == 0) p.lens[row] = count;
 }
 
 // The row's answer from all of its candidates, `total` of them, all in [low, high].
 template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void select_and_emit(const IndexTopkParams& p, int64_t row, const IndexRow& where,
                                                 const Candidates& candidates, int32_t total, uint64_t low,
-                                                uint64_t high, const Slot& slot, SelectSmem& smem) {
-  const uint64_t least =
-      total > p.topk ? kth_order(Team{}, candidates, p.topk, 0, low, high, smem) : 0;
+                                                uint64_t high, const Slot& slot, typename Team::Smem& smem) {
+  const uint64_t least = total > p.topk ? kth_order(Team{}, candidates, p.topk, 0, low, high, smem) : 0;
   const int32_t count = min(total, p.topk);
   emit_from<Team>(p, row, where, candidates, least, 0, count, where.begin, where.end, slot, smem);
   emit_end<Team>(p, row, count);

@@ -1,8 +1,8 @@
 #pragma once
 // Logits on Hopper, for index_logits and for the scan of index_topk. Four warpgroups multiply, four warps
-// fetch. An item is 64 keys, M of a wgmma, keys and queries from swizzled shared memory; N is the heads of the
-// unit's rows, K the 128 elements in four steps. So a thread has all heads of two keys modulo its quad, and the
-// sum over heads needs two exchanges. A tile is four items, one for each warpgroup.
+// fetch. An item is 64 keys, M of a wgmma, keys and queries from swizzled shared memory; N is the heads of
+// the unit's rows, K the 128 elements in four steps. So a thread has all heads of two keys modulo its quad,
+// and the sum over heads needs two exchanges. A tile is four items, one for each warpgroup.
 //
 // Items lie in a ring of stages. Warp w of those that fetch fills the items of warpgroup w by cp.async.
 //
@@ -74,10 +74,21 @@ inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
 inline constexpr int kMostStages = 16;
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
-// The threads that multiply.
+// The threads that multiply, which are one team or four. Named barriers: 0 is the block's.
 struct MathTeam {
   static constexpr int kThreads = kMathThreads;
+  using Smem = SelectSmem<11>;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { named_barrier(1, kThreads); }
+  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+};
+struct GroupTeam {
+  static constexpr int kThreads = kGroup;
+  using Smem = SelectSmem<9>;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x % kGroup; }
+  __device__ __forceinline__ static void sync() { named_barrier(2 + threadIdx.x / kGroup, kThreads); }
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
 };
 
@@ -124,13 +135,11 @@ struct Memory {
   __device__ __forceinline__ bool* present(int stage) const {
     return reinterpret_cast<bool*>(scales(num_stages)) + stage * kItemKeys;
   }
-  __device__ __forceinline__ uint8_t* end() const {
-    return reinterpret_cast<uint8_t*>(present(num_stages));
-  }
+  __device__ __forceinline__ uint8_t* end() const { return reinterpret_cast<uint8_t*>(present(num_stages)); }
 };
 
-// By all threads that multiply. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind, then
-// of those 8 further on.
+// By all threads that multiply. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind,
+// then of those 8 further on.
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
@@ -255,8 +264,8 @@ class Math {
       : memory_(memory), barriers_(barriers), place_{memory.num_stages, group()} {}
 
   // The warpgroup's item of the next tile: sink(row, valid, key, logit, present, is_pair), the lanes of a warp
-  // together, a lane with `valid` has the logit of a key of the tile of its own; with `is_pair` the upper lanes
-  // of each quad have the row behind that of the lower ones.
+  // together; a lane with `valid` has the logit of a key of the tile of its own. With `is_pair` the upper
+  // lanes of each quad have the row behind that of the lower ones.
   template <class Sink>
   __device__ __forceinline__ void next_item(int num_rows, const Sink& sink) {
     const int stage = place_.stage;
@@ -308,8 +317,8 @@ class Math {
 #pragma unroll
       for (int i = 0; i < kHeads / 16; ++i) {
         const float4 w = weights[r * (kHeads / 4) + 4 * i];
-        const float(&c)[4] = acc[r * (kHeads / 8) + 2 * i];
-        const float(&d)[4] = acc[r * (kHeads / 8) + 2 * i + 1];
+        const float (&c)[4] = acc[r * (kHeads / 8) + 2 * i];
+        const float (&d)[4] = acc[r * (kHeads / 8) + 2 * i + 1];
         s[0][0] = fmaf(relu(c[0]), w.x, s[0][0]);
         s[0][1] = fmaf(relu(c[1]), w.y, s[0][1]);
         s[1][0] = fmaf(relu(c[2]), w.x, s[1][0]);
@@ -332,7 +341,8 @@ class Math {
 #pragma unroll
       for (int r = 0; r < kRows; r += 2) {
         const int own = row + r + t / 2;
-        sink(own, own < num_rows, in_tile, logit(exchange(sums[r], sums[r + 1], 2)), present, std::true_type{});
+        sink(own, own < num_rows, in_tile, logit(exchange(sums[r], sums[r + 1], 2)), present,
+             std::true_type{});
       }
     }
   }

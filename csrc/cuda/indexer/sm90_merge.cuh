@@ -9,12 +9,12 @@ namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kMergeThreads = 512;
 inline constexpr int kMergeEntries = 24 * 1024;  // that a CTA holds; of more it reads the workspace again
-inline constexpr uint64_t kFiller = 0;  // below every order: the bits above a column's 24 are ones
+inline constexpr uint64_t kFiller = 0;           // below every order: the bits above a column's 24 are ones
 inline constexpr int kMergeSharedBytes = kMergeEntries * 8;
 
 struct MergeShared {
-  SelectSmem select;
-  uint32_t totals[kBins];
+  SelectSmem<11> select;
+  uint32_t totals[SelectSmem<11>::kBins];
   uint64_t copied;
   int32_t total, own, kept;  // candidates of the cluster, places and chosen ones of the block
 };
@@ -22,14 +22,16 @@ struct MergeShared {
 // The threads of a cluster; each block has a histogram of its own candidates.
 struct ClusterTeam {
   static constexpr int kThreads = kMergeThreads;
+  using Smem = SelectSmem<11>;
   uint32_t* totals;
   int size, rank;
 
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
   // Each block adds up its share of the bins, and tells all.
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const {
     if (size == 1) return bins;
-    const int share = kBins / size;
+    const int share = Smem::kBins / size;
     cluster_sync();
     for (int i = threadIdx.x; i < share; i += kThreads) {
       const int bin = rank * share + i;
@@ -48,9 +50,9 @@ struct ScatteredParts {
   const MergeJob& job;
   int first, last;
 
-  template <int kThreads, class Visit>
+  template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    for (int i = first; i < last; ++i) job.part(args, i).template visit<kThreads>(visit_one);
+    for (int i = first; i < last; ++i) job.part(args, i).template visit<Team>(visit_one);
   }
 };
 
@@ -62,15 +64,15 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   const uint64_t least =
       total > p.topk ? kth_order(team, candidates, p.topk, 0, 0, ~uint64_t{0}, s.select) : 0;
   int32_t own = 0;
-  candidates.template visit<kMergeThreads>([&](uint64_t order) { own += order >= least && order != kFiller; });
+  candidates.template visit<ClusterTeam>([&](uint64_t order) { own += order >= least && order != kFiller; });
   own = team_inclusive_sum<ClusterTeam>(own, s.select.sums);
   if (threadIdx.x == kMergeThreads - 1) s.kept = own;
   cluster_sync();
   int32_t place = 0;
   for (int r = 0; r < team.rank; ++r) place += load_cluster_4(cluster_address(shared_address(&s.kept), r));
-  emit_from<ClusterTeam>(p, job.out_row, job.where, candidates, least, place, s.kept, begin, end,
-                         [&](const IndexRow& where, int32_t column) { return args.slot(where, column); },
-                         s.select);
+  emit_from<ClusterTeam>(
+      p, job.out_row, job.where, candidates, least, place, s.kept, begin, end,
+      [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, s.select);
   if (team.rank == 0) emit_end<ClusterTeam>(p, job.out_row, min(total, p.topk));
   cluster_sync();  // nobody reads `kept` any more
 }

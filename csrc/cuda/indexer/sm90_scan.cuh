@@ -1,7 +1,7 @@
 #pragma once
-// The scan of index_topk on Hopper: the shares of scan.cuh, with lists in shared memory. The warps that multiply
-// meet only when a list is nearly full: each counts its rounds (an item), and looks at a round two before its
-// own, which all have finished, for whether a list was nearly full then.
+// The scan of index_topk on Hopper: the shares of scan.cuh, with lists in shared memory. The warps that
+// multiply meet only when a list is nearly full: each counts its rounds (an item), and looks at the round two
+// before its own, which all have finished, for whether a list was nearly full then.
 //
 //   barrier     arrivals            a phase is
 //   round[i]    16 warps            a round of the same parity, its logits in the lists
@@ -18,7 +18,10 @@ struct ScanShared {
   uint64_t round[2];
   IndexShare share;  // with the first unit, and every other one behind it
   IndexUnit other;
-  SelectSmem select;
+  union {
+    MathTeam::Smem select;
+    GroupTeam::Smem group_select[kGroups];
+  };
   uint64_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate is outside
   uint32_t threshold[kIndexGroupRows];                   // keys from here on join
   float cut[kIndexGroupRows];                            // no logit up to here does
@@ -41,7 +44,8 @@ class Scan {
     const int cta = blockIdx.x;
     if (threadIdx.x == 0) {
       s_.ring.init();
-      for (uint64_t& bar : s_.round) mbarrier_init(shared_address(&bar), kMathThreads / kWarpSize * kWarpArrivals);
+      for (uint64_t& bar : s_.round)
+        mbarrier_init(shared_address(&bar), kMathThreads / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
     find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share);
@@ -74,8 +78,7 @@ class Scan {
     const IndexUnit& unit = i % 2 ? s_.other : s_.share.unit;
     const int64_t unit_end = unit_begin + num_tiles(unit, kTileKeys);
     const int64_t first = max(begin_, unit_begin), last = min(end_, unit_end);
-    return {unit, unit_begin, unit_end,
-            static_cast<int32_t>(unit.begin + (first - unit_begin) * kTileKeys),
+    return {unit, unit_begin, unit_end, static_cast<int32_t>(unit.begin + (first - unit_begin) * kTileKeys),
             static_cast<int>(last - first)};
   }
 
@@ -125,7 +128,6 @@ class Scan {
         });
         mbarrier_arrive_warp(shared_address(&s_.round[round % 2]), lane);
       }
-      MathTeam::sync();
       finish(w);
       if (w.unit_end >= end_) return;
       block_barrier<kThreads>();
@@ -160,41 +162,56 @@ class Scan {
     if (joins) list(r)[place] = order_of(rank, column);
   }
 
-  // The largest candidate of a list.
-  __device__ __forceinline__ uint64_t highest(int r, const CandidateList& candidates) const {
-    if (threadIdx.x == 0) s_.high[r] = 0;
+  // Calls fn(team, r, memory) for each row: a row to a warpgroup, or all warpgroups for the only one.
+  template <class Fn>
+  __device__ __forceinline__ void for_rows(int num_rows, const Fn& fn) const {
     MathTeam::sync();
+    if (num_rows == 1) {
+      fn(MathTeam{}, 0, s_.select);
+    } else if (const int r = threadIdx.x / kGroup; r < num_rows) {
+      fn(GroupTeam{}, r, s_.group_select[r]);
+    }
+    MathTeam::sync();
+  }
+
+  // The largest candidate of a list.
+  template <class Team>
+  __device__ __forceinline__ uint64_t highest(int r, const CandidateList& candidates) const {
+    if (Team::thread() == 0) s_.high[r] = 0;
+    Team::sync();
     uint64_t own = 0;
-    candidates.visit<kMathThreads>([&](uint64_t order) { own = max(own, order); });
+    candidates.visit<Team>([&](uint64_t order) { own = max(own, order); });
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2)
       own = max(own, __shfl_xor_sync(kFullWarp, own, offset));
     if (threadIdx.x % kWarpSize == 0) atomicMax(reinterpret_cast<unsigned long long*>(&s_.high[r]), own);
-    MathTeam::sync();
+    Team::sync();
     return s_.high[r];
   }
 
   // To the best topk and at most `spare` more.
-  __device__ __forceinline__ void shrink(int r, int32_t spare) const {
+  template <class Team>
+  __device__ __forceinline__ void shrink(const Team& team, int r, int32_t spare,
+                                         typename Team::Smem& select) const {
     const CandidateList candidates{list(r), s_.count[r]};
-    const uint64_t least = kth_order(MathTeam{}, candidates, p_.topk, spare, s_.low[r],
-                                     highest(r, candidates), s_.select);
-    keep_from<MathTeam>(least, list(r), candidates.count, s_.select);
-    if (threadIdx.x == 0) {
+    const uint64_t least =
+        kth_order(team, candidates, p_.topk, spare, s_.low[r], highest<Team>(r, candidates), select);
+    keep_from<Team>(least, list(r), candidates.count, select);
+    if (Team::thread() == 0) {
       const uint32_t key = static_cast<uint32_t>(least >> 32);
-      s_.count[r] = s_.select.kept;
+      s_.count[r] = select.kept;
       s_.low[r] = least;
       s_.threshold[r] = key + 1;  // an equal one that comes later is behind topk others
       s_.cut[r] = logit_of(key);
     }
+    Team::sync();
   }
 
   __device__ __forceinline__ void shrink_lists(int num_rows) const {
-    MathTeam::sync();
     const int32_t room = limit() - p_.topk;
-    for (int r = 0; r < num_rows; ++r)
-      if (s_.count[r] > p_.topk + room / 2) shrink(r, room / 8);
-    MathTeam::sync();
+    for_rows(num_rows, [&](const auto& team, int r, auto& select) {
+      if (s_.count[r] > p_.topk + room / 2) shrink(team, r, room / 8, select);
+    });
     if (threadIdx.x < 4) s_.nearly_full[threadIdx.x] = 0;
     MathTeam::sync();
   }
@@ -203,20 +220,20 @@ class Scan {
   __device__ __forceinline__ void finish(const Work& w) const {
     const IndexUnit& unit = w.unit;
     const bool is_earlier = begin_ > w.unit_begin, is_whole = !is_earlier && w.unit_end <= end_;
-    for (int r = 0; r < unit.num_rows; ++r) {
+    for_rows(unit.num_rows, [&](const auto& team, int r, auto& select) {
+      using Team = std::decay_t<decltype(team)>;
       if (is_whole) {
         const CandidateList candidates{list(r), s_.count[r]};
-        const uint64_t high = candidates.count > p_.topk ? highest(r, candidates) : 0;
-        select_and_emit<MathTeam>(
+        const uint64_t high = candidates.count > p_.topk ? highest<Team>(r, candidates) : 0;
+        select_and_emit<Team>(
             p_, unit.first_row + r, unit.rows[r], candidates, candidates.count, s_.low[r], high,
-            [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); }, s_.select);
-      } else {
-        if (s_.count[r] > p_.topk) shrink(r, 0);
-        MathTeam::sync();
-        uint64_t* to = is_earlier ? args_.earlier(blockIdx.x, r) : args_.list(blockIdx.x, r);
-        for (int i = threadIdx.x; i < s_.count[r]; i += kMathThreads) to[i] = list(r)[i];
+            [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); }, select);
+        return;
       }
-    }
+      if (s_.count[r] > p_.topk) shrink(team, r, 0, select);
+      uint64_t* to = is_earlier ? args_.earlier(blockIdx.x, r) : args_.list(blockIdx.x, r);
+      for (int i = Team::thread(); i < s_.count[r]; i += Team::kThreads) to[i] = list(r)[i];
+    });
     if (!is_whole && threadIdx.x == 0)
       write_state(*args_.state(blockIdx.x), unit, is_earlier, w.unit_begin, w.unit_end, s_.count);
   }

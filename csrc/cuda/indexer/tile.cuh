@@ -217,7 +217,7 @@ struct PortableIndexEngine {
   struct Memory {
     union {
       IndexTileSmem tile;
-      SelectSmem select;
+      BlockTeam<kThreads>::Smem select;
     };
     IndexScalarSmem scalars;
   };
