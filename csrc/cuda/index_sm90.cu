@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   load_queries<kHeads>(p.problem.queries, unit, m);
   MathTeam::sync();
   Math<kHeads> math(m, barriers);
+  math.begin(unit.num_rows);
   for (int t = 0; t < tiles; ++t)
-    math.next_item(unit.num_rows, [&](int r, bool valid, int key, float logit, bool present, auto) {
+    math.next_tile([&](int r, bool valid, int key, float logit, bool present, auto) {
       const int64_t column = first + int64_t{t} * kTileKeys + key;
       if (!valid || column >= p.width) return;
       const IndexRow& where = unit.rows[r];

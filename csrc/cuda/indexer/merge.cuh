@@ -41,9 +41,10 @@ __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, Mer
     __syncthreads();
     for (int c = 1 + static_cast<int>(threadIdx.x); c < args.num_ctas; c += kThreads) {
       const IndexCtaState& state = *args.state(c);
-      if (state.unit >= 0 && state.unit <= i && i < state.unit + state.num_rows &&
-          state.first_tile >= (c - 1) * state.per_cta)
-        found = c;
+      const int64_t first_row = state.unit,
+                    last_row = first_row + state.num_rows;  // loads in flight together
+      const bool is_second = state.first_tile >= (c - 1) * state.per_cta;
+      if ((first_row >= 0) & (first_row <= i) & (i < last_row) & is_second) found = c;
     }
     __syncthreads();
     cta = found;

@@ -2,13 +2,14 @@
 // Logits on Hopper, for index_logits and for the scan of index_topk. Four warpgroups multiply, four warps
 // fetch. An item is 64 keys, M of a wgmma, keys and queries from swizzled shared memory; N is the heads of
 // the unit's rows, K the 128 elements in four steps. So a thread has all heads of two keys modulo its quad,
-// and the sum over heads needs two exchanges. A tile is four items, one for each warpgroup.
+// and the sum over heads needs two exchanges. A tile is four items: one for each warpgroup, or, where two rows
+// are all that the registers of one hold (64 heads), two for each of those that share the other rows.
 //
 // Items lie in a ring of stages. Warp w of those that fetch fills the items of warpgroup w by cp.async.
 //
 //   barrier     arrivals                        a phase is
 //   full[s]     32 of copies, 1 of the warp     an item in stage s, its bytes there
-//   empty[s]    4 warps                         an item in stage s that nobody needs any more
+//   empty[s]    8 of warps                      an item in stage s that nobody needs any more
 //
 // Absent entries and columns outside the unit are zeros, with `present` false.
 #include "cuda/device/copy.cuh"
@@ -98,7 +99,7 @@ struct Barriers {
   __device__ __forceinline__ void init() {
     for (int s = 0; s < kMostStages; ++s) {
       mbarrier_init(shared_address(&full[s]), kWarpSize + kWarpArrivals);
-      mbarrier_init(shared_address(&empty[s]), kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
@@ -109,8 +110,8 @@ struct Place {
   int num_stages, stage;
   int phase = 0;
 
-  __device__ __forceinline__ void advance() {
-    stage += kGroups;
+  __device__ __forceinline__ void advance(int items) {
+    stage += items;
     if (stage < num_stages) return;
     stage -= num_stages;
     phase ^= 1;
@@ -188,64 +189,83 @@ class Producer {
   // The warp's items of tiles from `column` on.
   __device__ __forceinline__ void run(const IndexUnit& unit, int32_t column, int tiles) {
     column += warp_ * kItemKeys;
-    Entry next[2];
-    find(unit, column, next);
-    for (int t = 0; t < tiles; ++t) {
-      const Entry now[2] = {next[0], next[1]};
-      column += kTileKeys;
-      if (t + 1 < tiles) find(unit, column, next);
+    const int32_t* table =
+        keys_.page_table ? keys_.page_table + unit.request * keys_.page_table_stride_request : nullptr;
+    // Items of one page, whose keys lie one behind the other.
+    const bool is_even = keys_.values_stride_row == kIndexDim &&
+                         (table == nullptr || (page_size_.divisor() | column) % kItemKeys == 0);
+    Entry next = find(table, unit, column);
+    for (int t = 0; t < tiles; ++t, column += kTileKeys) {
+      const Entry now = next;
+      if (t + 1 < tiles) next = find(table, unit, column + kTileKeys);
       mbarrier_wait(shared_address(&barriers_.empty[place_.stage]), place_.phase ^ 1);
-      fill(now);
-      place_.advance();
+      if (is_even && column >= unit.begin && column + kItemKeys <= unit.end) fill(now);
+      else fill_by_key(table, unit, column);
+      const uint32_t full = shared_address(&barriers_.full[place_.stage]);
+      mbarrier_arrive_cp_async(full);
+      mbarrier_arrive_warp(full, lane_);
+      place_.advance(kGroups);
     }
   }
 
  private:
   struct Entry {
-    int32_t page, row;  // page -1: absent
+    int32_t page, row;  // as the table says it: nobody waits for it before it is used
   };
 
-  // Keys `lane` and `lane + 32` of an item.
-  __device__ __forceinline__ void find(const IndexUnit& unit, int32_t first, Entry (&found)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t column = first + half * kWarpSize + lane_;
-      found[half] = {-1, 0};
-      if (column < unit.begin || column >= unit.end) continue;
-      const int64_t page_index = page_size_(column);
-      found[half] = {static_cast<int32_t>(keys_.page(unit.request, page_index)),
-                     static_cast<int32_t>(column - page_index * page_size_.divisor())};
-    }
+  __device__ __forceinline__ Entry find(const int32_t* table, const IndexUnit& unit, int32_t column) const {
+    if (column < unit.begin || column >= unit.end) return {-1, 0};
+    if (table == nullptr) return {0, column};
+    const int32_t page_index = static_cast<int32_t>(page_size_(column));
+    return {table[page_index], column - page_index * static_cast<int32_t>(page_size_.divisor())};
+  }
+  __device__ __forceinline__ bool is_present(const Entry& entry) const {
+    return entry.page >= 0 && entry.page < keys_.num_pages;
   }
 
-  // Eight lanes to a key.
-  __device__ __forceinline__ void fill(const Entry (&entries)[2]) const {
-    const int stage = place_.stage, piece = lane_ % 8;
-    const uint32_t to = shared_address(memory_.keys(stage));
-    const uint32_t full = shared_address(&barriers_.full[stage]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Entry& entry = entries[half];
-      const bool present = entry.page >= 0;
-      const uint8_t* value = present ? keys_.value(entry.page, entry.row) : nullptr;
-      // Kept rolled, for its registers. Eight rows repeat the swizzle.
-      static_assert(kWarpSize % 8 == 0);
-#pragma unroll 1
-      for (int key = lane_ / 8; key < kWarpSize; key += 8) {
-#pragma unroll
-        for (int four = 0; four < 8; four += 4) {
-          const uint8_t* from = broadcast(value, key + four);
-          cp_async_16(to + half * kWarpSize * kIndexDim + swizzled(key + four, piece),
-                      from ? from + 16 * piece : keys_.values, from != nullptr);
-        }
-      }
-      const int key = half * kWarpSize + lane_;
-      cp_async_4(shared_address(memory_.scales(stage) + key),
-                 present ? keys_.scale(entry.page, entry.row) : keys_.scales, present);
-      memory_.present(stage)[key] = present;
+  // Of an item whose first key `entry` is. Eight lanes to a key.
+  __device__ __forceinline__ void fill(const Entry& entry) const {
+    const bool present = is_present(entry);
+    const uint8_t* from = keys_.values;
+    const uint8_t* scales = keys_.scales;
+    if (present) {
+      from = keys_.value(entry.page, entry.row);
+      scales = keys_.scale(entry.page, entry.row);
     }
-    mbarrier_arrive_cp_async(full);
-    mbarrier_arrive_warp(full, lane_);
+    from += lane_ * 16;
+    const uint32_t to = shared_address(memory_.keys(place_.stage));
+    const uint32_t even = to + swizzled(lane_ / 8, lane_ % 8), odd = to + swizzled(4 + lane_ / 8, lane_ % 8);
+#pragma unroll
+    for (int i = 0; i < kItemKeys / 8; ++i) {  // the swizzle repeats with eight keys
+      cp_async_16(even + i * 8 * kIndexDim, from + i * 8 * kIndexDim, present);
+      cp_async_16(odd + i * 8 * kIndexDim, from + (i * 8 + 4) * kIndexDim, present);
+    }
+    const uint32_t scales_to = shared_address(memory_.scales(place_.stage) + lane_);
+    cp_async_4(scales_to, scales + 4 * lane_, present);
+    cp_async_4(scales_to + 4 * kWarpSize, scales + 4 * (kWarpSize + lane_), present);
+    memory_.present(place_.stage)[lane_] = present;
+    memory_.present(place_.stage)[kWarpSize + lane_] = present;
+  }
+
+  // Of any item.
+  __device__ __forceinline__ void fill_by_key(const int32_t* table, const IndexUnit& unit,
+                                              int32_t column) const {
+    const uint32_t to = shared_address(memory_.keys(place_.stage));
+#pragma unroll 1
+    for (int first = 0; first < kItemKeys; first += kWarpSize) {
+      const Entry entry = find(table, unit, column + first + lane_);
+      const bool present = is_present(entry);
+      const uint8_t* value = present ? keys_.value(entry.page, entry.row) : nullptr;
+#pragma unroll 1
+      for (int key = lane_ / 8; key < kWarpSize; key += 4) {
+        const uint8_t* from = broadcast(value, key);
+        cp_async_16(to + swizzled(first + key, lane_ % 8), from ? from + 16 * (lane_ % 8) : keys_.values,
+                    from != nullptr);
+      }
+      cp_async_4(shared_address(memory_.scales(place_.stage) + first + lane_),
+                 present ? keys_.scale(entry.page, entry.row) : keys_.scales, present);
+      memory_.present(place_.stage)[first + lane_] = present;
+    }
   }
 
   const IndexKeys& keys_;
@@ -261,39 +281,68 @@ template <int kHeads>
 class Math {
  public:
   __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers)
-      : memory_(memory), barriers_(barriers), place_{memory.num_stages, group()} {}
+      : memory_(memory), barriers_(barriers), base_{memory.num_stages, 0} {}
 
-  // The warpgroup's item of the next tile: sink(row, valid, key, logit, present, is_pair), the lanes of a warp
-  // together; a lane with `valid` has the logit of a key of the tile of its own. With `is_pair` the upper
-  // lanes of each quad have the row behind that of the lower ones.
+  // When the queries of a unit have been loaded.
+  __device__ __forceinline__ void begin(int num_rows) {
+    constexpr int kShares = kHeads == 64 ? 2 : 1;  // of the rows, at most
+    shares_ = num_rows > kRows ? kShares : 1;
+    const int groups = kGroups / shares_;  // with the same rows
+    row_ = group() / groups * kRows;
+    item_ = group() % groups;
+    num_rows_ = num_rows;
+    place_ = base_;
+    place_.advance(item_);
+    const float4* weights = reinterpret_cast<const float4*>(memory_.weights()) + threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kHeads / 16; ++i) {
+        const int line = (row_ + r) * kHeads;
+        weights_[r][i] = line < memory_.lines ? weights[line / 4 + 4 * i] : float4{};
+      }
+  }
+
+  // Of a tile: sink(row, valid, key, logit, present, is_pair), the lanes of a warp together; a lane with
+  // `valid` has the logit of a key of the tile of its own. With `is_pair` the upper lanes of each quad have the
+  // row behind that of the lower ones.
   template <class Sink>
-  __device__ __forceinline__ void next_item(int num_rows, const Sink& sink) {
-    const int stage = place_.stage;
-    mbarrier_wait(shared_address(&barriers_.full[stage]), place_.phase);
-    fence_proxy_async();
-    if constexpr (kHeads == 16) {
-      rows_logits<64>(stage, 0, num_rows, sink);
-    } else if constexpr (kHeads == 32) {
-      if (num_rows <= 2) rows_logits<64>(stage, 0, num_rows, sink);
-      else rows_logits<128>(stage, 0, num_rows, sink);
-    } else {
-      int row = 0;
-      for (; row + 1 < num_rows; row += 2) rows_logits<128>(stage, row, num_rows, sink);
-      if (row < num_rows) rows_logits<64>(stage, row, num_rows, sink);
+  __device__ __forceinline__ void next_tile(const Sink& sink) {
+    for (int i = 0; i < shares_; ++i) {
+      const int stage = place_.stage;
+      mbarrier_wait(shared_address(&barriers_.full[stage]), place_.phase);
+      fence_proxy_async();
+      const int key = (i * (kGroups / shares_) + item_) * kItemKeys;
+      const int rows = num_rows_ - row_;
+      if (rows > kRows / 2) rows_logits<kRows * kHeads>(stage, key, sink);
+      else if constexpr (kRows * kHeads > 64) rows_logits<kRows * kHeads / 2>(stage, key, sink);
+      else rows_logits<kRows * kHeads>(stage, key, sink);
+      for (int j = shares_; j <= 2; ++j)
+        mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
+      place_.advance(kGroups / shares_);
     }
-    mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
-    place_.advance();
+  }
+
+  // When the unit's tiles are done.
+  __device__ __forceinline__ void end(int tiles) {
+    const int last = base_.stage + tiles * kGroups;
+    base_.phase ^= last / base_.num_stages & 1;
+    base_.stage = last % base_.num_stages;
   }
 
  private:
+  static constexpr int kRows = kHeads == 64 ? 2 : 4;  // of a warpgroup, at most
+
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
 
-  // The products of kN / kHeads rows, from `row` on.
+  // The products of kN / kHeads rows with the item whose first key of the tile is `first`.
   template <int kN, class Sink>
-  __device__ __forceinline__ void rows_logits(int stage, int row, int num_rows, const Sink& sink) const {
-    constexpr int kColumns = kN / 8, kRows = kN / kHeads;
+  __device__ __forceinline__ void rows_logits(int stage, int first, const Sink& sink) const {
+    constexpr int kColumns = kN / 8, kUsed = kN / kHeads;
+    uint32_t queries = shared_address(memory_.queries()) + row_ * kHeads * kIndexDim;
+    asm volatile("" : "+r"(queries));  // or its descriptors wait in registers, which are short
     const uint64_t a = wgmma_panel_descriptor(shared_address(memory_.keys(stage)));
-    const uint64_t b = wgmma_panel_descriptor(shared_address(memory_.queries()) + row * kHeads * kIndexDim);
+    const uint64_t b = wgmma_panel_descriptor(queries);
     float acc[kColumns][4];
     pin_registers(acc);
     wgmma_fence();
@@ -309,14 +358,13 @@ class Math {
     const int key = threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (t & 1);
     const float scale = memory_.scales(stage)[key];
     const bool present = memory_.present(stage)[key];
-    const float4* weights = reinterpret_cast<const float4*>(memory_.weights() + row * kHeads) + t;
-    float sums[kRows];
+    float sums[kUsed];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kUsed; ++r) {
       float s[2][2] = {};  // keys, heads modulo two
 #pragma unroll
       for (int i = 0; i < kHeads / 16; ++i) {
-        const float4 w = weights[r * (kHeads / 4) + 4 * i];
+        const float4 w = weights_[r][i];
         const float (&c)[4] = acc[r * (kHeads / 8) + 2 * i];
         const float (&d)[4] = acc[r * (kHeads / 8) + 2 * i + 1];
         s[0][0] = fmaf(relu(c[0]), w.x, s[0][0]);
@@ -331,17 +379,16 @@ class Math {
       const float low = round_add(s[0][0], s[0][1]), high = round_add(s[1][0], s[1][1]);
       sums[r] = exchange(low, high, 1);
     }
-    const int in_tile = group() * kItemKeys + key;
     // The scale comes behind the sum of all heads: parts times infinity would cancel.
     const auto logit = [&](float sum) { return round_add(round_mul(sum, scale), 0.0f); };
-    if constexpr (kRows == 1) {
+    if constexpr (kUsed == 1) {
       const float sum = round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2));
-      sink(row, t < 2, in_tile, logit(sum), present, std::false_type{});
+      sink(row_, t < 2, first + key, logit(sum), present, std::false_type{});
     } else {
 #pragma unroll
-      for (int r = 0; r < kRows; r += 2) {
-        const int own = row + r + t / 2;
-        sink(own, own < num_rows, in_tile, logit(exchange(sums[r], sums[r + 1], 2)), present,
+      for (int r = 0; r < kUsed; r += 2) {
+        const int own = row_ + r + t / 2;
+        sink(own, own < num_rows_, first + key, logit(exchange(sums[r], sums[r + 1], 2)), present,
              std::true_type{});
       }
     }
@@ -356,7 +403,10 @@ class Math {
 
   const Memory& memory_;
   Barriers& barriers_;
-  Place place_;
+  Place base_, place_{};                 // of the unit's first item, of the next one
+  int shares_ = 1, row_ = 0, item_ = 0;  // of the tile's; the first row of the warpgroup, its item
+  int num_rows_ = 0;
+  float4 weights_[kRows][kHeads / 16];
 };
 
 }  // namespace sm90_index

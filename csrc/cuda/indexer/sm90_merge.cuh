@@ -21,7 +21,7 @@ struct MergeShared {
 
 // The threads of a cluster; each block has a histogram of its own candidates.
 struct ClusterTeam {
-  static constexpr int kThreads = kMergeThreads;
+  static constexpr int kThreads = kMergeThreads, kMostBlocks = 8;
   using Smem = SelectSmem<11>;
   uint32_t* totals;
   int size, rank;
@@ -35,9 +35,15 @@ struct ClusterTeam {
     cluster_sync();
     for (int i = threadIdx.x; i < share; i += kThreads) {
       const int bin = rank * share + i;
-      uint32_t sum = 0;
-      for (int r = 0; r < size; ++r) sum += load_cluster_4(cluster_address(shared_address(bins + bin), r));
-      for (int r = 0; r < size; ++r) store_cluster_4(cluster_address(shared_address(totals + bin), r), sum);
+      uint32_t parts[kMostBlocks], sum = 0;  // in flight together
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r)
+        parts[r] = r < size ? load_cluster_4(cluster_address(shared_address(bins + bin), r)) : 0;
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r) sum += parts[r];
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r)
+        if (r < size) store_cluster_4(cluster_address(shared_address(totals + bin), r), sum);
     }
     cluster_sync();
     return totals;

@@ -1,6 +1,6 @@
 #pragma once
 // The scan of index_topk on Hopper: the shares of scan.cuh, with lists in shared memory. The warps that
-// multiply meet only when a list is nearly full: each counts its rounds (an item), and looks at the round two
+// multiply meet only when a list is nearly full: each counts its rounds (a tile), and looks at the round two
 // before its own, which all have finished, for whether a list was nearly full then.
 //
 //   barrier     arrivals            a phase is
@@ -115,19 +115,21 @@ class Scan {
         s_.nearly_full[r] = 0;
       }
       MathTeam::sync();
+      math.begin(num_rows);
       for (int t = 0; t < w.tiles; ++t, ++round) {
         if (round >= 2) {
           mbarrier_wait(shared_address(&s_.round[round % 2]), (round / 2 - 1) & 1);
           if (s_.nearly_full[(round - 2) % 4]) shrink_lists(num_rows);
         }
         const int32_t first = w.column + t * kTileKeys;
-        math.next_item(num_rows, [&](int r, bool valid, int key, float logit, bool present, auto is_pair) {
+        math.next_tile([&](int r, bool valid, int key, float logit, bool present, auto is_pair) {
           const bool passes = valid && (has_pins || !(logit <= s_.cut[r]));
           if (__any_sync(kFullWarp, passes))
             join<is_pair>(w.unit, r, passes && present, first + key, logit, round);
         });
         mbarrier_arrive_warp(shared_address(&s_.round[round % 2]), lane);
       }
+      math.end(w.tiles);
       finish(w);
       if (w.unit_end >= end_) return;
       block_barrier<kThreads>();
