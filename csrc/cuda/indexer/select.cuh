@@ -85,8 +85,8 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
     for (int i = Team::thread(); i < kBins; i += Team::kThreads) smem.bins[i] = 0;
     Team::sync();
     candidates.template visit<Team>([&](uint64_t order) {
-      const uint64_t bin = (order - base) >> shift;
-      if (order >= base && bin < kBins) atomicAdd(&smem.bins[static_cast<uint32_t>(bin)], 1u);
+      if (order >= base && order <= high)
+        atomicAdd(&smem.bins[static_cast<uint32_t>((order - base) >> shift)], 1u);
     });
     Team::sync();
     const uint32_t* bins = team.total(smem.bins);
@@ -112,6 +112,7 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
     base = smem.base;
     remaining = smem.remaining;
     if (smem.here - remaining <= spare) return base;  // one of each order: at shift 0 at the latest
+    high = base + ((uint64_t{1} << shift) - 1);
     shift = max(shift - kBinBits, 0);
   }
 }

@@ -6,7 +6,8 @@
 //   barrier     arrivals            a phase is
 //   round[i]    16 warps            a round of the same parity, its logits in the lists
 #include "cuda/indexer/scan.cuh"
-#include "cuda/indexer/sm90.cuh"
+#include "cuda/indexer/sm90_fetch.cuh"
+#include "cuda/indexer/sm90_math.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
