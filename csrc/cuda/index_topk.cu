@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kIndexThreads)
   int32_t total = 0;
   for (int i = 0; i < job.num_parts(); ++i) total += job.part(args, i).count;
   select_and_emit<Team>(
-      args.p, job.out_row, job.where, ScatteredCandidates{args, job}, total, 0, ~uint64_t{0},
+      {args.p, job.out_row, job.where}, ScatteredCandidates{args, job}, total, 0, ~uint64_t{0},
       [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, select);
 }
 

@@ -173,7 +173,7 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
       for (int r = 0; r < unit.num_rows; ++r) {
         const int32_t count = smem.count[r];
         select_and_emit<BlockTeam<kThreads>>(
-            p, unit.first_row + r, unit.rows[r], CandidateList{args.list(cta, r), count}, count, 0,
+            {p, unit.first_row + r, unit.rows[r]}, CandidateList{args.list(cta, r), count}, count, 0,
             ~uint64_t{0}, [&](const IndexRow& where, int32_t c) { return args.slot(where, c); },
             smem.memory.select);
       }

@@ -148,18 +148,29 @@ __device__ __forceinline__ void keep_from(uint64_t least, uint64_t* list, int32_
   Team::sync();
 }
 
-// Writes the candidates that are not below `least`, `count` of them, all in columns [begin, end), to places
-// from `place` on, ascending by column.
+// The row whose answer is written.
+struct IndexAnswer {
+  const IndexTopkParams& p;
+  int64_t row;
+  const IndexRow& where;
+};
+// Of what is chosen, all in columns [begin, end): it goes to places from `place` on.
+struct AnswerPart {
+  int32_t place, count;
+  int64_t begin, end;
+};
+
+// Writes the candidates that are not below `least`, ascending by column.
 template <class Team, class Candidates, class Slot>
-__device__ __forceinline__ void emit_from(const IndexTopkParams& p, int64_t row, const IndexRow& where,
-                                          const Candidates& candidates, uint64_t least, int32_t place,
-                                          int32_t count, int64_t begin, int64_t end, const Slot& slot,
+__device__ __forceinline__ void emit_from(const IndexAnswer& answer, const Candidates& candidates,
+                                          uint64_t least, const AnswerPart& part, const Slot& slot,
                                           typename Team::Smem& smem) {
+  const IndexTopkParams& p = answer.p;
   constexpr int kThreads = Team::kThreads, kWords = Team::Smem::kBins, kWordsPerThread = kWords / kThreads;
   constexpr int kBitmapColumns = Team::Smem::kBitmapColumns;
-  int32_t* positions = p.positions + row * p.positions_stride_row + place;
+  int32_t* positions = p.positions + answer.row * p.positions_stride_row + part.place;
   int32_t written = 0;
-  for (int64_t first = begin; first < end && written < count; first += kBitmapColumns) {
+  for (int64_t first = part.begin; first < part.end && written < part.count; first += kBitmapColumns) {
     Team::sync();
     for (int i = Team::thread(); i < kWords; i += kThreads) smem.bitmap[i] = 0;
     Team::sync();
@@ -178,15 +189,16 @@ __device__ __forceinline__ void emit_from(const IndexTopkParams& p, int64_t row,
     for (int i = 0; i < kWordsPerThread; ++i)
       for (uint32_t bits = smem.bitmap[word + i]; bits; bits &= bits - 1) {
         const int bit = 31 - __clz(bits & (0u - bits));
-        positions[to++] = static_cast<int32_t>(first - where.begin) + (word + i) * 32 + bit;
+        positions[to++] = static_cast<int32_t>(first - answer.where.begin) + (word + i) * 32 + bit;
       }
     if (Team::thread() == kThreads - 1) smem.kept = last;
     Team::sync();
     written += smem.kept;
   }
   if (p.slots == nullptr) return;
-  int32_t* slots = p.slots + row * p.slots_stride_row + place;
-  for (int i = Team::thread(); i < count; i += kThreads) slots[i] = slot(where, positions[i] + where.begin);
+  int32_t* slots = p.slots + answer.row * p.slots_stride_row + part.place;
+  for (int i = Team::thread(); i < part.count; i += kThreads)
+    slots[i] = slot(answer.where, positions[i] + answer.where.begin);
 }
 
 // The end of a row of which `count` are chosen.
@@ -201,13 +213,13 @@ __device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, 
 
 // The row's answer from all of its candidates, `total` of them, all in [low, high].
 template <class Team, class Candidates, class Slot>
-__device__ __forceinline__ void select_and_emit(const IndexTopkParams& p, int64_t row, const IndexRow& where,
-                                                const Candidates& candidates, int32_t total, uint64_t low,
-                                                uint64_t high, const Slot& slot, typename Team::Smem& smem) {
-  const uint64_t least = total > p.topk ? kth_order(Team{}, candidates, p.topk, 0, low, high, smem) : 0;
-  const int32_t count = min(total, p.topk);
-  emit_from<Team>(p, row, where, candidates, least, 0, count, where.begin, where.end, slot, smem);
-  emit_end<Team>(p, row, count);
+__device__ __forceinline__ void select_and_emit(const IndexAnswer& answer, const Candidates& candidates,
+                                                int32_t total, uint64_t low, uint64_t high, const Slot& slot,
+                                                typename Team::Smem& smem) {
+  const int32_t topk = answer.p.topk, count = min(total, topk);
+  const uint64_t least = total > topk ? kth_order(Team{}, candidates, topk, 0, low, high, smem) : 0;
+  emit_from<Team>(answer, candidates, least, {0, count, answer.where.begin, answer.where.end}, slot, smem);
+  emit_end<Team>(answer.p, answer.row, count);
 }
 
 }  // namespace mla_fp8::gpu

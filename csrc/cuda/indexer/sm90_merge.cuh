@@ -77,7 +77,7 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   int32_t place = 0;
   for (int r = 0; r < team.rank; ++r) place += load_cluster_4(cluster_address(shared_address(&s.kept), r));
   emit_from<ClusterTeam>(
-      p, job.out_row, job.where, candidates, least, place, s.kept, begin, end,
+      {p, job.out_row, job.where}, candidates, least, {place, s.kept, begin, end},
       [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, s.select);
   if (team.rank == 0) emit_end<ClusterTeam>(p, job.out_row, min(total, p.topk));
   cluster_sync();  // nobody reads `kept` any more

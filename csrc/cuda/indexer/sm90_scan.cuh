@@ -229,7 +229,7 @@ class Scan {
         const CandidateList candidates{list(r), s_.count[r]};
         const uint64_t high = candidates.count > p_.topk ? highest<Team>(r, candidates) : 0;
         select_and_emit<Team>(
-            p_, unit.first_row + r, unit.rows[r], candidates, candidates.count, s_.low[r], high,
+            {p_, unit.first_row + r, unit.rows[r]}, candidates, candidates.count, s_.low[r], high,
             [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); }, select);
         return;
       }
