@@ -49,7 +49,8 @@ struct CompressKvParams {
   uint16_t* out_latent;  // [num_tokens, kHeadDimV] bf16 before RoPE, of closing tokens alone; or null
   int64_t out_latent_stride_token;
 
-  MLA_HD int window() const { return ratio == 4 ? 8 : ratio; }
+  MLA_HD static constexpr int window_of(int ratio) { return ratio == 4 ? 8 : ratio; }
+  MLA_HD int window() const { return window_of(ratio); }
   MLA_HD int width() const { return kHeadDimV * (ratio == 1 ? 1 : ratio == 4 ? 4 : 2); }
   MLA_HD int state_width() const { return online ? 3 * kHeadDimV : width(); }
 };
@@ -65,17 +66,17 @@ struct CompressRequest {
   MLA_HD int64_t first_close(int ratio) const { return start + (ratio - 1 - start % ratio); }
   MLA_HD int64_t end() const { return start + count; }
   // The oldest position before the call that a block closed in it needs; `start` if there is none.
-  MLA_HD int64_t oldest(const CompressKvParams& p) const {
-    const int64_t close = first_close(p.ratio);
+  MLA_HD int64_t oldest(int ratio) const {
+    const int64_t close = first_close(ratio);
     if (close >= end()) return start;
-    const int64_t position = close + 1 - p.window();
+    const int64_t position = close + 1 - CompressKvParams::window_of(ratio);
     return position < 0 ? 0 : position < start ? position : start;
   }
   // Whether the call leaves the token at position q in the state: one of the last `depth`.
   MLA_HD bool is_kept(int64_t q, int64_t depth) const { return q >= end() - depth; }
-  // Whether its row of the state holds what a block closed in this call needs: written after that was read.
-  MLA_HD bool is_late(int64_t q, int64_t depth, int64_t oldest_position) const {
-    const int64_t distance = (q - oldest_position) % depth;
+  // Whether a row of the state, `distance` behind that of `oldest` modulo depth, holds what a block closed in
+  // this call needs: it is written after that was read.
+  MLA_HD bool is_late(int64_t distance, int64_t oldest_position) const {
     return distance < start - oldest_position;
   }
 };

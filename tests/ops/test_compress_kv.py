@@ -285,6 +285,21 @@ def test_no_number_in_query_start_loc_reads_or_writes_elsewhere(ratio, online, s
         assert whole[[0, 12]].isnan().all() and state[1::2].isnan().all()
 
 
+@kinds
+def test_a_nan_reaches_all_of_its_own_row_and_no_other(ratio, online, device):
+    """A NaN among the scores (ratio 1 has none: kv) of a dim: no exp2 makes a number of it."""
+    n, layer = LENGTH[ratio], Layer(ratio, online, device)
+    rows = layer.rows(n)
+    whole, _, _ = chain(layer, rows, [n], [0], most=1)
+    block = n // ratio // 2
+    rows[block * ratio + ratio // 2, {1: 0, 4: 1536}.get(ratio, 512) + 7] = float("nan")
+    latents, _, _ = chain(layer, rows, [n], [0], most=1)
+    close = block * ratio + ratio - 1
+    assert latents[close].isnan().all()
+    whole[close] = latents[close]
+    assert same_bits(latents, whole)
+
+
 def test_rows_of_ratio_1_may_be_bf16(device):
     layer = Layer(1, False, device)
     rows = layer.rows(30).bfloat16()

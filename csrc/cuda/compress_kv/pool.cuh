@@ -1,6 +1,6 @@
 #pragma once
 // What the kernels of compress_kv share: a softmax in a fixed order of float32 operations, the same on every
-// device; where a row of a window lies; and the way from 512 pooled dims to a cache row.
+// device; whose a token is and where a row of a window lies; the way from 512 pooled dims to a cache row.
 #include "cuda/device/divide.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/norm_rope.cuh"
@@ -12,15 +12,25 @@ namespace mla_fp8::gpu {
 struct CompressKvArgs {
   CompressKvParams p;
   Divider page_size, depth;
-  int64_t tokens;  // of a warp (ratios below 128) or of a block
+  Divider share;   // tokens of a request if all have as many
+  int64_t tokens;  // of a block of threads, or of a cluster
+
+  CompressKvArgs(const CompressKvParams& params, int64_t tokens_of_block)
+      : p(params),
+        page_size(params.page_size),
+        depth(params.depth > 0 ? params.depth : 1),
+        share(ceil_div(params.num_tokens, params.num_requests)),
+        tokens(tokens_of_block) {}
 };
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
 
-// 2^x for x <= 0; 0 below -126, NaN stays NaN. As cpu/simd.h has it.
+// 2^x for x <= 0; 0 below -126, NaN stays NaN. The bits of cpu/simd.h, without its last choice, which would
+// become a branch: what is below -126 becomes -127, whose power of two is 0. And the power is a factor, as a
+// sum of bits would lose the NaN of a GPU.
 __device__ __forceinline__ float exp2_nonpositive(float x) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves round(x) in the low mantissa bits
-  const float clamped = -127.0f > x ? -127.0f : x;
+  const float clamped = x < -126.0f ? -127.0f : x;
   const float shifted = __fadd_rn(clamped, kMagic), f = __fsub_rn(clamped, __fsub_rn(shifted, kMagic));
   float y = 1.540353039e-4f;
   y = fmaf(y, f, 1.333355814e-3f);
@@ -29,7 +39,7 @@ __device__ __forceinline__ float exp2_nonpositive(float x) {
   y = fmaf(y, f, 2.402265070e-1f);
   y = fmaf(y, f, 6.931471806e-1f);
   y = fmaf(y, f, 1.0f);
-  return x < -126.0f ? 0.0f : bits_float(float_bits(y) + (float_bits(shifted) << 23));
+  return __fmul_rn(y, bits_float((float_bits(shifted) << 23) + 0x3f800000u));
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
@@ -53,25 +63,63 @@ __device__ __forceinline__ Pooled join(const Pooled& a, const Pooled& b) {
   return {top, fmaf(b.sum, of_b, __fmul_rn(a.sum, of_a)), fmaf(b.value, of_b, __fmul_rn(a.value, of_a))};
 }
 
-// ---- rows -------------------------------------------------------------------------------------------------
+// Four dims of a window's rows, or of some of them.
+inline constexpr int kPoolDims = 4;
+template <int kRows>
+struct PoolRows {
+  Words<kPoolDims> kv[kRows], score[kRows];
 
-struct Floats2 {
-  float x[2];
+  // Of one of the four dims; of the second half of the rows alone if there is no first.
+  __device__ __forceinline__ Pooled pool(int dim, bool has_first_half) const {
+    Pooled all{};
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const float x = bits_float(score[j][dim]);
+      all.top = j == 0 || (j == kRows / 2 && !has_first_half) ? x : larger(x, all.top);
+    }
+#pragma unroll
+    for (int j = 0; j < kRows; ++j)
+      add_row(all, bits_float(kv[j][dim]), bits_float(score[j][dim]),
+              j == 0 || (j == kRows / 2 && !has_first_half));
+    return all;
+  }
+  __device__ __forceinline__ void add_bias(int j, const Words<kPoolDims>& bias) {
+#pragma unroll
+    for (int i = 0; i < kPoolDims; ++i)
+      score[j][i] = float_bits(__fadd_rn(bits_float(score[j][i]), bits_float(bias[i])));
+  }
 };
 
-__device__ __forceinline__ Floats2 load2(const float* p, bool wanted) {
-  const Words<2> words = load_if<2>(p, wanted);
-  return {{bits_float(words[0]), bits_float(words[1])}};
+// ---- tokens -----------------------------------------------------------------------------------------------
+
+// The request of a token, with a negative state if there is none: where it would be if all requests had as
+// many tokens, or by a search.
+__device__ __forceinline__ CompressRequest request_of(const CompressKvArgs& args, int64_t token) {
+  const CompressKvParams& p = args.p;
+  const auto holds = [&](const CompressRequest& r) { return token >= r.first && token < r.first + r.count; };
+  const int64_t guess = args.share(token);
+  CompressRequest r = compress_request(p, guess < p.num_requests ? guess : p.num_requests - 1);
+  if (!holds(r)) {
+    const int64_t found = find_request(p.query_start_loc, p.num_requests, token);
+    r = compress_request(p, found < 0 ? 0 : found);
+    if (!holds(r)) r.state = -1;
+  }
+  return r;
 }
 
-// Ratio 1: dims d and d + 1 of the token.
-__device__ __forceinline__ Floats2 load_row(const CompressKvParams& p, int64_t token, int d) {
-  const int64_t at = token * p.kv_score_stride_token + d;
-  if (!p.is_bf16) return load2(static_cast<const float*>(p.kv_score) + at, true);
-  const float2 pair =
-      unpack<Dtype::kBf16>(*reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.kv_score) + at));
-  return {{pair.x, pair.y}};
+struct TokenRange {
+  int64_t begin;
+  int count;
+};
+// Of the block of threads, or cluster, number `index`.
+__device__ __forceinline__ TokenRange token_range(const CompressKvArgs& args, int64_t index) {
+  const int64_t begin = index * args.tokens, left = args.p.num_tokens - begin;
+  return {begin, static_cast<int>(left < args.tokens ? left : args.tokens)};
 }
+
+__device__ __forceinline__ int64_t remainder(int64_t n, const Divider& d) { return n - d(n) * d.divisor(); }
+
+// ---- rows -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ const float* input_row(const CompressKvParams& p, const CompressRequest& r,
                                                   int64_t position) {
@@ -79,94 +127,133 @@ __device__ __forceinline__ const float* input_row(const CompressKvParams& p, con
 }
 __device__ __forceinline__ float* state_row(const CompressKvArgs& args, const CompressRequest& r,
                                             int64_t position) {
-  const int64_t row = position - args.depth(position) * args.depth.divisor();
-  return args.p.state + r.state * args.p.state_stride_slot + row * args.p.state_stride_row;
-}
-// Of a position that is not negative: from the call, or from the state.
-__device__ __forceinline__ const float* window_row(const CompressKvArgs& args, const CompressRequest& r,
-                                                   int64_t position) {
-  return position >= r.start ? input_row(args.p, r, position) : state_row(args, r, position);
+  return args.p.state + r.state * args.p.state_stride_slot +
+         remainder(position, args.depth) * args.p.state_stride_row;
 }
 
+// Where kRows rows lie from position `first` on, in the call or in the state. Those before the sequence, if
+// `first` is negative, are addresses alone.
+template <int kRows>
+struct RowAddresses {
+  const float* row[kRows];
+
+  __device__ __forceinline__ RowAddresses(const CompressKvArgs& args, const CompressRequest& r,
+                                          int64_t first) {
+    const CompressKvParams& p = args.p;
+    const float* input = input_row(p, r, first);
+    if (first >= r.start) {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) row[j] = input + j * p.kv_score_stride_token;
+      return;
+    }
+    const float* state = p.state + r.state * p.state_stride_slot;
+    int64_t at = first < 0 ? first + p.depth : remainder(first, args.depth);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      row[j] = first + j >= r.start ? input + j * p.kv_score_stride_token : state + at * p.state_stride_row;
+      at = at + 1 < p.depth ? at + 1 : 0;
+    }
+  }
+};
+
+// Whether the call leaves a token's row in the state, and where: at once, or once the row that it takes the
+// place of has been read.
+enum class Keep { kNot, kNow, kLate };
+__device__ __forceinline__ Keep keep_of(const CompressKvArgs& args, const CompressRequest& r,
+                                        int64_t position, int64_t oldest) {
+  if (!r.is_kept(position, args.p.depth)) return Keep::kNot;
+  return r.is_late(remainder(position - oldest, args.depth), oldest) ? Keep::kLate : Keep::kNow;
+}
 // The token of this call that ends up in the state's row of position q; below `start` if there is none.
 __device__ __forceinline__ int64_t late_position(const CompressKvArgs& args, const CompressRequest& r,
                                                  int64_t q) {
   return q + args.depth(r.end() - 1 - q) * args.depth.divisor();
 }
 
-// By `count` threads, of which this is number `thread`.
-__device__ __forceinline__ void copy_to_state(const CompressKvArgs& args, const CompressRequest& r,
-                                              int64_t position, int thread, int count) {
-  const CompressKvParams& p = args.p;
-  const float* from = input_row(p, r, position);
-  float* to = state_row(args, r, position);
-  constexpr int kInFlight = 4;
-  for (int i = thread; i < p.width() / 4; i += kInFlight * count) {
+struct RowCopy {
+  const float* from;
+  float* to;
+};
+// Vectors `thread`, `thread` + threads, .. of `count`, so many loads at once; copy(i) has `from` null where
+// vector i is not copied.
+template <int kInFlight, class Copy>
+__device__ __forceinline__ void copy_vectors(int count, int thread, int threads, const Copy& copy) {
+  for (int first = thread; first < count; first += kInFlight * threads) {
     Words<4> words[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k)
-      words[k] = load_if<4>(from + 4 * (i + k * count), i + k * count < p.width() / 4);
+    for (int k = 0; k < kInFlight; ++k) {
+      const int i = first + k * threads;
+      const float* from = i < count ? copy(i).from : nullptr;
+      words[k] = load_if<4>(from, from != nullptr);
+    }
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k)
-      if (i + k * count < p.width() / 4) store(to + 4 * (i + k * count), words[k]);
+    for (int k = 0; k < kInFlight; ++k) {
+      const int i = first + k * threads;
+      if (i >= count) continue;
+      if (const RowCopy c = copy(i); c.from != nullptr) store(c.to, words[k]);
+    }
   }
-}
-
-// The request of a token by all lanes of a warp, 32 candidates at a time; with a negative state if there is
-// none.
-__device__ __forceinline__ CompressRequest request_of(const CompressKvParams& p, int64_t token) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t target = token + p.query_start_loc[0];
-  int64_t low = 0, high = p.num_requests;
-  while (high - low > 1) {
-    const int64_t step = ceil_div<int64_t>(high - low, kWarpSize), at = low + lane * step;
-    const bool started = lane > 0 && at < high && p.query_start_loc[at] <= target;
-    low += __popc(__ballot_sync(kFullWarp, started)) * step;
-    high = low + step < high ? low + step : high;
-  }
-  CompressRequest r = compress_request(p, low);
-  if (token < r.first || token >= r.first + r.count) r.state = -1;
-  return r;
 }
 
 // ---- the end ----------------------------------------------------------------------------------------------
 
-// From pooled dims, which a warp holds as rms_factor wants them, to the latent and the cache row of `token`,
-// which closes a block at position `close`.
-template <KvLayoutId kId>
-__device__ __forceinline__ void finish_row(const CompressKvArgs& args, Floats8 (&x)[kNormPasses],
-                                           int64_t token, int64_t close) {
+// A block of tokens that the call closes: the token that closes it, its position, the slot of its cache row.
+struct Closing {
+  int64_t token, position, slot;
+};
+
+// From the pooled dims, which get(element) gives eight at a time, to the latent and the cache row, by a warp.
+template <KvLayoutId kId, class Get>
+__device__ __forceinline__ void finish_row(const CompressKvArgs& args, const Closing& closing,
+                                           const Get& get) {
   using C = LatentChunks<kId>;
   static_assert(C::kPasses == kNormPasses);
+  constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
   const CompressKvParams& p = args.p;
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
-  if (p.round_pooled) {
+  const CacheRow to = find_row(p, args.page_size, closing.slot);
+  const int64_t position = closing.position + 1 - p.ratio;
+  const bool is_stored = to.valid && (p.table.half == 0 || position < p.table.max_pos);
+  const int pair = (C::element(kLast, lane) - kHeadDimV + p.table.dim()) / 2;
+  const bool is_rotated = is_stored && pair >= 0;
+  // Loads before the arithmetic that others wait in.
+  Floats8 weight[kNormPasses], x[kNormPasses];
 #pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) x[pass] = unpack8(pack8(x[pass]));
+  for (int pass = 0; pass < kNormPasses; ++pass)
+    weight[pass] = load_weights(p.norm_weight, p.weight_is_float, C::element(pass, lane));
+  Rotation rotation{};
+  if (is_rotated) rotation = load_rotation(p.table, position, pair);
+  const float layer_scale = C::kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
+
+#pragma unroll
+  for (int pass = 0; pass < kNormPasses; ++pass) {
+    x[pass] = get(C::element(pass, lane));
+    if (p.round_pooled) x[pass] = unpack8(pack8(x[pass]));
   }
   const float factor = rms_factor(x, p.eps);
   Words<4> row[kNormPasses];
 #pragma unroll
   for (int pass = 0; pass < kNormPasses; ++pass) {
-    const int element = C::element(pass, lane);
-    const Floats8 weight = load_weights(p.norm_weight, p.weight_is_float, element);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) x[pass].x[i] = __fmul_rn(__fmul_rn(x[pass].x[i], factor), weight.x[i]);
+    for (int i = 0; i < kChunk; ++i)
+      x[pass].x[i] = __fmul_rn(__fmul_rn(x[pass].x[i], factor), weight[pass].x[i]);
     row[pass] = pack8(x[pass]);
-    if (p.out_latent != nullptr) store(p.out_latent + token * p.out_latent_stride_token + element, row[pass]);
+    if (p.out_latent != nullptr)
+      store(p.out_latent + closing.token * p.out_latent_stride_token + C::element(pass, lane), row[pass]);
   }
-  const CacheRow to = find_row(p, args.page_size, slot);
-  const int64_t position = close + 1 - p.ratio;
-  if (!to.valid || (p.table.half > 0 && position >= p.table.max_pos)) return;
-  constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
-  const int pair = (C::element(kLast, lane) - kHeadDimV + p.table.dim()) / 2;
-  if (pair >= 0) {
-    const Rotation rotation = load_rotation(p.table, position, pair);
-    row[kLast] = pack8(rotate8(p.round_pooled ? unpack8(row[kLast]) : x[kLast], rotation));
-  }
-  const float layer_scale = C::kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
-  write_row<kId>(to, p.page_size, layer_scale, format_max(C::kL.nope_format), row);
+  if (is_rotated) row[kLast] = pack8(rotate8(p.round_pooled ? unpack8(row[kLast]) : x[kLast], rotation));
+  if (is_stored) write_row<kId>(to, p.page_size, layer_scale, format_max(C::kL.nope_format), row);
 }
+
+// From shared memory.
+struct PooledRow {
+  const float* dims;
+  __device__ __forceinline__ Floats8 operator()(int element) const {
+    Floats8 out;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out.x[i] = dims[element + i];
+    return out;
+  }
+};
 
 }  // namespace mla_fp8::gpu

@@ -57,6 +57,9 @@ __device__ inline int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
+__device__ inline void store_cluster_float(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 
 // At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
 // each arrival takes a fence of the GPU.

@@ -1,0 +1,233 @@
+#pragma once
+// Ratio 128 from raw rows: a block of 128 rows is 16 groups of eight, four of each warp, a lane four dims.
+// What the groups give joins as pairs of neighbours.
+#include "cuda/compress_kv/blocks.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kGroupRows = 8;
+inline constexpr int kPoolWarps = 4;
+inline constexpr int kPoolThreads = kPoolWarps * kWarpSize;
+inline constexpr int kWarpGroups = kBlockRatio / kGroupRows / kPoolWarps;
+static_assert(kWarpSize * kPoolDims == kSliceDims && kWarpGroups == 4 && kPoolThreads == kSliceDims);
+
+struct alignas(16) PoolShared {
+  TokensShared tokens;
+  PooledShared pooled;
+  float part[3][kPoolWarps][kSliceDims];  // top, sum, value of each warp's rows
+};
+
+// Rows of eight positions from `first` on. Those that the call leaves in the state go there at once, if no
+// block needs what they replace.
+__device__ __forceinline__ PoolRows<kGroupRows> load_group(const CompressKvArgs& args,
+                                                           const CompressRequest& r, int64_t first,
+                                                           int64_t oldest, int d) {
+  const CompressKvParams& p = args.p;
+  PoolRows<kGroupRows> rows;
+  const RowAddresses<kGroupRows> addresses(args, r, first);
+#pragma unroll
+  for (int j = 0; j < kGroupRows; ++j) {
+    rows.kv[j] = load_if<kPoolDims>(addresses.row[j] + d, true);
+    rows.score[j] = load_if<kPoolDims>(addresses.row[j] + kHeadDimV + d, true);
+  }
+  if (r.is_kept(first + kGroupRows - 1, p.depth)) {
+#pragma unroll
+    for (int j = 0; j < kGroupRows; ++j) {
+      if (first + j < r.start || keep_of(args, r, first + j, oldest) != Keep::kNow) continue;
+      float* to = state_row(args, r, first + j) + d;
+      store(to, rows.kv[j]);
+      store(to + kHeadDimV, rows.score[j]);
+    }
+  }
+  return rows;
+}
+
+struct GroupBias {
+  Words<kPoolDims> row[kGroupRows];
+
+  __device__ __forceinline__ GroupBias(const float* ape, int64_t first, int d) {
+#pragma unroll
+    for (int j = 0; j < kGroupRows; ++j)
+      row[j] = load_if<kPoolDims>(ape + (first % kBlockRatio + j) * kHeadDimV + d, ape != nullptr);
+  }
+};
+
+struct PooledDims {
+  Pooled dim[kPoolDims];
+};
+
+__device__ __forceinline__ PooledDims join(const PooledDims& a, const PooledDims& b) {
+  PooledDims out;
+#pragma unroll
+  for (int i = 0; i < kPoolDims; ++i) out.dim[i] = join(a.dim[i], b.dim[i]);
+  return out;
+}
+
+// The slice of the block that ends at `close`: its dims to the first block of threads.
+template <int kCluster>
+__device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const CompressRequest& r,
+                                           int64_t close, int slice, PoolShared& shared) {
+  const CompressKvParams& p = args.p;
+  const int warp = threadIdx.x / kWarpSize, dim = threadIdx.x % kWarpSize * kPoolDims;
+  const int d = slice * kSliceDims + dim;
+  const int64_t first = close + 1 - kBlockRatio + warp * kWarpGroups * kGroupRows;
+  const int64_t oldest = r.oldest(kBlockRatio);
+  PoolRows<kGroupRows> a = load_group(args, r, first, oldest, d), b;
+  GroupBias bias(p.ape, first, d);
+  // The bias of group `next` comes while this one is pooled, the rows even one earlier.
+  const auto pool_group = [&](PoolRows<kGroupRows>& rows, int next) {
+    if (p.ape != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kGroupRows; ++j) rows.add_bias(j, bias.row[j]);
+      if (next < kWarpGroups) bias = GroupBias(p.ape, first + next * kGroupRows, d);
+    }
+    PooledDims out;
+#pragma unroll
+    for (int i = 0; i < kPoolDims; ++i) out.dim[i] = rows.pool(i, true);
+    return out;
+  };
+  PooledDims half{}, mine{};
+#pragma unroll 1
+  for (int g = 0; g < kWarpGroups; g += 2) {
+    b = load_group(args, r, first + (g + 1) * kGroupRows, oldest, d);
+    half = mine;
+    mine = pool_group(a, g + 1);
+    if (g + 2 < kWarpGroups) a = load_group(args, r, first + (g + 2) * kGroupRows, oldest, d);
+    mine = join(mine, pool_group(b, g + 2));
+  }
+  mine = join(half, mine);
+  const auto put = [&](int part, const Words<kPoolDims>& words) {
+    *reinterpret_cast<Words<kPoolDims>*>(&shared.part[part][warp][dim]) = words;
+  };
+  Words<kPoolDims> top, sum, value;
+#pragma unroll
+  for (int i = 0; i < kPoolDims; ++i) {
+    top[i] = float_bits(mine.dim[i].top);
+    sum[i] = float_bits(mine.dim[i].sum);
+    value[i] = float_bits(mine.dim[i].value);
+  }
+  put(0, top);
+  put(1, sum);
+  put(2, value);
+  __syncthreads();
+  if (const int t = threadIdx.x; t < kSliceDims) {
+    Pooled part[kPoolWarps];
+#pragma unroll
+    for (int w = 0; w < kPoolWarps; ++w)
+      part[w] = {shared.part[0][w][t], shared.part[1][w][t], shared.part[2][w][t]};
+#pragma unroll
+    for (int apart = 1; apart < kPoolWarps; apart *= 2)
+#pragma unroll
+      for (int w = 0; w < kPoolWarps; w += 2 * apart) part[w] = join(part[w], part[w + apart]);
+    Cluster<kCluster>::put(shared.pooled, slice * kSliceDims + t, __fdiv_rn(part[0].value, part[0].sum));
+  }
+  __syncthreads();  // before `part` is written again
+}
+
+// Whose the tokens are, what they close, and which rows go into the state although no block is closed that
+// holds them.
+__device__ __forceinline__ void list_pools(const CompressKvArgs& args, const TokenRange& tokens,
+                                           TokensShared& shared) {
+  const CompressKvParams& p = args.p;
+  const int thread = threadIdx.x;
+  int64_t offset = -1;
+  bool closes = false;
+  if (thread < tokens.count) {
+    const int64_t token = tokens.begin + thread, slot = load_index(p.slot_mapping, p.slots_are_int64, token);
+    const CompressRequest r = request_of(args, token);
+    const int64_t position = r.start + token - r.first;
+    if (r.state >= 0) {
+      closes = CompressRequest::closes(position, kBlockRatio);
+      const int64_t close = position - position % kBlockRatio + kBlockRatio - 1;
+      if (close >= r.end() && keep_of(args, r, position, r.oldest(kBlockRatio)) == Keep::kNow)
+        offset = state_row(args, r, position) - p.state;
+    }
+    shared.request[thread] = r;
+    shared.closing[thread] = {token, position, slot};
+    shared.state_offset[thread] = offset;
+  }
+  if (thread < kMaxTokens) {
+    put_bits(shared.work, closes);
+    put_bits(shared.kept, offset >= 0);
+  }
+}
+
+// Where vector i of a slice of rows lies: which row, and where in it.
+struct SliceVector {
+  int row, at;
+  __device__ __forceinline__ SliceVector(int i, int slice)
+      : row(i / kSliceVectors),
+        at(i % kSliceVectors / (kSliceVectors / 2) * kHeadDimV + slice * kSliceDims +
+           i % (kSliceVectors / 2) * 4) {}
+};
+template <class Copy>
+__device__ __forceinline__ void copy_slice(int slice, int num_rows, const Copy& copy) {
+  copy_vectors<4>(num_rows * kSliceVectors, threadIdx.x, kPoolThreads,
+                  [&](int i) -> RowCopy { return copy(SliceVector(i, slice)); });
+}
+
+template <KvLayoutId kId, int kCluster>
+__global__ void __launch_bounds__(kPoolThreads, 2)
+    pool_blocks_kernel(const __grid_constant__ CompressKvArgs args) {
+  const CompressKvParams& p = args.p;
+  MLA_SHARED(PoolShared, shared);
+  wait_for_previous_grid();
+  const TokenRange tokens = token_range(args, Cluster<kCluster>::index());
+  const int rank = Cluster<kCluster>::rank();
+  TokensShared& list = shared.tokens;
+  const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
+  // The rows of few tokens are on their way while their requests are found.
+  constexpr int kFew = 2;  // vectors of a thread
+  const bool is_few = kCluster > 1 && tokens.count * kSliceVectors <= kFew * kPoolThreads;
+  Words<4> few[kFew];
+#pragma unroll
+  for (int k = 0; k < kFew; ++k) {
+    const SliceVector v(static_cast<int>(threadIdx.x) + k * kPoolThreads, rank);
+    few[k] = load_if<4>(input + v.row * p.kv_score_stride_token + v.at, is_few && v.row < tokens.count);
+  }
+  list_pools(args, tokens, list);
+  __syncthreads();
+  const auto for_slices = [&](const auto& work) {
+    if constexpr (kCluster > 1) work(rank);
+    else
+#pragma unroll 1
+      for (int slice = 0; slice < kSlices; ++slice) work(slice);
+  };
+
+  if (is_few) {
+#pragma unroll
+    for (int k = 0; k < kFew; ++k) {
+      const SliceVector v(static_cast<int>(threadIdx.x) + k * kPoolThreads, rank);
+      const int64_t offset = v.row < tokens.count ? list.state_offset[v.row] : -1;
+      if (offset >= 0) store(p.state + offset + v.at, few[k]);
+    }
+  } else if ((list.kept[0] | list.kept[1] | list.kept[2] | list.kept[3]) != 0) {
+    for_slices([&](int slice) {
+      copy_slice(slice, tokens.count, [&](const SliceVector& v) -> RowCopy {
+        const int64_t offset = list.state_offset[v.row];
+        if (offset < 0) return {nullptr, nullptr};
+        return {input + v.row * p.kv_score_stride_token + v.at, p.state + offset + v.at};
+      });
+    });
+  }
+
+  for_bits(list.work, [&](int token) {
+    const CompressRequest r = list.request[token];
+    const Closing closing = list.closing[token];
+    Cluster<kCluster>::sync();  // all run; the first has read `pooled`
+    for_slices([&](int slice) { pool_slice<kCluster>(args, r, closing.position, slice, shared); });
+    Cluster<kCluster>::sync();
+    if (rank == 0 && threadIdx.x < kWarpSize) finish_row<kId>(args, closing, PooledRow{shared.pooled.dims});
+    const int64_t oldest = r.oldest(kBlockRatio);
+    if (closing.position != r.first_close(kBlockRatio) || r.end() - oldest <= p.depth) return;
+    for_slices([&](int slice) {  // rows that take the place of those that this has read
+      copy_slice(slice, static_cast<int>(r.start - oldest), [&](const SliceVector& v) -> RowCopy {
+        const int64_t now = late_position(args, r, oldest + v.row);
+        if (now < r.start) return {nullptr, nullptr};
+        return {input_row(p, r, now) + v.at, state_row(args, r, now) + v.at};
+      });
+    });
+  });
+}
+
+}  // namespace mla_fp8::gpu

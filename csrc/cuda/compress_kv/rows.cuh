@@ -1,0 +1,248 @@
+#pragma once
+// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or up
+// to 32; it pools what they close one after another, a thread four dims, and each warp finishes a row of
+// four.
+#include "cuda/compress_kv/pool.cuh"
+#include "cuda/device/launch.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kRowWarps = 4;  // of a block of threads
+inline constexpr int kRowThreads = kRowWarps * kWarpSize;
+static_assert(kRowThreads * kPoolDims == kHeadDimV);
+inline constexpr int kMaxRowTokens = 32;
+
+// Of a block of threads: what the multiprocessors of an H200 run at once, or as many as a warp looks through.
+inline constexpr int blocks_per_sm(int ratio) { return ratio == 4 ? 2 : 4; }
+inline int64_t tokens_of_row_block(int64_t num_tokens, int ratio) {
+  const int64_t tokens = ceil_div<int64_t>(num_tokens, 132 * blocks_per_sm(ratio));
+  const int64_t most = ratio == 4 ? kMaxRowTokens : kMaxRowTokens / 2;
+  return tokens < most ? tokens : most;
+}
+
+// What a block of threads knows of its tokens. The second closing of a request is in the list of who has its
+// first, if it reaches into the state too.
+struct alignas(16) RowShared {
+  CompressRequest request[kMaxRowTokens];
+  int64_t state_offset[kMaxRowTokens];  // where a token's row goes at once; negative: nowhere
+  Closing closing[2 * kMaxRowTokens];
+  int8_t owner[2 * kMaxRowTokens];   // the closing's token among those here
+  bool is_first[2 * kMaxRowTokens];  // of its request
+  int num_closings;
+  bool has_kept;
+  alignas(16) float pooled[kRowWarps][kHeadDimV];
+};
+
+// By the first warp: a lane per token.
+template <int kRatio>
+__device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const TokenRange& tokens,
+                                            RowShared& shared) {
+  constexpr int kWindow = CompressKvParams::window_of(kRatio);
+  const CompressKvParams& p = args.p;
+  const int lane = threadIdx.x;
+  int closings = 0;
+  bool is_first = false;
+  int64_t token = tokens.begin + lane, position = 0, slot = -1, offset = -1;
+  if (lane < tokens.count) {
+    slot = load_index(p.slot_mapping, p.slots_are_int64, token);
+    const CompressRequest r = request_of(args, token);
+    shared.request[lane] = r;
+    position = r.start + token - r.first;
+    if (r.state >= 0) {
+      const int64_t oldest = r.oldest(kRatio);
+      if (keep_of(args, r, position, oldest) == Keep::kNow) offset = state_row(args, r, position) - p.state;
+      is_first = position == r.first_close(kRatio);
+      const auto reaches_back = [&](int64_t close) { return close + 1 - kWindow < r.start; };
+      if (CompressRequest::closes(position, kRatio)) {
+        if (!is_first) closings = !reaches_back(position);
+        else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
+      }
+    }
+    shared.state_offset[lane] = offset;
+  }
+  const int last = warp_inclusive_sum(closings);
+  for (int i = 0; i < closings; ++i) {
+    const int at = last - closings + i, further = i * kRatio;
+    if (i > 0) slot = load_index(p.slot_mapping, p.slots_are_int64, token + further);
+    shared.closing[at] = {token + further, position + further, slot};
+    shared.owner[at] = static_cast<int8_t>(lane);
+    shared.is_first[at] = is_first && i == 0;
+  }
+  const bool has_kept = __ballot_sync(kFullWarp, offset >= 0) != 0;
+  if (lane == kWarpSize - 1) {
+    shared.num_closings = last;
+    shared.has_kept = has_kept;
+  }
+}
+
+// Rows of kClosings blocks on their way, four dims of a thread, and their pooling.
+template <int kRatio, int kClosings>
+struct PoolBatch {
+  static constexpr int kWindow = CompressKvParams::window_of(kRatio);
+  static constexpr bool kOverlaps = kWindow > kRatio;
+  static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
+
+  // Row j of a window is that of position j % ratio, as the window ends with a block.
+  struct Bias {
+    Words<kPoolDims> row[kOverlaps ? kWindow : 1];
+
+    __device__ __forceinline__ Bias(const float* ape, int d) {
+      if constexpr (kOverlaps) {
+#pragma unroll
+        for (int j = 0; j < kWindow; ++j)
+          row[j] = load_if<kPoolDims>(ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d,
+                                      ape != nullptr);
+      }
+    }
+  };
+
+  PoolRows<kWindow> rows[kClosings];
+
+  // Of closings `first` on, as far as there are `count`.
+  __device__ __forceinline__ void load(const CompressKvArgs& args, const RowShared& shared, int first,
+                                       int count) {
+    const int d = threadIdx.x * kPoolDims;
+#pragma unroll
+    for (int i = 0; i < kClosings; ++i) {
+      if (first + i >= count) break;
+      const int64_t oldest = shared.closing[first + i].position + 1 - kWindow;
+      const RowAddresses<kWindow> addresses(args, shared.request[shared.owner[first + i]], oldest);
+#pragma unroll
+      for (int j = 0; j < kWindow; ++j) {
+        const float* row = addresses.row[j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
+        const bool exists = !kOverlaps || j >= kRatio || oldest >= 0;
+        rows[i].kv[j] = load_if<kPoolDims>(row, exists);
+        rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
+      }
+    }
+  }
+  __device__ __forceinline__ void pool(RowShared& shared, int first, int count, const Bias& bias,
+                                       bool has_bias) {
+#pragma unroll
+    for (int i = 0; i < kClosings; ++i) {
+      if (first + i >= count) break;
+      if constexpr (kOverlaps) {
+        if (has_bias) {
+#pragma unroll
+          for (int j = 0; j < kWindow; ++j) rows[i].add_bias(j, bias.row[j]);
+        }
+      }
+      const bool has_previous = !kOverlaps || shared.closing[first + i].position + 1 >= kWindow;
+      Words<kPoolDims> pooled;
+#pragma unroll
+      for (int dim = 0; dim < kPoolDims; ++dim) {
+        const Pooled all = rows[i].pool(dim, has_previous);
+        pooled[dim] = float_bits(__fdiv_rn(all.value, all.sum));
+      }
+      float* to = &shared.pooled[(first + i) % kRowWarps][threadIdx.x * kPoolDims];
+      *reinterpret_cast<Words<kPoolDims>*>(to) = pooled;
+    }
+  }
+};
+
+template <KvLayoutId kId, int kRatio>
+__global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kRatio))
+    compress_rows_kernel(const __grid_constant__ CompressKvArgs args) {
+  constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
+  constexpr int kBatch = kRatio == 4 ? 1 : 2;  // blocks on their way while as many are pooled
+  using Batch = PoolBatch<kRatio, kBatch>;
+  const CompressKvParams& p = args.p;
+  MLA_SHARED(RowShared, shared);
+  wait_for_previous_grid();
+  const TokenRange tokens = token_range(args, blockIdx.x);
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
+  // The row of a single token is on its way while its request is found.
+  const bool is_single = tokens.count == 1;
+  Words<4> single[kRowVectors / kRowThreads];
+  const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
+#pragma unroll
+  for (int k = 0; k < kRowVectors / kRowThreads; ++k)
+    single[k] = load_if<4>(input + 4 * (thread + k * kRowThreads), is_single);
+  if (warp == 0) list_tokens<kRatio>(args, tokens, shared);
+  __syncthreads();
+
+  if (is_single) {
+    const int64_t offset = shared.state_offset[0];
+#pragma unroll
+    for (int k = 0; k < kRowVectors / kRowThreads; ++k)
+      if (offset >= 0) store(p.state + offset + 4 * (thread + k * kRowThreads), single[k]);
+  } else if (shared.has_kept) {
+    copy_vectors<8>(tokens.count * kRowVectors, thread, kRowThreads, [&](int i) -> RowCopy {
+      const int token = i / kRowVectors, at = i % kRowVectors * 4;
+      const int64_t offset = shared.state_offset[token];
+      if (offset < 0) return {nullptr, nullptr};
+      return {input + token * p.kv_score_stride_token + at, p.state + offset + at};
+    });
+  }
+
+  // Multiprocessors get their rows at the same time: without the next ones on their way memory would wait for
+  // all of them to pool.
+  const int num_closings = shared.num_closings;
+  if (num_closings > 0) {
+    const bool has_bias = p.ape != nullptr;
+    Batch a, b;
+    a.load(args, shared, 0, num_closings);
+    const typename Batch::Bias bias(p.ape, thread * kPoolDims);
+#pragma unroll 1
+    for (int round = 0; round < num_closings; round += kRowWarps) {
+#pragma unroll 1
+      for (int i = round; i < round + kRowWarps; i += 2 * kBatch) {
+        b.load(args, shared, i + kBatch, num_closings);
+        a.pool(shared, i, num_closings, bias, has_bias);
+        a.load(args, shared, i + 2 * kBatch, num_closings);
+        b.pool(shared, i + kBatch, num_closings, bias, has_bias);
+      }
+      __syncthreads();
+      if (round + warp < num_closings)
+        finish_row<kId>(args, shared.closing[round + warp], PooledRow{shared.pooled[warp]});
+      __syncthreads();  // before `pooled` is written again, and rows of the state that were read
+    }
+  }
+
+  for (int i = 0; i < num_closings; ++i) {
+    if (!shared.is_first[i]) continue;
+    const CompressRequest r = shared.request[shared.owner[i]];
+    const int64_t oldest = r.oldest(kRatio);
+    if (r.end() - oldest <= p.depth) continue;  // every row of the state is still that of one token
+    copy_vectors<8>(static_cast<int>(r.start - oldest) * kRowVectors, thread, kRowThreads,
+                    [&](int v) -> RowCopy {
+                      const int64_t now = late_position(args, r, oldest + v / kRowVectors);
+                      const int at = v % kRowVectors * 4;
+                      if (now < r.start) return {nullptr, nullptr};
+                      return {input_row(p, r, now) + at, state_row(args, r, now) + at};
+                    });
+  }
+}
+
+// Ratio 1: every token is a row.
+template <KvLayoutId kId>
+__global__ void __launch_bounds__(kRowThreads, 8)
+    compress_tokens_kernel(const __grid_constant__ CompressKvArgs args) {
+  using C = LatentChunks<kId>;
+  const CompressKvParams& p = args.p;
+  wait_for_previous_grid();
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / kWarpSize;
+  if (token >= p.num_tokens) return;
+  Words<4> raw[kNormPasses][2];  // eight floats, or eight bf16 in the first
+#pragma unroll
+  for (int pass = 0; pass < kNormPasses; ++pass) {
+    const int64_t at = token * p.kv_score_stride_token + C::element(pass, lane);
+    const void* from = static_cast<const uint8_t*>(p.kv_score) + at * (p.is_bf16 ? 2 : 4);
+    raw[pass][0] = load_if<4>(from, true);
+    raw[pass][1] = load_if<4>(static_cast<const uint8_t*>(from) + 16, !p.is_bf16);
+  }
+  const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
+  const CompressRequest r = request_of(args, token);
+  if (r.state < 0) return;
+  finish_row<kId>(args, {token, r.start + token - r.first, slot}, [&](int element) {
+    const int pass = element / kPassDim;
+    if (p.is_bf16) return unpack8(raw[pass][0]);
+    Floats8 out;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out.x[i] = bits_float(raw[pass][i / 4][i % 4]);
+    return out;
+  });
+}
+
+}  // namespace mla_fp8::gpu
