@@ -124,32 +124,79 @@ __device__ __forceinline__ Floats8 rotate8(const Floats8& v, const Rotation& r) 
   return out;
 }
 
-// Heads as one row of chunks after another: eight elements of a head each, from its first_dim on.
+// A token's heads, or a group of them, as one row of chunks: eight elements of a head each, from its
+// first_dim on. A warp takes up to `steps` times 32 of them. Chunks of a row are few enough for int: the ops
+// check that.
 struct HeadChunks {
-  int64_t num_chunks;  // of all heads of all tokens
-  Divider per_head, num_heads;
-  int64_t first_dim;
-  int rope_dim;  // of the head's end
+  int num_chunks;  // of the row
+  int parts;       // warps of the row
+  int steps;
+  int per_head;                 // chunks
+  int step_heads, step_chunks;  // how far 32 chunks go on
+  int first_dim;
+  int rope_dim;  // of a head's end
+  Divider part, head;
 
-  HeadChunks(int64_t num_tokens, int64_t heads, int64_t head_dim, int64_t first, int rope)
-      : num_chunks(num_tokens * heads * ((head_dim - first) / kChunk)),
-        per_head((head_dim - first) / kChunk > 0 ? (head_dim - first) / kChunk : 1),
-        num_heads(heads > 0 ? heads : 1),
-        first_dim(first),
-        rope_dim(rope) {}
+  // As many steps as leave all warps of a GPU something to do.
+  HeadChunks(int64_t num_rows, int64_t heads, int64_t head_dim, int64_t first, int rope, int min_steps,
+             int max_steps)
+      : num_chunks(static_cast<int>(heads * ((head_dim - first) / kChunk))),
+        parts(1),
+        steps(min_steps),
+        per_head(static_cast<int>((head_dim - first) / kChunk)),
+        step_heads(per_head > 0 ? kWarpSize / per_head : 0),
+        step_chunks(per_head > 0 ? kWarpSize % per_head : 0),
+        first_dim(static_cast<int>(first)),
+        rope_dim(rope),
+        part(1),
+        head(per_head > 0 ? per_head : 1) {
+    constexpr int64_t kWarps = 8192;  // about what an H200 runs at once
+    const int all = ceil_div(num_chunks, kWarpSize);
+    while (steps < max_steps && num_rows * all > kWarps * steps) steps *= 2;
+    parts = all > 0 ? ceil_div(all, steps) : 1;
+    part = Divider(parts);
+  }
 };
 
-struct HeadChunk {
-  int64_t token, head, element;
-  int pair;  // of the rotated part; negative: not rotated
+// Where a lane of the row's warp number `part` is.
+struct HeadWalk {
+  int index, end, head, chunk;
+
+  __device__ __forceinline__ HeadWalk(const HeadChunks& c, int number) {
+    const int first = number * c.steps * kWarpSize, left = c.num_chunks - first;
+    index = first + static_cast<int>(threadIdx.x % kWarpSize);
+    end = first + (left < c.steps * kWarpSize ? left : c.steps * kWarpSize);
+    head = static_cast<int>(c.head(index));
+    chunk = index - head * c.per_head;
+  }
+  __device__ __forceinline__ void step(const HeadChunks& c) {
+    index += kWarpSize;
+    head += c.step_heads;
+    chunk += c.step_chunks;
+    if (chunk >= c.per_head) {
+      chunk -= c.per_head;
+      ++head;
+    }
+  }
+  __device__ __forceinline__ bool exists() const { return index < end; }
+  __device__ __forceinline__ int element(const HeadChunks& c) const { return c.first_dim + chunk * kChunk; }
+  // Of the rotated part; negative: not rotated.
+  __device__ __forceinline__ int pair(const HeadChunks& c) const {
+    const int behind = (c.per_head - chunk) * kChunk;  // elements from here to the head's end
+    return behind <= c.rope_dim ? (c.rope_dim - behind) / 2 : -1;
+  }
 };
 
-__device__ __forceinline__ HeadChunk find_chunk(const HeadChunks& c, int64_t index) {
-  const int64_t row = c.per_head(index), chunk = index - row * c.per_head.divisor();
-  const int64_t token = c.num_heads(row);
-  const int64_t behind = (c.per_head.divisor() - chunk) * kChunk;  // elements from here to the head's end
-  return {token, row - token * c.num_heads.divisor(), c.first_dim + chunk * kChunk,
-          behind <= c.rope_dim ? static_cast<int>(c.rope_dim - behind) / 2 : -1};
-}
+// What a lane has read of a token's rotation: mostly it rotates the same pairs of every head.
+struct HeldRotation {
+  Rotation rotation;
+  int pair = -1;
+
+  __device__ __forceinline__ void hold(const RopeTable& t, int64_t position, int wanted) {
+    if (wanted < 0 || wanted == pair) return;
+    pair = wanted;
+    rotation = load_rotation(t, position, wanted);
+  }
+};
 
 }  // namespace mla_fp8::gpu

@@ -17,8 +17,12 @@ struct NormRopeInsertArgs {
   int64_t kv_blocks;  // the first of the grid
 };
 
-inline constexpr int kInsertBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * 9 / 16;  // 56 registers
-inline constexpr int kHeadPasses = 2;  // chunks of a lane, in flight at once
+inline constexpr int kInsertWarps = 8;
+inline constexpr int kInsertBlock = kInsertWarps * kWarpSize;
+inline constexpr int kInsertBlocksPerSm = kMaxThreadsPerSm / kInsertBlock / 2;  // 64 registers
+inline constexpr int kHeadPasses = 4;     // chunks of a lane, in flight at once
+inline constexpr int kHeadsInFlight = 2;  // of a warp that norms them: as many chunks
+inline constexpr int kMaxHeadSteps = 16;  // of a warp
 static_assert(2 * kMaxRopeHalf <= kPassDim);
 
 // The bf16 words of a latent's pass, normed and rotated.
@@ -69,100 +73,133 @@ __device__ __forceinline__ void insert_latent(const NormRopeInsertArgs& args, in
   write_row<kId>(to, p.page_size, layer_scale, format_max(kL.nope_format), x);
 }
 
-// Norm and RoPE of one head.
-__device__ __forceinline__ void norm_head(const NormRopeInsertParams& p, int64_t token, int64_t head) {
+// Norm and RoPE of `count` heads of a token, kHeadsInFlight at once.
+__device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_t token, int64_t first,
+                                           int count) {
+  constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
   const int lane = threadIdx.x % kWarpSize;
-  const bool real = head < p.num_q_heads;
-  const uint16_t* src = p.q + (real ? token * p.q_stride_token + head * p.q_stride_head : 0);
-  uint16_t* dst = p.out_q + token * p.out_q_stride_token + head * p.out_q_stride_head;
+  const int pair = (kLast * kPassDim + lane * kChunk - kHeadDimV + p.table.dim()) / 2;
+  const uint16_t* src = p.q + token * p.q_stride_token + first * p.q_stride_head + lane * kChunk;
+  uint16_t* dst = p.out_q + token * p.out_q_stride_token + first * p.out_q_stride_head + lane * kChunk;
+  const int real = static_cast<int>(p.num_q_heads - first < count ? p.num_q_heads - first : count);
+  struct Heads {
+    Words<4> x[kHeadsInFlight][kNormPasses];
+  };
+  const auto load = [&](int at) {
+    Heads heads;
+#pragma unroll
+    for (int i = 0; i < kHeadsInFlight; ++i)
+#pragma unroll
+      for (int pass = 0; pass < kNormPasses; ++pass)
+        heads.x[i][pass] = load_if<4>(src + (at + i) * p.q_stride_head + pass * kPassDim, at + i < real);
+    return heads;
+  };
+  Heads now = load(0);
   const Position position = load_position(p.table, token);
-  Words<4> x[kNormPasses];
+  HeldRotation held;
+  if (position.valid) held.hold(p.table, position.at, pair);
+#pragma unroll 1
+  for (int at = 0;;) {
 #pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass)
-    x[pass] = load_if<4>(src + pass * kPassDim + lane * kChunk, real);
-  if (real && position.valid) {
-    Floats8 v[kNormPasses];
+    for (int i = 0; i < kHeadsInFlight; ++i) {
+      if (at + i >= count) break;
+      Words<4>(&x)[kNormPasses] = now.x[i];
+      Floats8 v[kNormPasses];
 #pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) v[pass] = unpack8(x[pass]);
-    const float factor = rms_factor(v, p.eps);
+      for (int pass = 0; pass < kNormPasses; ++pass) v[pass] = unpack8(x[pass]);
+      const float factor = rms_factor(v, p.eps);
 #pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) {
+      for (int pass = 0; pass < kNormPasses; ++pass) {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) v[pass].x[i] = __fmul_rn(v[pass].x[i], factor);
-      x[pass] = pack8(v[pass]);
+        for (int j = 0; j < kChunk; ++j) v[pass].x[j] = __fmul_rn(v[pass].x[j], factor);
+        x[pass] = pack8(v[pass]);
+      }
+      if (pair >= 0 && position.valid) x[kLast] = pack8(rotate8(unpack8(x[kLast]), held.rotation));
+      const bool is_zero = !position.valid || at + i >= real;
+#pragma unroll
+      for (int pass = 0; pass < kNormPasses; ++pass)
+        store(dst + (at + i) * p.out_q_stride_head + pass * kPassDim, is_zero ? Words<4>{} : x[pass], true);
     }
-    constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
-    const int element = kLast * kPassDim + lane * kChunk;
-    const int pair = (element - kHeadDimV + p.table.dim()) / 2;
-    if (pair >= 0) x[kLast] = pack8(rotate8(unpack8(x[kLast]), load_rotation(p.table, position.at, pair)));
-  } else {
-#pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) x[pass] = Words<4>{};
+    at += kHeadsInFlight;
+    if (at >= count) break;
+    now = load(at);
   }
-#pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass) store(dst + pass * kPassDim + lane * kChunk, x[pass], true);
 }
 
-// RoPE of two chunks per lane, of any heads.
-__device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int64_t first) {
+// RoPE of the chunks of warp `part` of a token.
+__device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int64_t token, int part) {
   const NormRopeInsertParams& p = args.p;
-  HeadChunk chunk[kHeadPasses];
-  Position position[kHeadPasses];
+  const HeadChunks& chunks = args.heads;
+  const uint16_t* src = p.q + token * p.q_stride_token;
+  uint16_t* dst = p.out_q + token * p.out_q_stride_token;
+  HeadWalk walk(chunks, part);
+  const auto is_real = [&](const HeadWalk& at) { return at.exists() && at.head < p.num_q_heads; };
   Words<4> x[kHeadPasses];
+  const auto load = [&] {
+    HeadWalk at = walk;
 #pragma unroll
-  for (int pass = 0; pass < kHeadPasses; ++pass) {
-    const int64_t index = first + pass * kWarpSize;
-    const bool exists = index < args.heads.num_chunks;
-    chunk[pass] = find_chunk(args.heads, exists ? index : 0);
-    const HeadChunk& c = chunk[pass];
-    const bool real = exists && c.head < p.num_q_heads;
-    x[pass] = load_if<4>(p.q + (real ? c.token * p.q_stride_token + c.head * p.q_stride_head + c.element : 0),
-                         real);
-    position[pass] = load_position(p.table, c.token);
-  }
+    for (int i = 0; i < kHeadPasses; ++i, at.step(chunks))
+      x[i] = load_if<4>(src + at.head * p.q_stride_head + at.element(chunks), is_real(at));
+  };
+  load();
+  const Position position = load_position(p.table, token);
+  HeldRotation held;
+#pragma unroll 1
+  for (int step = 0;;) {
 #pragma unroll
-  for (int pass = 0; pass < kHeadPasses; ++pass) {
-    const HeadChunk& c = chunk[pass];
-    if (!position[pass].valid) x[pass] = Words<4>{};
-    else if (c.pair >= 0 && c.head < p.num_q_heads)
-      x[pass] = pack8(rotate8(unpack8(x[pass]), load_rotation(p.table, position[pass].at, c.pair)));
-    if (first + pass * kWarpSize >= args.heads.num_chunks) continue;
-    uint16_t* dst = p.out_q + c.token * p.out_q_stride_token + c.head * p.out_q_stride_head;
-    store(dst + c.element, x[pass], true);
-    if (!position[pass].valid)  // the rest of a head of which only the end is worked on
-      for (int64_t d = c.element - args.heads.first_dim; d < args.heads.first_dim; d += args.heads.rope_dim)
-        store(dst + d, Words<4>{}, true);
+    for (int i = 0; i < kHeadPasses; ++i, walk.step(chunks)) {
+      if (!walk.exists()) continue;
+      const int pair = walk.pair(chunks);
+      if (!position.valid) {
+        x[i] = Words<4>{};
+      } else if (pair >= 0 && is_real(walk)) {
+        held.hold(p.table, position.at, pair);
+        x[i] = pack8(rotate8(unpack8(x[i]), held.rotation));
+      }
+      uint16_t* head = dst + walk.head * p.out_q_stride_head;
+      store(head + walk.element(chunks), x[i], true);
+      if (!position.valid)  // the rest of a head of which only the end is worked on
+        for (int d = walk.chunk * kChunk; d < chunks.first_dim; d += chunks.rope_dim)
+          store(head + d, Words<4>{}, true);
+    }
+    step += kHeadPasses;
+    if (step >= chunks.steps) break;
+    load();
   }
 }
 
 template <KvLayoutId kId>
-__global__ void __launch_bounds__(kLatentBlock, kInsertBlocksPerSm)
+__global__ void __launch_bounds__(kInsertBlock, kInsertBlocksPerSm)
     norm_rope_insert_kernel(const __grid_constant__ NormRopeInsertArgs args) {
   const NormRopeInsertParams& p = args.p;
   const int warp = threadIdx.x / kWarpSize;
   wait_for_previous_grid();
   if (blockIdx.x < args.kv_blocks) {
-    const int64_t token = int64_t{blockIdx.x} * kLatentsPerBlock + warp;
+    const int64_t token = int64_t{blockIdx.x} * kInsertWarps + warp;
     if (token < p.num_insert) insert_latent<kId>(args, token);
     return;
   }
-  const int64_t unit = (blockIdx.x - args.kv_blocks) * kLatentsPerBlock + warp;
+  const int64_t unit = (blockIdx.x - args.kv_blocks) * kInsertWarps + warp;
+  const int64_t token = args.heads.part(unit);
+  const int part = static_cast<int>(unit - token * args.heads.parts);
+  if (token >= p.num_tokens) return;
   if (p.norm_q) {
-    const int64_t token = args.heads.num_heads(unit);
-    if (token < p.num_tokens) norm_head(p, token, unit - token * p.num_heads);
+    const int heads = args.heads.steps / kNormPasses, first = part * heads;
+    const int left = static_cast<int>(p.num_heads) - first;
+    norm_heads(p, token, first, left < heads ? left : heads);
   } else {
-    rotate_heads(args, unit * (kHeadPasses * kWarpSize) + threadIdx.x % kWarpSize);
+    rotate_heads(args, token, part);
   }
 }
 
 void norm_rope_insert(const NormRopeInsertParams& p, gpuStream_t stream) {
   NormRopeInsertArgs args{p, Divider(p.page_size),
-                          HeadChunks(p.num_tokens, p.num_heads, p.head_dim, p.first_dim(), p.table.dim()),
-                          ceil_div<int64_t>(p.num_insert, kLatentsPerBlock)};
-  const int64_t units = p.norm_q ? p.num_tokens * p.num_heads
-                                 : ceil_div<int64_t>(args.heads.num_chunks, kHeadPasses * kWarpSize);
-  const LaunchConfig config{.grid = args.kv_blocks + ceil_div<int64_t>(units, kLatentsPerBlock),
-                            .block = kLatentBlock,
+                          HeadChunks(p.num_tokens, p.num_heads, p.head_dim, p.first_dim(), p.table.dim(),
+                                     kHeadPasses, kMaxHeadSteps),
+                          ceil_div<int64_t>(p.num_insert, kInsertWarps)};
+  const int64_t units = args.heads.num_chunks > 0 ? p.num_tokens * args.heads.parts : 0;
+  const LaunchConfig config{.grid = args.kv_blocks + ceil_div<int64_t>(units, kInsertWarps),
+                            .block = kInsertBlock,
                             .stream = stream};
   if (config.grid == 0) return;
   with_kv_layout(p.layout, [&](auto id) { launch(norm_rope_insert_kernel<id>, config, args); });

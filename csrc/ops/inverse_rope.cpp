@@ -12,6 +12,7 @@ AttendedHeads check_heads(const Check& check, const Tensor& o, const Tensor& cos
   const Arg arg = check(o, "o");
   arg.dtype({ScalarType::BFloat16}).shape({-1, -1, -1}).last_dim_contiguous().aligned(16);
   const RopeTable table = check_rope_table(check, cos, sin, positions, arg.size(0), o, "o");
+  check_head_values(arg, arg.size(1));
   if (arg.size(2) % kRopeStep != 0 || arg.size(2) < table.dim())
     arg.fail("must have a multiple of ", kRopeStep, " as its last dimension, at least ", table.dim(),
              " (what is rotated), got ", arg.size(2));

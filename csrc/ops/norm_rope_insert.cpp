@@ -90,6 +90,7 @@ void check_q(const Check& check, const Tensor& q, const Tensor& kv_cache, bool n
     arg.fail("must have a multiple of ", kRopeStep, " as its last dimension, at least ", params.table.dim(),
              " (what is rotated), got ", dim);
   const int64_t heads = num_heads.value_or(arg.size(1));
+  check_head_values(arg, heads);
   check.that(heads >= arg.size(1), "num_heads must be at least ", arg.size(1), " (the heads of q), got ",
              heads);
   params.num_q_heads = arg.size(1);
