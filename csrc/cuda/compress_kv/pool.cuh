@@ -65,6 +65,9 @@ __device__ __forceinline__ Pooled join(const Pooled& a, const Pooled& b) {
 
 // Four dims of a window's rows, or of some of them.
 inline constexpr int kPoolDims = 4;
+struct alignas(16) PoolValues {
+  float dim[kPoolDims];
+};
 template <int kRows>
 struct PoolRows {
   Words<kPoolDims> kv[kRows], score[kRows];

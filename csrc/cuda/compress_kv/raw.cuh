@@ -96,16 +96,16 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
     mine = join(mine, pool_group(b, g + 2));
   }
   mine = join(half, mine);
-  const auto put = [&](int part, const Words<kPoolDims>& words) {
-    *reinterpret_cast<Words<kPoolDims>*>(&shared.part[part][warp][dim]) = words;
-  };
-  Words<kPoolDims> top, sum, value;
+  PoolValues top, sum, value;
 #pragma unroll
   for (int i = 0; i < kPoolDims; ++i) {
-    top[i] = float_bits(mine.dim[i].top);
-    sum[i] = float_bits(mine.dim[i].sum);
-    value[i] = float_bits(mine.dim[i].value);
+    top.dim[i] = mine.dim[i].top;
+    sum.dim[i] = mine.dim[i].sum;
+    value.dim[i] = mine.dim[i].value;
   }
+  const auto put = [&](int part, const PoolValues& values) {
+    *reinterpret_cast<PoolValues*>(&shared.part[part][warp][dim]) = values;
+  };
   put(0, top);
   put(1, sum);
   put(2, value);

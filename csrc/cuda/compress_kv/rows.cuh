@@ -128,14 +128,14 @@ struct PoolBatch {
         }
       }
       const bool has_previous = !kOverlaps || shared.closing[first + i].position + 1 >= kWindow;
-      Words<kPoolDims> pooled;
+      PoolValues pooled;
 #pragma unroll
       for (int dim = 0; dim < kPoolDims; ++dim) {
         const Pooled all = rows[i].pool(dim, has_previous);
-        pooled[dim] = float_bits(__fdiv_rn(all.value, all.sum));
+        pooled.dim[dim] = __fdiv_rn(all.value, all.sum);
       }
       float* to = &shared.pooled[(first + i) % kRowWarps][threadIdx.x * kPoolDims];
-      *reinterpret_cast<Words<kPoolDims>*>(to) = pooled;
+      *reinterpret_cast<PoolValues*>(to) = pooled;
     }
   }
 };
