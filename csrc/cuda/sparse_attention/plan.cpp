@@ -176,7 +176,7 @@ bool sm90_reads(const SparseAttentionParams& p) {
 }
 Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
   // Of two layouts few_heads and many_heads run by their names only, until their tests have passed on a GPU.
-  if (p.layouts().is_mixed()) return kPortablePlan;
+  if (p.layouts().is_mixed()) return plan_portable(p, num_sms);
   return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);
 }
 
