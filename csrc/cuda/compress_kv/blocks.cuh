@@ -16,14 +16,12 @@ inline constexpr int kSlices = 4;
 inline constexpr int kSliceDims = kHeadDimV / kSlices;
 inline constexpr int kSliceVectors = 2 * kSliceDims / 4;  // of a row's kv and score
 
-inline constexpr int kMaxTokens = 128;  // of a cluster
+inline constexpr int kMaxTokens = 128;          // of a cluster
+inline constexpr int64_t kClusters = 64;        // that an H200 runs at once: two blocks of threads per SM,
+inline constexpr int64_t kOnlineClusters = 96;  // and three of the smaller ones
 inline constexpr int kMaskWords = kMaxTokens / kWarpSize;
-// As many clusters as an H200 runs at once. Of few tokens hardly any closes a block: the grid leaves room for
-// the next one to start in.
 inline int64_t tokens_of_cluster(int64_t num_tokens, bool online) {
-  const bool is_few = num_tokens <= 2 * kMaxTokens;
-  const int64_t clusters = online ? (is_few ? 48 : 96) : (is_few ? 32 : 64);
-  const int64_t tokens = ceil_div(num_tokens, clusters);
+  const int64_t tokens = ceil_div(num_tokens, online ? kOnlineClusters : kClusters);
   return tokens < kMaxTokens ? tokens : kMaxTokens;
 }
 

@@ -65,9 +65,6 @@ __device__ __forceinline__ Pooled join(const Pooled& a, const Pooled& b) {
 
 // Four dims of a window's rows, or of some of them.
 inline constexpr int kPoolDims = 4;
-struct alignas(16) PoolValues {
-  float dim[kPoolDims];
-};
 template <int kRows>
 struct PoolRows {
   Words<kPoolDims> kv[kRows], score[kRows];
@@ -86,10 +83,11 @@ struct PoolRows {
               j == 0 || (j == kRows / 2 && !has_first_half));
     return all;
   }
-  __device__ __forceinline__ void add_bias(int j, const Words<kPoolDims>& bias) {
+  __device__ __forceinline__ void add_bias(int j, const float* bias) {
+    const auto words = *reinterpret_cast<const Words<kPoolDims>*>(bias);
 #pragma unroll
     for (int i = 0; i < kPoolDims; ++i)
-      score[j][i] = float_bits(__fadd_rn(bits_float(score[j][i]), bits_float(bias[i])));
+      score[j][i] = float_bits(__fadd_rn(bits_float(score[j][i]), bits_float(words[i])));
   }
 };
 

@@ -1,15 +1,15 @@
 #pragma once
-// Ratio 128 from raw rows: a block of 128 rows is 16 groups of eight, four of each warp, a lane four dims.
+// Ratio 128 from raw rows: a block of 128 rows is 16 groups of eight, shared by the warps, a lane four dims.
 // What the groups give joins as pairs of neighbours.
 #include "cuda/compress_kv/blocks.cuh"
 
 namespace mla_fp8::gpu {
 
 inline constexpr int kGroupRows = 8;
-inline constexpr int kPoolWarps = 4;
+inline constexpr int kPoolWarps = 8;
 inline constexpr int kPoolThreads = kPoolWarps * kWarpSize;
 inline constexpr int kWarpGroups = kBlockRatio / kGroupRows / kPoolWarps;
-static_assert(kWarpSize * kPoolDims == kSliceDims && kWarpGroups == 4 && kPoolThreads == kSliceDims);
+static_assert(kWarpSize * kPoolDims == kSliceDims && kWarpGroups == 2);
 
 struct alignas(16) PoolShared {
   TokensShared tokens;
@@ -39,27 +39,22 @@ __device__ __forceinline__ PoolRows<kGroupRows> load_group(const CompressKvArgs&
       store(to + kHeadDimV, rows.score[j]);
     }
   }
+  if (p.ape != nullptr) {
+    const float* bias = p.ape + first % kBlockRatio * kHeadDimV + d;
+#pragma unroll
+    for (int j = 0; j < kGroupRows; ++j) rows.add_bias(j, bias + j * kHeadDimV);
+  }
   return rows;
 }
-
-struct GroupBias {
-  Words<kPoolDims> row[kGroupRows];
-
-  __device__ __forceinline__ GroupBias(const float* ape, int64_t first, int d) {
-#pragma unroll
-    for (int j = 0; j < kGroupRows; ++j)
-      row[j] = load_if<kPoolDims>(ape + (first % kBlockRatio + j) * kHeadDimV + d, ape != nullptr);
-  }
-};
 
 struct PooledDims {
   Pooled dim[kPoolDims];
 };
 
-__device__ __forceinline__ PooledDims join(const PooledDims& a, const PooledDims& b) {
+__device__ __forceinline__ PooledDims pool_group(const PoolRows<kGroupRows>& rows) {
   PooledDims out;
 #pragma unroll
-  for (int i = 0; i < kPoolDims; ++i) out.dim[i] = join(a.dim[i], b.dim[i]);
+  for (int i = 0; i < kPoolDims; ++i) out.dim[i] = rows.pool(i, true);
   return out;
 }
 
@@ -67,45 +62,28 @@ __device__ __forceinline__ PooledDims join(const PooledDims& a, const PooledDims
 template <int kCluster>
 __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const CompressRequest& r,
                                            int64_t close, int slice, PoolShared& shared) {
-  const CompressKvParams& p = args.p;
   const int warp = threadIdx.x / kWarpSize, dim = threadIdx.x % kWarpSize * kPoolDims;
   const int d = slice * kSliceDims + dim;
   const int64_t first = close + 1 - kBlockRatio + warp * kWarpGroups * kGroupRows;
   const int64_t oldest = r.oldest(kBlockRatio);
-  PoolRows<kGroupRows> a = load_group(args, r, first, oldest, d), b;
-  GroupBias bias(p.ape, first, d);
-  // The bias of group `next` comes while this one is pooled, the rows even one earlier.
-  const auto pool_group = [&](PoolRows<kGroupRows>& rows, int next) {
-    if (p.ape != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kGroupRows; ++j) rows.add_bias(j, bias.row[j]);
-      if (next < kWarpGroups) bias = GroupBias(p.ape, first + next * kGroupRows, d);
-    }
-    PooledDims out;
-#pragma unroll
-    for (int i = 0; i < kPoolDims; ++i) out.dim[i] = rows.pool(i, true);
-    return out;
-  };
   PooledDims half{}, mine{};
 #pragma unroll 1
-  for (int g = 0; g < kWarpGroups; g += 2) {
-    b = load_group(args, r, first + (g + 1) * kGroupRows, oldest, d);
+  for (int g = 0; g < kWarpGroups; ++g) {
     half = mine;
-    mine = pool_group(a, g + 1);
-    if (g + 2 < kWarpGroups) a = load_group(args, r, first + (g + 2) * kGroupRows, oldest, d);
-    mine = join(mine, pool_group(b, g + 2));
+    mine = pool_group(load_group(args, r, first + g * kGroupRows, oldest, d));
   }
-  mine = join(half, mine);
-  PoolValues top, sum, value;
+#pragma unroll
+  for (int i = 0; i < kPoolDims; ++i) mine.dim[i] = join(half.dim[i], mine.dim[i]);
+  const auto put = [&](int part, const Words<kPoolDims>& words) {
+    *reinterpret_cast<Words<kPoolDims>*>(&shared.part[part][warp][dim]) = words;
+  };
+  Words<kPoolDims> top, sum, value;
 #pragma unroll
   for (int i = 0; i < kPoolDims; ++i) {
-    top.dim[i] = mine.dim[i].top;
-    sum.dim[i] = mine.dim[i].sum;
-    value.dim[i] = mine.dim[i].value;
+    top[i] = float_bits(mine.dim[i].top);
+    sum[i] = float_bits(mine.dim[i].sum);
+    value[i] = float_bits(mine.dim[i].value);
   }
-  const auto put = [&](int part, const PoolValues& values) {
-    *reinterpret_cast<PoolValues*>(&shared.part[part][warp][dim]) = values;
-  };
   put(0, top);
   put(1, sum);
   put(2, value);
@@ -177,14 +155,10 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   TokensShared& list = shared.tokens;
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
   // The rows of few tokens are on their way while their requests are found.
-  constexpr int kFew = 2;  // vectors of a thread
-  const bool is_few = kCluster > 1 && tokens.count * kSliceVectors <= kFew * kPoolThreads;
-  Words<4> few[kFew];
-#pragma unroll
-  for (int k = 0; k < kFew; ++k) {
-    const SliceVector v(static_cast<int>(threadIdx.x) + k * kPoolThreads, rank);
-    few[k] = load_if<4>(input + v.row * p.kv_score_stride_token + v.at, is_few && v.row < tokens.count);
-  }
+  const bool is_few = kCluster > 1 && tokens.count * kSliceVectors <= kPoolThreads;
+  const SliceVector own(threadIdx.x, rank);
+  const bool has_own = is_few && own.row < tokens.count;
+  const Words<4> few = load_if<4>(input + own.row * p.kv_score_stride_token + own.at, has_own);
   list_pools(args, tokens, list);
   __syncthreads();
   const auto for_slices = [&](const auto& work) {
@@ -195,12 +169,8 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   };
 
   if (is_few) {
-#pragma unroll
-    for (int k = 0; k < kFew; ++k) {
-      const SliceVector v(static_cast<int>(threadIdx.x) + k * kPoolThreads, rank);
-      const int64_t offset = v.row < tokens.count ? list.state_offset[v.row] : -1;
-      if (offset >= 0) store(p.state + offset + v.at, few[k]);
-    }
+    const int64_t offset = has_own ? list.state_offset[own.row] : -1;
+    if (offset >= 0) store(p.state + offset + own.at, few);
   } else if ((list.kept[0] | list.kept[1] | list.kept[2] | list.kept[3]) != 0) {
     for_slices([&](int slice) {
       copy_slice(slice, tokens.count, [&](const SliceVector& v) -> RowCopy {

@@ -1,7 +1,7 @@
 #pragma once
-// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or up
-// to 32; it pools what they close one after another, a thread four dims, and each warp finishes a row of
-// four.
+// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or as
+// many as close four blocks of tokens; it pools those one after another, a thread four dims, and then each
+// warp finishes a row.
 #include "cuda/compress_kv/pool.cuh"
 #include "cuda/device/launch.cuh"
 
@@ -10,14 +10,12 @@ namespace mla_fp8::gpu {
 inline constexpr int kRowWarps = 4;  // of a block of threads
 inline constexpr int kRowThreads = kRowWarps * kWarpSize;
 static_assert(kRowThreads * kPoolDims == kHeadDimV);
-inline constexpr int kMaxRowTokens = 32;
+inline constexpr int kMaxRowTokens = 16;
+inline constexpr int64_t kRowBlocks = 528;  // that an H200 runs at once
 
-// Of a block of threads: what the multiprocessors of an H200 run at once, or as many as a warp looks through.
-inline constexpr int blocks_per_sm(int ratio) { return ratio == 4 ? 2 : 4; }
 inline int64_t tokens_of_row_block(int64_t num_tokens, int ratio) {
-  const int64_t tokens = ceil_div<int64_t>(num_tokens, 132 * blocks_per_sm(ratio));
-  const int64_t most = ratio == 4 ? kMaxRowTokens : kMaxRowTokens / 2;
-  return tokens < most ? tokens : most;
+  const int64_t tokens = ceil_div(num_tokens, kRowBlocks);
+  return tokens < kRowWarps * ratio ? tokens : kRowWarps * ratio;
 }
 
 // What a block of threads knows of its tokens. The second closing of a request is in the list of who has its
@@ -75,77 +73,54 @@ __device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const To
   }
 }
 
-// Rows of kClosings blocks on their way, four dims of a thread, and their pooling.
+// Dims d to d + 3 of kClosings blocks, of which `count` exist, from closing `first` on.
 template <int kRatio, int kClosings>
-struct PoolBatch {
-  static constexpr int kWindow = CompressKvParams::window_of(kRatio);
-  static constexpr bool kOverlaps = kWindow > kRatio;
-  static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
-
-  // Row j of a window is that of position j % ratio, as the window ends with a block.
-  struct Bias {
-    Words<kPoolDims> row[kOverlaps ? kWindow : 1];
-
-    __device__ __forceinline__ Bias(const float* ape, int d) {
-      if constexpr (kOverlaps) {
-#pragma unroll
-        for (int j = 0; j < kWindow; ++j)
-          row[j] = load_if<kPoolDims>(ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d,
-                                      ape != nullptr);
-      }
-    }
-  };
-
+__device__ __forceinline__ void pool_closings(const CompressKvArgs& args, RowShared& shared, int first,
+                                              int count) {
+  constexpr int kWindow = CompressKvParams::window_of(kRatio);
+  constexpr bool kOverlaps = kWindow > kRatio;
+  constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
+  const CompressKvParams& p = args.p;
+  const int d = threadIdx.x * kPoolDims;
   PoolRows<kWindow> rows[kClosings];
-
-  // Of closings `first` on, as far as there are `count`.
-  __device__ __forceinline__ void load(const CompressKvArgs& args, const RowShared& shared, int first,
-                                       int count) {
-    const int d = threadIdx.x * kPoolDims;
+  bool has_previous[kClosings];
 #pragma unroll
-    for (int i = 0; i < kClosings; ++i) {
-      if (first + i >= count) break;
-      const int64_t oldest = shared.closing[first + i].position + 1 - kWindow;
-      const RowAddresses<kWindow> addresses(args, shared.request[shared.owner[first + i]], oldest);
+  for (int i = 0; i < kClosings; ++i) {
+    const int at = first + (i < count ? i : 0);
+    const int64_t oldest = shared.closing[at].position + 1 - kWindow;
+    has_previous[i] = oldest >= 0;
+    const RowAddresses<kWindow> addresses(args, shared.request[shared.owner[at]], oldest);
 #pragma unroll
-      for (int j = 0; j < kWindow; ++j) {
-        const float* row = addresses.row[j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
-        const bool exists = !kOverlaps || j >= kRatio || oldest >= 0;
-        rows[i].kv[j] = load_if<kPoolDims>(row, exists);
-        rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
-      }
+    for (int j = 0; j < kWindow; ++j) {
+      const float* row = addresses.row[j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
+      const bool exists = i < count && (j >= kRatio || !kOverlaps || has_previous[i]);
+      rows[i].kv[j] = load_if<kPoolDims>(row, exists);
+      rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
     }
   }
-  __device__ __forceinline__ void pool(RowShared& shared, int first, int count, const Bias& bias,
-                                       bool has_bias) {
 #pragma unroll
-    for (int i = 0; i < kClosings; ++i) {
-      if (first + i >= count) break;
-      if constexpr (kOverlaps) {
-        if (has_bias) {
+  for (int i = 0; i < kClosings; ++i) {
+    if (i >= count) break;
+    if (kOverlaps && p.ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
 #pragma unroll
-          for (int j = 0; j < kWindow; ++j) rows[i].add_bias(j, bias.row[j]);
-        }
-      }
-      const bool has_previous = !kOverlaps || shared.closing[first + i].position + 1 >= kWindow;
-      PoolValues pooled;
-#pragma unroll
-      for (int dim = 0; dim < kPoolDims; ++dim) {
-        const Pooled all = rows[i].pool(dim, has_previous);
-        pooled.dim[dim] = __fdiv_rn(all.value, all.sum);
-      }
-      float* to = &shared.pooled[(first + i) % kRowWarps][threadIdx.x * kPoolDims];
-      *reinterpret_cast<PoolValues*>(to) = pooled;
+      for (int j = 0; j < kWindow; ++j)
+        rows[i].add_bias(j, p.ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d);
     }
+    Words<kPoolDims> pooled;
+#pragma unroll
+    for (int dim = 0; dim < kPoolDims; ++dim) {
+      const Pooled all = rows[i].pool(dim, !kOverlaps || has_previous[i]);
+      pooled[dim] = float_bits(__fdiv_rn(all.value, all.sum));
+    }
+    *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled[(first + i) % kRowWarps][d]) = pooled;
   }
-};
+}
 
 template <KvLayoutId kId, int kRatio>
-__global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kRatio))
+__global__ void __launch_bounds__(kRowThreads, 4)
     compress_rows_kernel(const __grid_constant__ CompressKvArgs args) {
   constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
-  constexpr int kBatch = kRatio == 4 ? 1 : 2;  // blocks on their way while as many are pooled
-  using Batch = PoolBatch<kRatio, kBatch>;
+  constexpr int kBatch = kRatio == 4 ? 1 : 4;  // blocks pooled at once: 16 loads of a thread
   const CompressKvParams& p = args.p;
   MLA_SHARED(RowShared, shared);
   wait_for_previous_grid();
@@ -175,28 +150,14 @@ __global__ void __launch_bounds__(kRowThreads, blocks_per_sm(kRatio))
     });
   }
 
-  // Multiprocessors get their rows at the same time: without the next ones on their way memory would wait for
-  // all of them to pool.
   const int num_closings = shared.num_closings;
-  if (num_closings > 0) {
-    const bool has_bias = p.ape != nullptr;
-    Batch a, b;
-    a.load(args, shared, 0, num_closings);
-    const typename Batch::Bias bias(p.ape, thread * kPoolDims);
+  for (int first = 0; first < num_closings; first += kRowWarps) {
+    const int left = num_closings - first, count = left < kRowWarps ? left : kRowWarps;
 #pragma unroll 1
-    for (int round = 0; round < num_closings; round += kRowWarps) {
-#pragma unroll 1
-      for (int i = round; i < round + kRowWarps; i += 2 * kBatch) {
-        b.load(args, shared, i + kBatch, num_closings);
-        a.pool(shared, i, num_closings, bias, has_bias);
-        a.load(args, shared, i + 2 * kBatch, num_closings);
-        b.pool(shared, i + kBatch, num_closings, bias, has_bias);
-      }
-      __syncthreads();
-      if (round + warp < num_closings)
-        finish_row<kId>(args, shared.closing[round + warp], PooledRow{shared.pooled[warp]});
-      __syncthreads();  // before `pooled` is written again, and rows of the state that were read
-    }
+    for (int i = 0; i < count; i += kBatch) pool_closings<kRatio, kBatch>(args, shared, first + i, count - i);
+    __syncthreads();
+    if (warp < count) finish_row<kId>(args, shared.closing[first + warp], PooledRow{shared.pooled[warp]});
+    __syncthreads();  // before `pooled` is written again, and rows of the state that were read
   }
 
   for (int i = 0; i < num_closings; ++i) {
