@@ -8,6 +8,7 @@ from importlib import import_module
 import torch
 
 CALLS = collections.Counter()
+OURS = "sparse_decode_out", "sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out"
 
 
 def count_calls(ours: bool) -> None:
@@ -15,8 +16,11 @@ def count_calls(ours: bool) -> None:
     theirs = import_module("vllm.third_party.flashmla.flash_mla_interface")
     theirs.flash_mla_cuda = _Counted("FlashMLA", theirs.flash_mla_cuda)
     if ours:
-        attend = import_module("mla_fp8.integrations.attend")
-        attend._ops = _Counted("mla_fp8", attend._ops)
+        import_module("mla_fp8")
+        ops = torch.ops.mla_fp8
+        counted = _Counted("mla_fp8", ops)
+        for name in OURS:
+            setattr(ops, name, getattr(counted, name))
 
 
 class _Counted:

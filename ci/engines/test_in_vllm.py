@@ -4,6 +4,8 @@ import without_gpu
 
 without_gpu.pretend_vllm()
 
+from importlib import import_module
+
 import engine_standins
 import pins
 import pytest
@@ -20,8 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from mla_fp8.integrations import attend, vllm_v4
 from mla_fp8.integrations import vllm as plugin
-from mla_fp8.integrations import vllm_v4
+from mla_fp8.layout import get_layout
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 
@@ -187,3 +190,21 @@ def test_calls_that_are_not_ours_reach_flash_mla():
         flashmla.flash_mla_with_kvcache(
             q, cache, torch.zeros(1, 1).int(), torch.ones(1).int(), 512, flashmla.FlashMLASchedMeta()
         )
+
+
+def test_calls_are_counted(monkeypatch):
+    for name in spies.OURS:
+        monkeypatch.setattr(torch.ops.mla_fp8, name, getattr(torch.ops.mla_fp8, name))
+    interface = import_module("vllm.third_party.flashmla.flash_mla_interface")
+    monkeypatch.setattr(interface, "flash_mla_cuda", object(), raising=False)
+    spies.CALLS.clear()
+    spies.count_calls(ours=True)
+    q, rows = torch.zeros(2, 16, 576).bfloat16(), torch.zeros(4, 576).bfloat16()
+    attend.over_rows(q, rows, torch.zeros(2, 8).int(), sm_scale=1.0)
+    layout, cache = get_layout("bf16"), torch.zeros(1, 64, 576).bfloat16()
+    for tokens in (2, 300):
+        q = torch.zeros(tokens, 16, 576).bfloat16()
+        indices = torch.zeros(tokens, 8).int()
+        attend.over_pages(q, cache, indices, layout=layout, page_size=64, sm_scale=1.0)
+    names = "sparse_prefill_out", "sparse_decode_out", "sparse_prefill_paged_out"
+    assert {f"mla_fp8.{name}": 1 for name in names} == spies.CALLS
