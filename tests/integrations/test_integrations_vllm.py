@@ -13,7 +13,7 @@ from sparse_cases import V4_SCOPES, exact_latents, make_case, packed_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
-from mla_fp8.integrations import attend, vllm, vllm_sparse, vllm_v4
+from mla_fp8.integrations import attend, vllm, vllm_v4
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -237,13 +237,13 @@ def test_named_by_vllm_we_serve_its_sparse_calls_where_they_are_imported(layout,
     assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
 
 
-@pytest.fixture
-def v4_layer(monkeypatch):
-    """DeepSeek V4's layer, taken over twice as vLLM may load plug-ins twice."""
+@pytest.fixture(params=vllm_v4.MODULES)
+def v4_layer(monkeypatch, request):
+    """The layer of DeepSeek V4 or V4.1, taken over twice as vLLM may load plug-ins twice."""
     engine = engine_standins.vllm(monkeypatch, ["mla_fp8_flash_mla"])
     for _ in range(2):
         vllm.register_flash_mla_calls()
-    return engine.modules[vllm_v4.MODULE].DeepseekV4FlashMLAAttention
+    return engine.modules[vllm_v4.MODULES[request.param]].DeepseekV4FlashMLAAttention
 
 
 def test_v4s_query_heads_are_those_that_vllms_own_kernel_can_write(v4_layer):
@@ -251,11 +251,16 @@ def test_v4s_query_heads_are_those_that_vllms_own_kernel_can_write(v4_layer):
     assert given == {1: 8, 8: 8, 12: 16, 16: 16, 32: 32, 64: 64, 100: 128, 128: 128}
     with pytest.raises(ValueError, match="vLLM's own limit: 129"):
         v4_layer.get_padded_num_q_heads(129)
+    derived = type("MegaAttention", (v4_layer,), {"__module__": "another"})
+    assert derived.get_padded_num_q_heads(16) == 64
 
 
-@pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_v4s_prompts_of_few_heads_are_read_straight_from_the_pages(ratio, v4_layer, device):
-    b = v4_batch(ratio, 16, device)
+@pytest.mark.parametrize("ratio", [0, 1, 2, 4, 128])
+@pytest.mark.parametrize("has_entries", [False, True])
+def test_v4s_prompts_of_few_heads_are_read_straight_from_the_pages(has_entries, ratio, v4_layer, device):
+    if has_entries and not ratio:
+        pytest.skip("V4.1's ratio 0 is the window alone")
+    b = v4_batch(ratio, 16, device, has_entries=has_entries)
     b.layer.__class__ = v4_layer
     v4_layer._forward_prefill(b.layer, *b.arguments)
     (used, exact), output = b.exact, b.arguments[4]
@@ -274,7 +279,7 @@ def test_v4s_other_prompts_go_vllms_own_way(v4_layer, device):
         assert (b.arguments[4] == -7).all()
 
 
-def v4_batch(ratio, heads, device, window=32, size=16, block=128):
+def v4_batch(ratio, heads, device, window=32, size=16, block=128, has_entries=True):
     """One token of decode, then prompts of 5 and 9 tokens at the ends of 300 and 70; padding behind."""
     lens, queries = [90, 300, 70], [1, 5, 9]
     tokens, first = sum(queries), queries[0]
@@ -291,13 +296,14 @@ def v4_batch(ratio, heads, device, window=32, size=16, block=128):
     swa_table = torch.randperm(3 * 20, device=device).view(3, 20).int()
     table = torch.randperm(3 * 3, device=device).view(3, 3).int()
     swa_rows, swa_cache = cache(60, size)
-    rows, entries = cache(9, block // ratio) if ratio > 1 else (None, None)
+    rows, entries = cache(9, block // ratio) if has_entries else (None, None)
     request = torch.tensor([r for r, n in enumerate(queries) for _ in range(n)], **int32)
     positions = [n - m + i for n, m in zip(lens, queries, strict=True) for i in range(m)]
     chosen = torch.full((tokens, 24), -1, **int32)
     for t, p in enumerate(positions):
-        have = min((p + 1) // ratio, 24)
-        chosen[t, :have] = torch.randperm(max((p + 1) // ratio, 1), device=device)[:have].int()
+        past = (p + 1) // max(ratio, 1)
+        have = min(past, 24)
+        chosen[t, :have] = torch.randperm(max(past, 1), device=device)[:have].int()
     q = torch.randn(tokens - first + 2, heads, 512, device=device).bfloat16()
     sink = torch.randn(heads, device=device)
     starts = torch.tensor([0, *queries, 0], **int32).cumsum(0).int()  # one longer than the requests
@@ -319,13 +325,13 @@ def v4_batch(ratio, heads, device, window=32, size=16, block=128):
     for t in range(first, tokens):
         r, p = int(request[t]), positions[t]
         keys = [swa_rows[[slots(swa_table, r, i, size) for i in range(max(p - window + 1, 0), p + 1)]]]
-        if ratio > 1:
+        if has_entries:
             keys.append(rows[[slots(table, r, int(i), block // ratio) for i in chosen[t] if i >= 0]])
         k = torch.cat(keys).double()
         logits = torch.cat([q[t - first].double() @ k.T * 0.5, sink[:, None].double()], 1)
         exact.append(logits.softmax(1)[:, :-1] @ k)
     output = torch.full_like(q, NAN)
-    arguments = (q, None, entries, swa_cache, output, mla if ratio > 1 else None, swa)
+    arguments = (q, None, entries, swa_cache, output, mla if has_entries else None, swa)
     return SimpleNamespace(
         layer=Layer(layer), arguments=arguments, exact=(tokens - first, torch.stack(exact))
     )
@@ -338,11 +344,14 @@ class Layer:
         vars(self).update(vars(attributes))
 
 
-def test_the_padding_of_v4_stays_if_its_layer_cannot_be_taken_over(monkeypatch, caplog):
+@pytest.mark.parametrize("model", vllm_v4.MODULES)
+def test_the_padding_stays_where_a_layer_cannot_be_taken_over(model, monkeypatch, caplog):
     engine = engine_standins.vllm(monkeypatch, ["mla_fp8_flash_mla"])
-    layer = engine.modules[vllm_v4.MODULE].DeepseekV4FlashMLAAttention
+    layers = {n: getattr(engine.modules[m], vllm_v4.LAYER) for n, m in vllm_v4.MODULES.items()}
+    layer = layers.pop(model)
     layer._forward_prefill = lambda self, q, output: None
     vllm.register_flash_mla_calls()
     (record,) = caplog.records
     assert "_forward_prefill without positions, compressed_k_cache" in record.getMessage()
-    assert layer.get_padded_num_q_heads(16) == 64 and vllm_sparse.CACHE_DTYPES
+    assert layer.get_padded_num_q_heads(16) == 64
+    assert [other.get_padded_num_q_heads(16) for other in layers.values()] == [16]

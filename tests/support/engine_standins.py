@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import peer_standins
 
-from mla_fp8.integrations import flash_mla_calls, vllm_sparse
+from mla_fp8.integrations import flash_mla_calls, vllm_sparse, vllm_v4
 
 
 class AttentionBackendEnum(enum.Enum):
@@ -147,10 +147,13 @@ def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
             FlashMLASparseBackend, FlashMLASparseImpl, HiSparseMLAIndexGroup,
             triton_convert_req_index_to_global_index,
         ),
-        "vllm.models.deepseek_v4.nvidia.flashmla": (
-            type("DeepseekV4FlashMLAAttention", (), dict(vars(DeepseekV4FlashMLAAttention))),
-            compute_global_topk_indices_and_lens,
-        ),
+        **{
+            module: (
+                type(vllm_v4.LAYER, (), vars(DeepseekV4FlashMLAAttention) | {"__module__": module}),
+                compute_global_topk_indices_and_lens,
+            )
+            for module in vllm_v4.MODULES.values()
+        },
         "vllm.logger": (init_logger,),
         "vllm.v1.attention.ops.flashmla": (
             copied(peer_standins.flash_mla_with_kvcache), copied(peer_standins.flash_mla_sparse_fwd),

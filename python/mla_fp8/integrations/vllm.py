@@ -1,12 +1,12 @@
-"""vLLM: sparse MLA models (DeepSeek V3.2, GLM-5, DeepSeek V4) on our kernels.
+"""vLLM: sparse MLA models (DeepSeek V3.2, GLM-5, DeepSeek V4 and V4.1) on our kernels.
 
 Entry points of the group ``vllm.general_plugins``:
 
 ``mla_fp8``            offers a backend: `--attention-backend CUSTOM`, for DeepSeek V3.2 and GLM-5. Every head
                        count as it is, caches as of FLASHMLA_SPARSE: bf16, or FP8 (`--kv-cache-dtype fp8`).
-``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of DeepSeek V4's layer the padding of heads and
-                       prefill with few of them: that layer knows vLLM's own backends only. Does nothing
-                       unless VLLM_PLUGINS names it.
+``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of the layers of DeepSeek V4 and V4.1 the
+                       padding of heads and prefill with few of them: these layers know vLLM's own backends
+                       only. Does nothing unless VLLM_PLUGINS names it.
 
 Tested with vLLM 0.30 to 0.33. What we build on is probed; an engine without it is refused with the reason.
 """
@@ -68,12 +68,14 @@ def register_flash_mla_calls() -> None:
     hooks = {name: hook for name, (hook, *_) in _HOOKS.items()}
     if not flash_mla_calls.take_over(import_module(_CALLS), hooks):
         return
-    v4 = vllm_v4.why_not()
-    if not v4:
-        vllm_v4.take_over()
+    layers = {model: vllm_v4.why_not(model) for model in vllm_v4.MODULES}
+    for model, refused in layers.items():
+        if not refused:
+            vllm_v4.take_over(model)
+    said = "heads as they are, prefill of few heads straight from the pages"
     import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
-        "mla_fp8 serves FlashMLA's sparse calls; DeepSeek V4's layer: %s",
-        v4 or "heads as they are, prefill of few heads straight from the pages",
+        "mla_fp8 serves FlashMLA's sparse calls; %s",
+        "; ".join(f"the layer of {model}: {refused or said}" for model, refused in layers.items()),
     )
 
 

@@ -1,6 +1,8 @@
-"""vLLM's DeepSeek V4 layer: query heads without FlashMLA's padding, few of them straight from the pages.
+"""vLLM's layers of DeepSeek V4 and V4.1: query heads without FlashMLA's padding, few of them straight from
+the pages.
 
-Around methods of vLLM's DeepseekV4FlashMLAAttention, whose calls of FlashMLA flash_mla_calls.py serves.
+Around methods of vLLM's two classes DeepseekV4FlashMLAAttention, whose calls of FlashMLA flash_mla_calls.py
+serves.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,10 @@ from ..layout import KV_LAYOUTS
 from . import attend
 from .flash_mla_calls import around
 
-MODULE = "vllm.models.deepseek_v4.nvidia.flashmla"
+MODULES = {
+    "DeepSeek V4": "vllm.models.deepseek_v4.nvidia.flashmla",
+    "DeepSeek V4.1": "vllm.models.deepseek_v41.nvidia.flashmla",
+}
 LAYER = "DeepseekV4FlashMLAAttention"
 HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernel which writes the queries is compiled for
 # Up to here a prompt's keys are read from the pages as they are; above, vLLM's bf16 workspace is faster.
@@ -23,7 +28,10 @@ _LAYOUT = KV_LAYOUTS["dsv4"]
 
 
 def get_padded_num_q_heads(original: Callable[..., int], cls: type, num_heads: int) -> int:
-    return next((n for n in HEADS if n >= num_heads), None) or original(cls, num_heads)
+    ours = None
+    if cls.__module__ in MODULES.values():  # not a backend for other GPUs that inherits from it
+        ours = next((n for n in HEADS if n >= num_heads), None)
+    return ours or original(cls, num_heads)
 
 
 def forward_prefill(
@@ -66,11 +74,11 @@ def _entries(layer: Any, cache: Tensor, attn_metadata: Any, swa_metadata: Any) -
     """The compressed entries that each token of the prompts attends to."""
     begin = swa_metadata.num_decode_tokens
     tokens = slice(begin, begin + swa_metadata.num_prefill_tokens)
-    if layer.compress_ratio == 4:
-        chosen = layer.topk_indices_buffer[tokens]
-    else:
+    if layer.compress_ratio == 128:  # of V4: every entry, without an indexer
         chosen = attn_metadata.c128a_prefill_topk_indices
-    slots, lengths = import_module(MODULE).compute_global_topk_indices_and_lens(
+    else:
+        chosen = layer.topk_indices_buffer[tokens]
+    slots, lengths = import_module(_module_of(layer)).compute_global_topk_indices_and_lens(
         chosen,
         swa_metadata.token_to_req_indices[tokens],
         attn_metadata.block_table,
@@ -87,24 +95,24 @@ METHODS: dict[str, Callable[..., Any]] = {
     "get_padded_num_q_heads": get_padded_num_q_heads,
     "_forward_prefill": forward_prefill,
 }
-NEEDS: probes.Needs = {
-    MODULE: {
-        "compute_global_topk_indices_and_lens": (
-            "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
-        ),
-        f"{LAYER}.get_padded_num_q_heads": ("num_heads",),
-        f"{LAYER}._forward_prefill": (
-            "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
-        ),
-    }
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "compute_global_topk_indices_and_lens": (
+        "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
+    ),
+    f"{LAYER}.get_padded_num_q_heads": ("num_heads",),
+    f"{LAYER}._forward_prefill": (
+        "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
+    ),
 }  # fmt: skip
 
 
-def why_not() -> str | None:
-    reason = probes.why_not_call(NEEDS)
+def why_not(model: str) -> str | None:
+    """Why the layer of ``model`` cannot be taken over, or None."""
+    module = MODULES[model]
+    reason = probes.why_not_call({module: _NEEDED})
     if reason:
         return reason
-    layer = getattr(import_module(MODULE), LAYER)
+    layer = getattr(import_module(module), LAYER)
     for name, ours in METHODS.items():
         reason = probes.why_not_replace(_function(layer, name), ours)
         if reason:
@@ -112,13 +120,17 @@ def why_not() -> str | None:
     return None
 
 
-def take_over() -> None:
+def take_over(model: str) -> None:
     """Re-entrant."""
-    layer = getattr(import_module(MODULE), LAYER)
+    layer = getattr(import_module(MODULES[model]), LAYER)
     for name, hook in METHODS.items():
         kind = type(vars(layer)[name])
         wrapped = around(_function(layer, name), hook)
         setattr(layer, name, classmethod(wrapped) if kind is classmethod else wrapped)
+
+
+def _module_of(layer: Any) -> str:
+    return next(cls.__module__ for cls in type(layer).__mro__ if cls.__module__ in MODULES.values())
 
 
 def _function(layer: type, name: str) -> Callable[..., Any]:
