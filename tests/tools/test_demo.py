@@ -2,23 +2,24 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mla_fp8 import KV_LAYOUTS, reference
+from mla_fp8 import KV_LAYOUTS, layer_reference, reference
 from mla_fp8.__main__ import main
 from mla_fp8.prefill import tables
-from mla_fp8.tools.demo import cache, exact, run
-from mla_fp8.tools.demo.model import MODELS
+from mla_fp8.tools.demo import around, exact, layer, run
+from mla_fp8.tools.demo.model import EPS, MODELS, Constants, Layer, rope_table
 from mla_fp8.tools.demo.pages import Batch, Pages
-from mla_fp8.tools.demo.teacher import LayerError, TeacherForced
+from mla_fp8.tools.demo.teacher import STEPS, LayerError, TeacherForced
 from mla_fp8.tools.demo.workload import Workload
 
-SMALL = ["--heads", "2", "--tokens", "280", "--chunk", "96", "--decode-steps", "1"]
+SMALL = ["--heads", "2", "--tokens", "280", "--chunk", "96", "--decode-steps", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,8 @@ def small_workload(device: str = "cpu") -> Workload:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
     workload = run.make_workload(parser.parse_args([*SMALL, "--device", device]))
-    spec = replace(workload.spec, layers=workload.spec.layers[:2], layouts=("dsv4", "bf16_512"))
+    layers = workload.spec.layers[0], replace(workload.spec.layers[1], topk=16)
+    spec = replace(workload.spec, layers=layers, layouts=("dsv4", "bf16_512"))
     return replace(workload, spec=spec)
 
 
@@ -62,29 +64,80 @@ def test_a_violated_bound_is_the_first_thing_said_and_fails_the_run(tmp_path, ca
     first, second, *_ = capsys.readouterr().out.splitlines()
     failed = r"FAILED: 20 bounds do not hold in 4 layers x 5 layouts \(\d+ s\). 1 is the bound:"
     assert re.fullmatch(failed, first)
-    assert second.startswith("  layer 0, dsv4: stored ")
+    assert second.startswith("  layer 0, dsv4: q 0.99")
 
 
 def test_bounds_hold_and_fp8_errs_more_than_bf16(device: str) -> None:
     errors = teacher_forced(small_workload(device=device)).errors
     assert all(error.ok for error in errors.values())
-    for layer in range(2):
-        assert errors[layer, "dsv4"].rms_error > 2 * errors[layer, "bf16_512"].rms_error
+    for i in range(2):
+        assert errors[i, "dsv4"].rms_error > 2 * errors[i, "bf16_512"].rms_error
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, op: str, bug: Callable[..., Any]) -> dict[int, LayerError]:
+    """The errors of ``bf16_512``, which rounds least, by layer, with ``bug(op, ...)`` for ``op(...)``."""
+    original = getattr(layer, op)
+    monkeypatch.setattr(layer, op, lambda *args, **options: bug(original, *args, **options))
+    found = teacher_forced(small_workload()).errors
+    return {i: error for (i, layout), error in found.items() if layout == "bf16_512"}
+
+
+def steps_violated(error: LayerError) -> set[str]:
+    return {step for step, ratio in error.ratios.items() if not ratio <= 1.0}
 
 
 def test_wrong_scale_violates_the_storage_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = cache.Store.write
+    original = layer.qk_norm_rope_insert
 
-    def write(
-        store: cache.Store, latent: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None
-    ) -> None:
-        original(store, latent, slots, scale)
-        store.layout.views(store.data, store.page_size)[1].view(torch.uint8)[:, 0, :1] += 1
+    def insert(*args: Any, **options: Any) -> torch.Tensor:
+        q = original(*args, **options)
+        if options["layout"].name == "dsv4":
+            options["layout"].views(args[7], options["page_size"])[1].view(torch.uint8)[:, 0, :1] += 1
+        return q
 
-    monkeypatch.setattr(cache.Store, "write", write)
+    monkeypatch.setattr(layer, "qk_norm_rope_insert", insert)
     errors = teacher_forced(small_workload()).errors
-    assert errors[0, "dsv4"].storage_ratio > 1
+    assert "stored" in steps_violated(errors[0, "dsv4"])
     assert errors[0, "bf16_512"].ok  # it has no scales
+
+
+def test_query_heads_without_their_norm_violate_the_bound_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = planted(monkeypatch, "qk_norm_rope_insert", lambda op, *args, norm_q, **options: op(
+        *args, norm_q=not norm_q, **options))  # fmt: skip
+    assert [steps_violated(error) for error in errors.values()] == [{"q"}, {"q"}]
+
+
+def test_a_compressor_without_its_bias_violates_the_storage_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = planted(monkeypatch, "compress_kv", lambda op, *args, **options: op(
+        *args[:5], torch.zeros_like(args[5]), *args[6:], **options))  # fmt: skip
+    assert errors[0].ok and steps_violated(errors[1]) == {"stored"}
+
+
+def test_a_state_that_is_lost_between_batches_violates_the_storage_bound(monkeypatch) -> None:
+    def compress(op: Callable[..., None], *args: Any, **options: Any) -> None:
+        op(*args, **options)
+        args[3].zero_()
+
+    errors = planted(monkeypatch, "compress_kv", compress)
+    assert errors[0].ok and steps_violated(errors[1]) == {"stored"}
+
+
+def test_entries_that_are_not_the_best_violate_the_bound_of_the_index(monkeypatch) -> None:
+    errors = planted(monkeypatch, "index_topk", lambda op, q, weights, *args, **options: op(
+        q, -weights, *args, **options))  # fmt: skip
+    assert errors[0].ok and steps_violated(errors[1]) == {"index"}
+
+
+def test_index_keys_at_other_slots_violate_the_storage_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = planted(monkeypatch, "quantize_index_k", lambda op, k, *args, **options: op(
+        k.roll(1, 0), *args, **options))  # fmt: skip
+    assert errors[0].ok and steps_violated(errors[1]) == {"stored"}
+
+
+def test_another_position_violates_the_bound_of_the_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = planted(monkeypatch, "inverse_rope", lambda op, o, cos, sin, pos, **options: op(
+        o, cos, sin, (pos - 1).clamp_min(0), **options))  # fmt: skip
+    assert [steps_violated(error) for error in errors.values()] == [{"epilogue"}, {"epilogue"}]
 
 
 def test_window_that_is_one_too_long_violates_the_attention_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,25 +150,40 @@ def test_window_that_is_one_too_long_violates_the_attention_bound(monkeypatch: p
         ),
     )
     errors = teacher_forced(small_workload()).errors
-    assert not errors[0, "bf16_512"].ok
+    assert steps_violated(errors[0, "bf16_512"]) == {"attention"}
 
 
 def test_indices_of_another_request_violate_the_attention_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Pages.entry_slots
+    def roll(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(x.roll(1, 0) for x in op(*args, **options))
 
-    def entry_slots(pages: Pages, request: torch.Tensor, entry: torch.Tensor, ratio: int) -> torch.Tensor:
-        slots = original(pages, request, entry, ratio)
-        return slots.roll(1, 0) if slots.dim() == 2 else slots
+    errors = planted(monkeypatch, "topk_to_slots", roll)
+    assert errors[0].ok and steps_violated(errors[1]) == {"attention"}
 
-    monkeypatch.setattr(Pages, "entry_slots", entry_slots)
-    errors = teacher_forced(small_workload()).errors
-    assert errors[0, "dsv4"].ok and not errors[1, "dsv4"].ok
+
+def test_slots_are_those_that_the_indexer_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
+
+    def choose(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        found.append((chosen := op(*args, **options))[1])
+        return tuple(chosen)
+
+    def translate(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        slots, lens = op(*args, **options)
+        while found:
+            assert torch.equal(found.pop(), slots)
+        return slots, lens
+
+    original = layer.index_topk
+    monkeypatch.setattr(layer, "index_topk", lambda *args, **options: choose(original, *args, **options))
+    errors = planted(monkeypatch, "topk_to_slots", translate)
+    assert not found and all(error.ok for error in errors.values())
 
 
 def test_nan_is_not_ok() -> None:
     assert LayerError().ok
-    assert not LayerError(kernel_ratio=float("nan")).ok
-    assert not LayerError(storage_ratio=float("nan")).ok
+    for step in STEPS:
+        assert not LayerError(ratios=dict.fromkeys(STEPS, 0.0) | {step: float("nan")}).ok
 
 
 def test_exact_attention_is_the_specification(device: str) -> None:
@@ -148,6 +216,29 @@ def test_storage_bound_is_reached_and_never_exceeded_by_the_reference(layout: st
     assert (error <= bound).all()
     if fmt.nope_format != "bf16":
         assert (error[bound > 0] / bound[bound > 0]).max() > 0.9
+
+
+@pytest.mark.parametrize("layer_of", [Layer(4, 128), Layer(128, 128), Layer(2, 128), Layer(1, 128)])
+def test_exact_entries_are_the_specification(layer_of: Layer) -> None:
+    """And its float32 and bf16 roundings stay within the errors that go with them."""
+    n, window = 300, layer_of.pooled_tokens
+    scores, ratio = torch.randn(n, layer_of.score_width), layer_of.ratio
+    ape = torch.randn(ratio, layer_of.score_width // 2) if ratio > 2 else None
+    table, weight = rope_table(n, 64, "cpu"), torch.randn(512)
+    constants = Constants(*table, weight, weight, ape, torch.zeros(512, 128), torch.zeros(1))
+    close = torch.arange(ratio - 1, n, ratio)
+    at = (close[:, None] + torch.arange(1 - window, 1)).clamp_min(0)
+    pooled = around.pooled(scores[at], close, constants, layer_of)
+    rows = [list(scores[max(0, p + 1 - window) : p + 1]) for p in close.tolist()]
+    want = [
+        layer_reference.pooled_window(r, ape, p, ratio) for r, p in zip(rows, close.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(pooled.value, torch.stack(want), rtol=1e-12, atol=1e-12)
+    options = {"ratio": ratio, "eps": EPS, "round_pooled": True}
+    got = layer_reference.compressed_rows(pooled.value.float(), close, weight, *table, **options)
+    for rounded, near in zip(got, around.entry(pooled, close, constants, layer_of), strict=True):
+        distance = (rounded.double() - near.value).abs()
+        assert (distance <= near.error).all() and (distance / near.error).max() > 0.5
 
 
 def test_ring_forgets_exactly_the_tokens_that_it_overwrote(device: str) -> None:

@@ -1,6 +1,5 @@
 """Batches of ragged requests, and where their tokens and entries live in the paged caches."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,18 +34,14 @@ class Batch:
             seq_lens_host=seq_lens,
         )
 
-    def rows_of_requests(self) -> Iterator[slice]:
-        end = 0
-        for n in self.extend_lens:
-            end += n
-            yield slice(end - n, end)
+    @property
+    def start_pos(self) -> Tensor:
+        """[num_requests] int32: the position of each request's first token here."""
+        return self.seq_lens - self.query_start_loc.diff()
 
-    def completed_entries(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """(request, entry) of the compressed entries whose last token is in this batch."""
-        if not ratio:
-            return self.request[:0], self.pos[:0]
-        last = (self.pos + 1) % ratio == 0
-        return self.request[last], self.pos[last] // ratio
+    def closing(self, ratio: int) -> Tensor:
+        """[n] the tokens that close an entry."""
+        return ((self.pos + 1) % ratio == 0).nonzero().squeeze(1)
 
 
 class Pages:
@@ -106,11 +101,10 @@ class Pages:
         full = self.req_to_token[batch.request[:, None], pos.clamp_min(0)].long()
         return torch.where(pos >= 0, self.full_to_swa[full], -1).int()
 
-    def entry_slots(self, request: Tensor, entry: Tensor, ratio: int) -> Tensor:
-        """Slots in a compressed cache of ``entry`` (-1 stays -1), which broadcasts against ``request``."""
-        size = self.page_size(ratio)
-        page = self.page_table[request, entry.clamp_min(0) // size]
-        return torch.where(entry >= 0, page * size + entry % size, -1)
+    def entry_slots(self, batch: Batch, ratio: int) -> Tensor:
+        """[num_tokens] int64: of the entry that each token belongs to, in a cache of entries."""
+        entry, size = batch.pos // ratio, self.page_size(ratio)
+        return self.page_table[batch.request, entry // size] * size + entry % size
 
     @staticmethod
     def _slots(pages: Tensor, positions: Tensor, size: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...layout import KV_LAYOUTS
-from .teacher import CHECKED_PER_BATCH, LayerError
+from .teacher import CHECKED_PER_BATCH, STEPS, LayerError
 from .workload import FreeRun, Workload
 
 
@@ -32,10 +32,14 @@ class Results:
     def violations(self) -> list[str]:
         """One line per bound that does not hold."""
         return [
-            f"layer {layer}, {layout}: stored {error.storage_ratio:.3g}, attention {error.kernel_ratio:.3g}"
+            f"layer {layer}, {layout}: {_ratios(error, '{} {:.3g}', ', ')}"
             for (layer, layout), error in self.errors.items()
             if not error.ok
         ]
+
+
+def _ratios(error: LayerError, form: str, between: str) -> str:
+    return between.join(form.format(step, ratio) for step, ratio in error.ratios.items())
 
 
 def verdict(results: Results, seconds: float) -> str:
@@ -75,13 +79,13 @@ def describe_layer(workload: Workload, i: int) -> str:
 
 def layer_table(results: Results) -> str:
     lines = [
-        "Same inputs to every layout in every layer. Errors against float64 over the unquantised latents,",
-        "relative to the rms of the layer's output. Bounds: 1 is all that rounding may do, in the cache (the",
-        "step of the format) and in attention over what the cache holds (bf16 products, float32 sums; for",
-        f"{CHECKED_PER_BATCH} query tokens of each batch).",
+        "Same inputs to every layout in every layer. Errors of its output against a layer in float64 without",
+        "a cache, relative to the output's rms. Then each step against float64; 1 is what rounding may do:",
+        *(f"  {step:<10}{what}" for step, what in STEPS.items()),
+        f"Attention is bounded for {CHECKED_PER_BATCH} query tokens of each batch.",
         "",
-        f"{'layer':<6}{'layout':<19}{'rms error':>10}{'max error':>10}{'of bound: stored':>18}"
-        f"{'attention':>11}{'paths differ':>14}",
+        f"{'layer':<6}{'layout':<19}{'rms error':>10}{'max':>6}{'of bound:':>11}"
+        f"{''.join(f'{step:>10}' for step in STEPS)}{'paths differ':>14}",
     ]
     previous = -1
     for (i, layout), error in results.errors.items():
@@ -89,8 +93,8 @@ def layer_table(results: Results) -> str:
             lines.append(f"{i:<6}{describe_layer(results.workload, i)}")
         previous = i
         lines.append(
-            f"{'':<6}{layout:<19}{error.rms_error:>10.2%}{error.relative(error.max_error):>10.2f}"
-            f"{error.storage_ratio:>18.3f}{error.kernel_ratio:>11.3f}"
+            f"{'':<6}{layout:<19}{error.rms_error:>10.2%}{error.relative(error.max_error):>6.2f}{'':>11}"
+            f"{''.join(f'{ratio:>10.3f}' for ratio in error.ratios.values())}"
             f"{error.relative(error.path_difference):>14.4f}{'' if error.ok else '  VIOLATED'}"
         )
     return "\n".join(lines)
@@ -105,7 +109,7 @@ def layout_table(results: Results) -> str:
     spec = results.workload.spec
     lines = [
         "Each layout drives the whole model by itself (float32 around the ops). tokens/s: our ops alone, all",
-        f"{len(spec.layers)} layers: store, indices, dequantise, attention.",
+        f"{len(spec.layers)} layers, from projection to projection.",
         "",
         f"{'layout':<19}{'bytes/entry':>12}{'cache MiB':>11}{'prefill/s':>11}{'decode/s':>10}"
         f"{'logits rms err':>16}{'same byte':>11}{'correct':>9}",
@@ -133,10 +137,11 @@ def where(device: str) -> str:
     return "\n".join(
         [
             f"Ours, on {machine}, backend native:",
-            "  quantize_kv, dequantize_kv, dequantize_kv_paged, build_swa_token_ids,",
-            "  combine_topk_swa_indices, sparse_prefill, sparse_prefill_paged, sparse_decode",
+            "  qk_norm_rope_insert, compress_kv, quantize_index_k, index_topk, topk_to_slots,",
+            "  build_swa_token_ids, combine_topk_swa_indices, dequantize_kv, dequantize_kv_paged,",
+            "  sparse_prefill, sparse_prefill_paged, sparse_decode, inverse_rope",
             f"PyTorch {torch.__version__}, on {device}:",
-            "  the model around attention (projections, compressor, indexer), the float64 reference",
+            "  embedding, projections and what adds them up; float64 of all of it",
             "The fnuz layouts hold the encoding of AMD's gfx942; no AMD GPU takes part.",
         ]
     )

@@ -2,33 +2,41 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...prefill import STRATEGIES, SparsePrefillChunkCache
-from . import exact
-from .cache import LayerCache, Written, new_chunk
-from .model import AttentionInputs
+from . import around, exact
+from .around import Near
+from .layer import INDEX_LAYOUT, LayerOps, Prepared, Written, new_chunk
+from .model import Projected
 from .pages import Batch
+from .truth import LayerTruth
 from .workload import Workload
 
 FLASH_MLA_LAYOUTS = ("dsv32", "dsv4")
-CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound is computed
+CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound of attention is computed
+# The steps of a layer, in their order: what they are compared in.
+STEPS = {
+    "q": "normed and rotated query heads",
+    "stored": "rows that are read back from the caches, the compressor's and index keys too",
+    "index": "how much better an entry was left out than one that was taken",
+    "attention": "over what the caches hold",
+    "epilogue": "the output, rotated back",
+}
 
 
 @dataclass
 class LayerError:
-    """What one layout did in one layer, over all batches. The two ratios may not exceed 1."""
+    """What one layout did in one layer, over all batches. No ratio may exceed 1."""
 
-    storage_ratio: float = 0.0  # largest |cached - latent| / what the format allows
-    kernel_ratio: float = 0.0  # largest |out - float64 over the cached values| / what bf16 and float32 allow
+    ratios: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))  # largest, by step
     path_difference: float = 0.0  # largest, between the ways of prefill, or the calls of decode
-    max_error: float = 0.0  # largest |out - float64 over the unquantised values|
+    max_error: float = 0.0  # largest |out - float64 of the whole layer|
     sum_squared_error: float = 0.0
     sum_squared: float = 0.0
-
     num_values: int = 0
 
     @property
@@ -41,7 +49,7 @@ class LayerError:
 
     @property
     def ok(self) -> bool:
-        return self.storage_ratio <= 1.0 and self.kernel_ratio <= 1.0  # false for NaN
+        return all(ratio <= 1.0 for ratio in self.ratios.values())  # false for NaN
 
     def add(self, out: Tensor, truth: Tensor) -> None:
         error = out.double() - truth
@@ -50,52 +58,49 @@ class LayerError:
         self.sum_squared += float(truth.square().sum())
         self.num_values += truth.numel()
 
+    def check(self, step: str, distance: Tensor, allowed: Tensor) -> None:
+        """Infinite where nothing is allowed and something is found."""
+        ratio = torch.where(distance == 0, 0.0, distance / allowed)
+        self.ratios[step] = _larger(self.ratios[step], ratio)
 
-class LayerRows:
-    """The values of one layer as plain rows: latents of all requests, then entries of all requests."""
+    def check_near(self, step: str, got: Tensor, want: Near) -> None:
+        self.check(step, (got.double() - want.value).abs(), want.error)
 
-    def __init__(self, workload: Workload, layer: int) -> None:
-        spec, num_requests = workload.spec, len(workload.texts)
-        self.layer, self.max_len = spec.layers[layer], workload.max_len
-        self.max_entries = self.layer.max_entries(self.max_len)
-        self.first_entry = num_requests * self.max_len if self.layer.window else 0
-        shape = (self.first_entry + num_requests * self.max_entries, spec.latent.head_dim_qk)
-        self.exact = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=workload.device)
-        self.cached = {layout: self.exact.clone() for layout in spec.layouts}  # as read back
 
-    def attended(self, inputs: AttentionInputs, batch: Batch) -> Tensor:
-        """[num_tokens, window + topk] rows, -1 = none. Plain indexing, without the ops under test."""
-        request = batch.request[:, None]
-        pos = batch.pos[:, None] - torch.arange(self.layer.window, device=batch.pos.device)
-        window = torch.where(pos >= 0, request * self.max_len + pos, -1)
-        selected = inputs.topk_indices
-        entries = torch.where(selected >= 0, self.first_entry + request * self.max_entries + selected, -1)
-        return torch.cat([window, entries], -1)
+@dataclass
+class _Exact:
+    """A layer's batch in float64: the same for all layouts."""
 
-    def new(self, inputs: AttentionInputs, batch: Batch) -> list[Tensor]:
-        """The rows of what the batch stores, in the order of :meth:`LayerCache.append`."""
-        rows = []
-        if self.layer.window:
-            rows.append(batch.request * self.max_len + batch.pos)
-        if self.layer.ratio:
-            rows.append(self.first_entry + inputs.entry_request * self.max_entries + inputs.entry_index)
-        return rows
+    q: Near
+    rows: Near  # of the window, then entries
+    latents: Near | None  # of the compressor
+    new_rows: Tensor
+    prepared: Prepared | None = None  # by the first layout: all must agree
+    attended: Tensor | None = None
+    index_ratio: Tensor | None = None
+    out: Tensor | None = None
 
 
 class TeacherForced:
     def __init__(self, workload: Workload) -> None:
-        layers, layouts = range(len(workload.spec.layers)), workload.spec.layouts
-        self.workload = workload
-        self.errors = {(i, layout): LayerError() for i in layers for layout in layouts}
+        spec, model = workload.spec, workload.model(torch.float64)
+        self.workload, self._model = workload, model
+        self.errors = {(i, x): LayerError() for i in range(len(spec.layers)) for x in spec.layouts}
         self.hidden: list[Tensor] = []  # of the float64 model, each batch
         self._pages = workload.pages()
-        self._caches = {layout: workload.caches(layout, self._pages) for layout in layouts}
-        self._rows = [LayerRows(workload, i) for i in layers]
+        self._layers = {x: workload.layer_ops(x, self._pages, model) for x in spec.layouts}
+        sizes = len(workload.texts), workload.max_len
+        self._truth = [
+            LayerTruth(layer, spec, constants, *sizes)
+            for layer, constants in zip(spec.layers, model.constants, strict=True)
+        ]
+        nothing = torch.full_like(self._truth[0].rows[:0], float("nan"), dtype=torch.bfloat16)
+        self._cached = {  # as read back
+            (i, x): nothing.new_full(self._truth[i].rows.shape, float("nan")) for i, x in self.errors
+        }
 
     @torch.inference_mode()
     def run(self, progress: Callable[[str], None]) -> None:
-        model = self.workload.model(torch.float64)
-        history = model.new_history(len(self.workload.texts), self.workload.max_len)
         workspace = self.workload.workspace()
         for phase, batch in self.workload.batches():
             progress(f"teacher-forced: {phase} to position {max(batch.seq_lens_host)}")
@@ -104,61 +109,97 @@ class TeacherForced:
 
             def attend(
                 layer: int,
-                inputs: AttentionInputs,
+                x: Projected,
                 batch: Batch = batch,
                 chunk: SparsePrefillChunkCache | None = chunk,
             ) -> Tensor:
-                return self._attend(layer, inputs, batch, chunk)
+                want = _Exact(*self._truth[layer].append(x, batch), self._truth[layer].new_rows(batch))
+                for layout in self._layers:
+                    self._run(layer, layout, x, batch, chunk, want)
+                assert want.out is not None
+                return want.out
 
-            self.hidden.append(model.forward(batch, history, attend))
+            self.hidden.append(self._model.forward(batch, attend))
 
-    def _attend(
-        self, i: int, inputs: AttentionInputs, batch: Batch, chunk: SparsePrefillChunkCache | None
-    ) -> Tensor:
-        rows, spec = self._rows[i], self.workload.spec
-        new_rows, attended = rows.new(inputs, batch), rows.attended(inputs, batch)
-        some = slice(None, None, -(-len(inputs.q) // CHECKED_PER_BATCH))
-        truth: Tensor | None = None
-        for layout, caches in self._caches.items():
-            cache, error = caches[i], self.errors[i, layout]
-            written = cache.append(inputs, batch)
-            _check_storage(error, cache, written, new_rows, rows.cached[layout])
-            if truth is None:
-                for row, (_, _, values) in zip(new_rows, written, strict=True):
-                    rows.exact[row] = values
-                truth = exact.attention(inputs.q, rows.exact, attended, inputs.attn_sink, spec.sm_scale)
-            if chunk:
-                outs = [cache.prefill(inputs, chunk, strategy) for strategy in STRATEGIES]
-            else:
-                outs = [cache.decode(inputs, batch)]
-                if layout in FLASH_MLA_LAYOUTS:
-                    outs.append(cache.decode_like_flash_mla(inputs, batch))
-            for out in outs[1:]:
-                error.path_difference = _larger(error.path_difference, (outs[0] - out).abs())
-            error.add(outs[0], truth)
-            checked = (inputs.q[some], rows.cached[layout], attended[some], inputs.attn_sink, spec.sm_scale)
-            over_cache, bound = exact.attention_and_bound(*checked, bf16_rows=not cache.layout.needs_scale)
-            for out in outs:
-                distance = (out[some].double() - over_cache).abs()
-                error.kernel_ratio = _larger(error.kernel_ratio, _ratio(distance, bound))
-        assert truth is not None
-        return truth
+    def _run(
+        self,
+        i: int,
+        layout: str,
+        x: Projected,
+        batch: Batch,
+        chunk: SparsePrefillChunkCache | None,
+        want: _Exact,
+    ) -> None:
+        """One layout's layer, step by step beside float64. The first one completes ``want``."""
+        ops, truth, error = self._layers[layout][i], self._truth[i], self.errors[i, layout]
+        prepared = ops.prepare(x, batch)
+        error.check_near("q", prepared.q, want.q)
+        self._check_stored(i, layout, prepared, want)
+        if ops.index is not None:
+            self._check_index_keys(i, layout, x, prepared, batch)
+        if want.prepared is None:
+            want.prepared, want.attended = prepared, truth.attended(prepared.positions, batch)
+            if ops.index is not None:
+                want.index_ratio = truth.selection_ratio(x, prepared, batch)
+            want.out = truth.attention(want.q.value, want.attended, batch)
+        assert want.attended is not None and want.out is not None
+        if want.index_ratio is not None:
+            error.ratios["index"] = _larger(error.ratios["index"], want.index_ratio)
+        if not torch.equal(prepared.positions, want.prepared.positions):
+            error.ratios["index"] = math.inf  # it looks at nothing of the layout's
+
+        if chunk:
+            outs = [ops.prefill(prepared, chunk, strategy) for strategy in STRATEGIES]
+        else:
+            outs = [ops.decode(prepared, batch)]
+            if layout in FLASH_MLA_LAYOUTS:
+                outs.append(ops.decode_like_flash_mla(prepared, batch))
+        for out in outs[1:]:
+            error.path_difference = _larger(error.path_difference, (outs[0] - out).abs())
+        some = slice(None, None, -(-len(x.q) // CHECKED_PER_BATCH))
+        checked = prepared.q[some], self._cached[i, layout], want.attended[some]
+        over_cache, bound = exact.attention_and_bound(
+            *checked, ops.constants.attn_sink, self.workload.spec.sm_scale,
+            bf16_rows=not ops.layout.needs_scale,
+        )  # fmt: skip
+        for out in outs:
+            error.check("attention", (out[some].double() - over_cache).abs(), bound)
+        turned_back = truth.turned_back(outs[0], batch)
+        out = ops.epilogue(outs[0].clone(), batch)
+        error.check_near("epilogue", out, turned_back)
+        error.add(out, want.out)
+
+    def _check_stored(self, i: int, layout: str, prepared: Prepared, want: _Exact) -> None:
+        """Reads back what was just written, keeps it, and holds it against float64 and the format's steps."""
+        ops, error, cached = self._layers[layout][i], self.errors[i, layout], self._cached[i, layout]
+        begin = 0
+        for written in filter(None, (prepared.window, prepared.entries)):
+            here = slice(begin, begin := begin + len(written.slots))
+            cached[want.new_rows[here]] = values = _read(written, ops)
+            distance = (values.double() - want.rows.value[here]).abs()
+            error.check("stored", distance, want.rows[here].stored(written.store.layout, ops.scale))
+        if want.latents is not None and prepared.entries:
+            error.check_near("stored", prepared.latent[prepared.entries.tokens], want.latents)
+
+    def _check_index_keys(self, i: int, layout: str, x: Projected, prepared: Prepared, batch: Batch) -> None:
+        """The same of the index keys, which the truth then has as they are stored."""
+        ops, truth = self._layers[layout][i], self._truth[i]
+        assert ops.index is not None and prepared.entries
+        slots, tokens, page_size = (
+            prepared.entries.slots,
+            prepared.entries.tokens,
+            prepared.entries.store.page_size,
+        )
+        values, scales = INDEX_LAYOUT.views(ops.index, page_size)
+        at = slots // page_size, slots % page_size
+        stored, keys = values[at].float() * scales[at], ops.index_keys(x, prepared.latent, tokens)
+        bound = around.index_key_bound(keys)
+        self.errors[i, layout].check("stored", (stored.double() - keys.double()).abs(), bound)
+        truth.index_keys[batch.request[tokens], batch.pos[tokens] // truth.layer.ratio] = stored
 
 
-def _check_storage(
-    error: LayerError, cache: LayerCache, written: Written, rows: list[Tensor], cached: Tensor
-) -> None:
-    """Reads back what was just written, keeps it in ``cached`` and holds it against the format's steps."""
-    for (store, slots, values), row in zip(written, rows, strict=True):
-        cached[row] = store.read(slots, cache.scale)
-        distance = (cached[row].double() - values.double()).abs()
-        allowed = exact.storage_bound(values, store.layout, cache.scale)
-        error.storage_ratio = _larger(error.storage_ratio, _ratio(distance, allowed))
-
-
-def _ratio(distance: Tensor, allowed: Tensor) -> Tensor:
-    """Infinite where nothing is allowed and something is found."""
-    return torch.where(distance == 0, 0.0, distance / allowed)
+def _read(written: Written, ops: LayerOps) -> Tensor:
+    return written.store.read(written.slots, ops.scale)
 
 
 def _larger(value: float, other: Tensor) -> float:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...prefill import PrefillWorkspace, SparsePrefillChunkCache
-from .cache import LayerCache, new_chunk
-from .model import CONTEXT, AttentionInputs, Model, Spec
+from .layer import LayerOps, new_chunk
+from .model import CONTEXT, Model, Projected, Spec
 from .pages import Batch, Pages
 
 
@@ -53,10 +53,13 @@ class Workload:
         return PrefillWorkspace(self.spec.latent.head_dim_qk, self.device)
 
     def model(self, dtype: torch.dtype) -> Model:
-        return Model(self.spec, seed=self.seed, dtype=dtype, device=self.device)
+        return Model(self.spec, max_len=self.max_len, seed=self.seed, dtype=dtype, device=self.device)
 
-    def caches(self, layout: str, pages: Pages) -> list[LayerCache]:
-        return [LayerCache(layer, layout, self.spec, pages) for layer in self.spec.layers]
+    def layer_ops(self, layout: str, pages: Pages, model: Model) -> list[LayerOps]:
+        return [
+            LayerOps(layer, layout, self.spec, constants, pages, self.max_len)
+            for layer, constants in zip(self.spec.layers, model.constants, strict=True)
+        ]
 
 
 class Clock:
@@ -80,7 +83,7 @@ class Clock:
 class FreeRun:
     """The outcome of one layout."""
 
-    clock: Clock  # cache, index and attention ops of all layers; not the model around them
+    clock: Clock  # from projection to projection, all layers; not the model around them
     cache_bytes: int
     hidden: list[Tensor] = field(default_factory=list)  # final hidden state of each batch
 
@@ -88,10 +91,9 @@ class FreeRun:
 @torch.inference_mode()
 def run_free(workload: Workload, layout: str) -> FreeRun:
     model, pages = workload.model(torch.float32), workload.pages()
-    history = model.new_history(len(workload.texts), workload.max_len)
-    caches, workspace = workload.caches(layout, pages), workload.workspace()
+    layers, workspace = workload.layer_ops(layout, pages, model), workload.workspace()
     clock = Clock(workload.device)
-    result = FreeRun(clock, sum(cache.num_bytes for cache in caches))
+    result = FreeRun(clock, sum(layer.num_bytes for layer in layers))
     for phase, batch in workload.batches():
         pages.advance(batch)
         begin = clock.now()
@@ -101,16 +103,17 @@ def run_free(workload: Workload, layout: str) -> FreeRun:
 
         def attend(
             layer: int,
-            inputs: AttentionInputs,
+            x: Projected,
             phase: str = phase,
             batch: Batch = batch,
             chunk: SparsePrefillChunkCache | None = chunk,
         ) -> Tensor:
-            begin = clock.now()
-            caches[layer].append(inputs, batch)
-            out = caches[layer].prefill(inputs, chunk) if chunk else caches[layer].decode(inputs, batch)
+            begin, ops = clock.now(), layers[layer]
+            prepared = ops.prepare(x, batch)
+            out = ops.prefill(prepared, chunk) if chunk else ops.decode(prepared, batch)
+            out = ops.epilogue(out, batch)
             clock.seconds[phase] += clock.now() - begin
             return out
 
-        result.hidden.append(model.forward(batch, history, attend))
+        result.hidden.append(model.forward(batch, attend))
     return result
