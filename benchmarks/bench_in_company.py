@@ -1,10 +1,11 @@
 """Decode kernels alone, and between an engine's other kernels, which leave nothing of ours in the caches.
 
-Needs an NVIDIA GPU. Device times of the kernels, as a profiler sees them, from CUDA graphs:
+Needs an NVIDIA GPU. Device times of the kernels, as a profiler sees them, from CUDA graphs. The kernel before
+attention has written the queries, as in an engine; before it come
 
-  alone     behind a kernel of one element
-  code      behind a dozen kernels over little memory: instruction caches are cold
-  engine    behind the GEMMs, norms, activations and sorts of a decode step: everything is
+  alone     none
+  code      a dozen kernels over little memory: instruction caches are cold
+  engine    the GEMMs, norms, activations and sorts of a decode step: everything but the queries is
 """
 
 import argparse
@@ -29,12 +30,12 @@ class Company:
         def bf16(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-        self.one, self.small = torch.ones(1, device="cuda"), bf16(256, 256)
+        self.small = bf16(256, 256)
         self.down, self.up = bf16(7168, 2112), bf16(1536, 3072)
         self.out, self.gate = bf16(2048, 7168), bf16(7168, 4096)
 
     def alone(self, _: int) -> None:
-        self.one.add_(1)
+        pass
 
     def code(self, _: int) -> None:
         x = torch.nn.functional.gelu(self.small @ self.small).float().softmax(-1)
@@ -49,15 +50,17 @@ class Company:
         torch.nn.functional.layer_norm(x.float(), (7168,)).sort(-1)
 
 
-def device_us(launch, num_sets: int, before, names: tuple[str, ...]) -> float:
+def device_us(launch, queries: list[torch.Tensor], before, names: tuple[str, ...]) -> float:
     """Of the kernels of one launch whose names have one of ``names``: medians, summed over kernels."""
+    num_sets = len(queries)
     before()
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(num_sets):
+        for i, q in enumerate(queries):
             before()
+            q.mul_(1)
             launch(i)
     graph.replay()
     torch.cuda.synchronize()
@@ -87,13 +90,13 @@ def main() -> None:
         if args.only not in shape.label:
             continue
         problem = decode.Problem(shape)
-        sets = min(problem.num_sets, MOST_SETS)
         for who, names in peers:
-            launch = problem.native
+            launch, queries = problem.native, problem.q
             if who == "flash_mla":
                 problem.prepare_flash_mla()
-                launch = problem.flash_mla_kernels
-            us = [device_us(launch, sets, functools.partial(kind, batch), names) for kind in kinds]
+                launch, queries = problem.flash_mla_kernels, problem.padded_q
+            queries = list(queries)[:MOST_SETS]
+            us = [device_us(launch, queries, functools.partial(kind, batch), names) for kind in kinds]
             print(f"{shape.label:24s} {who:10s}", *(f"{x:8.2f}" for x in us), flush=True)
 
 

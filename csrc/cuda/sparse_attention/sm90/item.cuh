@@ -78,7 +78,7 @@ __device__ SplitItem find_item(const KernelParams& params) {
 
 // A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
 // once the entries are on their way: behind it they would come late, and the first rows with them. A large Q
-// is loaded afterwards, because even the other CTAs' loads of it would hold up the entries.
+// comes by the copy engine, past the loads.
 template <class C, class Meanwhile>
 __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, SplitItem& w, uint8_t* smem,
                                                   int warp, int lane, Meanwhile&& meanwhile) {

@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   wait_for_previous_grid();
   SplitItem w = find_item<C>(params);
+  if (warp == 0) WgmmaQuery<C>::copy(params.p, w.query, w.first_head, shared_address(smem), lane);
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   const bool split = params.num_splits > 1;
 
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     take_registers<C::kValueRegisters>();
     WgmmaQuery<C> q;
-    q.load(params.p, w.query, w.first_head, warp, lane);
+    q.load_copied(params.p, w.first_head, smem, warp, lane);
+    named_barrier(kBarrierQ, kConsumerThreads);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitValues<C> values(smem, warp, lane);

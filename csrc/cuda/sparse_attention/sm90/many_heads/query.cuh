@@ -1,30 +1,60 @@
 #pragma once
-// Q of a CTA, from global memory into the order in which wgmma reads it as the B
-// operand of K Q^T.
+// Q of a CTA, from global memory into the order in which wgmma reads it as the B operand of K Q^T.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
 // The heads of one of eight warps. A head is shared by kLanes lanes, which take eight dims each in turn: a
-// warp loads 64 bytes or more of a head at once, and what it stores at once lies in different banks. Loaded
-// before a barrier, stored after it.
+// warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in different banks.
+// Loaded before a barrier, stored after it.
 template <class C>
 struct WgmmaQuery {
   using R = typename C::R;
   static constexpr int kHeads = C::kHeads / kConsumerWarps, kLanes = kWarpSize / kHeads;
   static constexpr int kRounds = R::kDims / (8 * kLanes), kFp8Rounds = R::kFp8Dims / (8 * kLanes);
+  static constexpr int kHeadBytes = R::kDims * 2;
   uint4 dims[kRounds];
 
-  __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
-    const int head = first_head + warp * kHeads + lane / kLanes;
-    const uint16_t* row = p.q + query * p.q_stride_token + head * p.q_stride_head + lane % kLanes * 8;
+  // By one warp: Q as it is, [head][dim], to where store() will put it. The copy engine has it on its way
+  // before anything is known of the keys, and past the loads of their entries.
+  __device__ static void copy(const SparseAttentionParams& p, int64_t query, int first_head, uint32_t smem,
+                              int lane) {
+    const uint32_t to = smem + MLA_SMEM(C, q), bar = smem + MLA_SMEM(C, q_barrier);
+    const uint16_t* const q = p.q + query * p.q_stride_token + first_head * p.q_stride_head;
+    const int heads = min(p.num_q_heads - first_head, C::kHeads);
+    if (lane == 0) mbarrier_arrive_expect(bar, heads * kHeadBytes);
+    __syncwarp();
+    if (p.q_stride_head == R::kDims) {
+      if (lane == 0) bulk_copy(to, q, heads * kHeadBytes, bar);
+    } else {
+      for (int head = lane; head < heads; head += kWarpSize)
+        bulk_copy(to + head * kHeadBytes, q + head * p.q_stride_head, kHeadBytes, bar);
+    }
+  }
+  __device__ void load_copied(const SparseAttentionParams& p, int first_head, const uint8_t* smem, int warp,
+                              int lane) {
+    mbarrier_wait(shared_address(smem) + MLA_SMEM(C, q_barrier), 0);
+    const int head = warp * kHeads + lane / kLanes;
+    const uint8_t* const row = smem + MLA_SMEM(C, q) + head * kHeadBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row + i * 8 * kLanes)) : uint4{};
+      dims[i] = first_head + head < p.num_q_heads
+                    ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16)
+                    : uint4{};
+  }
+  __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
+    const int head = first_head + warp * kHeads + lane / kLanes;
+    const uint16_t* const row = p.q + query * p.q_stride_token + head * p.q_stride_head;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i)
+      dims[i] =
+          head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row) + octuple(i, lane)) : uint4{};
   }
 
   // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
@@ -38,17 +68,17 @@ struct WgmmaQuery {
 #pragma unroll
     for (int offset = 1; offset < kLanes; offset *= 2)
       largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-    const int head = warp * kHeads + lane / kLanes, turn = lane % kLanes;
+    const int head = warp * kHeads + lane / kLanes;
     const float factor = power_of_two(14 - max(exponent_above(largest << 16), -100));
-    if (turn == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
+    if (lane % kLanes == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head: [k-step][half][octet][head].
     constexpr int kHalf = C::kHeads * 16;
     uint8_t* const at = smem + MLA_SMEM(C, q) + head * 16;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int octuple = i * kLanes + turn, second = octuple % 2;  // of a k-step's two
-      uint8_t* const step = at + octuple / 2 * C::kQStepBytes;
+      const int which = octuple(i, lane), second = which % 2;  // of a k-step's two
+      uint8_t* const step = at + which / 2 * C::kQStepBytes;
       const auto f16 = [&](uint32_t pair) { return pack_f16(low(pair) * factor, high(pair) * factor); };
       const auto bf16 = [&](uint32_t pair) { return pack_bf16(low(pair) * factor, high(pair) * factor); };
       const uint4& x = dims[i];
@@ -63,6 +93,12 @@ struct WgmmaQuery {
   }
 
  private:
+  // The eight dims that a lane takes in round i. Where a head has four lanes, heads in turn begin 64 bytes
+  // apart: rows of [head][dim] all begin in the same bank.
+  __device__ static int octuple(int i, int lane) {
+    static_assert(kLanes > 4 || (kRounds % 2 == 0 && kFp8Rounds % 2 == 0));
+    return (kLanes > 4 ? i : i ^ (lane / kLanes & 1)) * kLanes + lane % kLanes;
+  }
   __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
   __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 };

@@ -19,6 +19,8 @@ namespace mla_fp8::gpu {
 //   weights full       4 logits warps            values            weights, scales, rescale, moved [buffer]
 //   weights empty      8 value warps             logits            the same: may be written
 //   QK done            4 logits warps            values            nothing: products of QK go first
+//   q                  a value warp, the bytes   values            q: may be read as it came
+//   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
 //   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
@@ -71,6 +73,7 @@ struct ManyHeadsSplit {
     alignas(8) uint8_t maps[1][kMapBytes];  // of the query's valid keys
     uint64_t stage_barriers[kStages][2];    // full, empty
     uint64_t weights_barriers[2][3];        // full, empty, QK done
+    uint64_t q_barrier;
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
@@ -79,11 +82,12 @@ struct ManyHeadsSplit {
   static_assert(kSmemBytes <= kMaxSmemBytes);
 
   static constexpr int kOutPitch = kHeadDimV + 4, kStorePitch = kHeadDimV * 2 + 16;
+  static_assert(kHeads * R::kDims * 2 <= sizeof(Smem::q), "Q lies there first as it came");
   static_assert(kHeads * kOutPitch * 4 <= offsetof(Smem, weights_fp8),
                 "partial outputs lie over the ring and Q");
 };
 
-enum SplitBarrier { kBarrierWorkersQ = 1, kBarrierLogits, kBarrierFinish, kBarrierStore };
+enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
 // What the logits and the value warps share.
 template <class C>
@@ -109,6 +113,7 @@ struct SplitExchange {
     return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   }
   __device__ void init() const {
+    mbarrier_init(smem + MLA_SMEM(C, q_barrier), 1);
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
       mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
