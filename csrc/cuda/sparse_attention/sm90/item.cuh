@@ -153,6 +153,29 @@ class WalkSurveys {
   const int place_;
 };
 
+// ---- the scale of a head's Q ----------------------------------------------------------------------------
+
+// Q is f16 for e4m3 dims and bf16 for the others, each head times a power of two that brings |q| below 2^14.
+// `largest`: the bits of the head's largest |q|, a bf16.
+__device__ inline float q_factor(uint32_t largest) {
+  return power_of_two(14 - max(exponent_above(largest << 16), -100));
+}
+// Of two bf16 x and what was there, the bits of the largest |x|, still two.
+__device__ inline uint32_t larger_magnitudes(uint32_t largest, uint32_t x) {
+  return __vmaxu2(largest, x & 0x7fff7fffu);
+}
+__device__ inline uint32_t larger_of_two(uint32_t x) { return max(x & 0xffff, x >> 16); }
+// Of a pair of Q, for e4m3 dims or for others.
+__device__ inline uint32_t q_pair(uint32_t pair, float factor, bool fp8) {
+  const float2 x = unpack<Dtype::kBf16>(pair);
+  return fp8 ? pack_f16(x.x * factor, x.y * factor) : pack_bf16(x.x * factor, x.y * factor);
+}
+// What turns products with such a Q into logits (log2).
+template <class R>
+__device__ float logit_scale(const SparseAttentionParams& p, float q_factor) {
+  return p.sm_scale * kLog2E * (R::kUniformFp8 ? *p.scale : 1.0f) * reciprocal(q_factor);
+}
+
 // ---- the lazy softmax, and the end of a head ------------------------------------------------------------
 
 // Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more

@@ -50,36 +50,29 @@ struct Query {
     }
   }
 
-  // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
-  // to q_scale.
+  // Scaled (q_factor); the factors go to q_scale.
   __device__ void store(uint8_t* q, float* q_scale, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = warp * kHeads + i;
-      float largest = 0.0f;
+      uint32_t largest = 0;
 #pragma unroll
-      for (int j = 0; j < kWords; ++j)
-        largest = fmaxf(largest, fmaxf(fabsf(low(word[i][j])), fabsf(high(word[i][j]))));
-      const int exponent = max(exponent_above(__reduce_max_sync(kFullWarp, __float_as_uint(largest))), -100);
-      const float factor = power_of_two(14 - exponent);
+      for (int j = 0; j < kWords; ++j) largest = larger_magnitudes(largest, word[i][j]);
+      const float factor = q_factor(__reduce_max_sync(kFullWarp, larger_of_two(largest)));
       if (lane == 0) q_scale[head] = factor;
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
         const int at = lane + kWarpSize * j, step = at / 8, in_step = at % 8;
         const bool fp8 = step < R::kFp8Dims / 16;
-        const float x = low(word[i][j]) * factor, y = high(word[i][j]) * factor;
         // K's fragments hold e4m3 dims 4t .. 4t + 3 in the places of k = 2t, 2t + 1, 2t + 8, 2t + 9.
         const int t = fp8 ? in_step / 2 : in_step % 4, half = fp8 ? in_step % 2 : in_step / 4;
-        *reinterpret_cast<uint32_t*>(q + offset(step, head, t, half)) =
-            fp8 ? pack_f16(x, y) : pack_bf16(x, y);
+        *reinterpret_cast<uint32_t*>(q + offset(step, head, t, half)) = q_pair(word[i][j], factor, fp8);
       }
     }
     if constexpr (C::kWgmma) fence_proxy_async();
   }
 
  private:
-  __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
-  __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
   // mma: one 16-byte load gives a lane both registers of two octets, or of two steps of one. wgmma: core
   // matrices of 8 heads x 16 bytes.
   __device__ static int offset(int step, int head, int t, int half) {
@@ -128,9 +121,7 @@ class Consumer {
         max_[n][c] = kNoMax;
         largest_[n][c] = -INFINITY;
         sum_[n][c] = 0.0f;
-        const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
-        logit_scale_[n][c] =
-            p_.sm_scale * kLog2E * layer_scale * reciprocal(q_scale[n * kOctetHeads + 2 * t_ + c]);
+        logit_scale_[n][c] = logit_scale<R>(p_, q_scale[n * kOctetHeads + 2 * t_ + c]);
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk)
 #pragma unroll

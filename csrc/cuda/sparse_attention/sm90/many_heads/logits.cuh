@@ -121,9 +121,8 @@ class SplitLogits : LogitWarp<C> {
   __device__ void run() {
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
-      const float layer_scale = R::kUniformFp8 ? *p_.scale : 1.0f;
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
-      x_.head_state()[head] = {p_.sm_scale * kLog2E * layer_scale / q_scale, 0.0f};
+      x_.head_state()[head] = {logit_scale<R>(p_, q_scale), 0.0f};
     }
     named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
@@ -306,9 +305,8 @@ class WalkLogits : LogitWarp<C> {
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
-      const float layer_scale = R::kUniformFp8 ? *params_.p.scale : 1.0f;
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
-      x_.head_state()[head] = {params_.p.sm_scale * kLog2E * layer_scale * reciprocal(q_scale), 0.0f};
+      x_.head_state()[head] = {logit_scale<R>(params_.p, q_scale), 0.0f};
     }
     if (warp_ == 0 && lane_ == 0) x_.epoch() = 0;
     named_barrier(kBarrierAllLogits, C::kLogitThreads);

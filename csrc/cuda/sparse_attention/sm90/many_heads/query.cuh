@@ -57,19 +57,18 @@ struct WgmmaQuery {
           head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row) + octuple(i, lane)) : uint4{};
   }
 
-  // f16 for e4m3 dims, bf16 for the others, each head scaled by a power of two to |q| <= 2^14; the factors go
-  // to q_scale.
+  // Scaled (q_factor); the factors go to q_scale.
   __device__ void store(uint8_t* smem, int warp, int lane) const {
-    uint32_t largest = 0;  // bits of |q|
-    const auto note = [&](uint32_t pair) { largest = __vmaxu2(largest, pair & 0x7fff7fffu); };
+    uint32_t largest = 0;
+    const auto note = [&](uint32_t pair) { largest = larger_magnitudes(largest, pair); };
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) note(dims[i].x), note(dims[i].y), note(dims[i].z), note(dims[i].w);
-    largest = max(largest & 0xffff, largest >> 16);
+    largest = larger_of_two(largest);
 #pragma unroll
     for (int offset = 1; offset < kLanes; offset *= 2)
       largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     const int head = warp * kHeads + lane / kLanes;
-    const float factor = power_of_two(14 - max(exponent_above(largest << 16), -100));
+    const float factor = q_factor(largest);
     if (lane % kLanes == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head: [k-step][half][octet][head].
@@ -79,14 +78,15 @@ struct WgmmaQuery {
     for (int i = 0; i < kRounds; ++i) {
       const int which = octuple(i, lane), second = which % 2;  // of a k-step's two
       uint8_t* const step = at + which / 2 * C::kQStepBytes;
-      const auto f16 = [&](uint32_t pair) { return pack_f16(low(pair) * factor, high(pair) * factor); };
-      const auto bf16 = [&](uint32_t pair) { return pack_bf16(low(pair) * factor, high(pair) * factor); };
+      const bool fp8 = i < kFp8Rounds;
+      const auto scaled = [&](uint32_t pair) { return q_pair(pair, factor, fp8); };
       const uint4& x = dims[i];
-      if (i < kFp8Rounds) {  // K's fragments hold dims 4t .. 4t + 3 as k = 2t, 2t + 1, 2t + 8, 2t + 9
-        *reinterpret_cast<uint2*>(step + second * 8) = {f16(x.x), f16(x.z)};
-        *reinterpret_cast<uint2*>(step + kHalf + second * 8) = {f16(x.y), f16(x.w)};
+      if (fp8) {  // K's fragments hold dims 4t .. 4t + 3 as k = 2t, 2t + 1, 2t + 8, 2t + 9
+        *reinterpret_cast<uint2*>(step + second * 8) = {scaled(x.x), scaled(x.z)};
+        *reinterpret_cast<uint2*>(step + kHalf + second * 8) = {scaled(x.y), scaled(x.w)};
       } else {
-        *reinterpret_cast<uint4*>(step + second * kHalf) = {bf16(x.x), bf16(x.y), bf16(x.z), bf16(x.w)};
+        *reinterpret_cast<uint4*>(step + second * kHalf) = {scaled(x.x), scaled(x.y), scaled(x.z),
+                                                            scaled(x.w)};
       }
     }
     fence_proxy_async();
@@ -99,8 +99,6 @@ struct WgmmaQuery {
     static_assert(kLanes > 4 || (kRounds % 2 == 0 && kFp8Rounds % 2 == 0));
     return (kLanes > 4 ? i : i ^ (lane / kLanes & 1)) * kLanes + lane % kLanes;
   }
-  __device__ static float low(uint32_t x) { return __uint_as_float(x << 16); }
-  __device__ static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 };
 
 }  // namespace mla_fp8::gpu
