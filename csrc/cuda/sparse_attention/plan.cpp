@@ -175,8 +175,6 @@ bool sm90_reads(const SparseAttentionParams& p) {
   return std::any_of(std::begin(kVariants), std::end(kVariants), reads) && num_keys(p) < kMaxKeys;
 }
 Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
-  // Of two layouts few_heads and many_heads run by their names only, until their tests have passed on a GPU.
-  if (p.layouts().is_mixed()) return plan_portable(p, num_sms);
   return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);
 }
 

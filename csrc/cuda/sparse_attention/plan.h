@@ -38,9 +38,7 @@ struct Variant {
 
   constexpr bool reads(KvPair pair) const {
     if (rows == Rows::kAll) return can_attend(pair);
-    // Pairs with 64 heads spill, ptxas makes their wgmma wait, and the one run on a GPU ended in a crash.
-    const bool too_many_heads = kernel == Kernel::kManyHeads && heads == 64;
-    if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4 || too_many_heads)) return false;
+    if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4)) return false;
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;

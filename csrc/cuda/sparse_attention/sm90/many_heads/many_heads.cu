@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     give_up_registers<C::kProducerRegisters>();
     WalkProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
   } else if (warp >= kConsumerWarps) {
-    take_registers<C::kLogitRegisters>();
+    set_registers<C::kLogitRegisters, C::kThreads>();
     WalkLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();

@@ -37,9 +37,9 @@ struct ManyHeadsSplit {
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr int kValueRegisters = kOctets == 8 ? (R::kMixed ? 168 : 176) : 136;
+  static constexpr int kValueRegisters = kOctets == 8 ? 176 : 136;
   static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : 136;
-  static constexpr int kProducerRegisters = R::kMixed ? (kOctets == 8 ? 64 : 80) : 40;
+  static constexpr int kProducerRegisters = R::kMixed ? (kOctets == 8 ? 48 : 80) : 40;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
