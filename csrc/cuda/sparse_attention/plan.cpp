@@ -80,25 +80,27 @@ struct HeadsClass {
   Kernel kernel;
   int heads;
   double ns_per_key;  // of one CTA, when nothing but itself limits it
+  double ns_per_pair_key;  // the same of two layouts, which producers make one
   double fixed_us, cluster_us;
 };
-// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4; their values are
-// rough.
-constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 6.4, 1.2},
-                                        {Kernel::kFewHeads, 16, 17.5, 5.0, 3.0},
-                                        {Kernel::kFewHeads, 32, 27.0, 7.0, 4.0},
-                                        {Kernel::kManyHeads, 32, 18.0, 7.8, 2.5},
-                                        {Kernel::kManyHeads, 64, 24.5, 8.0, 5.5}};
+// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4, of pairs b288a1e;
+// their values are rough.
+constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 28.5, 6.4, 1.2},
+                                        {Kernel::kFewHeads, 16, 17.5, 41.0, 5.0, 3.0},
+                                        {Kernel::kFewHeads, 32, 27.0, 0.0, 7.0, 4.0},
+                                        {Kernel::kManyHeads, 32, 18.0, 40.0, 7.8, 2.5},
+                                        {Kernel::kManyHeads, 64, 24.5, 62.0, 8.0, 5.5}};
 constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
 constexpr int kMinKeysPerCta = 128;
 
-// 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54).
+// 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
+// two layouts they always are.
 constexpr int64_t kKeysForMoreProducers = 512;
 
 Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
   int producers = 0;
   if (kernel == Kernel::kFewHeads && heads == 8)
-    producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
+    producers = p.layouts().is_mixed() || num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
   return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 
@@ -118,12 +120,13 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
     if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts())) continue;
     if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
     const int head_blocks = ceil_div(p.num_q_heads, c.heads);
+    const double ns_per_key = p.layouts().is_mixed() ? c.ns_per_pair_key : c.ns_per_key;
     for (const SplitClass& s : kSplitClasses) {
       const int64_t resident = std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
       const auto waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident));
       const double fixed = c.fixed_us + (s.splits > 1 ? c.cluster_us : 0.0);
       const double per_cta = std::max(keys / s.splits, static_cast<double>(kMinKeysPerCta));
-      const double compute_us = waves * (fixed + c.ns_per_key * 1e-3 * per_cta);
+      const double compute_us = waves * (fixed + ns_per_key * 1e-3 * per_cta);
       const double memory_us = bytes / kHbmBytesPerUs + (head_blocks - 1) * bytes / kL2BytesPerUs + fixed;
       const double us = std::max(compute_us, memory_us);
       if (us < best_us) best_us = us, best = &c, best_splits = s.splits;
