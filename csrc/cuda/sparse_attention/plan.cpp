@@ -79,7 +79,7 @@ constexpr SplitClass kSplitClasses[] = {
 struct HeadsClass {
   Kernel kernel;
   int heads;
-  double ns_per_key;  // of one CTA, when nothing but itself limits it
+  double ns_per_key;       // of one CTA, when nothing but itself limits it
   double ns_per_pair_key;  // the same of two layouts, which producers make one
   double fixed_us, cluster_us;
 };
