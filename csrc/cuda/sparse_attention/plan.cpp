@@ -83,7 +83,7 @@ struct HeadsClass {
   double ns_per_pair_key;  // the same of two layouts, which producers make one
   double fixed_us, cluster_us;
 };
-// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4, of pairs b288a1e;
+// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4, of pairs b110e36;
 // their values are rough.
 constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 28.5, 6.4, 1.2},
                                         {Kernel::kFewHeads, 16, 17.5, 41.0, 5.0, 3.0},
