@@ -96,6 +96,8 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
   "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None"
+#define SPARSE_PREFILL_OUTPUTS \
+  "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None"
 #define KERNEL_ARGUMENTS                                                                                \
   "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
   "int producers=0"
@@ -120,6 +122,9 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
   m.def("index_layout_table() -> str");
   m.def("index_topk_workspace(int num_rows, int topk, int num_sms) -> int");
+  m.def(
+      "sparse_attention_workspace(int num_tokens, int num_q_heads, int num_sms, bool batch_invariant=False) "
+      "-> int");
   m.def("cpu_isa() -> str");
 
   DEF(quantize_kv,
@@ -169,14 +174,13 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(sparse_prefill,
                "Tensor q, Tensor kv, Tensor indices, *, float sm_scale, Tensor? attn_sink=None, "
                "Tensor? topk_length=None",
-               "(Tensor out, Tensor max_logits, Tensor lse)",
-               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+               "(Tensor out, Tensor max_logits, Tensor lse)", SPARSE_PREFILL_OUTPUTS)
   DEF_WITH_OUT(sparse_prefill_paged, PAGED_SPARSE_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
-               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+               SPARSE_PREFILL_OUTPUTS)
   DEF_WITH_OUT(sparse_prefill_window, WINDOW_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
-               "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse")
+               SPARSE_PREFILL_OUTPUTS)
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
-               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None")
   // CUDA only, for tests: by a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without
   // max_logits it has no elements.
   DEF(_sparse_attention, PAGED_SPARSE_ARGUMENTS ", " KERNEL_ARGUMENTS,
@@ -218,8 +222,9 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
 
 #else
 
-STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){
-    IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(index_topk_workspace) IMPL(cpu_isa)}
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd,
+                          m){IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(index_topk_workspace)
+                                 IMPL(sparse_attention_workspace) IMPL(cpu_isa)}
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
   MLA_FP8_CPU_OPS(IMPL)

@@ -132,7 +132,8 @@ void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor&
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &topk_length
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
-void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
+#define MLA_SPARSE_PREFILL_OUTPUTS Tensor out, Tensor max_logits, Tensor lse, const OptionalTensor &workspace
+void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 
 #define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \
   const Tensor &q, const Tensor &kv_cache, const Tensor &indices, int64_t layout, int64_t page_size, \
@@ -141,7 +142,7 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_log
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_page_size,               \
       std::optional<int64_t> extra_layout, const OptionalTensor &scale
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
-void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse);
+void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 #define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                            \
   const Tensor &q, const Tensor &kv_cache, const Tensor &page_table, const Tensor &query_start_loc,    \
       const Tensor &seq_lens, int64_t layout, int64_t page_size, int64_t window_size, double sm_scale, \
@@ -150,10 +151,10 @@ void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max
       std::optional<int64_t> extra_page_size, std::optional<int64_t> extra_layout,                     \
       const OptionalTensor &scale
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
-void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
-                               Tensor lse);
+void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
-void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse);
+void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
+                       const OptionalTensor& workspace);
 // For tests: any of these by a kernel that the caller names, on CUDA.
 #define MLA_KERNEL_ARGUMENTS \
   bool max_logits, std::string kernel, std::string schedule, int64_t heads, int64_t splits, int64_t producers
@@ -219,5 +220,7 @@ void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOP
 ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS);
 void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
 int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms);
+int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
+                                   bool batch_invariant);
 
 }  // namespace mla_fp8

@@ -7,7 +7,8 @@ namespace {
 
 Gpu this_gpu() { return {compute_major(), num_processors()}; }
 
-void run(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
+void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream) {
+  const Plan plan = within_workspace(wanted, p);
   switch (plan.variant.kernel) {
     case Kernel::kPortable: return launch_portable(p, plan, stream);
     case Kernel::kFewHeads: return launch_few_heads(p, plan, stream);
@@ -19,10 +20,10 @@ void run(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
 }  // namespace
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
-  return workspace_size(plan(Op::kDecode, p, this_gpu()), p);
+  return workspace_size(Op::kDecode, p, this_gpu());
 }
 int64_t sparse_prefill_workspace(const SparseAttentionParams& p) {
-  return workspace_size(plan(Op::kPrefill, p, this_gpu()), p);
+  return workspace_size(Op::kPrefill, p, this_gpu());
 }
 int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
   return workspace_size(forced_plan(x.wanted, x.params, this_gpu()), x.params);

@@ -183,79 +183,165 @@ std::pair<Tensor, Tensor> new_outputs(const Check& check, const Tensor& q) {
 
 }  // namespace
 
+namespace {
+
+// Floats in the caller's workspace; checked, and part of the problem from here on.
+void use_workspace(const Check& check, const Tensor& q, const Tensor& workspace,
+                   SparseAttentionParams& params) {
+  check(workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Float}).contiguous().aligned(16);
+  params.workspace = mutable_data<float>(workspace);
+  params.workspace_floats = workspace.numel();
+}
+
+}  // namespace
+
 #if MLA_FP8_WITH_CUDA
 namespace {
 
 SparseAttentionParams& params_of(SparseAttentionParams& params) { return params; }
 SparseAttentionParams& params_of(gpu::WantedSparseAttention& problem) { return problem.params; }
 
-// With a workspace where the plan asks for one: from torch's allocator, in `_out` forms too. A graph under
-// capture keeps it; elsewhere whoever gets its memory next uses it behind these kernels in the stream.
+// `workspace` is the caller's, who may have none, or null: one is allocated if the plan asks for it. A graph
+// under capture keeps it; elsewhere whoever gets its memory next uses it behind these kernels in the stream.
 template <class Problem>
-void launch_sparse(int64_t size(const Problem&), void launch(const Problem&, gpuStream_t), const Tensor& q,
-                   Problem problem) {
+void launch_sparse(const Check& check, int64_t size(const Problem&), void launch(const Problem&, gpuStream_t),
+                   const Tensor& q, Problem problem, const OptionalTensor* workspace) {
   const OnDeviceOf device(q);
-  OptionalTensor workspace;
-  if (const int64_t floats = size(problem); floats > 0) {
-    workspace = new_empty(q, {floats}, ScalarType::Float);
-    params_of(problem).workspace = mutable_data<float>(*workspace);
+  SparseAttentionParams& params = params_of(problem);
+  OptionalTensor own;
+  if (workspace && *workspace) use_workspace(check, q, **workspace, params);
+  if (params.num_tokens == 0) return;
+  if (!workspace || (params.workspace && params.batch_invariant)) {
+    const int64_t wanted = size(problem);
+    if (!workspace && wanted > 0)
+      use_workspace(check, q, own.emplace(new_empty(q, {wanted}, ScalarType::Float)), params);
+    check.that(params.workspace_floats >= wanted, "workspace must have at least ", wanted,
+               " elements with batch_invariant, got ", params.workspace_floats);
   }
   launch(problem, current_stream(q));
 }
 
 }  // namespace
-#define MLA_LAUNCH_SPARSE(op, tensor, params) launch_sparse(gpu::op##_workspace, gpu::op, tensor, params)
-#elif MLA_FP8_WITH_HIP
-#define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(op, tensor, params)
+#define MLA_LAUNCH_SPARSE(op, check, q, params, workspace) \
+  launch_sparse(check, gpu::op##_workspace, gpu::op, q, params, workspace)
+#else
+#if MLA_FP8_WITH_HIP
+#define MLA_SPARSE_KERNEL(op) op
 #else  // one kernel serves them all
-#define MLA_LAUNCH_SPARSE(op, tensor, params) MLA_LAUNCH(sparse_attention, tensor, params)
+#define MLA_SPARSE_KERNEL(op) sparse_attention
+#endif
+#define MLA_LAUNCH_SPARSE(op, check, q, params, workspace)                     \
+  {                                                                            \
+    if (workspace && *workspace) use_workspace(check, q, **workspace, params); \
+    if (params.num_tokens > 0) MLA_LAUNCH(MLA_SPARSE_KERNEL(op), q, params);   \
+  }
 #endif
 
 #define MLA_PAGED_SPARSE_PASS                                                                               \
   q, kv_cache, indices, layout, page_size, sm_scale, topk_length, attn_sink, extra_kv_cache, extra_indices, \
       extra_topk_length, extra_page_size, extra_layout, scale
 
-void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse) {
-  const Check check("sparse_decode");
-  SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, nullptr});
-  params.batch_invariant = batch_invariant;
-  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_decode, q, params);
-}
-
-TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
-  auto [out, lse] = new_outputs(Check("sparse_decode"), q);
-  sparse_decode_out(MLA_PAGED_SPARSE_PASS, batch_invariant, out, lse);
-  return {out, lse};
-}
-
-void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
-  const Check check("sparse_prefill_paged");
-  const SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits});
-  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
-}
-
-ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
-  auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
-  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  sparse_prefill_paged_out(MLA_PAGED_SPARSE_PASS, out, max_logits, lse);
-  return {out, max_logits, lse};
-}
-
 #define MLA_WINDOW_PASS                                                                                    \
   q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \
       extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout, scale
 
-void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, Tensor out, Tensor max_logits,
-                               Tensor lse) {
-  const Check check("sparse_prefill_window");
-  const SparseAttentionParams params = check_window(check, MLA_WINDOW_PASS, {out, lse, &max_logits});
-  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
+// Each op into outputs; without a pointer to a workspace it may allocate one.
+namespace {
+
+void decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
+            const OptionalTensor* workspace) {
+  const Check check("sparse_decode");
+  SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, outputs);
+  params.batch_invariant = batch_invariant;
+  MLA_LAUNCH_SPARSE(sparse_decode, check, q, params, workspace);
 }
 
+void prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs, const OptionalTensor* workspace) {
+  const Check check("sparse_prefill_paged");
+  SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, outputs);
+  MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
+}
+
+void prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, const Outputs& outputs,
+                    const OptionalTensor* workspace) {
+  const Check check("sparse_prefill_window");
+  SparseAttentionParams params = check_window(check, MLA_WINDOW_PASS, outputs);
+  MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
+}
+
+// bf16 rows are a cache of pages of one row.
+void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const OptionalTensor* workspace) {
+  const Check check("sparse_prefill");
+  check(q, "q").shape({-1, -1, -1});
+  const int64_t small = kv_layout(KvLayoutId::kBf16D512).head_dim_qk();
+  const int64_t large = kv_layout(KvLayoutId::kBf16).head_dim_qk();
+  check.that(q.size(2) == small || q.size(2) == large, "q must have a last dimension of ", small, " or ",
+             large, ", got ", q.size(2));
+  const KvLayoutId id = q.size(2) == small ? KvLayoutId::kBf16D512 : KvLayoutId::kBf16;
+  SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
+  check(kv, "kv")
+      .same_device_as(q, "q")
+      .dtype({ScalarType::BFloat16})
+      .shape({-1, q.size(2)})
+      .last_dim_contiguous()
+      .aligned(16);
+  const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
+  params.scopes[0] = check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length");
+  params.num_scopes = 1;
+  MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
+}
+
+Tensor new_max_logits(const Tensor& q) { return new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float); }
+
+}  // namespace
+
+int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
+                                   bool batch_invariant) {
+  const Check check("sparse_attention_workspace");
+  check.at_least(num_tokens, "num_tokens", 0);
+  check.that(num_q_heads >= 1 && num_q_heads <= kMaxQHeads, "num_q_heads must be in [1, ", kMaxQHeads,
+             "], got ", num_q_heads);
+  check.at_least(num_sms, "num_sms", 1);
+  return sparse_attention_floats(num_tokens, num_q_heads, num_sms, batch_invariant);
+}
+
+void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
+                       const OptionalTensor& workspace) {
+  decode(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, nullptr}, &workspace);
+}
+TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
+  auto [out, lse] = new_outputs(Check("sparse_decode"), q);
+  decode(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, nullptr}, nullptr);
+  return {out, lse};
+}
+
+void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
+  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits}, &workspace);
+}
+ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
+  auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
+  Tensor max_logits = new_max_logits(q);
+  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits}, nullptr);
+  return {out, max_logits, lse};
+}
+
+void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
+  prefill_window(MLA_WINDOW_PASS, {out, lse, &max_logits}, &workspace);
+}
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
-  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  sparse_prefill_window_out(MLA_WINDOW_PASS, out, max_logits, lse);
+  Tensor max_logits = new_max_logits(q);
+  prefill_window(MLA_WINDOW_PASS, {out, lse, &max_logits}, nullptr);
+  return {out, max_logits, lse};
+}
+
+void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
+  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, &max_logits}, &workspace);
+}
+ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
+  auto [out, lse] = new_outputs(Check("sparse_prefill"), q);
+  Tensor max_logits = new_max_logits(q);
+  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, &max_logits}, nullptr);
   return {out, max_logits, lse};
 }
 
@@ -268,7 +354,7 @@ ThreeTensors run_by(const Check& check, const Tensor& q, const gpu::WantedKernel
   Tensor largest = new_empty(q, {max_logits ? q.size(0) : 0, q.size(1)}, ScalarType::Float);
   const SparseAttentionParams params = check_params({out, lse, max_logits ? &largest : nullptr});
   const gpu::WantedSparseAttention problem{params, wanted};
-  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_attention_by, q, problem);
+  MLA_LAUNCH_SPARSE(sparse_attention_by, check, q, problem, nullptr);
   return {out, largest, lse};
 }
 
@@ -289,34 +375,5 @@ ThreeTensors _sparse_attention_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_K
                 [&](const Outputs& outputs) { return check_window(check, MLA_WINDOW_PASS, outputs); });
 }
 #endif
-
-// bf16 rows are a cache of pages of one row.
-void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, Tensor out, Tensor max_logits, Tensor lse) {
-  const Check check("sparse_prefill");
-  check(q, "q").shape({-1, -1, -1});
-  const int64_t small = kv_layout(KvLayoutId::kBf16D512).head_dim_qk();
-  const int64_t large = kv_layout(KvLayoutId::kBf16).head_dim_qk();
-  check.that(q.size(2) == small || q.size(2) == large, "q must have a last dimension of ", small, " or ",
-             large, ", got ", q.size(2));
-  const KvLayoutId id = q.size(2) == small ? KvLayoutId::kBf16D512 : KvLayoutId::kBf16;
-  SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, {out, lse, &max_logits});
-  check(kv, "kv")
-      .same_device_as(q, "q")
-      .dtype({ScalarType::BFloat16})
-      .shape({-1, q.size(2)})
-      .last_dim_contiguous()
-      .aligned(16);
-  const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
-  params.scopes[0] = check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length");
-  params.num_scopes = 1;
-  if (params.num_tokens > 0) MLA_LAUNCH_SPARSE(sparse_prefill, q, params);
-}
-
-ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
-  auto [out, lse] = new_outputs(Check("sparse_prefill"), q);
-  Tensor max_logits = new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  sparse_prefill_out(q, kv, indices, sm_scale, attn_sink, topk_length, out, max_logits, lse);
-  return {out, max_logits, lse};
-}
 
 }  // namespace mla_fp8

@@ -62,7 +62,8 @@ struct SparseAttentionParams {
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing
-  float* workspace;   // as many floats as the plan asks for
+  float* workspace;   // where parts of a query's keys meet, or null; not more of them than it has room for
+  int64_t workspace_floats;
 
   MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
 };
@@ -112,6 +113,17 @@ class Selection {
   const int32_t* indices_ = nullptr;  // or the request's pages
   int64_t max_pages_ = 0, first_ = 0, length_ = 0;
 };
+
+// What CTAs that share a query leave in the workspace for a head and a part: (maximum, sum), output.
+inline constexpr int kFloatsOfPart = 2 + kHeadDimV;
+inline constexpr int64_t kMaxPortableSplits = 64, kMaxInvariantSplits = 8;
+// Floats that a workspace never needs more of: parts are at most enough for two CTAs of 32 heads on each SM.
+constexpr int64_t sparse_attention_floats(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
+                                          bool batch_invariant) {
+  const int64_t heads = num_tokens * num_q_heads, filling = 2 * num_sms * 32;
+  const int64_t most = heads * (batch_invariant ? kMaxInvariantSplits : kMaxPortableSplits);
+  return (batch_invariant || most < filling ? most : filling) * kFloatsOfPart;
+}
 
 namespace cpu {
 void sparse_attention(const SparseAttentionParams& params);

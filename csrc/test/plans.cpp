@@ -34,16 +34,29 @@ void bind_plans(py::module_& m) {
   m.def(
       "plan",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
-         bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout) {
+         bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout,
+         std::optional<int64_t> workspace) {
         if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
-        const auto p =
-            problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant);
-        return gpu::to_string(
-            gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms}));
+        auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant);
+        const auto plan =
+            gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
+        if (!workspace) return gpu::to_string(plan);
+        p.workspace_floats = *workspace;
+        return gpu::to_string(gpu::within_workspace(plan, p));
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
-      "extra_layout"_a = -1);
+      "extra_layout"_a = -1, "workspace"_a = py::none());
+  m.def(  // floats that a decode asks for, and the most that any does
+      "workspace",
+      [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,
+         int compute_major, int num_sms) {
+        const auto p = problem(layout, -1, queries, heads, keys, extra_keys, false, batch_invariant);
+        return std::pair(gpu::workspace_size(gpu::Op::kDecode, p, {compute_major, num_sms}),
+                         sparse_attention_floats(queries, heads, num_sms, batch_invariant));
+      },
+      py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
+      "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132);
   m.def(
       "forced_plan",
       [](const std::string& kernel, const std::string& schedule, int cta_heads, int splits, int producers,

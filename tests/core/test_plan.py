@@ -133,6 +133,21 @@ def test_the_portable_kernel_in_any_batch_knows_neither_queries_nor_heads_nor_sm
     assert core.plan("decode", **problem, **options) == core.plan("decode", **same, **options)
 
 
+@given(problems, st.booleans(), st.sampled_from([8, 9, 12]))
+def test_the_largest_workspace_of_use_is_enough_for_every_plan(problem, batch_invariant, major):
+    wanted, most = core.workspace(**problem, batch_invariant=batch_invariant, compute_major=major)
+    assert wanted <= most
+    if major == 9 and LAYOUTS[problem["layout"]] == "dsv32" and problem["keys"] < 1 << 25:
+        assert wanted == 0
+
+
+@pytest.mark.parametrize("parts, splits", [(40, 32), (32, 32), (31.9, 31), (5, 5), (1, 1), (0, 1)])
+def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
+    problem = {"layout": 0, "queries": 3, "heads": 16, "keys": 2048, "compute_major": 8}
+    plan = core.plan("decode", **problem, workspace=int(parts * 3 * 16 * 514))
+    assert plan == f"portable split, 16 heads, {splits} {'CTA' if splits == 1 else 'CTAs'} a query"
+
+
 @pytest.mark.parametrize(
     "wanted, layout, heads",
     [

@@ -100,11 +100,26 @@ def test_many_rows_of_bf16(name, extra, num_q_heads, num_tokens, page_size):
 
 
 @all_layouts
-@pytest.mark.parametrize("num_q_heads", [1, 16, 40, 128])
-def test_the_portable_kernel(layout, num_q_heads):
+@pytest.mark.parametrize("heads", [16, 32])  # of a CTA
+@pytest.mark.parametrize("num_q_heads, splits", [(1, 1), (16, 5), (40, 1), (128, 3)])
+def test_the_portable_kernel(layout, num_q_heads, splits, heads):
     case = make_case(layout, "cuda", num_q_heads=num_q_heads, topk=333, num_slots=1000, extra=V4_SCOPES)
-    out, _, lse = case.run_by("portable")
+    out, _, lse = case.run_by("portable", heads=heads, splits=splits)
     assert_right(case, out, lse)
+
+
+@pytest.mark.parametrize("room", [0, 1, 3.5, 32, 100])  # parts of the keys
+def test_the_portable_kernel_splits_as_far_as_the_workspace_has_room(room):
+    layout = KV_LAYOUTS["dsv4_fnuz"]  # no GPU has another kernel for it
+    case = make_case(layout, "cuda", num_tokens=2, topk=1000, num_slots=2000)
+    workspace = torch.full((int(room * 2 * 16 * 514),), float("nan"), device="cuda")
+    out = torch.full((2, 16, 512), float("nan"), device="cuda").bfloat16()
+    lse = torch.full((2, 16), float("nan"), device="cuda")
+    torch.ops.mla_fp8.sparse_decode_out(
+        *case.arguments(), **case.op_options(), out=out, lse=lse, workspace=workspace if room else None
+    )
+    assert_right(case, out, lse)
+    assert workspace.isnan().all() == (room < 2)
 
 
 def test_more_tokens_than_a_grid_dimension_or_a_scheduler_holds():

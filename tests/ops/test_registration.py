@@ -13,7 +13,13 @@ from op_samples import NO_KERNEL, SAMPLES, layout_id
 import mla_fp8
 from mla_fp8 import _libraries
 
-QUERIES = ("kv_layout_table", "index_layout_table", "index_topk_workspace", "cpu_isa")  # no tensors
+QUERIES = (  # no tensors
+    "kv_layout_table",
+    "index_layout_table",
+    "index_topk_workspace",
+    "sparse_attention_workspace",
+    "cpu_isa",
+)
 
 
 def schemas() -> dict[str, torch.FunctionSchema]:

@@ -338,6 +338,8 @@ ERRORS = [
     ),
     wrong("lse", lambda t: t.mT.contiguous(), r"lse must have shape \[6, 16\], got \[16, 6\]"),
     wrong("lse", lambda t: t.mT.contiguous().mT, "lse must be contiguous"),
+    wrong("workspace", lambda t: t.half(), "workspace must have dtype Float, got Half"),
+    wrong("workspace", lambda t: t[::2], "workspace must be contiguous"),
 ]
 
 
@@ -347,6 +349,7 @@ def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message,
     out = torch.full((6, 16, 512), float("nan"), device=device).bfloat16()
     lse = torch.full((6, 16), float("nan"), device=device)
     arguments = dict(zip(NAMES, case.arguments(), strict=True)) | case.op_options() | {"out": out, "lse": lse}
+    arguments["workspace"] = torch.empty(1000, device=device)
     wrong_value = change(arguments[name])
     if isinstance(wrong_value, torch.Tensor) and name == "scale":
         wrong_value = wrong_value.to(device)

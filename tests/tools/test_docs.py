@@ -67,6 +67,7 @@ def test_readme_lists_every_public_op() -> None:
         "hisparse_backend",
         "index_topk_workspace",
         "resolve_kv_cache_dtype",
+        "sparse_attention_workspace",
         "warmup",
         "workspace_rows",
     }

@@ -44,21 +44,26 @@ const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layou
 
 // Two CTAs are on an SM at once where it has the shared memory. A CTA of a query has at least two blocks of
 // keys, or the merge would cost more than it saves. With batch_invariant the number of heads changes nothing.
-constexpr int kPortableHeads[] = {16, 32};
-constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512, kMaxInvariantSplits = 8;
+constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
+
+const Variant& portable_variant(int heads, KvPair layouts) {
+  return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
+}
+int64_t floats_of_split(const SparseAttentionParams& p) {
+  return p.num_tokens * p.num_q_heads * kFloatsOfPart;
+}
 
 Plan plan_portable(const SparseAttentionParams& p, int num_sms) {
-  const int heads = kPortableHeads[p.num_q_heads > kPortableHeads[0] || p.batch_invariant];
+  const Variant& v = portable_variant(p.batch_invariant ? 32 : p.num_q_heads, p.layouts());
   const int64_t keys = std::max<int64_t>(num_keys(p), 1);
   int64_t splits;
   if (p.batch_invariant) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
   } else {
-    const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, heads);
-    splits = std::min({2 * num_sms / ctas, ceil_div(keys, kMinKeysOfSplit), int64_t{kMaxPortableSplits}});
+    const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
+    splits = std::min({2 * int64_t{num_sms} / ctas, ceil_div(keys, kMinKeysOfSplit), kMaxPortableSplits});
   }
-  return {variant(Kernel::kPortable, Schedule::kSplit, heads, p.layouts()),
-          static_cast<int>(std::max<int64_t>(splits, 1))};
+  return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }
 
 // ---- sm_90: which kernel, and how many SMs share a query ------------------------------------------------
@@ -224,16 +229,22 @@ std::string to_string(const Plan& plan) {
 }
 
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
-  if (plan.variant.kernel != Kernel::kPortable || plan.splits == 1) return 0;
-  return p.num_tokens * p.num_q_heads * plan.splits * (2 + kHeadDimV);  // (maximum, sum) and the output
+  return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
+}
+int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  return own_kernels(p, gpu) ? 0 : workspace_size(plan(op, p, gpu), p);
+}
+Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
+  if (workspace_size(plan, p) > p.workspace_floats)
+    plan.splits = static_cast<int>(std::max<int64_t>(p.workspace_floats / floats_of_split(p), 1));
+  return plan;
 }
 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
   if (wanted.kernel == name(Kernel::kPortable)) {
     if (wanted.splits == 0) return plan_portable(p, gpu.num_sms);  // its own
-    const int heads = wanted.heads > kPortableHeads[0] ? kPortableHeads[1] : kPortableHeads[0];
-    return {variant(Kernel::kPortable, Schedule::kSplit, heads, p.layouts()),
-            std::clamp(wanted.splits, 1, kMaxPortableSplits)};
+    return {portable_variant(wanted.heads, p.layouts()),
+            static_cast<int>(std::clamp<int64_t>(wanted.splits, 1, kMaxPortableSplits))};
   }
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&

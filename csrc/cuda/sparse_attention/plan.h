@@ -68,8 +68,6 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
 };
 
-inline constexpr int kMaxPortableSplits = 64;
-
 struct Plan {
   Variant variant;
   int splits = 1;  // CTAs that share the keys of a query: 1, 2, 4, 8 or 16; of kPortable any number
@@ -79,14 +77,18 @@ const char* name(Kernel kernel);
 const char* name(Schedule schedule);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"
 
-// Floats that the CTAs of a query leave for each other in global memory.
+// Floats that the plan's splits leave for each other in global memory, and the plan with no more splits than
+// the workspace of `p` has room for.
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p);
+Plan within_workspace(Plan plan, const SparseAttentionParams& p);
 
 struct Gpu {
   int major;  // of its compute capability
   int num_sms;
 };
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
+// Of the plan; where the GPU's own kernels run, which need none, without making it.
+int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);

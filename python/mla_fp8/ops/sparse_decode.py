@@ -6,6 +6,21 @@ from ..dispatch import attend, extra_layout_of, layout_of
 from ..layout import KVLayout
 
 
+def sparse_attention_workspace(
+    num_tokens: int, *, num_q_heads: int, num_sms: int, batch_invariant: bool = False
+) -> int:
+    """fp32 elements of ``workspace`` that ``sparse_decode_out`` and ``sparse_prefill*_out`` have use for.
+
+    ``torch.ops.mla_fp8.sparse_*_out`` allocate nothing. Where the portable kernel runs, small batches are
+    fast only if several CTAs share a token's keys. They meet in the caller's ``workspace``: as many as it has
+    room for, without one a single CTA. With ``batch_invariant`` a workspace that is too small raises
+    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts alone.
+    """
+    return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
+        num_tokens, num_q_heads, num_sms, batch_invariant
+    )
+
+
 def sparse_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -42,7 +57,8 @@ def sparse_decode(
     ``extra_layout`` is by default that of the first cache. It may also be ``dsv41_fp4``, next to ``dsv41`` or
     ``dsv4``: see ``KVLayout.extra_of``.
 
-    There is no workspace and nothing to plan ahead: what several CTAs do for a row is merged in the launch.
+    There is nothing to plan ahead. What several CTAs do for a row is merged in the launch; by the portable
+    kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
 
     A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
     CPU) not on how many there are either. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
