@@ -16,11 +16,13 @@ os.environ["SGLANG_PLUGINS"] = "mla_fp8"
 import engine_standins
 import pytest
 import sglang
+import signatures
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
+from mla_fp8.compat import sglang_layer
 from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -38,6 +40,11 @@ def test_nothing_that_we_build_on_is_missing():
     assert plugin.why_not() is None
     assert [plugin.why_not_methods(model) for model in plugin.METHODS] == [None, None]
     assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS}
+
+
+@pytest.mark.parametrize("file, name", signatures.cases(signatures.SGLANG))
+def test_ops_around_attention_take_sglangs_calls(file, name):
+    signatures.assert_takes(getattr(sglang_layer, name), "sglang", file)
 
 
 @packed_layouts

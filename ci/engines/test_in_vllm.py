@@ -9,6 +9,7 @@ from importlib import import_module
 import engine_standins
 import pins
 import pytest
+import signatures
 import spies
 import test_integrations_vllm as cases
 import torch
@@ -22,6 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+from mla_fp8.compat import vllm as compat
 from mla_fp8.integrations import attend, vllm_v4
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.layout import get_layout
@@ -35,6 +37,11 @@ def plugins():
     for _ in range(2):
         plugin.register()
         plugin.register_flash_mla_calls()
+
+
+@pytest.mark.parametrize("file, name", signatures.cases(signatures.VLLM))
+def test_ops_around_attention_take_vllms_calls(file, name):
+    signatures.assert_takes(getattr(compat, name), "vllm", file)
 
 
 def config(**changes) -> AttentionSelectorConfig:

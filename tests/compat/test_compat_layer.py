@@ -81,6 +81,9 @@ def test_vllms_inverse_rope_takes_padded_heads(device):
     want = mla_fp8.inverse_rope_quantize(o[:, :16], arguments["cos"], arguments["sin"], at, num_groups=2)
     assert got[0].shape == (25, 2, 4096) and got[1].stride(0) == 1
     assert_same([x.float() for x in got], [x.float() for x in want])
+    plain, nothing = vllm.fused_inv_rope_fp8_quant(o, at, table, 2, 8, quantize=False)
+    turned = mla_fp8.inverse_rope(o[:, :16], arguments["cos"], arguments["sin"], at)
+    assert torch.equal(plain, turned.view(25, 2, 4096)) and nothing.numel() == 0
     for options in ({"tma_aligned_scales": True}, {"nope_dim": 512}, {"rope_dim": 32, "nope_dim": 480}):
         with pytest.raises(ValueError, match="tma_aligned_scales must be False"):
             vllm.fused_inv_rope_fp8_quant(o, at, table, 2, 8, **options)
@@ -104,6 +107,11 @@ def test_sglangs_latents(name, layout, device):
     insert(*inputs, arguments["slot_mapping"].int(), kv_cache, PAGE_SIZE, layout=name)
     narrow = arguments | {"slot_mapping": arguments["slot_mapping"].int()}
     assert torch.equal(kv_cache, inserted(narrow, device, layout))
+    q, kv_cache = values(25, 5, 512, device=device), cache(device, layout)
+    own = q.clone()
+    insert(*inputs, narrow["slot_mapping"], kv_cache, PAGE_SIZE, layout=name, q=own)
+    assert torch.equal(kv_cache, inserted(narrow, device, layout))
+    assert_same_bf16(own, q_of(arguments, q, False, 5))
     with pytest.raises(ValueError, match="layout must be v4 or v41, got 'v32'"):
         insert(*inputs, arguments["slot_mapping"], kv_cache, PAGE_SIZE, layout="v32")
 

@@ -1,17 +1,22 @@
-"""SGLang's fused ops around the attention of DeepSeek V4, by their names and argument order.
+"""SGLang's fused ops around the attention of DeepSeek V4 and V4.1, by their names and argument order.
 
-``freqs_cis`` is [max_pos, 32] complex64. Ours round to bf16 between norm and RoPE and before quantising;
-what SGLang's window kernel quantises from float32 may be one code apart. Bad input raises RuntimeError from
-the op, under our argument names.
+``freqs_cis`` is [max_pos, 32] complex64, for the compressors of ratio 1 and 2 the same as floats, [max_pos,
+64]. Ours round to bf16 between norm and RoPE and before quantising; what SGLang's window kernel quantises
+from float32 may be one code apart. Bad input raises RuntimeError from the op, under our argument names.
+
+The compressors store a row as it is, where SGLang rounds those of "v4" and "v41" through FP4 first. Those of
+ratio 4 and 128 are not here: they take bytes that SGLang's own planner writes.
 """
 
 import torch
 
 from ..layout import KV_LAYOUTS
+from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 
 _LAYOUTS = {"v4": "dsv4", "v41": "dsv41"}
+_ENTRY_LAYOUTS = _LAYOUTS | {"v41_fp4": "dsv41_fp4"}
 
 
 def _tables(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,14 +50,18 @@ def fused_k_norm_rope_flashmla(
     kvcache: torch.Tensor,
     page_size: int,
     layout: str = "v4",
+    q: torch.Tensor | None = None,
 ) -> None:
-    """:func:`mla_fp8.k_norm_rope_insert` into rows of ``layout``: "v4" or "v41"."""
+    """:func:`mla_fp8.k_norm_rope_insert` into rows of ``layout``, "v4" or "v41"; rotates ``q`` in place."""
     if layout not in _LAYOUTS:
         raise ValueError(f"fused_k_norm_rope_flashmla: layout must be v4 or v41, got {layout!r}")
-    k_norm_rope_insert(
-        kv, kv_weight, *_tables(freqs_cis), positions, out_loc, kvcache,
-        layout=_LAYOUTS[layout], page_size=page_size, eps=eps,
-    )  # fmt: skip
+    rest = (kv, kv_weight, *_tables(freqs_cis), positions, out_loc, kvcache)
+    if q is None:
+        k_norm_rope_insert(*rest, layout=_LAYOUTS[layout], page_size=page_size, eps=eps)
+    else:
+        qk_norm_rope_insert(
+            q, *rest, layout=_LAYOUTS[layout], page_size=page_size, eps=eps, norm_q=False, out_q=q
+        )
 
 
 def fused_rope_inplace(
@@ -66,3 +75,128 @@ def fused_rope_inplace(
     cos, sin = _tables(freqs_cis)
     for x in (q,) if k is None else (q, k):
         inverse_rope(x, cos, sin if inverse else -sin, positions, out=x)
+
+
+def c1_decode_norm_rope_store(
+    kv_input: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    out_loc: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    page_size: int,
+    layout: str = "v4",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`mla_fp8.compress_kv` of ratio 1. Returns the latents; slot 0 is padding and not stored."""
+    out = kv_input.new_empty(len(kv_input), 512, dtype=torch.bfloat16) if out is None else out
+    starts = torch.arange(len(kv_input) + 1, dtype=torch.int32, device=kv_input.device)  # a request each
+    _compress(
+        kv_input, starts, positions, None, starts[:-1], norm_weight, eps, freqs_cis, out_loc, k_cache,
+        ratio=1, page_size=page_size, layout=layout, out=out,
+    )  # fmt: skip
+    return out
+
+
+def c2_decode_norm_rope_store(
+    kv_input: torch.Tensor,
+    kv_state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    req: torch.Tensor,
+    raw_out_loc: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    page_size: int,
+    ring_size: int,
+    draft_len: int = 1,
+    layout: str = "v4",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`mla_fp8.compress_kv` of ratio 2, ``draft_len`` rows a request. Returns the latents.
+
+    ``kv_state`` [*, 1024] has position p of request r in row r * ring_size + p % ring_size. A request whose
+    first row has ``raw_out_loc`` 0 is padding.
+    """
+    out = kv_input.new_empty(len(kv_input), 512, dtype=torch.bfloat16) if out is None else out
+    starts = torch.arange(0, len(kv_input) + 1, draft_len, dtype=torch.int32, device=kv_input.device)
+    first = slice(0, len(kv_input), draft_len)
+    slots = torch.where(raw_out_loc[first] == 0, -1, req[first])
+    _compress(
+        kv_input, starts, positions[first], _rings(kv_state, ring_size), slots, norm_weight, eps, freqs_cis,
+        raw_out_loc, k_cache, ratio=2, page_size=page_size, layout=layout, out=out,
+    )  # fmt: skip
+    return out
+
+
+def c2_prefill_norm_rope_store(
+    kv_input: torch.Tensor,
+    kv_state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    req: torch.Tensor,
+    raw_out_loc: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    k_cache: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    *,
+    page_size: int,
+    ring_size: int,
+    layout: str = "v4",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`c2_decode_norm_rope_store` of any rows: request i has ``extend_seq_lens[i]`` from
+    ``extend_start_loc[i]`` on. Rows of no request are left alone.
+    """
+    out = kv_input.new_empty(len(kv_input), 512, dtype=torch.bfloat16) if out is None else out
+    if len(kv_input) == 0:
+        return out
+    # What lies before each request, mostly nothing, is a request without a state.
+    spans = torch.stack([extend_start_loc, extend_start_loc + extend_seq_lens], 1).flatten().int()
+    first = spans[::2].long().clamp_max(len(kv_input) - 1)
+    start_pos, slots = (
+        torch.stack([torch.full_like(x[first], -1), x[first]], 1).flatten() for x in (positions, req)
+    )
+    _compress(
+        kv_input, torch.cat([spans.new_zeros(1), spans]), start_pos, _rings(kv_state, ring_size), slots,
+        norm_weight, eps, freqs_cis, raw_out_loc, k_cache,
+        ratio=2, page_size=page_size, layout=layout, out=out,
+    )  # fmt: skip
+    return out
+
+
+def _rings(kv_state: torch.Tensor, ring_size: int) -> torch.Tensor:
+    whole = kv_state[: len(kv_state) // ring_size * ring_size]
+    return whole.view(-1, ring_size, kv_state.shape[1])
+
+
+def _compress(
+    kv_input: torch.Tensor,
+    starts: torch.Tensor,
+    start_pos: torch.Tensor,
+    state: torch.Tensor | None,
+    state_slots: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    out_loc: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    ratio: int,
+    page_size: int,
+    layout: str,
+    out: torch.Tensor,
+) -> None:
+    if layout not in _ENTRY_LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(_ENTRY_LAYOUTS)}, got {layout!r}")
+    compress_kv(
+        kv_input, starts, start_pos.int(), state, state_slots, None, norm_weight, freqs_cis[:, 0::2],
+        freqs_cis[:, 1::2], torch.where(out_loc == 0, -1, out_loc // ratio), k_cache, ratio=ratio,
+        layout=_ENTRY_LAYOUTS[layout], page_size=page_size, eps=eps, out_latent=out,
+    )  # fmt: skip

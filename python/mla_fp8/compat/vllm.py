@@ -1,14 +1,16 @@
-"""vLLM's fused ops around the attention of DeepSeek V4, by their names and argument order.
+"""vLLM's fused ops around the attention of DeepSeek V4 and V4.1, by their names and argument order.
 
 ``cos_sin_cache`` is [max_pos, 64] float32: 32 cosines, then 32 sines. Ours round to bf16 between norm and
 RoPE, and between RoPE and a cast, as the model does; vLLM's round once, and their elements may be one code
-apart. Bad input raises RuntimeError from the op, under our argument names.
+apart. Bad input raises RuntimeError from the op, under our argument names. V4's own compressor is not here:
+its state is paged through block tables and holds scores with their bias.
 """
 
 import torch
 
 from ..layout import KV_LAYOUTS, KVLayout
-from ..ops.inverse_rope import inverse_rope_quantize
+from ..ops.compress_kv import compress_kv
+from ..ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 
 
@@ -103,11 +105,13 @@ def fused_inv_rope_fp8_quant(
     rope_dim: int = 64,
     quant_group_size: int = 128,
     tma_aligned_scales: bool = False,
+    quantize: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`mla_fp8.inverse_rope_quantize`: e4m3 [T, G, D], float32 scales as Hopper's DeepGEMM has them.
 
-    ``o`` may have more heads than the groups: those behind them are padding. Raises ValueError for scales
-    packed for Blackwell (``tma_aligned_scales``) and for dims that are not those of ``o``.
+    Without ``quantize`` bf16 [T, G, D] of :func:`mla_fp8.inverse_rope` and no scales. ``o`` may have more
+    heads than the groups: those behind them are padding. Raises ValueError for scales packed for Blackwell
+    (``tma_aligned_scales``) and for dims that are not those of ``o``.
     """
     if tma_aligned_scales or nope_dim + rope_dim != o.shape[-1] or rope_dim != cos_sin_cache.shape[-1]:
         raise ValueError(
@@ -117,4 +121,80 @@ def fused_inv_rope_fp8_quant(
         )
     heads = o[:, : n_groups * heads_per_group]
     cos, sin = _tables(cos_sin_cache)
+    if not quantize:
+        return inverse_rope(heads, cos, sin, positions).view(len(o), n_groups, -1), o.new_empty(0).float()
     return inverse_rope_quantize(heads, cos, sin, positions, num_groups=n_groups, tile=quant_group_size)
+
+
+_ROWS = {torch.bfloat16: "bf16_512", torch.float8_e4m3fn: "fp8_e4m3_512"}  # of caches without packed rows
+
+
+def fused_save_compress_norm(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    token_to_req_indices: torch.Tensor | None,
+    rms_norm_weight: torch.Tensor,
+    rms_norm_eps: float,
+    compress_ratio: int,
+    latent_out: torch.Tensor,
+    prev_rows: torch.Tensor | None = None,
+    prev_row_indices: torch.Tensor | None = None,
+) -> None:
+    """:func:`mla_fp8.compress_kv` without a cache: V4.1's latents of ratio 1 or 2, and the ring of ratio 2.
+
+    ``state_cache`` is a ring per request, [blocks, capacity, 1024], and ``slot_mapping`` of a request's first
+    token says which: block * capacity + row; negative: the request is skipped. For ratio 1 it marks the
+    tokens that count. Raises ValueError for rows of other ranks (``prev_rows``).
+    """
+    if prev_rows is not None or prev_row_indices is not None:
+        raise ValueError("fused_save_compress_norm: prev_rows must be None, got rows of other ranks")
+    num_tokens, device = slot_mapping.numel(), kv_score.device
+    if compress_ratio == 1 or state_cache is None or query_start_loc is None:  # a request per token
+        starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
+        start_pos = torch.where(slot_mapping >= 0, positions[:num_tokens], -1)
+        state_slots = starts[:num_tokens]
+    else:
+        starts, capacity = query_start_loc.int(), state_cache.shape[1]
+        first = starts[:-1].long().clamp_max(max(num_tokens - 1, 0))  # a request may have no token
+        start_pos, slots = positions[first], slot_mapping[first]
+        state_slots = torch.where(slots >= 0, slots // capacity, -1)
+    nowhere, table = torch.full_like(slot_mapping, -1), kv_score.new_empty(1, 0)
+    compress_kv(
+        kv_score[:num_tokens], starts, start_pos.int(), state_cache if compress_ratio > 1 else None,
+        state_slots, None, rms_norm_weight, table, table, nowhere,
+        KV_LAYOUTS["bf16_512"].empty(0, 1, device), ratio=compress_ratio, layout="bf16_512", page_size=1,
+        eps=rms_norm_eps, round_pooled=False, out_latent=latent_out[:num_tokens],
+    )  # fmt: skip
+
+
+def rope_quant_insert(
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compress_ratio: int,
+    fp8_scale: torch.Tensor | None = None,
+) -> None:
+    """:func:`mla_fp8.k_norm_rope_insert` of the latents that close an entry, at its first token's position.
+
+    ``kv_cache`` is [blocks, rows, bytes]: V4's rows, bfloat16, or e4m3 with ``fp8_scale``. Raises ValueError
+    for V4.1's own rows, whose scales vLLM keeps behind each row's values, as kernels for Blackwell read them.
+    """
+    packed = kv_cache.dtype is torch.uint8 and kv_cache.shape[-1] == KV_LAYOUTS["dsv4"].bytes_per_token
+    layout = "dsv4" if packed else _ROWS.get(kv_cache.dtype)
+    if layout is None:
+        raise ValueError(
+            "rope_quant_insert: kv_cache must have V4's rows, or be bfloat16 or float8_e4m3fn, "
+            f"got rows of {kv_cache.shape[-1]} of {kv_cache.dtype}"
+        )
+    at = positions[: slot_mapping.numel()]
+    closes = (at + 1) % compress_ratio == 0
+    k_norm_rope_insert(
+        latent[: slot_mapping.numel()], None, *_tables(cos_sin_cache), at + 1 - compress_ratio,
+        torch.where(closes, slot_mapping, -1), kv_cache, layout=layout, page_size=kv_cache.shape[1],
+        eps=0.0, scale=fp8_scale if layout == "fp8_e4m3_512" else None,
+    )  # fmt: skip
