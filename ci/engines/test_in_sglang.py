@@ -23,6 +23,7 @@ from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.compat import sglang_layer
+from mla_fp8.integrations import layer_ops
 from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -45,6 +46,11 @@ def test_nothing_that_we_build_on_is_missing():
 @pytest.mark.parametrize("file, name", signatures.cases(signatures.SGLANG))
 def test_ops_around_attention_take_sglangs_calls(file, name):
     signatures.assert_takes(getattr(sglang_layer, name), "sglang", file)
+
+
+def test_the_ops_around_attention_can_be_taken_over():
+    for module, functions in layer_ops.SGLANG.items():
+        assert [layer_ops.why_not(module, name, ours) for name, (ours, _) in functions.items()] == [None] * 3
 
 
 @packed_layouts

@@ -24,7 +24,7 @@ from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_fp8.compat import vllm as compat
-from mla_fp8.integrations import attend, vllm_v4
+from mla_fp8.integrations import attend, layer_ops, vllm_v4
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.layout import get_layout
 from mla_fp8.testing import assert_within_flash_mla_tolerance
@@ -42,6 +42,12 @@ def plugins():
 @pytest.mark.parametrize("file, name", signatures.cases(signatures.VLLM))
 def test_ops_around_attention_take_vllms_calls(file, name):
     signatures.assert_takes(getattr(compat, name), "vllm", file)
+
+
+def test_the_ops_around_attention_can_be_taken_over():
+    for module, functions in layer_ops.VLLM.items():
+        found = [layer_ops.why_not(module, name, ours) for name, (ours, _) in functions.items()]
+        assert found == [None] * len(functions)
 
 
 def config(**changes) -> AttentionSelectorConfig:

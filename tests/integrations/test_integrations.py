@@ -13,7 +13,7 @@ import torch
 from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS, probes
-from mla_fp8.integrations import attend, flash_mla_calls, sglang, vllm
+from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, sglang, vllm
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -23,16 +23,24 @@ def test_every_entry_point_names_a_function_that_takes_nothing():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert re.findall(r'entry-points."([\w.]+)"', text) == ["vllm.general_plugins", "sglang.srt.plugins"]
     named = re.findall(r'= "(mla_fp8\.integrations\.\w+):(\w+)"', text)
-    assert len(named) == 3
+    assert len(named) == 5
     for module, function in named:
         assert not inspect.signature(getattr(import_module(module), function)).parameters
 
 
-@pytest.mark.parametrize("register", ["vllm.register", "vllm.register_flash_mla_calls", "sglang.register"])
-def test_without_the_engine_an_entry_point_says_so_and_raises_nothing(register, caplog, monkeypatch):
-    engine, _, name = register.partition(".")
+@pytest.mark.parametrize(
+    "engine, register",
+    [
+        ("vllm", vllm.register),
+        ("vllm", vllm.register_flash_mla_calls),
+        ("vllm", layer_ops.register_vllm),
+        ("sglang", sglang.register),
+        ("sglang", layer_ops.register_sglang),
+    ],
+)
+def test_without_the_engine_an_entry_point_says_so_and_raises_nothing(engine, register, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, engine, None)
-    getattr({"vllm": vllm, "sglang": sglang}[engine], name)()
+    register()
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "is not installed" in record.getMessage()
 

@@ -1,4 +1,4 @@
-"""A layer of V4 from projection to projection on these ops: prologue, compressor, attention, epilogue.
+"""A layer of V4 between its projections: prologue, compressor, indexer, attention and epilogue on these ops.
 
 Each step against float64 on the data that the test kept; on a GPU the whole layer in one CUDA graph.
 """
@@ -8,9 +8,11 @@ import torch
 from norm_rope_cases import rope_tables
 
 import mla_fp8
-from mla_fp8 import KV_LAYOUTS, reference
+from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS, index_reference, reference
 
 LAYOUT, PAGE_SIZE, EPS, HEADS, RATIO, WINDOW = KV_LAYOUTS["dsv4"], 64, 1e-6, 8, 4, 128
+INDEX, INDEX_HEADS, TOPK, ENTRY_PAGE = INDEX_LAYOUTS["index_fp8"], 8, 24, 16
+ENTRY_PAGES = [2, 0, 3, 1]
 MAX_LEN = 256
 SM_SCALE = 512**-0.5
 
@@ -36,42 +38,59 @@ class Layer:
         self.weight, self.entry_weight = (1 + torch.randn(2, 512, device=device) / 8).bfloat16()
         self.ape = torch.randn(RATIO, 1024, device=device)
         self.sink = torch.randn(HEADS, device=device)
-        self.cache, self.entries = (
-            LAYOUT.empty(MAX_LEN // PAGE_SIZE, PAGE_SIZE, device).zero_() for _ in "ab"
-        )
+        self.cache = LAYOUT.empty(MAX_LEN // PAGE_SIZE, PAGE_SIZE, device).zero_()
+        self.entries = LAYOUT.empty(len(ENTRY_PAGES), ENTRY_PAGE, device).zero_()
+        self.index = INDEX.empty(len(ENTRY_PAGES), ENTRY_PAGE, device).fill_(0xFF)
+        self.index_k = torch.randn(512, 128, device=device) / 512**0.5
+        self.latent = torch.full((MAX_LEN, 512), float("nan"), dtype=torch.bfloat16, device=device)
         self.state = torch.full((1, 8 + 4, 2048), float("nan"), device=device)
 
     def step(self, x):
-        """``x``: q, kv, kv_score, positions, rows of entries, indices of both caches."""
+        """``x``: q, kv, kv_score, the indexer's q and weights, positions, slots of entries and window."""
         q = mla_fp8.qk_norm_rope_insert(
             x["q"], x["kv"], self.weight, self.cos, self.sin, x["positions"], x["positions"], self.cache,
             layout=LAYOUT, page_size=PAGE_SIZE, eps=EPS, norm_q=True,
         )  # fmt: skip
+        latent = self.latent[: len(q)]
         mla_fp8.compress_kv(
             x["kv_score"], x["starts"], x["start_pos"], self.state, x["state_slots"], self.ape,
             self.entry_weight, self.cos, self.sin, x["entry_slots"], self.entries,
-            ratio=RATIO, layout=LAYOUT, page_size=PAGE_SIZE, eps=EPS,
+            ratio=RATIO, layout=LAYOUT, page_size=ENTRY_PAGE, eps=EPS, out_latent=latent,
         )  # fmt: skip
+        keys = (latent.float() @ self.index_k).bfloat16()  # what no token closes has no slot
+        mla_fp8.quantize_index_k(keys, x["key_slots"], self.index, layout=INDEX, page_size=ENTRY_PAGE)
+        chosen, selected, lens = mla_fp8.index_topk(
+            x["index_q"].view(torch.float8_e4m3fn), x["index_weights"], self.index, x["entry_pages"],
+            x["seq_lens"], layout=INDEX, page_size=ENTRY_PAGE, topk=TOPK, query_start_loc=x["starts"],
+            compress_ratio=RATIO,
+        )  # fmt: skip
+        slots, _ = mla_fp8.topk_to_slots(chosen, x["entry_pages"], page_size=ENTRY_PAGE, next_n=len(q))
         out, _ = mla_fp8.sparse_decode(
             q, self.cache, x["window"], layout=LAYOUT, page_size=PAGE_SIZE, sm_scale=SM_SCALE,
-            attn_sink=self.sink, extra_kv_cache=self.entries, extra_indices=x["selected"],
-            extra_page_size=PAGE_SIZE, backend="native",
+            attn_sink=self.sink, extra_kv_cache=self.entries, extra_indices=selected,
+            extra_topk_length=lens, extra_page_size=ENTRY_PAGE, backend="native",
         )  # fmt: skip
-        return q, out, *mla_fp8.inverse_rope_quantize(out, self.cos, self.sin, x["positions"], num_groups=1)
+        codes, scale = mla_fp8.inverse_rope_quantize(out, self.cos, self.sin, x["positions"], num_groups=1)
+        return q, out, chosen, selected, slots, codes, scale
 
 
 def inputs_of(tokens, first, n, device):
     """Of tokens first .. first + n - 1; `tokens` has q, kv and kv_score of all."""
     positions = torch.arange(first, first + n, device=device)
     seen = torch.arange(WINDOW, device=device) + positions[:, None] - WINDOW + 1
-    entries = torch.arange(MAX_LEN // RATIO, device=device).expand(n, -1)
-    ints = {"starts": [0, n], "start_pos": [first], "state_slots": [0]}
+    ints = {
+        "starts": [0, n], "start_pos": [first], "state_slots": [0], "seq_lens": [first + n],
+        "entry_pages": [ENTRY_PAGES],
+    }  # fmt: skip
+    pages = torch.tensor(ENTRY_PAGES, device=device)
+    entry = positions // RATIO
+    slots = pages[entry // ENTRY_PAGE] * ENTRY_PAGE + entry % ENTRY_PAGE
     return {
         **{name: x[first : first + n].clone() for name, x in tokens.items()},
         "positions": positions,
-        "entry_slots": positions // RATIO,
+        "entry_slots": slots,
+        "key_slots": torch.where((positions + 1) % RATIO == 0, slots, -1),
         "window": seen.where(seen >= 0, -1).int(),
-        "selected": entries.where(entries < ((positions + 1) // RATIO)[:, None], -1).int(),
         **{name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in ints.items()},
     }
 
@@ -81,11 +100,13 @@ def random_tokens(device, n=MAX_LEN):
         "q": torch.randn(n, HEADS, 512, device=device).bfloat16(),
         "kv": torch.randn(n, 512, device=device).bfloat16(),
         "kv_score": torch.randn(n, 2048, device=device),
+        "index_q": torch.randn(n, INDEX_HEADS, 128, device=device).to(torch.float8_e4m3fn).view(torch.uint8),
+        "index_weights": torch.randn(n, INDEX_HEADS, device=device),
     }
 
 
-def exact_steps(layer, tokens):
-    """q, rows, entries, attention and its output rotated back, all in float64."""
+def exact_steps(layer, tokens, chosen):
+    """q, rows, entries, attention to what was chosen and its output rotated back, all in float64."""
     cos, sin = layer.cos.double(), layer.sin.double()
     q = turn64(norm64(tokens["q"].double()), cos, sin)
     rows = turn64(norm64(tokens["kv"].double()) * layer.weight.double(), cos, sin)
@@ -97,10 +118,26 @@ def exact_steps(layer, tokens):
         entries.append((scores.softmax(0) * values).sum(0))
     first = torch.arange(0, MAX_LEN, RATIO, device=cos.device)
     entries = turn64(norm64(torch.stack(entries)) * layer.entry_weight.double(), cos[first], sin[first])
-    lists = inputs_of(tokens, 0, MAX_LEN, cos.device)
-    scopes = [(rows, lists["window"], None), (entries, lists["selected"], None)]
+    scopes = [(rows, inputs_of(tokens, 0, MAX_LEN, cos.device)["window"], None), (entries, chosen, None)]
     out, _, _ = reference.sparse_attention(q, scopes, sm_scale=SM_SCALE, attn_sink=layer.sink)
     return q, rows, entries, out, turn64(out, cos, sin, -1)
+
+
+def assert_best(layer, tokens, chosen):
+    """No entry is left out that is better than one that was taken, by more than sums may err."""
+    values, scales = index_reference.index_keys(layer.index, INDEX, ENTRY_PAGE)
+    pages = torch.tensor(ENTRY_PAGES, device=chosen.device)
+    at = (pages[:, None] * ENTRY_PAGE + torch.arange(ENTRY_PAGE, device=chosen.device)).flatten()
+    q = tokens["index_q"].view(torch.float8_e4m3fn)
+    logits = index_reference.logits_of(q, tokens["index_weights"], values[at], scales[at], None)
+    seen = (torch.arange(MAX_LEN, device=at.device)[:, None] + 1) // RATIO
+    past = torch.arange(MAX_LEN // RATIO, device=at.device) < seen
+    taken = torch.zeros(len(q), len(at) + 1, dtype=torch.bool, device=at.device)
+    taken = taken.scatter(1, chosen.long().where(chosen >= 0, len(at)), True)[:, :-1]
+    assert (taken & ~past).sum() == 0 and torch.equal(taken.sum(1), seen[:, 0].clamp_max(TOPK))
+    least = logits.masked_fill(~taken, torch.inf).amin(1)
+    most = logits.masked_fill(taken | ~past, -torch.inf).amax(1)
+    assert (most <= least + 2e-3 * logits.masked_fill(~past, 0).abs().amax(1)).all()
 
 
 def assert_near(got, want, error):
@@ -114,14 +151,20 @@ def test_each_step_is_near_float64_and_no_step_knows_how_the_tokens_came(steps, 
     for n in steps:
         results.append(layer.step(inputs_of(tokens, first, n, device)))
         first += n
-    q, out, codes, scale = (torch.cat(x) if i < 2 else torch.cat([y.float() for y in x])
-                            for i, x in enumerate(zip(*results, strict=True)))  # fmt: skip
-    want_q, rows, entries, want_out, back = exact_steps(layer, tokens)
+    whole = [
+        torch.cat([y.float() if y.dtype.itemsize == 1 else y for y in x]) for x in zip(*results, strict=True)
+    ]
+    q, out, chosen, selected, slots, codes, scale = whole
+    assert torch.equal(selected, slots)
+    assert_best(layer, tokens, chosen)
+    want_q, rows, entries, want_out, back = exact_steps(layer, tokens, chosen)
     assert_near(q, want_q, 3e-3)
-    slots = torch.arange(MAX_LEN, device=device)
-    options = {"layout": LAYOUT, "page_size": PAGE_SIZE}
-    assert_near(mla_fp8.dequantize_kv(layer.cache, slots, **options), rows, 3e-2)
-    assert_near(mla_fp8.dequantize_kv(layer.entries, slots[: MAX_LEN // RATIO], **options), entries, 3e-2)
+    at = torch.arange(MAX_LEN, device=device)
+    stored = mla_fp8.dequantize_kv(layer.cache, at, layout=LAYOUT, page_size=PAGE_SIZE)
+    assert_near(stored, rows, 3e-2)
+    at = inputs_of(tokens, 0, MAX_LEN, device)["entry_slots"][::RATIO].contiguous()
+    stored = mla_fp8.dequantize_kv(layer.entries, at, layout=LAYOUT, page_size=ENTRY_PAGE)
+    assert_near(stored, entries, 3e-2)
     assert_near(out, want_out, 4e-2)
     projected = codes.view(MAX_LEN, -1, 128) * scale.view(MAX_LEN, -1, 1)
     assert_near(projected.view(back.shape), back, 6e-2)
@@ -137,7 +180,7 @@ def test_a_whole_layer_in_a_cuda_graph():
     for layer in (eager, graphed):
         layer.step(inputs_of(tokens, 0, 100, "cuda"))
     static = inputs_of(tokens, 100, 4, "cuda")
-    kept = {name: getattr(graphed, name).clone() for name in ("cache", "entries", "state")}
+    kept = {name: getattr(graphed, name).clone() for name in ("cache", "entries", "index", "state")}
     graphed.step(static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
