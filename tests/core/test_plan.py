@@ -33,7 +33,9 @@ def shapes():
         yield "decode", *cache, heads, queries, H200
     for cache, heads, queries in product(chunks, HEADS, (32, 256, 4096)):
         yield "prefill", *cache, heads, queries, H200
-    for op, heads, queries, gpu in product(("decode", "prefill"), (16, 128), (64, 512), (H20, B200, A100)):
+    for op, heads, queries, gpu in product(
+        ("decode", "prefill"), (16, 32, 128), (64, 512), (H20, B200, A100)
+    ):
         yield op, "dsv32", 2048, 0, False, heads, queries, gpu
     yield "decode", "dsv32", 2048, 0, False, 128, 1 << 20, H200
     yield "prefill", "dsv32", 2048, 0, False, 128, 1 << 20, H200

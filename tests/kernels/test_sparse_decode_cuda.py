@@ -100,7 +100,7 @@ def test_many_rows_of_bf16(name, extra, num_q_heads, num_tokens, page_size):
 
 
 @all_layouts
-@pytest.mark.parametrize("heads", [16, 32])  # of a CTA
+@pytest.mark.parametrize("heads", [16, 32, 64])  # of a CTA
 @pytest.mark.parametrize("num_q_heads, splits", [(1, 1), (16, 5), (40, 1), (128, 3)])
 def test_the_portable_kernel(layout, num_q_heads, splits, heads):
     case = make_case(layout, "cuda", num_q_heads=num_q_heads, topk=333, num_slots=1000, extra=V4_SCOPES)

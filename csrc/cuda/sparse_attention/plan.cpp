@@ -42,11 +42,15 @@ const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layou
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
-// Two CTAs are on an SM at once where it has the shared memory. A CTA of a query has at least two blocks of
-// keys, or the merge would cost more than it saves. With batch_invariant the number of heads changes nothing.
+// CTAs of 64 heads are alone on an SM, of fewer there are two at once where it has the shared memory. 64
+// heads are for queries enough to fill the SMs so (one H200, dsv32, 64 heads: 1 query 13.6 -> 17.5 us, 16
+// queries 52.0 -> 48.8). A CTA of a query has at least two blocks of keys, or the merge would cost more than
+// it saves. With batch_invariant the number of heads changes nothing.
 constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
 
 const Variant& portable_variant(int heads, KvPair layouts) {
+  if (heads > 32)
+    if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, 0, layouts)) return *v;
   return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
 }
 int64_t floats_of_split(const SparseAttentionParams& p) {
@@ -54,14 +58,17 @@ int64_t floats_of_split(const SparseAttentionParams& p) {
 }
 
 Plan plan_portable(const SparseAttentionParams& p, int num_sms) {
-  const Variant& v = portable_variant(p.batch_invariant ? 32 : p.num_q_heads, p.layouts());
-  const int64_t keys = std::max<int64_t>(num_keys(p), 1);
+  const int64_t keys = std::max<int64_t>(num_keys(p), 1), most_splits = ceil_div(keys, kMinKeysOfSplit);
+  const bool few = p.num_tokens * ceil_div(p.num_q_heads, 64) * most_splits < num_sms;
+  const int heads = p.batch_invariant ? 32 : few ? std::min(p.num_q_heads, 32) : p.num_q_heads;
+  const Variant& v = portable_variant(heads, p.layouts());
   int64_t splits;
   if (p.batch_invariant) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
   } else {
     const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
-    splits = std::min({2 * int64_t{num_sms} / ctas, ceil_div(keys, kMinKeysOfSplit), kMaxPortableSplits});
+    const int64_t at_once = int64_t{num_sms} * (v.heads == 64 ? 1 : 2);
+    splits = std::min({at_once / ctas, most_splits, kMaxPortableSplits});
   }
   return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }

@@ -26,7 +26,7 @@ enum class Schedule {
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
 // second become rows like those.
-enum class Rows { kAll, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
+enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
 
 // What of a kernel is known when it is compiled, besides the layout.
 struct Variant {
@@ -38,12 +38,14 @@ struct Variant {
 
   constexpr bool reads(KvPair pair) const {
     if (rows == Rows::kAll) return can_attend(pair);
+    if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
     if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4)) return false;
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
     switch (rows) {
-      case Rows::kAll: return true;
+      case Rows::kAll:
+      case Rows::kCoded: return true;
       case Rows::kE4m3fn: return e4m3fn;
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
@@ -55,6 +57,7 @@ struct Variant {
 inline constexpr Variant kVariants[] = {
     {Kernel::kPortable, Schedule::kSplit, 16, 8, Rows::kAll},
     {Kernel::kPortable, Schedule::kSplit, 32, 8, Rows::kAll},
+    {Kernel::kPortable, Schedule::kSplit, 64, 16, Rows::kCoded},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},

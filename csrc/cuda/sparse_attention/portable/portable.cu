@@ -2,10 +2,10 @@
 // loop, in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
 //
 // A CTA of 8 warps takes one query token, 16 or 32 of its heads (M of an mma), and one of `splits` parts of
-// its valid keys. For each block of 32 of these:
+// its valid keys; one of 16 warps takes 64 heads. For each block of 32 keys:
 //
-//   gather   rows into one of two stages by cp.async, a block ahead, as the bytes that are stored; past the
-//            end: zeros. The entries of `indices` are asked for a block before that
+//   gather   rows into a stage by cp.async, a block ahead, as the bytes that are stored; past the end: zeros.
+//            The entries of `indices` are asked for a block before that
 //   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
 //   S        a warp has a quarter of the dims, Q's in registers, and 16 heads or half of the keys
 //   P        the quarters are added up; online softmax by 8 lanes a head
@@ -31,13 +31,15 @@ namespace {
 using namespace portable;
 
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPerSm)
     portable_kernel(const __grid_constant__ PortableParams params) {
   using R = Row<kId>;
+  using T = Team<kHeads>;
   using Smem = Shared<kId, kExtra, kHeads>;
-  constexpr int kHeadTiles = kHeads / 16, kKeyParts = kWarps / kQuarters / kHeadTiles;
-  constexpr int kPartOctets = kBlockKeys / 8 / kKeyParts, kSteps = R::kDims / kQuarters / 16;
-  static_assert(R::kDims % (kQuarters * 16) == 0 && kHeads * kSoftmaxLanes <= kThreads);
+  constexpr int kWarps = T::kWarps, kHeadTiles = T::kHeadTiles, kWarpDims = T::kWarpDims;
+  constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kSteps = R::kDims / kQuarters / 16;
+  constexpr bool kAhead = Smem::kStages > 1;  // the next rows are asked for before these are decoded
+  static_assert(R::kDims % (kQuarters * 16) == 0);
   const SparseAttentionParams& p = params.p;
   extern __shared__ __align__(16) uint8_t smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
@@ -53,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
 
   // S: this warp's 16 heads and quarter of the dims.
-  const int head_tile = kHeadTiles == 2 ? warp / kQuarters : 0, first_dim = warp % kQuarters * kSteps * 16;
-  const int first_octet = kKeyParts == 2 ? warp / kQuarters * kPartOctets : 0;
+  const int head_tile = warp / kQuarters % kHeadTiles, first_dim = warp % kQuarters * kSteps * 16;
+  const int first_octet = warp / kQuarters / kHeadTiles * kPartOctets;
   uint32_t q[kSteps][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_key = first_block * kBlockKeys;
   const int num_keys = min(valid_keys.num_keys() - first_key, num_blocks * kBlockKeys);
 
-  Gather<kId, kExtra> gather(p, keys, valid_keys, first_key, first_key + num_keys);
+  Gather<kId, kExtra, T::kRowsPerWarp> gather(p, keys, valid_keys, first_key, first_key + num_keys);
   if (num_blocks > 0) gather.start(smem, 0);
   cp_async_commit();
 
@@ -88,15 +90,19 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 #pragma unroll 1
   for (int block = 0; block < num_blocks; ++block) {
-    const int stage = block % kStages;
+    const int stage = block % Smem::kStages;
+    const auto fetch_next = [&] {
+      if (block + 1 < num_blocks) gather.start(smem, (block + 1) % Smem::kStages);
+      cp_async_commit();
+    };
     cp_async_wait_all();
     __syncthreads();
-    if (block + 1 < num_blocks) gather.start(smem, (block + 1) % kStages);
-    cp_async_commit();
+    if constexpr (kAhead) fetch_next();
     if constexpr (Smem::kDecodes) {
       decode_block(smem, stage);
       __syncthreads();
     }
+    if constexpr (!kAhead) fetch_next();
     const auto* latents = smem.latents(stage);
 
     {
@@ -227,7 +233,7 @@ void launch_heads(const PortableParams& params, gpuStream_t stream) {
   const SparseAttentionParams& p = params.p;
   launch(portable_kernel<kId, kExtra, kHeads>,
          {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads) * params.splits,
-          .block = kThreads,
+          .block = Team<kHeads>::kThreads,
           .stream = stream,
           .smem = kSmemBytes},
          params);
@@ -237,9 +243,8 @@ void launch_heads(const PortableParams& params, gpuStream_t stream) {
 
 void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
   const PortableParams params{p, plan.splits};
-  with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
-    if (plan.variant.heads == 16) launch_heads<id(), extra(), 16>(params, stream);
-    else launch_heads<id(), extra(), 32>(params, stream);
+  with_variant<Kernel::kPortable>(p, plan, [&](auto variant, auto id, auto extra) {
+    launch_heads<id(), extra(), kVariants[variant()].heads>(params, stream);
   });
   if (plan.splits > 1) launch_merge(params, stream);
 }

@@ -12,26 +12,34 @@
 
 namespace mla_fp8::gpu::portable {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockKeys = 32;
-constexpr int kRowsPerWarp = kBlockKeys / kWarps;
-constexpr int kStages = 2;
-constexpr int kQuarters = 4;  // of the dims, in S
-constexpr int kWarpDims = kHeadDimV / kWarps;
+constexpr int kQuarters = 4;      // of the dims, in S
 constexpr int kSoftmaxLanes = 8;  // of a head
 constexpr int kLaneKeys = kBlockKeys / kSoftmaxLanes;
+
+// A CTA of 64 heads is alone on its SM, others may be two: warps have 128 registers each.
+template <int kHeads>
+struct Team {
+  static constexpr int kWarps = kHeads == 64 ? 16 : 8, kThreads = kWarps * kWarpSize;
+  static constexpr int kCtasPerSm = kHeads == 64 ? 1 : 2;
+  static constexpr int kRowsPerWarp = kBlockKeys / kWarps;
+  static constexpr int kWarpDims = kHeadDimV / kWarps;
+  static constexpr int kHeadTiles = kHeads / 16, kKeyParts = kWarps / kQuarters / kHeadTiles;
+  static_assert(kKeyParts >= 1 && kHeads * kSoftmaxLanes <= kThreads);
+};
 
 // kId: of rows of the first cache, kExtra: of the second.
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 struct Shared {
   using R = Row<kId>;
+  // With one, the next block's rows are asked for once this one's are decoded; with two before that.
+  static constexpr int kStages = kHeads == 64 ? 1 : 2;
   static constexpr int kDims = R::kDims;
   static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
   static constexpr int kWeightsPitch = kBlockKeys + 8;
   static constexpr bool kDecodes = R::kFp8Dims > 0;
   static constexpr int kRawPitch = std::max(R::kPitch, Row<kExtra>::kPitch);
-  static_assert(kDims == Row<kExtra>::kDims);
+  static_assert(kDims == Row<kExtra>::kDims && (kDecodes || kStages == 2));
   static_assert(kDecodes || (kId == kExtra && kRawPitch == kPitch * 2), "bf16 rows are latents as they are");
   alignas(16) uint8_t raw[kStages][kBlockKeys][kRawPitch];
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
@@ -58,9 +66,9 @@ __device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
   else fn(Row<kExtra>{});
 }
 
-// The keys of one split, by rank, and the copies of their rows. A warp fetches 4 rows of each block, each by
-// all lanes; lanes 4 i to 4 i + 3 know these rows.
-template <KvLayoutId kId, KvLayoutId kExtra>
+// The keys of one split, by rank, and the copies of their rows. A warp fetches its rows of each block one
+// after the other, each by all lanes; lane i knows row i % kRowsPerWarp.
+template <KvLayoutId kId, KvLayoutId kExtra, int kRowsPerWarp>
 class Gather {
  public:
   __device__ Gather(const SparseAttentionParams& p, const Keys& keys,
@@ -141,6 +149,7 @@ __device__ __forceinline__ Words<4> decode_unit(const uint8_t* row, int dim) {
 // Raw rows to bf16 latents; a warp decodes the rows that it fetched, 8 elements a lane at a time.
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 __device__ __forceinline__ void decode_block(Shared<kId, kExtra, kHeads>& smem, int stage) {
+  constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
 #pragma unroll 2
   for (int i = 0; i < kRowsPerWarp; ++i) {
