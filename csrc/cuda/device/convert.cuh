@@ -66,6 +66,13 @@ __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack<kDtype>(unpack_e4m3<kFormat>(codes)), pack<kDtype>(unpack_e4m3<kFormat>(codes >> 16))};
 }
 
+// Two e4m3fn codes to fp16 by the instruction of sm_89: exact, NaN becomes 0x7fff.
+__device__ __forceinline__ uint32_t e4m3x2_to_f16(uint32_t codes) {
+  uint32_t f;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(f) : "h"(static_cast<uint16_t>(codes)));
+  return f;
+}
+
 // Four e4m3fn codes to fp16 by the instruction of sm_89: exact, NaN kept.
 __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& f01, uint32_t& f23) {
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, "

@@ -97,11 +97,11 @@ struct HeadsClass {
 };
 // Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4, of pairs b110e36;
 // their values are rough.
-constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 28.5, 6.4, 1.2},
-                                        {Kernel::kFewHeads, 16, 17.5, 41.0, 5.0, 3.0},
+constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 27.5, 6.4, 1.2},
+                                        {Kernel::kFewHeads, 16, 17.5, 35.0, 5.0, 3.0},
                                         {Kernel::kFewHeads, 32, 27.0, 0.0, 7.0, 4.0},
-                                        {Kernel::kManyHeads, 32, 18.0, 40.0, 7.8, 2.5},
-                                        {Kernel::kManyHeads, 64, 24.5, 62.0, 8.0, 5.5}};
+                                        {Kernel::kManyHeads, 32, 18.0, 36.0, 7.8, 2.5},
+                                        {Kernel::kManyHeads, 64, 24.5, 53.0, 8.0, 5.5}};
 constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
 constexpr int kMinKeysPerCta = 128;
 
@@ -111,8 +111,9 @@ constexpr int64_t kKeysForMoreProducers = 512;
 
 Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
   int producers = 0;
-  if (kernel == Kernel::kFewHeads && heads == 8)
-    producers = p.layouts().is_mixed() || num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
+  if (p.layouts().is_mixed()) producers = heads < 64 ? 8 : 4;
+  else if (kernel == Kernel::kFewHeads && heads == 8)
+    producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
   return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 

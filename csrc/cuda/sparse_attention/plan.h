@@ -26,7 +26,7 @@ enum class Schedule {
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
 // second become rows like those.
-enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4 };
+enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kPairs };
 
 // What of a kernel is known when it is compiled, besides the layout.
 struct Variant {
@@ -40,6 +40,7 @@ struct Variant {
     if (rows == Rows::kAll) return can_attend(pair);
     if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
     if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4)) return false;
+    if (rows == Rows::kPairs) return pair.is_mixed();
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
@@ -50,6 +51,7 @@ struct Variant {
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
       case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
+      case Rows::kPairs: return false;
     }
     return false;
   }
@@ -61,11 +63,13 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, 8, Rows::kPairs},
     {Kernel::kFewHeads, Schedule::kSplit, 32, 4, Rows::kBf16},
     {Kernel::kFewHeads, Schedule::kWalk, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
     {Kernel::kFewHeads, Schedule::kWalk, 16, 4, Rows::kBf16},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},

@@ -149,29 +149,68 @@ class MixedGather : protected Gather<C> {
   __device__ __forceinline__ void expand(int stage) {
     const uint32_t rows = ring_.stage(stage), table = rows + R::kTableOffset;
     const unsigned extras = load_shared_4(extras_at(stage));
-    // Two lanes have the scales of a row, 16 tiles each.
-    const int row = lane_ / 2, half = lane_ % 2;
+    const int row = lane_ / 2, half = lane_ % 2;  // two lanes have what becomes bf16 in a row
     const bool extra = extras >> row & 1;
-    uint32_t scales[8];  // pairs of bf16
-    load_scales(table + row * R::kRawScaleBytes, half, extra, scales);
-    uint4 tail_codes{};  // of dims that become bf16, 32 a lane
+    uint4 tail_codes{};
     uint32_t tail_scales = 0;
-    if constexpr (R::kBf16Dims > 0) {
-      tail_codes = load_shared_16(rows + row * R::kPitch + First::kBytes - 32 + half * 16);
-      const uint32_t first = __shfl_sync(kFullWarp, scales[6], lane_ | 1);  // tiles 28, 29; 30, 31
-      const uint32_t second = __shfl_sync(kFullWarp, scales[7], lane_ | 1);
-      tail_scales = half ? second : first;
-      if (half) scales[6] = scales[7] = 0;
-    }
-    __syncwarp();  // the table's place has been read
-    store_scales(stage, row, half, scales);
-    if (extras) expand_codes(rows, extras);
+    if constexpr (R::kBf16Dims > 0)
+      if (extra) {
+        tail_codes = load_shared_16(rows + row * R::kPitch + First::kBytes - 32 + half * 16);
+        tail_scales = e4m3_scales_to_bf16(load_shared_2(table + row * R::kRawScaleBytes + 28 + half * 2));
+      }
+    // Most stages have rows of one cache; a NaN, which is rare, goes the longer way.
+    if (extras != kStagePlaces || !store_second_scales(stage)) store_any_scales(stage, extras);
+    if (extras == kStagePlaces) expand_codes<true>(rows, extras);
+    else if (extras) expand_codes<false>(rows, extras);
     if constexpr (R::kBf16Dims > 0) {
       __syncwarp();
       if (extra) store_tail(rows + row * R::kPitch + R::kBf16Offset + half * 64, tail_codes, tail_scales);
     }
     fence_proxy_async();  // as consumers do before they give it back
     mbarrier_arrive_warp(ring_.full(stage), lane_);
+  }
+
+  // Of 16 rows of the second cache: a lane has the two tiles of a unit of eight keys, what two lanes of the
+  // consumers want at once. False, and nothing stored, if one is NaN.
+  __device__ __forceinline__ bool store_second_scales(int stage) const {
+    const uint32_t table = ring_.stage(stage) + R::kTableOffset;
+    const int unit = lane_ % 16, first = lane_ / 16 * 4;  // keys first .. first + 3, and + 8
+    const uint32_t from = table + first * R::kRawScaleBytes + unit * 2;
+    uint32_t scales[8], largest = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      scales[i] = e4m3x2_to_f16(load_shared_2(from + (i % 4 + i / 4 * 8) * R::kRawScaleBytes));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = __vmaxs2(largest, scales[i]);
+    const uint32_t above = __reduce_max_sync(kFullWarp, max(largest & 0xffffu, largest >> 16));
+    if (above >= kInfiniteF16) [[unlikely]]
+      return false;
+    const int e = static_cast<int>(above >> 10) - 14;  // 2^e is above them
+    if (lane_ == 0) store_shared_4(ring_.smem + MLA_SMEM(C, stage_exponents) + stage * 4, e + kLog2Codes);
+    const uint32_t unit_f16 = static_cast<uint32_t>(15 - e) * 0x04000400u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scales[i] = mul_f16x2(scales[i], unit_f16);
+    __syncwarp();  // the table's place has been read
+    const uint32_t to = table + unit * kUnitFactorBytes + first / 2 * 16;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      store_shared_16(
+          to + i * 8,
+          {__byte_perm(scales[i], scales[i + 1], 0x5410), __byte_perm(scales[i + 4], scales[i + 5], 0x5410),
+           __byte_perm(scales[i], scales[i + 1], 0x7632), __byte_perm(scales[i + 4], scales[i + 5], 0x7632)});
+    return true;
+  }
+
+  // Of rows of either cache: two lanes have those of a row, 16 tiles each.
+  __device__ __forceinline__ void store_any_scales(int stage, unsigned extras) const {
+    const int row = lane_ / 2, half = lane_ % 2;
+    const uint32_t at = ring_.stage(stage) + R::kTableOffset + row * R::kRawScaleBytes;
+    uint32_t scales[8];  // pairs of bf16
+    load_scales(at, half, extras >> row & 1, scales);
+    if constexpr (R::kBf16Dims > 0)
+      if (half) scales[6] = scales[7] = 0;
+    __syncwarp();  // the table's place has been read
+    store_scales(stage, row, half, scales);
   }
 
   // Of 16 tiles of 16 dims, as bf16; infinite in place of NaN. Codes of the second are 64ths.
@@ -234,26 +273,23 @@ class MixedGather : protected Gather<C> {
     }
   }
 
-  // Half a warp has a row: a lane's 32 codes become 32 bytes.
-  __device__ void expand_codes(uint32_t rows, unsigned extras) const {
-    constexpr int kAtOnce = 4;
-    const int place = lane_ / 16, part = lane_ % 16;
-    const uint32_t mine = rows + place * R::kPitch;
+  // A row at a time: a lane's 16 codes become 16 bytes. Its last codes lie where its last bytes will.
+  template <bool kAll>
+  __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras) const {
+    constexpr int kAtOnce = C::kProducerRegisters >= 80 ? 8 : 4;
+    const uint32_t from = rows + R::kCodesOffset + lane_ * 8, to = rows + lane_ * 16;
 #pragma unroll 1
-    for (int first = 0; first < kStageRows; first += 2 * kAtOnce) {
-      uint4 codes[kAtOnce];
+    for (int first = 0; first < kStageRows; first += kAtOnce) {
+      uint2 codes[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        codes[i] = load_shared_16(mine + (first + 2 * i) * R::kPitch + R::kCodesOffset + part * 16);
+      for (int i = 0; i < kAtOnce; ++i) codes[i] = load_shared_8(from + (first + i) * R::kPitch);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (!(extras >> (first + 2 * i + place) & 1) || part * 32 >= R::kFp8Dims) continue;
-        const uint32_t at = mine + (first + 2 * i) * R::kPitch + part * 32;
+        if (!kAll && !(extras >> (first + i) & 1)) continue;
+        if (R::kFp8Dims < kWarpSize * 16 && lane_ * 16 >= R::kFp8Dims) continue;
         const uint2 a = expand_e2m1x8(codes[i].x), b = expand_e2m1x8(codes[i].y);
-        store_shared_16(at, {a.x, a.y, b.x, b.y});
-        const uint2 c = expand_e2m1x8(codes[i].z), d = expand_e2m1x8(codes[i].w);
-        store_shared_16(at + 16, {c.x, c.y, d.x, d.y});
+        store_shared_16(to + (first + i) * R::kPitch, {a.x, a.y, b.x, b.y});
       }
     }
   }
@@ -275,7 +311,8 @@ class MixedGather : protected Gather<C> {
     }
   }
 
-  static constexpr uint32_t kInfinite = 0x7f80;
+  static constexpr uint32_t kInfinite = 0x7f80, kInfiniteF16 = 0x7c00;
+  static constexpr int kLog2Codes = 6;  // codes become 64ths
 
   uint32_t pending_ = 0;  // places in the ring's sequence, a byte each, the next one lowest
   int num_pending_ = 0;

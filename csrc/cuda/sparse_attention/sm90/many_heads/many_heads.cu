@@ -131,7 +131,7 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     const auto split = [&]<bool kFindsLargest>(constant<kFindsLargest>) {
-      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kFindsLargest>;
+      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kVariant.producers, kFindsLargest>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
     };
     if constexpr (kVariant.schedule == Schedule::kWalk) {

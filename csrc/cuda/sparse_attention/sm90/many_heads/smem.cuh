@@ -27,19 +27,20 @@ namespace mla_fp8::gpu {
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
-template <class R_, int kOctets_, bool kFindsLargest_>  // R: Row, or MixedRow of two caches
+template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_>  // R: Row, or MixedRow of two caches
 struct ManyHeadsSplit {
   using R = R_;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
-  static constexpr int kLogitWarps = 4, kProducers = 4, kQueries = 1;
+  static constexpr int kLogitWarps = 4, kProducers = kProducers_, kQueries = 1;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr int kValueRegisters = kOctets == 8 ? 176 : 136;
-  static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : 136;
-  static constexpr int kProducerRegisters = R::kMixed ? (kOctets == 8 ? 48 : 80) : 40;
+  static constexpr bool kManyProducers = kProducers == 8;
+  static constexpr int kValueRegisters = kOctets == 8 ? 176 : kManyProducers ? 112 : 136;
+  static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : kManyProducers ? 128 : 136;
+  static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 ? 48 : kManyProducers ? 64 : 80;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
