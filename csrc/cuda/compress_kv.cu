@@ -3,6 +3,8 @@
 
 #include "ops/compress_kv.h"
 
+#include <algorithm>
+
 #include "cuda/compress_kv/online.cuh"
 #include "cuda/compress_kv/raw.cuh"
 #include "cuda/compress_kv/rows.cuh"
@@ -15,28 +17,29 @@ void compress_rows(const CompressKvParams& p, gpuStream_t stream) {
   const CompressKvArgs args(p, p.ratio == 1 ? kRowWarps : tokens_of_row_block(p.num_tokens, p.ratio));
   const LaunchConfig config{
       .grid = ceil_div(p.num_tokens, args.tokens), .block = kRowThreads, .stream = stream};
-  with_kv_layout(p.layout, [&](auto id) {
-    if constexpr (kv_layout(id).head_dim_qk() == kHeadDimV) {
-      if (p.ratio == 1) launch(compress_tokens_kernel<id>, config, args);
-      else if (p.ratio == 2) launch(compress_rows_kernel<id, 2>, config, args);
-      else launch(compress_rows_kernel<id, 4>, config, args);
-    }
-  });
+  if (p.ratio == 1) launch(compress_tokens_kernel, config, args);
+  else if (p.ratio == 2) launch(compress_rows_kernel<2>, config, args);
+  else launch(compress_rows_kernel<4>, config, args);
 }
 
 template <int kCluster>
-void compress_blocks(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, p.online));
+void pool_blocks(const CompressKvParams& p, gpuStream_t stream) {
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, false, kCluster));
   const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
-                            .block = p.online ? kFoldThreads : kPoolThreads,
+                            .block = kPoolThreads,
                             .stream = stream,
                             .cluster = kCluster};
-  with_kv_layout(p.layout, [&](auto id) {
-    if constexpr (kv_layout(id).head_dim_qk() == kHeadDimV) {
-      if (p.online) launch(fold_blocks_kernel<id, kCluster>, config, args);
-      else launch(pool_blocks_kernel<id, kCluster>, config, args);
-    }
-  });
+  launch(pool_blocks_kernel<kCluster>, config, args);
+}
+
+template <int kCluster>
+void fold_blocks(const CompressKvParams& p, gpuStream_t stream) {
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, true, kCluster));
+  const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
+                            .block = kFoldThreads,
+                            .stream = stream,
+                            .cluster = kCluster};
+  launch(fold_blocks_kernel<kCluster>, config, args);
 }
 
 }  // namespace
@@ -44,9 +47,14 @@ void compress_blocks(const CompressKvParams& p, gpuStream_t stream) {
 void compress_kv(const CompressKvParams& p, gpuStream_t stream) {
   if (p.ratio < kBlockRatio) return compress_rows(p, stream);
 #if MLA_FP8_PTX
-  if (compute_major() >= 9) return compress_blocks<kSlices>(p, stream);
+  if (compute_major() >= 9) {
+    // A block of threads folds a token as fast as a cluster, but not several.
+    const int64_t few = p.online ? std::min(kFewTokens, p.num_requests) : kFewTokens;
+    if (p.num_tokens > few)
+      return p.online ? fold_blocks<kSlices>(p, stream) : pool_blocks<kSlices>(p, stream);
+  }
 #endif
-  compress_blocks<1>(p, stream);
+  p.online ? fold_blocks<1>(p, stream) : pool_blocks<1>(p, stream);
 }
 
 }  // namespace mla_fp8::gpu

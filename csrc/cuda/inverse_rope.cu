@@ -24,6 +24,7 @@ inline constexpr int kRopeBlock = 256;
 inline constexpr int kRopeWarps = kRopeBlock / kWarpSize;
 inline constexpr int kInFlight = 4;   // chunks of a lane
 inline constexpr int kMaxSteps = 16;  // of a warp
+inline constexpr int kWholeHead = kHeadDimV / kChunk;
 
 // Calls work(x, walk, position, step) with each chunk of a lane, rotated back: number `step`, where `walk`
 // is; nothing is there if it does not exist. The first are on their way while the token's position and
@@ -40,6 +41,14 @@ __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChu
     for (int i = 0; i < kInFlight; ++i, at.step(chunks))
       x[i] = load_if<4>(row + at.head * h.o_stride_head + at.element(chunks), at.exists());
   };
+  const auto prefetch = [&](int step) {  // the next chunks, where they are whole heads
+    const int first = (part * chunks.steps + step + kInFlight) * kWarpSize / kWholeHead;
+    const int lane = threadIdx.x % kWarpSize, head = first + lane;
+    if (lane < kInFlight * kWarpSize / kWholeHead && chunks.per_head == kWholeHead &&
+        step + kInFlight < chunks.steps && head * kWholeHead < chunks.num_chunks)
+      prefetch_bytes(row + head * h.o_stride_head, kWholeHead * kChunk * 2);
+  };
+  prefetch(0);
   load();
   const Position position = load_position(h.table, token);
   HeldRotation held;
@@ -58,6 +67,7 @@ __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChu
     }
     step += kInFlight;
     if (step >= chunks.steps) break;
+    prefetch(step);
     load();
   }
 }

@@ -8,6 +8,9 @@
 #include "cuda/device/global.cuh"
 #include "cuda/device/warp.cuh"
 #include "ops/rope_table.h"
+#if MLA_FP8_PTX
+#include "cuda/device/copy.cuh"
+#endif
 
 namespace mla_fp8::gpu {
 
@@ -71,6 +74,15 @@ __device__ __forceinline__ Floats8 load_weights(const void* weight, bool is_floa
     for (int i = 0; i < 4; ++i) out.x[4 * half + i] = bits_float(words[i]);
   }
   return out;
+}
+
+// Asks for bytes without a register for them: memory then works while a warp does, and what loads them later
+// finds them in the L2. Address and size are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes([[maybe_unused]] const void* from,
+                                               [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+  bulk_prefetch_l2(from, bytes);
+#endif
 }
 
 // The token's position, and whether the table knows it.

@@ -94,6 +94,11 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
         heads.x[i][pass] = load_if<4>(src + (at + i) * p.q_stride_head + pass * kPassDim, at + i < real);
     return heads;
   };
+  const auto prefetch = [&](int at) {
+    if (lane < kHeadsInFlight && at + lane < real)
+      prefetch_bytes(p.q + token * p.q_stride_token + (first + at + lane) * p.q_stride_head, kHeadDimV * 2);
+  };
+  prefetch(kHeadsInFlight);
   Heads now = load(0);
   const Position position = load_position(p.table, token);
   HeldRotation held;
@@ -122,6 +127,7 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
     }
     at += kHeadsInFlight;
     if (at >= count) break;
+    prefetch(at + kHeadsInFlight);
     now = load(at);
   }
 }

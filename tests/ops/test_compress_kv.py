@@ -73,6 +73,44 @@ def test_every_accepted_prefix_of_drafts(ratio, online, most, device):
 
 
 @kinds
+@pytest.mark.parametrize("more", [0, 13], ids=["smallest depth", "larger"])
+@pytest.mark.parametrize("has_ape", [False, True])
+def test_a_large_call_has_the_bits_of_small_ones(ratio, online, more, has_ape, device):
+    """Kernels for many tokens: requests from the start, from states, of no token, of one and of many."""
+    lens, starts = [531, 0, 3, 140, 260, 1, 64], [0, 5, 7, 130, 61, 255, 126]
+    layer, depth = Layer(ratio, online, device), depth_of(ratio, online, 1) + more
+    if not has_ape:
+        layer.constants["ape"] = None
+    capacity = layer.max_pos // ratio + 1
+    state, slots = layer.new_state(9, depth=depth), [8 - r for r in range(len(lens))]
+    cache = layer.new_cache(len(lens) * capacity)
+
+    def positions(r, first, n):
+        return layer.slots_of(torch.arange(first, first + n, device=device), r * capacity)
+
+    def by_chunks(r, rows, first, state, cache):
+        done, latents = 0, []
+        while done < len(rows):
+            part = rows[done : done + 100]
+            at = positions(r, first + done, len(part))
+            latents.append(layer.call(part, [len(part)], [first + done], state, [slots[r]], at, cache))
+            done += len(part)
+        return torch.cat(latents) if latents else layer.rows(0).new_empty(0, 512, dtype=torch.bfloat16)
+
+    for r, start in enumerate(starts):
+        by_chunks(r, layer.rows(start), 0, state, cache)
+    before = None if state is None else state.clone(), cache.clone()
+    rows = [layer.rows(n) for n in lens]
+    want = [
+        by_chunks(r, x, start, state, cache) for r, (x, start) in enumerate(zip(rows, starts, strict=True))
+    ]
+    at = torch.cat([positions(r, start, n) for r, (start, n) in enumerate(zip(starts, lens, strict=True))])
+    got = layer.call(torch.cat(rows), lens, starts, before[0], slots, at, before[1], first=3)
+    assert same_bits(got, torch.cat(want)) and same_bits(before[1], cache)
+    assert same_bits(before[0], state)  # all that is kept, and nothing else
+
+
+@kinds
 @pytest.mark.parametrize("depth", ["smallest", "larger"])
 def test_a_prefix_hit_at_every_position(ratio, online, depth, device):
     """What the slot must hold is copied from another one; every other row of it is NaN."""

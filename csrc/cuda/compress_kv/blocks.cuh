@@ -20,7 +20,9 @@ inline constexpr int kMaxTokens = 128;          // of a cluster
 inline constexpr int64_t kClusters = 64;        // that an H200 runs at once: two blocks of threads per SM,
 inline constexpr int64_t kOnlineClusters = 96;  // and three of the smaller ones
 inline constexpr int kMaskWords = kMaxTokens / kWarpSize;
-inline int64_t tokens_of_cluster(int64_t num_tokens, bool online) {
+inline constexpr int64_t kFewTokens = 264;  // a block of threads each, without clusters
+inline int64_t tokens_of_cluster(int64_t num_tokens, bool online, int cluster) {
+  if (cluster == 1 && num_tokens <= kFewTokens) return 1;
   const int64_t tokens = ceil_div(num_tokens, online ? kOnlineClusters : kClusters);
   return tokens < kMaxTokens ? tokens : kMaxTokens;
 }

@@ -201,7 +201,39 @@ __device__ __forceinline__ float fold_block(const CompressKvArgs& args, const Co
   return mean;
 }
 
-template <KvLayoutId kId, int kCluster>
+// The only token of a request in this call, a thread four dims: it goes on from the state, and into it.
+__device__ __forceinline__ Words<kPoolDims> fold_single(const CompressKvArgs& args,
+                                                        const CompressRequest& r) {
+  const CompressKvParams& p = args.p;
+  const int d = static_cast<int>(threadIdx.x) * kPoolDims;
+  const bool begins = r.start % kBlockRatio == 0;
+  const float* const row = input_row(p, r, r.start) + d;
+  const float* const before = state_row(args, r, begins ? r.start : r.start - 1) + d;
+  const float* const bias = p.ape + r.start % kBlockRatio * kHeadDimV + d;
+  const auto kv = load_if<kPoolDims>(row, true), raw = load_if<kPoolDims>(row + kHeadDimV, true);
+  const auto biases = load_if<kPoolDims>(bias, p.ape != nullptr);
+  Words<kPoolDims> top = load_if<kPoolDims>(before, !begins),
+                   sum = load_if<kPoolDims>(before + kHeadDimV, !begins),
+                   mean = load_if<kPoolDims>(before + 2 * kHeadDimV, !begins);
+#pragma unroll
+  for (int i = 0; i < kPoolDims; ++i) {
+    const float score =
+        p.ape != nullptr ? __fadd_rn(bits_float(raw[i]), bits_float(biases[i])) : bits_float(raw[i]);
+    Running x{score, 1.0f, bits_float(kv[i])};
+    if (!begins)
+      x = fold({bits_float(top[i]), bits_float(sum[i]), bits_float(mean[i])}, bits_float(kv[i]), score);
+    top[i] = float_bits(x.top);
+    sum[i] = float_bits(x.sum);
+    mean[i] = float_bits(x.mean);
+  }
+  float* const to = state_row(args, r, r.start) + d;
+  store(to, top);
+  store(to + kHeadDimV, sum);
+  store(to + 2 * kHeadDimV, mean);
+  return mean;
+}
+
+template <int kCluster>
 __global__ void __launch_bounds__(kFoldThreads, 3)
     fold_blocks_kernel(const __grid_constant__ CompressKvArgs args) {
   MLA_SHARED(FoldShared, shared);
@@ -216,6 +248,16 @@ __global__ void __launch_bounds__(kFoldThreads, 3)
     const Closing closing = list.closing[token];
     const int64_t from = r.start + tokens.begin + token - r.first;
     const bool closes = CompressRequest::closes(closing.position, kBlockRatio);
+    if (kCluster == 1 && r.count == 1) {
+      static_assert(kFoldThreads * kPoolDims == kHeadDimV);
+      const auto mean = fold_single(args, r);
+      if (!closes) return;
+      *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled.dims[threadIdx.x * kPoolDims]) = mean;
+      __syncthreads();
+      if (threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
+      __syncthreads();  // before `pooled` is written again
+      return;
+    }
     if (closes) Cluster<kCluster>::sync();  // all run; the first has read `pooled`
 #pragma unroll 1
     for (int slice = rank; slice < kSlices; slice += kCluster) {
@@ -225,7 +267,7 @@ __global__ void __launch_bounds__(kFoldThreads, 3)
     }
     if (!closes) return;
     Cluster<kCluster>::sync();
-    if (rank == 0 && threadIdx.x < kWarpSize) finish_row<kId>(args, closing, PooledRow{shared.pooled.dims});
+    if (rank == 0 && threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
   });
 }
 

@@ -157,6 +157,11 @@ struct RowAddresses {
   }
 };
 
+// A whole row of the input or of the state.
+__device__ __forceinline__ void prefetch_row(const CompressKvParams& p, const float* row) {
+  prefetch_bytes(row, p.width() * static_cast<int>(sizeof(float)));
+}
+
 // Whether the call leaves a token's row in the state, and where: at once, or once the row that it takes the
 // place of has been read.
 enum class Keep { kNot, kNow, kLate };
@@ -203,32 +208,42 @@ struct Closing {
   int64_t token, position, slot;
 };
 
+// Runs fn(constant<id>{}) for a layout with 512 dims. Here, not around the kernels: these are written once.
+template <int kId = 0, class Fn>
+__device__ __forceinline__ void with_latent_layout(KvLayoutId id, const Fn& fn) {
+  if constexpr (kId < kNumKvLayouts) {
+    constexpr auto kThis = static_cast<KvLayoutId>(kId);
+    if constexpr (kv_layout(kThis).head_dim_qk() == kHeadDimV) {
+      if (id == kThis) return fn(constant<kThis>{});
+    }
+    with_latent_layout<kId + 1>(id, fn);
+  }
+}
+
 // From the pooled dims, which get(element) gives eight at a time, to the latent and the cache row, by a warp.
-template <KvLayoutId kId, class Get>
+template <class Get>
 __device__ __forceinline__ void finish_row(const CompressKvArgs& args, const Closing& closing,
                                            const Get& get) {
-  using C = LatentChunks<kId>;
-  static_assert(C::kPasses == kNormPasses);
   constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
   const CompressKvParams& p = args.p;
-  const int lane = threadIdx.x % kWarpSize;
+  const int first = threadIdx.x % kWarpSize * kChunk;  // element of the first pass
   const CacheRow to = find_row(p, args.page_size, closing.slot);
   const int64_t position = closing.position + 1 - p.ratio;
   const bool is_stored = to.valid && (p.table.half == 0 || position < p.table.max_pos);
-  const int pair = (C::element(kLast, lane) - kHeadDimV + p.table.dim()) / 2;
+  const int pair = (kLast * kPassDim + first - kHeadDimV + p.table.dim()) / 2;
   const bool is_rotated = is_stored && pair >= 0;
   // Loads before the arithmetic that others wait in.
   Floats8 weight[kNormPasses], x[kNormPasses];
 #pragma unroll
   for (int pass = 0; pass < kNormPasses; ++pass)
-    weight[pass] = load_weights(p.norm_weight, p.weight_is_float, C::element(pass, lane));
+    weight[pass] = load_weights(p.norm_weight, p.weight_is_float, pass * kPassDim + first);
   Rotation rotation{};
   if (is_rotated) rotation = load_rotation(p.table, position, pair);
-  const float layer_scale = C::kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
+  const float layer_scale = p.scale != nullptr ? *p.scale : 1.0f;
 
 #pragma unroll
   for (int pass = 0; pass < kNormPasses; ++pass) {
-    x[pass] = get(C::element(pass, lane));
+    x[pass] = get(pass * kPassDim + first);
     if (p.round_pooled) x[pass] = unpack8(pack8(x[pass]));
   }
   const float factor = rms_factor(x, p.eps);
@@ -240,10 +255,14 @@ __device__ __forceinline__ void finish_row(const CompressKvArgs& args, const Clo
       x[pass].x[i] = __fmul_rn(__fmul_rn(x[pass].x[i], factor), weight[pass].x[i]);
     row[pass] = pack8(x[pass]);
     if (p.out_latent != nullptr)
-      store(p.out_latent + closing.token * p.out_latent_stride_token + C::element(pass, lane), row[pass]);
+      store(p.out_latent + closing.token * p.out_latent_stride_token + pass * kPassDim + first, row[pass]);
   }
   if (is_rotated) row[kLast] = pack8(rotate8(p.round_pooled ? unpack8(row[kLast]) : x[kLast], rotation));
-  if (is_stored) write_row<kId>(to, p.page_size, layer_scale, format_max(C::kL.nope_format), row);
+  if (!is_stored) return;
+  with_latent_layout(p.layout, [&](auto id) {
+    static_assert(LatentChunks<id()>::kPasses == kNormPasses);
+    write_row<id()>(to, p.page_size, layer_scale, format_max(kv_layout(id()).nope_format), row);
+  });
 }
 
 // From shared memory.

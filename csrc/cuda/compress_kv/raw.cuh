@@ -144,7 +144,7 @@ __device__ __forceinline__ void copy_slice(int slice, int num_rows, const Copy& 
                   [&](int i) -> RowCopy { return copy(SliceVector(i, slice)); });
 }
 
-template <KvLayoutId kId, int kCluster>
+template <int kCluster>
 __global__ void __launch_bounds__(kPoolThreads, 2)
     pool_blocks_kernel(const __grid_constant__ CompressKvArgs args) {
   const CompressKvParams& p = args.p;
@@ -154,11 +154,12 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   const int rank = Cluster<kCluster>::rank();
   TokensShared& list = shared.tokens;
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
-  // The rows of few tokens are on their way while their requests are found.
-  const bool is_few = kCluster > 1 && tokens.count * kSliceVectors <= kPoolThreads;
-  const SliceVector own(threadIdx.x, rank);
-  const bool has_own = is_few && own.row < tokens.count;
-  const Words<4> few = load_if<4>(input + own.row * p.kv_score_stride_token + own.at, has_own);
+  // The row of a single token is on its way while its request is found.
+  const bool is_single = tokens.count == 1;
+  const int thread = threadIdx.x;
+  const SliceVector own(thread % kSliceVectors, kCluster > 1 ? rank : thread / kSliceVectors);
+  const bool has_own = is_single && (kCluster == 1 || thread < kSliceVectors);
+  const Words<4> single = load_if<4>(input + own.at, has_own);
   list_pools(args, tokens, list);
   __syncthreads();
   const auto for_slices = [&](const auto& work) {
@@ -168,9 +169,9 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
       for (int slice = 0; slice < kSlices; ++slice) work(slice);
   };
 
-  if (is_few) {
-    const int64_t offset = has_own ? list.state_offset[own.row] : -1;
-    if (offset >= 0) store(p.state + offset + own.at, few);
+  if (is_single) {
+    const int64_t offset = has_own ? list.state_offset[0] : -1;
+    if (offset >= 0) store(p.state + offset + own.at, single);
   } else if ((list.kept[0] | list.kept[1] | list.kept[2] | list.kept[3]) != 0) {
     for_slices([&](int slice) {
       copy_slice(slice, tokens.count, [&](const SliceVector& v) -> RowCopy {
@@ -184,10 +185,12 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   for_bits(list.work, [&](int token) {
     const CompressRequest r = list.request[token];
     const Closing closing = list.closing[token];
+    if (kCluster == 1 && thread < kBlockRatio)
+      prefetch_row(p, RowAddresses<1>(args, r, closing.position + 1 - kBlockRatio + thread).row[0]);
     Cluster<kCluster>::sync();  // all run; the first has read `pooled`
     for_slices([&](int slice) { pool_slice<kCluster>(args, r, closing.position, slice, shared); });
     Cluster<kCluster>::sync();
-    if (rank == 0 && threadIdx.x < kWarpSize) finish_row<kId>(args, closing, PooledRow{shared.pooled.dims});
+    if (rank == 0 && threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
     const int64_t oldest = r.oldest(kBlockRatio);
     if (closing.position != r.first_close(kBlockRatio) || r.end() - oldest <= p.depth) return;
     for_slices([&](int slice) {  // rows that take the place of those that this has read

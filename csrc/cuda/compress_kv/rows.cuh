@@ -116,10 +116,47 @@ __device__ __forceinline__ void pool_closings(const CompressKvArgs& args, RowSha
   }
 }
 
-template <KvLayoutId kId, int kRatio>
+template <int kRatio>
+inline constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
+
+// Rows of the block's tokens that go into the state at once.
+template <int kRatio>
+__device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const TokenRange& tokens,
+                                          const RowShared& shared, int thread, int threads) {
+  const CompressKvParams& p = args.p;
+  const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
+  copy_vectors<8>(tokens.count * kRowVectors<kRatio>, thread, threads, [&](int i) -> RowCopy {
+    const int token = i / kRowVectors<kRatio>, at = i % kRowVectors<kRatio> * 4;
+    const int64_t offset = shared.state_offset[token];
+    if (offset < 0) return {nullptr, nullptr};
+    return {input + token * p.kv_score_stride_token + at, p.state + offset + at};
+  });
+}
+
+// Rows that take the place of those that a first closing of the block's has read.
+template <int kRatio>
+__device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowShared& shared, int thread,
+                                          int threads) {
+  const CompressKvParams& p = args.p;
+  for (int i = 0; i < shared.num_closings; ++i) {
+    if (!shared.is_first[i]) continue;
+    const CompressRequest r = shared.request[shared.owner[i]];
+    const int64_t oldest = r.oldest(kRatio);
+    if (r.end() - oldest <= p.depth) continue;  // every row of the state is still that of one token
+    copy_vectors<8>(static_cast<int>(r.start - oldest) * kRowVectors<kRatio>, thread, threads,
+                    [&](int v) -> RowCopy {
+                      const int64_t now = late_position(args, r, oldest + v / kRowVectors<kRatio>);
+                      const int at = v % kRowVectors<kRatio> * 4;
+                      if (now < r.start) return {nullptr, nullptr};
+                      return {input_row(p, r, now) + at, state_row(args, r, now) + at};
+                    });
+  }
+}
+
+template <int kRatio>
 __global__ void __launch_bounds__(kRowThreads, 4)
     compress_rows_kernel(const __grid_constant__ CompressKvArgs args) {
-  constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
+  constexpr int kVectors = kRowVectors<kRatio> / kRowThreads;
   constexpr int kBatch = kRatio == 4 ? 1 : 4;  // blocks pooled at once: 16 loads of a thread
   const CompressKvParams& p = args.p;
   MLA_SHARED(RowShared, shared);
@@ -128,10 +165,10 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   // The row of a single token is on its way while its request is found.
   const bool is_single = tokens.count == 1;
-  Words<4> single[kRowVectors / kRowThreads];
+  Words<4> single[kVectors];
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
 #pragma unroll
-  for (int k = 0; k < kRowVectors / kRowThreads; ++k)
+  for (int k = 0; k < kVectors; ++k)
     single[k] = load_if<4>(input + 4 * (thread + k * kRowThreads), is_single);
   if (warp == 0) list_tokens<kRatio>(args, tokens, shared);
   __syncthreads();
@@ -139,15 +176,10 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   if (is_single) {
     const int64_t offset = shared.state_offset[0];
 #pragma unroll
-    for (int k = 0; k < kRowVectors / kRowThreads; ++k)
+    for (int k = 0; k < kVectors; ++k)
       if (offset >= 0) store(p.state + offset + 4 * (thread + k * kRowThreads), single[k]);
   } else if (shared.has_kept) {
-    copy_vectors<8>(tokens.count * kRowVectors, thread, kRowThreads, [&](int i) -> RowCopy {
-      const int token = i / kRowVectors, at = i % kRowVectors * 4;
-      const int64_t offset = shared.state_offset[token];
-      if (offset < 0) return {nullptr, nullptr};
-      return {input + token * p.kv_score_stride_token + at, p.state + offset + at};
-    });
+    copy_kept<kRatio>(args, tokens, shared, thread, kRowThreads);
   }
 
   const int num_closings = shared.num_closings;
@@ -156,30 +188,16 @@ __global__ void __launch_bounds__(kRowThreads, 4)
 #pragma unroll 1
     for (int i = 0; i < count; i += kBatch) pool_closings<kRatio, kBatch>(args, shared, first + i, count - i);
     __syncthreads();
-    if (warp < count) finish_row<kId>(args, shared.closing[first + warp], PooledRow{shared.pooled[warp]});
+    if (warp < count) finish_row(args, shared.closing[first + warp], PooledRow{shared.pooled[warp]});
     __syncthreads();  // before `pooled` is written again, and rows of the state that were read
   }
 
-  for (int i = 0; i < num_closings; ++i) {
-    if (!shared.is_first[i]) continue;
-    const CompressRequest r = shared.request[shared.owner[i]];
-    const int64_t oldest = r.oldest(kRatio);
-    if (r.end() - oldest <= p.depth) continue;  // every row of the state is still that of one token
-    copy_vectors<8>(static_cast<int>(r.start - oldest) * kRowVectors, thread, kRowThreads,
-                    [&](int v) -> RowCopy {
-                      const int64_t now = late_position(args, r, oldest + v / kRowVectors);
-                      const int at = v % kRowVectors * 4;
-                      if (now < r.start) return {nullptr, nullptr};
-                      return {input_row(p, r, now) + at, state_row(args, r, now) + at};
-                    });
-  }
+  copy_late<kRatio>(args, shared, thread, kRowThreads);
 }
 
 // Ratio 1: every token is a row.
-template <KvLayoutId kId>
 __global__ void __launch_bounds__(kRowThreads, 8)
     compress_tokens_kernel(const __grid_constant__ CompressKvArgs args) {
-  using C = LatentChunks<kId>;
   const CompressKvParams& p = args.p;
   wait_for_previous_grid();
   const int lane = threadIdx.x % kWarpSize;
@@ -188,7 +206,7 @@ __global__ void __launch_bounds__(kRowThreads, 8)
   Words<4> raw[kNormPasses][2];  // eight floats, or eight bf16 in the first
 #pragma unroll
   for (int pass = 0; pass < kNormPasses; ++pass) {
-    const int64_t at = token * p.kv_score_stride_token + C::element(pass, lane);
+    const int64_t at = token * p.kv_score_stride_token + pass * kPassDim + lane * kChunk;
     const void* from = static_cast<const uint8_t*>(p.kv_score) + at * (p.is_bf16 ? 2 : 4);
     raw[pass][0] = load_if<4>(from, true);
     raw[pass][1] = load_if<4>(static_cast<const uint8_t*>(from) + 16, !p.is_bf16);
@@ -196,7 +214,7 @@ __global__ void __launch_bounds__(kRowThreads, 8)
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const CompressRequest r = request_of(args, token);
   if (r.state < 0) return;
-  finish_row<kId>(args, {token, r.start + token - r.first, slot}, [&](int element) {
+  finish_row(args, {token, r.start + token - r.first, slot}, [&](int element) {
     const int pass = element / kPassDim;
     if (p.is_bf16) return unpack8(raw[pass][0]);
     Floats8 out;
