@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import probes
 from ..layout import KV_LAYOUTS
+from ..ops.topk_to_slots import topk_to_slots
 from . import attend
 from .flash_mla_calls import around
 
@@ -78,12 +79,13 @@ def _entries(layer: Any, cache: Tensor, attn_metadata: Any, swa_metadata: Any) -
         chosen = attn_metadata.c128a_prefill_topk_indices
     else:
         chosen = layer.topk_indices_buffer[tokens]
-    slots, lengths = import_module(_module_of(layer)).compute_global_topk_indices_and_lens(
+    requests = swa_metadata.token_to_req_indices[tokens].where(swa_metadata.is_valid_token[tokens], -1)
+    # vLLM's own kernel for this is Triton's, compiled anew for every width of ``chosen``.
+    slots, lengths = topk_to_slots(
         chosen,
-        swa_metadata.token_to_req_indices[tokens],
         attn_metadata.block_table,
-        attn_metadata.block_size // layer.compress_ratio,
-        swa_metadata.is_valid_token[tokens],
+        page_size=attn_metadata.block_size // layer.compress_ratio,
+        row_to_request=requests,
     )
     return {
         "extra_kv_cache": cache, "extra_indices": slots, "extra_topk_length": lengths,
@@ -96,9 +98,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_forward_prefill": forward_prefill,
 }
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "compute_global_topk_indices_and_lens": (
-        "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
-    ),
     f"{LAYER}.get_padded_num_q_heads": ("num_heads",),
     f"{LAYER}._forward_prefill": (
         "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
@@ -127,10 +126,6 @@ def take_over(model: str) -> None:
         kind = type(vars(layer)[name])
         wrapped = around(_function(layer, name), hook)
         setattr(layer, name, classmethod(wrapped) if kind is classmethod else wrapped)
-
-
-def _module_of(layer: Any) -> str:
-    return next(cls.__module__ for cls in type(layer).__mro__ if cls.__module__ in MODULES.values())
 
 
 def _function(layer: type, name: str) -> Callable[..., Any]:
