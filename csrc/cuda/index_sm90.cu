@@ -17,22 +17,12 @@ using namespace sm90_index;
 
 constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 
-struct Sm90TopkArgs {
-  IndexTopkArgs topk;
-  int num_stages, lines;
-};
 struct Sm90LogitsArgs {
   IndexLogitsArgs logits;
   int num_stages, lines;
   int unit_stride;  // rows from one that may begin a unit to the next
   int piece_columns;
 };
-
-__device__ __forceinline__ Memory memory(int num_stages, int lines) {
-  extern __shared__ uint8_t raw[];
-  const uintptr_t address = reinterpret_cast<uintptr_t>(raw);
-  return {raw + (1024 - address % 1024) % 1024, num_stages, lines};
-}
 
 // Runs fn(constant<lines of a row's queries>{}).
 template <class Fn>
@@ -54,22 +44,19 @@ int query_lines(int rows, int row_lines) {
   const int lines = rows * row_lines;
   return lines <= 64 ? 64 : row_lines == 64 ? lines : (lines + 127) / 128 * 128;
 }
-// Stages that fit beside `other` bytes.
+// Stages that fit beside `other` bytes: whole tiles (sm90.cuh).
 int stages(int lines, int other) {
   const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines);
-  return std::min(room / Memory::kStageBytes, kMostStages);
+  return std::min(room / Memory::kStageBytes, kMostStages) / kGroups * kGroups;
 }
 
 }  // namespace
 
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads, 1)
-    index_scan_sm90_kernel(const __grid_constant__ Sm90TopkArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ ScanShared shared;
   wait_for_previous_grid();
-  const Memory m = memory(args.num_stages, args.lines);
-  Scan<kHeads>(args.topk, m, shared).run();
+  Scan<kHeads>(args).run();
 #endif
 }
 
@@ -103,27 +90,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
-  const Memory m = memory(args.num_stages, args.lines);
+  const Memory m = dynamic_memory(args.num_stages, args.lines);
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
-  if (threadIdx.x >= kMathThreads) {
-    give_up_registers<kProducerRegisters>();
-    Producer producer(p.problem.keys, args.logits.page_size, m, barriers);
-    producer.run(unit, static_cast<int32_t>(first), tiles);
-    return;
-  }
-  take_registers<kMathRegisters>();
-  load_queries<kHeads>(p.problem.queries, unit, m);
-  MathTeam::sync();
   Math<kHeads> math(m, barriers);
+  Fetch fetch(p.problem.keys, args.logits.page_size, m, barriers);
+  fetch.begin(unit, static_cast<int32_t>(first), tiles, math.place());
+  load_queries<kHeads>(p.problem.queries, unit, m);
+  __syncthreads();
   math.begin(unit.num_rows);
-  for (int t = 0; t < tiles; ++t)
-    math.next_tile([&](int r, bool valid, int key, float logit, bool present, auto) {
+  for (int t = 0; t < tiles; ++t) {
+    fetch.next_tile(unit, static_cast<int32_t>(first), tiles, t);
+    math.next_tile([&](int pair, int key, float logit, bool present) {
       const int64_t column = first + int64_t{t} * kTileKeys + key;
-      if (!valid || column >= p.width) return;
+      if (!math.has_row(pair) || column >= p.width) return;
+      const int r = math.row(pair);
       const IndexRow& where = unit.rows[r];
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
       *out(r, column) = present && column >= where.begin && column < where.end ? logit : -INFINITY;
     });
+  }
 #endif
 }
 
@@ -137,8 +122,8 @@ bool takes_sm90(const IndexProblem& problem) {
 void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   IndexTopkArgs own = args;
   const IndexRows& rows = args.p.problem.rows;
-  const int capacity = list_capacity(args.p.topk);
-  own.group_rows = unit_rows(rows, capacity > 4096 ? 2 : kIndexGroupRows);
+  own.group_rows = unit_rows(rows, args.p.topk > 2048 ? 2 : kIndexGroupRows);
+  const int capacity = list_capacity(args.p.topk, own.group_rows);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   with_lines(args.p.problem.queries.num_heads, [&](auto row_lines) {
@@ -150,7 +135,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines) + lists},
-           Sm90TopkArgs{own, num_stages, lines});
+           ScanArgs{own, num_stages, lines, capacity, own.p.pin_first > 0 || own.p.pin_last > 0});
   });
   const int64_t jobs = num_merge_jobs(own);
   const int cluster = jobs <= 15   ? 8

@@ -15,10 +15,13 @@ struct IndexUnit {
   IndexRow rows[kIndexGroupRows];
 };
 
+// A call, and so is find_unit: they divide, and what a kernel runs once waits for its instructions.
+__device__ __noinline__ inline IndexRow find_row(const IndexRows& rows, int64_t row) { return rows[row]; }
+
 // Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
-__device__ __forceinline__ bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
-                                          IndexUnit& unit) {
-  const IndexRow first = rows[row];
+__device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                              IndexUnit& unit) {
+  const IndexRow first = find_row(rows, row);
   // Rows of no request go alone; the others are counted from the first of their request.
   int64_t origin = 0;
   if (rows.query_start_loc) {
@@ -32,7 +35,7 @@ __device__ __forceinline__ bool find_unit(const IndexRows& rows, int64_t row, in
   if (offset !=
       0) {  // in the unit of the rows before, unless a query_start_loc that decreases tears it apart
     if (rows.query_start_loc == nullptr) return false;
-    for (int i = 1; i <= offset; ++i) is_alone |= rows[row - i].request != first.request;
+    for (int i = 1; i <= offset; ++i) is_alone |= find_row(rows, row - i).request != first.request;
     if (!is_alone) return false;
   }
   unit.first_row = row;
@@ -45,7 +48,7 @@ __device__ __forceinline__ bool find_unit(const IndexRows& rows, int64_t row, in
   for (int i = 1; i < kIndexGroupRows; ++i) {
     unit.rows[i] = {-1, 0, 0};
     if (is_alone || i >= group_rows || unit.num_rows < i || row + i >= rows.num_rows) continue;
-    const IndexRow next = rows[row + i];
+    const IndexRow next = find_row(rows, row + i);
     if (next.request != first.request) continue;
     unit.rows[i] = next;
     unit.num_rows = i + 1;

@@ -1,15 +1,18 @@
 #pragma once
-// Logits on Hopper, for index_logits and for the scan of index_topk. Four warpgroups multiply
-// (sm90_math.cuh), four warps fetch (sm90_fetch.cuh). An item is 64 keys, M of a wgmma, keys and queries from
-// swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four steps. So a thread
-// has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A tile is four
-// items: one for each warpgroup, or, where two rows are all that the registers of one hold (64 heads), two
-// for each of those that share the other rows.
+// Logits on Hopper, for index_logits and for the scan of index_topk, by four warpgroups, each of which
+// fetches (sm90_fetch.cuh) and multiplies (sm90_math.cuh). An item is 64 keys, M of a wgmma, keys and queries
+// from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four steps. So a
+// thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A tile is
+// four items: one for each warpgroup, or, where two rows are all that the registers of one hold (64 heads),
+// two for each of those that share the other rows. With no warps of another role a thread has 128 registers:
+// 64 for products, 32 for weights.
 //
-// Items lie in a ring of stages. Warp w of those that fetch fills the items of warpgroup w by cp.async.
+// Items lie in a ring of stages. A warpgroup fetches one of each tile by cp.async, 16 keys a warp. The ring
+// holds whole tiles, so a stage has the same item of every tile: who waits for one of its phases has seen the
+// phase before, or a parity would not tell phases apart.
 //
 //   barrier     arrivals                        a phase is
-//   full[s]     32 of copies, 1 of the warp     an item in stage s, its bytes there
+//   full[s]     128 of copies, 4 of warps       an item in stage s, its bytes there
 //   empty[s]    8 of warps                      an item in stage s that nobody needs any more
 //
 // Absent entries and columns outside the unit are zeros, with `present` false.
@@ -29,31 +32,19 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 
 namespace sm90_index {
 
-inline constexpr int kGroup = 128, kGroups = 4, kMathThreads = kGroup * kGroups;
-inline constexpr int kProducers = 4, kThreads = kMathThreads + kProducers * kWarpSize;
-// Out of what the block is launched with: 96 a thread.
-inline constexpr int kMathRegisters = 112, kProducerRegisters = 32;
-static_assert(kMathThreads * kMathRegisters + (kThreads - kMathThreads) * kProducerRegisters <=
-              65536 / kThreads / 8 * 8 * kThreads);
+inline constexpr int kGroup = 128, kGroups = 4, kThreads = kGroup * kGroups;
 inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
 inline constexpr int kMostStages = 16;
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
-// The threads that multiply, which are one team or four. Named barriers: 0 is the block's.
-struct MathTeam {
-  static constexpr int kThreads = kMathThreads;
-  using Smem = SelectSmem<11>;
-
-  __device__ __forceinline__ static int thread() { return threadIdx.x; }
-  __device__ __forceinline__ static void sync() { named_barrier(1, kThreads); }
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
-};
+// Threads that select together: the block's, or a warpgroup's.
+using MathTeam = BlockTeam<kThreads>;
 struct GroupTeam {
   static constexpr int kThreads = kGroup;
   using Smem = SelectSmem<9>;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kGroup; }
-  __device__ __forceinline__ static void sync() { named_barrier(2 + threadIdx.x / kGroup, kThreads); }
+  __device__ __forceinline__ static void sync() { named_barrier(1 + threadIdx.x / kGroup, kThreads); }
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
 };
 
@@ -62,23 +53,26 @@ struct Barriers {
 
   __device__ __forceinline__ void init() {
     for (int s = 0; s < kMostStages; ++s) {
-      mbarrier_init(shared_address(&full[s]), kWarpSize + kWarpArrivals);
+      mbarrier_init(shared_address(&full[s]), kGroup + kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
 };
 
-// Where a warpgroup, or the warp that fetches for it, is in the ring.
+// A place in the ring, in one register: its stage, and the parity of the phase that fills it.
 struct Place {
-  int num_stages, stage;
-  int phase = 0;
+  uint32_t packed = 0;
 
-  __device__ __forceinline__ void advance(int items) {
-    stage += items;
-    if (stage < num_stages) return;
-    stage -= num_stages;
-    phase ^= 1;
+  __device__ __forceinline__ int stage() const { return packed & 0xff; }
+  __device__ __forceinline__ int phase() const { return packed >> 8; }
+  // `items` is less than the number of stages.
+  __device__ __forceinline__ void advance(int items, int num_stages) {
+    packed += items;
+    if (stage() >= num_stages) packed = (packed - num_stages) ^ 0x100;
+  }
+  __device__ __forceinline__ void retreat(int items, int num_stages) {
+    packed = stage() >= items ? packed - items : (packed + num_stages - items) ^ 0x100;
   }
 };
 
@@ -87,7 +81,7 @@ struct Memory {
   uint8_t* base;
   int num_stages, lines;  // lines of queries
 
-  static constexpr int kStageBytes = kItemKeys * (kIndexDim + 4 + 1);
+  static constexpr int kStageBytes = kItemKeys * (kIndexDim + 2 * (4 + 1));
   MLA_HD static constexpr int bytes(int num_stages, int lines) {
     return num_stages * kStageBytes + lines * (kIndexDim + 4);
   }
@@ -96,19 +90,30 @@ struct Memory {
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
-  __device__ __forceinline__ float* scales(int stage) const { return weights() + lines + stage * kItemKeys; }
-  __device__ __forceinline__ bool* present(int stage) const {
-    return reinterpret_cast<bool*>(scales(num_stages)) + stage * kItemKeys;
+  // Two places for each stage, for phases of either parity. A warp gives up a stage when its products are
+  // there, and these may still be on their way to its registers: an arrival can overtake a load.
+  __device__ __forceinline__ float* scales(Place place) const {
+    return weights() + lines + (place.phase() * num_stages + place.stage()) * kItemKeys;
   }
-  __device__ __forceinline__ uint8_t* end() const { return reinterpret_cast<uint8_t*>(present(num_stages)); }
+  __device__ __forceinline__ bool* present(Place place) const {
+    return reinterpret_cast<bool*>(weights() + lines + 2 * num_stages * kItemKeys) +
+           (place.phase() * num_stages + place.stage()) * kItemKeys;
+  }
+  __device__ __forceinline__ uint8_t* end() const { return keys(0) + bytes(num_stages, lines); }
 };
 
-// By all threads that multiply. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind,
+__device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines) {
+  extern __shared__ uint8_t raw[];
+  const uintptr_t address = reinterpret_cast<uintptr_t>(raw);
+  return {raw + (1024 - address % 1024) % 1024, num_stages, lines};
+}
+
+// By all threads. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind,
 // then of those 8 further on.
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
-  for (int i = threadIdx.x; i < memory.lines * 8; i += kMathThreads) {
+  for (int i = threadIdx.x; i < memory.lines * 8; i += kThreads) {
     const int line = i / 8, piece = i % 8;
     const int row = line / kHeads, head = line % kHeads;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
@@ -128,7 +133,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
       store(to + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
-  for (int line = threadIdx.x; line < memory.lines; line += kMathThreads) {
+  for (int line = threadIdx.x; line < memory.lines; line += kThreads) {
     const int row = line / kHeads, head = line % kHeads;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
     const int at = head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;

@@ -42,68 +42,72 @@ template <int kHeads>
 class Math {
  public:
   __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers)
-      : memory_(memory), barriers_(barriers), base_{memory.num_stages, 0} {}
+      : memory_(memory), barriers_(barriers) {}
 
   // When the queries of a unit have been loaded.
   __device__ __forceinline__ void begin(int num_rows) {
-    constexpr int kShares = kHeads == 64 ? 2 : 1;  // of the rows, at most
-    shares_ = num_rows > kRows ? kShares : 1;
-    const int groups = kGroups / shares_;  // with the same rows
-    row_ = group() / groups * kRows;
-    item_ = group() % groups;
     num_rows_ = num_rows;
-    place_ = base_;
-    place_.advance(item_);
+    place_.advance(item(), memory_.num_stages);
+    load_weights();
+  }
+
+  // Also after what needs registers itself.
+  __device__ __forceinline__ void load_weights() {
     const float4* weights = reinterpret_cast<const float4*>(memory_.weights()) + threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int i = 0; i < kHeads / 16; ++i) {
-        const int line = (row_ + r) * kHeads;
+        const int line = (first_row() + r) * kHeads;
         weights_[r][i] = line < memory_.lines ? weights[line / 4 + 4 * i] : float4{};
       }
   }
 
-  // Of a tile: sink(row, valid, key, logit, present, is_pair), the lanes of a warp together; a lane with
-  // `valid` has the logit of a key of the tile of its own. With `is_pair` the upper lanes of each quad have
-  // the row behind that of the lower ones.
+  static constexpr int kRows = kHeads == 64 ? 2 : 4;  // of a warpgroup, at most
+  static constexpr int kPairs = kRows / 2;
+
+  // Of the next unit's first item, between two units.
+  __device__ __forceinline__ Place place() const { return place_; }
+  // The row of the calling lane's logits of a pair of rows, and whether there is one.
+  __device__ __forceinline__ int row(int pair) const { return first_row() + 2 * pair + threadIdx.x % 4 / 2; }
+  __device__ __forceinline__ bool has_row(int pair) const { return row(pair) < num_rows_; }
+
+  // Of a tile: sink(pair, key, logit, present), the lanes of a warp together, each with the logit of a key of
+  // the tile of its own, of its row of the pair; of lanes that have none it means nothing.
   template <class Sink>
   __device__ __forceinline__ void next_tile(const Sink& sink) {
-    for (int i = 0; i < shares_; ++i) {
-      const int stage = place_.stage;
-      mbarrier_wait(shared_address(&barriers_.full[stage]), place_.phase);
+    for (int i = 0; i < shares(); ++i) {
+      mbarrier_wait(shared_address(&barriers_.full[place_.stage()]), place_.phase());
       fence_proxy_async();
-      const int key = (i * (kGroups / shares_) + item_) * kItemKeys;
-      const int rows = num_rows_ - row_;
-      if (rows > kRows / 2) rows_logits<kRows * kHeads>(stage, key, sink);
-      else if constexpr (kRows * kHeads > 64) rows_logits<kRows * kHeads / 2>(stage, key, sink);
-      else rows_logits<kRows * kHeads>(stage, key, sink);
-      for (int j = shares_; j <= 2; ++j)
-        mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
-      place_.advance(kGroups / shares_);
+      const int key = (i * (kGroups / shares()) + item()) * kItemKeys;
+      const int rows = num_rows_ - first_row();
+      if (rows > kRows / 2) rows_logits<kRows * kHeads>(key, sink);
+      else if constexpr (kRows * kHeads > 64) rows_logits<kRows * kHeads / 2>(key, sink);
+      else rows_logits<kRows * kHeads>(key, sink);
+      place_.advance(kGroups / shares(), memory_.num_stages);
     }
   }
 
   // When the unit's tiles are done.
-  __device__ __forceinline__ void end(int tiles) {
-    const int last = base_.stage + tiles * kGroups;
-    base_.phase ^= last / base_.num_stages & 1;
-    base_.stage = last % base_.num_stages;
-  }
+  __device__ __forceinline__ void end() { place_.retreat(item(), memory_.num_stages); }
 
  private:
-  static constexpr int kRows = kHeads == 64 ? 2 : 4;  // of a warpgroup, at most
-
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
+  // Warpgroups that have the same rows take turns at the items, and `shares` of them make all rows.
+  __device__ __forceinline__ int shares() const { return kHeads == 64 && num_rows_ > kRows ? 2 : 1; }
+  __device__ __forceinline__ int first_row() const { return shares() == 2 ? group() / 2 * kRows : 0; }
+  __device__ __forceinline__ int item() const { return shares() == 2 ? group() % 2 : group(); }
 
   // The products of kN / kHeads rows with the item whose first key of the tile is `first`.
   template <int kN, class Sink>
-  __device__ __forceinline__ void rows_logits(int stage, int first, const Sink& sink) const {
+  __device__ __forceinline__ void rows_logits(int first, const Sink& sink) const {
     constexpr int kColumns = kN / 8, kUsed = kN / kHeads;
-    uint32_t queries = shared_address(memory_.queries()) + row_ * kHeads * kIndexDim;
-    asm volatile("" : "+r"(queries));  // or its descriptors wait in registers, which are short
-    const uint64_t a = wgmma_panel_descriptor(shared_address(memory_.keys(stage)));
-    const uint64_t b = wgmma_panel_descriptor(queries);
+    // The same in all lanes, and the compiler sees that, so descriptors are found in uniform registers.
+    const int uniform_stage = __shfl_sync(kFullWarp, place_.stage(), 0);
+    const int uniform_row = __shfl_sync(kFullWarp, first_row(), 0);
+    const uint64_t a = wgmma_panel_descriptor(shared_address(memory_.keys(uniform_stage)));
+    const uint64_t b =
+        wgmma_panel_descriptor(shared_address(memory_.queries()) + uniform_row * kHeads * kIndexDim);
     float acc[kColumns][4];
     pin_registers(acc);
     wgmma_fence();
@@ -117,8 +121,11 @@ class Math {
     // The lane's logits will be those of key `key`: of eight keys, or the eight behind them.
     const int lane = threadIdx.x % kWarpSize, t = lane % 4;
     const int key = threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (t & 1);
-    const float scale = memory_.scales(stage)[key];
-    const bool present = memory_.present(stage)[key];
+    const float scale = memory_.scales(place_)[key];
+    const bool present = memory_.present(place_)[key];
+    const uint32_t empty = shared_address(&barriers_.empty[place_.stage()]);
+    mbarrier_arrive_warp(empty, lane);
+    if (shares() == 1) mbarrier_arrive_warp(empty, lane);  // for the warpgroup that it is not shared with
     float sums[kUsed];
 #pragma unroll
     for (int r = 0; r < kUsed; ++r) {
@@ -144,14 +151,11 @@ class Math {
     const auto logit = [&](float sum) { return round_add(round_mul(sum, scale), 0.0f); };
     if constexpr (kUsed == 1) {
       const float sum = round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2));
-      sink(row_, t < 2, first + key, logit(sum), present, std::false_type{});
+      sink(0, first + key, logit(sum), present);
     } else {
 #pragma unroll
-      for (int r = 0; r < kUsed; r += 2) {
-        const int own = row_ + r + t / 2;
-        sink(own, own < num_rows_, first + key, logit(exchange(sums[r], sums[r + 1], 2)), present,
-             std::true_type{});
-      }
+      for (int pair = 0; pair < kUsed / 2; ++pair)
+        sink(pair, first + key, logit(exchange(sums[2 * pair], sums[2 * pair + 1], 2)), present);
     }
   }
 
@@ -162,10 +166,9 @@ class Math {
     return round_add(kept, __shfl_xor_sync(kFullWarp, upper ? x : y, lanes));
   }
 
-  const Memory& memory_;
+  const Memory memory_;
   Barriers& barriers_;
-  Place base_, place_{};                 // of the unit's first item, of the next one
-  int shares_ = 1, row_ = 0, item_ = 0;  // of the tile's; the first row of the warpgroup, its item
+  Place place_;  // of the next item
   int num_rows_ = 0;
   float4 weights_[kRows][kHeads / 16];
 };

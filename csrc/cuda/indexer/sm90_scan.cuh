@@ -1,7 +1,7 @@
 #pragma once
-// The scan of index_topk on Hopper: the shares of scan.cuh, with lists in shared memory. The warps that
-// multiply meet only when a list is nearly full: each counts its rounds (a tile), and looks at the round two
-// before its own, which all have finished, for whether a list was nearly full then.
+// The scan of index_topk on Hopper: the shares of scan.cuh, with lists in shared memory. Warps meet only
+// when a list is nearly full: each counts its rounds (a tile), and looks at the round two before its own,
+// which all have finished, for whether a list was nearly full then.
 //
 //   barrier     arrivals            a phase is
 //   round[i]    16 warps            a round of the same parity, its logits in the lists
@@ -12,150 +12,171 @@
 namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kListSlack = 2 * kTileKeys;  // what joins a list after a look at it
-MLA_HD constexpr int list_capacity(int topk) { return topk > 2048 ? 2 * topk : 4096; }
+// So that lists of that many rows, at most two of more than 2048, leave room for eight stages.
+MLA_HD constexpr int list_capacity(int topk, int rows) { return topk > 2048 ? 7168 : rows > 2 ? 3584 : 4096; }
 
+// The part of a unit that a CTA scans.
+struct ScanWork {
+  int64_t unit_begin, unit_end;  // tiles
+  int32_t column;                // the first
+  int tiles;
+};
+
+// What the units' loop needs lies here: registers are for the tiles' loop.
 struct ScanShared {
   Barriers ring;
   uint64_t round[2];
   IndexShare share;  // with the first unit, and every other one behind it
   IndexUnit other;
+  int64_t begin, end;  // tiles of the CTA's share
+  ScanWork works[2];   // of those units
   union {
     MathTeam::Smem select;
     GroupTeam::Smem group_select[kGroups];
   };
   uint64_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate is outside
   uint32_t threshold[kIndexGroupRows];                   // keys from here on join
-  float cut[kIndexGroupRows];                            // no logit up to here does
   int32_t count[kIndexGroupRows];
   uint32_t nearly_full[4];  // by round
 };
 
-// The largest logit of a key, or NaN, which no logit is below.
-__device__ __forceinline__ float logit_of(uint32_t key) {
+struct ScanArgs {
+  IndexTopkArgs topk;
+  int num_stages, lines;
+  int capacity;  // of a list
+  bool has_pins;
+};
+
+// No logit up to here has a key of `threshold`; NaN where all have.
+__device__ __forceinline__ float cut_of(uint32_t threshold) {
+  const uint32_t key = threshold - (threshold > 0);
   return bits_float(key & kSignMask ? key ^ kSignMask : ~key);
 }
 
 template <int kHeads>
 class Scan {
  public:
-  __device__ __forceinline__ Scan(const IndexTopkArgs& args, const Memory& memory, ScanShared& shared)
-      : args_(args), p_(args.p), rows_(args.p.problem.rows), memory_(memory), s_(shared) {}
+  __device__ __forceinline__ explicit Scan(const ScanArgs& args)
+      : scan_(args),
+        args_(args.topk),
+        p_(args.topk.p),
+        rows_(args.topk.p.problem.rows),
+        memory_(dynamic_memory(args.num_stages, args.lines)),
+        s_(shared()) {}
 
   __device__ __forceinline__ void run() {
     const int cta = blockIdx.x;
     if (threadIdx.x == 0) {
       s_.ring.init();
       for (uint64_t& bar : s_.round)
-        mbarrier_init(shared_address(&bar), kMathThreads / kWarpSize * kWarpArrivals);
+        mbarrier_init(shared_address(&bar), kThreads / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
     find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share);
     __syncthreads();
-    begin_ = cta * s_.share.per_cta;
-    end_ = min(s_.share.total, begin_ + s_.share.per_cta);
+    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
     if (threadIdx.x == 0) {
       args_.state(cta)->unit = -1;
       args_.state(cta)->per_cta = s_.share.per_cta;
+      s_.begin = begin;
+      s_.end = end;
+      set_work(0, s_.share.first_tile);
     }
-    if (begin_ >= end_) return;
-    if (threadIdx.x >= kMathThreads) {
-      give_up_registers<kProducerRegisters>();
-      produce();
-    } else {
-      take_registers<kMathRegisters>();
-      consume();
-    }
+    if (begin >= end) return;
+    __syncthreads();
+    scan_units();
   }
 
  private:
-  // Part of a unit that this CTA scans.
-  struct Work {
-    const IndexUnit& unit;
-    int64_t unit_begin, unit_end;  // tiles
-    int32_t column;
-    int tiles;
-  };
-  __device__ __forceinline__ Work work(int i, int64_t unit_begin) const {
-    const IndexUnit& unit = i % 2 ? s_.other : s_.share.unit;
-    const int64_t unit_end = unit_begin + num_tiles(unit, kTileKeys);
-    const int64_t first = max(begin_, unit_begin), last = min(end_, unit_end);
-    return {unit, unit_begin, unit_end, static_cast<int32_t>(unit.begin + (first - unit_begin) * kTileKeys),
-            static_cast<int>(last - first)};
+  __device__ __forceinline__ static ScanShared& shared() {
+    __shared__ ScanShared memory;
+    return memory;
   }
 
-  __device__ __forceinline__ void produce() {
-    Producer producer(p_.problem.keys, args_.page_size, memory_, s_.ring);
-    int64_t unit_begin = s_.share.first_tile;
-    for (int i = 0;; ++i) {
-      const Work w = work(i, unit_begin);
-      producer.run(w.unit, w.column, w.tiles);
-      if (w.unit_end >= end_) return;
-      if (threadIdx.x == kMathThreads)
-        next_unit(rows_, args_.group_rows, w.unit, i % 2 ? s_.share.unit : s_.other);
-      block_barrier<kThreads>();
-      unit_begin = w.unit_end;
-    }
+  __device__ __forceinline__ IndexUnit& unit(int i) const { return i % 2 ? s_.other : s_.share.unit; }
+  __device__ __forceinline__ void set_work(int i, int64_t unit_begin) const {
+    const int64_t unit_end = unit_begin + num_tiles(unit(i), kTileKeys);
+    const int64_t first = max(s_.begin, unit_begin), last = min(s_.end, unit_end);
+    s_.works[i % 2] = {unit_begin, unit_end,
+                       static_cast<int32_t>(unit(i).begin + (first - unit_begin) * kTileKeys),
+                       static_cast<int>(last - first)};
   }
 
-  __device__ __forceinline__ void consume() {
+  __device__ __forceinline__ void scan_units() {
     Math<kHeads> math(memory_, s_.ring);
+    Fetch fetch(p_.problem.keys, args_.page_size, memory_, s_.ring);
     const int lane = threadIdx.x % kWarpSize;
-    const bool has_pins = p_.pin_first > 0 || p_.pin_last > 0;
-    int64_t unit_begin = s_.share.first_tile;
     int round = 0;
     for (int i = 0;; ++i) {
-      const Work w = work(i, unit_begin);
-      const int num_rows = w.unit.num_rows;
-      load_queries<kHeads>(p_.problem.queries, w.unit, memory_);
+      const IndexUnit& unit = this->unit(i);
+      const ScanWork& work = s_.works[i % 2];
+      fetch.begin(unit, work.column, work.tiles, math.place());
+      load_queries<kHeads>(p_.problem.queries, unit, memory_);
       if (threadIdx.x < kIndexGroupRows) {
         const int r = threadIdx.x;
         s_.count[r] = 0;
         s_.threshold[r] = 0;
-        s_.cut[r] = logit_of(0);
         s_.low[r] = 0;
         s_.nearly_full[r] = 0;
       }
-      MathTeam::sync();
-      math.begin(num_rows);
-      for (int t = 0; t < w.tiles; ++t, ++round) {
+      if (threadIdx.x == kThreads - 1 && work.unit_end < s_.end) {
+        next_unit(rows_, args_.group_rows, unit, this->unit(i + 1));
+        set_work(i + 1, work.unit_end);
+      }
+      __syncthreads();
+      math.begin(unit.num_rows);
+      // No logit of the lane's row up to here joins; the comparison is false for all that a pin may lift.
+      float cuts[Math<kHeads>::kPairs];
+      const auto find_cuts = [&] {
+#pragma unroll
+        for (int pair = 0; pair < Math<kHeads>::kPairs; ++pair)
+          cuts[pair] = !math.has_row(pair) ? INFINITY
+                       : scan_.has_pins    ? NAN
+                                           : cut_of(s_.threshold[math.row(pair)]);
+      };
+      find_cuts();
+      for (int t = 0; t < work.tiles; ++t, ++round) {
+        fetch.next_tile(unit, work.column, work.tiles, t);
         if (round >= 2) {
           mbarrier_wait(shared_address(&s_.round[round % 2]), (round / 2 - 1) & 1);
-          if (s_.nearly_full[(round - 2) % 4]) shrink_lists(num_rows);
+          if (s_.nearly_full[(round - 2) % 4]) {
+            call_shrink_lists(scan_, unit.num_rows);
+            find_cuts();
+            math.load_weights();
+          }
         }
-        const int32_t first = w.column + t * kTileKeys;
-        math.next_tile([&](int r, bool valid, int key, float logit, bool present, auto is_pair) {
-          const bool passes = valid && (has_pins || !(logit <= s_.cut[r]));
+        const int32_t first = work.column + t * kTileKeys;
+        math.next_tile([&](int pair, int key, float logit, bool present) {
+          const bool passes = !(logit <= cuts[pair]);
           if (__any_sync(kFullWarp, passes))
-            join<is_pair>(w.unit, r, passes && present, first + key, logit, round);
+            join(unit, math.row(pair), passes && present && math.has_row(pair), first + key, logit, round);
         });
         mbarrier_arrive_warp(shared_address(&s_.round[round % 2]), lane);
       }
-      math.end(w.tiles);
-      finish(w);
-      if (w.unit_end >= end_) return;
-      block_barrier<kThreads>();
-      unit_begin = w.unit_end;
+      math.end();
+      call_finish(scan_, i);
+      if (work.unit_end >= s_.end) return;
+      __syncthreads();
     }
   }
 
   __device__ __forceinline__ uint64_t* list(int r) const {
-    return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
+    return reinterpret_cast<uint64_t*>(memory_.end()) + r * scan_.capacity;
   }
-  __device__ __forceinline__ int32_t limit() const { return list_capacity(p_.topk) - kListSlack; }
+  __device__ __forceinline__ int32_t limit() const { return scan_.capacity - kListSlack; }
 
-  // The columns of a warp that the rows of the unit may choose join their lists.
-  template <bool kIsPair>
+  // The columns of a warp that its two rows may choose join their lists; the upper lanes of each quad have
+  // the second row.
   __device__ __forceinline__ void join(const IndexUnit& unit, int r, bool joins, int32_t column, float logit,
                                        int round) const {
     const IndexRow& where = unit.rows[r];
     uint32_t rank = order_key(logit);
-    joins = joins && column >= where.begin && column < where.end;
-    if (p_.is_pinned(where, column)) rank = kPinnedKey;
-    joins = joins && rank >= s_.threshold[r];
+    if (scan_.has_pins && p_.is_pinned(where, column)) rank = kPinnedKey;
+    joins &= (column >= where.begin) & (column < where.end) & (rank >= s_.threshold[r]);
     const uint32_t lanes = __ballot_sync(kFullWarp, joins);
     if (lanes == 0) return;
-    const int lane = threadIdx.x % kWarpSize, leader = kIsPair ? lane & 2 : 0;
-    const uint32_t own = kIsPair ? lanes & 0x33333333u << leader : lanes;  // of the same row
+    const int lane = threadIdx.x % kWarpSize, leader = lane & 2;
+    const uint32_t own = lanes & 0x33333333u << leader;  // of the same row
     int32_t place = 0;
     if (lane == leader && own) {
       place = atomicAdd(&s_.count[r], __popc(own));
@@ -205,7 +226,6 @@ class Scan {
       s_.count[r] = select.kept;
       s_.low[r] = least;
       s_.threshold[r] = key + 1;  // an equal one that comes later is behind topk others
-      s_.cut[r] = logit_of(key);
     }
     Team::sync();
   }
@@ -220,9 +240,10 @@ class Scan {
   }
 
   // Answers a unit that this CTA saw whole; leaves what it has of another for the merge.
-  __device__ __forceinline__ void finish(const Work& w) const {
-    const IndexUnit& unit = w.unit;
-    const bool is_earlier = begin_ > w.unit_begin, is_whole = !is_earlier && w.unit_end <= end_;
+  __device__ __forceinline__ void finish(int i) const {
+    const IndexUnit& unit = this->unit(i);
+    const ScanWork& work = s_.works[i % 2];
+    const bool is_earlier = s_.begin > work.unit_begin, is_whole = !is_earlier && work.unit_end <= s_.end;
     for_rows(unit.num_rows, [&](const auto& team, int r, auto& select) {
       using Team = std::decay_t<decltype(team)>;
       if (is_whole) {
@@ -238,15 +259,21 @@ class Scan {
       for (int i = Team::thread(); i < s_.count[r]; i += Team::kThreads) to[i] = list(r)[i];
     });
     if (!is_whole && threadIdx.x == 0)
-      write_state(*args_.state(blockIdx.x), unit, is_earlier, w.unit_begin, w.unit_end, s_.count);
+      write_state(*args_.state(blockIdx.x), unit, is_earlier, work.unit_begin, work.unit_end, s_.count);
   }
 
+  // Calls, so that they take no registers of the tiles' loop; of no object, or that would lie in memory.
+  __device__ __noinline__ static void call_shrink_lists(const ScanArgs& args, int num_rows) {
+    Scan(args).shrink_lists(num_rows);
+  }
+  __device__ __noinline__ static void call_finish(const ScanArgs& args, int i) { Scan(args).finish(i); }
+
+  const ScanArgs& scan_;
   const IndexTopkArgs& args_;
   const IndexTopkParams& p_;
   const IndexRows& rows_;
-  const Memory& memory_;
+  const Memory memory_;
   ScanShared& s_;
-  int64_t begin_ = 0, end_ = 0;  // tiles of the CTA's share
 };
 
 }  // namespace mla_fp8::gpu::sm90_index
