@@ -96,11 +96,18 @@ class Shape:
         return 2 * self.keys * self.num_q_heads * (layout.head_dim_qk + layout.head_dim_v)
 
 
+# Batches of engines whose work is no whole number of waves of CTAs.
+BATCHES_BETWEEN = (44, 72, 144)
+
+
 def shapes() -> Iterator[Shape]:
     for heads, batch in itertools.product(HEADS, (1, 8, 32, 64, 128, 256)):
         yield Shape("dsv32", heads, batch, 2048)
     for topk, heads, batch in itertools.product((512, 1024), HEADS, (32, 128, 256)):
         yield Shape("dsv4", heads, batch, 128, 256, topk)
+    for heads, batch in itertools.product(HEADS, BATCHES_BETWEEN):
+        yield Shape("dsv32", heads, batch, 2048)
+        yield Shape("dsv4", heads, batch, 128, 256, 512)
     for heads in (8, 16, 32, 64):
         yield Shape("dsv4", heads, 128, 128, 256, 512, s_q=2)
         yield Shape("dsv4", heads, 128, 128, 256, 1024, extra_page_size=2)
