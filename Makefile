@@ -16,7 +16,7 @@ HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merg
   pad_q_heads paged_attention_ragged quantize_kv tiled_rows
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: headers demo test emulate engines fuzz lint format bench docs generate wheel install-test build build-demo clean
+.PHONY: headers demo test emulate machine engines fuzz lint format bench docs generate wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
@@ -29,10 +29,20 @@ test: build
 headers: build
 	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
-# The HIP library, if it was built: its kernels run on fibers, behind a stand-in for the HIP runtime.
+# The HIP library, if it was built, behind a stand-in for the HIP runtime: its kernels' source on fibers, and their
+# machine code executed instruction by instruction. `make machine MACHINES=gfx90a` is a third of the latter.
+EMULATED = [ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests
+EMULATED_TESTS = -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py))
+MACHINES ?= gfx942 gfx950
+
 emulate:
-	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests \
-	  -k "not opcheck and not compile" $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py))
+	$(EMULATED) $(EMULATED_TESTS)
+	$(MAKE) machine
+
+machine: $(addprefix machine-,$(MACHINES))
+
+machine-%:
+	$(EMULATED) --machine $* $(EMULATED_TESTS)
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"

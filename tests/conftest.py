@@ -12,11 +12,14 @@ from op_samples import NO_KERNEL
 def pytest_addoption(parser: pytest.Parser) -> None:
     names = f"{emulation.LIBRARY} and {emulation.RUNTIME}"
     parser.addoption("--emulated", type=Path, metavar="FOLDER", help=f"test {names} in that folder instead")
+    parser.addoption(
+        "--machine", metavar="GPU", help="with --emulated: execute the machine code for that GPU"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if folder := config.getoption("--emulated"):
-        emulation.load(folder)
+        emulation.load(folder, config.getoption("--machine"))
 
 
 def available_devices() -> list[str]:

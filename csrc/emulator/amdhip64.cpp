@@ -1,20 +1,38 @@
 // A stand-in for libamdhip64.so on machines without an AMD GPU: reads the offload bundle as the real loader
-// does, insists on the GPU's architecture and on the kernel being in that code object, then runs the same
-// kernel, compiled by g++, on fibers. FAKE_HIP_ARCH is the GPU (gfx942), FAKE_HIP_SEED the fibers' order.
-#include <dlfcn.h>
-
+// does, insists on the GPU's architecture and on the kernel being in that code object, then has the library's
+// engine run it. FAKE_HIP_ARCH is the GPU (gfx942), FAKE_HIP_SEED the order of waves (0: in order).
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <string_view>
 
-#include "cuda/device/launch.cuh"
-#include "emulator/fibers.h"
+#include "emulator/engine.h"
 
 namespace {
 
-enum Error { kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kNoBinaryForGpu = 209, kNotFound = 500 };
+enum Error {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kInvalidImage = 200,
+  kNoBinaryForGpu = 209,
+  kNotFound = 500,
+  kLaunchFailure = 719
+};
+thread_local int current_device = 0;
+thread_local std::string failure;  // what the engine said about the last kLaunchFailure
+
+// The engine's exceptions as an error code.
+template <class F>
+int guarded(F f) {
+  try {
+    return f();
+  } catch (const std::exception& e) {
+    failure = e.what();
+    return kLaunchFailure;
+  }
+}
 
 std::string environment(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
@@ -24,15 +42,16 @@ std::string arch() { return environment("FAKE_HIP_ARCH", "gfx942"); }
 
 }  // namespace
 
-bool emulator::widens_fnuz_alone() {
-  static const bool does = arch() == "gfx942";
-  return does;
-}
-
 extern "C" {
 
+// Every device is the same GPU, and has its own copies of the code objects.
+int hipSetDevice(int device) {
+  current_device = device;
+  return kSuccess;
+}
+
 int hipGetDevice(int* device) {
-  *device = 0;
+  *device = current_device;
   return kSuccess;
 }
 
@@ -43,6 +62,7 @@ const char* hipGetErrorString(int error) {
     case kInvalidImage: return "device kernel image is invalid";
     case kNoBinaryForGpu: return "no kernel image is available for execution on the device";
     case kNotFound: return "named symbol not found";
+    case kLaunchFailure: return failure.c_str();
     default: return "unknown error";
   }
 }
@@ -68,20 +88,19 @@ int hipModuleLoadData(void** module, const void* image) {
         "\x7f"
         "ELF")
       return kInvalidImage;
-    *module = new std::string_view(bundle + offset, size);
-    return kSuccess;
+    return guarded([&] {
+      *module = emulator::load_module({bundle + offset, size}, arch());
+      return kSuccess;
+    });
   }
   return kNoBinaryForGpu;
 }
 
 int hipModuleGetFunction(void** function, void* module, const char* name) {
-  const auto& code = *static_cast<const std::string_view*>(module);
-  if (code.find(std::string(name) + ".kd") == code.npos) return kNotFound;
-  Dl_info self;
-  dladdr(reinterpret_cast<const void*>(&hipModuleGetFunction), &self);
-  void* library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-  *function = library ? dlsym(library, name) : nullptr;
-  return *function ? kSuccess : kNotFound;
+  return guarded([&] {
+    *function = emulator::find_kernel(*static_cast<emulator::Module*>(module), name);
+    return *function ? kSuccess : kNotFound;
+  });
 }
 
 int hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -95,13 +114,10 @@ int hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsi
   if (grid_x == 0 || block_x == 0 || block_x > 1024 || uint64_t{grid_x} * block_x > UINT32_MAX)
     return kInvalidValue;
   const auto seed = static_cast<unsigned>(std::stoul(environment("FAKE_HIP_SEED", "0")));
-  emulator::launch(function, extra[1], *static_cast<const size_t*>(extra[3]), {grid_x, block_x}, seed);
-  return kSuccess;
+  return guarded([&] {
+    emulator::launch(*static_cast<emulator::Kernel*>(function), extra[1],
+                     *static_cast<const size_t*>(extra[3]), {grid_x, block_x}, seed);
+    return kSuccess;
+  });
 }
 }
-
-// The launchers in the .cu files are here only to instantiate their kernels.
-namespace mla_fp8::gpu {
-void launch_kernel(const void*, const LaunchConfig&, const void*, size_t) { std::abort(); }
-int num_processors() { std::abort(); }
-}  // namespace mla_fp8::gpu

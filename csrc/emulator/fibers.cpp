@@ -150,7 +150,8 @@ void run_block(const void* kernel, const void* params, size_t params_size, std::
 
 }  // namespace
 
-void launch(const void* kernel, const void* params, size_t params_size, const Grid& grid, unsigned seed) {
+void run_on_fibers(const void* kernel, const void* params, size_t params_size, const Grid& grid,
+                   unsigned seed) {
   Block own(grid.threads);
   block = &own;
   const unsigned callers_mode = _mm_getcsr();

@@ -5,15 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace emulator {
+#include "emulator/engine.h"
 
-struct Grid {
-  unsigned blocks, threads;
-};
+namespace emulator {
 
 // Calls the function at `kernel`, which takes one struct by value, once per thread. Threads go on in turns
 // with seed 0, else in a random order that lets waves run ahead of each other.
-void launch(const void* kernel, const void* params, size_t params_size, const Grid& grid, unsigned seed);
+void run_on_fibers(const void* kernel, const void* params, size_t params_size, const Grid& grid,
+                   unsigned seed);
 
 unsigned thread_index();
 unsigned block_index();

@@ -1,6 +1,8 @@
-"""The HIP library's ops on CPU tensors: its own host code, a stand-in HIP runtime, its kernels on fibers."""
+"""The HIP library's ops on CPU tensors: its own host code, and a stand-in for the HIP runtime. One stand-in
+runs the kernels' source on fibers, the other one executes the code object of a GPU."""
 
 import ctypes
+import os
 from pathlib import Path
 
 import torch
@@ -8,9 +10,13 @@ import torch
 LIBRARY, RUNTIME = "libmla_fp8_emulated.so", "libamdhip64.so"
 
 
-def load(folder: Path) -> None:
-    """From here on torch.ops.mla_fp8 is the emulated library."""
-    ctypes.CDLL(str(folder / RUNTIME))  # the library finds it by its name, like torch's
+def load(folder: Path, machine: str | None = None) -> None:
+    """From here on torch.ops.mla_fp8 is the emulated library. `machine`: the GPU whose machine code is
+    executed, None for fibers."""
+    if machine:
+        os.environ["FAKE_HIP_ARCH"] = machine
+    runtime = folder / "machine" / RUNTIME if machine else folder / RUNTIME
+    ctypes.CDLL(str(runtime))  # the library finds it by its name, like torch's
     torch.ops.load_library(str(folder / LIBRARY))
     torch.ops.mla_fp8 = torch.ops.mla_fp8_emulated
 
