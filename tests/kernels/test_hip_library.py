@@ -118,10 +118,22 @@ def test_machine_without_a_hip_runtime_says_so():
 
 
 @needs_emulation
-def test_order_of_the_threads_changes_nothing():
+@pytest.mark.parametrize("machine", [(), ("--machine", "gfx942")], ids=["fibers", "gfx942"])
+def test_order_of_the_threads_changes_nothing(machine):
     """A missing barrier would make the result depend on it: here waves run as far ahead as they can."""
     file = ROOT / "tests/ops/test_paged_attention_ragged_options.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulated", EMULATED, file]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--emulated",
+        EMULATED,
+        *machine,
+        file,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "FAKE_HIP_SEED": "7"}
     result = subprocess.run(
         [*command, "-k", "7-fn or 4-fn"], env=environment, capture_output=True, text=True, check=False

@@ -33,12 +33,14 @@ def assemble(source: Path, arch: str, target: Path) -> None:
     subprocess.run([*command, "-c", source, "-o", target], check=True)
 
 
-def run(script: str, arch: str, *arguments: object) -> str:
+def run(script: str, arch: str, *arguments: object, **environment: str) -> str:
     """Output of a script of tests/support in its own process: the machine replaces PyTorch's allocator."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/support"))
-    environment = os.environ | {"PYTHONPATH": paths, "FAKE_HIP_ARCH": arch, "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": paths, "FAKE_HIP_ARCH": arch, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, SUPPORT / script, *map(str, arguments)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -192,8 +194,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=ARCHS)
-def verdicts(request, tmp_path_factory) -> dict[str, object]:
-    """Of each kernel: what it stored, or what was said."""
+def launched(request, tmp_path_factory) -> tuple[dict[str, object], str]:
+    """Of each kernel: what it stored, or what was said. How often which instruction was executed."""
     folder = tmp_path_factory.mktemp(request.param)
     text = "".join(
         KERNEL.format(name=name, body=body.replace(";", "\n")) for name, (body, _) in CASES.items()
@@ -203,17 +205,27 @@ def verdicts(request, tmp_path_factory) -> dict[str, object]:
     subprocess.run([zig(), "ld.lld", "-shared", folder / "x.o", "-o", folder / "x.hsaco"], check=True)
     bundle = [sys.executable, ROOT / "csrc/hip/bundle.py", folder / "x.fatbin"]
     subprocess.run([*bundle, f"{request.param}={folder / 'x.hsaco'}"], check=True)
-    return json.loads(run("machine_code.py", request.param, "launch", RUNTIME, folder / "x.fatbin", *CASES))
+    question = ("launch", RUNTIME, folder / "x.fatbin", *CASES)
+    answer = run("machine_code.py", request.param, *question, FAKE_HIP_COUNTS=str(folder / "counts"))
+    return json.loads(answer), (folder / "counts").read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_machine_code_gets_its_results_or_is_told_what_is_wrong(name, verdicts):
+def test_machine_code_gets_its_results_or_is_told_what_is_wrong(name, launched):
     _, expected = CASES[name]
-    got = verdicts[name]
+    got = launched[0][name]
     if isinstance(got, list):
         assert got == [eval(expected, {"t": t}) for t in range(128)]
     else:
         assert re.search(expected, got), got
+
+
+def test_executed_instructions_are_counted(launched):
+    """By two waves: one store to LDS, three waits."""
+    lines = [line.split() for line in launched[1].splitlines()]
+    counts = {(kernel, instruction): int(count) for _, kernel, instruction, count in lines}
+    assert counts["through_lds", "ds_write_b32"] == 2
+    assert counts["through_lds", "s_waitcnt"] == 2 * 3
 
 
 # ---- bugs in the machine code of our kernel for dsv32 latents

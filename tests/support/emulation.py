@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 LIBRARY, RUNTIME = "libmla_fp8_emulated.so", "libamdhip64.so"
+_machines: list[str] = []  # the GPU whose machine code is executed
 
 
 def load(folder: Path, machine: str | None = None) -> None:
@@ -15,10 +16,16 @@ def load(folder: Path, machine: str | None = None) -> None:
     executed, None for fibers."""
     if machine:
         os.environ["FAKE_HIP_ARCH"] = machine
+        _machines.append(machine)
     runtime = folder / "machine" / RUNTIME if machine else folder / RUNTIME
     ctypes.CDLL(str(runtime))  # the library finds it by its name, like torch's
     torch.ops.load_library(str(folder / LIBRARY))
     torch.ops.mla_fp8 = torch.ops.mla_fp8_emulated
+
+
+def executes(machine: str) -> bool:
+    """Whether the tests run on an emulated GPU of that name."""
+    return machine in _machines
 
 
 def is_cpu_kernel(device: str) -> bool:

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -47,6 +49,32 @@ struct Kernel {
 };
 
 namespace {
+
+// With FAKE_HIP_COUNTS=FILE, a line per kernel and instruction when the process ends: GPU, kernel,
+// instruction, how often a wave has executed it.
+class Counts {
+ public:
+  bool wanted() const { return file_ != nullptr; }
+  void add(const Kernel& kernel, const std::vector<uint64_t>& executed) {
+    const std::lock_guard lock(mutex_);
+    for (size_t w = 0; w < executed.size(); ++w)
+      if (executed[w] > 0)
+        counts_[kernel.module->gpu.name + " " + kernel.name + " " + kernel.code[w].opcode->name] +=
+            executed[w];
+  }
+  ~Counts() {
+    std::FILE* out = wanted() ? std::fopen(file_, "w") : nullptr;
+    if (!out) return;
+    for (const auto& [what, count] : counts_)
+      std::fprintf(out, "%s %llu\n", what.c_str(), static_cast<unsigned long long>(count));
+    std::fclose(out);
+  }
+
+ private:
+  const char* file_ = std::getenv("FAKE_HIP_COUNTS");
+  std::mutex mutex_;
+  std::map<std::string, uint64_t> counts_;
+} counts;
 
 constexpr uint32_t kJunk = 0xffc1a5a5;  // a NaN: what registers hold before they are written
 constexpr unsigned kKeepsSubnormals = 15;
@@ -167,6 +195,7 @@ class Launch {
         run_block(group, blocks_[b]);
         if (std::chrono::steady_clock::now() > deadline) break;
       }
+      counts.add(kernel_, group.executed);
     } catch (const Stopped&) {
     } catch (const std::exception& e) {
       const std::lock_guard lock(mutex_);
@@ -181,6 +210,7 @@ class Launch {
     group.kernel = &kernel_.name;
     group.stop = &stop_;
     group.memory = &memory_;
+    group.executed.assign(counts.wanted() ? kernel_.code.size() : 0, 0);
     group.lds.resize(kernel_.descriptor.lds);
     group.shadow.writer.resize(kernel_.descriptor.lds);
     group.shadow.reader.resize(kernel_.descriptor.lds);
@@ -247,6 +277,7 @@ class Launch {
       if (!i.execute) w.fault("cannot be executed");
       w.next = w.pc + i.words;
       w.temporaries = 0;
+      if (!w.group->executed.empty()) ++w.group->executed[w.pc];
       i.execute(w, i);
       w.pc = w.next;
     }

@@ -208,6 +208,7 @@ struct Workgroup {
   std::vector<uint8_t> lds;
   LdsShadow shadow;
   std::vector<std::unique_ptr<Wave>> waves;
+  std::vector<uint64_t> executed;  // how often, by word of the kernel; empty if nobody asks
 };
 
 // Decodes one instruction; `words` has room for two words behind it.
