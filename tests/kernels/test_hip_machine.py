@@ -167,6 +167,19 @@ CASES = {
         "v_mov_b32_e32 v4, s4; v_mov_b32_e32 v5, s5; flat_load_dword v2, v[4:5]; s_waitcnt vmcnt(0);" + STORE,
         "reads v2 before s_waitcnt",
     ),
+    "flat_into_lds": (
+        "s_mov_b64 s[8:9], src_shared_base; v_mov_b32_e32 v5, s9; v_mov_b32_e32 v4, v1; v_mov_b32_e32 v2, v0;"
+        "flat_store_dword v[4:5], v2; s_waitcnt vmcnt(0) lgkmcnt(0); s_barrier;"
+        + OF_OTHER_WAVE
+        + ";"
+        + STORE,
+        "t ^ 64",
+    ),
+    "flat_race_in_lds": (
+        "s_mov_b64 s[8:9], src_shared_base; v_mov_b32_e32 v5, s9; v_mov_b32_e32 v4, v1;"
+        "flat_store_dword v[4:5], v0; s_waitcnt vmcnt(0) lgkmcnt(0);" + OF_OTHER_WAVE,
+        "no barrier is between them",
+    ),
     "no_barrier": (f"{TO_LDS}; {OF_OTHER_WAVE}", "no barrier is between them"),
     "no_barrier_before_overwriting": (
         f"{TO_LDS}; s_barrier; {OF_OTHER_WAVE}; {TO_LDS}",

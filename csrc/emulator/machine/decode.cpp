@@ -219,6 +219,7 @@ std::string scalar_name(int number) {
     case kVcc: return "vcc";
     case kM0: return "m0";
     case kExec: return "exec";
+    case kSharedBase: return "src_shared_base";
     default: break;
   }
   if (number < kSgprs) return "s" + std::to_string(number);

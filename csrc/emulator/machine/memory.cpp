@@ -148,7 +148,7 @@ void permute_lanes(Wave& w, I i) {
   w.issue(w.lgkm, {Pending::kLds, false, i.dst, 1});
 }
 
-// ---- global memory. FLAT addresses are global ones here: one that points into LDS is out of range.
+// ---- global memory, and FLAT: global or LDS, as each lane's address says
 struct Addresses {
   u64 of[kLanes];
 };
@@ -170,6 +170,7 @@ void check_global(Wave& w, u64 address, size_t bytes, const char* what) {
   if (address % std::min<size_t>(bytes, 4))
     w.fault(std::string(what) + " at " + hex(address) + ", which is not aligned");
 }
+bool is_lds(u64 address) { return address >> 32 == kLdsAperture; }
 // A FLAT instruction counts in both counters: its registers wait for both.
 template <bool kFlat>
 void issue_global(Wave& w, const Pending& p) {
@@ -184,9 +185,15 @@ void load(Wave& w, I i) {
   const auto kind = kFlat ? Pending::kFlat : Pending::kGlobal;
   for (int r = 0; r < kRegisters; ++r) w.touch_for_load(i.dst + r, w.vm, kind);
   each_lane(w, [&](int lane) {
-    check_global(w, a.of[lane], kBytes, "reads");
     u32 words[kRegisters] = {};
-    std::memcpy(words, reinterpret_cast<const void*>(a.of[lane]), kBytes);
+    if (kFlat && is_lds(a.of[lane])) {
+      const auto offset = static_cast<u32>(a.of[lane]);
+      access_lds<false>(w, offset, kBytes);
+      std::memcpy(words, &w.group->lds[offset], kBytes);
+    } else {
+      check_global(w, a.of[lane], kBytes, "reads");
+      std::memcpy(words, reinterpret_cast<const void*>(a.of[lane]), kBytes);
+    }
     if (kSigned) words[0] = static_cast<u32>(as_signed(words[0] << (32 - 8 * kBytes)) >> (32 - 8 * kBytes));
     for (int r = 0; r < kRegisters; ++r) w.v[i.dst + r][lane] = words[r];
   });
@@ -198,13 +205,21 @@ void store(Wave& w, I i) {
   const Addresses a = addresses(w, i);
   const int data = i.src[1] - kFirstVgpr;
   for (int r = 0; r < kRegisters; ++r) w.touch(data + r, "reads");
+  bool to_lds = false;
   each_lane(w, [&](int lane) {
-    check_global(w, a.of[lane], kBytes, "writes");
     u32 words[kRegisters];
     for (int r = 0; r < kRegisters; ++r) words[r] = w.v[data + r][lane];
-    std::memcpy(reinterpret_cast<void*>(a.of[lane]), words, kBytes);
+    if (kFlat && is_lds(a.of[lane])) {
+      const auto offset = static_cast<u32>(a.of[lane]);
+      access_lds<true>(w, offset, kBytes);
+      std::memcpy(&w.group->lds[offset], words, kBytes);
+      to_lds = true;
+    } else {
+      check_global(w, a.of[lane], kBytes, "writes");
+      std::memcpy(reinterpret_cast<void*>(a.of[lane]), words, kBytes);
+    }
   });
-  issue_global<kFlat>(w, {kFlat ? Pending::kFlat : Pending::kGlobal, false, 0, 0});
+  issue_global<kFlat>(w, {kFlat ? Pending::kFlat : Pending::kGlobal, to_lds, 0, 0});
 }
 void atomic_add(Wave& w, I i) {
   const Addresses a = addresses(w, i);

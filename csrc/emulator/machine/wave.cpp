@@ -44,6 +44,7 @@ uint64_t Wave::scalar64(const Instruction& i, int operand) const {
     return low | uint64_t{scalar(i, operand + 1)} << 32;
   }
   if (operand == kLiteral) return i.literal;
+  if (operand == kSharedBase) return uint64_t{kLdsAperture} << 32;
   if (operand >= 240 && operand < 248)
     return std::bit_cast<uint64_t>(static_cast<double>(std::bit_cast<float>(scalar(i, operand))));
   return static_cast<uint64_t>(static_cast<int32_t>(scalar(i, operand)));

@@ -18,7 +18,9 @@ namespace emulator {
 
 inline constexpr int kLanes = 64, kVgprs = 512, kSgprs = 128;
 // Numbers of scalar registers and of operands, as the encoding has them.
-inline constexpr int kVcc = 106, kM0 = 124, kExec = 126, kLiteral = 255, kFirstVgpr = 256;
+inline constexpr int kVcc = 106, kM0 = 124, kExec = 126, kSharedBase = 235, kLiteral = 255, kFirstVgpr = 256;
+// The high word of FLAT addresses that mean LDS. No address of the host has it.
+inline constexpr uint32_t kLdsAperture = 0x00010000;
 
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
