@@ -17,6 +17,14 @@ void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream)
   }
 }
 
+void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
+  Plan first = plan(op, p, this_gpu());
+  if (first.queries == 0) return run(p, first, stream);
+  run_plans(op, p.of_tokens(first.queries, p.num_tokens - first.queries), stream);
+  first.follows = true;
+  run(p.of_tokens(0, first.queries), first, stream);
+}
+
 }  // namespace
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
@@ -29,12 +37,10 @@ int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
   return workspace_size(forced_plan(x.wanted, x.params, this_gpu()), x.params);
 }
 
-void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) {
-  run(p, plan(Op::kDecode, p, this_gpu()), stream);
-}
+void sparse_decode(const SparseAttentionParams& p, gpuStream_t stream) { run_plans(Op::kDecode, p, stream); }
 
 void sparse_prefill(const SparseAttentionParams& p, gpuStream_t stream) {
-  run(p, plan(Op::kPrefill, p, this_gpu()), stream);
+  run_plans(Op::kPrefill, p, stream);
 }
 
 void sparse_attention_by(const WantedSparseAttention& x, gpuStream_t stream) {

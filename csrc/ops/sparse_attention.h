@@ -66,6 +66,20 @@ struct SparseAttentionParams {
   int64_t workspace_floats;
 
   MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
+
+  // The same problem for some of its tokens. Those of a window know their requests by their numbers.
+  SparseAttentionParams of_tokens(int64_t first, int64_t count) const {
+    SparseAttentionParams p = *this;
+    p.num_tokens = count;
+    p.q += first * q_stride_token, p.out += first * out_stride_token;
+    p.lse += first * num_q_heads;
+    if (max_logits) p.max_logits += first * num_q_heads;
+    for (int i = 0; i < num_scopes; ++i) {
+      p.scopes[i].indices += first * scopes[i].indices_stride_token;
+      if (scopes[i].topk_length) p.scopes[i].topk_length += first;
+    }
+    return p;
+  }
 };
 
 // What one token attends to in one scope.

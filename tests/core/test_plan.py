@@ -29,7 +29,7 @@ def shapes():
     """op, layout, keys, extra keys, whether the first are a window, heads, queries, GPU."""
     caches = [("dsv32", 2048, 0, False), ("dsv4", 128, 512, False), ("bf16", 2048, 0, False)]
     chunks = [*caches, ("bf16_512", 1152, 0, False), ("bf16_512", 128, 0, True), ("dsv4", 128, 512, True)]
-    for cache, heads, queries in product(caches, HEADS, (1, 8, 32, 128, 256)):
+    for cache, heads, queries in product(caches, HEADS, (1, 8, 32, 44, 67, 128, 144, 256)):
         yield "decode", *cache, heads, queries, H200
     for cache, heads, queries in product(chunks, HEADS, (32, 256, 4096)):
         yield "prefill", *cache, heads, queries, H200
@@ -104,7 +104,8 @@ problems = st.fixed_dictionaries(
 
 @given(problems, st.sampled_from(["decode", "prefill"]), st.booleans())
 def test_a_plan_names_a_variant_that_reads_the_cache(problem, op, is_window):
-    plan = core.plan(op, is_window=is_window and op == "prefill", **problem)
+    plan, _, first = core.plan(op, is_window=is_window and op == "prefill", **problem).partition(", for ")
+    assert not first or 0 < int(first.split()[0]) < problem["queries"]
     name, *rest = plan.split(", ")
     numbers = {what: int(number) for number, what in (part.split(" ", 1) for part in rest)}
     splits = numbers.get("CTA a query", numbers.get("CTAs a query", 1))
@@ -114,6 +115,16 @@ def test_a_plan_names_a_variant_that_reads_the_cache(problem, op, is_window):
         heads=problem["heads"],
     )  # fmt: skip
     assert forced == plan
+
+
+@given(problems)
+def test_no_problem_takes_more_than_three_launches(problem):
+    for _ in range(3):
+        first = core.plan("decode", **problem).partition(", for ")[2]
+        if not first:
+            return
+        problem["queries"] -= int(first.split()[0])
+    raise AssertionError(problem)
 
 
 @given(problems, problems)

@@ -164,3 +164,29 @@ def test_back_to_back_launches_do_not_overtake_each_other():
     for _ in range(20):
         q = replace(case, q=q).decode()[0]
     assert torch.equal(q, want_q)
+
+
+@pytest.mark.parametrize("num_tokens, num_q_heads", [(133, 64), (144, 64), (144, 16), (160, 32)])
+def test_two_launches_of_one_call_are_ordered_with_what_is_before_and_behind(num_tokens, num_q_heads):
+    """Such batches end in a wave that would be mostly empty: its queries go first, and the others do not wait for
+    them. The output of a call is the query of the next: nobody reads it before both launches have ended."""
+    shape = {"num_tokens": num_tokens, "num_q_heads": num_q_heads, "topk": 2048, "num_slots": 20000}
+    case = make_case(KV_LAYOUTS["dsv4"], "cuda", **shape, sink=False)
+    last = slice(num_tokens - 4, None)
+    calls, eager, q = 6, [], case.q
+    for _ in range(calls):
+        out, lse = replace(case, q=q).decode()
+        torch.cuda.synchronize()
+        assert_right(replace(case, q=q).tokens(last), out[last], lse[last])
+        eager.append(out)
+        q = out
+    graph, outs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            outs.append(replace(case, q=outs[-1] if outs else case.q).decode()[0])
+    for _ in range(10):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out, expected in zip(outs, eager, strict=True))

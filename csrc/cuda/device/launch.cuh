@@ -44,6 +44,20 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 #endif
 }
 
+// The same around a kernel that may follow one which it does not depend on: that one has waited for what came
+// before. It must only not end first, for the next grid waits for this one alone.
+__device__ __forceinline__ void begin_grid(bool follows) {
+#if __CUDA_ARCH__ >= 900
+  if (!follows) asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void end_grid(bool follows) {
+#if __CUDA_ARCH__ >= 900
+  if (follows) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <class Params>
 void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {
   check_grid(c);

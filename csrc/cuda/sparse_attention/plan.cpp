@@ -87,23 +87,35 @@ struct SplitClass {
 };
 constexpr SplitClass kSplitClasses[] = {
     {1, 1.0}, {2, 0.5}, {4, 30 / 132.0}, {8, 15 / 132.0}, {16, 7 / 132.0}};
+int64_t resident(const SplitClass& s, int num_sms) {  // clusters
+  return std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
+}
 
+// Of one CTA, when nothing but itself limits it; a wave of CTAs costs what one does.
+struct Price {
+  double ns_per_key, fixed_us, cluster_us;
+};
 struct HeadsClass {
   Kernel kernel;
   int heads;
-  double ns_per_key;       // of one CTA, when nothing but itself limits it
-  double ns_per_pair_key;  // the same of two layouts, which producers make one
-  double fixed_us, cluster_us;
+  Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
 };
-// Fitted to the order of the choices in the runs of commit 70ebf54, of 32 heads 39c44c4, of pairs b110e36;
-// their values are rough.
-constexpr HeadsClass kHeadsClasses[] = {{Kernel::kFewHeads, 8, 11.5, 27.5, 6.4, 1.2},
-                                        {Kernel::kFewHeads, 16, 17.5, 35.0, 5.0, 3.0},
-                                        {Kernel::kFewHeads, 32, 27.0, 0.0, 7.0, 4.0},
-                                        {Kernel::kManyHeads, 32, 18.0, 36.0, 7.8, 2.5},
-                                        {Kernel::kManyHeads, 64, 24.5, 53.0, 8.0, 5.5}};
+// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (c66e3cf). The others to
+// the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
+constexpr HeadsClass kHeadsClasses[] = {
+    {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {27.5, 6.4, 1.2}},
+    {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {35.0, 5.0, 3.0}},
+    {Kernel::kFewHeads, 32, {}, {27.0, 7.0, 4.0}, {}},
+    {Kernel::kManyHeads, 32, {22.8, 8.4, 1.4}, {}, {36.0, 7.8, 2.5}},
+    {Kernel::kManyHeads, 64, {30.0, 10.3, 3.5}, {}, {53.0, 8.0, 5.5}}};
+const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
+  return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
+}
 constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
 constexpr int kMinKeysPerCta = 128;
+// Two launches for the queries of one: what the second adds (its code is cold: 3 to 16 us more than the two take
+// alone; least with many queries), and what they may take together, of one.
+constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.95;
 
 // 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
 // two layouts they always are.
@@ -117,35 +129,67 @@ Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int s
   return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 
-// A cluster for each query: which variant and how many CTAs is the least time by the model above.
-Plan plan_split(const SparseAttentionParams& p, int num_sms) {
+// The model's time of `queries` of a problem, with a cluster for each and block of heads.
+double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s, int64_t queries,
+               int num_sms) {
   const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
-  if (p.batch_invariant) {  // the same for any number of queries and, as padding changes nothing, of heads
-    const int splits = keys > 1024 ? 2 : 1;
-    return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
-                      : few_or_many(p, Kernel::kManyHeads, 64, splits);
-  }
-  const double bytes = static_cast<double>(p.num_tokens) * bytes_of_keys(p);
-  const HeadsClass* best = &kHeadsClasses[0];
-  int best_splits = 1;
-  double best_us = 1e30;
+  const double bytes = static_cast<double>(queries) * bytes_of_keys(p);
+  const int head_blocks = ceil_div(p.num_q_heads, c.heads);
+  const Price& price = price_of(c, p);
+  const auto waves = static_cast<double>(ceil_div(queries * head_blocks, resident(s, num_sms)));
+  const double fixed = price.fixed_us + (s.splits > 1 ? price.cluster_us : 0.0);
+  const double per_cta = std::max(keys / s.splits, static_cast<double>(kMinKeysPerCta));
+  const double compute_us = waves * (fixed + price.ns_per_key * 1e-3 * per_cta);
+  const double memory_us = bytes / kHbmBytesPerUs + (head_blocks - 1) * bytes / kL2BytesPerUs + fixed;
+  return std::max(compute_us, memory_us);
+}
+
+// Calls fn(heads class, split class) for what may run the problem.
+template <class Fn>
+void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
   for (const HeadsClass& c : kHeadsClasses) {
     if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts())) continue;
     if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
-    const int head_blocks = ceil_div(p.num_q_heads, c.heads);
-    const double ns_per_key = p.layouts().is_mixed() ? c.ns_per_pair_key : c.ns_per_key;
-    for (const SplitClass& s : kSplitClasses) {
-      const int64_t resident = std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
-      const auto waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident));
-      const double fixed = c.fixed_us + (s.splits > 1 ? c.cluster_us : 0.0);
-      const double per_cta = std::max(keys / s.splits, static_cast<double>(kMinKeysPerCta));
-      const double compute_us = waves * (fixed + ns_per_key * 1e-3 * per_cta);
-      const double memory_us = bytes / kHbmBytesPerUs + (head_blocks - 1) * bytes / kL2BytesPerUs + fixed;
-      const double us = std::max(compute_us, memory_us);
-      if (us < best_us) best_us = us, best = &c, best_splits = s.splits;
-    }
+    for (const SplitClass& s : kSplitClasses) fn(c, s);
   }
-  return few_or_many(p, best->kernel, best->heads, best_splits);
+}
+
+struct Priced {
+  Plan plan;
+  double us = 1e30;
+};
+Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_sms) {
+  Priced best;
+  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
+    const double us = time_of(p, c, s, queries, num_sms);
+    if (us < best.us) best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
+  });
+  return best;
+}
+
+// A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the last
+// wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs (67
+// queries of 128 heads, 2048 keys: 66 of them fill the SMs).
+Plan plan_split(const SparseAttentionParams& p, int num_sms) {
+  if (p.batch_invariant) {  // the same for any number of queries and, as padding changes nothing, of heads
+    const int splits = num_keys(p) > 1024 ? 2 : 1;
+    return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
+                      : few_or_many(p, Kernel::kManyHeads, 64, splits);
+  }
+  const Priced all = cheapest_split(p, p.num_tokens, num_sms);
+  if (p.is_window) return all.plan;
+  Priced best = {all.plan, all.us * kMostOfOneLaunch};
+  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
+    const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
+    const int64_t queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
+    if (queries == 0 || queries == p.num_tokens) return;
+    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs +
+                      cheapest_split(p, p.num_tokens - queries, num_sms).us;
+    if (us >= best.us) return;
+    best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
+    best.plan.queries = queries;
+  });
+  return best.plan;
 }
 
 // bf16 rows, windows alone or more than 16 heads; dsv4 and more than 64 heads, which two CTAs convert for
@@ -233,6 +277,7 @@ std::string to_string(const Plan& plan) {
   if (v.schedule == Schedule::kSplit)
     out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
+  if (plan.queries > 0) out << ", for " << plan.queries << " queries";
   return out.str();
 }
 

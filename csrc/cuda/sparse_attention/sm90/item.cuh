@@ -25,12 +25,13 @@ struct KernelParams {
   SparseAttentionParams p;
   int num_splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
+  bool follows;         // plan.h
 };
 
 template <class C>
 void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                   gpuStream_t stream) {
-  const KernelParams params{p, plan.splits, ceil_div(p.num_q_heads, C::kHeads)};
+  const KernelParams params{p, plan.splits, ceil_div(p.num_q_heads, C::kHeads), plan.follows};
   const int64_t items = p.num_tokens * params.num_head_blocks;
   const bool walks = plan.variant.schedule == Schedule::kWalk;
   launch(kernel,

@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Ring<C>{shared_address(smem)}.init();
     mbarrier_init_fence();
   }
-  wait_for_previous_grid();
+  begin_grid(params.follows);
   SplitItem w = find_item<C>(params);
   Query<C> q;
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
@@ -345,6 +345,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();
     }
   }
+  end_grid(params.follows);
 #endif
 }
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     SplitExchange<C>(smem).init();
     mbarrier_init_fence();
   }
-  wait_for_previous_grid();
+  begin_grid(params.follows);
   SplitItem w = find_item<C>(params);
   if (warp == 0) WgmmaQuery<C>::copy(params.p, w.query, w.first_head, shared_address(smem), lane);
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [] {});
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       values.store(params.p, w, thread);
     }
   }
+  end_grid(params.follows);
 #endif
 }
 
