@@ -61,7 +61,7 @@ def sparse_decode(
     kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
 
     A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
-    CPU) not on how many there are either. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
+    CPU) neither on how many there are nor on its place among them. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
     ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
     RuntimeError naming the argument for bad input.
     """
