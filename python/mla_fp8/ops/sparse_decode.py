@@ -61,9 +61,9 @@ def sparse_decode(
     kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
 
     A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
-    CPU) neither on how many there are nor on its place among them. ``layout`` may be an engine's name such as ``"fp8_ds_mla"``.
-    ``backend`` is a name of the dispatch table; ValueError with every reason if it cannot run this,
-    RuntimeError naming the argument for bad input.
+    CPU) neither on how many there are nor on its place among them. ``layout`` may be an engine's name such
+    as ``"fp8_ds_mla"``. ``backend`` is a name of the dispatch table; ValueError with every reason if it
+    cannot run this, RuntimeError naming the argument for bad input.
     """
     name, layout = "sparse_decode", layout_of(layout, q, kv_cache, page_size, backend)
     extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
