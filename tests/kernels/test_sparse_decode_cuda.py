@@ -168,7 +168,7 @@ def test_back_to_back_launches_do_not_overtake_each_other():
 
 @pytest.mark.parametrize("num_tokens, num_q_heads", [(133, 64), (144, 64), (144, 16), (160, 32)])
 def test_two_launches_of_one_call_are_ordered_with_what_is_before_and_behind(num_tokens, num_q_heads):
-    """Such batches end in a wave that would be mostly empty: its queries go first, and the others do not wait.
+    """Such batches end in a wave that would be mostly empty: its queries go first, the others do not wait.
     The output of a call is the query of the next: nobody reads it before both launches have ended."""
     shape = {"num_tokens": num_tokens, "num_q_heads": num_q_heads, "topk": 2048, "num_slots": 20000}
     case = make_case(KV_LAYOUTS["dsv4"], "cuda", **shape, sink=False)
