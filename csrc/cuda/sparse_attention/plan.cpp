@@ -100,8 +100,8 @@ struct HeadsClass {
   int heads;
   Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
 };
-// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (1a9cfc59). The others to
-// the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
+// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6). The others
+// to the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
 constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {27.5, 6.4, 1.2}},
     {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {35.0, 5.0, 3.0}},
@@ -113,8 +113,8 @@ const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
 }
 constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
 constexpr int kMinKeysPerCta = 128;
-// Two launches for the queries of one: what the second adds (its code is cold: 3 to 16 us more than the two take
-// alone; least with many queries), and what they may take together, of one.
+// Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
+// with many queries), and what they may take together, of one.
 constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.95;
 
 // 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
@@ -167,9 +167,9 @@ Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_s
   return best;
 }
 
-// A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the last
-// wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs (67
-// queries of 128 heads, 2048 keys: 66 of them fill the SMs).
+// A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the
+// last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
+// (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs).
 Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) {  // the same for any number of queries and, as padding changes nothing, of heads
     const int splits = num_keys(p) > 1024 ? 2 : 1;
