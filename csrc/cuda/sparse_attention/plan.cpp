@@ -100,8 +100,8 @@ struct HeadsClass {
   int heads;
   Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
 };
-// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6). The others
-// to the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
+// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6). The
+// others to the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
 constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {27.5, 6.4, 1.2}},
     {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {35.0, 5.0, 3.0}},
