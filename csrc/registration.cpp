@@ -95,7 +95,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, " \
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
-  "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None"
+  "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None, Tensor? extra_page_table=None"
 #define SPARSE_PREFILL_OUTPUTS \
   "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None"
 #define KERNEL_ARGUMENTS                                                                                \

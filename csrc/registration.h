@@ -149,7 +149,7 @@ void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUT
       const OptionalTensor &attn_sink, const OptionalTensor &extra_kv_cache,                           \
       const OptionalTensor &extra_indices, const OptionalTensor &extra_topk_length,                    \
       std::optional<int64_t> extra_page_size, std::optional<int64_t> extra_layout,                     \
-      const OptionalTensor &scale
+      const OptionalTensor &scale, const OptionalTensor &extra_page_table
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);

@@ -15,13 +15,14 @@ struct Outputs {
   const Tensor* max_logits;
 };
 
+// `indices` has num_rows rows.
 KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& q,
                     const Tensor& indices, const char* indices_name, const OptionalTensor& topk_length,
-                    const char* length_name) {
+                    const char* length_name, int64_t num_rows) {
   check(indices, indices_name)
       .same_device_as(q, "q")
       .dtype({ScalarType::Int})
-      .shape({q.size(0), -1})
+      .shape({num_rows, -1})
       .last_dim_contiguous();
   if (topk_length)
     check(*topk_length, length_name)
@@ -93,29 +94,45 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
   };
 }
 
-// The second cache, if there is one.
+// The second cache, if there is one. With `page_table` its entries are found by that.
 void add_extra_scope(const Check& check, SparseAttentionParams& params, const Tensor& q,
                      const OptionalTensor& extra_kv_cache, const OptionalTensor& extra_indices,
                      const OptionalTensor& extra_topk_length, std::optional<int64_t> extra_page_size,
-                     std::optional<int64_t> extra_layout) {
-  check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
-                 extra_kv_cache.has_value() == extra_page_size.has_value(),
-             "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
-             extra_kv_cache ? "a cache, " : "no cache, ", extra_indices ? "indices, " : "no indices, ",
-             extra_page_size ? "a page size" : "no page size");
+                     std::optional<int64_t> extra_layout, const OptionalTensor* page_table = nullptr) {
+  if (page_table) {
+    check.that(extra_kv_cache && extra_topk_length && extra_page_size,
+               "extra_kv_cache, extra_page_table, extra_page_size and extra_topk_length must be given "
+               "together, got ",
+               extra_kv_cache ? "a cache, " : "no cache, ",
+               extra_page_size ? "a page size, " : "no page size, ",
+               extra_topk_length ? "lengths" : "no lengths");
+    check.that(!extra_indices, "extra_indices must be None with extra_page_table, got a tensor");
+  } else {
+    check.that(extra_kv_cache.has_value() == extra_indices.has_value() &&
+                   extra_kv_cache.has_value() == extra_page_size.has_value(),
+               "extra_kv_cache, extra_indices and extra_page_size must be given together, got ",
+               extra_kv_cache ? "a cache, " : "no cache, ", extra_indices ? "indices, " : "no indices, ",
+               extra_page_size ? "a page size" : "no page size");
+  }
   check.that(extra_kv_cache || !extra_topk_length,
              "extra_topk_length must be None without extra_kv_cache, got a tensor");
   check.that(extra_kv_cache || !extra_layout, "extra_layout must be None without extra_kv_cache, got ",
              extra_layout.value_or(0));
-  if (extra_kv_cache) {
-    if (extra_layout) params.extra_layout = check.extra_layout(*extra_layout, params.layout);
-    const KvCacheView extra =
-        check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.extra_layout, *extra_page_size);
-    check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
-    params.scopes[1] = check_scope(check, extra, *extra_page_size, q, *extra_indices, "extra_indices",
-                                   extra_topk_length, "extra_topk_length");
-    params.num_scopes = 2;
-  }
+  if (!extra_kv_cache) return;
+  if (extra_layout) params.extra_layout = check.extra_layout(*extra_layout, params.layout);
+  const KvCacheView extra =
+      check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.extra_layout, *extra_page_size);
+  check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
+  params.num_scopes = 2;
+  params.has_entry_pages = page_table != nullptr;
+  params.scopes[1] =
+      check_scope(check, extra, *extra_page_size, q, page_table ? **page_table : *extra_indices,
+                  page_table ? "extra_page_table" : "extra_indices", extra_topk_length, "extra_topk_length",
+                  page_table ? params.window.num_requests : q.size(0));
+  if (!page_table) return;
+  KvScope& scope = params.scopes[1];
+  params.entry_pages = {scope.indices, scope.indices_stride_token, scope.topk};
+  scope.indices = nullptr, scope.indices_stride_token = 0, scope.topk *= *extra_page_size;
 }
 
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
@@ -124,7 +141,8 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
   check(kv_cache, "kv_cache").same_device_as(q, "q");
   params.scale = check.scale(scale, id, q);
-  params.scopes[0] = check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length");
+  params.scopes[0] =
+      check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
 
   add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
@@ -165,12 +183,12 @@ SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW
       .page_table_stride_request = page_table.stride(0),
       .num_requests = num_requests,
       .max_pages = page_table.size(1),
-      .window_size = window_size,
+      .window_size = std::min<int64_t>(window_size, INT32_MAX),  // positions are less
       .query_start_loc = per_request(query_start_loc, "query_start_loc", num_requests + 1),
       .seq_lens = per_request(seq_lens, "seq_lens", num_requests),
   };
   add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
-                  extra_layout);
+                  extra_layout, extra_page_table ? &extra_page_table : nullptr);
   return params;
 }
 
@@ -243,7 +261,8 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
 
 #define MLA_WINDOW_PASS                                                                                    \
   q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \
-      extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout, scale
+      extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout, scale,              \
+      extra_page_table
 
 // Each op into outputs; without a pointer to a workspace it may allocate one.
 namespace {
@@ -286,7 +305,8 @@ void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const Optiona
       .last_dim_contiguous()
       .aligned(16);
   const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
-  params.scopes[0] = check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length");
+  params.scopes[0] =
+      check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }

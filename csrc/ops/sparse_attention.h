@@ -44,6 +44,13 @@ MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
   return {request, w.seq_lens[request] - queries, queries};
 }
 
+// In place of the second scope's indices: each token attends to the first entries of its request in the
+// window's geometry, as many as its topk_length, where the request's pages hold them.
+struct EntryPages {
+  const int32_t* page_table;  // [num_requests, max_pages]
+  int64_t page_table_stride_request, max_pages;
+};
+
 struct SparseAttentionParams {
   KvLayoutId layout, extra_layout;  // of the two scopes; without a second one the same
   int64_t num_tokens;
@@ -52,6 +59,8 @@ struct SparseAttentionParams {
   KvScope scopes[2];  // attended to jointly: one softmax
   bool is_window;     // the first scope is `window`
   SlidingWindow window;
+  bool has_entry_pages;  // of a window: the second scope is `entry_pages`
+  EntryPages entry_pages;
   const uint16_t* q;  // [num_tokens, num_q_heads, head_dim_qk] bf16
   int64_t q_stride_token, q_stride_head;
   const float* scale;      // one value for the layer (uniform FP8 layouts), else null
@@ -86,9 +95,16 @@ struct SparseAttentionParams {
 class Selection {
  public:
   MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token)
-      : scope_(p.scopes[scope]), is_window_(scope == 0 && p.is_window) {
-    if (is_window_) {
-      const SlidingWindow& w = p.window;
+      : scope_(p.scopes[scope]), is_paged_(scope == 0 ? p.is_window : p.has_entry_pages) {
+    const SlidingWindow& w = p.window;
+    if (is_paged_ && scope == 1) {
+      const EntryPages& e = p.entry_pages;
+      const WindowQuery q = find_query(w, token);
+      if (q.request < 0) return;
+      indices_ = e.page_table + q.request * e.page_table_stride_request;
+      max_pages_ = e.max_pages;
+      length_ = listed(token);
+    } else if (is_paged_) {
       const WindowQuery q = find_query(w, token);
       if (q.request < 0 || q.position < 0) return;
       first_ = q.position < w.window_size ? 0 : q.position - w.window_size + 1;
@@ -100,18 +116,17 @@ class Selection {
       max_pages_ = w.max_pages;
     } else {
       indices_ = scope_.indices + token * scope_.indices_stride_token;
-      const int64_t length = scope_.topk_length ? scope_.topk_length[token] : scope_.topk;
-      length_ = length < 0 ? 0 : length < scope_.topk ? length : scope_.topk;
+      length_ = listed(token);
     }
   }
   MLA_HD int64_t length() const { return length_; }
   MLA_HD int64_t first_position() const { return first_; }    // of a window
-  MLA_HD const int32_t* entries() const { return indices_; }  // slots, or the pages of the window's request
+  MLA_HD const int32_t* entries() const { return indices_; }  // slots, or the pages of the token's request
 
   // -1: masked.
   MLA_HD int64_t slot(int64_t i) const {
     int64_t slot;
-    if (is_window_) {
+    if (is_paged_) {
       const int64_t page = (first_ + i) / scope_.page_size;
       if (page >= max_pages_ || indices_[page] < 0) return -1;
       slot = indices_[page] * scope_.page_size + (first_ + i) % scope_.page_size;
@@ -122,8 +137,13 @@ class Selection {
   }
 
  private:
+  MLA_HD int64_t listed(int64_t token) const {
+    const int64_t length = scope_.topk_length ? scope_.topk_length[token] : scope_.topk;
+    return length < 0 ? 0 : length < scope_.topk ? length : scope_.topk;
+  }
+
   const KvScope& scope_;
-  const bool is_window_;
+  const bool is_paged_;
   const int32_t* indices_ = nullptr;  // or the request's pages
   int64_t max_pages_ = 0, first_ = 0, length_ = 0;
 };

@@ -10,7 +10,8 @@ namespace {
 
 // Nothing is read through the pointers of such a problem.
 SparseAttentionParams problem(int layout, int extra_layout, int64_t queries, int heads, int64_t keys,
-                              int64_t extra_keys, bool is_window, bool batch_invariant) {
+                              int64_t extra_keys, bool is_window, bool batch_invariant,
+                              bool has_entry_pages = false) {
   const KvPair layouts{static_cast<KvLayoutId>(layout),
                        static_cast<KvLayoutId>(extra_layout < 0 ? layout : extra_layout)};
   if (layout < 0 || layout >= kNumKvLayouts || extra_layout >= kNumKvLayouts || !can_attend(layouts) ||
@@ -23,6 +24,8 @@ SparseAttentionParams problem(int layout, int extra_layout, int64_t queries, int
   p.scopes[0].topk = keys, p.scopes[1].topk = extra_keys;
   p.scopes[0].page_size = p.scopes[1].page_size = 64;
   p.is_window = is_window, p.window.window_size = keys;
+  if (has_entry_pages && !(is_window && extra_keys > 0)) throw py::value_error("plan: entries of no window");
+  p.has_entry_pages = has_entry_pages;
   p.batch_invariant = batch_invariant;
   return p;
 }
@@ -35,9 +38,10 @@ void bind_plans(py::module_& m) {
       "plan",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
          bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout,
-         std::optional<int64_t> workspace) {
+         std::optional<int64_t> workspace, bool has_entry_pages) {
         if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
-        auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant);
+        auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant,
+                         has_entry_pages);
         const auto plan =
             gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
@@ -46,7 +50,7 @@ void bind_plans(py::module_& m) {
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
-      "extra_layout"_a = -1, "workspace"_a = py::none());
+      "extra_layout"_a = -1, "workspace"_a = py::none(), "has_entry_pages"_a = false);
   m.def(  // floats that a decode asks for, and the most that any does
       "workspace",
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,

@@ -23,8 +23,9 @@ class Scope(NamedTuple):
     kv: Tensor  # [num_pages, page_bytes]; rows [num_rows, head_dim_qk] in sparse_prefill
     layout: KVLayout
     page_size: int  # 1 for rows
-    indices: Tensor | None  # [num_tokens, width] int32 slots; None: those of the call's window
-    length: Tensor | None = None  # [num_tokens] int32: only the first n indices count
+    indices: Tensor | None  # [num_tokens, width] int32 slots; None: those of the call's window, or of pages
+    length: Tensor | None = None  # [num_tokens] int32: only the first n indices or entries count
+    page_table: Tensor | None = None  # [num_requests, max_pages] int32, of entries in place of indices
 
 
 class Window(NamedTuple):
@@ -102,12 +103,17 @@ class SparseCall(NamedTuple):
             given["batch_invariant"] = self.batch_invariant
         for scope in self.scopes[1:]:
             given |= dict(zip(_EXTRA, scope, strict=True))
+            if self.window is None:
+                del given["extra_page_table"]
             given["extra_layout"] = scope.layout.id if scope.layout.name != main.layout.name else None
         return given
 
 
 # The fields of a second scope and of a window, by the names of the ops' arguments.
-_EXTRA = ("extra_kv_cache", "extra_layout", "extra_page_size", "extra_indices", "extra_topk_length")
+_EXTRA = (
+    "extra_kv_cache", "extra_layout", "extra_page_size", "extra_indices", "extra_topk_length",
+    "extra_page_table",
+)  # fmt: skip
 _WINDOW = ("page_table", "query_start_loc", "seq_lens", "window_size")
 
 
@@ -119,11 +125,16 @@ def second_scope(
     page_size: int | None,
     indices: Tensor | None,
     length: Tensor | None,
+    page_table: Tensor | None = None,
 ) -> tuple[Scope, ...]:
     """The second cache, or none; its layout is by default that of the first.
 
     RuntimeError, as the op raises it, for a part of one without the rest.
     """
+    if page_table is not None:
+        _check_entry_pages(op, kv_cache, page_size, indices, length)
+        assert kv_cache is not None and page_size is not None
+        return (Scope(kv_cache, layout or first, page_size, None, length, page_table),)
     if kv_cache is not None and page_size is not None and indices is not None:
         return (Scope(kv_cache, layout or first, page_size, indices, length),)
     if kv_cache is None and page_size is None and indices is None and length is None and layout is None:
@@ -137,3 +148,18 @@ def second_scope(
         )
     name, got = ("extra_topk_length", "a tensor") if layout is None else ("extra_layout", layout.name)
     raise RuntimeError(f"mla_fp8::{op}: {name} must be None without extra_kv_cache, got {got}")
+
+
+def _check_entry_pages(
+    op: str, kv_cache: Tensor | None, page_size: int | None, indices: Tensor | None, length: Tensor | None
+) -> None:
+    """Of a second cache by its page table."""
+    parts = ((kv_cache, "a cache"), (page_size, "a page size"), (length, "lengths"))
+    if any(part is None for part, _ in parts):
+        got = ", ".join(f"no {name.removeprefix('a ')}" if part is None else name for part, name in parts)
+        raise RuntimeError(
+            f"mla_fp8::{op}: extra_kv_cache, extra_page_table, extra_page_size and extra_topk_length must be "
+            f"given together, got {got}"
+        )
+    if indices is not None:
+        raise RuntimeError(f"mla_fp8::{op}: extra_indices must be None with extra_page_table, got a tensor")

@@ -239,6 +239,22 @@ def window_slots(
     return slots
 
 
+def entry_slots(
+    page_table: Tensor, query_start_loc: Tensor, lens: Tensor, *, num_tokens: int, page_size: int
+) -> Tensor:
+    """[num_tokens, width] int32: the slots of the first ``lens[t]`` entries of each query's request, then -1;
+    -1 as well where there is no page. ``width`` is what the page table holds."""
+    starts = (query_start_loc.long() - query_start_loc[0]).tolist()
+    entry = torch.arange(page_table.shape[1] * page_size, device=page_table.device)
+    slots = page_table.new_full((num_tokens, len(entry)), -1)
+    for r, pages in enumerate(page_table.long()):
+        page = pages[entry // page_size]
+        held = torch.where(page >= 0, page * page_size + entry % page_size, -1)
+        first, end = max(starts[r], 0), max(min(starts[r + 1], num_tokens), 0)
+        slots[first:end] = torch.where(entry < lens[first:end, None], held, -1).int()
+    return slots
+
+
 def build_swa_token_ids(
     seq_lens: Tensor,
     extend_seq_lens: Tensor,

@@ -51,21 +51,34 @@ def shapes():
     yield "prefill", "dsv4+dsv41_fp4", 128, 512, True, 128, 4096, H200
 
 
+def shapes_of_entry_pages():
+    """The same of windows whose entries are named by their pages."""
+    for layout, heads, queries in product(("bf16_512", "dsv4"), HEADS, (32, 256, 600, 4096)):
+        yield "prefill", layout, 128, 1024, True, heads, queries, H200
+    yield "prefill", "bf16", 128, 1024, True, 8, 4096, H200
+    yield "prefill", "dsv41+dsv41_fp4", 128, 1024, True, 8, 4096, H200
+    yield "prefill", "bf16_512", 128, 1024, True, 8, 4096, A100
+
+
 def ids(layouts):
     """Of "dsv4", or of the two caches of "dsv4+dsv41_fp4"."""
     first, _, extra = layouts.partition("+")
     return {"layout": LAYOUTS.index(first), "extra_layout": LAYOUTS.index(extra) if extra else -1}
 
 
-def plans():
+def plans(shapes=shapes, **which):
     yield "op", "layout", "keys", "extra_keys", "window", "heads", "queries", "compute_major", "sms", "plan"
     for op, layout, keys, extra, window, heads, queries, (major, sms) in shapes():
         plan = core.plan(
             op, **ids(layout), queries=queries, heads=heads, keys=keys, extra_keys=extra,
-            is_window=window, compute_major=major, num_sms=sms,
+            is_window=window, compute_major=major, num_sms=sms, **which,
         )  # fmt: skip
         numbers = map(str, (keys, extra, int(window), heads, queries, major, sms))
         yield op, layout, *numbers, plan
+
+
+def plans_of_entry_pages():
+    return plans(shapes_of_entry_pages, has_entry_pages=True)
 
 
 def variants():
@@ -74,7 +87,9 @@ def variants():
         yield kernel, schedule, str(heads), str(producers), " ".join(layouts)
 
 
-TABLES = {"plans.csv": plans, "variants.csv": variants}
+TABLES = {
+    "plans.csv": plans, "plans_of_entry_pages.csv": plans_of_entry_pages, "variants.csv": variants
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -160,14 +160,27 @@ def listed(r: Random, cache: Cache, num_tokens: int, prefix: str) -> tuple[dict[
     return arguments, rows
 
 
-def extra_cache(r: Random, main: Cache, num_tokens: int) -> tuple[dict[str, Any], list[list[Array]]]:
+def paged(r: Random, cache: Cache, start: list[int], num_tokens: int) -> tuple[dict[str, Any], list[Array]]:
+    max_pages, requests, size = r.pick(0, 1, 4), len(start) - 1, cache.page_size
+    table = [r.ints(max_pages, 0, cache.num_pages, 0.15, (cache.num_pages,)) for _ in range(requests)]
+    lens = r.ints(num_tokens, 0, max_pages * size + 5, 0.2)
+    slots = [oracle.entry_slots(table, start, n, t, cache.num_slots, size) for t, n in enumerate(lens)]
+    arguments = {"extra_page_table": int32(table).view(requests, max_pages), "extra_topk_length": int32(lens)}
+    return arguments, [cache.rows(x) for x in slots]
+
+
+def extra_cache(
+    r: Random, main: Cache, num_tokens: int, start: list[int] | None = None
+) -> tuple[dict[str, Any], list[list[Array]]]:
     if r.often():
         return {}, []
-    mixed = main.layout.name in FP4_FOLLOWS and r.often()
-    extra = Cache(r, FP4 if mixed else main.layout)
+    mixed, by_pages = main.layout.name in FP4_FOLLOWS and r.often(), start is not None and r.often()
+    extra = Cache(r, FP4 if mixed else main.layout, usable_pages=by_pages)
     if main.layout.scales == "layer":  # both have the layer's scale
         extra.scale = main.scale
-    arguments, rows = listed(r, extra, num_tokens, "extra_")
+    arguments, rows = (
+        paged(r, extra, start, num_tokens) if by_pages else listed(r, extra, num_tokens, "extra_")
+    )
     arguments |= {"extra_kv_cache": extra.tensor, "extra_page_size": extra.page_size}
     return arguments | ({"extra_layout": FP4.name} if mixed else {}), [rows]
 
@@ -233,11 +246,8 @@ def starts(r: Random, num_requests: int, num_tokens: int) -> list[int]:
 
 
 def sparse_prefill_window(r: Random) -> Call:
-    cache, num_tokens, num_requests = (
-        Cache(r, r.pick(*LAYOUTS), usable_pages=True),
-        r.pick(0, 1, 5),
-        r.pick(0, 1, 3),
-    )
+    cache = Cache(r, r.pick(*LAYOUTS), usable_pages=True)
+    num_tokens, num_requests = r.pick(0, 1, 5), r.pick(0, 1, 3)
     max_pages, window = r.pick(0, 1, 4), r.pick(1, 5, 70, INT_MAX, 2**63 - 1)
     table = [r.ints(max_pages, 0, cache.num_pages, 0.15, (cache.num_pages,)) for _ in range(num_requests)]
     table = [[p if p < cache.num_pages else max(p, cache.num_pages) for p in row] for row in table]
@@ -249,7 +259,7 @@ def sparse_prefill_window(r: Random) -> Call:
     sink = sink_of(r, q.shape[1])
     slots = [oracle.window_slots(table, start, lens, t, cache.num_slots, cache.page_size, window)
              for t in range(num_tokens)]  # fmt: skip
-    extra, more = extra_cache(r, cache, num_tokens)
+    extra, more = extra_cache(r, cache, num_tokens, start)
     arguments = {
         "q": from_bits(q),
         "kv_cache": cache.tensor,

@@ -77,6 +77,15 @@ def window_slots(
     return found
 
 
+def entry_slots(
+    table: list[list[int]], start: list[int], length: int, token: int, num_slots: int, page_size: int
+) -> list[int]:
+    r = find_request(start, token)
+    entries = range(0 if r is None else max(min(length, len(table[r]) * page_size), 0))
+    slots = [table[r][e // page_size] * page_size + e % page_size for e in entries]
+    return [slot for slot in slots if 0 <= slot < num_slots]
+
+
 def ragged_slots(
     indptr: list[int], pages: list[int], last: int, request: int, hidden: int, num_pages: int, page_size: int
 ) -> list[tuple[int, int]]:

@@ -308,7 +308,7 @@ def test_attention_is_told_how_far_each_row_reaches(strategy, kind, device, monk
     for op, names in {
         "sparse_prefill": ["topk_length"],
         "sparse_prefill_paged": ["topk_length", "extra_topk_length"],
-        "sparse_prefill_window": [],
+        "sparse_prefill_window": ["extra_topk_length"],
     }.items():
         right = getattr(mla_fp8.prefill.ways, op)
         monkeypatch.setattr(mla_fp8.prefill.ways, op, listening(right, names))
@@ -318,8 +318,8 @@ def test_attention_is_told_how_far_each_row_reaches(strategy, kind, device, monk
     topk = chunk.topk if indexed else max(chunk.seq_lens) // chunk.ratio
     want = [reach.clamp_max(chunk.window)] if window else []
     want += [(reach // chunk.ratio).clamp_max(topk)] if entries else []
-    if strategy != "direct":  # one row of both; a window alone has its geometry
-        want = [sum(want)] if entries else []
+    if strategy != "direct":  # one row of both; a window and all entries have their geometry
+        want = [sum(want)] if indexed else want[1:]
     assert [[x.tolist() for x in call] for call in lengths] == [[x.tolist() for x in want]]
 
 
@@ -350,9 +350,13 @@ def test_auto_takes_what_is_predicted_to_be_fastest(device, monkeypatch):
             assert torch.equal(a, b)
 
 
-def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_order(device, monkeypatch):
+@pytest.mark.parametrize("entries", [False, True], ids=["window alone", "all entries"])
+@pytest.mark.parametrize("strategy", ["whole", "selected"])
+def test_keys_without_an_indexer_are_found_by_geometry_unless_queries_are_out_of_order(
+    strategy, entries, device, monkeypatch
+):
     chunk = make_chunk("dsv4", device)
-    layer = chunk.layer(entries=False)
+    layer = chunk.layer(entries=entries)
     calls = []
     original = mla_fp8.prefill.ways.sparse_prefill_window
     monkeypatch.setattr(
@@ -360,10 +364,10 @@ def test_windows_alone_are_attended_to_by_geometry_unless_queries_are_out_of_ord
         "sparse_prefill_window",
         lambda *args, **options: calls.append(args) or original(*args, **options),
     )
-    assert_right(chunk.attend(chunk.build(), layer, None, "whole"), chunk.expected(layer, None))
+    assert_right(chunk.attend(chunk.build(), layer, None, strategy), chunk.expected(layer, None))
     assert len(calls) == 1
     positions = [range(n - m, n) for n, m in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
     pos = torch.tensor([p for r in positions for p in r], dtype=torch.int32, device=device)
     cache = chunk.build(query_pos=pos)
-    assert_right(chunk.attend(cache, layer, None, "whole"), chunk.expected(layer, None))
+    assert_right(chunk.attend(cache, layer, None, strategy), chunk.expected(layer, None))
     assert len(calls) == 1

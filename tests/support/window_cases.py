@@ -1,6 +1,6 @@
 """Problems for `sparse_prefill_window`, with the slots of the windows spelt out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,19 +19,22 @@ class WindowCase:
     case: Case  # with the slots of the window spelt out, for its expected()
     geometry: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # page_table, query_start_loc, seq_lens
     window_size: int
+    entry_pages: torch.Tensor | None = None  # in place of the second cache's indices
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
         return self.case.q, self.case.scopes[0].kv_cache, *self.geometry
 
     def options(self) -> dict:
-        options = self.case.options() | {"window_size": self.window_size}
-        del options["topk_length"]
-        return options
+        return self._of_window(self.case.options())
 
     def op_options(self) -> dict:
-        options = self.case.op_options() | {"window_size": self.window_size}
+        return self._of_window(self.case.op_options())
+
+    def _of_window(self, options: dict) -> dict:
         del options["topk_length"]
-        return options
+        if self.entry_pages is not None:
+            options |= {"extra_indices": None, "extra_page_table": self.entry_pages}
+        return options | {"window_size": self.window_size}
 
     def run(self, **changes) -> Results:
         return mla_fp8.sparse_prefill_window(*self.arguments(), **(self.options() | changes))
@@ -78,3 +81,47 @@ def make_window_case(
         scale=scale,
     )
     return WindowCase(case, (table, starts, lens), window_size)
+
+
+def make_entries_case(
+    layout: KVLayout,
+    device: str,
+    *,
+    query_lens: list[int],
+    seq_lens: list[int],
+    ratio: int = 4,
+    page_size: int = 2,
+    room: int = 0,
+    extra_layout: KVLayout | None = None,
+    lens: torch.Tensor | None = None,
+    **window,
+) -> WindowCase:
+    """The same over all entries of each token's past: entry e of a request is seen from position
+    ``(e + 1) * ratio - 1`` on.
+
+    Pages of entries in random order, some missing; ``room`` more of them than the longest request fills.
+    ``lens`` are other lengths than those of the positions.
+    """
+    case = make_window_case(layout, device, query_lens=query_lens, seq_lens=seq_lens, **window)
+    extra = extra_layout or layout
+    num_tokens, requests = len(case.case.q), len(seq_lens)
+    max_pages = -(-max((n // ratio for n in seq_lens), default=0) // page_size) + room
+    num_pages = max(requests * max_pages, 1)
+    table = torch.randperm(num_pages, device=device)[: requests * max_pages].int().view(requests, max_pages)
+    hostile = torch.tensor([-1, INT_MIN, INT_MAX, num_pages], dtype=torch.int32, device=device)
+    holes = torch.rand(table.shape, device=device) < 0.1
+    table[holes] = hostile[torch.randint(len(hostile), table.shape, device=device)][holes]
+    if lens is None:
+        lens = torch.full((num_tokens,), INT_MAX, dtype=torch.int32, device=device)  # of no request
+        ends = torch.tensor(query_lens).cumsum(0).tolist()
+        for end, queries, length in zip(ends, query_lens, seq_lens, strict=True):
+            position = torch.arange(length - queries, length, device=device)
+            lens[end - queries : end] = ((position + 1).clamp_min(0) // ratio).int()
+    slots = reference.entry_slots(
+        table.where((table >= 0) & (table < num_pages), -1), case.geometry[1], lens,
+        num_tokens=num_tokens, page_size=page_size,
+    )  # fmt: skip
+    entries = filled_scope(extra, device, case.case.scale, slots, None, num_pages, page_size)
+    case.case.scopes.append(replace(entries, length=lens))
+    case.entry_pages = table
+    return case

@@ -17,7 +17,7 @@ namespace mla_fp8::gpu {
 
 // What one query attends to.
 struct Keys {
-  const int32_t *first, *second;  // of each scope, by position: slots, or the pages of a sliding window
+  const int32_t *first, *second;  // of each scope, by position: slots; or pages, of a window, of entries
   unsigned length0, length;       // positions of the first scope, of both
   unsigned window_first;          // position in its request of a sliding window's first key
 
@@ -29,7 +29,7 @@ struct Keys {
     window_first = static_cast<unsigned>(selection.first_position());
     if (p.num_scopes > 1) {
       const Selection extra(p, 1, token);
-      second = extra.entries() - length0;
+      second = p.has_entry_pages ? extra.entries() : extra.entries() - length0;
       length += static_cast<unsigned>(extra.length());
     }
   }
@@ -55,7 +55,12 @@ class KeySource {
   }
   // The key of any row; not valid past the end.
   __device__ Key at(unsigned position) const {
-    if (p_.is_window && position < keys_.length0) return {window_slot(position), 0};
+    if (p_.is_window && position < keys_.length0)
+      return {page_slot(keys_.first, p_.window.max_pages, p_.scopes[0], keys_.window_first + position), 0};
+    if (p_.has_entry_pages) {
+      if (position >= keys_.length) return {-1, 1};
+      return {page_slot(keys_.second, p_.entry_pages.max_pages, p_.scopes[1], position - keys_.length0), 1};
+    }
     return {entry(position), position >= keys_.length0};
   }
   __device__ bool is_valid(Key key) const {
@@ -67,13 +72,13 @@ class KeySource {
   __device__ static unsigned limit(const KvScope& scope) {
     return static_cast<unsigned>(min(scope.num_slots, int64_t{1} << 31));
   }
-  __device__ int window_slot(unsigned position) const {
-    const unsigned page_size = p_.scopes[0].page_size, in_request = keys_.window_first + position;
-    const unsigned entry = in_request / page_size;
-    if (entry >= p_.window.max_pages) return -1;
-    const int page = __ldg(keys_.first + entry);
+  __device__ static int page_slot(const int32_t* pages, int64_t max_pages, const KvScope& scope,
+                                  unsigned in_request) {
+    const unsigned page_size = scope.page_size, entry = in_request / page_size;
+    if (entry >= max_pages) return -1;
+    const int page = __ldg(pages + entry);
     const int64_t slot = int64_t{page} * page_size + in_request % page_size;
-    return page >= 0 && slot < p_.scopes[0].num_slots ? static_cast<int>(slot) : -1;
+    return page >= 0 && slot < scope.num_slots ? static_cast<int>(slot) : -1;
   }
 
   const SparseAttentionParams& p_;

@@ -192,13 +192,14 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   return best.plan;
 }
 
-// bf16 rows, windows alone or more than 16 heads; dsv4 and more than 64 heads, which two CTAs convert for
-// each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the SMs the
-// other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70 against
-// 67 us).
+// bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
+// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the
+// SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
+// against 67 us).
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
-  const bool pair = p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64;
-  const bool bf16 = is_bf16(p) && (is_window_alone(p) || p.num_q_heads > 16);
+  const bool pair =
+      p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64 && !p.has_entry_pages;
+  const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16);
   return (pair || bf16) && 2 * num_tiles(p) >= num_sms;
 }
 Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
@@ -259,9 +260,9 @@ const Architecture* own_kernels(const SparseAttentionParams& p, const Gpu& gpu) 
   return nullptr;
 }
 
-// Two CTAs of 64 heads each convert rows of dsv4 for each other.
-bool has_heads_for(const Variant& v, const SparseAttentionParams& p) {
-  return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || p.num_q_heads > 64;
+// Two CTAs of 64 heads each convert rows of dsv4 for each other, by index or of windows.
+bool runs(const Variant& v, const SparseAttentionParams& p) {
+  return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }
 
 }  // namespace
@@ -306,7 +307,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool has_splits =
         split ? wanted.splits >= 1 && wanted.splits <= 16 && !(wanted.splits & (wanted.splits - 1))
               : wanted.splits == 1;
-    if (named && has_splits && v.reads(p.layouts()) && has_heads_for(v, p) && own_kernels(p, gpu))
+    if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu))
       return {v, wanted.splits, split ? 0 : gpu.num_sms};
   }
   std::ostringstream what;

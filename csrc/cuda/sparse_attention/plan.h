@@ -106,9 +106,13 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 
 inline bool is_window_alone(const SparseAttentionParams& p) { return p.is_window && p.num_scopes == 1; }
-// Queries of a tile: one, or as many neighbours as fill it, whose windows are mostly the same.
+// Whether neighbours in a request attend to mostly the same keys: windows, and entries by their pages.
+inline bool neighbours_share_keys(const SparseAttentionParams& p) {
+  return is_window_alone(p) || p.has_entry_pages;
+}
+// Queries of a tile: one, or as many neighbours as fill it.
 inline int tile_queries(const SparseAttentionParams& p) {
-  return is_window_alone(p) && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
+  return neighbours_share_keys(p) && p.num_q_heads <= 64 ? 64 / p.num_q_heads : 1;
 }
 inline int64_t num_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{tile_queries(p)}) * ceil_div(p.num_q_heads, 64);

@@ -23,9 +23,10 @@ struct Case {
   int cta_heads, splits, producers;  // 0 producers: as the kernel has
   KvLayoutId layout;
   int heads, tokens, topk, extra_topk;
-  bool finds_largest;      // asks for max_logits
-  bool is_window = false;  // of topk tokens, in place of the indices
-  bool fp4_extra = false;  // the second cache is dsv41_fp4
+  bool finds_largest;            // asks for max_logits
+  bool is_window = false;        // of topk tokens, in place of the indices
+  bool fp4_extra = false;        // the second cache is dsv41_fp4
+  bool has_entry_pages = false;  // of up to extra_topk entries, in place of the second cache's indices
 };
 using enum KvLayoutId;
 constexpr Case kCases[] = {
@@ -105,6 +106,13 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 900, true, false, true},
     {"many_heads", "walk", 32, 1, 0, kDsv41, 32, 30, 100, 300, true, false, true},
     {"many_heads", "walk", 32, 1, 0, kDsv4, 64, 12, 128, 300, true, true, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 1200, 70, 300, true, true, false, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 20, 500, 128, 200, true, true, false, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 100, 150, 70, 200, true, true, false, true},
+    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 200, true, true, false, true},
+    {"few_heads", "split", 16, 2, 0, kDsv41, 16, 5, 200, 600, true, true, true, true},
+    {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 600, true, true, false, true},
+    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 200, false, true, false, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
@@ -213,6 +221,15 @@ SlidingWindow random_window(Device& device, int tokens, int window_size) {
           .seq_lens = device.upload(std::vector<int32_t>{kNumRows - 7, kNumRows + 50})};
 }
 
+// The same two requests' pages of two entries each, of which the last tokens ask for more than there are.
+EntryPages random_entry_pages(Device& device, int max_entries) {
+  const int max_pages = max_entries / 2;
+  std::vector<int32_t> pages(2 * max_pages);
+  for (int32_t& page : pages) page = static_cast<int32_t>(random_bits() % (kNumRows / 2));
+  pages[1] = -1, pages[2] = INT32_MAX;
+  return {.page_table = device.upload(pages), .page_table_stride_request = max_pages, .max_pages = max_pages};
+}
+
 Plan plan_of(const Case& c, const SparseAttentionParams& p) {
   Plan plan = forced_plan({c.kernel, c.schedule, c.cta_heads, c.splits, c.producers}, p,
                           {compute_major(), num_processors()});
@@ -260,6 +277,7 @@ bool run(const Case& c) {
   p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, kv_layout(extra), 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
+  if (c.has_entry_pages) p.has_entry_pages = true, p.entry_pages = random_entry_pages(device, c.extra_topk);
   p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
   p.attn_sink = device.upload(sink);
   p.scale = device.upload(std::vector<float>{0x1p-10f});

@@ -24,6 +24,12 @@ def _slots(call: SparseCall, scope: Scope) -> Tensor:
         return scope.indices
     assert call.window is not None
     *tables, size = call.window
+    if scope.page_table is not None:
+        assert scope.length is not None
+        return reference.entry_slots(
+            scope.page_table, call.window.query_start_loc, scope.length,
+            num_tokens=len(call.q), page_size=scope.page_size,
+        )  # fmt: skip
     return reference.window_slots(
         *tables, num_tokens=len(call.q), page_size=scope.page_size, window_size=size
     )

@@ -87,26 +87,33 @@ def sparse_prefill_window(
     extra_page_size: int | None = None,
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
+    extra_page_table: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`sparse_prefill_paged` over each token's sliding window: a page table instead of indices.
 
-    ===============  =========================  =====  ==================================================
-    kv_cache         [num_pages, page_bytes]    uint8  of the window; see :class:`mla_fp8.KVLayout`
-    page_table       [num_requests, max_pages]  int32  pages of positions 0, page_size, ..; no page: masked
-    query_start_loc  [num_requests + 1]         int32  first query of each request; element 0 is subtracted
-    seq_lens         [num_requests]             int32  tokens of each request, its queries the last of them
-    ===============  =========================  =====  ==================================================
+    =================  =========================  =====  ==================================================
+    kv_cache           [num_pages, page_bytes]    uint8  of the window; see :class:`mla_fp8.KVLayout`
+    page_table         [num_requests, max_pages]  int32  pages of positions 0, page_size, ..; no page: masked
+    query_start_loc    [num_requests + 1]         int32  first query of each request; element 0 is subtracted
+    seq_lens           [num_requests]             int32  tokens of each request, its queries the last of them
+    extra_page_table   [num_requests, max_pages]  int32  in place of ``extra_indices``: pages of a request's
+                                                         entries 0, extra_page_size, ..; no page: masked
+    extra_topk_length  [num_tokens]               int32  with it required: the query's first n entries count
+    =================  =========================  =====  ==================================================
 
     A query at position p attends to positions ``max(p - window_size + 1, 0) .. p`` of its own request and to
-    ``extra_indices`` of ``extra_kv_cache``, in one softmax. Tokens of no request have no window. Other
-    arguments and results as in :func:`sparse_prefill_paged`.
+    ``extra_indices`` of ``extra_kv_cache``, in one softmax. Layers that attend to every compressed entry of
+    their past (V4's of ratio 128) name the entries by ``extra_page_table``: ``extra_topk_length`` is then
+    ``(p + 1) // ratio``, and no index is written or read. Tokens of no request have no keys of either kind,
+    but those of ``extra_indices``. Other arguments and results as in :func:`sparse_prefill_paged`.
     """
     name, layout = "sparse_prefill_window", layout_of(layout, q, kv_cache, page_size, backend)
     extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
     extra = second_scope(
-        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
-    )
+        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length,
+        extra_page_table,
+    )  # fmt: skip
     window = Window(page_table, query_start_loc, seq_lens, window_size)
     main = Scope(kv_cache, layout, page_size, None)
     call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale, window)

@@ -160,17 +160,50 @@ class Tables:
         return made, lens
 
     def window_table(self, layer: LayerCaches) -> Tensor:
-        """The page table of a layer that has nothing but a window: pages of one row, those of a workspace,
-        where requests begin with what was gathered."""
+        """The page table of a layer's window: pages of one row, those of a workspace, where requests begin
+        with what was gathered."""
 
         def make() -> Tensor:
             lengths = zip(self.seq_lens_host, self.query_lens_host, strict=True)
             longest = max((num_window_rows([n], [m], self.window_size) for n, m in lengths), default=0)
             columns = torch.arange(longest, dtype=torch.int32, device=self.seq_lens.device)
             rows = (self.swa_offsets[:-1, None] + columns).clamp_max(len(self.swa_ids))
-            return self.held(layer)[rows]
+            return self.held(layer)[rows + self.region(layer.compress_ratio).num_rows]
 
         return self._once("table", *layer.geometry, make=make)  # type: ignore[no-any-return]
+
+    def entries_table(self, layer: LayerCaches) -> Tensor:
+        """The page table of a layer's entries: pages of one row, those of a workspace of all of them."""
+
+        def make() -> Tensor:
+            region = self.region(layer.compress_ratio)
+            columns = torch.arange(
+                self.max_entries(layer.compress_ratio), dtype=torch.int32, device=self.seq_lens.device
+            )
+            rows = region.offsets[:, None] + columns
+            inside = columns < region.lens[:, None]
+            return self.held(layer)[torch.where(inside, rows, -1)]  # the last one is -1
+
+        return self._once("entries", *layer.geometry, make=make)  # type: ignore[no-any-return]
+
+    def num_past_entries(self, ratio: int) -> Tensor:
+        """[num_tokens] int32: entries of each token's past, where the chunk's tokens are its requests' last;
+        0 of a token of no request."""
+
+        def make() -> Tensor:
+            begin = self.query_start_loc - self.query_start_loc[:1]
+            token = torch.arange(self.num_tokens, dtype=torch.int32, device=begin.device)
+            past = torch.zeros_like(token)
+            if len(self.seq_lens) == 0:
+                return past
+            request = torch.searchsorted(begin[1:], token, right=True)
+            found = request < len(self.seq_lens)
+            request = torch.where(found, request, 0)
+            seen = self.seq_lens[request] - begin[1:][request] + token + 1
+            past = torch.minimum(seen.clamp_min(0) // ratio, self.region(ratio).lens[request])
+            return torch.where(found, past, 0).int()
+
+        return self._once("past", ratio, make=make)  # type: ignore[no-any-return]
 
 
 def with_none(table: Tensor) -> Tensor:

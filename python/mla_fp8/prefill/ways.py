@@ -25,11 +25,17 @@ def whole(
     options: dict[str, Any],
 ) -> Attended:  # fmt: skip
     """Dequantises all entries of the chunk's requests, and the window, and attends to those rows."""
-    if layer.entries is None and _finds_windows(tables, q, options["backend"]):
+    if _needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
+        kv = _gather(tables, workspace, layer, q)
+        if layer.entries:
+            options = options | {
+                "extra_kv_cache": kv, "extra_page_size": 1,
+                "extra_page_table": tables.entries_table(layer),
+                "extra_topk_length": tables.num_past_entries(layer.compress_ratio),
+            }  # fmt: skip
         return sparse_prefill_window(
-            q, _gather(tables, workspace, layer, q), tables.window_table(layer), tables.query_start_loc,
-            tables.swa_gather_lens, layout=row_layout(q), page_size=1, window_size=tables.window_size,
-            **options,
+            q, kv, tables.window_table(layer), tables.query_start_loc, tables.swa_gather_lens,
+            layout=row_layout(q), page_size=1, window_size=tables.window_size, **options,
         )  # fmt: skip
     rows, lens = tables.workspace_rows(layer, topk_indices)
     return sparse_prefill(q, _gather(tables, workspace, layer, q), rows, topk_length=lens, **options)
@@ -40,7 +46,7 @@ def selected(
     options: dict[str, Any],
 ) -> Attended:  # fmt: skip
     """The same with those entries only that the chunk refers to, each once."""
-    if layer.entries is None:
+    if layer.entries is None or _needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
         return whole(tables, workspace, layer, q, topk_indices, options)
     shape, cache = tables.shape(q, layer, topk_indices), layer.entries
     entries, room, window = shape.num_entries, shape.max_selected, shape.num_window_rows
@@ -93,8 +99,12 @@ def direct(
 WAYS = {"whole": whole, "selected": selected, "direct": direct}
 
 
-def _finds_windows(tables: Tables, q: Tensor, backend: str) -> bool:
-    """Whether the backend of a workspace finds windows by itself: it need not look at them one by one."""
+def _needs_no_indices(
+    tables: Tables, layer: LayerCaches, q: Tensor, topk_indices: Tensor | None, backend: str
+) -> bool:
+    """Whether the backend of a workspace finds a layer's keys by itself: windows, all entries of the past."""
+    if layer.window is None or (layer.entries is not None and topk_indices is not None):
+        return False
     layout = row_layout(q).name
     name = select_name("sparse_prefill", q.device.type, q.device.index, layout, q.shape[1], (), backend)
     in_order = tables.query_pos is None and tables.window_size > 0

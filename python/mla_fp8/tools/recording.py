@@ -48,7 +48,8 @@ class Call:
         num_tokens, num_heads, _ = self.tensors["q"].shape
         window = [f"windows of {self.options['window_size']}"] if "window_size" in self.options else []
         scopes = [self.tensors[n].shape[1] for n in ("indices", "extra_indices") if n in self.tensors]
-        keys = " + ".join([*window, *(f"{width} indices" for width in scopes)])
+        entries = ["all entries"] if "extra_page_table" in self.tensors else []
+        keys = " + ".join([*window, *(f"{width} indices" for width in scopes), *entries])
         caches = [self.tensors[n] for n in ("kv", "kv_cache", "extra_kv_cache") if n in self.tensors]
         kept = " + ".join(f"{len(cache)} {'pages' if self.layout else 'rows'}" for cache in caches)
         layout = f" {self.layout_name}" if self.layout else ""
@@ -119,8 +120,9 @@ def extract(op: str, arguments: dict[str, Any]) -> Call:
             if f"{prefix}kv_cache" in tensors:
                 layout = get_layout(options.get(f"{prefix}layout", options["layout"]))
                 kv_cache, page_size = tensors[f"{prefix}kv_cache"], options[f"{prefix}page_size"]
-                if not prefix and "page_table" in tensors:
-                    pages, tensors["page_table"] = referenced(tensors["page_table"], None, len(kv_cache), 1)
+                table = f"{prefix}page_table"
+                if table in tensors:
+                    pages, tensors[table] = referenced(tensors[table], None, len(kv_cache), 1)
                 else:
                     pages, tensors[f"{prefix}indices"] = referenced(
                         tensors[f"{prefix}indices"],

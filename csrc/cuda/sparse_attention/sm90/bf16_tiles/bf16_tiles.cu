@@ -1,5 +1,5 @@
 // Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a query
-// query, or all heads of neighbours whose windows are mostly the same.
+// query, or all heads of neighbours whose keys are mostly the same.
 //
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled panels,
 //            two blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
@@ -97,6 +97,7 @@ void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStre
     if constexpr (kId == KvLayoutId::kDsv4) {
       launch_variant<kId, TileKeys::kPair>(p, plan, stream);
     } else {
+      if (p.has_entry_pages) return launch_variant<kId, TileKeys::kEntries>(p, plan, stream);
       if (is_plain_selection(p)) return launch_variant<kId, TileKeys::kSelected>(p, plan, stream);
       if (tile_queries(p) > 1) return launch_variant<kId, TileKeys::kNeighbours>(p, plan, stream);
       if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // of the layout that windows are used with

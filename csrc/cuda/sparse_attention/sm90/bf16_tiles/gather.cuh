@@ -71,7 +71,15 @@ class TileGather {
     __device__ bool is_page() const { return position < kSlotOf; }
     __device__ int scope() const { return position > kSlotOf; }
   };
-  using Entry = std::conditional_t<C::kSelected, SlotEntry, AnyEntry>;
+  // A page, and the row in it; of the window or of the entries.
+  struct RowEntry {
+    int value;
+    unsigned row;  // or kOfEntries + it
+    static constexpr unsigned kOfEntries = 1u << 31;
+    __device__ int scope() const { return row >= kOfEntries; }
+  };
+  using Entry =
+      std::conditional_t<C::kSelected, SlotEntry, std::conditional_t<C::kEntries, RowEntry, AnyEntry>>;
 
   // As KeySource.
   class Source {
@@ -91,6 +99,19 @@ class TileGather {
     __device__ Entry at(unsigned position) const {
       if constexpr (C::kSelected) {
         return {entry(position)};
+      } else if constexpr (C::kEntries) {
+        if (position >= length()) return {-1};
+        const bool is_extra = position >= static_cast<unsigned>(item_.first_length);
+        const unsigned in_request =
+            is_extra ? position - item_.first_length : item_.first_position + position;
+        const SparseAttentionParams& p = gather_.params_.p;
+        const Divider& page_size = gather_.params_.page_size[is_extra];
+        const int64_t page = page_size(in_request);
+        const int32_t* const pages = is_extra ? item_.extra : item_.entries;
+        const bool is_listed = page < (is_extra ? p.entry_pages.max_pages : p.window.max_pages);
+        return {is_listed ? __ldg(pages + page) : -1,
+                static_cast<unsigned>(in_request - page * page_size.divisor()) +
+                    (is_extra ? Entry::kOfEntries : 0)};
       } else {
         if (!is_window() || is_extra(position)) return {entry(position), Entry::kSlotOf + is_extra(position)};
         if (position >= length()) return {-1};
@@ -138,6 +159,9 @@ class TileGather {
     else return address(entry) != nullptr;
   }
   // Where a key lies; null: nowhere.
+  __device__ const uint8_t* address(const RowEntry& entry) const {
+    return row_address(entry.scope(), entry.value, entry.row % RowEntry::kOfEntries);
+  }
   __device__ const uint8_t* address(const AnyEntry& entry) const {
     if (!entry.is_page()) return slot_address(entry.scope(), entry.value);
     const Divider& page_size = params_.page_size[0];

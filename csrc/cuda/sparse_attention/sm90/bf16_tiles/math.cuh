@@ -49,7 +49,16 @@ class TileMath {
       if constexpr (C::kNeighbours)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          last_key_[r] = item.length - item.num_queries + query_head<C>(params_, row_ + 8 * r).query;
+          last_key_[r] = (C::kEntries ? item.first_length : item.length) - item.num_queries +
+                         query_head<C>(params_, row_ + 8 * r).query;
+      if constexpr (C::kEntries) {
+        first_entry_ = item.first_length;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int query = min(query_head<C>(params_, row_ + 8 * r).query, item.num_queries - 1);
+          last_entry_[r] = first_entry_ + Tiles<C>::num_slots(params_.p.scopes[1], item.query + query) - 1;
+        }
+      }
       const int num_blocks = C::num_blocks(item.length);
       for (int block = 0; block < num_blocks; block += 2) {
         two_blocks(block, num_blocks - block);
@@ -203,8 +212,10 @@ class TileMath {
       for (int c = 0; c < 4; ++c) s[n][c] = fmaf(s[n][c], scale, -offset[c / 2]);
     if constexpr (C::kNeighbours) {
       suspects_ = 0;
-      KeyMask mine[2] = {window_mask(block, 0), window_mask(block, 1)};
-      if (!mine[0].all() || !mine[1].all()) {
+      KeyMask mine[2] = {mask_, mask_};
+      const bool usual = has_only_entries(block);
+      if (!usual) mine[0] = window_mask(block, 0), mine[1] = window_mask(block, 1);
+      if (!usual && (!mine[0].all() || !mine[1].all())) {
         mine[0] = mine[0] >> column_, mine[1] = mine[1] >> column_;
 #pragma unroll
         for (int n = 0; n < kColumns; ++n)
@@ -265,10 +276,19 @@ class TileMath {
     pause(2);
     return moved;
   }
-  // Which keys of a block are in the window of row row_ + 8 r.
+  // Whether both rows attend to every key of a block.
+  __device__ bool has_only_entries(int block) const {
+    if constexpr (!C::kEntries) return false;
+    const int first = C::first_key(block), last = first + C::keys(kGroup) - 1;
+    return mask_.all() && first >= first_entry_ && last <= min(last_entry_[0], last_entry_[1]);
+  }
+  // Which keys of a block are in the window of row row_ + 8 r, or among its entries.
   __device__ KeyMask window_mask(int block, int r) const {
     const int last = last_key_[r] - C::first_key(block);
     KeyMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
+    if constexpr (C::kEntries)
+      mask.keys |=
+          mask_.between(first_entry_ - C::first_key(block), last_entry_[r] - C::first_key(block)).keys;
     if (kColumns == 8) mask.tail = 0xff;
     return mask;
   }
@@ -378,7 +398,8 @@ class TileMath {
   // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];
   float sink_[2];
-  int last_key_[2];    // that these rows attend to in a window
+  int last_key_[2];  // that these rows attend to in a window
+  int first_entry_, last_entry_[2];
   uint32_t suspects_;  // logits outside the window that are no number, by column
 };
 

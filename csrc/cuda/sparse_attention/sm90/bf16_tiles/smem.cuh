@@ -14,10 +14,10 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 
-// What a tile attends to: a plain selection (is_plain_selection); the windows of neighbours; the window of
-// one query, in a ring of keys that moves on with the queries; whatever else one query does, in bf16 or,
-// for a pair of CTAs with 64 heads each, in FP8 pages.
-enum class TileKeys { kSelected, kNeighbours, kRing, kAny, kPair };
+// What a tile attends to: a plain selection (is_plain_selection); the windows of neighbours; these and the
+// first entries of their request, by its pages; the window of one query, in a ring of keys that moves on with
+// the queries; whatever else one query does, in bf16 or, for a pair of CTAs with 64 heads each, in FP8 pages.
+enum class TileKeys { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 
 //   barrier              arrivals of a phase          waits   protects
 //   q_full               the gather, and the item     math    q, item: may be read
@@ -35,7 +35,8 @@ template <KvLayoutId kId_, TileKeys kKeys>
 struct Bf16Tiles {
   static constexpr KvLayoutId kId = kId_;
   static constexpr bool kSelected = kKeys == TileKeys::kSelected;
-  static constexpr bool kNeighbours = kKeys == TileKeys::kNeighbours;
+  static constexpr bool kEntries = kKeys == TileKeys::kEntries;
+  static constexpr bool kNeighbours = kKeys == TileKeys::kNeighbours || kEntries;
   static constexpr bool kRing = kKeys == TileKeys::kRing;
   static constexpr bool kPair = kKeys == TileKeys::kPair;
   static constexpr bool kAny = kKeys == TileKeys::kAny || kPair;
@@ -52,7 +53,7 @@ struct Bf16Tiles {
 
   // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
   // is often two blocks: the first block takes eight more, where there is room for them.
-  static constexpr int kTail = kNeighbours && !kHasRope ? 8 : 0;
+  static constexpr int kTail = kNeighbours && !kEntries && !kHasRope ? 8 : 0;
   __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
   static constexpr int kPairKeys = 128 + kTail;
   __device__ static int num_blocks(int length) {
@@ -125,11 +126,12 @@ __device__ QueryHead query_head(const TileParams& params, unsigned row) {
 }
 
 // The queries of a tile that have keys in common, and how many keys: those of one query, or of the windows of
-// neighbours in one request. The last of the neighbours attends up to the last key, the one before it up to
-// the one before that.
+// neighbours in one request, and then the entries of the neighbour that has most. The last of the neighbours
+// attends up to the windows' last key, the one before it up to the one before that.
 struct TileItem {
   int64_t query;
   int num_queries, first_head, length;  // no queries: there is nothing left to do
+  int first_length = 0;                 // of them the first are keys of the first cache
 
   __device__ bool has(QueryHead place, int num_q_heads) const {
     return place.query < num_queries && first_head + place.head < num_q_heads;
@@ -154,14 +156,15 @@ struct TileSmem {
     store_shared_8(smem + MLA_SMEM(C, item), item.query);
     store_shared_8(smem + MLA_SMEM(C, item) + 8, item.num_queries | static_cast<uint64_t>(item.first_head)
                                                                         << 32);
-    store_shared_8(smem + MLA_SMEM(C, item) + 16, item.length);
+    store_shared_8(smem + MLA_SMEM(C, item) + 16,
+                   static_cast<unsigned>(item.length) | static_cast<uint64_t>(item.first_length) << 32);
   }
   __device__ TileItem item() const {
     const uint2 query = load_shared_8(smem + MLA_SMEM(C, item)),
-                tokens_head = load_shared_8(smem + MLA_SMEM(C, item) + 8);
+                tokens_head = load_shared_8(smem + MLA_SMEM(C, item) + 8),
+                lengths = load_shared_8(smem + MLA_SMEM(C, item) + 16);
     return {static_cast<int64_t>(query.x | uint64_t{query.y} << 32), static_cast<int>(tokens_head.x),
-            static_cast<int>(tokens_head.y),
-            static_cast<int>(load_shared_8(smem + MLA_SMEM(C, item) + 16).x)};
+            static_cast<int>(tokens_head.y), static_cast<int>(lengths.x), static_cast<int>(lengths.y)};
   }
   // From a warp of the gather: bits 0 to 7 of `found` for its eight of the first 32 keys, then its eight of
   // the others, then a tail.
@@ -208,14 +211,13 @@ struct TileSmem {
   }
 };
 
-// Where the gather finds the keys of an item. Of its entries first_length are of the first cache, the others
-// of the second. `length` is the number of valid ones once they are counted.
+// Where the gather finds the keys of an item. `length` is the number of valid ones once they are counted.
 struct TileSource : TileItem {
   int64_t tile;
-  int first_length, num_entries;
+  int num_entries;
   unsigned first_position;  // of a window
   const int32_t* entries;   // selected slots, or pages of the window's request
-  const int32_t* extra;     // slots of the second cache
+  const int32_t* extra;     // slots of the second cache, or pages of the request's entries
 };
 
 // The tiles, in their order.
@@ -248,8 +250,15 @@ class Tiles {
       x.extra = slots(p.scopes[1], x.query);
       x.length += num_slots(p.scopes[1], x.query);
     }
+    if constexpr (C::kEntries)
+      if (x.extra) x.length += most_entries(x);
     x.num_entries = x.length;
     return x;
+  }
+  // That the query attends to.
+  __device__ static int num_slots(const KvScope& s, int64_t query) {
+    const int topk = static_cast<int>(s.topk);
+    return s.topk_length ? max(0, min(__ldg(s.topk_length + query), topk)) : topk;
   }
 
  private:
@@ -259,16 +268,23 @@ class Tiles {
     if (q.request < 0) return;
     x.num_queries = static_cast<int>(min(int64_t{x.num_queries}, q.queries));
     x.entries = w.page_table + q.request * w.page_table_stride_request;
+    if constexpr (C::kEntries) {
+      const EntryPages& pages = params_.p.entry_pages;
+      x.extra = pages.page_table + q.request * pages.page_table_stride_request;
+    }
     const int64_t first = max(q.position - w.window_size + 1, int64_t{0});
     x.first_position = static_cast<unsigned>(first);
     x.first_length = static_cast<int>(max(q.position + x.num_queries - first, int64_t{0}));
   }
+  // Of any of the item's queries; by whole warps.
+  __device__ int most_entries(const TileSource& x) const {
+    int most = 0;
+    for (int i = threadIdx.x % kWarpSize; i < x.num_queries; i += kWarpSize)
+      most = max(most, num_slots(params_.p.scopes[1], x.query + i));
+    return __reduce_max_sync(kFullWarp, most);
+  }
   __device__ static const int32_t* slots(const KvScope& s, int64_t query) {
     return s.indices + query * s.indices_stride_token;
-  }
-  __device__ static int num_slots(const KvScope& s, int64_t query) {
-    const int topk = static_cast<int>(s.topk);
-    return s.topk_length ? max(0, min(__ldg(s.topk_length + query), topk)) : topk;
   }
 
   const TileParams& params_;

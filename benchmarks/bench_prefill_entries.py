@@ -1,0 +1,155 @@
+"""Layers that attend to every compressed entry of their past (V4's of ratio 128), prompts of one request.
+
+    PYTHONPATH=python:.peers python benchmarks/bench_prefill_entries.py
+
+The queries are the last tokens of the context; window and entries lie in a ready workspace of bf16 rows.
+`sparse_prefill_window` finds both by page tables. Baselines: `index rows`, our `sparse_prefill` over the same
+workspace with an index for every key; `flash_mla`, over these rows, heads padded before;
+`fp8, index rows` and `fp8, pages`, our `sparse_prefill_window` straight from the FP8 pages. What it takes to
+write index rows or the workspace is in none of them.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from table import OURS
+
+import mla_fp8
+from harness import Work, arguments, run
+from mla_fp8 import KV_LAYOUTS, reference
+
+try:
+    import flash_mla
+except ImportError:
+    flash_mla = None
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LAYOUT, ROWS = KV_LAYOUTS["dsv4"], KV_LAYOUTS["bf16_512"]
+WINDOW, WINDOW_PAGE, RATIO, PAGE = 128, 256, 128, 2
+LARGE = 1 << 33  # heads times indices: FP8 pages alone would take most of the run
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_tokens: int
+    context: int
+    num_q_heads: int
+
+    @property
+    def label(self) -> str:
+        return f"entries of {self.context >> 10}K h{self.num_q_heads} t{self.num_tokens}"
+
+    @property
+    def num_entries(self) -> int:
+        return self.context // RATIO
+
+
+def shapes() -> Iterator[Shape]:
+    tokens, contexts = ((8192, 256), (128 << 10, 1 << 20)) if CUDA else ((16,), (128 << 10,))
+    for t, context, heads in itertools.product(tokens, contexts, (8, 16, 64) if CUDA else (8,)):
+        yield Shape(t, context, heads)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def numbers(first: int, end: int) -> torch.Tensor:
+    return torch.arange(first, end, dtype=torch.int32, device=DEVICE)
+
+
+def filled(num_rows: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache, and its rows in bf16."""
+    kv_cache = LAYOUT.empty(-(-num_rows // page_size), page_size, DEVICE).zero_()
+    latent, slots = torch.randn(num_rows, LAYOUT.head_dim_qk, device=DEVICE).bfloat16(), numbers(0, num_rows)
+    mla_fp8.quantize_kv(latent, slots.long(), kv_cache, layout=LAYOUT, page_size=page_size)
+    return kv_cache, mla_fp8.dequantize_kv(kv_cache, slots, layout=LAYOUT, page_size=page_size)
+
+
+class Problem:
+    def __init__(self, shape: Shape) -> None:
+        tokens, heads, entries = shape.num_tokens, shape.num_q_heads, shape.num_entries
+        self.shape = shape
+        gathered = min(tokens + WINDOW - 1, shape.context)
+        self.q = torch.randn(tokens, heads, 512, device=DEVICE).bfloat16()
+        self.common = {"sm_scale": 512**-0.5, "attn_sink": torch.randn(heads, device=DEVICE)}
+        self.entries, entry_rows = filled(entries, PAGE)
+        self.window, window_rows = filled(gathered, WINDOW_PAGE)
+        self.rows = torch.cat([entry_rows, window_rows])
+        self.lens = (numbers(shape.context - tokens, shape.context) + 1) // RATIO
+        self.requests = int32(0, tokens), int32(gathered)
+        self.tables = numbers(0, entries)[None], numbers(entries, len(self.rows))[None]
+        self.pages = numbers(0, len(self.entries))[None], numbers(0, len(self.window))[None]
+        self.every = numbers(0, entries).expand(tokens, -1).contiguous()
+        self.indices, self.lengths = mla_fp8.combine_topk_swa_indices(
+            self.every, self.requests[0], int32(shape.context), self.requests[1], int32(0), int32(entries),
+            window_size=WINDOW, compress_ratio=RATIO, topk=entries,
+        )  # fmt: skip
+        padded = 64 if heads <= 64 else 128
+        self.padded = mla_fp8.pad_q_heads(self.q, self.common["attn_sink"], num_heads=padded)
+
+    def by_pages(self) -> torch.Tensor:
+        entries, window = self.tables
+        return mla_fp8.sparse_prefill_window(
+            self.q, self.rows, window, *self.requests, layout=ROWS, page_size=1, window_size=WINDOW,
+            extra_kv_cache=self.rows, extra_page_size=1, extra_page_table=entries,
+            extra_topk_length=self.lens, **self.common,
+        )[0]  # fmt: skip
+
+    def by_index(self) -> torch.Tensor:
+        return mla_fp8.sparse_prefill(
+            self.q, self.rows, self.indices, topk_length=self.lengths, **self.common
+        )[0]
+
+    def from_fp8(self, **entries: torch.Tensor) -> torch.Tensor:
+        return mla_fp8.sparse_prefill_window(
+            self.q, self.window, self.pages[1], *self.requests, layout=LAYOUT, page_size=WINDOW_PAGE,
+            window_size=WINDOW, extra_kv_cache=self.entries, extra_page_size=PAGE,
+            extra_topk_length=self.lens, **entries, **self.common,
+        )[0]  # fmt: skip
+
+    def flash_mla(self) -> torch.Tensor:
+        q, sink = self.padded
+        return flash_mla.flash_mla_sparse_fwd(
+            q, self.rows[:, None], self.indices[:, None], 512**-0.5, 512, attn_sink=sink,
+            topk_length=self.lengths,
+        )[0]  # fmt: skip
+
+    def error(self, out: torch.Tensor) -> float:
+        some = torch.tensor([0, -1], device=DEVICE)
+        exact, _, _ = reference.sparse_attention(
+            self.q[some].double(), [(self.rows.double(), self.indices[some], self.lengths[some])],
+            **self.common,
+        )  # fmt: skip
+        got = out[some, : self.shape.num_q_heads].double()
+        return ((got - exact).norm() / exact.norm()).item()
+
+
+def work(shape: Shape) -> Work:
+    problem = Problem(shape)
+    baselines = {"index rows": problem.by_index}
+    if flash_mla is not None:
+        baselines["flash_mla"] = problem.flash_mla
+    if shape.num_tokens * shape.num_entries * shape.num_q_heads < LARGE:
+        baselines["fp8, index rows"] = functools.partial(problem.from_fp8, extra_indices=problem.every)
+        baselines["fp8, pages"] = functools.partial(problem.from_fp8, extra_page_table=problem.pages[0])
+
+    def errors() -> dict[str, float]:
+        found = {"index rows": problem.error(problem.by_index())}
+        return {OURS: problem.error(problem.by_pages())} | found
+
+    keys = int(problem.lengths.sum())
+    tensors = (problem.q, problem.q, problem.rows)
+    return Work(
+        shape.label, problem.by_pages, sum(x.numel() * 2 for x in tensors),
+        2 * keys * shape.num_q_heads * 1024, baselines=baselines, errors=errors,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    run("prefill_entries", shapes(), work, options=arguments("sparse_prefill_window over all entries"))
