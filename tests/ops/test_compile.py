@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from assertions import assert_same
-from op_samples import LAYOUT, SAMPLES, Size, tensors_of
+from op_samples import LAYOUT, SAMPLES, Size, sparse_prefill_entries, tensors_of
 
 import mla_fp8
 from mla_fp8.compat import aiter, flash_mla, sglang
@@ -67,6 +67,7 @@ def sglang_dequantize(device, size):
 
 
 FUNCTIONS = {name: (getattr(mla_fp8, name), sample) for name, sample in SAMPLES.items()} | {
+    "sparse_prefill_window-entries": (mla_fp8.sparse_prefill_window, sparse_prefill_entries),
     "engines_name-sparse_decode": engines_name("sparse_decode"),
     "engines_name-sparse_prefill_paged": engines_name("sparse_prefill_paged"),
     "engines_name-sparse_prefill_window": engines_name("sparse_prefill_window"),

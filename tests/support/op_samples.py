@@ -136,6 +136,13 @@ def sparse_prefill_window(device: str, size: Size = SIZE) -> Call:
     return (q, cache, *(ints(x, device) for x in requests)), options | {"window_size": 3}
 
 
+def sparse_prefill_entries(device: str, size: Size = SIZE) -> Call:
+    tensors, options = sparse_prefill_window(device, size)
+    del options["extra_indices"]
+    lens = torch.arange(size.num_tokens, device=device).int()
+    return tensors, options | {"extra_page_table": ints([[1, 2], [0, -1]], device), "extra_topk_length": lens}
+
+
 def ragged(device: str, num_requests: int) -> list[Tensor]:
     """kv_indptr, kv_indices, kv_last_page_len: the first request has two pages."""
     lists = ([0, *range(2, num_requests + 2)], [1, *[0, 2] * num_requests][: num_requests + 1])

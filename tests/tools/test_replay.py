@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from op_samples import SAMPLES
+from op_samples import SAMPLES, sparse_prefill_entries
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
@@ -149,6 +149,19 @@ def test_windows_are_recorded_with_the_pages_of_their_table(device, tmp_path, ca
     assert want[0].isfinite().all() and all(a.equal(b) for a, b in zip(got, want, strict=True))
     assert main(["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", device]) == 0
     assert "windows of 20 + 4 indices" in capsys.readouterr().out
+
+
+def test_entries_are_recorded_with_the_pages_of_their_table(device, tmp_path, capsys):
+    tensors, options = sparse_prefill_entries(device)
+    options["extra_page_table"] = torch.tensor([[1, 1], [-1, 1]], dtype=torch.int32, device=device)
+    with record(tmp_path / "calls") as recorder:
+        want = mla_fp8.sparse_prefill_window(*tensors, **options)
+    (call,) = recording.load(tmp_path / "calls")
+    assert recorder.missed == 0 and len(call.tensors["extra_kv_cache"]) == 1
+    got = mla_fp8.sparse_prefill_window(**call.arguments(device))
+    assert want[0].isfinite().all() and all(a.equal(b) for a, b in zip(got, want, strict=True))
+    assert main(["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", device]) == 0
+    assert "windows of 3 + all entries" in capsys.readouterr().out
 
 
 def test_every_public_attention_call_is_kept_or_counted(tmp_path):

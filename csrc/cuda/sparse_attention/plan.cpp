@@ -196,11 +196,15 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
 // convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the
 // SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
 // against 67 us).
+// Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
+// against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
+// 64 queries, 269 against 223).
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair =
       p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64 && !p.has_entry_pages;
   const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16);
-  return (pair || bf16) && 2 * num_tiles(p) >= num_sms;
+  const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
+  return (pair || bf16) && enough * num_tiles(p) >= num_sms;
 }
 Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
   return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};

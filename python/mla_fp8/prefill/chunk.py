@@ -12,7 +12,7 @@ from ..ops.build_swa_token_ids import build_swa_token_ids
 from .costs import predict
 from .layer import LayerCaches
 from .tables import Tables
-from .ways import WAYS
+from .ways import WAYS, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_window_rows
 
 
@@ -119,12 +119,18 @@ class SparsePrefillChunkCache:
 
     def predict(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None) -> dict[str, float]:
         """Nanoseconds of each strategy, as the cost table has it."""
+        return self._predict(q, layer, topk_indices, "auto")
+
+    def _predict(
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str
+    ) -> dict[str, float]:
         self._check_layer(layer, topk_indices)
+        by_geometry = needs_no_indices(self.tables, layer, q, topk_indices, backend)
         arch = arch_of(q.device.type, q.device.index)
-        return predict(self.tables.shape(q, layer, topk_indices), arch)
+        return predict(self.tables.shape(q, layer, topk_indices, by_geometry), arch)
 
     def _choose(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str) -> str:
-        nanoseconds = self.predict(q, layer, topk_indices)
+        nanoseconds = self._predict(q, layer, topk_indices, backend)
         if not can_run("sparse_prefill_paged", q, layer.layout_name, backend):
             del nanoseconds["direct"]
         return min(nanoseconds, key=nanoseconds.__getitem__)

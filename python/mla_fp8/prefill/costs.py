@@ -1,7 +1,7 @@
 """What each way through a prefill layer costs: a measured table per GPU, and one formula."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PerHeads = tuple[tuple[int, float], ...]  # (up to so many heads, nanoseconds); more: in blocks of the last
 
@@ -18,6 +18,7 @@ class Costs:
     window_key: PerHeads  # the same in layers that have nothing but a window
     paged_key: PerHeads  # attention straight from FP8 pages
     paged_token: PerHeads  # the same, per query token whatever its keys
+    entries_key: PerHeads = ()  # over bf16 rows, of all entries, which neighbours share; none: nowhere
 
 
 COSTS: dict[str, Costs] = {
@@ -36,10 +37,12 @@ COSTS: dict[str, Costs] = {
         paged_key=((8, 0.12), (16, 0.154), (32, 0.213), (64, 0.324), (128, 0.646),),
         paged_token=((8, 11.8), (16, 25.2), (32, 33.3), (64, 72.4), (128, 22.1),),
         # end prices
-        look_up=4_000,
+        look_up=4_000, entries_key=((8, 0.029), (16, 0.054), (32, 0.105), (64, 0.205),),
     ),
 }  # fmt: skip
-DEFAULT = COSTS["sm90"]  # of a GPU that nobody measured: the ratios matter, and they differ less
+# Of a GPU that nobody measured: the ratios matter, and they differ less. Its kernel has no tiles.
+DEFAULT = replace(COSTS["sm90"], entries_key=())
+TILE_ROWS, ENOUGH_TILES = 64, 66  # of heads and neighbours; from here on all entries are attended to in tiles
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class LayerShape:
     num_entries: int  # of all requests
     num_window_rows: int
     num_keys: int  # entries and window of all tokens, as far as they reach: see count_keys
+    all_entries: bool = False  # of the past, which the kernel finds by itself
 
     @property
     def max_selected(self) -> int:
@@ -66,6 +70,8 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     keys, indices = shape.num_keys, shape.num_tokens * (shape.topk + shape.window_size)
     window = shape.num_window_rows * costs.row
     prices = costs.workspace_key if shape.topk else costs.window_key
+    if shape.all_entries and shape.num_tokens * shape.num_q_heads >= ENOUGH_TILES * TILE_ROWS:
+        prices = costs.entries_key or prices
     from_workspace = keys * for_heads(prices, shape.num_q_heads) + window
     find = costs.select + (shape.num_entries + indices) * costs.reference
     from_pages = keys * for_heads(costs.paged_key, shape.num_q_heads)

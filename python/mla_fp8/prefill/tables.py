@@ -53,7 +53,9 @@ class Tables:
     def max_entries(self, ratio: int) -> int:
         return max((n // ratio for n in self.seq_lens_host), default=0) if ratio else 0
 
-    def shape(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None) -> LayerShape:
+    def shape(
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, by_geometry: bool = False
+    ) -> LayerShape:
         """What the prices of the layer depend on. A part of the chunk's tokens has that part of its keys."""
         ratio, window_size = layer.compress_ratio, self.window_size if layer.window else 0
         topk = self.max_entries(ratio) if topk_indices is None else topk_indices.shape[1]
@@ -71,6 +73,7 @@ class Tables:
             num_entries=num_entries(self.seq_lens_host, ratio),
             num_window_rows=len(self.swa_ids) if layer.window else 0,
             num_keys=self._once("keys", ratio, topk, window_size, make=num_keys),
+            all_entries=by_geometry and layer.entries is not None,
         )
 
     def region(self, ratio: int) -> Region:

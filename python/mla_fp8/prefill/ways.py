@@ -25,7 +25,7 @@ def whole(
     options: dict[str, Any],
 ) -> Attended:  # fmt: skip
     """Dequantises all entries of the chunk's requests, and the window, and attends to those rows."""
-    if _needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
+    if needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
         kv = _gather(tables, workspace, layer, q)
         if layer.entries:
             options = options | {
@@ -46,7 +46,7 @@ def selected(
     options: dict[str, Any],
 ) -> Attended:  # fmt: skip
     """The same with those entries only that the chunk refers to, each once."""
-    if layer.entries is None or _needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
+    if layer.entries is None or needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
         return whole(tables, workspace, layer, q, topk_indices, options)
     shape, cache = tables.shape(q, layer, topk_indices), layer.entries
     entries, room, window = shape.num_entries, shape.max_selected, shape.num_window_rows
@@ -99,16 +99,18 @@ def direct(
 WAYS = {"whole": whole, "selected": selected, "direct": direct}
 
 
-def _needs_no_indices(
+def needs_no_indices(
     tables: Tables, layer: LayerCaches, q: Tensor, topk_indices: Tensor | None, backend: str
 ) -> bool:
     """Whether the backend of a workspace finds a layer's keys by itself: windows, all entries of the past."""
     if layer.window is None or (layer.entries is not None and topk_indices is not None):
         return False
-    layout = row_layout(q).name
+    layout, in_order = row_layout(q).name, tables.query_pos is None and tables.window_size > 0
+    if not in_order or not can_run("sparse_prefill", q, layout, backend):
+        return False
     name = select_name("sparse_prefill", q.device.type, q.device.index, layout, q.shape[1], (), backend)
-    in_order = tables.query_pos is None and tables.window_size > 0
-    return in_order and can_run("sparse_prefill_window", q, layout, name)
+    features = ("two caches",) if layer.entries else ()
+    return can_run("sparse_prefill_window", q, layout, name, features)
 
 
 def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches, q: Tensor) -> Tensor:

@@ -213,9 +213,9 @@ class TileMath {
     if constexpr (C::kNeighbours) {
       suspects_ = 0;
       KeyMask mine[2] = {mask_, mask_};
-      const bool usual = has_only_entries(block);
-      if (!usual) mine[0] = window_mask(block, 0), mine[1] = window_mask(block, 1);
-      if (!usual && (!mine[0].all() || !mine[1].all())) {
+      if (rows_differ() && !has_only_entries(block))
+        mine[0] = window_mask(block, 0), mine[1] = window_mask(block, 1);
+      if (!mine[0].all() || !mine[1].all()) {
         mine[0] = mine[0] >> column_, mine[1] = mine[1] >> column_;
 #pragma unroll
         for (int n = 0; n < kColumns; ++n)
@@ -276,6 +276,8 @@ class TileMath {
     pause(2);
     return moved;
   }
+  // Whether the rows of a tile may attend to different keys: not those of one query.
+  __device__ bool rows_differ() const { return !C::kEntries || params_.tile_queries > 1; }
   // Whether both rows attend to every key of a block.
   __device__ bool has_only_entries(int block) const {
     if constexpr (!C::kEntries) return false;
@@ -313,7 +315,7 @@ class TileMath {
   }
   // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
   __device__ void publish(const Weights& weights, bool last) const {
-    if constexpr (C::kHasRope || C::kNeighbours)
+    if (C::kHasRope || (C::kNeighbours && rows_differ()))
       named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
     if constexpr (C::kNeighbours)
       if (__any_sync(kFullWarp, suspects_ != 0))
