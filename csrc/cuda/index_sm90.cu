@@ -18,6 +18,7 @@ using namespace sm90_index;
 constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 
 struct Sm90LogitsArgs {
+  KeyBoxes boxes;
   IndexLogitsArgs logits;
   int num_stages, lines;
   int unit_stride;  // rows from one that may begin a unit to the next
@@ -45,9 +46,30 @@ int query_lines(int rows, int row_lines) {
   return lines <= 64 ? 64 : row_lines == 64 ? lines : (lines + 127) / 128 * 128;
 }
 // Stages that fit beside `other` bytes: whole tiles (sm90.cuh).
-int stages(int lines, int other) {
-  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines);
-  return std::min(room / Memory::kStageBytes, kMostStages) / kGroups * kGroups;
+int stages(int lines, bool is_fp4, int other) {
+  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines, is_fp4);
+  return std::min(room / Memory::stage_bytes(is_fp4), kMostStages) / kGroups * kGroups;
+}
+bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
+
+KeyBoxes key_boxes(const IndexProblem& problem) {
+  const IndexKeys& keys = problem.keys;
+  KeyBoxes boxes{};
+  const bool is_paged = keys.page_table != nullptr;
+  const int64_t rows = is_paged ? keys.page_size : problem.rows.num_columns;
+  const uintptr_t scales = reinterpret_cast<uintptr_t>(keys.scales) | keys.scales_stride_page;
+  const int row_bytes = has_fp4_keys(problem) ? kIndexDim / 2 : kIndexDim;
+  if ((is_paged && keys.page_size % kItemKeys != 0) || keys.values_stride_row != row_bytes ||
+      scales % 16 != 0 || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
+    return boxes;
+  if (has_fp4_keys(problem)) {  // one piece of memory: no swizzle, no map
+    boxes.are_used = true;
+    return boxes;
+  }
+  const int64_t page_stride = keys.num_pages > 1 ? keys.values_stride_page : rows * kIndexDim;
+  boxes.are_used = make_tensor_map(boxes.map, keys.values, kIndexDim, rows, keys.num_pages, kIndexDim,
+                                   page_stride, kItemKeys);
+  return boxes;
 }
 
 }  // namespace
@@ -88,12 +110,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
     return;
   }
-  if (threadIdx.x == 0) barriers.init();
+  barriers.init(args.boxes.are_used);
   __syncthreads();
-  const Memory m = dynamic_memory(args.num_stages, args.lines);
+  const Memory m =
+      dynamic_memory(args.num_stages, args.lines, p.problem.keys.layout == IndexLayoutId::kIndexFp4);
+  if (m.is_fp4) barriers.init_magnitudes();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
-  Math<kHeads> math(m, barriers);
-  Fetch fetch(p.problem.keys, args.logits.page_size, m, barriers);
+  Math<kHeads> math(m, barriers, args.boxes.are_used);
+  Fetch fetch(p.problem.keys, args.boxes, args.logits.page_size, m, barriers);
   fetch.begin(unit, static_cast<int32_t>(first), tiles, math.place());
   load_queries<kHeads>(p.problem.queries, unit, m);
   __syncthreads();
@@ -115,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 bool takes_sm90(const IndexProblem& problem) {
   const IndexKeys& keys = problem.keys;
   const int64_t strides = keys.values_stride_page | keys.values_stride_row;
-  return compute_major() == 9 && keys.layout == IndexLayoutId::kIndexFp8 &&
+  return compute_major() == 9 &&
          (reinterpret_cast<uintptr_t>(keys.values) | static_cast<uintptr_t>(strides)) % 16 == 0;
 }
 
@@ -129,13 +153,14 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   with_lines(args.p.problem.queries.num_heads, [&](auto row_lines) {
     const int lines = query_lines(own.group_rows, row_lines);
     const int lists = own.group_rows * capacity * 8;
-    const int num_stages = stages(lines, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+    const bool is_fp4 = has_fp4_keys(args.p.problem);
+    const int num_stages = stages(lines, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
     launch(index_scan_sm90_kernel<row_lines>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines) + lists},
-           ScanArgs{own, num_stages, lines, capacity, own.p.pin_first > 0 || own.p.pin_last > 0});
+            .smem = 1024 + Memory::bytes(num_stages, lines, is_fp4) + lists},
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, capacity, own.p.pin_first > 0 || own.p.pin_last > 0});
   });
   const int64_t jobs = num_merge_jobs(own);
   const int cluster = jobs <= 15   ? 8
@@ -163,13 +188,14 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
   with_lines(p.problem.queries.num_heads, [&](auto row_lines) {
     const int lines = query_lines(group_rows, row_lines);
-    const int num_stages = stages(lines, static_cast<int>(sizeof(Barriers)) + 1024);
+    const bool is_fp4 = has_fp4_keys(p.problem);
+    const int num_stages = stages(lines, is_fp4, static_cast<int>(sizeof(Barriers)) + 1024);
     launch(index_logits_sm90_kernel<row_lines>,
            {.grid = units * pieces,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines)},
-           Sm90LogitsArgs{{p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
+            .smem = 1024 + Memory::bytes(num_stages, lines, is_fp4)},
+           Sm90LogitsArgs{key_boxes(p.problem), {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
                           num_stages,
                           lines,
                           unit_stride,

@@ -92,9 +92,14 @@ struct IndexRows {
       first = int64_t{query_start_loc[request]} - query_start_loc[0];
       rows = int64_t{query_start_loc[request + 1]} - query_start_loc[request];
     }
-    if (row_lens) return {request, 0, clamp(row_lens[row])};
-    const int64_t visible = seq_lens[request] - rows + 1 + (row - first);
-    return {request, 0, clamp(visible < 0 ? 0 : visible / compress_ratio)};
+    return {request, 0, visible(row, request, row - first, rows)};
+  }
+  // Entries that row `i` of the `rows` of a request sees, which is row `row` of all.
+  MLA_HD int32_t visible(int64_t row, int64_t request, int64_t i, int64_t rows) const {
+    if (row_lens) return clamp(row_lens[row]);
+    const int64_t tokens = seq_lens[request] - rows + 1 + i;
+    if (tokens <= 0) return 0;
+    return clamp(compress_ratio == 1 ? tokens : tokens / compress_ratio);
   }
 };
 

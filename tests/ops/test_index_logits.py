@@ -51,6 +51,22 @@ def test_fp4_queries(layout, as_int, device):
     assert_logits(problem)
 
 
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_fp4_keys_give_the_bits_of_the_fp8_keys_that_they_expand_to(page_size, device):
+    problem = random_problem(device, [700, 130], heads=64, layout="index_fp4", page_size=page_size)
+    stored, exponents = problem.layout.views(problem.index_cache, page_size)
+    exponents.random_(100, 130)
+    layout = mla_fp8.INDEX_LAYOUTS["index_fp8"]
+    cache = layout.empty(len(problem.index_cache), page_size, device)
+    values, scales = layout.views(cache, page_size)
+    expanded, factors = reference.expand_e2m1(stored, exponents)
+    values[:], scales[..., 0] = expanded, factors
+    want = Problem(
+        problem.q, problem.weights, cache, problem.page_table, problem.seq_lens, layout, page_size, {}
+    ).logits()
+    assert torch.equal(problem.logits(), want)
+
+
 def test_q_scale_is_multiplied_into_the_weights(device):
     problem = random_problem(device, [300], heads=64, next_n=3)
     scale = 2.0 ** torch.randint(-3, 4, (3, 64), device=device).float()

@@ -82,8 +82,9 @@ def test_random_keys_and_any_number_of_heads(heads, layout, device):
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 100, 128, 256])
-def test_pages_of_any_size_with_gaps_between_them(page_size, device):
-    problem = random_problem(device, [777, 300], page_size=page_size, gap=64)
+@pytest.mark.parametrize("layout", ["index_fp8", "index_fp4"])
+def test_pages_of_any_size_with_gaps_between_them(page_size, layout, device):
+    problem = random_problem(device, [777, 300], page_size=page_size, gap=64, layout=layout)
     problem.assert_exact(100)
 
 

@@ -15,26 +15,19 @@ struct IndexUnit {
   IndexRow rows[kIndexGroupRows];
 };
 
-// A call, and so is find_unit: they divide, and what a kernel runs once waits for its instructions.
+// A call, and so are those below: what a kernel runs once waits for its instructions.
 __device__ __noinline__ inline IndexRow find_row(const IndexRows& rows, int64_t row) { return rows[row]; }
 
-// Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
-__device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
-                                              IndexUnit& unit) {
+// find_unit where rows of requests vary in number.
+__device__ __noinline__ inline bool find_uneven_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                                     IndexUnit& unit) {
   const IndexRow first = find_row(rows, row);
   // Rows of no request go alone; the others are counted from the first of their request.
-  int64_t origin = 0;
-  if (rows.query_start_loc) {
-    if (first.request < 0) origin = row;
-    else origin = int64_t{rows.query_start_loc[first.request]} - rows.query_start_loc[0];
-  } else if (!rows.k_start) {
-    origin = first.request * rows.next_n;
-  }
+  const int64_t origin =
+      first.request < 0 ? row : int64_t{rows.query_start_loc[first.request]} - rows.query_start_loc[0];
   const int offset = static_cast<int>((row - origin) % group_rows);
   bool is_alone = first.request < 0;
-  if (offset !=
-      0) {  // in the unit of the rows before, unless a query_start_loc that decreases tears it apart
-    if (rows.query_start_loc == nullptr) return false;
+  if (offset != 0) {  // in the unit before, unless a query_start_loc that decreases tears it apart
     for (int i = 1; i <= offset; ++i) is_alone |= find_row(rows, row - i).request != first.request;
     if (!is_alone) return false;
   }
@@ -55,6 +48,37 @@ __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row
     unit.begin = min(unit.begin, next.begin);
     unit.end = max(unit.end, next.end);
   }
+  return true;
+}
+
+// Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
+__device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                              IndexUnit& unit) {
+  if (rows.query_start_loc) return find_uneven_unit(rows, row, group_rows, unit);
+  // 32 bits: a division of 64 is a call of a hundred instructions.
+  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
+  const uint32_t request = rows.k_start ? 0 : index / next_n, in_request = index - request * next_n;
+  if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
+  const int64_t left = (rows.k_start ? rows.num_rows : rows.next_n) - in_request;
+  unit.first_row = row;
+  unit.request = request;
+  unit.num_rows = static_cast<int>(min(left, int64_t{group_rows}));
+#pragma unroll
+  for (int i = 0; i < kIndexGroupRows; ++i) {
+    IndexRow& own = unit.rows[i];
+    own = {-1, 0, 0};
+    if (i >= unit.num_rows) continue;
+    own.request = request;
+    if (rows.k_start) {
+      own.begin = rows.clamp(rows.k_start[row + i]);
+      own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
+    } else {
+      own.end = rows.visible(row + i, request, in_request + i, next_n);
+    }
+    unit.begin = i == 0 ? own.begin : min(unit.begin, own.begin);
+    unit.end = i == 0 ? own.end : max(unit.end, own.end);
+  }
+  unit.begin -= unit.begin % 4;  // scales are copied in sixteens of bytes
   return true;
 }
 
@@ -79,7 +103,10 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows
   const auto set_total = [&](int64_t total) {
     if (threadIdx.x != kThreads - 1) return;
     share.total = total;
-    share.per_cta = (total + num_ctas - 1) / num_ctas;
+    if (const int64_t most = total + num_ctas - 1; most <= UINT32_MAX)
+      share.per_cta = static_cast<uint32_t>(most) / static_cast<uint32_t>(num_ctas);
+    else
+      share.per_cta = most / num_ctas;
   };
   // `unit` has `tiles` tiles before tile `last`; begins in it: the share.
   const auto take = [&](const IndexUnit& unit, int64_t tiles, int64_t last) {

@@ -20,6 +20,7 @@
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
+#include "cuda/device/tensor_map.cuh"
 #include "cuda/indexer/rows.cuh"
 #include "cuda/indexer/tile.cuh"
 
@@ -48,15 +49,31 @@ struct GroupTeam {
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
 };
 
+// The engine's view of the keys. Where every item lies in one page, its keys one behind the other, the copy
+// engine brings it as a box; else warps look up each key.
+struct KeyBoxes {
+  CUtensorMap map;
+  bool are_used;
+};
+
 struct Barriers {
   uint64_t full[kMostStages], empty[kMostStages];
+  // Of each shift that E2m1Scales knows: the eight magnitudes of e2m1 as e4m3.
+  static constexpr int kLeastShift = -20, kShifts = 27;
+  uint64_t magnitudes[kShifts];
 
-  __device__ __forceinline__ void init() {
-    for (int s = 0; s < kMostStages; ++s) {
-      mbarrier_init(shared_address(&full[s]), kGroup + kGroup / kWarpSize * kWarpArrivals);
+  // By all threads, before a barrier.
+  __device__ __forceinline__ void init(bool are_boxes) {
+    if (const int s = threadIdx.x; s < kMostStages) {
+      mbarrier_init(shared_address(&full[s]),
+                    are_boxes ? kWarpArrivals : kGroup + kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init_fence();
     }
-    mbarrier_init_fence();
+  }
+  __device__ __forceinline__ void init_magnitudes() {
+    for (int i = threadIdx.x; i < kShifts * 8; i += kThreads)
+      reinterpret_cast<uint8_t*>(magnitudes)[i] = e2m1_to_e4m3(i % 8, i / 8 + kLeastShift);
   }
 };
 
@@ -80,13 +97,21 @@ struct Place {
 struct Memory {
   uint8_t* base;
   int num_stages, lines;  // lines of queries
+  bool is_fp4;            // the keys
 
-  static constexpr int kStageBytes = kItemKeys * (kIndexDim + 2 * (4 + 1));
-  MLA_HD static constexpr int bytes(int num_stages, int lines) {
-    return num_stages * kStageBytes + lines * (kIndexDim + 4);
+  static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
+  MLA_HD static constexpr int value_bytes(bool is_fp4) { return is_fp4 ? kPanelBytes / 2 : kPanelBytes; }
+  MLA_HD static constexpr int stage_bytes(bool is_fp4) {
+    return value_bytes(is_fp4) + 2 * kItemKeys * (4 + 1);
   }
-  __device__ __forceinline__ uint8_t* keys(int stage) const { return base + stage * kItemKeys * kIndexDim; }
-  __device__ __forceinline__ uint8_t* queries() const { return keys(num_stages); }
+  MLA_HD static constexpr int panels_bytes(bool is_fp4) { return is_fp4 ? kGroups * kPanelBytes : 0; }
+  MLA_HD static constexpr int bytes(int num_stages, int lines, bool is_fp4) {
+    return num_stages * stage_bytes(is_fp4) + panels_bytes(is_fp4) + lines * (kIndexDim + 4);
+  }
+  __device__ __forceinline__ uint8_t* keys(int stage) const { return base + stage * value_bytes(is_fp4); }
+  // Of e2m1: where a warpgroup expands its item.
+  __device__ __forceinline__ uint8_t* panel(int group) const { return keys(num_stages) + group * kPanelBytes; }
+  __device__ __forceinline__ uint8_t* queries() const { return keys(num_stages) + panels_bytes(is_fp4); }
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
@@ -99,20 +124,21 @@ struct Memory {
     return reinterpret_cast<bool*>(weights() + lines + 2 * num_stages * kItemKeys) +
            (place.phase() * num_stages + place.stage()) * kItemKeys;
   }
-  __device__ __forceinline__ uint8_t* end() const { return keys(0) + bytes(num_stages, lines); }
+  __device__ __forceinline__ uint8_t* end() const { return base + bytes(num_stages, lines, is_fp4); }
 };
 
-__device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines) {
+__device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, bool is_fp4) {
   extern __shared__ uint8_t raw[];
   const uintptr_t address = reinterpret_cast<uintptr_t>(raw);
-  return {raw + (1024 - address % 1024) % 1024, num_stages, lines};
+  return {raw + (1024 - address % 1024) % 1024, num_stages, lines, is_fp4};
 }
 
-// By all threads. Weights lie as a thread reads them: of heads 16 i + 2 t and the one behind,
-// then of those 8 further on.
+// By all threads. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
+// the one behind, then of those 8 further on.
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
+#pragma unroll 1  // it runs once: what counts is its length
   for (int i = threadIdx.x; i < memory.lines * 8; i += kThreads) {
     const int line = i / 8, piece = i % 8;
     const int row = line / kHeads, head = line % kHeads;
@@ -133,11 +159,12 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
       store(to + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
+#pragma unroll 1
   for (int line = threadIdx.x; line < memory.lines; line += kThreads) {
     const int row = line / kHeads, head = line % kHeads;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
     const int at = head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
-    memory.weights()[row * kHeads + at] = exists ? queries.weight(unit.first_row + row, head) : 0.0f;
+    memory.weights()[row * kHeads + at] = exists ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
   }
   fence_proxy_async();
 }

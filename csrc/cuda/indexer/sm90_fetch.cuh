@@ -11,16 +11,16 @@ __device__ inline void cp_async_4(uint32_t dst, const void* src, bool valid) {
 // A warp's part of the items that its warpgroup fetches: sixteen keys of one item of each tile.
 class Fetch {
  public:
-  __device__ __forceinline__ Fetch(const IndexKeys& keys, const Divider& page_size, const Memory& memory,
-                                   Barriers& barriers)
-      : keys_(keys), page_size_(page_size), memory_(memory), barriers_(barriers) {}
+  __device__ __forceinline__ Fetch(const IndexKeys& keys, const KeyBoxes& boxes, const Divider& page_size,
+                                   const Memory& memory, Barriers& barriers)
+      : keys_(keys), boxes_(boxes), page_size_(page_size), memory_(memory), barriers_(barriers) {}
 
   // Of `tiles` tiles from `column` on, the first item of which goes to `place`.
   __device__ __forceinline__ void begin(const IndexUnit& unit, int32_t column, int tiles, Place place) {
     place.advance(group(), memory_.num_stages);
     place_ = place;
     filled_ = 0;
-    pages_ahead_ = page_of(unit, own_column(column) + lane() * uint32_t{kTileKeys});
+    if (boxes_.are_used && is_fetcher()) pages_ahead_ = box_page(unit, own_column(column) + lane() * kTileKeys);
     fill_until(unit, column, min(tiles, depth()), -1);
   }
 
@@ -58,73 +58,54 @@ class Fetch {
 
   // Waits for room only for the item of tile t.
   __device__ __forceinline__ void fill_until(const IndexUnit& unit, int32_t column, int end, int t) {
+    if (boxes_.are_used && !is_fetcher()) return;
     while (filled_ < end) {
       const uint32_t empty = shared_address(&barriers_.empty[place_.stage()]);
       const int parity = place_.phase() ^ 1;
       if (filled_ == t) mbarrier_wait(empty, parity);
       else if (!__all_sync(kFullWarp, mbarrier_test(empty, parity))) return;  // lanes may differ
-      fill(unit, own_column(column));
+      if (boxes_.are_used) fill_box(unit, own_column(column));
+      else Fetch(*this).fill_by_key(unit, own_column(column));
+      place_.advance(kGroups, memory_.num_stages);
+      ++filled_;
     }
   }
-
-  // Where an item comes from that is whole in one page, its keys one behind the other; nowhere if the page is
-  // absent. Of other items the keys are looked up one by one.
-  static constexpr uint64_t kNowhere = 0, kByKey = 1;
-  __device__ __forceinline__ void find(const IndexUnit& unit, int32_t page, uint32_t column) {
-    const bool is_even = keys_.values_stride_row == kIndexDim &&
-                         (keys_.page_table == nullptr || (page_size_.divisor() | column) % kItemKeys == 0);
-    values_ = kByKey;
-    if (!is_even || column < static_cast<uint32_t>(unit.begin) ||
-        column + kItemKeys > static_cast<uint32_t>(unit.end))
-      return;
-    values_ = kNowhere;
-    if (!is_present(page)) return;
-    const int64_t row = row_in_page(column);
-    values_ = reinterpret_cast<uint64_t>(keys_.value(page, row));
-    scales_ = reinterpret_cast<uint64_t>(keys_.scale(page, row));
+  // One warp of a warpgroup, each on a scheduler of its own.
+  __device__ __forceinline__ static bool is_fetcher() {
+    return threadIdx.x % kGroup / kWarpSize == group();
   }
 
-  __device__ __forceinline__ void fill(const IndexUnit& unit, int32_t column) {
-    // A lane finds every 32nd item, all lanes at once, and asks for their pages 32 items before the first.
+  // An item that is a box. Its columns outside the unit are read where their page exists; nobody asks for
+  // them. A lane finds every 32nd item, all lanes at once, and asks for their pages 32 items before the first.
+  __device__ __forceinline__ void fill_box(const IndexUnit& unit, int32_t column) {
     const int turn = filled_ % kWarpSize;
     if (turn == 0) {
-      find(unit, pages_ahead_, column + lane() * uint32_t{kTileKeys});
-      pages_ahead_ = page_of(unit, column + (kWarpSize + lane()) * uint32_t{kTileKeys});
+      page_ = pages_ahead_;
+      pages_ahead_ = box_page(unit, column + (kWarpSize + lane()) * kTileKeys);
     }
-    const uint64_t values = __shfl_sync(kFullWarp, values_, turn);
-    const uint64_t scales = __shfl_sync(kFullWarp, scales_, turn);
-    if (values == kByKey) Fetch(*this).fill_by_key(unit, column);
-    else fill_even(reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const uint8_t*>(scales));
+    const int page = __shfl_sync(kFullWarp, page_, turn);
+    const bool present = is_present(page);
+    const int row = static_cast<int>(row_in_page(column));
+    const int entries = keys_.page_table ? kItemKeys : static_cast<int>(min(int64_t{kItemKeys}, keys_.page_size - row));
+    reinterpret_cast<uint16_t*>(memory_.present(place_))[lane()] = present ? 0x0101 : 0;
+    const float* scales = reinterpret_cast<const float*>(keys_.scale(page, row));
+    const int whole = present ? entries / 4 * 4 : 0;
+    const int value_bytes = !memory_.is_fp4 ? Memory::kPanelBytes : present ? entries * (kIndexDim / 2) : 0;
+    if (present && lane() < entries - whole) memory_.scales(place_)[whole + lane()] = scales[whole + lane()];
     const uint32_t full = shared_address(&barriers_.full[place_.stage()]);
-    mbarrier_arrive_cp_async(full);
-    mbarrier_arrive_warp(full, lane());
-    place_.advance(kGroups, memory_.num_stages);
-    ++filled_;
+    mbarrier_arrive_expect_warp(full, value_bytes + whole * 4, lane());
+    if (lane() > 0) return;
+    const uint32_t to = shared_address(memory_.keys(place_.stage()));
+    if (!memory_.is_fp4)  // outside the tensor there are zeros
+      tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full);
+    else if (present)
+      bulk_copy(to, keys_.value(page, row), value_bytes, full);
+    if (whole > 0) bulk_copy(shared_address(memory_.scales(place_)), scales, whole * 4, full);
   }
-
-  // Eight lanes to a key.
-  __device__ __forceinline__ void fill_even(const uint8_t* from, const uint8_t* scales) const {
-    const bool present = from != nullptr;
-    if (!present) {  // an address to read nothing from
-      from = keys_.values;
-      scales = keys_.scales;
-    } else {
-      from += first_key() * kIndexDim + lane() * 16;
-      scales += 4 * (first_key() + lane());
-    }
-    const uint32_t to = shared_address(memory_.keys(place_.stage())) + first_key() * kIndexDim;
-    const uint32_t even = to + swizzled(lane() / 8, lane() % 8),
-                   odd = to + swizzled(4 + lane() / 8, lane() % 8);
-#pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {  // the swizzle repeats with eight keys
-      cp_async_16(even + i * 8 * kIndexDim, from + i * 8 * kIndexDim, present);
-      cp_async_16(odd + i * 8 * kIndexDim, from + (i * 8 + 4) * kIndexDim, present);
-    }
-    if (lane() < kKeys) {
-      const int key = first_key() + lane();
-      cp_async_4(shared_address(memory_.scales(place_) + key), scales, present);
-      memory_.present(place_)[key] = present;
-    }
+  __device__ __forceinline__ int32_t box_page(const IndexUnit& unit, int32_t column) const {
+    if (column >= unit.end || column + kItemKeys <= unit.begin) return -1;
+    if (keys_.page_table == nullptr) return 0;
+    return keys_.page_table[unit.request * keys_.page_table_stride_request + page_size_(column)];
   }
 
   // Of any item. A call, so that it takes no registers of what works around it.
@@ -135,11 +116,13 @@ class Fetch {
     const int64_t row = row_in_page(column);
     const uint8_t* value = present ? keys_.value(page, row) : nullptr;
     const uint32_t to = shared_address(memory_.keys(place_.stage()));
+    const int pieces = memory_.is_fp4 ? 4 : 8, piece = lane() % pieces;
 #pragma unroll 1
-    for (int key = lane() / 8; key < kKeys; key += 4) {
-      const uint8_t* from = broadcast(value, key);
-      cp_async_16(to + swizzled(first_key() + key, lane() % 8),
-                  from ? from + 16 * (lane() % 8) : keys_.values, from != nullptr);
+    for (int i = lane() / pieces; i < kKeys; i += kWarpSize / pieces) {
+      const uint8_t* from = broadcast(value, i);
+      const int key = first_key() + i;
+      cp_async_16(to + (memory_.is_fp4 ? key * (kIndexDim / 2) + 16 * piece : swizzled(key, piece)),
+                  from ? from + 16 * piece : keys_.values, from != nullptr);
     }
     if (lane() < kKeys) {
       const int key = first_key() + lane();
@@ -147,16 +130,19 @@ class Fetch {
                  present ? keys_.scale(page, row) : keys_.scales, present);
       memory_.present(place_)[key] = present;
     }
+    const uint32_t full = shared_address(&barriers_.full[place_.stage()]);
+    mbarrier_arrive_cp_async(full);
+    mbarrier_arrive_warp(full, lane());
   }
 
   const IndexKeys& keys_;
+  const KeyBoxes& boxes_;
   const Divider& page_size_;
   const Memory memory_;
   Barriers& barriers_;
   Place place_;                       // of the next item
-  int filled_ = 0;                    // items
-  uint64_t values_ = 0, scales_ = 0;  // of 32 items, by lanes
-  int32_t pages_ahead_ = 0;           // of the 32 items behind them
+  int filled_ = 0;                     // items
+  int32_t page_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -31,18 +31,30 @@ __device__ inline void wgmma_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, int
 #undef MLA_D16
 #undef MLA_D4
 
-// 0 of what is negative; a NaN stays one.
-__device__ inline float relu(float x) {
-  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
-  return x;
+// Sixteen e2m1 as e4m3, whose magnitudes are given.
+__device__ __forceinline__ uint4 expand_e2m1(uint32_t low, uint32_t high, uint2 magnitudes) {
+  const auto four = [&](uint32_t codes) {  // the low 16 bits
+    uint32_t magnitude, sign;
+    asm("prmt.b32 %0, %1, %2, %3;"
+        : "=r"(magnitude)
+        : "r"(magnitudes.x), "r"(magnitudes.y), "r"(codes & 0x7777u));
+    // Bit 3 of a selector repeats the byte's upper bit: 0xff of a negative one.
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(sign) : "r"(0x80808080u), "r"(codes));
+    return magnitude | (sign << 7 & 0x80808080u);
+  };
+  return {four(low), four(low >> 16), four(high), four(high >> 16)};
 }
+
+// 0 of what is negative; a NaN stays one. An addition runs at twice the rate of a maximum, and doubling
+// changes no other bit.
+__device__ __forceinline__ float twice_relu(float x) { return __fadd_rn(x, fabsf(x)); }
 
 // The math of a warpgroup. kHeads: lines of a row's queries, 16, 32 or 64.
 template <int kHeads>
 class Math {
  public:
-  __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers)
-      : memory_(memory), barriers_(barriers) {}
+  __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers, bool are_boxes)
+      : memory_(memory), barriers_(barriers), are_boxes_(are_boxes) {}
 
   // When the queries of a unit have been loaded.
   __device__ __forceinline__ void begin(int num_rows) {
@@ -78,7 +90,8 @@ class Math {
   __device__ __forceinline__ void next_tile(const Sink& sink) {
     for (int i = 0; i < shares(); ++i) {
       mbarrier_wait(shared_address(&barriers_.full[place_.stage()]), place_.phase());
-      fence_proxy_async();
+      if (memory_.is_fp4) expand();
+      else if (!are_boxes_) fence_proxy_async();
       const int key = (i * (kGroups / shares()) + item()) * kItemKeys;
       const int rows = num_rows_ - first_row();
       if (rows > kRows / 2) rows_logits<kRows * kHeads>(key, sink);
@@ -98,14 +111,37 @@ class Math {
   __device__ __forceinline__ int first_row() const { return shares() == 2 ? group() / 2 * kRows : 0; }
   __device__ __forceinline__ int item() const { return shares() == 2 ? group() % 2 : group(); }
 
+  // An item of e2m1 into the warpgroup's panel, 32 elements of a key to a lane, which have one scale.
+  __device__ __forceinline__ void expand() const {
+    GroupTeam::sync();  // the products of the item before have been made
+    const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
+    const uint32_t from = shared_address(memory_.keys(place_.stage())) + first_key * (kIndexDim / 2);
+    const uint32_t to = shared_address(memory_.panel(group()));
+    const uint32_t scales = shared_address(memory_.scales(place_) + first_key);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int part = lane + i * kWarpSize, tile = part % 4, key = first_key + part / 4;
+      const uint4 packed = load_shared_16(from + 16 * part);
+      const int shift = E2m1Scales::load(load_shared_4(scales + part / 4 * 4)).shift(tile);
+      const uint2 magnitudes =
+          load_shared_8(shared_address(barriers_.magnitudes) + 8 * (shift - Barriers::kLeastShift));
+      store_shared_16(to + swizzled(key, 2 * tile), expand_e2m1(packed.x, packed.y, magnitudes));
+      store_shared_16(to + swizzled(key, 2 * tile + 1), expand_e2m1(packed.z, packed.w, magnitudes));
+    }
+    fence_proxy_async();
+    GroupTeam::sync();
+  }
+
   // The products of kN / kHeads rows with the item whose first key of the tile is `first`.
   template <int kN, class Sink>
   __device__ __forceinline__ void rows_logits(int first, const Sink& sink) const {
     constexpr int kColumns = kN / 8, kUsed = kN / kHeads;
     // The same in all lanes, and the compiler sees that, so descriptors are found in uniform registers.
-    const int uniform_stage = __shfl_sync(kFullWarp, place_.stage(), 0);
+    const int panel = memory_.is_fp4 ? group() : place_.stage();
+    const int uniform_panel = __shfl_sync(kFullWarp, panel, 0);
     const int uniform_row = __shfl_sync(kFullWarp, first_row(), 0);
-    const uint64_t a = wgmma_panel_descriptor(shared_address(memory_.keys(uniform_stage)));
+    const uint8_t* panels = memory_.is_fp4 ? memory_.panel(0) : memory_.keys(0);
+    const uint64_t a = wgmma_panel_descriptor(shared_address(panels) + uniform_panel * Memory::kPanelBytes);
     const uint64_t b =
         wgmma_panel_descriptor(shared_address(memory_.queries()) + uniform_row * kHeads * kIndexDim);
     float acc[kColumns][4];
@@ -121,7 +157,8 @@ class Math {
     // The lane's logits will be those of key `key`: of eight keys, or the eight behind them.
     const int lane = threadIdx.x % kWarpSize, t = lane % 4;
     const int key = threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (t & 1);
-    const float scale = memory_.scales(place_)[key];
+    const float stored = memory_.scales(place_)[key];
+    const float scale = memory_.is_fp4 ? E2m1Scales::load(float_bits(stored)).scale() : stored;
     const bool present = memory_.present(place_)[key];
     const uint32_t empty = shared_address(&barriers_.empty[place_.stage()]);
     mbarrier_arrive_warp(empty, lane);
@@ -135,14 +172,14 @@ class Math {
         const float4 w = weights_[r][i];
         const float (&c)[4] = acc[r * (kHeads / 8) + 2 * i];
         const float (&d)[4] = acc[r * (kHeads / 8) + 2 * i + 1];
-        s[0][0] = fmaf(relu(c[0]), w.x, s[0][0]);
-        s[0][1] = fmaf(relu(c[1]), w.y, s[0][1]);
-        s[1][0] = fmaf(relu(c[2]), w.x, s[1][0]);
-        s[1][1] = fmaf(relu(c[3]), w.y, s[1][1]);
-        s[0][0] = fmaf(relu(d[0]), w.z, s[0][0]);
-        s[0][1] = fmaf(relu(d[1]), w.w, s[0][1]);
-        s[1][0] = fmaf(relu(d[2]), w.z, s[1][0]);
-        s[1][1] = fmaf(relu(d[3]), w.w, s[1][1]);
+        s[0][0] = fmaf(twice_relu(c[0]), w.x, s[0][0]);
+        s[0][1] = fmaf(twice_relu(c[1]), w.y, s[0][1]);
+        s[1][0] = fmaf(twice_relu(c[2]), w.x, s[1][0]);
+        s[1][1] = fmaf(twice_relu(c[3]), w.y, s[1][1]);
+        s[0][0] = fmaf(twice_relu(d[0]), w.z, s[0][0]);
+        s[0][1] = fmaf(twice_relu(d[1]), w.w, s[0][1]);
+        s[1][0] = fmaf(twice_relu(d[2]), w.z, s[1][0]);
+        s[1][1] = fmaf(twice_relu(d[3]), w.w, s[1][1]);
       }
       const float low = round_add(s[0][0], s[0][1]), high = round_add(s[1][0], s[1][1]);
       sums[r] = exchange(low, high, 1);
@@ -168,6 +205,7 @@ class Math {
 
   const Memory memory_;
   Barriers& barriers_;
+  const bool are_boxes_;
   Place place_;  // of the next item
   int num_rows_ = 0;
   float4 weights_[kRows][kHeads / 16];

@@ -13,7 +13,9 @@ namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kListSlack = 2 * kTileKeys;  // what joins a list after a look at it
 // So that lists of that many rows, at most two of more than 2048, leave room for eight stages.
-MLA_HD constexpr int list_capacity(int topk, int rows) { return topk > 2048 ? 7168 : rows > 2 ? 3584 : 4096; }
+MLA_HD constexpr int list_capacity(int topk, int rows) {
+  return topk > 2048 || rows == 1 ? 7168 : rows > 2 ? 3584 : 4096;
+}
 
 // The part of a unit that a CTA scans.
 struct ScanWork {
@@ -41,6 +43,7 @@ struct ScanShared {
 };
 
 struct ScanArgs {
+  KeyBoxes boxes;
   IndexTopkArgs topk;
   int num_stages, lines;
   int capacity;  // of a list
@@ -61,17 +64,18 @@ class Scan {
         args_(args.topk),
         p_(args.topk.p),
         rows_(args.topk.p.problem.rows),
-        memory_(dynamic_memory(args.num_stages, args.lines)),
+        memory_(dynamic_memory(args.num_stages, args.lines,
+                               args.topk.p.problem.keys.layout == IndexLayoutId::kIndexFp4)),
         s_(shared()) {}
 
   __device__ __forceinline__ void run() {
     const int cta = blockIdx.x;
-    if (threadIdx.x == 0) {
-      s_.ring.init();
-      for (uint64_t& bar : s_.round)
-        mbarrier_init(shared_address(&bar), kThreads / kWarpSize * kWarpArrivals);
+    s_.ring.init(scan_.boxes.are_used);
+    if (threadIdx.x < 2) {
+      mbarrier_init(shared_address(&s_.round[threadIdx.x]), kThreads / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
+    if (memory_.is_fp4) s_.ring.init_magnitudes();
     find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share);
     __syncthreads();
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
@@ -103,8 +107,8 @@ class Scan {
   }
 
   __device__ __forceinline__ void scan_units() {
-    Math<kHeads> math(memory_, s_.ring);
-    Fetch fetch(p_.problem.keys, args_.page_size, memory_, s_.ring);
+    Math<kHeads> math(memory_, s_.ring, scan_.boxes.are_used);
+    Fetch fetch(p_.problem.keys, scan_.boxes, args_.page_size, memory_, s_.ring);
     const int lane = threadIdx.x % kWarpSize;
     int round = 0;
     for (int i = 0;; ++i) {
