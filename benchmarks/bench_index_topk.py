@@ -1,4 +1,5 @@
-"""index_topk against what engines run: DeepGEMM's logits, if installed, with torch's or FlashInfer's top-k.
+"""index_topk against what engines run: DeepGEMM's logits, if installed, with torch's or FlashInfer's top-k, and
+against our own logits with torch's.
 
 Bytes and FLOP are those of live work: a request's entries once, two per element of each visible (row, entry).
 Pages differ from call to call, so that no key is in the L2 cache.
@@ -14,8 +15,7 @@ from harness import Work, gpu_rotation, run
 from mla_fp8 import INDEX_LAYOUTS
 
 PAGE = 64
-LAYOUT = INDEX_LAYOUTS["index_fp8"]
-
+HAS_DEEP_GEMM = importlib.util.find_spec("deep_gemm") is not None
 
 class Case(NamedTuple):
     kind: str  # decode: next_n rows a request; prefill: the last rows of one request
@@ -25,11 +25,13 @@ class Case(NamedTuple):
     heads: int = 64
     topk: int = 2048
     scores: str = "random"
+    layout: str = "index_fp8"
 
     @property
     def label(self) -> str:
         name = f"{self.kind} {self.batch} x {self.context // 1024}K"
         extra = [f"n={self.next_n}"] * (self.next_n > 1) + [self.scores] * (self.scores != "random")
+        extra += [self.layout] * (self.layout != "index_fp8")
         return " ".join([name, f"H={self.heads} k={self.topk}", *extra])
 
 
@@ -46,6 +48,7 @@ GPU_CASES = [
     *(Case("decode", b, c, n) for c in (8192, 32768, 131072) for b in (1, 8, 32, 128) for n in (1, 2, 6)),
     *(Case("decode", 32, 131072, n, heads, k) for n in (1, 6) for heads, k in ((32, 2048), (64, 512))),
     *(Case("decode", 32, 131072, scores=s) for s in ("ascending", "all equal")),
+    *(Case("decode", b, 131072, n, layout="index_fp4") for b in (1, 32) for n in (1, 6)),
     *(Case("prefill", rows, c) for c in (32768, 131072) for rows in (256, 2048, 8192)),
     Case("prefill", 2048, 32768, heads=32),
 ]
@@ -53,7 +56,11 @@ GPU_CASES = [
 
 def fill(case: Case, pool: torch.Tensor, tables: torch.Tensor) -> None:
     """Keys of every page; for ordered scores all keys are one vector, and scales alone differ."""
-    values, scales = LAYOUT.views(pool, PAGE)
+    values, scales = INDEX_LAYOUTS[case.layout].views(pool, PAGE)
+    if case.layout == "index_fp4":
+        values.random_(0, 256)
+        scales.random_(118, 128)
+        return
     for part in values.view(torch.uint8).split(1 << 14):
         part.random_(0, 112)  # finite, of one sign
         part.bitwise_or_(torch.randint_like(part, 2) << 7)
@@ -69,7 +76,7 @@ def fill(case: Case, pool: torch.Tensor, tables: torch.Tensor) -> None:
 
 def peers(case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, tables: torch.Tensor) -> dict:
     """Logits of DeepGEMM, then top-k of their rows; rows of one or two drafts, more are flattened."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("deep_gemm") is None:
+    if not torch.cuda.is_available() or case.layout != "index_fp8" or not HAS_DEEP_GEMM:
         return {}
     import deep_gemm  # noqa: PLC0415
 
@@ -79,7 +86,7 @@ def peers(case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, table
     lens = lens.view(rows, atom)
     repeat = rows // tables.shape[1]
     flat = [table.repeat_interleave(repeat, 0) for table in tables]
-    cache = pool.view(-1, PAGE, 1, LAYOUT.bytes_per_entry)
+    cache = pool.view(-1, PAGE, 1, INDEX_LAYOUTS[case.layout].bytes_per_entry)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     plan = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, sms)
     shape = (rows, atom, case.heads, 128)
@@ -107,7 +114,7 @@ def torch_on_cpu(
     case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, table: torch.Tensor
 ) -> dict:
     """A product in bf16 over keys that are widened already, relu, weights, top-k: logits in memory."""
-    values, scales = (x[table.long()].flatten(1, 2) for x in LAYOUT.views(pool, PAGE))
+    values, scales = (x[table.long()].flatten(1, 2) for x in INDEX_LAYOUTS[case.layout].views(pool, PAGE))
     k, q = values.to(torch.bfloat16), inputs["q"].to(torch.bfloat16)
     weights, rows = inputs["weights"], len(q) // len(table)
 
@@ -121,16 +128,17 @@ def torch_on_cpu(
 
 
 def work(case: Case, device: str) -> Work:
+    layout = INDEX_LAYOUTS[case.layout]
     requests = case.batch if case.kind == "decode" else 1
     rows = case.batch * case.next_n
     per_request = rows // requests
     entries = case.context * requests
-    num_bytes = entries * LAYOUT.bytes_per_entry
+    num_bytes = entries * layout.bytes_per_entry
     rounds = gpu_rotation(num_bytes)
     pages = case.context // PAGE
     order = torch.randperm(rounds * requests * pages, device=device).int()
     tables = order.view(rounds, requests, pages)
-    pool = LAYOUT.empty(rounds * requests * pages, PAGE, device)
+    pool = layout.empty(rounds * requests * pages, PAGE, device)
     fill(case, pool, tables)
     seen = case.context - per_request + 1 + torch.arange(per_request, device=device)
     q = torch.randn(rows, case.heads, 128, device=device).to(torch.float8_e4m3fn)
@@ -145,21 +153,25 @@ def work(case: Case, device: str) -> Work:
     size = mla_fp8.index_topk_workspace(rows, topk=case.topk, num_sms=sms)
     out = {"out_positions": positions, "out_slots": slots, "out_lens": lens}
     out["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
-    keywords = {"layout": LAYOUT, "page_size": PAGE, "next_n": per_request}
+    keywords = {"layout": layout, "page_size": PAGE, "next_n": per_request}
 
     def call(i: int) -> None:
         tensors = (inputs["q"], inputs["weights"], pool, tables[i], seq_lens)
         mla_fp8.index_topk(*tensors, **keywords, topk=case.topk, **out)
 
-    def logits(i: int) -> None:
+    def logits(i: int) -> torch.Tensor:
         tensors = (inputs["q"], inputs["weights"], pool, tables[i], seq_lens)
-        mla_fp8.index_logits(*tensors, **keywords, width=case.context)
+        return mla_fp8.index_logits(*tensors, **keywords, width=case.context)
 
     baselines = peers(case, inputs, pool, tables)
     if device == "cpu":
         baselines = torch_on_cpu(case, inputs, pool, tables[0])
     if rows * case.context <= 1 << 28:
         baselines["index_logits alone"] = [lambda i=i: logits(i) for i in range(rounds)]
+        if device == "cuda":
+            baselines["index_logits + torch.topk"] = [
+                lambda i=i: torch.topk(logits(i), case.topk, dim=-1, sorted=False) for i in range(rounds)
+            ]
     flops = 2 * 128 * case.heads * int(seen.sum()) * requests
     functions = [lambda i=i: call(i) for i in range(rounds)]
     return Work(case.label, functions, num_bytes + 2 * 4 * rows * case.topk, flops, baselines)

@@ -20,7 +20,7 @@ constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
   IndexLogitsArgs logits;
-  int num_stages, lines;
+  int num_stages, lines, panels;
   int unit_stride;  // rows from one that may begin a unit to the next
   int piece_columns;
 };
@@ -46,8 +46,8 @@ int query_lines(int rows, int row_lines) {
   return lines <= 64 ? 64 : row_lines == 64 ? lines : (lines + 127) / 128 * 128;
 }
 // Stages that fit beside `other` bytes: whole tiles (sm90.cuh).
-int stages(int lines, bool is_fp4, int other) {
-  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines, is_fp4);
+int stages(int lines, int panels, bool is_fp4, int other) {
+  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines, panels, is_fp4);
   return std::min(room / Memory::stage_bytes(is_fp4), kMostStages) / kGroups * kGroups;
 }
 bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
@@ -113,15 +113,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   barriers.init(args.boxes.are_used);
   __syncthreads();
   const Memory m =
-      dynamic_memory(args.num_stages, args.lines, p.problem.keys.layout == IndexLayoutId::kIndexFp4);
+      dynamic_memory(args.num_stages, args.lines, args.panels, p.problem.keys.layout == IndexLayoutId::kIndexFp4);
   if (m.is_fp4) barriers.init_magnitudes();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
-  Math<kHeads> math(m, barriers, args.boxes.are_used);
+  Math<kHeads> math(m, barriers, args.boxes.are_used, false);
   Fetch fetch(p.problem.keys, args.boxes, args.logits.page_size, m, barriers);
   fetch.begin(unit, static_cast<int32_t>(first), tiles, math.place());
   load_queries<kHeads>(p.problem.queries, unit, m);
   __syncthreads();
   math.begin(unit.num_rows);
+  math.load_weights();
   for (int t = 0; t < tiles; ++t) {
     fetch.next_tile(unit, static_cast<int32_t>(first), tiles, t);
     math.next_tile([&](int pair, int key, float logit, bool present) {
@@ -154,13 +155,18 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     const int lines = query_lines(own.group_rows, row_lines);
     const int lists = own.group_rows * capacity * 8;
     const bool is_fp4 = has_fp4_keys(args.p.problem);
-    const int num_stages = stages(lines, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+    const int panels = !is_fp4 ? 0 : own.group_rows > 2 ? kGroups : 2 * kGroups;
+    const int num_stages =
+        stages(lines, panels, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+    const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
+    const bool may_take_two = own.group_rows <= 2 && num_stages >= 2 * kGroups;
     launch(index_scan_sm90_kernel<row_lines>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines, is_fp4) + lists},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, capacity, own.p.pin_first > 0 || own.p.pin_last > 0});
+            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) + lists},
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, capacity, has_pins,
+                    may_take_two});
   });
   const int64_t jobs = num_merge_jobs(own);
   const int cluster = jobs <= 15   ? 8
@@ -189,15 +195,17 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   with_lines(p.problem.queries.num_heads, [&](auto row_lines) {
     const int lines = query_lines(group_rows, row_lines);
     const bool is_fp4 = has_fp4_keys(p.problem);
-    const int num_stages = stages(lines, is_fp4, static_cast<int>(sizeof(Barriers)) + 1024);
+    const int panels = is_fp4 ? kGroups : 0;
+    const int num_stages = stages(lines, panels, is_fp4, static_cast<int>(sizeof(Barriers)) + 1024);
     launch(index_logits_sm90_kernel<row_lines>,
            {.grid = units * pieces,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines, is_fp4)},
+            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4)},
            Sm90LogitsArgs{key_boxes(p.problem), {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
                           num_stages,
                           lines,
+                          panels,
                           unit_stride,
                           static_cast<int>(piece_tiles) * kTileKeys});
   });

@@ -7,6 +7,9 @@
 
 namespace mla_fp8::gpu {
 
+// A place of a list that holds no candidate: below every order, where the bits above a column's 24 are ones.
+inline constexpr uint64_t kFiller = 0;
+
 template <int kBits>
 struct SelectSmem {
   static constexpr int kBinBits = kBits, kBins = 1 << kBits;
@@ -211,13 +214,13 @@ __device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, 
   if (Team::thread() == 0) p.lens[row] = count;
 }
 
-// The row's answer from all of its candidates, `total` of them, all in [low, high].
+// The row's answer from all of its candidates, `total` of them and any number of fillers, all in [low, high].
 template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void select_and_emit(const IndexAnswer& answer, const Candidates& candidates,
                                                 int32_t total, uint64_t low, uint64_t high, const Slot& slot,
                                                 typename Team::Smem& smem) {
   const int32_t topk = answer.p.topk, count = min(total, topk);
-  const uint64_t least = total > topk ? kth_order(Team{}, candidates, topk, 0, low, high, smem) : 0;
+  const uint64_t least = total > topk ? kth_order(Team{}, candidates, topk, 0, low, high, smem) : kFiller + 1;
   emit_from<Team>(answer, candidates, least, {0, count, answer.where.begin, answer.where.end}, slot, smem);
   emit_end<Team>(answer.p, answer.row, count);
 }

@@ -97,6 +97,7 @@ struct Place {
 struct Memory {
   uint8_t* base;
   int num_stages, lines;  // lines of queries
+  int panels;             // where keys of e2m1 are expanded, kGroups for each item of a step; 0 of e4m3
   bool is_fp4;            // the keys
 
   static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
@@ -104,14 +105,12 @@ struct Memory {
   MLA_HD static constexpr int stage_bytes(bool is_fp4) {
     return value_bytes(is_fp4) + 2 * kItemKeys * (4 + 1);
   }
-  MLA_HD static constexpr int panels_bytes(bool is_fp4) { return is_fp4 ? kGroups * kPanelBytes : 0; }
-  MLA_HD static constexpr int bytes(int num_stages, int lines, bool is_fp4) {
-    return num_stages * stage_bytes(is_fp4) + panels_bytes(is_fp4) + lines * (kIndexDim + 4);
+  MLA_HD static constexpr int bytes(int num_stages, int lines, int panels, bool is_fp4) {
+    return num_stages * stage_bytes(is_fp4) + panels * kPanelBytes + lines * (kIndexDim + 4);
   }
   __device__ __forceinline__ uint8_t* keys(int stage) const { return base + stage * value_bytes(is_fp4); }
-  // Of e2m1: where a warpgroup expands its item.
-  __device__ __forceinline__ uint8_t* panel(int group) const { return keys(num_stages) + group * kPanelBytes; }
-  __device__ __forceinline__ uint8_t* queries() const { return keys(num_stages) + panels_bytes(is_fp4); }
+  __device__ __forceinline__ uint8_t* panel(int i) const { return keys(num_stages) + i * kPanelBytes; }
+  __device__ __forceinline__ uint8_t* queries() const { return panel(panels); }
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
@@ -124,13 +123,13 @@ struct Memory {
     return reinterpret_cast<bool*>(weights() + lines + 2 * num_stages * kItemKeys) +
            (place.phase() * num_stages + place.stage()) * kItemKeys;
   }
-  __device__ __forceinline__ uint8_t* end() const { return base + bytes(num_stages, lines, is_fp4); }
+  __device__ __forceinline__ uint8_t* end() const { return base + bytes(num_stages, lines, panels, is_fp4); }
 };
 
-__device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, bool is_fp4) {
+__device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int panels, bool is_fp4) {
   extern __shared__ uint8_t raw[];
   const uintptr_t address = reinterpret_cast<uintptr_t>(raw);
-  return {raw + (1024 - address % 1024) % 1024, num_stages, lines, is_fp4};
+  return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
 // By all threads. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and

@@ -24,7 +24,7 @@ class Fetch {
     fill_until(unit, column, min(tiles, depth()), -1);
   }
 
-  // Before tile t: its item is on its way, and those behind it that there is room for.
+  // Before tile t, the last of a step: its item is on its way, and those behind it that there is room for.
   __device__ __forceinline__ void next_tile(const IndexUnit& unit, int32_t column, int tiles, int t) {
     fill_until(unit, column, min(tiles, t + depth()), t);
   }
@@ -56,13 +56,13 @@ class Fetch {
   // Items of this warpgroup that the ring holds.
   __device__ __forceinline__ int depth() const { return (memory_.num_stages + kGroups - 1) / kGroups; }
 
-  // Waits for room only for the item of tile t.
+  // Waits for room only for items up to that of tile t.
   __device__ __forceinline__ void fill_until(const IndexUnit& unit, int32_t column, int end, int t) {
     if (boxes_.are_used && !is_fetcher()) return;
     while (filled_ < end) {
       const uint32_t empty = shared_address(&barriers_.empty[place_.stage()]);
       const int parity = place_.phase() ^ 1;
-      if (filled_ == t) mbarrier_wait(empty, parity);
+      if (filled_ <= t) mbarrier_wait(empty, parity);
       else if (!__all_sync(kFullWarp, mbarrier_test(empty, parity))) return;  // lanes may differ
       if (boxes_.are_used) fill_box(unit, own_column(column));
       else Fetch(*this).fill_by_key(unit, own_column(column));

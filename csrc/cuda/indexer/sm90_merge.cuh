@@ -9,7 +9,6 @@ namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kMergeThreads = 512;
 inline constexpr int kMergeEntries = 24 * 1024;  // that a CTA holds; of more it reads the workspace again
-inline constexpr uint64_t kFiller = 0;           // below every order: the bits above a column's 24 are ones
 inline constexpr int kMergeSharedBytes = kMergeEntries * 8;
 
 struct MergeShared {

@@ -11,10 +11,15 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-inline constexpr int kListSlack = 2 * kTileKeys;  // what joins a list after a look at it
+// A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many.
+MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 16 : 32; }
+// What may come to a list after a look at it: two rounds, and places that the warps have not filled yet.
+MLA_HD constexpr int list_slack(int rows) {
+  return 2 * (rows > 2 ? kTileKeys : 2 * kTileKeys) + kThreads / 32 * list_chunk(rows);
+}
 // So that lists of that many rows, at most two of more than 2048, leave room for eight stages.
 MLA_HD constexpr int list_capacity(int topk, int rows) {
-  return topk > 2048 || rows == 1 ? 7168 : rows > 2 ? 3584 : 4096;
+  return topk > 2048 || rows == 1 ? 7168 : rows > 2 ? 3584 : 5888;
 }
 
 // The part of a unit that a CTA scans.
@@ -22,6 +27,8 @@ struct ScanWork {
   int64_t unit_begin, unit_end;  // tiles
   int32_t column;                // the first
   int tiles;
+  // Tiles from `inside` on, that many, lie in all rows of the unit.
+  int inside, num_inside;
 };
 
 // What the units' loop needs lies here: registers are for the tiles' loop.
@@ -38,16 +45,17 @@ struct ScanShared {
   };
   uint64_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate is outside
   uint32_t threshold[kIndexGroupRows];                   // keys from here on join
-  int32_t count[kIndexGroupRows];
+  // Places of a list that are taken, those of them that are not filled, and where a list that shrank ends.
+  int32_t count[kIndexGroupRows], unfilled[kIndexGroupRows], kept[kIndexGroupRows];
   uint32_t nearly_full[4];  // by round
 };
 
 struct ScanArgs {
   KeyBoxes boxes;
   IndexTopkArgs topk;
-  int num_stages, lines;
+  int num_stages, lines, panels;
   int capacity;  // of a list
-  bool has_pins;
+  bool has_pins, may_take_two;
 };
 
 // No logit up to here has a key of `threshold`; NaN where all have.
@@ -64,7 +72,7 @@ class Scan {
         args_(args.topk),
         p_(args.topk.p),
         rows_(args.topk.p.problem.rows),
-        memory_(dynamic_memory(args.num_stages, args.lines,
+        memory_(dynamic_memory(args.num_stages, args.lines, args.panels,
                                args.topk.p.problem.keys.layout == IndexLayoutId::kIndexFp4)),
         s_(shared()) {}
 
@@ -101,24 +109,36 @@ class Scan {
   __device__ __forceinline__ void set_work(int i, int64_t unit_begin) const {
     const int64_t unit_end = unit_begin + num_tiles(unit(i), kTileKeys);
     const int64_t first = max(s_.begin, unit_begin), last = min(s_.end, unit_end);
-    s_.works[i % 2] = {unit_begin, unit_end,
-                       static_cast<int32_t>(unit(i).begin + (first - unit_begin) * kTileKeys),
-                       static_cast<int>(last - first)};
+    const auto column = static_cast<int32_t>(unit(i).begin + (first - unit_begin) * kTileKeys);
+    const auto tiles = static_cast<int>(last - first);
+    int32_t begin = unit(i).rows[0].begin, end = unit(i).rows[0].end;
+    for (int r = 1; r < unit(i).num_rows; ++r) {
+      begin = max(begin, unit(i).rows[r].begin);
+      end = min(end, unit(i).rows[r].end);
+    }
+    const int inside = max(begin - column + kTileKeys - 1, 0) / kTileKeys;
+    const int num_inside = scan_.has_pins ? 0 : min(max(end - column, 0) / kTileKeys, tiles) - inside;
+    s_.works[i % 2] = {unit_begin, unit_end, column, tiles, inside, max(num_inside, 0)};
   }
 
   __device__ __forceinline__ void scan_units() {
-    Math<kHeads> math(memory_, s_.ring, scan_.boxes.are_used);
+    using TileMath = Math<kHeads>;
+    TileMath math(memory_, s_.ring, scan_.boxes.are_used, scan_.may_take_two);
     Fetch fetch(p_.problem.keys, scan_.boxes, args_.page_size, memory_, s_.ring);
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kWarpSize, chunk = list_chunk(args_.group_rows);
     int round = 0;
     for (int i = 0;; ++i) {
       const IndexUnit& unit = this->unit(i);
       const ScanWork& work = s_.works[i % 2];
-      fetch.begin(unit, work.column, work.tiles, math.place());
+      const int32_t column = work.column;
+      const int tiles = work.tiles;
+      fetch.begin(unit, column, tiles, math.place());
       load_queries<kHeads>(p_.problem.queries, unit, memory_);
+      math.begin(unit.num_rows);
       if (threadIdx.x < kIndexGroupRows) {
         const int r = threadIdx.x;
-        s_.count[r] = 0;
+        s_.count[r] = math.row_warps() * chunk;
+        s_.unfilled[r] = 0;
         s_.threshold[r] = 0;
         s_.low[r] = 0;
         s_.nearly_full[r] = 0;
@@ -128,36 +148,57 @@ class Scan {
         set_work(i + 1, work.unit_end);
       }
       __syncthreads();
-      math.begin(unit.num_rows);
+      math.load_weights();
       // No logit of the lane's row up to here joins; the comparison is false for all that a pin may lift.
-      float cuts[Math<kHeads>::kPairs];
-      const auto find_cuts = [&] {
+      float cuts[TileMath::kPairs];
+      // The warp's places of the lists, from the next one on.
+      int32_t places[TileMath::kPairs], ends[TileMath::kPairs];
 #pragma unroll
-        for (int pair = 0; pair < Math<kHeads>::kPairs; ++pair)
-          cuts[pair] = !math.has_row(pair) ? INFINITY
-                       : scan_.has_pins    ? NAN
-                                           : cut_of(s_.threshold[math.row(pair)]);
-      };
-      find_cuts();
-      for (int t = 0; t < work.tiles; ++t, ++round) {
-        fetch.next_tile(unit, work.column, work.tiles, t);
+      for (int pair = 0; pair < TileMath::kPairs; ++pair) {
+        cuts[pair] = math.has_row(pair) ? NAN : INFINITY;
+        places[pair] = math.row_warp() * chunk;
+        ends[pair] = places[pair] + chunk;
+      }
+      for (int t = 0; t < tiles; ++round) {
+        const bool takes_two = math.takes_two() && t + 1 < tiles;
+        fetch.next_tile(unit, column, tiles, t + takes_two);
         if (round >= 2) {
           mbarrier_wait(shared_address(&s_.round[round % 2]), (round / 2 - 1) & 1);
           if (s_.nearly_full[(round - 2) % 4]) {
+            settle(math, places, ends);
             call_shrink_lists(scan_, unit.num_rows);
-            find_cuts();
+#pragma unroll
+            for (int pair = 0; pair < TileMath::kPairs; ++pair) {
+              if (!math.has_row(pair)) continue;
+              const int r = math.row(pair), kept = s_.kept[r];
+              if (!scan_.has_pins) cuts[pair] = cut_of(s_.threshold[r]);
+              if (kept < 0) continue;
+              places[pair] = kept + math.row_warp() * chunk;
+              ends[pair] = places[pair] + chunk;
+            }
             math.load_weights();
           }
         }
-        const int32_t first = work.column + t * kTileKeys;
-        math.next_tile([&](int pair, int key, float logit, bool present) {
-          const bool passes = !(logit <= cuts[pair]);
-          if (__any_sync(kFullWarp, passes))
-            join(unit, math.row(pair), passes && present && math.has_row(pair), first + key, logit, round);
-        });
+        const int32_t first = column + t * kTileKeys;
+        const int inside = t - work.inside;  // of all rows
+        const bool is_inside = inside >= 0 && inside + takes_two < work.num_inside;
+        const auto sink = [&](int pair, int key, float logit, bool present) {
+          bool joins = !(logit <= cuts[pair]);
+          if (!__any_sync(kFullWarp, joins)) return;
+          joins &= present & math.has_row(pair);
+          const int32_t column = first + key;
+          uint32_t rank = order_key(logit);
+          if (is_inside) joins &= rank > 0 || isnan(cuts[pair]);  // once a list shrank, not with a NaN
+          else joins = joins && may_join(unit.rows[math.row(pair)], s_.threshold[math.row(pair)], column, rank);
+          join(math, math.row(pair), joins, order_of(rank, column), places[pair], ends[pair], round);
+        };
+        if (takes_two) math.next_two_tiles(sink);
+        else math.next_tile(sink);
         mbarrier_arrive_warp(shared_address(&s_.round[round % 2]), lane);
+        t += 1 + takes_two;
       }
       math.end();
+      settle(math, places, ends);
       call_finish(scan_, i);
       if (work.unit_end >= s_.end) return;
       __syncthreads();
@@ -167,27 +208,51 @@ class Scan {
   __device__ __forceinline__ uint64_t* list(int r) const {
     return reinterpret_cast<uint64_t*>(memory_.end()) + r * scan_.capacity;
   }
-  __device__ __forceinline__ int32_t limit() const { return scan_.capacity - kListSlack; }
+  __device__ __forceinline__ int32_t limit() const { return scan_.capacity - list_slack(args_.group_rows); }
 
-  // The columns of a warp that its two rows may choose join their lists; the upper lanes of each quad have
-  // the second row.
-  __device__ __forceinline__ void join(const IndexUnit& unit, int r, bool joins, int32_t column, float logit,
-                                       int round) const {
-    const IndexRow& where = unit.rows[r];
-    uint32_t rank = order_key(logit);
+  // Of any column. A pin lifts its rank.
+  __device__ __forceinline__ bool may_join(const IndexRow& where, uint32_t threshold, int32_t column,
+                                           uint32_t& rank) const {
     if (scan_.has_pins && p_.is_pinned(where, column)) rank = kPinnedKey;
-    joins &= (column >= where.begin) & (column < where.end) & (rank >= s_.threshold[r]);
-    const uint32_t lanes = __ballot_sync(kFullWarp, joins);
-    if (lanes == 0) return;
-    const int lane = threadIdx.x % kWarpSize, leader = lane & 2;
-    const uint32_t own = lanes & 0x33333333u << leader;  // of the same row
-    int32_t place = 0;
-    if (lane == leader && own) {
-      place = atomicAdd(&s_.count[r], __popc(own));
-      if (place + __popc(own) > limit()) s_.nearly_full[round % 4] = 1;
+    return column >= where.begin && column < where.end && rank >= threshold;
+  }
+
+  // What joins goes to the warp's places of the list of row r, the lane's; `place` to `end` are free.
+  __device__ __forceinline__ void join(const Math<kHeads>& math, int r, bool joins, uint64_t order,
+                                       int32_t& place, int32_t& end, int round) const {
+    const uint32_t lanes = __ballot_sync(kFullWarp, joins), own = lanes & math.row_lanes();
+    const int lane = threadIdx.x % kWarpSize, count = __popc(own), left = end - place;
+    int32_t to = place + __popc(own & ((1u << lane) - 1));
+    place += count;
+    if (__any_sync(kFullWarp, count > left)) {
+      const int chunk = list_chunk(args_.group_rows), leader = __ffs(math.row_lanes()) - 1;
+      int32_t next = 0;
+      if (lane == leader && count > left) {
+        next = atomicAdd(&s_.count[r], chunk);
+        if (next + chunk > limit()) s_.nearly_full[round % 4] = 1;
+      }
+      next = __shfl_sync(kFullWarp, next, leader);
+      if (count > left) {
+        if (to >= end) to += next - end;
+        place += next - end;
+        end = next + chunk;
+      }
     }
-    place = __shfl_sync(kFullWarp, place, leader) + __popc(own & ((1u << lane) - 1));
-    if (joins) list(r)[place] = order_of(rank, column);
+    if (joins) list(r)[to] = order;
+  }
+
+  // Before all threads look at the lists: places that were not filled hold nothing that could be chosen.
+  __device__ __forceinline__ void settle(const Math<kHeads>& math, const int32_t (&places)[Math<kHeads>::kPairs],
+                                         const int32_t (&ends)[Math<kHeads>::kPairs]) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const uint32_t lanes = math.row_lanes();
+#pragma unroll
+    for (int pair = 0; pair < Math<kHeads>::kPairs; ++pair) {
+      if (!math.has_row(pair)) continue;
+      const int r = math.row(pair), before = __popc(lanes & ((1u << lane) - 1));
+      for (int i = places[pair] + before; i < ends[pair]; i += __popc(lanes)) list(r)[i] = kFiller;
+      if (before == 0) atomicAdd(&s_.unfilled[r], ends[pair] - places[pair]);
+    }
   }
 
   // Calls fn(team, r, memory) for each row: a row to a warpgroup, or all warpgroups for the only one.
@@ -234,10 +299,23 @@ class Scan {
     Team::sync();
   }
 
+  // Rows of a list that are candidates.
+  __device__ __forceinline__ int32_t filled(int r) const { return s_.count[r] - s_.unfilled[r]; }
+
   __device__ __forceinline__ void shrink_lists(int num_rows) const {
     const int32_t room = limit() - p_.topk;
+    const int places =
+        kThreads / kWarpSize / (kHeads == 64 && num_rows > 2 ? 2 : 1) * list_chunk(args_.group_rows);
     for_rows(num_rows, [&](const auto& team, int r, auto& select) {
-      if (s_.count[r] > p_.topk + room / 2) shrink(team, r, room / 8, select);
+      using Team = std::decay_t<decltype(team)>;
+      const bool shrinks = filled(r) > p_.topk + room / 2;
+      if (shrinks) shrink(team, r, room / 8, select);
+      Team::sync();
+      if (Team::thread() == 0) {
+        s_.kept[r] = shrinks ? s_.count[r] : -1;
+        s_.count[r] += shrinks ? places : 0;
+        s_.unfilled[r] = 0;
+      }
     });
     if (threadIdx.x < 4) s_.nearly_full[threadIdx.x] = 0;
     MathTeam::sync();
@@ -252,18 +330,37 @@ class Scan {
       using Team = std::decay_t<decltype(team)>;
       if (is_whole) {
         const CandidateList candidates{list(r), s_.count[r]};
-        const uint64_t high = candidates.count > p_.topk ? highest<Team>(r, candidates) : 0;
+        const int32_t total = filled(r);
+        const uint64_t high = total > p_.topk ? highest<Team>(r, candidates) : 0;
         select_and_emit<Team>(
-            {p_, unit.first_row + r, unit.rows[r]}, candidates, candidates.count, s_.low[r], high,
+            {p_, unit.first_row + r, unit.rows[r]}, candidates, total, s_.low[r], high,
             [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); }, select);
         return;
       }
-      if (s_.count[r] > p_.topk) shrink(team, r, 0, select);
-      uint64_t* to = is_earlier ? args_.earlier(blockIdx.x, r) : args_.list(blockIdx.x, r);
-      for (int i = Team::thread(); i < s_.count[r]; i += Team::kThreads) to[i] = list(r)[i];
+      if (filled(r) > p_.topk) shrink(team, r, 0, select);
+      leave<Team>(r, is_earlier ? args_.earlier(blockIdx.x, r) : args_.list(blockIdx.x, r), select);
     });
     if (!is_whole && threadIdx.x == 0)
       write_state(*args_.state(blockIdx.x), unit, is_earlier, work.unit_begin, work.unit_end, s_.count);
+  }
+
+  // The candidates of a list, in any order.
+  template <class Team>
+  __device__ __forceinline__ void leave(int r, uint64_t* to, typename Team::Smem& select) const {
+    if (Team::thread() == 0) select.kept = 0;
+    Team::sync();
+    const int32_t count = s_.count[r], lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+    for (int32_t first = Team::thread() - lane; first < count; first += Team::kThreads) {
+      const uint64_t order = first + lane < count ? list(r)[first + lane] : kFiller;
+      const uint32_t lanes = __ballot_sync(kFullWarp, order != kFiller);
+      int32_t place = 0;
+      if (lane == 0) place = atomicAdd(&select.kept, __popc(lanes));
+      place = __shfl_sync(kFullWarp, place, 0) + __popc(lanes & ((1u << lane) - 1));
+      if (order != kFiller) to[place] = order;
+    }
+    Team::sync();
+    if (Team::thread() == 0) s_.count[r] = select.kept;
   }
 
   // Calls, so that they take no registers of the tiles' loop; of no object, or that would lie in memory.
