@@ -1,5 +1,5 @@
-"""index_topk against what engines run: DeepGEMM's logits, if installed, with torch's or FlashInfer's top-k, and
-against our own logits with torch's.
+"""index_topk against what engines run, DeepGEMM's logits with torch's or FlashInfer's top-k, where they are
+installed, and against our own logits with torch's.
 
 Bytes and FLOP are those of live work: a request's entries once, two per element of each visible (row, entry).
 Pages differ from call to call, so that no key is in the L2 cache.
@@ -16,6 +16,7 @@ from mla_fp8 import INDEX_LAYOUTS
 
 PAGE = 64
 HAS_DEEP_GEMM = importlib.util.find_spec("deep_gemm") is not None
+
 
 class Case(NamedTuple):
     kind: str  # decode: next_n rows a request; prefill: the last rows of one request

@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   barriers.init(args.boxes.are_used);
   __syncthreads();
-  const Memory m =
-      dynamic_memory(args.num_stages, args.lines, args.panels, p.problem.keys.layout == IndexLayoutId::kIndexFp4);
+  const Memory m = dynamic_memory(args.num_stages, args.lines, args.panels,
+                                  p.problem.keys.layout == IndexLayoutId::kIndexFp4);
   if (m.is_fp4) barriers.init_magnitudes();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
   Math<kHeads> math(m, barriers, args.boxes.are_used, false);
@@ -156,8 +156,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     const int lists = own.group_rows * capacity * 8;
     const bool is_fp4 = has_fp4_keys(args.p.problem);
     const int panels = !is_fp4 ? 0 : own.group_rows > 2 ? kGroups : 2 * kGroups;
-    const int num_stages =
-        stages(lines, panels, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+    const int num_stages = stages(lines, panels, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     const bool may_take_two = own.group_rows <= 2 && num_stages >= 2 * kGroups;
     launch(index_scan_sm90_kernel<row_lines>,
@@ -202,7 +201,8 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4)},
-           Sm90LogitsArgs{key_boxes(p.problem), {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
+           Sm90LogitsArgs{key_boxes(p.problem),
+                          {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
                           num_stages,
                           lines,
                           panels,

@@ -9,9 +9,9 @@
 
 namespace mla_fp8::gpu {
 
-// Bytes [planes, rows, row_bytes] with strides in bytes, multiples of 16 as the address is. A box is 128 bytes
-// of `box_rows` rows of a plane, swizzled; what lies outside the tensor is zeros. False where the driver knows
-// no maps or refuses this one.
+// Bytes [planes, rows, row_bytes] with strides in bytes, multiples of 16 as the address is. A box is 128
+// bytes of `box_rows` rows of a plane, swizzled; what lies outside the tensor is zeros. False where the
+// driver knows no maps or refuses this one.
 inline bool make_tensor_map(CUtensorMap& map, const void* base, uint64_t row_bytes, uint64_t rows,
                             uint64_t planes, uint64_t row_stride, uint64_t plane_stride, uint32_t box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -21,7 +21,7 @@ inline bool make_tensor_map(CUtensorMap& map, const void* base, uint64_t row_byt
     const cudaError_t status =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
     return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found)
-                                                                           : nullptr;
+                                                                          : nullptr;
   }();
   if (encode == nullptr) return false;
   const cuuint64_t sizes[] = {row_bytes, rows, planes}, strides[] = {row_stride, plane_stride};

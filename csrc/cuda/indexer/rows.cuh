@@ -105,8 +105,7 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows
     share.total = total;
     if (const int64_t most = total + num_ctas - 1; most <= UINT32_MAX)
       share.per_cta = static_cast<uint32_t>(most) / static_cast<uint32_t>(num_ctas);
-    else
-      share.per_cta = most / num_ctas;
+    else share.per_cta = most / num_ctas;
   };
   // `unit` has `tiles` tiles before tile `last`; begins in it: the share.
   const auto take = [&](const IndexUnit& unit, int64_t tiles, int64_t last) {

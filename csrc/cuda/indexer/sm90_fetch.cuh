@@ -20,7 +20,8 @@ class Fetch {
     place.advance(group(), memory_.num_stages);
     place_ = place;
     filled_ = 0;
-    if (boxes_.are_used && is_fetcher()) pages_ahead_ = box_page(unit, own_column(column) + lane() * kTileKeys);
+    if (boxes_.are_used && is_fetcher())
+      pages_ahead_ = box_page(unit, own_column(column) + lane() * kTileKeys);
     fill_until(unit, column, min(tiles, depth()), -1);
   }
 
@@ -71,12 +72,11 @@ class Fetch {
     }
   }
   // One warp of a warpgroup, each on a scheduler of its own.
-  __device__ __forceinline__ static bool is_fetcher() {
-    return threadIdx.x % kGroup / kWarpSize == group();
-  }
+  __device__ __forceinline__ static bool is_fetcher() { return threadIdx.x % kGroup / kWarpSize == group(); }
 
   // An item that is a box. Its columns outside the unit are read where their page exists; nobody asks for
-  // them. A lane finds every 32nd item, all lanes at once, and asks for their pages 32 items before the first.
+  // them. A lane finds every 32nd item, all lanes at once; their pages are asked for 32 items before the
+  // first.
   __device__ __forceinline__ void fill_box(const IndexUnit& unit, int32_t column) {
     const int turn = filled_ % kWarpSize;
     if (turn == 0) {
@@ -86,7 +86,8 @@ class Fetch {
     const int page = __shfl_sync(kFullWarp, page_, turn);
     const bool present = is_present(page);
     const int row = static_cast<int>(row_in_page(column));
-    const int entries = keys_.page_table ? kItemKeys : static_cast<int>(min(int64_t{kItemKeys}, keys_.page_size - row));
+    const int entries =
+        keys_.page_table ? kItemKeys : static_cast<int>(min(int64_t{kItemKeys}, keys_.page_size - row));
     reinterpret_cast<uint16_t*>(memory_.present(place_))[lane()] = present ? 0x0101 : 0;
     const float* scales = reinterpret_cast<const float*>(keys_.scale(page, row));
     const int whole = present ? entries / 4 * 4 : 0;
@@ -98,8 +99,7 @@ class Fetch {
     const uint32_t to = shared_address(memory_.keys(place_.stage()));
     if (!memory_.is_fp4)  // outside the tensor there are zeros
       tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full);
-    else if (present)
-      bulk_copy(to, keys_.value(page, row), value_bytes, full);
+    else if (present) bulk_copy(to, keys_.value(page, row), value_bytes, full);
     if (whole > 0) bulk_copy(shared_address(memory_.scales(place_)), scales, whole * 4, full);
   }
   __device__ __forceinline__ int32_t box_page(const IndexUnit& unit, int32_t column) const {
@@ -140,8 +140,8 @@ class Fetch {
   const Divider& page_size_;
   const Memory memory_;
   Barriers& barriers_;
-  Place place_;                       // of the next item
-  int filled_ = 0;                     // items
+  Place place_;                         // of the next item
+  int filled_ = 0;                      // items
   int32_t page_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
 };
 

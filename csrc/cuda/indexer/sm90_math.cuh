@@ -82,7 +82,7 @@ class Math {
   __device__ __forceinline__ Place place() const { return place_; }
   // Whether a step is two tiles, while there are two.
   __device__ __forceinline__ bool takes_two() const { return may_take_two_ && num_rows_ <= kFewRows; }
-  // The row of the calling lane's logits of a pair of rows, whether there is one, and the lanes with the same.
+  // The row of the calling lane's logits of a pair of rows, whether there is one, the lanes with the same.
   __device__ __forceinline__ int row(int pair) const {
     return kFewRows == 1 && takes_two() ? 0 : first_row() + 2 * pair + threadIdx.x % 4 / 2;
   }
@@ -207,8 +207,8 @@ class Math {
     return round_add(round_mul(sum, scale), 0.0f);
   }
 
-  // Half of the sum over the heads of row r, whose columns begin at `first`, for the lane's key; the lane with
-  // the other bit 1 has the other half.
+  // Half of the sum over the heads of row r, whose columns begin at `first`, for the lane's key; the lane
+  // with the other bit 1 has the other half.
   template <int kColumns>
   __device__ __forceinline__ float head_sum(const float (&acc)[kColumns][4], int first, int r) const {
     float s[2][2] = {};  // keys, heads modulo two

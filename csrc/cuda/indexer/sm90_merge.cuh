@@ -1,5 +1,6 @@
 #pragma once
-// The merge of index_topk on Hopper: a cluster for a row, each CTA with some of the parts in shared memory.
+// The merge of index_topk on Hopper: a cluster for a row, each CTA with some of the parts in shared memory; a
+// row of few candidates is the first one's alone, as a barrier of a cluster takes a fence of the GPU.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/shared.cuh"
@@ -9,6 +10,7 @@ namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kMergeThreads = 512;
 inline constexpr int kMergeEntries = 24 * 1024;  // that a CTA holds; of more it reads the workspace again
+inline constexpr int kAloneEntries = 12 * 1024;  // up to which the first CTA takes all
 inline constexpr int kMergeSharedBytes = kMergeEntries * 8;
 
 struct MergeShared {
@@ -27,6 +29,11 @@ struct ClusterTeam {
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
+  // Of all blocks.
+  __device__ __forceinline__ void sync_all() const {
+    if (size == 1) __syncthreads();
+    else cluster_sync();
+  }
   // Each block adds up its share of the bins, and tells all.
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const {
     if (size == 1) return bins;
@@ -72,35 +79,38 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   candidates.template visit<ClusterTeam>([&](uint64_t order) { own += order >= least && order != kFiller; });
   own = team_inclusive_sum<ClusterTeam>(own, s.select.sums);
   if (threadIdx.x == kMergeThreads - 1) s.kept = own;
-  cluster_sync();
+  team.sync_all();
   int32_t place = 0;
   for (int r = 0; r < team.rank; ++r) place += load_cluster_4(cluster_address(shared_address(&s.kept), r));
   emit_from<ClusterTeam>(
       {p, job.out_row, job.where}, candidates, least, {place, s.kept, begin, end},
       [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, s.select);
   if (team.rank == 0) emit_end<ClusterTeam>(p, job.out_row, min(total, p.topk));
-  cluster_sync();  // nobody reads `kept` any more
+  team.sync_all();  // nobody reads `kept` any more
 }
 
 __device__ __forceinline__ void merge(const IndexTopkArgs& args, MergeShared& s, uint64_t* held) {
-  const ClusterTeam team{s.totals, cluster_size(), cluster_rank()};
+  ClusterTeam team{s.totals, cluster_size(), cluster_rank()};
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;
   const int parts = job.num_parts(), i = threadIdx.x;
-  const int first = parts * team.rank / team.size, last = parts * (team.rank + 1) / team.size;
   const CandidateList part = i < parts ? job.part(args, i) : CandidateList{nullptr, 0};
+  const int32_t all = team_inclusive_sum<ClusterTeam>(part.count, s.select.sums);
+  if (i == kMergeThreads - 1) s.total = all;
+  __syncthreads();
+  if (s.total <= kAloneEntries) {  // the same in all blocks
+    if (team.rank > 0) return;
+    team.size = 1;
+  }
+  const int first = parts * team.rank / team.size, last = parts * (team.rank + 1) / team.size;
   const int32_t entries = i >= first && i < last ? (part.count + 1) / 2 * 2 : 0;
   const uint32_t bar = shared_address(&s.copied);
   if (i == 0) {
     mbarrier_init(bar, kMergeThreads);
     mbarrier_init_fence();
   }
-  const int32_t all = team_inclusive_sum<ClusterTeam>(part.count, s.select.sums);
   const int32_t end = team_inclusive_sum<ClusterTeam>(entries, s.select.sums);
-  if (i == kMergeThreads - 1) {
-    s.total = all;
-    s.own = end;
-  }
+  if (i == kMergeThreads - 1) s.own = end;
   __syncthreads();
   const int64_t begin_column = job.part_begin(args, first), end_column = job.part_begin(args, last);
   if (s.own > kMergeEntries) {

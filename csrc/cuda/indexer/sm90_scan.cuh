@@ -189,7 +189,8 @@ class Scan {
           const int32_t column = first + key;
           uint32_t rank = order_key(logit);
           if (is_inside) joins &= rank > 0 || isnan(cuts[pair]);  // once a list shrank, not with a NaN
-          else joins = joins && may_join(unit.rows[math.row(pair)], s_.threshold[math.row(pair)], column, rank);
+          else
+            joins = joins && may_join(unit.rows[math.row(pair)], s_.threshold[math.row(pair)], column, rank);
           join(math, math.row(pair), joins, order_of(rank, column), places[pair], ends[pair], round);
         };
         if (takes_two) math.next_two_tiles(sink);
@@ -242,7 +243,8 @@ class Scan {
   }
 
   // Before all threads look at the lists: places that were not filled hold nothing that could be chosen.
-  __device__ __forceinline__ void settle(const Math<kHeads>& math, const int32_t (&places)[Math<kHeads>::kPairs],
+  __device__ __forceinline__ void settle(const Math<kHeads>& math,
+                                         const int32_t (&places)[Math<kHeads>::kPairs],
                                          const int32_t (&ends)[Math<kHeads>::kPairs]) const {
     const int lane = threadIdx.x % kWarpSize;
     const uint32_t lanes = math.row_lanes();
