@@ -31,6 +31,10 @@ inline bool make_tensor_map(CUtensorMap& map, const void* base, uint64_t row_byt
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+__device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // The box whose first byte is `byte` of row `row` of plane `plane`, to shared memory from a multiple of 1024
 // bytes on; completes at the mbarrier `bar`.
 __device__ inline void tensor_copy(uint32_t dst, const CUtensorMap& map, int byte, int row, int plane,

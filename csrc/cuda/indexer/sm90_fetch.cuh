@@ -78,29 +78,33 @@ class Fetch {
   // them. A lane finds every 32nd item, all lanes at once; their pages are asked for 32 items before the
   // first.
   __device__ __forceinline__ void fill_box(const IndexUnit& unit, int32_t column) {
-    const int turn = filled_ % kWarpSize;
+    const int turn = filled_ & (kWarpSize - 1);
     if (turn == 0) {
-      page_ = pages_ahead_;
+      page_ = is_present(pages_ahead_) ? pages_ahead_ : -1;
+      row_ = static_cast<int>(row_in_page(column + lane() * kTileKeys));
       pages_ahead_ = box_page(unit, column + (kWarpSize + lane()) * kTileKeys);
     }
-    const int page = __shfl_sync(kFullWarp, page_, turn);
-    const bool present = is_present(page);
-    const int row = static_cast<int>(row_in_page(column));
-    const int entries =
-        keys_.page_table ? kItemKeys : static_cast<int>(min(int64_t{kItemKeys}, keys_.page_size - row));
+    const int page = __shfl_sync(kFullWarp, page_, turn), row = __shfl_sync(kFullWarp, row_, turn);
+    const bool present = page >= 0;
     reinterpret_cast<uint16_t*>(memory_.present(place_))[lane()] = present ? 0x0101 : 0;
-    const float* scales = reinterpret_cast<const float*>(keys_.scale(page, row));
-    const int whole = present ? entries / 4 * 4 : 0;
-    const int value_bytes = !memory_.is_fp4 ? Memory::kPanelBytes : present ? entries * (kIndexDim / 2) : 0;
-    if (present && lane() < entries - whole) memory_.scales(place_)[whole + lane()] = scales[whole + lane()];
+    int entries = present ? kItemKeys : 0;
+    if (present && keys_.page_table == nullptr && row > keys_.page_size - kItemKeys) {
+      entries = static_cast<int>(keys_.page_size) - row;
+      const int last = entries / 4 * 4 + lane();  // no sixteen bytes
+      if (last < entries)
+        memory_.scales(place_)[last] = reinterpret_cast<const float*>(keys_.scale(page, row))[last];
+    }
+    const int value_bytes = memory_.is_fp4 ? entries * (kIndexDim / 2) : Memory::kPanelBytes;
+    const int scale_bytes = entries / 4 * 16;
     const uint32_t full = shared_address(&barriers_.full[place_.stage()]);
-    mbarrier_arrive_expect_warp(full, value_bytes + whole * 4, lane());
+    mbarrier_arrive_expect_warp(full, value_bytes + scale_bytes, lane());
     if (lane() > 0) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage()));
     if (!memory_.is_fp4)  // outside the tensor there are zeros
       tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full);
     else if (present) bulk_copy(to, keys_.value(page, row), value_bytes, full);
-    if (whole > 0) bulk_copy(shared_address(memory_.scales(place_)), scales, whole * 4, full);
+    if (scale_bytes > 0)
+      bulk_copy(shared_address(memory_.scales(place_)), keys_.scale(page, row), scale_bytes, full);
   }
   __device__ __forceinline__ int32_t box_page(const IndexUnit& unit, int32_t column) const {
     if (column >= unit.end || column + kItemKeys <= unit.begin) return -1;
@@ -142,7 +146,7 @@ class Fetch {
   Barriers& barriers_;
   Place place_;                         // of the next item
   int filled_ = 0;                      // items
-  int32_t page_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
+  int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

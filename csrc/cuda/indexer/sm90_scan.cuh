@@ -84,6 +84,7 @@ class Scan {
       mbarrier_init_fence();
     }
     if (memory_.is_fp4) s_.ring.init_magnitudes();
+    else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
     find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share);
     __syncthreads();
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
