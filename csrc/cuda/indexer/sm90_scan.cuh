@@ -93,7 +93,7 @@ class Scan {
       args_.state(cta)->per_cta = s_.share.per_cta;
       s_.begin = begin;
       s_.end = end;
-      set_work(0, s_.share.first_tile);
+      if (begin < end) set_work(0, s_.share.first_tile);  // else there is no unit
     }
     if (begin >= end) return;
     __syncthreads();

@@ -73,6 +73,11 @@ constexpr Case kCases[] = {
     {"pins", 64, 2, 1, 1500, 64, 200, 4, false, false, false, 16, 100},
     {"gathered keys", 64, 1, 5, 1800, 1800, 200, 4, false, false, true},
     {"e2m1", 64, 2, 2, 1500, 64, 200, 4, true},
+    {"e2m1, a list that shrinks", 64, 1, 1, 12000, 64, 512, 1, true},
+    {"e2m1, six drafts", 64, 1, 6, 3000, 64, 128, 2, true},
+    {"e2m1, pages of 16", 64, 1, 1, 900, 16, 100, 2, true},
+    {"32 heads, steps of two tiles", 32, 1, 2, 12000, 64, 512, 1},
+    {"gathered keys, one row", 64, 1, 1, 1801, 1801, 200, 2, false, false, true},
 };
 
 class Run {
