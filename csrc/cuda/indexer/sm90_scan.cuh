@@ -13,9 +13,10 @@ namespace mla_fp8::gpu::sm90_index {
 
 // A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many.
 MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 16 : 32; }
-// What may come to a list after a look at it: two rounds, and places that the warps have not filled yet.
-MLA_HD constexpr int list_slack(int rows) {
-  return 2 * (rows > 2 ? kTileKeys : 2 * kTileKeys) + kThreads / 32 * list_chunk(rows);
+// What may come to a list after a look at it, of units of up to `rows` rows: two rounds, and places that those
+// warps have not filled yet.
+MLA_HD constexpr int list_slack(int rows, int warps) {
+  return 2 * (rows > 2 ? kTileKeys : 2 * kTileKeys) + warps * list_chunk(rows);
 }
 // So that lists of that many rows, at most two of more than 2048, leave room for eight stages.
 MLA_HD constexpr int list_capacity(int topk, int rows) {
@@ -210,7 +211,9 @@ class Scan {
   __device__ __forceinline__ uint64_t* list(int r) const {
     return reinterpret_cast<uint64_t*>(memory_.end()) + r * scan_.capacity;
   }
-  __device__ __forceinline__ int32_t limit() const { return scan_.capacity - list_slack(args_.group_rows); }
+  __device__ __forceinline__ int32_t limit(int warps) const {
+    return scan_.capacity - list_slack(args_.group_rows, warps);
+  }
 
   // Of any column. A pin lifts its rank.
   __device__ __forceinline__ bool may_join(const IndexRow& where, uint32_t threshold, int32_t column,
@@ -231,7 +234,7 @@ class Scan {
       int32_t next = 0;
       if (lane == leader && count > left) {
         next = atomicAdd(&s_.count[r], chunk);
-        if (next + chunk > limit()) s_.nearly_full[round % 4] = 1;
+        if (next + chunk > limit(math.row_warps())) s_.nearly_full[round % 4] = 1;
       }
       next = __shfl_sync(kFullWarp, next, leader);
       if (count > left) {
@@ -306,9 +309,8 @@ class Scan {
   __device__ __forceinline__ int32_t filled(int r) const { return s_.count[r] - s_.unfilled[r]; }
 
   __device__ __forceinline__ void shrink_lists(int num_rows) const {
-    const int32_t room = limit() - p_.topk;
-    const int places =
-        kThreads / kWarpSize / (kHeads == 64 && num_rows > 2 ? 2 : 1) * list_chunk(args_.group_rows);
+    const int warps = kThreads / kWarpSize / (kHeads == 64 && num_rows > 2 ? 2 : 1);
+    const int32_t room = limit(warps) - p_.topk, places = warps * list_chunk(args_.group_rows);
     for_rows(num_rows, [&](const auto& team, int r, auto& select) {
       using Team = std::decay_t<decltype(team)>;
       const bool shrinks = filled(r) > p_.topk + room / 2;
