@@ -7,15 +7,18 @@
 // two for each of those that share the other rows. With no warps of another role a thread has 128 registers:
 // 64 for products, 32 for weights.
 //
-// Items lie in a ring of stages. A warpgroup fetches one of each tile by cp.async, 16 keys a warp. The ring
-// holds whole tiles, so a stage has the same item of every tile: who waits for one of its phases has seen the
-// phase before, or a parity would not tell phases apart.
+// Items lie in a ring of stages. A warpgroup fetches one of each tile: one of its warps by the copy engine,
+// or, where keys are no boxes, each warp 16 keys by cp.async. The ring holds whole tiles, so a stage has the
+// same item of every tile: who waits for one of its phases has seen the phase before, or a parity would not
+// tell phases apart.
 //
 //   barrier     arrivals                        a phase is
-//   full[s]     128 of copies, 4 of warps       an item in stage s, its bytes there
+//   full[s]     one and its bytes, or 128 of    an item in stage s, its bytes there
+//               copies and 4 of warps
 //   empty[s]    8 of warps                      an item in stage s that nobody needs any more
 //
-// Absent entries and columns outside the unit are zeros, with `present` false.
+// Absent entries have `present` false. What a stage holds of them and of columns outside the unit means
+// nothing.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -65,8 +68,7 @@ struct Barriers {
   // By all threads, before a barrier.
   __device__ __forceinline__ void init(bool are_boxes) {
     if (const int s = threadIdx.x; s < kMostStages) {
-      mbarrier_init(shared_address(&full[s]),
-                    are_boxes ? 1 : kGroup + kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init(shared_address(&full[s]), are_boxes ? 1 : kGroup + kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
