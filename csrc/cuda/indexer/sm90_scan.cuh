@@ -13,8 +13,8 @@ namespace mla_fp8::gpu::sm90_index {
 
 // A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many.
 MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 16 : 32; }
-// What may come to a list after a look at it, of units of up to `rows` rows: two rounds, and places that those
-// warps have not filled yet.
+// What may come to a list after a look at it, of units of up to `rows` rows: two rounds, and places that
+// those warps have not filled yet.
 MLA_HD constexpr int list_slack(int rows, int warps) {
   return 2 * (rows > 2 ? kTileKeys : 2 * kTileKeys) + warps * list_chunk(rows);
 }
