@@ -75,8 +75,8 @@ class Fetch {
   __device__ __forceinline__ static bool is_fetcher() { return threadIdx.x % kGroup / kWarpSize == group(); }
 
   // An item that is a box. Its columns outside the unit are read where their page exists; nobody asks for
-  // them. A lane brings every 32nd item: all find theirs at once, and their pages are asked for 32 items
-  // before the first. The other warps of the warpgroup wait for this one, so it is short.
+  // them. A lane finds every 32nd item, all lanes at once; their pages are asked for 32 items before the
+  // first.
   __device__ __forceinline__ void fill_box(const IndexUnit& unit, int32_t column) {
     const int turn = filled_ & (kWarpSize - 1);
     if (turn == 0) {
@@ -84,28 +84,27 @@ class Fetch {
       row_ = static_cast<int>(row_in_page(column + lane() * kTileKeys));
       pages_ahead_ = box_page(unit, column + (kWarpSize + lane()) * kTileKeys);
     }
-    if (lane() != turn) return;
-    const bool present = page_ >= 0;
-    const uint32_t flag = present ? 0x01010101 : 0;
-    uint4* flags = reinterpret_cast<uint4*>(memory_.present(place_));
-#pragma unroll
-    for (int i = 0; i < kItemKeys / 16; ++i) flags[i] = {flag, flag, flag, flag};
+    const int page = __shfl_sync(kFullWarp, page_, turn), row = __shfl_sync(kFullWarp, row_, turn);
+    const bool present = page >= 0;
+    reinterpret_cast<uint16_t*>(memory_.present(place_))[lane()] = present ? 0x0101 : 0;
     int entries = present ? kItemKeys : 0;
-    if (present && keys_.page_table == nullptr && row_ > keys_.page_size - kItemKeys) {
-      entries = static_cast<int>(keys_.page_size) - row_;
-      for (int i = entries / 4 * 4; i < entries; ++i)  // no sixteen bytes
-        memory_.scales(place_)[i] = reinterpret_cast<const float*>(keys_.scale(page_, row_))[i];
+    if (present && keys_.page_table == nullptr && row > keys_.page_size - kItemKeys) {
+      entries = static_cast<int>(keys_.page_size) - row;
+      const int last = entries / 4 * 4 + lane();  // no sixteen bytes
+      if (last < entries)
+        memory_.scales(place_)[last] = reinterpret_cast<const float*>(keys_.scale(page, row))[last];
     }
     const int value_bytes = memory_.is_fp4 ? entries * (kIndexDim / 2) : Memory::kPanelBytes;
     const int scale_bytes = entries / 4 * 16;
     const uint32_t full = shared_address(&barriers_.full[place_.stage()]);
-    mbarrier_arrive_expect(full, value_bytes + scale_bytes);
+    mbarrier_arrive_expect_warp(full, value_bytes + scale_bytes, lane());
+    if (lane() > 0) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage()));
     if (!memory_.is_fp4)  // outside the tensor there are zeros
-      tensor_copy(to, boxes_.map, 0, row_, present ? page_ : static_cast<int>(keys_.num_pages), full);
-    else if (present) bulk_copy(to, keys_.value(page_, row_), value_bytes, full);
+      tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full);
+    else if (present) bulk_copy(to, keys_.value(page, row), value_bytes, full);
     if (scale_bytes > 0)
-      bulk_copy(shared_address(memory_.scales(place_)), keys_.scale(page_, row_), scale_bytes, full);
+      bulk_copy(shared_address(memory_.scales(place_)), keys_.scale(page, row), scale_bytes, full);
   }
   __device__ __forceinline__ int32_t box_page(const IndexUnit& unit, int32_t column) const {
     if (column >= unit.end || column + kItemKeys <= unit.begin) return -1;
@@ -145,8 +144,8 @@ class Fetch {
   const Divider& page_size_;
   const Memory memory_;
   Barriers& barriers_;
-  Place place_;                                   // of the next item
-  int filled_ = 0;                                // items
+  Place place_;                         // of the next item
+  int filled_ = 0;                      // items
   int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
 };
 

@@ -11,8 +11,9 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many.
-MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 16 : 32; }
+// A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many. Where
+// rows share the memory, it takes those that it fills at once, as lists are short and shrink more often.
+MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 0 : 32; }
 // What may come to a list after a look at it, of units of up to `rows` rows: two rounds, and places that
 // those warps have not filled yet.
 MLA_HD constexpr int list_slack(int rows, int warps) {
@@ -227,6 +228,10 @@ class Scan {
                                        int32_t& place, int32_t& end, int round) const {
     const uint32_t lanes = __ballot_sync(kFullWarp, joins), own = lanes & math.row_lanes();
     const int lane = threadIdx.x % kWarpSize, count = __popc(own), left = end - place;
+    if (list_chunk(args_.group_rows) == 0) {
+      if (lanes != 0) join_at_once(r, joins, order, own, round);
+      return;
+    }
     int32_t to = place + __popc(own & ((1u << lane) - 1));
     place += count;
     if (__any_sync(kFullWarp, count > left)) {
@@ -243,6 +248,19 @@ class Scan {
         end = next + chunk;
       }
     }
+    if (joins) list(r)[to] = order;
+  }
+
+  // The same, of lists without places of a warp; the upper lanes of each quad have the second row.
+  __device__ __forceinline__ void join_at_once(int r, bool joins, uint64_t order, uint32_t own,
+                                               int round) const {
+    const int lane = threadIdx.x % kWarpSize, leader = lane & 2;
+    int32_t to = 0;
+    if (lane == leader && own) {
+      to = atomicAdd(&s_.count[r], __popc(own));
+      if (to + __popc(own) > limit(0)) s_.nearly_full[round % 4] = 1;
+    }
+    to = __shfl_sync(kFullWarp, to, leader) + __popc(own & ((1u << lane) - 1));
     if (joins) list(r)[to] = order;
   }
 
