@@ -68,7 +68,8 @@ struct Barriers {
   // By all threads, before a barrier.
   __device__ __forceinline__ void init(bool are_boxes) {
     if (const int s = threadIdx.x; s < kMostStages) {
-      mbarrier_init(shared_address(&full[s]), are_boxes ? kWarpArrivals : kGroup + kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init(shared_address(&full[s]),
+                    are_boxes ? kWarpArrivals : kGroup + kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }

@@ -144,8 +144,8 @@ class Fetch {
   const Divider& page_size_;
   const Memory memory_;
   Barriers& barriers_;
-  Place place_;                         // of the next item
-  int filled_ = 0;                      // items
+  Place place_;                                   // of the next item
+  int filled_ = 0;                                // items
   int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
 };
 
