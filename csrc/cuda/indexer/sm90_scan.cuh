@@ -11,11 +11,10 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// A warp takes so many places of a list at a time, of units of up to `rows` rows: an atomic for as many. Where
-// rows share the memory, it takes those that it fills at once, as lists are short and shrink more often.
+// Places of a list that a warp takes at a time, of units of up to `rows` rows. 0: those that it fills at
+// once, as lists are short where rows share the memory.
 MLA_HD constexpr int list_chunk(int rows) { return rows > 2 ? 0 : 32; }
-// What may come to a list after a look at it, of units of up to `rows` rows: two rounds, and places that
-// those warps have not filled yet.
+// What may come to a list after a look at it: two rounds, and places that those warps have not filled.
 MLA_HD constexpr int list_slack(int rows, int warps) {
   return 2 * (rows > 2 ? kTileKeys : 2 * kTileKeys) + warps * list_chunk(rows);
 }
@@ -215,7 +214,6 @@ class Scan {
   __device__ __forceinline__ int32_t limit(int warps) const {
     return scan_.capacity - list_slack(args_.group_rows, warps);
   }
-
   // Of any column. A pin lifts its rank.
   __device__ __forceinline__ bool may_join(const IndexRow& where, uint32_t threshold, int32_t column,
                                            uint32_t& rank) const {
@@ -264,7 +262,7 @@ class Scan {
     if (joins) list(r)[to] = order;
   }
 
-  // Before all threads look at the lists: places that were not filled hold nothing that could be chosen.
+  // Before all threads look at the lists: fillers to places that were not filled.
   __device__ __forceinline__ void settle(const Math<kHeads>& math,
                                          const int32_t (&places)[Math<kHeads>::kPairs],
                                          const int32_t (&ends)[Math<kHeads>::kPairs]) const {
@@ -322,8 +320,7 @@ class Scan {
     }
     Team::sync();
   }
-
-  // Rows of a list that are candidates.
+  // Candidates of a list.
   __device__ __forceinline__ int32_t filled(int r) const { return s_.count[r] - s_.unfilled[r]; }
 
   __device__ __forceinline__ void shrink_lists(int num_rows) const {
