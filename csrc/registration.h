@@ -48,7 +48,9 @@
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
   MLA_FP8_INDEX_OPS(X)                                      \
   X(_sparse_attention) X(_sparse_attention_window)
-#define MLA_FP8_HIP_OPS(X) MLA_FP8_COMMON_OPS(X)
+#define MLA_FP8_HIP_OPS(X)                                  \
+  MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
+  X(_sparse_attention) X(_sparse_attention_window)
 // clang-format on
 
 namespace mla_fp8 {
@@ -155,7 +157,7 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_P
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
                        const OptionalTensor& workspace);
-// For tests: any of these by a kernel that the caller names, on CUDA.
+// For tests: any of these by a kernel that the caller names, on GPUs.
 #define MLA_KERNEL_ARGUMENTS \
   bool max_logits, std::string kernel, std::string schedule, int64_t heads, int64_t splits, int64_t producers
 ThreeTensors _sparse_attention(MLA_PAGED_SPARSE_ARGUMENTS, MLA_KERNEL_ARGUMENTS);

@@ -123,7 +123,10 @@ T* mutable_data(const Tensor& t) {
 Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype);
 
 #if MLA_FP8_EMULATED  // tests: CPU tensors, no streams
-#define MLA_LAUNCH(op, tensor, params) gpu::op(params, nullptr)
+inline gpuStream_t current_stream(const Tensor&) { return nullptr; }
+struct OnDeviceOf {
+  explicit OnDeviceOf(const Tensor&) {}
+};
 #elif MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 inline gpuStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
@@ -142,6 +145,9 @@ class OnDeviceOf {
  private:
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
+#endif
+
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 // Runs `op` on the device of `tensor` with `params`, on the caller's stream.
 #define MLA_LAUNCH(op, tensor, params)       \
   do {                                       \

@@ -50,8 +50,10 @@ T __shfl_xor_sync(uint32_t, T x, int mask) {
 }
 template <class T>
 T __shfl_sync(uint32_t, T x, int lane) {
-  return mla_read_lane(x, lane);
+  return mla_read_lane(x, lane & 31);
 }
+inline int mla_opaque(int x) { return x; }
+inline uint32_t mla_read_uniform_lane(uint32_t x, int lane) { return mla_read_lane(x, lane); }
 template <class T>
 T __shfl_up_sync(uint32_t, T x, int delta) {
   return mla_read_lane(x, mla_lane() >= delta ? mla_lane() - delta : mla_lane());
@@ -62,6 +64,11 @@ inline uint32_t __ballot_sync(uint32_t, bool x) {
   uint32_t ballot = 0;
   for (int lane = 0; lane < 32; ++lane) ballot |= all[lane * ::emulator::kWords] << lane;
   return ballot;
+}
+inline bool __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
+  for (int offset = 1; offset < 32; offset *= 2) x = std::max(x, __shfl_xor_sync(mask, x, offset));
+  return x;
 }
 inline void __syncwarp() { __ballot_sync(0xffffffffu, true); }
 inline int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
@@ -77,6 +84,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
@@ -93,6 +101,30 @@ inline uint32_t atomicOr(uint32_t* p, uint32_t x) {
 struct float2 {
   float x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+
+// Shared memory by its address there: from a variable that takes no room.
+inline char* mla_shared_origin() {
+  static const char tag{};
+  return static_cast<char*>(::emulator::shared(&tag, 0, 16));
+}
+inline uint32_t mla_shared_address(const void* p) {
+  return static_cast<uint32_t>(static_cast<const char*>(p) - mla_shared_origin());
+}
+template <class T>
+T* mla_shared_pointer(uint32_t address) {
+  return reinterpret_cast<T*>(mla_shared_origin() + static_cast<int32_t>(address));
+}
 
 namespace mla_fp8::gpu {
 

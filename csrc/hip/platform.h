@@ -36,6 +36,8 @@ MLA_HIP_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 MLA_HIP_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MLA_HIP_DEVICE float expf(float x) { return __builtin_expf(x); }
 MLA_HIP_DEVICE float logf(float x) { return __builtin_logf(x); }
+MLA_HIP_DEVICE float exp2f(float x) { return __builtin_exp2f(x); }
+MLA_HIP_DEVICE float log2f(float x) { return __builtin_log2f(x); }
 // One rounding each: clang would contract a product and a sum.
 MLA_HIP_DEVICE float __fmul_rn(float a, float b) {
 #pragma clang fp contract(off)
@@ -63,6 +65,7 @@ MLA_HIP_DEVICE T max(T a, T b) {
   return a < b ? b : a;
 }
 MLA_HIP_DEVICE int __popc(uint32_t x) { return __builtin_popcount(x); }
+MLA_HIP_DEVICE int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 MLA_HIP_DEVICE int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 MLA_HIP_DEVICE uint64_t __umul64hi(uint64_t a, uint64_t b) {
   const uint64_t a0 = a & 0xffffffffu, a1 = a >> 32, b0 = b & 0xffffffffu, b1 = b >> 32;
@@ -97,6 +100,15 @@ MLA_HIP_DEVICE void __syncwarp() {
 
 MLA_HIP_DEVICE int mla_lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
 
+// x, which the compiler is not to know.
+MLA_HIP_DEVICE int mla_opaque(int x) {
+  asm volatile("" : "+v"(x));
+  return x;
+}
+// x of lane `lane` of the wave, which is known when compiling.
+MLA_HIP_DEVICE uint32_t mla_read_uniform_lane(uint32_t x, int lane) {
+  return static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(x), lane));
+}
 // x of lane `lane` of the wave.
 template <class T>
 MLA_HIP_DEVICE T mla_read_lane(T x, int lane) {
@@ -126,6 +138,12 @@ MLA_HIP_DEVICE T __shfl_up_sync(uint32_t, T x, int delta) {
 MLA_HIP_DEVICE uint32_t __ballot_sync(uint32_t, bool x) {
   return static_cast<uint32_t>(__builtin_amdgcn_ballot_w64(x) >> (mla_lane() & 32));
 }
+MLA_HIP_DEVICE bool __any_sync(uint32_t mask, bool x) { return __ballot_sync(mask, x) != 0; }
+MLA_HIP_DEVICE uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) x = max(x, __shfl_xor_sync(mask, x, offset));
+  return x;
+}
 MLA_HIP_DEVICE int32_t __reduce_add_sync(uint32_t mask, int32_t x) {
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) x += __shfl_xor_sync(mask, x, offset);
@@ -139,6 +157,26 @@ MLA_HIP_DEVICE int32_t atomicAdd(int32_t* p, int32_t x) {
 struct float2 {
   float x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+
+template <class T>
+MLA_HIP_DEVICE T __ldg(const T* p) {
+  return *p;
+}
+
+// Shared memory by its address there.
+MLA_HIP_DEVICE uint32_t mla_shared_address(const void* p) {
+  return (uint32_t)(uintptr_t)(__attribute__((address_space(3))) const void*)p;
+}
+template <class T>
+MLA_HIP_DEVICE T* mla_shared_pointer(uint32_t address) {
+  return (T*)(__attribute__((address_space(3))) T*)(uintptr_t)address;
+}
 
 #include "common/dtype.h"
 #include "hip/e4m3.h"

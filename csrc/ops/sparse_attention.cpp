@@ -213,7 +213,7 @@ void use_workspace(const Check& check, const Tensor& q, const Tensor& workspace,
 
 }  // namespace
 
-#if MLA_FP8_WITH_CUDA
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 namespace {
 
 SparseAttentionParams& params_of(SparseAttentionParams& params) { return params; }
@@ -242,16 +242,11 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
 }  // namespace
 #define MLA_LAUNCH_SPARSE(op, check, q, params, workspace) \
   launch_sparse(check, gpu::op##_workspace, gpu::op, q, params, workspace)
-#else
-#if MLA_FP8_WITH_HIP
-#define MLA_SPARSE_KERNEL(op) op
 #else  // one kernel serves them all
-#define MLA_SPARSE_KERNEL(op) sparse_attention
-#endif
 #define MLA_LAUNCH_SPARSE(op, check, q, params, workspace)                     \
   {                                                                            \
     if (workspace && *workspace) use_workspace(check, q, **workspace, params); \
-    if (params.num_tokens > 0) MLA_LAUNCH(MLA_SPARSE_KERNEL(op), q, params);   \
+    if (params.num_tokens > 0) MLA_LAUNCH(sparse_attention, q, params);        \
   }
 #endif
 
@@ -365,7 +360,7 @@ ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   return {out, max_logits, lse};
 }
 
-#if MLA_FP8_WITH_CUDA
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 namespace {
 
 ThreeTensors run_by(const Check& check, const Tensor& q, const gpu::WantedKernel& wanted, bool max_logits,

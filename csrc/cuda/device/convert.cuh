@@ -42,9 +42,6 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
 }
 
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) { return pack<Dtype::kF16>({low, high}); }
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  return pack<Dtype::kBf16>({low, high});
-}
 
 // ---- cache formats ----------------------------------------------------------------------------------------
 
@@ -193,6 +190,10 @@ __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale
 }
 
 #endif
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  return pack<Dtype::kBf16>({low, high});
+}
 
 // value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.
 template <Format kFormat>

@@ -4,10 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/device/platform.cuh"
+
 // Where a field lies in the struct C::Smem that describes the shared memory of a kernel.
 #define MLA_SMEM(C, field) static_cast<int>(offsetof(typename C::Smem, field))
 
 namespace mla_fp8::gpu {
+
+#if MLA_FP8_PTX
 
 __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -85,5 +89,16 @@ __device__ inline void stmatrix_x2_trans(uint32_t address, uint32_t x, uint32_t 
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
                : "memory");
 }
+
+#else
+
+__device__ inline uint32_t shared_address(const void* p) { return mla_shared_address(p); }
+__device__ inline uint32_t load_shared_4(uint32_t address) { return *mla_shared_pointer<uint32_t>(address); }
+__device__ inline uint2 load_shared_8(uint32_t address) { return *mla_shared_pointer<uint2>(address); }
+__device__ inline void store_shared_4(uint32_t address, uint32_t v) {
+  *mla_shared_pointer<uint32_t>(address) = v;
+}
+
+#endif
 
 }  // namespace mla_fp8::gpu

@@ -35,26 +35,27 @@ struct Keys {
   }
 };
 
-// For many loads at once: `entry` of all, then `is_slot`. `at` and `is_valid` know windows, too.
+// For many loads at once: `entry` of all, then `is_slot`. `at` and `is_valid` know windows, too. All of it is
+// inlined first of all: clang would choose between addresses of fields, and so keep the object in memory.
 class KeySource {
  public:
   struct Key {
     int slot, scope;
   };
-  __device__ KeySource(const SparseAttentionParams& p, const Keys& keys)
+  __device__ __forceinline__ KeySource(const SparseAttentionParams& p, const Keys& keys)
       : p_(p), keys_(keys), num_slots_{limit(p.scopes[0]), limit(p.scopes[1])} {}
-  __device__ unsigned length() const { return keys_.length; }
-  __device__ bool is_window() const { return p_.is_window; }
+  __device__ __forceinline__ unsigned length() const { return keys_.length; }
+  __device__ __forceinline__ bool is_window() const { return p_.is_window; }
   // What is listed at a position of a row without a window; -1 past the end.
-  __device__ int entry(unsigned position) const {
-    const int32_t* const entries = position < keys_.length0 ? keys_.first : keys_.second;
+  __device__ __forceinline__ int entry(unsigned position) const {
+    const int32_t* const entries = position < keys_.length0 ? +keys_.first : +keys_.second;
     return position < keys_.length ? __ldg(entries + position) : -1;
   }
-  __device__ bool is_slot(int entry, unsigned position) const {
-    return static_cast<unsigned>(entry) < (position < keys_.length0 ? num_slots_[0] : num_slots_[1]);
+  __device__ __forceinline__ bool is_slot(int entry, unsigned position) const {
+    return static_cast<unsigned>(entry) < (position < keys_.length0 ? +num_slots_[0] : +num_slots_[1]);
   }
   // The key of any row; not valid past the end.
-  __device__ Key at(unsigned position) const {
+  __device__ __forceinline__ Key at(unsigned position) const {
     if (p_.is_window && position < keys_.length0)
       return {page_slot(keys_.first, p_.window.max_pages, p_.scopes[0], keys_.window_first + position), 0};
     if (p_.has_entry_pages) {
@@ -63,17 +64,17 @@ class KeySource {
     }
     return {entry(position), position >= keys_.length0};
   }
-  __device__ bool is_valid(Key key) const {
-    return static_cast<unsigned>(key.slot) < (key.scope == 0 ? num_slots_[0] : num_slots_[1]);
+  __device__ __forceinline__ bool is_valid(Key key) const {
+    return static_cast<unsigned>(key.slot) < (key.scope == 0 ? +num_slots_[0] : +num_slots_[1]);
   }
 
  private:
   // No GPU holds 2^31 rows: one comparison tells sign and range.
-  __device__ static unsigned limit(const KvScope& scope) {
+  __device__ __forceinline__ static unsigned limit(const KvScope& scope) {
     return static_cast<unsigned>(min(scope.num_slots, int64_t{1} << 31));
   }
-  __device__ static int page_slot(const int32_t* pages, int64_t max_pages, const KvScope& scope,
-                                  unsigned in_request) {
+  __device__ __forceinline__ static int page_slot(const int32_t* pages, int64_t max_pages,
+                                                  const KvScope& scope, unsigned in_request) {
     const unsigned page_size = scope.page_size, entry = in_request / page_size;
     if (entry >= max_pages) return -1;
     const int page = __ldg(pages + entry);
@@ -196,7 +197,7 @@ struct KeySurvey {
       if (end == 0) end = part_end(map.words[0], first, size);
     }
     num_keys = __reduce_add_sync(kFullWarp, in_lane);
-    has_gaps = num_keys != __reduce_max_sync(kFullWarp, end);
+    has_gaps = static_cast<unsigned>(num_keys) != __reduce_max_sync(kFullWarp, end);
   }
 
  private:

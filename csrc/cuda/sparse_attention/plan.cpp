@@ -57,9 +57,9 @@ int64_t floats_of_split(const SparseAttentionParams& p) {
   return p.num_tokens * p.num_q_heads * kFloatsOfPart;
 }
 
-Plan plan_portable(const SparseAttentionParams& p, int num_sms) {
+Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
   const int64_t keys = std::max<int64_t>(num_keys(p), 1), most_splits = ceil_div(keys, kMinKeysOfSplit);
-  const bool few = p.num_tokens * ceil_div(p.num_q_heads, 64) * most_splits < num_sms;
+  const bool few = p.num_tokens * ceil_div(p.num_q_heads, 64) * most_splits < gpu.num_sms;
   const int heads = p.batch_invariant ? 32 : few ? std::min(p.num_q_heads, 32) : p.num_q_heads;
   const Variant& v = portable_variant(heads, p.layouts());
   int64_t splits;
@@ -67,7 +67,7 @@ Plan plan_portable(const SparseAttentionParams& p, int num_sms) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
   } else {
     const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
-    const int64_t at_once = int64_t{num_sms} * (v.heads == 64 ? 1 : 2);
+    const int64_t at_once = int64_t{gpu.num_sms} * (v.heads == 64 ? 1 : gpu.ctas_per_sm);
     splits = std::min({at_once / ctas, most_splits, kMaxPortableSplits});
   }
   return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
@@ -211,7 +211,7 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
 }
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
-  if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, num_sms);
+  if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
   // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
   if (p.num_q_heads > 32 && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
@@ -219,7 +219,7 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
 }
 
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
-  if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, num_sms);
+  if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
   // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half
@@ -300,7 +300,7 @@ Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
   if (wanted.kernel == name(Kernel::kPortable)) {
-    if (wanted.splits == 0) return plan_portable(p, gpu.num_sms);  // its own
+    if (wanted.splits == 0) return plan_portable(p, gpu);  // its own
     return {portable_variant(wanted.heads, p.layouts()),
             static_cast<int>(std::clamp<int64_t>(wanted.splits, 1, kMaxPortableSplits))};
   }
@@ -325,7 +325,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   const Architecture* const own = own_kernels(p, gpu);
-  return own ? own->plan(op, p, gpu.num_sms) : plan_portable(p, gpu.num_sms);
+  return own ? own->plan(op, p, gpu.num_sms) : plan_portable(p, gpu);
 }
 
 }  // namespace mla_fp8::gpu

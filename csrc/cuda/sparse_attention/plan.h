@@ -93,8 +93,9 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p);
 Plan within_workspace(Plan plan, const SparseAttentionParams& p);
 
 struct Gpu {
-  int major;  // of its compute capability
+  int major;  // of its compute capability; 0 of AMD's
   int num_sms;
+  int ctas_per_sm = 2;  // of the portable kernel, with fewer than 64 heads
 };
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // Of the plan; where the GPU's own kernels run, which need none, without making it.

@@ -6,16 +6,18 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/portable/partials.cuh"
 
-namespace mla_fp8::gpu {
-namespace {
+// Not an anonymous namespace: csrc/hip finds kernels by name.
+namespace mla_fp8::gpu::portable {
 
 constexpr int kMergeWarps = 4, kMergeThreads = kMergeWarps * kWarpSize, kMergeDims = 4 * kWarpSize;
 constexpr int kMergeAtOnce = 8;  // loads of a warp in flight
 
+using Sums = float4[kMergeWarps][kWarpSize];
+
 // A CTA adds up kMergeDims dims of one head of one query, each warp a quarter of the splits.
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ PortableParams params) {
   constexpr int kParts = kHeadDimV / kMergeDims;
-  __shared__ float4 sums[kMergeWarps][kWarpSize];
+  MLA_SHARED(Sums, sums);
   const SparseAttentionParams& p = params.p;
   const Partials partials(params);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -77,12 +79,14 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   if (threadIdx.x == 0 && dim == 0) store_stats(p, query_head, max, total);
 }
 
-}  // namespace
+}  // namespace mla_fp8::gpu::portable
+
+namespace mla_fp8::gpu {
 
 void launch_merge(const PortableParams& params, gpuStream_t stream) {
-  launch(merge_kernel,
-         {.grid = params.p.num_tokens * params.p.num_q_heads * (kHeadDimV / kMergeDims),
-          .block = kMergeThreads,
+  launch(portable::merge_kernel,
+         {.grid = params.p.num_tokens * params.p.num_q_heads * (kHeadDimV / portable::kMergeDims),
+          .block = portable::kMergeThreads,
           .stream = stream},
          params);
 }

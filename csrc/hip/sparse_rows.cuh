@@ -1,0 +1,228 @@
+#pragma once
+// Shared memory of sparse attention on CDNA, and what brings a block of rows there: into registers a block
+// ahead, as the bytes that are stored, then as bf16 latents.
+#include <bit>
+
+#include "cuda/device/convert.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/paged_attention_ragged/matrix_tile.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/portable/partials.cuh"
+
+namespace mla_fp8::gpu::cdna {
+
+inline constexpr int kBlockKeys = 32, kWaves = 8, kThreads = kWaves * kWaveSize;
+inline constexpr int kRowsPerWave = kBlockKeys / kWaves;
+inline constexpr int kKeyTiles = kBlockKeys / kTile;
+inline constexpr int kSoftmaxLanes = 8, kLaneKeys = kBlockKeys / kSoftmaxLanes;  // of a head
+inline constexpr int kWaveColumns = kHeadDimV / kWaves, kColumns = kWaveColumns / kTile;  // of V; of a lane
+
+// Rows of a cache, as far as their format does not say it. Numbers in place of a template argument: layouts of
+// one format share their kernels.
+struct RowLayout {
+  unsigned coded_dims, bf16_offset;  // the first elements are in the cache's format, the others bf16
+  int token_stride, scale_bytes, scale_offset;  // scale_offset: in the row; of scales in the page's tail 0
+  ScaleFormat scale_format;
+  bool has_scales;
+  int tile_bits;  // of a dim: those above are its tile
+
+  explicit RowLayout(const KvLayout& l)
+      : coded_dims(static_cast<unsigned>(l.nope_format == l.rope_format ? l.head_dim_qk() : l.nope_dim)),
+        bf16_offset(static_cast<unsigned>(l.rope_offset())),
+        token_stride(l.token_stride()),
+        scale_bytes(l.scale_bytes()),
+        scale_offset(l.scale_inline() ? l.nope_bytes() : 0),
+        scale_format(l.scale_format),
+        has_scales(l.tile_dim > 0),
+        tile_bits(std::bit_width(static_cast<unsigned>(l.tile_dim)) - 1) {}
+  // Of the row in place `row` of the page.
+  __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, int64_t row, int64_t page_size) const {
+    return scale_offset ? page + row * token_stride + scale_offset
+                        : page + page_size * token_stride + row * scale_bytes;
+  }
+};
+
+struct Args {
+  PortableParams portable;
+  RowLayout rows[2];       // of each scope
+  Divider page_size[2];
+};
+
+// A block's shared memory. kShares waves have the same keys and heads in S, and a part of the dims each.
+template <int kDims, int kHeads>
+struct Shared {
+  static constexpr int kHeadTiles = kHeads / kTile, kShares = kWaves / kKeyTiles / kHeadTiles;
+  static_assert(kShares * kKeyTiles * kHeadTiles == kWaves);
+  // 8 bytes past a multiple of 128: the 16 rows of an operand fall into different banks.
+  alignas(16) uint16_t latent[kBlockKeys][kDims + 4];
+  alignas(16) float logits[kShares][kHeads][kBlockKeys + 4];
+  alignas(16) uint16_t weights[kHeads][kBlockKeys + 4];
+  float factor[kHeads];               // on what has been summed up before this block; at the end on all of it
+  alignas(8) uint8_t map[kMapBytes];  // of the query's valid keys
+};
+
+// As broadcast, of a lane known when compiling and the same value in both warps of the wave; in a scalar
+// register then.
+template <class T>
+__device__ __forceinline__ T uniform_broadcast(T x, int lane) {
+  uint32_t words[sizeof(T) / 4];
+  memcpy(words, &x, sizeof x);
+#pragma unroll
+  for (uint32_t& word : words) word = mla_read_uniform_lane(word, lane);
+  memcpy(&x, words, sizeof x);
+  return x;
+}
+
+// Eight elements of a row as they are stored: bf16, or in the first words coded.
+struct Piece {
+  Words<4> bytes;
+  float scale;
+};
+
+// What layouts of kDims have where: rows of 576 dims are bf16, or coded up to dim 512 at least; behind it no
+// element has a stored scale.
+template <int kDims>
+inline constexpr bool kFirstAreCoded = kDims > kHeadDimV;
+
+template <Format kFormat, bool kIsCoded, bool kHasScales>
+__device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* row, const uint8_t* scales,
+                                            unsigned dim) {
+  constexpr unsigned kWords = format_bits(kFormat) / 4;  // of eight elements
+  Piece piece{{}, 1.0f};
+  if (row == nullptr) return piece;
+  if constexpr (kFormat == Format::kBf16) {
+    piece.bytes = *reinterpret_cast<const Words<4>*>(row + dim * 2);
+  } else if (!kIsCoded && dim >= l.coded_dims) {
+    piece.bytes = *reinterpret_cast<const Words<4>*>(row + (l.bf16_offset + (dim - l.coded_dims) * 2));
+  } else {
+    const auto codes = *reinterpret_cast<const Words<kWords>*>(row + dim / 8 * kWords * 4);
+#pragma unroll
+    for (unsigned i = 0; i < kWords; ++i) piece.bytes[i] = codes[i];
+    if (kHasScales && l.has_scales) {
+      const unsigned tile = dim >> l.tile_bits;
+      if constexpr (kFormat == Format::kE2m1) piece.scale = load_scale<ScaleFormat::kE4m3>(scales, tile);
+      else if (l.scale_format == ScaleFormat::kF32) piece.scale = load_scale<ScaleFormat::kF32>(scales, tile);
+      else piece.scale = load_scale<ScaleFormat::kUe8m0>(scales, tile);
+    }
+  }
+  return piece;
+}
+
+template <Format kFormat>
+__device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_coded) {
+  if constexpr (kFormat == Format::kBf16) return piece.bytes;
+  Words<format_bits(kFormat) / 4> codes;
+#pragma unroll
+  for (int i = 0; i < format_bits(kFormat) / 4; ++i) codes[i] = piece.bytes[i];
+  const Words<4> decoded = decode8<kFormat>(codes, piece.scale);
+  return is_coded ? decoded : piece.bytes;
+}
+
+// The keys of one split, by rank, and their rows. A wave has kRowsPerWave rows of each block, lane i looks up
+// row i % kRowsPerWave. Lanes have 8 elements each of the first 512 of a row; what is left of the wave's rows
+// is one more piece of its first lanes.
+template <Format kFirst, Format kExtra, int kDims>
+class Gather {
+  static constexpr bool kHasRest = kDims > kHeadDimV;
+  static constexpr int kRestPieces = (kDims - kHeadDimV) / 8;  // of a row
+  static_assert(kWaveSize * 8 == kHeadDimV && kRestPieces * kRowsPerWave <= kWaveSize);
+
+ public:
+  // What a lane has of a block. An object of its own: until loops are unrolled clang keeps arrays in memory, and
+  // with them what lies next to them and all that it refers to.
+  struct Pieces {
+    uint32_t is_extra;  // bit i: the wave's row i
+    Piece piece[kRowsPerWave + kHasRest];
+  };
+
+  __device__ __forceinline__ Gather(const Args& args, const Keys& keys, const ValidKeys<MapInShared>& valid_keys, int first,
+                    int end)
+      : args_(args), source_(args.portable.p, keys), valid_keys_(valid_keys), next_(first), end_(end) {}
+
+  // Asks for the rows that the last call has looked up, and looks up those of the next block. The first call
+  // asks for none.
+  __device__ __forceinline__ void start(Pieces& pieces) {
+    const uint8_t *own_row = nullptr, *own_scales = nullptr;  // none: zeros, and nothing is read
+    // Not indexed by the scope: parameters would have to lie in memory for that.
+    const auto locate = [&](const KvScope& s, const RowLayout& l, const Divider& page_size) {
+      const int64_t page = page_size(key_.slot), row = key_.slot - page * s.page_size;
+      const uint8_t* const at = s.kv_cache + page * s.kv_cache_stride_page;
+      own_row = at + row * l.token_stride;
+      own_scales = l.scales(at, row, s.page_size);
+    };
+    if (is_key_ && key_.scope == 0) locate(args_.portable.p.scopes[0], args_.rows[0], args_.page_size[0]);
+    if (is_key_ && key_.scope == 1) locate(args_.portable.p.scopes[1], args_.rows[1], args_.page_size[1]);
+    const int own_extra = is_key_ && key_.scope == 1, lane = this_lane();
+    pieces.is_extra = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsPerWave; ++i) {
+      const bool is_extra = uniform_broadcast(own_extra, i);
+      pieces.is_extra |= uint32_t{is_extra} << i;
+      pieces.piece[i] = load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_extra, lane * 8);
+    }
+    if constexpr (kHasRest) {
+      const int i = lane / kRestPieces % kRowsPerWave;
+      const uint8_t* const row = broadcast(own_row, i);
+      const bool mine = lane < kRowsPerWave * kRestPieces;
+      pieces.piece[kRowsPerWave] =
+          load_piece<kFirst, false, false>(args_.rows[0], mine ? row : nullptr, nullptr, rest_dim(lane));
+    }
+    look_up();
+  }
+
+  // What start() has asked for, as bf16 latents.
+  template <class Smem>
+  __device__ __forceinline__ void finish(Smem& smem, const Pieces& pieces) const {
+    const int lane = this_lane(), first_row = threadIdx.x / kWaveSize * kRowsPerWave;
+#pragma unroll
+    for (int i = 0; i < kRowsPerWave; ++i) {
+      store(smem.latent[first_row + i] + lane * 8, decode(pieces.piece[i], pieces.is_extra >> i & 1, kFirstAreCoded<kDims>, lane * 8));
+    }
+    if constexpr (kHasRest) {
+      if (lane >= kRowsPerWave * kRestPieces) return;
+      store(smem.latent[first_row + lane / kRestPieces] + rest_dim(lane),
+            decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane)));
+    }
+  }
+
+ private:
+  // Unknown to the compiler, which would keep all that follows from it in registers from block to block.
+  static __device__ __forceinline__ int this_lane() { return mla_opaque(wave_lane()); }
+  static __device__ __forceinline__ unsigned rest_dim(int lane) {
+    return kHeadDimV + lane % max(kRestPieces, 1) * 8;
+  }
+
+  __device__ __forceinline__ Piece load(const uint8_t* row, const uint8_t* scales, bool is_extra,
+                                        unsigned dim) const {
+    if (kFirst != kExtra && is_extra) return load_piece<kExtra, kFirstAreCoded<kDims>, true>(args_.rows[1], row, scales, dim);
+    return load_piece<kFirst, kFirstAreCoded<kDims>, true>(args_.rows[0], row, scales, dim);
+  }
+  __device__ __forceinline__ Words<4> decode(const Piece& piece, bool is_extra, bool is_coded, unsigned dim) const {
+    if (kFirst != kExtra && is_extra) return decode_piece<kExtra>(piece, is_coded || dim < args_.rows[1].coded_dims);
+    return decode_piece<kFirst>(piece, is_coded || dim < args_.rows[0].coded_dims);
+  }
+  // Rows of latents are multiples of 8 bytes apart.
+  static __device__ __forceinline__ void store(uint16_t* to, const Words<4>& x) {
+    auto* const halves = reinterpret_cast<Words<2>*>(to);
+    halves[0] = {x[0], x[1]};
+    halves[1] = {x[2], x[3]};
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const int wave = threadIdx.x / kWaveSize, lane = wave_lane();
+    const int rank = next_ + wave * kRowsPerWave + lane % kRowsPerWave;
+    is_key_ = rank < end_;
+    key_ = valid_keys_.find(source_, is_key_ ? rank : -1);
+    next_ += kBlockKeys;
+  }
+
+  const Args& args_;
+  const KeySource source_;
+  const ValidKeys<MapInShared>& valid_keys_;
+  int next_, end_;
+  bool is_key_ = false;
+  KeySource::Key key_;
+};
+
+}  // namespace mla_fp8::gpu::cdna
