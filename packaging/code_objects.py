@@ -9,6 +9,7 @@ the instructions that the attention kernels must be made of, and their opcodes a
 
 import argparse
 import io
+import re
 import struct
 import subprocess
 import sys
@@ -138,18 +139,30 @@ def count(kernel: Kernel, opcode: int, mask: int) -> int:
     return sum(word & mask == opcode & mask for word in words)
 
 
+RAGGED, SPARSE = "29paged_attention_ragged_kernel", "23sparse_attention_kernel"
+
+
+def types_of(name: str) -> tuple[str, set[str]]:
+    """Of an attention kernel by its mangled name: its dtype's number, and the formats of its caches."""
+    if RAGGED in name:
+        stored = {"CacheDtypeE2": "e4m3fn", "CacheDtypeE3": "e4m3fnuz"}
+        return name.rsplit("5DtypeE", 1)[1][0], {fmt for code, fmt in stored.items() if code in name}
+    first, second = re.search(r"6FormatE(\d)ELS\w_(\d)E", name).groups()
+    known = {"1": "e4m3fn", "2": "e4m3fnuz"}
+    return "0", {known[code] for code in (first, second) if code in known}
+
+
 def missing_instructions(zig: Path, arch: str, attention: list[Kernel]) -> Iterator[str]:
-    """An attention kernel multiplies by MFMA, and widens the FP8 format of its GPU by instructions."""
+    """An attention kernel multiplies by MFMA, and widens the FP8 formats of its GPU by instructions."""
     mfma = {dtype: encoding(zig, arch, text[arch]) for dtype, text in (("0", MFMA_BF16), ("1", MFMA_F16))}
     fp8 = encoding(zig, arch, FROM_FP8[arch]) if arch in FROM_FP8 else None
     for kernel in attention:
-        dtype = kernel.name.rsplit("5DtypeE", 1)[1][0]
+        dtype, formats = types_of(kernel.name)
         if count(kernel, mfma[dtype], MFMA_MASK) < MIN_INSTRUCTIONS:
             yield f"{arch} {kernel.name}: no MFMA of its dtype"
         # gfx942 takes e4m3fn by a detour through its own format, gfx950 decodes e4m3fnuz with integers.
-        formats = ("CacheDtypeE2", "CacheDtypeE3") if arch == "gfx942" else ("CacheDtypeE2",)
-        reads_fp8 = any(name in kernel.name for name in formats)
-        if fp8 is not None and reads_fp8 and count(kernel, fp8, VOP1_MASK) < MIN_INSTRUCTIONS:
+        by_instruction = {"e4m3fn", "e4m3fnuz"} if arch == "gfx942" else {"e4m3fn"}
+        if fp8 is not None and formats & by_instruction and count(kernel, fp8, VOP1_MASK) < MIN_INSTRUCTIONS:
             yield f"{arch} {kernel.name}: no FP8 conversion"
 
 
@@ -173,7 +186,7 @@ def check(library: Path, zig: Path | None = None, verbose: bool = False) -> list
                     resources = f"{m['.vgpr_count']:4} VGPRs {m['.group_segment_fixed_size']:6} LDS"
                     print(f"{arch} {resources} {len(kernel.code):6} code  {kernel.name}")
             if zig:
-                attention = [k for k in of_arch if "29paged_attention_ragged_kernel" in k.name]
+                attention = [k for k in of_arch if RAGGED in k.name or SPARSE in k.name]
                 wrong += missing_instructions(zig, arch, attention)
     return wrong
 

@@ -163,6 +163,14 @@ Float4 e4m3x4_to_float(uint32_t codes) {
   return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),
            widen_e4m3<kFormat>(codes, 3)}};
 }
+template <Format kFormat>
+Float4 e4m3x4_times(uint32_t codes, float scale) {
+  const bool halves = kFormat == Format::kE4m3fn && ::emulator::widens_fnuz_alone();
+  Float4 values = halves ? e4m3x4_to_float<Format::kE4m3fnuz>(halve_e4m3fn(codes))
+                         : e4m3x4_to_float<kFormat, false>(codes);
+  for (float& x : values.x) x *= halves ? scale * 2.0f : scale;
+  return values;
+}
 template <Dtype kDtype>
 uint32_t pack_exact(float low, float high) {
   return from_float<kDtype>(low) | uint32_t{from_float<kDtype>(high)} << 16;

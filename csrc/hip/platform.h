@@ -238,6 +238,22 @@ MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
            widen_e4m3<kFormat>(codes, 3)}};
 }
 
+// Four codes times a scale below 2^127; -0 may become 0. What halving takes comes back with the scale.
+template <Format kFormat>
+MLA_HIP_DEVICE Float4 e4m3x4_times(uint32_t codes, float scale) {
+  Float4 values;
+#if defined(__gfx942__)
+  if constexpr (kFormat == Format::kE4m3fn) {
+    values = e4m3x4_to_float<Format::kE4m3fnuz>(halve_e4m3fn(codes));
+    scale *= 2.0f;
+  } else
+#endif
+    values = e4m3x4_to_float<kFormat, false>(codes);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values.x[i] *= scale;
+  return values;
+}
+
 // Two floats that are bf16 or fp16 values already.
 template <Dtype kDtype>
 MLA_HIP_DEVICE uint32_t pack_exact(float low, float high) {

@@ -1,13 +1,13 @@
 // Sparse attention on CDNA: decode and prefill, every layout, in at most 64 KB of LDS. The steps are those of
 // the portable kernel (cuda/sparse_attention/portable), by MFMA.
 //
-// A block of 8 waves takes one query token, 16, 32 or 64 of its heads (M of an MFMA, 16 at a time) and one of
+// A block of 8 waves takes one query token, 32 or 64 of its heads (M of an MFMA, 16 at a time) and one of
 // `splits` parts of its valid keys. For each block of 32 keys:
 //
 //   gather   rows into registers a block ahead, as the bytes that are stored; past the end: zeros. The
 //            entries of `indices` are asked for a block before that
 //   decode   to bf16 latents [key][dim] in shared memory, once for all heads, as dequantize_kv does
-//   S        a wave has 16 keys and 16 heads; with fewer than 64 heads a part of the dims. Q's are in registers
+//   S        a wave has 16 keys, 16 heads and, with 32 heads, half of the dims. Q's are in registers
 //   P        the parts are added up; online softmax by 8 lanes a head
 //   O        a wave has 64 value dims of all heads
 //
@@ -26,8 +26,8 @@
 // Not an anonymous namespace: kernels are found by name, so their template arguments need one.
 namespace mla_fp8::gpu::cdna {
 
-// Which query, heads and part of the keys a block has. Blocks go round the 8 dies of an MI300, each with an L2
-// of its own: those that read the same keys are neighbours on one die.
+// Which query, heads and part of the keys a block has. Blocks go round the 8 dies of an MI300, each with an
+// L2 of its own: those that read the same keys are neighbours on one die.
 struct Work {
   int64_t token;
   int split, first_head;
@@ -35,7 +35,8 @@ struct Work {
   __device__ Work(const PortableParams& params, int heads) {
     constexpr unsigned kDies = 8;
     const unsigned head_blocks = ceil_div(params.p.num_q_heads, heads), splits = params.splits;
-    const unsigned items = static_cast<unsigned>(params.p.num_tokens) * splits, group = blockIdx.x / (kDies * head_blocks);
+    const unsigned items = static_cast<unsigned>(params.p.num_tokens) * splits;
+    const unsigned group = blockIdx.x / (kDies * head_blocks);
     const unsigned in_group = blockIdx.x - group * kDies * head_blocks;
     const unsigned width = min(kDies, items - group * kDies);  // the last group may be smaller
     const unsigned item = group * kDies + in_group % width;
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     const int head = work.first_head + own_head;
     if (threadIdx.x % kSoftmaxLanes == 0 && head < p.num_q_heads) {
       const int64_t query_head = work.token * p.num_q_heads + head;
-      smem.factor[own_head] = is_part ? 1.0f : layer_scale * output_factor(p, head, max_logit, sum);
+      smem.normalizer[own_head] = is_part ? 1.0f : layer_scale * output_factor(p, head, max_logit, sum);
       if (is_part) *partials.stats(query_head, work.split) = {max_logit, sum};
       else store_stats(p, query_head, max_logit, sum);
     }
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     for (int i = 0; i < kTileAccumulators; ++i) {
       const int at = tile * kTile + accumulator_row(i), head = work.first_head + at;
       if (head >= p.num_q_heads) continue;
-      const float factor = smem.factor[at];
+      const float factor = smem.normalizer[at];
       Words<kColumns> x;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) x[j] = float_bits(out[tile][j][i] * factor);
@@ -224,8 +225,8 @@ void launch_heads(const Args& args, int heads, gpuStream_t stream) {
             .stream = stream},
            args);
   };
-  // 16 heads are no faster in a kernel of their own: what takes time is done once for all heads. And kVariants
-  // has no 64 heads of bf16 rows.
+  // 16 heads would be no faster in a kernel of their own: what takes time is done once for all heads. Of bf16
+  // rows kVariants has no 64.
   if (heads <= 32) return launch_kernel(constant<32>{});
   if constexpr (kFirst != Format::kBf16) return launch_kernel(constant<64>{});
 }

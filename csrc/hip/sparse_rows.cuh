@@ -5,8 +5,8 @@
 
 #include "cuda/device/convert.cuh"
 #include "cuda/device/divide.cuh"
-#include "cuda/paged_attention_ragged/matrix_tile.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/paged_attention_ragged/matrix_tile.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/portable/partials.cuh"
 
@@ -15,11 +15,11 @@ namespace mla_fp8::gpu::cdna {
 inline constexpr int kBlockKeys = 32, kWaves = 8, kThreads = kWaves * kWaveSize;
 inline constexpr int kRowsPerWave = kBlockKeys / kWaves;
 inline constexpr int kKeyTiles = kBlockKeys / kTile;
-inline constexpr int kSoftmaxLanes = 8, kLaneKeys = kBlockKeys / kSoftmaxLanes;  // of a head
+inline constexpr int kSoftmaxLanes = 8, kLaneKeys = kBlockKeys / kSoftmaxLanes;           // of a head
 inline constexpr int kWaveColumns = kHeadDimV / kWaves, kColumns = kWaveColumns / kTile;  // of V; of a lane
 
-// Rows of a cache, as far as their format does not say it. Numbers in place of a template argument: layouts of
-// one format share their kernels.
+// Rows of a cache, as far as their format does not say it. Numbers in place of a template argument: layouts
+// of one format share their kernels.
 struct RowLayout {
   unsigned coded_dims, bf16_offset;  // the first elements are in the cache's format, the others bf16
   int token_stride, scale_bytes, scale_offset;  // scale_offset: in the row; of scales in the page's tail 0
@@ -37,7 +37,8 @@ struct RowLayout {
         has_scales(l.tile_dim > 0),
         tile_bits(std::bit_width(static_cast<unsigned>(l.tile_dim)) - 1) {}
   // Of the row in place `row` of the page.
-  __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, int64_t row, int64_t page_size) const {
+  __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, int64_t row,
+                                                   int64_t page_size) const {
     return scale_offset ? page + row * token_stride + scale_offset
                         : page + page_size * token_stride + row * scale_bytes;
   }
@@ -45,7 +46,7 @@ struct RowLayout {
 
 struct Args {
   PortableParams portable;
-  RowLayout rows[2];       // of each scope
+  RowLayout rows[2];  // of each scope
   Divider page_size[2];
 };
 
@@ -58,7 +59,8 @@ struct Shared {
   alignas(16) uint16_t latent[kBlockKeys][kDims + 4];
   alignas(16) float logits[kShares][kHeads][kBlockKeys + 4];
   alignas(16) uint16_t weights[kHeads][kBlockKeys + 4];
-  float factor[kHeads];               // on what has been summed up before this block; at the end on all of it
+  float factor[kHeads];               // on what has been summed up before this block
+  float normalizer[kHeads];           // at the end on all of it
   alignas(8) uint8_t map[kMapBytes];  // of the query's valid keys
 };
 
@@ -109,14 +111,34 @@ __device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* r
   return piece;
 }
 
+// A code times a power of two is a bf16, as e2m1 times any e4m3 is; others are rounded.
 template <Format kFormat>
 __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_coded) {
-  if constexpr (kFormat == Format::kBf16) return piece.bytes;
-  Words<format_bits(kFormat) / 4> codes;
+  if constexpr (kFormat == Format::kBf16) {
+    return piece.bytes;
+  } else {
+    Words<format_bits(kFormat) / 4> codes;
 #pragma unroll
-  for (int i = 0; i < format_bits(kFormat) / 4; ++i) codes[i] = piece.bytes[i];
-  const Words<4> decoded = decode8<kFormat>(codes, piece.scale);
-  return is_coded ? decoded : piece.bytes;
+    for (int i = 0; i < format_bits(kFormat) / 4; ++i) codes[i] = piece.bytes[i];
+    constexpr bool kIsE2m1 = kFormat == Format::kE2m1;
+    constexpr uint32_t kMantissa = (1u << 23) - 1, kLargest = 253u << 23;  // 2^126
+    const uint32_t scale = float_bits(piece.scale);
+    Words<4> decoded;
+    if (kIsE2m1 || !__any_sync(kFullWarp, (scale & kMantissa) != 0 || scale > kLargest)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t e4m3 =
+            kIsE2m1 ? e2m1x4_to_e4m3(codes[0] >> (16 * i) & 0xffffu) : codes[kIsE2m1 ? 0 : i];
+        constexpr Format kCodes = kIsE2m1 ? Format::kE4m3fn : kFormat;
+        const Float4 x = e4m3x4_times<kCodes>(e4m3, kIsE2m1 ? kE2m1Unit * piece.scale : piece.scale);
+        decoded[2 * i] = pack_exact<Dtype::kBf16>(x.x[0], x.x[1]);
+        decoded[2 * i + 1] = pack_exact<Dtype::kBf16>(x.x[2], x.x[3]);
+      }
+    } else {
+      decoded = decode8<kFormat>(codes, piece.scale);
+    }
+    return is_coded ? decoded : piece.bytes;
+  }
 }
 
 // The keys of one split, by rank, and their rows. A wave has kRowsPerWave rows of each block, lane i looks up
@@ -129,15 +151,15 @@ class Gather {
   static_assert(kWaveSize * 8 == kHeadDimV && kRestPieces * kRowsPerWave <= kWaveSize);
 
  public:
-  // What a lane has of a block. An object of its own: until loops are unrolled clang keeps arrays in memory, and
-  // with them what lies next to them and all that it refers to.
+  // What a lane has of a block. An object of its own: until loops are unrolled clang keeps arrays in memory,
+  // and with them what lies next to them and all that it refers to.
   struct Pieces {
     uint32_t is_extra;  // bit i: the wave's row i
     Piece piece[kRowsPerWave + kHasRest];
   };
 
-  __device__ __forceinline__ Gather(const Args& args, const Keys& keys, const ValidKeys<MapInShared>& valid_keys, int first,
-                    int end)
+  __device__ __forceinline__ Gather(const Args& args, const Keys& keys,
+                                    const ValidKeys<MapInShared>& valid_keys, int first, int end)
       : args_(args), source_(args.portable.p, keys), valid_keys_(valid_keys), next_(first), end_(end) {}
 
   // Asks for the rows that the last call has looked up, and looks up those of the next block. The first call
@@ -159,7 +181,8 @@ class Gather {
     for (int i = 0; i < kRowsPerWave; ++i) {
       const bool is_extra = uniform_broadcast(own_extra, i);
       pieces.is_extra |= uint32_t{is_extra} << i;
-      pieces.piece[i] = load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_extra, lane * 8);
+      pieces.piece[i] =
+          load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_extra, lane * 8);
     }
     if constexpr (kHasRest) {
       const int i = lane / kRestPieces % kRowsPerWave;
@@ -177,12 +200,13 @@ class Gather {
     const int lane = this_lane(), first_row = threadIdx.x / kWaveSize * kRowsPerWave;
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
-      store(smem.latent[first_row + i] + lane * 8, decode(pieces.piece[i], pieces.is_extra >> i & 1, kFirstAreCoded<kDims>, lane * 8));
+      store(smem.latent[first_row + i] + lane * 8,
+            decode(pieces.piece[i], pieces.is_extra >> i & 1, kFirstAreCoded<kDims>, lane * 8));
     }
     if constexpr (kHasRest) {
-      if (lane >= kRowsPerWave * kRestPieces) return;
-      store(smem.latent[first_row + lane / kRestPieces] + rest_dim(lane),
-            decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane)));
+      const Words<4> rest = decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane));
+      if (lane < kRowsPerWave * kRestPieces)
+        store(smem.latent[first_row + lane / kRestPieces] + rest_dim(lane), rest);
     }
   }
 
@@ -195,11 +219,14 @@ class Gather {
 
   __device__ __forceinline__ Piece load(const uint8_t* row, const uint8_t* scales, bool is_extra,
                                         unsigned dim) const {
-    if (kFirst != kExtra && is_extra) return load_piece<kExtra, kFirstAreCoded<kDims>, true>(args_.rows[1], row, scales, dim);
+    if (kFirst != kExtra && is_extra)
+      return load_piece<kExtra, kFirstAreCoded<kDims>, true>(args_.rows[1], row, scales, dim);
     return load_piece<kFirst, kFirstAreCoded<kDims>, true>(args_.rows[0], row, scales, dim);
   }
-  __device__ __forceinline__ Words<4> decode(const Piece& piece, bool is_extra, bool is_coded, unsigned dim) const {
-    if (kFirst != kExtra && is_extra) return decode_piece<kExtra>(piece, is_coded || dim < args_.rows[1].coded_dims);
+  __device__ __forceinline__ Words<4> decode(const Piece& piece, bool is_extra, bool is_coded,
+                                             unsigned dim) const {
+    if (kFirst != kExtra && is_extra)
+      return decode_piece<kExtra>(piece, is_coded || dim < args_.rows[1].coded_dims);
     return decode_piece<kFirst>(piece, is_coded || dim < args_.rows[0].coded_dims);
   }
   // Rows of latents are multiples of 8 bytes apart.

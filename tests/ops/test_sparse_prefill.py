@@ -93,7 +93,7 @@ def test_out_forms_write_every_element(device):
     scope = case.scopes[0]
     outs = case.nan_outputs()
     options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
-    OPS.sparse_prefill_out(case.q, rows, scope.indices, **options, **outs)
+    OPS.sparse_prefill_out(case.q, rows, scope.indices, **options, **outs, workspace=case.workspace())
     for got, want in zip(outs.values(), prefill(case, rows), strict=True):
         assert torch.equal(got, want)
     for got, want in zip(case.prefill_into_nan(), case.prefill(), strict=True):

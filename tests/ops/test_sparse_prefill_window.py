@@ -166,7 +166,8 @@ def test_opcheck_and_out_form(device):
     window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
     want = window.run()
     outs = window.case.nan_outputs()
-    OPS.sparse_prefill_window_out(*window.arguments(), **window.op_options(), **outs)
+    options = window.op_options() | {"workspace": window.case.workspace()}
+    OPS.sparse_prefill_window_out(*window.arguments(), **options, **outs)
     for got, expected in zip(outs.values(), want, strict=True):
         assert torch.equal(got, expected)
     torch.library.opcheck(OPS.sparse_prefill_window.default, window.arguments(), window.op_options())

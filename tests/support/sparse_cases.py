@@ -107,13 +107,21 @@ class Case:
         out = self.q.new_full((tokens, heads, self.layout.head_dim_v), float("nan"))
         return {"out": out, "max_logits": rows, "lse": rows.clone()}
 
+    def workspace(self) -> torch.Tensor:
+        """As much as any GPU has use for, so that an _out form splits as the functional form does."""
+        tokens, heads = self.q.shape[:2]
+        size = mla_fp8.sparse_attention_workspace(tokens, num_q_heads=heads, num_sms=512)
+        return self.q.new_full((size,), float("nan"), dtype=torch.float32)
+
     def prefill_into_nan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         outs = self.nan_outputs()
-        torch.ops.mla_fp8.sparse_prefill_paged_out(*self.arguments(), **self.op_options(), **outs)
+        torch.ops.mla_fp8.sparse_prefill_paged_out(
+            *self.arguments(), **self.op_options(), **outs, workspace=self.workspace()
+        )
         return outs["out"], outs["max_logits"], outs["lse"]
 
     def run_by(self, kernel: str, **named) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By the CUDA kernel of that name: ``schedule``, ``heads`` (of a CTA), ``splits``, ``producers``,
+        """By the GPU kernel of that name: ``schedule``, ``heads`` (of a CTA), ``splits``, ``producers``,
         ``max_logits`` (False: it has no elements)."""
         return torch.ops.mla_fp8._sparse_attention(
             *self.arguments(), **self.op_options(), kernel=kernel, **named

@@ -14,7 +14,8 @@ def sparse_attention_workspace(
     ``torch.ops.mla_fp8.sparse_*_out`` allocate nothing. Where the portable kernel runs, small batches are
     fast only if several CTAs share a token's keys. They meet in the caller's ``workspace``: as many as it has
     room for, without one a single CTA. With ``batch_invariant`` a workspace that is too small raises
-    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts alone.
+    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts
+    alone, on AMD GPUs one like it for all.
     """
     return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
         num_tokens, num_q_heads, num_sms, batch_invariant

@@ -1,0 +1,65 @@
+"""The kernel of every GPU without one of its own, by force: heads of a block, and queries in parts."""
+
+import pytest
+import torch
+from assertions import assert_attention, assert_same
+from emulation import is_cpu_kernel
+from row_cases import changed, compacted, row_case
+from sparse_cases import V4_SCOPES, all_layouts, make_case, mixed_pairs
+
+from mla_fp8 import KV_LAYOUTS
+
+OPS = torch.ops.mla_fp8
+
+
+@pytest.fixture(autouse=True)
+def skip_cpus(device):
+    if is_cpu_kernel(device):
+        pytest.skip("the CPU library has one kernel, which splits nothing")
+
+
+def check(case, *, heads, splits):
+    out, _, lse = case.run_by("portable", heads=heads, splits=splits)
+    assert_attention(case, (out, lse))
+    return out, lse
+
+
+@all_layouts
+@pytest.mark.parametrize("heads, num_q_heads, splits", [(32, 40, 3), (64, 64, 1), (64, 65, 5)])
+def test_any_heads_in_any_number_of_parts(layout, heads, num_q_heads, splits, device):
+    check(make_case(layout, device, num_q_heads=num_q_heads, extra=V4_SCOPES), heads=heads, splits=splits)
+
+
+@mixed_pairs
+@pytest.mark.parametrize("heads", [32, 64])
+def test_two_layouts(layout, extra_layout, heads, device):
+    extra = V4_SCOPES | {"layout": extra_layout}
+    check(make_case(layout, device, num_q_heads=33, extra=extra), heads=heads, splits=2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 11])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_every_query_part_and_head_has_its_block(num_tokens, splits, device):
+    """Those that read the same keys are eight blocks apart; the last of them may be fewer than eight."""
+    case = make_case(KV_LAYOUTS["dsv4"], device, num_tokens=num_tokens, num_q_heads=128, topk=140)
+    check(case, heads=32, splits=splits)
+
+
+@pytest.mark.parametrize("name", ["dsv32", "bf16"])
+def test_holes_change_nothing_in_any_part(name, device):
+    case = row_case(KV_LAYOUTS[name], device, num_tokens=22, num_q_heads=16)
+    got = check(case, heads=32, splits=3)
+    assert_same(check(changed(case, compacted), heads=32, splits=3), got)
+
+
+@pytest.mark.parametrize("room", [0, 1, 3.5, 100])  # parts of the keys
+def test_queries_are_split_as_far_as_the_workspace_has_room(room, device):
+    case = make_case(KV_LAYOUTS["dsv4_fnuz"], device, num_tokens=2, topk=300, num_slots=600)
+    workspace = torch.full((int(room * 2 * 16 * 514),), float("nan"), device=device)
+    out = torch.full((2, 16, 512), float("nan"), device=device).bfloat16()
+    lse = torch.full((2, 16), float("nan"), device=device)
+    OPS.sparse_decode_out(
+        *case.arguments(), **case.op_options(), out=out, lse=lse, workspace=workspace if room else None
+    )
+    assert_attention(case, (out, lse))
+    assert workspace.isnan().all() == (room < 2)
