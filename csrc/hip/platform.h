@@ -171,11 +171,11 @@ MLA_HIP_DEVICE T __ldg(const T* p) {
 
 // Shared memory by its address there.
 MLA_HIP_DEVICE uint32_t mla_shared_address(const void* p) {
-  return (uint32_t)(uintptr_t)(__attribute__((address_space(3))) const void*)p;
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));  // the lower half of a generic one
 }
 template <class T>
-MLA_HIP_DEVICE T* mla_shared_pointer(uint32_t address) {
-  return (T*)(__attribute__((address_space(3))) T*)(uintptr_t)address;
+MLA_HIP_DEVICE auto mla_shared_pointer(uint32_t address) {  // not a generic one, which would know less
+  return (__attribute__((address_space(3))) T*)(uintptr_t)address;
 }
 
 #include "common/dtype.h"

@@ -76,6 +76,25 @@ __device__ __forceinline__ T uniform_broadcast(T x, int lane) {
   return x;
 }
 
+// The words at p in global memory. Of an address that has been in other lanes the compiler does not know that;
+// a generic load would count as one of shared memory, too, and every barrier would wait for it.
+#if MLA_FP8_WITH_HIP
+#define MLA_GLOBAL __attribute__((address_space(1)))
+#else
+#define MLA_GLOBAL
+#endif
+__device__ __forceinline__ uint8_t load_global_byte(const uint8_t* p) {
+  return *(MLA_GLOBAL const uint8_t*)p;
+}
+template <int kWords>
+__device__ __forceinline__ Words<kWords> load_global(const uint8_t* p) {
+  const auto* const from = (MLA_GLOBAL const uint32_t*)__builtin_assume_aligned(p, 4 * kWords);
+  Words<kWords> w;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) w[i] = from[i];
+  return w;
+}
+
 // Eight elements of a row as they are stored: bf16, or in the first words coded.
 struct Piece {
   Words<4> bytes;
@@ -94,18 +113,20 @@ __device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* r
   Piece piece{{}, 1.0f};
   if (row == nullptr) return piece;
   if constexpr (kFormat == Format::kBf16) {
-    piece.bytes = *reinterpret_cast<const Words<4>*>(row + dim * 2);
+    piece.bytes = load_global<4>(row + dim * 2);
   } else if (!kIsCoded && dim >= l.coded_dims) {
-    piece.bytes = *reinterpret_cast<const Words<4>*>(row + (l.bf16_offset + (dim - l.coded_dims) * 2));
+    piece.bytes = load_global<4>(row + (l.bf16_offset + (dim - l.coded_dims) * 2));
   } else {
-    const auto codes = *reinterpret_cast<const Words<kWords>*>(row + dim / 8 * kWords * 4);
+    const auto codes = load_global<kWords>(row + dim / 8 * kWords * 4);
 #pragma unroll
     for (unsigned i = 0; i < kWords; ++i) piece.bytes[i] = codes[i];
     if (kHasScales && l.has_scales) {
       const unsigned tile = dim >> l.tile_bits;
-      if constexpr (kFormat == Format::kE2m1) piece.scale = load_scale<ScaleFormat::kE4m3>(scales, tile);
-      else if (l.scale_format == ScaleFormat::kF32) piece.scale = load_scale<ScaleFormat::kF32>(scales, tile);
-      else piece.scale = load_scale<ScaleFormat::kUe8m0>(scales, tile);
+      if constexpr (kFormat == Format::kE2m1)
+        piece.scale = e4m3_to_float<Format::kE4m3fn>(load_global_byte(scales + tile));
+      else if (l.scale_format == ScaleFormat::kF32)
+        piece.scale = bits_float(load_global<1>(scales + 4 * tile)[0]);
+      else piece.scale = ue8m0_to_float(load_global_byte(scales + tile));
     }
   }
   return piece;

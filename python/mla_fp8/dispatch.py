@@ -56,6 +56,10 @@ PREFERENCES: tuple[Preference, ...] = (
         ("sparse_prefill",), ("sm90",), q_heads=range(17, 129),
     ),
     Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, OPS, ("sm100", "sm103")),
+    Preference(
+        ("native",), "as no other is taken there unasked; it has run emulated only",
+        OPS, ("gfx90a", "gfx942", "gfx950"),
+    ),
 )  # fmt: skip
 _DEFAULT = Preference((), "native before others", OPS, ())
 

@@ -20,7 +20,9 @@ def load(folder: Path, machine: str | None = None) -> None:
     runtime = folder / "machine" / RUNTIME if machine else folder / RUNTIME
     ctypes.CDLL(str(runtime))  # the library finds it by its name, like torch's
     torch.ops.load_library(str(folder / LIBRARY))
-    torch.ops.mla_fp8 = torch.ops.mla_fp8_emulated
+    emulated = torch.ops.mla_fp8_emulated
+    emulated.sparse_attention_workspace = torch.ops.mla_fp8.sparse_attention_workspace  # of no device
+    torch.ops.mla_fp8 = emulated
 
 
 def executes(machine: str) -> bool:

@@ -218,8 +218,7 @@ def topk_to_slots(device: str, size: Size = SIZE) -> Call:
 NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
-        ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "sparse_decode",
-         "quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
+        ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
          "topk_to_slots"), ("cuda",)
     )  # fmt: skip
 

@@ -94,7 +94,9 @@ __device__ inline void stmatrix_x2_trans(uint32_t address, uint32_t x, uint32_t 
 
 __device__ inline uint32_t shared_address(const void* p) { return mla_shared_address(p); }
 __device__ inline uint32_t load_shared_4(uint32_t address) { return *mla_shared_pointer<uint32_t>(address); }
-__device__ inline uint2 load_shared_8(uint32_t address) { return *mla_shared_pointer<uint2>(address); }
+__device__ inline uint2 load_shared_8(uint32_t address) {
+  return {load_shared_4(address), load_shared_4(address + 4)};
+}
 __device__ inline void store_shared_4(uint32_t address, uint32_t v) {
   *mla_shared_pointer<uint32_t>(address) = v;
 }
