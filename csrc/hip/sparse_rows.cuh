@@ -76,7 +76,7 @@ __device__ __forceinline__ T uniform_broadcast(T x, int lane) {
   return x;
 }
 
-// The words at p in global memory. Of an address that has been in other lanes the compiler does not know that;
+// The words at p in global memory. Of an address that has been in other lanes the compiler does not know it;
 // a generic load would count as one of shared memory, too, and every barrier would wait for it.
 #if MLA_FP8_WITH_HIP
 #define MLA_GLOBAL __attribute__((address_space(1)))
