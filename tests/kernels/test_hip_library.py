@@ -154,12 +154,11 @@ got = torch.ops.mla_fp8.dequantize_kv(cache, **options, scale=torch.ones(1))
 print((got.view(torch.int16) != want.view(torch.int16)).sum().item(), "differ")
 """
 
-NO_SPARSE = """
+NO_INDEXER = """
 import emulation, pathlib, sys, torch, mla_fp8
-from sparse_cases import make_case
 emulation.load(pathlib.Path(sys.argv[1]))
 try:
-    make_case(mla_fp8.KV_LAYOUTS["dsv32"], "cpu").decode()
+    torch.ops.mla_fp8.topk_to_slots
 except AttributeError as e:
     print(e)
 """
@@ -182,7 +181,7 @@ def test_every_e4m3fn_code_is_exact_on_every_gpu(arch):
 
 @needs_emulation
 def test_an_op_that_the_emulated_library_lacks_is_not_run_by_another():
-    assert "sparse_decode" in run_emulated(NO_SPARSE)
+    assert "topk_to_slots" in run_emulated(NO_INDEXER)
 
 
 @pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU and ROCm's torch")
