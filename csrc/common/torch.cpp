@@ -63,6 +63,8 @@ Arg::Arg(const char* op, const char* name, const Tensor& tensor)
     : op_(op), name_(name), t_(tensor), dtype_(dtype_code(tensor)) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim_));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes_));
+  // torch passes None as an undefined tensor: one dimension, no elements, and no strides to ask for.
+  if (dim_ == 1 && sizes_[0] == 0 && !tensor.defined()) fail("must be a tensor, got None");
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides_));
 }
 
@@ -99,6 +101,11 @@ const Arg& Arg::shape(Shape want) const {
   for (size_t i = 0; ok && i < want.size(); ++i) ok = want.begin()[i] < 0 || sizes_[i] == want.begin()[i];
   if (!ok) fail("must have shape ", shape_string(want), ", got ", shape_string(t_.sizes()));
   return *this;
+}
+
+void Arg::fail_page_shape(int64_t page_elements, int64_t page_size, const char* layout) const {
+  fail("must have shape [*, ", page_elements, "], got ", shape_string(t_.sizes()), " (a page is ", page_size,
+       " rows of layout ", layout, ")");
 }
 
 const Arg& Arg::contiguous() const {
@@ -192,8 +199,7 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
       arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ",
                arg.stride(1) * itemsize);
   } else if (dim != 2 || arg.size(1) != page_bytes / itemsize) {
-    arg.fail("must have shape [*, ", page_bytes / itemsize, "], got ", shape_string(t.sizes()),
-             " (a page is ", page_size, " rows of layout ", l.name, ")");
+    arg.fail_page_shape(page_bytes / itemsize, page_size, l.name);
   }
   arg.last_dim_contiguous();
   const int64_t num_pages = arg.size(0), stride_page = arg.stride(0) * itemsize;

@@ -54,6 +54,8 @@ class Arg {
     ((message << parts), ...);
     throw std::runtime_error(message.str());
   }
+  // A cache whose pages are not `page_size` rows of that layout.
+  [[noreturn]] void fail_page_shape(int64_t page_elements, int64_t page_size, const char* layout) const;
 
  private:
   const char *op_, *name_;

@@ -73,8 +73,8 @@ IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayou
     arg.shape({-1, page_size, 1, entry_bytes});
     if (page_size > 1 && arg.stride(1) != entry_bytes)
       arg.fail("must have a stride of ", entry_bytes, " bytes in dimension 1, got ", arg.stride(1));
-  } else {
-    arg.shape({-1, page_bytes});
+  } else if (arg.dim() != 2 || arg.size(1) != page_bytes) {
+    arg.fail_page_shape(page_bytes, page_size, l.name);
   }
   arg.last_dim_contiguous();
   const int64_t num_pages = arg.size(0), stride_page = arg.stride(0);

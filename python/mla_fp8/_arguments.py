@@ -12,8 +12,13 @@ def all_given(op: str, **buffers: torch.Tensor | None) -> bool:
     return not missing
 
 
+def need_tensors(op: str, **required: object) -> None:
+    """RuntimeError for what is no tensor where Python code needs one before the op can look."""
+    for name, x in required.items():
+        if not isinstance(x, torch.Tensor):
+            raise RuntimeError(f"mla_fp8::{op}: {name} must be a tensor, got {x!r}")
+
+
 def expect_tensors(op: str, **optional: object) -> None:
     """RuntimeError for a number or a list in place of a tensor, in a line: torch would print the schema."""
-    for name, x in optional.items():
-        if x is not None and not isinstance(x, torch.Tensor):
-            raise RuntimeError(f"mla_fp8::{op}: {name} must be a tensor, got {x!r}")
+    need_tensors(op, **{name: x for name, x in optional.items() if x is not None})

@@ -142,6 +142,8 @@ def second_scope(
     parts = ((kv_cache, "a cache"), (indices, "indices"), (page_size, "a page size"))
     if any(part is not None for part, _ in parts):
         got = ", ".join(f"no {name.removeprefix('a ')}" if part is None else name for part, name in parts)
+        if op == "sparse_prefill_window":
+            got = got.replace("no indices", "no indices (and no extra_page_table)")
         raise RuntimeError(
             f"mla_fp8::{op}: extra_kv_cache, extra_indices and extra_page_size must be given together, "
             f"got {got}"

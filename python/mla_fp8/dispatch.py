@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._arguments import expect_tensors
+from ._arguments import expect_tensors, need_tensors
 from ._inference import refuse_gradients
 from .arch import arch_of
 from .backends import opaque
@@ -235,6 +235,7 @@ def attend(call: SparseCall, backend: str) -> Any:
     (out, max_logits, lse) of the others."""
     given = call.arguments()
     length = call.scopes[0].length
+    need_tensors(call.op, q=call.q)
     expect_tensors(call.op, topk_length=length, attn_sink=call.attn_sink, scale=call.scale)
     refuse_gradients(call.op, **given)
     adapter = _adapter(call.op, call.q, call.layout_name, backend, call.features)

@@ -1,9 +1,11 @@
 """The commonest wrong calls and the whole text that answers: the argument, what was expected, what came."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
+from op_samples import SAMPLES
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
@@ -85,6 +87,9 @@ DTYPES = {
         decode(kv_cache=torch.zeros(4, 64 * 164)),
         "kv_cache must have dtype Byte or Char or Float8_e4m3fn or Float8_e4m3fnuz or BFloat16, got Float",
     ),
+    "no queries": (decode(q=None), "q must be a tensor, got None"),
+    "no cache": (decode(kv_cache=None), "kv_cache must be a tensor, got None"),
+    "no indices": (decode(indices=None), "indices must be a tensor, got None"),
     "lengths as a list": (decode(topk_length=[8, 8]), "topk_length must be a tensor, got [8, 8]"),
     "a scale as a number": (with_scale(0.5), "scale must be a tensor, got 0.5"),
 }  # fmt: skip
@@ -217,3 +222,18 @@ def test_a_choice_that_is_none_is_answered_with_those_that_are(call, text):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_none_for_a_tensor_is_named(name, device):
+    """torch hands it on as a tensor without dimensions, strides or memory to ask for."""
+    function = getattr(mla_fp8, name)
+    tensors, options = SAMPLES[name](device)
+    parameters = inspect.signature(function).parameters.values()
+    pairs = zip(range(len(tensors)), parameters, strict=False)
+    required = [i for i, parameter in pairs if parameter.annotation is torch.Tensor]
+    assert required
+    for i in required:
+        given = [None if i == j else x for j, x in enumerate(tensors)]
+        with pytest.raises(RuntimeError, match=rf"^mla_fp8::{name}: \w+ must be a tensor, got None$"):
+            function(*given, **options)

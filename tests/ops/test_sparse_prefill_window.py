@@ -216,6 +216,15 @@ ERRORS = [
 ]
 
 
+def test_a_second_cache_without_its_keys_is_told_both_ways_to_name_them(device):
+    case = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
+    options = case.options() | {"extra_indices": None, "extra_topk_length": None}
+    with pytest.raises(
+        RuntimeError, match=r"got a cache, no indices \(and no extra_page_table\), a page size"
+    ):
+        mla_fp8.sparse_prefill_window(*case.arguments(), **options)
+
+
 @pytest.mark.parametrize("name, change, message", ERRORS, ids=[f"{e[0]}-{i}" for i, e in enumerate(ERRORS)])
 def test_wrong_arguments_are_named_and_nothing_is_written(name, change, message, device):
     window = make_window_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES, **RAGGED)
