@@ -146,6 +146,30 @@ def test_the_layers_of_v4_and_v41_attend_through_us(batch, model, ratio, monkeyp
     torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("decodes", "prefills"),
+    [([], [(9, 300), (5, 5), (3, 4000)]), ([300, 5], [(130, 600), (1, 129)])],
+    ids=["prefill", "mixed"],
+)
+def test_every_entry_of_the_past_by_pages_is_what_vllms_index_rows_name(decodes, prefills, monkeypatch):
+    scenario = v4_layer.Scenario(v4_layer.V4, 128, 16, decodes, prefills, torch.device("cpu"))
+    prompts, seen = slice(len(decodes), None), []
+    over_windows = attend.over_windows
+
+    def spied(*geometry, **options):
+        seen.append({name for name, x in options.items() if x is not None})
+        over_windows(*geometry, **options)
+
+    monkeypatch.setattr(attend, "over_windows", spied)
+    by_pages = scenario.attend()[prompts].clone()
+    monkeypatch.setattr(vllm_v4, "_entries_by_pages", lambda *_: None)
+    by_index = scenario.attend()[prompts]
+    assert ["extra_page_table" in names for names in seen] == [True, False]
+    assert ["extra_indices" in names for names in seen] == [False, True]
+    torch.testing.assert_close(by_pages, by_index, rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(by_pages.double(), scenario.exact()[prompts], rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("ratio", v4_layer.V4.width)
 def test_the_yardstick_of_v4s_engine_is_exact(ratio, monkeypatch):
     convert = engine_standins.compute_global_topk_indices_and_lens

@@ -262,10 +262,50 @@ def test_v4s_prompts_of_few_heads_are_read_straight_from_the_pages(has_entries, 
         pytest.skip("V4.1's ratio 0 is the window alone")
     b = v4_batch(ratio, 16, device, has_entries=has_entries)
     b.layer.__class__ = v4_layer
+    if ratio == vllm_v4.EVERY_ENTRY and has_entries:
+        b.arguments[5].c128a_prefill_topk_indices = None  # index rows that nobody needs
     v4_layer._forward_prefill(b.layer, *b.arguments)
     (used, exact), output = b.exact, b.arguments[4]
     torch.testing.assert_close(output[:used].double(), exact, rtol=2e-2, atol=2e-2)
     assert output[used:].isnan().all()
+
+
+def no_positions(b):
+    b.arguments = (b.arguments[0], None, *b.arguments[2:])
+
+
+def positions_in_three_dimensions(b):
+    b.arguments = (b.arguments[0], b.arguments[1].expand(3, -1), *b.arguments[2:])
+
+
+def too_few_positions(b):
+    b.arguments = (b.arguments[0], b.arguments[1][:5], *b.arguments[2:])
+
+
+def two_blocks_in_a_page(b):
+    """vLLM's kernels find a slot by its block; for us a block is a page of the cache."""
+    metadata = b.arguments[5]
+    metadata.block_size //= 2
+    metadata.block_table = (
+        2 * metadata.block_table[..., None] + torch.tensor([0, 1]).to(metadata.block_table)
+    ).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "change", [no_positions, positions_in_three_dimensions, too_few_positions, two_blocks_in_a_page]
+)
+def test_where_pages_do_not_name_every_entry_vllms_index_rows_do(change, v4_layer, device, monkeypatch):
+    b = v4_batch(128, 16, device, block=256)
+    b.layer.__class__ = v4_layer
+    change(b)
+    seen, over_windows = [], attend.over_windows
+    monkeypatch.setattr(
+        attend, "over_windows", lambda *a, **options: seen.append(options) or over_windows(*a, **options)
+    )
+    v4_layer._forward_prefill(b.layer, *b.arguments)
+    (options,), (used, exact) = seen, b.exact
+    assert "extra_page_table" not in options and options["extra_indices"].shape[0] == used
+    torch.testing.assert_close(b.arguments[4][:used].double(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_v4s_other_prompts_go_vllms_own_way(v4_layer, device):
@@ -299,6 +339,7 @@ def v4_batch(ratio, heads, device, window=32, size=16, block=128, has_entries=Tr
     rows, entries = cache(9, block // ratio) if has_entries else (None, None)
     request = torch.tensor([r for r, n in enumerate(queries) for _ in range(n)], **int32)
     positions = [n - m + i for n, m in zip(lens, queries, strict=True) for i in range(m)]
+    where = torch.tensor([*positions[first:], 0, 0], device=device)  # int64, those of padding behind
     chosen = torch.full((tokens, 24), -1, **int32)
     for t, p in enumerate(positions):
         past = (p + 1) // max(ratio, 1)
@@ -331,7 +372,7 @@ def v4_batch(ratio, heads, device, window=32, size=16, block=128, has_entries=Tr
         logits = torch.cat([q[t - first].double() @ k.T * 0.5, sink[:, None].double()], 1)
         exact.append(logits.softmax(1)[:, :-1] @ k)
     output = torch.full_like(q, NAN)
-    arguments = (q, None, entries, swa_cache, output, mla if has_entries else None, swa)
+    arguments = (q, where, entries, swa_cache, output, mla if has_entries else None, swa)
     return SimpleNamespace(
         layer=Layer(layer), arguments=arguments, exact=(tokens - first, torch.stack(exact))
     )

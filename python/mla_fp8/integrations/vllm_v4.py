@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import probes
@@ -25,6 +26,8 @@ LAYER = "DeepseekV4FlashMLAAttention"
 HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernel which writes the queries is compiled for
 # Up to here a prompt's keys are read from the pages as they are; above, vLLM's bf16 workspace is faster.
 MAX_HEADS_FROM_PAGES = 32
+# Of V4's layers that attend to every compressed entry of the past, without an indexer.
+EVERY_ENTRY = 128
 _LAYOUT = KV_LAYOUTS["dsv4"]
 
 
@@ -54,7 +57,7 @@ def forward_prefill(
     end = first + swa_metadata.num_prefills  # vLLM's tensors may be longer
     entries = {}
     if attn_metadata is not None and compressed_k_cache is not None:
-        entries = _entries(self, compressed_k_cache, attn_metadata, swa_metadata)
+        entries = _entries(self, positions, compressed_k_cache, attn_metadata, swa_metadata)
     attend.over_windows(
         q[:num_tokens],
         swa_k_cache,
@@ -71,11 +74,16 @@ def forward_prefill(
     )
 
 
-def _entries(layer: Any, cache: Tensor, attn_metadata: Any, swa_metadata: Any) -> dict[str, Any]:
+def _entries(
+    layer: Any, positions: Tensor, cache: Tensor, attn_metadata: Any, swa_metadata: Any
+) -> dict[str, Any]:
     """The compressed entries that each token of the prompts attends to."""
     begin = swa_metadata.num_decode_tokens
     tokens = slice(begin, begin + swa_metadata.num_prefill_tokens)
-    if layer.compress_ratio == 128:  # of V4: every entry, without an indexer
+    if layer.compress_ratio == EVERY_ENTRY:
+        by_pages = _entries_by_pages(positions, cache, attn_metadata, swa_metadata)
+        if by_pages is not None:
+            return by_pages
         chosen = attn_metadata.c128a_prefill_topk_indices
     else:
         chosen = layer.topk_indices_buffer[tokens]
@@ -89,6 +97,28 @@ def _entries(layer: Any, cache: Tensor, attn_metadata: Any, swa_metadata: Any) -
     )
     return {
         "extra_kv_cache": cache, "extra_indices": slots, "extra_topk_length": lengths,
+        "extra_page_size": cache.shape[1],
+    }  # fmt: skip
+
+
+def _entries_by_pages(
+    positions: Tensor | None, cache: Tensor, attn_metadata: Any, swa_metadata: Any
+) -> dict[str, Any] | None:
+    """Every entry that is closed at a token's position, by the layer's block table: no index is read.
+
+    None where vLLM's metadata do not say as much: a position per token, a row of block table per prompt,
+    whose blocks are pages of the cache.
+    """
+    num_tokens, num_prompts = swa_metadata.num_prefill_tokens, swa_metadata.num_prefills
+    table = attn_metadata.block_table[swa_metadata.num_decodes :][:num_prompts]
+    if positions is None or positions.dim() != 1 or len(positions) < num_tokens or len(table) < num_prompts:
+        return None
+    if cache.shape[1] * EVERY_ENTRY != attn_metadata.block_size or table.dtype is not torch.int32:
+        return None
+    closed = torch.empty(num_tokens, dtype=torch.int32, device=positions.device)
+    torch.add(positions[:num_tokens], 1, out=closed).floor_divide_(EVERY_ENTRY)
+    return {
+        "extra_kv_cache": cache, "extra_page_table": table, "extra_topk_length": closed,
         "extra_page_size": cache.shape[1],
     }  # fmt: skip
 
