@@ -33,13 +33,13 @@ struct SlidingWindow {
 
 // Where a query stands in its request.
 struct WindowQuery {
-  int64_t request;   // -1: none
-  int64_t position;  // < 0: the request has fewer tokens than queries
-  int64_t queries;   // of the request, from this one on
+  int64_t request = -1;   // -1: none
+  int64_t position = -1;  // < 0: the request has fewer tokens than queries
+  int64_t queries = 0;    // of the request, from this one on
 };
 MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
   const int64_t request = find_request(w.query_start_loc, w.num_requests, token);
-  if (request < 0) return {-1, -1, 0};
+  if (request < 0) return {};
   const int64_t queries = int64_t{w.query_start_loc[request + 1]} - w.query_start_loc[0] - token;
   return {request, w.seq_lens[request] - queries, queries};
 }
@@ -95,28 +95,25 @@ struct SparseAttentionParams {
 class Selection {
  public:
   MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token)
+      : Selection(p, scope, token, p.is_window ? find_query(p.window, token) : WindowQuery{}) {}
+  MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token, const WindowQuery& q)
       : scope_(p.scopes[scope]), is_paged_(scope == 0 ? p.is_window : p.has_entry_pages) {
-    const SlidingWindow& w = p.window;
-    if (is_paged_ && scope == 1) {
-      const EntryPages& e = p.entry_pages;
-      const WindowQuery q = find_query(w, token);
-      if (q.request < 0) return;
-      indices_ = e.page_table + q.request * e.page_table_stride_request;
-      max_pages_ = e.max_pages;
+    if (!is_paged_) {
+      indices_ = scope_.indices + token * scope_.indices_stride_token;
       length_ = listed(token);
-    } else if (is_paged_) {
-      const WindowQuery q = find_query(w, token);
-      if (q.request < 0 || q.position < 0) return;
+    } else if (q.request >= 0 && scope == 1) {
+      indices_ = p.entry_pages.page_table + q.request * p.entry_pages.page_table_stride_request;
+      max_pages_ = p.entry_pages.max_pages;
+      length_ = listed(token);
+    } else if (q.request >= 0 && q.position >= 0) {
+      const SlidingWindow& w = p.window;
+      indices_ = w.page_table + q.request * w.page_table_stride_request;
+      max_pages_ = w.max_pages;
       first_ = q.position < w.window_size ? 0 : q.position - w.window_size + 1;
       // A length that is garbage costs no time: what is behind the table's last page is masked anyway.
       const int64_t known = w.max_pages * scope_.page_size;
       const int64_t end = q.position < known ? q.position + 1 : known;
       length_ = end > first_ ? end - first_ : 0;
-      indices_ = w.page_table + q.request * w.page_table_stride_request;
-      max_pages_ = w.max_pages;
-    } else {
-      indices_ = scope_.indices + token * scope_.indices_stride_token;
-      length_ = listed(token);
     }
   }
   MLA_HD int64_t length() const { return length_; }

@@ -23,12 +23,13 @@ struct Keys {
 
   Keys() = default;
   __device__ Keys(const SparseAttentionParams& p, int64_t token) : second(nullptr) {
-    const Selection selection(p, 0, token);
+    const WindowQuery query = p.is_window ? find_query(p.window, token) : WindowQuery{};
+    const Selection selection(p, 0, token, query);
     first = selection.entries();
     length0 = length = static_cast<unsigned>(selection.length());
     window_first = static_cast<unsigned>(selection.first_position());
     if (p.num_scopes > 1) {
-      const Selection extra(p, 1, token);
+      const Selection extra(p, 1, token, query);
       second = p.has_entry_pages ? extra.entries() : extra.entries() - length0;
       length += static_cast<unsigned>(extra.length());
     }
@@ -56,13 +57,9 @@ class KeySource {
   }
   // The key of any row; not valid past the end.
   __device__ __forceinline__ Key at(unsigned position) const {
-    if (p_.is_window && position < keys_.length0)
-      return {page_slot(keys_.first, p_.window.max_pages, p_.scopes[0], keys_.window_first + position), 0};
-    if (p_.has_entry_pages) {
-      if (position >= keys_.length) return {-1, 1};
-      return {page_slot(keys_.second, p_.entry_pages.max_pages, p_.scopes[1], position - keys_.length0), 1};
-    }
-    return {entry(position), position >= keys_.length0};
+    const bool extra = position >= keys_.length0;
+    const bool has_pages = extra ? +p_.has_entry_pages : +p_.is_window;
+    return {has_pages ? page_slot(position, extra) : entry(position), extra};
   }
   __device__ __forceinline__ bool is_valid(Key key) const {
     return static_cast<unsigned>(key.slot) < (key.scope == 0 ? +num_slots_[0] : +num_slots_[1]);
@@ -73,13 +70,16 @@ class KeySource {
   __device__ __forceinline__ static unsigned limit(const KvScope& scope) {
     return static_cast<unsigned>(min(scope.num_slots, int64_t{1} << 31));
   }
-  __device__ __forceinline__ static int page_slot(const int32_t* pages, int64_t max_pages,
-                                                  const KvScope& scope, unsigned in_request) {
-    const unsigned page_size = scope.page_size, entry = in_request / page_size;
-    if (entry >= max_pages) return -1;
-    const int page = __ldg(pages + entry);
-    const int64_t slot = int64_t{page} * page_size + in_request % page_size;
-    return page >= 0 && slot < scope.num_slots ? static_cast<int>(slot) : -1;
+  // Once for both scopes: positions of pages are code, which is cold.
+  __device__ __forceinline__ int page_slot(unsigned position, bool extra) const {
+    if (position >= keys_.length) return -1;
+    const unsigned in_request = position + (extra ? 0 - keys_.length0 : keys_.window_first);
+    const auto page_size = static_cast<unsigned>(extra ? +p_.scopes[1].page_size : +p_.scopes[0].page_size);
+    const unsigned place = in_request / page_size;
+    if (place >= (extra ? +p_.entry_pages.max_pages : +p_.window.max_pages)) return -1;
+    const int64_t page = __ldg((extra ? +keys_.second : +keys_.first) + place);
+    const int64_t slot = page * page_size + in_request % page_size;
+    return page >= 0 && slot < (extra ? +num_slots_[1] : +num_slots_[0]) ? static_cast<int>(slot) : -1;
   }
 
   const SparseAttentionParams& p_;
