@@ -81,8 +81,8 @@ def signature(name: str, function: object) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
             lines.append("*")
             keyword = True
-        text = re.sub(r"\b(?:torch|mla_fp8\.layout)\.", "", str(parameter)).replace("'", '"')
-        lines.append(text)
+        text = re.sub(r"\b(?:torch|collections\.abc|mla_fp8(?:\.[a-z_]+)+)\.", "", str(parameter))
+        lines.append(text.replace("'", '"'))
     inside = "".join(f"\n    {line}," for line in lines)
     return f"{name}({inside}\n)" if lines else f"{name}()"
 
@@ -92,16 +92,25 @@ def entry(name: str, function: object) -> str:
     return f"## {name}\n\n{block}\n\n{markdown(function.__doc__ or '')}\n"
 
 
+def call(method: object) -> str:
+    """``(a, *, b=1)``: a method's parameters without their types."""
+    parameters = inspect.signature(method).parameters.values()  # type: ignore[arg-type]
+    bare = [x.replace(annotation=x.empty) for x in parameters if x.name != "self"]
+    return str(inspect.Signature(bare))
+
+
 def class_entry(name: str, kind: type) -> str:
-    """The docstring of a class, and one line per public method and property."""
+    """How it is made, unless a table has all there are; its docstring; a line per method and property."""
     lines = []
     for member, value in vars(kind).items():
-        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        of_instances = not isinstance(value, property)
+        function = getattr(value, "__func__", value) if of_instances else value.fget
         if inspect.isfunction(function) and not member.startswith("_") and function.__doc__:
-            first = " ".join(inspect.cleandoc(function.__doc__).split("\n\n")[0].split())
-            lines.append(f"| `{member}` | {inline(first)} |")
+            text = inline(" ".join(inspect.cleandoc(function.__doc__).split()))
+            lines.append(f"| `{member}{call(function) if of_instances else ''}` | {text} |")
     listing = "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
-    return f"## {name}\n\n{markdown(kind.__doc__ or '')}\n\n{listing}\n"
+    made = "" if "id" in kind.__annotations__ else f"```python\n{signature(name, kind)}\n```\n\n"
+    return f"## {name}\n\n{made}{markdown(kind.__doc__ or '')}\n\n{listing}\n"
 
 
 def sections() -> Iterator[str]:

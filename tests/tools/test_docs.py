@@ -76,6 +76,14 @@ def test_readme_lists_every_public_op() -> None:
     assert public <= set(re.findall(r"`(\w+)`", table))
 
 
+def test_the_reference_says_how_an_object_is_made() -> None:
+    public = {name: getattr(mla_fp8, name) for name in mla_fp8.__all__}
+    made = {name for name, x in public.items() if inspect.isclass(x)} - {"KVLayout", "IndexLayout"}
+    signatures = (DOCS / "reference/ops.md").read_text()
+    assert {name for name in made if f"```python\n{name}(\n" in signatures} == made
+    assert "| `attend(q, layer, topk_indices=None, *, sm_scale" in signatures
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_files_lead_somewhere(path: Path) -> None:
     text = path.read_text()

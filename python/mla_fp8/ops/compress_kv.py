@@ -58,7 +58,8 @@ def compress_kv(
     The state holds the raw rows of the last tokens, position p in row ``p % depth``; online (ratio 128 alone)
     max, sum and mean after each token, another order of additions and 6 KiB a row. One call over [a, b)
     gives the bits of every chain of calls over it, rejected drafts in between included, if depth is at least
-    window - 1 + n (window 8, 128, 2; online n + 1), n >= 1 being the most tokens of a call that are rejected.
+    window - 1 + n (ratio 2 has a window of 2 tokens, 4 of 8, 128 of 128; online: n + 1), n >= 1 being the
+    most tokens of a call that are rejected.
     At a prefix hit of length a the rows of positions a - window + 1 .. a - 1 must be in the slot. No two
     requests of a call may share a slot. The bits are the same on every device.
 

@@ -107,7 +107,7 @@ class SparsePrefillChunkCache:
         """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
 
         ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
-        entries of a token's past. ``strategy`` is a name of the module's table or auto.
+        entries of a token's past. ``strategy`` is auto, whole, selected or direct.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check_usable(q)

@@ -9,24 +9,40 @@ from ..layout import KV_LAYOUTS, KVLayout, get_layout
 
 
 class PagedCache(NamedTuple):
-    data: Tensor  # [num_pages, page_bytes]
+    """The pages of one cache, ``data`` [num_pages, page_bytes], with ``page_size`` rows each."""
+
+    data: Tensor
     page_size: int
 
     @property
     def num_slots(self) -> int:
+        """Rows of all pages."""
         return self.data.shape[0] * self.page_size
 
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """The caches of one layer: ``entries`` (one for ``compress_ratio`` tokens), ``window``, or both."""
+    """The caches of one layer: ``entries`` (one for ``compress_ratio`` tokens), ``window``, or both.
 
-    layout: str | KVLayout  # of both, but for entries_layout
-    compress_ratio: int = 0  # 0: no entries
+    ==============  ============================================
+    layout          of both caches, but for ``entries_layout``
+    compress_ratio  tokens that an entry stands for; 0: no entries
+    entries         V4's compressed entries, or with ratio 1 all tokens
+    window          the last tokens, all of which a query attends to
+    scale           one element, fp32: ``fp8_e4m3*`` only
+    entries_layout  of ``entries``, where it is another
+    ==============  ============================================
+
+    Raises ValueError for entries without a ratio, a ratio without entries, neither cache, or two layouts that
+    no call of attention reads together.
+    """
+
+    layout: str | KVLayout
+    compress_ratio: int = 0
     entries: PagedCache | None = None
     window: PagedCache | None = None
-    scale: Tensor | None = None  # of the layer: fp8_e4m3* only
-    entries_layout: str | KVLayout | None = None  # of ``entries``, where it is another
+    scale: Tensor | None = None
+    entries_layout: str | KVLayout | None = None
 
     def __post_init__(self) -> None:
         layout, of_entries = get_layout(self.layout), self.layout_of_entries
