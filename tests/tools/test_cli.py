@@ -35,3 +35,12 @@ def test_help_says_what_a_command_is(command, is_about, capsys):
             main(arguments)
         says = capsys.readouterr().out
         assert is_about in says and "``" not in says
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench", "pad_q_heads", "--seconds", "0.01"]])
+def test_a_folder_that_cannot_be_made_is_named_before_any_work(command, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "out")
+    assert main([*command, "--out", out]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"mla_fp8 {command[0]}: ") and out in captured.err and not captured.out

@@ -83,6 +83,12 @@ def main(options: argparse.Namespace) -> int:
     if unknown := sorted(set(names) - set(SCRIPTS)):
         print(f"mla_fp8 bench: unknown {', '.join(unknown)}; known: {', '.join(SCRIPTS)}", file=sys.stderr)
         return 2
+    try:
+        if not options.smoke:
+            options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"mla_fp8 bench: --out: {error}", file=sys.stderr)
+        return 2
     passed = ["--only", options.only, "--seconds", str(options.seconds)]
     passed += ["--smoke"] if options.smoke else ["--csv", str(options.out)]
     failed = []

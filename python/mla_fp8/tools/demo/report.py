@@ -1,5 +1,6 @@
 """The demo's tables and its chart."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +106,11 @@ def bytes_per_entry(layout: str) -> str:
     return " + ".join(str(KV_LAYOUTS[name].bytes_per_token) for name in layout.split("+"))
 
 
+def share(x: float) -> str:
+    """In percent; of nothing there is none."""
+    return "-" if math.isnan(x) else f"{x:.1%}"
+
+
 def layout_table(results: Results) -> str:
     spec = results.workload.spec
     lines = [
@@ -119,10 +125,10 @@ def layout_table(results: Results) -> str:
         lines.append(
             f"{layout:<19}{bytes_per_entry(layout):>12}{run.cache_bytes / 2**20:>11.2f}"
             f"{clock.tokens_per_second('prefill'):>11,.0f}{clock.tokens_per_second('decode'):>10,.0f}"
-            f"{answer.logits_rms:>16.2%}{answer.same_byte:>11.1%}{answer.correct:>9.1%}"
+            f"{answer.logits_rms:>16.2%}{answer.same_byte:>11.1%}{share(answer.correct):>9}"
         )
     lines.append(
-        f"{'float64, no cache':<74}{'':>5}{results.exact.same_byte:>11.1%}{results.exact.correct:>9.1%}"
+        f"{'float64, no cache':<74}{'':>5}{results.exact.same_byte:>11.1%}{share(results.exact.correct):>9}"
     )
     return "\n".join(lines)
 

@@ -126,6 +126,7 @@ def main(options: argparse.Namespace) -> int:
     """Prints the verdict, then the tables; writes the chart. The exit status is 1 if a bound was violated."""
     try:
         workload = make_workload(options)
+        options.out.mkdir(parents=True, exist_ok=True)  # not after all the work
     except (ValueError, OSError) as error:
         print(f"mla_fp8 demo: {error}", file=sys.stderr)
         return 2
