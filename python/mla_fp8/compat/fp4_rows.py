@@ -88,7 +88,8 @@ def convert_kv(
     scale         one element              fp32            the layer's scale: ``fp8_e4m3*_512`` only
     ============  =======================  ==============  =================================================
 
-    A NaN scale makes its tile NaN. ValueError names the argument, what was expected and what came.
+    A NaN scale makes its tile NaN. ValueError names the argument, what was expected and what came; what is
+    wrong with ``dst`` is the RuntimeError of ``quantize_kv`` about its ``kv_cache``.
     """
     rows, layout = _check(src, src_rows, get_layout(layout), src_page_size, src_slots, slot_mapping)
     real = (src_slots >= 0) & (src_slots < len(src) * src_page_size)
