@@ -81,7 +81,7 @@ def signature(name: str, function: object) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
             lines.append("*")
             keyword = True
-        text = re.sub(r"\b(?:torch|collections\.abc|mla_fp8(?:\.[a-z_]+)+)\.", "", str(parameter))
+        text = re.sub(r"\b(?:torch|collections\.abc|mla_fp8(?:\.[a-z_]+)+)\.(?=[A-Z])", "", str(parameter))
         lines.append(text.replace("'", '"'))
     inside = "".join(f"\n    {line}," for line in lines)
     return f"{name}({inside}\n)" if lines else f"{name}()"
