@@ -1,6 +1,7 @@
 // Every op of the package. The CPU library defines the schemas and is always loaded first; each library
-// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key. The library that
-// tests the HIP one without a GPU (MLA_FP8_EMULATED) has schemas and a name of its own and takes CPU tensors.
+// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key. A library that
+// tests one of these without a GPU (MLA_FP8_EMULATED) has schemas and a name of its own, and takes CPU
+// tensors.
 #include "registration.h"
 
 #include <sstream>
@@ -58,7 +59,7 @@ std::string index_layout_table() {
 #define MLA_FP8_LIBRARY mla_fp8
 #endif
 
-#if MLA_FP8_WITH_CUDA
+#if MLA_FP8_WITH_CUDA && !MLA_FP8_EMULATED
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_CUDA_OPS(IMPL)}
 
@@ -218,7 +219,11 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
 
 #if MLA_FP8_EMULATED
 
+#if MLA_FP8_WITH_CUDA
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_CUDA_OPS(IMPL)}
+#else
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
+#endif
 
 #else
 

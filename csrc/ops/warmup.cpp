@@ -8,7 +8,7 @@
 namespace mla_fp8 {
 
 void _warmup([[maybe_unused]] const Tensor& device_of) {
-#if MLA_FP8_EMULATED
+#if MLA_FP8_WITH_HIP && MLA_FP8_EMULATED
   gpu::load_all_kernels();
 #elif MLA_FP8_WITH_HIP
   const torch::stable::accelerator::DeviceGuard guard(device_of.get_device_index());

@@ -7,6 +7,7 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from assertions import Results, assert_attention, assert_same
@@ -16,9 +17,19 @@ from window_cases import make_window_case
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+DEVICE = emulation.hopper()
+pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True)
+def few_processors(monkeypatch):
+    """Of an emulated GPU: walks go through many queries even if there are few."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "2")
+
+
+def many(count: int) -> int:
+    """Queries enough for a GPU; a twentieth of them for an emulated one."""
+    return count if DEVICE == "cuda" else count // 20
 
 
 @dataclass(frozen=True)
@@ -91,17 +102,17 @@ def seed():
 def some_tokens(case: Case) -> torch.Tensor:
     """The first eight, which are the odd ones, and some others."""
     count = len(case.q)
-    return torch.cat([torch.arange(min(8, count)), torch.randint(count, (16,))]).cuda()
+    return torch.cat([torch.arange(min(8, count)), torch.randint(count, (16,))]).to(DEVICE)
 
 
 @every_variant
 @pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["one cache", "two caches"])
-@pytest.mark.parametrize("num_tokens", [1, 9, 700])
+@pytest.mark.parametrize("num_tokens", [1, 9, many(700)])
 def test_every_variant(variant, num_tokens, extra):
     """One query, and more than the CTAs of a walk have at once."""
     for heads in variant.some_heads:
         shape = {"num_tokens": num_tokens, "num_q_heads": heads, "topk": 333, "num_slots": 2000}
-        case = make_case(variant.first, "cuda", **shape, extra=variant.extra(extra))
+        case = make_case(variant.first, DEVICE, **shape, extra=variant.extra(extra))
         results = variant.run(case)
         assert all(not t.isnan().any() for t in results)
         some = some_tokens(case)
@@ -116,7 +127,7 @@ def test_long_rows(variant):
     """Every stage of a ring is filled many times, and every CTA of a query has keys."""
     heads = variant.some_heads[0]
     shape = {"num_tokens": 5, "num_q_heads": heads, "topk": 5000, "num_slots": 9000}
-    case = make_case(variant.first, "cuda", **shape, extra=variant.extra(None))
+    case = make_case(variant.first, DEVICE, **shape, extra=variant.extra(None))
     results = variant.run(case)
     assert_attention(case, results)
     for _ in range(3):
@@ -128,11 +139,11 @@ def test_rows_of_every_kind(variant):
     """Full next to empty, holes, repeats. Invalid keys are left out: a row has the bits of one without."""
     heads = variant.some_heads[-1]
     second = (variant.extra({}) or {}).get("layout")
-    shape = {"num_tokens": 330, "num_q_heads": heads, "extra_topk": 70}
-    case = row_case(variant.first, "cuda", **shape, extra_layout=second)
+    shape = {"num_tokens": max(many(330), 44), "num_q_heads": heads, "extra_topk": 70}
+    case = row_case(variant.first, DEVICE, **shape, extra_layout=second)
     results = variant.run(case)
     assert all(not t.isnan().any() for t in results)
-    some = torch.arange(44).cuda()
+    some = torch.arange(44).to(DEVICE)
     assert_attention(case, results, some)
     if not variant.pairs:
         assert_same(variant.run(changed(case, compacted)), results)
@@ -142,42 +153,49 @@ def test_rows_of_every_kind(variant):
 @pytest.mark.parametrize("window_size", [33, 128, 200])
 @pytest.mark.parametrize("extra", [None, V4_SCOPES | {"topk": 40}], ids=["alone", "and a cache"])
 def test_windows(variant, window_size, extra):
-    window = make_window_case(
-        variant.first, "cuda", query_lens=[150, 1, 0, 200], seq_lens=[400, 90, 30, 200],
-        window_size=window_size, num_q_heads=variant.some_heads[-1], extra=variant.extra(extra),
-    )  # fmt: skip
+    queries = [many(150), 1, 0, many(200)]
+    lengths = {"query_lens": queries, "seq_lens": [400, 90, 30, queries[3]], "window_size": window_size}
+    heads = variant.some_heads[-1]
+    window = make_window_case(variant.first, DEVICE, **lengths, num_q_heads=heads, extra=variant.extra(extra))
     results = torch.ops.mla_fp8._sparse_attention_window(
         *window.arguments(), **window.op_options(), **variant.options()
     )
     assert all(not t.isnan().any() for t in results)
-    some = torch.cat([torch.arange(24), torch.arange(340, 353)]).cuda()
+    count = sum(queries)
+    some = torch.cat([torch.arange(min(24, count)), torch.arange(max(count - 11, 0), count)]).to(DEVICE)
     assert_attention(window.case, results, some)
 
 
 @unsplit_variants
 def test_a_query_does_not_depend_on_its_place_or_its_neighbours(variant):
     heads = variant.some_heads[0]
-    case = make_case(variant.first, "cuda", num_tokens=600, num_q_heads=heads, extra=variant.extra(V4_SCOPES))
+    count = many(600)
+    case = make_case(
+        variant.first, DEVICE, num_tokens=count, num_q_heads=heads, extra=variant.extra(V4_SCOPES)
+    )
     whole = variant.run(case)
-    order = torch.randperm(600, device="cuda")
-    order[300:] = order[0]
+    order = torch.randperm(count, device=DEVICE)
+    order[count // 2 :] = order[0]
     assert_same(variant.run(case.tokens(order)), tuple(t[order] for t in whole))
 
 
 @unsplit_variants
 def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
     heads = variant.some_heads[0]
-    case = make_case(variant.first, "cuda", num_tokens=200, num_q_heads=heads, extra=variant.extra(V4_SCOPES))
+    count = many(200)
+    case = make_case(
+        variant.first, DEVICE, num_tokens=count, num_q_heads=heads, extra=variant.extra(V4_SCOPES)
+    )
     padded = 128 if variant.pairs else variant.heads
-    q = case.q.new_zeros(200, padded, case.q.shape[2])
+    q = case.q.new_zeros(count, padded, case.q.shape[2])
     q[:, :heads] = case.q
-    sink = torch.full((padded,), -float("inf"), device="cuda")
+    sink = torch.full((padded,), -float("inf"), device=DEVICE)
     sink[:heads] = case.attn_sink
     wide = variant.run(replace(case, q=q, attn_sink=sink))
     assert_same(tuple(t[:, :heads] for t in wide), variant.run(case))
 
 
 def test_what_no_kernel_runs_is_refused():
-    case = make_case(KV_LAYOUTS["bf16"], "cuda")
+    case = make_case(KV_LAYOUTS["bf16"], DEVICE)
     with pytest.raises(RuntimeError, match=r"must be one of .* reads bf16 with 16 heads"):
         case.run_by("many_heads", schedule="split", heads=64, splits=1)

@@ -2,6 +2,7 @@
 NaN, absent or missing, and however the same rows are called.
 """
 
+import emulation
 import pytest
 import torch
 from index_cases import Problem, constant_keys_problem, ints, random_problem
@@ -267,7 +268,7 @@ def test_buffers_of_the_caller_are_filled_whole(device):
     want = problem.topk(64)
     positions, slots = (torch.full((2, 80), 1 << 30, dtype=torch.int32, device=device) for _ in range(2))
     lens = torch.full((2,), 1 << 30, dtype=torch.int32, device=device)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
+    sms = emulation.num_processors(device)
     workspace = torch.full(
         (mla_fp8.index_topk_workspace(2, topk=64, num_sms=sms),), 0xFF, dtype=torch.uint8, device=device
     )

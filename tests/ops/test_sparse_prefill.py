@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import emulation
 import pytest
 import torch
 from assertions import assert_attention
@@ -179,7 +180,7 @@ def test_head_padding_is_exact(device):
     """On CUDA for the head counts that one variant of the kernel takes; elsewhere for all."""
     case, rows = workspace_case("bf16_512", device, num_q_heads=5)
     want = prefill(case, rows)
-    extra = 3 if device == "cuda" else 59
+    extra = 3 if emulation.is_cuda(device) else 59
     q = torch.cat([case.q, case.q.new_zeros(len(case.q), extra, 512)], 1)
     sink = torch.cat([case.attn_sink, torch.full((extra,), -float("inf"), device=device)])
     wide = prefill(replace(case, q=q, attn_sink=sink), rows)

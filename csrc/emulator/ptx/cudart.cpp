@@ -1,0 +1,218 @@
+// The CUDA runtime, as far as this project's library calls it, on a GPU that this computer plays: the
+// library's own host code registers its PTX and launches. Linked into the library in place of cudart.
+// FAKE_CUDA_SEED: the order of warps and copies (0: in order, at once); FAKE_CUDA_PROCESSORS: SMs (132).
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "emulator/machine/allocations.h"
+#include "emulator/ptx/async.h"
+
+namespace {
+
+using namespace emulator;
+
+constexpr unsigned kProcessors = 132;  // of an H200
+constexpr int kMaxShared = 232448;
+
+// A module for each source file; functions by the address of their host side.
+struct Registry {
+  struct Function {
+    ptx::Module* module;
+    std::string name;
+  };
+  std::map<const void*, Function> functions;
+  std::map<const void*, int> shared_bytes;  // that a function may have
+  std::mutex mutex;
+};
+Registry& registry() {  // constructors of other files come first
+  static Registry r;
+  return r;
+}
+thread_local std::string failure;
+
+// A fat binary: its header, then for each image a header and its bytes. Only PTX is wanted; it is not packed.
+struct FatBinaryHeader {
+  uint32_t magic;
+  uint16_t version, header_bytes;
+  uint64_t bytes;
+};
+struct ImageHeader {
+  uint16_t kind, version;
+  uint32_t header_bytes;
+  uint64_t bytes;
+};
+void load_fat_binary(ptx::Module& module, const char* data) {
+  FatBinaryHeader header;
+  std::memcpy(&header, data, sizeof header);
+  if (header.magic != 0xba55ed50) throw std::runtime_error("no fat binary");
+  const char* const end = data + header.header_bytes + header.bytes;
+  for (const char* at = data + header.header_bytes; at < end;) {
+    ImageHeader image;
+    std::memcpy(&image, at, sizeof image);
+    if (image.kind == 1)
+      ptx::load(module,
+                std::string_view(at + image.header_bytes, strnlen(at + image.header_bytes, image.bytes)));
+    at += image.header_bytes + image.bytes;
+  }
+}
+
+template <class F>
+cudaError_t guarded(F f) {
+  try {
+    return f();
+  } catch (const std::exception& e) {
+    failure = e.what();
+    return cudaErrorLaunchFailure;
+  }
+}
+
+unsigned environment(const char* name, unsigned otherwise) {
+  const char* value = std::getenv(name);
+  return value ? static_cast<unsigned>(std::stoul(value)) : otherwise;
+}
+
+CUresult encode_tensor_map(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
+                           const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                           const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                           CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  const bool is_known = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 && rank == 3 &&
+                        box[0] == ptx::TensorMap::kRowBytes && box[2] == 1 && steps[0] == 1 &&
+                        steps[1] == 1 && steps[2] == 1 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+                        swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  const auto address = reinterpret_cast<uint64_t>(base);
+  if (!is_known || address % 16 || strides[0] % 16 || strides[1] % 16) return CUDA_ERROR_INVALID_VALUE;
+  const ptx::TensorMap map{
+      ptx::TensorMap::kMagic, address, sizes[0], sizes[1], sizes[2], strides[0], strides[1], box[1]};
+  std::memset(out, 0, sizeof *out);
+  std::memcpy(out, &map, sizeof map);
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- what nvcc's host code calls ------------------------------------------------------------------------
+
+void** __cudaRegisterFatBinary(void* wrapper) {
+  struct Wrapper {
+    int magic, version;
+    const char* data;
+    void* file;
+  };
+  auto* module = new ptx::Module;  // lives as long as the process
+  load_fat_binary(*module, static_cast<const Wrapper*>(wrapper)->data);
+  return reinterpret_cast<void**>(module);
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*, uint3*,
+                            dim3*, dim3*, int*) {
+  registry().functions[host] = {reinterpret_cast<ptx::Module*>(module), name};
+}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}  // host code touches none
+char __cudaInitModule(void**) { return 0; }
+unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) {
+  std::abort();
+}  // <<< >>>, which nobody writes
+cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { std::abort(); }
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { std::abort(); }
+cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { std::abort(); }
+
+// ---- what the library calls -----------------------------------------------------------------------------
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = static_cast<int>(environment("FAKE_CUDA_PROCESSORS", kProcessors));
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxShared; return cudaSuccess;
+    default: return cudaErrorInvalidValue;
+  }
+}
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  const std::lock_guard lock(registry().mutex);
+  if (!registry().functions.contains(function)) return cudaErrorInvalidDeviceFunction;
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    if (value > kMaxShared) return cudaErrorInvalidValue;
+    registry().shared_bytes[function] = value;
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorInvalidDeviceFunction: return "invalid device function";
+    case cudaErrorLaunchFailure: return failure.c_str();
+    default: return "unknown error";
+  }
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const bool found = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *function = found ? reinterpret_cast<void*>(&encode_tensor_map) : nullptr;
+  *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
+  const dim3 grid = config->gridDim, block = config->blockDim;
+  if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorInvalidValue;
+  if (grid.x == 0 || block.x == 0 || block.x > 1024) return cudaErrorInvalidValue;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+      cluster = config->attrs[i].val.clusterDim.x;
+  if (cluster == 0 || cluster > 16 || grid.x % cluster) return cudaErrorInvalidValue;
+  return guarded([&] {
+    const ptx::Kernel* kernel;
+    {
+      const std::lock_guard lock(registry().mutex);
+      const auto found = registry().functions.find(function);
+      if (found == registry().functions.end()) return cudaErrorInvalidDeviceFunction;
+      const auto most = registry().shared_bytes.find(function);
+      const int allowed = most == registry().shared_bytes.end() ? 48 * 1024 : most->second;
+      if (config->dynamicSmemBytes > static_cast<size_t>(allowed)) return cudaErrorInvalidValue;
+      kernel = &ptx::compile(*found->second.module, found->second.name);
+    }
+    // Kernels take one struct: the text says how large it is.
+    const auto* params = static_cast<const char*>(arguments[0]);
+    std::vector<Allocations::Range> ranges = Allocations::live();
+    const auto begin = reinterpret_cast<uintptr_t>(params);
+    ranges.push_back({begin, begin + kernel->params_bytes});
+    for (const auto& range : kernel->globals) ranges.push_back(range);
+    const Allocations::Snapshot memory(std::move(ranges));
+    ptx::run_grid({.kernel = kernel,
+                   .params = params,
+                   .params_bytes = kernel->params_bytes,
+                   .grid = grid.x,
+                   .block = block.x,
+                   .cluster = cluster,
+                   .dynamic_shared = static_cast<unsigned>(config->dynamicSmemBytes),
+                   .seed = environment("FAKE_CUDA_SEED", 0),
+                   .memory = &memory});
+    return cudaSuccess;
+  });
+}
+
+}  // extern "C"
+
+namespace {
+// From when the library is loaded.
+const bool watches = (emulator::Allocations::watch(), true);
+}  // namespace

@@ -1,0 +1,214 @@
+// Matrices: ldmatrix, stmatrix, movmatrix, mma, wgmma. A warpgroup's product is done by each warp for its 16
+// rows, when it comes by: operands in shared memory must be there then, and stay until the wait.
+#include <vector>
+
+#include "emulator/ptx/warp.h"
+
+namespace emulator::ptx {
+namespace {
+
+// ---- 8 x 8 elements of 16 bits --------------------------------------------------------------------------
+//
+// Lanes 8 m to 8 m + 7 have the addresses of matrix m's rows; lane 4 r + c then has elements 2 c and 2 c + 1
+// of row r, of the transposed matrix if so wanted.
+
+using Matrix = uint16_t[8][8];
+
+void to_lanes(const Matrix& x, bool transposed, uint64_t* d) {
+  for (int l = 0; l < kLanes; ++l) {
+    const int r = l / 4, c = l % 4 * 2;
+    d[l] = transposed ? x[c][r] | uint32_t{x[c + 1][r]} << 16 : x[r][c] | uint32_t{x[r][c + 1]} << 16;
+  }
+}
+void from_lanes(const uint64_t* s, bool transposed, Matrix& x) {
+  for (int l = 0; l < kLanes; ++l)
+    for (int h = 0; h < 2; ++h) {
+      const int r = l / 4, c = l % 4 * 2 + h;
+      (transposed ? x[c][r] : x[r][c]) = static_cast<uint16_t>(s[l] >> (16 * h));
+    }
+}
+void load_matrices(Warp& w, const Instruction& i) {
+  const int count = i.num_regs - 1;
+  const uint64_t* a = w.operand(i, count);
+  for (int m = 0; m < count; ++m) {
+    Matrix x;
+    for (int r = 0; r < 8; ++r) {
+      const auto address = static_cast<uint32_t>(a[8 * m + r] + static_cast<uint64_t>(i.offset[0]));
+      if (address % 16) w.fail("ldmatrix: a row at no multiple of 16 bytes");
+      std::memcpy(x[r], at_shared(w, address, 16), 16);
+    }
+    to_lanes(x, i.extra, w.result(i, m));
+  }
+}
+void store_matrices(Warp& w, const Instruction& i) {
+  const int count = i.num_regs - 1;
+  const uint64_t* a = w.operand(i, 0);
+  for (int m = 0; m < count; ++m) {
+    Matrix x;
+    from_lanes(w.operand(i, 1 + m), i.extra, x);
+    for (int r = 0; r < 8; ++r) {
+      const auto address = static_cast<uint32_t>(a[8 * m + r] + static_cast<uint64_t>(i.offset[0]));
+      if (address % 16) w.fail("stmatrix: a row at no multiple of 16 bytes");
+      std::memcpy(at_shared(w, address, 16), x[r], 16);
+    }
+  }
+}
+void transpose_matrix(Warp& w, const Instruction& i) {
+  Matrix x;
+  from_lanes(w.operand(i, 1), false, x);
+  to_lanes(x, true, w.result(i));
+}
+
+// ---- products -------------------------------------------------------------------------------------------
+
+enum Element { kF16, kBf16, kE4m3 };
+template <Element kElement>
+float value(uint64_t bits) {
+  if constexpr (kElement == kF16) return f16_to_float(static_cast<uint16_t>(bits));
+  else if constexpr (kElement == kBf16) return bf16_to_float(static_cast<uint16_t>(bits));
+  else return e4m3_to_float(static_cast<uint8_t>(bits));
+}
+template <Element kElement>
+struct Shape {
+  static constexpr int kBits = kElement == kE4m3 ? 8 : 16, kPerRegister = 32 / kBits,
+                       kDepth = 8 * kPerRegister;
+};
+
+// A [16 x kDepth]: registers 0 and 1 are rows g and g + 8 of the first half of k, 2 and 3 of the second.
+template <Element kElement>
+using A = float[16][Shape<kElement>::kDepth];
+template <Element kElement>
+void read_a(Warp& w, const Instruction& i, int first, A<kElement>& a) {
+  using S = Shape<kElement>;
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t* r = w.operand(i, first + k);
+    for (int l = 0; l < kLanes; ++l)
+      for (int e = 0; e < S::kPerRegister; ++e)
+        a[l / 4 + k % 2 * 8][k / 2 * S::kDepth / 2 + l % 4 * S::kPerRegister + e] =
+            value<kElement>(r[l] >> (S::kBits * e));
+  }
+}
+// D [16 x 8 n] += A B: lane 4 g + t has rows g and g + 8, columns 2 t and 2 t + 1 of each eight.
+template <int kDepth>
+void multiply(Warp& w, const Instruction& i, int first_c, bool accumulate, const float (&a)[16][kDepth],
+              const std::vector<float>& b, int columns) {  // b [k][column]
+  std::vector<float> row(static_cast<size_t>(columns));
+  for (int r = 0; r < 16; ++r) {
+    std::fill(row.begin(), row.end(), 0.0f);
+    for (int k = 0; k < kDepth; ++k) {
+      const float x = a[r][k];
+      const float* from = &b[static_cast<size_t>(k * columns)];
+      for (int n = 0; n < columns; ++n) row[static_cast<size_t>(n)] += x * from[n];
+    }
+    for (int n = 0; n < columns; ++n) {
+      const int lane = r % 8 * 4 + n % 8 / 2, reg = n / 8 * 4 + r / 8 * 2 + n % 2;
+      const float c = accumulate ? get<float>(w.operand(i, first_c + reg)[lane]) : 0.0f;
+      w.result(i, reg)[lane] = put(c + row[static_cast<size_t>(n)]);
+    }
+  }
+}
+
+template <Element kElement>
+void mma(Warp& w, const Instruction& i) {  // {d}, {a}, {b}, {c}
+  using S = Shape<kElement>;
+  A<kElement> a;
+  read_a<kElement>(w, i, 4, a);
+  std::vector<float> b(static_cast<size_t>(S::kDepth * 8));
+  for (int k = 0; k < 2; ++k) {
+    const uint64_t* r = w.operand(i, 8 + k);
+    for (int l = 0; l < kLanes; ++l)
+      for (int e = 0; e < S::kPerRegister; ++e)
+        b[static_cast<size_t>((k * S::kDepth / 2 + l % 4 * S::kPerRegister + e) * 8 + l / 4)] =
+            value<kElement>(r[l] >> (S::kBits * e));
+  }
+  multiply(w, i, 10, true, a, b, 8);
+}
+
+// Of an operand in shared memory: where element (row, k) of a matrix lies. Rows are those of A, columns of B.
+struct Descriptor {
+  uint32_t start, leading, stride;
+  bool swizzled;
+
+  explicit Descriptor(Warp& w, uint64_t bits)
+      : start((bits & 0x3fff) << 4),
+        leading((bits >> 16 & 0x3fff) << 4),
+        stride((bits >> 32 & 0x3fff) << 4),
+        swizzled(bits >> 62 == 1) {
+    if (bits >> 62 > 1 || (bits >> 49 & 7) != 0)
+      w.fail("wgmma: a descriptor of a kind that is not known here");
+  }
+  // `by_rows`: elements of a row are neighbours in k; else those of a k are neighbours in rows.
+  uint32_t address(int row, int k, int element_bytes, bool by_rows) const {
+    const auto u = [](int x) { return static_cast<uint32_t>(x); };
+    const int byte = (by_rows ? k : row) * element_bytes, line = by_rows ? row : k;
+    if (!swizzled)  // 8 lines of 16 bytes
+      return start + u(line / 8) * stride + u(byte / 16) * leading + u(line % 8 * 16 + byte % 16);
+    // 8 lines of 128 bytes, whose chunks of 16 are swizzled by their address.
+    const uint32_t plain =
+        start + u(line / 8) * stride + u(byte / 128) * leading + u(line % 8 * 128 + byte % 128);
+    return plain ^ (plain >> 7 & 7) << 4;
+  }
+};
+
+template <Element kElement>
+void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 1 (, by columns...)
+  using S = Shape<kElement>;
+  constexpr int kBytes = S::kBits / 8;
+  const int columns = i.results * 2;
+  int at = i.results;
+  A<kElement> a;
+  const auto element = [&](const Descriptor& d, int row, int k, bool by_rows) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, at_shared(w, d.address(row, k, kBytes, by_rows), kBytes), kBytes);
+    return value<kElement>(bits);
+  };
+  const bool a_in_registers = i.extra & 1;
+  const int flags = at + (a_in_registers ? 4 : 1) + 4;  // behind p, 1, 1
+  const auto flag = [&](int k) { return flags + k < i.num_regs && (w.operand(i, flags + k)[0] & 1) != 0; };
+  if (a_in_registers) {
+    read_a<kElement>(w, i, at, a);
+    at += 4;
+  } else {
+    const Descriptor d(w, w.operand(i, at++)[0]);
+    const int first = static_cast<int>(w.id % 4) * 16;
+    for (int r = 0; r < 16; ++r)
+      for (int k = 0; k < S::kDepth; ++k) a[r][k] = element(d, first + r, k, !flag(0));
+  }
+  const Descriptor d(w, w.operand(i, at++)[0]);
+  const bool b_by_rows = !flag(a_in_registers ? 0 : 1);
+  std::vector<float> b(static_cast<size_t>(S::kDepth * columns));
+  for (int k = 0; k < S::kDepth; ++k)
+    for (int n = 0; n < columns; ++n) b[static_cast<size_t>(k * columns + n)] = element(d, n, k, b_by_rows);
+  const bool accumulate = w.operand(i, at++)[0] & 1;
+  if (w.operand(i, at)[0] != 1 || w.operand(i, at + 1)[0] != 1) w.fail("wgmma: negated operands");
+  multiply(w, i, 0, accumulate, a, b, columns);
+}
+
+// Every lane of a warp, of a warpgroup every warp on its own.
+template <Handler kHandler>
+void aligned(Warp& w, const Instruction& i) {
+  if (w.active != w.alive()) return w.wait(Group::kLanesOf);
+  if (w.active != ~Mask{0}) w.fail("not all lanes of the warp are here");
+  kHandler(w, i);
+}
+void nothing(Warp&, const Instruction&) {}
+
+}  // namespace
+
+Handler find_matrix(const Opcode& opcode, const Operands& operands, Instruction& i) {
+  i.extra = has(opcode, "trans");
+  if (opcode[0] == "ldmatrix") return has(opcode, "m8n8") ? aligned<load_matrices> : nullptr;
+  if (opcode[0] == "stmatrix") return has(opcode, "m8n8") ? aligned<store_matrices> : nullptr;
+  if (opcode[0] == "movmatrix") return aligned<transpose_matrix>;
+  if (opcode[0] == "mma" && has(opcode, "m16n8k16") && has(opcode, "f32"))
+    return has(opcode, "bf16") ? aligned<mma<kBf16>> : aligned<mma<kF16>>;
+  if (opcode[0] != "wgmma") return nullptr;
+  if (opcode[1] != "mma_async") return aligned<nothing>;  // fence, commit_group, wait_group: done at once
+  i.extra = operands[1].kind == Operand::kVector;
+  if (has(opcode, "bf16")) return aligned<warpgroup_mma<kBf16>>;
+  if (has(opcode, "f16")) return aligned<warpgroup_mma<kF16>>;
+  if (has(opcode, "e4m3")) return aligned<warpgroup_mma<kE4m3>>;
+  return nullptr;
+}
+
+}  // namespace emulator::ptx
