@@ -94,6 +94,20 @@ def test_a_gpu_is_told_what_it_has(arch, hip, says, monkeypatch):
     assert [line[: len(says)] for line in todo] == [says] if says else not todo
 
 
+def test_rocm_is_told_which_ops_its_library_lacks(monkeypatch):
+    monkeypatch.setattr(_libraries, "status", {"libmla_fp8_hip.so": "loaded"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7")
+    monkeypatch.setattr(doctor, "_kernels", lambda: {"index_topk": "cpu", "sparse_decode": "cpu, cuda"})
+    assert doctor.next_steps()[0].startswith("ROCm: no kernel yet for index_topk; docs/guide/rocm.md")
+
+
+def test_the_report_names_no_private_op_and_every_layout():
+    report = doctor.collect()
+    assert not [op for op in report["kernels"] if op.startswith("_")]
+    assert report["layouts"].keys() == mla_fp8.KV_LAYOUTS.keys() | mla_fp8.INDEX_LAYOUTS.keys()
+
+
 def test_a_reader_that_has_enough_is_no_traceback() -> None:
     command = f"{sys.executable} -m mla_fp8 doctor | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)

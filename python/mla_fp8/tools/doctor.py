@@ -9,6 +9,7 @@ import torch
 from .. import _libraries, _version
 from ..arch import arch_of
 from ..backends.table import NATIVE, TABLE, Problem
+from ..index_layout import INDEX_LAYOUTS
 from ..layout import KV_LAYOUTS
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
@@ -31,7 +32,8 @@ def collect() -> dict[str, dict[str, str]]:
         "layouts": {
             name: f"{layout.bytes_per_token} bytes per token, head_dim_qk {layout.head_dim_qk}"
             for name, layout in KV_LAYOUTS.items()
-        },
+        }
+        | {name: f"{layout.bytes_per_entry} bytes per index key" for name, layout in INDEX_LAYOUTS.items()},
     }
 
 
@@ -50,8 +52,9 @@ def next_steps() -> list[str]:
     steps = [*_about_library("cuda", "NVIDIA", "/dev/nvidiactl"), *_about_library("hip", "AMD", "/dev/kfd")]
     on_gpu = torch.cuda.is_available() and not steps
     if on_gpu and torch.version.hip:
+        without = ", ".join(op for op, where in _kernels().items() if "cuda" not in where.split(", "))
         steps.append(
-            "ROCm: the library has the ops of caches and indices and paged_attention_ragged, no other"
+            f"ROCm: no kernel yet for {without or 'nothing'}; docs/guide/rocm.md says what ran where"
         )
     elif on_gpu and arch_of("cuda", None) != "sm90":
         steps.append(
@@ -107,7 +110,7 @@ def _kernels() -> dict[str, str]:
     loaded = {
         op.removeprefix("mla_fp8::"): [device for device, key in _DISPATCH_KEYS.items() if has(op, key)]
         for op in ops
-        if not has(op, "CompositeExplicitAutograd") and not op.endswith("_out")
+        if not (has(op, "CompositeExplicitAutograd") or op.endswith("_out") or op.startswith("mla_fp8::_"))
     }
     return {op: ", ".join(devices) or "no kernel is loaded" for op, devices in loaded.items()}
 
