@@ -29,19 +29,29 @@ test: build
 headers: build
 	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
-# The HIP library, if it was built, behind a stand-in for the HIP runtime: its kernels' source on fibers, and their
-# machine code executed instruction by instruction. `make machine MACHINES=gfx90a` is a third of the latter.
+# The GPU libraries' tests without a GPU. The HIP library, if it was built, behind a stand-in for the HIP runtime: its
+# kernels' source on fibers, and their machine code executed instruction by instruction; the CUDA library's PTX for
+# Hopper likewise. `make machine MACHINES=gfx90a` is one more list, `make machine-sm_90a HOPPER_TESTS=tests/ops` longer.
 EMULATED = [ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests
 # Entries by pages take an emulator minutes: one test of each layout stands for the rest, which an H200 runs.
 EMULATED_TESTS = -k "not opcheck and not compile and not (prefill_entries and not index_rows_give)" \
   $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py))
-MACHINES ?= gfx942 gfx950
+MACHINES ?= gfx942 gfx950 sm_90a
+# Every variant of sparse attention once, and of the other ops what does not take minutes.
+HOPPER_TESTS ?= tests/kernels/test_sparse_attention_cuda.py $(addprefix tests/ops/test_,$(addsuffix .py,sparse_decode \
+  sparse_prefill index_logits index_topk quantize_index_k topk_to_slots quantize_kv dequantize_kv compress_kv \
+  norm_rope_insert inverse_rope merge_attention_states paged_attention_ragged paged_attention_ragged_latent))
+HOPPER_SOME ?= -k "not opcheck and not compile and (not cuda.py or (every_variant and 9 and two))"
 
 emulate:
 	$(EMULATED) $(EMULATED_TESTS)
 	$(MAKE) machine
 
 machine: $(addprefix machine-,$(MACHINES))
+
+machine-sm_90a:
+	[ ! -e build/tests/libmla_fp8_emulated_cuda.so ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	  --emulated build/tests --machine sm_90a $(HOPPER_SOME) $(HOPPER_TESTS)
 
 machine-%:
 	$(EMULATED) --machine $* $(EMULATED_TESTS)

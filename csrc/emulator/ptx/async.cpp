@@ -93,7 +93,7 @@ void copy(Warp& w, const Instruction& i) {  // [to], [from], bytes (, bytes to r
     const uint64_t source = from[l] + static_cast<uint64_t>(i.offset[1]);
     if (address % size || (reads > 0 && source % size))
       w.fail("cp.async: an address that is no multiple of the size");
-    Warp::Copy c{at_shared(w, address, size), nullptr, reads, size - reads};
+    Warp::Copy c{to_shared(w, address, size, false), nullptr, reads, size - reads};
     static const char nothing = 0;
     c.from = reads > 0 ? at_global(w, source, reads) : &nothing;
     if (w.launch->seed == 0) make_copy(c);
@@ -123,7 +123,7 @@ void bulk_copy(Warp& w, const Instruction& i) {
   each_lane(w.active, [&](int l) {
     const auto size = static_cast<uint32_t>(bytes[l]);
     if (to[l] % 16 || from[l] % 16 || size % 16) w.fail("cp.async.bulk: no multiple of 16 bytes");
-    char* target = at_shared(w, static_cast<uint32_t>(to[l]), size);
+    char* target = to_shared(w, static_cast<uint32_t>(to[l]), size, false);
     const char* source =
         i.extra ? at_shared(w, static_cast<uint32_t>(from[l]), size) : at_global(w, from[l], size);
     char* at = barrier_at(w, static_cast<uint32_t>(bar[l]));
@@ -145,7 +145,7 @@ void tensor_copy(Warp& w, const Instruction& i) {
     if (map.magic != TensorMap::kMagic) w.fail("no tensor map");
     if (to[l] % 1024) w.fail("a swizzled box that does not begin at a multiple of 1024");
     const uint32_t size = TensorMap::kRowBytes * map.box_rows;
-    char* target = at_shared(w, static_cast<uint32_t>(to[l]), size);
+    char* target = to_shared(w, static_cast<uint32_t>(to[l]), size, false);
     char* at = barrier_at(w, static_cast<uint32_t>(bar[l]));
     struct Chunk {
       char* to;

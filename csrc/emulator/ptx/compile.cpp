@@ -35,7 +35,7 @@ class Compiler {
   void run(const Module::Code& code) {
     Reader reader{code.text, 0, code.line};
     push();
-    reader.parameters();  // results
+    reader.name();
     for (const std::string& p : reader.parameters()) {
       const Variable v = variable(p);
       kernel_.params_bytes = align_up(kernel_.params_bytes, v.align);
@@ -75,7 +75,8 @@ class Compiler {
 
   // ---- statements ----
 
-  void statements(Reader& r) {  // between braces
+  void statements(Reader& r) {  // between the next braces
+    r.until("{");
     r.take('{');
     for (int depth = 0; !r.ends();) {
       if (r.take('{')) {
@@ -170,12 +171,13 @@ class Compiler {
     if (found == module_.functions.end()) fail_at(line, "no function " + name);
     Reader r{found->second.text, 0, found->second.line};
     std::map<std::string, Symbol> symbols;
-    for (const Parts& values :
-         {at == 1 ? list(parts[0]) : Parts{}, parts.size() > at + 1 ? list(parts[at + 1]) : Parts{}}) {
-      const Parts names = r.parameters();
+    const auto bind = [&](const Parts& names, const Parts& values) {
       if (names.size() != values.size()) fail_at(line, "the arguments are not those of " + name);
       for (size_t i = 0; i < names.size(); ++i) symbols[variable(names[i]).name] = *symbol(values[i]);
-    }
+    };
+    bind(r.parameters(), at == 1 ? list(parts[0]) : Parts{});
+    r.name();
+    bind(r.parameters(), parts.size() > at + 1 ? list(parts[at + 1]) : Parts{});
     push();
     const int scope = scope_;
     here().symbols = symbols;
@@ -326,6 +328,7 @@ void load(Module& module, std::string_view text) {
       continue;
     }
     const uint32_t line = r.line;
+    const size_t begin = r.at;
     const std::string header = r.until(";{=");
     const auto behind = [&](std::string_view word) {
       const size_t at = header.find(word);
@@ -334,20 +337,13 @@ void load(Module& module, std::string_view text) {
     const std::string entry = behind(".entry"), function = behind(".func");
     if (!entry.empty() || !function.empty()) {
       if (!r.take('{')) continue;  // a declaration
-      const uint32_t first = r.line;
-      Reader head{entry.empty() ? function : entry};
-      const auto list = [&] {  // as it stands
-        const size_t begin = (head.skip(), head.at);
-        head.parameters();
-        return begin == head.at ? std::string("()") : trimmed(head.text.substr(begin, head.at - begin));
-      };
-      const std::string results = list();
-      std::string name;
-      for (head.skip(); head.at < head.text.size() && in_name(head.text[head.at]); head.step())
-        name += head.text[head.at];
-      const std::string parameters = list();
-      (entry.empty() ? module.functions : module.kernels)[name] = {
-          results + parameters + "{" + r.body() + "}", first};
+      r.body();
+      const std::string_view word = entry.empty() ? ".func" : ".entry",
+                             whole = text.substr(begin, r.at - begin);
+      const Module::Code code{whole.substr(whole.find(word) + word.size()), line};
+      Reader head{code.text};
+      head.parameters();
+      (entry.empty() ? module.functions : module.kernels)[head.name()] = code;
     } else if (const std::string shared = behind(".shared"); !shared.empty()) {
       const Variable v = variable(shared);
       module.shared[v.name] = v;

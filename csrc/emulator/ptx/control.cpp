@@ -1,4 +1,6 @@
 // Where a warp goes on, what its lanes tell each other, and barriers.
+#include <algorithm>
+
 #include "emulator/ptx/warp.h"
 
 namespace emulator::ptx {
@@ -139,6 +141,10 @@ void barrier(Warp& w, const Instruction& i) {
   if (how == 'o') each_lane(w.active, [&](int l) { w.result(i)[l] = b.last_any; });
 }
 
+void proxy_fence(Warp& w, const Instruction&) {
+  std::replace(w.cta->unfenced.begin(), w.cta->unfenced.end(), static_cast<uint8_t>(w.id + 1), uint8_t{0});
+}
+
 // ---- the barrier of a cluster ---------------------------------------------------------------------------
 
 void cluster_arrive(Warp& w, const Instruction&) {
@@ -181,6 +187,7 @@ Handler find_control(const Opcode& opcode, const Operands& operands, Instruction
     i.extra = static_cast<uint64_t>(reduces ? 'o' : has(opcode, "arrive") ? 'a' : 's');
     return barrier;
   }
+  if (what == "fence" && has(opcode, "proxy") && opcode[2] == "async") return proxy_fence;
   // Warps of a grid run one after the other, grids too, and what is written is there at once.
   for (const char* name : {"fence", "membar", "setmaxnreg", "griddepcontrol", "nanosleep", "discard"})
     if (what == name) return nothing;

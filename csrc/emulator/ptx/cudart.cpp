@@ -210,6 +210,12 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   });
 }
 
+// For tests that change the PTX in memory: kernels are compiled anew.
+__attribute__((visibility("default"))) void fake_cuda_forget_kernels() {
+  const std::lock_guard lock(registry().mutex);
+  for (auto& [host, function] : registry().functions) function.module->compiled.clear();
+}
+
 }  // extern "C"
 
 namespace {

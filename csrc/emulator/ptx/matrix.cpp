@@ -1,5 +1,6 @@
 // Matrices: ldmatrix, stmatrix, movmatrix, mma, wgmma. A warpgroup's product is done by each warp for its 16
 // rows, when it comes by: operands in shared memory must be there then, and stay until the wait.
+#include <algorithm>
 #include <vector>
 
 #include "emulator/ptx/warp.h"
@@ -49,7 +50,7 @@ void store_matrices(Warp& w, const Instruction& i) {
     for (int r = 0; r < 8; ++r) {
       const auto address = static_cast<uint32_t>(a[8 * m + r] + static_cast<uint64_t>(i.offset[0]));
       if (address % 16) w.fail("stmatrix: a row at no multiple of 16 bytes");
-      std::memcpy(at_shared(w, address, 16), x[r], 16);
+      std::memcpy(to_shared(w, address, 16, true), x[r], 16);
     }
   }
 }
@@ -157,9 +158,15 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
   const int columns = i.results * 2;
   int at = i.results;
   A<kElement> a;
+  InFlight operand{};
   const auto element = [&](const Descriptor& d, int row, int k, bool by_rows) {
     uint16_t bits = 0;
-    std::memcpy(&bits, at_shared(w, d.address(row, k, kBytes, by_rows), kBytes), kBytes);
+    const uint32_t address = d.address(row, k, kBytes, by_rows);
+    std::memcpy(&bits, at_shared(w, address, kBytes), kBytes);
+    if (const unsigned writer = w.cta->unfenced[(address - kSharedBase) / 16])
+      w.fail("wgmma reads what warp " + std::to_string(writer - 1) +
+             " has stored without a proxy fence since");
+    operand.begin = std::min(operand.begin, address), operand.end = std::max(operand.end, address + kBytes);
     return value<kElement>(bits);
   };
   const bool a_in_registers = i.extra & 1;
@@ -170,15 +177,19 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
     at += 4;
   } else {
     const Descriptor d(w, w.operand(i, at++)[0]);
+    operand = {w.id, w.products, ~0u, 0};
     const int first = static_cast<int>(w.id % 4) * 16;
     for (int r = 0; r < 16; ++r)
       for (int k = 0; k < S::kDepth; ++k) a[r][k] = element(d, first + r, k, !flag(0));
+    w.cta->in_flight.push_back(operand);
   }
   const Descriptor d(w, w.operand(i, at++)[0]);
+  operand = {w.id, w.products, ~0u, 0};
   const bool b_by_rows = !flag(a_in_registers ? 0 : 1);
   std::vector<float> b(static_cast<size_t>(S::kDepth * columns));
   for (int k = 0; k < S::kDepth; ++k)
     for (int n = 0; n < columns; ++n) b[static_cast<size_t>(k * columns + n)] = element(d, n, k, b_by_rows);
+  w.cta->in_flight.push_back(operand);
   const bool accumulate = w.operand(i, at++)[0] & 1;
   if (w.operand(i, at)[0] != 1 || w.operand(i, at + 1)[0] != 1) w.fail("wgmma: negated operands");
   multiply(w, i, 0, accumulate, a, b, columns);
@@ -192,6 +203,12 @@ void aligned(Warp& w, const Instruction& i) {
   kHandler(w, i);
 }
 void nothing(Warp&, const Instruction&) {}
+void commit_group(Warp& w, const Instruction&) { ++w.products; }
+void wait_group(Warp& w, const Instruction& i) {  // until so many are in flight
+  const uint64_t most = w.operand(i, 0)[0];
+  std::erase_if(w.cta->in_flight,
+                [&](const InFlight& f) { return f.warp == w.id && f.group + most < w.products; });
+}
 
 }  // namespace
 
@@ -203,7 +220,9 @@ Handler find_matrix(const Opcode& opcode, const Operands& operands, Instruction&
   if (opcode[0] == "mma" && has(opcode, "m16n8k16") && has(opcode, "f32"))
     return has(opcode, "bf16") ? aligned<mma<kBf16>> : aligned<mma<kF16>>;
   if (opcode[0] != "wgmma") return nullptr;
-  if (opcode[1] != "mma_async") return aligned<nothing>;  // fence, commit_group, wait_group: done at once
+  if (opcode[1] == "commit_group") return aligned<commit_group>;
+  if (opcode[1] == "wait_group") return aligned<wait_group>;
+  if (opcode[1] == "fence") return aligned<nothing>;
   i.extra = operands[1].kind == Operand::kVector;
   if (has(opcode, "bf16")) return aligned<warpgroup_mma<kBf16>>;
   if (has(opcode, "f16")) return aligned<warpgroup_mma<kF16>>;

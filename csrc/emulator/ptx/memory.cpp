@@ -29,6 +29,19 @@ char* at_shared(Warp& w, uint32_t address, size_t bytes) {
   return cta->shared.data() + (offset - kSharedBase);
 }
 
+char* to_shared(Warp& w, uint32_t address, size_t bytes, bool is_store) {
+  char* const to = at_shared(w, address, bytes);
+  const uint32_t rank = address >> kClusterShift, offset = address & ((1u << kClusterShift) - 1);
+  Cta& cta = rank > 0 ? w.cta->cluster->ctas[rank - 1] : *w.cta;
+  for (const InFlight& f : cta.in_flight)
+    if (offset < f.end && offset + bytes > f.begin)
+      w.fail("shared memory at " + hex(offset) + " is an operand of a product of warp " +
+             std::to_string(f.warp) + ", which nobody has waited for");
+  for (uint32_t at = (offset - kSharedBase) / 16; at <= (offset - kSharedBase + bytes - 1) / 16; ++at)
+    cta.unfenced[at] = is_store && rank == 0 ? static_cast<uint8_t>(w.id + 1) : 0;
+  return to;
+}
+
 char* at_global(Warp& w, uint64_t address, size_t bytes) {
   if (!w.range.has(address, bytes)) {
     const auto* found = w.launch->memory->after(address);
@@ -59,9 +72,11 @@ namespace {
 
 enum class Space { kGeneric, kGlobal, kShared, kLocal, kParam };
 
-template <Space kSpace>
+template <Space kSpace, bool kWrites = false>
 char* at(Warp& w, int lane, uint64_t address, size_t bytes, size_t unit) {
   if (address % unit) w.fail("an access of " + std::to_string(unit) + " bytes at " + hex(address));
+  if (kWrites && (kSpace == Space::kShared || (kSpace == Space::kGeneric && (address & kSharedWindow))))
+    return to_shared(w, static_cast<uint32_t>(address), bytes, true);
   if constexpr (kSpace == Space::kGlobal) return at_global(w, address, bytes);
   else if constexpr (kSpace == Space::kShared) return at_shared(w, static_cast<uint32_t>(address), bytes);
   else if constexpr (kSpace == Space::kLocal) return at_local(w, lane, address, bytes);
@@ -95,7 +110,7 @@ void store(Warp& w, const Instruction& i) {
   const size_t bytes = sizeof(T) * static_cast<size_t>(count);
   const uint64_t* base = w.operand(i, 0);
   each_lane(w.active, [&](int l) {
-    char* to = at<kSpace>(w, l, base[l] + static_cast<uint64_t>(i.offset[0]), bytes, bytes);
+    char* to = at<kSpace, true>(w, l, base[l] + static_cast<uint64_t>(i.offset[0]), bytes, bytes);
     for (int k = 0; k < count; ++k) {
       const T value = get<T>(w.operand(i, 1 + k)[l]);
       std::memcpy(to + sizeof(T) * static_cast<size_t>(k), &value, sizeof value);

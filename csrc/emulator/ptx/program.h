@@ -61,7 +61,7 @@ inline uint32_t static_bytes(const Kernel& k) {
 // The PTX of one source file. Kernels are compiled when they are launched first.
 struct Module {
   struct Code {
-    std::string text;  // (results) (parameters) { body }
+    std::string_view text;  // (results) name (parameters) ... { body }
     uint32_t line;
   };
   std::map<std::string, Code> kernels, functions;
@@ -71,7 +71,7 @@ struct Module {
   std::map<std::string, std::string> opcodes;
 };
 
-void load(Module& module, std::string_view text);
+void load(Module& module, std::string_view text);  // which lives as long as the module
 const Kernel& compile(Module& module, const std::string& name);
 void share_registers(Kernel& kernel, size_t num_regs);
 

@@ -66,6 +66,12 @@ std::vector<std::string> Reader::parameters() {
   return split(list, ',');
 }
 
+std::string Reader::name() {
+  std::string found;
+  for (skip(); at < text.size() && in_name(text[at]); step()) found += text[at];
+  return found;
+}
+
 std::string trimmed(std::string_view s) {
   while (!s.empty() && is_blank(s.front())) s.remove_prefix(1);
   while (!s.empty() && is_blank(s.back())) s.remove_suffix(1);

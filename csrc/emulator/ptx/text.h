@@ -29,6 +29,7 @@ struct Reader {
   std::string until(std::string_view ends);  // one of these, without comments
   std::string body();                        // up to the brace that closes one just taken
   std::vector<std::string> parameters();     // in parentheses, if it is at some
+  std::string name();                        // if it is at one
 };
 
 std::string trimmed(std::string_view s);

@@ -37,10 +37,20 @@ struct NamedBarrier {
   bool any = false, last_any = false;  // barrier.red.or
 };
 
+// What a product of a warpgroup reads while nobody has waited for it: shared memory between two addresses.
+struct InFlight {
+  unsigned warp, group;
+  uint32_t begin, end;
+};
+
 struct Cta {
   Cluster* cluster;
   unsigned index, rank;
   std::vector<char> shared;  // from kSharedBase on
+  // Of each 16 bytes the warp, counted from 1, that has written them by ordinary stores and has made no proxy
+  // fence since: wgmma and the copy engine may not see it.
+  std::vector<uint8_t> unfenced;
+  std::vector<InFlight> in_flight;
   NamedBarrier barriers[16];
   unsigned warps_left = 0;
 };
@@ -75,6 +85,7 @@ struct Warp {
     uint32_t bytes, zeros;  // behind them
   };
   std::vector<Copy> copies[kLanes];
+  unsigned products = 0;     // groups of wgmma that it has committed
   Allocations::Range range;  // of the last access to global memory
 
   // A register, or a constant.
@@ -153,6 +164,8 @@ inline constexpr int kClusterShift = 24;
 
 // `bytes` at an address, checked; the thread is that of `lane`.
 char* at_shared(Warp& warp, uint32_t address, size_t bytes);
+// The same to write there: by a store, or by what needs no proxy fence.
+char* to_shared(Warp& warp, uint32_t address, size_t bytes, bool is_store);
 char* at_global(Warp& warp, uint64_t address, size_t bytes);
 char* at_local(Warp& warp, int lane, uint64_t address, size_t bytes);
 char* at_generic(Warp& warp, int lane, uint64_t address, size_t bytes);

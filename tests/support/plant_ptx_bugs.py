@@ -1,0 +1,93 @@
+"""Plants bugs into the PTX of two attention kernels, one at a time, and prints as JSON how often the machine
+saw one: {"few_heads": {"wait": [seen, planted], ...}, ...}. Seen: the launch fails, or other bits come out.
+
+plant_ptx_bugs.py FOLDER    of libmla_fp8_emulated_cuda.so
+"""
+
+import ctypes
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import emulation
+import torch
+from plant_bugs import address_of, writable
+from sparse_cases import make_case
+
+import mla_fp8
+
+SEEDS = ("0", "1", "2", "3")
+# What is taken out: the text becomes blanks.
+BUGS = {
+    "wait": rb"mbarrier\.try_wait\.parity\.shared\.b64 p, \[%r\d+\], %r\d+; @!p bra WAIT;",
+    "barrier": rb"bar\.sync\s+[%\w]+(, [%\w]+)?;",
+    "arrival": rb"mbarrier\.arrive\.shared\.b64 _, \[%r\d+\];",
+    "proxy fence": rb"fence\.proxy\.async\.shared::cta;",
+    "products' wait": rb"wgmma\.wait_group\.sync\.aligned \d+;",
+}
+# A part of the kernel's name, its layout, heads, and its plan.
+KERNELS = {
+    "few_heads": ("few_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEELi2ELi4E", "dsv32", 16, (16, 2, 4)),
+    "many_heads": ("many_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEELi8ELi4ELb0E", "dsv4", 64, (64, 2, 4)),
+}
+
+
+def problem(layout: str, heads: int) -> Callable[..., tuple]:
+    """Rows of several blocks for each CTA, with holes, in memory that the machine knows."""
+    torch.manual_seed(0)
+    shape = {"num_tokens": 2, "num_q_heads": heads, "topk": 900, "num_slots": 1500}
+    return make_case(mla_fp8.KV_LAYOUTS[layout], "cpu", **shape).run_by
+
+
+def main(folder: Path) -> None:
+    library = (folder / emulation.CUDA_LIBRARY).resolve()
+    content = library.read_bytes()
+    emulation.load(folder, emulation.HOPPER)
+    forget = ctypes.CDLL(str(library)).fake_cuda_forget_kernels
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, (pattern, layout, heads, (per_cta, splits, producers)) in KERNELS.items():
+        entry = pattern.format(int(mla_fp8.KV_LAYOUTS[layout].id)).encode()
+        begin = next(m.start() for m in re.finditer(rb"\.entry (\w+)\(", content) if re.search(entry, m[1]))
+        end = content.index(b"\n}\n", begin)
+        run = problem(layout, heads)
+
+        def results(name=name, run=run, per_cta=per_cta, splits=splits, producers=producers) -> list | None:
+            forget()
+            runs = []
+            for seed in SEEDS:
+                os.environ["FAKE_CUDA_SEED"] = seed
+                options = {"heads": per_cta, "splits": splits, "producers": producers, "max_logits": False}
+                try:
+                    runs.append(run(name, schedule="split", **options))
+                except RuntimeError as error:
+                    if "kernel launch" not in str(error):
+                        raise
+                    return None
+            return [t.clone() for r in runs for t in r]
+
+        right = results()
+        assert right is not None
+        address = address_of(library, begin)
+        writable(address, end - begin)
+        text = (ctypes.c_char * (end - begin)).from_address(address)
+        found[name] = {bug: [0, 0] for bug in BUGS}
+        for bug, instruction in BUGS.items():
+            for m in re.finditer(instruction, content[begin:end]):
+                text[m.start() : m.end()] = b" " * len(m[0])
+                got = results()
+                same = got is not None and all(map(torch.equal, got, right))
+                text[m.start() : m.end()] = m[0]
+                if not same:
+                    found[name][bug][0] += 1
+                elif os.environ.get("VERBOSE"):
+                    line = content[begin : begin + m.start()].count(b"\n")
+                    print(name, bug, "line", line, "not seen", file=sys.stderr)
+                found[name][bug][1] += 1
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
