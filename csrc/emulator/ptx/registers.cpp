@@ -1,5 +1,6 @@
 // Registers that are never in use at once share a number: a warp's file then fits the caches.
 #include <algorithm>
+#include <bit>
 #include <map>
 
 #include "emulator/ptx/program.h"
@@ -12,9 +13,35 @@ struct Use {
   uint32_t first = ~0u, last = 0;
   void extend(uint32_t at) { first = std::min(first, at), last = std::max(last, at); }
 };
+// A bit for each register.
+class Set {
+ public:
+  explicit Set(size_t size) : words_((size + 63) / 64) {}
+  bool has(size_t r) const { return words_[r / 64] >> (r % 64) & 1; }
+  void add(size_t r) { words_[r / 64] |= uint64_t{1} << (r % 64); }
+  // Those of `other` that `without` has not. Whether any is new.
+  bool add(const Set& other, const Set& without) {
+    bool is_new = false;
+    for (size_t w = 0; w < words_.size(); ++w) {
+      const uint64_t more = other.words_[w] & ~without.words_[w] & ~words_[w];
+      words_[w] |= more;
+      is_new |= more != 0;
+    }
+    return is_new;
+  }
+  template <class F>
+  void each(F f) const {
+    for (size_t w = 0; w < words_.size(); ++w)
+      for (uint64_t left = words_[w]; left; left &= left - 1)
+        f(w * 64 + static_cast<size_t>(std::countr_zero(left)));
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
 struct Block {
   uint32_t begin, end;
-  std::vector<bool> writes, live;  // by register: here; holds at the begin what somebody reads
+  Set writes, live;  // registers: written here; that hold at the begin what somebody reads
 };
 
 template <class Read, class Write>
@@ -34,12 +61,13 @@ std::vector<Block> blocks_of(const std::vector<Instruction>& code, size_t num_re
     if (code[at].target != Instruction::kNowhere) begins[code[at].target] = begins[at + 1] = true;
   std::vector<Block> blocks;
   for (uint32_t at = 0; at < code.size(); ++at) {
-    if (begins[at]) blocks.push_back({at, at, std::vector<bool>(num_regs), std::vector<bool>(num_regs)});
+    if (begins[at]) blocks.push_back({at, at, Set(num_regs), Set(num_regs)});
     Block& b = blocks.back();
     b.end = at + 1;
-    operands_of(
-        code[at], [&](size_t r) { b.live[r] = b.live[r] || !b.writes[r]; },
-        [&](size_t r) { b.writes[r] = true; });
+    const auto read = [&](size_t r) {
+      if (!b.writes.has(r)) b.live.add(r);
+    };
+    operands_of(code[at], read, [&](size_t r) { b.writes.add(r); });
   }
   return blocks;
 }
@@ -52,26 +80,22 @@ std::vector<Use> find_uses(const std::vector<Instruction>& code, size_t num_regs
     return static_cast<size_t>(std::upper_bound(blocks.begin(), blocks.end(), at, ends_behind) -
                                blocks.begin());
   };
+  const auto each_next = [&](size_t k, auto f) {  // block that may follow
+    const Instruction& last = code[blocks[k].end - 1];
+    const bool jumps = last.target != Instruction::kNowhere;
+    if (jumps) f(blocks[block_at(last.target)]);
+    if ((!jumps || last.guard >= 0) && k + 1 < blocks.size()) f(blocks[k + 1]);
+  };
   for (bool changed = true; changed;) {
     changed = false;
-    for (size_t k = blocks.size(); k-- > 0;) {
-      Block& b = blocks[k];
-      const Instruction& last = code[b.end - 1];
-      const bool jumps = last.target != Instruction::kNowhere;
-      for (const size_t next :
-           {jumps ? block_at(last.target) : blocks.size(), jumps && last.guard < 0 ? blocks.size() : k + 1}) {
-        if (next >= blocks.size()) continue;
-        for (size_t r = 0; r < num_regs; ++r) {
-          if (!blocks[next].live[r]) continue;
-          uses[r].extend(b.end - 1);
-          if (!b.live[r] && !b.writes[r]) b.live[r] = changed = true;
-        }
-      }
-    }
+    for (size_t k = blocks.size(); k-- > 0;)
+      each_next(k, [&](const Block& next) { changed |= blocks[k].live.add(next.live, blocks[k].writes); });
   }
-  for (const Block& b : blocks)
-    for (size_t r = 0; r < num_regs; ++r)
-      if (b.live[r]) uses[r].extend(b.begin);
+  for (size_t k = 0; k < blocks.size(); ++k) {
+    blocks[k].live.each([&](size_t r) { uses[r].extend(blocks[k].begin); });
+    each_next(
+        k, [&](const Block& next) { next.live.each([&](size_t r) { uses[r].extend(blocks[k].end - 1); }); });
+  }
   for (uint32_t at = 0; at < code.size(); ++at) {
     const auto touch = [&](size_t r) { uses[r].extend(at); };
     operands_of(code[at], touch, touch);
