@@ -72,7 +72,7 @@ void run_cluster(const Launch& launch, unsigned index, Cluster& c) {
     Cta& cta = c.ctas[r];
     cta.cluster = &c, cta.index = index * launch.cluster + r, cta.rank = r, cta.warps_left = warps;
     cta.shared.resize(shared);
-    cta.unfenced.assign(shared / 16 + 1, 0);
+    cta.unfenced.assign(shared / 16 + 1, 0), cta.readers.assign(shared / 16 + 1, 0);
     for (size_t at = 0; at + 8 <= shared; at += 8) std::memcpy(cta.shared.data() + at, &kJunk, 8);
     for (unsigned i = 0; i < warps; ++i) start(c.warps[r * warps + i], cta, launch, i);
   }

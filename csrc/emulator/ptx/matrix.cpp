@@ -158,15 +158,17 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
   const int columns = i.results * 2;
   int at = i.results;
   A<kElement> a;
-  InFlight operand{};
+  InFlight operands{w.id, w.products, {}};
   const auto element = [&](const Descriptor& d, int row, int k, bool by_rows) {
     uint16_t bits = 0;
     const uint32_t address = d.address(row, k, kBytes, by_rows);
     std::memcpy(&bits, at_shared(w, address, kBytes), kBytes);
-    if (const unsigned writer = w.cta->unfenced[(address - kSharedBase) / 16])
+    const uint32_t chunk = (address - kSharedBase) / 16;
+    if (const unsigned writer = w.cta->unfenced[chunk])
       w.fail("wgmma reads what warp " + std::to_string(writer - 1) +
              " has stored without a proxy fence since");
-    operand.begin = std::min(operand.begin, address), operand.end = std::max(operand.end, address + kBytes);
+    if (operands.chunks.empty() || operands.chunks.back() != chunk)
+      operands.chunks.push_back(static_cast<uint16_t>(chunk)), ++w.cta->readers[chunk];
     return value<kElement>(bits);
   };
   const bool a_in_registers = i.extra & 1;
@@ -177,19 +179,16 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
     at += 4;
   } else {
     const Descriptor d(w, w.operand(i, at++)[0]);
-    operand = {w.id, w.products, ~0u, 0};
     const int first = static_cast<int>(w.id % 4) * 16;
     for (int r = 0; r < 16; ++r)
       for (int k = 0; k < S::kDepth; ++k) a[r][k] = element(d, first + r, k, !flag(0));
-    w.cta->in_flight.push_back(operand);
   }
   const Descriptor d(w, w.operand(i, at++)[0]);
-  operand = {w.id, w.products, ~0u, 0};
   const bool b_by_rows = !flag(a_in_registers ? 0 : 1);
   std::vector<float> b(static_cast<size_t>(S::kDepth * columns));
   for (int k = 0; k < S::kDepth; ++k)
     for (int n = 0; n < columns; ++n) b[static_cast<size_t>(k * columns + n)] = element(d, n, k, b_by_rows);
-  w.cta->in_flight.push_back(operand);
+  w.cta->in_flight.push_back(std::move(operands));
   const bool accumulate = w.operand(i, at++)[0] & 1;
   if (w.operand(i, at)[0] != 1 || w.operand(i, at + 1)[0] != 1) w.fail("wgmma: negated operands");
   multiply(w, i, 0, accumulate, a, b, columns);
@@ -206,8 +205,12 @@ void nothing(Warp&, const Instruction&) {}
 void commit_group(Warp& w, const Instruction&) { ++w.products; }
 void wait_group(Warp& w, const Instruction& i) {  // until so many are in flight
   const uint64_t most = w.operand(i, 0)[0];
-  std::erase_if(w.cta->in_flight,
-                [&](const InFlight& f) { return f.warp == w.id && f.group + most < w.products; });
+  std::erase_if(w.cta->in_flight, [&](const InFlight& f) {
+    const bool is_done = f.warp == w.id && f.group + most < w.products;
+    if (is_done)
+      for (const uint16_t chunk : f.chunks) --w.cta->readers[chunk];
+    return is_done;
+  });
 }
 
 }  // namespace

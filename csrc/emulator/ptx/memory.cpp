@@ -33,12 +33,11 @@ char* to_shared(Warp& w, uint32_t address, size_t bytes, bool is_store) {
   char* const to = at_shared(w, address, bytes);
   const uint32_t rank = address >> kClusterShift, offset = address & ((1u << kClusterShift) - 1);
   Cta& cta = rank > 0 ? w.cta->cluster->ctas[rank - 1] : *w.cta;
-  for (const InFlight& f : cta.in_flight)
-    if (offset < f.end && offset + bytes > f.begin)
-      w.fail("shared memory at " + hex(offset) + " is an operand of a product of warp " +
-             std::to_string(f.warp) + ", which nobody has waited for");
-  for (uint32_t at = (offset - kSharedBase) / 16; at <= (offset - kSharedBase + bytes - 1) / 16; ++at)
+  for (uint32_t at = (offset - kSharedBase) / 16; at <= (offset - kSharedBase + bytes - 1) / 16; ++at) {
+    if (cta.readers[at] > 0)
+      w.fail("shared memory at " + hex(offset) + " is an operand of a product that nobody has waited for");
     cta.unfenced[at] = is_store && rank == 0 ? static_cast<uint8_t>(w.id + 1) : 0;
+  }
   return to;
 }
 

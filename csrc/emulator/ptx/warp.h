@@ -37,10 +37,10 @@ struct NamedBarrier {
   bool any = false, last_any = false;  // barrier.red.or
 };
 
-// What a product of a warpgroup reads while nobody has waited for it: shared memory between two addresses.
+// What a product of a warpgroup reads of shared memory until somebody has waited for it: 16 bytes each.
 struct InFlight {
   unsigned warp, group;
-  uint32_t begin, end;
+  std::vector<uint16_t> chunks;
 };
 
 struct Cta {
@@ -51,6 +51,7 @@ struct Cta {
   // fence since: wgmma and the copy engine may not see it.
   std::vector<uint8_t> unfenced;
   std::vector<InFlight> in_flight;
+  std::vector<uint16_t> readers;  // by chunk: how many of those read it
   NamedBarrier barriers[16];
   unsigned warps_left = 0;
 };
