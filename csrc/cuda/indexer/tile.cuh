@@ -194,14 +194,14 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
     sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key]);
 #else
     // sums[0], [1]: columns 2t, 2t + 1 of key g; [2], [3]: of key g + 8. Lanes 0 and 1 of a quad get one
-    // each.
+    // each. The scale comes behind the sum of all heads: parts times infinity would cancel.
     float totals[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = block * kTile + accumulator_row(2 * half);
-      float total = round_mul(round_add(sums[2 * half], sums[2 * half + 1]), scalars.scales[key]);
+      float total = round_add(sums[2 * half], sums[2 * half + 1]);
       total = round_add(total, __shfl_xor_sync(kFullWarp, total, 1));
-      totals[half] = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
+      total = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
+      totals[half] = round_mul(total, scalars.scales[block * kTile + accumulator_row(2 * half)]);
     }
     const int t = wave_lane() % 4;
     const int key = block * kTile + wave_lane() / 4 + 8 * (t & 1);

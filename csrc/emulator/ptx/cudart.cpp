@@ -1,6 +1,7 @@
 // The CUDA runtime, as far as this project's library calls it, on a GPU that this computer plays: the
 // library's own host code registers its PTX and launches. Linked into the library in place of cudart.
-// FAKE_CUDA_SEED: the order of warps and copies (0: in order, at once); FAKE_CUDA_PROCESSORS: SMs (132).
+// FAKE_CUDA_ARCH: which GPU (90); FAKE_CUDA_SEED: the order of warps and copies (0: in order, at once);
+// FAKE_CUDA_PROCESSORS: SMs (those of an A100 or an H200).
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -18,8 +19,23 @@ namespace {
 
 using namespace emulator;
 
-constexpr unsigned kProcessors = 132;  // of an H200
-constexpr int kMaxShared = 232448;
+unsigned environment(const char* name, unsigned otherwise) {
+  const char* value = std::getenv(name);
+  return value ? static_cast<unsigned>(std::stoul(value)) : otherwise;
+}
+
+// GPUs that it plays, by the number in the name of their PTX's target.
+struct Gpu {
+  unsigned arch;
+  int processors, max_shared;
+};
+constexpr Gpu kGpus[] = {{80, 108, 166912}, {90, 132, 232448}};  // A100, H200
+const Gpu& gpu() {
+  const unsigned arch = environment("FAKE_CUDA_ARCH", 90);
+  for (const Gpu& g : kGpus)
+    if (g.arch == arch) return g;
+  throw std::runtime_error("FAKE_CUDA_ARCH must be 80 or 90, got " + std::to_string(arch));
+}
 
 // A module for each source file; functions by the address of their host side.
 struct Registry {
@@ -47,6 +63,9 @@ struct ImageHeader {
   uint16_t kind, version;
   uint32_t header_bytes;
   uint64_t bytes;
+  uint32_t packed_bytes, unknown;
+  uint16_t minor, major;
+  uint32_t arch;
 };
 void load_fat_binary(ptx::Module& module, const char* data) {
   FatBinaryHeader header;
@@ -56,7 +75,7 @@ void load_fat_binary(ptx::Module& module, const char* data) {
   for (const char* at = data + header.header_bytes; at < end;) {
     ImageHeader image;
     std::memcpy(&image, at, sizeof image);
-    if (image.kind == 1)
+    if (image.kind == 1 && image.arch == gpu().arch)
       ptx::load(module,
                 std::string_view(at + image.header_bytes, strnlen(at + image.header_bytes, image.bytes)));
     at += image.header_bytes + image.bytes;
@@ -71,11 +90,6 @@ cudaError_t guarded(F f) {
     failure = e.what();
     return cudaErrorLaunchFailure;
   }
-}
-
-unsigned environment(const char* name, unsigned otherwise) {
-  const char* value = std::getenv(name);
-  return value ? static_cast<unsigned>(std::stoul(value)) : otherwise;
 }
 
 CUresult encode_tensor_map(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
@@ -135,11 +149,11 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = static_cast<int>(environment("FAKE_CUDA_PROCESSORS", kProcessors));
+      *value = static_cast<int>(environment("FAKE_CUDA_PROCESSORS", static_cast<unsigned>(gpu().processors)));
       return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxShared; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: *value = static_cast<int>(gpu().arch / 10); return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = static_cast<int>(gpu().arch % 10); return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = gpu().max_shared; return cudaSuccess;
     default: return cudaErrorInvalidValue;
   }
 }
@@ -147,7 +161,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   const std::lock_guard lock(registry().mutex);
   if (!registry().functions.contains(function)) return cudaErrorInvalidDeviceFunction;
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value > kMaxShared) return cudaErrorInvalidValue;
+    if (value > gpu().max_shared) return cudaErrorInvalidValue;
     registry().shared_bytes[function] = value;
   }
   return cudaSuccess;
