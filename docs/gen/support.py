@@ -57,7 +57,7 @@ def table() -> str:
         states = [
             "ran" if set(ops) <= cpu else "",
             ("compiled" if NOT_RUN & set(ops) else "ran") if set(ops) <= cuda else "",
-            f"{other}: compiled" if set(ops) <= cuda else "",
+            f"{other}: emulated" if set(ops) <= cuda else "",
             "emulated" if set(ops) <= hip else "no kernel",
         ]
         rows.append([", ".join(f"`{op}`" for op in ops), what, *states])
