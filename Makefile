@@ -16,26 +16,25 @@ HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merg
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: headers demo test emulate machine engines fuzz lint format bench docs generate wheel install-test build build-demo clean
+.PHONY: headers demo test machine engines fuzz lint format bench docs generate wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
 
 test: build
 	$(BIN)/python -m pytest
-	$(MAKE) emulate
+	$(MAKE) machine
 
 # Every header of csrc/cuda compiles alone.
 headers: build
 	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
-# The GPU libraries' tests without a GPU. The HIP library, if it was built, behind a stand-in for the HIP runtime: its
-# kernels' source on fibers, and their machine code executed instruction by instruction; the CUDA library's PTX for
-# Hopper likewise. `make machine MACHINES=gfx90a` is one more list, `make machine-sm_90a HOPPER_TESTS=tests/ops` longer.
-EMULATED = [ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated build/tests
+# The GPU libraries' tests without a GPU, of those that were built: the HIP library's machine code is executed
+# instruction by instruction, and the CUDA library's PTX for Hopper. `make machine-gfx90a` is one more list,
+# `make machine-sm_90a HOPPER_TESTS=tests/ops` a longer one.
 # Entries by pages take an emulator minutes: one test of each layout stands for the rest, which an H200 runs.
 EMULATED_TESTS = -k "not opcheck and not compile and not (prefill_entries and not index_rows_give)" \
-  $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py))
+  $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py)) tests/kernels/test_emulated_matches_cpu.py
 MACHINES ?= gfx942 gfx950 sm_90a
 # Every variant of sparse attention once, and of the other ops what does not take minutes.
 HOPPER_TESTS ?= tests/kernels/test_sparse_attention_cuda.py $(addprefix tests/ops/test_,$(addsuffix .py,sparse_decode \
@@ -43,18 +42,14 @@ HOPPER_TESTS ?= tests/kernels/test_sparse_attention_cuda.py $(addprefix tests/op
   norm_rope_insert inverse_rope merge_attention_states paged_attention_ragged paged_attention_ragged_latent))
 HOPPER_SOME ?= -k "not opcheck and not compile and (not cuda.py or (every_variant and 9 and two))"
 
-emulate:
-	$(EMULATED) $(EMULATED_TESTS)
-	$(MAKE) machine
-
 machine: $(addprefix machine-,$(MACHINES))
 
 machine-sm_90a:
 	[ ! -e build/tests/libmla_fp8_emulated_cuda.so ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  --emulated build/tests --machine sm_90a $(HOPPER_SOME) $(HOPPER_TESTS)
+	  --emulated sm_90a $(HOPPER_SOME) $(HOPPER_TESTS)
 
 machine-%:
-	$(EMULATED) --machine $* $(EMULATED_TESTS)
+	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated $* $(EMULATED_TESTS)
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"

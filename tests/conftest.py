@@ -1,5 +1,4 @@
 from collections import Counter
-from pathlib import Path
 
 import emulation
 import pytest
@@ -10,16 +9,16 @@ from op_samples import NO_KERNEL
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    names = f"{emulation.LIBRARY} and {emulation.RUNTIME}"
-    parser.addoption("--emulated", type=Path, metavar="FOLDER", help=f"test {names} in that folder instead")
     parser.addoption(
-        "--machine", metavar="GPU", help="with --emulated: execute the machine code for that GPU"
+        "--emulated", choices=emulation.GPUS, help="test the library for that GPU, whose code a CPU executes"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if folder := config.getoption("--emulated"):
-        emulation.load(folder, config.getoption("--machine"))
+    if gpu := config.getoption("--emulated"):
+        if not emulation.library(gpu).exists():
+            raise pytest.UsageError(f"--emulated {gpu}: {emulation.library(gpu)} was not built")
+        emulation.load(gpu)
 
 
 def available_devices() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulation import HIP_LIBRARY, HIP_RUNTIME
 
 from mla_fp8 import _libraries
 
@@ -22,13 +23,12 @@ except ModuleNotFoundError:  # pyelftools and msgpack: not on every GPU machine
     code_objects = None
 
 LIBRARY = _libraries.LIB_DIR / "libmla_fp8_hip.so"
-EMULATED = ROOT / "build/tests"
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="built without MLA_FP8_HIP")
 needs_readers = pytest.mark.skipif(code_objects is None, reason="no pyelftools or msgpack")
 needs_emulation = pytest.mark.skipif(
-    not (EMULATED / "libmla_fp8_emulated.so").exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
+    not HIP_LIBRARY.exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
 )
 
 
@@ -71,10 +71,10 @@ def test_library_links_to_no_gpu_library():
 
 CALL = """
 import sys, ctypes, torch, mla_fp8
-folder, with_runtime, warm = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
-if with_runtime:
-    ctypes.CDLL(folder + "/libamdhip64.so")
-torch.ops.load_library(folder + "/libmla_fp8_emulated.so")
+library, runtime, warm = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+if runtime:
+    ctypes.CDLL(runtime)
+torch.ops.load_library(library)
 op = torch.ops.mla_fp8_emulated
 if warm:
     op._warmup(torch.empty(0))
@@ -84,7 +84,8 @@ print("right" if out[:, :3].eq(1).all() and out[:, 3].eq(0).all() else "wrong")
 
 
 def call(*, runtime: bool = True, warm: bool = False, **environment: str) -> str:
-    command = [sys.executable, "-c", CALL, str(EMULATED), str(runtime), str(warm)]
+    files = (str(HIP_LIBRARY), str(HIP_RUNTIME) if runtime else "")
+    command = [sys.executable, "-c", CALL, *files, str(warm)]
     paths = {"PYTHONPATH": str(ROOT / "python")}
     result = subprocess.run(
         command, env=os.environ | paths | environment, capture_output=True, text=True, check=False
@@ -99,9 +100,10 @@ def test_each_gpu_finds_its_code_object(arch):
 
 
 @needs_emulation
-def test_warmup_loads_every_kernel_by_its_name():
-    """Each one is in the code object, and is a kernel that the stand-in has compiled from the same source."""
-    assert call(warm=True).endswith("right\n")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_warmup_loads_every_kernel_by_its_name(arch):
+    """Each one is in the code object, and the stand-in knows all of its instructions."""
+    assert call(warm=True, FAKE_HIP_ARCH=arch).endswith("right\n")
 
 
 @needs_emulation
@@ -118,22 +120,11 @@ def test_machine_without_a_hip_runtime_says_so():
 
 
 @needs_emulation
-@pytest.mark.parametrize("machine", [(), ("--machine", "gfx942")], ids=["fibers", "gfx942"])
-def test_order_of_the_threads_changes_nothing(machine):
+def test_order_of_the_waves_changes_nothing():
     """A missing barrier would make the result depend on it: here waves run as far ahead as they can."""
     file = ROOT / "tests/ops/test_paged_attention_ragged_options.py"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--emulated",
-        EMULATED,
-        *machine,
-        file,
-    ]
+    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    command = [sys.executable, *pytest_quietly, "--emulated", "gfx942", file]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "FAKE_HIP_SEED": "7"}
     result = subprocess.run(
         [*command, "-k", "7-fn or 4-fn"], env=environment, capture_output=True, text=True, check=False
@@ -142,23 +133,23 @@ def test_order_of_the_threads_changes_nothing(machine):
 
 
 EVERY_E4M3FN = """
-import emulation, pathlib, sys, torch, mla_fp8
+import emulation, sys, torch, mla_fp8
+emulation.load(sys.argv[1])
 layout = mla_fp8.KV_LAYOUTS["fp8_e4m3"]
 codes = (torch.arange(576) % 256).byte()
 cache = torch.zeros(1, layout.page_bytes(1), dtype=torch.uint8)
 cache[0, :576] = codes
 options = {"slots": torch.zeros(1, dtype=torch.int32), "layout": layout.id, "page_size": 1}
-want = torch.ops.mla_fp8.dequantize_kv(cache, **options, scale=torch.ones(1))
-emulation.load(pathlib.Path(sys.argv[1]))
+want = emulation.cpu_ops.dequantize_kv(cache, **options, scale=torch.ones(1))
 got = torch.ops.mla_fp8.dequantize_kv(cache, **options, scale=torch.ones(1))
 print((got.view(torch.int16) != want.view(torch.int16)).sum().item(), "differ")
 """
 
 NO_INDEXER = """
-import emulation, pathlib, sys, mla_fp8
+import emulation, sys, mla_fp8
 from op_samples import SAMPLES
 tensors, options = SAMPLES["topk_to_slots"]("cpu")
-emulation.load(pathlib.Path(sys.argv[1]))
+emulation.load(sys.argv[1])
 try:
     mla_fp8.topk_to_slots(*tensors, **options)
 except NotImplementedError as e:
@@ -166,10 +157,10 @@ except NotImplementedError as e:
 """
 
 
-def run_emulated(code: str, **environment: str) -> str:
+def run_emulated(code: str, arch: str) -> str:
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/support"))
-    command = [sys.executable, "-c", code, str(EMULATED)]
-    variables = os.environ | {"PYTHONPATH": paths} | environment
+    command = [sys.executable, "-c", code, arch]
+    variables = os.environ | {"PYTHONPATH": paths}
     result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     return result.stdout + result.stderr
 
@@ -178,12 +169,12 @@ def run_emulated(code: str, **environment: str) -> str:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_e4m3fn_code_is_exact_on_every_gpu(arch):
     """gfx942 reads e4m3fn by way of e4m3fnuz, which has no -0."""
-    assert run_emulated(EVERY_E4M3FN, FAKE_HIP_ARCH=arch) == "0 differ\n"
+    assert run_emulated(EVERY_E4M3FN, arch) == "0 differ\n"
 
 
 @needs_emulation
 def test_an_op_that_the_emulated_library_lacks_is_not_run_by_another():
-    assert "Could not run 'mla_fp8_emulated::topk_to_slots'" in run_emulated(NO_INDEXER)
+    assert "Could not run 'mla_fp8_emulated::topk_to_slots'" in run_emulated(NO_INDEXER, "gfx942")
 
 
 @pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU and ROCm's torch")

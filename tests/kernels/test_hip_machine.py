@@ -10,15 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from emulation import HIP_RUNTIME
 
 ROOT = Path(__file__).resolve().parents[2]
-EMULATED = ROOT / "build/tests"
-RUNTIME = EMULATED / "machine/libamdhip64.so"
 SUPPORT = ROOT / "tests/support"
 LISTING = SUPPORT / "cdna_instructions.s"
 ARCHS = ("gfx942", "gfx950")
 
-pytestmark = pytest.mark.skipif(not RUNTIME.exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS")
+pytestmark = pytest.mark.skipif(
+    not HIP_RUNTIME.exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
+)
 
 
 def zig() -> Path:
@@ -76,7 +77,7 @@ def test_every_instruction_is_decoded_as_llvm_assembles_it(arch, tmp_path):
     assemble(LISTING, arch, tmp_path / "x.o")
     with (tmp_path / "x.o").open("rb") as file:
         (tmp_path / "text").write_bytes(elffile.ELFFile(file).get_section_by_name(".text").data())
-    decoded = json.loads(run("machine_code.py", arch, "decode", RUNTIME, tmp_path / "text"))
+    decoded = json.loads(run("machine_code.py", arch, "decode", HIP_RUNTIME, tmp_path / "text"))
     texts = instructions(LISTING.read_text(), arch)
     assert len(decoded) == len(texts)
     for text, got in zip(texts, decoded, strict=True):
@@ -88,7 +89,7 @@ def test_every_instruction_is_decoded_as_llvm_assembles_it(arch, tmp_path):
 def test_every_instruction_that_is_known_is_assembled():
     texts = [line for arch in ("gfx90a", *ARCHS) for line in instructions(LISTING.read_text(), arch)]
     assembled = {re.sub(r"_(e32|e64|sdwa|dpp)$", "", text.split()[0]) for text in texts}
-    assert assembled == set(json.loads(run("machine_code.py", "gfx942", "names", RUNTIME)))
+    assert assembled == set(json.loads(run("machine_code.py", "gfx942", "names", HIP_RUNTIME)))
 
 
 # ---- what machine code must not do. Two waves; the parameters are in s[4:7]: where to read 256 words and to
@@ -218,7 +219,7 @@ def launched(request, tmp_path_factory) -> tuple[dict[str, object], str]:
     subprocess.run([zig(), "ld.lld", "-shared", folder / "x.o", "-o", folder / "x.hsaco"], check=True)
     bundle = [sys.executable, ROOT / "csrc/hip/bundle.py", folder / "x.fatbin"]
     subprocess.run([*bundle, f"{request.param}={folder / 'x.hsaco'}"], check=True)
-    question = ("launch", RUNTIME, folder / "x.fatbin", *CASES)
+    question = ("launch", HIP_RUNTIME, folder / "x.fatbin", *CASES)
     answer = run("machine_code.py", request.param, *question, FAKE_HIP_COUNTS=str(folder / "counts"))
     return json.loads(answer), (folder / "counts").read_text()
 
@@ -246,7 +247,7 @@ def test_executed_instructions_are_counted(launched):
 def test_planted_bugs_are_seen(arch):
     """One at a time: each barrier and each wait replaced by s_nop, each global access moved 4095 bytes up."""
     pytest.importorskip("elftools.elf.elffile")
-    seen = json.loads(run("plant_bugs.py", arch, EMULATED))
+    seen = json.loads(run("plant_bugs.py", arch, arch))
     assert all(seen["s_barrier"]), seen
     assert sum(seen["s_waitcnt"]) >= 0.9 * len(seen["s_waitcnt"]), seen
     assert sum(seen["global"]) >= 0.9 * len(seen["global"]), seen

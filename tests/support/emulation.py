@@ -1,6 +1,6 @@
-"""A GPU library's ops on CPU tensors: its own host code and a stand-in for its runtime. Of the HIP library
-one stand-in runs the kernels' source on fibers, another one executes the code object of a GPU; the CUDA
-library has one in it that executes its PTX for Hopper."""
+"""A GPU library's ops on CPU tensors: its own host code and a stand-in for its runtime that executes what the
+library holds for a GPU. The HIP library's stand-in executes machine code, the CUDA library has one in it that
+executes its PTX."""
 
 import ctypes
 import os
@@ -8,33 +8,35 @@ from pathlib import Path
 
 import torch
 
-LIBRARY, RUNTIME = "libmla_fp8_emulated.so", "libamdhip64.so"
-CUDA_LIBRARY, HOPPER = "libmla_fp8_emulated_cuda.so", "sm_90a"
-_machines: list[str] = []  # the GPU whose machine code is executed
+FOLDER = Path(__file__).resolve().parents[2] / "build/tests"
+HIP_LIBRARY, HIP_RUNTIME = FOLDER / "libmla_fp8_emulated.so", FOLDER / "libamdhip64.so"
+CUDA_LIBRARY, HOPPER = FOLDER / "libmla_fp8_emulated_cuda.so", "sm_90a"
+GPUS = ("gfx90a", "gfx942", "gfx950", HOPPER)
+cpu_ops = torch.ops.mla_fp8
+_loaded: list[str] = []  # the GPU that is emulated
 
 
-def load(folder: Path, machine: str | None = None) -> None:
-    """From here on torch.ops.mla_fp8 is the emulated library. `machine`: the GPU whose machine code is
-    executed, None for fibers."""
-    if machine:
-        _machines.append(machine)
-    if machine == HOPPER:
-        torch.ops.load_library(str(folder / CUDA_LIBRARY))
-    else:
-        if machine:
-            os.environ["FAKE_HIP_ARCH"] = machine
-        runtime = folder / "machine" / RUNTIME if machine else folder / RUNTIME
-        ctypes.CDLL(str(runtime))  # the library finds it by its name, like torch's
-        torch.ops.load_library(str(folder / LIBRARY))
+def library(gpu: str) -> Path:
+    return CUDA_LIBRARY if gpu == HOPPER else HIP_LIBRARY
+
+
+def load(gpu: str) -> None:
+    """From here on torch.ops.mla_fp8 is the emulated library, on that GPU. It knows tensors that are made
+    from here on."""
+    _loaded.append(gpu)
+    if gpu != HOPPER:
+        os.environ["FAKE_HIP_ARCH"] = gpu
+        ctypes.CDLL(str(HIP_RUNTIME))  # the library finds it by its name, like torch's
+    torch.ops.load_library(str(library(gpu)))
     emulated = torch.ops.mla_fp8_emulated
     for name in ("sparse_attention_workspace", "index_topk_workspace"):  # of no device
         setattr(emulated, name, getattr(torch.ops.mla_fp8, name))
     torch.ops.mla_fp8 = emulated
 
 
-def executes(machine: str) -> bool:
-    """Whether the tests run on an emulated GPU of that name."""
-    return machine in _machines
+def executes(*gpus: str) -> bool:
+    """Whether the tests run on an emulated GPU, one of these if any are named."""
+    return any(gpu in (gpus or GPUS) for gpu in _loaded)
 
 
 def is_cuda(device: str) -> bool:

@@ -1,13 +1,12 @@
 """Plants bugs into the machine code of the attention kernel for dsv32 latents, one at a time, and prints as
 JSON which of them the machine saw: {"s_barrier": [true, ...], "s_waitcnt": ..., "global": ...}.
 
-plant_bugs.py FOLDER    of libmla_fp8_emulated.so; FAKE_HIP_ARCH is the GPU
+plant_bugs.py GPU
 """
 
 import ctypes
 import json
 import mmap
-import os
 import sys
 from pathlib import Path
 
@@ -57,15 +56,13 @@ def writable(address: int, size: int) -> None:
         raise OSError(ctypes.get_errno(), "mprotect")
 
 
-def main(folder: Path) -> None:
-    arch = os.environ["FAKE_HIP_ARCH"]
+def main(gpu: str) -> None:
     arguments = problem()
-    library = (folder / emulation.LIBRARY).resolve()
-    content = library.read_bytes()
-    (kernel,) = (k for b in bundles(content) for k in kernels(b[arch]) if KERNEL in k.name)
-    emulation.load(folder, machine=arch)
-    runtime = ctypes.CDLL(str(folder / "machine" / emulation.RUNTIME))
-    code = address_of(library, content.index(kernel.code))
+    content = emulation.HIP_LIBRARY.read_bytes()
+    (kernel,) = (k for b in bundles(content) for k in kernels(b[gpu]) if KERNEL in k.name)
+    emulation.load(gpu)
+    runtime = ctypes.CDLL(str(emulation.HIP_RUNTIME))
+    code = address_of(emulation.HIP_LIBRARY, content.index(kernel.code))
     writable(code, len(kernel.code))
     words = ctypes.cast(code, ctypes.POINTER(ctypes.c_uint32))
     inputs = [x.clone() for x in arguments]  # where the machine's allocator knows them
@@ -98,4 +95,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

@@ -1,7 +1,5 @@
 """Plants bugs into the PTX of two attention kernels, one at a time, and prints as JSON how often the machine
 saw one: {"few_heads": {"wait": [seen, planted], ...}, ...}. Seen: the launch fails, or other bits come out.
-
-plant_ptx_bugs.py FOLDER    of libmla_fp8_emulated_cuda.so
 """
 
 import ctypes
@@ -10,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import emulation
 import torch
@@ -42,10 +39,10 @@ def problem(layout: str, heads: int) -> Callable[..., tuple]:
     return make_case(mla_fp8.KV_LAYOUTS[layout], "cpu", **shape).run_by
 
 
-def main(folder: Path) -> None:
-    library = (folder / emulation.CUDA_LIBRARY).resolve()
+def main() -> None:
+    library = emulation.CUDA_LIBRARY
     content = library.read_bytes()
-    emulation.load(folder, emulation.HOPPER)
+    emulation.load(emulation.HOPPER)
     forget = ctypes.CDLL(str(library)).fake_cuda_forget_kernels
     found: dict[str, dict[str, list[int]]] = {}
     for name, (pattern, layout, heads, (per_cta, splits, producers)) in KERNELS.items():
@@ -90,4 +87,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

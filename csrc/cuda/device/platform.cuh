@@ -1,14 +1,14 @@
 #pragma once
-// The kernels in this folder that csrc/hip compiles too, and csrc/emulator runs, are written in CUDA's
-// vocabulary and in what each of the three headers below defines:
+// The kernels in this folder that csrc/hip compiles too are written in CUDA's vocabulary and in what each of
+// the two headers below defines:
 //
-//   kWaveSize, MLA_FP8_WAVE64    lanes of the matrix instructions; logical warps have 32 lanes everywhere
+//   MLA_FP8_PTX                  whether there is PTX
+//   kWaveSize                    lanes of the matrix instructions; logical warps have 32 lanes everywhere
+//   MLA_FP8_WAVE64               whether those are 64
 //   MLA_SHARED(Type, name)       a variable of the block
 //   fast_exp2, fast_log2         the hardware's approximations
 #if MLA_FP8_WITH_HIP
 #include "hip/platform.h"
-#elif MLA_FP8_EMULATOR
-#include "emulator/platform.h"
 #else
 #include <cuda_runtime.h>
 

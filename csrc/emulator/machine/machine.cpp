@@ -14,7 +14,7 @@
 #include <random>
 #include <thread>
 
-#include "emulator/engine.h"
+#include "emulator/machine/engine.h"
 #include "emulator/machine/wave.h"
 
 namespace emulator {

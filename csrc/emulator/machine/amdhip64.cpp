@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-#include "emulator/engine.h"
+#include "emulator/machine/engine.h"
 
 namespace {
 

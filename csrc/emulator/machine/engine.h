@@ -1,6 +1,5 @@
 #pragma once
-// What runs kernels behind the stand-in for the HIP runtime (amdhip64.cpp): fibers run their source, the
-// machine runs the code object itself. A library has one of the two.
+// What runs code objects behind the stand-in for the HIP runtime (amdhip64.cpp).
 #include <cstddef>
 #include <string>
 #include <string_view>

@@ -1,6 +1,4 @@
-"""The HIP kernels, on fibers, write the bytes of the CPU kernels, where those are a contract to the bit."""
-
-from pathlib import Path
+"""An emulated GPU's kernels write the bytes of the CPU kernels, where those are a contract to the bit."""
 
 import emulation
 import pytest
@@ -11,19 +9,13 @@ from norm_rope_cases import insert_case, values
 
 from mla_fp8 import KV_LAYOUTS
 
-FOLDER = Path(__file__).resolve().parents[2] / "build/tests"
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / emulation.LIBRARY).exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
-)
+pytestmark = pytest.mark.skipif(not emulation.executes(), reason="needs --emulated (`make machine`)")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def both():
     """The ops of the two libraries."""
-    cpu = torch.ops.mla_fp8
-    emulation.load(FOLDER)
-    emulated, torch.ops.mla_fp8 = torch.ops.mla_fp8, cpu
-    return cpu, emulated
+    return emulation.cpu_ops, torch.ops.mla_fp8
 
 
 def same(got, want):
@@ -59,7 +51,7 @@ def test_inverse_rope_quantize(both, tile, power_of_two):
 @pytest.mark.parametrize("lens", [[1] * 9, [300], [2, 131, 0, 140, 7], [5000]], ids=str)
 def test_compress_kv(both, lens, ratio, online, round_pooled):
     if len(lens) == 1 and lens[0] > 1000 and ratio > 4:
-        pytest.skip("long on fibers")
+        pytest.skip("takes an emulator long")
     layer, n, num = Layer(ratio, online, "cpu", round_pooled=round_pooled), sum(lens), len(lens)
     rows = layer.rows(n)
     rows[::7, :4], rows[3::11, 9] = float("nan"), -float("inf")
