@@ -23,33 +23,34 @@ demo: build-demo
 
 test: build
 	$(BIN)/python -m pytest
-	$(MAKE) machine
+	$(MAKE) -j2 --output-sync=target machine
 
 # Every header of csrc/cuda compiles alone.
 headers: build
 	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
-# The GPU libraries' tests without a GPU, of those that were built: the HIP library's machine code is executed
-# instruction by instruction, and the CUDA library's PTX for Hopper. `make machine-gfx90a` is one more list,
-# `make machine-sm_90a HOPPER_TESTS=tests/ops` a longer one.
-# Entries by pages take an emulator minutes: one test of each layout stands for the rest, which an H200 runs.
-EMULATED_TESTS = -k "not opcheck and not compile and not (prefill_entries and not index_rows_give)" \
-  $(foreach op,$(HIP_OPS),$(wildcard tests/ops/test_$(op)*.py)) tests/kernels/test_emulated_matches_cpu.py
-MACHINES ?= gfx942 gfx950 sm_90a
-# Every variant of sparse attention once, and of the other ops what does not take minutes.
-HOPPER_TESTS ?= tests/kernels/test_sparse_attention_cuda.py $(addprefix tests/ops/test_,$(addsuffix .py,sparse_decode \
-  sparse_prefill index_logits index_topk quantize_index_k topk_to_slots quantize_kv dequantize_kv compress_kv \
-  norm_rope_insert inverse_rope merge_attention_states paged_attention_ragged paged_attention_ragged_latent))
-HOPPER_SOME ?= -k "not opcheck and not compile and (not cuda.py or (every_variant and 9 and two))"
+# The GPU libraries' tests without a GPU, of those that were built: AMD's machine code and NVIDIA's PTX are executed
+# instruction by instruction. `make machine-gfx90a` is one list more, and with WHOLE=1 a list leaves out nothing.
+MACHINES ?= gfx942 gfx950 sm_90a sm_80
+NOT_EMULATED = opcheck or compile
+ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same kernel stands for it
+  NOT_EMULATED += or many_queries or (hostile_geometry and 900) or (prefill_entries and not index_rows_give)
+  NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
+  NVIDIA_OPS = sparse_decode sparse_prefill.py index_logits index_topk quantize_index_k paged_attention_ragged_latent
+endif
+NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots real_rows
+EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "not ($(NOT_EMULATED))"
+tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
 machine: $(addprefix machine-,$(MACHINES))
 
-machine-sm_90a:
-	[ ! -e build/tests/libmla_fp8_emulated_cuda.so ] || OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-	  --emulated sm_90a $(HOPPER_SOME) $(HOPPER_TESTS)
+machine-sm_%:
+	[ ! -e build/tests/libmla_fp8_emulated_cuda.so ] || $(EMULATED) --emulated sm_$* \
+	  tests/kernels/test_sparse_attention_cuda.py $(call tests_of,$(NVIDIA_OPS))
 
-machine-%:
-	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(BIN)/python -m pytest --emulated $* $(EMULATED_TESTS)
+machine-gfx%:
+	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(EMULATED) --emulated gfx$* \
+	  tests/kernels/test_emulated_matches_cpu.py $(call tests_of,$(HIP_OPS))
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"

@@ -10,21 +10,24 @@ import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "build/tests"
 HIP_LIBRARY, HIP_RUNTIME = FOLDER / "libmla_fp8_emulated.so", FOLDER / "libamdhip64.so"
-CUDA_LIBRARY, HOPPER = FOLDER / "libmla_fp8_emulated_cuda.so", "sm_90a"
-GPUS = ("gfx90a", "gfx942", "gfx950", HOPPER)
+CUDA_LIBRARY, AMPERE, HOPPER = FOLDER / "libmla_fp8_emulated_cuda.so", "sm_80", "sm_90a"
+NVIDIA = {AMPERE: 108, HOPPER: 132}  # SMs
+GPUS = ("gfx90a", "gfx942", "gfx950", *NVIDIA)
 cpu_ops = torch.ops.mla_fp8
 _loaded: list[str] = []  # the GPU that is emulated
 
 
 def library(gpu: str) -> Path:
-    return CUDA_LIBRARY if gpu == HOPPER else HIP_LIBRARY
+    return CUDA_LIBRARY if gpu in NVIDIA else HIP_LIBRARY
 
 
 def load(gpu: str) -> None:
     """From here on torch.ops.mla_fp8 is the emulated library, on that GPU. It knows tensors that are made
     from here on."""
     _loaded.append(gpu)
-    if gpu != HOPPER:
+    if gpu in NVIDIA:
+        os.environ["FAKE_CUDA_ARCH"] = gpu[3:5]
+    else:
         os.environ["FAKE_HIP_ARCH"] = gpu
         ctypes.CDLL(str(HIP_RUNTIME))  # the library finds it by its name, like torch's
     torch.ops.load_library(str(library(gpu)))
@@ -41,13 +44,14 @@ def executes(*gpus: str) -> bool:
 
 def is_cuda(device: str) -> bool:
     """Whether the CUDA library serves this device; an emulated GPU takes CPU tensors."""
-    return device == "cuda" or executes(HOPPER)
+    return device == "cuda" or executes(*NVIDIA)
 
 
 def num_processors(device: str) -> int:
     """SMs of the device, for sizes of workspaces; 1 of a CPU."""
-    if executes(HOPPER):
-        return 132
+    for gpu, count in NVIDIA.items():
+        if executes(gpu):
+            return count
     return torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
 
 
