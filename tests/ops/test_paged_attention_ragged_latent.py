@@ -69,8 +69,6 @@ def test_several_query_tokens_a_sink_and_a_soft_cap(name, device):
 
 @every_layout
 def test_is_sparse_decode_over_the_same_slots(name, device):
-    if not is_cpu_kernel(device) and (device == "cpu" or torch.version.hip):
-        pytest.skip("the HIP library has no sparse_decode")
     args, options = make_case(device, name, lengths=(70, 33))
     q, cache, indptr, pages, _ = args
     slots = torch.full((2, 80), -1, dtype=torch.int32, device=device)
