@@ -39,6 +39,11 @@ def problem(layout: str, heads: int) -> Callable[..., tuple]:
     return make_case(mla_fp8.KV_LAYOUTS[layout], "cpu", **shape).run_by
 
 
+def target(content: bytes, at: int) -> bytes:
+    """The GPU of the PTX in whose text a byte lies."""
+    return content[content.rindex(b".target ", 0, at) :].split(maxsplit=2)[1]
+
+
 def main() -> None:
     library = emulation.CUDA_LIBRARY
     content = library.read_bytes()
@@ -47,7 +52,11 @@ def main() -> None:
     found: dict[str, dict[str, list[int]]] = {}
     for name, (pattern, layout, heads, (per_cta, splits, producers)) in KERNELS.items():
         entry = pattern.format(int(mla_fp8.KV_LAYOUTS[layout].id)).encode()
-        begin = next(m.start() for m in re.finditer(rb"\.entry (\w+)\(", content) if re.search(entry, m[1]))
+        begin = next(
+            m.start()
+            for m in re.finditer(rb"\.entry (\w+)\(", content)
+            if re.search(entry, m[1]) and target(content, m.start()) == emulation.HOPPER.encode()
+        )
         end = content.index(b"\n}\n", begin)
         run = problem(layout, heads)
 
