@@ -20,7 +20,7 @@ struct SelectSmem {
   };
   uint64_t base;
   int32_t remaining, here, kept;
-  int32_t sums[kWarpSize];
+  alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
 };
 
 // Threads that select together, and their memory; here those of a block.
