@@ -51,10 +51,10 @@ void dequantize_kv_out(const Tensor& kv_cache, const Tensor& slots, int64_t layo
 Tensor dequantize_kv(const Tensor& kv_cache, const Tensor& slots, int64_t layout, int64_t page_size,
                      const OptionalTensor& scale) {
   const Check check("dequantize_kv");
-  const KvLayoutId id = check.layout(layout);
-  check.kv_cache(kv_cache, "kv_cache", id, page_size);  // before memory is asked for on its device
+  const KvLayout l = kv_layout(check.layout(layout));
+  check(kv_cache, "kv_cache");  // before memory is asked for on its device
   check(slots, "slots").shape({-1});
-  Tensor out = new_empty(kv_cache, {slots.size(0), kv_layout(id).head_dim_qk()}, ScalarType::BFloat16);
+  Tensor out = new_empty(kv_cache, {slots.size(0), l.head_dim_qk()}, ScalarType::BFloat16);
   dequantize_kv_out(kv_cache, slots, layout, page_size, scale, out);
   return out;
 }
@@ -111,10 +111,10 @@ Tensor dequantize_kv_paged(const Tensor& kv_cache, const Tensor& page_table, con
                            const Tensor& gather_lens, const Tensor& row_offsets, int64_t layout,
                            int64_t page_size, int64_t num_rows, const OptionalTensor& scale) {
   const Check check("dequantize_kv_paged");
-  const KvLayoutId id = check.layout(layout);
-  check.kv_cache(kv_cache, "kv_cache", id, page_size);
+  const KvLayout l = kv_layout(check.layout(layout));
+  check(kv_cache, "kv_cache");
   check.at_least(num_rows, "num_rows", 0);
-  Tensor out = new_empty(kv_cache, {num_rows, kv_layout(id).head_dim_qk()}, ScalarType::BFloat16);
+  Tensor out = new_empty(kv_cache, {num_rows, l.head_dim_qk()}, ScalarType::BFloat16);
   torch::stable::zero_(out);  // rows of no request
   dequantize_kv_paged_out(kv_cache, page_table, seq_lens, gather_lens, row_offsets, layout, page_size, scale,
                           out);

@@ -84,10 +84,4 @@ void add_comparisons(Handlers& t, const std::string& type) {
   }
 }
 
-inline std::string joined(const Opcode& opcode) {
-  std::string name;
-  for (const std::string& part : opcode) name += (name.empty() ? "" : ".") + part;
-  return name;
-}
-
 }  // namespace emulator::ptx

@@ -21,11 +21,10 @@ Barrier read(const char* at) {
   std::memcpy(&b, at, sizeof b);
   return b;
 }
-// What arrived may have been the last of a phase. Null: `what` is fine.
-const char* update(char* at, Barrier b) {
+// What arrived may have been the last of a phase.
+void update(char* at, Barrier b) {
   if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.expected;
   std::memcpy(at, &b, sizeof b);
-  return nullptr;
 }
 char* barrier_at(Warp& w, uint32_t address) {
   if (address % 8) w.fail("an mbarrier that does not lie at a multiple of 8");

@@ -9,11 +9,7 @@
 namespace emulator::ptx {
 namespace {
 
-using Parts = std::vector<std::string>;
-
-bool has(const Parts& opcode, std::string_view part) {
-  return std::find(opcode.begin(), opcode.end(), part) != opcode.end();
-}
+using Parts = Opcode;  // of a text
 
 // How many of the first operands are results.
 int count_results(const Parts& opcode, const std::vector<Operand>& operands) {
@@ -286,17 +282,16 @@ class Compiler {
       regs.insert(regs.end(), o.regs.begin(), o.regs.end());
       if (o.kind == Operand::kAddress && addresses < 2) i.offset[addresses++] = o.offset;
     }
-    std::string joined;
-    for (const std::string& part : opcode) joined += (joined.empty() ? "" : ".") + part;
+    const std::string name = joined(opcode);
     kernel_.operands.push_back(std::make_unique<int[]>(regs.size() + 1));
     std::copy(regs.begin(), regs.end(), kernel_.operands.back().get());
     i.line = line;
-    i.opcode = &module_.opcodes.try_emplace(joined, joined).first->second;
+    i.opcode = &module_.opcodes.try_emplace(name, name).first->second;
     i.regs = kernel_.operands.back().get(), i.num_regs = static_cast<int>(regs.size());
     i.results = count_results(opcode, operands);
     i.accumulates = opcode[0] == "wgmma";
     i.run = find_handler(returns ? Parts{"bra"} : opcode, operands, i);
-    if (!i.run) fail_at(line, "unknown instruction " + joined);
+    if (!i.run) fail_at(line, "unknown instruction " + name);
     kernel_.code.push_back(i);
   }
   void resolve() {
@@ -337,7 +332,7 @@ void load(Module& module, std::string_view text) {
     const std::string entry = behind(".entry"), function = behind(".func");
     if (!entry.empty() || !function.empty()) {
       if (!r.take('{')) continue;  // a declaration
-      r.body();
+      r.skip_body();
       const std::string_view word = entry.empty() ? ".func" : ".entry",
                              whole = text.substr(begin, r.at - begin);
       const Module::Code code{whole.substr(whole.find(word) + word.size()), line};
@@ -352,7 +347,7 @@ void load(Module& module, std::string_view text) {
       const Variable v = variable(global);
       module.globals[v.name].assign(v.bytes, 0);
     } else if (!behind(".section").empty()) {
-      if (r.take('{')) r.body();
+      if (r.take('{')) r.skip_body();
     } else {
       fail_at(line, "unknown directive " + header);
     }

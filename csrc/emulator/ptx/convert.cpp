@@ -1,6 +1,4 @@
 // cvt, and the formats of 8 and 16 bits.
-#include <immintrin.h>
-
 #include <array>
 #include <cmath>
 #include <limits>
@@ -8,9 +6,6 @@
 #include "emulator/ptx/warp.h"
 
 namespace emulator::ptx {
-
-float f16_to_float(uint16_t x) { return _cvtsh_ss(x); }
-uint16_t float_to_f16(float x) { return std::isnan(x) ? 0x7fff : _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
 namespace {
 
@@ -76,20 +71,10 @@ Handler to(const std::string& type) {
 
 }  // namespace
 
-uint16_t float_to_bf16(float x) {
-  if (std::isnan(x)) return 0x7fff;
-  const auto bits = std::bit_cast<uint32_t>(x);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 float e4m3_to_float(uint8_t x) {
   static const auto values = [] {
     std::array<float, 256> all;
-    for (int i = 0; i < 256; ++i) {
-      const int exponent = i >> 3 & 15, mantissa = i & 7;
-      const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-      all[static_cast<size_t>(i)] = (i & 127) == 127 ? NAN : i & 128 ? -value : value;
-    }
+    for (uint32_t i = 0; i < 256; ++i) all[i] = from_e4m3(i, false);
     return all;
   }();
   return values[x];
@@ -121,11 +106,11 @@ Handler find_conversion(const Opcode& opcode, const Operands&, Instruction&) {
     };
   if (type == "f32" && from == "f16")
     return [](Warp& w, const Instruction& i) {
-      each(w, i, [](uint64_t x) { return put(f16_to_float(static_cast<uint16_t>(x))); });
+      each(w, i, [](uint64_t x) { return put(from_f16(static_cast<uint16_t>(x))); });
     };
   if (type == "f32" && from == "bf16")
     return [](Warp& w, const Instruction& i) {
-      each(w, i, [](uint64_t x) { return put(bf16_to_float(static_cast<uint16_t>(x))); });
+      each(w, i, [](uint64_t x) { return put(from_bf16(static_cast<uint16_t>(x))); });
     };
   if (type == "f16" && from == "f32")
     return [](Warp& w, const Instruction& i) {

@@ -213,7 +213,6 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
     const Allocations::Snapshot memory(std::move(ranges));
     ptx::run_grid({.kernel = kernel,
                    .params = params,
-                   .params_bytes = kernel->params_bytes,
                    .grid = grid.x,
                    .block = block.x,
                    .cluster = cluster,

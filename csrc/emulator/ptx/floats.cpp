@@ -33,10 +33,10 @@ float log_of_2(float a) {
   return std::fabs(a) < 1.17549435e-38f ? -INFINITY : static_cast<float>(std::log2(static_cast<double>(a)));
 }
 
-// Pairs of 16 bits: in float, rounded once. A product of two is exact there.
+// Pairs of 16 bits: in float, then rounded. A product of two is exact there; an fma is rounded twice.
 template <bool kBf16>
 float widen(uint32_t x) {
-  return kBf16 ? bf16_to_float(static_cast<uint16_t>(x)) : f16_to_float(static_cast<uint16_t>(x));
+  return kBf16 ? from_bf16(x) : from_f16(x);
 }
 template <bool kBf16>
 uint32_t narrow(float x) {
@@ -60,8 +60,6 @@ void pairs(Warp& w, const Instruction& i) {
 }
 float nan_minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
 float nan_maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
-// Its exact value has too many bits for a float in rare cases only, where double rounding might differ.
-float fused_pair(float a, float b, float c) { return std::fma(a, b, c); }
 template <class T, auto kFunction>
 void halves(Warp& w, const Instruction& i) {  // u16x2, s16x2
   uint64_t* d = w.result(i);
@@ -95,8 +93,8 @@ Handlers table() {
   t["lg2.approx.f32"] = t["lg2.approx.ftz.f32"] = unary<float, log_of_2>;
   t["mul.rn.f16x2"] = t["mul.f16x2"] = pairs<false, times, 2>;
   t["mul.rn.bf16x2"] = t["mul.bf16x2"] = pairs<true, times, 2>;
-  t["fma.rn.bf16x2"] = pairs<true, fused_pair, 3>;
-  t["fma.rn.f16x2"] = pairs<false, fused_pair, 3>;
+  t["fma.rn.bf16x2"] = pairs<true, fused, 3>;
+  t["fma.rn.f16x2"] = pairs<false, fused, 3>;
   t["abs.bf16x2"] = pairs<true, magnitude, 1>;
   t["min.f16x2"] = pairs<false, minimum<float>, 2>;
   t["max.f16x2"] = pairs<false, maximum<float>, 2>;

@@ -1,6 +1,6 @@
 // Runs a grid: clusters one after the other on each of this computer's threads, the warps of a cluster in
 // turns.
-#include <pmmintrin.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <atomic>
@@ -49,14 +49,11 @@ void start(Warp& w, Cta& cta, const Launch& launch, unsigned id) {
   w.groups.assign(1, {0, threads == kLanes ? ~Mask{0} : (Mask{1} << threads) - 1});
 }
 
-// Whatever the caller's thread does with subnormal numbers.
-struct KeepsDenormals {
+// Whatever the caller's thread does: rounded to the nearest, subnormal numbers kept.
+struct FloatMode {
   const unsigned before = _mm_getcsr();
-  KeepsDenormals() {
-    _MM_SET_DENORMALS_ZERO_MODE(_MM_DENORMALS_ZERO_OFF);
-    _MM_SET_FLUSH_ZERO_MODE(_MM_FLUSH_ZERO_OFF);
-  }
-  ~KeepsDenormals() { _mm_setcsr(before); }
+  FloatMode() { _mm_setcsr(0x1f80); }
+  ~FloatMode() { _mm_setcsr(before); }
 };
 
 void run_cluster(const Launch& launch, unsigned index, Cluster& c) {
@@ -177,7 +174,7 @@ void run_grid(const Launch& launch) {
   std::exception_ptr error;
   std::mutex mutex;
   const auto work = [&] {
-    const KeepsDenormals mode;
+    const FloatMode mode;
     Cluster c;
     for (unsigned i = next++; i < clusters; i = next++) try {
         run_cluster(launch, i, c);

@@ -65,8 +65,8 @@ void transpose_matrix(Warp& w, const Instruction& i) {
 enum Element { kF16, kBf16, kE4m3 };
 template <Element kElement>
 float value(uint64_t bits) {
-  if constexpr (kElement == kF16) return f16_to_float(static_cast<uint16_t>(bits));
-  else if constexpr (kElement == kBf16) return bf16_to_float(static_cast<uint16_t>(bits));
+  if constexpr (kElement == kF16) return from_f16(static_cast<uint16_t>(bits));
+  else if constexpr (kElement == kBf16) return from_bf16(static_cast<uint16_t>(bits));
   else return e4m3_to_float(static_cast<uint8_t>(bits));
 }
 template <Element kElement>

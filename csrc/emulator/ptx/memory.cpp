@@ -82,13 +82,12 @@ char* at(Warp& w, int lane, uint64_t address, size_t bytes, size_t unit) {
   else if constexpr (kSpace == Space::kGeneric) return at_generic(w, lane, address, bytes);
   else {
     const auto begin = reinterpret_cast<uint64_t>(w.launch->params);
-    if (address < begin || address + bytes > begin + w.launch->params_bytes)
+    if (address < begin || address + bytes > begin + w.launch->kernel->params_bytes)
       w.fail("a parameter that is none");
     return reinterpret_cast<char*>(address);
   }
 }
 
-// `width`: bytes of an element; `extra`: whether it is signed.
 template <Space kSpace, class T>
 void load(Warp& w, const Instruction& i) {
   const int count = i.num_regs - 1;

@@ -1,5 +1,6 @@
 #pragma once
 // PTX as the machine executes it: registers as numbers, labels as places, one function per instruction.
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -83,9 +84,16 @@ struct Operand {
   std::string name;       // of a label, a function, a variable
   bool negated = false;   // !%p
 };
-// What runs an opcode, given as its parts between dots; adds to the instruction what only this file's readers
-// know. Null: unknown.
-Handler find_handler(const std::vector<std::string>& opcode, const std::vector<Operand>& operands,
-                     Instruction& instruction);
+using Opcode = std::vector<std::string>;  // its parts between dots
+inline bool has(const Opcode& opcode, std::string_view part) {
+  return std::find(opcode.begin(), opcode.end(), part) != opcode.end();
+}
+inline std::string joined(const Opcode& opcode) {
+  std::string name;
+  for (const std::string& part : opcode) name += (name.empty() ? "" : ".") + part;
+  return name;
+}
+// What runs an opcode; adds to the instruction what only that function knows. Null: unknown.
+Handler find_handler(const Opcode& opcode, const std::vector<Operand>& operands, Instruction& instruction);
 
 }  // namespace emulator::ptx

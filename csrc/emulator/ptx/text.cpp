@@ -48,13 +48,12 @@ std::string Reader::until(std::string_view ends) {
   }
   return found;
 }
-std::string Reader::body() {
-  const size_t begin = at;
+void Reader::skip_body() {
   for (int depth = 1; at < text.size(); step()) {
     if (text[at] == '{') ++depth;
     if (text[at] == '}' && --depth == 0) {
       step();
-      return std::string(text.substr(begin, at - 1 - begin));
+      return;
     }
   }
   fail_at(line, "a brace is not closed");

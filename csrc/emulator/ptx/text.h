@@ -27,7 +27,7 @@ struct Reader {
   bool take(char c);
   void rest_of_line();
   std::string until(std::string_view ends);  // one of these, without comments
-  std::string body();                        // up to the brace that closes one just taken
+  void skip_body();                          // up to behind the brace that closes one just taken
   std::vector<std::string> parameters();     // in parentheses, if it is at some
   std::string name();                        // if it is at one
 };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "emulator/machine/allocations.h"
+#include "emulator/machine/formats.h"
 #include "emulator/ptx/program.h"
 
 namespace emulator::ptx {
@@ -22,7 +23,6 @@ using Lanes = uint64_t[kLanes];  // a register: the low bits of each, the others
 struct Launch {
   const Kernel* kernel;
   const char* params;
-  size_t params_bytes;
   unsigned grid, block, cluster, dynamic_shared;
   unsigned seed;  // 0: warps in order and copies at once; else a random order, copies late
   const Allocations::Snapshot* memory;
@@ -171,17 +171,14 @@ char* at_global(Warp& warp, uint64_t address, size_t bytes);
 char* at_local(Warp& warp, int lane, uint64_t address, size_t bytes);
 char* at_generic(Warp& warp, int lane, uint64_t address, size_t bytes);
 
-// ---- f16 and bf16 (convert.cpp) -------------------------------------------------------------------------
+// ---- f16, bf16 and e4m3: as in formats.h, but for NVIDIA's one NaN --------------------------------------
 
-float f16_to_float(uint16_t x);
-uint16_t float_to_f16(float x);
-inline float bf16_to_float(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-uint16_t float_to_bf16(float x);
-float e4m3_to_float(uint8_t x);
+inline uint32_t float_to_f16(float x) { return x != x ? 0x7fff : to_f16(x); }
+inline uint32_t float_to_bf16(float x) { return x != x ? 0x7fff : to_bf16(x); }
+float e4m3_to_float(uint8_t x);  // from a table (convert.cpp)
 
 // ---- one file each --------------------------------------------------------------------------------------
 
-using Opcode = std::vector<std::string>;
 using Operands = std::vector<Operand>;
 Handler find_arithmetic(const Opcode&, const Operands&, Instruction&);
 Handler find_float(const Opcode&, const Operands&, Instruction&);
@@ -190,12 +187,6 @@ Handler find_memory(const Opcode&, const Operands&, Instruction&);
 Handler find_async(const Opcode&, const Operands&, Instruction&);
 Handler find_matrix(const Opcode&, const Operands&, Instruction&);
 Handler find_control(const Opcode&, const Operands&, Instruction&);
-inline bool has(const Opcode& opcode, std::string_view part) {
-  for (const std::string& p : opcode)
-    if (p == part) return true;
-  return false;
-}
-
 std::string describe_wait(Warp& warp);  // of the running group: what an mbarrier lacks
 void run_grid(const Launch& launch);
 
