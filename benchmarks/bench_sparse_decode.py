@@ -63,12 +63,12 @@ class Shape:
 
     @property
     def label(self) -> str:
-        extra = f"+{self.extra_layout}" if self.extra_layout else ""
-        extra += f"{' ' if extra else '+'}{self.extra_topk}" if self.extra_topk else ""
+        layouts = f"{self.layout}+{self.extra_layout}" if self.extra_layout else self.layout
+        extra = f"+{self.extra_topk}" if self.extra_topk else ""
         pages = f" p{self.extra_page_size}" if self.extra_page_size != 64 else ""
         s_q = f" s_q{self.s_q}" if self.s_q > 1 else ""
         rows = f": {self.rows.label}" if self.rows else ""
-        return f"{self.layout} {self.topk}{extra}{pages}{s_q} h{self.num_q_heads} b{self.batch}{rows}"
+        return f"{layouts} {self.topk}{extra}{pages}{s_q} h{self.num_q_heads} b{self.batch}{rows}"
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,7 @@ COSTS: dict[str, Costs] = {
     ),
     "sm90": Costs(
         # begin prices: written by docs/gen/prices.py from benchmarks/results
-        row=0.487, reference=0.0393, select=106_000,
+        row=0.489, reference=0.0393, select=106_000,
         workspace_key=((8, 0.193), (16, 0.259), (32, 0.223), (64, 0.253),),
         window_key=((8, 0.0658), (16, 0.121), (32, 0.228), (64, 0.318),),
         paged_key=((8, 0.12), (16, 0.154), (32, 0.213), (64, 0.324), (128, 0.646),),
