@@ -1,4 +1,5 @@
-"""Layers that attend to every compressed entry of their past (V4's of ratio 128), prompts of one request.
+"""Layers that attend to every compressed entry of their past (V4's of ratio 128): prompts of one request,
+and decode steps of 32 with drafts, straight from the FP8 pages.
 
     PYTHONPATH=python:.peers python benchmarks/bench_prefill_entries.py
 
@@ -30,6 +31,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 LAYOUT, ROWS = KV_LAYOUTS["dsv4"], KV_LAYOUTS["bf16_512"]
 WINDOW, WINDOW_PAGE, RATIO, PAGE = 128, 256, 128, 2
+DECODED = 32  # requests of a decode step
 LARGE = 1 << 33  # heads times indices: FP8 pages alone would take most of the run
 
 
@@ -38,10 +40,12 @@ class Shape:
     num_tokens: int
     context: int
     num_q_heads: int
+    num_requests: int = 1
 
     @property
     def label(self) -> str:
-        return f"entries of {self.context >> 10}K h{self.num_q_heads} t{self.num_tokens}"
+        requests = f" r{self.num_requests}" if self.num_requests > 1 else ""
+        return f"entries of {self.context >> 10}K h{self.num_q_heads} t{self.num_tokens}{requests}"
 
     @property
     def num_entries(self) -> int:
@@ -52,6 +56,8 @@ def shapes() -> Iterator[Shape]:
     tokens, contexts = ((8192, 256), (128 << 10, 1 << 20)) if CUDA else ((16,), (128 << 10,))
     for t, context, heads in itertools.product(tokens, contexts, (8, 16, 64) if CUDA else (8,)):
         yield Shape(t, context, heads)
+    for context, drafts, heads in itertools.product(contexts, (2, 6), (8, 16)):
+        yield Shape(drafts * DECODED, context, heads, DECODED)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -129,7 +135,74 @@ class Problem:
         return ((got - exact).norm() / exact.norm()).item()
 
 
+class Drafts:
+    """A decode step: the last tokens of each of several requests of the same length."""
+
+    def __init__(self, shape: Shape) -> None:
+        each, requests = shape.num_tokens // shape.num_requests, shape.num_requests
+        self.q = torch.randn(shape.num_tokens, shape.num_q_heads, 512, device=DEVICE).bfloat16()
+        self.common = {
+            "layout": LAYOUT, "page_size": WINDOW_PAGE, "window_size": WINDOW, "extra_page_size": PAGE,
+            "sm_scale": 512**-0.5, "attn_sink": torch.randn(shape.num_q_heads, device=DEVICE),
+        }  # fmt: skip
+        self.entries, self.entry_rows = filled(requests * shape.num_entries, PAGE)
+        self.window, self.window_rows = filled(requests * WINDOW_PAGE, WINDOW_PAGE)
+        self.starts = numbers(0, requests + 1) * each
+        self.lens = ((numbers(shape.context - each, shape.context) + 1) // RATIO).repeat(requests)
+        pages = torch.randperm(len(self.entries), device=DEVICE).int()
+        self.pages = pages.view(requests, -1)
+        self.slots = (self.pages[..., None] * PAGE + numbers(0, PAGE)).flatten(1)
+        self.every = self.slots.repeat_interleave(each, 0)
+
+    def run(self, **entries: torch.Tensor) -> torch.Tensor:
+        requests = len(self.starts) - 1
+        return mla_fp8.sparse_prefill_window(
+            self.q, self.window, numbers(0, requests)[:, None], self.starts,
+            numbers(0, requests) * 0 + WINDOW_PAGE, extra_kv_cache=self.entries, extra_topk_length=self.lens,
+            **entries, **self.common,
+        )[0]  # fmt: skip
+
+    def by_pages(self) -> torch.Tensor:
+        return self.run(extra_page_table=self.pages)
+
+    def by_index(self) -> torch.Tensor:
+        return self.run(extra_indices=self.every)
+
+    def errors(self) -> dict[str, float]:
+        """Of the first request's last token and the last request's first."""
+        each = len(self.q) // (len(self.starts) - 1)
+        exact = {}
+        for token in (each - 1, len(self.q) - each):
+            request = token // each
+            end = (request + 1) * WINDOW_PAGE - (each - 1 - token % each)
+            rows = [self.window_rows[end - WINDOW : end], self.entry_rows[self.slots[request]]]
+            rows[1] = rows[1][: int(self.lens[token])]
+            scope = torch.cat(rows).double(), numbers(0, sum(map(len, rows)))[None], None
+            sink = self.common["attn_sink"]
+            q = self.q[token][None].double()
+            exact[token] = reference.sparse_attention(q, [scope], sm_scale=512**-0.5, attn_sink=sink)[0][0]
+        want = torch.stack(list(exact.values()))
+
+        def error(out: torch.Tensor) -> float:
+            return ((out[list(exact)].double() - want).norm() / want.norm()).item()
+
+        return {OURS: error(self.by_pages()), "fp8, index rows": error(self.by_index())}
+
+
+def work_of_drafts(shape: Shape) -> Work:
+    problem = Drafts(shape)
+    keys = int(problem.lens.sum()) + shape.num_tokens * WINDOW
+    row_bytes = shape.num_requests * (shape.num_entries + WINDOW) * LAYOUT.bytes_per_token
+    return Work(
+        shape.label, problem.by_pages, problem.q.numel() * 4 + row_bytes,
+        2 * keys * shape.num_q_heads * 1024, baselines={"fp8, index rows": problem.by_index},
+        errors=problem.errors,
+    )  # fmt: skip
+
+
 def work(shape: Shape) -> Work:
+    if shape.num_requests > 1:
+        return work_of_drafts(shape)
     problem = Problem(shape)
     baselines = {"index rows": problem.by_index}
     if flash_mla is not None:

@@ -38,10 +38,11 @@ void bind_plans(py::module_& m) {
       "plan",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
          bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout,
-         std::optional<int64_t> workspace, bool has_entry_pages) {
+         std::optional<int64_t> workspace, bool has_entry_pages, int64_t requests) {
         if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant,
                          has_entry_pages);
+        p.window.num_requests = requests;
         const auto plan =
             gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
@@ -50,7 +51,7 @@ void bind_plans(py::module_& m) {
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
-      "extra_layout"_a = -1, "workspace"_a = py::none(), "has_entry_pages"_a = false);
+      "extra_layout"_a = -1, "workspace"_a = py::none(), "has_entry_pages"_a = false, "requests"_a = 1);
   m.def(  // floats that a decode asks for, and the most that any does
       "workspace",
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,

@@ -114,8 +114,9 @@ def test_nan_reaches_those_queries_only_that_attend_to_it(name, num_q_heads, dev
     reached = torch.zeros(707, dtype=torch.bool, device=device)
     reached[:700] = torch.arange(100, 800, device=device) + 1 >= (entry + 1) * ratio
     assert got[0][reached].isnan().all() and got[2][reached].isnan().all()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a[~reached], b[~reached])
+    for a, b in zip(got, want, strict=True):  # a kernel may give the keys of some queries one exponent
+        one_code = 2**-7 if a.dtype == torch.bfloat16 else 2**-20
+        torch.testing.assert_close(a[~reached], b[~reached], rtol=one_code, atol=0)
 
 
 @pytest.mark.parametrize("query_len", [4, 900])

@@ -42,6 +42,7 @@ class KeySource {
  public:
   struct Key {
     int slot, scope;
+    __device__ static constexpr bool marks() { return true; }  // what tells consumers that it counts
   };
   __device__ __forceinline__ KeySource(const SparseAttentionParams& p, const Keys& keys)
       : p_(p), keys_(keys), num_slots_{limit(p.scopes[0]), limit(p.scopes[1])} {}

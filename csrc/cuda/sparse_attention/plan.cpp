@@ -116,6 +116,8 @@ constexpr int kMinKeysPerCta = 128;
 // Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
 // with many queries), and what they may take together, of one.
 constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.95;
+// What tiles of neighbours may take of their queries' time alone, where both are prices.
+constexpr double kMostOfQueriesAlone = 0.95;
 
 // 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
 // two layouts they always are.
@@ -192,6 +194,33 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   return best.plan;
 }
 
+// Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with 64
+// heads. None if queries go alone.
+Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
+  Priced best;
+  const int tile_queries = entry_tile_queries(p);
+  if (tile_queries == 1 || num_keys(p) + tile_queries >= kMaxKeys) return best;
+  SparseAttentionParams tiles = p;
+  tiles.num_tokens = ceil_div(p.num_tokens, int64_t{tile_queries});
+  tiles.num_q_heads = 64;
+  tiles.scopes[0].topk += tile_queries - 1;  // the union of the windows
+  // A tile that requests end in has the keys of each.
+  const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
+  if (p.num_tokens % (requests * tile_queries) != 0)
+    for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
+  for (const HeadsClass& c : kHeadsClasses) {
+    const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts());
+    if (!v || !attends_to_tiles(*v, p.layouts())) continue;
+    for (const SplitClass& s : kSplitClasses) {
+      const double us = time_of(tiles, c, s, tiles.num_tokens, num_sms);
+      if (us >= best.us) continue;
+      best = {{*v, s.splits}, us};
+      best.plan.tile_queries = tile_queries;
+    }
+  }
+  return best;
+}
+
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
 // convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the
 // SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
@@ -221,6 +250,9 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  if (const Priced tiles = cheapest_tiles(p, num_sms);
+      tiles.us < kMostOfQueriesAlone * cheapest_split(p, p.num_tokens, num_sms).us)
+    return tiles.plan;
   const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
   // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half
   // empty, where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by
@@ -282,6 +314,7 @@ std::string to_string(const Plan& plan) {
   if (v.schedule == Schedule::kSplit)
     out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
+  if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.queries > 0) out << ", for " << plan.queries << " queries";
   return out.str();
 }
@@ -311,8 +344,11 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool has_splits =
         split ? wanted.splits >= 1 && wanted.splits <= 16 && !(wanted.splits & (wanted.splits - 1))
               : wanted.splits == 1;
-    if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu))
-      return {v, wanted.splits, split ? 0 : gpu.num_sms};
+    if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
+      Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
+      if (split && attends_to_tiles(v, p.layouts())) plan.tile_queries = entry_tile_queries(p);
+      return plan;
+    }
   }
   std::ostringstream what;
   what << "mla_fp8: kernel must be one of kVariants that reads " << kv_layout(p.layout).name

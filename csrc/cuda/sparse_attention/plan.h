@@ -2,6 +2,7 @@
 // The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks
 // at shapes only, never at lengths: a captured graph stays right when they change, and the result of a
 // query does not depend on what the other queries hold.
+#include <algorithm>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -82,6 +83,7 @@ struct Plan {
   // That it takes, the first ones, or 0: all. The rest gets a plan of its own, which is launched before.
   int64_t queries = 0;
   bool follows = false;  // the launch before is that of the rest
+  int tile_queries = 1;  // of many_heads: neighbours whose heads are those of one item
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
@@ -103,6 +105,25 @@ int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
+
+// ---- neighbours whose heads fill the 64 rows of a CTA ----------------------------------------------------
+
+// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads. An octet of heads is of
+// one query.
+constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
+  return v.kernel == Kernel::kManyHeads && v.heads == 64 && !layouts.is_mixed() &&
+         layouts.first == KvLayoutId::kDsv4;
+}
+// 1: each goes alone. Tiles count from the first token of the call; where all requests may have as many, most
+// sizes leave none with queries of two.
+inline int entry_tile_queries(const SparseAttentionParams& p) {
+  const int heads = p.num_q_heads;
+  if (!p.has_entry_pages || p.batch_invariant || (heads != 8 && heads != 16 && heads != 32)) return 1;
+  const int64_t most = 64 / heads, requests = p.window.num_requests;
+  const bool even = requests > 0 && p.num_tokens % requests == 0;
+  const int64_t each = std::max<int64_t>(even ? p.num_tokens / requests : p.num_tokens, 1);
+  return static_cast<int>(ceil_div(each, ceil_div(each, most)));
+}
 
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 

@@ -42,16 +42,16 @@ class Gather {
       : p_(params.p), lane_(lane), ring_{shared_address(smem)}, valid_(smem + MLA_SMEM(C, valid)) {}
 
  protected:
-  using Key = KeySource::Key;
-
   // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose
   // bytes fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
-  __device__ __forceinline__ Key find(const ValidKeys<MapInShared>& valid_keys, const Keys& keys,
-                                      int rank) const {
-    return valid_keys.find(KeySource(p_, keys), min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1));
+  template <class Source>
+  __device__ __forceinline__ typename Source::Key find(const ValidKeys<MapInShared>& valid_keys,
+                                                       const Source& source, int rank) const {
+    return valid_keys.find(source, min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1));
   }
 
   // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  template <class Key>
   __device__ void fetch(int i, Key key, int num_keys) const {
     constexpr KvLayout kL = R::kL;
     static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
@@ -73,7 +73,7 @@ class Gather {
 
     const int stage = i % C::kStages;
     wait_until_free<C::kStages>(ring_.empty(stage), i);
-    if (lane_ < kStageRows) valid_[stage * kStageRows + lane_] = counts;
+    if (lane_ < kStageRows) valid_[stage * kStageRows + lane_] = counts ? key.marks() : 0;
     if (repeated) [[unlikely]]
       copy_repeated(stage, row, repeated, same);
     mbarrier_arrive_expect_warp(ring_.full(stage), (kStageRows - __popc(repeated)) * R::kBytes, lane_);
@@ -132,8 +132,11 @@ using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
 template <class C>
 class SplitProducer : GatherOf<C> {
  public:
-  __device__ SplitProducer(const KernelParams& params, const SplitItem& w, const KeySurvey& survey,
-                           uint8_t* smem, int warp, int lane)
+  using Item = typename C::Item;
+  using Key = typename Item::Source::Key;
+
+  __device__ SplitProducer(const KernelParams& params, const Item& w, const KeySurvey& survey, uint8_t* smem,
+                           int warp, int lane)
       : GatherOf<C>(params, smem, lane),
         w_(w),
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
@@ -146,7 +149,7 @@ class SplitProducer : GatherOf<C> {
     for (int i = warp_ - C::kProducers; i < num_stages; i += C::kProducers) {
       const int ahead = i + C::kProducers;
       Key next{-1, 0};
-      if (ahead < num_stages) next = this->find(valid_keys_, w_.keys, first_rank(ahead));
+      if (ahead < num_stages) next = this->find(valid_keys_, w_.source(this->p_), first_rank(ahead));
       if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
@@ -154,11 +157,9 @@ class SplitProducer : GatherOf<C> {
   }
 
  private:
-  using typename Gather<C>::Key;
-
   __device__ int first_rank(int i) const { return w_.first_block * C::kBlockKeys + i * kStageRows; }
 
-  const SplitItem& w_;
+  const Item& w_;
   const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
 };
@@ -189,13 +190,13 @@ class WalkProducer : GatherOf<C> {
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
       // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
       int rank = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
-      typename Gather<C>::Key next{-1, 0};
+      KeySource::Key next{-1, 0};
       for (bool has_next = false;; rank = rank_after(rank)) {
-        const typename Gather<C>::Key key = next;
+        const KeySource::Key key = next;
         const int num_keys = has_next ? valid_keys.num_keys() - rank_of_next : 0;
         const bool fetches = has_next;
         has_next = rank / C::kBlockKeys * C::kBlockKeys < valid_keys.num_keys();
-        if (has_next) next = this->find(valid_keys, keys, rank), rank_of_next = rank;
+        if (has_next) next = this->find(valid_keys, KeySource(this->p_, keys), rank), rank_of_next = rank;
         if (fetches) {
           const int block = i / kStagesPerBlock * C::kTeams + team_;
           this->fetch(block * C::kBlockStages + first_ + i % kStagesPerBlock * kTeamProducers, key, num_keys);

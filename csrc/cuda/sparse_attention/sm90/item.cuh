@@ -26,13 +26,16 @@ struct KernelParams {
   int num_splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
+  int tile_queries;     // of many_heads over neighbours (sm90/many_heads/neighbours.cuh), else 1
 };
 
 template <class C>
 void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                   gpuStream_t stream) {
-  const KernelParams params{p, plan.splits, ceil_div(p.num_q_heads, C::kHeads), plan.follows};
-  const int64_t items = p.num_tokens * params.num_head_blocks;
+  const bool has_tiles = plan.tile_queries > 1;
+  const int head_blocks = has_tiles ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+  const KernelParams params{p, plan.splits, head_blocks, plan.follows, plan.tile_queries};
+  const int64_t items = ceil_div(p.num_tokens, int64_t{plan.tile_queries}) * head_blocks;
   const bool walks = plan.variant.schedule == Schedule::kWalk;
   launch(kernel,
          {.grid = walks ? std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas)
@@ -49,10 +52,25 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
 // What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query. The
 // blocks are known after the survey of its keys.
 struct SplitItem {
+  using Source = KeySource;
   Keys keys;
   int64_t query;
   int split, first_head;
   int first_block, num_blocks;
+
+  __device__ Source source(const SparseAttentionParams& p) const { return {p, keys}; }
+  __device__ int num_heads(const SparseAttentionParams& p, int most) const {
+    return min(p.num_q_heads - first_head, most);
+  }
+  __device__ bool has_head(const SparseAttentionParams& p, int i) const {
+    return first_head + i < p.num_q_heads;
+  }
+  __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int i) const {
+    return p.q + query * p.q_stride_token + first_head * p.q_stride_head + i * p.q_stride_head;
+  }
+  __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
+    return p.q_stride_head == dims;
+  }
 
   template <class C>
   __device__ void take_share(int num_keys, int num_splits) {  // a power of two
@@ -81,14 +99,14 @@ __device__ SplitItem find_item(const KernelParams& params) {
 // once the entries are on their way: behind it they would come late, and the first rows with them. A large Q
 // comes by the copy engine, past the loads.
 template <class C, class Meanwhile>
-__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, SplitItem& w, uint8_t* smem,
-                                                  int warp, int lane, Meanwhile&& meanwhile) {
+__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
+                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
   constexpr int kWarps = C::kThreads / kWarpSize;
   const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
-  survey_keys<kWarps, 6>(KeySource(params.p, w.keys), warp, lane, map, meanwhile);
+  survey_keys<kWarps, 6>(w.source(params.p), warp, lane, map, meanwhile);
   block_barrier<C::kThreads>();
-  const KeySurvey survey(map, w.keys.length, lane);
-  w.take_share<C>(survey.num_keys, params.num_splits);
+  const KeySurvey survey(map, w.source(params.p).length(), lane);
+  w.template take_share<C>(survey.num_keys, params.num_splits);
   return survey;
 }
 

@@ -11,7 +11,7 @@ namespace mla_fp8::gpu {
 // One warp, num_quads <= kRounds * 32 quads of one head; `quad` is this lane's first. What bounds it is the
 // latency of remote loads, so many are in flight: of kSplits CTAs at once. And its code, which is cold.
 template <class C, int kSplits, int kRounds>
-__device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint32_t smem, int quad,
+__device__ void merge_quads(const KernelParams& params, const typename C::Item& w, uint32_t smem, int quad,
                             int num_quads, int lane) {
   const int splits = params.num_splits, head = quad / kOutQuads;
   float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
@@ -61,7 +61,7 @@ __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint
   if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
   out_factor = __shfl_sync(kFullWarp, out_factor, 0);
   uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
-  if (w.first_head + head >= params.p.num_q_heads) return;
+  if (!w.has_head(params.p, head)) return;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i)
     if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16(sum[i], out_factor);
@@ -70,8 +70,8 @@ __device__ void merge_quads(const KernelParams& params, const SplitItem& w, uint
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
 // warps an equal share of that: a few heads, or a part of one.
 template <class C>
-__device__ void merge_splits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int warp,
-                             int lane) {
+__device__ void merge_splits(const KernelParams& params, const typename C::Item& w, uint8_t* smem,
+                             int warp, int lane) {
   const int of_cta = C::kHeads * kOutQuads / params.num_splits;  // quads: 64 or more
   const int share = max(of_cta / kConsumerWarps, kWarpSize);     // of a warp; with 64 two have any
   const int first = w.split * of_cta + warp * share, end = (w.split + 1) * of_cta;

@@ -35,7 +35,7 @@ class MixedGather : protected Gather<C> {
   using Gather<C>::Gather;
 
  protected:
-  using typename Gather<C>::Key;
+  using Key = KeySource::Key;
   using Gather<C>::find, Gather<C>::lane_, Gather<C>::p_, Gather<C>::ring_, Gather<C>::valid_;
 
   __device__ void fetch(int i, Key key, int num_keys) {

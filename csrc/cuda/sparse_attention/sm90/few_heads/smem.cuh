@@ -24,6 +24,7 @@ namespace mla_fp8::gpu {
 template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1>  // R: Row, or MixedRow of two caches
 struct FewHeads {
   using R = R_;
+  using Item = SplitItem;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.

@@ -47,13 +47,13 @@ class LogitWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales_.is_nan[i] = valid[g_ + 8 * i] & kNanKey;
     } else {
-      scales_.load(row_of(stage), t_);
+      scales_.template load<C::kNeighbours>(row_of(stage), t_);
     }
   }
 
   // Products to logits in units of log2, plus e (StageScales), less base - 7; masked: -inf. Returns the
   // largest of this lane.
-  __device__ float to_log2(int stage, float (&s)[kOctets][4]) const {
+  __device__ float to_log2(int stage, float (&s)[kOctets][4]) {
     const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
@@ -65,7 +65,9 @@ class LogitWarp {
     }
     const uint8_t* valid = bytes_ + MLA_SMEM(C, valid) + stage * kStageRows;
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
-    if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
+    if constexpr (C::kNeighbours) {
+      mask_by_query(stage, valid, s);
+    } else if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
 #pragma unroll
       for (int n = 0; n < kOctets; ++n)
 #pragma unroll
@@ -99,6 +101,27 @@ class LogitWarp {
     scales_.store(table, member_ * kStageRows + g_, t_);
   }
 
+  // The same of neighbours: of a key's row in S the heads of some queries may count, and of others not. What
+  // is no number in a key of another query must not meet its weight of zero.
+  __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
+    const Tile& tile = *reinterpret_cast<const Tile*>(bytes_ + MLA_SMEM(C, tile));
+    const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
+    if (!__any_sync(kFullWarp, queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
+      return;
+    const int octets_log2 = tile.octets_log2;
+    bool suspects[2] = {scales_.is_nan[0] && queries[0] != all, scales_.is_nan[1] && queries[1] != all};
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const bool attends = queries[c / 2] >> (n >> octets_log2) & 1;
+        suspects[c / 2] |= !attends && !(fabsf(s[n][c]) < INFINITY);
+        s[n][c] = !attends ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
+      }
+    if (__any_sync(kFullWarp, suspects[0] || suspects[1])) [[unlikely]]
+      clear_values<R>(bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
+  }
+
   uint8_t* const bytes_;
   const Ring<C> ring_;
   const int member_, lane_, g_, t_;  // which 16 keys of a block
@@ -115,7 +138,8 @@ class SplitLogits : LogitWarp<C> {
   using typename Base::R;
   static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
 
-  __device__ SplitLogits(const KernelParams& params, const SplitItem& w, uint8_t* smem, int warp, int lane)
+  using Item = typename C::Item;
+  __device__ SplitLogits(const KernelParams& params, const Item& w, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), p_(params.p), w_(w), x_(smem) {}
 
   __device__ void run() {
@@ -236,7 +260,7 @@ class SplitLogits : LogitWarp<C> {
 
   const KernelParams& params_;
   const SparseAttentionParams& p_;
-  const SplitItem& w_;
+  const Item& w_;
   const SplitExchange<C> x_;
 };
 

@@ -33,6 +33,7 @@
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
@@ -55,8 +56,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   begin_grid(params.follows);
-  SplitItem w = find_item<C>(params);
-  if (warp == 0) WgmmaQuery<C>::copy(params.p, w.query, w.first_head, shared_address(smem), lane);
+  typename C::Item w;
+  if constexpr (C::kNeighbours) w = find_tile<C>(params, smem, warp, lane);
+  else w = find_item<C>(params);
+  if (warp == 0) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
+  if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   const bool split = params.num_splits > 1;
 
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     take_registers<C::kValueRegisters>();
     WgmmaQuery<C> q;
-    q.load_copied(params.p, w.first_head, smem, warp, lane);
+    q.load_copied(params.p, w, smem, warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
@@ -135,6 +139,10 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kVariant.producers, kFindsLargest>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
     };
+    if constexpr (attends_to_tiles(kVariant, {layout(), extra()})) {
+      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kVariant.producers, true, true>;
+      if (plan.tile_queries > 1) return launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+    }
     if constexpr (kVariant.schedule == Schedule::kWalk) {
       using C = ManyHeadsWalk<CachedRow<layout(), extra()>>;
       static_assert(C::kHeads == kVariant.heads);

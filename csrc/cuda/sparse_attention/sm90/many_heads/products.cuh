@@ -24,7 +24,8 @@ struct StageScales {
   int e = 0;       // 2^e is above them
   bool is_nan[2];  // keys g and g + 8
 
-  // `row`: of this lane's key g.
+  // `row`: of this lane's key g. kNanIsZero: a NaN is 0 here, so that it says nothing about other keys.
+  template <bool kNanIsZero>
   __device__ void load(const uint8_t* row, int t) {
     is_nan[0] = is_nan[1] = false;
     if constexpr (R::kNumScales > 0) {
@@ -37,10 +38,23 @@ struct StageScales {
               4 * j + t < R::kNumScales ? RowScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
           largest = fmaxf(largest, scale[i][j]);
         }
-      const uint32_t above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
-      if (above >= __float_as_uint(INFINITY))
+      uint32_t above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+      if (above >= __float_as_uint(INFINITY)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) is_nan[i] = RowScales<R>::is_nan(row + 8 * i * R::kPitch);
+        if constexpr (kNanIsZero) {
+          static_assert(R::kL.scale_format == ScaleFormat::kUe8m0, "all others may be infinite, too");
+          largest = 0.0f;
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < kPerLane; ++j) {
+              if (is_nan[i]) scale[i][j] = 0.0f;
+              largest = fmaxf(largest, scale[i][j]);
+            }
+          above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+        }
+      }
       e = min(max(exponent_above(above), -100), 100);
       const float unit = power_of_two(-e);
 #pragma unroll

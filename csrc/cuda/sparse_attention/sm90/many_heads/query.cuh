@@ -23,30 +23,28 @@ struct WgmmaQuery {
 
   // By one warp: Q as it is, [head][dim], to where store() will put it. The copy engine has it on its way
   // before anything is known of the keys, and past the loads of their entries.
-  __device__ static void copy(const SparseAttentionParams& p, int64_t query, int first_head, uint32_t smem,
-                              int lane) {
+  template <class Item>
+  __device__ static void copy(const SparseAttentionParams& p, const Item& w, uint32_t smem, int lane) {
     const uint32_t to = smem + MLA_SMEM(C, q), bar = smem + MLA_SMEM(C, q_barrier);
-    const uint16_t* const q = p.q + query * p.q_stride_token + first_head * p.q_stride_head;
-    const int heads = min(p.num_q_heads - first_head, C::kHeads);
+    const int heads = w.num_heads(p, C::kHeads);
     if (lane == 0) mbarrier_arrive_expect(bar, heads * kHeadBytes);
     __syncwarp();
-    if (p.q_stride_head == R::kDims) {
-      if (lane == 0) bulk_copy(to, q, heads * kHeadBytes, bar);
+    if (w.is_q_dense(p, R::kDims)) {
+      if (lane == 0) bulk_copy(to, w.q_of_head(p, 0), heads * kHeadBytes, bar);
     } else {
       for (int head = lane; head < heads; head += kWarpSize)
-        bulk_copy(to + head * kHeadBytes, q + head * p.q_stride_head, kHeadBytes, bar);
+        bulk_copy(to + head * kHeadBytes, w.q_of_head(p, head), kHeadBytes, bar);
     }
   }
-  __device__ void load_copied(const SparseAttentionParams& p, int first_head, const uint8_t* smem, int warp,
+  template <class Item>
+  __device__ void load_copied(const SparseAttentionParams& p, const Item& w, const uint8_t* smem, int warp,
                               int lane) {
     mbarrier_wait(shared_address(smem) + MLA_SMEM(C, q_barrier), 0);
     const int head = warp * kHeads + lane / kLanes;
     const uint8_t* const row = smem + MLA_SMEM(C, q) + head * kHeadBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = first_head + head < p.num_q_heads
-                    ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16)
-                    : uint4{};
+      dims[i] = w.has_head(p, head) ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16) : uint4{};
   }
   __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;

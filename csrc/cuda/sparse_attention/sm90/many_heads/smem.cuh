@@ -1,12 +1,14 @@
 #pragma once
 // The variants of many_heads, where everything lies in shared memory, and what the roles share.
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 
 namespace mla_fp8::gpu {
@@ -27,9 +29,12 @@ namespace mla_fp8::gpu {
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
-template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_>  // R: Row, or MixedRow of two caches
+// R: Row, or MixedRow of two caches. kNeighbours: the heads are those of several queries (neighbours.cuh).
+template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, bool kNeighbours_ = false>
 struct ManyHeadsSplit {
   using R = R_;
+  static constexpr bool kNeighbours = kNeighbours_;
+  using Item = std::conditional_t<kNeighbours, TileItem, SplitItem>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
@@ -78,6 +83,7 @@ struct ManyHeadsSplit {
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
+    alignas(8) Tile tile[kNeighbours ? 1 : 0];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
@@ -142,6 +148,7 @@ enum class Step : int { kBlock, kRescaled, kEnd };
 template <class R_>
 struct ManyHeadsWalk {
   using R = R_;
+  static constexpr bool kNeighbours = false;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitGroups = 2;

@@ -148,7 +148,7 @@ class SplitValues : ValueWarp<C> {
 
   // O * factor as bf16, through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies of
   // whole heads took twice as long.)
-  __device__ void store(const SparseAttentionParams& p, const SplitItem& w, int thread) const {
+  __device__ void store(const SparseAttentionParams& p, const typename C::Item& w, int thread) const {
     const float2* stats = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats));
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
@@ -162,12 +162,11 @@ class SplitValues : ValueWarp<C> {
     constexpr int kUnits = kHeadDimV * 2 / 16,
                   kRounds = C::kHeads * kUnits / kConsumerThreads;  // of 16 bytes
     const int first = thread / kUnits, unit = thread % kUnits;
-    uint16_t* const out = p.out + w.query * p.out_stride_token + w.first_head * p.out_stride_head + unit * 8;
 #pragma unroll 8
     for (int i = 0; i < kRounds; ++i) {
       const int head = first + i * (kConsumerThreads / kUnits);
-      if (w.first_head + head < p.num_q_heads)
-        *reinterpret_cast<uint4*>(out + head * p.out_stride_head) =
+      if (w.has_head(p, head))
+        reinterpret_cast<uint4*>(place_of_head(p, w, head))[unit] =
             *reinterpret_cast<const uint4*>(base + head * C::kStorePitch + unit * 16);
     }
   }

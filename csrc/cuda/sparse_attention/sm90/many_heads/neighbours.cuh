@@ -1,0 +1,218 @@
+#pragma once
+// An item of several queries: neighbours with 8, 16 or 32 heads each, over windows and all entries of their
+// past, fill the 64 rows of a CTA. So a key is fetched and converted once for all of them.
+//
+//   keys    request by request: the union of the windows, then the entries up to the last that any query sees
+//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it
+//   S       where a query of a row does not attend to a key, the logit is -inf
+//
+// Most tiles have queries of one request. One that holds the end of a request and the beginning of others has
+// their keys one after another; which queries see them the marks tell.
+#include "cuda/device/math.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kTileQueries = 8;  // at most: a bit each
+
+// The queries of a tile that belong to one request, and their keys: positions of the tile's list.
+struct TileRequest {
+  const int32_t *window_pages, *entry_pages;
+  unsigned first, first_entry, end;  // first window key, first entry, behind the last
+  unsigned window_first;             // the first window key's position in the request
+  int position;                      // of the first query in the request
+  int first_query, num_queries;
+};
+struct Tile {
+  TileRequest requests[kTileQueries];
+  unsigned lens[kTileQueries];  // entries that a query sees
+  int num_requests;
+  unsigned length;       // positions of all
+  uint32_t all_queries;  // the marks of a key that all attend to
+  int octets_log2;       // of a query's heads
+};
+
+// What survey_keys and ValidKeys ask for (keys.cuh).
+class TileKeys {
+ public:
+  struct Key {
+    int slot, scope;
+    uint32_t queries;
+    __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
+  };
+  __device__ __forceinline__ TileKeys(const SparseAttentionParams& p, const Tile& tile)
+      : p_(p), tile_(tile) {}
+  __device__ __forceinline__ unsigned length() const { return tile_.length; }
+  __device__ __forceinline__ static constexpr bool is_window() { return true; }
+  __device__ __forceinline__ int entry(unsigned position) const { return at(position).slot; }
+  __device__ __forceinline__ bool is_slot(int entry, unsigned) const { return entry >= 0; }
+  __device__ __forceinline__ bool is_valid(Key key) const { return key.slot >= 0; }
+
+  // Slot -1 past the end, and where no page of the cache is.
+  __device__ __forceinline__ Key at(unsigned position) const {
+    if (position >= tile_.length) return {-1, 0, 0};
+    int i = 0;
+    while (position >= tile_.requests[i].end) ++i;
+    const TileRequest& r = tile_.requests[i];
+    const bool extra = position >= r.first_entry;
+    const unsigned in_request = extra ? position - r.first_entry : r.window_first + (position - r.first);
+    const KvScope& scope = p_.scopes[extra];
+    const auto page_size = static_cast<unsigned>(scope.page_size);
+    const unsigned place = in_request / page_size;
+    const int64_t max_pages = extra ? p_.entry_pages.max_pages : p_.window.max_pages;
+    if (place >= max_pages) return {-1, 0, 0};
+    const int64_t page = __ldg((extra ? r.entry_pages : r.window_pages) + place);
+    const int64_t slot = page * page_size + in_request % page_size;
+    if (page < 0 || slot >= scope.num_slots) return {-1, 0, 0};
+    return {static_cast<int>(slot), extra, (extra ? see_entry(r, in_request) : see(r, in_request))
+                                               << r.first_query};
+  }
+
+ private:
+  // Bits of the request's queries whose windows have a position: the first one's is behind it by `ahead`.
+  __device__ __forceinline__ uint32_t see(const TileRequest& r, unsigned in_request) const {
+    const int ahead = static_cast<int>(in_request) - r.position;
+    const auto window = static_cast<int>(min(p_.window.window_size, int64_t{1} << 29));
+    const int first = max(ahead, 0), last = min(ahead + window, r.num_queries);
+    return first < last ? (1u << last) - (1u << first) : 0;
+  }
+  __device__ __forceinline__ uint32_t see_entry(const TileRequest& r, unsigned entry) const {
+    uint32_t queries = 0;
+    for (int i = 0; i < r.num_queries; ++i)
+      queries |= static_cast<uint32_t>(entry < tile_.lens[r.first_query + i]) << i;
+    return queries;
+  }
+
+  const SparseAttentionParams& p_;
+  const Tile& tile_;
+};
+
+struct TileItem : SplitItem {
+  using Source = TileKeys;
+  const Tile* tile;
+  int num_rows;  // heads of all its queries
+
+  __device__ Source source(const SparseAttentionParams& p) const { return {p, *tile}; }
+  __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
+  __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
+  __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
+    return p.q + (query + row / p.num_q_heads) * p.q_stride_token + row % p.num_q_heads * p.q_stride_head;
+  }
+  __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
+    return p.q_stride_head == dims && p.q_stride_token == int64_t{p.num_q_heads} * dims;
+  }
+};
+
+// By one warp, a lane a query.
+__device__ inline void describe_tile(const SparseAttentionParams& p, int64_t first, int count, Tile& tile,
+                                     int lane) {
+  WindowQuery query;
+  int64_t begin = 0, end = 0;  // of its window in the request
+  unsigned entries = 0;
+  if (lane < count) {
+    query = find_query(p.window, first + lane);
+    const Selection window(p, 0, first + lane, query);
+    begin = window.first_position();
+    end = begin + window.length();
+    entries = static_cast<unsigned>(Selection(p, 1, first + lane, query).length());
+    tile.lens[lane] = entries;
+  }
+  const auto request = static_cast<int>(query.request);
+  const auto position = static_cast<int>(max(query.position, -(int64_t{1} << 30)));
+  int num_requests = 0;
+  unsigned length = 0;
+  for (int i = 0; i < count;) {
+    const int own = __shfl_sync(kFullWarp, request, i);
+    const bool is_in = lane >= i && lane < count && request == own;
+    const uint32_t in = __ballot_sync(kFullWarp, is_in) >> i;
+    const int num_queries = __ffs(~in) - 1;  // up to the next of another request
+    const bool counts = is_in && lane < i + num_queries;
+    const unsigned most = __reduce_max_sync(kFullWarp, counts ? entries : 0);
+    const bool has_window = counts && end > begin;
+    const unsigned from = __reduce_min_sync(kFullWarp, has_window ? static_cast<unsigned>(begin) : ~0u);
+    const unsigned to = __reduce_max_sync(kFullWarp, has_window ? static_cast<unsigned>(end) : 0);
+    const unsigned window = to > from ? to - from : 0;
+    const int first_position = __shfl_sync(kFullWarp, position, i);
+    if (own >= 0) {
+      if (lane == 0)
+        tile.requests[num_requests] = {
+            p.window.page_table + own * p.window.page_table_stride_request,
+            p.entry_pages.page_table + own * p.entry_pages.page_table_stride_request,
+            length, length + window, length + window + most, from, first_position, i, num_queries};
+      length += window + most;
+      ++num_requests;
+    }
+    i += num_queries;
+  }
+  if (lane > 0) return;
+  tile.num_requests = num_requests;
+  tile.length = length;
+  tile.all_queries = (1u << count) - 1;
+  tile.octets_log2 = __ffs(p.num_q_heads / kOctetHeads) - 1;
+}
+
+// By all threads; a barrier must come before the tile is read.
+template <class C>
+__device__ TileItem find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
+  const SparseAttentionParams& p = params.p;
+  const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
+  Tile& tile = *reinterpret_cast<Tile*>(smem + MLA_SMEM(C, tile));
+  const int64_t first = int64_t{cluster} * params.tile_queries;
+  const auto count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - first));
+  if (warp == 0) describe_tile(p, first, count, tile, lane);
+  TileItem item;
+  item.query = first;
+  item.split = static_cast<int>(blockIdx.x & (splits - 1));
+  item.first_head = 0;
+  item.tile = &tile;
+  item.num_rows = count * p.num_q_heads;
+  return item;
+}
+
+// ---- the end of a row -----------------------------------------------------------------------------------
+
+template <class R>
+__device__ float finish_head(const SparseAttentionParams& p, const TileItem& item, int row, float base,
+                             float sum, float largest) {
+  if (row >= item.num_rows) return 0.0f;
+  const int head = row % p.num_q_heads;
+  write_head(p, item.query + row / p.num_q_heads, head, base, sum, largest);
+  return output_factor<R>(p, head, base, sum);
+}
+__device__ inline uint2* place_of_head(const SparseAttentionParams& p, const TileItem& item, int row) {
+  const int64_t query = item.query + row / p.num_q_heads;
+  return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token +
+                                  row % p.num_q_heads * p.out_stride_head);
+}
+
+// ---- what is no number ----------------------------------------------------------------------------------
+
+// Where a query does not attend to a key its weight is zero. But zero times NaN is NaN: in the stage's keys
+// that are suspects (g and g + 8 of a lane's) elements that are no number become zero. Scales are, already.
+// Queries that attend to one have NaN among their weights and need no second one.
+template <class R>
+__device__ __noinline__ void clear_values(uint8_t* rows, const bool (&suspects)[2], int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t lanes = __ballot_sync(kFullWarp, suspects[half]);
+    for (int g = 0; g < 8; ++g) {
+      if (!(lanes >> 4 * g & 0xf)) continue;
+      uint8_t* const row = rows + (g + 8 * half) * R::kPitch;
+      for (int at = lane * 4; at < R::kFp8Dims; at += kWarpSize * 4) {
+        uint32_t& x = *reinterpret_cast<uint32_t*>(row + at);
+        x &= ~__vcmpeq4(x & 0x7f7f7f7fu, 0x7f7f7f7fu);
+      }
+      for (int at = lane * 4; at < R::kBf16Dims * 2; at += kWarpSize * 4) {
+        uint32_t& x = *reinterpret_cast<uint32_t*>(row + R::kBf16Offset + at);
+        x &= ~__vcmpeq2(x & 0x7f807f80u, 0x7f807f80u);
+      }
+    }
+  }
+  __syncwarp();
+}
+
+}  // namespace mla_fp8::gpu
