@@ -54,9 +54,9 @@ class Shape:
 
 def shapes() -> Iterator[Shape]:
     tokens, contexts = ((8192, 256), (128 << 10, 1 << 20)) if CUDA else ((16,), (128 << 10,))
-    for t, context, heads in itertools.product(tokens, contexts, (8, 16, 64) if CUDA else (8,)):
+    for t, context, heads in itertools.product(tokens, contexts, (8, 16, 32, 64) if CUDA else (8,)):
         yield Shape(t, context, heads)
-    for context, drafts, heads in itertools.product(contexts, (2, 6), (8, 16)):
+    for context, drafts, heads in itertools.product(contexts, (2, 6), (8, 16, 32)):
         yield Shape(drafts * DECODED, context, heads, DECODED)
 
 
@@ -147,7 +147,10 @@ class Drafts:
         }  # fmt: skip
         self.entries, self.entry_rows = filled(requests * shape.num_entries, PAGE)
         self.window, self.window_rows = filled(requests * WINDOW_PAGE, WINDOW_PAGE)
-        self.starts = numbers(0, requests + 1) * each
+        self.geometry = (
+            numbers(0, requests)[:, None], numbers(0, requests + 1) * each,
+            numbers(0, requests).fill_(WINDOW_PAGE),
+        )  # fmt: skip
         self.lens = ((numbers(shape.context - each, shape.context) + 1) // RATIO).repeat(requests)
         pages = torch.randperm(len(self.entries), device=DEVICE).int()
         self.pages = pages.view(requests, -1)
@@ -155,10 +158,8 @@ class Drafts:
         self.every = self.slots.repeat_interleave(each, 0)
 
     def run(self, **entries: torch.Tensor) -> torch.Tensor:
-        requests = len(self.starts) - 1
         return mla_fp8.sparse_prefill_window(
-            self.q, self.window, numbers(0, requests)[:, None], self.starts,
-            numbers(0, requests) * 0 + WINDOW_PAGE, extra_kv_cache=self.entries, extra_topk_length=self.lens,
+            self.q, self.window, *self.geometry, extra_kv_cache=self.entries, extra_topk_length=self.lens,
             **entries, **self.common,
         )[0]  # fmt: skip
 
@@ -170,7 +171,7 @@ class Drafts:
 
     def errors(self) -> dict[str, float]:
         """Of the first request's last token and the last request's first."""
-        each = len(self.q) // (len(self.starts) - 1)
+        each = len(self.q) // len(self.pages)
         exact = {}
         for token in (each - 1, len(self.q) - each):
             request = token // each

@@ -15,8 +15,8 @@ ON_CPU = re.compile(  # bench_sparse_attention.py: 8 query tokens
     r"(?P<form>decode|prefill_paged|prefill) \w+ h(?P<heads>\d+) topk (?P<topk>\d+)(?:\+(?P<extra>\d+))?"
 )
 DECODE = re.compile(
-    r"(?P<layout>[\w+]+) (?P<keys>\S+)(?: p(?P<page>\d+))?(?: s_q(?P<s_q>\d+))? h(?P<heads>\d+) b(?P<batch>\d+)"
-    r"(?:: (?P<kind>.*))?"
+    r"(?P<layout>[\w+]+) (?P<keys>\S+)(?: p(?P<page>\d+))?(?: s_q(?P<s_q>\d+))? h(?P<heads>\d+)"
+    r" b(?P<batch>\d+)(?:: (?P<kind>.*))?"
 )
 STRATEGY = re.compile(r"T(?P<tokens>\d+) context (?P<context>\d+) h\d+ topk (?P<topk>\d+)\+(?P<window>\d+)")
 PREFILL = re.compile(

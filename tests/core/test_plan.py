@@ -110,15 +110,19 @@ def test_every_variant_is_in_some_plan():
 
 @pytest.mark.parametrize(
     "queries, requests, tile",
-    [(192, 32, 6), (4096, 1, 8), (128, 32, 4), (96, 32, 3), (288, 32, 5), (100, 3, 8), (32, 32, 0), (33, 32, 0)],
-)
+    [
+        (192, 32, 6), (4096, 1, 8), (128, 32, 4), (96, 32, 3), (288, 32, 5), (100, 3, 8), (32, 32, 0),
+        (33, 32, 0),
+    ],
+)  # fmt: skip
 def test_neighbours_over_all_entries_share_tiles(queries, requests, tile):
     """As many to a tile as leave none with queries of two requests, where these may have the same number."""
     plan = core.plan(
         "prefill", layout=LAYOUTS.index("dsv4"), queries=queries, heads=8, keys=128, extra_keys=8192,
         is_window=True, has_entry_pages=True, requests=requests,
     )  # fmt: skip
-    assert plan.endswith(f"{tile} queries a tile") if tile else "a tile" not in plan
+    assert f", {tile} queries a tile" in plan if tile else "a tile" not in plan
+    assert plan.endswith(", 16 CTAs for the last 2") == (queries // tile == 32 if tile else False)
 
 
 problems = st.fixed_dictionaries(

@@ -77,6 +77,23 @@ def test_many_queries(layout, num_q_heads, ratio, device):
 
 
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
+@pytest.mark.parametrize("query_lens", [[700], [6] * 40])
+def test_tiles_of_neighbours(name, query_lens, device):
+    """On sm_90 175 tiles, 43 of which are a wave of their own, and a tile for each request."""
+    lens = [1100 + n for n in range(len(query_lens))]
+    case = make_entries_case(
+        KV_LAYOUTS[name], device, query_lens=query_lens, seq_lens=lens, ratio=1, window_size=128,
+        num_q_heads=16, padding=0,
+    )  # fmt: skip
+    edges = torch.tensor(
+        [0, 5, 6, 100, 233, 239] + [527, 528, 529, 699] * (sum(query_lens) > 699), device=device
+    )
+    got = case.run()
+    assert_attention(case.case, got, edges)
+    assert_same(case.run(), got)
+
+
+@pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
 @pytest.mark.parametrize("query_len", [5, 700])
 def test_lengths_are_the_querys_own(name, query_len, device):
     """Any order of them: none, all, more than there are, and neighbours that share few."""

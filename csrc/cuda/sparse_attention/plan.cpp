@@ -211,11 +211,21 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   for (const HeadsClass& c : kHeadsClasses) {
     const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts());
     if (!v || !attends_to_tiles(*v, p.layouts())) continue;
-    for (const SplitClass& s : kSplitClasses) {
-      const double us = time_of(tiles, c, s, tiles.num_tokens, num_sms);
-      if (us >= best.us) continue;
+    const auto time = [&](const SplitClass& s, int64_t count) {
+      return time_of(tiles, c, s, count, num_sms);
+    };
+    const auto propose = [&](const SplitClass& s, double us, int64_t last_tiles, int last_splits) {
+      if (us >= best.us) return;
       best = {{*v, s.splits}, us};
       best.plan.tile_queries = tile_queries;
+      best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
+    };
+    for (const SplitClass& s : kSplitClasses) {
+      propose(s, time(s, tiles.num_tokens), 0, 1);
+      const int64_t last = tiles.num_tokens % resident(s, num_sms);
+      if (last == 0 || last == tiles.num_tokens) continue;
+      for (const SplitClass& more : kSplitClasses)
+        propose(s, time(s, tiles.num_tokens - last) + kNextLaunchUs + time(more, last), last, more.splits);
     }
   }
   return best;
@@ -315,6 +325,7 @@ std::string to_string(const Plan& plan) {
     out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
+  if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;
   if (plan.queries > 0) out << ", for " << plan.queries << " queries";
   return out.str();
 }

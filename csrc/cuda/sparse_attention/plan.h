@@ -84,6 +84,9 @@ struct Plan {
   int64_t queries = 0;
   bool follows = false;  // the launch before is that of the rest
   int tile_queries = 1;  // of many_heads: neighbours whose heads are those of one item
+  // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
+  int64_t last_tiles = 0;
+  int last_splits = 1;
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);

@@ -112,6 +112,10 @@ constexpr Case kCases[] = {
     {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 200, true, true, false, true},
     {"few_heads", "split", 16, 2, 0, kDsv41, 16, 5, 200, 600, true, true, true, true},
     {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 600, true, true, false, true},
+    {"many_heads", "split", 64, 1, 0, kDsv4, 8, 30, 100, 300, true, true, false,
+     true},  // tiles of neighbours
+    {"many_heads", "split", 64, 4, 0, kDsv4, 16, 18, 128, 600, true, true, false, true},
+    {"many_heads", "split", 64, 2, 0, kDsv4, 32, 9, 70, 200, true, true, false, true},
     {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 200, false, true, false, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
@@ -245,14 +249,14 @@ void launch(const SparseAttentionParams& p, const Plan& plan) {
   }
 }
 
-// The largest difference, NaN if there is one.
+// The largest difference, of large values relative, NaN if there is one.
 template <class T, class Fn>
 float difference(const T* a, const T* b, size_t size, Fn&& value) {
   const std::vector<T> x = download(a, size), y = download(b, size);
   float largest = 0.0f;
   for (size_t i = 0; i < size; ++i) {
-    const float u = value(x[i]), v = value(y[i]);
-    if (const float d = u == v ? 0.0f : std::abs(u - v); !(d <= largest)) largest = d;
+    const float u = value(x[i]), v = value(y[i]), size_of = std::max(std::abs(v), 1.0f);
+    if (const float d = u == v ? 0.0f : std::abs(u - v) / size_of; !(d <= largest)) largest = d;
     if (std::isnan(largest)) break;
   }
   return largest;
@@ -300,7 +304,8 @@ bool run(const Case& c) {
   const float out = difference(got.out, want.out, rows * kHeadDimV, from_bf16);
   const float lse = difference(got.lse, want.lse, rows, same);
   const float largest = c.finds_largest ? difference(got.max_logits, want.max_logits, rows, same) : 0.0f;
-  const bool right = out < 4e-3f && lse < 1e-4f && largest < 1e-4f;
+  // One code of bf16: of many results some are rounded the other way.
+  const bool right = out < 0x1.1p-7f && lse < 1e-4f && largest < 1e-4f;
   std::printf("%s %s; %s, %d heads, %d queries, %d + %d keys%s%s: off by %.1e, lse %.1e\n",
               right ? "ok   " : "WRONG", to_string(plan).c_str(), l.name, c.heads, c.tokens, c.topk,
               c.extra_topk, c.fp4_extra ? " of FP4" : "", c.is_window ? " (window)" : "", out, lse);

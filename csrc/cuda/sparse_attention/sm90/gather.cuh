@@ -39,7 +39,11 @@ class Gather {
   using R = typename C::R;
 
   __device__ Gather(const KernelParams& params, uint8_t* smem, int lane)
-      : p_(params.p), lane_(lane), ring_{shared_address(smem)}, valid_(smem + MLA_SMEM(C, valid)) {}
+      : params_(params),
+        p_(params.p),
+        lane_(lane),
+        ring_{shared_address(smem)},
+        valid_(smem + MLA_SMEM(C, valid)) {}
 
  protected:
   // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose
@@ -57,7 +61,10 @@ class Gather {
     static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
     const KvScope& s = p_.scopes[key.scope];
     const unsigned page_size = s.page_size, in_cache = key.slot;
-    const unsigned page = in_cache / page_size, in_page = in_cache % page_size;
+    unsigned page;
+    if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
+    else page = in_cache / page_size;
+    const unsigned in_page = in_cache - page * page_size;
     const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
     const uint8_t* const row = base + kL.token_offset(in_page);
     const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
@@ -96,6 +103,7 @@ class Gather {
   __device__ void finish_until(Ready&&) const {}
   __device__ void drain() const {}
 
+  const KernelParams& params_;
   const SparseAttentionParams& p_;
   const int lane_;
   const Ring<C> ring_;
@@ -149,7 +157,7 @@ class SplitProducer : GatherOf<C> {
     for (int i = warp_ - C::kProducers; i < num_stages; i += C::kProducers) {
       const int ahead = i + C::kProducers;
       Key next{-1, 0};
-      if (ahead < num_stages) next = this->find(valid_keys_, w_.source(this->p_), first_rank(ahead));
+      if (ahead < num_stages) next = this->find(valid_keys_, w_.source(this->params_), first_rank(ahead));
       if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
@@ -174,7 +182,6 @@ class WalkProducer : GatherOf<C> {
 
   __device__ WalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : GatherOf<C>(params, smem, lane),
-        params_(params),
         warp_(warp),
         team_(warp / kTeamProducers),
         first_(warp % kTeamProducers),
@@ -183,9 +190,9 @@ class WalkProducer : GatherOf<C> {
   __device__ void run() {
     const WalkSurveys<C> surveys(smem_, row());
     int i = 0;  // stages so far
-    for (unsigned item = WalkItem<C>::first(row()), n = 0; item < WalkItem<C>::count(params_);
+    for (unsigned item = WalkItem<C>::first(row()), n = 0; item < WalkItem<C>::count(this->params_);
          item += WalkItem<C>::stride(), ++n) {
-      const Keys keys(params_.p, WalkItem<C>(params_, item).query);
+      const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
       this->finish_until([&] { return surveys.is_there(n); });
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
       // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
@@ -217,7 +224,6 @@ class WalkProducer : GatherOf<C> {
     return past_block ? rank + (C::kQueryTeams - 1) * C::kBlockKeys : rank;
   }
 
-  const KernelParams& params_;
   const int warp_, team_, first_;
   uint8_t* const smem_;
 };

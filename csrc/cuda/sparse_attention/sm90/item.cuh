@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cuda/device/convert.cuh"
+#include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -26,25 +27,43 @@ struct KernelParams {
   int num_splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
-  int tile_queries;     // of many_heads over neighbours (sm90/many_heads/neighbours.cuh), else 1
+  // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
+  int tile_queries;  // else 1
+  int64_t first_tile;
+  Divider page_size[2];  // of each scope
 };
 
 template <class C>
 void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                   gpuStream_t stream) {
-  const bool has_tiles = plan.tile_queries > 1;
-  const int head_blocks = has_tiles ? 1 : ceil_div(p.num_q_heads, C::kHeads);
-  const KernelParams params{p, plan.splits, head_blocks, plan.follows, plan.tile_queries};
-  const int64_t items = ceil_div(p.num_tokens, int64_t{plan.tile_queries}) * head_blocks;
   const bool walks = plan.variant.schedule == Schedule::kWalk;
-  launch(kernel,
-         {.grid = walks ? std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas)
-                        : items * plan.splits,
-          .block = C::kThreads,
-          .stream = stream,
-          .smem = C::kSmemBytes,
-          .cluster = plan.splits},
-         params);
+  const int head_blocks = plan.tile_queries > 1 ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+  KernelParams params{
+      .p = p,
+      .num_splits = plan.splits,
+      .num_head_blocks = head_blocks,
+      .follows = plan.follows,
+      .tile_queries = plan.tile_queries,
+      .first_tile = 0,
+      .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
+  };
+  const auto launch_some = [&](int64_t items) {
+    const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
+    launch(kernel,
+           {.grid = walks ? walking : items * params.num_splits,
+            .block = C::kThreads,
+            .stream = stream,
+            .smem = C::kSmemBytes,
+            .cluster = params.num_splits},
+           params);
+  };
+  if (plan.last_tiles > 0) {
+    params.first_tile = tiles - plan.last_tiles, params.num_splits = plan.last_splits;
+    launch_some(plan.last_tiles);
+    params.first_tile = 0, params.num_splits = plan.splits, params.follows = true;
+  }
+  launch_some((tiles - plan.last_tiles) * head_blocks);
 }
 
 // ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
@@ -58,7 +77,7 @@ struct SplitItem {
   int split, first_head;
   int first_block, num_blocks;
 
-  __device__ Source source(const SparseAttentionParams& p) const { return {p, keys}; }
+  __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
   __device__ int num_heads(const SparseAttentionParams& p, int most) const {
     return min(p.num_q_heads - first_head, most);
   }
@@ -103,9 +122,9 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
                                                   uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
   constexpr int kWarps = C::kThreads / kWarpSize;
   const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
-  survey_keys<kWarps, 6>(w.source(params.p), warp, lane, map, meanwhile);
+  survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
   block_barrier<C::kThreads>();
-  const KeySurvey survey(map, w.source(params.p).length(), lane);
+  const KeySurvey survey(map, w.source(params).length(), lane);
   w.template take_share<C>(survey.num_keys, params.num_splits);
   return survey;
 }

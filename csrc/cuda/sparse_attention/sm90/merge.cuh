@@ -70,8 +70,8 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
 // warps an equal share of that: a few heads, or a part of one.
 template <class C>
-__device__ void merge_splits(const KernelParams& params, const typename C::Item& w, uint8_t* smem,
-                             int warp, int lane) {
+__device__ void merge_splits(const KernelParams& params, const typename C::Item& w, uint8_t* smem, int warp,
+                             int lane) {
   const int of_cta = C::kHeads * kOutQuads / params.num_splits;  // quads: 64 or more
   const int share = max(of_cta / kConsumerWarps, kWarpSize);     // of a warp; with 64 two have any
   const int first = w.split * of_cta + warp * share, end = (w.split + 1) * of_cta;

@@ -25,6 +25,7 @@ template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1>  // R: Row
 struct FewHeads {
   using R = R_;
   using Item = SplitItem;
+  static constexpr bool kNeighbours = false;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.

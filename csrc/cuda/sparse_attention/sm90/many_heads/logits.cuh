@@ -106,7 +106,8 @@ class LogitWarp {
   __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
     const Tile& tile = *reinterpret_cast<const Tile*>(bytes_ + MLA_SMEM(C, tile));
     const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
-    if (!__any_sync(kFullWarp, queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
+    if (!__any_sync(kFullWarp,
+                    queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
       return;
     const int octets_log2 = tile.octets_log2;
     bool suspects[2] = {scales_.is_nan[0] && queries[0] != all, scales_.is_nan[1] && queries[1] != all};
@@ -183,15 +184,20 @@ class SplitLogits : LogitWarp<C> {
  private:
   using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
 
-  // Per lane, in shared memory: registers are short.
+  // Per lane, in shared memory: registers are short. All loads before all stores, or each would wait for the
+  // store before it.
   __device__ void note_largest(const float (&s)[kOctets][4]) const {
+    float2 all[kOctets];
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) all[n] = x_.lane_largest(member_, n)[lane_];
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       const float4 state = this->head_pair(n);
-      float2& all = x_.lane_largest(member_, n)[lane_];
-      all = {fmaxf(all.x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
-             fmaxf(all.y, fmaxf(s[n][1], s[n][3]) - scales_.e + state.w)};
+      all[n] = {fmaxf(all[n].x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
+                fmaxf(all[n].y, fmaxf(s[n][1], s[n][3]) - scales_.e + state.w)};
     }
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) x_.lane_largest(member_, n)[lane_] = all[n];
   }
 
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied

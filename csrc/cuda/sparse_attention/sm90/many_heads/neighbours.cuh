@@ -24,16 +24,16 @@ struct TileRequest {
   const int32_t *window_pages, *entry_pages;
   unsigned first, first_entry, end;  // first window key, first entry, behind the last
   unsigned window_first;             // the first window key's position in the request
+  unsigned least_entries;            // that any of the queries sees
   int position;                      // of the first query in the request
   int first_query, num_queries;
 };
 struct Tile {
   TileRequest requests[kTileQueries];
   unsigned lens[kTileQueries];  // entries that a query sees
-  int num_requests;
-  unsigned length;       // positions of all
-  uint32_t all_queries;  // the marks of a key that all attend to
-  int octets_log2;       // of a query's heads
+  unsigned length;              // positions of all
+  uint32_t all_queries;         // the marks of a key that all attend to
+  int octets_log2;              // of a query's heads
 };
 
 // What survey_keys and ValidKeys ask for (keys.cuh).
@@ -44,8 +44,8 @@ class TileKeys {
     uint32_t queries;
     __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
   };
-  __device__ __forceinline__ TileKeys(const SparseAttentionParams& p, const Tile& tile)
-      : p_(p), tile_(tile) {}
+  __device__ __forceinline__ TileKeys(const KernelParams& params, const Tile& tile)
+      : params_(params), p_(params.p), tile_(tile) {}
   __device__ __forceinline__ unsigned length() const { return tile_.length; }
   __device__ __forceinline__ static constexpr bool is_window() { return true; }
   __device__ __forceinline__ int entry(unsigned position) const { return at(position).slot; }
@@ -62,14 +62,14 @@ class TileKeys {
     const unsigned in_request = extra ? position - r.first_entry : r.window_first + (position - r.first);
     const KvScope& scope = p_.scopes[extra];
     const auto page_size = static_cast<unsigned>(scope.page_size);
-    const unsigned place = in_request / page_size;
+    const auto place = static_cast<unsigned>(params_.page_size[extra](in_request));
     const int64_t max_pages = extra ? p_.entry_pages.max_pages : p_.window.max_pages;
     if (place >= max_pages) return {-1, 0, 0};
     const int64_t page = __ldg((extra ? r.entry_pages : r.window_pages) + place);
-    const int64_t slot = page * page_size + in_request % page_size;
+    const int64_t slot = page * page_size + (in_request - place * page_size);
     if (page < 0 || slot >= scope.num_slots) return {-1, 0, 0};
-    return {static_cast<int>(slot), extra, (extra ? see_entry(r, in_request) : see(r, in_request))
-                                               << r.first_query};
+    return {static_cast<int>(slot), extra,
+            (extra ? see_entry(r, in_request) : see(r, in_request)) << r.first_query};
   }
 
  private:
@@ -81,12 +81,14 @@ class TileKeys {
     return first < last ? (1u << last) - (1u << first) : 0;
   }
   __device__ __forceinline__ uint32_t see_entry(const TileRequest& r, unsigned entry) const {
+    if (entry < r.least_entries) return (1u << r.num_queries) - 1;
     uint32_t queries = 0;
     for (int i = 0; i < r.num_queries; ++i)
       queries |= static_cast<uint32_t>(entry < tile_.lens[r.first_query + i]) << i;
     return queries;
   }
 
+  const KernelParams& params_;
   const SparseAttentionParams& p_;
   const Tile& tile_;
 };
@@ -96,7 +98,7 @@ struct TileItem : SplitItem {
   const Tile* tile;
   int num_rows;  // heads of all its queries
 
-  __device__ Source source(const SparseAttentionParams& p) const { return {p, *tile}; }
+  __device__ Source source(const KernelParams& params) const { return {params, *tile}; }
   __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
   __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
   __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
@@ -132,6 +134,7 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
     const int num_queries = __ffs(~in) - 1;  // up to the next of another request
     const bool counts = is_in && lane < i + num_queries;
     const unsigned most = __reduce_max_sync(kFullWarp, counts ? entries : 0);
+    const unsigned least = __reduce_min_sync(kFullWarp, counts ? entries : ~0u);
     const bool has_window = counts && end > begin;
     const unsigned from = __reduce_min_sync(kFullWarp, has_window ? static_cast<unsigned>(begin) : ~0u);
     const unsigned to = __reduce_max_sync(kFullWarp, has_window ? static_cast<unsigned>(end) : 0);
@@ -139,17 +142,23 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
     const int first_position = __shfl_sync(kFullWarp, position, i);
     if (own >= 0) {
       if (lane == 0)
-        tile.requests[num_requests] = {
-            p.window.page_table + own * p.window.page_table_stride_request,
-            p.entry_pages.page_table + own * p.entry_pages.page_table_stride_request,
-            length, length + window, length + window + most, from, first_position, i, num_queries};
+        tile.requests[num_requests++] = {
+            .window_pages = p.window.page_table + own * p.window.page_table_stride_request,
+            .entry_pages = p.entry_pages.page_table + own * p.entry_pages.page_table_stride_request,
+            .first = length,
+            .first_entry = length + window,
+            .end = length + window + most,
+            .window_first = from,
+            .least_entries = least,
+            .position = first_position,
+            .first_query = i,
+            .num_queries = num_queries,
+        };
       length += window + most;
-      ++num_requests;
     }
     i += num_queries;
   }
   if (lane > 0) return;
-  tile.num_requests = num_requests;
   tile.length = length;
   tile.all_queries = (1u << count) - 1;
   tile.octets_log2 = __ffs(p.num_q_heads / kOctetHeads) - 1;
@@ -161,7 +170,7 @@ __device__ TileItem find_tile(const KernelParams& params, uint8_t* smem, int war
   const SparseAttentionParams& p = params.p;
   const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
   Tile& tile = *reinterpret_cast<Tile*>(smem + MLA_SMEM(C, tile));
-  const int64_t first = int64_t{cluster} * params.tile_queries;
+  const int64_t first = (params.first_tile + cluster) * params.tile_queries;
   const auto count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - first));
   if (warp == 0) describe_tile(p, first, count, tile, lane);
   TileItem item;
