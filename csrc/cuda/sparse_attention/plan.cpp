@@ -194,8 +194,8 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   return best.plan;
 }
 
-// Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with 64
-// heads. None if queries go alone.
+// Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with
+// 64 heads. None if queries go alone.
 Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   Priced best;
   const int tile_queries = entry_tile_queries(p);

@@ -109,7 +109,7 @@ int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
 
-// ---- neighbours whose heads fill the 64 rows of a CTA ----------------------------------------------------
+// ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
 // Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads. An octet of heads is of
 // one query.
