@@ -111,8 +111,8 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads. An octet of heads is of
-// one query.
+// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads. An octet of heads is
+// of one query.
 constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.heads == 64 && !layouts.is_mixed() &&
          layouts.first == KvLayoutId::kDsv4;
