@@ -145,9 +145,11 @@ struct KvPair {
   KvLayoutId first, extra;
   MLA_HD constexpr bool is_mixed() const { return first != extra; }
 };
-// Different layouts that one call may attend to jointly: 512 elements each, of which all are V.
+// Different layouts that one call may attend to jointly: 512 elements each, of which all are V. FP4 entries,
+// and e4m3fn ones that were made elsewhere, next to what a GPU of e4m3fnuz writes itself.
 inline constexpr KvPair kMixedPairs[] = {{KvLayoutId::kDsv4, KvLayoutId::kDsv41Fp4},
-                                         {KvLayoutId::kDsv41, KvLayoutId::kDsv41Fp4}};
+                                         {KvLayoutId::kDsv41, KvLayoutId::kDsv41Fp4},
+                                         {KvLayoutId::kDsv4Fnuz, KvLayoutId::kDsv4}};
 constexpr bool can_attend(KvPair pair) {
   if (!pair.is_mixed()) return !kv_layout(pair.first).extra_only();
   for (const KvPair& p : kMixedPairs)

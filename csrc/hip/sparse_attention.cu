@@ -231,17 +231,30 @@ void launch_heads(const Args& args, int heads, gpuStream_t stream) {
   if constexpr (kFirst != Format::kBf16) return launch_kernel(constant<64>{});
 }
 
+// The formats of the kernel for a pair of layouts. e4m3fnuz rows of 512 dims have one kernel, which reads
+// e4m3fn rows next to them, too: a kernel for the pair alone would take more room than it is worth.
+struct Formats {
+  Format first, extra;
+};
+constexpr Formats formats_of(const KvLayout& first, const KvLayout& extra) {
+  const bool has_twin = first.nope_format == Format::kE4m3fnuz && first.head_dim_qk() == kHeadDimV;
+  return {first.nope_format, has_twin ? Format::kE4m3fn : extra.nope_format};
+}
+
 Gpu this_gpu() { return {.major = 0, .num_sms = num_processors(), .ctas_per_sm = 1}; }
 
 void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream) {
   const Plan plan = within_workspace(wanted, p);
   const Args args{{p, plan.splits},
                   {RowLayout(kv_layout(p.layout)), RowLayout(kv_layout(p.extra_layout))},
-                  {Divider(p.scopes[0].page_size), Divider(p.num_scopes > 1 ? p.scopes[1].page_size : 1)}};
+                  {Divider(p.scopes[0].page_size), Divider(p.num_scopes > 1 ? p.scopes[1].page_size : 1)},
+                  p.layouts().is_mixed()};
   with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
-    constexpr KvLayout kL = kv_layout(id());
-    launch_heads<kL.nope_format, kv_layout(extra()).nope_format, kL.head_dim_qk()>(args, plan.variant.heads,
-                                                                                   stream);
+    constexpr KvLayout kL = kv_layout(id()), kE = kv_layout(extra());
+    constexpr Formats kFormats = formats_of(kL, kE);
+    static_assert(format_bits(kL.nope_format) != format_bits(kE.nope_format) ||
+                  RowLayout(kL) == RowLayout(kE));  // as Gather loads them
+    launch_heads<kFormats.first, kFormats.extra, kL.head_dim_qk()>(args, plan.variant.heads, stream);
   });
   if (plan.splits > 1) launch_merge(args.portable, stream);
 }

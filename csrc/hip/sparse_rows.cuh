@@ -27,7 +27,7 @@ struct RowLayout {
   bool has_scales;
   int tile_bits;  // of a dim: those above are its tile
 
-  explicit RowLayout(const KvLayout& l)
+  constexpr explicit RowLayout(const KvLayout& l)
       : coded_dims(static_cast<unsigned>(l.nope_format == l.rope_format ? l.head_dim_qk() : l.nope_dim)),
         bf16_offset(static_cast<unsigned>(l.rope_offset())),
         token_stride(l.token_stride()),
@@ -36,6 +36,7 @@ struct RowLayout {
         scale_format(l.scale_format),
         has_scales(l.tile_dim > 0),
         tile_bits(std::bit_width(static_cast<unsigned>(l.tile_dim)) - 1) {}
+  bool operator==(const RowLayout&) const = default;
   // Of the row in place `row` of the page.
   __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, int64_t row,
                                                    int64_t page_size) const {
@@ -48,6 +49,7 @@ struct Args {
   PortableParams portable;
   RowLayout rows[2];  // of each scope
   Divider page_size[2];
+  bool is_mixed;  // the scopes have different layouts
 };
 
 // A block's shared memory. kShares waves have the same keys and heads in S, and a part of the dims each.
@@ -167,6 +169,8 @@ __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_cod
 // is one more piece of its first lanes.
 template <Format kFirst, Format kExtra, int kDims>
 class Gather {
+  // Rows of the two encodings of e4m3 are loaded alike; only what a byte means differs.
+  static constexpr bool kAlike = format_bits(kFirst) == format_bits(kExtra);
   static constexpr bool kHasRest = kDims > kHeadDimV;
   static constexpr int kRestPieces = (kDims - kHeadDimV) / 8;  // of a row
   static_assert(kWaveSize * 8 == kHeadDimV && kRestPieces * kRowsPerWave <= kWaveSize);
@@ -175,7 +179,7 @@ class Gather {
   // What a lane has of a block. An object of its own: until loops are unrolled clang keeps arrays in memory,
   // and with them what lies next to them and all that it refers to.
   struct Pieces {
-    uint32_t is_extra;  // bit i: the wave's row i
+    uint32_t is_other;  // bit i: the wave's row i is of the second format
     Piece piece[kRowsPerWave + kHasRest];
   };
 
@@ -196,14 +200,15 @@ class Gather {
     };
     if (is_key_ && key_.scope == 0) locate(args_.portable.p.scopes[0], args_.rows[0], args_.page_size[0]);
     if (is_key_ && key_.scope == 1) locate(args_.portable.p.scopes[1], args_.rows[1], args_.page_size[1]);
-    const int own_extra = is_key_ && key_.scope == 1, lane = this_lane();
-    pieces.is_extra = 0;
+    const bool extra_is_other = !kAlike || args_.is_mixed;
+    const int own_other = is_key_ && key_.scope == 1 && extra_is_other, lane = this_lane();
+    pieces.is_other = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
-      const bool is_extra = uniform_broadcast(own_extra, i);
-      pieces.is_extra |= uint32_t{is_extra} << i;
+      const bool is_other = uniform_broadcast(own_other, i);
+      pieces.is_other |= uint32_t{is_other} << i;
       pieces.piece[i] =
-          load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_extra, lane * 8);
+          load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_other, lane * 8);
     }
     if constexpr (kHasRest) {
       const int i = lane / kRestPieces % kRowsPerWave;
@@ -222,7 +227,7 @@ class Gather {
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
       store(smem.latent[first_row + i] + lane * 8,
-            decode(pieces.piece[i], pieces.is_extra >> i & 1, kFirstAreCoded<kDims>, lane * 8));
+            decode(pieces.piece[i], pieces.is_other >> i & 1, kFirstAreCoded<kDims>, lane * 8));
     }
     if constexpr (kHasRest) {
       const Words<4> rest = decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane));
@@ -238,15 +243,15 @@ class Gather {
     return kHeadDimV + lane % max(kRestPieces, 1) * 8;
   }
 
-  __device__ __forceinline__ Piece load(const uint8_t* row, const uint8_t* scales, bool is_extra,
+  __device__ __forceinline__ Piece load(const uint8_t* row, const uint8_t* scales, bool is_other,
                                         unsigned dim) const {
-    if (kFirst != kExtra && is_extra)
+    if (!kAlike && is_other)
       return load_piece<kExtra, kFirstAreCoded<kDims>, true>(args_.rows[1], row, scales, dim);
     return load_piece<kFirst, kFirstAreCoded<kDims>, true>(args_.rows[0], row, scales, dim);
   }
-  __device__ __forceinline__ Words<4> decode(const Piece& piece, bool is_extra, bool is_coded,
+  __device__ __forceinline__ Words<4> decode(const Piece& piece, bool is_other, bool is_coded,
                                              unsigned dim) const {
-    if (kFirst != kExtra && is_extra)
+    if (kFirst != kExtra && is_other)
       return decode_piece<kExtra>(piece, is_coded || dim < args_.rows[1].coded_dims);
     return decode_piece<kFirst>(piece, is_coded || dim < args_.rows[0].coded_dims);
   }

@@ -203,25 +203,31 @@ Array<uint16_t> compress_kv(const IsaKernels& isa, const Array<float>& kv_score,
   return latent;
 }
 
-// One scope; q [tokens, heads, head_dim_qk] as bf16 bits. Returns out (bf16 bits), lse and max_logits.
+// q [tokens, heads, head_dim_qk] as bf16 bits; the second scope, if any, has the first one's indices and page
+// size. Returns out (bf16 bits), lse and max_logits.
 std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
     const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint8_t>& kv_cache,
     const Array<int32_t>& indices, int layout, int64_t page_size, float sm_scale, std::optional<float> scale,
-    const Array<float>& attn_sink) {
-  const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
-  if (q.ndim() != 3 || q.shape(2) != l.head_dim_qk() || indices.ndim() != 2 ||
-      indices.shape(0) != q.shape(0) || kv_cache.ndim() != 2 || kv_cache.shape(1) < l.page_bytes(page_size) ||
-      attn_sink.size() != q.shape(1))
-    throw py::value_error("sparse_attention: shapes");
+    const Array<float>& attn_sink, const std::optional<Array<uint8_t>>& extra_kv_cache, int extra_layout) {
+  const KvPair layouts{static_cast<KvLayoutId>(layout),
+                       static_cast<KvLayoutId>(extra_kv_cache ? extra_layout : layout)};
+  const KvLayout l = kv_layout(layouts.first);
+  const auto is_cache = [&](const Array<uint8_t>& x, KvLayoutId id) {
+    return x.ndim() == 2 && x.shape(1) >= kv_layout(id).page_bytes(page_size);
+  };
+  if (!can_attend(layouts) || q.ndim() != 3 || q.shape(2) != l.head_dim_qk() || indices.ndim() != 2 ||
+      indices.shape(0) != q.shape(0) || !is_cache(kv_cache, layouts.first) ||
+      (extra_kv_cache && !is_cache(*extra_kv_cache, layouts.extra)) || attn_sink.size() != q.shape(1))
+    throw py::value_error("sparse_attention: layouts or shapes");
   const py::ssize_t tokens = q.shape(0), heads = q.shape(1);
   Array<uint16_t> out({tokens, heads, static_cast<py::ssize_t>(kHeadDimV)});
   Array<float> lse({tokens, heads}), max_logits({tokens, heads});
   SparseAttentionParams params{
-      .layout = static_cast<KvLayoutId>(layout),
-      .extra_layout = static_cast<KvLayoutId>(layout),
+      .layout = layouts.first,
+      .extra_layout = layouts.extra,
       .num_tokens = tokens,
       .num_q_heads = static_cast<int>(heads),
-      .num_scopes = 1,
+      .num_scopes = extra_kv_cache ? 2 : 1,
       .q = q.data(),
       .q_stride_token = heads * l.head_dim_qk(),
       .q_stride_head = l.head_dim_qk(),
@@ -234,16 +240,20 @@ std::tuple<Array<uint16_t>, Array<float>, Array<float>> sparse_attention(
       .lse = lse.mutable_data(),
       .max_logits = max_logits.mutable_data(),
   };
-  params.scopes[0] = {
-      .kv_cache = kv_cache.data(),
-      .kv_cache_stride_page = kv_cache.shape(1),
-      .num_slots = kv_cache.shape(0) * page_size,
-      .page_size = page_size,
-      .indices = indices.data(),
-      .indices_stride_token = indices.shape(1),
-      .topk = indices.shape(1),
-      .topk_length = nullptr,
+  const auto scope = [&](const Array<uint8_t>& cache) {
+    return KvScope{
+        .kv_cache = cache.data(),
+        .kv_cache_stride_page = cache.shape(1),
+        .num_slots = cache.shape(0) * page_size,
+        .page_size = page_size,
+        .indices = indices.data(),
+        .indices_stride_token = indices.shape(1),
+        .topk = indices.shape(1),
+        .topk_length = nullptr,
+    };
   };
+  params.scopes[0] = scope(kv_cache);
+  if (extra_kv_cache) params.scopes[1] = scope(*extra_kv_cache);
   cpu::AttentionScratch scratch;
   const int num_heads = static_cast<int>(heads);
   std::vector<uint8_t> memory(scratch.place(nullptr, num_heads) + 64);
@@ -341,7 +351,8 @@ void bind_isas(py::module_& m) {
            py::arg("ratio"), py::arg("online"), py::arg("round_pooled"))
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
-           py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert())
+           py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert(),
+           py::arg("extra_kv_cache") = py::none(), py::arg("extra_layout") = -1)
       .def("paged_attention_ragged", &paged_attention_ragged, py::arg("q").noconvert(),
            py::arg("k_cache").noconvert(), py::arg("v_cache").noconvert(), py::arg("kv_indptr").noconvert(),
            py::arg("kv_indices").noconvert(), py::arg("kv_last_page_len").noconvert(), py::kw_only(),

@@ -34,6 +34,11 @@ void bind_layouts(py::module_& m) {
   py::list layouts;  // in the order of KvLayoutId
   for (int i = 0; i < kNumKvLayouts; ++i) layouts.append(kv_layout(static_cast<KvLayoutId>(i)));
   m.attr("KV_LAYOUTS") = layouts;
+
+  py::list pairs;  // (first, extra)
+  for (const KvPair& pair : kMixedPairs)
+    pairs.append(py::make_tuple(static_cast<int>(pair.first), static_cast<int>(pair.extra)));
+  m.attr("KV_PAIRS") = pairs;
 }
 
 }  // namespace mla_fp8::test

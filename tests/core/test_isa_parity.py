@@ -299,16 +299,31 @@ def test_quantize_is_one_scaling_rounded_once(id, layout):
         np.testing.assert_array_equal(page[token + layout.rope_offset :][: layout.rope_bytes], want_rope)
 
 
-@simd_isas
-@first_layouts
-@callers_modes
-def test_attention_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
-    """Logits of every size, subnormal and huge values, NaN keys, empty rows, partly filled blocks."""
-    r = np.random.default_rng(3)
+def keys_of_every_size(r, id: int, layout) -> np.ndarray:
     sizes = np.logspace(-42, 3, NUM_SLOTS)[:, None]
     latent = core.float_to_bf16((r.normal(size=(NUM_SLOTS, layout.head_dim_qk)) * sizes).astype(np.float32))
     kv_cache = np.full((NUM_PAGES, layout.page_bytes(PAGE_SIZE)), 0xFF, np.uint8)
     PLAIN.quantize_kv(latent, np.arange(NUM_SLOTS), kv_cache, **options(id, layout))
+    return kv_cache
+
+
+@simd_isas
+@pytest.mark.parametrize(
+    "id, extra",
+    [(id, None) for id, _ in FIRST] + core.KV_PAIRS,
+    ids=lambda x: "alone" if x is None else core.KV_LAYOUTS[x].name,
+)
+@callers_modes
+def test_attention_gives_the_same_bits_on_every_isa(isa, id, extra, mode):
+    """Logits of every size, subnormal and huge values, NaN keys, empty rows, partly filled blocks."""
+    r, layout = np.random.default_rng(3), core.KV_LAYOUTS[id]
+    kv_cache = keys_of_every_size(r, id, layout)
+    second = {}
+    if extra is not None:
+        second = {
+            "extra_kv_cache": keys_of_every_size(r, extra, core.KV_LAYOUTS[extra]),
+            "extra_layout": extra,
+        }
 
     num_tokens, num_heads, topk = 6, 7, 150
     q = core.float_to_bf16(r.normal(size=(num_tokens, num_heads, layout.head_dim_qk)).astype(np.float32))
@@ -319,7 +334,7 @@ def test_attention_gives_the_same_bits_on_every_isa(isa, id, layout, mode):
     q[3] = core.float_to_bf16(np.float32(1e-39))
     indices[4] %= NUM_SLOTS // 2  # tiny keys only
     sink = r.normal(size=num_heads).astype(np.float32)
-    more = {**options(id, layout), "sm_scale": 0.3, "attn_sink": sink}
+    more = {**options(id, layout), "sm_scale": 0.3, "attn_sink": sink, **second}
     want = PLAIN.sparse_attention(q, kv_cache, indices, **more)
     with mode():
         got = isa.sparse_attention(q, kv_cache, indices, **more)

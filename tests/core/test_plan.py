@@ -49,6 +49,8 @@ def shapes():
         yield "prefill", "dsv41+dsv41_fp4", 128, 512, True, heads, queries, H200
     yield "decode", "dsv4+dsv41_fp4", 128, 512, False, 16, 8, H200
     yield "prefill", "dsv4+dsv41_fp4", 128, 512, True, 128, 4096, H200
+    yield "decode", "dsv4_fnuz+dsv4", 128, 512, False, 16, 8, H200
+    yield "prefill", "dsv4_fnuz+dsv4", 128, 512, True, 128, 4096, H200
 
 
 def shapes_of_entry_pages():
@@ -210,6 +212,8 @@ def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
         (("bf16_tiles", "walk", 64, 1), "dsv41", 128),
         (("nothing", "split", 16, 1), "dsv32", 16),
         (("bf16_tiles", "walk", 64, 1), "dsv4+dsv41_fp4", 128),
+        (("few_heads", "split", 16, 1), "dsv4_fnuz+dsv4", 16),
+        (("many_heads", "split", 32, 1, 8), "dsv4_fnuz+dsv4", 64),
     ],
 )
 def test_what_no_kernel_runs_is_refused(wanted, layout, heads):

@@ -7,7 +7,7 @@ from typing import Any
 import fuzz_oracle as oracle
 import numpy as np
 import torch
-from fuzz_formats import FP4, FP4_FOLLOWS, HEAD_DIM_V, LAYOUTS, Array, Layout, bf16_bits, bf16_values
+from fuzz_formats import FOLLOWS, HEAD_DIM_V, LAYOUTS, Array, Layout, bf16_bits, bf16_values
 from torch import Tensor
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -174,15 +174,15 @@ def extra_cache(
 ) -> tuple[dict[str, Any], list[list[Array]]]:
     if r.often():
         return {}, []
-    mixed, by_pages = main.layout.name in FP4_FOLLOWS and r.often(), start is not None and r.often()
-    extra = Cache(r, FP4 if mixed else main.layout, usable_pages=by_pages)
+    mixed, by_pages = main.layout.name in FOLLOWS and r.often(), start is not None and r.often()
+    extra = Cache(r, FOLLOWS[main.layout.name] if mixed else main.layout, usable_pages=by_pages)
     if main.layout.scales == "layer":  # both have the layer's scale
         extra.scale = main.scale
     arguments, rows = (
         paged(r, extra, start, num_tokens) if by_pages else listed(r, extra, num_tokens, "extra_")
     )
     arguments |= {"extra_kv_cache": extra.tensor, "extra_page_size": extra.page_size}
-    return arguments | ({"extra_layout": FP4.name} if mixed else {}), [rows]
+    return arguments | ({"extra_layout": extra.layout.name} if mixed else {}), [rows]
 
 
 def sparse_paged(r: Random, op: str) -> Call:

@@ -172,4 +172,4 @@ LAYOUTS = [
     Layout("dsv32_nope", 512, 0, "f32", tile=128),
 ]
 FP4 = Layout("dsv41_fp4", 512, 0, "e4m3", tile=16)  # the second cache of attention alone
-FP4_FOLLOWS = ("dsv4", "dsv41")
+FOLLOWS = {"dsv4": FP4, "dsv41": FP4, "dsv4_fnuz": ROWS[1]}  # other layouts of a second cache, by the first

@@ -1,4 +1,4 @@
-"""Attention to two caches of different layouts in one softmax: DeepSeek V4.1's window and its FP4 entries."""
+"""Attention to two caches of different layouts in one softmax: FP4 entries, or both encodings of e4m3."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from assertions import assert_attention, assert_same
 from row_cases import changed, compacted, row_case
-from sparse_cases import INT_MAX, V4_SCOPES, make_case, mixed_pairs
+from sparse_cases import INT_MAX, SIZE, V4_SCOPES, make_case, mixed_pairs
 from window_cases import make_window_case
 
 import mla_fp8
@@ -14,6 +14,7 @@ from mla_fp8 import KV_LAYOUTS, reference
 
 NAME = "dsv41_fp4"
 FP4 = KV_LAYOUTS[NAME]
+FNUZ, FN = KV_LAYOUTS["dsv4_fnuz"], KV_LAYOUTS["dsv4"]
 OPS = torch.ops.mla_fp8
 
 
@@ -23,7 +24,7 @@ def pair_case(layout, extra_layout, device, **shape):
 
 def test_the_pairs_are_frozen():
     pairs = {x.name: x.extra_of for x in KV_LAYOUTS.values() if x.extra_of}
-    assert pairs == {NAME: ("dsv4", "dsv41")}
+    assert pairs == {"dsv4": ("dsv4_fnuz",), NAME: ("dsv4", "dsv41")}
 
 
 @mixed_pairs
@@ -74,7 +75,7 @@ def test_a_window_next_to_entries(layout, extra_layout, window_size, device):
 
 @mixed_pairs
 def test_it_equals_two_calls_that_are_merged(layout, extra_layout, device):
-    """The FP4 rows once more as rows of bf16, which hold them exactly."""
+    """The rows of the second cache once more as rows of bf16, which hold them exactly."""
     case = pair_case(layout, extra_layout, device, num_q_heads=8, sink=False)
     extra = case.scopes[1]
     options = {"layout": extra_layout, "page_size": extra.page_size}
@@ -98,24 +99,28 @@ def test_the_same_bits_in_any_batch(layout, extra_layout, device):
     assert_same(case.tokens(order).decode(batch_invariant=True), tuple(t[order] for t in whole))
 
 
+def who_selects(scope, slot):
+    selects = scope.indices == slot
+    return (selects & (torch.arange(selects.shape[1], device=selects.device) < scope.length[:, None])).any(1)
+
+
 @mixed_pairs
 def test_a_nan_scale_is_the_affair_of_who_selects_it(layout, extra_layout, device):
     case = pair_case(layout, extra_layout, device, num_q_heads=8, sink=False)
     before = case.decode()
     slot = int(case.scopes[1].indices[0][case.scopes[1].indices[0] >= 0][0])
     _, scales, _ = extra_layout.views(case.scopes[1].kv_cache, case.scopes[1].page_size)
-    scales.view(torch.uint8)[slot // 2, slot % 2, 3] = 0x7F
-    selects = case.scopes[1].indices == slot
-    selects &= torch.arange(selects.shape[1], device=device) < case.scopes[1].length[:, None]
-    selects = selects.any(1)
+    scales.view(torch.uint8)[slot // 2, slot % 2, 3] = 0xFF if extra_layout.scale_format == "ue8m0" else 0x7F
+    selects = who_selects(case.scopes[1], slot)
     out, lse = case.decode()
     assert selects.any() and not selects.all()
     assert lse[selects].isnan().all()
     assert_same((out[~selects], lse[~selects]), tuple(t[~selects] for t in before))
 
 
-def test_the_reference_agrees(device):
-    case = pair_case(KV_LAYOUTS["dsv41"], FP4, device)
+@mixed_pairs
+def test_the_reference_agrees(layout, extra_layout, device):
+    case = pair_case(layout, extra_layout, device)
     for run in (case.decode, case.prefill):
         assert_attention(case, run(backend="reference"))
 
@@ -132,6 +137,20 @@ def test_an_engines_name_means_the_second_caches_layout(device):
     want = case.decode()
     for name in ("nvfp4_ds_mla", "auto"):
         assert_same(case.decode(extra_layout=name), want)
+
+
+def test_an_engines_name_means_the_encoding_of_each_caches_dtype(device):
+    case = pair_case(FNUZ, FN, device)
+    want = case.decode()
+    first, second = case.scopes
+    named = replace(
+        case,
+        scopes=[
+            replace(first, kv_cache=first.kv_cache.view(torch.float8_e4m3fnuz)),
+            replace(second, kv_cache=second.kv_cache.view(torch.float8_e4m3fn)),
+        ],
+    )
+    assert_same(named.decode(layout="fp8_ds_mla", extra_layout="fp8_ds_mla"), want)
 
 
 ERRORS = [
@@ -198,6 +217,57 @@ def test_a_cache_with_the_bytes_of_the_rules_gives_the_attention_of_its_values(d
     values = reference.dequantize_cache(extra.kv_cache, layout=FP4, page_size=extra.page_size)
     case = replace(case, scopes=[case.scopes[0], replace(extra, rows=values.bfloat16())])
     assert_attention(case, case.decode())
+
+
+@pytest.mark.parametrize("num_q_heads", [5, 64])
+def test_a_byte_means_what_its_cache_holds(num_q_heads, device):
+    """All codes in both caches but the NaN of each: that of e4m3fnuz is the -0 of e4m3fn, whose two are the
+    largest values of e4m3fnuz."""
+    case = pair_case(FNUZ, FN, device, num_q_heads=num_q_heads)
+    scopes = []
+    for scope, nan in zip(case.scopes, (0x80, 0x7F), strict=True):
+        codes, scales, rope = scope.layout.views(scope.kv_cache, scope.page_size)
+        shape = codes.shape
+        random = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        random[random & (0xFF if nan == 0x80 else 0x7F) == nan] = 1  # a subnormal
+        exponents = torch.randint(-12, -8, scales.shape, device=device)
+        rope.copy_(torch.randn(rope.shape, device=device) * SIZE)
+        codes.view(torch.uint8).copy_(random)
+        scales.view(torch.uint8).copy_(exponents + 127)
+        values = random.view(scope.layout.fp8_dtype).double().unflatten(-1, (scales.shape[-1], -1))
+        values = (values * 2.0 ** exponents[..., None]).flatten(-2)
+        rows = torch.cat([values, rope.double()], -1).flatten(0, 1)
+        assert torch.equal(rows.bfloat16().double(), rows)
+        scopes.append(replace(scope, rows=rows.bfloat16()))
+    case = replace(case, scopes=scopes)
+    assert_attention(case, case.decode())
+    assert_attention(case, case.prefill())
+
+
+@pytest.mark.parametrize("which, byte, is_nan", [
+    (0, 0x80, True), (0, 0x7F, False), (0, 0xFF, False), (1, 0x80, False), (1, 0x7F, True), (1, 0xFF, True),
+])  # fmt: skip
+def test_only_its_own_nan_makes_a_row_nan(which, byte, is_nan, device):
+    case = pair_case(FNUZ, FN, device, num_q_heads=8, sink=False)
+    scope = case.scopes[which]
+    slot = int(scope.indices[0][(scope.indices[0] >= 0) & (scope.indices[0] < len(scope.rows))][0])
+    codes, *_ = scope.layout.views(scope.kv_cache, scope.page_size)
+    codes.view(torch.uint8)[slot // scope.page_size, slot % scope.page_size, 100] = byte
+    selects = who_selects(scope, slot)
+    _, lse = case.decode()
+    assert selects.any() and not selects.all()
+    assert torch.equal(lse.isnan().all(1), selects & is_nan)
+    assert not lse[~selects].isnan().any()
+
+
+@pytest.mark.parametrize("first, allowed, other", [
+    ("dsv4", "dsv4 or dsv41_fp4", "dsv4_fnuz"), ("dsv4_fnuz", "dsv4_fnuz or dsv4", "dsv41_fp4"),
+])  # fmt: skip
+def test_the_encodings_have_one_order_and_fp4_follows_one_of_them(first, allowed, other, device):
+    case = make_case(KV_LAYOUTS[first], device, extra=V4_SCOPES)
+    message = f"extra_layout must be {allowed} with layout {first}, got {other}"
+    with pytest.raises(RuntimeError, match=message):
+        OPS.sparse_decode(*case.arguments(), **(case.op_options() | {"extra_layout": KV_LAYOUTS[other].id}))
 
 
 def test_it_is_for_the_second_cache_of_a_call_only(device):

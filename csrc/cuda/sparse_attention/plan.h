@@ -26,7 +26,7 @@ enum class Schedule {
 };
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
-// second become rows like those.
+// second become rows like those. kPairs: of e4m3fn with rows of another layout.
 enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kPairs };
 
 // What of a kernel is known when it is compiled, besides the layout.
@@ -41,7 +41,6 @@ struct Variant {
     if (rows == Rows::kAll) return can_attend(pair);
     if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
     if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4)) return false;
-    if (rows == Rows::kPairs) return pair.is_mixed();
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
@@ -52,7 +51,7 @@ struct Variant {
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
       case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
-      case Rows::kPairs: return false;
+      case Rows::kPairs: return e4m3fn && pair.is_mixed();
     }
     return false;
   }

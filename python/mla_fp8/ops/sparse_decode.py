@@ -56,7 +56,7 @@ def sparse_decode(
     ===========  =======================================  =====  ============================================
 
     ``extra_layout`` is by default that of the first cache. It may also be ``dsv41_fp4``, next to ``dsv41`` or
-    ``dsv4``: see ``KVLayout.extra_of``.
+    ``dsv4``, and ``dsv4`` next to ``dsv4_fnuz``: see ``KVLayout.extra_of``.
 
     There is nothing to plan ahead. What several CTAs do for a row is merged in the launch; by the portable
     kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
