@@ -135,6 +135,8 @@ MLA_HIP_DEVICE T __shfl_up_sync(uint32_t, T x, int delta) {
   const int lane = mla_lane();
   return mla_read_lane(x, lane % 32 >= delta ? lane - delta : lane);
 }
+// Bit i: lane i of the wave.
+MLA_HIP_DEVICE uint64_t mla_wave_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
 MLA_HIP_DEVICE uint32_t __ballot_sync(uint32_t, bool x) {
   return static_cast<uint32_t>(__builtin_amdgcn_ballot_w64(x) >> (mla_lane() & 32));
 }

@@ -200,15 +200,15 @@ class Gather {
     };
     if (is_key_ && key_.scope == 0) locate(args_.portable.p.scopes[0], args_.rows[0], args_.page_size[0]);
     if (is_key_ && key_.scope == 1) locate(args_.portable.p.scopes[1], args_.rows[1], args_.page_size[1]);
-    const bool extra_is_other = !kAlike || args_.is_mixed;
-    const int own_other = is_key_ && key_.scope == 1 && extra_is_other, lane = this_lane();
-    pieces.is_other = 0;
+    const int lane = this_lane();
+    if constexpr (kFirst != kExtra) {
+      const bool extra_is_other = !kAlike || args_.is_mixed;
+      pieces.is_other = static_cast<uint32_t>(mla_wave_ballot(is_key_ && key_.scope == 1 && extra_is_other));
+    }
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
-      const bool is_other = uniform_broadcast(own_other, i);
-      pieces.is_other |= uint32_t{is_other} << i;
-      pieces.piece[i] =
-          load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i), is_other, lane * 8);
+      pieces.piece[i] = load(uniform_broadcast(own_row, i), uniform_broadcast(own_scales, i),
+                             kFirst != kExtra && (pieces.is_other >> i & 1), lane * 8);
     }
     if constexpr (kHasRest) {
       const int i = lane / kRestPieces % kRowsPerWave;
@@ -224,10 +224,12 @@ class Gather {
   template <class Smem>
   __device__ __forceinline__ void finish(Smem& smem, const Pieces& pieces) const {
     const int lane = this_lane(), first_row = threadIdx.x / kWaveSize * kRowsPerWave;
+    uint32_t is_other = 0;  // scalar again: a branch for the wave
+    if constexpr (kFirst != kExtra) is_other = mla_read_uniform_lane(pieces.is_other, 0);
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
       store(smem.latent[first_row + i] + lane * 8,
-            decode(pieces.piece[i], pieces.is_other >> i & 1, kFirstAreCoded<kDims>, lane * 8));
+            decode(pieces.piece[i], is_other >> i & 1, kFirstAreCoded<kDims>, lane * 8));
     }
     if constexpr (kHasRest) {
       const Words<4> rest = decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane));
