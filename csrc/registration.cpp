@@ -17,16 +17,15 @@ std::string kv_layout_table() {
   std::ostringstream out;
   out.precision(7);  // 2^-9 has as many
   out << "name nope_dim rope_dim nope_format rope_format scale_format scale_inline tile_dim amax_floor "
-         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_only "
-         "extra_of";
+         "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_of";
   for (int i = 0; i < kNumKvLayouts; ++i) {
     const KvLayout l = kv_layout(static_cast<KvLayoutId>(i));
     out << '\n'
         << l.name << ' ' << l.nope_dim << ' ' << l.rope_dim << ' ' << name(l.nope_format) << ' '
         << name(l.rope_format) << ' ' << name(l.scale_format) << ' ' << l.scale_inline() << ' ' << l.tile_dim
         << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' ' << l.scale_bytes() << ' '
-        << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV << ' '
-        << l.extra_only() << ' ';
+        << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV
+        << ' ';
     const char* separator = "";  // first caches of other layouts that it may be the second to; "-": none
     for (const KvPair& pair : kMixedPairs)
       if (pair.extra == static_cast<KvLayoutId>(i))

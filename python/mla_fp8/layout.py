@@ -25,7 +25,7 @@ class KVLayout:
     ``scale_format`` is ``"none"``, ``"per_layer"`` (one float32 outside the cache, the ``scale`` argument of
     the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always written as powers of two), ``"e4m3"``
     (stored with each token, any value). ``extra_of`` names the layouts of a first cache that attention reads
-    one of this layout next to, besides its own; one that is ``extra_only`` it reads there alone.
+    one of this layout next to, besides its own.
     """
 
     name: str
@@ -44,7 +44,6 @@ class KVLayout:
     token_stride: int
     bytes_per_token: int
     head_dim_v: int
-    extra_only: int  # 1: attention reads it as the second cache of a call only
     extra_of: tuple[str, ...]
     id: int  # the `layout` argument of torch.ops.mla_fp8.*
 
@@ -72,6 +71,11 @@ class KVLayout:
     def needs_scale(self) -> bool:
         """Whether the ops take (and require) a per-layer ``scale``."""
         return self.scale_format == "per_layer"
+
+    @property
+    def extra_only(self) -> bool:
+        """Whether attention reads it as the second cache of a call only."""
+        return self.nope_format == "e2m1"
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of ``page_size`` tokens, padding included."""

@@ -8,19 +8,19 @@ from mla_fp8.layout import get_layout
 
 # The columns of KVLayout, in its order.
 FROZEN = """
-dsv32             512 64 e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  656  656  512  0
-dsv4              448 64 e4m3fn   bf16     ue8m0     0 64  0.0001 0.0    576 8  448  576  584  512  0
-fp8_e4m3          512 64 e4m3fn   e4m3fn   per_layer 0 0   0.0    0.0    1   0  512  576  576  512  0
-fp8_e4m3_512      448 64 e4m3fn   e4m3fn   per_layer 0 0   0.0    0.0    1   0  448  512  512  512  0
-bf16              512 64 bf16     bf16     none      0 0   0.0    0.0    1   0  1024 1152 1152 512  0
-bf16_512          448 64 bf16     bf16     none      0 0   0.0    0.0    1   0  896  1024 1024 512  0
-dsv32_fnuz        512 64 e4m3fnuz bf16     f32       1 128 0.0    0.0001 1   16 528  656  656  512  0
-dsv4_fnuz         448 64 e4m3fnuz bf16     ue8m0     0 64  0.0001 0.0    576 8  448  576  584  512  0
-fp8_e4m3_fnuz     512 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  512  576  576  512  0
-fp8_e4m3_512_fnuz 448 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  448  512  512  512  0
-dsv41             512 0  e4m3fn   bf16     ue8m0     0 32  0.0    0.0001 512 16 512  512  528  512  0
-dsv32_nope        512 0  e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  528  528  512  0
-dsv41_fp4         512 0  e2m1     bf16     e4m3      0 16  0.0    0.001953125 256 32 256 256 288  512  1
+dsv32             512 64 e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  656  656  512
+dsv4              448 64 e4m3fn   bf16     ue8m0     0 64  0.0001 0.0    576 8  448  576  584  512
+fp8_e4m3          512 64 e4m3fn   e4m3fn   per_layer 0 0   0.0    0.0    1   0  512  576  576  512
+fp8_e4m3_512      448 64 e4m3fn   e4m3fn   per_layer 0 0   0.0    0.0    1   0  448  512  512  512
+bf16              512 64 bf16     bf16     none      0 0   0.0    0.0    1   0  1024 1152 1152 512
+bf16_512          448 64 bf16     bf16     none      0 0   0.0    0.0    1   0  896  1024 1024 512
+dsv32_fnuz        512 64 e4m3fnuz bf16     f32       1 128 0.0    0.0001 1   16 528  656  656  512
+dsv4_fnuz         448 64 e4m3fnuz bf16     ue8m0     0 64  0.0001 0.0    576 8  448  576  584  512
+fp8_e4m3_fnuz     512 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  512  576  576  512
+fp8_e4m3_512_fnuz 448 64 e4m3fnuz e4m3fnuz per_layer 0 0   0.0    0.0    1   0  448  512  512  512
+dsv41             512 0  e4m3fn   bf16     ue8m0     0 32  0.0    0.0001 512 16 512  512  528  512
+dsv32_nope        512 0  e4m3fn   bf16     f32       1 128 0.0    0.0001 1   16 528  528  528  512
+dsv41_fp4         512 0  e2m1     bf16     e4m3      0 16  0.0    0.001953125 256 32 256 256 288  512
 """
 ROWS = [line.split() for line in FROZEN.split("\n") if line]
 EXTRA_OF = {"dsv4": ("dsv4_fnuz",), "dsv41_fp4": ("dsv4", "dsv41")}  # the column that follows
@@ -49,6 +49,7 @@ def test_every_number_of_a_layout_is_frozen(id):
     columns = [name for name in layout.__dataclass_fields__ if name != "id"]
     values = [getattr(layout, name) for name in columns]
     frozen = [*ROWS[id], str(EXTRA_OF.get(layout.name, ()))]
+    assert layout.extra_only == (layout.name == "dsv41_fp4")
     assert dict(zip(columns, map(str, values), strict=True)) == dict(zip(columns, frozen, strict=True))
     assert layout.id == id
     assert layout.head_dim_qk == (
