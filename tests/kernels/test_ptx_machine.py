@@ -28,7 +28,7 @@ def run(*command: object, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict[str, list[int]]]:
-    return json.loads(run(ROOT / "tests/support/plant_ptx_bugs.py"))
+    return json.loads(run(ROOT / "tests/support/plant_ptx_bugs.py", FAKE_CUDA_RACES="1"))
 
 
 @pytest.mark.parametrize("kernel", ["few_heads", "many_heads"])
@@ -45,8 +45,9 @@ def test_waits_that_are_missing_are_seen_where_every_warp_does_everything(seen, 
 
 def test_some_missing_waits_are_seen_between_roles(seen):
     """Not those that repeat what another wait implies, nor those that keep products in turn."""
-    assert seen["many_heads"]["wait"][0] >= 4
-    assert seen["many_heads"]["barrier"][0] >= seen["many_heads"]["barrier"][1] // 2 > 0
+    assert seen["many_heads"]["wait"][0] >= 5
+    found, planted = seen["many_heads"]["barrier"]
+    assert found >= planted - 2 > 0
 
 
 @pytest.mark.parametrize("kernel", ["few_heads", "many_heads"])

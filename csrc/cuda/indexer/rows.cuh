@@ -91,14 +91,14 @@ __device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_key
 // The share of a CTA: tiles cta * per_cta and on, of `total`.
 struct IndexShare {
   int64_t total, per_cta;
-  int64_t first_tile;  // of `unit`
-  IndexUnit unit;      // that the share begins in, if it has any tiles
+  int64_t first_tile;  // of the unit that the share begins in
 };
 
-// All kThreads threads of the block call it; a barrier must come before `share` is read.
+// All kThreads threads of the block call it; a barrier must come before `share` is read, or `first_unit`,
+// that it begins in if it has any tiles.
 template <int kThreads>
 __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows, int tile_keys, int cta,
-                                           int num_ctas, IndexShare& share) {
+                                           int num_ctas, IndexShare& share, IndexUnit& first_unit) {
   constexpr int kWarps = kThreads / kWarpSize;
   const auto set_total = [&](int64_t total) {
     if (threadIdx.x != kThreads - 1) return;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows
     const int64_t begin = cta * share.per_cta;
     if (tiles == 0 || begin < last - tiles || begin >= last) return;
     share.first_tile = last - tiles;
-    share.unit = unit;
+    first_unit = unit;
   };
   IndexUnit unit;
   if (rows.num_rows <= kThreads) {  // a row to a thread

@@ -55,6 +55,7 @@ template <class Engine>
 struct ScanSmem {
   typename Engine::Memory memory;
   IndexShare share;
+  IndexUnit unit;
   IndexUnit next;
   int64_t begin, end, unit_begin, unit_end;  // tiles: of the CTA's share, of the unit
   uint32_t threshold[kIndexGroupRows];
@@ -114,7 +115,7 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
 // What is left of a unit that this CTA sees in part goes into the workspace: its own list stays where it is.
 template <class Engine>
 __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
-  const IndexUnit& unit = smem.share.unit;
+  const IndexUnit& unit = smem.unit;
   const int cta = blockIdx.x;
   const bool is_earlier = smem.begin > smem.unit_begin;
   shrink_lists(args, unit.num_rows, true, smem);
@@ -132,10 +133,10 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexTopkParams& p = args.p;
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
-  find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share);
+  find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
-  const IndexUnit& unit = share.unit;
+  const IndexUnit& unit = smem.unit;
   const int64_t begin = cta * share.per_cta, end = min(share.total, begin + share.per_cta);
   if (threadIdx.x == 0) {
     IndexCtaState* state = args.state(cta);
@@ -185,7 +186,7 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     if (threadIdx.x == 0) {  // there is another unit: tiles are left
       smem.unit_begin = smem.unit_end;
       next_unit(rows, args.group_rows, unit, smem.next);
-      smem.share.unit = smem.next;
+      smem.unit = smem.next;
     }
   }
 }

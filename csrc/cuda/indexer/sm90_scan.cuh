@@ -36,8 +36,8 @@ struct ScanWork {
 struct ScanShared {
   Barriers ring;
   uint64_t round[2];
-  IndexShare share;  // with the first unit, and every other one behind it
-  IndexUnit other;
+  IndexShare share;
+  IndexUnit units[2];  // in turns
   int64_t begin, end;  // tiles of the CTA's share
   ScanWork works[2];   // of those units
   union {
@@ -86,7 +86,7 @@ class Scan {
     }
     if (memory_.is_fp4) s_.ring.init_magnitudes();
     else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
-    find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share);
+    find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share, s_.units[0]);
     __syncthreads();
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
     if (threadIdx.x == 0) {
@@ -107,7 +107,7 @@ class Scan {
     return memory;
   }
 
-  __device__ __forceinline__ IndexUnit& unit(int i) const { return i % 2 ? s_.other : s_.share.unit; }
+  __device__ __forceinline__ IndexUnit& unit(int i) const { return s_.units[i % 2]; }
   __device__ __forceinline__ void set_work(int i, int64_t unit_begin) const {
     const int64_t unit_end = unit_begin + num_tiles(unit(i), kTileKeys);
     const int64_t first = max(s_.begin, unit_begin), last = min(s_.end, unit_end);

@@ -22,8 +22,11 @@ Barrier read(const char* at) {
   return b;
 }
 // What arrived may have been the last of a phase.
-void update(char* at, Barrier b) {
-  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.expected;
+void update(Cluster& c, char* at, Barrier b) {
+  if (b.pending == 0 && b.bytes == 0) {
+    b.phase ^= 1, b.pending = b.expected;
+    if (c.races) c.races->end_phase(at);
+  }
   std::memcpy(at, &b, sizeof b);
 }
 char* barrier_at(Warp& w, uint32_t address) {
@@ -38,12 +41,23 @@ void arrive_at(Warp& w, char* at, int64_t expected_bytes) {
   if (b.pending == 0) w.fail("more arrivals at an mbarrier than its phase counts");
   --b.pending;
   b.bytes += expected_bytes;
-  update(at, b);
+  update(*w.cta->cluster, at, b);
 }
-void complete_bytes(char* at, int64_t bytes) {
+// An arrival of the warp itself: what it knows goes with it.
+void arrive_with_all(Warp& w, char* at, int64_t expected_bytes) {
+  if (Races* races = w.cta->cluster->races.get()) races->arrive(w, at);
+  arrive_at(w, at, expected_bytes);
+}
+// Of the first `copies` that the warp has issued.
+void complete_bytes(Warp& w, char* at, int64_t bytes, uint32_t copies) {
   Barrier b = read(at);
   b.bytes -= bytes;
-  update(at, b);
+  if (Races* races = w.cta->cluster->races.get()) races->arrive_copies(w, copies, at);
+  update(*w.cta->cluster, at, b);
+}
+uint32_t copies_of(const Warp& w) {
+  const Races* races = w.cta->cluster->races.get();
+  return races ? races->copies(w) : 0;
 }
 
 void make(Warp& w, const Instruction& i) {
@@ -55,13 +69,14 @@ void make(Warp& w, const Instruction& i) {
     if (n == 0) w.fail("an mbarrier of no arrivals");
     const Barrier b{n, n, 0, 0};
     std::memcpy(at, &b, sizeof b);
+    if (w.cta->cluster->races) w.cta->cluster->races->make(at);
   });
 }
 void arrive(Warp& w, const Instruction& i) {  // _, [a] (, bytes)
   const uint64_t *a = w.operand(i, 1), *bytes = i.num_regs > 2 ? w.operand(i, 2) : nullptr;
   each_lane(w.active, [&](int l) {
-    arrive_at(w, barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0]))),
-              bytes ? static_cast<int64_t>(static_cast<uint32_t>(bytes[l])) : 0);
+    arrive_with_all(w, barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0]))),
+                    bytes ? static_cast<int64_t>(static_cast<uint32_t>(bytes[l])) : 0);
   });
 }
 // p, [a], parity. try_wait: lanes that would all have to ask again wait here.
@@ -70,9 +85,10 @@ void test(Warp& w, const Instruction& i) {
   const uint64_t *a = w.operand(i, 1), *parity = w.operand(i, 2);
   bool any = false;
   each_lane(w.active, [&](int l) {
-    const Barrier b = read(barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0]))));
-    p[l] = b.phase != (parity[l] & 1);
+    const char* at = barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0])));
+    p[l] = read(at).phase != (parity[l] & 1);
     any |= p[l] != 0;
+    if (p[l] && w.cta->cluster->races) w.cta->cluster->races->wait(w, at);
   });
   if (!any && i.extra) w.wait(Group::kMbarrier);
 }
@@ -93,6 +109,7 @@ void copy(Warp& w, const Instruction& i) {  // [to], [from], bytes (, bytes to r
     if (address % size || (reads > 0 && source % size))
       w.fail("cp.async: an address that is no multiple of the size");
     Warp::Copy c{to_shared(w, address, size, false), nullptr, reads, size - reads};
+    note_write(w, address, size, Races::How::kCopy);
     static const char nothing = 0;
     c.from = reads > 0 ? at_global(w, source, reads) : &nothing;
     if (w.launch->seed == 0) make_copy(c);
@@ -106,8 +123,9 @@ void arrive_after_copies(Warp& w, const Instruction& i) {
   const uint64_t* a = w.operand(i, 0);
   each_lane(w.active, [&](int l) {
     char* at = barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0])));
-    w.cta->cluster->issue([&w, at, copies = std::exchange(w.copies[l], {})] {
+    w.cta->cluster->issue([&w, at, copies = std::exchange(w.copies[l], {}), number = copies_of(w)] {
       for (const Warp::Copy& c : copies) make_copy(c);
+      if (w.cta->cluster->races) w.cta->cluster->races->arrive_copies(w, number, at);
       arrive_at(w, at, 0);
     });
   });
@@ -126,9 +144,11 @@ void bulk_copy(Warp& w, const Instruction& i) {
     const char* source =
         i.extra ? at_shared(w, static_cast<uint32_t>(from[l]), size) : at_global(w, from[l], size);
     char* at = barrier_at(w, static_cast<uint32_t>(bar[l]));
-    w.cta->cluster->issue([=] {
+    if (i.extra) note_read(w, static_cast<uint32_t>(from[l]), size);
+    note_write(w, static_cast<uint32_t>(to[l]), size, Races::How::kCopy);
+    w.cta->cluster->issue([=, &w, number = copies_of(w)] {
       std::memcpy(target, source, size);
-      complete_bytes(at, size);
+      complete_bytes(w, at, size, number);
     });
   });
 }
@@ -162,11 +182,12 @@ void tensor_copy(Warp& w, const Instruction& i) {
         chunks.push_back({target + row * TensorMap::kRowBytes + (c ^ row % 8) * 16,
                           is_there ? at_global(w, source, 16) : nullptr});
       }
-    w.cta->cluster->issue([=] {
+    note_write(w, static_cast<uint32_t>(to[l]), size, Races::How::kCopy);
+    w.cta->cluster->issue([=, &w, number = copies_of(w)] {
       for (const Chunk& c : chunks)
         if (c.from) std::memcpy(c.to, c.from, 16);
         else std::memset(c.to, 0, 16);
-      complete_bytes(at, size);
+      complete_bytes(w, at, size, number);
     });
   });
 }
@@ -189,6 +210,7 @@ std::string describe_wait(Warp& w) {
 void Warp::finish_copies(int lane) {
   for (const Copy& c : copies[lane]) make_copy(c);
   copies[lane].clear();
+  if (cta->cluster->races) cta->cluster->races->wait_for_copies(*this);
 }
 
 Handler find_async(const Opcode& opcode, const Operands&, Instruction& i) {

@@ -130,14 +130,20 @@ void barrier(Warp& w, const Instruction& i) {
     }
     b.expected = expected;
     b.arrived += kLanes;
+    Races* const races = w.cta->cluster->races.get();
+    if (races) races->arrive(w, &b);
     g.generation = b.generation;
     if (b.arrived > expected) w.fail("more threads than barrier " + std::to_string(id) + " expects");
-    if (b.arrived == expected) ++b.generation, b.arrived = 0, b.last_any = b.any, b.any = false;
+    if (b.arrived == expected) {
+      ++b.generation, b.arrived = 0, b.last_any = b.any, b.any = false;
+      if (races) races->end_phase(&b);
+    }
     if (how == 'a') return;
     g.has_arrived = true;
   }
   if (b.generation == g.generation) return w.wait(Group::kBarrier);
   g.has_arrived = false;
+  if (w.cta->cluster->races) w.cta->cluster->races->wait(w, &b);
   if (how == 'o') each_lane(w.active, [&](int l) { w.result(i)[l] = b.last_any; });
 }
 
@@ -153,11 +159,16 @@ void cluster_arrive(Warp& w, const Instruction&) {
   w.cluster_generation = c.generation;
   unsigned warps = 0;
   for (const Cta& cta : c.ctas) warps += cta.warps_left;
-  if (++c.warps_arrived == warps) ++c.generation, c.warps_arrived = 0;
+  if (c.races) c.races->arrive(w, &c.generation);
+  if (++c.warps_arrived < warps) return;
+  ++c.generation, c.warps_arrived = 0;
+  if (c.races) c.races->end_phase(&c.generation);
 }
 void cluster_wait(Warp& w, const Instruction&) {
   if (w.active != w.alive()) return w.wait(Group::kLanesOf);
-  if (w.cta->cluster->generation == w.cluster_generation) w.wait(Group::kBarrier);
+  Cluster& c = *w.cta->cluster;
+  if (c.generation == w.cluster_generation) return w.wait(Group::kBarrier);
+  if (c.races) c.races->wait(w, &c.generation);
 }
 
 }  // namespace

@@ -64,6 +64,7 @@ void run_cluster(const Launch& launch, unsigned index, Cluster& c) {
   c.warps.assign(static_cast<size_t>(launch.cluster) * warps, {});
   c.pending.clear();
   c.warps_arrived = 0, c.generation = 0;
+  c.races.reset();
   const size_t shared = static_bytes(*launch.kernel) + launch.dynamic_shared;
   for (unsigned r = 0; r < launch.cluster; ++r) {
     Cta& cta = c.ctas[r];
@@ -73,6 +74,7 @@ void run_cluster(const Launch& launch, unsigned index, Cluster& c) {
     for (size_t at = 0; at + 8 <= shared; at += 8) std::memcpy(cta.shared.data() + at, &kJunk, 8);
     for (unsigned i = 0; i < warps; ++i) start(c.warps[r * warps + i], cta, launch, i);
   }
+  if (Races::are_wanted()) c.races = std::make_unique<Races>(launch.cluster, warps, shared);
   std::vector<Warp*> order;
   for (Warp& w : c.warps) order.push_back(&w);
   const auto make_some = [&](bool one) {  // of the copies under way

@@ -37,6 +37,7 @@ void load_matrices(Warp& w, const Instruction& i) {
       const auto address = static_cast<uint32_t>(a[8 * m + r] + static_cast<uint64_t>(i.offset[0]));
       if (address % 16) w.fail("ldmatrix: a row at no multiple of 16 bytes");
       std::memcpy(x[r], at_shared(w, address, 16), 16);
+      note_read(w, address, 16);
     }
     to_lanes(x, i.extra, w.result(i, m));
   }
@@ -51,6 +52,7 @@ void store_matrices(Warp& w, const Instruction& i) {
       const auto address = static_cast<uint32_t>(a[8 * m + r] + static_cast<uint64_t>(i.offset[0]));
       if (address % 16) w.fail("stmatrix: a row at no multiple of 16 bytes");
       std::memcpy(to_shared(w, address, 16, true), x[r], 16);
+      note_write(w, address, 16, Races::How::kStore);
     }
   }
 }
@@ -169,6 +171,7 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
              " has stored without a proxy fence since");
     if (operands.chunks.empty() || operands.chunks.back() != chunk)
       operands.chunks.push_back(static_cast<uint16_t>(chunk)), ++w.cta->readers[chunk];
+    note_read(w, address, kBytes);
     return value<kElement>(bits);
   };
   const bool a_in_registers = i.extra & 1;

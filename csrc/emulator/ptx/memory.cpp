@@ -41,6 +41,17 @@ char* to_shared(Warp& w, uint32_t address, size_t bytes, bool is_store) {
   return to;
 }
 
+void note_read(Warp& w, uint32_t address, size_t bytes) {
+  Cluster& c = *w.cta->cluster;
+  const uint32_t rank = address >> kClusterShift, offset = address & ((1u << kClusterShift) - 1);
+  if (c.races) c.races->read(w, rank > 0 ? c.ctas[rank - 1] : *w.cta, offset - kSharedBase, bytes);
+}
+void note_write(Warp& w, uint32_t address, size_t bytes, Races::How how) {
+  Cluster& c = *w.cta->cluster;
+  const uint32_t rank = address >> kClusterShift, offset = address & ((1u << kClusterShift) - 1);
+  if (c.races) c.races->write(w, rank > 0 ? c.ctas[rank - 1] : *w.cta, offset - kSharedBase, bytes, how);
+}
+
 char* at_global(Warp& w, uint64_t address, size_t bytes) {
   if (!w.range.has(address, bytes)) {
     const auto* found = w.launch->memory->after(address);
@@ -88,13 +99,20 @@ char* at(Warp& w, int lane, uint64_t address, size_t bytes, size_t unit) {
   }
 }
 
+template <Space kSpace>
+bool is_shared(uint64_t address) {
+  return kSpace == Space::kShared || (kSpace == Space::kGeneric && (address & kSharedWindow));
+}
+
 template <Space kSpace, class T>
 void load(Warp& w, const Instruction& i) {
   const int count = i.num_regs - 1;
   const size_t bytes = sizeof(T) * static_cast<size_t>(count);
   const uint64_t* base = w.operand(i, count);
   each_lane(w.active, [&](int l) {
-    const char* from = at<kSpace>(w, l, base[l] + static_cast<uint64_t>(i.offset[0]), bytes, bytes);
+    const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
+    const char* from = at<kSpace>(w, l, address, bytes, bytes);
+    if (is_shared<kSpace>(address)) note_read(w, static_cast<uint32_t>(address), bytes);
     for (int k = 0; k < count; ++k) {
       T value;
       std::memcpy(&value, from + sizeof(T) * static_cast<size_t>(k), sizeof value);
@@ -108,11 +126,14 @@ void store(Warp& w, const Instruction& i) {
   const size_t bytes = sizeof(T) * static_cast<size_t>(count);
   const uint64_t* base = w.operand(i, 0);
   each_lane(w.active, [&](int l) {
-    char* to = at<kSpace, true>(w, l, base[l] + static_cast<uint64_t>(i.offset[0]), bytes, bytes);
-    for (int k = 0; k < count; ++k) {
-      const T value = get<T>(w.operand(i, 1 + k)[l]);
-      std::memcpy(to + sizeof(T) * static_cast<size_t>(k), &value, sizeof value);
-    }
+    const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
+    char* to = at<kSpace, true>(w, l, address, bytes, bytes);
+    T values[4];
+    for (int k = 0; k < count; ++k) values[k] = get<T>(w.operand(i, 1 + k)[l]);
+    // Nobody can tell who has written what was there already.
+    if (is_shared<kSpace>(address) && std::memcmp(to, values, bytes) != 0)
+      note_write(w, static_cast<uint32_t>(address), bytes, Races::How::kStore);
+    std::memcpy(to, values, bytes);
   });
 }
 
@@ -146,8 +167,10 @@ void atomic(Warp& w, const Instruction& i) {  // d, [a], b; of red: [a], b
   const uint64_t* base = w.operand(i, returns);
   const uint64_t* b = w.operand(i, returns + 1);
   each_lane(w.active, [&](int l) {
-    auto* to = reinterpret_cast<T*>(
-        at<kSpace>(w, l, base[l] + static_cast<uint64_t>(i.offset[0]), sizeof(T), sizeof(T)));
+    const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
+    auto* to = reinterpret_cast<T*>(at<kSpace>(w, l, address, sizeof(T), sizeof(T)));
+    if (is_shared<kSpace>(address))
+      note_write(w, static_cast<uint32_t>(address), sizeof(T), Races::How::kAtomic);
     T old = __atomic_load_n(to, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(to, &old, static_cast<T>(kFunction(old, get<T>(b[l]))), false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {}

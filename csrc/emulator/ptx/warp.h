@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -13,6 +14,7 @@
 #include "emulator/machine/allocations.h"
 #include "emulator/machine/formats.h"
 #include "emulator/ptx/program.h"
+#include "emulator/ptx/races.h"
 
 namespace emulator::ptx {
 
@@ -123,7 +125,8 @@ struct Cluster {
   std::vector<Warp> warps;
   std::mt19937 random;
   std::deque<Async> pending;
-  unsigned warps_arrived = 0;  // at the cluster's barrier
+  std::unique_ptr<Races> races;  // null: nobody asks
+  unsigned warps_arrived = 0;    // at the cluster's barrier
   uint64_t generation = 0;
 
   void issue(Async what) {
@@ -167,6 +170,9 @@ inline constexpr int kClusterShift = 24;
 char* at_shared(Warp& warp, uint32_t address, size_t bytes);
 // The same to write there: by a store, or by what needs no proxy fence.
 char* to_shared(Warp& warp, uint32_t address, size_t bytes, bool is_store);
+// What the race detector is told of an access there, if there is one.
+void note_read(Warp& warp, uint32_t address, size_t bytes);
+void note_write(Warp& warp, uint32_t address, size_t bytes, Races::How how);
 char* at_global(Warp& warp, uint64_t address, size_t bytes);
 char* at_local(Warp& warp, int lane, uint64_t address, size_t bytes);
 char* at_generic(Warp& warp, int lane, uint64_t address, size_t bytes);
