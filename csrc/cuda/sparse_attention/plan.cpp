@@ -261,6 +261,7 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   if (const Priced tiles = cheapest_tiles(p, num_sms);
+      tiles.plan.tile_queries > 1 &&
       tiles.us < kMostOfQueriesAlone * cheapest_split(p, p.num_tokens, num_sms).us)
     return tiles.plan;
   const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
