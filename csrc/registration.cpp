@@ -98,7 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
   "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None, Tensor? extra_page_table=None"
 #define SPARSE_PREFILL_OUTPUTS \
-  "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None"
+  "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None"
 #define KERNEL_ARGUMENTS                                                                                \
   "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
   "int producers=0"

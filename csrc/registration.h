@@ -134,7 +134,8 @@ void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor&
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &topk_length
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
-#define MLA_SPARSE_PREFILL_OUTPUTS Tensor out, Tensor max_logits, Tensor lse, const OptionalTensor &workspace
+#define MLA_SPARSE_PREFILL_OUTPUTS \
+  Tensor out, const OptionalTensor &max_logits, Tensor lse, const OptionalTensor &workspace
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 
 #define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \

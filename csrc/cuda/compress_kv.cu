@@ -24,7 +24,7 @@ void compress_rows(const CompressKvParams& p, gpuStream_t stream) {
 
 template <int kCluster>
 void pool_blocks(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, false, kCluster));
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster));
   const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
                             .block = kPoolThreads,
                             .stream = stream,
@@ -34,7 +34,7 @@ void pool_blocks(const CompressKvParams& p, gpuStream_t stream) {
 
 template <int kCluster>
 void fold_blocks(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, true, kCluster));
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster));
   const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
                             .block = kFoldThreads,
                             .stream = stream,

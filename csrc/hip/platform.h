@@ -67,6 +67,10 @@ MLA_HIP_DEVICE T max(T a, T b) {
 MLA_HIP_DEVICE int __popc(uint32_t x) { return __builtin_popcount(x); }
 MLA_HIP_DEVICE int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 MLA_HIP_DEVICE int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+MLA_HIP_DEVICE int __clzll(uint64_t x) {
+  const auto high = static_cast<uint32_t>(x >> 32);
+  return high ? __clz(high) : 32 + __clz(static_cast<uint32_t>(x));
+}
 MLA_HIP_DEVICE uint64_t __umul64hi(uint64_t a, uint64_t b) {
   const uint64_t a0 = a & 0xffffffffu, a1 = a >> 32, b0 = b & 0xffffffffu, b1 = b >> 32;
   const uint64_t low = a0 * b0, middle = a1 * b0 + (low >> 32), other = a0 * b1 + (middle & 0xffffffffu);

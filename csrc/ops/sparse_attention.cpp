@@ -9,7 +9,7 @@
 namespace mla_fp8 {
 namespace {
 
-// Outputs as the caller gave them; max_logits is null for sparse_decode.
+// Outputs as the caller gave them; max_logits is null for sparse_decode, and where nobody wants them.
 struct Outputs {
   const Tensor &out, &lse;
   const Tensor* max_logits;
@@ -331,7 +331,7 @@ TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
 }
 
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits}, &workspace);
+  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, max_logits ? &*max_logits : nullptr}, &workspace);
 }
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
@@ -341,7 +341,7 @@ ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
 }
 
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_window(MLA_WINDOW_PASS, {out, lse, &max_logits}, &workspace);
+  prefill_window(MLA_WINDOW_PASS, {out, lse, max_logits ? &*max_logits : nullptr}, &workspace);
 }
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
@@ -351,7 +351,8 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
 }
 
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, &max_logits}, &workspace);
+  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, max_logits ? &*max_logits : nullptr},
+          &workspace);
 }
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill"), q);

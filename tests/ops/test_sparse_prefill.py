@@ -3,7 +3,7 @@ from dataclasses import replace
 import emulation
 import pytest
 import torch
-from assertions import assert_attention
+from assertions import assert_attention, assert_same
 from sparse_cases import V4_SCOPES, Case, all_layouts, make_case
 
 import mla_fp8
@@ -101,6 +101,20 @@ def test_out_forms_write_every_element(device):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("num_q_heads", [8, 16, 64])
+def test_out_forms_without_max_logits(num_q_heads, device):
+    case, rows = workspace_case("bf16", device, num_q_heads=num_q_heads)
+    scope = case.scopes[0]
+    options = {"sm_scale": case.sm_scale, "attn_sink": case.attn_sink, "topk_length": scope.length}
+    outs = case.nan_outputs() | {"max_logits": None}
+    OPS.sparse_prefill_out(case.q, rows, scope.indices, **options, **outs, workspace=case.workspace())
+    assert_same([outs["out"], outs["lse"]], prefill(case, rows)[::2])
+    case = make_case(KV_LAYOUTS["dsv4"], device, num_q_heads=num_q_heads, extra=V4_SCOPES)
+    outs = case.nan_outputs() | {"max_logits": None}
+    OPS.sparse_prefill_paged_out(*case.arguments(), **case.op_options(), **outs, workspace=case.workspace())
+    assert_same([outs["out"], outs["lse"]], case.prefill()[::2])
+
+
 def test_rows_past_two_to_the_31_elements(device):
     case, rows = workspace_case("bf16_512", device, num_slots=3, topk=6, num_tokens=2)
     stride = 2**30 + 8
@@ -118,6 +132,7 @@ def test_opcheck(device):
     arguments = (case.q, rows, scope.indices)
     torch.library.opcheck(OPS.sparse_prefill.default, arguments, options)
     torch.library.opcheck(OPS.sparse_prefill_out.default, arguments, options | outs)
+    torch.library.opcheck(OPS.sparse_prefill_out.default, arguments, options | outs | {"max_logits": None})
     torch.library.opcheck(OPS.sparse_prefill_paged.default, case.arguments(), case.op_options())
     torch.library.opcheck(OPS.sparse_prefill_paged_out.default, case.arguments(), case.op_options() | outs)
 

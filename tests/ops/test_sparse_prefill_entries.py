@@ -169,6 +169,11 @@ def test_opcheck_and_out_form(device):
     outs, want = case.case.nan_outputs(), case.run()
     OPS.sparse_prefill_window_out(*case.arguments(), **case.op_options(), **outs)
     assert_same(list(outs.values()), want)
+    for num_q_heads in (8, 16, 32, 64):
+        case = make_entries_case(KV_LAYOUTS["dsv4"], device, **RAGGED | {"num_q_heads": num_q_heads})
+        outs, want = case.case.nan_outputs() | {"max_logits": None}, case.run()
+        OPS.sparse_prefill_window_out(*case.arguments(), **case.op_options(), **outs)
+        assert_same([outs["out"], outs["lse"]], want[::2])
     torch.library.opcheck(OPS.sparse_prefill_window.default, case.arguments(), case.op_options())
 
 

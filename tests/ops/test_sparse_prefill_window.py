@@ -170,6 +170,9 @@ def test_opcheck_and_out_form(device):
     OPS.sparse_prefill_window_out(*window.arguments(), **options, **outs)
     for got, expected in zip(outs.values(), want, strict=True):
         assert torch.equal(got, expected)
+    outs = window.case.nan_outputs() | {"max_logits": None}
+    OPS.sparse_prefill_window_out(*window.arguments(), **options, **outs)
+    assert torch.equal(outs["out"], want[0]) and torch.equal(outs["lse"], want[2])
     torch.library.opcheck(OPS.sparse_prefill_window.default, window.arguments(), window.op_options())
 
 

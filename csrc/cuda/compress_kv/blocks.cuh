@@ -16,24 +16,23 @@ inline constexpr int kSlices = 4;
 inline constexpr int kSliceDims = kHeadDimV / kSlices;
 inline constexpr int kSliceVectors = 2 * kSliceDims / 4;  // of a row's kv and score
 
-inline constexpr int kMaxTokens = 128;          // of a cluster
-inline constexpr int64_t kClusters = 64;        // that an H200 runs at once: two blocks of threads per SM,
-inline constexpr int64_t kOnlineClusters = 96;  // and three of the smaller ones
+inline constexpr int kMaxTokens = 128;  // of a cluster
+// Two blocks of threads per SM of an H200. More of the online ones would fit; but then some clusters of a
+// prefill of 8 K tokens have a block, and others none.
+inline constexpr int64_t kClusters = 64;
 inline constexpr int kMaskWords = kMaxTokens / kWarpSize;
 inline constexpr int64_t kFewTokens = 264;  // a block of threads each, without clusters
-inline int64_t tokens_of_cluster(int64_t num_tokens, bool online, int cluster) {
+inline int64_t tokens_of_cluster(int64_t num_tokens, int cluster) {
   if (cluster == 1 && num_tokens <= kFewTokens) return 1;
-  const int64_t tokens = ceil_div(num_tokens, online ? kOnlineClusters : kClusters);
+  const int64_t tokens = ceil_div(num_tokens, kClusters);
   return tokens < kMaxTokens ? tokens : kMaxTokens;
 }
 
 // What a block of threads knows of its tokens.
 struct alignas(16) TokensShared {
   CompressRequest request[kMaxTokens];
-  Closing closing[kMaxTokens];       // of tokens in `work`
-  int64_t state_offset[kMaxTokens];  // where a token's row goes at once; negative: nowhere, or elsewhere
-  uint32_t work[kMaskWords];         // bits of tokens: a block to pool or to fold
-  uint32_t kept[kMaskWords];         // state_offset is not negative
+  Closing closing[kMaxTokens];  // of tokens in `work`
+  uint32_t work[kMaskWords];    // bits of tokens: a block to pool or to fold
 };
 // The pooled dims, and where they are complete: in the first block of threads of the cluster.
 struct alignas(16) PooledShared {
@@ -73,6 +72,22 @@ struct Cluster {
 __device__ __forceinline__ void put_bits(uint32_t (&words)[kMaskWords], bool is_set) {
   const uint32_t bits = __ballot_sync(kFullWarp, is_set);
   if (threadIdx.x % kWarpSize == 0) words[threadIdx.x / kWarpSize] = bits;
+}
+
+// Lists where each warp has 32 places, of which as many are used as its word has bits: how many, and the
+// place of the k-th.
+__device__ __forceinline__ int count_bits(const uint32_t (&words)[kMaskWords]) {
+  int count = 0;
+#pragma unroll
+  for (int w = 0; w < kMaskWords; ++w) count += __popc(words[w]);
+  return count;
+}
+__device__ __forceinline__ int place_of(const uint32_t (&words)[kMaskWords], int k) {
+  int w = 0;
+#pragma unroll
+  for (int i = 0; i + 1 < kMaskWords; ++i)
+    if (w == i && k >= __popc(words[i])) k -= __popc(words[i]), w = i + 1;
+  return w * kWarpSize + k;
 }
 
 // Calls work(token) for each bit, in order.

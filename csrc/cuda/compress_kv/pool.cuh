@@ -170,6 +170,20 @@ __device__ __forceinline__ Keep keep_of(const CompressKvArgs& args, const Compre
   if (!r.is_kept(position, args.p.depth)) return Keep::kNot;
   return r.is_late(remainder(position - oldest, args.depth), oldest) ? Keep::kLate : Keep::kNow;
 }
+// The last rows of a request go into the state. Tokens 2^n apart copy one each, so that those of a long
+// request are in different blocks of threads: one block would take as long for all of them as for its own
+// tokens. The position whose row goes into the state at once by the token at position q, or -1.
+__device__ __forceinline__ int64_t kept_position(const CompressKvArgs& args, const CompressRequest& r,
+                                                 int64_t q, int64_t oldest) {
+  const int64_t depth = args.p.depth, behind = r.end() - 1 - q;
+  int n = 0;
+  if (args.tokens > 1 && r.count > depth) {
+    n = __clzll(depth - 1) - 1 - __clzll(r.count);  // depth << n is at most the count
+    n = n < 0 ? 0 : n;
+  }
+  const int64_t row = behind >> n, kept = r.end() - 1 - row;
+  return behind == row << n && keep_of(args, r, kept, oldest) == Keep::kNow ? kept : -1;
+}
 // The token of this call that ends up in the state's row of position q; below `start` if there is none.
 __device__ __forceinline__ int64_t late_position(const CompressKvArgs& args, const CompressRequest& r,
                                                  int64_t q) {

@@ -13,15 +13,15 @@ static_assert(kWarpSize * kPoolDims == kSliceDims && kWarpGroups == 2);
 
 struct alignas(16) PoolShared {
   TokensShared tokens;
+  uint32_t kept[kMaskWords];  // bits of tokens that copy a row into the state at once: which, and where to
+  int64_t kept_token[kMaxTokens], kept_offset[kMaxTokens];  // place_of
   PooledShared pooled;
   float part[3][kPoolWarps][kSliceDims];  // top, sum, value of each warp's rows
 };
 
-// Rows of eight positions from `first` on. Those that the call leaves in the state go there at once, if no
-// block needs what they replace.
+// Rows of eight positions from `first` on.
 __device__ __forceinline__ PoolRows<kGroupRows> load_group(const CompressKvArgs& args,
-                                                           const CompressRequest& r, int64_t first,
-                                                           int64_t oldest, int d) {
+                                                           const CompressRequest& r, int64_t first, int d) {
   const CompressKvParams& p = args.p;
   PoolRows<kGroupRows> rows;
   const RowAddresses<kGroupRows> addresses(args, r, first);
@@ -29,15 +29,6 @@ __device__ __forceinline__ PoolRows<kGroupRows> load_group(const CompressKvArgs&
   for (int j = 0; j < kGroupRows; ++j) {
     rows.kv[j] = load_if<kPoolDims>(addresses.row[j] + d, true);
     rows.score[j] = load_if<kPoolDims>(addresses.row[j] + kHeadDimV + d, true);
-  }
-  if (r.is_kept(first + kGroupRows - 1, p.depth)) {
-#pragma unroll
-    for (int j = 0; j < kGroupRows; ++j) {
-      if (first + j < r.start || keep_of(args, r, first + j, oldest) != Keep::kNow) continue;
-      float* to = state_row(args, r, first + j) + d;
-      store(to, rows.kv[j]);
-      store(to + kHeadDimV, rows.score[j]);
-    }
   }
   if (p.ape != nullptr) {
     const float* bias = p.ape + first % kBlockRatio * kHeadDimV + d;
@@ -65,12 +56,11 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
   const int warp = threadIdx.x / kWarpSize, dim = threadIdx.x % kWarpSize * kPoolDims;
   const int d = slice * kSliceDims + dim;
   const int64_t first = close + 1 - kBlockRatio + warp * kWarpGroups * kGroupRows;
-  const int64_t oldest = r.oldest(kBlockRatio);
   PooledDims half{}, mine{};
 #pragma unroll 1
   for (int g = 0; g < kWarpGroups; ++g) {
     half = mine;
-    mine = pool_group(load_group(args, r, first + g * kGroupRows, oldest, d));
+    mine = pool_group(load_group(args, r, first + g * kGroupRows, d));
   }
 #pragma unroll
   for (int i = 0; i < kPoolDims; ++i) mine.dim[i] = join(half.dim[i], mine.dim[i]);
@@ -102,32 +92,34 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
   __syncthreads();  // before `part` is written again
 }
 
-// Whose the tokens are, what they close, and which rows go into the state although no block is closed that
-// holds them.
+// Whose the tokens are, what they close, and which rows they leave in the state.
 __device__ __forceinline__ void list_pools(const CompressKvArgs& args, const TokenRange& tokens,
-                                           TokensShared& shared) {
+                                           PoolShared& shared) {
   const CompressKvParams& p = args.p;
+  TokensShared& list = shared.tokens;
   const int thread = threadIdx.x;
-  int64_t offset = -1;
+  CompressRequest r{};
+  int64_t kept = -1;
   bool closes = false;
   if (thread < tokens.count) {
     const int64_t token = tokens.begin + thread, slot = load_index(p.slot_mapping, p.slots_are_int64, token);
-    const CompressRequest r = request_of(args, token);
+    r = request_of(args, token);
     const int64_t position = r.start + token - r.first;
     if (r.state >= 0) {
       closes = CompressRequest::closes(position, kBlockRatio);
-      const int64_t close = position - position % kBlockRatio + kBlockRatio - 1;
-      if (close >= r.end() && keep_of(args, r, position, r.oldest(kBlockRatio)) == Keep::kNow)
-        offset = state_row(args, r, position) - p.state;
+      kept = kept_position(args, r, position, r.oldest(kBlockRatio));
     }
-    shared.request[thread] = r;
-    shared.closing[thread] = {token, position, slot};
-    shared.state_offset[thread] = offset;
+    list.request[thread] = r;
+    list.closing[thread] = {token, position, slot};
   }
-  if (thread < kMaxTokens) {
-    put_bits(shared.work, closes);
-    put_bits(shared.kept, offset >= 0);
-  }
+  if (thread >= kMaxTokens) return;
+  put_bits(list.work, closes);
+  put_bits(shared.kept, kept >= 0);
+  const uint32_t keeping = __ballot_sync(kFullWarp, kept >= 0), before = (1u << thread % kWarpSize) - 1;
+  if (kept < 0) return;
+  const int at = thread / kWarpSize * kWarpSize + __popc(keeping & before);
+  shared.kept_token[at] = r.first + kept - r.start;
+  shared.kept_offset[at] = state_row(args, r, kept) - p.state;
 }
 
 // Where vector i of a slice of rows lies: which row, and where in it.
@@ -155,12 +147,12 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   TokensShared& list = shared.tokens;
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
   // The row of a single token is on its way while its request is found.
-  const bool is_single = tokens.count == 1;
+  const bool is_single = args.tokens == 1;
   const int thread = threadIdx.x;
   const SliceVector own(thread % kSliceVectors, kCluster > 1 ? rank : thread / kSliceVectors);
   const bool has_own = is_single && (kCluster == 1 || thread < kSliceVectors);
   const Words<4> single = load_if<4>(input + own.at, has_own);
-  list_pools(args, tokens, list);
+  list_pools(args, tokens, shared);
   __syncthreads();
   const auto for_slices = [&](const auto& work) {
     if constexpr (kCluster > 1) work(rank);
@@ -170,14 +162,14 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   };
 
   if (is_single) {
-    const int64_t offset = has_own ? list.state_offset[0] : -1;
-    if (offset >= 0) store(p.state + offset + own.at, single);
-  } else if ((list.kept[0] | list.kept[1] | list.kept[2] | list.kept[3]) != 0) {
+    if (has_own && shared.kept[0] != 0) store(p.state + shared.kept_offset[0] + own.at, single);
+  } else if (const int num_kept = count_bits(shared.kept); num_kept > 0) {
+    const auto* const call = static_cast<const float*>(p.kv_score);
     for_slices([&](int slice) {
-      copy_slice(slice, tokens.count, [&](const SliceVector& v) -> RowCopy {
-        const int64_t offset = list.state_offset[v.row];
-        if (offset < 0) return {nullptr, nullptr};
-        return {input + v.row * p.kv_score_stride_token + v.at, p.state + offset + v.at};
+      copy_slice(slice, num_kept, [&](const SliceVector& v) -> RowCopy {
+        const int place = place_of(shared.kept, v.row);
+        return {call + shared.kept_token[place] * p.kv_score_stride_token + v.at,
+                p.state + shared.kept_offset[place] + v.at};
       });
     });
   }

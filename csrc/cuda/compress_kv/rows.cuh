@@ -22,12 +22,11 @@ inline int64_t tokens_of_row_block(int64_t num_tokens, int ratio) {
 // first, if it reaches into the state too.
 struct alignas(16) RowShared {
   CompressRequest request[kMaxRowTokens];
-  int64_t state_offset[kMaxRowTokens];  // where a token's row goes at once; negative: nowhere
+  int64_t kept_token[kMaxRowTokens], kept_offset[kMaxRowTokens];  // rows that go into the state at once
   Closing closing[2 * kMaxRowTokens];
   int8_t owner[2 * kMaxRowTokens];   // the closing's token among those here
   bool is_first[2 * kMaxRowTokens];  // of its request
-  int num_closings;
-  bool has_kept;
+  int num_closings, num_kept;
   alignas(16) float pooled[kRowWarps][kHeadDimV];
 };
 
@@ -40,7 +39,7 @@ __device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const To
   const int lane = threadIdx.x;
   int closings = 0;
   bool is_first = false;
-  int64_t token = tokens.begin + lane, position = 0, slot = -1, offset = -1;
+  int64_t token = tokens.begin + lane, position = 0, slot = -1, kept = -1;
   if (lane < tokens.count) {
     slot = load_index(p.slot_mapping, p.slots_are_int64, token);
     const CompressRequest r = request_of(args, token);
@@ -48,7 +47,7 @@ __device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const To
     position = r.start + token - r.first;
     if (r.state >= 0) {
       const int64_t oldest = r.oldest(kRatio);
-      if (keep_of(args, r, position, oldest) == Keep::kNow) offset = state_row(args, r, position) - p.state;
+      kept = kept_position(args, r, position, oldest);
       is_first = position == r.first_close(kRatio);
       const auto reaches_back = [&](int64_t close) { return close + 1 - kWindow < r.start; };
       if (CompressRequest::closes(position, kRatio)) {
@@ -56,7 +55,13 @@ __device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const To
         else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
       }
     }
-    shared.state_offset[lane] = offset;
+  }
+  const unsigned keeping = __ballot_sync(kFullWarp, kept >= 0);
+  if (kept >= 0) {
+    const CompressRequest& r = shared.request[lane];
+    const int at = __popc(keeping & ((1u << lane) - 1));
+    shared.kept_token[at] = r.first + kept - r.start;
+    shared.kept_offset[at] = state_row(args, r, kept) - p.state;
   }
   const int last = warp_inclusive_sum(closings);
   for (int i = 0; i < closings; ++i) {
@@ -66,10 +71,9 @@ __device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const To
     shared.owner[at] = static_cast<int8_t>(lane);
     shared.is_first[at] = is_first && i == 0;
   }
-  const bool has_kept = __ballot_sync(kFullWarp, offset >= 0) != 0;
   if (lane == kWarpSize - 1) {
     shared.num_closings = last;
-    shared.has_kept = has_kept;
+    shared.num_kept = __popc(keeping);
   }
 }
 
@@ -119,17 +123,16 @@ __device__ __forceinline__ void pool_closings(const CompressKvArgs& args, RowSha
 template <int kRatio>
 inline constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
 
-// Rows of the block's tokens that go into the state at once.
+// Rows that go into the state at once.
 template <int kRatio>
-__device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const TokenRange& tokens,
-                                          const RowShared& shared, int thread, int threads) {
+__device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowShared& shared, int thread,
+                                          int threads) {
   const CompressKvParams& p = args.p;
-  const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
-  copy_vectors<8>(tokens.count * kRowVectors<kRatio>, thread, threads, [&](int i) -> RowCopy {
-    const int token = i / kRowVectors<kRatio>, at = i % kRowVectors<kRatio> * 4;
-    const int64_t offset = shared.state_offset[token];
-    if (offset < 0) return {nullptr, nullptr};
-    return {input + token * p.kv_score_stride_token + at, p.state + offset + at};
+  const float* const input = static_cast<const float*>(p.kv_score);
+  copy_vectors<8>(shared.num_kept * kRowVectors<kRatio>, thread, threads, [&](int i) -> RowCopy {
+    const int row = i / kRowVectors<kRatio>, at = i % kRowVectors<kRatio> * 4;
+    return {input + shared.kept_token[row] * p.kv_score_stride_token + at,
+            p.state + shared.kept_offset[row] + at};
   });
 }
 
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   const TokenRange tokens = token_range(args, blockIdx.x);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   // The row of a single token is on its way while its request is found.
-  const bool is_single = tokens.count == 1;
+  const bool is_single = args.tokens == 1;
   Words<4> single[kVectors];
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
 #pragma unroll
@@ -174,12 +177,12 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   __syncthreads();
 
   if (is_single) {
-    const int64_t offset = shared.state_offset[0];
+    if (shared.num_kept > 0)
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k)
-      if (offset >= 0) store(p.state + offset + 4 * (thread + k * kRowThreads), single[k]);
-  } else if (shared.has_kept) {
-    copy_kept<kRatio>(args, tokens, shared, thread, kRowThreads);
+      for (int k = 0; k < kVectors; ++k)
+        store(p.state + shared.kept_offset[0] + 4 * (thread + k * kRowThreads), single[k]);
+  } else {
+    copy_kept<kRatio>(args, shared, thread, kRowThreads);
   }
 
   const int num_closings = shared.num_closings;

@@ -169,15 +169,30 @@ Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_s
   return best;
 }
 
+// In any batch the same: by heads and keys alone. A CTA of few heads has at least as many keys as the first
+// says, of more heads as the second: what is right for one query is wrong for many, and with many heads more
+// so, as each CTA pays for Q and for its part of the merge.
+constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
+
+Plan plan_in_any_batch(const SparseAttentionParams& p) {
+  const int heads = p.num_q_heads;
+  const bool few = heads <= 16;
+  int64_t splits = 1;
+  while (num_keys(p) >= 2 * splits * (few ? kKeysOfInvariantFew : kKeysOfInvariantMany) && splits < 16)
+    splits *= 2;
+  return few_or_many(p, few || is_bf16(p) ? Kernel::kFewHeads : Kernel::kManyHeads,
+                     heads <= 8                  ? 8
+                     : few                       ? 16
+                     : heads <= 32 || is_bf16(p) ? 32
+                                                 : 64,
+                     static_cast<int>(splits));
+}
+
 // A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the
 // last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
 // (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs).
 Plan plan_split(const SparseAttentionParams& p, int num_sms) {
-  if (p.batch_invariant) {  // the same for any number of queries and, as padding changes nothing, of heads
-    const int splits = num_keys(p) > 1024 ? 2 : 1;
-    return is_bf16(p) ? few_or_many(p, Kernel::kFewHeads, 32, splits)
-                      : few_or_many(p, Kernel::kManyHeads, 64, splits);
-  }
+  if (p.batch_invariant) return plan_in_any_batch(p);
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
   Priced best = {all.plan, all.us * kMostOfOneLaunch};

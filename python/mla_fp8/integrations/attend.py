@@ -35,8 +35,7 @@ def over_pages(
     out, lse = _outputs(q, out)
     options |= {"layout": layout.id, "out": out, "lse": lse, "workspace": _workspace(q, batch_invariant)}
     if is_prefill(*q.shape[:2]) and not batch_invariant:
-        max_logits = torch.empty_like(lse)
-        torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=max_logits)
+        torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=None)
     else:
         torch.ops.mla_fp8.sparse_decode_out(q, kv_cache, indices, **options, batch_invariant=batch_invariant)
     return out, lse
@@ -67,7 +66,7 @@ def over_windows(
         layout=layout.id,
         **options,
         out=out,
-        max_logits=torch.empty_like(lse),
+        max_logits=None,
         lse=lse,
         workspace=_workspace(q),
     )

@@ -135,20 +135,22 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
   with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    const auto split = [&]<bool kFindsLargest>(constant<kFindsLargest>) {
-      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kVariant.producers, kFindsLargest>;
+    const auto launch_split = [&]<bool kFindsLargest, bool kTiles>(constant<kFindsLargest>,
+                                                                   constant<kTiles>) {
+      using R = CachedRow<layout(), extra()>;
+      using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
     };
-    if constexpr (attends_to_tiles(kVariant, {layout(), extra()})) {
-      using C = ManyHeadsSplit<CachedRow<layout(), extra()>, kOctets, kVariant.producers, true, true>;
-      if (plan.tile_queries > 1) return launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
-    }
+    const auto split = [&](auto tiles) {
+      if (p.max_logits) launch_split(constant<true>{}, tiles);
+      else launch_split(constant<false>{}, tiles);
+    };
+    if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
+      if (plan.tile_queries > 1) return split(constant<true>{});
     if constexpr (kVariant.schedule == Schedule::kWalk) {
       using C = ManyHeadsWalk<CachedRow<layout(), extra()>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
-    } else if (p.max_logits) {
-      split(constant<true>{});
     } else {
       split(constant<false>{});
     }
