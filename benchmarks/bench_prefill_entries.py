@@ -6,8 +6,9 @@ and decode steps of 32 with drafts, straight from the FP8 pages.
 The queries are the last tokens of the context; window and entries lie in a ready workspace of bf16 rows.
 `sparse_prefill_window` finds both by page tables. Baselines: `index rows`, our `sparse_prefill` over the same
 workspace with an index for every key; `flash_mla`, over these rows, heads padded before;
-`fp8, index rows` and `fp8, pages`, our `sparse_prefill_window` straight from the FP8 pages. What it takes to
-write index rows or the workspace is in none of them.
+`fp8, index rows` and `fp8, pages`, our `sparse_prefill_window` straight from the FP8 pages, without
+max_logits, as the plug-ins call it; so are decode steps. What it takes to write index rows or the workspace
+is in none of them.
 """
 
 import functools
@@ -76,6 +77,16 @@ def filled(num_rows: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return kv_cache, mla_fp8.dequantize_kv(kv_cache, slots, layout=LAYOUT, page_size=page_size)
 
 
+def without_max_logits(q: torch.Tensor, *tensors: torch.Tensor, **options: object) -> torch.Tensor:
+    """:func:`mla_fp8.sparse_prefill_window` from FP8 pages, the form that the plug-ins call."""
+    out, lse = q.new_empty(*q.shape[:2], 512), q.new_empty(q.shape[:2], dtype=torch.float32)
+    torch.ops.mla_fp8.sparse_prefill_window_out(
+        q, *tensors, layout=LAYOUT.id, window_size=WINDOW, page_size=WINDOW_PAGE, extra_page_size=PAGE,
+        **options, out=out, max_logits=None, lse=lse,
+    )  # fmt: skip
+    return out
+
+
 class Problem:
     def __init__(self, shape: Shape) -> None:
         tokens, heads, entries = shape.num_tokens, shape.num_q_heads, shape.num_entries
@@ -112,11 +123,10 @@ class Problem:
         )[0]
 
     def from_fp8(self, **entries: torch.Tensor) -> torch.Tensor:
-        return mla_fp8.sparse_prefill_window(
-            self.q, self.window, self.pages[1], *self.requests, layout=LAYOUT, page_size=WINDOW_PAGE,
-            window_size=WINDOW, extra_kv_cache=self.entries, extra_page_size=PAGE,
+        return without_max_logits(
+            self.q, self.window, self.pages[1], *self.requests, extra_kv_cache=self.entries,
             extra_topk_length=self.lens, **entries, **self.common,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def flash_mla(self) -> torch.Tensor:
         q, sink = self.padded
@@ -142,7 +152,6 @@ class Drafts:
         each, requests = shape.num_tokens // shape.num_requests, shape.num_requests
         self.q = torch.randn(shape.num_tokens, shape.num_q_heads, 512, device=DEVICE).bfloat16()
         self.common = {
-            "layout": LAYOUT, "page_size": WINDOW_PAGE, "window_size": WINDOW, "extra_page_size": PAGE,
             "sm_scale": 512**-0.5, "attn_sink": torch.randn(shape.num_q_heads, device=DEVICE),
         }  # fmt: skip
         self.entries, self.entry_rows = filled(requests * shape.num_entries, PAGE)
@@ -158,10 +167,10 @@ class Drafts:
         self.every = self.slots.repeat_interleave(each, 0)
 
     def run(self, **entries: torch.Tensor) -> torch.Tensor:
-        return mla_fp8.sparse_prefill_window(
+        return without_max_logits(
             self.q, self.window, *self.geometry, extra_kv_cache=self.entries, extra_topk_length=self.lens,
             **entries, **self.common,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def by_pages(self) -> torch.Tensor:
         return self.run(extra_page_table=self.pages)
