@@ -7,6 +7,8 @@ Entry points of the group ``vllm.general_plugins``:
 ``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of the layers of DeepSeek V4 and V4.1 the
                        padding of heads and prefill with few of them: these layers know vLLM's own backends
                        only. Does nothing unless VLLM_PLUGINS names it.
+``mla_fp8_index_topk`` takes over the indexer's logits and top-k (vllm_indexer.py). As the former.
+``mla_fp8_layer_ops``  takes over ops around attention (layer_ops.py). As the former.
 
 Tested with vLLM 0.30 to 0.33. What we build on is probed; an engine without it is refused with the reason.
 """

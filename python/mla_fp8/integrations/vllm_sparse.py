@@ -146,7 +146,8 @@ def _over_pages(q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float) -> 
 def log_once(num_heads: int, cache_dtype: str) -> None:
     import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
         "mla_fp8 attends in place of FlashMLA: %d query heads as they are, cache %s, decode and prefill. "
-        "vLLM's own: indexer, cache writes, dense attention of short prompts, context parallelism's merge.",
+        "vLLM's own: the indexer unless mla_fp8_index_topk is named, cache writes, dense attention of short "
+        "prompts, context parallelism's merge.",
         num_heads,
         cache_dtype,
     )
