@@ -17,17 +17,18 @@ import model
 import torch
 import v4_model
 
-# By whose attention it is. mla_fp8_engines: model.register, in every process of the engine.
+# By whose attention it is; index: ours, and our indexer. mla_fp8_engines: model.register, in every process.
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
+    "index": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_index_topk",
 }  # fmt: skip
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 V4_CACHE = "dsv4"
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--who", choices=VLLM_PLUGINS, required=True, help="whose attention")
@@ -41,18 +42,23 @@ def parse() -> argparse.Namespace:
     p.add_argument("--multiprocessing", action="store_true", help="the engine in a process of its own")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
+    p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
     p.add_argument("--repeat-prompts", action="store_true", help="each prompt again: prefix caching")
-    return p.parse_args()
+    return p.parse_args(arguments)
+
+
+def longest(args: argparse.Namespace) -> int:
+    return max(model.MAX_LENGTH, args.context + model.MAX_LENGTH // 2)
 
 
 def options(args: argparse.Namespace, folder: str) -> dict:
     capture = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= max(16, args.seqs * (1 + args.mtp))]
     own = {
         "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "kv_cache_dtype": args.kv, "max_model_len": model.MAX_LENGTH, "max_num_batched_tokens": args.budget,
+        "kv_cache_dtype": args.kv, "max_model_len": longest(args), "max_num_batched_tokens": args.budget,
         "max_num_seqs": args.seqs, "enforce_eager": args.eager, "gpu_memory_utilization": 0.15,
         "enable_prefix_caching": bool(args.batches) or args.repeat_prompts, "seed": 0, "max_logprobs": 20,
         "disable_log_stats": True, "kv_cache_memory_bytes": (8 if args.batches else 3) << 30,
@@ -67,7 +73,7 @@ def options(args: argparse.Namespace, folder: str) -> dict:
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
-    elif args.who in ("ours", "exact"):
+    elif args.who in ("ours", "exact", "index"):
         own["attention_backend"] = "CUSTOM"
     elif args.kv == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"
@@ -169,8 +175,8 @@ def timed(llm, args: argparse.Namespace) -> dict:
     """
     result = {}
     for number, batch in enumerate(args.batches):
-        ids = prompts([CONTEXT] * batch, seed=100 + number)
-        warm = prompts([CONTEXT], seed=99)
+        ids = prompts([args.context] * batch, seed=100 + number)
+        warm = prompts([args.context], seed=99)
         generate(llm, warm, 2)
         one = {}
         if number == 0:
@@ -190,11 +196,13 @@ def per(times: collections.Counter, number: int) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> dict:
-    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}")
+    folder = Path(
+        tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}_{longest(args)}"
+    )
     if args.kv == V4_CACHE:
-        v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH)
+        v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, longest(args))
     else:
-        model.write_config(folder, args.heads, args.layers)
+        model.write_config(folder, args.heads, args.layers, longest(args))
     import vllm
 
     result = {"vllm": vllm.__version__, "torch": torch.__version__}
@@ -217,7 +225,7 @@ def run(args: argparse.Namespace) -> dict:
             result["timed"] = timed(llm, args)
     else:
         result |= logprobs(llm, args)
-    return result | {"calls": dict(calls), "layers": args.layers}
+    return result | {"calls": dict(calls), "layers": args.layers, "context": args.context}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
 
 @dataclass(frozen=True)
 class Case:
-    who: str  # stock, ours, exact, or calls: FlashMLA's calls taken over
+    who: str  # stock, ours, exact, calls: FlashMLA's calls taken over, or index: our indexer besides
     heads: int
     kv: str = "fp8_ds_mla"
     more: tuple[str, ...] = ()
@@ -72,6 +72,9 @@ def sides(*heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="") -> 
 ALL = ("stock", "ours", "exact")
 SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8", "32", "128")
 V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("stock", "calls", "exact")}
+LONG = (
+    "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
+)  # fmt: skip
 STEPS = {
     "smoke": Step("two engines with 16 heads, eager", sides(16, more=("--eager", "--layers", "2"))),
     "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
@@ -109,12 +112,36 @@ STEPS = {
         "DeepSeek V4, kernel times, 16 and 128 heads", sides(16, 128, **V4, more=SPEED, label="speed"), 280
     ),
     "v4_speed64": Step("DeepSeek V4, kernel times, 64 heads", sides(64, **V4, more=SPEED, label="speed")),
+    "index": Step(
+        "the indexer by index_topk: graphs, 16 heads, and exact attention; eager; speculation",
+        sides(16, who=("stock", "ours", "index", "exact"))
+        + sides(16, who=("index",), more=("--eager",))
+        + sides(16, who=("index",), more=("--mtp", "1"))
+        + sides(16, who=("index",), more=("--mtp", "3")),
+    ),
+    "index_speed": Step(
+        "kernel times with our attention, without and with our indexer, 16 heads",
+        sides(16, who=("ours", "index"), more=SPEED, label="speed"),
+    ),
+    "index_speed64k": Step(
+        "the same with prompts of 64 K, 8 requests",
+        sides(16, who=("ours", "index"), more=LONG, label="speed64k"),
+        280,
+    ),
+    "v4_index": Step(
+        "DeepSeek V4, the indexer by index_topk: graphs, 16 heads, and exact attention",
+        sides(16, kv="dsv4", who=("stock", "index", "exact")),
+    ),
+    "v4_index_speed": Step(
+        "DeepSeek V4, kernel times without and with our indexer, 16 heads",
+        sides(16, kv="dsv4", who=("calls", "index"), more=SPEED, label="speed"),
+    ),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",
         sides(32, more=("--tensor-parallel", "2", "--multiprocessing")),
     ),
 }  # fmt: skip
-__doc__ = __doc__ % "\n".join(f"  {name:11s} {step.what}" for name, step in STEPS.items())
+__doc__ = __doc__ % "\n".join(f"  {name:14s} {step.what}" for name, step in STEPS.items())
 
 
 def extract(archive: Path, site: Path) -> None:
@@ -192,7 +219,9 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         found[case_name] = json.loads(path.read_text()) if path.exists() else ended
         print(f"[{time.time() - begin:4.0f} s] {case_name}", report.summary(found[case_name]), flush=True)
         lines = (results / f"{case_name}.log").read_text().splitlines()
-        said = [line for line in lines if "mla_fp8 " in line][:2]  # the plug-in's own lines
+        said = [line for line in lines if "mla_fp8 " in line or "mla_fp8: " in line][
+            :4
+        ]  # the plug-in's own lines
         print("\n".join(said if found[case_name]["ok"] else said + lines[-12:]))
     return found
 

@@ -28,7 +28,7 @@ def register() -> None:
         v4_model.register()
 
 
-def write_config(folder: Path, heads: int, layers: int) -> None:
+def write_config(folder: Path, heads: int, layers: int, max_length: int) -> None:
     config = {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16",
         "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 2048,
@@ -39,7 +39,7 @@ def write_config(folder: Path, heads: int, layers: int) -> None:
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 1.0,
         "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
         "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-        "hidden_act": "silu", "max_position_embeddings": 2 * MAX_LENGTH, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "max_position_embeddings": 2 * max_length, "rms_norm_eps": 1e-6,
         "rope_theta": 10000, "tie_word_embeddings": False, "attention_bias": False,
         "num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
         "use_cache": True,

@@ -7,6 +7,11 @@ import statistics
 # of their own, as the padding of query heads is among them.
 PARTS = (
     ("indices", r"convert_req_index|remap|combine_topk|global_topk"),
+    (
+        "indexer",
+        r"mqa_logits|index_scan|index_merge|cp_gather_indexer"
+        r"|TopKUnified|topKPerRow|(persistent|sampled|cooperative)_topk",
+    ),
     ("gather", r"gather_and_upconvert|gather_k_cache|dequantize"),
     ("cache writes", r"concat_and_cache|concat_mla|fused_deepseek"),
     ("attention", r"mla_fp8|flash_mla|flash_fwd|_mla_|mla_|sparse_attn|sparse_decode|sparse_prefill|smxx::"),
@@ -70,7 +75,9 @@ def table(found: dict[str, dict], shown: set[str]) -> str:
     ran = {name: result for name, result in found.items() if result["ok"]}
     layers = {name: result["v4"] for name, result in ran.items() if "v4" in result}
     ran = {name: result for name, result in ran.items() if name not in layers}
-    parts_of_it = [_engines(ran, shown), _speed(ran, shown), _v4(layers), _kernels(ran, shown)]
+    parts_of_it = [
+        _engines(ran, shown), _speed(ran, shown), _indexer(ran, shown), _v4(layers), _kernels(ran, shown)
+    ]  # fmt: skip
     return "\n\n".join(filter(None, parts_of_it))
 
 
@@ -107,8 +114,32 @@ def _speed(ran: dict[str, dict], shown: set[str]) -> str:
             layers = ours["layers"]
             for phase in ("prefill", "decode"):
                 if phase in one:
-                    what = f"{label}, {phase}, {batch} x 4096"
+                    what = f"{label}, {phase}, {batch} x {ours.get('context', 4096)}"
                     lines.append(_line(what, other[phase], one[phase], layers))
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _indexer(ran: dict[str, dict], shown: set[str]) -> str:
+    """Our indexer beside vLLM's, with the same attention."""
+    lines = [
+        "| us of a step | indexer, a layer: logits and top-k | index_topk | of theirs "
+        "| whole GPU: with theirs | with index_topk | of theirs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, ours in ran.items():
+        who, _, label = name.partition("-")
+        theirs = ran.get(f"ours-{label}") or ran.get(f"calls-{label}")
+        if who != "index" or name not in shown or "timed" not in ours or theirs is None:
+            continue
+        for batch, one in ours["timed"].items():
+            for phase, kernels in one.items():
+                both = theirs["timed"][batch][phase], kernels
+                a, b = (parts(each)["indexer"] / ours["layers"] for each in both)
+                c, d = (sum(each.values()) for each in both)
+                lines.append(
+                    f"| {label}, {phase}, {batch} x {ours.get('context', 4096)} | {a:.0f} | {b:.0f} "
+                    f"| {b / max(a, 1e-9):.2f} | {c:.0f} | {d:.0f} | {d / max(c, 1e-9):.2f} |"
+                )
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -160,6 +191,14 @@ def _kernels(ran: dict[str, dict], shown: set[str], most: int = 7) -> str:
     return "\n".join(["```", *lines, "```"]) if lines else ""
 
 
+def _wrong_with_indexer(name: str, result: dict) -> list[str]:
+    logits, chosen = calls(result, "DeepGEMM"), calls(result, "mla_fp8.index_topk")
+    wrong = [f"{name}: DeepGEMM's logits were made {logits} times, expected 0"] if logits else []
+    if result.get("calls") and not chosen:
+        wrong.append(f"{name}: index_topk was not called")
+    return wrong
+
+
 def problems(found: dict[str, dict]) -> list[str]:
     wrong = []
     for name, result in found.items():
@@ -168,7 +207,9 @@ def problems(found: dict[str, dict]) -> list[str]:
             continue
         if not name.startswith("stock-") and calls(result, "FlashMLA"):
             wrong.append(f"{name}: FlashMLA was called {calls(result, 'FlashMLA')} times, expected 0")
-        if name.startswith(("ours-", "calls-")):
+        if name.startswith("index-"):
+            wrong += _wrong_with_indexer(name, result)
+        if name.startswith(("ours-", "calls-", "index-")):
             exact = exact_of(name, found)
             stock = found.get("-".join(["stock", *name.split("-")[1:3]]), {})
             distances = difference(result, exact), difference(stock, exact)

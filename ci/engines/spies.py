@@ -1,6 +1,7 @@
 """Who attends in an engine: calls counted; and attention replaced by exact arithmetic, the yardstick."""
 
 import collections
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -8,11 +9,23 @@ from importlib import import_module
 import torch
 
 CALLS = collections.Counter()
-OURS = "sparse_decode_out", "sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out"
+OURS = (
+    "sparse_decode_out", "sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out",
+    "index_topk_out", "index_topk_ragged_out",
+)  # fmt: skip
+INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+LOGITS = "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"  # there, of DeepGEMM
 
 
 def count_calls(ours: bool) -> None:
-    """Calls of FlashMLA's kernels and of our ops from Python. A graph's kernels were calls at its capture."""
+    """Calls of FlashMLA's kernels, of DeepGEMM's logits and of our ops, from Python.
+
+    A graph's kernels were calls at its capture. To be called before plug-ins are loaded: what they leave out
+    is then not counted.
+    """
+    indexer = import_module(INDEXER)
+    for name in LOGITS:
+        setattr(indexer, name, _counted(f"DeepGEMM.{name}", getattr(indexer, name)))
     theirs = import_module("vllm.third_party.flashmla.flash_mla_interface")
     theirs.flash_mla_cuda = _Counted("FlashMLA", theirs.flash_mla_cuda)
     if ours:
@@ -23,18 +36,21 @@ def count_calls(ours: bool) -> None:
             setattr(ops, name, getattr(counted, name))
 
 
+def _counted(label: str, function: Callable) -> Callable:
+    @functools.wraps(function, updated=())
+    def counted(*args, **options):
+        CALLS[label] += 1
+        return function(*args, **options)
+
+    return counted
+
+
 class _Counted:
     def __init__(self, label: str, functions: object) -> None:
         self.label, self.functions = label, functions
 
     def __getattr__(self, name: str):
-        function = getattr(self.functions, name)
-
-        def counted(*args, **options):
-            CALLS[f"{self.label}.{name}"] += 1
-            return function(*args, **options)
-
-        return counted
+        return _counted(f"{self.label}.{name}", getattr(self.functions, name))
 
 
 @dataclass

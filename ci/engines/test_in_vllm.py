@@ -4,6 +4,7 @@ import without_gpu
 
 without_gpu.pretend_vllm()
 
+import inspect
 from importlib import import_module
 
 import engine_standins
@@ -15,6 +16,7 @@ import test_integrations_vllm as cases
 import torch
 import v4_layer
 import v4_model
+import v32_indexer
 import vllm
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -24,19 +26,21 @@ from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_fp8.compat import vllm as compat
-from mla_fp8.integrations import attend, layer_ops, vllm_v4
+from mla_fp8.integrations import attend, layer_ops, vllm_indexer, vllm_v4
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.layout import get_layout
+from mla_fp8.ops.index_topk import index_topk_workspace
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plugins():
-    """Both, loaded twice, as a vLLM may do it."""
-    vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla"]
+    """Loaded twice, as a vLLM may do it."""
+    vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla", vllm_indexer.NAME]
     for _ in range(2):
         plugin.register()
         plugin.register_flash_mla_calls()
+        vllm_indexer.register()
 
 
 @pytest.mark.parametrize("file, name", signatures.cases(signatures.VLLM))
@@ -66,7 +70,7 @@ def selected(backend, **changes):
 
 
 def test_nothing_that_we_build_on_is_missing():
-    assert plugin.why_not() is plugin.why_not_calls() is None
+    assert plugin.why_not() is plugin.why_not_calls() is vllm_indexer.why_not() is None
     assert [vllm_v4.why_not(model) for model in vllm_v4.MODULES] == [None, None]
 
 
@@ -233,8 +237,11 @@ def test_calls_are_counted(monkeypatch):
         monkeypatch.setattr(torch.ops.mla_fp8, name, getattr(torch.ops.mla_fp8, name))
     interface = import_module("vllm.third_party.flashmla.flash_mla_interface")
     monkeypatch.setattr(interface, "flash_mla_cuda", object(), raising=False)
+    for name in spies.LOGITS:  # as in an engine: plug-ins come after
+        monkeypatch.setattr(v32_indexer.layer, name, getattr(v32_indexer.layer, name).__wrapped__)
     spies.CALLS.clear()
     spies.count_calls(ours=True)
+    vllm_indexer.register()
     q, rows = torch.zeros(2, 16, 576).bfloat16(), torch.zeros(4, 576).bfloat16()
     attend.over_rows(q, rows, torch.zeros(2, 8).int(), sm_scale=1.0)
     layout, cache = get_layout("bf16"), torch.zeros(1, 64, 576).bfloat16()
@@ -244,3 +251,89 @@ def test_calls_are_counted(monkeypatch):
         attend.over_pages(q, cache, indices, layout=layout, page_size=64, sm_scale=1.0)
     names = "sparse_prefill_out", "sparse_decode_out", "sparse_prefill_paged_out"
     assert {f"mla_fp8.{name}": 1 for name in names} == spies.CALLS
+    v32_indexer.Batch([(500, 1)], [(9, 300)]).run(monkeypatch)
+    names = *names, "index_topk_out", "index_topk_ragged_out"
+    assert {f"mla_fp8.{name}": 1 for name in names} == spies.CALLS
+    monkeypatch.setattr(vllm_indexer, "_MAX_TOPK", 0)
+    with pytest.raises(RuntimeError, match="DeepGEMM"):
+        v32_indexer.Batch([(500, 1)]).run(monkeypatch)
+    assert spies.CALLS["DeepGEMM.fp8_fp4_paged_mqa_logits"] == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"decodes": [(500, 1), (70, 1), (9, 1)]},
+        {"decodes": [(500, 1), (70, 1)], "padded": 2},
+        {"decodes": [(500, 2), (70, 2), (2, 2)], "padded": 1},
+        {"decodes": [(500, 3), (70, 1), (300, 4)], "native": False},
+        {"decodes": [(500, 3), (70, 1), (300, 4)], "native": False, "padded": 1},
+        {"decodes": [], "prompts": [(9, 300), (5, 5), (40, 100)]},
+        {"decodes": [], "prompts": [(9, 300), (5, 5), (40, 100)], "chunks": 3},
+        {"decodes": [(500, 2), (70, 2)], "prompts": [(40, 100), (1, 129)], "chunks": 2},
+    ],
+    ids=["decode", "padded", "drafts", "flat", "flat padded", "prompts", "chunks", "mixed"],
+)
+def test_the_indexer_chooses_exactly_through_us(batch, monkeypatch):
+    """vLLM's function and metadata; DeepGEMM and vLLM's top-k are not here."""
+    torch.manual_seed(0)
+    made = v32_indexer.Batch(**{"prompts": [], **batch})
+    made.assert_chosen(made.run(monkeypatch))
+
+
+def test_the_layers_call_the_function_that_is_ours():
+    from vllm.models.deepseek_v4 import attention as v4
+    from vllm.models.deepseek_v32 import attention as v32
+
+    layer = v32_indexer.layer
+    assert v32.sparse_attn_indexer is layer.sparse_attn_indexer
+    assert v32.SparseAttnIndexer is v4.SparseAttnIndexer is layer.SparseAttnIndexer
+    names = [*vllm_indexer._LOGITS, "get_indexer_topk"]
+    assert all(getattr(layer, name).taken_over_by_mla_fp8 for name in names)
+    assert set(names) <= set(inspect.unwrap(layer.sparse_attn_indexer).__code__.co_names)
+
+
+def test_decode_takes_its_memory_from_vllms_workspace_while_that_is_large_enough(monkeypatch):
+    """A tensor without memory stands for a GPU's; vLLM's workspace is on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace, gpu = v32_indexer.workspace, torch.device("meta")
+    workspace.init_workspace_manager(torch.device("cpu"))
+    for rows, locked in ((5, False), (3, False), (3, True), (4096, True)):
+        if locked:
+            workspace.lock_workspace()
+        lens, memory = vllm_indexer._scratch(rows, 2048, gpu, captured=True)
+        (whole,) = workspace.current_workspace_manager()._current_workspaces
+        assert lens.shape == (rows,) and lens.dtype is torch.int32 and memory.dtype is torch.uint8
+        assert len(memory) == index_topk_workspace(rows, topk=2048, num_sms=132)
+        if rows == 4096:
+            assert memory.device == lens.device == gpu
+            continue
+        assert memory.data_ptr() == whole.data_ptr() and memory.data_ptr() % 16 == 0
+        assert lens.data_ptr() >= memory.data_ptr() + len(memory)
+    assert all(x.device == gpu for x in vllm_indexer._scratch(3, 2048, gpu, captured=False))
+
+
+@pytest.mark.parametrize("batch", ["decode", "prompts"])
+def test_logits_that_candidate_blocks_mask_are_vllms_and_so_is_the_choice(batch, monkeypatch):
+    """V4.1: entries outside of a row's blocks of 8 are masked before the top-k."""
+    torch.manual_seed(0)
+    decodes, prompts = ([(500, 1), (70, 1)], []) if batch == "decode" else ([], [(9, 300)])
+    made, layer = v32_indexer.Batch(decodes, prompts), v32_indexer.layer
+    masked = []
+
+    def mask(logits, row_starts, row_ends, candidates, block_size, row_repeat=1):
+        masked.append(logits)
+        logits[:, :block_size] = float("-inf")  # in place, as vLLM's kernel
+
+    original = import_module("vllm.utils.deep_gemm")
+    monkeypatch.setattr(original, "_lazy_init", lambda: None)
+    monkeypatch.setattr(original, "_fp8_fp4_paged_mqa_logits_impl", made.paged_logits)
+    monkeypatch.setattr(original, "_fp8_fp4_mqa_logits_impl", made.ragged_logits)
+    monkeypatch.setattr(layer, "_apply_candidate_mask", mask)
+    monkeypatch.setattr(torch.ops._C, "top_k_per_row_prefill", made.top_k_per_row_prefill, raising=False)
+    candidates = torch.zeros(len(made.rows), 4, dtype=torch.int32)
+    options = {"candidate_blocks": candidates, "candidate_block_size": 8, "topk_backend": "torch"}
+    got = made.run(monkeypatch, **options)
+    assert len(masked) == 1 and (got[:, :4] >= 0).all()
+    assert (got != 0).all() and not ((got >= 0) & (got < 8)).any()
+    assert sorted(got[0].tolist()) == made.best(0, beyond=8)

@@ -59,7 +59,12 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("void vllm::cp_gather_and_upconvert_fp8_kv_cache_kernel(...)", "gather"),
         ("void vllm::concat_and_cache_ds_mla_kernel<...>", "cache writes"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<...>>", "fills, copies"),
-        ("sm90_fp8_paged_mqa_logits", "other"),
+        ("void deep_gemm::sm90_fp8_paged_mqa_logits<...>", "indexer"),
+        ("void vllm::topKPerRowPrefill<...>", "indexer"),
+        ("void vllm::persistent::persistent_topk_kernel<...>", "indexer"),
+        ("_combine_topk_swa_indices_kernel", "indices"),
+        ("void mla_fp8::(anonymous namespace)::index_scan_sm90_kernel<64>", "indexer"),
+        ("void mla_fp8::index_merge_kernel(...)", "indexer"),
         ("nvjet_tst_128x64", "other"),
     ],
 )
@@ -117,3 +122,49 @@ def test_kernel_times_are_compared_per_layer(tools):
     }
     line = "| 16-fp8_ds_mla-speed, decode, 8 x 4096 | 20 | 10 | 0.50 | 4 | 0 | 100 | 72 | 0.72 |"
     assert line in report.table(found, set(found))
+
+
+INDEX = {"mla_fp8.index_topk_out": 5, "mla_fp8.sparse_decode_out": 5}
+
+
+@pytest.mark.parametrize(
+    "calls, problem",
+    [
+        (INDEX, None),
+        (INDEX | {"DeepGEMM.fp8_fp4_mqa_logits": 2}, "DeepGEMM's logits were made 2 times, expected 0"),
+        ({"mla_fp8.sparse_decode_out": 5}, "index_topk was not called"),
+        ({}, None),  # of an engine with a process of its own
+    ],
+)
+def test_an_indexer_that_is_not_ours_is_said(calls, problem, tools):
+    import report  # noqa: PLC0415
+
+    found = FOUND | {"index-16-fp8_ds_mla": FOUND["ours-16-fp8_ds_mla"] | {"calls": calls}}
+    assert report.problems(found) == ([] if problem is None else [f"index-16-fp8_ds_mla: {problem}"])
+
+
+def test_indexers_are_compared_with_the_same_attention(tools):
+    import report  # noqa: PLC0415
+
+    theirs = {"deep_gemm::sm90_fp8_mqa_logits": 30.0, "vllm::topKPerRowPrefill": 10.0, "gemm": 60.0}
+    ours = {"mla_fp8::index_scan_sm90_kernel": 18.0, "mla_fp8::index_merge_sm90_kernel": 2.0, "gemm": 60.0}
+    for who, context in (("ours", 4096), ("calls", 65536)):
+        found = {
+            f"{name}-16-fp8_ds_mla-speed": result(timed={"8": {"prefill": kernels}}, context=context)
+            for name, kernels in ((who, theirs), ("index", ours))
+        }
+        line = f"| 16-fp8_ds_mla-speed, prefill, 8 x {context} | 20 | 10 | 0.50 | 100 | 80 | 0.80 |"
+        assert line in report.table(found, set(found))
+
+
+def test_every_step_of_the_matrix_names_engines_that_there_are(tools):
+    pytest.importorskip("tomllib")
+    import engine  # noqa: PLC0415
+    import matrix  # noqa: PLC0415
+
+    for step in matrix.STEPS.values():
+        names = [case.name for case in step.cases]
+        assert len(names) == len(set(names))
+        for case in step.cases:
+            if case.script == "engine.py":
+                assert engine.parse(["--out", "x", *case.arguments()]).who == case.who
