@@ -14,7 +14,7 @@ namespace mla_fp8::gpu {
 namespace {
 
 void compress_rows(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, p.ratio == 1 ? kRowWarps : tokens_of_row_block(p.num_tokens, p.ratio));
+  const CompressKvArgs args(p, p.ratio == 1 ? kRowWarps : tokens_of_row_block(p.num_tokens));
   const LaunchConfig config{
       .grid = ceil_div(p.num_tokens, args.tokens), .block = kRowThreads, .stream = stream};
   if (p.ratio == 1) launch(compress_tokens_kernel, config, args);
@@ -24,9 +24,9 @@ void compress_rows(const CompressKvParams& p, gpuStream_t stream) {
 
 template <int kCluster>
 void pool_blocks(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster));
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster, kFewTokens));
   const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
-                            .block = kPoolThreads,
+                            .block = kPoolThreads<kCluster>,
                             .stream = stream,
                             .cluster = kCluster};
   launch(pool_blocks_kernel<kCluster>, config, args);
@@ -34,9 +34,9 @@ void pool_blocks(const CompressKvParams& p, gpuStream_t stream) {
 
 template <int kCluster>
 void fold_blocks(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster));
+  const CompressKvArgs args(p, tokens_of_cluster(p.num_tokens, kCluster, kFewFolds));
   const LaunchConfig config{.grid = ceil_div(p.num_tokens, args.tokens) * kCluster,
-                            .block = kFoldThreads,
+                            .block = kFoldThreads<kCluster>,
                             .stream = stream,
                             .cluster = kCluster};
   launch(fold_blocks_kernel<kCluster>, config, args);
@@ -49,9 +49,9 @@ void compress_kv(const CompressKvParams& p, gpuStream_t stream) {
 #if MLA_FP8_PTX
   if (compute_major() >= 9) {
     // A block of threads folds a token as fast as a cluster, but not several.
-    const int64_t few = p.online ? std::min(kFewTokens, p.num_requests) : kFewTokens;
+    const int64_t few = p.online ? std::min(kFewFolds, p.num_requests) : kFewTokens;
     if (p.num_tokens > few)
-      return p.online ? fold_blocks<kSlices>(p, stream) : pool_blocks<kSlices>(p, stream);
+      return p.online ? fold_blocks<kClusterBlocks>(p, stream) : pool_blocks<kClusterBlocks>(p, stream);
   }
 #endif
   p.online ? fold_blocks<1>(p, stream) : pool_blocks<1>(p, stream);

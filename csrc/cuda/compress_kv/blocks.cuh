@@ -12,18 +12,22 @@
 namespace mla_fp8::gpu {
 
 inline constexpr int kBlockRatio = 128;
-inline constexpr int kSlices = 4;
-inline constexpr int kSliceDims = kHeadDimV / kSlices;
-inline constexpr int kSliceVectors = 2 * kSliceDims / 4;  // of a row's kv and score
+inline constexpr int kClusterBlocks = 2;
+template <int kCluster>
+inline constexpr int kSlices = kCluster > 1 ? kCluster : 4;
+template <int kCluster>
+inline constexpr int kSliceDims = kHeadDimV / kSlices<kCluster>;
+template <int kCluster>
+inline constexpr int kSliceVectors = 2 * kSliceDims<kCluster> / 4;  // of a row's kv and score
 
 inline constexpr int kMaxTokens = 128;  // of a cluster
-// Two blocks of threads per SM of an H200. More of the online ones would fit; but then some clusters of a
-// prefill of 8 K tokens have a block, and others none.
+// An H200 runs 66 clusters of two at once, a block of threads per SM, but of four 60 with two per SM: the
+// blocks of 8 K tokens would take a second turn. Not 66: some clusters would have two blocks, others none.
 inline constexpr int64_t kClusters = 64;
 inline constexpr int kMaskWords = kMaxTokens / kWarpSize;
-inline constexpr int64_t kFewTokens = 264;  // a block of threads each, without clusters
-inline int64_t tokens_of_cluster(int64_t num_tokens, int cluster) {
-  if (cluster == 1 && num_tokens <= kFewTokens) return 1;
+inline constexpr int64_t kFewTokens = 264, kFewFolds = 528;  // a block of threads each, without clusters
+inline int64_t tokens_of_cluster(int64_t num_tokens, int cluster, int64_t few) {
+  if (cluster == 1 && num_tokens <= few) return 1;
   const int64_t tokens = ceil_div(num_tokens, kClusters);
   return tokens < kMaxTokens ? tokens : kMaxTokens;
 }
@@ -41,7 +45,7 @@ struct alignas(16) PooledShared {
 
 template <int kCluster>
 struct Cluster {
-  static_assert(kCluster == 1 || kCluster == kSlices);
+  static_assert(kCluster == 1 || kCluster == kClusterBlocks);
 
   static __device__ __forceinline__ int rank() {
     return kCluster > 1 ? static_cast<int>(blockIdx.x % kCluster) : 0;

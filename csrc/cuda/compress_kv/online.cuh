@@ -5,8 +5,9 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kFoldThreads = kSliceDims;  // a dim each
-inline constexpr int kFoldTokens = 16;           // loaded while as many are folded
+template <int kCluster>
+inline constexpr int kFoldThreads = kSliceDims<kCluster>;  // a dim each
+inline constexpr int kFoldTokens = 16;                     // loaded while as many are folded
 
 struct alignas(16) FoldShared {
   TokensShared tokens;
@@ -245,7 +246,7 @@ __device__ __forceinline__ Words<kPoolDims> fold_single(const CompressKvArgs& ar
 }
 
 template <int kCluster>
-__global__ void __launch_bounds__(kFoldThreads, 3)
+__global__ void __launch_bounds__(kFoldThreads<kCluster>, kCluster > 1 ? 1 : 3)
     fold_blocks_kernel(const __grid_constant__ CompressKvArgs args) {
   MLA_SHARED(FoldShared, shared);
   wait_for_previous_grid();
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(kFoldThreads, 3)
     const int64_t from = r.start + tokens.begin + token - r.first;
     const bool closes = CompressRequest::closes(closing.position, kBlockRatio);
     if (kCluster == 1 && r.count == 1) {
-      static_assert(kFoldThreads * kPoolDims == kHeadDimV);
+      static_assert(kCluster > 1 || kFoldThreads<kCluster> * kPoolDims == kHeadDimV);
       const auto mean = fold_single(args, r);
       if (!closes) return;
       *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled.dims[threadIdx.x * kPoolDims]) = mean;
@@ -271,8 +272,8 @@ __global__ void __launch_bounds__(kFoldThreads, 3)
     }
     if (closes) Cluster<kCluster>::sync();  // all run; the first has read `pooled`
 #pragma unroll 1
-    for (int slice = rank; slice < kSlices; slice += kCluster) {
-      const int dim = slice * kSliceDims + static_cast<int>(threadIdx.x);
+    for (int slice = rank; slice < kSlices<kCluster>; slice += kCluster) {
+      const int dim = slice * kSliceDims<kCluster> + static_cast<int>(threadIdx.x);
       const float mean = fold_block(args, r, from, closing.position + 1, dim);
       if (closes) Cluster<kCluster>::put(shared.pooled, dim, mean);
     }

@@ -6,17 +6,20 @@
 namespace mla_fp8::gpu {
 
 inline constexpr int kGroupRows = 8;
-inline constexpr int kPoolWarps = 8;
-inline constexpr int kPoolThreads = kPoolWarps * kWarpSize;
-inline constexpr int kWarpGroups = kBlockRatio / kGroupRows / kPoolWarps;
-static_assert(kWarpSize * kPoolDims == kSliceDims && kWarpGroups == 2);
+inline constexpr int kWarpDims = kWarpSize * kPoolDims;
+inline constexpr int kRowShares = 8;  // warps that share the rows of a block, for the same dims
+template <int kCluster>
+inline constexpr int kPoolThreads = kRowShares * kSliceDims<kCluster> / kWarpDims * kWarpSize;
+inline constexpr int kWarpGroups = kBlockRatio / kGroupRows / kRowShares;
+static_assert(kWarpGroups == 2);
 
+template <int kCluster>
 struct alignas(16) PoolShared {
   TokensShared tokens;
   uint32_t kept[kMaskWords];  // bits of tokens that copy a row into the state at once: which, and where to
   int64_t kept_token[kMaxTokens], kept_offset[kMaxTokens];  // place_of
   PooledShared pooled;
-  float part[3][kPoolWarps][kSliceDims];  // top, sum, value of each warp's rows
+  float part[3][kRowShares][kSliceDims<kCluster>];  // top, sum, value of each warp's rows
 };
 
 // Rows of eight positions from `first` on.
@@ -52,10 +55,11 @@ __device__ __forceinline__ PooledDims pool_group(const PoolRows<kGroupRows>& row
 // The slice of the block that ends at `close`: its dims to the first block of threads.
 template <int kCluster>
 __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const CompressRequest& r,
-                                           int64_t close, int slice, PoolShared& shared) {
-  const int warp = threadIdx.x / kWarpSize, dim = threadIdx.x % kWarpSize * kPoolDims;
-  const int d = slice * kSliceDims + dim;
-  const int64_t first = close + 1 - kBlockRatio + warp * kWarpGroups * kGroupRows;
+                                           int64_t close, int slice, PoolShared<kCluster>& shared) {
+  const int warp = threadIdx.x / kWarpSize, share = warp % kRowShares;
+  const int dim = warp / kRowShares * kWarpDims + threadIdx.x % kWarpSize * kPoolDims;
+  const int d = slice * kSliceDims<kCluster> + dim;
+  const int64_t first = close + 1 - kBlockRatio + share * kWarpGroups * kGroupRows;
   PooledDims half{}, mine{};
 #pragma unroll 1
   for (int g = 0; g < kWarpGroups; ++g) {
@@ -65,7 +69,7 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
 #pragma unroll
   for (int i = 0; i < kPoolDims; ++i) mine.dim[i] = join(half.dim[i], mine.dim[i]);
   const auto put = [&](int part, const Words<kPoolDims>& words) {
-    *reinterpret_cast<Words<kPoolDims>*>(&shared.part[part][warp][dim]) = words;
+    *reinterpret_cast<Words<kPoolDims>*>(&shared.part[part][share][dim]) = words;
   };
   Words<kPoolDims> top, sum, value;
 #pragma unroll
@@ -78,23 +82,25 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
   put(1, sum);
   put(2, value);
   __syncthreads();
-  if (const int t = threadIdx.x; t < kSliceDims) {
-    Pooled part[kPoolWarps];
+  if (const int t = threadIdx.x; t < kSliceDims<kCluster>) {
+    Pooled part[kRowShares];
 #pragma unroll
-    for (int w = 0; w < kPoolWarps; ++w)
+    for (int w = 0; w < kRowShares; ++w)
       part[w] = {shared.part[0][w][t], shared.part[1][w][t], shared.part[2][w][t]};
 #pragma unroll
-    for (int apart = 1; apart < kPoolWarps; apart *= 2)
+    for (int apart = 1; apart < kRowShares; apart *= 2)
 #pragma unroll
-      for (int w = 0; w < kPoolWarps; w += 2 * apart) part[w] = join(part[w], part[w + apart]);
-    Cluster<kCluster>::put(shared.pooled, slice * kSliceDims + t, __fdiv_rn(part[0].value, part[0].sum));
+      for (int w = 0; w < kRowShares; w += 2 * apart) part[w] = join(part[w], part[w + apart]);
+    Cluster<kCluster>::put(shared.pooled, slice * kSliceDims<kCluster> + t,
+                           __fdiv_rn(part[0].value, part[0].sum));
   }
   __syncthreads();  // before `part` is written again
 }
 
 // Whose the tokens are, what they close, and which rows they leave in the state.
+template <int kCluster>
 __device__ __forceinline__ void list_pools(const CompressKvArgs& args, const TokenRange& tokens,
-                                           PoolShared& shared) {
+                                           PoolShared<kCluster>& shared) {
   const CompressKvParams& p = args.p;
   TokensShared& list = shared.tokens;
   const int thread = threadIdx.x;
@@ -123,24 +129,26 @@ __device__ __forceinline__ void list_pools(const CompressKvArgs& args, const Tok
 }
 
 // Where vector i of a slice of rows lies: which row, and where in it.
+template <int kCluster>
 struct SliceVector {
+  static constexpr int kVectors = kSliceVectors<kCluster>;
   int row, at;
   __device__ __forceinline__ SliceVector(int i, int slice)
-      : row(i / kSliceVectors),
-        at(i % kSliceVectors / (kSliceVectors / 2) * kHeadDimV + slice * kSliceDims +
-           i % (kSliceVectors / 2) * 4) {}
+      : row(i / kVectors),
+        at(i % kVectors / (kVectors / 2) * kHeadDimV + slice * kSliceDims<kCluster> +
+           i % (kVectors / 2) * 4) {}
 };
-template <class Copy>
+template <int kCluster, class Copy>
 __device__ __forceinline__ void copy_slice(int slice, int num_rows, const Copy& copy) {
-  copy_vectors<4>(num_rows * kSliceVectors, threadIdx.x, kPoolThreads,
-                  [&](int i) -> RowCopy { return copy(SliceVector(i, slice)); });
+  copy_vectors<4>(num_rows * kSliceVectors<kCluster>, threadIdx.x, kPoolThreads<kCluster>,
+                  [&](int i) -> RowCopy { return copy(SliceVector<kCluster>(i, slice)); });
 }
 
 template <int kCluster>
-__global__ void __launch_bounds__(kPoolThreads, 2)
+__global__ void __launch_bounds__(kPoolThreads<kCluster>, kCluster > 1 ? 1 : 2)
     pool_blocks_kernel(const __grid_constant__ CompressKvArgs args) {
   const CompressKvParams& p = args.p;
-  MLA_SHARED(PoolShared, shared);
+  MLA_SHARED(PoolShared<kCluster>, shared);
   wait_for_previous_grid();
   const TokenRange tokens = token_range(args, Cluster<kCluster>::index());
   const int rank = Cluster<kCluster>::rank();
@@ -149,8 +157,9 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   // The row of a single token is on its way while its request is found.
   const bool is_single = args.tokens == 1;
   const int thread = threadIdx.x;
-  const SliceVector own(thread % kSliceVectors, kCluster > 1 ? rank : thread / kSliceVectors);
-  const bool has_own = is_single && (kCluster == 1 || thread < kSliceVectors);
+  constexpr int kVectors = kSliceVectors<kCluster>;
+  const SliceVector<kCluster> own(thread % kVectors, kCluster > 1 ? rank : thread / kVectors);
+  const bool has_own = is_single && (kCluster == 1 || thread < kVectors);
   const Words<4> single = load_if<4>(input + own.at, has_own);
   list_pools(args, tokens, shared);
   __syncthreads();
@@ -158,7 +167,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
     if constexpr (kCluster > 1) work(rank);
     else
 #pragma unroll 1
-      for (int slice = 0; slice < kSlices; ++slice) work(slice);
+      for (int slice = 0; slice < kSlices<kCluster>; ++slice) work(slice);
   };
 
   if (is_single) {
@@ -166,7 +175,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
   } else if (const int num_kept = count_bits(shared.kept); num_kept > 0) {
     const auto* const call = static_cast<const float*>(p.kv_score);
     for_slices([&](int slice) {
-      copy_slice(slice, num_kept, [&](const SliceVector& v) -> RowCopy {
+      copy_slice<kCluster>(slice, num_kept, [&](const SliceVector<kCluster>& v) -> RowCopy {
         const int place = place_of(shared.kept, v.row);
         return {call + shared.kept_token[place] * p.kv_score_stride_token + v.at,
                 p.state + shared.kept_offset[place] + v.at};
@@ -186,11 +195,12 @@ __global__ void __launch_bounds__(kPoolThreads, 2)
     const int64_t oldest = r.oldest(kBlockRatio);
     if (closing.position != r.first_close(kBlockRatio) || r.end() - oldest <= p.depth) return;
     for_slices([&](int slice) {  // rows that take the place of those that this has read
-      copy_slice(slice, static_cast<int>(r.start - oldest), [&](const SliceVector& v) -> RowCopy {
-        const int64_t now = late_position(args, r, oldest + v.row);
-        if (now < r.start) return {nullptr, nullptr};
-        return {input_row(p, r, now) + v.at, state_row(args, r, now) + v.at};
-      });
+      copy_slice<kCluster>(slice, static_cast<int>(r.start - oldest),
+                           [&](const SliceVector<kCluster>& v) -> RowCopy {
+                             const int64_t now = late_position(args, r, oldest + v.row);
+                             if (now < r.start) return {nullptr, nullptr};
+                             return {input_row(p, r, now) + v.at, state_row(args, r, now) + v.at};
+                           });
     });
   });
 }

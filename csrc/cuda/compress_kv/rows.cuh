@@ -1,7 +1,7 @@
 #pragma once
-// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or as
-// many as close four blocks of tokens; it pools those one after another, a thread four dims, and then each
-// warp finishes a row.
+// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or up
+// to 16; of what they close it pools four blocks of tokens, a thread four dims, and then each warp finishes a
+// row.
 #include "cuda/compress_kv/pool.cuh"
 #include "cuda/device/launch.cuh"
 
@@ -13,9 +13,9 @@ static_assert(kRowThreads * kPoolDims == kHeadDimV);
 inline constexpr int kMaxRowTokens = 16;
 inline constexpr int64_t kRowBlocks = 528;  // that an H200 runs at once
 
-inline int64_t tokens_of_row_block(int64_t num_tokens, int ratio) {
+inline int64_t tokens_of_row_block(int64_t num_tokens) {
   const int64_t tokens = ceil_div(num_tokens, kRowBlocks);
-  return tokens < kRowWarps * ratio ? tokens : kRowWarps * ratio;
+  return tokens < kMaxRowTokens ? tokens : kMaxRowTokens;
 }
 
 // What a block of threads knows of its tokens. The second closing of a request is in the list of who has its
