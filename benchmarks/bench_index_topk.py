@@ -52,6 +52,9 @@ GPU_CASES = [
     *(Case("decode", b, 131072, n, layout="index_fp4") for b in (1, 32) for n in (1, 6)),
     *(Case("prefill", rows, c) for c in (32768, 131072) for rows in (256, 2048, 8192)),
     Case("prefill", 2048, 32768, heads=32),
+    # What engines send most: contexts of little more than topk.
+    *(Case("decode", b, c) for c in (2048, 4096) for b in (8, 32, 128)),
+    *(Case("prefill", rows, rows) for rows in (2048, 4096, 8192)),
 ]
 
 

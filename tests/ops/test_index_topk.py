@@ -152,6 +152,27 @@ def test_absent_pages_are_never_chosen(device):
     assert not ((positions[0] >= 128) & (positions[0] < 192)).any()
 
 
+@pytest.mark.parametrize("topk", [40, 639, 640, 2048])
+def test_rows_that_see_no_more_than_topk_take_all_that_is_there(topk, device):
+    """Beside rows that see more, drafts of one request among them, and whatever their logits are."""
+    problem = random_problem(device, [640, 641, 30, 1, 5, 700], heads=16, next_n=2)
+    problem.page_table[0, 2], problem.page_table[5, 0] = -1, len(problem.index_cache)
+    problem.layout.views(problem.index_cache, problem.page_size)[1][:, ::3] = NAN
+    problem.assert_exact(topk)
+    problem.assert_exact(topk, pin_first=3, pin_last=50)
+    positions, _, lens = problem.topk(topk)
+    assert torch.equal(
+        lens,
+        torch.minimum(
+            lens.new_tensor([575, 576, 640, 641, 29, 30, 0, 1, 4, 5, 635, 636]), lens.new_tensor(topk)
+        ),
+    )
+    if topk == 640:
+        assert torch.equal(
+            positions[1, :129].cpu(), torch.arange(129).where(torch.arange(129) < 128, 192).int()
+        )
+
+
 @pytest.mark.parametrize("pins", [(0, 5), (5, 0), (16, 100), (16, 2000), (2000, 0), (1 << 40, 1 << 40)])
 def test_pinned_entries_come_first(pins, device):
     first, last = pins

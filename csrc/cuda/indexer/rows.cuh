@@ -82,10 +82,18 @@ __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row
   return true;
 }
 
-// A unit that sees nothing has a tile too, so that its rows are written.
-__device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys) {
-  const int64_t tiles = (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
-  return tiles > 0 ? tiles : 1;
+// Whether every row chooses all that it sees: no logit is asked for.
+__device__ __forceinline__ bool takes_all(const IndexUnit& unit, int topk) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kIndexGroupRows; ++i)
+    all &= i >= unit.num_rows || unit.rows[i].end - unit.rows[i].begin <= topk;
+  return all;
+}
+// Such a unit has a tile too, so that its rows are written.
+__device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys, int topk) {
+  if (takes_all(unit, topk)) return 1;
+  return (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
 }
 
 // The share of a CTA: tiles cta * per_cta and on, of `total`.
@@ -97,8 +105,8 @@ struct IndexShare {
 // All kThreads threads of the block call it; a barrier must come before `share` is read, or `first_unit`,
 // that it begins in if it has any tiles.
 template <int kThreads>
-__device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows, int tile_keys, int cta,
-                                           int num_ctas, IndexShare& share, IndexUnit& first_unit) {
+__device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int group_rows, int tile_keys,
+                                           int cta, int num_ctas, IndexShare& share, IndexUnit& first_unit) {
   constexpr int kWarps = kThreads / kWarpSize;
   const auto set_total = [&](int64_t total) {
     if (threadIdx.x != kThreads - 1) return;
@@ -117,7 +125,7 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows
   IndexUnit unit;
   if (rows.num_rows <= kThreads) {  // a row to a thread
     const bool has_unit = threadIdx.x < rows.num_rows && find_unit(rows, threadIdx.x, group_rows, unit);
-    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys) : 0;
+    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys, topk) : 0;
     const int64_t last = block_inclusive_sum<kWarps>(tiles);
     set_total(last);
     __syncthreads();
@@ -126,14 +134,14 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int group_rows
   }
   int64_t mine = 0;
   for (int64_t row = threadIdx.x; row < rows.num_rows; row += kThreads)
-    if (find_unit(rows, row, group_rows, unit)) mine += num_tiles(unit, tile_keys);
+    if (find_unit(rows, row, group_rows, unit)) mine += num_tiles(unit, tile_keys, topk);
   set_total(block_inclusive_sum<kWarps>(mine));
   MLA_SHARED(int64_t, so_far);
   int64_t before = 0;
   for (int64_t first = 0; first < rows.num_rows; first += kThreads) {
     const int64_t row = first + threadIdx.x;
     const bool has_unit = row < rows.num_rows && find_unit(rows, row, group_rows, unit);
-    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys) : 0;
+    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys, topk) : 0;
     const int64_t last = before + block_inclusive_sum<kWarps>(tiles);
     take(unit, tiles, last);
     __syncthreads();

@@ -35,6 +35,22 @@ struct IndexTopkArgs {
   __device__ __forceinline__ int32_t slot(const IndexRow& row, int32_t column) const {
     return p.slot(row, column, slot_page_size);
   }
+  // Whether the entry of a column that the row sees is in the cache.
+  __device__ __forceinline__ bool is_there(const IndexRow& row, int32_t column) const {
+    const IndexKeys& keys = p.problem.keys;
+    if (keys.page_table == nullptr) return true;
+    const int32_t page = keys.page_table[row.request * keys.page_table_stride_request + page_size(column)];
+    return page >= 0 && page < keys.num_pages;
+  }
+  // Of a unit that takes_all, its r-th.
+  template <class Team>
+  __device__ __forceinline__ void answer_all(const IndexUnit& unit, int r,
+                                             typename Team::Smem& select) const {
+    const IndexRow& where = unit.rows[r];
+    emit_all<Team>(
+        {p, unit.first_row + r, where}, [&](int32_t column) { return is_there(where, column); },
+        [&](const IndexRow& row, int32_t column) { return slot(row, column); }, select);
+  }
 };
 
 // For the merge: of a unit of the tiles [unit_begin, unit_end), `is_earlier` one that another CTA began.
@@ -127,13 +143,39 @@ __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanS
     write_state(*args.state(cta), unit, is_earlier, smem.unit_begin, smem.unit_end, smem.count);
 }
 
+// The share's tiles of a unit: its answer, if the share has all of them.
+template <class Engine>
+__device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
+                                          ScanSmem<Engine>& smem) {
+  constexpr int kThreads = Engine::kThreads, kTileKeys = Engine::kTileKeys;
+  const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.unit_end);
+  const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
+  const int tiles = static_cast<int>(last - first), cta = blockIdx.x;
+  engine.load_queries(unit);
+  engine.begin(unit, first_column, tiles);
+  for (int t = 0; t < tiles; ++t) {
+    scan_tile(args, unit, engine, t, first_column + t * kTileKeys, smem);
+    __syncthreads();
+    if (shrink_lists(args, unit.num_rows, false, smem) && Engine::kSelectTakesQueries)
+      engine.load_queries(unit);
+  }
+  if (smem.begin > smem.unit_begin || smem.unit_end > smem.end) return leave_for_merge(args, smem);
+  for (int r = 0; r < unit.num_rows; ++r) {
+    const int32_t count = smem.count[r];
+    select_and_emit<BlockTeam<kThreads>>(
+        {args.p, unit.first_row + r, unit.rows[r]}, CandidateList{args.list(cta, r), count}, count, 0,
+        ~uint64_t{0}, [&](const IndexRow& where, int32_t c) { return args.slot(where, c); },
+        smem.memory.select);
+  }
+}
+
 template <class Engine>
 __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
   constexpr int kThreads = Engine::kThreads, kTileKeys = Engine::kTileKeys;
   const IndexTopkParams& p = args.p;
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
-  find_share<kThreads>(rows, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share, smem.unit);
+  find_share<kThreads>(rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
   const IndexUnit& unit = smem.unit;
@@ -151,35 +193,17 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   Engine engine{p.problem, args.page_size, smem.memory};
   while (true) {
     __syncthreads();
-    if (threadIdx.x == 0) smem.unit_end = smem.unit_begin + num_tiles(unit, kTileKeys);
+    if (threadIdx.x == 0) smem.unit_end = smem.unit_begin + num_tiles(unit, kTileKeys, p.topk);
     if (threadIdx.x < kIndexGroupRows) {
       smem.count[threadIdx.x] = 0;
       smem.threshold[threadIdx.x] = 0;
     }
     __syncthreads();
-    {
-      const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.unit_end);
-      const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
-      const int tiles = static_cast<int>(last - first);
-      engine.load_queries(unit);
-      engine.begin(unit, first_column, tiles);
-      for (int t = 0; t < tiles; ++t) {
-        scan_tile(args, unit, engine, t, first_column + t * kTileKeys, smem);
-        __syncthreads();
-        if (shrink_lists(args, unit.num_rows, false, smem) && Engine::kSelectTakesQueries)
-          engine.load_queries(unit);
-      }
-    }
-    if (smem.begin <= smem.unit_begin && smem.unit_end <= smem.end) {
-      for (int r = 0; r < unit.num_rows; ++r) {
-        const int32_t count = smem.count[r];
-        select_and_emit<BlockTeam<kThreads>>(
-            {p, unit.first_row + r, unit.rows[r]}, CandidateList{args.list(cta, r), count}, count, 0,
-            ~uint64_t{0}, [&](const IndexRow& where, int32_t c) { return args.slot(where, c); },
-            smem.memory.select);
-      }
+    if (takes_all(unit, p.topk)) {
+      for (int r = 0; r < unit.num_rows; ++r)
+        args.template answer_all<BlockTeam<kThreads>>(unit, r, smem.memory.select);
     } else {
-      leave_for_merge(args, smem);
+      scan_unit(args, unit, engine, smem);
     }
     if (smem.unit_end >= smem.end) return;
     __syncthreads();

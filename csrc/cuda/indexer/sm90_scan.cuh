@@ -86,7 +86,8 @@ class Scan {
     }
     if (memory_.is_fp4) s_.ring.init_magnitudes();
     else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
-    find_share<kThreads>(rows_, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share, s_.units[0]);
+    find_share<kThreads>(rows_, p_.topk, args_.group_rows, kTileKeys, cta, args_.num_ctas, s_.share,
+                         s_.units[0]);
     __syncthreads();
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
     if (threadIdx.x == 0) {
@@ -109,7 +110,7 @@ class Scan {
 
   __device__ __forceinline__ IndexUnit& unit(int i) const { return s_.units[i % 2]; }
   __device__ __forceinline__ void set_work(int i, int64_t unit_begin) const {
-    const int64_t unit_end = unit_begin + num_tiles(unit(i), kTileKeys);
+    const int64_t unit_end = unit_begin + num_tiles(unit(i), kTileKeys, p_.topk);
     const int64_t first = max(s_.begin, unit_begin), last = min(s_.end, unit_end);
     const auto column = static_cast<int32_t>(unit(i).begin + (first - unit_begin) * kTileKeys);
     const auto tiles = static_cast<int>(last - first);
@@ -123,6 +124,14 @@ class Scan {
     s_.works[i % 2] = {unit_begin, unit_end, column, tiles, inside, max(num_inside, 0)};
   }
 
+  // The unit behind the i-th.
+  __device__ __forceinline__ void prepare_next(int i) const {
+    const ScanWork& work = s_.works[i % 2];
+    if (threadIdx.x != kThreads - 1 || work.unit_end >= s_.end) return;
+    next_unit(rows_, args_.group_rows, unit(i), unit(i + 1));
+    set_work(i + 1, work.unit_end);
+  }
+
   __device__ __forceinline__ void scan_units() {
     using TileMath = Math<kHeads>;
     TileMath math(memory_, s_.ring, scan_.boxes.are_used, scan_.may_take_two);
@@ -134,6 +143,13 @@ class Scan {
       const ScanWork& work = s_.works[i % 2];
       const int32_t column = work.column;
       const int tiles = work.tiles;
+      if (takes_all(unit, p_.topk)) {
+        prepare_next(i);
+        call_answer_all(scan_, i);
+        if (work.unit_end >= s_.end) return;
+        __syncthreads();
+        continue;
+      }
       fetch.begin(unit, column, tiles, math.place());
       load_queries<kHeads>(p_.problem.queries, unit, memory_);
       math.begin(unit.num_rows);
@@ -145,10 +161,7 @@ class Scan {
         s_.low[r] = 0;
         s_.nearly_full[r] = 0;
       }
-      if (threadIdx.x == kThreads - 1 && work.unit_end < s_.end) {
-        next_unit(rows_, args_.group_rows, unit, this->unit(i + 1));
-        set_work(i + 1, work.unit_end);
-      }
+      prepare_next(i);
       __syncthreads();
       math.load_weights();
       // No logit of the lane's row up to here joins; the comparison is false for all that a pin may lift.
@@ -364,6 +377,13 @@ class Scan {
       write_state(*args_.state(blockIdx.x), unit, is_earlier, work.unit_begin, work.unit_end, s_.count);
   }
 
+  __device__ __forceinline__ void answer_all(int i) const {
+    const IndexUnit& unit = this->unit(i);
+    for_rows(unit.num_rows, [&](const auto& team, int r, auto& select) {
+      args_.template answer_all<std::decay_t<decltype(team)>>(unit, r, select);
+    });
+  }
+
   // The candidates of a list, in any order.
   template <class Team>
   __device__ __forceinline__ void leave(int r, uint64_t* to, typename Team::Smem& select) const {
@@ -388,6 +408,9 @@ class Scan {
     Scan(args).shrink_lists(num_rows);
   }
   __device__ __noinline__ static void call_finish(const ScanArgs& args, int i) { Scan(args).finish(i); }
+  __device__ __noinline__ static void call_answer_all(const ScanArgs& args, int i) {
+    Scan(args).answer_all(i);
+  }
 
   const ScanArgs& scan_;
   const IndexTopkArgs& args_;
