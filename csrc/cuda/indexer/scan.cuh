@@ -42,14 +42,58 @@ struct IndexTopkArgs {
     const int32_t page = keys.page_table[row.request * keys.page_table_stride_request + page_size(column)];
     return page >= 0 && page < keys.num_pages;
   }
-  // Of a unit that takes_all, its r-th.
+  // Of a unit that takes_all. Mostly all that its rows see is there: that says where each goes, and its rows
+  // have the same slots.
   template <class Team>
-  __device__ __forceinline__ void answer_all(const IndexUnit& unit, int r,
-                                             typename Team::Smem& select) const {
-    const IndexRow& where = unit.rows[r];
-    emit_all<Team>(
-        {p, unit.first_row + r, where}, [&](int32_t column) { return is_there(where, column); },
-        [&](const IndexRow& row, int32_t column) { return slot(row, column); }, select);
+  __device__ __forceinline__ void answer_all(const IndexUnit& unit, typename Team::Smem& select) const {
+    constexpr int kAtOnce = 4, kThreads = Team::kThreads;  // loads in flight
+    const int64_t columns = int64_t{unit.end} - unit.begin;
+    int32_t absent = 0;
+    if (columns > 4 * int64_t{p.topk}) absent = 1;  // rows that lie apart
+    else
+      for (int32_t first = Team::thread(); first < columns; first += kAtOnce * kThreads) {
+        bool there[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+          there[k] =
+              first + k * kThreads >= columns || is_there(unit.rows[0], unit.begin + first + k * kThreads);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) absent += !there[k];
+      }
+    absent = team_inclusive_sum<Team>(absent, select.sums);
+    if (Team::thread() == kThreads - 1) select.kept = absent;
+    Team::sync();
+    const bool any_absent = select.kept != 0;
+    Team::sync();
+    if (any_absent) {
+      for (int r = 0; r < unit.num_rows; ++r)
+        emit_all<Team>(
+            {p, unit.first_row + r, unit.rows[r]},
+            [&](int32_t column) { return is_there(unit.rows[r], column); },
+            [&](const IndexRow& row, int32_t column) { return slot(row, column); }, select);
+      return;
+    }
+    for (int32_t first = Team::thread(); first < columns; first += kAtOnce * kThreads) {
+      int32_t slots[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int32_t i = first + k * kThreads;
+        slots[k] = p.slots && i < columns ? slot(unit.rows[0], unit.begin + i) : 0;
+      }
+      for (int r = 0; r < unit.num_rows; ++r) {
+        const int64_t row = unit.first_row + r;
+        const int32_t before = unit.rows[r].begin - unit.begin, seen = unit.rows[r].end - unit.rows[r].begin;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int32_t i = first + k * kThreads - before;
+          if (i < 0 || i >= seen) continue;
+          p.positions[row * p.positions_stride_row + i] = i;
+          if (p.slots) p.slots[row * p.slots_stride_row + i] = slots[k];
+        }
+      }
+    }
+    for (int r = 0; r < unit.num_rows; ++r)
+      emit_end<Team>(p, unit.first_row + r, unit.rows[r].end - unit.rows[r].begin);
   }
 };
 
@@ -199,12 +243,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
       smem.threshold[threadIdx.x] = 0;
     }
     __syncthreads();
-    if (takes_all(unit, p.topk)) {
-      for (int r = 0; r < unit.num_rows; ++r)
-        args.template answer_all<BlockTeam<kThreads>>(unit, r, smem.memory.select);
-    } else {
-      scan_unit(args, unit, engine, smem);
-    }
+    if (takes_all(unit, p.topk)) args.template answer_all<BlockTeam<kThreads>>(unit, smem.memory.select);
+    else scan_unit(args, unit, engine, smem);
     if (smem.unit_end >= smem.end) return;
     __syncthreads();
     if (threadIdx.x == 0) {  // there is another unit: tiles are left

@@ -214,61 +214,23 @@ __device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, 
   if (Team::thread() == 0) p.lens[row] = count;
 }
 
-// The answer of a row that sees at most topk entries: all that is_there(column). Mostly these are all that it
-// sees, which says where each goes.
+// The answer of a row that sees at most topk entries: all that is_there(column).
 template <class Team, class IsThere, class Slot>
 __device__ __forceinline__ void emit_all(const IndexAnswer& answer, const IsThere& is_there, const Slot& slot,
                                          typename Team::Smem& smem) {
-  constexpr int kAtOnce = 8, kThreads = Team::kThreads;  // loads in flight
   const IndexTopkParams& p = answer.p;
   const IndexRow& where = answer.where;
-  const int32_t seen = where.end - where.begin;
-  int32_t* const positions = p.positions + answer.row * p.positions_stride_row;
-  int32_t* const slots = p.slots ? p.slots + answer.row * p.slots_stride_row : nullptr;
-
-  int32_t absent = 0;
-  for (int32_t first = Team::thread(); first < seen; first += kAtOnce * kThreads) {
-    bool there[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int32_t i = first + k * kThreads;
-      there[k] = i >= seen || is_there(where.begin + i);
-    }
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) absent += !there[k];
-  }
-  absent = team_inclusive_sum<Team>(absent, smem.sums);
-  if (Team::thread() == kThreads - 1) smem.kept = absent;
-  Team::sync();
-  if (smem.kept == 0) {
-    for (int32_t first = Team::thread(); first < seen; first += kAtOnce * kThreads) {
-      int32_t found[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t i = first + k * kThreads;
-        found[k] = slots && i < seen ? slot(where, where.begin + i) : 0;
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t i = first + k * kThreads;
-        if (i >= seen) continue;
-        positions[i] = i;
-        if (slots) slots[i] = found[k];
-      }
-    }
-    emit_end<Team>(p, answer.row, seen);
-    return Team::sync();  // `kept` has been read
-  }
   int32_t written = 0;
-  for (int32_t first = 0; first < seen; first += kThreads) {
-    const int32_t i = first + Team::thread();
-    const bool there = i < seen && is_there(where.begin + i);
+  for (int32_t first = where.begin; first < where.end; first += Team::kThreads) {
+    const int32_t column = first + Team::thread();
+    const bool there = column < where.end && is_there(column);
     const int32_t last = team_inclusive_sum<Team>(there, smem.sums);
     if (there) {
-      positions[written + last - 1] = i;
-      if (slots) slots[written + last - 1] = slot(where, where.begin + i);
+      const int32_t to = written + last - 1;
+      p.positions[answer.row * p.positions_stride_row + to] = column - where.begin;
+      if (p.slots) p.slots[answer.row * p.slots_stride_row + to] = slot(where, column);
     }
-    if (Team::thread() == kThreads - 1) smem.kept = last;
+    if (Team::thread() == Team::kThreads - 1) smem.kept = last;
     Team::sync();
     written += smem.kept;
   }

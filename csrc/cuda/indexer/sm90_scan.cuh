@@ -377,13 +377,6 @@ class Scan {
       write_state(*args_.state(blockIdx.x), unit, is_earlier, work.unit_begin, work.unit_end, s_.count);
   }
 
-  __device__ __forceinline__ void answer_all(int i) const {
-    const IndexUnit& unit = this->unit(i);
-    for_rows(unit.num_rows, [&](const auto& team, int r, auto& select) {
-      args_.template answer_all<std::decay_t<decltype(team)>>(unit, r, select);
-    });
-  }
-
   // The candidates of a list, in any order.
   template <class Team>
   __device__ __forceinline__ void leave(int r, uint64_t* to, typename Team::Smem& select) const {
@@ -409,7 +402,7 @@ class Scan {
   }
   __device__ __noinline__ static void call_finish(const ScanArgs& args, int i) { Scan(args).finish(i); }
   __device__ __noinline__ static void call_answer_all(const ScanArgs& args, int i) {
-    Scan(args).answer_all(i);
+    args.topk.answer_all<MathTeam>(shared().units[i % 2], shared().select);
   }
 
   const ScanArgs& scan_;
