@@ -70,19 +70,16 @@ struct Reciprocal {
 };
 inline constexpr float kPlainSum = 0x1p20f, kLeastPlain = 0x1p-60f, kMostPlain = 0x1p100f;
 
-// kFoldTokens of them (kWhole), or the first `count`, unless a number is extreme. Of the two weights of a
-// fold that of the larger score is 1 then: one exp2 is left, and it waits for no other fold. `begins`: the
-// first starts a block.
-template <bool kWhole>
-__device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t, int count, bool has_bias,
-                                           bool begins) {
+// kFoldTokens of them, unless a number is extreme. Of the two weights of a fold that of the larger score is 1
+// then: one exp2 is left, and it waits for no other fold. `begins`: the first starts a block.
+__device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t, bool has_bias, bool begins) {
   float weight[kFoldTokens];  // the lesser of the two
   bool is_larger[kFoldTokens];
   float top = begins ? t.score(0, has_bias) : before.top;
   bool is_plain = (top > -INFINITY) & (begins | ((before.sum >= 1.0f) & (before.sum <= kPlainSum)));
 #pragma unroll
   for (int j = 0; j < kFoldTokens; ++j) {
-    const float score = kWhole || j < count ? t.score(j, has_bias) : -INFINITY;  // no weight
+    const float score = t.score(j, has_bias);
     is_larger[j] = score > top;
     weight[j] = exp2_nonpositive(
         __fmul_rn(__fsub_rn(is_larger[j] ? top : score, is_larger[j] ? score : top), kLog2E));
@@ -102,7 +99,7 @@ __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t,
     least = size < least ? size : least;
     most = size > most ? size : most;
     x.sum = is_first ? 1.0f : sum;
-    if (kWhole || j < count) x.mean = is_first ? t.kv[j] : mean;
+    x.mean = is_first ? t.kv[j] : mean;
   }
   is_plain = is_plain & (top < INFINITY) & (least >= kLeastPlain) & (most <= kMostPlain);
   if (is_plain) before = x;
@@ -142,19 +139,11 @@ __device__ __forceinline__ Running fold_tokens(const CompressKvArgs& args, const
     row += kFoldTokens * stride;
     if (bias != nullptr) bias += kFoldTokens * kHeadDimV;
     next = FoldTokens(row, bias, stride, count - kFoldTokens);
-    // As many as there are before those that are kept: all others wait for a request's last block of threads.
-    const int here = count < kFoldTokens ? count : kFoldTokens;
-    const int plain = kept.from - at < here ? static_cast<int>(kept.from - at) : here;
-    int done = 0;
-    if (plain == kFoldTokens) {
-      if (fold_plain<true>(x, t, plain, bias != nullptr, begins)) done = plain;
-    } else if (plain > 0) {
-      if (fold_plain<false>(x, t, plain, bias != nullptr, begins)) done = plain;
-    }
-    if (done < here) {
+    const bool is_whole = count >= kFoldTokens && at + kFoldTokens <= kept.from;  // and nothing is kept
+    if (!is_whole || !fold_plain(x, t, bias != nullptr, begins)) {
 #pragma unroll
       for (int j = 0; j < kFoldTokens; ++j) {
-        if (j < done || j >= here) continue;
+        if (j >= count) continue;
         fold_one(t.kv[j], t.score(j, bias != nullptr), j == 0 && begins);
         keep(at + j);
       }
