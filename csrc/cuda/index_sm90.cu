@@ -25,12 +25,18 @@ struct Sm90LogitsArgs {
   int piece_columns;
 };
 
-// Runs fn(constant<lines of a row's queries>{}).
+// How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
+template <int kLines, int kRowsEach, int kParts>
+struct Shape {
+  static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
+};
+// Runs fn(the shape for units of so many rows).
 template <class Fn>
-void with_lines(int num_heads, const Fn& fn) {
-  if (num_heads <= 16) return fn(constant<16>{});
-  if (num_heads <= 32) return fn(constant<32>{});
-  return fn(constant<64>{});
+void with_shape(int num_heads, int unit_rows, const Fn& fn) {
+  if (num_heads <= 16) return fn(Shape<16, 4, 1>{});
+  if (num_heads <= 32) return unit_rows <= 2 ? fn(Shape<32, 2, 1>{}) : fn(Shape<32, 4, 1>{});
+  if (unit_rows == 1) return fn(Shape<64, 1, 1>{});
+  return unit_rows == 2 ? fn(Shape<64, 2, 1>{}) : fn(Shape<64, 2, 2>{});
 }
 
 // Rows of a unit, at most `most`; those of a request are divided evenly.
@@ -39,16 +45,6 @@ int unit_rows(const IndexRows& rows, int64_t most) {
   if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
-}
-// Lines of queries in shared memory for a unit of that many rows: a product takes 64 or 128.
-int query_lines(int rows, int row_lines) {
-  const int lines = rows * row_lines;
-  return lines <= 64 ? 64 : row_lines == 64 ? lines : (lines + 127) / 128 * 128;
-}
-// Stages that fit beside `other` bytes: whole tiles (sm90.cuh).
-int stages(int lines, int panels, bool is_fp4, int other) {
-  const int room = kMaxSharedBytes - 1024 - other - Memory::bytes(0, lines, panels, is_fp4);
-  return std::min(room / Memory::stage_bytes(is_fp4), kMostStages) / kGroups * kGroups;
 }
 bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
 
@@ -74,25 +70,26 @@ KeyBoxes key_boxes(const IndexProblem& problem) {
 
 }  // namespace
 
-template <int kHeads>
+template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_grid();
-  Scan<kHeads>(args).run();
+  Scan<S::kHeads, S::kRows, S::kShares>(args).run();
 #endif
 }
 
-__global__ void __launch_bounds__(kMergeThreads, 1)
-    index_merge_sm90_kernel(const __grid_constant__ IndexTopkArgs args) {
+__global__ void __launch_bounds__(kMergeThreads, 2)
+    index_merge_sm90_kernel(const __grid_constant__ MergeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ MergeShared shared;
   extern __shared__ uint8_t raw[];
   wait_for_previous_grid();
-  merge(args, shared, reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16));
+  auto* held = reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16);
+  merge(args, shared, held);
 #endif
 }
 
-template <int kHeads>
+template <class S>
 __global__ void __launch_bounds__(kThreads, 1)
     index_logits_sm90_kernel(const __grid_constant__ Sm90LogitsArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -110,25 +107,28 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
     return;
   }
-  barriers.init(args.boxes.are_used);
-  __syncthreads();
+  barriers.init(args.boxes.are_used, S::kShares);
   const Memory m = dynamic_memory(args.num_stages, args.lines, args.panels,
                                   p.problem.keys.layout == IndexLayoutId::kIndexFp4);
   if (m.is_fp4) barriers.init_magnitudes();
-  const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
-  Math<kHeads> math(m, barriers, args.boxes.are_used, false);
-  Fetch fetch(p.problem.keys, args.boxes, args.logits.page_size, m, barriers);
-  fetch.begin(unit, static_cast<int32_t>(first), tiles, math.place());
-  load_queries<kHeads>(p.problem.queries, unit, m);
+  if (threadIdx.x < kConsumers) load_queries<S::kHeads>(p.problem.queries, unit, m);
   __syncthreads();
-  math.begin(unit.num_rows);
+  const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
+  if (threadIdx.x >= kConsumers) {
+    give_up_registers<kProducerRegisters>();
+    Fetch fetch(p.problem.keys, args.boxes, args.logits.page_size, m, barriers);
+    fetch.fetch(unit, static_cast<int32_t>(first), tiles);
+    return;
+  }
+  take_registers<kConsumerRegisters>();
+  using TileMath = Math<S::kHeads, S::kRows, S::kShares>;
+  TileMath math(m, barriers, args.boxes.are_used);
   math.load_weights();
-  for (int t = 0; t < tiles; ++t) {
-    fetch.next_tile(unit, static_cast<int32_t>(first), tiles, t);
-    math.next_tile([&](int pair, int key, float logit, bool present) {
-      const int64_t column = first + int64_t{t} * kTileKeys + key;
-      if (!math.has_row(pair) || column >= p.width) return;
+  for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
+    const int64_t column = first + key + TileMath::first_key() + TileMath::key();
+    math.next_item([&](int pair, float logit, bool present) {
       const int r = math.row(pair);
+      if (!TileMath::is_own() || r >= unit.num_rows || column >= p.width) return;
       const IndexRow& where = unit.rows[r];
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
       *out(r, column) = present && column >= where.begin && column < where.end ? logit : -INFINITY;
@@ -147,38 +147,42 @@ bool takes_sm90(const IndexProblem& problem) {
 void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   IndexTopkArgs own = args;
   const IndexRows& rows = args.p.problem.rows;
-  own.group_rows = unit_rows(rows, args.p.topk > 2048 ? 2 : kIndexGroupRows);
-  const int capacity = list_capacity(args.p.topk, own.group_rows);
+  const int topk = args.p.topk, num_heads = args.p.problem.queries.num_heads;
+  const bool is_fp4 = has_fp4_keys(args.p.problem),
+             are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
+  own.group_rows = unit_rows(rows, topk > 2048 || (are_many && num_heads > 32) ? 2 : kIndexGroupRows);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
-  with_lines(args.p.problem.queries.num_heads, [&](auto row_lines) {
-    const int lines = query_lines(own.group_rows, row_lines);
-    const int lists = own.group_rows * capacity * 8;
-    const bool is_fp4 = has_fp4_keys(args.p.problem);
-    const int panels = !is_fp4 ? 0 : own.group_rows > 2 ? kGroups : 2 * kGroups;
-    const int num_stages = stages(lines, panels, is_fp4, lists + static_cast<int>(sizeof(ScanShared)) + 1024);
+  with_shape(num_heads, own.group_rows, [&](auto shape) {
+    using S = decltype(shape);
+    const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
+    const int num_stages = own.group_rows == 1 ? 3 * kGroups : 2 * kGroups;
+    const int room = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
+                     Memory::bytes(num_stages, lines, panels, is_fp4);
+    int chunk_tiles = 1;
+    while (own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room) ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
-    const bool may_take_two = own.group_rows <= 2 && num_stages >= 2 * kGroups;
-    launch(index_scan_sm90_kernel<row_lines>,
+    launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) + lists},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, capacity, has_pins,
-                    may_take_two});
+            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) +
+                    own.group_rows * row_bytes(topk, chunk_tiles)},
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins});
   });
   const int64_t jobs = num_merge_jobs(own);
   const int cluster = jobs <= 15   ? 8
                       : jobs <= 30 ? 4
                       : jobs <= 66 ? 2
                                    : 1;  // as many as an H200 holds at once
+  const int entries = jobs <= num_processors() ? kMergeEntries : kMergeEntriesOfTwo;
   launch(index_merge_sm90_kernel,
          {.grid = jobs * cluster,
           .block = kMergeThreads,
           .stream = stream,
-          .smem = kMergeSharedBytes + 16,
+          .smem = entries * 8 + 16,
           .cluster = cluster},
-         own);
+         MergeArgs{own, entries});
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
@@ -191,19 +195,18 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const int64_t piece_tiles =  // a few pieces to a multiprocessor
       std::clamp<int64_t>(units * tiles / (4 * num_processors()), 1, kMostPieceTiles);
   const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
-  with_lines(p.problem.queries.num_heads, [&](auto row_lines) {
-    const int lines = query_lines(group_rows, row_lines);
+  with_shape(p.problem.queries.num_heads, group_rows, [&](auto shape) {
+    using S = decltype(shape);
     const bool is_fp4 = has_fp4_keys(p.problem);
-    const int panels = is_fp4 ? kGroups : 0;
-    const int num_stages = stages(lines, panels, is_fp4, static_cast<int>(sizeof(Barriers)) + 1024);
-    launch(index_logits_sm90_kernel<row_lines>,
+    const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
+    launch(index_logits_sm90_kernel<S>,
            {.grid = units * pieces,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4)},
+            .smem = 1024 + Memory::bytes(kMostStages, lines, panels, is_fp4)},
            Sm90LogitsArgs{key_boxes(p.problem),
                           {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
-                          num_stages,
+                          kMostStages,
                           lines,
                           panels,
                           unit_stride,

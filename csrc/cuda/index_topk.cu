@@ -27,8 +27,13 @@ struct ScatteredCandidates {
   const MergeJob& job;
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).template visit<Team>(visit_one);
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
+    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).visit(team, visit_one);
+  }
+  template <class Team>
+  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
+                                       int num_words) const {
+    mark_each(team, *this, least, first, words, num_words);
   }
 };
 
@@ -43,9 +48,8 @@ __global__ void __launch_bounds__(kIndexThreads)
   if (!find_merge<kIndexThreads>(args, static_cast<int>(blockIdx.x), job)) return;
   int32_t total = 0;
   for (int i = 0; i < job.num_parts(); ++i) total += job.part(args, i).count;
-  select_and_emit<Team>(
-      {args.p, job.out_row, job.where}, ScatteredCandidates{args, job}, total, 0, ~uint64_t{0},
-      [&](const IndexRow& where, int32_t column) { return args.slot(where, column); }, select);
+  select_and_emit(Team{select}, IndexAnswer{args.p, job.out_row, job.where}, ScatteredCandidates{args, job},
+                  total, [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
 }
 
 int index_topk_ctas() { return num_processors(); }

@@ -6,13 +6,15 @@ namespace mla_fp8 {
 
 inline constexpr int kMaxIndexTopk = 4096;
 
-// Larger keys are chosen first. -0 counts as 0, every NaN is 0, and no logit reaches a pinned entry.
+// Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned entry.
 inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
 MLA_HD uint32_t order_key(float logit) {
   const uint32_t u = float_bits(logit + 0.0f);
-  if ((u & ~kSignMask) > kInfBits) return 0;
+  if ((u & ~kSignMask) > kInfBits) return 1;
   return u ^ ((u & kSignMask) ? 0xffffffffu : kSignMask);
 }
+// The logit whose key it is, of one that is not NaN; -0 has become 0.
+MLA_HD float logit_of(uint32_t key) { return bits_float(key & kSignMask ? key ^ kSignMask : ~key); }
 // The total order in one number: no two entries of a row share one.
 MLA_HD uint64_t order_of(uint32_t key, int32_t column) {
   return uint64_t{key} << 32 | static_cast<uint32_t>(~column);
@@ -70,9 +72,9 @@ MLA_HD constexpr int index_list_capacity(int topk) {
   return (2 * topk > 2048 ? 2 * topk : 2048) + kIndexListSlack;
 }
 struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
-  int64_t per_cta;                     // tiles
+  int64_t per_cta;                     // steps
   int64_t unit;                        // what an earlier CTA began and this one goes on with, or -1
-  int64_t first_tile, num_tiles;       // of that
+  int64_t first_step, num_tiles;       // of that
   int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
   int32_t num_rows, begin;             // of the unit: rows, the first column
   IndexRow rows[kIndexGroupRows];

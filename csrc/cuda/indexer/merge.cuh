@@ -21,7 +21,7 @@ struct MergeJob {
     const IndexCtaState& state = *args.state(first_cta + 1);
     if (i == num_parts()) return where.end;
     if (i == 0) return where.begin;
-    return state.begin + ((first_cta + i) * state.per_cta - state.first_tile) * args.tile_keys;
+    return state.begin + ((first_cta + i) * state.per_cta - state.first_step) * args.tile_keys;
   }
 };
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, Mer
       const IndexCtaState& state = *args.state(c);
       const int64_t first_row = state.unit,
                     last_row = first_row + state.num_rows;  // loads in flight together
-      const bool is_second = state.first_tile >= (c - 1) * state.per_cta;
+      const bool is_second = state.first_step >= (c - 1) * state.per_cta;
       if ((first_row >= 0) & (first_row <= i) & (i < last_row) & is_second) found = c;
     }
     __syncthreads();
@@ -51,12 +51,12 @@ __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, Mer
   }
   if (cta == 0) return false;
   const IndexCtaState& state = *args.state(cta);  // the first that went on with it
-  if (state.unit < 0 || state.first_tile < (cta - 1) * state.per_cta) return false;
+  if (state.unit < 0 || state.first_step < (cta - 1) * state.per_cta) return false;
   const bool is_row = args.p.problem.rows.num_rows <= num_merge_jobs(args);
   job.row = is_row ? static_cast<int>(i - state.unit) : i % args.list_rows;
   if (job.row >= state.num_rows) return false;
   job.first_cta = cta - 1;
-  job.last_cta = static_cast<int>((state.first_tile + state.num_tiles - 1) / state.per_cta);
+  job.last_cta = static_cast<int>((state.first_step + state.num_tiles - 1) / state.per_cta);
   job.out_row = state.unit + job.row;
   job.where = state.rows[job.row];
   return true;

@@ -15,20 +15,17 @@ struct IndexUnit {
   IndexRow rows[kIndexGroupRows];
 };
 
-// A call, and so are those below: what a kernel runs once waits for its instructions.
-__device__ __noinline__ inline IndexRow find_row(const IndexRows& rows, int64_t row) { return rows[row]; }
-
 // find_unit where rows of requests vary in number.
-__device__ __noinline__ inline bool find_uneven_unit(const IndexRows& rows, int64_t row, int group_rows,
-                                                     IndexUnit& unit) {
-  const IndexRow first = find_row(rows, row);
+__device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                                 IndexUnit& unit) {
+  const IndexRow first = rows[row];
   // Rows of no request go alone; the others are counted from the first of their request.
   const int64_t origin =
       first.request < 0 ? row : int64_t{rows.query_start_loc[first.request]} - rows.query_start_loc[0];
   const int offset = static_cast<int>((row - origin) % group_rows);
   bool is_alone = first.request < 0;
   if (offset != 0) {  // in the unit before, unless a query_start_loc that decreases tears it apart
-    for (int i = 1; i <= offset; ++i) is_alone |= find_row(rows, row - i).request != first.request;
+    for (int i = 1; i <= offset; ++i) is_alone |= rows[row - i].request != first.request;
     if (!is_alone) return false;
   }
   unit.first_row = row;
@@ -41,7 +38,7 @@ __device__ __noinline__ inline bool find_uneven_unit(const IndexRows& rows, int6
   for (int i = 1; i < kIndexGroupRows; ++i) {
     unit.rows[i] = {-1, 0, 0};
     if (is_alone || i >= group_rows || unit.num_rows < i || row + i >= rows.num_rows) continue;
-    const IndexRow next = find_row(rows, row + i);
+    const IndexRow next = rows[row + i];
     if (next.request != first.request) continue;
     unit.rows[i] = next;
     unit.num_rows = i + 1;
@@ -52,8 +49,8 @@ __device__ __noinline__ inline bool find_uneven_unit(const IndexRows& rows, int6
 }
 
 // Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
-__device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
-                                              IndexUnit& unit) {
+__device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t row, int group_rows,
+                                               IndexUnit& unit) {
   if (rows.query_start_loc) return find_uneven_unit(rows, row, group_rows, unit);
   // 32 bits: a division of 64 is a call of a hundred instructions.
   const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
@@ -82,6 +79,12 @@ __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row
   return true;
 }
 
+// A call: what a kernel runs once waits for its instructions.
+__device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                              IndexUnit& unit) {
+  return find_unit_here(rows, row, group_rows, unit);
+}
+
 // Whether every row chooses all that it sees: no logit is asked for.
 __device__ __forceinline__ bool takes_all(const IndexUnit& unit, int topk) {
   bool all = true;
@@ -95,19 +98,45 @@ __device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_key
   if (takes_all(unit, topk)) return 1;
   return (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
 }
+// Shares are of steps: a unit's tiles, and behind them what choosing takes, measured in tiles.
+inline constexpr int kChoiceSteps = 3;
+__device__ __forceinline__ int64_t num_steps(const IndexUnit& unit, int tile_keys, int topk) {
+  const int64_t tiles = num_tiles(unit, tile_keys, topk);
+  return tiles > 0 ? tiles + kChoiceSteps : 0;
+}
 
-// The share of a CTA: tiles cta * per_cta and on, of `total`.
+// The share of a CTA: steps cta * per_cta and on, of `total`.
 struct IndexShare {
   int64_t total, per_cta;
-  int64_t first_tile;  // of the unit that the share begins in
+  int64_t first_step;  // of the unit that the share begins in
+};
+
+// Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of each.
+struct UnitPlaces {
+  int64_t count;
+  uint32_t per_request, request_rows, group_rows;
+
+  __device__ __forceinline__ UnitPlaces(const IndexRows& rows, int group_rows)
+      : count(rows.num_rows), per_request(1), request_rows(1), group_rows(group_rows) {
+    if (rows.query_start_loc) return;
+    request_rows = static_cast<uint32_t>(rows.k_start ? rows.num_rows : rows.next_n);
+    per_request = (request_rows + group_rows - 1) / group_rows;
+    count = static_cast<uint32_t>(rows.num_rows) / request_rows * int64_t{per_request};
+  }
+  __device__ __forceinline__ int64_t row(int64_t place) const {
+    const auto i = static_cast<uint32_t>(place), request = i / per_request;
+    return int64_t{request} * request_rows + (i - request * per_request) * group_rows;
+  }
 };
 
 // All kThreads threads of the block call it; a barrier must come before `share` is read, or `first_unit`,
-// that it begins in if it has any tiles.
+// that it begins in if it has any steps. `known` is room for the steps of `room` units.
 template <int kThreads>
 __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int group_rows, int tile_keys,
-                                           int cta, int num_ctas, IndexShare& share, IndexUnit& first_unit) {
+                                           int cta, int num_ctas, int32_t* known, int room, IndexShare& share,
+                                           IndexUnit& first_unit) {
   constexpr int kWarps = kThreads / kWarpSize;
+  const UnitPlaces places(rows, group_rows);
   const auto set_total = [&](int64_t total) {
     if (threadIdx.x != kThreads - 1) return;
     share.total = total;
@@ -115,40 +144,51 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int 
       share.per_cta = static_cast<uint32_t>(most) / static_cast<uint32_t>(num_ctas);
     else share.per_cta = most / num_ctas;
   };
-  // `unit` has `tiles` tiles before tile `last`; begins in it: the share.
-  const auto take = [&](const IndexUnit& unit, int64_t tiles, int64_t last) {
+  // Whether the share begins in a unit of so many steps, which end with step `last`.
+  const auto begins_in = [&](int64_t steps, int64_t last) {
     const int64_t begin = cta * share.per_cta;
-    if (tiles == 0 || begin < last - tiles || begin >= last) return;
-    share.first_tile = last - tiles;
-    first_unit = unit;
+    return steps > 0 && last - steps <= begin && begin < last;
   };
   IndexUnit unit;
-  if (rows.num_rows <= kThreads) {  // a row to a thread
-    const bool has_unit = threadIdx.x < rows.num_rows && find_unit(rows, threadIdx.x, group_rows, unit);
-    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys, topk) : 0;
-    const int64_t last = block_inclusive_sum<kWarps>(tiles);
+  if (places.count <= kThreads) {  // a place to a thread
+    const bool has_unit =
+        threadIdx.x < places.count && find_unit(rows, places.row(threadIdx.x), group_rows, unit);
+    const int64_t steps = has_unit ? num_steps(unit, tile_keys, topk) : 0;
+    const int64_t last = block_inclusive_sum<kWarps>(steps);
     set_total(last);
     __syncthreads();
-    take(unit, tiles, last);
+    if (!begins_in(steps, last)) return;
+    share.first_step = last - steps;
+    first_unit = unit;
     return;
   }
+  const auto steps_at = [&](int64_t place) {
+    return find_unit(rows, places.row(place), group_rows, unit) ? num_steps(unit, tile_keys, topk) : 0;
+  };
+  const bool are_known = places.count <= room;
+  if (are_known)
+    for (int64_t i = threadIdx.x; i < places.count; i += kThreads)
+      known[i] = static_cast<int32_t>(steps_at(i));
+  __syncthreads();
+  // Neighbouring places to a thread.
+  const int64_t each = (places.count + kThreads - 1) / kThreads, first = threadIdx.x * each;
+  const int64_t end = min(first + each, places.count);
+  const auto steps_of = [&](int64_t place) { return are_known ? known[place] : steps_at(place); };
   int64_t mine = 0;
-  for (int64_t row = threadIdx.x; row < rows.num_rows; row += kThreads)
-    if (find_unit(rows, row, group_rows, unit)) mine += num_tiles(unit, tile_keys, topk);
-  set_total(block_inclusive_sum<kWarps>(mine));
-  MLA_SHARED(int64_t, so_far);
-  int64_t before = 0;
-  for (int64_t first = 0; first < rows.num_rows; first += kThreads) {
-    const int64_t row = first + threadIdx.x;
-    const bool has_unit = row < rows.num_rows && find_unit(rows, row, group_rows, unit);
-    const int64_t tiles = has_unit ? num_tiles(unit, tile_keys, topk) : 0;
-    const int64_t last = before + block_inclusive_sum<kWarps>(tiles);
-    take(unit, tiles, last);
-    __syncthreads();
-    if (threadIdx.x == kThreads - 1) so_far = last;
-    __syncthreads();
-    before = so_far;
-    if (before > cta * share.per_cta) return;
+  for (int64_t i = first; i < end; ++i) mine += steps_of(i);
+  int64_t last = block_inclusive_sum<kWarps>(mine);
+  set_total(last);
+  __syncthreads();
+  if (!begins_in(mine, last)) return;
+  last -= mine;
+  for (int64_t i = first; i < end; ++i) {
+    const int64_t steps = steps_of(i);
+    last += steps;
+    if (!begins_in(steps, last)) continue;
+    find_unit(rows, places.row(i), group_rows, unit);
+    share.first_step = last - steps;
+    first_unit = unit;
+    return;
   }
 }
 
@@ -156,7 +196,7 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int 
 __device__ __forceinline__ void next_unit(const IndexRows& rows, int group_rows, const IndexUnit& unit,
                                           IndexUnit& next) {
   int64_t row = unit.first_row + unit.num_rows;
-  while (!find_unit(rows, row, group_rows, next)) ++row;
+  while (!find_unit_here(rows, row, group_rows, next)) ++row;
 }
 
 }  // namespace mla_fp8::gpu

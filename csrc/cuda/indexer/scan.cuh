@@ -10,8 +10,8 @@
 //                            lanes of a warp together; a lane with `valid` has the logit of a key of its own
 #include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/indexer/emit.cuh"
 #include "cuda/indexer/rows.cuh"
-#include "cuda/indexer/select.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -45,39 +45,40 @@ struct IndexTopkArgs {
   // Of a unit that takes_all. Mostly all that its rows see is there: that says where each goes, and its rows
   // have the same slots.
   template <class Team>
-  __device__ __forceinline__ void answer_all(const IndexUnit& unit, typename Team::Smem& select) const {
-    constexpr int kAtOnce = 4, kThreads = Team::kThreads;  // loads in flight
+  __device__ __forceinline__ void answer_all(const IndexUnit& unit, const Team& team) const {
+    constexpr int kAtOnce = 4;  // loads in flight
+    const int threads = team.threads();
     const int64_t columns = int64_t{unit.end} - unit.begin;
     int32_t absent = 0;
     if (columns > 4 * int64_t{p.topk}) absent = 1;  // rows that lie apart
     else
-      for (int32_t first = Team::thread(); first < columns; first += kAtOnce * kThreads) {
+      for (int32_t first = team.thread(); first < columns; first += kAtOnce * threads) {
         bool there[kAtOnce];
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)
           there[k] =
-              first + k * kThreads >= columns || is_there(unit.rows[0], unit.begin + first + k * kThreads);
+              first + k * threads >= columns || is_there(unit.rows[0], unit.begin + first + k * threads);
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) absent += !there[k];
       }
-    absent = team_inclusive_sum<Team>(absent, select.sums);
-    if (Team::thread() == kThreads - 1) select.kept = absent;
-    Team::sync();
-    const bool any_absent = select.kept != 0;
-    Team::sync();
+    absent = team_inclusive_sum(team, absent);
+    if (team.thread() == threads - 1) team.scalars().kept = absent;
+    team.sync();
+    const bool any_absent = team.scalars().kept != 0;
+    team.sync();
     if (any_absent) {
       for (int r = 0; r < unit.num_rows; ++r)
-        emit_all<Team>(
-            {p, unit.first_row + r, unit.rows[r]},
+        emit_all(
+            team, IndexAnswer{p, unit.first_row + r, unit.rows[r]},
             [&](int32_t column) { return is_there(unit.rows[r], column); },
-            [&](const IndexRow& row, int32_t column) { return slot(row, column); }, select);
+            [&](const IndexRow& row, int32_t column) { return slot(row, column); });
       return;
     }
-    for (int32_t first = Team::thread(); first < columns; first += kAtOnce * kThreads) {
+    for (int32_t first = team.thread(); first < columns; first += kAtOnce * threads) {
       int32_t slots[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int32_t i = first + k * kThreads;
+        const int32_t i = first + k * threads;
         slots[k] = p.slots && i < columns ? slot(unit.rows[0], unit.begin + i) : 0;
       }
       for (int r = 0; r < unit.num_rows; ++r) {
@@ -85,7 +86,7 @@ struct IndexTopkArgs {
         const int32_t before = unit.rows[r].begin - unit.begin, seen = unit.rows[r].end - unit.rows[r].begin;
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          const int32_t i = first + k * kThreads - before;
+          const int32_t i = first + k * threads - before;
           if (i < 0 || i >= seen) continue;
           p.positions[row * p.positions_stride_row + i] = i;
           if (p.slots) p.slots[row * p.slots_stride_row + i] = slots[k];
@@ -93,19 +94,19 @@ struct IndexTopkArgs {
       }
     }
     for (int r = 0; r < unit.num_rows; ++r)
-      emit_end<Team>(p, unit.first_row + r, unit.rows[r].end - unit.rows[r].begin);
+      emit_end(team, p, unit.first_row + r, unit.rows[r].end - unit.rows[r].begin);
   }
 };
 
-// For the merge: of a unit of the tiles [unit_begin, unit_end), `is_earlier` one that another CTA began.
+// For the merge: of a unit that begins at step `unit_begin` of all, `is_earlier` one that another CTA began.
 __device__ __forceinline__ void write_state(IndexCtaState& state, const IndexUnit& unit, bool is_earlier,
-                                            int64_t unit_begin, int64_t unit_end,
+                                            int64_t unit_begin, int64_t tiles,
                                             const int32_t (&counts)[kIndexGroupRows]) {
   for (int r = 0; r < kIndexGroupRows; ++r) state.counts[is_earlier][r] = counts[r];
   if (!is_earlier) return;
   state.unit = unit.first_row;
-  state.first_tile = unit_begin;
-  state.num_tiles = unit_end - unit_begin;
+  state.first_step = unit_begin;
+  state.num_tiles = tiles;
   state.num_rows = unit.num_rows;
   state.begin = unit.begin;
   for (int r = 0; r < kIndexGroupRows; ++r) state.rows[r] = unit.rows[r];
@@ -117,7 +118,7 @@ struct ScanSmem {
   IndexShare share;
   IndexUnit unit;
   IndexUnit next;
-  int64_t begin, end, unit_begin, unit_end;  // tiles: of the CTA's share, of the unit
+  int64_t begin, end, unit_begin, tiles_end, unit_end;  // steps: of the CTA's share, of the unit
   uint32_t threshold[kIndexGroupRows];
   int32_t count[kIndexGroupRows];
 };
@@ -150,7 +151,6 @@ __device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const Index
 template <class Engine>
 __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_rows, bool at_end,
                                              ScanSmem<Engine>& smem) {
-  constexpr int kThreads = Engine::kThreads;
   const int32_t topk = args.p.topk;
   const int32_t most = at_end ? topk : index_list_capacity(topk) - kIndexListSlack;
   bool shrunk = false;
@@ -159,10 +159,9 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
     if (count <= most) continue;
     shrunk = true;
     uint64_t* list = args.list(blockIdx.x, r);
-    using Team = BlockTeam<kThreads>;
-    const uint64_t least =
-        kth_order(Team{}, CandidateList{list, count}, topk, 0, 0, ~uint64_t{0}, smem.memory.select);
-    keep_from<Team>(least, list, count, smem.memory.select);
+    const BlockTeam<Engine::kThreads> team{smem.memory.select};
+    const uint64_t least = kth_order(team, CandidateList{list, count}, topk, kLeastOrder, ~uint64_t{0});
+    keep_from(team, least, list, count);
     if (threadIdx.x == 0) {
       smem.count[r] = topk;
       smem.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
@@ -184,15 +183,16 @@ __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanS
       for (int i = threadIdx.x; i < smem.count[r]; i += Engine::kThreads)
         args.earlier(cta, r)[i] = args.list(cta, r)[i];
   if (threadIdx.x == 0)
-    write_state(*args.state(cta), unit, is_earlier, smem.unit_begin, smem.unit_end, smem.count);
+    write_state(*args.state(cta), unit, is_earlier, smem.unit_begin, smem.tiles_end - smem.unit_begin,
+                smem.count);
 }
 
 // The share's tiles of a unit: its answer, if the share has all of them.
 template <class Engine>
 __device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
                                           ScanSmem<Engine>& smem) {
-  constexpr int kThreads = Engine::kThreads, kTileKeys = Engine::kTileKeys;
-  const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.unit_end);
+  constexpr int kTileKeys = Engine::kTileKeys;
+  const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.tiles_end);
   const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
   const int tiles = static_cast<int>(last - first), cta = blockIdx.x;
   engine.load_queries(unit);
@@ -203,13 +203,12 @@ __device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const Index
     if (shrink_lists(args, unit.num_rows, false, smem) && Engine::kSelectTakesQueries)
       engine.load_queries(unit);
   }
-  if (smem.begin > smem.unit_begin || smem.unit_end > smem.end) return leave_for_merge(args, smem);
+  if (smem.begin > smem.unit_begin || smem.tiles_end > smem.end) return leave_for_merge(args, smem);
+  const BlockTeam<Engine::kThreads> team{smem.memory.select};
   for (int r = 0; r < unit.num_rows; ++r) {
-    const int32_t count = smem.count[r];
-    select_and_emit<BlockTeam<kThreads>>(
-        {args.p, unit.first_row + r, unit.rows[r]}, CandidateList{args.list(cta, r), count}, count, 0,
-        ~uint64_t{0}, [&](const IndexRow& where, int32_t c) { return args.slot(where, c); },
-        smem.memory.select);
+    const IndexAnswer answer{args.p, unit.first_row + r, unit.rows[r]};
+    select_and_emit(team, answer, CandidateList{args.list(cta, r), smem.count[r]}, smem.count[r],
+                    [&](const IndexRow& where, int32_t c) { return args.slot(where, c); });
   }
 }
 
@@ -219,7 +218,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexTopkParams& p = args.p;
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
-  find_share<kThreads>(rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, smem.share, smem.unit);
+  find_share<kThreads>(rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, nullptr, 0, smem.share,
+                       smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
   const IndexUnit& unit = smem.unit;
@@ -230,24 +230,29 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     state->per_cta = share.per_cta;
     smem.begin = begin;
     smem.end = end;
-    smem.unit_begin = share.first_tile;
+    smem.unit_begin = share.first_step;
   }
   if (begin >= end) return;
 
   Engine engine{p.problem, args.page_size, smem.memory};
   while (true) {
     __syncthreads();
-    if (threadIdx.x == 0) smem.unit_end = smem.unit_begin + num_tiles(unit, kTileKeys, p.topk);
+    if (threadIdx.x == 0) {
+      smem.tiles_end = smem.unit_begin + num_tiles(unit, kTileKeys, p.topk);
+      smem.unit_end = smem.unit_begin + num_steps(unit, kTileKeys, p.topk);
+    }
     if (threadIdx.x < kIndexGroupRows) {
       smem.count[threadIdx.x] = 0;
       smem.threshold[threadIdx.x] = 0;
     }
     __syncthreads();
-    if (takes_all(unit, p.topk)) args.template answer_all<BlockTeam<kThreads>>(unit, smem.memory.select);
-    else scan_unit(args, unit, engine, smem);
+    if (smem.begin < smem.tiles_end) {  // else the share has but the end of it
+      if (takes_all(unit, p.topk)) args.answer_all(unit, BlockTeam<kThreads>{smem.memory.select});
+      else scan_unit(args, unit, engine, smem);
+    }
     if (smem.unit_end >= smem.end) return;
     __syncthreads();
-    if (threadIdx.x == 0) {  // there is another unit: tiles are left
+    if (threadIdx.x == 0) {  // there is another unit: steps are left
       smem.unit_begin = smem.unit_end;
       next_unit(rows, args.group_rows, unit, smem.next);
       smem.unit = smem.next;

@@ -1,53 +1,80 @@
 #pragma once
-// The best of lists of candidates: the k-th by a histogram of where they lie in a range of order_of, which
+// The best of a row's candidates: the k-th by a histogram of where they lie in a range of order_of, which
 // narrows to one bin and is divided again; then what is not below it, in place or ascending by column. No two
-// candidates of a row are equal, so what is chosen is one set, whatever order the lists are in.
+// candidates of a row are equal, so what is chosen is one set, whatever order they are visited in.
 #include "cuda/device/warp.cuh"
 #include "ops/index_topk.h"
 
 namespace mla_fp8::gpu {
 
-// A place of a list that holds no candidate: below every order, where the bits above a column's 24 are ones.
-inline constexpr uint64_t kFiller = 0;
+// Where the k-th of some candidates lies: in a bin of a histogram, as the remaining-th of those that are here.
+struct KthBin {
+  int32_t bin, remaining, here;
+};
 
-template <int kBits>
-struct SelectSmem {
-  static constexpr int kBinBits = kBits, kBins = 1 << kBits;
-  static constexpr int kBitmapColumns = kBins * 32;  // that emission takes at a time
-  union {
-    uint32_t bins[kBins];
-    uint32_t bitmap[kBins];
-  };
+// Threads that select together, a power of two of them. A team has
+//
+//   thread(), threads(), sync()    of its own
+//   kBinsPerThread                 of a histogram, or words of a bitmap
+//   bins(), scalars(), staged()    its memory: of a histogram, SelectScalars, room for topk columns
+//   total(bins)                    the histogram of all candidates; the calling block may hold a part of them
+struct SelectScalars {
   uint64_t base;
-  int32_t remaining, here, kept;
+  KthBin kth;
+  int32_t kept;
+  uint32_t low, high;
   alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
 };
 
-// Threads that select together, and their memory; here those of a block.
+// The threads of a block.
 template <int kN>
 struct BlockTeam {
-  static constexpr int kThreads = kN;
-  using Smem = SelectSmem<11>;
+  static constexpr int kBinsPerThread = 2048 / kN;
+  struct Smem {
+    uint32_t bins[2048];
+    int32_t staged[kMaxIndexTopk];
+    SelectScalars scalars;
+  };
+  Smem& smem;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static constexpr int threads() { return kN; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
-  // The histogram of all candidates; the calling block may hold a part of them.
+  __device__ __forceinline__ uint32_t* bins() const { return smem.bins; }
+  __device__ __forceinline__ SelectScalars& scalars() const { return smem.scalars; }
+  __device__ __forceinline__ int32_t* staged() const { return smem.staged; }
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
 };
 
 // The sum of the threads up to and including this one.
 template <class Team>
-__device__ __forceinline__ int32_t team_inclusive_sum(int32_t x, int32_t (&sums)[kWarpSize]) {
-  const int lane = threadIdx.x % kWarpSize, warp = Team::thread() / kWarpSize;
+__device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t x) {
+  constexpr int kMostWarps = 16;
+  const int lane = threadIdx.x % kWarpSize, warp = team.thread() / kWarpSize;
+  int32_t (&sums)[kWarpSize] = team.scalars().sums;
   x = warp_inclusive_sum(x);
-  Team::sync();  // the last call's sums have been read
+  team.sync();  // the last call's sums have been read
   if (lane == kWarpSize - 1) sums[warp] = x;
-  Team::sync();
+  team.sync();
   int32_t before = 0;
 #pragma unroll
-  for (int w = 0; w < Team::kThreads / kWarpSize - 1; ++w)
+  for (int w = 0; w < kMostWarps - 1; ++w)
     if (w < warp) before += sums[w];
   return x + before;
+}
+
+// Candidates are what a visit gives an order of; kNoCandidate and what has its key mean a place without one.
+inline constexpr uint64_t kNoCandidate = 0, kLeastOrder = uint64_t{1} << 32;
+
+// Sets the bit of the column of each candidate that is not below `least`, among those from `first` on.
+template <class Team, class Candidates>
+__device__ __forceinline__ void mark_each(const Team& team, const Candidates& candidates, uint64_t least,
+                                          int64_t first, uint32_t* words, int num_words) {
+  candidates.visit(team, [&](uint64_t order) {
+    const int64_t bit = column_of(order) - first;
+    if (order >= least && bit >= 0 && bit < int64_t{num_words} * 32)
+      atomicOr(&words[bit / 32], 1u << (bit % 32));
+  });
 }
 
 // Candidates in one piece of memory.
@@ -56,197 +83,241 @@ struct CandidateList {
   int32_t count;
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Visit& visit_one) const {
-    constexpr int kThreads = Team::kThreads, kAtOnce = 4;  // loads in flight
-    for (int32_t first = Team::thread(); first < count; first += kAtOnce * kThreads) {
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
+    constexpr int kAtOnce = 4;  // loads in flight
+    const int threads = team.threads();
+    for (int32_t first = team.thread(); first < count; first += kAtOnce * threads) {
       uint64_t found[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        found[j] = first + j * kThreads < count ? orders[first + j * kThreads] : 0;
+        found[j] = first + j * threads < count ? orders[first + j * threads] : kNoCandidate;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (first + j * kThreads < count) visit_one(found[j]);
+        if (found[j] != kNoCandidate) visit_one(found[j]);
+    }
+  }
+  template <class Team>
+  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
+                                       int num_words) const {
+    mark_each(team, *this, least, first, words, num_words);
+  }
+};
+
+// Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
+// 16-byte aligned, `count` a multiple of 128.
+struct CandidateKeys {
+  const uint32_t* keys;
+  int32_t column, count;
+  uint32_t least;
+
+  template <class Team, class Visit>
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
+    const int threads = team.threads();
+#pragma unroll 2
+    for (int32_t first = 4 * team.thread(); first < count; first += 4 * threads) {
+      const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
+      const uint32_t found[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (found[j] >= least) visit_one(order_of(found[j], column + first + j));
+    }
+  }
+  // `column` lies a multiple of 32 behind `first`.
+  template <class Team>
+  __device__ __forceinline__ void mark(const Team& team, uint64_t least_order, int64_t first, uint32_t* words,
+                                       int num_words) const {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 4
+    for (int32_t i = team.thread(); i < count; i += team.threads()) {
+      const bool is_marked = keys[i] >= least && order_of(keys[i], column + i) >= least_order;
+      const uint32_t bits = __ballot_sync(kFullWarp, is_marked);
+      const int64_t word = (column - first + i) / 32;
+      if (lane == 0 && bits != 0 && word >= 0 && word < num_words) words[word] = bits;
     }
   }
 };
 
-// A number that at least k and at most k + spare of the candidates reach, of which there are more than k, all
-// in [low, high]. The whole team calls it.
+// The number of candidates, and the least and the largest key of them. The whole team calls it.
+struct Survey {
+  int32_t count;
+  uint32_t low, high;
+};
+template <class Team, class Candidates>
+__device__ __forceinline__ Survey survey(const Team& team, const Candidates& candidates) {
+  SelectScalars& s = team.scalars();
+  team.sync();
+  if (team.thread() == 0) {
+    s.kept = 0;
+    s.low = UINT32_MAX;
+    s.high = 0;
+  }
+  Survey own{0, UINT32_MAX, 0};
+  candidates.visit(team, [&](uint64_t order) {
+    const uint32_t key = static_cast<uint32_t>(order >> 32);
+    ++own.count;
+    own.low = min(own.low, key);
+    own.high = max(own.high, key);
+  });
+  own.high = lanes_max(own.high);
+  own.low = ~lanes_max(~own.low);
+  own.count = warp_inclusive_sum(own.count);
+  team.sync();
+  if (threadIdx.x % kWarpSize == kWarpSize - 1 && own.count > 0) {
+    atomicAdd(&s.kept, own.count);
+    atomicMin(&s.low, own.low);
+    atomicMax(&s.high, own.high);
+  }
+  team.sync();
+  return {s.kept, s.low, s.high};
+}
+
+// bin_of(order): of num_bins, ascending, or at least num_bins for what is not counted. The whole team calls it.
+template <class Team, class Candidates, class BinOf>
+__device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
+                                               const BinOf& bin_of) {
+  constexpr int kBinsPerThread = Team::kBinsPerThread;
+  const int num_bins = kBinsPerThread * team.threads();
+  SelectScalars& s = team.scalars();
+  team.sync();
+  for (int i = team.thread(); i < num_bins; i += team.threads()) team.bins()[i] = 0;
+  team.sync();
+  candidates.visit(team, [&](uint64_t order) {
+    const uint64_t bin = bin_of(order);
+    if (bin < static_cast<uint32_t>(num_bins)) atomicAdd(&team.bins()[bin], 1u);
+  });
+  team.sync();
+  const uint32_t* bins = team.total(team.bins());
+  // Bins in descending order, kBinsPerThread neighbours to a thread.
+  int32_t here[kBinsPerThread], own = 0;
+  const int first = num_bins - 1 - team.thread() * kBinsPerThread;
+#pragma unroll
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    here[i] = static_cast<int32_t>(bins[first - i]);
+    own += here[i];
+  }
+  int32_t above = team_inclusive_sum(team, own) - own;
+#pragma unroll
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    if (above < k && k <= above + here[i]) s.kth = {first - i, k - above, here[i]};
+    above += here[i];
+  }
+  if (team.thread() == 0) s.kept = 0;
+  team.sync();
+  return s.kth;
+}
+
+// The k-th candidate of more than k, all in [low, high]: of a bin that it shares with others, bins are made
+// again. The whole team calls it.
 template <class Team, class Candidates>
 __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates& candidates, int32_t k,
-                                              int32_t spare, uint64_t low, uint64_t high,
-                                              typename Team::Smem& smem) {
-  constexpr int kBins = Team::Smem::kBins, kBinBits = Team::Smem::kBinBits;
-  constexpr int kBinsPerThread = kBins / Team::kThreads;
-  static_assert(kBins % Team::kThreads == 0);
-  uint64_t base = low;
-  int32_t remaining = k;
-  int shift = max(64 - __clzll(static_cast<int64_t>(high - low)) - kBinBits, 0);
+                                              uint64_t low, uint64_t high) {
+  const int bin_bits = 31 - __clz(Team::kBinsPerThread * team.threads());
+  int shift = max(64 - __clzll(static_cast<int64_t>(high - low)) - bin_bits, 0);
 #pragma unroll 1
   while (true) {
-    Team::sync();
-    for (int i = Team::thread(); i < kBins; i += Team::kThreads) smem.bins[i] = 0;
-    Team::sync();
-    candidates.template visit<Team>([&](uint64_t order) {
-      if (order >= base && order <= high)
-        atomicAdd(&smem.bins[static_cast<uint32_t>((order - base) >> shift)], 1u);
+    const KthBin kth = find_kth_bin(team, candidates, k, [&](uint64_t order) {
+      return order >= low && order <= high ? (order - low) >> shift : ~uint64_t{0};
     });
-    Team::sync();
-    const uint32_t* bins = team.total(smem.bins);
-    // Bins in descending order, kBinsPerThread neighbours to a thread.
-    int32_t here[kBinsPerThread], own = 0;
-    const int first = kBins - 1 - Team::thread() * kBinsPerThread;
-#pragma unroll
-    for (int i = 0; i < kBinsPerThread; ++i) {
-      here[i] = static_cast<int32_t>(bins[first - i]);
-      own += here[i];
-    }
-    int32_t above = team_inclusive_sum<Team>(own, smem.sums) - own;
-#pragma unroll
-    for (int i = 0; i < kBinsPerThread; ++i) {
-      if (above < remaining && remaining <= above + here[i]) {
-        smem.base = base + (static_cast<uint64_t>(first - i) << shift);
-        smem.remaining = remaining - above;
-        smem.here = here[i];
-      }
-      above += here[i];
-    }
-    Team::sync();
-    base = smem.base;
-    remaining = smem.remaining;
-    if (smem.here - remaining <= spare) return base;  // one of each order: at shift 0 at the latest
-    high = base + ((uint64_t{1} << shift) - 1);
-    shift = max(shift - kBinBits, 0);
+    low += static_cast<uint64_t>(kth.bin) << shift;
+    if (kth.here == kth.remaining) return low;  // one of each order: at shift 0 at the latest
+    k = kth.remaining;
+    high = low + ((uint64_t{1} << shift) - 1);
+    shift = max(shift - bin_bits, 0);
   }
 }
 
-// Moves the candidates that are not below `least` to the front of their list.
-template <class Team>
-__device__ __forceinline__ void keep_from(uint64_t least, uint64_t* list, int32_t count,
-                                          typename Team::Smem& smem) {
-  constexpr int kAtOnce = 4, kThreads = Team::kThreads;
+// The same of candidates whose keys a survey found: bins are of equal widths in logits, among which candidates
+// spread, as they would not in keys: those of half of all floats lie between -1 and 1. The few of one bin are
+// compared with each other.
+template <class Team, class Candidates>
+__device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candidates& candidates, int32_t k,
+                                                 const Survey& found) {
+  const int num_bins = Team::kBinsPerThread * team.threads();
+  const float low = logit_of(found.low), scale = static_cast<float>(num_bins) / (logit_of(found.high) - low);
+  const float offset = -low * scale;
+  // Not where a range is empty or has no end, or in it is what has no logit.
+  if (scale > 0.0f && float_bits(scale) < kInfBits && fabsf(offset) < 1e6f) {
+    const auto bin_of = [&](uint64_t order) {  // ascending, as each step of it is
+      const float bin = fmaf(logit_of(static_cast<uint32_t>(order >> 32)), scale, offset);
+      return static_cast<uint32_t>(min(static_cast<int>(fmaxf(bin, 0.0f)), num_bins - 1));
+    };
+    const KthBin kth = find_kth_bin(team, candidates, k, bin_of);
+    if (kth.here <= team.threads()) {
+      SelectScalars& s = team.scalars();
+      uint64_t* shared = reinterpret_cast<uint64_t*>(team.bins());
+      candidates.visit(team, [&](uint64_t order) {
+        if (bin_of(order) == static_cast<uint32_t>(kth.bin)) shared[atomicAdd(&s.kept, 1)] = order;
+      });
+      team.sync();
+      if (team.thread() < kth.here) {
+        const uint64_t own = shared[team.thread()];
+        int32_t place = 1;
+        for (int i = 0; i < kth.here; ++i) place += shared[i] > own;
+        if (place == kth.remaining) s.base = own;
+      }
+      team.sync();
+      return s.base;
+    }
+  }
+  return kth_order(team, candidates, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
+}
+
+// To `list`, from place scalars().kept on, those of kN candidates of each lane that are kept: bit j of `keep`.
+template <int kN, class Team>
+__device__ __forceinline__ void append(const Team& team, const uint64_t (&found)[kN], uint32_t keep,
+                                       uint64_t* list) {
   const int lane = threadIdx.x % kWarpSize;
-  Team::sync();
-  if (Team::thread() == 0) smem.kept = 0;
-  for (int32_t first = 0; first < count; first += kAtOnce * kThreads) {
+  if (!__any_sync(kFullWarp, keep != 0)) return;
+  const int32_t own = __popc(keep), end = warp_inclusive_sum(own);
+  int32_t place = 0;
+  if (lane == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
+  place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+#pragma unroll
+  for (int j = 0; j < kN; ++j)
+    if (keep >> j & 1) list[place++] = found[j];
+}
+
+// Moves the candidates that are not below `least` to the front of their list; scalars().kept are there.
+template <class Team>
+__device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint64_t* list, int32_t count) {
+  constexpr int kAtOnce = 4;
+  const int threads = team.threads();
+  team.sync();
+  if (team.thread() == 0) team.scalars().kept = 0;
+  for (int32_t first = 0; first < count; first += kAtOnce * threads) {
     uint64_t found[kAtOnce];
-    bool keep[kAtOnce];
-    int32_t own = 0;
+    uint32_t keep = 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int32_t i = first + j * kThreads + Team::thread();
-      found[j] = i < count ? list[i] : 0;
-      keep[j] = i < count && found[j] >= least;
-      own += keep[j];
+      const int32_t i = first + j * threads + team.thread();
+      found[j] = i < count ? list[i] : kNoCandidate;
+      keep |= static_cast<uint32_t>(i < count && found[j] >= least) << j;
     }
-    Team::sync();  // what is overwritten now has been read
-    const int32_t end = warp_inclusive_sum(own);
-    int32_t place = 0;
-    if (lane == kWarpSize - 1 && end > 0) place = atomicAdd(&smem.kept, end);
-    place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      if (keep[j]) list[place++] = found[j];
+    team.sync();  // what is overwritten now has been read
+    append(team, found, keep, list);
   }
-  Team::sync();
+  team.sync();
 }
 
-// The row whose answer is written.
-struct IndexAnswer {
-  const IndexTopkParams& p;
-  int64_t row;
-  const IndexRow& where;
-};
-// Of what is chosen, all in columns [begin, end): it goes to places from `place` on.
-struct AnswerPart {
-  int32_t place, count;
-  int64_t begin, end;
-};
-
-// Writes the candidates that are not below `least`, ascending by column.
-template <class Team, class Candidates, class Slot>
-__device__ __forceinline__ void emit_from(const IndexAnswer& answer, const Candidates& candidates,
-                                          uint64_t least, const AnswerPart& part, const Slot& slot,
-                                          typename Team::Smem& smem) {
-  const IndexTopkParams& p = answer.p;
-  constexpr int kThreads = Team::kThreads, kWords = Team::Smem::kBins, kWordsPerThread = kWords / kThreads;
-  constexpr int kBitmapColumns = Team::Smem::kBitmapColumns;
-  int32_t* positions = p.positions + answer.row * p.positions_stride_row + part.place;
-  int32_t written = 0;
-  for (int64_t first = part.begin; first < part.end && written < part.count; first += kBitmapColumns) {
-    Team::sync();
-    for (int i = Team::thread(); i < kWords; i += kThreads) smem.bitmap[i] = 0;
-    Team::sync();
-    candidates.template visit<Team>([&](uint64_t order) {
-      const int64_t bit = column_of(order) - first;
-      if (order >= least && bit >= 0 && bit < kBitmapColumns)
-        atomicOr(&smem.bitmap[bit / 32], 1u << (bit % 32));
-    });
-    Team::sync();
-    const int word = Team::thread() * kWordsPerThread;
-    int32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kWordsPerThread; ++i) own += __popc(smem.bitmap[word + i]);
-    const int32_t last = team_inclusive_sum<Team>(own, smem.sums);
-    int32_t to = written + last - own;
-    for (int i = 0; i < kWordsPerThread; ++i)
-      for (uint32_t bits = smem.bitmap[word + i]; bits; bits &= bits - 1) {
-        const int bit = 31 - __clz(bits & (0u - bits));
-        positions[to++] = static_cast<int32_t>(first - answer.where.begin) + (word + i) * 32 + bit;
-      }
-    if (Team::thread() == kThreads - 1) smem.kept = last;
-    Team::sync();
-    written += smem.kept;
-  }
-  if (p.slots == nullptr) return;
-  int32_t* slots = p.slots + answer.row * p.slots_stride_row + part.place;
-  for (int i = Team::thread(); i < part.count; i += kThreads)
-    slots[i] = slot(answer.where, positions[i] + answer.where.begin);
-}
-
-// The end of a row of which `count` are chosen.
+// Behind scalars().kept others, the candidates that are not below `least`.
 template <class Team>
-__device__ __forceinline__ void emit_end(const IndexTopkParams& p, int64_t row, int32_t count) {
-  for (int i = count + Team::thread(); i < p.topk; i += Team::kThreads) {
-    p.positions[row * p.positions_stride_row + i] = -1;
-    if (p.slots) p.slots[row * p.slots_stride_row + i] = -1;
-  }
-  if (Team::thread() == 0) p.lens[row] = count;
-}
-
-// The answer of a row that sees at most topk entries: all that is_there(column).
-template <class Team, class IsThere, class Slot>
-__device__ __forceinline__ void emit_all(const IndexAnswer& answer, const IsThere& is_there, const Slot& slot,
-                                         typename Team::Smem& smem) {
-  const IndexTopkParams& p = answer.p;
-  const IndexRow& where = answer.where;
-  int32_t written = 0;
-  for (int32_t first = where.begin; first < where.end; first += Team::kThreads) {
-    const int32_t column = first + Team::thread();
-    const bool there = column < where.end && is_there(column);
-    const int32_t last = team_inclusive_sum<Team>(there, smem.sums);
-    if (there) {
-      const int32_t to = written + last - 1;
-      p.positions[answer.row * p.positions_stride_row + to] = column - where.begin;
-      if (p.slots) p.slots[answer.row * p.slots_stride_row + to] = slot(where, column);
+__device__ __forceinline__ void append_from(const Team& team, uint64_t least, const CandidateKeys& candidates,
+                                            uint64_t* list) {
+  const int lane = threadIdx.x % kWarpSize;
+  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
+    const int32_t first = warp + 4 * lane;
+    const uint4 four = *reinterpret_cast<const uint4*>(candidates.keys + first);
+    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
+    uint64_t found[4];
+    uint32_t keep = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      found[j] = order_of(keys[j], candidates.column + first + j);
+      keep |= static_cast<uint32_t>(keys[j] >= candidates.least && found[j] >= least) << j;
     }
-    if (Team::thread() == Team::kThreads - 1) smem.kept = last;
-    Team::sync();
-    written += smem.kept;
+    append(team, found, keep, list);
   }
-  emit_end<Team>(p, answer.row, written);
-  Team::sync();
-}
-
-// The row's answer from all of its candidates, `total` of them and any number of fillers, all in [low, high].
-template <class Team, class Candidates, class Slot>
-__device__ __forceinline__ void select_and_emit(const IndexAnswer& answer, const Candidates& candidates,
-                                                int32_t total, uint64_t low, uint64_t high, const Slot& slot,
-                                                typename Team::Smem& smem) {
-  const int32_t topk = answer.p.topk, count = min(total, topk);
-  const uint64_t least = total > topk ? kth_order(Team{}, candidates, topk, 0, low, high, smem) : kFiller + 1;
-  emit_from<Team>(answer, candidates, least, {0, count, answer.where.begin, answer.where.end}, slot, smem);
-  emit_end<Team>(answer.p, answer.row, count);
+  team.sync();
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,24 +1,24 @@
 #pragma once
-// Logits on Hopper, for index_logits and for the scan of index_topk, by four warpgroups, each of which
-// fetches (sm90_fetch.cuh) and multiplies (sm90_math.cuh). An item is 64 keys, M of a wgmma, keys and queries
-// from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four steps. So a
-// thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A tile is
-// four items: one for each warpgroup, or, where two rows are all that the registers of one hold (64 heads),
-// two for each of those that share the other rows. With no warps of another role a thread has 128 registers:
-// 64 for products, 32 for weights.
+// Logits on Hopper, for index_logits and for the scan of index_topk. An item is 64 keys, M of a wgmma, keys and
+// queries from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four steps. So
+// a thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A tile is
+// four items.
 //
-// Items lie in a ring of stages. A warpgroup fetches one of each tile: one of its warps by the copy engine,
-// or, where keys are no boxes, each warp 16 keys by cp.async. The ring holds whole tiles, so a stage has the
-// same item of every tile: who waits for one of its phases has seen the phase before, or a parity would not
-// tell phases apart.
+//   warps                  do
+//   a producer warpgroup   each warp fetches one item of every tile (sm90_fetch.cuh)
+//   four consumers         the products and logits of items (sm90_math.cuh): a warpgroup those of one item of
+//                          each tile for all rows, or, where two rows are all that its registers hold (64
+//                          heads), of two items for half of the rows
 //
-//   barrier     arrivals                        a phase is
-//   full[s]     one and its bytes, or 128 of    an item in stage s, its bytes there
-//               copies and 4 of warps
-//   empty[s]    8 of warps                      an item in stage s that nobody needs any more
+//   barrier     arrivals                         a phase is
+//   full[s]     one and its bytes, or 32 of      an item in stage s, its bytes there
+//               copies and one of a warp
+//   empty[s]    four warps of each warpgroup     an item in stage s that nobody needs any more
+//               that multiplies it
 //
-// Absent entries have `present` false. What a stage holds of them and of columns outside the unit means
-// nothing.
+// The ring holds whole tiles, so a stage has the same item of every tile: who waits for one of its phases has
+// seen the phase before, or a parity would not tell phases apart. Absent entries have `present` false. What a
+// stage holds of them and of columns outside the unit means nothing.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -36,21 +36,15 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
 
 namespace sm90_index {
 
-inline constexpr int kGroup = 128, kGroups = 4, kThreads = kGroup * kGroups;
+inline constexpr int kGroup = 128, kGroups = 4, kConsumers = kGroup * kGroups, kThreads = kConsumers + kGroup;
 inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
 inline constexpr int kMostStages = 16;
 inline constexpr int kMaxSharedBytes = 227 * 1024;
+// Of a thread, by role.
+inline constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
 
-// Threads that select together: the block's, or a warpgroup's.
-using MathTeam = BlockTeam<kThreads>;
-struct GroupTeam {
-  static constexpr int kThreads = kGroup;
-  using Smem = SelectSmem<9>;
-
-  __device__ __forceinline__ static int thread() { return threadIdx.x % kGroup; }
-  __device__ __forceinline__ static void sync() { named_barrier(1 + threadIdx.x / kGroup, kThreads); }
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
-};
+// Of the calling thread's warpgroup.
+__device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / kGroup, kGroup); }
 
 // The engine's view of the keys. Where every item lies in one page, its keys one behind the other, the copy
 // engine brings it as a box; else warps look up each key.
@@ -65,12 +59,11 @@ struct Barriers {
   static constexpr int kLeastShift = -20, kShifts = 27;
   uint64_t magnitudes[kShifts];
 
-  // By all threads, before a barrier.
-  __device__ __forceinline__ void init(bool are_boxes) {
+  // By all threads, before a barrier. `shares`: warpgroups that multiply the same item.
+  __device__ __forceinline__ void init(bool are_boxes, int shares) {
     if (const int s = threadIdx.x; s < kMostStages) {
-      mbarrier_init(shared_address(&full[s]),
-                    are_boxes ? kWarpArrivals : kGroup + kGroup / kWarpSize * kWarpArrivals);
-      mbarrier_init(shared_address(&empty[s]), 2 * kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init(shared_address(&full[s]), are_boxes ? kWarpArrivals : kWarpSize + kWarpArrivals);
+      mbarrier_init(shared_address(&empty[s]), shares * kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
   }
@@ -80,19 +73,18 @@ struct Barriers {
   }
 };
 
-// A place in the ring, in one register: its stage, and the parity of the phase that fills it.
+// A place in the ring: its stage, and the parity of the phase that fills it.
 struct Place {
-  uint32_t packed = 0;
+  int stage;
+  uint32_t phase = 0;
 
-  __device__ __forceinline__ int stage() const { return packed & 0xff; }
-  __device__ __forceinline__ int phase() const { return packed >> 8; }
-  // `items` is less than the number of stages.
+  // `items` divide the number of stages.
   __device__ __forceinline__ void advance(int items, int num_stages) {
-    packed += items;
-    if (stage() >= num_stages) packed = (packed - num_stages) ^ 0x100;
-  }
-  __device__ __forceinline__ void retreat(int items, int num_stages) {
-    packed = stage() >= items ? packed - items : (packed + num_stages - items) ^ 0x100;
+    stage += items;
+    if (stage >= num_stages) {
+      stage -= num_stages;
+      phase ^= 1;
+    }
   }
 };
 
@@ -100,7 +92,7 @@ struct Place {
 struct Memory {
   uint8_t* base;
   int num_stages, lines;  // lines of queries
-  int panels;             // where keys of e2m1 are expanded, kGroups for each item of a step; 0 of e4m3
+  int panels;             // where keys of e2m1 are expanded: kGroups, or 0 of e4m3
   bool is_fp4;            // the keys
 
   static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
@@ -120,11 +112,11 @@ struct Memory {
   // Two places for each stage, for phases of either parity. A warp gives up a stage when its products are
   // there, and these may still be on their way to its registers: an arrival can overtake a load.
   __device__ __forceinline__ float* scales(Place place) const {
-    return weights() + lines + (place.phase() * num_stages + place.stage()) * kItemKeys;
+    return weights() + lines + (place.phase * num_stages + place.stage) * kItemKeys;
   }
   __device__ __forceinline__ bool* present(Place place) const {
     return reinterpret_cast<bool*>(weights() + lines + 2 * num_stages * kItemKeys) +
-           (place.phase() * num_stages + place.stage()) * kItemKeys;
+           (place.phase * num_stages + place.stage) * kItemKeys;
   }
   __device__ __forceinline__ uint8_t* end() const { return base + bytes(num_stages, lines, panels, is_fp4); }
 };
@@ -135,13 +127,13 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all threads. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
+// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
 // the one behind, then of those 8 further on.
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
 #pragma unroll 1  // it runs once: what counts is its length
-  for (int i = threadIdx.x; i < memory.lines * 8; i += kThreads) {
+  for (int i = threadIdx.x; i < memory.lines * 8; i += kConsumers) {
     const int line = i / 8, piece = i % 8;
     const int row = line / kHeads, head = line % kHeads;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
@@ -162,7 +154,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
     }
   }
 #pragma unroll 1
-  for (int line = threadIdx.x; line < memory.lines; line += kThreads) {
+  for (int line = threadIdx.x; line < memory.lines; line += kConsumers) {
     const int row = line / kHeads, head = line % kHeads;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
     const int at = head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;

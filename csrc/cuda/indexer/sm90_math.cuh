@@ -1,5 +1,5 @@
 #pragma once
-// The warpgroups that multiply on Hopper.
+// The consumers on Hopper.
 #include "cuda/device/mma.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/indexer/sm90.cuh"
@@ -49,18 +49,28 @@ __device__ __forceinline__ uint4 expand_e2m1(uint32_t low, uint32_t high, uint2 
 // changes no other bit.
 __device__ __forceinline__ float twice_relu(float x) { return __fadd_rn(x, fabsf(x)); }
 
-// The math of a warpgroup. kHeads: lines of a row's queries, 16, 32 or 64.
-template <int kHeads>
+// The math of a consumer warpgroup for kRows rows of kHeads lines of queries (16, 32 or 64), which with
+// kShares - 1 others has all rows of a unit, so it takes kShares of the four items of a tile.
+template <int kHeads, int kRows, int kShares>
 class Math {
  public:
-  // `may_take_two`: where few rows leave half of the registers, a step is two items.
-  __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers, bool are_boxes, bool may_take_two)
-      : memory_(memory), barriers_(barriers), are_boxes_(are_boxes), may_take_two_(may_take_two) {}
-
-  __device__ __forceinline__ void begin(int num_rows) {
-    num_rows_ = num_rows;
-    place_.advance(item(), memory_.num_stages);
+  __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers, bool are_boxes)
+      : memory_(memory),
+        barriers_(barriers),
+        are_boxes_(are_boxes),
+        first_row_(group() * kShares / kGroups * kRows),
+        slot_(group() % kStep),
+        scales_(shared_address(memory.scales({0, 0}) + key())),
+        present_(shared_address(memory.present({0, 0}) + key())) {
+    // Descriptors are the same in all lanes; an exchange lets the compiler see it.
+    const uint8_t* keys = memory.is_fp4 ? memory.panel(group()) : memory.keys(0);
+    const uint8_t* queries = memory.queries() + first_row_ * kHeads * kIndexDim;
+    keys_ = wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(keys), 0));
+    queries_ = wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(queries), 0));
   }
+
+  static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
+  static constexpr int kPairs = (kRows + 1) / 2;
 
   // When the queries of a unit have been loaded, and after what needs registers itself.
   __device__ __forceinline__ void load_weights() {
@@ -68,101 +78,77 @@ class Math {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int i = 0; i < kHeads / 16; ++i) {
-        const int line = (first_row() + r) * kHeads;
-        weights_[r][i] = line < memory_.lines ? weights[line / 4 + 4 * i] : float4{};
-      }
+      for (int i = 0; i < kHeads / 16; ++i) weights_[r][i] = weights[(first_row_ + r) * kHeads / 4 + 4 * i];
   }
 
-  static constexpr int kRows = kHeads == 64 ? 2 : 4;  // of a warpgroup, at most
-  static constexpr int kPairs = kRows / 2;
-  static constexpr int kFewRows = kHeads == 16 ? 0 : kRows / 2;  // whose heads are 64 columns
-
-  // Of the next unit's first item, between two units.
-  __device__ __forceinline__ Place place() const { return place_; }
-  // Whether a step is two tiles, while there are two.
-  __device__ __forceinline__ bool takes_two() const { return may_take_two_ && num_rows_ <= kFewRows; }
-  // The row of the calling lane's logits of a pair of rows, whether there is one, the lanes with the same.
+  // Of the calling lane's logit of a pair of rows: the row.
   __device__ __forceinline__ int row(int pair) const {
-    return kFewRows == 1 && takes_two() ? 0 : first_row() + 2 * pair + threadIdx.x % 4 / 2;
+    return kRows == 1 ? first_row_ : first_row_ + 2 * pair + threadIdx.x % 4 / 2;
   }
-  __device__ __forceinline__ bool has_row(int pair) const { return row(pair) < num_rows_; }
-  __device__ __forceinline__ uint32_t row_lanes() const {
-    return kFewRows == 1 && takes_two() ? kFullWarp : 0x33333333u << (threadIdx.x & 2);
+  // Whether no other lane has the same logit.
+  __device__ __forceinline__ static bool is_own() { return kRows > 1 || (threadIdx.x & 2) == 0; }
+  // Of the lane's logits the key, in an item: of a lane with an even number one of the first eight of 16, of
+  // others of those behind them.
+  __device__ __forceinline__ static int key() {
+    const int lane = threadIdx.x % kWarpSize;
+    return threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (lane & 1);
   }
-  // Warps that find logits of the calling warp's rows, and which of them it is.
-  __device__ __forceinline__ int row_warps() const { return kThreads / kWarpSize / shares(); }
-  __device__ __forceinline__ int row_warp() const { return threadIdx.x / kWarpSize % row_warps(); }
+  // Of the first item in a run of tiles: its first key.
+  __device__ __forceinline__ static int first_key() { return group() % kStep * kItemKeys; }
 
-  // Of a tile: sink(pair, key, logit, present), the lanes of a warp together, each with the logit of a key of
-  // the tile of its own, of its row of the pair; of lanes that have none it means nothing.
+  // The warpgroup's next item, kStep items behind the last: sink(pair, logit, present), the lanes of a warp
+  // together.
   template <class Sink>
-  __device__ __forceinline__ void next_tile(const Sink& sink) {
-    for (int i = 0; i < shares(); ++i) {
-      wait_full(place_);
-      if (memory_.is_fp4) {
-        GroupTeam::sync();  // the products of the item before have been made
-        expand(place_, group());
-        fence_proxy_async();
-        GroupTeam::sync();
-      }
-      const int key = (i * (kGroups / shares()) + item()) * kItemKeys;
-      const int rows = num_rows_ - first_row();
-      if (rows > kRows / 2) rows_logits<kRows * kHeads>(key, sink);
-      else if constexpr (kRows * kHeads > 64) rows_logits<kRows * kHeads / 2>(key, sink);
-      else rows_logits<kRows * kHeads>(key, sink);
-      place_.advance(kGroups / shares(), memory_.num_stages);
+  __device__ __forceinline__ void next_item(const Sink& sink) {
+    const int num_stages = memory_.num_stages, phase = slot_ >= num_stages;
+    const int stage = slot_ - (phase ? num_stages : 0);
+    mbarrier_wait(shared_address(&barriers_.full[stage]), phase);
+    if (!are_boxes_) fence_proxy_async();
+    uint64_t keys = keys_;
+    if (memory_.is_fp4) {
+      group_sync();  // the products of the item before have been made
+      expand(stage);
+      fence_proxy_async();
+      group_sync();
+    } else {
+      keys = wgmma_advance(keys, stage * Memory::kPanelBytes);
+    }
+    constexpr int kColumns = kRows * kHeads / 8;
+    float acc[kColumns][4];
+    pin_registers(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      wgmma_e4m3(acc, wgmma_advance(keys, 32 * step), wgmma_advance(queries_, 32 * step), step > 0);
+    wgmma_commit();
+    const float scale = own_scale();
+    const bool present = load_shared_1(present_ + slot_ * kItemKeys);
+    wgmma_wait<0>();
+    pin_registers(acc);
+    mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
+    slot_ += kStep;
+    if (slot_ >= 2 * num_stages) slot_ -= 2 * num_stages;
+    float sums[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
+    if constexpr (kRows == 1) {
+      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present);
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair)
+        sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present);
     }
   }
-
-  // Of two tiles, where a step is that.
-  template <class Sink>
-  __device__ __forceinline__ void next_two_tiles(const Sink& sink) {
-    if constexpr (kFewRows > 0) {
-      Place second = place_;
-      second.advance(kGroups, memory_.num_stages);
-      wait_full(place_);
-      wait_full(second);
-      if (memory_.is_fp4) {
-        GroupTeam::sync();
-        expand(place_, group());
-        expand(second, kGroups + group());
-        fence_proxy_async();
-        GroupTeam::sync();
-      }
-      two_items_logits(second, sink);
-      place_ = second;
-      place_.advance(kGroups, memory_.num_stages);
-    }
-  }
-
-  // When the unit's tiles are done.
-  __device__ __forceinline__ void end() { place_.retreat(item(), memory_.num_stages); }
 
  private:
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
-  // Warpgroups that have the same rows take turns at the items, and `shares` of them make all rows.
-  __device__ __forceinline__ int shares() const { return kHeads == 64 && num_rows_ > kRows ? 2 : 1; }
-  __device__ __forceinline__ int first_row() const { return shares() == 2 ? group() / 2 * kRows : 0; }
-  __device__ __forceinline__ int item() const { return shares() == 2 ? group() % 2 : group(); }
 
-  __device__ __forceinline__ void wait_full(Place place) const {
-    mbarrier_wait(shared_address(&barriers_.full[place.stage()]), place.phase());
-    if (!are_boxes_) fence_proxy_async();
-  }
-  __device__ __forceinline__ void give_up(Place place) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const uint32_t empty = shared_address(&barriers_.empty[place.stage()]);
-    mbarrier_arrive_warp(empty, lane);
-    if (shares() == 1) mbarrier_arrive_warp(empty, lane);  // for the warpgroup that it is not shared with
-  }
-
-  // An item of e2m1 into a panel, 32 elements of a key to a lane, which have one scale.
-  __device__ __forceinline__ void expand(Place place, int panel) const {
+  // An item of e2m1 into the warpgroup's panel, 32 elements of a key to a lane, which have one scale.
+  __device__ __forceinline__ void expand(int stage) const {
     const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
-    const uint32_t from = shared_address(memory_.keys(place.stage())) + first_key * (kIndexDim / 2);
-    const uint32_t to = shared_address(memory_.panel(panel));
-    const uint32_t scales = shared_address(memory_.scales(place) + first_key);
+    const uint32_t from = shared_address(memory_.keys(stage)) + first_key * (kIndexDim / 2);
+    const uint32_t to = shared_address(memory_.panel(group()));
+    const uint32_t scales = scales_ + 4 * (slot_ * kItemKeys + first_key - key());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int part = lane + i * kWarpSize, tile = part % 4, key = first_key + part / 4;
@@ -175,32 +161,9 @@ class Math {
     }
   }
 
-  // Descriptors are the same in all lanes; the compiler sees that, so it finds them in uniform registers.
-  __device__ __forceinline__ uint64_t keys_descriptor(Place place, int panel) const {
-    const int uniform = __shfl_sync(kFullWarp, memory_.is_fp4 ? panel : place.stage(), 0);
-    const uint8_t* panels = memory_.is_fp4 ? memory_.panel(0) : memory_.keys(0);
-    return wgmma_panel_descriptor(shared_address(panels) + uniform * Memory::kPanelBytes);
-  }
-  __device__ __forceinline__ uint64_t queries_descriptor() const {
-    const int uniform = __shfl_sync(kFullWarp, first_row(), 0);
-    return wgmma_panel_descriptor(shared_address(memory_.queries()) + uniform * kHeads * kIndexDim);
-  }
-  template <int kColumns>
-  __device__ __forceinline__ static void multiply(float (&acc)[kColumns][4], uint64_t a, uint64_t b) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma_e4m3(acc, wgmma_advance(a, 32 * step), wgmma_advance(b, 32 * step), step > 0);
-    wgmma_commit();
-  }
-
-  // Of an item the key, of a lane with an even number that of the first eight, of others that behind them.
-  __device__ __forceinline__ static int own_key() {
-    const int lane = threadIdx.x % kWarpSize;
-    return threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (lane & 1);
-  }
-  __device__ __forceinline__ float own_scale(Place place) const {
-    const float stored = memory_.scales(place)[own_key()];
-    return memory_.is_fp4 ? E2m1Scales::load(float_bits(stored)).scale() : stored;
+  __device__ __forceinline__ float own_scale() const {
+    const uint32_t stored = load_shared_4(scales_ + slot_ * (4 * kItemKeys));
+    return memory_.is_fp4 ? E2m1Scales::load(stored).scale() : bits_float(stored);
   }
   // The scale comes behind the sum of all heads: parts times infinity would cancel.
   __device__ __forceinline__ static float scaled(float sum, float scale) {
@@ -230,74 +193,6 @@ class Math {
     return exchange(low, high, 1);
   }
 
-  // The products of kN / kHeads rows with the item whose first key of the tile is `first`.
-  template <int kN, class Sink>
-  __device__ __forceinline__ void rows_logits(int first, const Sink& sink) const {
-    constexpr int kColumns = kN / 8, kUsed = kN / kHeads;
-    const uint64_t a = keys_descriptor(place_, group()), b = queries_descriptor();
-    float acc[kColumns][4];
-    pin_registers(acc);
-    wgmma_fence();
-    multiply(acc, a, b);
-    wgmma_wait<0>();
-    pin_registers(acc);
-
-    const int key = first + own_key();
-    const float scale = own_scale(place_);
-    const bool present = memory_.present(place_)[own_key()];
-    give_up(place_);
-    float sums[kUsed];
-#pragma unroll
-    for (int r = 0; r < kUsed; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
-    if constexpr (kUsed == 1) {  // two lanes of a quad have the same
-      const float sum = round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2));
-      sink(0, key, scaled(sum, scale), present && (threadIdx.x & 2) == 0);
-    } else {
-#pragma unroll
-      for (int pair = 0; pair < kUsed / 2; ++pair)
-        sink(pair, key, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present);
-    }
-  }
-
-  // The same of 64 columns and two items, the next tile's in `second`. One row: the upper lanes of each quad
-  // have the second item's logits.
-  template <class Sink>
-  __device__ __forceinline__ void two_items_logits(Place second, const Sink& sink) const {
-    const uint64_t a = keys_descriptor(place_, group()), b = queries_descriptor();
-    const uint64_t c = keys_descriptor(second, kGroups + group());
-    float acc[2][8][4];
-    pin_registers(acc[0]);
-    pin_registers(acc[1]);
-    wgmma_fence();
-    multiply(acc[0], a, b);
-    multiply(acc[1], c, b);
-    wgmma_wait<0>();
-    pin_registers(acc[0]);
-    pin_registers(acc[1]);
-
-    const int key = item() * kItemKeys + own_key();
-    if constexpr (kFewRows == 1) {
-      const bool upper = threadIdx.x & 2;
-      const Place own = upper ? second : place_;
-      const float scale = own_scale(own);
-      const bool present = memory_.present(own)[own_key()];
-      give_up(place_);
-      give_up(second);
-      const float sum = exchange(head_sum(acc[0], 0, 0), head_sum(acc[1], 0, 0), 2);
-      sink(0, key + (upper ? kTileKeys : 0), scaled(sum, scale), present);
-    } else {
-      const float scales[] = {own_scale(place_), own_scale(second)};
-      const bool present[] = {memory_.present(place_)[own_key()], memory_.present(second)[own_key()]};
-      give_up(place_);
-      give_up(second);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float sum = exchange(head_sum(acc[i], 0, 0), head_sum(acc[i], kHeads / 8, 1), 2);
-        sink(0, key + i * kTileKeys, scaled(sum, scales[i]), present[i]);
-      }
-    }
-  }
-
   // A lane without bit `lanes` keeps x and gives y to the lane with it, which gives x; the sums of both.
   __device__ __forceinline__ static float exchange(float x, float y, int lanes) {
     const bool upper = threadIdx.x & lanes;
@@ -307,9 +202,11 @@ class Math {
 
   const Memory memory_;
   Barriers& barriers_;
-  const bool are_boxes_, may_take_two_;
-  Place place_;  // of the next item
-  int num_rows_ = 0;
+  const bool are_boxes_;
+  const int first_row_;
+  int slot_;                         // of the next item: its stage, behind all stages in odd phases
+  const uint32_t scales_, present_;  // of the lane's key in slot 0
+  uint64_t keys_, queries_;
   float4 weights_[kRows][kHeads / 16];
 };
 

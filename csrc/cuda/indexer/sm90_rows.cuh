@@ -1,0 +1,85 @@
+#pragma once
+// What a CTA of index_topk's scan on Hopper has in shared memory beside keys and queries: for each row of its
+// unit the order keys of a chunk of columns, one word for each, and the list of the best of earlier chunks.
+#include "cuda/indexer/scan.cuh"
+#include "cuda/indexer/sm90.cuh"
+
+namespace mla_fp8::gpu::sm90_index {
+
+// Of a list: topk, and a few more, so that not every chunk's end has to find the k-th.
+MLA_HD constexpr int list_capacity(int topk) { return (topk + topk / 8 + 1) / 2 * 2; }
+// Words from a row's keys to the next one's: lanes write 16 keys of two rows together.
+MLA_HD constexpr int keys_pitch(int chunk_tiles) { return chunk_tiles * kTileKeys + 16; }
+MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
+  return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
+}
+
+// The part of a unit that a CTA scans.
+struct ScanWork {
+  int64_t unit_begin, unit_end;  // tiles, and what the unit's end counts as
+  int32_t column;                // the first
+  int tiles;                     // 0 of a unit of which the share has but the end
+  int32_t seen_begin, seen_end;  // columns that all rows of the unit see
+  bool is_earlier, is_whole;     // begun by another CTA; all of it here
+};
+
+struct ScanShared {
+  static constexpr int kBinsPerThread = 4;
+  Barriers ring;
+  // A unit's place is filled by a consumer, and left by each producer.
+  uint64_t unit_full[2], unit_left[2];
+  IndexShare share;
+  IndexUnit units[2];  // in turns
+  ScanWork works[2];   // of those units
+  int64_t begin, end;  // the CTA's share
+  alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
+  SelectScalars select[kIndexGroupRows];
+  uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above
+  uint32_t threshold[kIndexGroupRows];  // keys from here on are candidates
+  int32_t count[kIndexGroupRows];       // of the list
+};
+
+struct ScanArgs {
+  KeyBoxes boxes;
+  IndexTopkArgs topk;
+  int num_stages, lines, panels;
+  int chunk_tiles;
+  bool has_pins;
+};
+
+// All consumers.
+__device__ __forceinline__ void consumers_sync() { named_barrier(5, kConsumers); }
+
+// The consumers that select for a row of a unit: as many warpgroups as each row gets.
+class RowTeam {
+ public:
+  static constexpr int kBinsPerThread = ScanShared::kBinsPerThread;
+
+  __device__ __forceinline__ RowTeam(ScanShared& shared, int num_rows, int32_t* staged = nullptr)
+      : shared_(shared),
+        threads_(num_rows == 1   ? kConsumers
+                 : num_rows == 2 ? kConsumers / 2
+                                 : kGroup),
+        staged_(staged) {}
+
+  __device__ __forceinline__ int thread() const { return threadIdx.x & (threads_ - 1); }
+  __device__ __forceinline__ int threads() const { return threads_; }
+  __device__ __forceinline__ int row() const { return threadIdx.x / static_cast<unsigned>(threads_); }
+  __device__ __forceinline__ void sync() const { named_barrier(1 + row(), threads_); }
+  __device__ __forceinline__ uint32_t* bins() const {
+    return shared_.bins + row() * threads_ * kBinsPerThread;
+  }
+  __device__ __forceinline__ SelectScalars& scalars() const { return shared_.select[row()]; }
+  __device__ __forceinline__ int32_t* staged() const { return staged_; }
+  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+
+ private:
+  ScanShared& shared_;
+  const int threads_;
+  int32_t* staged_;
+
+ public:
+  __device__ __forceinline__ void stage_in(void* memory) { staged_ = static_cast<int32_t*>(memory); }
+};
+
+}  // namespace mla_fp8::gpu::sm90_index
