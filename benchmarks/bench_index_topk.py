@@ -2,10 +2,11 @@
 installed, and against our own logits with torch's.
 
 Bytes and FLOP are those of live work: a request's entries once, two per element of each visible (row, entry).
-Pages differ from call to call, so that no key is in the L2 cache.
+Pages differ from call to call, so that no key is in the L2 cache; of a prompt those have gathered keys that do as well.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from mla_fp8 import INDEX_LAYOUTS
 
 PAGE = 64
 HAS_DEEP_GEMM = importlib.util.find_spec("deep_gemm") is not None
+LOGITS_BYTES = 512 << 20  # of a chunk of a prompt
+Logits = Callable[[int, slice], torch.Tensor]  # of keys i, of some rows
 
 
 class Case(NamedTuple):
@@ -78,39 +81,86 @@ def fill(case: Case, pool: torch.Tensor, tables: torch.Tensor) -> None:
             scales[table.long()] = steps.view(-1, PAGE, 1) * 1e-6
 
 
-def peers(case: Case, inputs: dict[str, torch.Tensor], pool: torch.Tensor, tables: torch.Tensor) -> dict:
-    """Logits of DeepGEMM, then top-k of their rows; rows of one or two drafts, more are flattened."""
-    if not torch.cuda.is_available() or case.layout != "index_fp8" or not HAS_DEEP_GEMM:
-        return {}
+def logits_of_pages(case: Case, inputs: dict, pool: torch.Tensor, tables: torch.Tensor) -> Logits:
+    """DeepGEMM's logits of requests; its rows hold one query or two, more are flattened."""
     import deep_gemm  # noqa: PLC0415
 
-    atom = 2 if case.kind == "decode" and case.next_n % 2 == 0 else 1
+    atom = 2 if case.next_n % 2 == 0 else 1
     q, weights, lens = inputs["q"], inputs["weights"], inputs["row_lens"]
     rows = len(q) // atom
     lens = lens.view(rows, atom)
-    repeat = rows // tables.shape[1]
-    flat = [table.repeat_interleave(repeat, 0) for table in tables]
+    flat = [table.repeat_interleave(rows // len(table), 0) for table in tables]
     cache = pool.view(-1, PAGE, 1, INDEX_LAYOUTS[case.layout].bytes_per_entry)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     plan = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, sms)
-    shape = (rows, atom, case.heads, 128)
+    q = q.view(rows, atom, case.heads, 128)
 
-    def logits(i: int) -> torch.Tensor:
+    def logits(i: int, of: slice) -> torch.Tensor:
         return deep_gemm.fp8_paged_mqa_logits(
-            q.view(shape), cache, weights, lens, flat[i], plan, case.context, clean_logits=False
+            q, cache, weights, lens, flat[i], plan, case.context, clean_logits=False
         )
 
-    found = {"deep_gemm logits": [lambda i=i: logits(i) for i in range(len(flat))]}
-    found["deep_gemm + torch.topk"] = [
-        lambda i=i: torch.topk(logits(i), case.topk, dim=-1, sorted=False) for i in range(len(flat))
+    return logits
+
+
+def logits_of_gathered(case: Case, inputs: dict, pool: torch.Tensor, tables: torch.Tensor) -> Logits:
+    """DeepGEMM's logits of some queries of a prompt, whose keys were gathered before."""
+    import deep_gemm  # noqa: PLC0415
+
+    values, scales = INDEX_LAYOUTS[case.layout].views(pool, PAGE)
+    keys = [
+        (values[table].flatten(0, 1).contiguous(), scales[table].flatten().contiguous())
+        for table in tables[:, 0].long()
     ]
+    lens = inputs["row_lens"]
+    starts = torch.zeros_like(lens)
+
+    def logits(i: int, of: slice) -> torch.Tensor:
+        return deep_gemm.fp8_mqa_logits(
+            inputs["q"][of], keys[i], inputs["weights"][of], starts[of], lens[of], clean_logits=False
+        )
+
+    return logits
+
+
+def peers(case: Case, inputs: dict, outputs: dict, pool: torch.Tensor, tables: torch.Tensor) -> dict:
+    """Logits of DeepGEMM, then the top-k of their rows, in chunks as engines do it."""
+    if not torch.cuda.is_available() or case.layout != "index_fp8" or not HAS_DEEP_GEMM:
+        return {}
+    rows, lens = len(inputs["q"]), inputs["row_lens"]
+    make_logits = logits_of_gathered if case.kind == "prefill" else logits_of_pages
+    logits = make_logits(case, inputs, pool, tables)
+    step = LOGITS_BYTES // (4 * case.context) if case.kind == "prefill" else rows
+    chunks = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def timed(use: Callable[[torch.Tensor, int, slice], object]) -> list[Callable[[], None]]:
+        def call(i: int) -> None:
+            for of in chunks:
+                use(logits(i, of), i, of)
+
+        return [lambda i=i: call(i) for i in range(len(tables))]
+
+    found = {"deep_gemm logits": timed(lambda scores, i, of: None)}
+    found["deep_gemm + torch.topk"] = timed(
+        lambda scores, i, of: torch.topk(scores, case.topk, dim=-1, sorted=False)
+    )
     if importlib.util.find_spec("flashinfer") is not None:
         import flashinfer  # noqa: PLC0415
 
-        if hasattr(flashinfer, "top_k"):
-            found["deep_gemm + flashinfer"] = [
-                lambda i=i: flashinfer.top_k(logits(i), case.topk) for i in range(len(flat))
-            ]
+        requests = torch.arange(rows, device="cuda", dtype=torch.int32) // (rows // tables.shape[1])
+        positions, slots = (torch.empty_like(outputs[name]) for name in ("out_positions", "out_slots"))
+        found["deep_gemm + flashinfer"] = timed(
+            lambda scores, i, of: flashinfer.top_k_page_table_transform(
+                scores,
+                tables[i],
+                lens[of],
+                case.topk,
+                requests[of],
+                page_size=PAGE,
+                out=slots[of],
+                out_raw_indices=positions[of],
+            )
+        )
     return found
 
 
@@ -167,7 +217,7 @@ def work(case: Case, device: str) -> Work:
         tensors = (inputs["q"], inputs["weights"], pool, tables[i], seq_lens)
         return mla_fp8.index_logits(*tensors, **keywords, width=case.context)
 
-    baselines = peers(case, inputs, pool, tables)
+    baselines = peers(case, inputs, out, pool, tables)
     if device == "cpu":
         baselines = torch_on_cpu(case, inputs, pool, tables[0])
     if rows * case.context <= 1 << 28:

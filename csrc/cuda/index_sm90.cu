@@ -26,17 +26,23 @@ struct Sm90LogitsArgs {
 };
 
 // How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
-template <int kLines, int kRowsEach, int kParts>
+template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false>
 struct Shape {
   static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
+  static constexpr bool kFp4 = kIsFp4;
+  using WithFp4 = Shape<kLines, kRowsEach, kParts, true>;
 };
 // Runs fn(the shape for units of so many rows).
 template <class Fn>
-void with_shape(int num_heads, int unit_rows, const Fn& fn) {
-  if (num_heads <= 16) return fn(Shape<16, 4, 1>{});
-  if (num_heads <= 32) return unit_rows <= 2 ? fn(Shape<32, 2, 1>{}) : fn(Shape<32, 4, 1>{});
-  if (unit_rows == 1) return fn(Shape<64, 1, 1>{});
-  return unit_rows == 2 ? fn(Shape<64, 2, 1>{}) : fn(Shape<64, 2, 2>{});
+void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
+  const auto with_keys = [&](auto shape) {
+    if (is_fp4) fn(typename decltype(shape)::WithFp4{});
+    else fn(shape);
+  };
+  if (num_heads <= 16) return with_keys(Shape<16, 4, 1>{});
+  if (num_heads <= 32) return unit_rows <= 2 ? with_keys(Shape<32, 2, 1>{}) : with_keys(Shape<32, 4, 1>{});
+  if (unit_rows == 1) return with_keys(Shape<64, 1, 1>{});
+  return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
 }
 
 // Rows of a unit, at most `most`; those of a request are divided evenly.
@@ -74,7 +80,7 @@ template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   wait_for_previous_grid();
-  Scan<S::kHeads, S::kRows, S::kShares>(args).run();
+  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4>(args).run();
 #endif
 }
 
@@ -108,9 +114,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   barriers.init(args.boxes.are_used, S::kShares);
-  const Memory m = dynamic_memory(args.num_stages, args.lines, args.panels,
-                                  p.problem.keys.layout == IndexLayoutId::kIndexFp4);
-  if (m.is_fp4) barriers.init_magnitudes();
+  const Memory m = dynamic_memory(args.num_stages, args.lines, args.panels, S::kFp4);
+  if constexpr (S::kFp4) barriers.init_magnitudes();
   if (threadIdx.x < kConsumers) load_queries<S::kHeads>(p.problem.queries, unit, m);
   __syncthreads();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
@@ -121,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   take_registers<kConsumerRegisters>();
-  using TileMath = Math<S::kHeads, S::kRows, S::kShares>;
+  using TileMath = Math<S::kHeads, S::kRows, S::kShares, S::kFp4>;
   TileMath math(m, barriers, args.boxes.are_used);
   math.load_weights();
   for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
@@ -131,7 +136,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (!TileMath::is_own() || r >= unit.num_rows || column >= p.width) return;
       const IndexRow& where = unit.rows[r];
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
-      *out(r, column) = present && column >= where.begin && column < where.end ? logit : -INFINITY;
+      *out(r, column) =
+          present && column >= where.begin && column < where.end ? round_add(logit, 0.0f) : -INFINITY;
     });
   }
 #endif
@@ -153,7 +159,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   own.group_rows = unit_rows(rows, topk > 2048 || (are_many && num_heads > 32) ? 2 : kIndexGroupRows);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
-  with_shape(num_heads, own.group_rows, [&](auto shape) {
+  with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
     const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
     const int num_stages = own.group_rows == 1 ? 3 * kGroups : 2 * kGroups;
@@ -168,14 +174,13 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) +
                     own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins});
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins,
+                    KeptKeys::most_tiles(own)});
   });
   const int64_t jobs = num_merge_jobs(own);
-  const int cluster = jobs <= 15   ? 8
-                      : jobs <= 30 ? 4
-                      : jobs <= 66 ? 2
-                                   : 1;  // as many as an H200 holds at once
-  const int entries = jobs <= num_processors() ? kMergeEntries : kMergeEntriesOfTwo;
+  // As many as an H200 holds at once, two CTAs on a multiprocessor if there are more than multiprocessors.
+  const int cluster = jobs <= 32 ? 8 : jobs <= 64 ? 4 : jobs <= 132 ? 2 : 1;
+  const int entries = jobs * cluster <= num_processors() ? kMergeEntries : kMergeEntriesOfTwo;
   launch(index_merge_sm90_kernel,
          {.grid = jobs * cluster,
           .block = kMergeThreads,
@@ -195,9 +200,9 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const int64_t piece_tiles =  // a few pieces to a multiprocessor
       std::clamp<int64_t>(units * tiles / (4 * num_processors()), 1, kMostPieceTiles);
   const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
-  with_shape(p.problem.queries.num_heads, group_rows, [&](auto shape) {
+  const bool is_fp4 = has_fp4_keys(p.problem);
+  with_shape(p.problem.queries.num_heads, group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
-    const bool is_fp4 = has_fp4_keys(p.problem);
     const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
     launch(index_logits_sm90_kernel<S>,
            {.grid = units * pieces,

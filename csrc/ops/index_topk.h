@@ -11,7 +11,7 @@ inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
 MLA_HD uint32_t order_key(float logit) {
   const uint32_t u = float_bits(logit + 0.0f);
   if ((u & ~kSignMask) > kInfBits) return 1;
-  return u ^ ((u & kSignMask) ? 0xffffffffu : kSignMask);
+  return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
 }
 // The logit whose key it is, of one that is not NaN; -0 has become 0.
 MLA_HD float logit_of(uint32_t key) { return bits_float(key & kSignMask ? key ^ kSignMask : ~key); }
@@ -77,6 +77,7 @@ struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int64_t first_step, num_tiles;       // of that
   int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
   int32_t num_rows, begin;             // of the unit: rows, the first column
+  bool are_kept;                       // the keys of all tiles; then nothing else here means anything
   IndexRow rows[kIndexGroupRows];
 };
 // Entries of a kept list: a multiple of 16 bytes.

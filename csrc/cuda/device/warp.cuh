@@ -30,6 +30,14 @@ __device__ __forceinline__ T broadcast(T x, int lane) {
   return x;
 }
 
+// The sum of all lanes.
+template <class T>
+__device__ __forceinline__ T lanes_sum(T x) {
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+
 // The sum of the lanes up to and including this one.
 template <class T>
 __device__ __forceinline__ T warp_inclusive_sum(T x) {
@@ -56,11 +64,7 @@ __device__ __forceinline__ T block_inclusive_sum(T x) {
   __syncthreads();  // the last call's sums have been read
   if (lane == kWarpSize - 1) sums.of_warp[warp] = x;
   __syncthreads();
-  T before = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps - 1; ++w)
-    if (w < warp) before += sums.of_warp[w];
-  return x + before;
+  return x + lanes_sum(lane < warp ? sums.of_warp[lane] : T{0});
 }
 
 }  // namespace mla_fp8::gpu

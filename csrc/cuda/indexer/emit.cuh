@@ -16,13 +16,38 @@ struct AnswerPart {
   int64_t begin, end;
 };
 
+// Writes the first `count` staged columns and their slots to places from `place` on.
+template <class Team, class Slot>
+__device__ __forceinline__ void write_columns(const Team& team, const IndexAnswer& answer, int32_t place,
+                                              int32_t count, const Slot& slot) {
+  constexpr int kAtOnce = 4;
+  const IndexTopkParams& p = answer.p;
+  const int threads = team.threads();
+  const int32_t* staged = team.staged();
+  int32_t* positions = p.positions + answer.row * p.positions_stride_row + place;
+  int32_t* slots = p.slots ? p.slots + answer.row * p.slots_stride_row + place : nullptr;
+  for (int32_t first = team.thread(); first < count; first += kAtOnce * threads) {
+    int32_t columns[kAtOnce], found[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      columns[j] = staged[first + j * threads < count ? first + j * threads : first];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) found[j] = slots ? slot(answer.where, columns[j]) : 0;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (first + j * threads >= count) break;
+      positions[first + j * threads] = columns[j] - answer.where.begin;
+      if (slots) slots[first + j * threads] = found[j];
+    }
+  }
+}
+
 // Writes the candidates that are not below `least`, ascending by column: through a bitmap.
 template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& answer,
-                                          const Candidates& candidates, uint64_t least, const AnswerPart& part,
-                                          const Slot& slot) {
-  constexpr int kWordsPerThread = Team::kBinsPerThread, kAtOnce = 4;
-  const IndexTopkParams& p = answer.p;
+                                          const Candidates& candidates, uint64_t least,
+                                          const AnswerPart& part, const Slot& slot) {
+  constexpr int kWordsPerThread = Team::kBinsPerThread;
   const int threads = team.threads();
   const int64_t window = 32 * int64_t{kWordsPerThread} * threads;
   uint32_t* words = team.bins();
@@ -53,22 +78,58 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
     team.sync();
     written += team.scalars().kept;
   }
-  int32_t* positions = p.positions + answer.row * p.positions_stride_row + part.place;
-  int32_t* slots = p.slots ? p.slots + answer.row * p.slots_stride_row + part.place : nullptr;
-  for (int32_t first = team.thread(); first < part.count; first += kAtOnce * threads) {
-    int32_t columns[kAtOnce], found[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      columns[j] = staged[first + j * threads < part.count ? first + j * threads : first];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) found[j] = slots ? slot(answer.where, columns[j]) : 0;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j * threads >= part.count) break;
-      positions[first + j * threads] = columns[j] - answer.where.begin;
-      if (slots) slots[first + j * threads] = found[j];
-    }
+  write_columns(team, answer, part.place, part.count, slot);
+}
+
+// Of neighbouring columns, all candidates but those with key 0, which are not below `least`: a run of columns to
+// each warp of the team.
+struct ChosenRuns {
+  uint32_t least_key;
+  uint32_t last_column;  // of those with that key
+  int32_t begin, end;    // the calling warp's run
+  int32_t place, count;  // where it puts them; all of the team's
+
+  template <class Keys>
+  __device__ __forceinline__ bool takes(const Keys& from, int32_t i) const {
+    const uint32_t key = from.keys[i];
+    return key > least_key || (key == least_key && static_cast<uint32_t>(from.column + i) <= last_column);
   }
+};
+template <class Team, class Keys>
+__device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const Keys& from, uint64_t least) {
+  const int warps = team.threads() / kWarpSize, warp = team.thread() / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  ChosenRuns runs{static_cast<uint32_t>(least >> 32), static_cast<uint32_t>(column_of(least))};
+  const int32_t length = (from.count / kWarpSize + warps - 1) / warps * kWarpSize;
+  runs.begin = min(warp * length, from.count);
+  runs.end = min(runs.begin + length, from.count);
+  int32_t own = 0;
+#pragma unroll 1
+  for (int32_t i = runs.begin + lane; i < runs.end; i += kWarpSize) own += runs.takes(from, i);
+  own = lanes_sum(own);
+  const int32_t last = team_inclusive_sum(team, lane == 0 ? own : 0);
+  runs.place = last - own;
+  if (team.thread() == team.threads() - 1) team.scalars().kept = last;
+  team.sync();
+  runs.count = team.scalars().kept;
+  return runs;
+}
+// Writes them ascending by column, to places from `place` on.
+template <class Team, class Keys, class Slot>
+__device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
+                                            const ChosenRuns& runs, const Keys& from, int32_t place,
+                                            const Slot& slot) {
+  const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
+  int32_t to = runs.place;
+#pragma unroll 1
+  for (int32_t i = runs.begin + threadIdx.x % kWarpSize; i < runs.end; i += kWarpSize) {
+    const bool is_chosen = runs.takes(from, i);
+    const uint32_t lanes = __ballot_sync(kFullWarp, is_chosen);
+    if (is_chosen) team.staged()[to + __popc(lanes & lanes_before)] = from.column + i;
+    to += __popc(lanes);
+  }
+  team.sync();
+  write_columns(team, answer, place, runs.count, slot);
 }
 
 // The end of a row of which `count` are chosen.

@@ -15,6 +15,14 @@ struct IndexUnit {
   IndexRow rows[kIndexGroupRows];
 };
 
+// The row: one by one, a division of 64 bits would be a call of a hundred instructions.
+__device__ __forceinline__ IndexRow find_row(const IndexRows& rows, int64_t row) {
+  if (rows.k_start || rows.query_start_loc) return rows[row];
+  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
+  const uint32_t request = index / next_n;
+  return {request, 0, rows.visible(row, request, index - request * next_n, next_n)};
+}
+
 // find_unit where rows of requests vary in number.
 __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t row, int group_rows,
                                                  IndexUnit& unit) {
@@ -52,7 +60,6 @@ __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t 
 __device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t row, int group_rows,
                                                IndexUnit& unit) {
   if (rows.query_start_loc) return find_uneven_unit(rows, row, group_rows, unit);
-  // 32 bits: a division of 64 is a call of a hundred instructions.
   const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
   const uint32_t request = rows.k_start ? 0 : index / next_n, in_request = index - request * next_n;
   if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
@@ -60,20 +67,23 @@ __device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t ro
   unit.first_row = row;
   unit.request = request;
   unit.num_rows = static_cast<int>(min(left, int64_t{group_rows}));
-#pragma unroll
+  unit.begin = INT32_MAX;
+  unit.end = 0;
+#pragma unroll 1  // what runs once takes as long as its instructions take to arrive
   for (int i = 0; i < kIndexGroupRows; ++i) {
-    IndexRow& own = unit.rows[i];
-    own = {-1, 0, 0};
-    if (i >= unit.num_rows) continue;
-    own.request = request;
-    if (rows.k_start) {
-      own.begin = rows.clamp(rows.k_start[row + i]);
-      own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
-    } else {
-      own.end = rows.visible(row + i, request, in_request + i, next_n);
+    IndexRow own{-1, 0, 0};
+    if (i < unit.num_rows) {
+      own.request = request;
+      if (rows.k_start) {
+        own.begin = rows.clamp(rows.k_start[row + i]);
+        own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
+      } else {
+        own.end = rows.visible(row + i, request, in_request + i, next_n);
+      }
+      unit.begin = min(unit.begin, own.begin);
+      unit.end = max(unit.end, own.end);
     }
-    unit.begin = i == 0 ? own.begin : min(unit.begin, own.begin);
-    unit.end = i == 0 ? own.end : max(unit.end, own.end);
+    unit.rows[i] = own;
   }
   unit.begin -= unit.begin % 4;  // scales are copied in sixteens of bytes
   return true;
@@ -87,28 +97,48 @@ __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row
 
 // Whether every row chooses all that it sees: no logit is asked for.
 __device__ __forceinline__ bool takes_all(const IndexUnit& unit, int topk) {
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < kIndexGroupRows; ++i)
-    all &= i >= unit.num_rows || unit.rows[i].end - unit.rows[i].begin <= topk;
-  return all;
+#pragma unroll 1
+  for (int i = 0; i < unit.num_rows; ++i)
+    if (unit.rows[i].end - unit.rows[i].begin > topk) return false;
+  return true;
 }
-// Such a unit has a tile too, so that its rows are written.
-__device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys, int topk) {
-  if (takes_all(unit, topk)) return 1;
+// Tiles whose logits are asked for.
+__device__ __forceinline__ int64_t scored_tiles(const IndexUnit& unit, int tile_keys, int topk) {
+  if (takes_all(unit, topk)) return 0;
   return (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
+}
+// A unit that asks for no logit has a tile too, so that its rows are written.
+__device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys, int topk) {
+  return max(scored_tiles(unit, tile_keys, topk), int64_t{1});
+}
+// Where all requests have the same number of rows: whether a unit begins at a row, and its tiles.
+__device__ __forceinline__ bool begins_unit(const IndexRows& rows, int64_t row, int group_rows) {
+  return static_cast<uint32_t>(row) % static_cast<uint32_t>(rows.next_n) %
+             static_cast<uint32_t>(group_rows) ==
+         0;
+}
+__device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, int64_t row, int group_rows,
+                                                   int tile_keys, int topk) {
+  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
+  const uint32_t request = index / next_n, in_request = index - request * next_n;
+  const uint32_t last = min(in_request + group_rows, next_n) - 1;
+  int32_t end = 0;  // without row_lens, later rows see more
+  for (uint32_t i = rows.row_lens ? in_request : last; i <= last; ++i)
+    end = max(end, rows.visible(row - in_request + i, request, i, next_n));
+  return end <= topk ? 0 : (end - 1) / tile_keys + 1;
 }
 // Shares are of steps: a unit's tiles, and behind them what choosing takes, measured in tiles.
 inline constexpr int kChoiceSteps = 3;
 __device__ __forceinline__ int64_t num_steps(const IndexUnit& unit, int tile_keys, int topk) {
-  const int64_t tiles = num_tiles(unit, tile_keys, topk);
-  return tiles > 0 ? tiles + kChoiceSteps : 0;
+  return num_tiles(unit, tile_keys, topk) + kChoiceSteps;
 }
 
-// The share of a CTA: steps cta * per_cta and on, of `total`.
+// The share of a CTA: steps cta * per_cta and on, of `total`. Where the keys of all tiles are kept, for a
+// choice behind the scan, steps are scored tiles.
 struct IndexShare {
   int64_t total, per_cta;
   int64_t first_step;  // of the unit that the share begins in
+  bool are_kept;
 };
 
 // Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of each.
@@ -129,67 +159,82 @@ struct UnitPlaces {
   }
 };
 
+// Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a block.
+inline constexpr int32_t kMostKeptTiles = 1 << 20;
+
 // All kThreads threads of the block call it; a barrier must come before `share` is read, or `first_unit`,
-// that it begins in if it has any steps. `known` is room for the steps of `room` units.
+// that it begins in if it has any steps. Keys are kept if there are at most `most_kept` scored tiles. `known`
+// is room for the tiles of `room` units.
 template <int kThreads>
 __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int group_rows, int tile_keys,
-                                           int cta, int num_ctas, int32_t* known, int room, IndexShare& share,
-                                           IndexUnit& first_unit) {
+                                           int cta, int num_ctas, int32_t most_kept, int32_t* known, int room,
+                                           IndexShare& share, IndexUnit& first_unit) {
   constexpr int kWarps = kThreads / kWarpSize;
+  constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
   const UnitPlaces places(rows, group_rows);
+  const auto tiles_at = [&](int64_t place) {
+    const int64_t row = places.row(place);
+    if (!rows.k_start && !rows.query_start_loc)
+      return scored_tiles_at(rows, row, group_rows, tile_keys, topk);
+    IndexUnit unit;
+    if (!find_unit(rows, row, group_rows, unit)) return kNone;
+    return static_cast<int32_t>(scored_tiles(unit, tile_keys, topk));
+  };
+  // Neighbouring places to a thread.
+  const int64_t each = places.count <= kThreads ? 1 : (places.count + kThreads - 1) / kThreads;
+  const int64_t first = threadIdx.x * each, end = min(first + each, places.count);
+  const int32_t only = each == 1 && first < end ? tiles_at(first) : kNone;
+  const bool are_known = known != nullptr && each > 1 && places.count <= room;
+  if (are_known) {
+    for (int64_t i = threadIdx.x; i < places.count; i += kThreads) known[i] = tiles_at(i);
+    __syncthreads();
+  }
+  const auto tiles_of = [&](int64_t place) {
+    if (each == 1) return only;
+    return are_known ? known[place] : tiles_at(place);
+  };
+  // The share of `last` steps in all, and where it begins: the calling thread has `mine` of them, to `last`.
   const auto set_total = [&](int64_t total) {
-    if (threadIdx.x != kThreads - 1) return;
     share.total = total;
     if (const int64_t most = total + num_ctas - 1; most <= UINT32_MAX)
       share.per_cta = static_cast<uint32_t>(most) / static_cast<uint32_t>(num_ctas);
     else share.per_cta = most / num_ctas;
   };
-  // Whether the share begins in a unit of so many steps, which end with step `last`.
-  const auto begins_in = [&](int64_t steps, int64_t last) {
+  const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
     const int64_t begin = cta * share.per_cta;
-    return steps > 0 && last - steps <= begin && begin < last;
+    if (begin < last - mine || begin >= last) return;
+    last -= mine;
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t steps = steps_of(tiles_of(i));
+      last += steps;
+      if (begin >= last) continue;
+      share.first_step = last - steps;
+      find_unit(rows, places.row(i), group_rows, first_unit);
+      return;
+    }
   };
-  IndexUnit unit;
-  if (places.count <= kThreads) {  // a place to a thread
-    const bool has_unit =
-        threadIdx.x < places.count && find_unit(rows, places.row(threadIdx.x), group_rows, unit);
-    const int64_t steps = has_unit ? num_steps(unit, tile_keys, topk) : 0;
-    const int64_t last = block_inclusive_sum<kWarps>(steps);
-    set_total(last);
+  const auto kept_of = [](int32_t tiles) { return min(max(tiles, 0), kMostKeptTiles); };
+  if (most_kept > 0) {
+    int32_t mine = 0;
+    for (int64_t i = first; i < end; ++i) mine = min(mine + kept_of(tiles_of(i)), kMostKeptTiles);
+    const int32_t last = block_inclusive_sum<kWarps>(mine);
+    if (threadIdx.x == kThreads - 1) {
+      share.are_kept = last <= most_kept;
+      set_total(last);
+    }
     __syncthreads();
-    if (!begins_in(steps, last)) return;
-    share.first_step = last - steps;
-    first_unit = unit;
-    return;
+    if (share.are_kept) return find_first(mine, last, kept_of);
   }
-  const auto steps_at = [&](int64_t place) {
-    return find_unit(rows, places.row(place), group_rows, unit) ? num_steps(unit, tile_keys, topk) : 0;
-  };
-  const bool are_known = places.count <= room;
-  if (are_known)
-    for (int64_t i = threadIdx.x; i < places.count; i += kThreads)
-      known[i] = static_cast<int32_t>(steps_at(i));
-  __syncthreads();
-  // Neighbouring places to a thread.
-  const int64_t each = (places.count + kThreads - 1) / kThreads, first = threadIdx.x * each;
-  const int64_t end = min(first + each, places.count);
-  const auto steps_of = [&](int64_t place) { return are_known ? known[place] : steps_at(place); };
+  const auto chosen_of = [](int32_t tiles) { return tiles == kNone ? 0 : max(tiles, 1) + kChoiceSteps; };
   int64_t mine = 0;
-  for (int64_t i = first; i < end; ++i) mine += steps_of(i);
-  int64_t last = block_inclusive_sum<kWarps>(mine);
-  set_total(last);
-  __syncthreads();
-  if (!begins_in(mine, last)) return;
-  last -= mine;
-  for (int64_t i = first; i < end; ++i) {
-    const int64_t steps = steps_of(i);
-    last += steps;
-    if (!begins_in(steps, last)) continue;
-    find_unit(rows, places.row(i), group_rows, unit);
-    share.first_step = last - steps;
-    first_unit = unit;
-    return;
+  for (int64_t i = first; i < end; ++i) mine += chosen_of(tiles_of(i));
+  const int64_t last = block_inclusive_sum<kWarps>(mine);
+  if (threadIdx.x == kThreads - 1) {
+    share.are_kept = false;
+    set_total(last);
   }
+  __syncthreads();
+  find_first(mine, last, chosen_of);
 }
 
 // The unit behind one that is not the last.

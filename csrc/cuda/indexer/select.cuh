@@ -18,6 +18,7 @@ struct KthBin {
 //   kBinsPerThread                 of a histogram, or words of a bitmap
 //   bins(), scalars(), staged()    its memory: of a histogram, SelectScalars, room for topk columns
 //   total(bins)                    the histogram of all candidates; the calling block may hold a part of them
+//   gathered(orders)               then, of all blocks, those of which each has scalars().kept
 struct SelectScalars {
   uint64_t base;
   KthBin kth;
@@ -44,23 +45,19 @@ struct BlockTeam {
   __device__ __forceinline__ SelectScalars& scalars() const { return smem.scalars; }
   __device__ __forceinline__ int32_t* staged() const { return smem.staged; }
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const { return orders; }
 };
 
 // The sum of the threads up to and including this one.
 template <class Team>
 __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t x) {
-  constexpr int kMostWarps = 16;
   const int lane = threadIdx.x % kWarpSize, warp = team.thread() / kWarpSize;
   int32_t (&sums)[kWarpSize] = team.scalars().sums;
   x = warp_inclusive_sum(x);
   team.sync();  // the last call's sums have been read
   if (lane == kWarpSize - 1) sums[warp] = x;
   team.sync();
-  int32_t before = 0;
-#pragma unroll
-  for (int w = 0; w < kMostWarps - 1; ++w)
-    if (w < warp) before += sums[w];
-  return x + before;
+  return x + lanes_sum(lane < warp ? sums[lane] : 0);
 }
 
 // Candidates are what a visit gives an order of; kNoCandidate and what has its key mean a place without one.
@@ -104,7 +101,9 @@ struct CandidateList {
 };
 
 // Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
-// 16-byte aligned, `count` a multiple of 128.
+// 16-byte aligned, `count` a multiple of 128. A visit looks at kAtOnce neighbours, 1 or 4: what is visited once and
+// is short takes as long as its instructions take to arrive.
+template <int kAtOnce>
 struct CandidateKeys {
   const uint32_t* keys;
   int32_t column, count;
@@ -113,12 +112,17 @@ struct CandidateKeys {
   template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
     const int threads = team.threads();
-#pragma unroll 2
-    for (int32_t first = 4 * team.thread(); first < count; first += 4 * threads) {
-      const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
-      const uint32_t found[] = {four.x, four.y, four.z, four.w};
+#pragma unroll 1
+    for (int32_t first = kAtOnce * team.thread(); first < count; first += kAtOnce * threads) {
+      uint32_t found[4];
+      if constexpr (kAtOnce == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
+        found[0] = four.x, found[1] = four.y, found[2] = four.z, found[3] = four.w;
+      } else {
+        found[0] = keys[first];
+      }
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < kAtOnce; ++j)
         if (found[j] >= least) visit_one(order_of(found[j], column + first + j));
     }
   }
@@ -160,7 +164,7 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
   });
   own.high = lanes_max(own.high);
   own.low = ~lanes_max(~own.low);
-  own.count = warp_inclusive_sum(own.count);
+  own.count = lanes_sum(own.count);
   team.sync();
   if (threadIdx.x % kWarpSize == kWarpSize - 1 && own.count > 0) {
     atomicAdd(&s.kept, own.count);
@@ -221,7 +225,7 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
     low += static_cast<uint64_t>(kth.bin) << shift;
     if (kth.here == kth.remaining) return low;  // one of each order: at shift 0 at the latest
     k = kth.remaining;
-    high = low + ((uint64_t{1} << shift) - 1);
+    high = low + min(high - low, (uint64_t{1} << shift) - 1);  // a bin may end behind the last order
     shift = max(shift - bin_bits, 0);
   }
 }
@@ -249,10 +253,11 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candida
         if (bin_of(order) == static_cast<uint32_t>(kth.bin)) shared[atomicAdd(&s.kept, 1)] = order;
       });
       team.sync();
+      const uint64_t* all = team.gathered(shared);
       if (team.thread() < kth.here) {
-        const uint64_t own = shared[team.thread()];
+        const uint64_t own = all[team.thread()];
         int32_t place = 1;
-        for (int i = 0; i < kth.here; ++i) place += shared[i] > own;
+        for (int i = 0; i < kth.here; ++i) place += all[i] > own;
         if (place == kth.remaining) s.base = own;
       }
       team.sync();
@@ -301,8 +306,8 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
 
 // Behind scalars().kept others, the candidates that are not below `least`.
 template <class Team>
-__device__ __forceinline__ void append_from(const Team& team, uint64_t least, const CandidateKeys& candidates,
-                                            uint64_t* list) {
+__device__ __forceinline__ void append_from(const Team& team, uint64_t least,
+                                            const CandidateKeys<4>& candidates, uint64_t* list) {
   const int lane = threadIdx.x % kWarpSize;
   for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
     const int32_t first = warp + 4 * lane;

@@ -98,7 +98,7 @@ struct Memory {
   static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
   MLA_HD static constexpr int value_bytes(bool is_fp4) { return is_fp4 ? kPanelBytes / 2 : kPanelBytes; }
   MLA_HD static constexpr int stage_bytes(bool is_fp4) {
-    return value_bytes(is_fp4) + 2 * kItemKeys * (4 + 1);
+    return value_bytes(is_fp4) + 2 * kItemKeys * (4 + 4);
   }
   MLA_HD static constexpr int bytes(int num_stages, int lines, int panels, bool is_fp4) {
     return num_stages * stage_bytes(is_fp4) + panels * kPanelBytes + lines * (kIndexDim + 4);
@@ -109,14 +109,15 @@ struct Memory {
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
-  // Two places for each stage, for phases of either parity. A warp gives up a stage when its products are
-  // there, and these may still be on their way to its registers: an arrival can overtake a load.
+  // Two places for each stage, for phases of either parity: of each key the scale, then whether it is present, both
+  // words. A warp gives up a stage when its products are there, and these may still be on their way to its registers:
+  // an arrival can overtake a load.
+  static constexpr int kPlaceWords = 2 * kItemKeys;
   __device__ __forceinline__ float* scales(Place place) const {
-    return weights() + lines + (place.phase * num_stages + place.stage) * kItemKeys;
+    return weights() + lines + (place.phase * num_stages + place.stage) * kPlaceWords;
   }
-  __device__ __forceinline__ bool* present(Place place) const {
-    return reinterpret_cast<bool*>(weights() + lines + 2 * num_stages * kItemKeys) +
-           (place.phase * num_stages + place.stage) * kItemKeys;
+  __device__ __forceinline__ uint32_t* present(Place place) const {
+    return reinterpret_cast<uint32_t*>(scales(place) + kItemKeys);
   }
   __device__ __forceinline__ uint8_t* end() const { return base + bytes(num_stages, lines, panels, is_fp4); }
 };
@@ -132,6 +133,10 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
+  // A weight of a line to a thread, which is on its way while queries are.
+  const int line = threadIdx.x, row = line / kHeads, head = line % kHeads;
+  const bool has_weight = line < memory.lines && row < unit.num_rows && head < queries.num_heads;
+  const float weight = has_weight ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
 #pragma unroll 1  // it runs once: what counts is its length
   for (int i = threadIdx.x; i < memory.lines * 8; i += kConsumers) {
     const int line = i / 8, piece = i % 8;
@@ -153,13 +158,8 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
       store(to + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
-#pragma unroll 1
-  for (int line = threadIdx.x; line < memory.lines; line += kConsumers) {
-    const int row = line / kHeads, head = line % kHeads;
-    const bool exists = row < unit.num_rows && head < queries.num_heads;
-    const int at = head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2;
-    memory.weights()[row * kHeads + at] = exists ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
-  }
+  if (line < memory.lines)
+    memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
 }
 

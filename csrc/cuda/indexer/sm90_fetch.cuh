@@ -61,7 +61,7 @@ class Fetch {
     }
     const int page = __shfl_sync(kFullWarp, page_, turn), row = __shfl_sync(kFullWarp, row_, turn);
     const bool present = page >= 0;
-    reinterpret_cast<uint16_t*>(memory_.present(place_))[lane()] = present ? 0x0101 : 0;
+    reinterpret_cast<uint2*>(memory_.present(place_))[lane()] = {present, present};
     int entries = present ? kItemKeys : 0;
     if (present && keys_.page_table == nullptr && row > keys_.page_size - kItemKeys) {
       entries = static_cast<int>(keys_.page_size) - row;

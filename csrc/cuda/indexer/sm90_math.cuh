@@ -51,7 +51,7 @@ __device__ __forceinline__ float twice_relu(float x) { return __fadd_rn(x, fabsf
 
 // The math of a consumer warpgroup for kRows rows of kHeads lines of queries (16, 32 or 64), which with
 // kShares - 1 others has all rows of a unit, so it takes kShares of the four items of a tile.
-template <int kHeads, int kRows, int kShares>
+template <int kHeads, int kRows, int kShares, bool kFp4>
 class Math {
  public:
   __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers, bool are_boxes)
@@ -60,13 +60,15 @@ class Math {
         are_boxes_(are_boxes),
         first_row_(group() * kShares / kGroups * kRows),
         slot_(group() % kStep),
-        scales_(shared_address(memory.scales({0, 0}) + key())),
-        present_(shared_address(memory.present({0, 0}) + key())) {
-    // Descriptors are the same in all lanes; an exchange lets the compiler see it.
-    const uint8_t* keys = memory.is_fp4 ? memory.panel(group()) : memory.keys(0);
-    const uint8_t* queries = memory.queries() + first_row_ * kHeads * kIndexDim;
-    keys_ = wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(keys), 0));
-    queries_ = wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(queries), 0));
+        scales_(shared_address(memory.scales({0, 0}) + key())) {
+    // The same in all lanes; an exchange lets the compiler see it.
+    const auto panel = [](const uint8_t* from) {
+      return static_cast<uint32_t>(wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(from), 0)));
+    };
+    keys_ = panel(kFp4 ? memory.panel(group()) : memory.keys(0));
+    queries_ = panel(memory.queries() + first_row_ * kHeads * kIndexDim);
+    // Opaque, or they are found anew for each item.
+    asm("" : "+r"(scales_), "+r"(keys_), "+r"(queries_));
   }
 
   static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
@@ -104,25 +106,23 @@ class Math {
     const int stage = slot_ - (phase ? num_stages : 0);
     mbarrier_wait(shared_address(&barriers_.full[stage]), phase);
     if (!are_boxes_) fence_proxy_async();
-    uint64_t keys = keys_;
-    if (memory_.is_fp4) {
+    if constexpr (kFp4) {
       group_sync();  // the products of the item before have been made
       expand(stage);
       fence_proxy_async();
       group_sync();
-    } else {
-      keys = wgmma_advance(keys, stage * Memory::kPanelBytes);
     }
+    const uint32_t keys = keys_ + (kFp4 ? 0 : stage * (Memory::kPanelBytes >> 4));
     constexpr int kColumns = kRows * kHeads / 8;
     float acc[kColumns][4];
     pin_registers(acc);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      wgmma_e4m3(acc, wgmma_advance(keys, 32 * step), wgmma_advance(queries_, 32 * step), step > 0);
+      wgmma_e4m3(acc, descriptor(keys + 2 * step), descriptor(queries_ + 2 * step), step > 0);
     wgmma_commit();
-    const float scale = own_scale();
-    const bool present = load_shared_1(present_ + slot_ * kItemKeys);
+    const uint32_t place = scales_ + slot_ * (4 * Memory::kPlaceWords);
+    const uint32_t scale = load_shared_4(place), present = load_shared_4(place + 4 * kItemKeys);
     wgmma_wait<0>();
     pin_registers(acc);
     mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
@@ -132,23 +132,27 @@ class Math {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
     if constexpr (kRows == 1) {
-      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present);
+      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present != 0);
     } else {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair)
-        sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present);
+        sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present != 0);
     }
   }
 
  private:
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
 
+  __device__ __forceinline__ static uint64_t descriptor(uint32_t low) {
+    return wgmma_panel_descriptor(0) | low;
+  }
+
   // An item of e2m1 into the warpgroup's panel, 32 elements of a key to a lane, which have one scale.
   __device__ __forceinline__ void expand(int stage) const {
     const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
     const uint32_t from = shared_address(memory_.keys(stage)) + first_key * (kIndexDim / 2);
     const uint32_t to = shared_address(memory_.panel(group()));
-    const uint32_t scales = scales_ + 4 * (slot_ * kItemKeys + first_key - key());
+    const uint32_t scales = scales_ + 4 * (slot_ * Memory::kPlaceWords + first_key - key());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int part = lane + i * kWarpSize, tile = part % 4, key = first_key + part / 4;
@@ -161,13 +165,9 @@ class Math {
     }
   }
 
-  __device__ __forceinline__ float own_scale() const {
-    const uint32_t stored = load_shared_4(scales_ + slot_ * (4 * kItemKeys));
-    return memory_.is_fp4 ? E2m1Scales::load(stored).scale() : bits_float(stored);
-  }
-  // The scale comes behind the sum of all heads: parts times infinity would cancel.
-  __device__ __forceinline__ static float scaled(float sum, float scale) {
-    return round_add(round_mul(sum, scale), 0.0f);
+  // The scale comes behind the sum of all heads: parts times infinity would cancel. Zeros have either sign.
+  __device__ __forceinline__ static float scaled(float sum, uint32_t scale) {
+    return round_mul(sum, kFp4 ? E2m1Scales::load(scale).scale() : bits_float(scale));
   }
 
   // Half of the sum over the heads of row r, whose columns begin at `first`, for the lane's key; the lane
@@ -204,9 +204,9 @@ class Math {
   Barriers& barriers_;
   const bool are_boxes_;
   const int first_row_;
-  int slot_;                         // of the next item: its stage, behind all stages in odd phases
-  const uint32_t scales_, present_;  // of the lane's key in slot 0
-  uint64_t keys_, queries_;
+  int slot_;                 // of the next item: its stage, behind all stages in odd phases
+  uint32_t scales_;          // of the lane's key in slot 0
+  uint32_t keys_, queries_;  // panels: the low words of descriptors
   float4 weights_[kRows][kHeads / 16];
 };
 

@@ -1,27 +1,31 @@
 #pragma once
-// The merge of index_topk on Hopper: a cluster for a row, each CTA with some of the parts in shared memory; a
-// row of few candidates is the first one's alone, as a barrier of a cluster takes a fence of the GPU.
+// The merge of index_topk on Hopper, in one of two ways: where the scan kept all keys, it chooses for each row among
+// its keys; else for each row that several CTAs scanned among what they left. A row is a cluster's, each CTA with a
+// part of the candidates in shared memory; one of few candidates is the first CTA's alone, as a barrier of a cluster
+// takes a fence of the GPU.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/indexer/merge.cuh"
+#include "cuda/indexer/sm90_rows.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
 inline constexpr int kMergeThreads = 512;
 // Entries that a CTA holds, alone on a multiprocessor or with another; of more it reads the workspace again.
 inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 10 * 1024;
-inline constexpr int kAloneEntries = 12 * 1024;  // up to which the first CTA of a cluster takes all
+inline constexpr int kAloneEntries =
+    12 * 1024;  // or columns, up to which the first CTA of a cluster takes all
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int entries;  // that a CTA has room for
+  int entries;  // that a CTA has room for, of 8 bytes
 };
 
 struct MergeShared {
   static constexpr int kBins = 2048;
   alignas(16) uint32_t bins[kBins];
-  uint32_t totals[kBins];
+  alignas(16) uint32_t totals[kBins];
   int32_t staged[kMaxIndexTopk];
   SelectScalars select;
   uint64_t copied;
@@ -60,6 +64,44 @@ struct ClusterTeam {
     cluster_sync();
     return s.totals;
   }
+  // At most as many as threads, brought together where the totals were.
+  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
+    if (size == 1) return orders;
+    uint32_t* all = s.totals;
+    cluster_sync();
+    for (int r = 0; r < size; ++r) {
+      const int words =
+          2 * static_cast<int>(load_cluster_4(cluster_address(shared_address(&s.select.kept), r)));
+      for (int i = threadIdx.x; i < words; i += kMergeThreads)
+        all[i] = load_cluster_4(cluster_address(shared_address(orders), r) + 4 * i);
+      all += words;
+    }
+    cluster_sync();  // nobody reads this block's any more
+    return reinterpret_cast<const uint64_t*>(s.totals);
+  }
+  // What the blocks found of their own.
+  __device__ __forceinline__ Survey together(Survey own) const {
+    if (size == 1) return own;
+    Survey all{0, UINT32_MAX, 0};
+    cluster_sync();
+    for (int r = 0; r < size; ++r) {
+      const uint32_t from = cluster_address(shared_address(&s.select), r);
+      all.count += static_cast<int32_t>(load_cluster_4(from + offsetof(SelectScalars, kept)));
+      all.low = min(all.low, load_cluster_4(from + offsetof(SelectScalars, low)));
+      all.high = max(all.high, load_cluster_4(from + offsetof(SelectScalars, high)));
+    }
+    cluster_sync();
+    return all;
+  }
+  // The sum of the blocks before this one. Behind it, nobody may change what is summed before a cluster_sync.
+  __device__ __forceinline__ int32_t sum_before(int32_t own) const {
+    int32_t before = 0;
+    if (threadIdx.x == 0) s.kept = own;
+    cluster_sync();
+    for (int r = 0; r < rank; ++r)
+      before += static_cast<int32_t>(load_cluster_4(cluster_address(shared_address(&s.kept), r)));
+    return before;
+  }
 };
 
 // Parts [first, last) of a job.
@@ -84,19 +126,17 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
                                        const ClusterTeam& team, const Candidates& candidates, int32_t total,
                                        int64_t begin, int64_t end) {
   const IndexTopkParams& p = args.p;
-  MergeShared& s = team.s;
   uint64_t least = kLeastOrder;
-  if (total > p.topk && team.size > 1) least = kth_order(team, candidates, p.topk, least, ~uint64_t{0});
-  else if (total > p.topk) least = kth_surveyed(team, candidates, p.topk, survey(team, candidates));
+  if (total > p.topk) least = kth_surveyed(team, candidates, p.topk, team.together(survey(team, candidates)));
   int32_t kept = min(total, p.topk), place = 0;
   if (team.size > 1) {
     int32_t own = 0;
     candidates.visit(team, [&](uint64_t order) { own += order >= least; });
     own = team_inclusive_sum(team, own);
-    if (threadIdx.x == kMergeThreads - 1) s.kept = own;
-    cluster_sync();
-    kept = s.kept;
-    for (int r = 0; r < team.rank; ++r) place += load_cluster_4(cluster_address(shared_address(&s.kept), r));
+    if (threadIdx.x == kMergeThreads - 1) team.scalars().kept = own;
+    __syncthreads();
+    kept = team.scalars().kept;
+    place = team.sum_before(kept);
   }
   emit_from(team, IndexAnswer{p, job.out_row, job.where}, candidates, least, {place, kept, begin, end},
             [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
@@ -104,8 +144,59 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   if (team.size > 1) cluster_sync();  // nobody reads `kept` any more
 }
 
+// The answers of rows whose keys were kept. Rows take turns among the clusters.
+__device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint32_t* held) {
+  const IndexTopkArgs& args = merge_args.topk;
+  const IndexTopkParams& p = args.p;
+  const KeptKeys kept(args);
+  const int size = cluster_size(), rank = cluster_rank();
+  const uint32_t bar = shared_address(&s.copied);
+  if (threadIdx.x == 0) {
+    mbarrier_init(bar, 1);
+    mbarrier_init_fence();
+  }
+  uint32_t phase = 0;
+  const auto slot = [&](const IndexRow& where, int32_t column) { return args.slot(where, column); };
+  for (int64_t row = blockIdx.x / size; row < p.problem.rows.num_rows; row += gridDim.x / size) {
+    const KeptRow first = kept.rows[row];  // of a row that was scored; asked for together with what follows
+    const IndexRow where = find_row(p.problem.rows, row);
+    const IndexAnswer answer{p, row, where};
+    ClusterTeam team{s, size, rank};
+    __syncthreads();
+    if (where.end - where.begin <= p.topk) {
+      if (rank == 0)
+        emit_all(team, answer, [&](int32_t column) { return args.is_there(where, column); }, slot);
+      continue;
+    }
+    const int tiles = (where.end - first.column + kTileKeys - 1) / kTileKeys;
+    if (tiles * kTileKeys <= kAloneEntries) team.size = 1;
+    if (rank >= team.size) continue;
+    const int begin = tiles * rank / team.size, end = tiles * (rank + 1) / team.size;
+    CandidateKeys<1> keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
+                          (end - begin) * kTileKeys, 1};
+    if (keys.count <= 2 * merge_args.entries) {
+      if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(bar, keys.count * 4);
+        bulk_copy(shared_address(held), keys.keys, keys.count * 4, bar);
+      }
+      mbarrier_wait(bar, phase);
+      phase ^= 1;
+      keys.keys = held;
+    }
+    const Survey found = team.together(survey(team, keys));
+    uint64_t least = kLeastOrder;
+    if (found.count > p.topk) least = kth_surveyed(team, keys, p.topk, found);
+    const ChosenRuns runs = find_chosen(team, keys, least);
+    const int32_t place = team.size == 1 ? 0 : team.sum_before(runs.count);
+    emit_chosen(team, answer, runs, keys, place, slot);
+    if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
+    if (team.size > 1) cluster_sync();  // nobody reads `kept` any more
+  }
+}
+
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
   const IndexTopkArgs& args = merge_args.topk;
+  if (args.state(0)->are_kept) return choose(merge_args, s, reinterpret_cast<uint32_t*>(held));
   ClusterTeam team{s, cluster_size(), cluster_rank()};
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;

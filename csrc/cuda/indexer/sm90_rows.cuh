@@ -14,9 +14,32 @@ MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
   return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
 }
 
+// Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and for
+// each row where they are. The lists lie in the same memory.
+struct KeptRow {
+  int32_t tile, column;  // the first one's
+};
+struct KeptKeys {
+  KeptRow* rows;
+  uint32_t* keys;
+
+  __device__ __forceinline__ explicit KeptKeys(const IndexTopkArgs& args) {
+    rows = reinterpret_cast<KeptRow*>(args.list(0, 0));
+    keys = reinterpret_cast<uint32_t*>(rows + (args.p.problem.rows.num_rows + 1) / 2 * 2);
+  }
+  __device__ __forceinline__ uint32_t* tile(int32_t i) const { return keys + int64_t{i} * kTileKeys; }
+  // That a workspace has room for, each for all rows of a unit.
+  static int32_t most_tiles(const IndexTopkArgs& args) {
+    const int64_t bytes = args.p.workspace_bytes - args.num_ctas * int64_t{sizeof(IndexCtaState)} -
+                          (args.p.problem.rows.num_rows + 1) / 2 * 2 * int64_t{sizeof(KeptRow)};
+    const int64_t tiles = bytes / (kTileKeys * int64_t{sizeof(uint32_t)}) / args.group_rows;
+    return static_cast<int32_t>(std::min<int64_t>(tiles, kMostKeptTiles - 1));
+  }
+};
+
 // The part of a unit that a CTA scans.
 struct ScanWork {
-  int64_t unit_begin, unit_end;  // tiles, and what the unit's end counts as
+  int64_t unit_begin, unit_end;  // steps
   int32_t column;                // the first
   int tiles;                     // 0 of a unit of which the share has but the end
   int32_t seen_begin, seen_end;  // columns that all rows of the unit see
@@ -35,8 +58,8 @@ struct ScanShared {
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
   uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above
-  uint32_t threshold[kIndexGroupRows];  // keys from here on are candidates
-  int32_t count[kIndexGroupRows];       // of the list
+  uint32_t threshold[kIndexGroupRows];                   // keys from here on are candidates
+  int32_t count[kIndexGroupRows];                        // of the list
 };
 
 struct ScanArgs {
@@ -45,6 +68,7 @@ struct ScanArgs {
   int num_stages, lines, panels;
   int chunk_tiles;
   bool has_pins;
+  int32_t most_kept;  // tiles
 };
 
 // All consumers.
@@ -72,6 +96,7 @@ class RowTeam {
   __device__ __forceinline__ SelectScalars& scalars() const { return shared_.select[row()]; }
   __device__ __forceinline__ int32_t* staged() const { return staged_; }
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
+  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const { return orders; }
 
  private:
   ScanShared& shared_;

@@ -1,9 +1,9 @@
 #pragma once
-// The scan of index_topk on Hopper: the shares of scan.cuh. Logits of a chunk of columns lie in shared memory
-// as order keys, a word for each column that a row may see; no warp asks whether one is large. Behind a chunk
-// the consumers meet, and the best of each row's list and of the chunk become its list. A unit that ends in
-// its first chunk has no list: its answer is found in the chunk itself. Producers go on with the next unit
-// meanwhile.
+// The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column that
+// a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all tiles, they go
+// there, and the merge chooses. Else those of a chunk of columns lie in shared memory. Behind a chunk the consumers
+// meet, and the best of each row's list and of the chunk become its list. A unit that ends in its first chunk has
+// no list: its answer is found in the chunk itself. Producers go on with the next unit meanwhile.
 //
 //   barrier        arrivals                      a phase is
 //   unit_full[i]   1, the consumer that found    a unit in its place: those of even numbers in place 0
@@ -16,15 +16,14 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-template <int kHeads, int kRows, int kShares>
+template <int kHeads, int kRows, int kShares, bool kFp4>
 class Scan {
  public:
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
       : scan_(args),
         args_(args.topk),
         p_(args.topk.p),
-        memory_(dynamic_memory(args.num_stages, args.lines, args.panels,
-                               args.topk.p.problem.keys.layout == IndexLayoutId::kIndexFp4)),
+        memory_(dynamic_memory(args.num_stages, args.lines, args.panels, kFp4)),
         s_(shared()) {}
 
   __device__ __forceinline__ void run() {
@@ -35,19 +34,20 @@ class Scan {
       mbarrier_init(shared_address(&s_.unit_left[threadIdx.x]), kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
-    if (memory_.is_fp4) s_.ring.init_magnitudes();
+    if constexpr (kFp4) s_.ring.init_magnitudes();
     else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
     find_share<kThreads>(p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, cta, args_.num_ctas,
-                         reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch(), s_.share,
-                         s_.units[0]);
+                         scan_.most_kept, reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch(),
+                         s_.share, s_.units[0]);
     __syncthreads();
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
     if (threadIdx.x == 0) {
       args_.state(cta)->unit = -1;
       args_.state(cta)->per_cta = s_.share.per_cta;
+      args_.state(cta)->are_kept = s_.share.are_kept;
       s_.begin = begin;
       s_.end = end;
-      if (begin < end) set_work(0, s_.share.first_step);  // else there is no unit
+      if (begin < end) set_work(0, s_.units[0], s_.share.first_step);  // else there is no unit
       mbarrier_arrive(shared_address(&s_.unit_full[0]));
     }
     if (begin >= end) return;
@@ -76,35 +76,67 @@ class Scan {
     return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
   }
 
-  __device__ __forceinline__ void set_work(int i, int64_t unit_begin) const {
-    const IndexUnit& unit = s_.units[i % 2];
-    const int64_t unit_tiles = num_tiles(unit, kTileKeys, p_.topk);
+  __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
+    const bool are_kept = s_.share.are_kept;
+    const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
+                  unit_tiles = are_kept ? scored : max(scored, int64_t{1});
     const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
     ScanWork& work = s_.works[i % 2];
     work.unit_begin = unit_begin;
-    work.unit_end = unit_begin + num_steps(unit, kTileKeys, p_.topk);
+    work.unit_end = unit_begin + unit_tiles + (are_kept ? 0 : kChoiceSteps);
     work.column = static_cast<int32_t>(unit.begin + first * kTileKeys);
     work.tiles = static_cast<int>(max(last - first, int64_t{0}));
     work.is_earlier = first > 0;
     work.is_whole = first == 0 && last == unit_tiles;
-    work.seen_begin = scan_.has_pins ? INT32_MAX : unit.rows[0].begin;
+    work.seen_begin = unit.rows[0].begin;
     work.seen_end = unit.rows[0].end;
-    for (int r = 1; r < unit.num_rows; ++r) {
+#pragma unroll
+    for (int r = 1; r < kIndexGroupRows; ++r) {
+      if (r >= unit.num_rows) break;
       work.seen_begin = max(work.seen_begin, unit.rows[r].begin);
       work.seen_end = min(work.seen_end, unit.rows[r].end);
     }
+    if (scan_.has_pins) work.seen_end = work.seen_begin;
+    if (!are_kept || work.is_earlier) return;
+    for (int r = 0; r < unit.num_rows; ++r)
+      KeptKeys(args_).rows[unit.first_row + r] = {kept_tile(work, r), unit.begin};
+  }
+  // The first tile of a row of a unit, where keys are kept.
+  __device__ __forceinline__ int32_t kept_tile(const ScanWork& work, int r) const {
+    return static_cast<int32_t>(work.unit_begin * args_.group_rows + r * (work.unit_end - work.unit_begin));
   }
   __device__ __forceinline__ void wait_for_unit(int i) const {
     mbarrier_wait(shared_address(&s_.unit_full[i % 2]), i / 2 & 1);
   }
-  // The unit behind the i-th, in the place of the one before.
+  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at once.
   __device__ __forceinline__ void prepare_next(int i) const {
-    const ScanWork& work = s_.works[i % 2];
-    if (threadIdx.x != kConsumers - 1 || work.unit_end >= s_.end) return;
+    const IndexRows& rows = p_.problem.rows;
+    const int64_t unit_end = s_.works[i % 2].unit_end;
+    if (threadIdx.x < kConsumers - kWarpSize || unit_end >= s_.end) return;
+    const int lane = threadIdx.x % kWarpSize;
     if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
-    next_unit(p_.problem.rows, args_.group_rows, s_.units[i % 2], s_.units[(i + 1) % 2]);
-    set_work(i + 1, work.unit_end);
-    mbarrier_arrive(shared_address(&s_.unit_full[(i + 1) % 2]));
+    IndexUnit& next = s_.units[(i + 1) % 2];
+    for (int64_t row = s_.units[i % 2].first_row + s_.units[i % 2].num_rows;; row += kWarpSize) {
+      const uint32_t lanes = __ballot_sync(kFullWarp, row + lane < rows.num_rows && is_next(row + lane));
+      if (lanes == 0) continue;
+      if (lane == 0) {
+        find_unit_here(rows, row + __ffs(static_cast<int>(lanes)) - 1, args_.group_rows, next);
+        set_work(i + 1, next, unit_end);
+        mbarrier_arrive(shared_address(&s_.unit_full[(i + 1) % 2]));
+      }
+      return;
+    }
+  }
+  // Whether a unit begins at the row, of which steps are shared.
+  __device__ __forceinline__ bool is_next(int64_t row) const {
+    const IndexRows& rows = p_.problem.rows;
+    if (rows.k_start || rows.query_start_loc) {
+      IndexUnit unit;
+      return find_unit_here(rows, row, args_.group_rows, unit) &&
+             !(s_.share.are_kept && takes_all(unit, p_.topk));
+    }
+    return begins_unit(rows, row, args_.group_rows) &&
+           (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
   }
 
   __device__ __forceinline__ void produce() const {
@@ -121,7 +153,7 @@ class Scan {
   }
 
   __device__ __forceinline__ void consume() const {
-    Math<kHeads, kRows, kShares> math(memory_, s_.ring, scan_.boxes.are_used);
+    Math<kHeads, kRows, kShares, kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
     for (int i = 0;; ++i) {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i % 2];
@@ -141,48 +173,73 @@ class Scan {
         }
         prepare_next(i);
         consumers_sync();
-        scan_unit(math, unit, work);
+        if (s_.share.are_kept) keep_unit(math, unit, work);
+        else scan_unit(math, unit, work);
       }
       if (work.unit_end >= s_.end) return;
       consumers_sync();
     }
   }
 
-  template <class TileMath>
-  __device__ __forceinline__ void scan_unit(TileMath& math, const IndexUnit& unit,
-                                            const ScanWork& work) const {
-    constexpr int kStepKeys = TileMath::kStep * kItemKeys;
+  // The order keys of `tiles` tiles from `column` on: put(pair, key, order key), key counted from the
+  // warpgroup's first.
+  template <class TileMath, class Put>
+  __device__ __forceinline__ void score(TileMath& math, const IndexUnit& unit, const ScanWork& work,
+                                        int32_t column, int tiles, const Put& put) const {
     const auto first_key = static_cast<int32_t>(__shfl_sync(kFullWarp, TileMath::first_key(), 0));
-    // Where the lane's keys of a chunk go, of each pair of rows: 0, of a row that does not exist.
-    uint32_t to[TileMath::kPairs];
+    // All rows see the items from key `seen` on, as far as `length` goes.
+    const int32_t seen = work.seen_begin - column - first_key;
+    constexpr int32_t kOthers = kItemKeys - 1;
+    const auto length = static_cast<uint32_t>(max(work.seen_end - work.seen_begin, kOthers) - kOthers);
+    math.load_weights();
+#pragma unroll 1
+    for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
+      const bool all_see = static_cast<uint32_t>(key - seen) < length;
+      math.next_item([&](int pair, float logit, bool present) {
+        uint32_t found = order_key(logit);
+        if (!all_see) {
+          const int32_t own = column + key + first_key + TileMath::key();
+          const IndexRow& where = unit.rows[math.row(pair)];
+          present &= own >= where.begin && own < where.end;
+          if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
+        }
+        put(pair, key, present ? found : 0);
+      });
+    }
+  }
+
+  // All keys of the share's tiles of a unit, to the workspace.
+  template <class TileMath>
+  __device__ __forceinline__ void keep_unit(TileMath& math, const IndexUnit& unit,
+                                            const ScanWork& work) const {
+    const int first_tile = (work.column - unit.begin) / kTileKeys;
+    uint32_t* all = KeptKeys(args_).keys;
+    int32_t to[TileMath::kPairs];  // -1 of a row that does not exist
 #pragma unroll
     for (int pair = 0; pair < TileMath::kPairs; ++pair) {
       const int r = math.row(pair);
-      to[pair] =
-          TileMath::is_own() && r < unit.num_rows ? shared_address(keys(r) + first_key + TileMath::key()) : 0;
+      to[pair] = (kept_tile(work, r) + first_tile) * kTileKeys + TileMath::first_key() + TileMath::key();
+      if (!TileMath::is_own() || r >= unit.num_rows) to[pair] = -1;
     }
+    score(math, unit, work, work.column, work.tiles, [&](int pair, int key, uint32_t found) {
+      if (to[pair] >= 0) all[to[pair] + key] = found;
+    });
+  }
+
+  template <class TileMath>
+  __device__ __forceinline__ void scan_unit(TileMath& math, const IndexUnit& unit,
+                                            const ScanWork& work) const {
+    uint32_t to[TileMath::kPairs]{};  // 0 of a row that does not exist
+#pragma unroll
+    for (int pair = 0; pair < TileMath::kPairs; ++pair)
+      if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
+        to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
     for (int first = 0;;) {
       const int tiles = min(scan_.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;
-      // Items of the chunk from key `seen` on, before `unseen`, lie in all rows.
-      const int32_t seen = work.seen_begin - chunk_column - first_key;
-      const int32_t unseen = work.seen_end - chunk_column - first_key - kItemKeys;
-      math.load_weights();
-#pragma unroll 1
-      for (int key = 0; key < tiles * kTileKeys; key += kStepKeys) {
-        const bool all_see = key >= seen && key <= unseen;
-        math.next_item([&](int pair, float logit, bool present) {
-          if (to[pair] == 0) return;
-          uint32_t found = order_key(logit);
-          if (!all_see) {
-            const int32_t column = chunk_column + key + first_key + TileMath::key();
-            const IndexRow& where = unit.rows[math.row(pair)];
-            present &= column >= where.begin && column < where.end;
-            if (scan_.has_pins && p_.is_pinned(where, column)) found = kPinnedKey;
-          }
-          store_shared_4(to[pair] + 4 * key, present ? found : 0);
-        });
-      }
+      score(math, unit, work, chunk_column, tiles, [&](int pair, int key, uint32_t found) {
+        if (to[pair] != 0) store_shared_4(to[pair] + 4 * key, found);
+      });
       const bool is_last = first + tiles == work.tiles;
       consumers_sync();
       RowTeam team(s_, unit.num_rows);
@@ -201,7 +258,7 @@ class Scan {
   // The candidates of a row.
   struct RowCandidates {
     CandidateList list;
-    CandidateKeys chunk;
+    CandidateKeys<4> chunk;
 
     template <class Team, class Visit>
     __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
@@ -219,7 +276,7 @@ class Scan {
   // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
-                                            CandidateKeys chunk, bool is_first, bool is_last) const {
+                                            CandidateKeys<4> chunk, bool is_first, bool is_last) const {
     const int32_t topk = p_.topk;
     const Survey found = survey(team, chunk);
     const int32_t listed = s_.count[r], total = listed + found.count;
@@ -252,12 +309,17 @@ class Scan {
     }
     const int32_t in_list = is_first ? 0 : count;
     if (work.is_whole) {
-      // Columns are put in order where no candidates lie.
-      team.stage_in(is_first ? static_cast<void*>(list(r)) : keys(r));
+      const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
       const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
-      emit_from(team, answer, RowCandidates{{list(r), in_list}, chunk}, least,
-                {0, count, unit.begin, answer.where.end},
-                [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); });
+      // Columns are put in order where no candidates lie.
+      if (is_first) {
+        team.stage_in(list(r));
+        emit_chosen(team, answer, find_chosen(team, chunk, least), chunk, 0, slot);
+      } else {
+        team.stage_in(keys(r));
+        const AnswerPart part{0, count, unit.begin, answer.where.end};
+        emit_from(team, answer, CandidateList{list(r), count}, least, part, slot);
+      }
       emit_end(team, p_, answer.row, count);
       return;
     }
