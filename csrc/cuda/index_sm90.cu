@@ -45,10 +45,12 @@ void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
   return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
 }
 
-// Rows of a unit, at most `most`; those of a request are divided evenly.
-int unit_rows(const IndexRows& rows, int64_t most) {
+// Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows are
+// computed as four, so five or six rows are units of two.
+int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   most = std::min(most, rows.num_rows);
   if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
+  if (num_heads > 32 && (rows.next_n == 5 || rows.next_n == 6)) most = std::min<int64_t>(most, 2);
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
 }
@@ -89,7 +91,6 @@ __global__ void __launch_bounds__(kMergeThreads, 2)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ MergeShared shared;
   extern __shared__ uint8_t raw[];
-  wait_for_previous_grid();
   auto* held = reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16);
   merge(args, shared, held);
 #endif
@@ -135,9 +136,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int r = math.row(pair);
       if (!TileMath::is_own() || r >= unit.num_rows || column >= p.width) return;
       const IndexRow& where = unit.rows[r];
+      logit = round_add(logit, 0.0f);
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
-      *out(r, column) =
-          present && column >= where.begin && column < where.end ? round_add(logit, 0.0f) : -INFINITY;
+      *out(r, column) = present && column >= where.begin && column < where.end ? logit : -INFINITY;
     });
   }
 #endif
@@ -156,7 +157,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int topk = args.p.topk, num_heads = args.p.problem.queries.num_heads;
   const bool is_fp4 = has_fp4_keys(args.p.problem),
              are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
-  own.group_rows = unit_rows(rows, topk > 2048 || (are_many && num_heads > 32) ? 2 : kIndexGroupRows);
+  own.group_rows =
+      unit_rows(rows, topk > 2048 || (are_many && num_heads > 32) ? 2 : kIndexGroupRows, num_heads);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
@@ -178,21 +180,24 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
                     KeptKeys::most_tiles(own)});
   });
   const int64_t jobs = num_merge_jobs(own);
-  // As many as an H200 holds at once, two CTAs on a multiprocessor if there are more than multiprocessors.
-  const int cluster = jobs <= 32 ? 8 : jobs <= 64 ? 4 : jobs <= 132 ? 2 : 1;
-  const int entries = jobs * cluster <= num_processors() ? kMergeEntries : kMergeEntriesOfTwo;
+  // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
+  // share a multiprocessor and its memory.
+  constexpr struct { int size, at_once; } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
+  const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
+                                      [&](const auto& c) { return jobs <= 2 * c.at_once; });
+  const int entries = jobs <= cluster.at_once ? kMergeEntries : kMergeEntriesOfTwo;
   launch(index_merge_sm90_kernel,
-         {.grid = jobs * cluster,
+         {.grid = jobs * cluster.size,
           .block = kMergeThreads,
           .stream = stream,
           .smem = entries * 8 + 16,
-          .cluster = cluster},
+          .cluster = cluster.size},
          MergeArgs{own, entries});
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const IndexRows& rows = p.problem.rows;
-  const int group_rows = unit_rows(rows, kIndexGroupRows);
+  const int group_rows = unit_rows(rows, kIndexGroupRows, p.problem.queries.num_heads);
   const bool are_even = rows.query_start_loc == nullptr && (rows.k_start || rows.next_n % group_rows == 0);
   const int unit_stride = are_even ? group_rows : 1;
   const int64_t units = (rows.num_rows + unit_stride - 1) / unit_stride;

@@ -13,6 +13,9 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 // Over each group of kLanes neighbouring lanes; all of them get the result.
 template <int kLanes = kWarpSize>
 __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kLanes == kWarpSize) return __reduce_max_sync(kFullWarp, x);
+#endif
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
   return x;
@@ -30,11 +33,13 @@ __device__ __forceinline__ T broadcast(T x, int lane) {
   return x;
 }
 
-// The sum of all lanes.
-template <class T>
+template <int kLanes = kWarpSize, class T>
 __device__ __forceinline__ T lanes_sum(T x) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kLanes == kWarpSize && sizeof(T) == 4) return __reduce_add_sync(kFullWarp, x);
+#endif
 #pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  for (int offset = 1; offset < kLanes; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
   return x;
 }
 

@@ -89,25 +89,42 @@ struct ChosenRuns {
   int32_t begin, end;    // the calling warp's run
   int32_t place, count;  // where it puts them; all of the team's
 
-  template <class Keys>
-  __device__ __forceinline__ bool takes(const Keys& from, int32_t i) const {
-    const uint32_t key = from.keys[i];
-    return key > least_key || (key == least_key && static_cast<uint32_t>(from.column + i) <= last_column);
+  // visit(column, bits): bit j says whether column + j is chosen. The lanes of a warp together.
+  template <class Visit>
+  __device__ __forceinline__ void visit(const CandidateKeys& from, const Visit& visit_four) const {
+    constexpr int kStep = 4 * kWarpSize;
+#pragma unroll 1
+    for (int32_t first = begin; first < end; first += CandidateKeys::kAtOnce * kStep) {
+      const int32_t own = first + 4 * (threadIdx.x % kWarpSize);
+      uint32_t keys[CandidateKeys::kAtOnce][4];
+      from.load(keys, own, kStep, end);
+#pragma unroll
+      for (int i = 0; i < CandidateKeys::kAtOnce; ++i) {
+        const int32_t column = from.column + own + i * kStep;
+        uint32_t chosen = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const bool is_least = keys[i][j] == least_key && static_cast<uint32_t>(column + j) <= last_column;
+          chosen |= static_cast<uint32_t>(keys[i][j] > least_key || is_least) << j;
+        }
+        visit_four(column, chosen);
+      }
+    }
   }
 };
-template <class Team, class Keys>
-__device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const Keys& from, uint64_t least) {
+template <class Team>
+__device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const CandidateKeys& from,
+                                                  uint64_t least) {
+  constexpr int kStep = 4 * kWarpSize;
   const int warps = team.threads() / kWarpSize, warp = team.thread() / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
   ChosenRuns runs{static_cast<uint32_t>(least >> 32), static_cast<uint32_t>(column_of(least))};
-  const int32_t length = (from.count / kWarpSize + warps - 1) / warps * kWarpSize;
+  const int32_t length = (from.count / kStep + warps - 1) / warps * kStep;
   runs.begin = min(warp * length, from.count);
   runs.end = min(runs.begin + length, from.count);
   int32_t own = 0;
-#pragma unroll 1
-  for (int32_t i = runs.begin + lane; i < runs.end; i += kWarpSize) own += runs.takes(from, i);
+  runs.visit(from, [&](int32_t, uint32_t chosen) { own += __popc(chosen); });
   own = lanes_sum(own);
-  const int32_t last = team_inclusive_sum(team, lane == 0 ? own : 0);
+  const int32_t last = team_inclusive_sum(team, threadIdx.x % kWarpSize == 0 ? own : 0);
   runs.place = last - own;
   if (team.thread() == team.threads() - 1) team.scalars().kept = last;
   team.sync();
@@ -115,19 +132,23 @@ __device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const Keys& 
   return runs;
 }
 // Writes them ascending by column, to places from `place` on.
-template <class Team, class Keys, class Slot>
+template <class Team, class Slot>
 __device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
-                                            const ChosenRuns& runs, const Keys& from, int32_t place,
+                                            const ChosenRuns& runs, const CandidateKeys& from, int32_t place,
                                             const Slot& slot) {
   const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
-  int32_t to = runs.place;
-#pragma unroll 1
-  for (int32_t i = runs.begin + threadIdx.x % kWarpSize; i < runs.end; i += kWarpSize) {
-    const bool is_chosen = runs.takes(from, i);
-    const uint32_t lanes = __ballot_sync(kFullWarp, is_chosen);
-    if (is_chosen) team.staged()[to + __popc(lanes & lanes_before)] = from.column + i;
-    to += __popc(lanes);
-  }
+  int32_t* to = team.staged() + runs.place;
+  runs.visit(from, [&](int32_t column, uint32_t chosen) {
+    const int own = __popc(chosen);  // 0 to 4: lanes by the bits of it
+    const uint32_t ones = __ballot_sync(kFullWarp, own & 1), twos = __ballot_sync(kFullWarp, own & 2),
+                   fours = __ballot_sync(kFullWarp, own & 4);
+    int32_t* own_to = to + __popc(ones & lanes_before) + 2 * __popc(twos & lanes_before) +
+                      4 * __popc(fours & lanes_before);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (chosen >> j & 1) *own_to++ = column + j;
+    to += __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+  });
   team.sync();
   write_columns(team, answer, place, runs.count, slot);
 }

@@ -101,29 +101,35 @@ struct CandidateList {
 };
 
 // Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
-// 16-byte aligned, `count` a multiple of 128. A visit looks at kAtOnce neighbours, 1 or 4: what is visited once and
-// is short takes as long as its instructions take to arrive.
-template <int kAtOnce>
+// 16-byte aligned, `count` a multiple of 128.
 struct CandidateKeys {
+  static constexpr int kAtOnce = 4;  // loads in flight, of four neighbours each
   const uint32_t* keys;
   int32_t column, count;
   uint32_t least;
 
+  // Neighbours from `first` on, and from every `step` behind it; from `end` on there are none.
+  __device__ __forceinline__ void load(uint32_t (&found)[kAtOnce][4], int32_t first, int32_t step,
+                                       int32_t end) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      uint4 four{};
+      if (first + i * step < end) four = *reinterpret_cast<const uint4*>(keys + first + i * step);
+      found[i][0] = four.x, found[i][1] = four.y, found[i][2] = four.z, found[i][3] = four.w;
+    }
+  }
   template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-    const int threads = team.threads();
+    const int32_t step = 4 * team.threads();
 #pragma unroll 1
-    for (int32_t first = kAtOnce * team.thread(); first < count; first += kAtOnce * threads) {
-      uint32_t found[4];
-      if constexpr (kAtOnce == 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
-        found[0] = four.x, found[1] = four.y, found[2] = four.z, found[3] = four.w;
-      } else {
-        found[0] = keys[first];
-      }
+    for (int32_t first = 4 * team.thread(); first < count; first += kAtOnce * step) {
+      uint32_t found[kAtOnce][4];
+      load(found, first, step, count);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (found[j] >= least) visit_one(order_of(found[j], column + first + j));
+      for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (found[i][j] >= least) visit_one(order_of(found[i][j], column + first + i * step + j));
     }
   }
   // `column` lies a multiple of 32 behind `first`.
@@ -254,11 +260,16 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candida
       });
       team.sync();
       const uint64_t* all = team.gathered(shared);
-      if (team.thread() < kth.here) {
-        const uint64_t own = all[team.thread()];
-        int32_t place = 1;
-        for (int i = 0; i < kth.here; ++i) place += all[i] > own;
-        if (place == kth.remaining) s.base = own;
+      // Eight lanes to a candidate, each of which compares it with an eighth of all.
+      constexpr int kLanes = 8, kOfWarp = kWarpSize / kLanes;
+      for (int first = team.thread() / kWarpSize * kOfWarp; first < kth.here;
+           first += team.threads() / kLanes) {
+        const int i = first + threadIdx.x % kWarpSize / kLanes;
+        const uint64_t own = i < kth.here ? all[i] : kNoCandidate;
+        int32_t above = 0;
+        for (int j = threadIdx.x % kLanes; j < kth.here; j += kLanes) above += all[j] > own;
+        above = lanes_sum<kLanes>(above);
+        if (i < kth.here && above + 1 == kth.remaining) s.base = own;
       }
       team.sync();
       return s.base;
@@ -307,7 +318,7 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
 // Behind scalars().kept others, the candidates that are not below `least`.
 template <class Team>
 __device__ __forceinline__ void append_from(const Team& team, uint64_t least,
-                                            const CandidateKeys<4>& candidates, uint64_t* list) {
+                                            const CandidateKeys& candidates, uint64_t* list) {
   const int lane = threadIdx.x % kWarpSize;
   for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
     const int32_t first = warp + 4 * lane;

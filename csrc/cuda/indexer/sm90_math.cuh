@@ -69,8 +69,12 @@ class Math {
     queries_ = panel(memory.queries() + first_row_ * kHeads * kIndexDim);
     // Opaque, or they are found anew for each item.
     asm("" : "+r"(scales_), "+r"(keys_), "+r"(queries_));
+    if (kTakesTurns && group() == kGroups - 1) give_turn();
   }
 
+  // Warpgroups issue their products in turns. All at once would share the tensor cores, end together, and leave
+  // them idle while all find their logits.
+  static constexpr bool kTakesTurns = kRows * kHeads >= 128;
   static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
   static constexpr int kPairs = (kRows + 1) / 2;
 
@@ -115,12 +119,14 @@ class Math {
     const uint32_t keys = keys_ + (kFp4 ? 0 : stage * (Memory::kPanelBytes >> 4));
     constexpr int kColumns = kRows * kHeads / 8;
     float acc[kColumns][4];
+    if constexpr (kTakesTurns) named_barrier(kFirstTurn + group(), 2 * kGroup);
     pin_registers(acc);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       wgmma_e4m3(acc, descriptor(keys + 2 * step), descriptor(queries_ + 2 * step), step > 0);
     wgmma_commit();
+    if constexpr (kTakesTurns) give_turn();
     const uint32_t place = scales_ + slot_ * (4 * Memory::kPlaceWords);
     const uint32_t scale = load_shared_4(place), present = load_shared_4(place + 4 * kItemKeys);
     wgmma_wait<0>();
@@ -141,7 +147,13 @@ class Math {
   }
 
  private:
+  static constexpr int kFirstTurn = 6;  // named barriers
+
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
+  // To the next warpgroup, which has as many items.
+  __device__ __forceinline__ static void give_turn() {
+    named_barrier_arrive(kFirstTurn + (group() + 1) % kGroups, 2 * kGroup);
+  }
 
   __device__ __forceinline__ static uint64_t descriptor(uint32_t low) {
     return wgmma_panel_descriptor(0) | low;

@@ -67,14 +67,19 @@ struct ClusterTeam {
   // At most as many as threads, brought together where the totals were.
   __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
     if (size == 1) return orders;
-    uint32_t* all = s.totals;
     cluster_sync();
-    for (int r = 0; r < size; ++r) {
-      const int words =
-          2 * static_cast<int>(load_cluster_4(cluster_address(shared_address(&s.select.kept), r)));
-      for (int i = threadIdx.x; i < words; i += kMergeThreads)
-        all[i] = load_cluster_4(cluster_address(shared_address(orders), r) + 4 * i);
-      all += words;
+    const auto own = static_cast<int>(of_lanes_block(&s.select.kept));
+    const int end = warp_inclusive_sum(own);  // of the blocks up to the lane's
+    int block = 0, before = 0;
+#pragma unroll
+    for (int r = 0; r < kMostBlocks - 1; ++r) {
+      const int place = __shfl_sync(kFullWarp, end, r);
+      if (r < size - 1 && static_cast<int>(threadIdx.x) >= place) block = r + 1, before = place;
+    }
+    if (static_cast<int>(threadIdx.x) < __shfl_sync(kFullWarp, end, size - 1)) {
+      const uint32_t from = cluster_address(shared_address(orders + threadIdx.x - before), block);
+      const uint32_t low = load_cluster_4(from), high = load_cluster_4(from + 4);
+      reinterpret_cast<uint64_t*>(s.totals)[threadIdx.x] = uint64_t{high} << 32 | low;
     }
     cluster_sync();  // nobody reads this block's any more
     return reinterpret_cast<const uint64_t*>(s.totals);
@@ -82,25 +87,30 @@ struct ClusterTeam {
   // What the blocks found of their own.
   __device__ __forceinline__ Survey together(Survey own) const {
     if (size == 1) return own;
-    Survey all{0, UINT32_MAX, 0};
     cluster_sync();
-    for (int r = 0; r < size; ++r) {
-      const uint32_t from = cluster_address(shared_address(&s.select), r);
-      all.count += static_cast<int32_t>(load_cluster_4(from + offsetof(SelectScalars, kept)));
-      all.low = min(all.low, load_cluster_4(from + offsetof(SelectScalars, low)));
-      all.high = max(all.high, load_cluster_4(from + offsetof(SelectScalars, high)));
-    }
+    const uint32_t count = of_lanes_block(&s.select.kept), low = of_lanes_block(&s.select.low),
+                   high = of_lanes_block(&s.select.high);
+    const bool is_block = threadIdx.x % kWarpSize < static_cast<unsigned>(size);
+    const Survey all{static_cast<int32_t>(lanes_sum(is_block ? count : 0)),
+                     ~lanes_max(is_block ? ~low : 0), lanes_max(is_block ? high : 0)};
     cluster_sync();
     return all;
   }
   // The sum of the blocks before this one. Behind it, nobody may change what is summed before a cluster_sync.
   __device__ __forceinline__ int32_t sum_before(int32_t own) const {
-    int32_t before = 0;
     if (threadIdx.x == 0) s.kept = own;
     cluster_sync();
-    for (int r = 0; r < rank; ++r)
-      before += static_cast<int32_t>(load_cluster_4(cluster_address(shared_address(&s.kept), r)));
-    return before;
+    const uint32_t kept = of_lanes_block(&s.kept);
+    return static_cast<int32_t>(lanes_sum(threadIdx.x % kWarpSize < static_cast<unsigned>(rank) ? kept : 0));
+  }
+
+ private:
+  // A word of the block whose rank is the lane; of others their own.
+  template <class T>
+  __device__ __forceinline__ uint32_t of_lanes_block(const T* word) const {
+    static_assert(sizeof(T) == 4);
+    const int lane = threadIdx.x % kWarpSize;
+    return load_cluster_4(cluster_address(shared_address(word), lane < size ? lane : rank));
   }
 };
 
@@ -144,8 +154,14 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   if (team.size > 1) cluster_sync();  // nobody reads `kept` any more
 }
 
-// The answers of rows whose keys were kept. Rows take turns among the clusters.
-__device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint32_t* held) {
+// Of a cluster of so many blocks.
+__device__ __forceinline__ int64_t first_row(int size) {
+  return blockIdx.x / static_cast<unsigned>(size);
+}
+
+// The answers of rows whose keys were kept; `where` is the first one. Rows take turns among the clusters.
+__device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint32_t* held,
+                                       IndexRow where) {
   const IndexTopkArgs& args = merge_args.topk;
   const IndexTopkParams& p = args.p;
   const KeptKeys kept(args);
@@ -157,9 +173,9 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
   }
   uint32_t phase = 0;
   const auto slot = [&](const IndexRow& where, int32_t column) { return args.slot(where, column); };
-  for (int64_t row = blockIdx.x / size; row < p.problem.rows.num_rows; row += gridDim.x / size) {
-    const KeptRow first = kept.rows[row];  // of a row that was scored; asked for together with what follows
-    const IndexRow where = find_row(p.problem.rows, row);
+  for (int64_t row = first_row(size); row < p.problem.rows.num_rows; row += gridDim.x / size) {
+    const KeptRow first = kept.rows[row];  // of a row that was scored
+    if (row > first_row(size)) where = find_row(p.problem.rows, row);
     const IndexAnswer answer{p, row, where};
     ClusterTeam team{s, size, rank};
     __syncthreads();
@@ -172,7 +188,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     if (tiles * kTileKeys <= kAloneEntries) team.size = 1;
     if (rank >= team.size) continue;
     const int begin = tiles * rank / team.size, end = tiles * (rank + 1) / team.size;
-    CandidateKeys<1> keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
+    CandidateKeys keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
                           (end - begin) * kTileKeys, 1};
     if (keys.count <= 2 * merge_args.entries) {
       if (threadIdx.x == 0) {
@@ -196,8 +212,11 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
 
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
   const IndexTopkArgs& args = merge_args.topk;
-  if (args.state(0)->are_kept) return choose(merge_args, s, reinterpret_cast<uint32_t*>(held));
   ClusterTeam team{s, cluster_size(), cluster_rank()};
+  // What the caller gave: the scan has waited for the grids that it may come from.
+  const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
+  wait_for_previous_grid();
+  if (args.state(0)->are_kept) return choose(merge_args, s, reinterpret_cast<uint32_t*>(held), where);
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;
   const int parts = job.num_parts(), i = threadIdx.x;

@@ -258,7 +258,7 @@ class Scan {
   // The candidates of a row.
   struct RowCandidates {
     CandidateList list;
-    CandidateKeys<4> chunk;
+    CandidateKeys chunk;
 
     template <class Team, class Visit>
     __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
@@ -276,7 +276,7 @@ class Scan {
   // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
-                                            CandidateKeys<4> chunk, bool is_first, bool is_last) const {
+                                            CandidateKeys chunk, bool is_first, bool is_last) const {
     const int32_t topk = p_.topk;
     const Survey found = survey(team, chunk);
     const int32_t listed = s_.count[r], total = listed + found.count;
