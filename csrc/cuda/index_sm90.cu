@@ -165,18 +165,17 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     using S = decltype(shape);
     const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
     const int num_stages = own.group_rows == 1 ? 3 * kGroups : 2 * kGroups;
-    const int room = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
-                     Memory::bytes(num_stages, lines, panels, is_fp4);
-    int chunk_tiles = 1;
-    while (own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room) ++chunk_tiles;
+    const int bytes = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
+                      Memory::bytes(num_stages, lines, panels, is_fp4);
+    const RowRoom room = RowRoom::of(topk, own.group_rows, bytes);
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) +
-                    own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins,
+                    own.group_rows * row_bytes(room.list_entries, room.chunk_tiles)},
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, room, has_pins,
                     KeptKeys::most_tiles(own)});
   });
   const int64_t jobs = num_merge_jobs(own);

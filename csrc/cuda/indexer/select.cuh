@@ -315,25 +315,61 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
   team.sync();
 }
 
-// Behind scalars().kept others, the candidates that are not below `least`.
+// Behind scalars().kept others, the candidates that are not below `least`: as many as the list has room for, all
+// are counted. Returns the largest key that a lane of the warp met.
 template <class Team>
-__device__ __forceinline__ void append_from(const Team& team, uint64_t least,
-                                            const CandidateKeys& candidates, uint64_t* list) {
+__device__ __forceinline__ uint32_t append_from(const Team& team, uint64_t least,
+                                                const CandidateKeys& candidates, uint64_t* list,
+                                                int32_t room) {
+  constexpr int kAtOnce = CandidateKeys::kAtOnce;
   const int lane = threadIdx.x % kWarpSize;
-  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
+  const int32_t step = 4 * team.threads();
+  uint32_t high = 0;
+  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += kAtOnce * step) {
     const int32_t first = warp + 4 * lane;
-    const uint4 four = *reinterpret_cast<const uint4*>(candidates.keys + first);
-    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
-    uint64_t found[4];
-    uint32_t keep = 0;
+    uint32_t found[kAtOnce][4], keep = 0;
+    candidates.load(found, first, step, candidates.count);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      found[j] = order_of(keys[j], candidates.column + first + j);
-      keep |= static_cast<uint32_t>(keys[j] >= candidates.least && found[j] >= least) << j;
+    for (int i = 0; i < 4 * kAtOnce; ++i) {
+      const uint32_t key = found[i / 4][i % 4];
+      const uint64_t order = order_of(key, candidates.column + first + i / 4 * step + i % 4);
+      const bool keeps = key >= candidates.least && order >= least;
+      if (keeps) high = max(high, key);
+      keep |= static_cast<uint32_t>(keeps) << i;
     }
-    append(team, found, keep, list);
+    if (!__any_sync(kFullWarp, keep != 0)) continue;
+    const int32_t own = __popc(keep), end = warp_inclusive_sum(own);
+    int32_t place = 0;
+    if (lane == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
+    place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+#pragma unroll
+    for (int i = 0; i < 4 * kAtOnce; ++i) {
+      if ((keep >> i & 1) == 0) continue;
+      if (place < room)
+        list[place] = order_of(found[i / 4][i % 4], candidates.column + first + i / 4 * step + i % 4);
+      ++place;
+    }
   }
   team.sync();
+  return lanes_max(high);
+}
+// Whether all candidates have room behind `listed` others of a list; scalars().kept are there then, and `high` is
+// the largest key of what has come. Else the list is as it was. The whole team calls it.
+template <class Team>
+__device__ __forceinline__ bool try_append(const Team& team, const CandidateKeys& candidates, uint64_t* list,
+                                           int32_t listed, int32_t room, uint32_t& high) {
+  SelectScalars& s = team.scalars();
+  team.sync();
+  if (team.thread() == 0) {
+    s.kept = listed;
+    s.high = 0;
+  }
+  team.sync();
+  const uint32_t own = append_from(team, kLeastOrder, candidates, list, room);
+  if (threadIdx.x % kWarpSize == 0) atomicMax(&s.high, own);
+  team.sync();
+  high = s.high;
+  return s.kept <= room;
 }
 
 }  // namespace mla_fp8::gpu

@@ -6,13 +6,26 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Of a list: topk, and a few more, so that not every chunk's end has to find the k-th.
-MLA_HD constexpr int list_capacity(int topk) { return (topk + topk / 8 + 1) / 2 * 2; }
 // Words from a row's keys to the next one's: lanes write 16 keys of two rows together.
 MLA_HD constexpr int keys_pitch(int chunk_tiles) { return chunk_tiles * kTileKeys + 16; }
-MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
-  return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
+MLA_HD constexpr int row_bytes(int list_entries, int chunk_tiles) {
+  return 8 * list_entries + 4 * keys_pitch(chunk_tiles);
 }
+// A list holds topk and more, so that not every chunk's end has to find the k-th; what lists leave is for chunks.
+struct RowRoom {
+  int list_entries, chunk_tiles;
+
+  static RowRoom of(int topk, int num_rows, int bytes) {
+    constexpr int kEnoughTiles = 24;
+    RowRoom room{};
+    for (const int more : {topk - topk / 4, topk / 8}) {
+      room = {(topk + more + 1) / 2 * 2, 1};
+      while (num_rows * row_bytes(room.list_entries, room.chunk_tiles + 1) <= bytes) ++room.chunk_tiles;
+      if (room.chunk_tiles >= kEnoughTiles) break;
+    }
+    return room;
+  }
+};
 
 // Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and for
 // each row where they are. The lists lie in the same memory.
@@ -66,7 +79,7 @@ struct ScanArgs {
   KeyBoxes boxes;
   IndexTopkArgs topk;
   int num_stages, lines, panels;
-  int chunk_tiles;
+  RowRoom room;
   bool has_pins;
   int32_t most_kept;  // tiles
 };

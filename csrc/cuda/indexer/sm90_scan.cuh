@@ -69,9 +69,9 @@ class Scan {
 
   // Of row r: its list, and a chunk's keys.
   __device__ __forceinline__ uint64_t* list(int r) const {
-    return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
+    return reinterpret_cast<uint64_t*>(memory_.end()) + r * scan_.room.list_entries;
   }
-  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.chunk_tiles); }
+  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.room.chunk_tiles); }
   __device__ __forceinline__ uint32_t* keys(int r) const {
     return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
   }
@@ -235,7 +235,7 @@ class Scan {
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
     for (int first = 0;;) {
-      const int tiles = min(scan_.chunk_tiles, work.tiles - first);
+      const int tiles = min(scan_.room.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;
       score(math, unit, work, chunk_column, tiles, [&](int pair, int key, uint32_t found) {
         if (to[pair] != 0) store_shared_4(to[pair] + 4 * key, found);
@@ -277,10 +277,19 @@ class Scan {
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             CandidateKeys chunk, bool is_first, bool is_last) const {
-    const int32_t topk = p_.topk;
-    const Survey found = survey(team, chunk);
-    const int32_t listed = s_.count[r], total = listed + found.count;
-    const bool shrinks = total > (is_last ? topk : list_capacity(topk));
+    const int32_t topk = p_.topk, list_entries = scan_.room.list_entries;
+    Survey found{0, UINT32_MAX, 0};
+    int32_t listed = s_.count[r];
+    // Behind the first chunk most candidates are below the k-th so far, and what is not has room in the list.
+    const bool is_listed = !is_first && try_append(team, chunk, list(r), listed, list_entries, found.high);
+    if (is_listed) {
+      listed = team.scalars().kept;
+      chunk.count = 0;
+    } else {
+      found = survey(team, chunk);
+    }
+    const int32_t total = listed + found.count;
+    const bool shrinks = total > (is_last ? topk : list_entries);
     const uint32_t low = min(s_.low[r], found.low), high = max(s_.high[r], found.high);
     uint64_t least = kLeastOrder;
     if (shrinks)
@@ -294,7 +303,7 @@ class Scan {
         if (team.thread() == 0) team.scalars().kept = listed;
         team.sync();
       }
-      append_from(team, least, chunk, list(r));
+      append_from(team, least, chunk, list(r), list_entries);
       count = team.scalars().kept;
       team.sync();
       if (team.thread() == 0) {
@@ -331,7 +340,7 @@ class Scan {
     }
     for (int32_t j = team.thread(); j < in_list; j += team.threads()) left[j] = list(r)[j];
     team.sync();
-    append_from(team, least, chunk, left);
+    append_from(team, least, chunk, left, topk);
   }
 
   const ScanArgs& scan_;
