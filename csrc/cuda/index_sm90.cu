@@ -181,7 +181,9 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int64_t jobs = num_merge_jobs(own);
   // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
   // share a multiprocessor and its memory.
-  constexpr struct { int size, at_once; } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
+  constexpr struct {
+    int size, at_once;
+  } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
   const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
                                       [&](const auto& c) { return jobs <= 2 * c.at_once; });
   const int entries = jobs <= cluster.at_once ? kMergeEntries : kMergeEntriesOfTwo;

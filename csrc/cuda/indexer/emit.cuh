@@ -92,24 +92,17 @@ struct ChosenRuns {
   // visit(column, bits): bit j says whether column + j is chosen. The lanes of a warp together.
   template <class Visit>
   __device__ __forceinline__ void visit(const CandidateKeys& from, const Visit& visit_four) const {
-    constexpr int kStep = 4 * kWarpSize;
-#pragma unroll 1
-    for (int32_t first = begin; first < end; first += CandidateKeys::kAtOnce * kStep) {
-      const int32_t own = first + 4 * (threadIdx.x % kWarpSize);
-      uint32_t keys[CandidateKeys::kAtOnce][4];
-      from.load(keys, own, kStep, end);
+    from.visit_fours(
+        begin + 4 * (threadIdx.x % kWarpSize), 4 * kWarpSize, end, [&](int32_t i, const uint32_t (&keys)[4]) {
+          uint32_t chosen = 0;
 #pragma unroll
-      for (int i = 0; i < CandidateKeys::kAtOnce; ++i) {
-        const int32_t column = from.column + own + i * kStep;
-        uint32_t chosen = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const bool is_least = keys[i][j] == least_key && static_cast<uint32_t>(column + j) <= last_column;
-          chosen |= static_cast<uint32_t>(keys[i][j] > least_key || is_least) << j;
-        }
-        visit_four(column, chosen);
-      }
-    }
+          for (int j = 0; j < 4; ++j) {
+            const auto column = static_cast<uint32_t>(from.column + i + j);
+            const bool is_chosen = keys[j] > least_key || (keys[j] == least_key && column <= last_column);
+            chosen |= static_cast<uint32_t>(is_chosen) << j;
+          }
+          visit_four(from.column + i, chosen);
+        });
   }
 };
 template <class Team>
@@ -136,18 +129,14 @@ template <class Team, class Slot>
 __device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
                                             const ChosenRuns& runs, const CandidateKeys& from, int32_t place,
                                             const Slot& slot) {
-  const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
   int32_t* to = team.staged() + runs.place;
   runs.visit(from, [&](int32_t column, uint32_t chosen) {
-    const int own = __popc(chosen);  // 0 to 4: lanes by the bits of it
-    const uint32_t ones = __ballot_sync(kFullWarp, own & 1), twos = __ballot_sync(kFullWarp, own & 2),
-                   fours = __ballot_sync(kFullWarp, own & 4);
-    int32_t* own_to = to + __popc(ones & lanes_before) + 2 * __popc(twos & lanes_before) +
-                      4 * __popc(fours & lanes_before);
+    const FourOfLanes lanes(chosen);
+    int32_t* own_to = to + lanes.before();
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (chosen >> j & 1) *own_to++ = column + j;
-    to += __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+    to += lanes.all();
   });
   team.sync();
   write_columns(team, answer, place, runs.count, slot);

@@ -103,34 +103,33 @@ struct CandidateList {
 // Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
 // 16-byte aligned, `count` a multiple of 128.
 struct CandidateKeys {
-  static constexpr int kAtOnce = 4;  // loads in flight, of four neighbours each
   const uint32_t* keys;
   int32_t column, count;
   uint32_t least;
 
-  // Neighbours from `first` on, and from every `step` behind it; from `end` on there are none.
-  __device__ __forceinline__ void load(uint32_t (&found)[kAtOnce][4], int32_t first, int32_t step,
-                                       int32_t end) const {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      uint4 four{};
-      if (first + i * step < end) four = *reinterpret_cast<const uint4*>(keys + first + i * step);
-      found[i][0] = four.x, found[i][1] = four.y, found[i][2] = four.z, found[i][3] = four.w;
+  // visit_four(i, keys i to i + 3), from `first` on and every `step` behind it, before `end`. The loop is short: what
+  // runs once takes as long as its instructions take to arrive. The next four are on their way meanwhile.
+  template <class Visit>
+  __device__ __forceinline__ void visit_fours(int32_t first, int32_t step, int32_t end,
+                                              const Visit& visit_four) const {
+    const auto load = [&](int32_t i) {
+      return i < end ? *reinterpret_cast<const uint4*>(keys + i) : uint4{0, 0, 0, 0};
+    };
+    uint4 next = load(first);
+#pragma unroll 1
+    for (int32_t i = first; i < end; i += step) {
+      const uint32_t found[] = {next.x, next.y, next.z, next.w};
+      next = load(i + step);
+      visit_four(i, found);
     }
   }
   template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-    const int32_t step = 4 * team.threads();
-#pragma unroll 1
-    for (int32_t first = 4 * team.thread(); first < count; first += kAtOnce * step) {
-      uint32_t found[kAtOnce][4];
-      load(found, first, step, count);
+    visit_fours(4 * team.thread(), 4 * team.threads(), count, [&](int32_t i, const uint32_t (&found)[4]) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (found[i][j] >= least) visit_one(order_of(found[i][j], column + first + i * step + j));
-    }
+      for (int j = 0; j < 4; ++j)
+        if (found[j] >= least) visit_one(order_of(found[j], column + i + j));
+    });
   }
   // `column` lies a multiple of 32 behind `first`.
   template <class Team>
@@ -315,41 +314,54 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
   team.sync();
 }
 
+// Bits 0 to 3 of each lane: how many are set in all lanes, and in those before this one.
+class FourOfLanes {
+ public:
+  __device__ __forceinline__ explicit FourOfLanes(uint32_t bits) {
+    const uint32_t own = __popc(bits);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) lanes_[i] = __ballot_sync(kFullWarp, own >> i & 1);
+  }
+  __device__ __forceinline__ int all() const { return sum(kFullWarp); }
+  __device__ __forceinline__ int before() const { return sum((1u << threadIdx.x % kWarpSize) - 1); }
+
+ private:
+  __device__ __forceinline__ int sum(uint32_t lanes) const {
+    return __popc(lanes_[0] & lanes) + 2 * __popc(lanes_[1] & lanes) + 4 * __popc(lanes_[2] & lanes);
+  }
+  uint32_t lanes_[3];  // by the bits of their number
+};
+
 // Behind scalars().kept others, the candidates that are not below `least`: as many as the list has room for, all
 // are counted. Returns the largest key that a lane of the warp met.
 template <class Team>
 __device__ __forceinline__ uint32_t append_from(const Team& team, uint64_t least,
                                                 const CandidateKeys& candidates, uint64_t* list,
                                                 int32_t room) {
-  constexpr int kAtOnce = CandidateKeys::kAtOnce;
   const int lane = threadIdx.x % kWarpSize;
-  const int32_t step = 4 * team.threads();
   uint32_t high = 0;
-  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += kAtOnce * step) {
-    const int32_t first = warp + 4 * lane;
-    uint32_t found[kAtOnce][4], keep = 0;
-    candidates.load(found, first, step, candidates.count);
+  candidates.visit_fours(
+      4 * team.thread(), 4 * team.threads(), candidates.count, [&](int32_t i, const uint32_t (&found)[4]) {
+        uint32_t keep = 0;
 #pragma unroll
-    for (int i = 0; i < 4 * kAtOnce; ++i) {
-      const uint32_t key = found[i / 4][i % 4];
-      const uint64_t order = order_of(key, candidates.column + first + i / 4 * step + i % 4);
-      const bool keeps = key >= candidates.least && order >= least;
-      if (keeps) high = max(high, key);
-      keep |= static_cast<uint32_t>(keeps) << i;
-    }
-    if (!__any_sync(kFullWarp, keep != 0)) continue;
-    const int32_t own = __popc(keep), end = warp_inclusive_sum(own);
-    int32_t place = 0;
-    if (lane == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
-    place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+        for (int j = 0; j < 4; ++j) {
+          const bool keeps =
+              found[j] >= candidates.least && order_of(found[j], candidates.column + i + j) >= least;
+          if (keeps) high = max(high, found[j]);
+          keep |= static_cast<uint32_t>(keeps) << j;
+        }
+        const FourOfLanes lanes(keep);
+        if (lanes.all() == 0) return;
+        int32_t place = 0;
+        if (lane == 0) place = atomicAdd(&team.scalars().kept, lanes.all());
+        place = __shfl_sync(kFullWarp, place, 0) + lanes.before();
 #pragma unroll
-    for (int i = 0; i < 4 * kAtOnce; ++i) {
-      if ((keep >> i & 1) == 0) continue;
-      if (place < room)
-        list[place] = order_of(found[i / 4][i % 4], candidates.column + first + i / 4 * step + i % 4);
-      ++place;
-    }
-  }
+        for (int j = 0; j < 4; ++j) {
+          if ((keep >> j & 1) == 0) continue;
+          if (place < room) list[place] = order_of(found[j], candidates.column + i + j);
+          ++place;
+        }
+      });
   team.sync();
   return lanes_max(high);
 }

@@ -91,8 +91,8 @@ struct ClusterTeam {
     const uint32_t count = of_lanes_block(&s.select.kept), low = of_lanes_block(&s.select.low),
                    high = of_lanes_block(&s.select.high);
     const bool is_block = threadIdx.x % kWarpSize < static_cast<unsigned>(size);
-    const Survey all{static_cast<int32_t>(lanes_sum(is_block ? count : 0)),
-                     ~lanes_max(is_block ? ~low : 0), lanes_max(is_block ? high : 0)};
+    const Survey all{static_cast<int32_t>(lanes_sum(is_block ? count : 0)), ~lanes_max(is_block ? ~low : 0),
+                     lanes_max(is_block ? high : 0)};
     cluster_sync();
     return all;
   }
@@ -155,9 +155,7 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
 }
 
 // Of a cluster of so many blocks.
-__device__ __forceinline__ int64_t first_row(int size) {
-  return blockIdx.x / static_cast<unsigned>(size);
-}
+__device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
 // The answers of rows whose keys were kept; `where` is the first one. Rows take turns among the clusters.
 __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint32_t* held,
@@ -189,7 +187,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     if (rank >= team.size) continue;
     const int begin = tiles * rank / team.size, end = tiles * (rank + 1) / team.size;
     CandidateKeys keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
-                          (end - begin) * kTileKeys, 1};
+                       (end - begin) * kTileKeys, 1};
     if (keys.count <= 2 * merge_args.entries) {
       if (threadIdx.x == 0) {
         mbarrier_arrive_expect(bar, keys.count * 4);
