@@ -81,7 +81,6 @@ KeyBoxes key_boxes(const IndexProblem& problem) {
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  wait_for_previous_grid();
   Scan<S::kHeads, S::kRows, S::kShares, S::kFp4>(args).run();
 #endif
 }
@@ -158,24 +157,25 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const bool is_fp4 = has_fp4_keys(args.p.problem),
              are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
   own.group_rows =
-      unit_rows(rows, topk > 2048 || (are_many && num_heads > 32) ? 2 : kIndexGroupRows, num_heads);
+      unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
     const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
     const int num_stages = own.group_rows == 1 ? 3 * kGroups : 2 * kGroups;
-    const int bytes = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
-                      Memory::bytes(num_stages, lines, panels, is_fp4);
-    const RowRoom room = RowRoom::of(topk, own.group_rows, bytes);
+    const int room = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
+                     Memory::bytes(num_stages, lines, panels, is_fp4);
+    int chunk_tiles = 1;
+    while (own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room) ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) +
-                    own.group_rows * row_bytes(room.list_entries, room.chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, room, has_pins,
+                    own.group_rows * row_bytes(topk, chunk_tiles)},
+           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins,
                     KeptKeys::most_tiles(own)});
   });
   const int64_t jobs = num_merge_jobs(own);

@@ -89,20 +89,17 @@ struct ChosenRuns {
   int32_t begin, end;    // the calling warp's run
   int32_t place, count;  // where it puts them; all of the team's
 
-  // visit(column, bits): bit j says whether column + j is chosen. The lanes of a warp together.
-  template <class Visit>
-  __device__ __forceinline__ void visit(const CandidateKeys& from, const Visit& visit_four) const {
-    from.visit_fours(
-        begin + 4 * (threadIdx.x % kWarpSize), 4 * kWarpSize, end, [&](int32_t i, const uint32_t (&keys)[4]) {
-          uint32_t chosen = 0;
+  // Bit j: whether column i + j is chosen.
+  __device__ __forceinline__ uint32_t of_four(const CandidateKeys& from, int32_t i) const {
+    const uint4 four = *reinterpret_cast<const uint4*>(from.keys + i);
+    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
+    uint32_t chosen = 0;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const auto column = static_cast<uint32_t>(from.column + i + j);
-            const bool is_chosen = keys[j] > least_key || (keys[j] == least_key && column <= last_column);
-            chosen |= static_cast<uint32_t>(is_chosen) << j;
-          }
-          visit_four(from.column + i, chosen);
-        });
+    for (int j = 0; j < 4; ++j) {
+      const bool is_least = keys[j] == least_key && static_cast<uint32_t>(from.column + i + j) <= last_column;
+      chosen |= static_cast<uint32_t>(keys[j] > least_key || is_least) << j;
+    }
+    return chosen;
   }
 };
 template <class Team>
@@ -115,7 +112,9 @@ __device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const Candid
   runs.begin = min(warp * length, from.count);
   runs.end = min(runs.begin + length, from.count);
   int32_t own = 0;
-  runs.visit(from, [&](int32_t, uint32_t chosen) { own += __popc(chosen); });
+#pragma unroll 1
+  for (int32_t i = runs.begin + 4 * (threadIdx.x % kWarpSize); i < runs.end; i += kStep)
+    own += __popc(runs.of_four(from, i));
   own = lanes_sum(own);
   const int32_t last = team_inclusive_sum(team, threadIdx.x % kWarpSize == 0 ? own : 0);
   runs.place = last - own;
@@ -129,15 +128,21 @@ template <class Team, class Slot>
 __device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
                                             const ChosenRuns& runs, const CandidateKeys& from, int32_t place,
                                             const Slot& slot) {
+  const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
   int32_t* to = team.staged() + runs.place;
-  runs.visit(from, [&](int32_t column, uint32_t chosen) {
-    const FourOfLanes lanes(chosen);
-    int32_t* own_to = to + lanes.before();
+#pragma unroll 1
+  for (int32_t i = runs.begin + 4 * (threadIdx.x % kWarpSize); i < runs.end; i += 4 * kWarpSize) {
+    const uint32_t chosen = runs.of_four(from, i);
+    const int own = __popc(chosen);  // 0 to 4: lanes by the bits of it
+    const uint32_t ones = __ballot_sync(kFullWarp, own & 1), twos = __ballot_sync(kFullWarp, own & 2),
+                   fours = __ballot_sync(kFullWarp, own & 4);
+    int32_t* own_to =
+        to + __popc(ones & lanes_before) + 2 * __popc(twos & lanes_before) + 4 * __popc(fours & lanes_before);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      if (chosen >> j & 1) *own_to++ = column + j;
-    to += lanes.all();
-  });
+      if (chosen >> j & 1) *own_to++ = from.column + i + j;
+    to += __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+  }
   team.sync();
   write_columns(team, answer, place, runs.count, slot);
 }

@@ -162,15 +162,38 @@ struct UnitPlaces {
 // Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a block.
 inline constexpr int32_t kMostKeptTiles = 1 << 20;
 
-// All kThreads threads of the block call it; a barrier must come before `share` is read, or `first_unit`,
-// that it begins in if it has any steps. Keys are kept if there are at most `most_kept` scored tiles. `known`
-// is room for the tiles of `room` units.
-template <int kThreads>
-__device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int group_rows, int tile_keys,
-                                           int cta, int num_ctas, int32_t most_kept, int32_t* known, int room,
-                                           IndexShare& share, IndexUnit& first_unit) {
-  constexpr int kWarps = kThreads / kWarpSize;
+// What a CTA asks for its share. Keys are kept if there are at most `most_kept` scored tiles. `known` is room for the
+// tiles of `room` units.
+struct ShareQuestion {
+  const IndexRows& rows;
+  int topk, group_rows, tile_keys;
+  int cta, num_ctas;
+  int32_t most_kept;
+  int32_t* known;
+  int room;
+};
+// The threads of a block. Those that find a share together have
+//
+//   thread(), threads(), sync()   of their own
+//   inclusive_sum(x)              of those up to and including the calling one
+template <int kN>
+struct ShareBlock {
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static constexpr int threads() { return kN; }
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+  template <class T>
+  __device__ __forceinline__ static T inclusive_sum(T x) {
+    return block_inclusive_sum<kN / kWarpSize>(x);
+  }
+};
+
+// A barrier must come before `share` is read, or `first_unit`, that it begins in if it has any steps.
+template <class Team>
+__device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
+                                           IndexUnit& first_unit) {
+  const auto& [rows, topk, group_rows, tile_keys, cta, num_ctas, most_kept, known, room] = question;
   constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
+  const int threads = team.threads();
   const UnitPlaces places(rows, group_rows);
   const auto tiles_at = [&](int64_t place) {
     const int64_t row = places.row(place);
@@ -181,13 +204,13 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int 
     return static_cast<int32_t>(scored_tiles(unit, tile_keys, topk));
   };
   // Neighbouring places to a thread.
-  const int64_t each = places.count <= kThreads ? 1 : (places.count + kThreads - 1) / kThreads;
-  const int64_t first = threadIdx.x * each, end = min(first + each, places.count);
+  const int64_t each = places.count <= threads ? 1 : (places.count + threads - 1) / threads;
+  const int64_t first = team.thread() * each, end = min(first + each, places.count);
   const int32_t only = each == 1 && first < end ? tiles_at(first) : kNone;
   const bool are_known = known != nullptr && each > 1 && places.count <= room;
   if (are_known) {
-    for (int64_t i = threadIdx.x; i < places.count; i += kThreads) known[i] = tiles_at(i);
-    __syncthreads();
+    for (int64_t i = team.thread(); i < places.count; i += threads) known[i] = tiles_at(i);
+    team.sync();
   }
   const auto tiles_of = [&](int64_t place) {
     if (each == 1) return only;
@@ -217,23 +240,23 @@ __device__ __forceinline__ void find_share(const IndexRows& rows, int topk, int 
   if (most_kept > 0) {
     int32_t mine = 0;
     for (int64_t i = first; i < end; ++i) mine = min(mine + kept_of(tiles_of(i)), kMostKeptTiles);
-    const int32_t last = block_inclusive_sum<kWarps>(mine);
-    if (threadIdx.x == kThreads - 1) {
+    const int32_t last = team.inclusive_sum(mine);
+    if (team.thread() == threads - 1) {
       share.are_kept = last <= most_kept;
       set_total(last);
     }
-    __syncthreads();
+    team.sync();
     if (share.are_kept) return find_first(mine, last, kept_of);
   }
   const auto chosen_of = [](int32_t tiles) { return tiles == kNone ? 0 : max(tiles, 1) + kChoiceSteps; };
   int64_t mine = 0;
   for (int64_t i = first; i < end; ++i) mine += chosen_of(tiles_of(i));
-  const int64_t last = block_inclusive_sum<kWarps>(mine);
-  if (threadIdx.x == kThreads - 1) {
+  const int64_t last = team.inclusive_sum(mine);
+  if (team.thread() == threads - 1) {
     share.are_kept = false;
     set_total(last);
   }
-  __syncthreads();
+  team.sync();
   find_first(mine, last, chosen_of);
 }
 

@@ -107,29 +107,17 @@ struct CandidateKeys {
   int32_t column, count;
   uint32_t least;
 
-  // visit_four(i, keys i to i + 3), from `first` on and every `step` behind it, before `end`. The loop is short: what
-  // runs once takes as long as its instructions take to arrive. The next four are on their way meanwhile.
-  template <class Visit>
-  __device__ __forceinline__ void visit_fours(int32_t first, int32_t step, int32_t end,
-                                              const Visit& visit_four) const {
-    const auto load = [&](int32_t i) {
-      return i < end ? *reinterpret_cast<const uint4*>(keys + i) : uint4{0, 0, 0, 0};
-    };
-    uint4 next = load(first);
-#pragma unroll 1
-    for (int32_t i = first; i < end; i += step) {
-      const uint32_t found[] = {next.x, next.y, next.z, next.w};
-      next = load(i + step);
-      visit_four(i, found);
-    }
-  }
   template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-    visit_fours(4 * team.thread(), 4 * team.threads(), count, [&](int32_t i, const uint32_t (&found)[4]) {
+    const int threads = team.threads();
+#pragma unroll 1
+    for (int32_t first = 4 * team.thread(); first < count; first += 4 * threads) {
+      const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
+      const uint32_t found[] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (found[j] >= least) visit_one(order_of(found[j], column + i + j));
-    });
+        if (found[j] >= least) visit_one(order_of(found[j], column + first + j));
+    }
   }
   // `column` lies a multiple of 32 behind `first`.
   template <class Team>
@@ -314,74 +302,25 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
   team.sync();
 }
 
-// Bits 0 to 3 of each lane: how many are set in all lanes, and in those before this one.
-class FourOfLanes {
- public:
-  __device__ __forceinline__ explicit FourOfLanes(uint32_t bits) {
-    const uint32_t own = __popc(bits);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) lanes_[i] = __ballot_sync(kFullWarp, own >> i & 1);
-  }
-  __device__ __forceinline__ int all() const { return sum(kFullWarp); }
-  __device__ __forceinline__ int before() const { return sum((1u << threadIdx.x % kWarpSize) - 1); }
-
- private:
-  __device__ __forceinline__ int sum(uint32_t lanes) const {
-    return __popc(lanes_[0] & lanes) + 2 * __popc(lanes_[1] & lanes) + 4 * __popc(lanes_[2] & lanes);
-  }
-  uint32_t lanes_[3];  // by the bits of their number
-};
-
-// Behind scalars().kept others, the candidates that are not below `least`: as many as the list has room for, all
-// are counted. Returns the largest key that a lane of the warp met.
+// Behind scalars().kept others, the candidates that are not below `least`.
 template <class Team>
-__device__ __forceinline__ uint32_t append_from(const Team& team, uint64_t least,
-                                                const CandidateKeys& candidates, uint64_t* list,
-                                                int32_t room) {
+__device__ __forceinline__ void append_from(const Team& team, uint64_t least, const CandidateKeys& candidates,
+                                            uint64_t* list) {
   const int lane = threadIdx.x % kWarpSize;
-  uint32_t high = 0;
-  candidates.visit_fours(
-      4 * team.thread(), 4 * team.threads(), candidates.count, [&](int32_t i, const uint32_t (&found)[4]) {
-        uint32_t keep = 0;
+  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
+    const int32_t first = warp + 4 * lane;
+    const uint4 four = *reinterpret_cast<const uint4*>(candidates.keys + first);
+    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
+    uint64_t found[4];
+    uint32_t keep = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const bool keeps =
-              found[j] >= candidates.least && order_of(found[j], candidates.column + i + j) >= least;
-          if (keeps) high = max(high, found[j]);
-          keep |= static_cast<uint32_t>(keeps) << j;
-        }
-        const FourOfLanes lanes(keep);
-        if (lanes.all() == 0) return;
-        int32_t place = 0;
-        if (lane == 0) place = atomicAdd(&team.scalars().kept, lanes.all());
-        place = __shfl_sync(kFullWarp, place, 0) + lanes.before();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if ((keep >> j & 1) == 0) continue;
-          if (place < room) list[place] = order_of(found[j], candidates.column + i + j);
-          ++place;
-        }
-      });
-  team.sync();
-  return lanes_max(high);
-}
-// Whether all candidates have room behind `listed` others of a list; scalars().kept are there then, and `high` is
-// the largest key of what has come. Else the list is as it was. The whole team calls it.
-template <class Team>
-__device__ __forceinline__ bool try_append(const Team& team, const CandidateKeys& candidates, uint64_t* list,
-                                           int32_t listed, int32_t room, uint32_t& high) {
-  SelectScalars& s = team.scalars();
-  team.sync();
-  if (team.thread() == 0) {
-    s.kept = listed;
-    s.high = 0;
+    for (int j = 0; j < 4; ++j) {
+      found[j] = order_of(keys[j], candidates.column + first + j);
+      keep |= static_cast<uint32_t>(keys[j] >= candidates.least && found[j] >= least) << j;
+    }
+    append(team, found, keep, list);
   }
   team.sync();
-  const uint32_t own = append_from(team, kLeastOrder, candidates, list, room);
-  if (threadIdx.x % kWarpSize == 0) atomicMax(&s.high, own);
-  team.sync();
-  high = s.high;
-  return s.kept <= room;
 }
 
 }  // namespace mla_fp8::gpu

@@ -119,7 +119,7 @@ class Math {
     const uint32_t keys = keys_ + (kFp4 ? 0 : stage * (Memory::kPanelBytes >> 4));
     constexpr int kColumns = kRows * kHeads / 8;
     float acc[kColumns][4];
-    if constexpr (kTakesTurns) named_barrier(kFirstTurn + group(), 2 * kGroup);
+    if constexpr (kTakesTurns) take_turn();
     pin_registers(acc);
     wgmma_fence();
 #pragma unroll
@@ -150,6 +150,7 @@ class Math {
   static constexpr int kFirstTurn = 6;  // named barriers
 
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
+  __device__ __forceinline__ static void take_turn() { named_barrier(kFirstTurn + group(), 2 * kGroup); }
   // To the next warpgroup, which has as many items.
   __device__ __forceinline__ static void give_turn() {
     named_barrier_arrive(kFirstTurn + (group() + 1) % kGroups, 2 * kGroup);

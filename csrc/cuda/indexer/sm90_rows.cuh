@@ -6,26 +6,13 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
+// Of a list: topk, and a few more, so that not every chunk's end has to find the k-th.
+MLA_HD constexpr int list_capacity(int topk) { return (topk + topk / 8 + 1) / 2 * 2; }
 // Words from a row's keys to the next one's: lanes write 16 keys of two rows together.
 MLA_HD constexpr int keys_pitch(int chunk_tiles) { return chunk_tiles * kTileKeys + 16; }
-MLA_HD constexpr int row_bytes(int list_entries, int chunk_tiles) {
-  return 8 * list_entries + 4 * keys_pitch(chunk_tiles);
+MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
+  return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
 }
-// A list holds topk and more, so that not every chunk's end has to find the k-th; what lists leave is for chunks.
-struct RowRoom {
-  int list_entries, chunk_tiles;
-
-  static RowRoom of(int topk, int num_rows, int bytes) {
-    constexpr int kEnoughTiles = 24;
-    RowRoom room{};
-    for (const int more : {topk - topk / 4, topk / 8}) {
-      room = {(topk + more + 1) / 2 * 2, 1};
-      while (num_rows * row_bytes(room.list_entries, room.chunk_tiles + 1) <= bytes) ++room.chunk_tiles;
-      if (room.chunk_tiles >= kEnoughTiles) break;
-    }
-    return room;
-  }
-};
 
 // Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and for
 // each row where they are. The lists lie in the same memory.
@@ -65,9 +52,10 @@ struct ScanShared {
   // A unit's place is filled by a consumer, and left by each producer.
   uint64_t unit_full[2], unit_left[2];
   IndexShare share;
-  IndexUnit units[2];  // in turns
-  ScanWork works[2];   // of those units
-  int64_t begin, end;  // the CTA's share
+  alignas(16) int64_t sums[kConsumers / kWarpSize];  // of ShareTeam
+  IndexUnit units[2];                                // in turns
+  ScanWork works[2];                                 // of those units
+  int64_t begin, end;                                // the CTA's share
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
   uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above
@@ -79,13 +67,38 @@ struct ScanArgs {
   KeyBoxes boxes;
   IndexTopkArgs topk;
   int num_stages, lines, panels;
-  RowRoom room;
+  int chunk_tiles;
   bool has_pins;
   int32_t most_kept;  // tiles
 };
 
-// All consumers.
+// All consumers; all but the first warpgroup of them.
 __device__ __forceinline__ void consumers_sync() { named_barrier(5, kConsumers); }
+__device__ __forceinline__ void others_sync() { named_barrier(10, kConsumers - kGroup); }
+
+// The consumers that find the share, from the first one on.
+class ShareTeam {
+ public:
+  __device__ __forceinline__ ShareTeam(ScanShared& shared, int threads)
+      : shared_(shared), threads_(threads) {}
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ int threads() const { return threads_; }
+  __device__ __forceinline__ void sync() const { named_barrier(1, threads_); }
+  template <class T>
+  __device__ __forceinline__ T inclusive_sum(T x) const {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    x = warp_inclusive_sum(x);
+    sync();  // the last call's sums have been read
+    if (lane == kWarpSize - 1) shared_.sums[warp] = x;
+    sync();
+    return x + lanes_sum(lane < warp ? static_cast<T>(shared_.sums[lane]) : T{0});
+  }
+
+ private:
+  ScanShared& shared_;
+  const int threads_;
+};
 
 // The consumers that select for a row of a unit: as many warpgroups as each row gets.
 class RowTeam {

@@ -27,7 +27,6 @@ class Scan {
         s_(shared()) {}
 
   __device__ __forceinline__ void run() {
-    const int cta = blockIdx.x;
     s_.ring.init(scan_.boxes.are_used, kShares);
     if (threadIdx.x < 2) {
       mbarrier_init(shared_address(&s_.unit_full[threadIdx.x]), 1);
@@ -36,22 +35,13 @@ class Scan {
     }
     if constexpr (kFp4) s_.ring.init_magnitudes();
     else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
-    find_share<kThreads>(p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, cta, args_.num_ctas,
-                         scan_.most_kept, reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch(),
-                         s_.share, s_.units[0]);
-    __syncthreads();
-    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
     if (threadIdx.x == 0) {
-      args_.state(cta)->unit = -1;
-      args_.state(cta)->per_cta = s_.share.per_cta;
-      args_.state(cta)->are_kept = s_.share.are_kept;
-      s_.begin = begin;
-      s_.end = end;
-      if (begin < end) set_work(0, s_.units[0], s_.share.first_step);  // else there is no unit
-      mbarrier_arrive(shared_address(&s_.unit_full[0]));
+      s_.units[1] = {};
+      s_.works[1] = {};
+      s_.works[1].tiles = 1;
     }
-    if (begin >= end) return;
     __syncthreads();
+    if constexpr (!kRehearses) find_work(ShareBlock<kThreads>{});
     if (threadIdx.x >= kConsumers) {
       give_up_registers<kProducerRegisters>();
       produce();
@@ -69,9 +59,9 @@ class Scan {
 
   // Of row r: its list, and a chunk's keys.
   __device__ __forceinline__ uint64_t* list(int r) const {
-    return reinterpret_cast<uint64_t*>(memory_.end()) + r * scan_.room.list_entries;
+    return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
   }
-  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.room.chunk_tiles); }
+  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.chunk_tiles); }
   __device__ __forceinline__ uint32_t* keys(int r) const {
     return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
   }
@@ -139,8 +129,20 @@ class Scan {
            (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
   }
 
+  // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
+  // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows through
+  // the ring: when the first keys are known, what they run is there. Not where products fill the registers.
+  static constexpr bool kRehearses = kShares == 1 && kRows * kHeads <= 64;
+  __device__ __forceinline__ bool has_rehearsal() const {
+    return kRehearses && p_.problem.rows.num_rows <= kGroup;
+  }
+
   __device__ __forceinline__ void produce() const {
     Fetch fetch(p_.problem.keys, scan_.boxes, args_.page_size, memory_, s_.ring);
+    if constexpr (kRehearses) {
+      if (has_rehearsal() && threadIdx.x >= kConsumers + kWarpSize) fetch.fetch(s_.units[1], 0, 1);
+      wait_for_previous_grid();
+    }
     for (int i = 0;; ++i) {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i % 2];
@@ -154,13 +156,25 @@ class Scan {
 
   __device__ __forceinline__ void consume() const {
     Math<kHeads, kRows, kShares, kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
-    for (int i = 0;; ++i) {
-      wait_for_unit(i);
-      const IndexUnit& unit = s_.units[i % 2];
-      const ScanWork& work = s_.works[i % 2];
+    int i = 0;
+    if constexpr (kRehearses) {
+      if (!has_rehearsal()) {
+        find_work(ShareTeam(s_, kConsumers));
+      } else if (threadIdx.x < kGroup) {
+        find_work(ShareTeam(s_, kGroup));
+        consumers_sync();
+      } else {
+        i = -1;
+      }
+    }
+    for (;; ++i) {
+      const bool is_rehearsal = kRehearses && i < 0;
+      if (!is_rehearsal) wait_for_unit(i);
+      const IndexUnit& unit = s_.units[i & 1];
+      const ScanWork& work = s_.works[i & 1];
       if (work.tiles == 0) {
         prepare_next(i);
-      } else if (takes_all(unit, p_.topk)) {
+      } else if (!is_rehearsal && takes_all(unit, p_.topk)) {
         prepare_next(i);
         args_.answer_all(unit, RowTeam(s_, 1));
       } else {
@@ -171,14 +185,46 @@ class Scan {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-        prepare_next(i);
-        consumers_sync();
-        if (s_.share.are_kept) keep_unit(math, unit, work);
+        if (is_rehearsal) {
+          others_sync();
+        } else {
+          prepare_next(i);
+          consumers_sync();
+        }
+        if (is_rehearsal || s_.share.are_kept) keep_unit(math, unit, work);
         else scan_unit(math, unit, work);
       }
-      if (work.unit_end >= s_.end) return;
+      if (is_rehearsal) wait_for_previous_grid();
+      else if (work.unit_end >= s_.end) return;
       consumers_sync();
     }
+  }
+
+  // The share, and its first unit.
+  template <class Team>
+  __device__ __forceinline__ void find_work(const Team& team) const {
+    wait_for_previous_grid();
+    const int cta = blockIdx.x;
+    find_share(team,
+               {p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, cta, args_.num_ctas, scan_.most_kept,
+                reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
+               s_.share, s_.units[0]);
+    team.sync();
+    if (threadIdx.x > 0) return;
+    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
+    args_.state(cta)->unit = -1;
+    args_.state(cta)->per_cta = s_.share.per_cta;
+    args_.state(cta)->are_kept = s_.share.are_kept;
+    s_.begin = begin;
+    s_.end = end;
+    if (begin < end) {
+      set_work(0, s_.units[0], s_.share.first_step);
+    } else {
+      s_.units[0] = {};
+      s_.works[0] = {};
+      s_.works[0].unit_end = end;
+    }
+    mbarrier_arrive(shared_address(&s_.unit_full[0]));
   }
 
   // The order keys of `tiles` tiles from `column` on: put(pair, key, order key), key counted from the
@@ -235,7 +281,7 @@ class Scan {
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
     for (int first = 0;;) {
-      const int tiles = min(scan_.room.chunk_tiles, work.tiles - first);
+      const int tiles = min(scan_.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;
       score(math, unit, work, chunk_column, tiles, [&](int pair, int key, uint32_t found) {
         if (to[pair] != 0) store_shared_4(to[pair] + 4 * key, found);
@@ -277,19 +323,10 @@ class Scan {
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             CandidateKeys chunk, bool is_first, bool is_last) const {
-    const int32_t topk = p_.topk, list_entries = scan_.room.list_entries;
-    Survey found{0, UINT32_MAX, 0};
-    int32_t listed = s_.count[r];
-    // Behind the first chunk most candidates are below the k-th so far, and what is not has room in the list.
-    const bool is_listed = !is_first && try_append(team, chunk, list(r), listed, list_entries, found.high);
-    if (is_listed) {
-      listed = team.scalars().kept;
-      chunk.count = 0;
-    } else {
-      found = survey(team, chunk);
-    }
-    const int32_t total = listed + found.count;
-    const bool shrinks = total > (is_last ? topk : list_entries);
+    const int32_t topk = p_.topk;
+    const Survey found = survey(team, chunk);
+    const int32_t listed = s_.count[r], total = listed + found.count;
+    const bool shrinks = total > (is_last ? topk : list_capacity(topk));
     const uint32_t low = min(s_.low[r], found.low), high = max(s_.high[r], found.high);
     uint64_t least = kLeastOrder;
     if (shrinks)
@@ -303,7 +340,7 @@ class Scan {
         if (team.thread() == 0) team.scalars().kept = listed;
         team.sync();
       }
-      append_from(team, least, chunk, list(r), list_entries);
+      append_from(team, least, chunk, list(r));
       count = team.scalars().kept;
       team.sync();
       if (team.thread() == 0) {
@@ -340,7 +377,7 @@ class Scan {
     }
     for (int32_t j = team.thread(); j < in_list; j += team.threads()) left[j] = list(r)[j];
     team.sync();
-    append_from(team, least, chunk, left, topk);
+    append_from(team, least, chunk, left);
   }
 
   const ScanArgs& scan_;
