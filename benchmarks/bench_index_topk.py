@@ -2,8 +2,8 @@
 installed, and against our own logits with torch's.
 
 Bytes and FLOP are those of live work: a request's entries once, two per element of each visible (row, entry).
-Pages differ from call to call, so that no key is in the L2 cache; what takes the keys of a prompt gathered has
-others in each call, too.
+Pages differ from call to call, so that no key is in the L2 cache. DeepGEMM takes a prompt's keys gathered:
+those differ, too.
 """
 
 import importlib.util
