@@ -45,8 +45,8 @@ void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
   return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
 }
 
-// Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows are
-// computed as four, so five or six rows are units of two.
+// Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows
+// are computed as four, so five or six rows are units of two.
 int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   most = std::min(most, rows.num_rows);
   if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);

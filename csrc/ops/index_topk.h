@@ -6,7 +6,8 @@ namespace mla_fp8 {
 
 inline constexpr int kMaxIndexTopk = 4096;
 
-// Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned entry.
+// Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned
+// entry.
 inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
 MLA_HD uint32_t order_key(float logit) {
   const uint32_t u = float_bits(logit + 0.0f);

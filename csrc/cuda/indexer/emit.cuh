@@ -81,8 +81,8 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
   write_columns(team, answer, part.place, part.count, slot);
 }
 
-// Of neighbouring columns, all candidates but those with key 0, which are not below `least`: a run of columns to
-// each warp of the team.
+// Of neighbouring columns, all candidates but those with key 0, which are not below `least`: a run of columns
+// to each warp of the team.
 struct ChosenRuns {
   uint32_t least_key;
   uint32_t last_column;  // of those with that key

@@ -141,7 +141,8 @@ struct IndexShare {
   bool are_kept;
 };
 
-// Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of each.
+// Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
+// each.
 struct UnitPlaces {
   int64_t count;
   uint32_t per_request, request_rows, group_rows;
@@ -159,11 +160,12 @@ struct UnitPlaces {
   }
 };
 
-// Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a block.
+// Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a
+// block.
 inline constexpr int32_t kMostKeptTiles = 1 << 20;
 
-// What a CTA asks for its share. Keys are kept if there are at most `most_kept` scored tiles. `known` is room for the
-// tiles of `room` units.
+// What a CTA asks for its share. Keys are kept if there are at most `most_kept` scored tiles. `known` is room
+// for the tiles of `room` units.
 struct ShareQuestion {
   const IndexRows& rows;
   int topk, group_rows, tile_keys;

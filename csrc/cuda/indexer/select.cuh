@@ -7,7 +7,8 @@
 
 namespace mla_fp8::gpu {
 
-// Where the k-th of some candidates lies: in a bin of a histogram, as the remaining-th of those that are here.
+// Where the k-th of some candidates lies: in a bin of a histogram, as the remaining-th of those that are
+// here.
 struct KthBin {
   int32_t bin, remaining, here;
 };
@@ -168,7 +169,8 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
   return {s.kept, s.low, s.high};
 }
 
-// bin_of(order): of num_bins, ascending, or at least num_bins for what is not counted. The whole team calls it.
+// bin_of(order): of num_bins, ascending, or at least num_bins for what is not counted. The whole team calls
+// it.
 template <class Team, class Candidates, class BinOf>
 __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
                                                const BinOf& bin_of) {
@@ -223,9 +225,9 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
   }
 }
 
-// The same of candidates whose keys a survey found: bins are of equal widths in logits, among which candidates
-// spread, as they would not in keys: those of half of all floats lie between -1 and 1. The few of one bin are
-// compared with each other.
+// The same of candidates whose keys a survey found: bins are of equal widths in logits, among which
+// candidates spread, as they would not in keys: those of half of all floats lie between -1 and 1. The few of
+// one bin are compared with each other.
 template <class Team, class Candidates>
 __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candidates& candidates, int32_t k,
                                                  const Survey& found) {
@@ -265,7 +267,8 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candida
   return kth_order(team, candidates, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
 }
 
-// To `list`, from place scalars().kept on, those of kN candidates of each lane that are kept: bit j of `keep`.
+// To `list`, from place scalars().kept on, those of kN candidates of each lane that are kept: bit j of
+// `keep`.
 template <int kN, class Team>
 __device__ __forceinline__ void append(const Team& team, const uint64_t (&found)[kN], uint32_t keep,
                                        uint64_t* list) {

@@ -1,8 +1,8 @@
 #pragma once
-// Logits on Hopper, for index_logits and for the scan of index_topk. An item is 64 keys, M of a wgmma, keys and
-// queries from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four steps. So
-// a thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A tile is
-// four items.
+// Logits on Hopper, for index_logits and for the scan of index_topk. An item is 64 keys, M of a wgmma, keys
+// and queries from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four
+// steps. So a thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A
+// tile is four items.
 //
 //   warps                  do
 //   a producer warpgroup   each warp fetches one item of every tile (sm90_fetch.cuh)
@@ -109,9 +109,9 @@ struct Memory {
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
-  // Two places for each stage, for phases of either parity: of each key the scale, then whether it is present, both
-  // words. A warp gives up a stage when its products are there, and these may still be on their way to its registers:
-  // an arrival can overtake a load.
+  // Two places for each stage, for phases of either parity: of each key the scale, then whether it is
+  // present, both words. A warp gives up a stage when its products are there, and these may still be on their
+  // way to its registers: an arrival can overtake a load.
   static constexpr int kPlaceWords = 2 * kItemKeys;
   __device__ __forceinline__ float* scales(Place place) const {
     return weights() + lines + (place.phase * num_stages + place.stage) * kPlaceWords;
@@ -128,8 +128,8 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
-// the one behind, then of those 8 further on.
+// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
+// and the one behind, then of those 8 further on.
 template <int kHeads>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {

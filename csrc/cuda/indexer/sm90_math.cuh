@@ -72,8 +72,8 @@ class Math {
     if (kTakesTurns && group() == kGroups - 1) give_turn();
   }
 
-  // Warpgroups issue their products in turns. All at once would share the tensor cores, end together, and leave
-  // them idle while all find their logits.
+  // Warpgroups issue their products in turns. All at once would share the tensor cores, end together, and
+  // leave them idle while all find their logits.
   static constexpr bool kTakesTurns = kRows * kHeads >= 128;
   static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
   static constexpr int kPairs = (kRows + 1) / 2;

@@ -1,8 +1,8 @@
 #pragma once
-// The merge of index_topk on Hopper, in one of two ways: where the scan kept all keys, it chooses for each row among
-// its keys; else for each row that several CTAs scanned among what they left. A row is a cluster's, each CTA with a
-// part of the candidates in shared memory; one of few candidates is the first CTA's alone, as a barrier of a cluster
-// takes a fence of the GPU.
+// The merge of index_topk on Hopper, in one of two ways: where the scan kept all keys, it chooses for each
+// row among its keys; else for each row that several CTAs scanned among what they left. A row is a cluster's,
+// each CTA with a part of the candidates in shared memory; one of few candidates is the first CTA's alone, as
+// a barrier of a cluster takes a fence of the GPU.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/shared.cuh"

@@ -14,8 +14,8 @@ MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
   return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
 }
 
-// Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and for
-// each row where they are. The lists lie in the same memory.
+// Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and
+// for each row where they are. The lists lie in the same memory.
 struct KeptRow {
   int32_t tile, column;  // the first one's
 };

@@ -1,9 +1,10 @@
 #pragma once
-// The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column that
-// a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all tiles, they go
-// there, and the merge chooses. Else those of a chunk of columns lie in shared memory. Behind a chunk the consumers
-// meet, and the best of each row's list and of the chunk become its list. A unit that ends in its first chunk has
-// no list: its answer is found in the chunk itself. Producers go on with the next unit meanwhile.
+// The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column
+// that a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all
+// tiles, they go there, and the merge chooses. Else those of a chunk of columns lie in shared memory. Behind
+// a chunk the consumers meet, and the best of each row's list and of the chunk become its list. A unit that
+// ends in its first chunk has no list: its answer is found in the chunk itself. Producers go on with the next
+// unit meanwhile.
 //
 //   barrier        arrivals                      a phase is
 //   unit_full[i]   1, the consumer that found    a unit in its place: those of even numbers in place 0
@@ -98,7 +99,8 @@ class Scan {
   __device__ __forceinline__ void wait_for_unit(int i) const {
     mbarrier_wait(shared_address(&s_.unit_full[i % 2]), i / 2 & 1);
   }
-  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at once.
+  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at
+  // once.
   __device__ __forceinline__ void prepare_next(int i) const {
     const IndexRows& rows = p_.problem.rows;
     const int64_t unit_end = s_.works[i % 2].unit_end;
@@ -130,8 +132,9 @@ class Scan {
   }
 
   // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
-  // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows through
-  // the ring: when the first keys are known, what they run is there. Not where products fill the registers.
+  // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows
+  // through the ring: when the first keys are known, what they run is there. Not where products fill the
+  // registers.
   static constexpr bool kRehearses = kShares == 1 && kRows * kHeads <= 64;
   __device__ __forceinline__ bool has_rehearsal() const {
     return kRehearses && p_.problem.rows.num_rows <= kGroup;
