@@ -232,6 +232,11 @@ def cpu_tables() -> Iterator[str]:
         "dequantize_kv",
         "quantize_kv",
         "combine_topk_swa_indices",
+        "norm_rope_insert",
+        "inverse_rope",
+        "compress_kv",
+        "quantize_index_k",
+        "index_topk",
         "call_overhead",
     ):
         cases = of(CPU, op)

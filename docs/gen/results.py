@@ -12,7 +12,7 @@ from table import Case
 
 GPU, CPU = "nvidia_h200", "amd_epyc_2_threads"
 ON_CPU = re.compile(  # bench_sparse_attention.py: 8 query tokens
-    r"(?P<form>decode|prefill_paged|prefill) \w+ h(?P<heads>\d+) topk (?P<topk>\d+)(?:\+(?P<extra>\d+))?"
+    r"(?P<form>decode|prefill_paged|prefill) [\w+]+ h(?P<heads>\d+) topk (?P<topk>\d+)(?:\+(?P<extra>\d+))?"
 )
 DECODE = re.compile(
     r"(?P<layout>[\w+]+) (?P<keys>\S+)(?: p(?P<page>\d+))?(?: s_q(?P<s_q>\d+))? h(?P<heads>\d+)"

@@ -24,8 +24,8 @@ class Costs:
 COSTS: dict[str, Costs] = {
     "cpu": Costs(
         # begin cpu prices: written by docs/gen/prices.py from benchmarks/results
-        row=181, paged_key=((8, 146), (16, 197), (64, 501), (128, 881),),
-        workspace_key=((16, 157), (64, 450),), window_key=((16, 157), (64, 450),),
+        row=130, paged_key=((8, 60.5), (16, 88.2), (64, 207), (128, 381),),
+        workspace_key=((16, 63.7), (64, 189),), window_key=((16, 63.7), (64, 189),),
         # end cpu prices
         reference=8, select=60_000, look_up=60_000, paged_token=((64, 0),),
     ),
