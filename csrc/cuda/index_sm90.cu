@@ -20,7 +20,6 @@ constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
   IndexLogitsArgs logits;
-  int num_stages, lines, panels;
   int unit_stride;  // rows from one that may begin a unit to the next
   int piece_columns;
 };
@@ -29,6 +28,7 @@ struct Sm90LogitsArgs {
 template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false>
 struct Shape {
   static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
+  static constexpr int kQueryLines = kHeads * kUnitRows;
   static constexpr bool kFp4 = kIsFp4;
   using WithFp4 = Shape<kLines, kRowsEach, kParts, true>;
 };
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   barriers.init(args.boxes.are_used, S::kShares);
-  const Memory m = dynamic_memory(args.num_stages, args.lines, args.panels, S::kFp4);
+  const Memory m = dynamic_memory(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4);
   if constexpr (S::kFp4) barriers.init_magnitudes();
-  if (threadIdx.x < kConsumers) load_queries<S::kHeads>(p.problem.queries, unit, m);
+  if (threadIdx.x < kConsumers) load_queries<S::kHeads, S::kUnitRows>(p.problem.queries, unit, m);
   __syncthreads();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
   if (threadIdx.x >= kConsumers) {
@@ -162,21 +162,20 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   own.tile_keys = kTileKeys;
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
-    const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
-    const int num_stages = own.group_rows == 1 ? 3 * kGroups : 2 * kGroups;
-    const int room = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) -
-                     Memory::bytes(num_stages, lines, panels, is_fp4);
+    constexpr int kBytes =
+        Memory::bytes(scan_stages(S::kUnitRows), S::kQueryLines, num_panels(S::kFp4), S::kFp4);
+    const int room = kMaxSharedBytes - 2 * 1024 - static_cast<int>(sizeof(ScanShared)) - kBytes;
     int chunk_tiles = 1;
-    while (own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room) ++chunk_tiles;
+    while (chunk_tiles < most_chunk_tiles(own.group_rows) &&
+           own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room)
+      ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(num_stages, lines, panels, is_fp4) +
-                    own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, num_stages, lines, panels, chunk_tiles, has_pins,
-                    KeptKeys::most_tiles(own)});
+            .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
+           ScanArgs{key_boxes(args.p.problem), own, chunk_tiles, has_pins, KeptKeys::most_tiles(own)});
   });
   const int64_t jobs = num_merge_jobs(own);
   // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
@@ -209,17 +208,13 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const bool is_fp4 = has_fp4_keys(p.problem);
   with_shape(p.problem.queries.num_heads, group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
-    const int lines = S::kHeads * S::kUnitRows, panels = is_fp4 ? kGroups : 0;
     launch(index_logits_sm90_kernel<S>,
            {.grid = units * pieces,
             .block = kThreads,
             .stream = stream,
-            .smem = 1024 + Memory::bytes(kMostStages, lines, panels, is_fp4)},
+            .smem = 1024 + Memory::bytes(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4)},
            Sm90LogitsArgs{key_boxes(p.problem),
                           {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
-                          kMostStages,
-                          lines,
-                          panels,
                           unit_stride,
                           static_cast<int>(piece_tiles) * kTileKeys});
   });

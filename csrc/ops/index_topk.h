@@ -15,7 +15,9 @@ MLA_HD uint32_t order_key(float logit) {
   return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
 }
 // The logit whose key it is, of one that is not NaN; -0 has become 0.
-MLA_HD float logit_of(uint32_t key) { return bits_float(key & kSignMask ? key ^ kSignMask : ~key); }
+MLA_HD float logit_of(uint32_t key) {
+  return bits_float(~(key ^ (static_cast<uint32_t>(static_cast<int32_t>(key) >> 31) & ~kSignMask)));
+}
 // The total order in one number: no two entries of a row share one.
 MLA_HD uint64_t order_of(uint32_t key, int32_t column) {
   return uint64_t{key} << 32 | static_cast<uint32_t>(~column);

@@ -62,6 +62,11 @@ __device__ inline void store_shared_16(uint32_t address, uint4 v) {
                : "memory");
 }
 
+// Adds 1 to a word, atomically.
+__device__ inline void add_shared_1(uint32_t address) {
+  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m
 // holds elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

@@ -84,8 +84,7 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
 // Of neighbouring columns, all candidates but those with key 0, which are not below `least`: a run of columns
 // to each warp of the team.
 struct ChosenRuns {
-  uint32_t least_key;
-  uint32_t last_column;  // of those with that key
+  uint64_t least;
   int32_t begin, end;    // the calling warp's run
   int32_t place, count;  // where it puts them; all of the team's
 
@@ -95,10 +94,8 @@ struct ChosenRuns {
     const uint32_t keys[] = {four.x, four.y, four.z, four.w};
     uint32_t chosen = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const bool is_least = keys[j] == least_key && static_cast<uint32_t>(from.column + i + j) <= last_column;
-      chosen |= static_cast<uint32_t>(keys[j] > least_key || is_least) << j;
-    }
+    for (int j = 0; j < 4; ++j)
+      chosen |= static_cast<uint32_t>(order_of(keys[j], from.column + i + j) >= least) << j;
     return chosen;
   }
 };
@@ -107,7 +104,7 @@ __device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const Candid
                                                   uint64_t least) {
   constexpr int kStep = 4 * kWarpSize;
   const int warps = team.threads() / kWarpSize, warp = team.thread() / kWarpSize;
-  ChosenRuns runs{static_cast<uint32_t>(least >> 32), static_cast<uint32_t>(column_of(least))};
+  ChosenRuns runs{least};
   const int32_t length = (from.count / kStep + warps - 1) / warps * kStep;
   runs.begin = min(warp * length, from.count);
   runs.end = min(runs.begin + length, from.count);
@@ -128,20 +125,16 @@ template <class Team, class Slot>
 __device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
                                             const ChosenRuns& runs, const CandidateKeys& from, int32_t place,
                                             const Slot& slot) {
-  const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
   int32_t* to = team.staged() + runs.place;
 #pragma unroll 1
   for (int32_t i = runs.begin + 4 * (threadIdx.x % kWarpSize); i < runs.end; i += 4 * kWarpSize) {
     const uint32_t chosen = runs.of_four(from, i);
-    const int own = __popc(chosen);  // 0 to 4: lanes by the bits of it
-    const uint32_t ones = __ballot_sync(kFullWarp, own & 1), twos = __ballot_sync(kFullWarp, own & 2),
-                   fours = __ballot_sync(kFullWarp, own & 4);
-    int32_t* own_to =
-        to + __popc(ones & lanes_before) + 2 * __popc(twos & lanes_before) + 4 * __popc(fours & lanes_before);
+    const LanePlaces places(__popc(chosen));
+    int32_t* own_to = to + places.before;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (chosen >> j & 1) *own_to++ = from.column + i + j;
-    to += __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+    to += places.all;
   }
   team.sync();
   write_columns(team, answer, place, runs.count, slot);

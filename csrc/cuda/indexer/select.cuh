@@ -2,6 +2,7 @@
 // The best of a row's candidates: the k-th by a histogram of where they lie in a range of order_of, which
 // narrows to one bin and is divided again; then what is not below it, in place or ascending by column. No two
 // candidates of a row are equal, so what is chosen is one set, whatever order they are visited in.
+#include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "ops/index_topk.h"
 
@@ -25,6 +26,7 @@ struct SelectScalars {
   KthBin kth;
   int32_t kept;
   uint32_t low, high;
+  uint32_t nowhere;  // is added to in place of a bin: where nothing is counted there is no branch
   alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
 };
 
@@ -61,17 +63,23 @@ __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t 
   return x + lanes_sum(lane < warp ? sums[lane] : 0);
 }
 
-// Candidates are what a visit gives an order of; kNoCandidate and what has its key mean a place without one.
+// A visit gives four orders at once, and asks of none whether it is one: kNoCandidate, and any other that is
+// below kLeastOrder, is a place without a candidate. What is done with each is short and has no branch, so the
+// four of a thread are on their way together.
 inline constexpr uint64_t kNoCandidate = 0, kLeastOrder = uint64_t{1} << 32;
+using Four = uint64_t[4];
 
 // Sets the bit of the column of each candidate that is not below `least`, among those from `first` on.
 template <class Team, class Candidates>
 __device__ __forceinline__ void mark_each(const Team& team, const Candidates& candidates, uint64_t least,
                                           int64_t first, uint32_t* words, int num_words) {
-  candidates.visit(team, [&](uint64_t order) {
-    const int64_t bit = column_of(order) - first;
-    if (order >= least && bit >= 0 && bit < int64_t{num_words} * 32)
-      atomicOr(&words[bit / 32], 1u << (bit % 32));
+  candidates.visit(team, [&](const Four& orders) {
+#pragma unroll
+    for (const uint64_t order : orders) {
+      const int64_t bit = column_of(order) - first;
+      if (order >= least && bit >= 0 && bit < int64_t{num_words} * 32)
+        atomicOr(&words[bit / 32], 1u << (bit % 32));
+    }
   });
 }
 
@@ -81,17 +89,15 @@ struct CandidateList {
   int32_t count;
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-    constexpr int kAtOnce = 4;  // loads in flight
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
     const int threads = team.threads();
-    for (int32_t first = team.thread(); first < count; first += kAtOnce * threads) {
-      uint64_t found[kAtOnce];
+#pragma unroll 1
+    for (int32_t first = team.thread(); first < count; first += 4 * threads) {
+      Four found;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
+      for (int j = 0; j < 4; ++j)
         found[j] = first + j * threads < count ? orders[first + j * threads] : kNoCandidate;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (found[j] != kNoCandidate) visit_one(found[j]);
+      visit_four(found);
     }
   }
   template <class Team>
@@ -108,16 +114,22 @@ struct CandidateKeys {
   int32_t column, count;
   uint32_t least;
 
+  // Places from `first` on.
+  __device__ __forceinline__ void load(int32_t first, Four& found) const {
+    const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
+    const uint32_t of[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) found[j] = order_of(of[j] >= least ? of[j] : 0, column + first + j);
+  }
+
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
     const int threads = team.threads();
 #pragma unroll 1
     for (int32_t first = 4 * team.thread(); first < count; first += 4 * threads) {
-      const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
-      const uint32_t found[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (found[j] >= least) visit_one(order_of(found[j], column + first + j));
+      Four found;
+      load(first, found);
+      visit_four(found);
     }
   }
   // `column` lies a multiple of 32 behind `first`.
@@ -150,14 +162,17 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
     s.high = 0;
   }
   Survey own{0, UINT32_MAX, 0};
-  candidates.visit(team, [&](uint64_t order) {
-    const uint32_t key = static_cast<uint32_t>(order >> 32);
-    ++own.count;
-    own.low = min(own.low, key);
-    own.high = max(own.high, key);
+  candidates.visit(team, [&](const Four& orders) {
+#pragma unroll
+    for (const uint64_t order : orders) {
+      const uint32_t key = static_cast<uint32_t>(order >> 32);
+      own.count += key != 0;
+      own.low = min(own.low, key - 1);  // of none the largest number
+      own.high = max(own.high, key);
+    }
   });
   own.high = lanes_max(own.high);
-  own.low = ~lanes_max(~own.low);
+  own.low = ~lanes_max(~own.low) + 1;
   own.count = lanes_sum(own.count);
   team.sync();
   if (threadIdx.x % kWarpSize == kWarpSize - 1 && own.count > 0) {
@@ -169,20 +184,21 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
   return {s.kept, s.low, s.high};
 }
 
-// bin_of(order): of num_bins, ascending, or at least num_bins for what is not counted. The whole team calls
-// it.
-template <class Team, class Candidates, class BinOf>
+// Of candidates that counts(order) counts, in bins by bin_of(order): of kBinsPerThread for each thread,
+// ascending. The whole team calls it.
+template <class Team, class Candidates, class Counts, class BinOf>
 __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
-                                               const BinOf& bin_of) {
+                                               const Counts& counts, const BinOf& bin_of) {
   constexpr int kBinsPerThread = Team::kBinsPerThread;
   const int num_bins = kBinsPerThread * team.threads();
   SelectScalars& s = team.scalars();
   team.sync();
   for (int i = team.thread(); i < num_bins; i += team.threads()) team.bins()[i] = 0;
   team.sync();
-  candidates.visit(team, [&](uint64_t order) {
-    const uint64_t bin = bin_of(order);
-    if (bin < static_cast<uint32_t>(num_bins)) atomicAdd(&team.bins()[bin], 1u);
+  const uint32_t own_bins = shared_address(team.bins()), nowhere = shared_address(&s.nowhere);
+  candidates.visit(team, [&](const Four& orders) {
+#pragma unroll
+    for (const uint64_t order : orders) add_shared_1(counts(order) ? own_bins + 4 * bin_of(order) : nowhere);
   });
   team.sync();
   const uint32_t* bins = team.total(team.bins());
@@ -214,9 +230,9 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
   int shift = max(64 - __clzll(static_cast<int64_t>(high - low)) - bin_bits, 0);
 #pragma unroll 1
   while (true) {
-    const KthBin kth = find_kth_bin(team, candidates, k, [&](uint64_t order) {
-      return order >= low && order <= high ? (order - low) >> shift : ~uint64_t{0};
-    });
+    const KthBin kth = find_kth_bin(
+        team, candidates, k, [&](uint64_t order) { return order >= low && order <= high; },
+        [&](uint64_t order) { return static_cast<uint32_t>((order - low) >> shift); });
     low += static_cast<uint64_t>(kth.bin) << shift;
     if (kth.here == kth.remaining) return low;  // one of each order: at shift 0 at the latest
     k = kth.remaining;
@@ -225,27 +241,57 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
   }
 }
 
+// Of four candidates those in the bin of the k-th, and in bins above it: bit j of candidate j.
+struct FourPlaces {
+  uint32_t here, above;
+};
+// Gives all candidates to take(orders), which says where they are: candidates that want to know it have a
+// function of their own.
+template <class Team, class Candidates, class Take>
+__device__ __forceinline__ void take_from(const Team& team, const Candidates& candidates, const Take& take) {
+  candidates.visit(team, take);
+}
+
 // The same of candidates whose keys a survey found: bins are of equal widths in logits, among which
 // candidates spread, as they would not in keys: those of half of all floats lie between -1 and 1. The few of
 // one bin are compared with each other.
 template <class Team, class Candidates>
-__device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candidates& candidates, int32_t k,
+__device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& candidates, int32_t k,
                                                  const Survey& found) {
   const int num_bins = Team::kBinsPerThread * team.threads();
-  const float low = logit_of(found.low), scale = static_cast<float>(num_bins) / (logit_of(found.high) - low);
-  const float offset = -low * scale;
+  const float low = logit_of(found.low),
+              scale = static_cast<float>(num_bins - 3) / (logit_of(found.high) - low);
+  const float offset = 1.0f - low * scale;
   // Not where a range is empty or has no end, or in it is what has no logit.
   if (scale > 0.0f && float_bits(scale) < kInfBits && fabsf(offset) < 1e6f) {
+    // A float next to kWhole is a whole number, its last bits: one multiplication makes a bin. It is rounded
+    // twice, by half a bin each, so two bins are left for that.
+    constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
+    const float to_whole = kWhole + offset;
     const auto bin_of = [&](uint64_t order) {  // ascending, as each step of it is
-      const float bin = fmaf(logit_of(static_cast<uint32_t>(order >> 32)), scale, offset);
-      return static_cast<uint32_t>(min(static_cast<int>(fmaxf(bin, 0.0f)), num_bins - 1));
+      const float bin = fmaf(logit_of(static_cast<uint32_t>(order >> 32)), scale, to_whole);
+      return float_bits(bin) - float_bits(kWhole);
     };
-    const KthBin kth = find_kth_bin(team, candidates, k, bin_of);
+    const auto counts = [](uint64_t order) { return order >= kLeastOrder; };
+    const KthBin kth = find_kth_bin(team, candidates, k, counts, bin_of);
     if (kth.here <= team.threads()) {
       SelectScalars& s = team.scalars();
       uint64_t* shared = reinterpret_cast<uint64_t*>(team.bins());
-      candidates.visit(team, [&](uint64_t order) {
-        if (bin_of(order) == static_cast<uint32_t>(kth.bin)) shared[atomicAdd(&s.kept, 1)] = order;
+      take_from(team, candidates, [&](const Four& orders) {
+        const auto kth_bin = static_cast<uint32_t>(kth.bin);
+        FourPlaces places{};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t bin = bin_of(orders[j]);
+          places.here |= static_cast<uint32_t>(counts(orders[j]) && bin == kth_bin) << j;
+          places.above |= static_cast<uint32_t>(counts(orders[j]) && bin > kth_bin) << j;
+        }
+        if (places.here != 0) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (places.here >> j & 1) shared[atomicAdd(&s.kept, 1)] = orders[j];
+        }
+        return places;
       });
       team.sync();
       const uint64_t* all = team.gathered(shared);
@@ -267,34 +313,45 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, const Candida
   return kth_order(team, candidates, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
 }
 
-// To `list`, from place scalars().kept on, those of kN candidates of each lane that are kept: bit j of
+// Of lanes each of which has none to four: how many those before it have, and all.
+struct LanePlaces {
+  int32_t before, all;
+
+  __device__ __forceinline__ explicit LanePlaces(int own) {
+    const uint32_t lanes_before = (1u << threadIdx.x % kWarpSize) - 1;
+    const uint32_t ones = __ballot_sync(kFullWarp, own & 1), twos = __ballot_sync(kFullWarp, own & 2),
+                   fours = __ballot_sync(kFullWarp, own & 4);
+    before = __popc(ones & lanes_before) + 2 * __popc(twos & lanes_before) + 4 * __popc(fours & lanes_before);
+    all = __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+  }
+};
+
+// To `list`, from place scalars().kept on, those of four candidates of each lane that are kept: bit j of
 // `keep`.
-template <int kN, class Team>
-__device__ __forceinline__ void append(const Team& team, const uint64_t (&found)[kN], uint32_t keep,
-                                       uint64_t* list) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (!__any_sync(kFullWarp, keep != 0)) return;
-  const int32_t own = __popc(keep), end = warp_inclusive_sum(own);
+template <class Team>
+__device__ __forceinline__ void append(const Team& team, const Four& found, uint32_t keep, uint64_t* list) {
+  const int own = __popc(keep);
+  const LanePlaces places(own);
+  if (places.all == 0) return;
   int32_t place = 0;
-  if (lane == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
-  place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+  if (threadIdx.x % kWarpSize == 0) place = atomicAdd(&team.scalars().kept, places.all);
+  place = __shfl_sync(kFullWarp, place, 0) + places.before;
 #pragma unroll
-  for (int j = 0; j < kN; ++j)
+  for (int j = 0; j < 4; ++j)
     if (keep >> j & 1) list[place++] = found[j];
 }
 
 // Moves the candidates that are not below `least` to the front of their list; scalars().kept are there.
 template <class Team>
 __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint64_t* list, int32_t count) {
-  constexpr int kAtOnce = 4;
   const int threads = team.threads();
   team.sync();
   if (team.thread() == 0) team.scalars().kept = 0;
-  for (int32_t first = 0; first < count; first += kAtOnce * threads) {
-    uint64_t found[kAtOnce];
+  for (int32_t first = 0; first < count; first += 4 * threads) {
+    Four found;
     uint32_t keep = 0;
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
+    for (int j = 0; j < 4; ++j) {
       const int32_t i = first + j * threads + team.thread();
       found[j] = i < count ? list[i] : kNoCandidate;
       keep |= static_cast<uint32_t>(i < count && found[j] >= least) << j;
@@ -311,16 +368,11 @@ __device__ __forceinline__ void append_from(const Team& team, uint64_t least, co
                                             uint64_t* list) {
   const int lane = threadIdx.x % kWarpSize;
   for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
-    const int32_t first = warp + 4 * lane;
-    const uint4 four = *reinterpret_cast<const uint4*>(candidates.keys + first);
-    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
-    uint64_t found[4];
+    Four found;
+    candidates.load(warp + 4 * lane, found);
     uint32_t keep = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      found[j] = order_of(keys[j], candidates.column + first + j);
-      keep |= static_cast<uint32_t>(keys[j] >= candidates.least && found[j] >= least) << j;
-    }
+    for (int j = 0; j < 4; ++j) keep |= static_cast<uint32_t>(found[j] >= least) << j;
     append(team, found, keep, list);
   }
   team.sync();

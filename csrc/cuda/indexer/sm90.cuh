@@ -39,6 +39,10 @@ namespace sm90_index {
 inline constexpr int kGroup = 128, kGroups = 4, kConsumers = kGroup * kGroups, kThreads = kConsumers + kGroup;
 inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
 inline constexpr int kMostStages = 16;
+// Of the ring of index_topk for units of so many rows: what more rows need for themselves is missing there.
+MLA_HD constexpr int scan_stages(int unit_rows) { return (unit_rows == 1 ? 3 : 2) * kGroups; }
+// Where keys of e2m1 are expanded.
+MLA_HD constexpr int num_panels(bool is_fp4) { return is_fp4 ? kGroups : 0; }
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 // Of a thread, by role.
 inline constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
@@ -92,7 +96,7 @@ struct Place {
 struct Memory {
   uint8_t* base;
   int num_stages, lines;  // lines of queries
-  int panels;             // where keys of e2m1 are expanded: kGroups, or 0 of e4m3
+  int panels;             // num_panels
   bool is_fp4;            // the keys
 
   static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
@@ -130,37 +134,63 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
 
 // By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
 // and the one behind, then of those 8 further on.
-template <int kHeads>
+template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
+  constexpr int kLines = kHeads * kUnitRows, kPieces = kLines * 8 / kConsumers;
+  static_assert(kPieces * kConsumers == kLines * 8 && kLines <= kConsumers);
   // A weight of a line to a thread, which is on its way while queries are.
   const int line = threadIdx.x, row = line / kHeads, head = line % kHeads;
-  const bool has_weight = line < memory.lines && row < unit.num_rows && head < queries.num_heads;
+  const bool has_weight = line < kLines && row < unit.num_rows && head < queries.num_heads;
   const float weight = has_weight ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
+  uint8_t* to = memory.queries();
+  if (!queries.is_fp4) {
+    Words<4> pieces[kPieces];  // in flight together
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const int i = threadIdx.x + k * kConsumers, row = i / 8 / kHeads, head = i / 8 % kHeads;
+      const bool exists = row < unit.num_rows && head < queries.num_heads;
+      const uint8_t* from = queries.q + (unit.first_row + (exists ? row : 0)) * queries.q_stride_row;
+      pieces[k] = load_if<4>(from + (exists ? head : 0) * kIndexDim + 16 * (i % 8), exists);
+    }
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const int i = threadIdx.x + k * kConsumers;
+      store(to + swizzled(i / 8, i % 8), pieces[k]);
+    }
+  } else {
 #pragma unroll 1  // it runs once: what counts is its length
-  for (int i = threadIdx.x; i < memory.lines * 8; i += kConsumers) {
-    const int line = i / 8, piece = i % 8;
-    const int row = line / kHeads, head = line % kHeads;
-    const bool exists = row < unit.num_rows && head < queries.num_heads;
-    const int64_t from_row = unit.first_row + (exists ? row : 0);
-    const int from_head = exists ? head : 0;
-    const uint8_t* from = queries.q + from_row * queries.q_stride_row;
-    uint8_t* to = memory.queries();
-    if (!queries.is_fp4) {
-      store(to + swizzled(line, piece), load_if<4>(from + from_head * kIndexDim + 16 * piece, exists));
-    } else if (piece % 2 == 0) {
-      const Words<4> packed = load_if<4>(from + from_head * (kIndexDim / 2) + 8 * piece, exists);
+    for (int i = threadIdx.x; i < kLines * 4; i += kConsumers) {
+      const int line = i / 4, piece = i % 4, row = line / kHeads, head = line % kHeads;
+      const bool exists = row < unit.num_rows && head < queries.num_heads;
+      const int64_t from_row = unit.first_row + (exists ? row : 0);
+      const int from_head = exists ? head : 0;
+      const Words<4> packed = load_if<4>(
+          queries.q + from_row * queries.q_stride_row + from_head * (kIndexDim / 2) + 16 * piece, exists);
       const uint8_t* s = static_cast<const uint8_t*>(queries.q_scale) +
                          from_row * queries.q_scale_stride_row + 4 * from_head;
       alignas(16) uint8_t expanded[32];
-      expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece / 2), expanded);
-      store(to + swizzled(line, piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
-      store(to + swizzled(line, piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
+      expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece), expanded);
+      store(to + swizzled(line, 2 * piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
+      store(to + swizzled(line, 2 * piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
-  if (line < memory.lines)
+  if (line < kLines)
     memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
+}
+// Of the rows behind the unit: to the L2.
+template <int kHeads, int kUnitRows>
+__device__ __forceinline__ void prefetch_next_queries(const IndexQueries& queries, const IndexUnit& unit,
+                                                      int64_t num_rows) {
+  const int line = threadIdx.x, head = line % kHeads;
+  const int64_t row = unit.first_row + unit.num_rows + line / kHeads;
+  if (line >= kHeads * kUnitRows || row >= num_rows || head >= queries.num_heads) return;
+  prefetch_l2(queries.q + row * queries.q_stride_row + head * (queries.is_fp4 ? kIndexDim / 2 : kIndexDim));
+  if (head % 32 == 0) {
+    const int64_t weight = row * queries.weights_stride_row + head;
+    prefetch_l2(static_cast<const uint8_t*>(queries.weights) + weight * (queries.weights_are_bf16 ? 2 : 4));
+  }
 }
 
 }  // namespace sm90_index

@@ -58,6 +58,7 @@ class Math {
       : memory_(memory),
         barriers_(barriers),
         are_boxes_(are_boxes),
+        group_(__shfl_sync(kFullWarp, group(), 0)),
         first_row_(group() * kShares / kGroups * kRows),
         slot_(group() % kStep),
         scales_(shared_address(memory.scales({0, 0}) + key())) {
@@ -150,10 +151,10 @@ class Math {
   static constexpr int kFirstTurn = 6;  // named barriers
 
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
-  __device__ __forceinline__ static void take_turn() { named_barrier(kFirstTurn + group(), 2 * kGroup); }
+  __device__ __forceinline__ void take_turn() const { named_barrier(kFirstTurn + group_, 2 * kGroup); }
   // To the next warpgroup, which has as many items.
-  __device__ __forceinline__ static void give_turn() {
-    named_barrier_arrive(kFirstTurn + (group() + 1) % kGroups, 2 * kGroup);
+  __device__ __forceinline__ void give_turn() const {
+    named_barrier_arrive(kFirstTurn + (group_ + 1) % kGroups, 2 * kGroup);
   }
 
   __device__ __forceinline__ static uint64_t descriptor(uint32_t low) {
@@ -216,6 +217,7 @@ class Math {
   const Memory memory_;
   Barriers& barriers_;
   const bool are_boxes_;
+  const int group_;  // the warp's, as the compiler sees
   const int first_row_;
   int slot_;                 // of the next item: its stage, behind all stages in odd phases
   uint32_t scales_;          // of the lane's key in slot 0

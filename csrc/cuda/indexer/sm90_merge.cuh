@@ -121,8 +121,8 @@ struct ScatteredParts {
   int first, last;
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-    for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_one);
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+    for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_four);
   }
   template <class Team>
   __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t begin, uint32_t* words,
@@ -141,7 +141,10 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
   int32_t kept = min(total, p.topk), place = 0;
   if (team.size > 1) {
     int32_t own = 0;
-    candidates.visit(team, [&](uint64_t order) { own += order >= least; });
+    candidates.visit(team, [&](const Four& orders) {
+#pragma unroll
+      for (const uint64_t order : orders) own += order >= least;
+    });
     own = team_inclusive_sum(team, own);
     if (threadIdx.x == kMergeThreads - 1) team.scalars().kept = own;
     __syncthreads();

@@ -66,7 +66,6 @@ struct ScanShared {
 struct ScanArgs {
   KeyBoxes boxes;
   IndexTopkArgs topk;
-  int num_stages, lines, panels;
   int chunk_tiles;
   bool has_pins;
   int32_t most_kept;  // tiles
@@ -84,7 +83,7 @@ class ShareTeam {
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ int threads() const { return threads_; }
-  __device__ __forceinline__ void sync() const { named_barrier(1, threads_); }
+  __device__ __forceinline__ void sync() const { named_barrier(11, threads_); }
   template <class T>
   __device__ __forceinline__ T inclusive_sum(T x) const {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -105,12 +104,11 @@ class RowTeam {
  public:
   static constexpr int kBinsPerThread = ScanShared::kBinsPerThread;
 
+  MLA_HD static constexpr int threads_of(int num_rows) {
+    return num_rows == 1 ? kConsumers : num_rows == 2 ? kConsumers / 2 : kGroup;
+  }
   __device__ __forceinline__ RowTeam(ScanShared& shared, int num_rows, int32_t* staged = nullptr)
-      : shared_(shared),
-        threads_(num_rows == 1   ? kConsumers
-                 : num_rows == 2 ? kConsumers / 2
-                                 : kGroup),
-        staged_(staged) {}
+      : shared_(shared), threads_(threads_of(num_rows)), staged_(staged) {}
 
   __device__ __forceinline__ int thread() const { return threadIdx.x & (threads_ - 1); }
   __device__ __forceinline__ int threads() const { return threads_; }
@@ -132,5 +130,8 @@ class RowTeam {
  public:
   __device__ __forceinline__ void stage_in(void* memory) { staged_ = static_cast<int32_t*>(memory); }
 };
+
+// Of a chunk of each of so many rows: a thread has a bit of 64 for each key that it visits.
+constexpr int most_chunk_tiles(int num_rows) { return 64 * RowTeam::threads_of(num_rows) / kTileKeys; }
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -20,11 +20,13 @@ namespace mla_fp8::gpu::sm90_index {
 template <int kHeads, int kRows, int kShares, bool kFp4>
 class Scan {
  public:
+  static constexpr int kUnitRows = kRows * kShares;
+
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
       : scan_(args),
         args_(args.topk),
         p_(args.topk.p),
-        memory_(dynamic_memory(args.num_stages, args.lines, args.panels, kFp4)),
+        memory_(dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)),
         s_(shared()) {}
 
   __device__ __forceinline__ void run() {
@@ -134,8 +136,12 @@ class Scan {
   // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
   // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows
   // through the ring: when the first keys are known, what they run is there. Not where products fill the
-  // registers.
+  // registers, nor for racecheck: it takes warps that have passed different barriers for unordered.
+#if MLA_FP8_RACECHECK
+  static constexpr bool kRehearses = false;
+#else
   static constexpr bool kRehearses = kShares == 1 && kRows * kHeads <= 64;
+#endif
   __device__ __forceinline__ bool has_rehearsal() const {
     return kRehearses && p_.problem.rows.num_rows <= kGroup;
   }
@@ -181,7 +187,9 @@ class Scan {
         prepare_next(i);
         args_.answer_all(unit, RowTeam(s_, 1));
       } else {
-        load_queries<kHeads>(p_.problem.queries, unit, memory_);
+        load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
+        if constexpr (!kRehearses)
+          prefetch_next_queries<kHeads, kUnitRows>(p_.problem.queries, unit, p_.problem.rows.num_rows);
         if (threadIdx.x < kIndexGroupRows) {
           s_.count[threadIdx.x] = 0;
           s_.low[threadIdx.x] = UINT32_MAX;
@@ -304,15 +312,50 @@ class Scan {
                   num_tiles(unit, kTileKeys, p_.topk), s_.count);
   }
 
-  // The candidates of a row.
+  // The candidates of a row. Of those in the chunk, each thread has bits: four for each visit, the last one's
+  // the lowest.
   struct RowCandidates {
     CandidateList list;
     CandidateKeys chunk;
+    bool are_taken = false;        // then, of the calling thread's
+    uint64_t here = 0, above = 0;  // FourPlaces
 
+    template <class Team, class Take>
+    __device__ __forceinline__ friend void take_from(const Team& team, RowCandidates& own, const Take& take) {
+      own.list.visit(team, take);
+      own.chunk.visit(team, [&](const Four& orders) {
+        const FourPlaces places = take(orders);
+        own.here = own.here << 4 | places.here;
+        own.above = own.above << 4 | places.above;
+      });
+      own.are_taken = true;
+    }
+    // Behind scalars().kept others to `to`, what take_from found above, and what is not below `least`.
+    template <class Team>
+    __device__ __forceinline__ void append_taken(const Team& team, uint64_t least, uint64_t* to) const {
+      const int32_t step = 4 * team.threads();
+      const int32_t last = (chunk.count - 1 - 4 * team.thread()) / step * step + 4 * team.thread();
+      const auto order = [&](int bit) {  // the place's
+        const int32_t i = last - bit / 4 * step + bit % 4;
+        return order_of(chunk.keys[i], chunk.column + i);
+      };
+      uint64_t kept = above;
+      for (uint64_t left = here; left != 0; left &= left - 1) {
+        const int bit = __ffsll(static_cast<int64_t>(left)) - 1;
+        if (order(bit) >= least) kept |= uint64_t{1} << bit;
+      }
+      const int32_t own = __popcll(kept), end = warp_inclusive_sum(own);
+      int32_t place = 0;
+      if (threadIdx.x % kWarpSize == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
+      place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+#pragma unroll 1
+      for (; kept != 0; kept &= kept - 1) to[place++] = order(__ffsll(static_cast<int64_t>(kept)) - 1);
+      team.sync();
+    }
     template <class Team, class Visit>
-    __device__ __forceinline__ void visit(const Team& team, const Visit& visit_one) const {
-      list.visit(team, visit_one);
-      chunk.visit(team, visit_one);
+    __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+      list.visit(team, visit_four);
+      chunk.visit(team, visit_four);
     }
     template <class Team>
     __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
@@ -332,8 +375,8 @@ class Scan {
     const bool shrinks = total > (is_last ? topk : list_capacity(topk));
     const uint32_t low = min(s_.low[r], found.low), high = max(s_.high[r], found.high);
     uint64_t least = kLeastOrder;
-    if (shrinks)
-      least = kth_surveyed(team, RowCandidates{{list(r), listed}, chunk}, topk, {total, low, high});
+    RowCandidates candidates{{list(r), listed}, chunk};
+    if (shrinks) least = kth_surveyed(team, candidates, topk, {total, low, high});
     int32_t count = min(total, topk);
     if (!is_first || !is_last) {
       if (shrinks) {
@@ -343,7 +386,8 @@ class Scan {
         if (team.thread() == 0) team.scalars().kept = listed;
         team.sync();
       }
-      append_from(team, least, chunk, list(r));
+      if (candidates.are_taken) candidates.append_taken(team, least, list(r));
+      else append_from(team, least, chunk, list(r));
       count = team.scalars().kept;
       team.sync();
       if (team.thread() == 0) {
