@@ -64,8 +64,8 @@ __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t 
 }
 
 // A visit gives four orders at once, and asks of none whether it is one: kNoCandidate, and any other that is
-// below kLeastOrder, is a place without a candidate. What is done with each is short and has no branch, so the
-// four of a thread are on their way together.
+// below kLeastOrder, is a place without a candidate. What is done with each is short and has no branch, so
+// that the four of a thread are on their way together.
 inline constexpr uint64_t kNoCandidate = 0, kLeastOrder = uint64_t{1} << 32;
 using Four = uint64_t[4];
 
