@@ -179,7 +179,7 @@ def compress_kv(
             if (p + 1) % ratio == 0:
                 pooled = pooled_window(history[max(0, p + 1 - window) : p + 1], ape, p, ratio).float()
                 rows = compressed_rows(
-                    pooled[None], torch.tensor([p]), norm_weight, cos, sin,
+                    pooled[None], torch.tensor([p], device=pooled.device), norm_weight, cos, sin,
                     ratio=ratio, eps=eps, round_pooled=round_pooled,
                 )  # fmt: skip
                 found.append((starts[r] + p - start, rows[0][0], rows[1][0]))
