@@ -46,6 +46,10 @@ MLA_HD constexpr int num_panels(bool is_fp4) { return is_fp4 ? kGroups : 0; }
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 // Of a thread, by role.
 inline constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
+// A block is launched with as many of all as its threads, rounded to eight, can share; more never come, and
+// who asks for them waits for ever.
+static_assert(kConsumers * kConsumerRegisters + kGroup * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
 
 // Of the calling thread's warpgroup.
 __device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / kGroup, kGroup); }
