@@ -30,11 +30,6 @@ struct ScatteredCandidates {
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
     for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).visit(team, visit_four);
   }
-  template <class Team>
-  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
-                                       int num_words) const {
-    mark_each(team, *this, least, first, words, num_words);
-  }
 };
 
 }  // namespace

@@ -58,7 +58,7 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
     team.sync();
     for (int i = team.thread(); i < num_words; i += threads) words[i] = 0;
     team.sync();
-    candidates.mark(team, least, first, words, num_words);
+    mark_each(team, candidates, least, first, words, num_words);
     team.sync();
     const int own_words = (num_words + threads - 1) / threads, word = team.thread() * own_words;
     uint32_t bits[kWordsPerThread];

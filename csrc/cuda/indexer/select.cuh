@@ -100,11 +100,6 @@ struct CandidateList {
       visit_four(found);
     }
   }
-  template <class Team>
-  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
-                                       int num_words) const {
-    mark_each(team, *this, least, first, words, num_words);
-  }
 };
 
 // Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
@@ -130,19 +125,6 @@ struct CandidateKeys {
       Four found;
       load(first, found);
       visit_four(found);
-    }
-  }
-  // `column` lies a multiple of 32 behind `first`.
-  template <class Team>
-  __device__ __forceinline__ void mark(const Team& team, uint64_t least_order, int64_t first, uint32_t* words,
-                                       int num_words) const {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 4
-    for (int32_t i = team.thread(); i < count; i += team.threads()) {
-      const bool is_marked = keys[i] >= least && order_of(keys[i], column + i) >= least_order;
-      const uint32_t bits = __ballot_sync(kFullWarp, is_marked);
-      const int64_t word = (column - first + i) / 32;
-      if (lane == 0 && bits != 0 && word >= 0 && word < num_words) words[word] = bits;
     }
   }
 };

@@ -49,12 +49,6 @@ struct RowCandidates {
     list.visit(team, visit_four);
     chunk.visit(team, visit_four);
   }
-  template <class Team>
-  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t first, uint32_t* words,
-                                       int num_words) const {
-    list.mark(team, least, first, words, num_words);
-    chunk.mark(team, least, first, words, num_words);
-  }
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

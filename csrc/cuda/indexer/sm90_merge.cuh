@@ -124,11 +124,6 @@ struct ScatteredParts {
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
     for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_four);
   }
-  template <class Team>
-  __device__ __forceinline__ void mark(const Team& team, uint64_t least, int64_t begin, uint32_t* words,
-                                       int num_words) const {
-    mark_each(team, *this, least, begin, words, num_words);
-  }
 };
 
 template <class Candidates>
