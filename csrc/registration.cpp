@@ -90,7 +90,8 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "Tensor q, Tensor kv_cache, Tensor indices, *, int layout, int page_size, float sm_scale, " \
   "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? "   \
   "extra_indices=None, "                                                                      \
-  "Tensor? extra_topk_length=None, int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None"
+  "Tensor? extra_topk_length=None, int? extra_page_size=None, int? extra_layout=None, "       \
+  "Tensor? scale=None, int query_groups=1, Tensor? shared_keys=None"
 
 #define WINDOW_ARGUMENTS                                                                       \
   "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, " \
@@ -182,6 +183,11 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                SPARSE_PREFILL_OUTPUTS)
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None")
+  DEF_WITH_OUT(plan_shared_keys,
+               "Tensor indices, *, int query_groups, int num_q_heads, int layout, int num_slots, "
+               "Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
+               "int? extra_num_slots=None",
+               "Tensor", "Tensor(a!) out")
   // CUDA only, for tests: by a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without
   // max_logits it has no elements.
   DEF(_sparse_attention, PAGED_SPARSE_ARGUMENTS ", " KERNEL_ARGUMENTS,

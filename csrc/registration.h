@@ -30,6 +30,7 @@
   X(_warmup)
 
 #define MLA_FP8_INDEX_OPS(X)                                \
+  X(plan_shared_keys) X(plan_shared_keys_out)               \
   X(quantize_index_k)                                       \
   X(topk_to_slots) X(topk_to_slots_out)                     \
   X(index_logits) X(index_logits_out)                       \
@@ -143,7 +144,8 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS
       double sm_scale, const OptionalTensor &topk_length, const OptionalTensor &attn_sink,           \
       const OptionalTensor &extra_kv_cache, const OptionalTensor &extra_indices,                     \
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_page_size,               \
-      std::optional<int64_t> extra_layout, const OptionalTensor &scale
+      std::optional<int64_t> extra_layout, const OptionalTensor &scale, int64_t query_groups,        \
+      const OptionalTensor &shared_keys
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 #define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                            \
@@ -158,6 +160,12 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_P
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
                        const OptionalTensor& workspace);
+#define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                       \
+  const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots,      \
+      const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                                \
+      const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_num_slots
+Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS);
+void plan_shared_keys_out(MLA_PLAN_SHARED_KEYS_ARGUMENTS, Tensor out);
 // For tests: any of these by a kernel that the caller names, on GPUs.
 #define MLA_KERNEL_ARGUMENTS \
   bool max_logits, std::string kernel, std::string schedule, int64_t heads, int64_t splits, int64_t producers

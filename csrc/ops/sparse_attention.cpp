@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "ops/shared_keys.h"
 #include "registration.h"
 
 namespace mla_fp8 {
@@ -135,6 +136,23 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
   scope.indices = nullptr, scope.indices_stride_token = 0, scope.topk *= *extra_page_size;
 }
 
+void add_shared_keys(const Check& check, SparseAttentionParams& params, const Tensor& q, int64_t query_groups,
+                     const OptionalTensor& shared_keys) {
+  check.that(query_groups >= 1 && query_groups <= kMaxQueryGroup, "query_groups must be in [1, ",
+             kMaxQueryGroup, "], got ", query_groups);
+  check.that(query_groups > 1 || !shared_keys, "shared_keys must be None without query_groups, got a tensor");
+  params.query_groups = query_groups;
+  if (!shared_keys) return;
+  const SharedKeysShape shape(params);
+  check(*shared_keys, "shared_keys")
+      .same_device_as(q, "q")
+      .dtype({ScalarType::Int})
+      .shape({shape.num_tiles, shape.words})
+      .contiguous()
+      .aligned(16);
+  params.shared_keys = data<int32_t>(*shared_keys);
+}
+
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
   const KvLayoutId id = check.first_layout(layout);
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
@@ -147,6 +165,7 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
 
   add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
                   extra_layout);
+  add_shared_keys(check, params, q, query_groups, shared_keys);
   return params;
 }
 
@@ -252,7 +271,7 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
 
 #define MLA_PAGED_SPARSE_PASS                                                                               \
   q, kv_cache, indices, layout, page_size, sm_scale, topk_length, attn_sink, extra_kv_cache, extra_indices, \
-      extra_topk_length, extra_page_size, extra_layout, scale
+      extra_topk_length, extra_page_size, extra_layout, scale, query_groups, shared_keys
 
 #define MLA_WINDOW_PASS                                                                                    \
   q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \

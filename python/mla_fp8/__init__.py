@@ -20,7 +20,7 @@ from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
 from .ops.quantize_index_k import quantize_index_k
 from .ops.quantize_kv import quantize_kv
-from .ops.sparse_decode import sparse_attention_workspace, sparse_decode
+from .ops.sparse_decode import plan_shared_keys, sparse_attention_workspace, sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .ops.topk_to_slots import topk_to_slots
 from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChunkCache, workspace_rows
@@ -57,6 +57,7 @@ __all__ = [
     "pad_q_heads",
     "paged_attention_ragged",
     "paged_attention_ragged_latent",
+    "plan_shared_keys",
     "qk_norm_rope_insert",
     "quantize_index_k",
     "quantize_kv",

@@ -48,6 +48,8 @@ class SparseCall(NamedTuple):
     scale: Tensor | None = None  # of the layer: fp8_e4m3* only
     window: Window | None = None
     batch_invariant: bool = False
+    query_groups: int = 1  # over pages by index: so many consecutive tokens have mostly the same keys
+    shared_keys: Tensor | None = None  # what plan_shared_keys made of them
 
     @classmethod
     def of(cls, op: str, given: Mapping[str, Any], find_layout: Callable[[Any], KVLayout]) -> "SparseCall":
@@ -67,7 +69,8 @@ class SparseCall(NamedTuple):
             window = Window(*(given[name] for name in _WINDOW))
         return cls(
             op, given["q"], (main, *extra), given["sm_scale"], given.get("attn_sink"),
-            given.get("scale"), window, given.get("batch_invariant", False),
+            given.get("scale"), window, given.get("batch_invariant", False), given.get("query_groups", 1),
+            given.get("shared_keys"),
         )  # fmt: skip
 
     @property
@@ -97,6 +100,7 @@ class SparseCall(NamedTuple):
         }  # fmt: skip
         if self.window is None:
             given |= {"indices": main.indices, "topk_length": main.length}
+            given |= {"query_groups": self.query_groups, "shared_keys": self.shared_keys}
         else:
             given |= dict(zip(_WINDOW, self.window, strict=True))
         if self.op == "sparse_decode":

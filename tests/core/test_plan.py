@@ -127,6 +127,32 @@ def test_neighbours_over_all_entries_share_tiles(queries, requests, tile):
     assert plan.endswith(", 16 CTAs for the last 2") == (queries // tile == 32 if tile else False)
 
 
+SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a group, groups -> tile, its plan
+    ("decode", "dsv4", 128, 512, 8, 6, 128, (6, "many_heads split, 64 heads, 1 CTA a query")),
+    ("decode", "dsv4", 128, 512, 8, 8, 128, (8, "many_heads split, 64 heads, 1 CTA a query")),
+    ("decode", "dsv32", 2048, 0, 8, 4, 128, (4, "many_heads split, 32 heads, 1 CTA a query")),
+    ("prefill", "dsv4", 128, 512, 8, 8, 1024, (8, "many_heads split, 64 heads, 1 CTA a query")),
+    ("prefill", "dsv4", 128, 512, 8, 20, 400, (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12")),
+    ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
+    ("decode", "dsv4", 128, 512, 8, 1, 768, None),
+    ("decode", "dsv4", 128, 512, 64, 6, 128, None),
+    ("decode", "dsv4", 128, 512, 12, 4, 128, None),
+    ("decode", "bf16", 2048, 0, 8, 8, 1024, None),
+    ("decode", "dsv4", 0, 8192, 8, 8, 1024, None),  # more entries than are hashed
+]
+
+
+@pytest.mark.parametrize("op, layout, keys, extra_keys, heads, group, groups, want", SHARING)
+def test_neighbours_that_share_keys(op, layout, keys, extra_keys, heads, group, groups, want):
+    got = core.sharing(
+        op, layout=LAYOUTS.index(layout), queries=group * groups, heads=heads, keys=keys,
+        extra_keys=extra_keys, query_groups=group,
+    )  # fmt: skip
+    assert (None if got is None else got[:2]) == want
+    if got:
+        assert 0 < got[3] <= 256
+
+
 problems = st.fixed_dictionaries(
     {
         "layout": st.sampled_from(FIRST), "queries": st.integers(1, 1 << 28),

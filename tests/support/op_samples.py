@@ -129,6 +129,13 @@ def sparse_decode(device: str, size: Size = SIZE) -> Call:
     return (q, kv_cache(device), indices), OPTIONS | extra | {"sm_scale": 0.04}
 
 
+def plan_shared_keys(device: str, size: Size = SIZE) -> Call:
+    (_, _, indices), options = sparse_decode(device, size)
+    keys = {"extra_indices": options["extra_indices"], "extra_num_slots": NUM_PAGES * PAGE_SIZE}
+    sizes = {"query_groups": 2, "num_q_heads": size.heads, "num_slots": NUM_PAGES * PAGE_SIZE}
+    return (indices,), {"layout": LAYOUT} | sizes | keys
+
+
 def sparse_prefill_window(device: str, size: Size = SIZE) -> Call:
     (q, cache, _), options = sparse_decode(device, size)
     n = size.num_tokens
@@ -239,6 +246,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "sparse_prefill_paged": sparse_decode,
     "sparse_prefill_window": sparse_prefill_window,
     "sparse_decode": sparse_decode,
+    "plan_shared_keys": plan_shared_keys,
     "paged_attention_ragged": paged_attention_ragged,
     "paged_attention_ragged_latent": paged_attention_ragged_latent,
     "merge_attention_states": merge_attention_states,

@@ -58,6 +58,11 @@ __device__ __forceinline__ void store(void* p, const Words<4>& w, bool streaming
   streaming ? __stcs(static_cast<uint4*>(p), v) : void(*static_cast<uint4*>(p) = v);
 }
 
+// A line of what no kernel writes meanwhile.
+__device__ __forceinline__ void prefetch_l1(const void* p) {
+  uint32_t unused;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(p));
+}
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

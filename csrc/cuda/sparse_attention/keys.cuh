@@ -182,6 +182,12 @@ struct KeySurvey {
   MapInLanes map;
 
   KeySurvey() = default;
+  // Of a list that has no others.
+  __device__ static KeySurvey of_valid(int num_keys) {
+    KeySurvey survey{};
+    survey.num_keys = num_keys;
+    return survey;
+  }
   __device__ KeySurvey(uint32_t shared, unsigned length, int lane) {
     const unsigned size = part_size(length), first = 2 * lane * size;
     const uint2 both = load_shared_8(shared + lane * 8);

@@ -4,41 +4,15 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cuda/sparse_attention/plan_model.h"
+
 namespace mla_fp8::gpu {
 namespace {
 
+using namespace model;
+
 constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
 constexpr const char* kScheduleNames[] = {"split", "walk"};
-
-constexpr int kOctet = 8;  // heads: the least that a CTA takes
-
-bool is_bf16(const SparseAttentionParams& p) { return kv_layout(p.layout).nope_format == Format::kBf16; }
-int64_t num_keys(const SparseAttentionParams& p) {
-  return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
-}
-
-double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
-  const auto of_scope = [&](int i, KvLayoutId layout) {
-    return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token()
-                            : 0.0;
-  };
-  return of_scope(0, p.layout) + of_scope(1, p.extra_layout);
-}
-
-// The first variant like this that reads the layouts. `producers` 0: any number.
-const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvPair layouts) {
-  const auto is_it = [&](const Variant& v) {
-    return v.kernel == kernel && v.schedule == schedule && v.heads == heads &&
-           (producers == 0 || v.producers == producers) && v.reads(layouts);
-  };
-  const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
-  return found == std::end(kVariants) ? nullptr : found;
-}
-const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts, int producers = 0) {
-  const Variant* const found = find_variant(kernel, schedule, heads, producers, layouts);
-  if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
-  return *found;
-}
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
@@ -73,101 +47,11 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
   return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }
 
-// ---- sm_90: which kernel, and how many SMs share a query ------------------------------------------------
-//
-// All prices and thresholds are those of one H200 (132 SMs).
+// ---- sm_90 ----------------------------------------------------------------------------------------------
 
 // Positions and grids stay far from 2^31.
 constexpr int64_t kMaxKeys = int64_t{1} << 26;
 constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
-
-struct SplitClass {
-  int splits;
-  double clusters_per_sm;  // that are resident at once: 132, 66, 30, 15, 7 on 132 SMs
-};
-constexpr SplitClass kSplitClasses[] = {
-    {1, 1.0}, {2, 0.5}, {4, 30 / 132.0}, {8, 15 / 132.0}, {16, 7 / 132.0}};
-int64_t resident(const SplitClass& s, int num_sms) {  // clusters
-  return std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
-}
-
-// Of one CTA, when nothing but itself limits it; a wave of CTAs costs what one does.
-struct Price {
-  double ns_per_key, fixed_us, cluster_us;
-};
-struct HeadsClass {
-  Kernel kernel;
-  int heads;
-  Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
-};
-// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6). The
-// others to the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
-constexpr HeadsClass kHeadsClasses[] = {
-    {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {27.5, 6.4, 1.2}},
-    {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {35.0, 5.0, 3.0}},
-    {Kernel::kFewHeads, 32, {}, {27.0, 7.0, 4.0}, {}},
-    {Kernel::kManyHeads, 32, {22.8, 8.4, 1.4}, {}, {36.0, 7.8, 2.5}},
-    {Kernel::kManyHeads, 64, {30.0, 10.3, 3.5}, {}, {53.0, 8.0, 5.5}}};
-const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
-  return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
-}
-constexpr double kHbmBytesPerUs = 3.9e6, kL2BytesPerUs = 8e6;
-constexpr int kMinKeysPerCta = 128;
-// Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
-// with many queries), and what they may take together, of one.
-constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.95;
-// What tiles of neighbours may take of their queries' time alone, where both are prices.
-constexpr double kMostOfQueriesAlone = 0.95;
-
-// 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
-// two layouts they always are.
-constexpr int64_t kKeysForMoreProducers = 512;
-
-Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
-  int producers = 0;
-  if (p.layouts().is_mixed()) producers = heads < 64 ? 8 : 4;
-  else if (kernel == Kernel::kFewHeads && heads == 8)
-    producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
-  return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
-}
-
-// The model's time of `queries` of a problem, with a cluster for each and block of heads.
-double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s, int64_t queries,
-               int num_sms) {
-  const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
-  const double bytes = static_cast<double>(queries) * bytes_of_keys(p);
-  const int head_blocks = ceil_div(p.num_q_heads, c.heads);
-  const Price& price = price_of(c, p);
-  const auto waves = static_cast<double>(ceil_div(queries * head_blocks, resident(s, num_sms)));
-  const double fixed = price.fixed_us + (s.splits > 1 ? price.cluster_us : 0.0);
-  const double per_cta = std::max(keys / s.splits, static_cast<double>(kMinKeysPerCta));
-  const double compute_us = waves * (fixed + price.ns_per_key * 1e-3 * per_cta);
-  const double memory_us = bytes / kHbmBytesPerUs + (head_blocks - 1) * bytes / kL2BytesPerUs + fixed;
-  return std::max(compute_us, memory_us);
-}
-
-// Calls fn(heads class, split class) for what may run the problem.
-template <class Fn>
-void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
-  for (const HeadsClass& c : kHeadsClasses) {
-    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts())) continue;
-    if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
-    for (const SplitClass& s : kSplitClasses) fn(c, s);
-  }
-}
-
-struct Priced {
-  Plan plan;
-  double us = 1e30;
-};
-Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_sms) {
-  Priced best;
-  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
-    const double us = time_of(p, c, s, queries, num_sms);
-    if (us < best.us) best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
-  });
-  return best;
-}
 
 // In any batch the same: by heads and keys alone. A CTA of few heads has at least as many keys as the first
 // says, of more heads as the second: what is right for one query is wrong for many, and with many heads more
@@ -209,6 +93,27 @@ Plan plan_split(const SparseAttentionParams& p, int num_sms) {
   return best.plan;
 }
 
+// Clusters for tiles of queries: in one launch; or the last, which would be a wave of their own, before with
+// more CTAs to each.
+Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, const Variant& v,
+                      int num_sms) {
+  Priced best;
+  const auto time = [&](const SplitClass& s, int64_t count) { return time_of(tiles, c, s, count, num_sms); };
+  const auto propose = [&](const SplitClass& s, double us, int64_t last_tiles, int last_splits) {
+    if (us >= best.us) return;
+    best = {{v, s.splits}, us};
+    best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
+  };
+  for (const SplitClass& s : kSplitClasses) {
+    propose(s, time(s, tiles.num_tokens), 0, 1);
+    const int64_t last = tiles.num_tokens % resident(s, num_sms);
+    if (last == 0 || last == tiles.num_tokens) continue;
+    for (const SplitClass& more : kSplitClasses)
+      propose(s, time(s, tiles.num_tokens - last) + kNextLaunchUs + time(more, last), last, more.splits);
+  }
+  return best;
+}
+
 // Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with
 // 64 heads. None if queries go alone.
 Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
@@ -223,27 +128,27 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
   if (p.num_tokens % (requests * tile_queries) != 0)
     for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
-  for (const HeadsClass& c : kHeadsClasses) {
-    const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts());
-    if (!v || !attends_to_tiles(*v, p.layouts())) continue;
-    const auto time = [&](const SplitClass& s, int64_t count) {
-      return time_of(tiles, c, s, count, num_sms);
-    };
-    const auto propose = [&](const SplitClass& s, double us, int64_t last_tiles, int last_splits) {
-      if (us >= best.us) return;
-      best = {{*v, s.splits}, us};
-      best.plan.tile_queries = tile_queries;
-      best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
-    };
-    for (const SplitClass& s : kSplitClasses) {
-      propose(s, time(s, tiles.num_tokens), 0, 1);
-      const int64_t last = tiles.num_tokens % resident(s, num_sms);
-      if (last == 0 || last == tiles.num_tokens) continue;
-      for (const SplitClass& more : kSplitClasses)
-        propose(s, time(s, tiles.num_tokens - last) + kNextLaunchUs + time(more, last), last, more.splits);
-    }
-  }
+  for (const HeadsClass& c : kHeadsClasses)
+    if (const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts()))
+      if (attends_to_tiles(*v, p.layouts())) best = cheapest_waves(tiles, c, *v, num_sms);
+  best.plan.tile_queries = tile_queries;
   return best;
+}
+
+// few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
+// where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
+// ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
+// heads sharing is the faster one anyway, of bf16 rows bf16_tiles.
+bool walks(const SparseAttentionParams& p, int num_sms) {
+  const bool fp8 = !is_bf16(p);
+  // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
+  const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : fp8 ? 8 : 7;
+  return p.num_q_heads <= (fp8 ? 32 : 8) && p.num_tokens * ceil_div(p.num_q_heads, kOctet) >= enough * num_sms;
+}
+Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
+  const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
+  const int heads = kernel == Kernel::kManyHeads ? 32 : p.num_q_heads <= 8 ? 8 : 16;
+  return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
 }
 
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
@@ -253,10 +158,15 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 // Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
 // against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
 // 64 queries, 269 against 223).
+// 9 to 16 heads leave three quarters of a tile's rows empty, and it is faster nevertheless (16 heads, 4096
+// queries of 640 and 2048 keys: 625 -> 509 and 2051 -> 1578 us; 1024 queries: 164 -> 136 and 521 -> 410; 264:
+// 49 -> 44 and 130 -> 124). So are 8 until they walk (264 and 792 queries of 640 keys: 45 -> 43, 122 -> 110).
+constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair =
       p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64 && !p.has_entry_pages;
-  const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16);
+  const bool few_rows = p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
+  const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
   const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
   return (pair || bf16) && enough * num_tiles(p) >= num_sms;
 }
@@ -268,7 +178,9 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
   // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
-  if (p.num_q_heads > 32 && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  const bool tiles = p.num_q_heads > 32 || p.num_q_heads <= 16;
+  if (tiles && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  if (!p.batch_invariant && walks(p, num_sms)) return plan_walk(p, num_sms);
   return plan_split(p, num_sms);
 }
 
@@ -279,18 +191,9 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
       tiles.plan.tile_queries > 1 &&
       tiles.us < kMostOfQueriesAlone * cheapest_split(p, p.num_tokens, num_sms).us)
     return tiles.plan;
-  const bool fp8 = !is_bf16(p), many_heads = fp8 && p.num_q_heads > 32;
-  // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half
-  // empty, where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by
-  // walking; ed110fa). With many heads sharing is the faster one anyway, up to the queries that it takes.
-  const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : 8;  // queries of 8 heads for an SM
-  if (p.num_tokens * ceil_div(p.num_q_heads, kOctet) < enough * num_sms ||
-      (many_heads && p.num_tokens < kMaxSplitQueries))
-    return plan_decode(p, num_sms);
-  if (many_heads) return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
-  const Kernel kernel = fp8 && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
-  const int heads = kernel == Kernel::kManyHeads ? 32 : p.num_q_heads <= 8 ? 8 : 16;
-  return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
+  if (walks(p, num_sms)) return plan_walk(p, num_sms);
+  if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms);
+  return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
 }
 
 bool sm90_reads(const SparseAttentionParams& p) {
@@ -327,7 +230,84 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
   return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }
 
+// ---- queries that share keys ----------------------------------------------------------------------------
+
+// What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
+constexpr double kLikelyNew = 0.1;
+// A key of a list, with its marks, in a CTA of 32 and of 64 rows: more than Price says, of one H200, V4, 128
+// tiles of 645 to 2179 keys. The launch for queries that go alone, if there are none. Making the lists.
+constexpr double kMarksNs[2] = {6.9, 7.0}, kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
+// What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so the
+// line between them lies where few tiles are (an overlap of about 0.4).
+constexpr double kMostOfAlone = 1.25;
+// A walk of few_heads, an SM: a key, and what lies between two queries. (One H200: 4096 queries of 640 and
+// 2048 keys, 76efeb85; 32 heads are many_heads.)
+struct WalkPrice {
+  int heads;
+  double ns_per_key, fixed_us;
+} constexpr kWalkPrices[] = {{8, 14.2, 2.1}, {16, 19.0, 3.4}, {32, 25.0, 5.0}};
+
+double time_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
+  if (plan.variant.schedule == Schedule::kSplit) return cheapest_split(p, p.num_tokens, num_sms).us;
+  for (const WalkPrice& w : kWalkPrices)
+    if (w.heads == plan.variant.heads)
+      return static_cast<double>(p.num_tokens) / num_sms *
+             (w.fixed_us + w.ns_per_key * 1e-3 * static_cast<double>(num_keys(p)));
+  return 0.0;
+}
+
+// Of many_heads over lists, with room for a tile's heads; null where it cannot be.
+const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
+  const int heads = p.num_q_heads;
+  if (p.query_groups < 2 || p.num_tokens < 2 || p.num_tokens >= kMaxSplitQueries || p.is_window ||
+      p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !own_kernels(p, gpu))
+    return nullptr;
+  const QueryTiles queries(p.num_tokens, p.query_groups, heads);
+  const int rows = static_cast<int>(queries.tile) * heads <= 32 ? 32 : 64;
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  const int64_t entries = queries.tile * num_keys(p);
+  return v && attends_to_lists(*v, p.layouts()) && queries.tile > 1 && entries > 0 &&
+                 entries <= kMaxListedEntries
+             ? v
+             : nullptr;
+}
+Plan plan_alone(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  const Plan plan = op == Op::kDecode ? plan_decode(p, gpu.num_sms) : plan_prefill(p, gpu.num_sms);
+  return plan.queries > 0 ? cheapest_split(p, p.num_tokens, gpu.num_sms).plan : plan;
+}
+
 }  // namespace
+
+std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu, bool has_lists) {
+  const Variant* const v = variant_of_lists(p, gpu);
+  if (!v) return {};
+  const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
+  Sharing best{.alone = plan_alone(op, p, gpu)};
+  const double alone_us = time_alone(best.alone, p, gpu.num_sms);
+  const auto tiles_of = [&](double new_keys) {  // with so many keys of a query
+    SparseAttentionParams tiles = p;
+    tiles.num_tokens = queries.count(), tiles.num_q_heads = v->heads;
+    for (KvScope& scope : tiles.scopes)
+      scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
+    return tiles;
+  };
+  HeadsClass price = *std::find_if(std::begin(kHeadsClasses), std::end(kHeadsClasses), [&](auto& c) {
+    return c.kernel == Kernel::kManyHeads && c.heads == v->heads;
+  });
+  price.fp8.ns_per_key += kMarksNs[v->heads > 32];
+  const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
+  const double lists_us =
+      has_lists ? 0.0 : kListsUs + kListsUsPerEntry * static_cast<double>(p.num_tokens * num_keys(p));
+  if (tiles.us + kNobodyAloneUs + lists_us >= kMostOfQueriesAlone * alone_us) return {};
+  best.tiles = tiles.plan;
+  const auto splits = *std::find_if(std::begin(kSplitClasses), std::end(kSplitClasses),
+                                    [&](auto& s) { return s.splits == tiles.plan.splits; });
+  for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
+    if (time_of(tiles_of(best.most_shared / 256.0 * queries.tile), price, splits, queries.count(),
+                gpu.num_sms) <= kMostOfAlone * alone_us)
+      break;
+  return best;
+}
 
 const char* name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
 const char* name(Schedule schedule) { return kScheduleNames[static_cast<int>(schedule)]; }
@@ -350,7 +330,12 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return own_kernels(p, gpu) ? 0 : workspace_size(plan(op, p, gpu), p);
+  if (!own_kernels(p, gpu)) return workspace_size(plan(op, p, gpu), p);
+  return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+}
+int64_t lists_size(const SparseAttentionParams& p) {
+  const SharedKeysShape shape(p);
+  return shape.num_tiles * shape.words;
 }
 Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
   if (workspace_size(plan, p) > p.workspace_floats)
@@ -384,6 +369,13 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
        << " heads on this GPU, got " << wanted.kernel << ' ' << wanted.schedule << ", " << wanted.heads
        << " heads, " << wanted.splits << " splits, " << wanted.producers << " producers";
   throw std::runtime_error(what.str());
+}
+
+std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAttentionParams& p,
+                                      const Gpu& gpu) {
+  const Variant* const v = variant_of_lists(p, gpu);
+  if (!v || wanted.kernel != name(v->kernel) || wanted.heads < v->heads) return {};
+  return Sharing{.tiles = forced_plan(wanted, p, gpu), .alone = plan_alone(Op::kPrefill, p, gpu)};
 }
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {

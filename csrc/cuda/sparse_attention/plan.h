@@ -4,10 +4,12 @@
 // query does not depend on what the other queries hold.
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "ops/shared_keys.h"
 #include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {
@@ -67,7 +69,6 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 32, 4, Rows::kBf16},
     {Kernel::kFewHeads, Schedule::kWalk, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
-    {Kernel::kFewHeads, Schedule::kWalk, 16, 4, Rows::kBf16},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
@@ -82,6 +83,10 @@ struct Plan {
   // That it takes, the first ones, or 0: all. The rest gets a plan of its own, which is launched before.
   int64_t queries = 0;
   bool follows = false;  // the launch before is that of the rest
+  // The lists of all tiles of queries: this launch takes the tiles that have one, or of many_heads and
+  // few_heads the queries of those that have none.
+  const int32_t* lists = nullptr;
+  bool takes_lists = false;
   int tile_queries = 1;  // of many_heads: neighbours whose heads are those of one item
   // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
   int64_t last_tiles = 0;
@@ -126,6 +131,32 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
   const int64_t each = std::max<int64_t>(even ? p.num_tokens / requests : p.num_tokens, 1);
   return static_cast<int>(ceil_div(each, ceil_div(each, most)));
 }
+
+// ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
+
+// The entries of a tile are hashed by up to 4 CTAs, which take 8192 each.
+inline constexpr int kListPartEntries = 8192, kMaxListParts = 4;
+inline constexpr int64_t kMaxListedEntries = int64_t{kListPartEntries} * kMaxListParts;
+
+// Of many_heads: tiles of 32 and of 64 rows.
+constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
+  return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
+         !layouts.is_mixed() &&
+         (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
+}
+// Two launches: the queries of tiles that have no list, then the others.
+struct Sharing {
+  Plan tiles, alone;
+  int most_shared = 256;  // 256ths of a tile's valid entries: a longer list does not pay
+};
+// None if sharing would not pay; `has_lists`: without the time of making them.
+std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu, bool has_lists);
+int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words, of all tiles
+
+// That a test asks for, if it asks for tiles; the others go alone as they would.
+std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAttentionParams& p,
+                                      const Gpu& gpu);
+void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t* lists, gpuStream_t stream);
 
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 

@@ -177,9 +177,24 @@ void atomic(Warp& w, const Instruction& i) {  // d, [a], b; of red: [a], b
     if (returns) w.result(i)[l] = put(old);
   });
 }
+template <Space kSpace, class T>
+void compare_and_swap(Warp& w, const Instruction& i) {  // d, [a], expected, b
+  uint64_t* d = w.result(i);
+  const uint64_t *base = w.operand(i, 1), *expected = w.operand(i, 2), *b = w.operand(i, 3);
+  each_lane(w.active, [&](int l) {
+    const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
+    auto* to = reinterpret_cast<T*>(at<kSpace>(w, l, address, sizeof(T), sizeof(T)));
+    if (is_shared<kSpace>(address))
+      note_write(w, static_cast<uint32_t>(address), sizeof(T), Races::How::kAtomic);
+    T old = get<T>(expected[l]);
+    __atomic_compare_exchange_n(to, &old, get<T>(b[l]), false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+    d[l] = put(old);
+  });
+}
 template <Space kSpace>
 Handler find_atomic(const Opcode& opcode) {
   const auto of = [&]<class T>(T) -> Handler {
+    if (has(opcode, "cas")) return compare_and_swap<kSpace, T>;
     if (has(opcode, "add")) return atomic<kSpace, T, ([](T a, T b) { return static_cast<T>(a + b); })>;
     if (has(opcode, "max")) return atomic<kSpace, T, ([](T a, T b) { return a > b ? a : b; })>;
     if (has(opcode, "min")) return atomic<kSpace, T, ([](T a, T b) { return a < b ? a : b; })>;

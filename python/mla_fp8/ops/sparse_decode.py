@@ -1,9 +1,10 @@
 import torch
 
+from .._arguments import expect_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..call import Scope, SparseCall, second_scope
 from ..dispatch import attend, extra_layout_of, layout_of
-from ..layout import KVLayout
+from ..layout import KVLayout, get_layout
 
 
 def sparse_attention_workspace(
@@ -20,6 +21,55 @@ def sparse_attention_workspace(
     return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
         num_tokens, num_q_heads, num_sms, batch_invariant
     )
+
+
+def plan_shared_keys(
+    indices: torch.Tensor,
+    *,
+    query_groups: int,
+    num_q_heads: int,
+    layout: str | KVLayout,
+    num_slots: int,
+    topk_length: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_num_slots: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The lists of keys that ``sparse_decode(..., query_groups=)`` makes, for layers with the same indices.
+
+    =================  =====================  =====  =======================================================
+    indices            [num_tokens, topk]     int32  and lengths: as :func:`sparse_decode` gets them
+    query_groups                                     2 or more consecutive tokens of a request
+    num_slots                                        of the cache: its pages times their size
+    extra_num_slots                                  of the second cache, with ``extra_indices``
+    out                [num_tiles, words]     int32  optional; contiguous
+    =================  =====================  =====  =======================================================
+
+    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8. A tile's line of the result has
+    the length of its list, or -1 where its tokens go alone (on every device but a Hopper GPU all do); from
+    column 4 on the slots, each once, those of the second cache with the sign bit; behind the room for all
+    of them a byte each, whose bit i says that the tile's token i attends to it. Returns it. Raises
+    RuntimeError naming the argument, what was expected and what came.
+    """
+    expect_tensors(
+        "plan_shared_keys", topk_length=topk_length, extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length, out=out,
+    )  # fmt: skip
+    options = {
+        "query_groups": query_groups,
+        "num_q_heads": num_q_heads,
+        "layout": get_layout(layout).id,
+        "num_slots": num_slots,
+        "topk_length": topk_length,
+        "extra_indices": extra_indices,
+        "extra_topk_length": extra_topk_length,
+        "extra_num_slots": extra_num_slots,
+    }
+    if out is None:
+        return torch.ops.mla_fp8.plan_shared_keys(indices, **options)  # type: ignore[no-any-return]
+    torch.ops.mla_fp8.plan_shared_keys_out(indices, **options, out=out)
+    return out
 
 
 def sparse_decode(
@@ -39,6 +89,8 @@ def sparse_decode(
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    query_groups: int = 1,
+    shared_keys: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend each query token to the cache slots that it selected. Returns ``(out, lse)``.
@@ -51,6 +103,7 @@ def sparse_decode(
     attn_sink    [num_q_heads]                            fp32   an extra logit without a value
     extra_*      a second cache with its own indices, page size and layout, attended to jointly
     scale        one element                              fp32   the layer's scale: ``fp8_e4m3*`` only
+    shared_keys  :func:`plan_shared_keys`                 int32  of these indices, for several layers
     out          [num_tokens, num_q_heads, 512]           bf16   0 where nothing is attended
     lse          [num_tokens, num_q_heads]                fp32   natural log, sink excluded, -inf if nothing
     ===========  =======================================  =====  ============================================
@@ -61,7 +114,13 @@ def sparse_decode(
     There is nothing to plan ahead. What several CTAs do for a row is merged in the launch; by the portable
     kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
 
-    A row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
+    ``query_groups``: of so many consecutive tokens each, the drafts of a request, most keys are the same. With
+    8, 16 or 32 heads over ``dsv4`` or ``dsv32`` pages a Hopper GPU then fetches and converts a key once for
+    up to 64 / num_q_heads of them; tokens that share too few go alone. The lists that this takes are made in
+    the call, or once for several by :func:`plan_shared_keys`. Elsewhere, and with ``batch_invariant``, it
+    changes nothing. A token's last bits then depend on the keys of its group, on no other.
+
+    Else a row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
     CPU) neither on how many there are nor on its place among them. ``layout`` may be an engine's name such
     as ``"fp8_ds_mla"``. ``backend`` is a name of the dispatch table; ValueError with every reason if it
     cannot run this, RuntimeError naming the argument for bad input.
@@ -72,9 +131,32 @@ def sparse_decode(
         name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
     )
     main = Scope(kv_cache, layout, page_size, indices, topk_length)
-    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale, batch_invariant=batch_invariant)
+    expect_tensors(name, shared_keys=shared_keys)
+    call = SparseCall(
+        name, q, (main, *extra), sm_scale, attn_sink, scale, None, batch_invariant, query_groups, shared_keys
+    )
     return attend(call, backend)  # type: ignore[no-any-return]
 
 
 fake("sparse_decode")(attention_outputs(2))
 fake_returns_nothing("sparse_decode_out")
+
+
+@fake("plan_shared_keys")
+def _(
+    indices: torch.Tensor,
+    *,
+    query_groups: int,
+    num_q_heads: int,
+    extra_indices: torch.Tensor | None = None,
+    **options: object,
+) -> torch.Tensor:
+    num_tokens, keys = indices.shape
+    if extra_indices is not None:
+        keys += extra_indices.shape[1]
+    tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
+    room = -(-(-(-query_groups // tiles) * keys) // 16) * 16
+    return indices.new_empty((-(-num_tokens // query_groups) * tiles, 4 + room + room // 4))
+
+
+fake_returns_nothing("plan_shared_keys_out")

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import need_tensors
+from .._arguments import expect_tensors, need_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..call import Scope, SparseCall, Window, second_scope
 from ..dispatch import attend, extra_layout_of, layout_of
@@ -55,11 +55,14 @@ def sparse_prefill_paged(
     extra_page_size: int | None = None,
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
+    query_groups: int = 1,
+    shared_keys: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`sparse_prefill` straight from packed pages: no workspace, one or two caches in one softmax.
 
-    Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`.
+    Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`. Neighbours in a prompt
+    choose mostly the same keys, too: with 8 heads ``query_groups=8`` fills a tile.
     """
     name, layout = "sparse_prefill_paged", layout_of(layout, q, kv_cache, page_size, backend)
     extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
@@ -67,7 +70,10 @@ def sparse_prefill_paged(
         name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
     )
     main = Scope(kv_cache, layout, page_size, indices, topk_length)
-    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale)
+    expect_tensors(name, shared_keys=shared_keys)
+    call = SparseCall(
+        name, q, (main, *extra), sm_scale, attn_sink, scale, None, False, query_groups, shared_keys
+    )
     return attend(call, backend)  # type: ignore[no-any-return]
 
 

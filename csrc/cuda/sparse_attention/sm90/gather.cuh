@@ -190,8 +190,8 @@ class WalkProducer : GatherOf<C> {
   __device__ void run() {
     const WalkSurveys<C> surveys(smem_, row());
     int i = 0;  // stages so far
-    for (unsigned item = WalkItem<C>::first(row()), n = 0; item < WalkItem<C>::count(this->params_);
-         item += WalkItem<C>::stride(), ++n) {
+    for (unsigned item = WalkItem<C>::first(this->params_, row()), n = 0;
+         item < WalkItem<C>::count(this->params_); item = WalkItem<C>::next(this->params_, item), ++n) {
       const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
       this->finish_until([&] { return surveys.is_there(n); });
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});

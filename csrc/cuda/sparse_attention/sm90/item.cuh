@@ -22,6 +22,20 @@ inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at
 inline constexpr int kOctetHeads = 8;  // N of an mma
 inline constexpr int kMaxSmemBytes = 232448;
 
+// The lists of tiles of queries (ops/shared_keys.h), if there are any.
+struct SharedKeys {
+  const int32_t* lists;
+  int64_t words;  // of a list
+  int capacity;
+  QueryTiles queries;
+
+  __device__ const int32_t* list(unsigned tile) const { return lists + tile * words; }
+  __device__ int length(unsigned tile) const { return min(__ldg(list(tile)), capacity); }
+  __device__ __forceinline__ bool has(int64_t query) const {
+    return lists && length(queries.of(static_cast<unsigned>(query))) >= 0;
+  }
+};
+
 struct KernelParams {
   SparseAttentionParams p;
   int num_splits;       // CTAs of one cluster, which share a query's keys
@@ -31,14 +45,23 @@ struct KernelParams {
   int tile_queries;  // else 1
   int64_t first_tile;
   Divider page_size[2];  // of each scope
+  SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
 };
+
+// The end of a block that finds nothing to do. One of them sees to what end_grid() does.
+__device__ __forceinline__ void leave_grid(bool follows) {
+  if (blockIdx.x == 0) end_grid(follows);
+}
 
 template <class C>
 void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                   gpuStream_t stream) {
   const bool walks = plan.variant.schedule == Schedule::kWalk;
-  const int head_blocks = plan.tile_queries > 1 ? 1 : ceil_div(p.num_q_heads, C::kHeads);
-  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+  const bool is_tile = plan.tile_queries > 1 || plan.takes_lists;
+  const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+  const SharedKeysShape shared(p);
+  const int64_t tiles =
+      plan.takes_lists ? shared.num_tiles : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
   KernelParams params{
       .p = p,
       .num_splits = plan.splits,
@@ -47,6 +70,7 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
       .tile_queries = plan.tile_queries,
       .first_tile = 0,
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
+      .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
   const auto launch_some = [&](int64_t items) {
     const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
@@ -84,6 +108,8 @@ struct SplitItem {
   __device__ bool has_head(const SparseAttentionParams& p, int i) const {
     return first_head + i < p.num_q_heads;
   }
+  __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
+  __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
   __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int i) const {
     return p.q + query * p.q_stride_token + first_head * p.q_stride_head + i * p.q_stride_head;
   }
@@ -141,12 +167,34 @@ struct WalkItem {
   __device__ static unsigned count(const KernelParams& params) {
     return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks;
   }
-  __device__ static unsigned first(int row) { return blockIdx.x + gridDim.x * row; }
-  __device__ static unsigned stride() { return gridDim.x * C::kQueries; }
+  __device__ static unsigned first(const KernelParams& params, int row) {
+    return skip(params, blockIdx.x + gridDim.x * row);
+  }
+  __device__ static unsigned next(const KernelParams& params, unsigned i) {
+    return skip(params, i + gridDim.x * C::kQueries);
+  }
+
+  // Whether this CTA has any item: by all threads, and a barrier of them.
+  __device__ static bool has_any(const KernelParams& params) {
+    bool has = !params.shared.lists;
+    if (!has)
+      for (unsigned i = blockIdx.x + gridDim.x * threadIdx.x; i < count(params); i += gridDim.x * C::kThreads)
+        has |= !params.shared.has(i / params.num_head_blocks);
+    return named_barrier_any(0, C::kThreads, has);
+  }
 
   __device__ WalkItem(const KernelParams& params, unsigned i)
       : query(i / params.num_head_blocks),
         first_head(static_cast<int>(i % params.num_head_blocks) * C::kHeads) {}
+
+ private:
+  // From i on the first whose query goes alone.
+  __device__ static unsigned skip(const KernelParams& params, unsigned i) {
+    if (params.shared.lists) [[unlikely]]
+      while (i < count(params) && params.shared.has(i / params.num_head_blocks))
+        i += gridDim.x * C::kQueries;
+    return i;
+  }
 };
 
 // The warps that work on a query survey the keys of the one after it, for themselves and its producers. A
@@ -243,8 +291,10 @@ __device__ inline void write_head(const SparseAttentionParams& p, int64_t query,
 template <class R, class Item>
 __device__ float finish_head(const SparseAttentionParams& p, const Item& item, int head_in_item, float base,
                              float sum, float largest = -INFINITY) {
-  write_head(p, item.query, item.first_head + head_in_item, base, sum, largest);
-  return output_factor<R>(p, item.first_head + head_in_item, base, sum);
+  if (!item.has_head(p, head_in_item)) return 0.0f;
+  const int head = item.head_of(p, head_in_item);
+  write_head(p, item.query_of(p, head_in_item), head, base, sum, largest);
+  return output_factor<R>(p, head, base, sum);
 }
 
 // A head's output in units of four dims.
@@ -252,8 +302,9 @@ inline constexpr int kOutQuads = kHeadDimV / 4;
 
 template <class Item>
 __device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item, int head_in_item) {
-  const int head = item.first_head + head_in_item;
-  return reinterpret_cast<uint2*>(p.out + item.query * p.out_stride_token + head * p.out_stride_head);
+  const int64_t query = item.query_of(p, head_in_item);
+  const int head = item.head_of(p, head_in_item);
+  return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token + head * p.out_stride_head);
 }
 __device__ inline uint2 to_bf16(float4 x, float factor) {
   return {pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor)};

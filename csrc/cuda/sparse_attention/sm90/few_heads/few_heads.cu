@@ -314,6 +314,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   begin_grid(params.follows);
   SplitItem w = find_item<C>(params);
+  if (params.shared.has(w.query)) return leave_grid(params.follows);
   Query<C> q;
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
@@ -362,8 +363,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-
-  block_barrier<C::kThreads>();
+  if (!WalkItem<C>::has_any(params)) return;
   if (warp >= kConsumerWarps) {
     give_up_registers<C::kProducerRegisters>();
     WalkProducer<C>(params, smem, warp - kConsumerWarps, lane).run();
@@ -376,10 +376,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int block = consumer.team();  // in the ring's sequence
     const WalkSurveys<C> surveys(smem, row);
     // Row n of the place; before it the keys of row n + 1 are surveyed.
-    unsigned i = WalkItem<C>::first(row) - WalkItem<C>::stride();
-    for (int n = -1; n < 0 || i < WalkItem<C>::count(params); ++n, i += WalkItem<C>::stride()) {
-      const WalkItem<C> item(params, i), next(params, i + WalkItem<C>::stride());
-      const bool has_next = i + WalkItem<C>::stride() < WalkItem<C>::count(params);
+    unsigned i = 0, ahead = WalkItem<C>::first(params, row);
+    for (int n = -1; n < 0 || i < WalkItem<C>::count(params);
+         ++n, i = ahead, ahead = WalkItem<C>::next(params, ahead)) {
+      const WalkItem<C> item(params, i), next(params, ahead);
+      const bool has_next = ahead < WalkItem<C>::count(params);
       int lane = thread % kWarpSize;
       asm volatile("" : "+r"(lane));  // else all addresses of Q would be found once, and spilled
       Query<C, kQueryWarps> q;

@@ -104,23 +104,34 @@ class LogitWarp {
   // The same of neighbours: of a key's row in S the heads of some queries may count, and of others not. What
   // is no number in a key of another query must not meet its weight of zero.
   __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
-    const Tile& tile = *reinterpret_cast<const Tile*>(bytes_ + MLA_SMEM(C, tile));
+    const TileMarks& tile = *reinterpret_cast<const TileMarks*>(bytes_ + MLA_SMEM(C, tile));
     const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
     if (!__any_sync(kFullWarp,
                     queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
       return;
-    const int octets_log2 = tile.octets_log2;
-    bool suspects[2] = {scales_.is_nan[0] && queries[0] != all, scales_.is_nan[1] && queries[1] != all};
+    // What is no number in a key makes all its logits such, with any Q: one of them tells.
+    const auto is_finite = [](float x) { return fabsf(x) < INFINITY; };
+    const bool suspects[2] = {queries[0] != all && (scales_.is_nan[0] || !is_finite(s[0][0])),
+                              queries[1] != all && (scales_.is_nan[1] || !is_finite(s[0][2]))};
+    const bool is_rare =
+        __any_sync(kFullWarp, suspects[0] || suspects[1] || scales_.is_nan[0] || scales_.is_nan[1]);
+    if (is_rare) [[unlikely]] {
 #pragma unroll
-    for (int n = 0; n < kOctets; ++n)
+      for (int n = 0; n < kOctets; ++n)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const bool attends = queries[c / 2] >> (n >> octets_log2) & 1;
-        suspects[c / 2] |= !attends && !(fabsf(s[n][c]) < INFINITY);
-        s[n][c] = !attends ? -INFINITY : scales_.is_nan[c / 2] ? NAN : s[n][c];
-      }
-    if (__any_sync(kFullWarp, suspects[0] || suspects[1])) [[unlikely]]
+        for (int c = 0; c < 4; ++c)
+          if (scales_.is_nan[c / 2]) s[n][c] = NAN;
       clear_values<R>(bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
+    }
+    const int octets_log2 = tile.octets_log2;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const bool attends[2] = {(queries[0] >> (n >> octets_log2) & 1) != 0,
+                               (queries[1] >> (n >> octets_log2) & 1) != 0};
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (!attends[c / 2]) s[n][c] = -INFINITY;
+    }
   }
 
   uint8_t* const bytes_;
@@ -290,11 +301,12 @@ class WalkLogits : LogitWarp<C> {
     int entry = 0, block = 0;
     int ended = -1;  // an entry of this warp's to pass on: the end of the row before
     float factor = 0.0f;
-    unsigned i = WalkItem<C>::first(0) - WalkItem<C>::stride();
+    unsigned i = 0, ahead = WalkItem<C>::first(params_, 0);
 #pragma unroll 1
-    for (int row = -1; row < 0 || i < WalkItem<C>::count(params_); ++row, i += WalkItem<C>::stride()) {
+    for (int row = -1; row < 0 || i < WalkItem<C>::count(params_);
+         ++row, i = ahead, ahead = WalkItem<C>::next(params_, ahead)) {
       const WalkItem<C> item(params_, i);
-      begin_item(item, row, i + WalkItem<C>::stride());
+      begin_item(item, row, ahead);
       if (row < 0) continue;
       const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
       if (ended >= 0) pass_end(ended, factor);

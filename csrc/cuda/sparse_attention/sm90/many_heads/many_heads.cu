@@ -59,9 +59,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   typename C::Item w;
   if constexpr (C::kNeighbours) w = find_tile<C>(params, smem, warp, lane);
   else w = find_item<C>(params);
+  if constexpr (C::kTiles == Tiles::kNone)
+    if (params.shared.has(w.query)) return leave_grid(params.follows);
+  if constexpr (C::kTiles == Tiles::kLists)
+    if (w.num_keys < 0) return leave_grid(params.follows);
   if (warp == 0) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
   if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
-  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+  KeySurvey survey;
+  if constexpr (C::kTiles == Tiles::kLists) {
+    survey = KeySurvey::of_valid(w.num_keys);
+    w.template take_share<C>(w.num_keys, params.num_splits);
+    w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
+  } else {
+    survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+  }
   const bool split = params.num_splits > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
@@ -115,7 +126,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
-  __syncthreads();
+  if (!WalkItem<C>::has_any(params)) return;
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     give_up_registers<C::kProducerRegisters>();
     WalkProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
@@ -135,8 +146,8 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
   with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    const auto launch_split = [&]<bool kFindsLargest, bool kTiles>(constant<kFindsLargest>,
-                                                                   constant<kTiles>) {
+    const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
+                                                                    constant<kTiles>) {
       using R = CachedRow<layout(), extra()>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
@@ -146,13 +157,15 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       else launch_split(constant<false>{}, tiles);
     };
     if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
-      if (plan.tile_queries > 1) return split(constant<true>{});
+      if (plan.tile_queries > 1) return split(constant<Tiles::kEntries>{});
+    if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
+      if (plan.takes_lists) return split(constant<Tiles::kLists>{});
     if constexpr (kVariant.schedule == Schedule::kWalk) {
       using C = ManyHeadsWalk<CachedRow<layout(), extra()>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else {
-      split(constant<false>{});
+      split(constant<Tiles::kNone>{});
     }
   });
 }

@@ -1,13 +1,18 @@
 #pragma once
-// An item of several queries: neighbours with 8, 16 or 32 heads each, over windows and all entries of their
-// past, fill the 64 rows of a CTA. So a key is fetched and converted once for all of them.
+// An item of several queries: neighbours with 8, 16 or 32 heads each fill the 64 rows of a CTA. So a key is
+// fetched and converted once for all of them.
 //
-//   keys    request by request: the union of the windows, then the entries up to the last that any query sees
+//   keys    over windows and all entries of the past: request by request the union of the windows, then the
+//           entries up to the last that any query sees
+//           over what an indexer has chosen: the tile's list (ops/shared_keys.h)
 //   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it
 //   S       where a query of a row does not attend to a key, the logit is -inf
 //
-// Most tiles have queries of one request. One that holds the end of a request and the beginning of others has
+// Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of others has
 // their keys one after another; which queries see them the marks tell.
+#include <type_traits>
+
+#include "cuda/device/global.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
@@ -17,7 +22,18 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kTileQueries = 8;  // at most: a bit each
+enum class Tiles { kNone, kEntries, kLists };
+
+// What the logits warps ask for.
+struct TileMarks {
+  uint32_t all_queries;  // the marks of a key that all attend to
+  int octets_log2;       // of a query's heads
+
+  __device__ void describe(const SparseAttentionParams& p, int num_queries) {
+    all_queries = (1u << num_queries) - 1;
+    octets_log2 = __ffs(p.num_q_heads / kOctetHeads) - 1;
+  }
+};
 
 // The queries of a tile that belong to one request, and their keys: positions of the tile's list.
 struct TileRequest {
@@ -29,11 +45,10 @@ struct TileRequest {
   int first_query, num_queries;
 };
 struct Tile {
-  TileRequest requests[kTileQueries];
-  unsigned lens[kTileQueries];  // entries that a query sees
-  unsigned length;              // positions of all
-  uint32_t all_queries;         // the marks of a key that all attend to
-  int octets_log2;              // of a query's heads
+  TileMarks marks;
+  TileRequest requests[kMaxTileQueries];
+  unsigned lens[kMaxTileQueries];  // entries that a query sees
+  unsigned length;                 // positions of all
 };
 
 // What survey_keys and ValidKeys ask for (keys.cuh).
@@ -93,21 +108,71 @@ class TileKeys {
   const Tile& tile_;
 };
 
-struct TileItem : SplitItem {
-  using Source = TileKeys;
-  const Tile* tile;
+// The keys of a tile's list, all of them valid.
+class ListedKeys {
+ public:
+  using Key = TileKeys::Key;
+  ListedKeys() = default;
+  __device__ ListedKeys(const KernelParams& params, unsigned tile)
+      : slots_(params.shared.list(tile) + kListHead),
+        marks_(reinterpret_cast<const uint8_t*>(slots_ + params.shared.capacity)),
+        p_(&params.p) {}
+  // What is in no cache, as in a list for others, is a key that no query attends to.
+  __device__ __forceinline__ Key at(unsigned position) const {
+    const auto slot = static_cast<unsigned>(__ldg(slots_ + position));
+    const uint32_t queries = __ldg(marks_ + position);
+    const int in_cache = slot & ~(1u << 31), scope = slot >> 31;
+    const int64_t num_slots = scope ? +p_->scopes[1].num_slots : +p_->scopes[0].num_slots;
+    return in_cache < num_slots ? Key{in_cache, scope, queries} : Key{0, 0, 0};
+  }
+  // By all threads: brings some keys close, as a survey does with entries. A thread takes a line.
+  __device__ void fetch_lines(int first, int count, int thread) const {
+    constexpr int kSlots = 32, kMarks = 128;  // of a line
+    if (thread * kSlots < count) prefetch_l1(slots_ + first + thread * kSlots);
+    if (thread * kMarks < count) prefetch_l1(marks_ + first + thread * kMarks);
+  }
+  // For ValidKeys, which has nothing to ask of a list.
+  __device__ __forceinline__ static constexpr unsigned length() { return 0; }
+  __device__ __forceinline__ static constexpr bool is_valid(Key) { return true; }
+
+ private:
+  const int32_t* slots_;
+  const uint8_t* marks_;
+  const SparseAttentionParams* p_;
+};
+
+struct NeighboursItem : SplitItem {
   int num_rows;  // heads of all its queries
 
-  __device__ Source source(const KernelParams& params) const { return {params, *tile}; }
   __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
   __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
+  __device__ int64_t query_of(const SparseAttentionParams& p, int row) const {
+    return query + row / p.num_q_heads;
+  }
+  __device__ int head_of(const SparseAttentionParams& p, int row) const { return row % p.num_q_heads; }
   __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
-    return p.q + (query + row / p.num_q_heads) * p.q_stride_token + row % p.num_q_heads * p.q_stride_head;
+    return p.q + query_of(p, row) * p.q_stride_token + head_of(p, row) * p.q_stride_head;
   }
   __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
     return p.q_stride_head == dims && p.q_stride_token == int64_t{p.num_q_heads} * dims;
   }
 };
+struct TileItem : NeighboursItem {
+  using Source = TileKeys;
+  const Tile* tile;
+  __device__ Source source(const KernelParams& params) const { return {params, *tile}; }
+};
+struct ListItem : NeighboursItem {
+  using Source = ListedKeys;
+  Source keys;
+  int num_keys;  // < 0: this tile has no list
+  __device__ const Source& source(const KernelParams&) const { return keys; }
+};
+template <Tiles kTiles>
+using ItemOf = std::conditional_t<kTiles == Tiles::kNone, SplitItem,
+                                  std::conditional_t<kTiles == Tiles::kEntries, TileItem, ListItem>>;
+template <Tiles kTiles>
+using TileOf = std::conditional_t<kTiles == Tiles::kLists, TileMarks, Tile>;
 
 // By one warp, a lane a query.
 __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t first, int count, Tile& tile,
@@ -160,42 +225,34 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
   }
   if (lane > 0) return;
   tile.length = length;
-  tile.all_queries = (1u << count) - 1;
-  tile.octets_log2 = __ffs(p.num_q_heads / kOctetHeads) - 1;
+  tile.marks.describe(p, count);
 }
 
 // By all threads; a barrier must come before the tile is read.
 template <class C>
-__device__ TileItem find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
+__device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   const SparseAttentionParams& p = params.p;
   const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
-  Tile& tile = *reinterpret_cast<Tile*>(smem + MLA_SMEM(C, tile));
-  const int64_t first = (params.first_tile + cluster) * params.tile_queries;
-  const auto count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - first));
-  if (warp == 0) describe_tile(p, first, count, tile, lane);
-  TileItem item;
-  item.query = first;
+  const auto index = static_cast<unsigned>(params.first_tile) + cluster;
+  auto& tile = *reinterpret_cast<TileOf<C::kTiles>*>(smem + MLA_SMEM(C, tile));
+  typename C::Item item;
+  int count;
+  if constexpr (C::kTiles == Tiles::kLists) {
+    item.query = params.shared.queries.first(index);
+    count = static_cast<int>(params.shared.queries.size(index));
+    item.keys = ListedKeys(params, index);
+    item.num_keys = count > 0 ? params.shared.length(index) : -1;
+    if (warp == 0 && lane == 0) tile.describe(p, count);
+  } else {
+    item.query = int64_t{index} * params.tile_queries;
+    count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - item.query));
+    item.tile = &tile;
+    if (warp == 0) describe_tile(p, item.query, count, tile, lane);
+  }
   item.split = static_cast<int>(blockIdx.x & (splits - 1));
   item.first_head = 0;
-  item.tile = &tile;
   item.num_rows = count * p.num_q_heads;
   return item;
-}
-
-// ---- the end of a row -----------------------------------------------------------------------------------
-
-template <class R>
-__device__ float finish_head(const SparseAttentionParams& p, const TileItem& item, int row, float base,
-                             float sum, float largest) {
-  if (row >= item.num_rows) return 0.0f;
-  const int head = row % p.num_q_heads;
-  write_head(p, item.query + row / p.num_q_heads, head, base, sum, largest);
-  return output_factor<R>(p, head, base, sum);
-}
-__device__ inline uint2* place_of_head(const SparseAttentionParams& p, const TileItem& item, int row) {
-  const int64_t query = item.query + row / p.num_q_heads;
-  return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token +
-                                  row % p.num_q_heads * p.out_stride_head);
 }
 
 // ---- what is no number ----------------------------------------------------------------------------------

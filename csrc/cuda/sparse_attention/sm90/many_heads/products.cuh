@@ -24,42 +24,49 @@ struct StageScales {
   int e = 0;       // 2^e is above them
   bool is_nan[2];  // keys g and g + 8
 
-  // `row`: of this lane's key g. kNanIsZero: a NaN is 0 here, so that it says nothing about other keys.
+  // `row`: of this lane's key g. kNanIsZero: what is no
+  // number is 0 here, so that it says nothing about other keys.
   template <bool kNanIsZero>
   __device__ void load(const uint8_t* row, int t) {
     is_nan[0] = is_nan[1] = false;
     if constexpr (R::kNumScales > 0) {
-      float scale[2][kPerLane], largest = 0.0f;
+      float scale[2][kPerLane];
+      uint32_t largest[2] = {};  // of a key: bits of the magnitude
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
           scale[i][j] =
               4 * j + t < R::kNumScales ? RowScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
-          largest = fmaxf(largest, scale[i][j]);
+          largest[i] = max(largest[i], magnitude(scale[i][j]));
         }
-      uint32_t above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+      uint32_t above = __reduce_max_sync(kFullWarp, max(largest[0], largest[1]));
       if (above >= __float_as_uint(INFINITY)) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) is_nan[i] = RowScales<R>::is_nan(row + 8 * i * R::kPitch);
-        if constexpr (kNanIsZero) {
-          static_assert(R::kL.scale_format == ScaleFormat::kUe8m0, "all others may be infinite, too");
-          largest = 0.0f;
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kNanIsZero) {  // four lanes have a key's scales
+            uint32_t of_key = max(largest[i], __shfl_xor_sync(kFullWarp, largest[i], 1));
+            of_key = max(of_key, __shfl_xor_sync(kFullWarp, of_key, 2));
+            is_nan[i] = of_key >= __float_as_uint(INFINITY);
+            if (is_nan[i]) largest[i] = 0;
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int j = 0; j < kPerLane; ++j) {
+            for (int j = 0; j < kPerLane; ++j)
               if (is_nan[i]) scale[i][j] = 0.0f;
-              largest = fmaxf(largest, scale[i][j]);
-            }
-          above = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
+          } else {
+            is_nan[i] = RowScales<R>::is_nan(row + 8 * i * R::kPitch);
+          }
         }
+        if constexpr (kNanIsZero) above = __reduce_max_sync(kFullWarp, max(largest[0], largest[1]));
       }
       e = min(max(exponent_above(above), -100), 100);
       const float unit = power_of_two(-e);
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) of_lane[j] = pack_f16(scale[0][j] * unit, scale[1][j] * unit);
     }
+  }
+  __device__ static uint32_t magnitude(float scale) {
+    constexpr bool kHasSign = R::kL.scale_format == ScaleFormat::kF32;
+    return __float_as_uint(scale) & (kHasSign ? 0x7fffffffu : ~0u);
   }
   // Of keys g and g + 8.
   __device__ uint32_t of_tile(int tile, int lane) const {

@@ -29,12 +29,13 @@ namespace mla_fp8::gpu {
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
-// R: Row, or MixedRow of two caches. kNeighbours: the heads are those of several queries (neighbours.cuh).
-template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, bool kNeighbours_ = false>
+// R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh).
+template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone>
 struct ManyHeadsSplit {
   using R = R_;
-  static constexpr bool kNeighbours = kNeighbours_;
-  using Item = std::conditional_t<kNeighbours, TileItem, SplitItem>;
+  static constexpr Tiles kTiles = kTiles_;
+  static constexpr bool kNeighbours = kTiles != Tiles::kNone;
+  using Item = ItemOf<kTiles>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
@@ -83,7 +84,7 @@ struct ManyHeadsSplit {
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
-    alignas(8) Tile tile[kNeighbours ? 1 : 0];
+    alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);

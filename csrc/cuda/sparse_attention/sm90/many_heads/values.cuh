@@ -273,7 +273,8 @@ class WalkValues : ValueWarp<C> {
   __device__ __forceinline__ void run_items() {
     int entry = 0, block = 0;
 #pragma unroll 1
-    for (unsigned i = WalkItem<C>::first(0); i < WalkItem<C>::count(params_); i += WalkItem<C>::stride()) {
+    for (unsigned i = WalkItem<C>::first(params_, 0); i < WalkItem<C>::count(params_);
+         i = WalkItem<C>::next(params_, i)) {
       this->clear();
 #pragma unroll 1
       for (;; ++entry) {

@@ -1,0 +1,127 @@
+"""Tiles of queries that share keys, on Hopper: their lists, and every kernel that attends to them."""
+
+import emulation
+import pytest
+import torch
+from assertions import assert_attention, assert_same
+from draft_cases import draft_case
+from sparse_cases import Case, packed_layouts
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS
+
+DEVICE = emulation.hopper()
+pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a Hopper GPU")
+PARTS_FROM = 8192  # entries of a tile that one CTA takes
+
+
+@pytest.fixture(autouse=True)
+def few_processors(monkeypatch):
+    """Of an emulated GPU: sharing pays for few queries, too."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "1")
+
+
+def plan(case: Case, group: int, heads: int) -> torch.Tensor:
+    first, *more = case.scopes
+    extra = {}
+    if more:
+        extra = {
+            "extra_indices": more[0].indices, "extra_topk_length": more[0].length,
+            "extra_num_slots": len(more[0].rows),
+        }  # fmt: skip
+    return mla_fp8.plan_shared_keys(
+        first.indices, query_groups=group, num_q_heads=heads, layout=case.layout, num_slots=len(first.rows),
+        topk_length=first.length, **extra,
+    )  # fmt: skip
+
+
+def part_of(key: int, parts: int) -> int:
+    return (key * 0x9E3779B1 & 0xFFFFFFFF) >> 16 & (parts - 1)
+
+
+def wanted_list(case: Case, queries: range, entries: int) -> list[tuple[int, int]] | None:
+    """(slot, marks) of the queries of a tile; None if one of them names a slot twice."""
+    marks: dict[int, int] = {}
+    for bit, query in enumerate(queries):
+        for which, scope in enumerate(case.scopes):
+            length = scope.indices.shape[1] if scope.length is None else int(scope.length[query])
+            for slot in scope.indices[query, : max(length, 0)].tolist():
+                if not 0 <= slot < len(scope.rows):
+                    continue
+                key = slot | which << 31
+                if marks.get(key, 0) >> bit & 1:
+                    return None
+                marks[key] = marks.get(key, 0) | 1 << bit
+    parts = 1
+    while parts * PARTS_FROM < entries:
+        parts *= 2
+    ordered = sorted(marks, key=lambda key: part_of(key, parts))  # stable: the first query's come first
+    return [(key, marks[key]) for key in ordered]
+
+
+@packed_layouts
+@pytest.mark.parametrize(
+    "group, heads, topk, extra_topk", [(4, 8, 600, 70), (6, 8, 900, 0), (8, 16, 300, 200), (8, 8, 2000, 48)]
+)
+def test_lists(layout, group, heads, topk, extra_topk):
+    """Of several CTAs, too; in an order that the inputs say. No list of tile 0, which names a slot twice."""
+    groups = 700 if DEVICE == "cuda" else 3
+    case = draft_case(layout, DEVICE, groups, group, num_q_heads=heads, topk=topk, extra_topk=extra_topk,
+                      num_pages=3000, shortest=0.95)  # fmt: skip
+    indices = case.scopes[0].indices
+    indices[0, :9] = indices[0, 0].clamp_min(0)
+    lists = plan(case, group, heads).cpu()
+    assert torch.equal(plan(case, group, heads).cpu()[:, 0], lists[:, 0])
+    tiles = -(-group // (64 // heads))
+    size = -(-group // tiles)
+    room = -(-size * (topk + extra_topk) // 16) * 16
+    assert lists.shape == (groups * tiles, 4 + room + room // 4)
+    for i in {*range(min(4, groups * tiles)), groups * tiles - 1}:
+        first = i // tiles * group + i % tiles * size
+        queries = range(first, min(first + size, (i // tiles + 1) * group))
+        want = wanted_list(case, queries, size * (topk + extra_topk))
+        count = int(lists[i, 0])
+        assert (want is None) == (i == 0)
+        if want is None:
+            assert count == -1
+            continue
+        slots = (lists[i, 4 : 4 + count].long() & 0xFFFFFFFF).tolist()
+        marks = lists[i, 4 + room :].contiguous().view(torch.uint8)[:count].tolist()
+        assert list(zip(slots, marks, strict=True)) == want
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.9])
+def test_a_list_that_is_too_long_is_none(overlap, monkeypatch):
+    """8 queries of 8 heads that share nothing cost more in a tile than alone."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "8")
+    groups = 1024 if DEVICE == "cuda" else 64
+    case = draft_case(KV_LAYOUTS["dsv4"], DEVICE, groups, 8, topk=300, overlap=overlap, num_pages=3000)
+    assert ((plan(case, 8, 8)[:, 0] == -1) == (overlap == 0)).all()
+
+
+@packed_layouts
+@pytest.mark.parametrize("heads, group, num_q_heads", [(32, 4, 8), (32, 2, 16), (64, 7, 8), (64, 2, 32)])
+@pytest.mark.parametrize("splits", [1, 4, 16])
+@pytest.mark.parametrize("overlap", [0.0, 0.9])
+def test_every_kernel_over_lists(layout, heads, group, num_q_heads, splits, overlap):
+    case = draft_case(
+        layout, DEVICE, 3, group, num_q_heads=num_q_heads, extra_topk=50, topk=300, overlap=overlap
+    )
+    by = {"kernel": "many_heads", "schedule": "split", "heads": heads, "splits": splits}
+    got = case.run_by(**by, query_groups=group)
+    assert_attention(case, got)
+    assert_same(case.run_by(**by, query_groups=group), got)
+    out, max_logits, lse = case.run_by(**by, query_groups=group, max_logits=False)
+    assert torch.equal(out, got[0]) and torch.equal(lse, got[2]) and max_logits.numel() == 0
+
+
+@packed_layouts
+def test_garbage_lists_give_finite_rows(layout):
+    """A plan of other indices, or none: nothing is read that is in no cache."""
+    case = draft_case(layout, DEVICE, 700 if DEVICE == "cuda" else 6, 4, num_q_heads=8, topk=600)
+    case.scopes[0].kv_cache.zero_()
+    lists = plan(case, 4, 8)
+    for _ in range(3):
+        hostile = torch.randint(-(2**31), 2**31 - 1, lists.shape, device=DEVICE).int()
+        out, lse = case.decode(query_groups=4, shared_keys=hostile)
+        assert out.isfinite().all() and not lse.isnan().any()

@@ -1,0 +1,143 @@
+"""`sparse_decode` and `sparse_prefill_paged` with `query_groups`: the results of queries alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from assertions import assert_attention, assert_same
+from draft_cases import draft_case
+from sparse_cases import INT_MAX, INT_MIN, all_layouts, filled_scope, packed_layouts
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS
+
+OPS = torch.ops.mla_fp8
+
+
+@pytest.fixture(autouse=True)
+def few_processors(monkeypatch):
+    """Of an emulated GPU: sharing pays for few queries, too."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "2")
+
+
+def many(count: int, device: str) -> int:
+    """Groups; on a GPU enough for sharing to pay."""
+    return 16 * count if device == "cuda" else count
+
+
+GROUPS = [(2, 8), (4, 8), (6, 8), (8, 8), (3, 16), (4, 16), (6, 16), (2, 32), (5, 32)]
+
+
+@packed_layouts
+@pytest.mark.parametrize("group, num_q_heads", GROUPS)
+@pytest.mark.parametrize("overlap", [0.0, 0.9, 1.0])
+def test_agrees_with_float64_over_poisoned_caches(layout, group, num_q_heads, overlap, device):
+    case = draft_case(layout, device, many(9, device), group, num_q_heads=num_q_heads, extra_topk=70, overlap=overlap)
+    got = case.decode(query_groups=group)
+    assert_attention(case, got)
+    assert_same(case.decode(query_groups=group), got)
+    assert_attention(case, case.prefill(query_groups=group))
+
+
+@all_layouts
+def test_every_layout_and_a_group_that_is_short(layout, device):
+    if layout.needs_scale:
+        pytest.skip("the cases have none; such rows are never shared")
+    case = draft_case(layout, device, 4, 3, num_q_heads=8)
+    case = case.tokens(slice(0, 10))
+    assert_attention(case, case.decode(query_groups=3))
+
+
+@pytest.mark.parametrize("num_q_heads", [1, 5, 12, 64, 128])
+def test_heads_that_fill_no_tile_go_alone(num_q_heads, device):
+    case = draft_case(KV_LAYOUTS["dsv4"], device, 3, 4, num_q_heads=num_q_heads)
+    assert_same(case.decode(query_groups=4), case.decode())
+
+
+@packed_layouts
+def test_a_slot_that_a_query_names_twice_counts_twice(layout, device):
+    case = draft_case(layout, device, many(10, device), 4, num_q_heads=8)
+    indices = case.scopes[0].indices.clone()
+    indices[5, :150] = indices[5, 0]
+    indices[30:32] = 7
+    scope = case.scopes[0]
+    scope = filled_scope(layout, device, None, indices, scope.length, len(scope.rows) // 4, 4)
+    case = replace(case, scopes=[scope])
+    assert_attention(case, case.decode(query_groups=4))
+
+
+@packed_layouts
+def test_hostile_indices_and_lengths(layout, device):
+    case = draft_case(layout, device, many(10, device), 4, num_q_heads=8, extra_topk=50)
+    scopes = []
+    for scope in case.scopes:
+        indices, length = scope.indices.clone(), scope.length.clone()
+        values = torch.tensor([INT_MIN, -1, len(scope.rows), INT_MAX], device=device).int()
+        where = torch.rand(indices.shape, device=device) < 0.2
+        indices[where] = values[torch.randint(4, indices.shape, device=device)][where]
+        length[:5] = torch.tensor([0, -3, INT_MIN, INT_MAX, 1], device=device).int()
+        indices[8:12] = -1
+        scopes.append(filled_scope(layout, device, None, indices, length, len(scope.rows) // 4, 4))
+    case = replace(case, scopes=scopes)
+    got = case.decode(query_groups=4)
+    assert_attention(case, got)
+    assert (got[0][8:12] == 0).all() and (got[1][8:12] == -float("inf")).all()
+
+
+@packed_layouts
+def test_nan_reaches_those_queries_only_that_attend_to_it(layout, device):
+    """Of a group the others see the key, and do not attend to it."""
+    group, topk = 4, 200
+    case = draft_case(layout, device, many(10, device), group, num_q_heads=8, topk=topk, holes=0.0)
+    indices = case.scopes[0].indices
+    scope = filled_scope(layout, device, None, indices, None, len(case.scopes[0].rows) // 4, 4)
+    case = replace(case, scopes=[scope])
+    want = case.decode(query_groups=group)
+    slot = scope.indices[6, 0]
+    latent = torch.full((1, layout.head_dim_qk), float("nan"), device=device).bfloat16()
+    mla_fp8.quantize_kv(latent, slot[None].long(), scope.kv_cache, layout=layout, page_size=scope.page_size)
+    reached = (scope.indices == slot).any(1)
+    assert 0 < reached.sum() < len(reached)
+    got = case.decode(query_groups=group)
+    assert got[0][reached].isnan().all() and got[1][reached].isnan().all()
+    for a, b in zip(got, want, strict=True):
+        one_code = 2**-7 if a.dtype == torch.bfloat16 else 2**-19
+        torch.testing.assert_close(a[~reached], b[~reached], rtol=one_code, atol=2**-12)
+
+
+@packed_layouts
+def test_a_plan_serves_several_layers(layout, device):
+    group, heads = 4, 8
+    case = draft_case(layout, device, many(10, device), group, num_q_heads=heads, extra_topk=50)
+    first, second = case.scopes
+    lists = mla_fp8.plan_shared_keys(
+        first.indices, query_groups=group, num_q_heads=heads, layout=layout, num_slots=len(first.rows),
+        topk_length=first.length, extra_indices=second.indices, extra_topk_length=second.length,
+        extra_num_slots=len(second.rows),
+    )  # fmt: skip
+    want = case.decode(query_groups=group)
+    assert_same(case.decode(query_groups=group, shared_keys=lists), want)
+    other = replace(case, q=torch.randn_like(case.q))
+    assert_same(other.decode(query_groups=group, shared_keys=lists), other.decode(query_groups=group))
+    into = torch.full_like(lists, 77)
+    assert mla_fp8.plan_shared_keys(
+        first.indices, query_groups=group, num_q_heads=heads, layout=layout, num_slots=len(first.rows),
+        topk_length=first.length, extra_indices=second.indices, extra_topk_length=second.length,
+        extra_num_slots=len(second.rows), out=into,
+    ) is into  # fmt: skip
+    assert torch.equal(into[:, 0], lists[:, 0])
+
+
+def test_without_room_for_lists_queries_go_alone(device):
+    """The _out form allocates nothing: the workspace may be none."""
+    group = 4
+    case = draft_case(KV_LAYOUTS["dsv4"], device, many(10, device), group, num_q_heads=8)
+    outs = case.nan_outputs()
+    del outs["max_logits"]
+    OPS.sparse_decode_out(*case.arguments(), **case.op_options(), query_groups=group, **outs)
+    assert_same((outs["out"], outs["lse"]), case.decode())
+
+
+def test_batch_invariant_queries_go_alone(device):
+    case = draft_case(KV_LAYOUTS["dsv4"], device, many(10, device), 4, num_q_heads=8)
+    assert_same(case.decode(batch_invariant=True, query_groups=4), case.decode(batch_invariant=True))
