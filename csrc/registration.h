@@ -160,9 +160,9 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_P
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
                        const OptionalTensor& workspace);
-#define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                       \
-  const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots,      \
-      const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                                \
+#define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                 \
+  const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots, \
+      const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                          \
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_num_slots
 Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS);
 void plan_shared_keys_out(MLA_PLAN_SHARED_KEYS_ARGUMENTS, Tensor out);

@@ -65,7 +65,7 @@ void run(SparseAttentionParams params, Tensor lists) {
 
 }  // namespace
 
-#define MLA_PLAN_SHARED_KEYS_PASS                                                                         \
+#define MLA_PLAN_SHARED_KEYS_PASS                                                                       \
   indices, query_groups, num_q_heads, layout, num_slots, topk_length, extra_indices, extra_topk_length, \
       extra_num_slots
 

@@ -1,8 +1,8 @@
 #pragma once
 // Keys that neighbouring queries share: the drafts of a request choose mostly the same ones, and so do
-// neighbours in a prompt. Groups of consecutive queries are cut into tiles, whose heads fill a CTA of 64 rows.
-// A tile has a list of the keys of all its queries, each once, with a mark: a bit for each query that attends
-// to it. A tile whose list would not pay has none: its queries go alone.
+// neighbours in a prompt. Groups of consecutive queries are cut into tiles, whose heads fill a CTA of 64
+// rows. A tile has a list of the keys of all its queries, each once, with a mark: a bit for each query that
+// attends to it. A tile whose list would not pay has none: its queries go alone.
 #include <cstdint>
 
 #include "common/macros.h"

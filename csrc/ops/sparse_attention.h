@@ -69,7 +69,7 @@ struct SparseAttentionParams {
   bool batch_invariant;
   int64_t query_groups;        // consecutive queries whose keys are mostly the same; 1: none
   const int32_t* shared_keys;  // their lists (ops/shared_keys.h), or null: made here if it pays
-  uint16_t* out;  // [num_tokens, num_q_heads, kHeadDimV] bf16; 0 where nothing is attended
+  uint16_t* out;               // [num_tokens, num_q_heads, kHeadDimV] bf16; 0 where nothing is attended
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing

@@ -52,7 +52,7 @@ void bind_plans(py::module_& m) {
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
       "extra_layout"_a = -1, "workspace"_a = py::none(), "has_entry_pages"_a = false, "requests"_a = 1);
-  m.def(  // (queries of a tile, tiles, those without a list, 256ths of the entries that a list may have), or None
+  m.def(  // (queries of a tile, tiles, those alone, 256ths of the entries that a list may have), or None
       "sharing",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
          int64_t query_groups, bool has_lists, int extra_layout) -> py::object {

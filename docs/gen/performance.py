@@ -278,6 +278,21 @@ def batch_invariant() -> str:
     return markdown(["time with `batch_invariant=True`", *columns], lines)
 
 
+def query_groups() -> str:
+    """Times of queries alone, of queries in groups: made in the call, made before; by overlap."""
+    lines: dict[str, dict[str, str]] = {}
+    cases = of(GPU, "query_groups")
+    for label, case in cases.items():
+        shape, overlap = label.split(": overlap ")
+        alone, before = case.ratios["alone"], case.ratios["lists made before"]
+        us = f"{case.peers['alone'].us:.0f} us"
+        lines.setdefault(shape, {})[overlap] = f"{us}: {fixed(alone)}x, {fixed(alone / before)}x"
+    overlaps = sorted({label.split(": overlap ")[1] for label in cases}, reverse=True)
+    body = [[shape, *(line.get(x, "") for x in overlaps)] for shape, line in lines.items()]
+    head = ["alone: in groups, with lists made before", *(f"overlap {x}" for x in overlaps)]
+    return f"{markdown(head, body)}\n\nMeasured at {commits(cases.values())}."
+
+
 def flashinfer() -> str:
     """Its planned kernel for SM90, beside ours: us, and how many times as long it takes."""
     peer, lines = "flashinfer_sm90, kernel", dict[str, dict[str, str]]()
@@ -310,6 +325,7 @@ def parts() -> dict[str, str]:
         "prefill": "\n\n".join(prefill_tables()),
         "ways": ways(),
         "batch invariant": batch_invariant(),
+        "query groups": query_groups(),
         "flashinfer": flashinfer(),
         "slower": slower(),
         "cache ops": cache_table(),

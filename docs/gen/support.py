@@ -25,9 +25,10 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("paged_attention_ragged", "paged_attention_ragged_latent"),
     ),
     (
-        "index keys into a cache; the indexer's logits and their exact top-k; positions to slots", "portable",
+        "index keys into a cache; the indexer's logits and their exact top-k; positions to slots; keys that "
+        "neighbours share", "portable",
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "topk_to_slots"),
+         "topk_to_slots", "plan_shared_keys"),
     ),
     ("join two results; pad heads", "the same", ("merge_attention_states", "pad_q_heads")),
 )  # fmt: skip

@@ -132,7 +132,16 @@ SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a grou
     ("decode", "dsv4", 128, 512, 8, 8, 128, (8, "many_heads split, 64 heads, 1 CTA a query")),
     ("decode", "dsv32", 2048, 0, 8, 4, 128, (4, "many_heads split, 32 heads, 1 CTA a query")),
     ("prefill", "dsv4", 128, 512, 8, 8, 1024, (8, "many_heads split, 64 heads, 1 CTA a query")),
-    ("prefill", "dsv4", 128, 512, 8, 20, 400, (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12")),
+    (
+        "prefill",
+        "dsv4",
+        128,
+        512,
+        8,
+        20,
+        400,
+        (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12"),
+    ),
     ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
     ("decode", "dsv4", 128, 512, 8, 1, 768, None),
     ("decode", "dsv4", 128, 512, 64, 6, 128, None),

@@ -11,7 +11,7 @@ from mla_fp8 import KVLayout
 def draft_indices(
     num_groups: int, group: int, topk: int, num_slots: int, overlap: float, device: str
 ) -> torch.Tensor:
-    """[num_groups * group, topk]: distinct in a row; each keeps `overlap` of the row before it, in any order."""
+    """[num_groups * group, topk]: distinct in a row; each keeps `overlap` of the one before, in any order."""
     rows = []
     for _ in range(num_groups):
         pool = torch.randperm(num_slots, device=device).int()

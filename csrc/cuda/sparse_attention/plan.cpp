@@ -143,7 +143,8 @@ bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
   const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : fp8 ? 8 : 7;
-  return p.num_q_heads <= (fp8 ? 32 : 8) && p.num_tokens * ceil_div(p.num_q_heads, kOctet) >= enough * num_sms;
+  return p.num_q_heads <= (fp8 ? 32 : 8) &&
+         p.num_tokens * ceil_div(p.num_q_heads, kOctet) >= enough * num_sms;
 }
 Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
@@ -165,7 +166,8 @@ constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair =
       p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64 && !p.has_entry_pages;
-  const bool few_rows = p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
+  const bool few_rows =
+      p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
   const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
   const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
   return (pair || bf16) && enough * num_tiles(p) >= num_sms;
@@ -237,8 +239,8 @@ constexpr double kLikelyNew = 0.1;
 // A key of a list, with its marks, in a CTA of 32 and of 64 rows: more than Price says, of one H200, V4, 128
 // tiles of 645 to 2179 keys. The launch for queries that go alone, if there are none. Making the lists.
 constexpr double kMarksNs[2] = {6.9, 7.0}, kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
-// What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so the
-// line between them lies where few tiles are (an overlap of about 0.4).
+// What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
+// the line between them lies where few tiles are (an overlap of about 0.4).
 constexpr double kMostOfAlone = 1.25;
 // A walk of few_heads, an SM: a key, and what lies between two queries. (One H200: 4096 queries of 640 and
 // 2048 keys, 76efeb85; 32 heads are many_heads.)

@@ -141,8 +141,7 @@ inline constexpr int64_t kMaxListedEntries = int64_t{kListPartEntries} * kMaxLis
 // Of many_heads: tiles of 32 and of 64 rows.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
-         !layouts.is_mixed() &&
-         (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
+         !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
 // Two launches: the queries of tiles that have no list, then the others.
 struct Sharing {

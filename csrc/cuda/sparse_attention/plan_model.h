@@ -10,7 +10,9 @@ namespace mla_fp8::gpu::model {
 
 inline constexpr int kOctet = 8;  // heads: the least that a CTA takes
 
-inline bool is_bf16(const SparseAttentionParams& p) { return kv_layout(p.layout).nope_format == Format::kBf16; }
+inline bool is_bf16(const SparseAttentionParams& p) {
+  return kv_layout(p.layout).nope_format == Format::kBf16;
+}
 inline int64_t num_keys(const SparseAttentionParams& p) {
   return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
 }
@@ -24,7 +26,8 @@ inline double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
 }
 
 // The first variant like this that reads the layouts. `producers` 0: any number.
-inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers, KvPair layouts) {
+inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers,
+                                   KvPair layouts) {
   const auto is_it = [&](const Variant& v) {
     return v.kernel == kernel && v.schedule == schedule && v.heads == heads &&
            (producers == 0 || v.producers == producers) && v.reads(layouts);
@@ -32,7 +35,8 @@ inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, 
   const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
   return found == std::end(kVariants) ? nullptr : found;
 }
-inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts, int producers = 0) {
+inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts,
+                              int producers = 0) {
   const Variant* const found = find_variant(kernel, schedule, heads, producers, layouts);
   if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
   return *found;
@@ -93,8 +97,8 @@ inline Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads
 }
 
 // The model's time of `queries` of a problem, with a cluster for each and block of heads.
-inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s, int64_t queries,
-               int num_sms) {
+inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
+                      int64_t queries, int num_sms) {
   const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
   const double bytes = static_cast<double>(queries) * bytes_of_keys(p);
   const int head_blocks = ceil_div(p.num_q_heads, c.heads);

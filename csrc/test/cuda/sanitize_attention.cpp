@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@ struct Case {
   bool is_window = false;        // of topk tokens, in place of the indices
   bool fp4_extra = false;        // the second cache is dsv41_fp4
   bool has_entry_pages = false;  // of up to extra_topk entries, in place of the second cache's indices
+  int query_groups = 1;          // whose keys are mostly the same; but for the last group's
 };
 using enum KvLayoutId;
 constexpr Case kCases[] = {
@@ -70,8 +72,8 @@ constexpr Case kCases[] = {
     {"few_heads", "walk", 16, 1, 0, kDsv32, 16, 16, 200, 0, true},
     {"few_heads", "walk", 16, 1, 0, kDsv4, 16, 16, 100, 60, true},
     {"few_heads", "walk", 8, 1, 0, kFp8E4m3, 8, 30, 150, 0, true},
-    {"few_heads", "walk", 16, 1, 0, kBf16, 16, 16, 200, 0, true},
-    {"few_heads", "walk", 16, 1, 0, kBf16D512, 32, 8, 300, 0, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 16, 280, 200, 0, true},
+    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 280, 100, 60, true},
     {"many_heads", "walk", 32, 1, 0, kDsv32, 32, 8, 400, 0, true},
     {"many_heads", "walk", 32, 1, 0, kDsv4, 32, 8, 300, 100, true},
     {"many_heads", "walk", 32, 1, 0, kFp8E4m3D512, 32, 8, 400, 0, true},
@@ -117,6 +119,10 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 64, 4, 0, kDsv4, 16, 18, 128, 600, true, true, false, true},
     {"many_heads", "split", 64, 2, 0, kDsv4, 32, 9, 70, 200, true, true, false, true},
     {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 200, false, true, false, true},
+    {"many_heads", "split", 32, 1, 0, kDsv4, 8, 15, 300, 100, false, false, false, false, 4},
+    {"many_heads", "split", 64, 2, 0, kDsv4, 8, 22, 300, 100, true, false, false, false, 7},
+    {"many_heads", "split", 64, 4, 0, kDsv32, 16, 14, 400, 0, false, false, false, false, 4},
+    {"many_heads", "split", 64, 1, 0, kDsv32, 32, 7, 400, 0, true, false, false, false, 2},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
@@ -211,6 +217,19 @@ KvScope random_scope(Device& device, const KvLayout& l, int page_size, int token
 
 // Two requests with random pages, one of them missing and one hostile; the second's last tokens are past the
 // end of its table.
+// Of all groups but the last each query takes a stretch of the same distinct slots; no slot twice.
+void share_keys(Device& device, KvScope& scope, int tokens, int group) {
+  std::vector<int32_t> indices = download(scope.indices, tokens * scope.topk), slots(kNumRows);
+  std::iota(slots.begin(), slots.end(), 0);
+  for (int t = 0; t < (tokens - 1) / group * group; ++t) {
+    if (t % group == 0) std::shuffle(slots.begin(), slots.end(), random_bits);
+    for (int i = 0; i < scope.topk; ++i)
+      if (int32_t& x = indices[t * scope.topk + i]; x >= 0 && x < kNumRows)
+        x = slots[(i + 7 * (t % group)) % kNumRows];
+  }
+  scope.indices = device.upload(indices);
+}
+
 SlidingWindow random_window(Device& device, int tokens, int window_size) {
   constexpr int kPages = kNumRows / kPageSize;
   std::vector<int32_t> pages(2 * kPages);
@@ -250,6 +269,19 @@ void launch(const SparseAttentionParams& p, const Plan& plan) {
 }
 
 // The largest difference, of large values relative, NaN if there is one.
+// Tiles over lists, and the queries of those that have none by another kernel.
+void launch_sharing(Device& device, const SparseAttentionParams& p, Plan tiles) {
+  const char* const kernel = p.num_q_heads > 16 ? "many_heads" : "few_heads";
+  Plan alone = forced_plan({kernel, p.num_q_heads == 16 ? "split" : "walk", p.num_q_heads, 1, 0}, p,
+                           {compute_major(), num_processors()});
+  alone.ctas = kWalkCtas;
+  int32_t* const lists = device.upload(std::vector<int32_t>(lists_size(p)));
+  launch_shared_keys(p, 256, lists, nullptr);
+  tiles.lists = alone.lists = lists, tiles.takes_lists = tiles.follows = true;
+  launch(p, alone);
+  launch(p, tiles);
+}
+
 template <class T, class Fn>
 float difference(const T* a, const T* b, size_t size, Fn&& value) {
   const std::vector<T> x = download(a, size), y = download(b, size);
@@ -282,6 +314,10 @@ bool run(const Case& c) {
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, kv_layout(extra), 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
   if (c.has_entry_pages) p.has_entry_pages = true, p.entry_pages = random_entry_pages(device, c.extra_topk);
+  if (c.query_groups > 1) {
+    p.query_groups = c.query_groups;
+    for (int i = 0; i < p.num_scopes; ++i) share_keys(device, p.scopes[i], c.tokens, c.query_groups);
+  }
   p.q = device.upload(q), p.q_stride_token = c.heads * d, p.q_stride_head = d;
   p.attn_sink = device.upload(sink);
   p.scale = device.upload(std::vector<float>{0x1p-10f});
@@ -296,7 +332,8 @@ bool run(const Case& c) {
   };
   const SparseAttentionParams got = with_outputs(), want = with_outputs();
   const Plan plan = plan_of(c, p);
-  launch(got, plan);
+  if (c.query_groups > 1) launch_sharing(device, got, plan);
+  else launch(got, plan);
   launch(want, forced_plan({"portable"}, p, {}));
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 
@@ -308,7 +345,11 @@ bool run(const Case& c) {
   const bool right = out < 0x1.1p-7f && lse < 1e-4f && largest < 1e-4f;
   std::printf("%s %s; %s, %d heads, %d queries, %d + %d keys%s%s: off by %.1e, lse %.1e\n",
               right ? "ok   " : "WRONG", to_string(plan).c_str(), l.name, c.heads, c.tokens, c.topk,
-              c.extra_topk, c.fp4_extra ? " of FP4" : "", c.is_window ? " (window)" : "", out, lse);
+              c.extra_topk, c.fp4_extra ? " of FP4" : "",
+              c.is_window          ? " (window)"
+              : c.query_groups > 1 ? " (lists)"
+                                   : "",
+              out, lse);
   std::fflush(stdout);
   return right;
 }

@@ -114,9 +114,9 @@ def sparse_decode(
     There is nothing to plan ahead. What several CTAs do for a row is merged in the launch; by the portable
     kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
 
-    ``query_groups``: of so many consecutive tokens each, the drafts of a request, most keys are the same. With
-    8, 16 or 32 heads over ``dsv4`` or ``dsv32`` pages a Hopper GPU then fetches and converts a key once for
-    up to 64 / num_q_heads of them; tokens that share too few go alone. The lists that this takes are made in
+    ``query_groups``: so many consecutive tokens, the drafts of a request, have mostly the same keys. With 8,
+    16 or 32 heads over ``dsv4`` or ``dsv32`` pages a Hopper GPU then fetches and converts a key once for up
+    to 64 / num_q_heads of them; tokens that share too few go alone. The lists that this takes are made in
     the call, or once for several by :func:`plan_shared_keys`. Elsewhere, and with ``batch_invariant``, it
     changes nothing. A token's last bits then depend on the keys of its group, on no other.
 

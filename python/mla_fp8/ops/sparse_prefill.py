@@ -61,8 +61,8 @@ def sparse_prefill_paged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`sparse_prefill` straight from packed pages: no workspace, one or two caches in one softmax.
 
-    Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`. Neighbours in a prompt
-    choose mostly the same keys, too: with 8 heads ``query_groups=8`` fills a tile.
+    Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`. Neighbours in a
+    prompt choose mostly the same keys, too: with 8 heads ``query_groups=8`` fills a tile.
     """
     name, layout = "sparse_prefill_paged", layout_of(layout, q, kv_cache, page_size, backend)
     extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)

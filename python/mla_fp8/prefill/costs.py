@@ -32,8 +32,8 @@ COSTS: dict[str, Costs] = {
     "sm90": Costs(
         # begin prices: written by docs/gen/prices.py from benchmarks/results
         row=0.489, reference=0.0393, select=106_000,
-        workspace_key=((8, 0.193), (16, 0.259), (32, 0.223), (64, 0.253),),
-        window_key=((8, 0.0658), (16, 0.121), (32, 0.228), (64, 0.318),),
+        workspace_key=((8, 0.193), (16, 0.236), (32, 0.222), (64, 0.255),),
+        window_key=((8, 0.0677), (16, 0.122), (32, 0.229), (64, 0.321),),
         paged_key=((8, 0.12), (16, 0.154), (32, 0.213), (64, 0.324), (128, 0.646),),
         paged_token=((8, 11.8), (16, 25.2), (32, 33.3), (64, 72.4), (128, 22.1),),
         # end prices

@@ -191,8 +191,7 @@ struct WalkItem {
   // From i on the first whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]
-      while (i < count(params) && params.shared.has(i / params.num_head_blocks))
-        i += gridDim.x * C::kQueries;
+      while (i < count(params) && params.shared.has(i / params.num_head_blocks)) i += gridDim.x * C::kQueries;
     return i;
   }
 };

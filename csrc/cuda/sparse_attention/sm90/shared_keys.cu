@@ -1,9 +1,9 @@
 // The lists of keys that the queries of a tile share (ops/shared_keys.h), for many_heads over them.
 //
-// A cluster of 1, 2 or 4 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
+// A cluster of 1 to 8 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
 // needs to know the others' before the end. A warp takes 32 entries of one query and cache at a time.
 //
-//   1  every entry into a hash table in shared memory: the key takes a bucket, the query's bit goes to its mark
+//   1  every entry into a hash table in shared memory: the key takes a bucket, the query a bit of its mark
 //   2  the entry of the lowest query in a bucket's mark owns the key; owners are counted
 //   3  a sum over these, and over the CTAs before, says where each owner's key goes
 //
@@ -37,9 +37,9 @@ struct ListScope {
 struct ListParams {
   ListScope scopes[2];
   QueryTiles queries;
-  unsigned chunks[2];  // of a query and scope
+  unsigned chunks[2];        // of a query and scope
   unsigned one_over_chunks;  // of a query, times 2^32: exact below 2^16
-  unsigned most_shared;  // 256ths
+  unsigned most_shared;      // 256ths
   int32_t* lists;
   int64_t words;
   unsigned capacity;
@@ -124,9 +124,8 @@ __global__ void __launch_bounds__(kThreads) shared_keys_kernel(const __grid_cons
     unsigned bucket[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      keys[i] = chunk + i * kWarps < num_chunks
-                    ? load_key(p, first, Chunk(p, chunk + i * kWarps), lane)
-                    : kFree;
+      keys[i] =
+          chunk + i * kWarps < num_chunks ? load_key(p, first, Chunk(p, chunk + i * kWarps), lane) : kFree;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {  // first probes: all in flight
       valid += keys[i] != kFree;
@@ -215,20 +214,21 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
   int parts = 1;
   while (parts * kListPartEntries < shape.queries.tile * keys) parts *= 2;
   const int64_t places = shape.queries.tile * (chunks[0] + chunks[1]) * kWarpSize;
-  launch(shared_keys_kernel,
-         {.grid = shape.num_tiles * parts,
-          .block = kThreads,
-          .stream = stream,
-          .smem = static_cast<int>(sizeof(Smem) + places * sizeof(uint16_t)),
-          .cluster = parts},
-         ListParams{.scopes = {scope(p.scopes[0]), scope(last)},
-                    .queries = shape.queries,
-                    .chunks = {static_cast<unsigned>(chunks[0]), static_cast<unsigned>(chunks[1])},
-                    .one_over_chunks = static_cast<unsigned>(ceil_div(int64_t{1} << 32, chunks[0] + chunks[1])),
-                    .most_shared = static_cast<unsigned>(most_shared),
-                    .lists = lists,
-                    .words = shape.words,
-                    .capacity = static_cast<unsigned>(shape.capacity)});
+  launch(
+      shared_keys_kernel,
+      {.grid = shape.num_tiles * parts,
+       .block = kThreads,
+       .stream = stream,
+       .smem = static_cast<int>(sizeof(Smem) + places * sizeof(uint16_t)),
+       .cluster = parts},
+      ListParams{.scopes = {scope(p.scopes[0]), scope(last)},
+                 .queries = shape.queries,
+                 .chunks = {static_cast<unsigned>(chunks[0]), static_cast<unsigned>(chunks[1])},
+                 .one_over_chunks = static_cast<unsigned>(ceil_div(int64_t{1} << 32, chunks[0] + chunks[1])),
+                 .most_shared = static_cast<unsigned>(most_shared),
+                 .lists = lists,
+                 .words = shape.words,
+                 .capacity = static_cast<unsigned>(shape.capacity)});
 }
 
 }  // namespace mla_fp8::gpu

@@ -8,8 +8,8 @@
 //   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it
 //   S       where a query of a row does not attend to a key, the logit is -inf
 //
-// Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of others has
-// their keys one after another; which queries see them the marks tell.
+// Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of
+// others has their keys one after another; which queries see them the marks tell.
 #include <type_traits>
 
 #include "cuda/device/global.cuh"

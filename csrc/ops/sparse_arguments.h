@@ -1,0 +1,27 @@
+#pragma once
+// The checks that the sparse attention ops share.
+#include "ops/shared_keys.h"
+#include "ops/sparse_attention.h"
+#include "registration.h"
+
+namespace mla_fp8 {
+
+// Outputs as the caller gave them; max_logits is null for sparse_decode, and where nobody wants them.
+struct Outputs {
+  const Tensor &out, &lse;
+  const Tensor* max_logits;
+};
+
+// `indices` has num_rows rows.
+KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& q,
+                    const Tensor& indices, const char* indices_name, const OptionalTensor& topk_length,
+                    const char* length_name, int64_t num_rows);
+// Everything but the scopes.
+SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayoutId id, double sm_scale,
+                                   const OptionalTensor& attn_sink, const Outputs& outputs);
+SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs);
+// The first scope as a sliding window.
+SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS,
+                                   const Outputs& outputs);
+
+}  // namespace mla_fp8
