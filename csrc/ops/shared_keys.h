@@ -12,6 +12,7 @@ namespace mla_fp8 {
 
 inline constexpr int kMaxTileQueries = 8;  // a bit each
 inline constexpr int64_t kMaxQueryGroup = 1 << 16;
+inline constexpr unsigned kFewTiles = 48;  // fewer leave SMs idle
 
 // Consecutive queries, `group` to a group (the last may have fewer).
 struct QueryTiles {
@@ -25,6 +26,7 @@ struct QueryTiles {
         group(group_size > 1 ? static_cast<unsigned>(group_size) : 1) {
     const unsigned most = num_q_heads <= 8 ? kMaxTileQueries : num_q_heads >= 64 ? 1 : 64 / num_q_heads;
     of_group = ceil_div(group, most);
+    if (count() <= kFewTiles && group >= 4 * of_group) of_group *= 2;  // in place of CTAs that share a tile
     tile = ceil_div(group, of_group);
   }
   MLA_HD unsigned count() const { return ceil_div(num_queries, group) * of_group; }

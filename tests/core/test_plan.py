@@ -142,6 +142,7 @@ SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a grou
         400,
         (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12"),
     ),
+    ("decode", "dsv32", 2048, 0, 8, 6, 32, (3, "many_heads split, 32 heads, 2 CTAs a query")),
     ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
     ("decode", "dsv4", 128, 512, 8, 1, 768, None),
     ("decode", "dsv4", 128, 512, 64, 6, 128, None),

@@ -46,11 +46,11 @@ def plan_shared_keys(
     out                [num_tiles, words]     int32  optional; contiguous
     =================  =====================  =====  =======================================================
 
-    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8. A tile's line of the result has
-    the length of its list, or -1 where its tokens go alone (on every device but a Hopper GPU all do); from
-    column 4 on the slots, each once, those of the second cache with the sign bit; behind the room for all
-    of them a byte each, whose bit i says that the tile's token i attends to it. Returns it. Raises
-    RuntimeError naming the argument, what was expected and what came.
+    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8, where there are few groups into
+    smaller ones. A tile's line of the result has the length of its list, or -1 where its tokens go alone (on
+    every device but a Hopper GPU all do); from column 4 on the slots, each once, those of the second cache
+    with the sign bit; behind the room for all of them a byte each, whose bit i says that the tile's token i
+    attends to it. Returns it. Raises RuntimeError naming the argument, what was expected and what came.
     """
     expect_tensors(
         "plan_shared_keys", topk_length=topk_length, extra_indices=extra_indices,
@@ -142,6 +142,9 @@ fake("sparse_decode")(attention_outputs(2))
 fake_returns_nothing("sparse_decode_out")
 
 
+_FEW_TILES = 48  # csrc/ops/shared_keys.h
+
+
 @fake("plan_shared_keys")
 def _(
     indices: torch.Tensor,
@@ -154,9 +157,12 @@ def _(
     num_tokens, keys = indices.shape
     if extra_indices is not None:
         keys += extra_indices.shape[1]
+    groups = -(-num_tokens // query_groups)
     tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
+    if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:
+        tiles *= 2
     room = -(-(-(-query_groups // tiles) * keys) // 16) * 16
-    return indices.new_empty((-(-num_tokens // query_groups) * tiles, 4 + room + room // 4))
+    return indices.new_empty((groups * tiles, 4 + room + room // 4))
 
 
 fake_returns_nothing("plan_shared_keys_out")
