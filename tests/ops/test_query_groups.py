@@ -143,3 +143,42 @@ def test_without_room_for_lists_queries_go_alone(device):
 def test_batch_invariant_queries_go_alone(device):
     case = draft_case(KV_LAYOUTS["dsv4"], device, many(10, device), 4, num_q_heads=8)
     assert_same(case.decode(batch_invariant=True, query_groups=4), case.decode(batch_invariant=True))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query_groups": 0}, "query_groups must be in [1, 65536], got 0"),
+        (
+            {"shared_keys": torch.zeros(1, 4).int()},
+            "shared_keys must be None without query_groups, got a tensor",
+        ),
+        (
+            {"query_groups": 4, "shared_keys": torch.zeros(1, 4).int()},
+            "shared_keys must have shape [4, 504], got [1, 4]",
+        ),
+    ],
+)
+def test_what_is_refused(changes, message, device):
+    case = draft_case(KV_LAYOUTS["dsv4"], device, 2, 4, num_q_heads=8)
+    changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    with pytest.raises(RuntimeError) as error:
+        case.decode(**changes)
+    assert f"sparse_decode: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query_groups": 1}, "query_groups must be in [2, 65536], got 1"),
+        ({"num_q_heads": 129}, "num_q_heads must be in [1, 128], got 129"),
+        ({"extra_num_slots": 5}, "extra_indices and extra_num_slots must be given together"),
+        ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
+    ],
+)
+def test_a_plan_that_is_refused(changes, message, device):
+    indices = torch.zeros(8, 16, device=device).int()
+    options = {"query_groups": 4, "num_q_heads": 8, "layout": "dsv4", "num_slots": 64} | changes
+    with pytest.raises(RuntimeError) as error:
+        mla_fp8.plan_shared_keys(indices, **options)
+    assert f"plan_shared_keys: {message}" in str(error.value)
