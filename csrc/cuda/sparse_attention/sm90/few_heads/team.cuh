@@ -242,7 +242,7 @@ class Consumer {
   // What softmax needs besides the products: value scales as the weights will have them, which keys count.
   __device__ void bring_scales_below_one(const uint8_t* row, const RowScales<R> (&scales)[2],
                                          const uint8_t* valid, Block& b) const {
-    uint32_t largest = 0;  // of the 16 keys; the bits of nonnegative floats are in their order
+    uint32_t largest = 0;  // magnitude, of the 16 keys; the bits of these are in their order
     if constexpr (R::kNumScales > 0) {
       float x = 0.0f;
 #pragma unroll
@@ -250,7 +250,7 @@ class Consumer {
 #pragma unroll
         for (int j = 0; j < kLaneScales; ++j) {
           b.scales[i][j] = scales[i].of_lane(row + 8 * i * R::kPitch, j, t_);
-          x = fmaxf(x, b.scales[i][j]);
+          x = fmaxf(x, fabsf(b.scales[i][j]));
         }
       largest = __reduce_max_sync(kFullWarp, __float_as_uint(x));
     }
