@@ -37,9 +37,9 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NOT_EMULATED += or many_queries or (hostile_geometry and 900)
   NOT_EMULATED += or (prefill_entries and not index_rows_give and not (tiles_of_neighbours and query_lens1 and dsv4))
   NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
-  NVIDIA_OPS = query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent
+  NVIDIA_OPS = nope_envelope query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent
 endif
-NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots real_rows query_groups
+NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots real_rows query_groups nope_envelope
 EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 

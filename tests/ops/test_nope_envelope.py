@@ -1,7 +1,9 @@
-"""Rows of models without RoPE in the rows of those with it: their rope is zero."""
+"""Rows of models without RoPE in the rows of those with it: their rope is zero. Scales as they are stored."""
 
 import pytest
 import torch
+from assertions import assert_attention
+from sparse_cases import make_case
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
@@ -81,3 +83,15 @@ def test_scales_that_are_no_powers_of_two_are_read_as_stored(device):
     )
     torch.testing.assert_close(out.double(), want[0], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), want[2], rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("num_q_heads", [5, 8, 16, 32, 64, 128])
+def test_scales_below_zero_are_read_as_stored(num_q_heads, device):
+    """Nobody writes them. All scales of some 16 keys may be such."""
+    layout = KV_LAYOUTS["dsv32"]
+    case = make_case(layout, device, num_tokens=3, num_q_heads=num_q_heads, topk=100, num_slots=300)
+    scope = case.scopes[0]
+    layout.views(scope.kv_cache, scope.page_size)[1].neg_()
+    scope.rows[:, : layout.nope_dim].neg_()
+    assert_attention(case, case.decode())
+    assert_attention(case, case.prefill())

@@ -388,15 +388,3 @@ def test_unknown_layouts_and_backends_are_refused():
         case.decode(layout="dsv5")
     with pytest.raises(ValueError, match=r"backend must be auto or one of native, .*, got 'nativ'"):
         case.decode(backend="nativ")
-
-
-@pytest.mark.parametrize("num_q_heads", [5, 8, 16, 32, 64, 128])
-def test_scales_below_zero_are_read_as_stored(num_q_heads, device):
-    """Nobody writes them. All scales of some 16 keys may be such."""
-    layout = KV_LAYOUTS["dsv32"]
-    case = make_case(layout, device, num_tokens=3, num_q_heads=num_q_heads, topk=100, num_slots=300)
-    scope = case.scopes[0]
-    layout.views(scope.kv_cache, scope.page_size)[1].neg_()
-    scope.rows[:, : layout.nope_dim].neg_()
-    assert_attention(case, case.decode())
-    assert_attention(case, case.prefill())
