@@ -1,6 +1,6 @@
 // The lists of keys that the queries of a tile share (ops/shared_keys.h), for many_heads over them.
 //
-// A cluster of 1 to 8 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
+// A cluster of 1, 2 or 4 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
 // needs to know the others' before the end. A warp takes 32 entries of one query and cache at a time.
 //
 //   1  every entry into a hash table in shared memory: the key takes a bucket, the query a bit of its mark
