@@ -43,21 +43,20 @@ struct QueryTiles {
 // slots, those of the second cache with the sign bit; then as many marks, a byte each. In the order of (the
 // part that its hash names, the first query that attends to it, its place there).
 inline constexpr int kListHead = 4;
-MLA_HD int64_t list_capacity(const QueryTiles& tiles, int64_t keys) {
-  return align_up(tiles.tile * keys, int64_t{16});
-}
-MLA_HD int64_t list_words(int64_t capacity) { return kListHead + capacity + capacity / 4; }
 
 // Of a problem's lists together.
 struct SharedKeysShape {
   QueryTiles queries;
-  int64_t num_tiles, capacity, words;
+  int64_t num_tiles;
+  int64_t entries;          // of a tile, at most: keys of each of its queries
+  int64_t capacity, words;  // of a list
 
   explicit SharedKeysShape(const SparseAttentionParams& p)
-      : queries(p.num_tokens, p.query_groups, p.num_q_heads), num_tiles(queries.count()) {
-    capacity = list_capacity(queries, p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0));
-    words = list_words(capacity);
-  }
+      : queries(p.num_tokens, p.query_groups, p.num_q_heads),
+        num_tiles(queries.count()),
+        entries(queries.tile * num_keys(p)),
+        capacity(align_up(entries, int64_t{16})),
+        words(kListHead + capacity + capacity / 4) {}
 };
 
 namespace cpu {

@@ -93,6 +93,10 @@ struct SparseAttentionParams {
   }
 };
 
+inline int64_t num_keys(const SparseAttentionParams& p) {  // of a token, at most
+  return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
+}
+
 // What one token attends to in one scope.
 class Selection {
  public:

@@ -237,13 +237,15 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 // What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
 constexpr double kLikelyNew = 0.1;
 // A key of a list, with its marks, in a CTA of 32 and of 64 rows: more than Price says, of one H200, V4, 128
-// tiles of 645 to 2179 keys. The launch for queries that go alone, if there are none. Making the lists.
+// tiles of 645 to 2179 keys. The launch for queries that go alone, if there are none. Making the lists. The
+// last three are fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's
+// prompts of 8 heads) to 27e-6 (V3.2's prompts 21e-6).
 constexpr double kMarksNs[2] = {6.9, 7.0}, kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
 // What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
 // the line between them lies where few tiles are (an overlap of about 0.4).
 constexpr double kMostOfAlone = 1.25;
-// A walk of few_heads, an SM: a key, and what lies between two queries. (One H200: 4096 queries of 640 and
-// 2048 keys, 76efeb85; 32 heads are many_heads.)
+// A walk of few_heads, with 32 heads of many_heads, an SM: a key, and what lies between two queries. (One
+// H200: 4096 queries of 640 and 2048 keys, 76efeb85. With 32 heads a guess that was not fitted.)
 struct WalkPrice {
   int heads;
   double ns_per_key, fixed_us;
@@ -264,14 +266,11 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
   if (p.query_groups < 2 || p.num_tokens < 2 || p.num_tokens >= kMaxSplitQueries || p.is_window ||
       p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !own_kernels(p, gpu))
     return nullptr;
-  const QueryTiles queries(p.num_tokens, p.query_groups, heads);
-  const int rows = static_cast<int>(queries.tile) * heads <= 32 ? 32 : 64;
+  const SharedKeysShape shape(p);
+  const int tile = static_cast<int>(shape.queries.tile), rows = tile * heads <= 32 ? 32 : 64;
   const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
-  const int64_t entries = queries.tile * num_keys(p);
-  return v && attends_to_lists(*v, p.layouts()) && queries.tile > 1 && entries > 0 &&
-                 entries <= kMaxListedEntries
-             ? v
-             : nullptr;
+  const bool fits = tile > 1 && shape.entries > 0 && shape.entries <= kMaxListedEntries;
+  return v && attends_to_lists(*v, p.layouts()) && fits ? v : nullptr;
 }
 Plan plan_alone(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   const Plan plan = op == Op::kDecode ? plan_decode(p, gpu.num_sms) : plan_prefill(p, gpu.num_sms);

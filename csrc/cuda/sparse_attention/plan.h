@@ -135,8 +135,7 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
 // ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
 
 // The entries of a tile are hashed by up to 4 CTAs, which take 8192 each.
-inline constexpr int kListPartEntries = 8192, kMaxListParts = 4;
-inline constexpr int64_t kMaxListedEntries = int64_t{kListPartEntries} * kMaxListParts;
+inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartEntries;
 
 // Of many_heads: tiles of 32 and of 64 rows.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {

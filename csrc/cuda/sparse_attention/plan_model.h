@@ -13,10 +13,6 @@ inline constexpr int kOctet = 8;  // heads: the least that a CTA takes
 inline bool is_bf16(const SparseAttentionParams& p) {
   return kv_layout(p.layout).nope_format == Format::kBf16;
 }
-inline int64_t num_keys(const SparseAttentionParams& p) {
-  return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
-}
-
 inline double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
   const auto of_scope = [&](int i, KvLayoutId layout) {
     return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token()

@@ -26,7 +26,7 @@ static_assert(kBuckets == 1 << kBucketsLog2);
 constexpr uint32_t kFree = ~0u;        // no key: slot 2^31 - 1 of a second cache would be
 constexpr uint16_t kNowhere = 0xffff;  // bucket of an entry that is not valid, or another CTA's
 // Each scope of a query is padded to whole chunks of 32 entries.
-constexpr int64_t kMostChunks = kMaxListedEntries / kWarpSize + 2 * kMaxTileQueries;
+constexpr int kMostChunks = kMaxListedEntries / kWarpSize + 2 * kMaxTileQueries;
 
 struct ListScope {
   const int32_t* indices;
@@ -210,9 +210,8 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
   int64_t chunks[2] = {ceil_div(p.scopes[0].topk, int64_t{kWarpSize}),
                        p.num_scopes > 1 ? ceil_div(last.topk, int64_t{kWarpSize}) : 0};
   if (chunks[0] + chunks[1] == 1) ++chunks[0];  // an empty one: 2^32 / 1 would not fit
-  const int64_t keys = p.scopes[0].topk + (p.num_scopes > 1 ? last.topk : 0);
   int parts = 1;
-  while (parts * kListPartEntries < shape.queries.tile * keys) parts *= 2;
+  while (parts * kListPartEntries < shape.entries) parts *= 2;
   const int64_t places = shape.queries.tile * (chunks[0] + chunks[1]) * kWarpSize;
   launch(
       shared_keys_kernel,
