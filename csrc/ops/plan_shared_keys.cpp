@@ -1,4 +1,4 @@
-#include "ops/shared_keys.h"
+#include "ops/sparse_arguments.h"
 #include "registration.h"
 
 namespace mla_fp8 {
@@ -7,8 +7,7 @@ namespace {
 // The problem as far as its keys go: no queries, no caches.
 SparseAttentionParams checked_inputs(const Check& check, MLA_PLAN_SHARED_KEYS_ARGUMENTS) {
   const KvLayoutId id = check.first_layout(layout);
-  const Arg first = check(indices, "indices");
-  first.dtype({ScalarType::Int}).shape({-1, -1}).last_dim_contiguous();
+  check(indices, "indices").shape({-1, -1});
   const int64_t num_tokens = indices.size(0);
   check.that(query_groups >= 2 && query_groups <= kMaxQueryGroup, "query_groups must be in [2, ",
              kMaxQueryGroup, "], got ", query_groups);
@@ -22,25 +21,8 @@ SparseAttentionParams checked_inputs(const Check& check, MLA_PLAN_SHARED_KEYS_AR
   const auto scope = [&](const Tensor& t, const char* name, const OptionalTensor& length,
                          const char* length_name, int64_t slots, const char* slots_name) {
     check.at_least(slots, slots_name, 0);
-    check(t, name)
-        .same_device_as(indices, "indices")
-        .dtype({ScalarType::Int})
-        .shape({num_tokens, -1})
-        .last_dim_contiguous();
-    if (length)
-      check(*length, length_name)
-          .same_device_as(indices, "indices")
-          .dtype({ScalarType::Int})
-          .shape({num_tokens})
-          .contiguous();
-    return KvScope{
-        .num_slots = slots,
-        .page_size = 1,
-        .indices = data<int32_t>(t),
-        .indices_stride_token = t.stride(0),
-        .topk = t.size(1),
-        .topk_length = data<int32_t>(length),
-    };
+    return check_scope(check, {.num_slots = slots}, 1, indices, "indices", t, name, length, length_name,
+                       num_tokens);
   };
   SparseAttentionParams params{
       .layout = id,

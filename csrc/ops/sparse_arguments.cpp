@@ -4,19 +4,19 @@
 
 namespace mla_fp8 {
 
-KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& q,
-                    const Tensor& indices, const char* indices_name, const OptionalTensor& topk_length,
-                    const char* length_name, int64_t num_rows) {
+KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& like,
+                    const char* like_name, const Tensor& indices, const char* indices_name,
+                    const OptionalTensor& topk_length, const char* length_name, int64_t num_rows) {
   check(indices, indices_name)
-      .same_device_as(q, "q")
+      .same_device_as(like, like_name)
       .dtype({ScalarType::Int})
       .shape({num_rows, -1})
       .last_dim_contiguous();
   if (topk_length)
     check(*topk_length, length_name)
-        .same_device_as(q, "q")
+        .same_device_as(like, like_name)
         .dtype({ScalarType::Int})
-        .shape({q.size(0)})
+        .shape({like.size(0)})
         .contiguous();
   return {
       .kv_cache = cache.data,
@@ -115,7 +115,7 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
   params.num_scopes = 2;
   params.has_entry_pages = page_table != nullptr;
   params.scopes[1] =
-      check_scope(check, extra, *extra_page_size, q, page_table ? **page_table : *extra_indices,
+      check_scope(check, extra, *extra_page_size, q, "q", page_table ? **page_table : *extra_indices,
                   page_table ? "extra_page_table" : "extra_indices", extra_topk_length, "extra_topk_length",
                   page_table ? params.window.num_requests : q.size(0));
   if (!page_table) return;
@@ -150,7 +150,7 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
   check(kv_cache, "kv_cache").same_device_as(q, "q");
   params.scale = check.scale(scale, id, q);
   params.scopes[0] =
-      check_scope(check, cache, page_size, q, indices, "indices", topk_length, "topk_length", q.size(0));
+      check_scope(check, cache, page_size, q, "q", indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
 
   add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,

@@ -12,10 +12,10 @@ struct Outputs {
   const Tensor* max_logits;
 };
 
-// `indices` has num_rows rows.
-KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& q,
-                    const Tensor& indices, const char* indices_name, const OptionalTensor& topk_length,
-                    const char* length_name, int64_t num_rows);
+// `indices` has num_rows rows. The argument `like` has one for each token, and says the device.
+KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& like,
+                    const char* like_name, const Tensor& indices, const char* indices_name,
+                    const OptionalTensor& topk_length, const char* length_name, int64_t num_rows);
 // Everything but the scopes.
 SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayoutId id, double sm_scale,
                                    const OptionalTensor& attn_sink, const Outputs& outputs);

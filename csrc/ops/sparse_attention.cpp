@@ -114,7 +114,7 @@ void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const Optiona
       .aligned(16);
   const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
   params.scopes[0] =
-      check_scope(check, rows, 1, q, indices, "indices", topk_length, "topk_length", q.size(0));
+      check_scope(check, rows, 1, q, "q", indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }
