@@ -4,10 +4,9 @@ import emulation
 import pytest
 import torch
 from assertions import assert_attention, assert_same
-from draft_cases import draft_case
+from draft_cases import draft_case, plan_of
 from sparse_cases import Case, packed_layouts
 
-import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 
 DEVICE = emulation.hopper()
@@ -19,20 +18,6 @@ PARTS_FROM = 8192  # entries of a tile that one CTA takes
 def few_processors(monkeypatch):
     """Of an emulated GPU: sharing pays for few queries, too."""
     monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "1")
-
-
-def plan(case: Case, group: int, heads: int) -> torch.Tensor:
-    first, *more = case.scopes
-    extra = {}
-    if more:
-        extra = {
-            "extra_indices": more[0].indices, "extra_topk_length": more[0].length,
-            "extra_num_slots": len(more[0].rows),
-        }  # fmt: skip
-    return mla_fp8.plan_shared_keys(
-        first.indices, query_groups=group, num_q_heads=heads, layout=case.layout, num_slots=len(first.rows),
-        topk_length=first.length, **extra,
-    )  # fmt: skip
 
 
 def part_of(key: int, parts: int) -> int:
@@ -70,8 +55,8 @@ def test_lists(layout, group, heads, topk, extra_topk):
                       num_pages=3000, shortest=0.95)  # fmt: skip
     indices = case.scopes[0].indices
     indices[0, :9] = indices[0, 0].clamp_min(0)
-    lists = plan(case, group, heads).cpu()
-    assert torch.equal(plan(case, group, heads).cpu()[:, 0], lists[:, 0])
+    lists = plan_of(case, group).cpu()
+    assert torch.equal(plan_of(case, group).cpu()[:, 0], lists[:, 0])
     tiles = -(-group // (64 // heads))
     if groups * tiles <= 48 and group >= 4 * tiles:
         tiles *= 2
@@ -98,7 +83,7 @@ def test_a_list_that_is_too_long_is_none(overlap, monkeypatch):
     monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "8")
     groups = 1024 if DEVICE == "cuda" else 64
     case = draft_case(KV_LAYOUTS["dsv4"], DEVICE, groups, 8, topk=300, overlap=overlap, num_pages=3000)
-    assert ((plan(case, 8, 8)[:, 0] == -1) == (overlap == 0)).all()
+    assert ((plan_of(case, 8)[:, 0] == -1) == (overlap == 0)).all()
 
 
 @packed_layouts
@@ -122,7 +107,7 @@ def test_garbage_lists_give_finite_rows(layout):
     """A plan of other indices, or none: nothing is read that is in no cache."""
     case = draft_case(layout, DEVICE, 700 if DEVICE == "cuda" else 6, 4, num_q_heads=8, topk=600)
     case.scopes[0].kv_cache.zero_()
-    lists = plan(case, 4, 8)
+    lists = plan_of(case, 4)
     for _ in range(3):
         hostile = torch.randint(-(2**31), 2**31 - 1, lists.shape, device=DEVICE).int()
         out, lse = case.decode(query_groups=4, shared_keys=hostile)

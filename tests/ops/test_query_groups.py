@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from assertions import assert_attention, assert_same
-from draft_cases import draft_case
-from sparse_cases import INT_MAX, INT_MIN, all_layouts, filled_scope, packed_layouts
+from draft_cases import draft_case, plan_of, refilled
+from sparse_cases import INT_MAX, INT_MIN, all_layouts, packed_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
@@ -43,10 +43,7 @@ def test_agrees_with_float64_over_poisoned_caches(layout, group, num_q_heads, ov
 
 @all_layouts
 def test_every_layout_and_a_group_that_is_short(layout, device):
-    if layout.needs_scale:
-        pytest.skip("the cases have none; such rows are never shared")
-    case = draft_case(layout, device, 4, 3, num_q_heads=8)
-    case = case.tokens(slice(0, 10))
+    case = draft_case(layout, device, 4, 3, num_q_heads=8).tokens(slice(0, 10))
     assert_attention(case, case.decode(query_groups=3))
 
 
@@ -62,9 +59,7 @@ def test_a_slot_that_a_query_names_twice_counts_twice(layout, device):
     indices = case.scopes[0].indices.clone()
     indices[5, :150] = indices[5, 0]
     indices[30:32] = 7
-    scope = case.scopes[0]
-    scope = filled_scope(layout, device, None, indices, scope.length, len(scope.rows) // 4, 4)
-    case = replace(case, scopes=[scope])
+    case = replace(case, scopes=[refilled(case.scopes[0], indices, case.scopes[0].length)])
     assert_attention(case, case.decode(query_groups=4))
 
 
@@ -79,7 +74,7 @@ def test_hostile_indices_and_lengths(layout, device):
         indices[where] = values[torch.randint(4, indices.shape, device=device)][where]
         length[:5] = torch.tensor([0, -3, INT_MIN, INT_MAX, 1], device=device).int()
         indices[8:12] = -1
-        scopes.append(filled_scope(layout, device, None, indices, length, len(scope.rows) // 4, 4))
+        scopes.append(refilled(scope, indices, length))
     case = replace(case, scopes=scopes)
     got = case.decode(query_groups=4)
     assert_attention(case, got)
@@ -91,8 +86,7 @@ def test_nan_reaches_those_queries_only_that_attend_to_it(layout, device):
     """Of a group the others see the key, and do not attend to it."""
     group, topk = 4, 200
     case = draft_case(layout, device, many(10, device), group, num_q_heads=8, topk=topk, holes=0.0)
-    indices = case.scopes[0].indices
-    scope = filled_scope(layout, device, None, indices, None, len(case.scopes[0].rows) // 4, 4)
+    scope = refilled(case.scopes[0], case.scopes[0].indices, None)
     case = replace(case, scopes=[scope])
     want = case.decode(query_groups=group)
     slot = scope.indices[6, 0]
@@ -107,26 +101,18 @@ def test_nan_reaches_those_queries_only_that_attend_to_it(layout, device):
         torch.testing.assert_close(a[~reached], b[~reached], rtol=one_code, atol=2**-12)
 
 
+@pytest.mark.op("plan_shared_keys")
 @packed_layouts
 def test_a_plan_serves_several_layers(layout, device):
-    group, heads = 4, 8
-    case = draft_case(layout, device, many(10, device), group, num_q_heads=heads, extra_topk=50)
-    first, second = case.scopes
-    lists = mla_fp8.plan_shared_keys(
-        first.indices, query_groups=group, num_q_heads=heads, layout=layout, num_slots=len(first.rows),
-        topk_length=first.length, extra_indices=second.indices, extra_topk_length=second.length,
-        extra_num_slots=len(second.rows),
-    )  # fmt: skip
+    group = 4
+    case = draft_case(layout, device, many(10, device), group, num_q_heads=8, extra_topk=50)
+    lists = plan_of(case, group)
     want = case.decode(query_groups=group)
     assert_same(case.decode(query_groups=group, shared_keys=lists), want)
     other = replace(case, q=torch.randn_like(case.q))
     assert_same(other.decode(query_groups=group, shared_keys=lists), other.decode(query_groups=group))
     into = torch.full_like(lists, 77)
-    assert mla_fp8.plan_shared_keys(
-        first.indices, query_groups=group, num_q_heads=heads, layout=layout, num_slots=len(first.rows),
-        topk_length=first.length, extra_indices=second.indices, extra_topk_length=second.length,
-        extra_num_slots=len(second.rows), out=into,
-    ) is into  # fmt: skip
+    assert plan_of(case, group, out=into) is into
     assert torch.equal(into[:, 0], lists[:, 0])
 
 
@@ -145,6 +131,10 @@ def test_batch_invariant_queries_go_alone(device):
     assert_same(case.decode(batch_invariant=True, query_groups=4), case.decode(batch_invariant=True))
 
 
+def placed(options: dict, device: str) -> dict:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -161,12 +151,12 @@ def test_batch_invariant_queries_go_alone(device):
 )
 def test_what_is_refused(changes, message, device):
     case = draft_case(KV_LAYOUTS["dsv4"], device, 2, 4, num_q_heads=8)
-    changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
     with pytest.raises(RuntimeError) as error:
-        case.decode(**changes)
+        case.decode(**placed(changes, device))
     assert f"sparse_decode: {message}" in str(error.value)
 
 
+@pytest.mark.op("plan_shared_keys")
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -174,11 +164,20 @@ def test_what_is_refused(changes, message, device):
         ({"num_q_heads": 129}, "num_q_heads must be in [1, 128], got 129"),
         ({"extra_num_slots": 5}, "extra_indices and extra_num_slots must be given together"),
         ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
+        ({"topk_length": torch.zeros(7).int()}, "topk_length must have shape [8], got [7]"),
+        (
+            {"extra_indices": torch.zeros(8, 5), "extra_num_slots": 5},
+            "extra_indices must have dtype Int, got Float",
+        ),
+        (
+            {"extra_indices": torch.zeros(9, 5).int(), "extra_num_slots": 5},
+            "extra_indices must have shape [8, *], got [9, 5]",
+        ),
     ],
 )
 def test_a_plan_that_is_refused(changes, message, device):
     indices = torch.zeros(8, 16, device=device).int()
-    options = {"query_groups": 4, "num_q_heads": 8, "layout": "dsv4", "num_slots": 64} | changes
+    options = {"query_groups": 4, "num_q_heads": 8, "layout": "dsv4", "num_slots": 64}
     with pytest.raises(RuntimeError) as error:
-        mla_fp8.plan_shared_keys(indices, **options)
+        mla_fp8.plan_shared_keys(indices, **options | placed(changes, device))
     assert f"plan_shared_keys: {message}" in str(error.value)

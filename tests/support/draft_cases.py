@@ -1,10 +1,9 @@
 """Queries of one request that choose mostly the same keys: drafts, or neighbours in a prompt."""
 
-from dataclasses import replace
-
 import torch
-from sparse_cases import Case, Scope, filled_scope, make_case
+from sparse_cases import Case, Scope, case_over, filled_scope
 
+import mla_fp8
 from mla_fp8 import KVLayout
 
 
@@ -40,12 +39,11 @@ def draft_scope(
     shortest: float = 0.5,
 ) -> Scope:
     """With holes and lengths; NaN in every slot that is not selected."""
-    num_slots = page_size * num_pages
-    indices = draft_indices(num_groups, group, topk, num_slots, overlap, device)
+    indices = draft_indices(num_groups, group, topk, num_pages * page_size, overlap, device)
     indices[torch.rand(indices.shape, device=device) < holes] = -1
     least = int(topk * shortest)
     length = torch.randint(least, topk + 1, (len(indices),), device=device, dtype=torch.int32)
-    return filled_scope(layout, device, None, indices, length, num_pages, page_size)
+    return filled_scope(layout, device, indices, length, num_pages, page_size)
 
 
 def draft_case(
@@ -59,9 +57,27 @@ def draft_case(
     extra_topk: int = 0,
     **options,
 ) -> Case:
-    tokens = num_groups * group
-    case = make_case(layout, device, num_tokens=tokens, num_q_heads=num_q_heads, topk=8)
-    scopes = [draft_scope(layout, device, num_groups, group, topk, **options)]
-    if extra_topk:
-        scopes.append(draft_scope(layout, device, num_groups, group, extra_topk, **options))
-    return replace(case, scopes=scopes)
+    widths = [topk, extra_topk] if extra_topk else [topk]
+    return case_over(
+        [draft_scope(layout, device, num_groups, group, width, **options) for width in widths], num_q_heads
+    )
+
+
+def refilled(scope: Scope, indices: torch.Tensor, length: torch.Tensor | None) -> Scope:
+    """The same of other indices."""
+    num_pages = len(scope.rows) // scope.page_size
+    return filled_scope(scope.layout, indices.device, indices, length, num_pages, scope.page_size)
+
+
+def plan_of(case: Case, group: int, **options) -> torch.Tensor:
+    """What `plan_shared_keys` makes of its indices."""
+    first, *more = case.scopes
+    for scope in more:
+        options |= {
+            "extra_indices": scope.indices, "extra_topk_length": scope.length,
+            "extra_num_slots": len(scope.rows),
+        }  # fmt: skip
+    return mla_fp8.plan_shared_keys(
+        first.indices, query_groups=group, num_q_heads=case.q.shape[1], layout=case.layout,
+        num_slots=len(first.rows), topk_length=first.length, **options,
+    )  # fmt: skip

@@ -226,7 +226,7 @@ NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "topk_to_slots"), ("cuda",)
+         "topk_to_slots", "plan_shared_keys"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from sparse_cases import GRID, INT_MAX, INT_MIN, SIZE, Case, Scope, filled_scope
+from sparse_cases import INT_MAX, INT_MIN, Case, Scope, case_over, filled_scope
 from torch import Tensor
 
 import mla_fp8
@@ -48,8 +48,7 @@ def row_scope(
     holes = hostile(num_slots, device)
     holes = holes[torch.randint(len(holes), indices.shape, device=device)]
     indices = indices.where(of_kind[token % len(KINDS), token], holes)
-    scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
-    return filled_scope(layout, device, scale, indices, None, num_pages, page_size)
+    return filled_scope(layout, device, indices, None, num_pages, page_size)
 
 
 def row_case(
@@ -68,14 +67,7 @@ def row_case(
     if extra_topk is not None:
         second = extra_layout or layout
         scopes.append(row_scope(second, device, num_tokens, topk=extra_topk, page_size=2, num_slots=400))
-    return Case(
-        layout=layout,
-        q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),
-        scopes=scopes,
-        attn_sink=torch.randn(num_q_heads, device=device),
-        sm_scale=layout.head_dim_qk**-0.5 / SIZE,
-        scale=torch.tensor([GRID], device=device) if layout.needs_scale else None,
-    )
+    return case_over(scopes, num_q_heads)
 
 
 def changed(case: Case, change: Callable[[Scope], Scope]) -> Case:

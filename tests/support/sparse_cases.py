@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from kv_cache_cases import layer_scale
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, KVLayout, reference
@@ -159,7 +160,7 @@ class Case:
         return replace(self, q=self.q[which], scopes=scopes)
 
 
-def make_scope(layout: KVLayout, device: str, scale, *, num_tokens, topk, page_size, num_slots) -> Scope:
+def make_scope(layout: KVLayout, device: str, *, num_tokens, topk, page_size, num_slots) -> Scope:
     """Random slots with holes and hostile entries; token 1 is empty, token 2 has five keys."""
     num_pages = -(-num_slots // page_size)
     num_slots = num_pages * page_size
@@ -178,10 +179,10 @@ def make_scope(layout: KVLayout, device: str, scale, *, num_tokens, topk, page_s
     if num_tokens > 4:
         length[3], length[4] = INT_MAX, INT_MIN
 
-    return filled_scope(layout, device, scale, indices, length, num_pages, page_size)
+    return filled_scope(layout, device, indices, length, num_pages, page_size)
 
 
-def filled_scope(layout: KVLayout, device: str, scale, indices, length, num_pages, page_size) -> Scope:
+def filled_scope(layout: KVLayout, device: str, indices, length, num_pages, page_size) -> Scope:
     """Latents in the slots that are selected, NaN in all others."""
     num_slots = num_pages * page_size
     chosen = (indices >= 0) & (indices < num_slots)
@@ -194,8 +195,9 @@ def filled_scope(layout: KVLayout, device: str, scale, indices, length, num_page
     rows = torch.full((num_slots, layout.head_dim_qk), float("nan"), device=device).bfloat16()
     rows[chosen] = exact_latents(layout, len(chosen), device)
     mla_fp8.quantize_kv(
-        rows[chosen].contiguous(), chosen, kv_cache, layout=layout, page_size=page_size, scale=scale
-    )
+        rows[chosen].contiguous(), chosen, kv_cache, layout=layout, page_size=page_size,
+        scale=layer_scale(layout, device, GRID),
+    )  # fmt: skip
     return Scope(kv_cache, rows, indices, length, page_size, layout)
 
 
@@ -212,17 +214,23 @@ def make_case(
     extra: dict | None = None,
 ) -> Case:
     """``extra`` overrides topk, page_size, num_slots and, where it has another, layout for a second cache."""
-    scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
     shape = {"topk": topk, "page_size": page_size, "num_slots": num_slots}
-    scopes = [make_scope(layout, device, scale, num_tokens=num_tokens, **shape)]
+    scopes = [make_scope(layout, device, num_tokens=num_tokens, **shape)]
     if extra is not None:
         second = {"layout": layout} | shape | extra
-        scopes.append(make_scope(device=device, scale=scale, num_tokens=num_tokens, **second))
+        scopes.append(make_scope(device=device, num_tokens=num_tokens, **second))
+    return case_over(scopes, num_q_heads, sink=sink)
+
+
+def case_over(scopes: list[Scope], num_q_heads: int, *, sink: bool = True) -> Case:
+    """Random queries, as many as the indices have rows."""
+    layout, indices = scopes[0].layout, scopes[0].indices
+    device = indices.device
     return Case(
         layout=layout,
-        q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),
+        q=torch.randn(len(indices), num_q_heads, layout.head_dim_qk, device=device).bfloat16(),
         scopes=scopes,
         attn_sink=torch.randn(num_q_heads, device=device) if sink else None,
         sm_scale=layout.head_dim_qk**-0.5 / SIZE,
-        scale=scale,
+        scale=layer_scale(layout, device, GRID),
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from sparse_cases import GRID, INT_MAX, INT_MIN, SIZE, Case, filled_scope, make_scope
+from sparse_cases import INT_MAX, INT_MIN, Case, case_over, filled_scope, make_scope
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, KVLayout, reference
@@ -67,20 +67,11 @@ def make_window_case(
         table.where((table >= 0) & (table < num_pages), -1), starts, lens,
         num_tokens=num_tokens, page_size=page_size, window_size=window_size,
     )  # fmt: skip
-    scale = torch.tensor([GRID], device=device) if layout.needs_scale else None
-    scopes = [filled_scope(layout, device, scale, slots, None, num_pages, page_size)]
+    scopes = [filled_scope(layout, device, slots, None, num_pages, page_size)]
     if extra is not None:
         second = {"layout": layout} | extra
-        scopes.append(make_scope(device=device, scale=scale, num_tokens=num_tokens, **second))
-    case = Case(
-        layout=layout,
-        q=torch.randn(num_tokens, num_q_heads, layout.head_dim_qk, device=device).bfloat16(),
-        scopes=scopes,
-        attn_sink=torch.randn(num_q_heads, device=device),
-        sm_scale=layout.head_dim_qk**-0.5 / SIZE,
-        scale=scale,
-    )
-    return WindowCase(case, (table, starts, lens), window_size)
+        scopes.append(make_scope(device=device, num_tokens=num_tokens, **second))
+    return WindowCase(case_over(scopes, num_q_heads), (table, starts, lens), window_size)
 
 
 def make_entries_case(
@@ -121,7 +112,7 @@ def make_entries_case(
         table.where((table >= 0) & (table < num_pages), -1), case.geometry[1], lens,
         num_tokens=num_tokens, page_size=page_size,
     )  # fmt: skip
-    entries = filled_scope(extra, device, case.case.scale, slots, None, num_pages, page_size)
+    entries = filled_scope(extra, device, slots, None, num_pages, page_size)
     case.case.scopes.append(replace(entries, length=lens))
     case.entry_pages = table
     return case
