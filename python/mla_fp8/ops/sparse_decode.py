@@ -47,10 +47,11 @@ def plan_shared_keys(
     =================  =====================  =====  =======================================================
 
     A group's tokens are cut into tiles of at most 64 / num_q_heads and 8, where there are few groups into
-    smaller ones. A tile's line of the result has the length of its list, or -1 where its tokens go alone (on
-    every device but a Hopper GPU all do); from column 4 on the slots, each once, those of the second cache
-    with the sign bit; behind the room for all of them a byte each, whose bit i says that the tile's token i
-    attends to it. Returns it. Raises RuntimeError naming the argument, what was expected and what came.
+    smaller ones. A tile's line of the result has the length of its list, or -1 where its tokens go alone (all
+    do on a CPU and on NVIDIA GPUs but Hopper's; for AMD's there is no kernel); from column 4 on the slots,
+    each once, those of the second cache with the sign bit; behind the room for all of them a byte each, whose
+    bit i says that the tile's token i attends to it. Returns it. Raises RuntimeError naming the argument,
+    what was expected and what came.
     """
     expect_tensors(
         "plan_shared_keys", topk_length=topk_length, extra_indices=extra_indices,
