@@ -13,13 +13,18 @@
 namespace mla_fp8::gpu {
 namespace {
 
+void compress_tokens(const CompressKvParams& p, gpuStream_t stream) {
+  const LaunchConfig config{
+      .grid = ceil_div<int64_t>(p.num_tokens, kRowWarps), .block = kRowThreads, .stream = stream};
+  launch(compress_tokens_kernel, config, CompressKvArgs(p, kRowWarps));
+}
+
+template <int kRatio>
 void compress_rows(const CompressKvParams& p, gpuStream_t stream) {
-  const CompressKvArgs args(p, p.ratio == 1 ? kRowWarps : tokens_of_row_block(p.num_tokens));
+  const CompressKvArgs args(p, tokens_of_row_block<kRatio>(p.num_tokens));
   const LaunchConfig config{
       .grid = ceil_div(p.num_tokens, args.tokens), .block = kRowThreads, .stream = stream};
-  if (p.ratio == 1) launch(compress_tokens_kernel, config, args);
-  else if (p.ratio == 2) launch(compress_rows_kernel<2>, config, args);
-  else launch(compress_rows_kernel<4>, config, args);
+  launch(compress_rows_kernel<kRatio>, config, args);
 }
 
 template <int kCluster>
@@ -45,7 +50,9 @@ void fold_blocks(const CompressKvParams& p, gpuStream_t stream) {
 }  // namespace
 
 void compress_kv(const CompressKvParams& p, gpuStream_t stream) {
-  if (p.ratio < kBlockRatio) return compress_rows(p, stream);
+  if (p.ratio == 1) return compress_tokens(p, stream);
+  if (p.ratio == 2) return compress_rows<2>(p, stream);
+  if (p.ratio == 4) return compress_rows<4>(p, stream);
 #if MLA_FP8_PTX
   if (compute_major() >= 9) {
     // A block of threads folds a token as fast as a cluster, but not several.

@@ -61,20 +61,25 @@ __device__ __forceinline__ float rms_factor(const Floats8 (&x)[kNormPasses], flo
   return __frsqrt_rn(__fadd_rn(__fmul_rn(total, 1.0f / kHeadDimV), eps));
 }
 
-// The weights of eight elements from `element` on.
-__device__ __forceinline__ Floats8 load_weights(const void* weight, bool is_float, int element) {
-  if (!is_float)
-    return unpack8(*reinterpret_cast<const Words<4>*>(static_cast<const uint16_t*>(weight) + element));
-  Floats8 out;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const auto words =
-        *reinterpret_cast<const Words<4>*>(static_cast<const float*>(weight) + element + 4 * half);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out.x[4 * half + i] = bits_float(words[i]);
+// The weights of eight elements from `element` on as they lie in memory, eight floats or eight bf16: nothing
+// waits for them before they are used.
+struct Weights8 {
+  Words<4> words[2];
+
+  Weights8() = default;
+  __device__ __forceinline__ Weights8(const void* weight, bool is_float, int element) : words{} {
+    const auto* from = static_cast<const uint8_t*>(weight) + element * (is_float ? 4 : 2);
+    words[0] = *reinterpret_cast<const Words<4>*>(from);
+    if (is_float) words[1] = *reinterpret_cast<const Words<4>*>(from + 16);
   }
-  return out;
-}
+  __device__ __forceinline__ Floats8 unpack(bool is_float) const {
+    if (!is_float) return unpack8(words[0]);
+    Floats8 out;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out.x[i] = bits_float(words[i / 4][i % 4]);
+    return out;
+  }
+};
 
 // Asks for bytes without a register for them: memory then works while a warp does, and what loads them later
 // finds them in the L2. Address and size are multiples of 16.

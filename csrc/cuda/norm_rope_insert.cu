@@ -48,8 +48,18 @@ __device__ __forceinline__ void insert_latent(const NormRopeInsertArgs& args, in
       x[pass] = load_if<4>(p.k_rope + token * p.k_rope_stride_token + (element - kHeadDimV), wanted);
     }
   }
+  Weights8 weight[kNormPasses]{};
+  if (p.kv_weight != nullptr)
+#pragma unroll
+    for (int pass = 0; pass < kNormPasses; ++pass)
+      weight[pass] = {p.kv_weight, p.weight_is_float, C::element(pass, lane)};
+  constexpr int kLast = C::kPasses - 1;  // what is rotated lies in it
+  const int element = C::element(kLast, lane), pair = (element - C::kDim + p.table.dim()) / 2;
+  const bool is_rotated = element < C::kDim && element >= C::kDim - p.table.dim();
   const CacheRow to = find_row(p, args.page_size, slot);
   if (!to.valid || !position.valid) return;
+  Rotation rotation{};
+  if (is_rotated) rotation = load_rotation(p.table, position.at, pair);
   if (is_alone) prefetch_partial_sectors<kId>(to, p.page_size);
 
   if (p.kv_weight != nullptr) {
@@ -59,16 +69,13 @@ __device__ __forceinline__ void insert_latent(const NormRopeInsertArgs& args, in
     const float factor = rms_factor(v, p.eps);
 #pragma unroll
     for (int pass = 0; pass < kNormPasses; ++pass) {
-      const Floats8 w = load_weights(p.kv_weight, p.weight_is_float, C::element(pass, lane));
+      const Floats8 w = weight[pass].unpack(p.weight_is_float);
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) v[pass].x[i] = __fmul_rn(__fmul_rn(v[pass].x[i], factor), w.x[i]);
       x[pass] = pack8(v[pass]);
     }
   }
-  constexpr int kLast = C::kPasses - 1;  // what is rotated lies in it
-  const int element = C::element(kLast, lane), pair = (element - C::kDim + p.table.dim()) / 2;
-  if (element < C::kDim && element >= C::kDim - p.table.dim())
-    x[kLast] = pack8(rotate8(unpack8(x[kLast]), load_rotation(p.table, position.at, pair)));
+  if (is_rotated) x[kLast] = pack8(rotate8(unpack8(x[kLast]), rotation));
   const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
   write_row<kId>(to, p.page_size, layer_scale, format_max(kL.nope_format), x);
 }

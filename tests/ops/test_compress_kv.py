@@ -1,3 +1,5 @@
+import itertools
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -361,3 +363,38 @@ def test_rows_and_states_may_lie_apart(ratio, online, device):
     assert same_bits(layer.call(wide[:, 32:-32], [n], [0], view, [1], slots, layer.new_cache(n)), whole)
     if pool is not None:
         assert same_bits(view[1], state[1]) and pool[:, :, state.shape[-1] :].isnan().all()
+
+
+EXTREME_SCORES = (0.0, -0.0, 87.4, -87.4, 88.1, -1e4, 1e30, -1e38, float("inf"), float("-inf"), float("nan"))
+EXTREME_VALUES = (0.0, -0.0, 1e-42, -3e-38, 1.5, 2e19, -3e38)
+
+
+@kinds
+def test_extreme_numbers_have_the_bits_of_the_cpu(ratio, online, device):
+    """A dim of each block: its first and last score, its values. NaN is where that of float64 is NaN."""
+    if ratio == 1:
+        pytest.skip("ratio 1 has no scores")
+    scores = EXTREME_SCORES if ratio < 128 else EXTREME_SCORES[-3:]
+    pairs = torch.tensor(list(itertools.product(scores, scores)))
+    n, layer = len(pairs) * ratio, Layer(ratio, online, device)
+    layer.constants["ape"] = None
+    rows = layer.rows(n).cpu()
+    half, dim, block = layer.width // 2, 77 + (512 if ratio == 4 else 0), torch.arange(len(pairs))
+    rows[block * ratio, half + dim], rows[(block + 1) * ratio - 1, half + dim] = pairs.T
+    values = torch.tensor(EXTREME_VALUES)
+    rows[block * ratio, dim], rows[(block + 1) * ratio - 1, dim] = values[block % 7], values[block // 7 % 7]
+
+    latents, cache, _ = chain(layer, rows.to(device), [n], [0], most=1)
+    there = Layer(
+        ratio, online, "cpu", constants={k: v if v is None else v.cpu() for k, v in layer.constants.items()}
+    )
+    want, want_cache, _ = chain(there, rows, [n], [0], most=1)
+    assert same_bits(latents.cpu(), want) and same_bits(cache.cpu(), want_cache)
+
+    window = rows[:, half + dim].double().unflatten(0, (-1, ratio))
+    if ratio == 4:  # the rows before, of the other half
+        before = rows[:, half + 77].double().unflatten(0, (-1, ratio)).roll(1, 0)
+        before[0] = float("-inf")
+        window = torch.cat([before, window], 1)
+    is_nan = window.softmax(1).isnan().any(1)
+    assert torch.equal(want[ratio - 1 :: ratio].isnan().all(1), is_nan) and 0 < is_nan.sum() < len(is_nan)

@@ -41,6 +41,8 @@ class Layer:
     constants: dict[str, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.constants:
+            return
         width, device = self.width, self.device
         cos, sin = rope_tables(device, max_pos=self.max_pos)
         ape = torch.randn(self.ratio, width // 2, device=device) if self.ratio > 2 else None

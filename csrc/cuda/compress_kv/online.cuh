@@ -49,27 +49,6 @@ struct FoldTokens {
   }
 };
 
-// a / b by what the compiler does where neither is extreme, and without its branch where one may be.
-struct Reciprocal {
-  float b, r;
-  __device__ __forceinline__ explicit Reciprocal(float divisor) : b(divisor) {
-#if MLA_FP8_PTX
-    float approximate;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(b));
-    r = fmaf(approximate, fmaf(-b, approximate, 1.0f), approximate);
-#endif
-  }
-  __device__ __forceinline__ float of(float a) const {
-#if MLA_FP8_PTX
-    const float q = __fmul_rn(a, r);
-    return fmaf(fmaf(-b, q, a), r, q);
-#else
-    return __fdiv_rn(a, b);
-#endif
-  }
-};
-inline constexpr float kPlainSum = 0x1p20f, kLeastPlain = 0x1p-60f, kMostPlain = 0x1p100f;
-
 // kFoldTokens of them, unless a number is extreme. Of the two weights of a fold that of the larger score is 1
 // then: one exp2 is left, and it waits for no other fold. `begins`: the first starts a block.
 __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t, bool has_bias, bool begins) {
@@ -95,7 +74,7 @@ __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t,
     const float sum = __fadd_rn(old, own), value = fmaf(t.kv[j], own, __fmul_rn(x.mean, old));
     const float mean = Reciprocal(sum).of(value);
     const bool is_first = j == 0 && begins;
-    const float size = is_first ? 1.0f : bits_float(float_bits(value) & 0x7fffffffu);
+    const float size = is_first ? 1.0f : size_of(value);
     least = size < least ? size : least;
     most = size > most ? size : most;
     x.sum = is_first ? 1.0f : sum;
@@ -249,13 +228,16 @@ __global__ void __launch_bounds__(kFoldThreads<kCluster>, kCluster > 1 ? 1 : 3)
     const Closing closing = list.closing[token];
     const int64_t from = r.start + tokens.begin + token - r.first;
     const bool closes = CompressRequest::closes(closing.position, kBlockRatio);
+    const auto finish = [&] {
+      Cluster<kCluster>::sync();
+      if (rank == 0 && threadIdx.x < kWarpSize) finish_row(args, closing, shared.pooled.dims);
+    };
     if (kCluster == 1 && r.count == 1) {
       static_assert(kCluster > 1 || kFoldThreads<kCluster> * kPoolDims == kHeadDimV);
       const auto mean = fold_single(args, r);
       if (!closes) return;
       *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled.dims[threadIdx.x * kPoolDims]) = mean;
-      __syncthreads();
-      if (threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
+      finish();
       __syncthreads();  // before `pooled` is written again
       return;
     }
@@ -266,9 +248,7 @@ __global__ void __launch_bounds__(kFoldThreads<kCluster>, kCluster > 1 ? 1 : 3)
       const float mean = fold_block(args, r, from, closing.position + 1, dim);
       if (closes) Cluster<kCluster>::put(shared.pooled, dim, mean);
     }
-    if (!closes) return;
-    Cluster<kCluster>::sync();
-    if (rank == 0 && threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
+    if (closes) finish();
   });
 }
 

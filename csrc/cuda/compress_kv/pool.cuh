@@ -25,12 +25,17 @@ struct CompressKvArgs {
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
 
-// 2^x for x <= 0; 0 below -126, NaN stays NaN. The bits of cpu/simd.h, without its last choice, which would
-// become a branch: what is below -126 becomes -127, whose power of two is 0. And the power is a factor, as a
-// sum of bits would lose the NaN of a GPU.
+// 2^x for x <= 0; 0 below -126, NaN stays NaN: the bits of cpu/simd.h, without its choice at the end, which
+// would become a branch. Below -126.5 the power of two is 0, and from there to -126 the product is subnormal,
+// which is flushed. And the power is a factor, as a sum of bits would lose the NaN of a GPU.
 __device__ __forceinline__ float exp2_nonpositive(float x) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves round(x) in the low mantissa bits
+#if MLA_FP8_PTX
+  float clamped;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(-127.0f));
+#else
   const float clamped = x < -126.0f ? -127.0f : x;
+#endif
   const float shifted = __fadd_rn(clamped, kMagic), f = __fsub_rn(clamped, __fsub_rn(shifted, kMagic));
   float y = 1.540353039e-4f;
   y = fmaf(y, f, 1.333355814e-3f);
@@ -39,7 +44,14 @@ __device__ __forceinline__ float exp2_nonpositive(float x) {
   y = fmaf(y, f, 2.402265070e-1f);
   y = fmaf(y, f, 6.931471806e-1f);
   y = fmaf(y, f, 1.0f);
-  return __fmul_rn(y, bits_float((float_bits(shifted) << 23) + 0x3f800000u));
+  const float power = bits_float((float_bits(shifted) << 23) + 0x3f800000u);
+#if MLA_FP8_PTX
+  float out;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(out) : "f"(y), "f"(power));
+  return out;
+#else
+  return __fmul_rn(y, power);
+#endif
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
@@ -63,6 +75,28 @@ __device__ __forceinline__ Pooled join(const Pooled& a, const Pooled& b) {
   return {top, fmaf(b.sum, of_b, __fmul_rn(a.sum, of_a)), fmaf(b.value, of_b, __fmul_rn(a.value, of_a))};
 }
 
+// a / b by what the compiler does where neither is extreme, and without its branch where one may be.
+struct Reciprocal {
+  float b, r;
+  __device__ __forceinline__ explicit Reciprocal(float divisor) : b(divisor) {
+#if MLA_FP8_PTX
+    float approximate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(b));
+    r = fmaf(approximate, fmaf(-b, approximate, 1.0f), approximate);
+#endif
+  }
+  __device__ __forceinline__ float of(float a) const {
+#if MLA_FP8_PTX
+    const float q = __fmul_rn(a, r);
+    return fmaf(fmaf(-b, q, a), r, q);
+#else
+    return __fdiv_rn(a, b);
+#endif
+  }
+};
+inline constexpr float kPlainSum = 0x1p20f, kLeastPlain = 0x1p-60f, kMostPlain = 0x1p100f;
+__device__ __forceinline__ float size_of(float x) { return bits_float(float_bits(x) & 0x7fffffffu); }
+
 // Four dims of a window's rows, or of some of them.
 inline constexpr int kPoolDims = 4;
 template <int kRows>
@@ -82,6 +116,40 @@ struct PoolRows {
       add_row(all, bits_float(kv[j][dim]), bits_float(score[j][dim]),
               j == 0 || (j == kRows / 2 && !has_first_half));
     return all;
+  }
+  // Of two rows: the weight of the larger score is 1, so one exp2 is left. top - top is 0, or NaN where the
+  // softmax is.
+  __device__ __forceinline__ Pooled pool_pair(int dim) const {
+    static_assert(kRows == 2);
+    const float first = bits_float(score[0][dim]), second = bits_float(score[1][dim]);
+    const bool is_later = second > first;
+    const float top = is_later ? second : first, one = __fadd_rn(1.0f, __fsub_rn(top, top));
+    const float lesser = exp2_nonpositive(__fmul_rn(-size_of(__fsub_rn(first, second)), kLog2E));
+    const float of_first = is_later ? lesser : one, of_second = is_later ? one : lesser;
+    return {top, __fadd_rn(of_first, of_second),
+            fmaf(of_second, bits_float(kv[1][dim]), __fmul_rn(of_first, bits_float(kv[0][dim])))};
+  }
+  // The four pooled dims. Sums lie between 1 and kRows, or are no numbers.
+  __device__ __forceinline__ Words<kPoolDims> pool_dims(bool has_first_half) const {
+    Pooled all[kPoolDims];
+    float least = 1.0f, most = 1.0f;  // of what is divided
+#pragma unroll
+    for (int i = 0; i < kPoolDims; ++i) {
+      if constexpr (kRows == 2) all[i] = pool_pair(i);
+      else all[i] = pool(i, has_first_half);
+      const float size = size_of(all[i].value);
+      least = size < least ? size : least;
+      most = size > most ? size : most;
+    }
+    Words<kPoolDims> out;
+    if ((least >= kLeastPlain) & (most <= kMostPlain)) {
+#pragma unroll
+      for (int i = 0; i < kPoolDims; ++i) out[i] = float_bits(Reciprocal(all[i].sum).of(all[i].value));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPoolDims; ++i) out[i] = float_bits(__fdiv_rn(all[i].value, all[i].sum));
+    }
+    return out;
   }
   __device__ __forceinline__ void add_bias(int j, const float* bias) {
     const auto words = *reinterpret_cast<const Words<kPoolDims>*>(bias);
@@ -234,60 +302,85 @@ __device__ __forceinline__ void with_latent_layout(KvLayoutId id, const Fn& fn) 
   }
 }
 
-// From the pooled dims, which get(element) gives eight at a time, to the latent and the cache row, by a warp.
-template <class Get>
-__device__ __forceinline__ void finish_row(const CompressKvArgs& args, const Closing& closing,
-                                           const Get& get) {
-  constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
-  const CompressKvParams& p = args.p;
-  const int first = threadIdx.x % kWarpSize * kChunk;  // element of the first pass
-  const CacheRow to = find_row(p, args.page_size, closing.slot);
-  const int64_t position = closing.position + 1 - p.ratio;
-  const bool is_stored = to.valid && (p.table.half == 0 || position < p.table.max_pos);
-  const int pair = (kLast * kPassDim + first - kHeadDimV + p.table.dim()) / 2;
-  const bool is_rotated = is_stored && pair >= 0;
-  // Loads before the arithmetic that others wait in.
-  Floats8 weight[kNormPasses], x[kNormPasses];
-#pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass)
-    weight[pass] = load_weights(p.norm_weight, p.weight_is_float, pass * kPassDim + first);
+// From pooled dims to the latent and the cache row, by a warp. What it needs from memory is asked for ahead:
+// the weights at once, the rotation when it is known which row it will be.
+struct RowFinish {
+  Weights8 weight[kNormPasses];
+  float layer_scale = 1.0f;
   Rotation rotation{};
-  if (is_rotated) rotation = load_rotation(p.table, position, pair);
-  const float layer_scale = p.scale != nullptr ? *p.scale : 1.0f;
+  CacheRow to{};
+  bool is_stored = false, is_rotated = false;
 
+  static __device__ __forceinline__ int first_element() { return threadIdx.x % kWarpSize * kChunk; }
+  __device__ __forceinline__ void load_weights(const CompressKvParams& p) {
 #pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass) {
-    x[pass] = get(pass * kPassDim + first);
-    if (p.round_pooled) x[pass] = unpack8(pack8(x[pass]));
+    for (int pass = 0; pass < kNormPasses; ++pass)
+      weight[pass] = {p.norm_weight, p.weight_is_float, pass * kPassDim + first_element()};
+    if (p.scale != nullptr) layer_scale = *p.scale;
   }
-  const float factor = rms_factor(x, p.eps);
-  Words<4> row[kNormPasses];
-#pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass) {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      x[pass].x[i] = __fmul_rn(__fmul_rn(x[pass].x[i], factor), weight[pass].x[i]);
-    row[pass] = pack8(x[pass]);
-    if (p.out_latent != nullptr)
-      store(p.out_latent + closing.token * p.out_latent_stride_token + pass * kPassDim + first, row[pass]);
+  __device__ __forceinline__ void find(const CompressKvArgs& args, const Closing& closing) {
+    const CompressKvParams& p = args.p;
+    const int64_t position = closing.position + 1 - p.ratio;
+    to = find_row(p, args.page_size, closing.slot);
+    is_stored = to.valid && (p.table.half == 0 || position < p.table.max_pos);
+    const int pair = (kRotatedPass * kPassDim + first_element() - kHeadDimV + p.table.dim()) / 2;
+    is_rotated = is_stored && pair >= 0;
+    if (is_rotated) rotation = load_rotation(p.table, position, pair);
   }
-  if (is_rotated) row[kLast] = pack8(rotate8(p.round_pooled ? unpack8(row[kLast]) : x[kLast], rotation));
-  if (!is_stored) return;
-  with_latent_layout(p.layout, [&](auto id) {
-    static_assert(LatentChunks<id()>::kPasses == kNormPasses);
-    write_row<id()>(to, p.page_size, layer_scale, format_max(kv_layout(id()).nope_format), row);
-  });
-}
+  // get(pass) gives eight dims of a lane.
+  template <class Get>
+  __device__ __forceinline__ void finish(const CompressKvParams& p, const Closing& closing,
+                                         const Get& get) const {
+    Floats8 x[kNormPasses];
+#pragma unroll
+    for (int pass = 0; pass < kNormPasses; ++pass) {
+      x[pass] = get(pass);
+      if (p.round_pooled) x[pass] = unpack8(pack8(x[pass]));
+    }
+    const float factor = rms_factor(x, p.eps);
+    Words<4> row[kNormPasses];
+#pragma unroll
+    for (int pass = 0; pass < kNormPasses; ++pass) {
+      const Floats8 w = weight[pass].unpack(p.weight_is_float);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) x[pass].x[i] = __fmul_rn(__fmul_rn(x[pass].x[i], factor), w.x[i]);
+      row[pass] = pack8(x[pass]);
+      if (p.out_latent != nullptr)
+        store(p.out_latent + closing.token * p.out_latent_stride_token + pass * kPassDim + first_element(),
+              row[pass]);
+    }
+    if (is_rotated) {
+      const Floats8 before = p.round_pooled ? unpack8(row[kRotatedPass]) : x[kRotatedPass];
+      row[kRotatedPass] = pack8(rotate8(before, rotation));
+    }
+    if (!is_stored) return;
+    with_latent_layout(p.layout, [&](auto id) {
+      static_assert(LatentChunks<id()>::kPasses == kNormPasses);
+      write_row<id()>(to, p.page_size, layer_scale, format_max(kv_layout(id()).nope_format), row);
+    });
+  }
+
+ private:
+  static constexpr int kRotatedPass = kNormPasses - 1;
+};
 
 // From shared memory.
 struct PooledRow {
   const float* dims;
-  __device__ __forceinline__ Floats8 operator()(int element) const {
+  __device__ __forceinline__ Floats8 operator()(int pass) const {
     Floats8 out;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) out.x[i] = dims[element + i];
+    for (int i = 0; i < kChunk; ++i) out.x[i] = dims[pass * kPassDim + RowFinish::first_element() + i];
     return out;
   }
 };
+
+__device__ __forceinline__ void finish_row(const CompressKvArgs& args, const Closing& closing,
+                                           const float* dims) {
+  RowFinish row;
+  row.load_weights(args.p);
+  row.find(args, closing);
+  row.finish(args.p, closing, PooledRow{dims});
+}
 
 }  // namespace mla_fp8::gpu

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kPoolThreads<kCluster>, kCluster > 1 ? 1 : 2)
     Cluster<kCluster>::sync();  // all run; the first has read `pooled`
     for_slices([&](int slice) { pool_slice<kCluster>(args, r, closing.position, slice, shared); });
     Cluster<kCluster>::sync();
-    if (rank == 0 && threadIdx.x < kWarpSize) finish_row(args, closing, PooledRow{shared.pooled.dims});
+    if (rank == 0 && thread < kWarpSize) finish_row(args, closing, shared.pooled.dims);
     const int64_t oldest = r.oldest(kBlockRatio);
     if (closing.position != r.first_close(kBlockRatio) || r.end() - oldest <= p.depth) return;
     for_slices([&](int slice) {  // rows that take the place of those that this has read

@@ -11,17 +11,24 @@ inline constexpr int kRowWarps = 4;  // of a block of threads
 inline constexpr int kRowThreads = kRowWarps * kWarpSize;
 static_assert(kRowThreads * kPoolDims == kHeadDimV);
 inline constexpr int kMaxRowTokens = 16;
-inline constexpr int64_t kRowBlocks = 528;  // that an H200 runs at once
+// Registers leave as many: a thread holds four dims of a window of 8 rows, or of two windows of 2.
+template <int kRatio>
+inline constexpr int kRowBlocksPerSm = kRatio == 4 ? 4 : 8;
 
+// As many as an H200 runs at once.
+template <int kRatio>
 inline int64_t tokens_of_row_block(int64_t num_tokens) {
-  const int64_t tokens = ceil_div(num_tokens, kRowBlocks);
+  const int64_t tokens = ceil_div(num_tokens, int64_t{132} * kRowBlocksPerSm<kRatio>);
   return tokens < kMaxRowTokens ? tokens : kMaxRowTokens;
 }
 
 // What a block of threads knows of its tokens. The second closing of a request is in the list of who has its
 // first, if it reaches into the state too.
+template <int kRatio>
 struct alignas(16) RowShared {
   CompressRequest request[kMaxRowTokens];
+  // Where the rows of a closing's window lie.
+  alignas(16) const float* row[2 * kMaxRowTokens][CompressKvParams::window_of(kRatio)];
   int64_t kept_token[kMaxRowTokens], kept_offset[kMaxRowTokens];  // rows that go into the state at once
   Closing closing[2 * kMaxRowTokens];
   int8_t owner[2 * kMaxRowTokens];   // the closing's token among those here
@@ -30,103 +37,110 @@ struct alignas(16) RowShared {
   alignas(16) float pooled[kRowWarps][kHeadDimV];
 };
 
-// By the first warp: a lane per token.
+// What the tokens close, by the first warp: a lane per token.
 template <int kRatio>
-__device__ __forceinline__ void list_tokens(const CompressKvArgs& args, const TokenRange& tokens,
-                                            RowShared& shared) {
+__device__ __forceinline__ void list_closings(const CompressKvArgs& args, const TokenRange& tokens,
+                                              RowShared<kRatio>& shared) {
   constexpr int kWindow = CompressKvParams::window_of(kRatio);
   const CompressKvParams& p = args.p;
   const int lane = threadIdx.x;
   int closings = 0;
   bool is_first = false;
-  int64_t token = tokens.begin + lane, position = 0, slot = -1, kept = -1;
+  int64_t token = tokens.begin + lane, position = 0, slot = -1;
   if (lane < tokens.count) {
     slot = load_index(p.slot_mapping, p.slots_are_int64, token);
     const CompressRequest r = request_of(args, token);
     shared.request[lane] = r;
     position = r.start + token - r.first;
-    if (r.state >= 0) {
-      const int64_t oldest = r.oldest(kRatio);
-      kept = kept_position(args, r, position, oldest);
+    if (r.state >= 0 && CompressRequest::closes(position, kRatio)) {
       is_first = position == r.first_close(kRatio);
       const auto reaches_back = [&](int64_t close) { return close + 1 - kWindow < r.start; };
-      if (CompressRequest::closes(position, kRatio)) {
-        if (!is_first) closings = !reaches_back(position);
-        else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
-      }
+      if (!is_first) closings = !reaches_back(position);
+      else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
     }
-  }
-  const unsigned keeping = __ballot_sync(kFullWarp, kept >= 0);
-  if (kept >= 0) {
-    const CompressRequest& r = shared.request[lane];
-    const int at = __popc(keeping & ((1u << lane) - 1));
-    shared.kept_token[at] = r.first + kept - r.start;
-    shared.kept_offset[at] = state_row(args, r, kept) - p.state;
   }
   const int last = warp_inclusive_sum(closings);
   for (int i = 0; i < closings; ++i) {
     const int at = last - closings + i, further = i * kRatio;
     if (i > 0) slot = load_index(p.slot_mapping, p.slots_are_int64, token + further);
+    const RowAddresses<kWindow> window(args, shared.request[lane], position + further + 1 - kWindow);
+#pragma unroll
+    for (int j = 0; j < kWindow; ++j) shared.row[at][j] = window.row[j];
     shared.closing[at] = {token + further, position + further, slot};
     shared.owner[at] = static_cast<int8_t>(lane);
     shared.is_first[at] = is_first && i == 0;
   }
-  if (lane == kWarpSize - 1) {
-    shared.num_closings = last;
-    shared.num_kept = __popc(keeping);
-  }
+  if (lane == kWarpSize - 1) shared.num_closings = last;
 }
 
-// Dims d to d + 3 of kClosings blocks, of which `count` exist, from closing `first` on.
+// Which rows go into the state at once, by another warp at the same time.
+template <int kRatio>
+__device__ __forceinline__ void list_kept(const CompressKvArgs& args, const TokenRange& tokens,
+                                          RowShared<kRatio>& shared) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = tokens.begin + lane;
+  CompressRequest r{};
+  int64_t kept = -1;
+  if (lane < tokens.count) {
+    r = request_of(args, token);
+    if (r.state >= 0) kept = kept_position(args, r, r.start + token - r.first, r.oldest(kRatio));
+  }
+  const unsigned keeping = __ballot_sync(kFullWarp, kept >= 0);
+  if (kept >= 0) {
+    const int at = __popc(keeping & ((1u << lane) - 1));
+    shared.kept_token[at] = r.first + kept - r.start;
+    shared.kept_offset[at] = state_row(args, r, kept) - args.p.state;
+  }
+  if (lane == 0) shared.num_kept = __popc(keeping);
+}
+
+// Of kClosings blocks, of which `count` exist, from closing `first` on: a thread four dims.
 template <int kRatio, int kClosings>
-__device__ __forceinline__ void pool_closings(const CompressKvArgs& args, RowShared& shared, int first,
-                                              int count) {
-  constexpr int kWindow = CompressKvParams::window_of(kRatio);
-  constexpr bool kOverlaps = kWindow > kRatio;
-  constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
-  const CompressKvParams& p = args.p;
-  const int d = threadIdx.x * kPoolDims;
+struct ClosingRows {
+  static constexpr int kWindow = CompressKvParams::window_of(kRatio);
+  static constexpr bool kOverlaps = kWindow > kRatio;
+  static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
   PoolRows<kWindow> rows[kClosings];
   bool has_previous[kClosings];
+
+  __device__ __forceinline__ void load(const RowShared<kRatio>& shared, int first, int count) {
+    const int d = threadIdx.x * kPoolDims;
 #pragma unroll
-  for (int i = 0; i < kClosings; ++i) {
-    const int at = first + (i < count ? i : 0);
-    const int64_t oldest = shared.closing[at].position + 1 - kWindow;
-    has_previous[i] = oldest >= 0;
-    const RowAddresses<kWindow> addresses(args, shared.request[shared.owner[at]], oldest);
+    for (int i = 0; i < kClosings; ++i) {
+      const int at = first + (i < count ? i : 0);
+      has_previous[i] = shared.closing[at].position + 1 >= kWindow;
 #pragma unroll
-    for (int j = 0; j < kWindow; ++j) {
-      const float* row = addresses.row[j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
-      const bool exists = i < count && (j >= kRatio || !kOverlaps || has_previous[i]);
-      rows[i].kv[j] = load_if<kPoolDims>(row, exists);
-      rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
+      for (int j = 0; j < kWindow; ++j) {
+        const float* row = shared.row[at][j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
+        const bool exists = i < count && (j >= kRatio || !kOverlaps || has_previous[i]);
+        rows[i].kv[j] = load_if<kPoolDims>(row, exists);
+        rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
+      }
     }
   }
+  __device__ __forceinline__ void pool(const float* ape, RowShared<kRatio>& shared, int first, int count) {
+    const int d = threadIdx.x * kPoolDims;
 #pragma unroll
-  for (int i = 0; i < kClosings; ++i) {
-    if (i >= count) break;
-    if (kOverlaps && p.ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
+    for (int i = 0; i < kClosings; ++i) {
+      if (i >= count) break;
+      if (kOverlaps && ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
 #pragma unroll
-      for (int j = 0; j < kWindow; ++j)
-        rows[i].add_bias(j, p.ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d);
+        for (int j = 0; j < kWindow; ++j)
+          rows[i].add_bias(j, ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d);
+      }
+      *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled[(first + i) % kRowWarps][d]) =
+          rows[i].pool_dims(!kOverlaps || has_previous[i]);
     }
-    Words<kPoolDims> pooled;
-#pragma unroll
-    for (int dim = 0; dim < kPoolDims; ++dim) {
-      const Pooled all = rows[i].pool(dim, !kOverlaps || has_previous[i]);
-      pooled[dim] = float_bits(__fdiv_rn(all.value, all.sum));
-    }
-    *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled[(first + i) % kRowWarps][d]) = pooled;
   }
-}
+};
 
 template <int kRatio>
 inline constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
 
 // Rows that go into the state at once.
 template <int kRatio>
-__device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowShared& shared, int thread,
-                                          int threads) {
+__device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowShared<kRatio>& shared,
+                                          int thread, int threads) {
   const CompressKvParams& p = args.p;
   const float* const input = static_cast<const float*>(p.kv_score);
   copy_vectors<8>(shared.num_kept * kRowVectors<kRatio>, thread, threads, [&](int i) -> RowCopy {
@@ -138,8 +152,8 @@ __device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowS
 
 // Rows that take the place of those that a first closing of the block's has read.
 template <int kRatio>
-__device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowShared& shared, int thread,
-                                          int threads) {
+__device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowShared<kRatio>& shared,
+                                          int thread, int threads) {
   const CompressKvParams& p = args.p;
   for (int i = 0; i < shared.num_closings; ++i) {
     if (!shared.is_first[i]) continue;
@@ -157,12 +171,12 @@ __device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowS
 }
 
 template <int kRatio>
-__global__ void __launch_bounds__(kRowThreads, 4)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
     compress_rows_kernel(const __grid_constant__ CompressKvArgs args) {
   constexpr int kVectors = kRowVectors<kRatio> / kRowThreads;
-  constexpr int kBatch = kRatio == 4 ? 1 : 4;  // blocks pooled at once: 16 loads of a thread
+  constexpr int kBatch = kRatio == 4 ? 1 : 2;  // blocks pooled at once: 16 and 8 loads of a thread
   const CompressKvParams& p = args.p;
-  MLA_SHARED(RowShared, shared);
+  MLA_SHARED(RowShared<kRatio>, shared);
   wait_for_previous_grid();
   const TokenRange tokens = token_range(args, blockIdx.x);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
@@ -173,7 +187,8 @@ __global__ void __launch_bounds__(kRowThreads, 4)
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
     single[k] = load_if<4>(input + 4 * (thread + k * kRowThreads), is_single);
-  if (warp == 0) list_tokens<kRatio>(args, tokens, shared);
+  if (warp == 0) list_closings<kRatio>(args, tokens, shared);
+  if (warp == 1) list_kept<kRatio>(args, tokens, shared);
   __syncthreads();
 
   if (is_single) {
@@ -189,42 +204,62 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   for (int first = 0; first < num_closings; first += kRowWarps) {
     const int left = num_closings - first, count = left < kRowWarps ? left : kRowWarps;
 #pragma unroll 1
-    for (int i = 0; i < count; i += kBatch) pool_closings<kRatio, kBatch>(args, shared, first + i, count - i);
+    for (int i = 0; i < count; i += kBatch) {
+      ClosingRows<kRatio, kBatch> rows;
+      rows.load(shared, first + i, count - i);
+      rows.pool(p.ape, shared, first + i, count - i);
+    }
+    RowFinish row;
+    const Closing& closing = shared.closing[first + warp];
+    if (warp < count) row.load_weights(p), row.find(args, closing);
     __syncthreads();
-    if (warp < count) finish_row(args, shared.closing[first + warp], PooledRow{shared.pooled[warp]});
+    if (warp < count) row.finish(p, closing, PooledRow{shared.pooled[warp]});
     __syncthreads();  // before `pooled` is written again, and rows of the state that were read
   }
 
   copy_late<kRatio>(args, shared, thread, kRowThreads);
 }
 
+// What a lane has of a token's row: eight floats a pass, or eight bf16 in the first words.
+struct TokenRow {
+  Words<4> words[kNormPasses][2];
+  bool is_bf16;
+
+  __device__ __forceinline__ TokenRow(const CompressKvParams& p, int64_t token) : is_bf16(p.is_bf16) {
+    const int itemsize = p.is_bf16 ? 2 : 4;
+    const auto* from = static_cast<const uint8_t*>(p.kv_score) +
+                       (token * p.kv_score_stride_token + threadIdx.x % kWarpSize * kChunk) * itemsize;
+#pragma unroll
+    for (int pass = 0; pass < kNormPasses; ++pass, from += kPassDim * itemsize) {
+      words[pass][0] = *reinterpret_cast<const Words<4>*>(from);  // L1 keeps a sector for its other half
+      words[pass][1] = p.is_bf16 ? Words<4>{} : *reinterpret_cast<const Words<4>*>(from + 16);
+    }
+  }
+  __device__ __forceinline__ Floats8 operator()(int pass) const {
+    if (is_bf16) return unpack8(words[pass][0]);
+    Floats8 out;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out.x[i] = bits_float(words[pass][i / 4][i % 4]);
+    return out;
+  }
+};
+
 // Ratio 1: every token is a row.
 __global__ void __launch_bounds__(kRowThreads, 8)
     compress_tokens_kernel(const __grid_constant__ CompressKvArgs args) {
   const CompressKvParams& p = args.p;
   wait_for_previous_grid();
-  const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / kWarpSize;
   if (token >= p.num_tokens) return;
-  Words<4> raw[kNormPasses][2];  // eight floats, or eight bf16 in the first
-#pragma unroll
-  for (int pass = 0; pass < kNormPasses; ++pass) {
-    const int64_t at = token * p.kv_score_stride_token + pass * kPassDim + lane * kChunk;
-    const void* from = static_cast<const uint8_t*>(p.kv_score) + at * (p.is_bf16 ? 2 : 4);
-    raw[pass][0] = load_if<4>(from, true);
-    raw[pass][1] = load_if<4>(static_cast<const uint8_t*>(from) + 16, !p.is_bf16);
-  }
+  const TokenRow pooled(p, token);
+  RowFinish row;
+  row.load_weights(p);
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const CompressRequest r = request_of(args, token);
   if (r.state < 0) return;
-  finish_row(args, {token, r.start + token - r.first, slot}, [&](int element) {
-    const int pass = element / kPassDim;
-    if (p.is_bf16) return unpack8(raw[pass][0]);
-    Floats8 out;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) out.x[i] = bits_float(raw[pass][i / 4][i % 4]);
-    return out;
-  });
+  const Closing closing{token, r.start + token - r.first, slot};
+  row.find(args, closing);
+  row.finish(p, closing, pooled);
 }
 
 }  // namespace mla_fp8::gpu

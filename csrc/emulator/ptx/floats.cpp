@@ -20,18 +20,20 @@ float fused_down(float a, float b, float c) {
   return near > exact ? std::nextafterf(near, -INFINITY) : near;
 }
 float times(float a, float b) { return a * b; }
+float flush(float a) { return std::fabs(a) < 1.17549435e-38f ? std::copysign(0.0f, a) : a; }
+float flushed_times(float a, float b) { return flush(flush(a) * flush(b)); }
 float over(float a, float b) { return a / b; }
 float reciprocal(float a) { return 1.0f / a; }
 float reciprocal_root(float a) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(a))); }
 float root(float a) { return std::sqrt(a); }
 float power_of_2(float a) {  // ftz or not: what is subnormal is not what anybody reads
-  const float x = std::fabs(a) < 1.17549435e-38f ? 0.0f : a;
-  const auto y = static_cast<float>(std::exp2(static_cast<double>(x)));
-  return y < 1.17549435e-38f ? 0.0f : y;
+  return flush(static_cast<float>(std::exp2(static_cast<double>(flush(a)))));
 }
 float log_of_2(float a) {
   return std::fabs(a) < 1.17549435e-38f ? -INFINITY : static_cast<float>(std::log2(static_cast<double>(a)));
 }
+float nan_minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
+float nan_maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 
 // Pairs of 16 bits: in float, then rounded. A product of two is exact there; an fma is rounded twice.
 template <bool kBf16>
@@ -58,8 +60,6 @@ void pairs(Warp& w, const Instruction& i) {
     d[l] = result;
   });
 }
-float nan_minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
-float nan_maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 template <class T, auto kFunction>
 void halves(Warp& w, const Instruction& i) {  // u16x2, s16x2
   uint64_t* d = w.result(i);
@@ -79,9 +79,11 @@ Handlers table() {
   t["add.f32"] = t["add.rn.f32"] = binary<float, add<float>>;
   t["sub.f32"] = t["sub.rn.f32"] = binary<float, minus>;
   t["mul.f32"] = t["mul.rn.f32"] = binary<float, times>;
+  t["mul.rn.ftz.f32"] = binary<float, flushed_times>;
   t["div.rn.f32"] = t["div.approx.f32"] = t["div.full.f32"] = binary<float, over>;
   t["min.f32"] = binary<float, minimum<float>>;
   t["max.f32"] = binary<float, maximum<float>>;
+  t["max.NaN.f32"] = binary<float, nan_maximum>;
   t["neg.f32"] = unary<float, negate>;
   t["abs.f32"] = unary<float, magnitude>;
   t["fma.rn.f32"] = ternary<float, fused>;
