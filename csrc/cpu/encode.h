@@ -75,13 +75,13 @@ MLA_SIMD uint8_t encode_e2m1_tile(uint8_t* dst, const void* src, int first, floa
 // Largest finite magnitude: NaN and infinity stay their own element's affair.
 template <Dtype kDtype>
 MLA_SIMD float finite_amax(const void* row, int first, int count) {
-  U32 amax = set1(0u);
+  const U32 shift = set1(0x80000000u - kInfBits);  // what is not finite becomes negative
+  U32 amax = shift;
   for (int i = 0; i < count; i += kLanes) {
     const U32 magnitude = and_(bits(load_latent<kDtype>(row, first + i)), set1(0x7fffffffu));
-    const U32 finite = select(greater(set1(kInfBits), magnitude), magnitude, set1(0u));
-    amax = select(greater(finite, amax), finite, amax);
+    amax = max_signed(amax, add(magnitude, shift));
   }
-  return reduce_max(from_bits(amax));
+  return reduce_max(from_bits(sub(amax, shift)));
 }
 
 template <Format kFormat, Dtype kDtype>
@@ -122,17 +122,22 @@ MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const vo
     encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, 1.0f, 0.0f);
   } else {
     uint8_t* scales = page + kL.scale_offset(row, page_size);
-    for (int tile = 0; tile < kL.num_tiles(); ++tile) {
-      const int first = tile * kL.tile_dim;
-      if constexpr (kL.nope_format == Format::kE2m1) {
-        static_assert(kL.tile_dim == kLanes);
+    if constexpr (kL.nope_format == Format::kE2m1) {
+      static_assert(kL.tile_dim == kLanes);
+      for (int tile = 0; tile < kL.num_tiles(); ++tile) {
+        const int first = tile * kL.tile_dim;
         scales[tile] = encode_e2m1_tile<kDtype>(dst + first / 2, nope, first, kL.scale_floor);
-      } else {
-        const float amax = finite_amax<kDtype>(nope, first, kL.tile_dim);
-        const uint8_t exponent = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
-        encode<kL.nope_format, kDtype>(dst, nope, first, kL.tile_dim, ue8m0_reciprocal(exponent), fp8_max);
-        store_scale<kL.scale_format>(scales, tile, exponent);
       }
+    } else {
+      uint8_t exponent[kL.num_tiles()];  // of all tiles first: no code waits for the scale of its own tile
+      for (int tile = 0; tile < kL.num_tiles(); ++tile) {
+        const float amax = finite_amax<kDtype>(nope, tile * kL.tile_dim, kL.tile_dim);
+        exponent[tile] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
+        store_scale<kL.scale_format>(scales, tile, exponent[tile]);
+      }
+      for (int tile = 0; tile < kL.num_tiles(); ++tile)
+        encode<kL.nope_format, kDtype>(dst, nope, tile * kL.tile_dim, kL.tile_dim,
+                                       ue8m0_reciprocal(exponent[tile]), fp8_max);
     }
     constexpr int kUsed = kL.num_tiles() * kL.scale_itemsize();
     memset(scales + kUsed, 0, kL.scale_bytes() - kUsed);

@@ -41,11 +41,14 @@ MLA_LANEWISE(add, U32, (U32 a, U32 b), _mm256_add_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(sub, U32, (U32 a, U32 b), _mm256_sub_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(and_, U32, (U32 a, U32 b), _mm256_and_si256(a.v[i], b.v[i]))
 MLA_LANEWISE(or_, U32, (U32 a, U32 b), _mm256_or_si256(a.v[i], b.v[i]))
+MLA_SIMD __m256 first_half(F32 x) { return x.v[0]; }
+MLA_SIMD __m256 second_half(F32 x) { return x.v[1]; }
 template <int kBits>
 MLA_LANEWISE(shift_left, U32, (U32 a), _mm256_slli_epi32(a.v[i], kBits))
 template <int kBits>
 MLA_LANEWISE(shift_right, U32, (U32 a), _mm256_srli_epi32(a.v[i], kBits))
 MLA_LANEWISE(greater, Mask, (U32 a, U32 b), _mm256_cmpgt_epi32(a.v[i], b.v[i]))
+MLA_LANEWISE(max_signed, U32, (U32 a, U32 b), _mm256_max_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(equal, Mask, (U32 a, U32 b), _mm256_cmpeq_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(less, Mask, (F32 a, F32 b), _mm256_castps_si256(_mm256_cmp_ps(a.v[i], b.v[i], _CMP_LT_OQ)))
 MLA_LANEWISE(select, U32, (Mask m, U32 a, U32 b), _mm256_blendv_epi8(b.v[i], a.v[i], m.v[i]))

@@ -23,6 +23,8 @@ MLA_SIMD F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 MLA_SIMD F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 MLA_SIMD F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 MLA_SIMD F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+MLA_SIMD __m256 first_half(F32 x) { return _mm512_castps512_ps256(x.v); }
+MLA_SIMD __m256 second_half(F32 x) { return _mm512_extractf32x8_ps(x.v, 1); }
 MLA_SIMD U32 bits(F32 x) { return {_mm512_castps_si512(x.v)}; }
 MLA_SIMD F32 from_bits(U32 x) { return {_mm512_castsi512_ps(x.v)}; }
 MLA_SIMD F32 to_float(U32 x) { return {_mm512_cvtepi32_ps(x.v)}; }
@@ -40,6 +42,7 @@ MLA_SIMD U32 shift_right(U32 a) {
   return {_mm512_srli_epi32(a.v, kBits)};
 }
 MLA_SIMD Mask greater(U32 a, U32 b) { return {_mm512_cmpgt_epi32_mask(a.v, b.v)}; }  // both < 2^31
+MLA_SIMD U32 max_signed(U32 a, U32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 MLA_SIMD Mask equal(U32 a, U32 b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
 MLA_SIMD Mask less(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 MLA_SIMD U32 select(Mask m, U32 a, U32 b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }

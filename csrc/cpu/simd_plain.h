@@ -50,6 +50,8 @@ MLA_LANEWISE(shift_left, U32, (U32 a), a.v[i] << kBits)
 template <int kBits>
 MLA_LANEWISE(shift_right, U32, (U32 a), a.v[i] >> kBits)
 MLA_LANEWISE(greater, Mask, (U32 a, U32 b), a.v[i] > b.v[i])
+MLA_LANEWISE(max_signed, U32, (U32 a, U32 b),
+             static_cast<int32_t>(a.v[i]) > static_cast<int32_t>(b.v[i]) ? a.v[i] : b.v[i])
 MLA_LANEWISE(equal, Mask, (U32 a, U32 b), a.v[i] == b.v[i])
 MLA_LANEWISE(less, Mask, (F32 a, F32 b), a.v[i] < b.v[i])
 MLA_LANEWISE(select, U32, (Mask m, U32 a, U32 b), m.v[i] ? a.v[i] : b.v[i])
