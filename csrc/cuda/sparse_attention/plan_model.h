@@ -61,14 +61,15 @@ struct HeadsClass {
   int heads;
   Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
 };
-// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6). The
-// others to the order of the choices in the runs of commits 70ebf54 and b110e36; their values are rough.
+// FP8 rows: fitted to forced plans at 1 to 256 queries of 640 and 2048 keys, within 8 % (b6179ba6); pairs to
+// those at 1 to 128 queries of 640 keys, within 10 % (485d11aa, but that it copies codes in bulk). The others
+// to the order of the choices in the run of commit 70ebf54; their values are rough.
 inline constexpr HeadsClass kHeadsClasses[] = {
-    {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {27.5, 6.4, 1.2}},
-    {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {35.0, 5.0, 3.0}},
+    {Kernel::kFewHeads, 8, {14.4, 6.9, 0.5}, {11.5, 6.4, 1.2}, {25.0, 5.7, 2.6}},
+    {Kernel::kFewHeads, 16, {16.6, 8.6, 0.4}, {17.5, 5.0, 3.0}, {29.0, 6.3, 3.6}},
     {Kernel::kFewHeads, 32, {}, {27.0, 7.0, 4.0}, {}},
-    {Kernel::kManyHeads, 32, {22.8, 8.4, 1.4}, {}, {36.0, 7.8, 2.5}},
-    {Kernel::kManyHeads, 64, {30.0, 10.3, 3.5}, {}, {53.0, 8.0, 5.5}}};
+    {Kernel::kManyHeads, 32, {22.8, 8.4, 1.4}, {}, {33.0, 6.5, 2.7}},
+    {Kernel::kManyHeads, 64, {30.0, 10.3, 3.5}, {}, {42.0, 12.7, 1.9}}};
 inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
   return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
 }

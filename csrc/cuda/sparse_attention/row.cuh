@@ -15,6 +15,7 @@ template <KvLayoutId kId>
 struct Row {
   static constexpr KvLayout kL = kv_layout(kId);
   static constexpr bool kMixed = false;  // sm90/mixed_row.cuh
+  static constexpr int kExpanders = 0;   // of a CTA
   static constexpr int kTableBytes = 0;  // behind a stage's rows
   static constexpr bool kUniformFp8 = kL.scale_format == ScaleFormat::kPerLayer;
   static constexpr int kDims = kL.head_dim_qk();

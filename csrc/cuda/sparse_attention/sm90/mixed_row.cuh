@@ -7,7 +7,9 @@
 // A stage is 16 such rows and a table of their scales * 2^-e <= 1, with one e for the stage:
 //   [32 dims][i < 4] tile 0: keys (2i, 2i + 1), (2i + 8, 2i + 9); tile 1: the same
 // 16 bytes are what lane t = i wants of 32 value dims; half of them, by the parity of g, what the lanes of
-// key g = 2i want, and of 2i + 1.
+// key g = 2i want, and of 2i + 1. Where there is room these have a table of their own, whose halves the
+// product reads without a permutation:
+//   [32 dims][g < 8] key g: tiles (0, 1); key g + 8: the same
 //
 //   MixedRow       where its dims lie
 //   CachedRow      that, or Row where both layouts are the same
@@ -21,11 +23,13 @@
 
 namespace mla_fp8::gpu {
 
-template <KvLayoutId kFirst, KvLayoutId kSecond>
+// kExpanders_: warps that do nothing but expand (mixed_expand.cuh); 0: the producers do it.
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders_>
 struct MixedRow : Row<kFirst> {
   using First = Row<kFirst>;
   using Second = Row<kSecond>;
   static constexpr bool kMixed = true;
+  static constexpr int kExpanders = kExpanders_;
   static constexpr int kTileDims = Second::kTileDims, kNumScales = First::kFp8Dims / kTileDims;
   static constexpr int kNumTiles = kNumScales;
   static constexpr int kTilesOfChunk = kChunkDims / kTileDims;
@@ -35,7 +39,12 @@ struct MixedRow : Row<kFirst> {
                 Second::kL.nope_format == Format::kE2m1 && Second::kL.scale_format == ScaleFormat::kE4m3);
 
   static constexpr int kPitch = First::kBytes | 16;  // as Row's, without scales
-  static constexpr int kTableOffset = kStageRows * kPitch, kTableBytes = First::kDims / 32 * 64;
+  static constexpr int kTableOffset = kStageRows * kPitch;
+  static constexpr bool kKeyTable = kExpanders > 0 && First::kBf16Dims == 0;
+  // Of 32 dims. With 80 bytes what eight lanes store at once falls into different banks.
+  static constexpr int kUnitBytes = kKeyTable ? 80 : 64;
+  static constexpr int kKeyTableAt = First::kDims / 32 * kUnitBytes;  // behind that of V's
+  static constexpr int kTableBytes = kKeyTableAt * (kKeyTable ? 2 : 1);
   // Before it is expanded: the second's codes end where the row does, scales of key i lie in the table.
   static constexpr int kCodesOffset = First::kBytes - Second::kBytes, kRawScaleBytes = 32;
   static_assert(kStageRows * kRawScaleBytes <= kTableBytes && Second::kL.scale_bytes() == kRawScaleBytes);
@@ -44,24 +53,35 @@ struct MixedRow : Row<kFirst> {
 };
 
 // What the kernels read of a call whose caches have these layouts.
-template <KvLayoutId kFirst, KvLayoutId kSecond>
-using CachedRow = std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond>>;
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders = 0>
+using CachedRow = std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond, kExpanders>>;
 
 // They lie in the table of the stage.
-template <KvLayoutId kFirst, KvLayoutId kSecond>
-struct RowScales<MixedRow<kFirst, kSecond>> {
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders>
+struct RowScales<MixedRow<kFirst, kSecond, kExpanders>> {
   static constexpr int kPerLane = 0;
 };
 
 inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // of `valid`, which has the second of two layouts only
 
 // Scales of a stage's keys as factors of A fragments of K: of a unit of 32 dims, keys g and g + 8.
+template <class R>
 struct KeyFactors {
+  using Words = std::conditional_t<R::kKeyTable, uint2, uint4>;
   uint32_t of_g[2], of_g8[2];  // [tile]
+  __device__ KeyFactors(const uint2& x, int) {
+    of_g[0] = low_twice_f16(x.x), of_g8[0] = low_twice_f16(x.y);
+    of_g[1] = high_twice_f16(x.x), of_g8[1] = high_twice_f16(x.y);
+  }
   __device__ KeyFactors(const uint4& x, int g) {
     const uint32_t same = g % 2 ? 0x3232 : 0x1010;
     of_g[0] = __byte_perm(x.x, 0, same), of_g8[0] = __byte_perm(x.y, 0, same);
     of_g[1] = __byte_perm(x.z, 0, same), of_g8[1] = __byte_perm(x.w, 0, same);
+  }
+  __device__ static Words load(uint32_t rows, int unit, int g) {
+    const uint32_t table = rows + R::kTableOffset + unit * R::kUnitBytes;
+    if constexpr (R::kKeyTable) return load_shared_8(table + R::kKeyTableAt + g * 8);
+    else return load_shared_16(table + g / 2 * 16);
   }
   __device__ void apply(uint32_t (&a0)[4], uint32_t (&a1)[4]) const {
 #pragma unroll
@@ -71,9 +91,12 @@ struct KeyFactors {
     }
   }
 };
-// Where lane (g, t) finds them, for unit 0.
-__device__ inline uint32_t key_factors_at(uint32_t table, int g) { return table + g / 2 * 16; }
+// Rows of one layout have none.
+template <KvLayoutId kId>
+struct KeyFactors<Row<kId>> {
+  using Words = uint4;
+};
+// Where lane (g, t) finds those of V, for unit 0.
 __device__ inline uint32_t value_factors_at(uint32_t table, int t) { return table + t * 16; }
-inline constexpr int kUnitFactorBytes = 64;
 
 }  // namespace mla_fp8::gpu

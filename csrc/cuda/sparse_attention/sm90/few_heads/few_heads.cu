@@ -13,8 +13,8 @@
 //     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
-// Of two caches with different layouts the producers first make rows of one kind (mixed_gather.cuh,
-// mixed.cuh).
+// Of two caches with different layouts four more warps, in a walk the producers, first make rows of one kind
+// (mixed_expand.cuh, mixed.cuh).
 //
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
@@ -321,8 +321,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   });
 
   if (warp >= kConsumerWarps) {
-    give_up_registers<C::kProducerRegisters>();
-    SplitProducer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
+    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits > 1) {
@@ -410,7 +409,9 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    using C = FewHeads<CachedRow<layout(), extra()>, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
+    constexpr int kExpanders = !kWalks && kVariant.producers == 8 ? 4 : 0;
+    using R = CachedRow<layout(), extra(), kExpanders>;
+    using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });

@@ -43,8 +43,8 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
   constexpr int kAhead = 2, kPlaces = kAhead + 1;
   constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
   const uint32_t q_base = q_address() + lane_ * 16, row = rows + keys_by_dims_;
-  const uint32_t factors_at = key_factors_at(rows + R::kTableOffset, g_);
-  uint4 q[kPlaces][kOctets], factors[kPlaces];
+  uint4 q[kPlaces][kOctets];
+  typename KeyFactors<R>::Words factors[kPlaces];
   uint32_t raw[kPlaces][2][4];  // the second of bf16 units only
   const auto fetch = [&](int i) {
     if (i >= kUnits) return;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
       ldmatrix_x4(raw[place][1], row + R::kBf16Offset + i * 64 + 32);
     } else {
       ldmatrix_x4(raw[place][0], row + unit * 32);
-      factors[place] = load_shared_16(factors_at + unit * kUnitFactorBytes);
+      factors[place] = KeyFactors<R>::load(rows, unit, g_);
     }
   };
   float acc[2][2][kOctets][4];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
     uint32_t k[2][4];
     if (!bf16) {
       convert_keys(unit_raw[0], k[0], k[1]);
-      KeyFactors(factors[i % kPlaces], g_).apply(k[0], k[1]);
+      KeyFactors<R>(factors[i % kPlaces], g_).apply(k[0], k[1]);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -111,9 +111,8 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
   constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
   const uint32_t row = rows + keys_by_dims_;
-  const uint32_t factors_at = key_factors_at(rows + R::kTableOffset, g_);
   uint32_t k[2][kSteps][4], bytes[kUnits][4];
-  uint4 factors[kUnits];
+  typename KeyFactors<R>::Words factors[kUnits];
   float acc[2][kOctets][4];  // e4m3, bf16
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
@@ -125,7 +124,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
       for (int i = 0; i < kUnits; ++i) {
         const int unit = (part - kBf16Parts) * kUnits + i;
         ldmatrix_x4(bytes[i], row + unit * 32);
-        factors[i] = load_shared_16(factors_at + unit * kUnitFactorBytes);
+        factors[i] = KeyFactors<R>::load(rows, unit, g_);
       }
     }
   };
@@ -140,7 +139,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
         convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
-        KeyFactors(factors[i], g_).apply(k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+        KeyFactors<R>(factors[i], g_).apply(k[part % 2][2 * i], k[part % 2][2 * i + 1]);
       }
       if (part + 1 < kParts) fetch(part + 1);
     }
@@ -175,12 +174,12 @@ __device__ __forceinline__ void Consumer<C>::accumulate_mixed_block(int first_st
   const uint32_t rows = ring_.stage(first_stage % C::kStages);
   const uint32_t values = rows + keys_by_dims_ + first_chunk * kChunkDims;
   const uint32_t factors_at =
-      value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * kUnitFactorBytes;
+      value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
   uint32_t bytes[2][4];
   uint4 factors[2];
   const auto fetch = [&](int m, int unit) {  // 32 dims
     ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
-    factors[unit % 2] = load_shared_16(factors_at + m * C::kStageBytes + unit * kUnitFactorBytes);
+    factors[unit % 2] = load_shared_16(factors_at + m * C::kStageBytes + unit * R::kUnitBytes);
   };
   PairWeights weights[2];
   const auto load_weights = [&](int pair) {

@@ -30,8 +30,8 @@ struct FewHeads {
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.
   static constexpr int kMembers = R::kFp8Dims > 0 ? 2 * kOctets : kOctets;
-  static constexpr int kProducers = kProducers_;
-  static constexpr int kThreads = kConsumerThreads + kProducers * kWarpSize;
+  static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
+  static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
   static constexpr int kTeams = kConsumerWarps / kMembers;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
   static constexpr int kBlockStages = kMembers, kBlockKeys = kStageRows * kBlockStages;  // of one team
@@ -40,9 +40,16 @@ struct FewHeads {
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = R::kMixed ? 80 : kProducers == 4 ? 40 : kQueries_ == 1 ? 32 : 48;
+  static constexpr int kProducerRegisters = kExpanders > 0    ? 40
+                                            : R::kMixed       ? 80
+                                            : kProducers == 4 ? 40
+                                            : kQueries_ == 1  ? 32
+                                                              : 48;
+  static constexpr int kExpanderRegisters = 80;
   static constexpr int kConsumerRegisters =
-      (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize) / kConsumerThreads / 8 * 8;
+      (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize -
+       kExpanderRegisters * kExpanders * kWarpSize) /
+      kConsumerThreads / 8 * 8;
 
   static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
   // A multiple of 8, so that a stage is always filled by the same producer and emptied by the same team: with

@@ -12,7 +12,8 @@
 // per product. K and V are converted once per key whatever the heads: that, not the tensor cores, is what a
 // warpgroup's time goes into.
 //
-// Of two caches with different layouts the producers first make rows of one kind (mixed_gather.cuh).
+// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), with
+// 64 heads and in a walk the producers.
 //
 // Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
@@ -76,8 +77,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const bool split = params.num_splits > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    give_up_registers<C::kProducerRegisters>();
-    SplitProducer<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
+    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
     __syncwarp();
     if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
@@ -146,9 +146,10 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
   with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
+    constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
     const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
                                                                     constant<kTiles>) {
-      using R = CachedRow<layout(), extra()>;
+      using R = CachedRow<layout(), extra(), kExpanders>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
     };

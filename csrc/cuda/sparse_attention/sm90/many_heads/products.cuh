@@ -85,9 +85,9 @@ struct StageScales {
   }
 };
 
-// Of two layouts they lie behind the stage's rows, where producers have put them (mixed_row.cuh).
-template <KvLayoutId kFirst, KvLayoutId kSecond>
-struct StageScales<MixedRow<kFirst, kSecond>> {
+// Of two layouts they lie behind the stage's rows (mixed_row.cuh).
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders>
+struct StageScales<MixedRow<kFirst, kSecond, kExpanders>> {
   int e;
   bool is_nan[2];
   __device__ void store(uint8_t*, int, int) const {}
@@ -108,8 +108,8 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
   const int matrix = lane / 8;
   const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
   uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
-  uint32_t scale[2] = {};  // of tiles of 32 dims in turn
-  uint4 factors[2];        // of a mixed row's units in turn
+  uint32_t scale[2] = {};                    // of tiles of 32 dims in turn
+  typename KeyFactors<R>::Words factors[2];  // of a mixed row's units in turn
   const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && R::new_tile(first_dim); };
   const auto place = [](int unit) { return R::kTileDims == 32 ? unit % 2 : 0; };
   const auto fetch = [&](int unit) {
@@ -120,9 +120,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     ldmatrix_x4(bytes[unit % 2], keys + first_dim);
-    if constexpr (R::kMixed)
-      factors[unit % 2] = load_shared_16(key_factors_at(rows + R::kTableOffset, lane / 4) +
-                                         first_dim / 32 * kUnitFactorBytes);
+    if constexpr (R::kMixed) factors[unit % 2] = KeyFactors<R>::load(rows, first_dim / 32, lane / 4);
     else if (new_tile(first_dim)) scale[place(unit)] = scales.of_tile(R::tile_of(first_dim), lane);
   };
   const auto convert = [&](int unit) {
@@ -136,7 +134,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
       return;
     }
     convert_keys(bytes[unit % 2], a[0], a[1]);
-    if constexpr (R::kMixed) return KeyFactors(factors[unit % 2], lane / 4).apply(a[0], a[1]);
+    if constexpr (R::kMixed) return KeyFactors<R>(factors[unit % 2], lane / 4).apply(a[0], a[1]);
     if (new_tile(first_dim)) {
       pair[0] = __byte_perm(scale[place(unit)], 0, 0x1010);
       pair[1] = __byte_perm(scale[place(unit)], 0, 0x3232);

@@ -39,14 +39,16 @@ struct ManyHeadsSplit {
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
-  static constexpr int kLogitWarps = 4, kProducers = kProducers_, kQueries = 1;
+  static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
+  static constexpr int kLogitWarps = 4, kQueries = 1;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
-  static constexpr int kThreads = kWorkers + kProducers * kWarpSize;
+  static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr bool kManyProducers = kProducers == 8;
+  static constexpr bool kManyProducers = kProducers_ == 8;
   static constexpr int kValueRegisters = kOctets == 8 ? 176 : kManyProducers ? 112 : 136;
   static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : kManyProducers ? 128 : 136;
-  static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 ? 48 : kManyProducers ? 64 : 80;
+  static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
+  static constexpr int kExpanderRegisters = 80;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
@@ -155,7 +157,7 @@ struct ManyHeadsWalk {
   static constexpr int kLogitGroups = 2;
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
-  static constexpr int kProducers = 4;
+  static constexpr int kProducers = 4, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;

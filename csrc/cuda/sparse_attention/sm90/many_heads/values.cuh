@@ -60,7 +60,7 @@ class ValueWarp {
   __device__ int factors_at() const {
     if constexpr (!R::kMixed) return 0;
     else
-      return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * kUnitFactorBytes +
+      return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * R::kUnitBytes +
              warp_ % 2 * 8;
   }
 
@@ -93,7 +93,7 @@ class ValueWarp {
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;
           const uint2 s =
-              load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * kUnitFactorBytes);
+              load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * R::kUnitBytes);
           a[j][0] = mul_f16x2(a[j][0], s.x), a[j][1] = mul_f16x2(a[j][1], s.x);
           a[j][2] = mul_f16x2(a[j][2], s.y), a[j][3] = mul_f16x2(a[j][3], s.y);
         }
