@@ -3,6 +3,7 @@
 // What quantize_kv does to a latent; ops that make the latent themselves end in it, so that their bytes are
 // quantize_kv's.
 #include "common/dtype.h"
+#include "cpu/decode.h"
 #include "cpu/simd.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
@@ -54,22 +55,41 @@ MLA_SIMD U32 to_e2m1(F32 x) {
   return select(greater(magnitude, set1(kInfBits)), set1(0u), code);
 }
 
-// A tile of e2m1 is one vector. Returns its scale.
+// Of 16 tiles of e2m1, a vector each: their scales, one to a lane, then their codes.
 template <Dtype kDtype>
-MLA_SIMD uint8_t encode_e2m1_tile(uint8_t* dst, const void* src, int first, float scale_floor) {
-  const F32 latent = load_latent<kDtype>(src, first);
-  const U32 magnitude = and_(bits(latent), set1(0x7fffffffu)), inf = set1(kInfBits);
-  const U32 without_inf = select(equal(magnitude, inf), set1(0u), magnitude);
-  const float amax = reduce_max(from_bits(select(greater(magnitude, inf), inf, without_inf)));
-  const uint8_t scale_code = e2m1_tile_scale(amax, scale_floor);
-  const float scale = e4m3_to_float<Format::kE4m3fn>(scale_code);
-  float x[kLanes];
-  store(x, latent);
-  for (int i = 0; i < kLanes; ++i) x[i] /= scale;
-  uint8_t codes[kLanes];
-  store_u8(codes, to_e2m1(load(x)));
-  for (int i = 0; i < kLanes / 2; ++i) dst[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
-  return scale_code;
+MLA_SIMD void encode_e2m1_tiles(uint8_t* dst, uint8_t* scales, const void* src, int first,
+                                float scale_floor) {
+  const U32 inf = set1(kInfBits);
+  F32 x[kLanes], magnitudes[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    x[i] = load_latent<kDtype>(src, first + i * kLanes);
+    const U32 magnitude = and_(bits(x[i]), set1(0x7fffffffu));
+    const U32 without_inf = select(equal(magnitude, inf), set1(0u), magnitude);
+    magnitudes[i] = from_bits(select(greater(magnitude, inf), inf, without_inf));  // infinity stands for NaN
+  }
+  transpose(magnitudes);
+  F32 amax = magnitudes[0];
+  for (int i = 1; i < kLanes; ++i) amax = max(amax, magnitudes[i]);
+
+  // As e2m1_tile_scale in fp8.h.
+  constexpr Format kScale = Format::kE4m3fn;
+  const F32 scaled = mul(amax, set1(1.0f / 6.0f)), floor = set1(scale_floor);
+  const U32 code = to_e4m3<kScale>(select(less(floor, scaled), scaled, floor), format_max(kScale));
+  store_u8(scales, select(equal(bits(amax), inf), set1(uint32_t{E4m3<kScale>::kNan}), code));
+  float scale[kLanes];
+  store(scale, load_e4m3<kScale>(scales));
+
+  for (int i = 0; i < kLanes; ++i) {
+    uint64_t codes[2];  // a byte each; two of them become one
+    store_u8(reinterpret_cast<uint8_t*>(codes), to_e2m1(div(x[i], set1(scale[i]))));
+    for (uint64_t& eight : codes) {
+      eight = (eight | eight >> 4) & 0x00ff00ff00ff00ffu;
+      eight = (eight | eight >> 8) & 0x0000ffff0000ffffu;
+      const auto four = static_cast<uint32_t>(eight | eight >> 16);
+      memcpy(dst, &four, sizeof four);
+      dst += sizeof four;
+    }
+  }
 }
 
 // Largest finite magnitude: NaN and infinity stay their own element's affair.
@@ -123,10 +143,10 @@ MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const vo
   } else {
     uint8_t* scales = page + kL.scale_offset(row, page_size);
     if constexpr (kL.nope_format == Format::kE2m1) {
-      static_assert(kL.tile_dim == kLanes);
-      for (int tile = 0; tile < kL.num_tiles(); ++tile) {
+      static_assert(kL.tile_dim == kLanes && kL.num_tiles() % kLanes == 0);
+      for (int tile = 0; tile < kL.num_tiles(); tile += kLanes) {
         const int first = tile * kL.tile_dim;
-        scales[tile] = encode_e2m1_tile<kDtype>(dst + first / 2, nope, first, kL.scale_floor);
+        encode_e2m1_tiles<kDtype>(dst + first / 2, scales + tile, nope, first, kL.scale_floor);
       }
     } else {
       uint8_t exponent[kL.num_tiles()];  // of all tiles first: no code waits for the scale of its own tile
