@@ -43,7 +43,8 @@ def work(layout: KVLayout, heads: int, num_tokens: int, q_in_l2: bool, device: s
     num_slots = -(-num_tokens * rounds // PAGE_SIZE) * PAGE_SIZE
     kv_cache = layout.empty(num_slots // PAGE_SIZE, PAGE_SIZE, device).zero_()
     slots = make_slots(num_tokens * rounds, num_slots, "paged", device).split(num_tokens)
-    kept, written = min(rounds, 32), 1 if q_in_l2 else min(rounds, 32)
+    kept = min(rounds, 32)
+    written = 1 if q_in_l2 else kept
     kv = [torch.randn(num_tokens, 512, device=device).bfloat16() for _ in range(written)]
     q = [torch.randn(num_tokens, max(heads, 1), 512, device=device).bfloat16() for _ in range(written)]
     out = [torch.empty_like(q[0]) for _ in range(kept)]

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-// One of a pair, twice.
+// One of a pair, twice: a product reads it so, without an instruction for it.
 __device__ __forceinline__ uint32_t low_twice_f16(uint32_t pair) {
   uint32_t d;
   asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(d) : "r"(pair));

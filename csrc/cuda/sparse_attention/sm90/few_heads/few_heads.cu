@@ -13,8 +13,8 @@
 //     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
-// Of two caches with different layouts four more warps, in a walk the producers, first make rows of one kind
-// (mixed_expand.cuh, mixed.cuh).
+// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), in a
+// walk, and where there are four producers, the producers (mixed.cuh).
 //
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of

@@ -12,8 +12,8 @@
 // per product. K and V are converted once per key whatever the heads: that, not the tensor cores, is what a
 // warpgroup's time goes into.
 //
-// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), with
-// 64 heads and in a walk the producers.
+// Of two caches with different layouts the producers first make rows of one kind (mixed_expand.cuh); of eight
+// producers four do nothing else.
 //
 // Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
