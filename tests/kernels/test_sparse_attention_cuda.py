@@ -79,7 +79,7 @@ def variants() -> list[Variant]:
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = (1, 4, 16) if row["schedule"] == "split" else (1,)
+            splits = (1, 3, 16) if row["schedule"] == "split" else (1,)
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split

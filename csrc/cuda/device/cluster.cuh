@@ -52,6 +52,11 @@ __device__ inline int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+__device__ inline unsigned cluster_index() {  // of the cluster in its grid; of the block where there are none
+  unsigned index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
 __device__ inline int cluster_size() {
   int size;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));

@@ -153,7 +153,8 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
 }
 
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
-// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us). With fewer tiles than half the
+// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us; 640 keys, 96 queries: 62.4 -> 59.9;
+// but 48 queries, which are one wave of many_heads: 31.4 against 32.7). With fewer tiles of bf16 rows than half the
 // SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
 // against 67 us).
 // Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
@@ -169,8 +170,9 @@ bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool few_rows =
       p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
   const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
+  if (pair) return num_tiles(p) > num_sms;
   const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
-  return (pair || bf16) && enough * num_tiles(p) >= num_sms;
+  return bf16 && enough * num_tiles(p) >= num_sms;
 }
 Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
   return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
@@ -354,9 +356,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
     const bool split = v.schedule == Schedule::kSplit;
-    const bool has_splits =
-        split ? wanted.splits >= 1 && wanted.splits <= 16 && !(wanted.splits & (wanted.splits - 1))
-              : wanted.splits == 1;
+    const bool has_splits = wanted.splits >= 1 && wanted.splits <= (split ? 16 : 1);
     if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
       if (split && attends_to_tiles(v, p.layouts())) plan.tile_queries = entry_tile_queries(p);

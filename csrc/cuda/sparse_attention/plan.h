@@ -78,7 +78,7 @@ inline constexpr Variant kVariants[] = {
 
 struct Plan {
   Variant variant;
-  int splits = 1;  // CTAs that share the keys of a query: 1, 2, 4, 8 or 16; of kPortable any number
+  int splits = 1;  // CTAs that share the keys of a query: at most 16, of kPortable any number
   int ctas = 0;    // of a walk, at most
   // That it takes, the first ones, or 0: all. The rest gets a plan of its own, which is launched before.
   int64_t queries = 0;

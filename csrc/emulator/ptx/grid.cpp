@@ -32,6 +32,7 @@ uint64_t special_value(const Warp& w, int lane, const std::string& name) {
   if (name == "%laneid") return static_cast<unsigned>(lane);
   if (name == "%cluster_ctarank") return w.cta->rank;
   if (name == "%cluster_nctarank") return l.cluster;
+  if (name == "%clusterid.x") return w.cta->index / l.cluster;
   if (name == "%tid.y" || name == "%tid.z" || name == "%ctaid.y" || name == "%ctaid.z") return 0;
   if (name == "%ntid.y" || name == "%ntid.z" || name == "%nctaid.y" || name == "%nctaid.z") return 1;
   throw std::runtime_error("unknown register " + name);

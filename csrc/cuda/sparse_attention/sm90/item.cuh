@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
@@ -38,7 +39,7 @@ struct SharedKeys {
 
 struct KernelParams {
   SparseAttentionParams p;
-  int num_splits;       // CTAs of one cluster, which share a query's keys
+  Divider splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
@@ -46,6 +47,8 @@ struct KernelParams {
   int64_t first_tile;
   Divider page_size[2];  // of each scope
   SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
+
+  __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
 };
 
 // The end of a block that finds nothing to do. One of them sees to what end_grid() does.
@@ -64,7 +67,7 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
       plan.takes_lists ? shared.num_tiles : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
   KernelParams params{
       .p = p,
-      .num_splits = plan.splits,
+      .splits = Divider(plan.splits),
       .num_head_blocks = head_blocks,
       .follows = plan.follows,
       .tile_queries = plan.tile_queries,
@@ -72,22 +75,23 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
       .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
-  const auto launch_some = [&](int64_t items) {
+  const auto launch_some = [&](int64_t items, int splits) {
+    params.splits = Divider(splits);
     const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
     launch(kernel,
-           {.grid = walks ? walking : items * params.num_splits,
+           {.grid = walks ? walking : items * splits,
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes,
-            .cluster = params.num_splits},
+            .cluster = splits},
            params);
   };
   if (plan.last_tiles > 0) {
-    params.first_tile = tiles - plan.last_tiles, params.num_splits = plan.last_splits;
-    launch_some(plan.last_tiles);
-    params.first_tile = 0, params.num_splits = plan.splits, params.follows = true;
+    params.first_tile = tiles - plan.last_tiles;
+    launch_some(plan.last_tiles, plan.last_splits);
+    params.first_tile = 0, params.follows = true;
   }
-  launch_some((tiles - plan.last_tiles) * head_blocks);
+  launch_some((tiles - plan.last_tiles) * head_blocks, plan.splits);
 }
 
 // ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
@@ -118,10 +122,10 @@ struct SplitItem {
   }
 
   template <class C>
-  __device__ void take_share(int num_keys, int num_splits) {  // a power of two
+  __device__ void take_share(int num_keys, const Divider& splits) {
     const int blocks = ceil_div(num_keys, C::kBlockKeys);
-    const int each = blocks >> (__ffs(num_splits) - 1);
-    const int longer = blocks & (num_splits - 1);  // the first `longer` splits take one more
+    const auto each = static_cast<int>(splits(blocks));
+    const int longer = blocks - each * static_cast<int>(splits.divisor());  // splits that take one more
     first_block = split * each + min(split, longer);
     num_blocks = each + (split < longer);
   }
@@ -129,13 +133,13 @@ struct SplitItem {
 
 template <class C>
 __device__ SplitItem find_item(const KernelParams& params) {
-  const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
+  const unsigned cluster = cluster_index();
   // The head blocks of a query run together: its rows are read from L2 again.
   const int64_t query = cluster / params.num_head_blocks;
   return {
       .keys = Keys(params.p, query),
       .query = query,
-      .split = static_cast<int>(blockIdx.x & (splits - 1)),
+      .split = cluster_rank(),
       .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
   };
 }
@@ -151,7 +155,7 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
   survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
   block_barrier<C::kThreads>();
   const KeySurvey survey(map, w.source(params).length(), lane);
-  w.template take_share<C>(survey.num_keys, params.num_splits);
+  w.template take_share<C>(survey.num_keys, params.splits);
   return survey;
 }
 

@@ -13,7 +13,12 @@ namespace mla_fp8::gpu {
 template <class C, int kSplits, int kRounds>
 __device__ void merge_quads(const KernelParams& params, const typename C::Item& w, uint32_t smem, int quad,
                             int num_quads, int lane) {
-  const int splits = params.num_splits, head = quad / kOutQuads;
+  const int splits = params.num_splits(), head = quad / kOutQuads;
+  // Each begins with itself: nobody is asked by all.
+  const auto other = [&](int i) {
+    const int split = w.split + min(i, splits - 1);
+    return split < splits ? split : split - splits;
+  };
   float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
   float largest = -INFINITY;
   if (lane < splits) {
@@ -30,8 +35,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
     float4 x[kSplits][kRounds];
 #pragma unroll
     for (int k = 0; k < kSplits; ++k) {
-      const int other = (w.split + r + k) & (splits - 1);  // each begins with itself: nobody is asked by all
-      const uint32_t theirs = cluster_address(mine, other);
+      const uint32_t theirs = cluster_address(mine, other(r + k));
 #pragma unroll
       for (int i = 0; i < kRounds; ++i)
         x[k][i] = r + k < splits && i * kWarpSize < num_quads
@@ -52,7 +56,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
     }
 #pragma unroll
     for (int k = 0; k < kSplits; ++k) {
-      const float f = __shfl_sync(kFullWarp, factor, (w.split + r + k) & (splits - 1));
+      const float f = __shfl_sync(kFullWarp, factor, other(r + k));
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) add(sum[i], x[k][i], f);
     }
@@ -68,19 +72,24 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
 }
 
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
-// warps an equal share of that: a few heads, or a part of one.
+// warps an equal share of that: a few heads, or a part of one. Shares are of pieces, a quad for each lane.
 template <class C>
 __device__ void merge_splits(const KernelParams& params, const typename C::Item& w, uint8_t* smem, int warp,
                              int lane) {
-  const int of_cta = C::kHeads * kOutQuads / params.num_splits;  // quads: 64 or more
-  const int share = max(of_cta / kConsumerWarps, kWarpSize);     // of a warp; with 64 two have any
-  const int first = w.split * of_cta + warp * share, end = (w.split + 1) * of_cta;
+  constexpr int kOfHead = kOutQuads / kWarpSize, kAll = C::kHeads * kOfHead;
+  const auto begin = [&](int split) { return static_cast<int>(params.splits(split * kAll)); };
+  const int of_cta = begin(w.split), end_of_cta = begin(w.split + 1);
+  const int share = ceil_div(end_of_cta - of_cta, kConsumerWarps);
+  const int first = of_cta + warp * share, end = min(first + share, end_of_cta);
 #pragma unroll 1
-  for (int quad = first; quad < min(first + share, end); quad += min(share, kOutQuads)) {
+  for (int piece = first, num; piece < end; piece += num) {
+    const int most = share >= kOfHead ? kOfHead : 2;
+    num = min(end - piece, most - piece % most);
     const auto merge = [&](auto splits, auto rounds) {
-      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), quad + lane, share, lane);
+      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), piece * kWarpSize + lane,
+                                         num * kWarpSize, lane);
     };
-    if (share >= kOutQuads) merge(constant<4>{}, constant<4>{});
+    if (share >= kOfHead) merge(constant<4>{}, constant<kOfHead>{});
     else merge(constant<8>{}, constant<2>{});
   }
 }

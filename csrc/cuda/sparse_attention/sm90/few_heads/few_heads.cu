@@ -73,7 +73,7 @@ __device__ void merge_stats(const KernelParams& params, const SplitItem& w, uint
       sum += x.y * fast_exp2(x.x - max);
     }
     float2 result = {max, sum};
-    if (params.num_splits == 1)
+    if (params.num_splits() == 1)
       result.y = finish_head<typename C::R>(params.p, w, lane, max, sum,
                                             largest);  // nobody needs the sum
     reinterpret_cast<float2*>(smem + MLA_SMEM(C, stats))[lane] = result;
@@ -144,7 +144,7 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int quad = thread + (first + i) * kConsumerThreads;
-      if (params.num_splits > 1) *place(0, quad) = x[i];
+      if (params.num_splits() > 1) *place(0, quad) = x[i];
       else if (w.first_head + quad / kOutQuads < params.p.num_q_heads)
         place_of_head(params.p, w, quad / kOutQuads)[quad % kOutQuads] =
             to_bf16(x[i], stats[quad / kOutQuads].y);
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
-    if (params.num_splits > 1) {
+    if (params.num_splits() > 1) {
       cluster_sync();  // sums are written
       cluster_sync();  // sums are read: shared memory may go
     }
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
     write_partials<C>(consumer, smem, warp, lane);
     merge_teams<C>(params, w, smem, thread);
-    if (params.num_splits > 1) {
+    if (params.num_splits() > 1) {
       __syncwarp();
       cluster_sync();
       merge_splits<C>(params, w, smem, warp, lane);

@@ -266,7 +266,7 @@ class SplitLogits : LogitWarp<C> {
         }
       }
       stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-      if (params_.num_splits == 1)
+      if (params_.num_splits() == 1)
         stats.y = finish_head<typename C::R>(p_, w_, head, stats.x, stats.y, largest);
       reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)

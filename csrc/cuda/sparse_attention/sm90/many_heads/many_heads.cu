@@ -69,12 +69,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   KeySurvey survey;
   if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
-    w.template take_share<C>(w.num_keys, params.num_splits);
+    w.template take_share<C>(w.num_keys, params.splits);
     w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
   } else {
     survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   }
-  const bool split = params.num_splits > 1;
+  const bool split = params.num_splits() > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);

@@ -232,8 +232,7 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
 template <class C>
 __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   const SparseAttentionParams& p = params.p;
-  const unsigned splits = params.num_splits, cluster = blockIdx.x >> (__ffs(splits) - 1);
-  const auto index = static_cast<unsigned>(params.first_tile) + cluster;
+  const unsigned index = static_cast<unsigned>(params.first_tile) + cluster_index();
   auto& tile = *reinterpret_cast<TileOf<C::kTiles>*>(smem + MLA_SMEM(C, tile));
   typename C::Item item;
   int count;
@@ -249,7 +248,7 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
     item.tile = &tile;
     if (warp == 0) describe_tile(p, item.query, count, tile, lane);
   }
-  item.split = static_cast<int>(blockIdx.x & (splits - 1));
+  item.split = cluster_rank();
   item.first_head = 0;
   item.num_rows = count * p.num_q_heads;
   return item;
