@@ -14,6 +14,12 @@ __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
+// The same before a block ends whose shared memory others read: what a block has read is in its registers, and
+// nobody waits for what it writes, least of all for outputs on their way to memory.
+__device__ inline void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+}
 // The address, in the cluster's window, of the same place in block `rank`'s shared memory.
 __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t mapped;

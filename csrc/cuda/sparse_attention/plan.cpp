@@ -138,13 +138,14 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
 // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
 // ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
-// heads sharing is the faster one anyway, of bf16 rows bf16_tiles.
+// heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more than a
+// wave (144 queries, one H100: V4 45.8 -> 35.1 us; V3.2 91 and 92 us).
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
-  const int64_t enough = fp8 && p.num_q_heads <= 16 ? 3 : fp8 ? 8 : 7;
-  return p.num_q_heads <= (fp8 ? 32 : 8) &&
-         p.num_tokens * ceil_div(p.num_q_heads, kOctet) >= enough * num_sms;
+  const int octets = ceil_div(p.num_q_heads, kOctet);
+  const int64_t enough = !fp8 ? 7 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
+  return octets <= (fp8 ? 4 : 1) && p.num_tokens * octets > enough * num_sms;
 }
 Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
@@ -238,11 +239,12 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
 constexpr double kLikelyNew = 0.1;
-// A key of a list, with its marks, in a CTA of 32 and of 64 rows: more than Price says, of one H200, V4, 128
-// tiles of 645 to 2179 keys. The launch for queries that go alone, if there are none. Making the lists. The
-// last three are fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's
-// prompts of 8 heads) to 27e-6 (V3.2's prompts 21e-6).
-constexpr double kMarksNs[2] = {6.9, 7.0}, kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
+// A CTA of 32 and of 64 rows over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179
+// keys. The launch for queries that go alone, if there are none. Making the lists. The last three are fitted
+// to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's prompts of 8 heads) to
+// 27e-6 (V3.2's prompts 21e-6).
+constexpr Price kListPrices[2] = {{29.7, 8.4, 1.4, 0.0}, {37.0, 10.3, 3.5, 0.0}};
+constexpr double kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
 // What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
 // the line between them lies where few tiles are (an overlap of about 0.4).
 constexpr double kMostOfAlone = 1.25;
@@ -294,10 +296,7 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
       scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
     return tiles;
   };
-  HeadsClass price = *std::find_if(std::begin(kHeadsClasses), std::end(kHeadsClasses), [&](auto& c) {
-    return c.kernel == Kernel::kManyHeads && c.heads == v->heads;
-  });
-  price.fp8.ns_per_key += kMarksNs[v->heads > 32];
+  const HeadsClass price{v->kernel, v->heads, kListPrices[v->heads > 32], {}, {}};
   const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
   const double lists_us =
       has_lists ? 0.0 : kListsUs + kListsUsPerEntry * static_cast<double>(p.num_tokens * num_keys(p));

@@ -57,6 +57,7 @@ inline int64_t resident(const SplitClass& s, int num_sms) {  // clusters
 // Of one CTA, but for the memory; a wave of CTAs costs what one does.
 struct Price {
   double ns_per_key, fixed_us, cluster_us;
+  double us_per_byte = 0.14e-6;  // of all queries' rows
 };
 struct HeadsClass {
   Kernel kernel;
@@ -75,12 +76,11 @@ inline constexpr HeadsClass kHeadsClasses[] = {
 inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
   return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
 }
-// The rows of all queries; and read from the L2 again for each further block of heads.
-inline constexpr double kUsPerByte = 0.14e-6, kUsPerByteAgain = 0.02e-6;
+inline constexpr double kUsPerByteAgain = 0.02e-6;  // from the L2, for each further block of heads
 inline constexpr int kMinKeysPerCta = 96;
 // Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
 // with many queries), and what they may take together, of one.
-inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.95;
+inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
 // What tiles of neighbours may take of their queries' time alone, where both are prices.
 inline constexpr double kMostOfQueriesAlone = 0.95;
 
@@ -108,7 +108,7 @@ inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const
   const int block = c.heads == kOctet ? 32 : 64;  // that CTAs share
   const double keys_of_cta = std::max<double>(std::ceil(keys / s.splits / block) * block, kMinKeysPerCta);
   return waves * (fixed_us + price.ns_per_key * 1e-3 * keys_of_cta) +
-         bytes * (kUsPerByte + (head_blocks - 1) * kUsPerByteAgain);
+         bytes * (price.us_per_byte + (head_blocks - 1) * kUsPerByteAgain);
 }
 
 // Calls fn(heads class, split class) for what may run the problem.

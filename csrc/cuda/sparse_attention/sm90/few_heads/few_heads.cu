@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     __syncwarp();
     if (params.num_splits() > 1) {
       cluster_sync();  // sums are written
-      cluster_sync();  // sums are read: shared memory may go
+      cluster_leave();  // sums are read: shared memory may go
     }
   } else {
     take_registers<C::kConsumerRegisters>();
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();
       merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
-      cluster_sync();
+      cluster_leave();
     }
   }
   end_grid(params.follows);

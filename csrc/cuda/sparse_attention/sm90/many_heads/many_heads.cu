@@ -79,14 +79,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
     __syncwarp();
-    if (split) cluster_sync(), cluster_sync();  // partials are written; and read: shared memory may go
+    if (split) cluster_sync(), cluster_leave();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitLogits<C> logits(params, w, smem, warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
-    if (split) cluster_sync(), cluster_sync();
+    if (split) cluster_sync(), cluster_leave();
   } else {
     take_registers<C::kValueRegisters>();
     WgmmaQuery<C> q;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_sync();
       merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
-      cluster_sync();
+      cluster_leave();
     } else {
       values.store(params.p, w, thread);
     }
