@@ -5,6 +5,7 @@
 #include "ops/inverse_rope.h"
 
 #include "cuda/device/launch.cuh"
+#include "cuda/device/math.cuh"
 #include "cuda/norm_rope.cuh"
 #include "cuda/write_row.cuh"
 
@@ -23,23 +24,24 @@ struct InverseRopeQuantizeArgs {
 inline constexpr int kRopeBlock = 256;
 inline constexpr int kRopeWarps = kRopeBlock / kWarpSize;
 inline constexpr int kInFlight = 4;   // chunks of a lane
+inline constexpr int kTogether = 2;   // of them, in the end
 inline constexpr int kMaxSteps = 16;  // of a warp
 inline constexpr int kWholeHead = kHeadDimV / kChunk;
 
-// Calls work(x, walk, position, step) with each chunk of a lane, rotated back: number `step`, where `walk`
-// is; nothing is there if it does not exist. The first are on their way while the token's position and
-// rotation are read.
+// Calls work(x, at, position, step) with two chunks of a lane at a time, rotated back: numbers `step` and
+// `step` + 1, where `at` is; nothing is there where it does not exist. The first are on their way while the
+// token's position and rotation are read.
 template <class Work>
 __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChunks& chunks, int64_t token,
                                            int64_t first_head, int part, const Work& work) {
   const uint16_t* row = h.o + token * h.o_stride_token + first_head * h.o_stride_head;
   HeadWalk walk(chunks, part);
   Words<4> x[kInFlight];
-  const auto load = [&] {
+  const auto load = [&](bool wanted) {
     HeadWalk at = walk;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i, at.step(chunks))
-      x[i] = load_if<4>(row + at.head * h.o_stride_head + at.element(chunks), at.exists());
+      x[i] = load_if<4>(row + at.head * h.o_stride_head + at.element(chunks), wanted && at.exists());
   };
   const auto prefetch = [&](int step) {  // the next chunks, where they are whole heads
     const int first = (part * chunks.steps + step + kInFlight) * kWarpSize / kWholeHead;
@@ -49,26 +51,34 @@ __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChu
       prefetch_bytes(row + head * h.o_stride_head, kWholeHead * kChunk * 2);
   };
   prefetch(0);
-  load();
+  load(true);
   const Position position = load_position(h.table, token);
+  if (!position.valid) {
+#pragma unroll
+    for (Words<4>& chunk : x) chunk = {};
+  }
   HeldRotation held;
 #pragma unroll 1
   for (int step = 0;;) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i, walk.step(chunks)) {
-      const int pair = walk.pair(chunks);
-      if (!position.valid) {
-        x[i] = Words<4>{};
-      } else if (pair >= 0) {
+    for (int i = 0; i < kInFlight; i += kTogether) {
+      Words<4> now[kTogether];
+      HeadWalk at[kTogether] = {walk, walk};
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k, walk.step(chunks)) {
+        now[k] = x[i + k];
+        at[k] = walk;
+        const int pair = walk.pair(chunks);
+        if (pair < 0 || !position.valid) continue;
         held.hold(h.table, position.at, pair);
-        x[i] = pack8(rotate8<true>(unpack8(x[i]), held.rotation));
+        now[k] = pack8(rotate8<true>(unpack8(now[k]), held.rotation));
       }
-      work(x[i], walk, position, step + i);
+      work(now, at, position, step + i);
     }
     step += kInFlight;
     if (step >= chunks.steps) break;
     prefetch(step);
-    load();
+    load(position.valid);
   }
 }
 
@@ -81,13 +91,17 @@ __global__ void __launch_bounds__(kRopeBlock, 4)
   const int64_t token = chunks.part(warp);
   if (token >= p.heads.num_tokens) return;
   uint16_t* row = p.out + token * p.out_stride_token;
-  const auto write = [&](const Words<4>& x, const HeadWalk& at, const Position& position, int) {
-    if (!at.exists()) return;
-    uint16_t* head = row + at.head * p.out_stride_head;
-    store(head + at.element(chunks), x, true);
-    if (!position.valid)  // the rest of a head of which only the end is worked on
-      for (int d = at.chunk * kChunk; d < chunks.first_dim; d += chunks.rope_dim)
-        store(head + d, Words<4>{}, true);
+  const auto write = [&](const Words<4>(&x)[kTogether], const HeadWalk(&at)[kTogether],
+                         const Position& position, int) {
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      if (!at[k].exists()) continue;
+      uint16_t* head = row + at[k].head * p.out_stride_head;
+      store(head + at[k].element(chunks), x[k], true);
+      if (!position.valid)  // the rest of a head of which only the end is worked on
+        for (int d = at[k].chunk * kChunk; d < chunks.first_dim; d += chunks.rope_dim)
+          store(head + d, Words<4>{}, true);
+    }
   };
   walk_heads(p.heads, chunks, token, 0, static_cast<int>(warp - token * chunks.parts), write);
 }
@@ -112,23 +126,30 @@ __global__ void __launch_bounds__(kRopeBlock, 4)
   const int64_t tokens = args.groups(row), group = row - tokens * p.num_groups;
   const int64_t first_token = tokens * kRopeWarps, token = first_token + warp;
   uint8_t* out = p.out + token * p.out_stride_token + group * p.out_stride_group;
-  const auto write = [&](const Words<4>& x, const HeadWalk& at, const Position&, int step) {
-    const float amax = bf16_to_float(lanes_max<kTileLanes>(finite_amax8(x)));
-    float scale;
-    Words<2> codes;
-    if constexpr (kPowerOfTwo) {
-      const uint8_t exponent = tile_scale_exponent(amax, p.kAmaxFloor, 0.0f, format_max(kFormat));
-      scale = ue8m0_to_float(exponent);
-      codes = encode8<kFormat>(x, ue8m0_reciprocal(exponent), format_max(kFormat),
-                               [](float quotient) { return quotient; });
-    } else {
-      scale = (amax > p.kAmaxFloor ? amax : p.kAmaxFloor) / format_max(kFormat);
-      const DivideByScale divide(scale, format_max(kFormat));
-      codes = encode8<kFormat>(x, divide.factor, divide.limit, divide);
+  const auto write = [&](const Words<4>(&x)[kTogether], const HeadWalk(&at)[kTogether], const Position&,
+                         int step) {
+    constexpr float kMax = format_max(kFormat);
+    // The floor's power of two is that of its bf16, cut off.
+    uint32_t amax = finite_amax8x2(x[0], x[1], kPowerOfTwo ? both_bf16(p.kAmaxFloor) : 0);
+#pragma unroll
+    for (int offset = 1; offset < kTileLanes; offset *= 2)
+      amax = larger_bf16x2(amax, __shfl_xor_sync(kFullWarp, amax, offset));
+    const uint32_t scales = kPowerOfTwo ? tile_scales_bf16x2(amax, kMax) : amax;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      float scale = bits_float(k == 0 ? scales << 16 : scales & 0xffff0000u);
+      Words<2> codes;
+      if constexpr (kPowerOfTwo) {
+        codes = encode8<kFormat>(x[k], reciprocal(scale));
+      } else {
+        scale = (scale > p.kAmaxFloor ? scale : p.kAmaxFloor) / kMax;
+        const DivideByScale divide(scale, kMax);
+        codes = encode8<kFormat>(x[k], divide.factor, divide.limit, divide);
+      }
+      if (!at[k].exists()) continue;
+      store(out + int64_t{at[k].index} * kChunk, codes, true);
+      if (lane % kTileLanes == 0) shared.scale[(step + k) * kStepTiles + lane / kTileLanes][warp] = scale;
     }
-    if (!at.exists()) return;
-    store(out + int64_t{at.index} * kChunk, codes, true);
-    if (lane % kTileLanes == 0) shared.scale[step * kStepTiles + lane / kTileLanes][warp] = scale;
   };
   if (token < p.heads.num_tokens)
     walk_heads(p.heads, chunks, token, group * p.heads_per_group(), part, write);

@@ -75,6 +75,21 @@ def test_codes_and_scales_are_the_specifications(num_tokens, heads, num_groups, 
     assert (out[:, :1] == 3).all() and (out[..., dim:] == 3).all() and (scale[..., 1] == 7).all()
 
 
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_every_magnitude_as_the_largest_of_a_tile(power_of_two, device):
+    largest = torch.arange(0x7F80, dtype=torch.int16, device=device).view(
+        torch.bfloat16
+    )  # 0 to the last finite one
+    o = torch.zeros(len(largest) // 64, 4, 512, device=device).bfloat16()
+    tiles = o.view(-1, 32)
+    tiles[:, 5], tiles[:, 9], tiles[:, 30] = largest, -largest, largest / 3
+    arguments = o, *rope_tables(device, 0), positions_of(len(o), device, torch.int64)
+    options = {"num_groups": 2, "tile": 32, "power_of_two": power_of_two}
+    want = layer_reference.inverse_rope_quantize(*on_cpu(arguments), **options)
+    got = mla_fp8.inverse_rope_quantize(*arguments, **options)
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 41])
 def test_results_are_laid_out_for_the_grouped_projection(num_tokens, device):
     arguments = case(num_tokens, 16, device)

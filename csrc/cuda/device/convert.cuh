@@ -8,6 +8,9 @@
 
 namespace mla_fp8::gpu {
 
+// A bf16, twice.
+__device__ __forceinline__ uint32_t both_bf16(float value) { return (float_bits(value) >> 16) * 0x10001u; }
+
 #if MLA_FP8_PTX
 
 #if __CUDA_ARCH__ >= 890
@@ -78,12 +81,16 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& f01, uint3
       : "r"(codes));
 }
 
-// Two bf16 x: x * factor in [-limit, limit]; a NaN stays one. Factor and limit are bf16 too.
+// Two bf16 x * factor, a bf16 too.
+__device__ __forceinline__ uint32_t scale_bf16x2(uint32_t x, float factor) {
+  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(both_bf16(factor)), "r"(both_bf16(-0.0f)));
+  return x;
+}
+// In [-limit, limit], a bf16 too; a NaN stays one.
 __device__ __forceinline__ float2 scale_and_clamp(uint32_t x, float factor, float limit) {
-  const auto both = [](float value) { return (float_bits(value) >> 16) * 0x10001u; };
-  asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(both(factor)), "r"(both(-0.0f)));
-  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(limit)));
-  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both(-limit)));
+  x = scale_bf16x2(x, factor);
+  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both_bf16(limit)));
+  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both_bf16(-limit)));
   return unpack<Dtype::kBf16>(x);
 }
 
@@ -98,16 +105,31 @@ __device__ __forceinline__ uint32_t pack_e4m3(float2 values) {
   }
 }
 
-// The largest finite magnitude of eight bf16, as the bits of a bf16.
-__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
-  uint32_t amax = 0;
+// The larger ones of two pairs of bf16 that are positive, or 0.
+__device__ __forceinline__ uint32_t larger_bf16x2(uint32_t a, uint32_t b) {
+  asm("max.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+// The largest finite magnitude of four pairs of bf16, in each half of a word, or `least`.
+__device__ __forceinline__ uint32_t finite_amax_bf16x2(const Words<4>& x, uint32_t least) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)  // x * 0 + x turns an infinity into NaN, which max drops
     asm("{\n.reg .b32 t, zero;\nmov.b32 zero, 0;\nfma.rn.bf16x2 t, %1, zero, %1;\nabs.bf16x2 t, t;\n"
         "max.bf16x2 %0, %0, t;\n}"
-        : "+r"(amax)
+        : "+r"(least)
         : "r"(x[i]));
+  return least;
+}
+// Of eight bf16, as the bits of a bf16.
+__device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
+  const uint32_t amax = finite_amax_bf16x2(x, 0);
   return max(amax & 0xffffu, amax >> 16);
+}
+// Of two times eight, each in a half of a word.
+__device__ __forceinline__ uint32_t finite_amax8x2(const Words<4>& x, const Words<4>& y, uint32_t least) {
+  const uint32_t of_x = finite_amax_bf16x2(x, least), of_y = finite_amax_bf16x2(y, least);
+  return larger_bf16x2(__byte_perm(of_x, of_y, 0x5410), __byte_perm(of_x, of_y, 0x7632));
 }
 
 // The codes of eight bf16 x / scale, of an e4m3 scale > 0; of a NaN scale 0. The bits of a half of 2^-14
@@ -179,6 +201,13 @@ __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
   return amax;
 }
 
+__device__ __forceinline__ uint32_t larger_bf16x2(uint32_t a, uint32_t b) {
+  return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
+}
+__device__ __forceinline__ uint32_t finite_amax8x2(const Words<4>& x, const Words<4>& y, uint32_t least) {
+  return larger_bf16x2(finite_amax8(x) | finite_amax8(y) << 16, least);
+}
+
 __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
   uint32_t codes = 0;
 #pragma unroll
@@ -239,6 +268,28 @@ __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float l
     }
     return codes;
   }
+}
+
+// The same where limit is the largest number of the format, at which the conversion saturates anyway.
+template <Format kFormat>
+__device__ __forceinline__ Words<2> encode8(const Words<4>& x, float factor) {
+#if MLA_FP8_PTX
+  if constexpr (kHasE4m3Instructions<kFormat>) {
+    Words<2> codes{};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      codes[i / 2] |= pack_e4m3<kFormat>(unpack<Dtype::kBf16>(scale_bf16x2(x[i], factor))) << (i % 2 * 16);
+    return codes;
+  }
+#endif
+  return encode8<kFormat>(x, factor, format_max(kFormat), [](float quotient) { return quotient; });
+}
+
+// tile_scale_exponent of two tiles at once: from the bf16 of their largest magnitudes, which are no less than
+// the floor, to the bf16 of their scales. fp8_max is a bf16 too.
+__device__ __forceinline__ uint32_t tile_scales_bf16x2(uint32_t amax, float fp8_max) {
+  const uint32_t one = 127u << 7, round_up = 0x7fu;
+  return (amax - ((float_bits(fp8_max) >> 16) - one - round_up) * 0x10001u) & 0x7f807f80u;
 }
 
 // Eight fp16, or eight floats of which `x` and `more` have four each, rounded to bf16.
