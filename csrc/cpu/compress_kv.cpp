@@ -187,13 +187,13 @@ void compress_kv(const CompressKvParams& p, CompressPhase phase, int64_t begin, 
   const SubnormalMode mode(Subnormals::kKeep);
   if (phase == CompressPhase::kFold) {
     for (int64_t i = begin; i < end; ++i)
-      if (const CompressRequest r = compress_request(p, i); r.state >= 0) fold_request(p, r);
+      if (const CompressRequest r = compress_request(p, i, p.ratio > 1); r.state >= 0) fold_request(p, r);
     return;
   }
   for (int64_t t = begin; t < end; ++t) {
     const int64_t request = find_request(p.query_start_loc, p.num_requests, t);
     if (request < 0) continue;
-    const CompressRequest r = compress_request(p, request);
+    const CompressRequest r = compress_request(p, request, p.ratio > 1);
     const int64_t position = r.start + t - r.first;
     if (r.state < 0 || t < r.first || position >= r.end()) continue;
     if (phase == CompressPhase::kClose) {

@@ -33,6 +33,8 @@ extern "C" int hipLaunchKernel(const void*, dim3, dim3, void**, size_t, void*);
 
 MLA_HIP_DEVICE void* memcpy(void* to, const void* from, size_t n) { return __builtin_memcpy(to, from, n); }
 MLA_HIP_DEVICE float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+MLA_HIP_DEVICE float fminf(float a, float b) { return __builtin_fminf(a, b); }
+MLA_HIP_DEVICE float fabsf(float x) { return __builtin_fabsf(x); }
 MLA_HIP_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 MLA_HIP_DEVICE float expf(float x) { return __builtin_expf(x); }
 MLA_HIP_DEVICE float logf(float x) { return __builtin_logf(x); }

@@ -81,14 +81,15 @@ struct CompressRequest {
   }
 };
 
-MLA_HD CompressRequest compress_request(const CompressKvParams& p, int64_t r) {
+// has_state: ratio > 1. Where the compiler knows it, no load waits for another.
+MLA_HD CompressRequest compress_request(const CompressKvParams& p, int64_t r, bool has_state) {
   const int64_t base = p.query_start_loc[0];
   int64_t first = p.query_start_loc[r] - base, last = p.query_start_loc[r + 1] - base;
   first = first < 0 ? 0 : first;
   last = last > p.num_tokens ? p.num_tokens : last;
   const int64_t start = p.start_pos[r];
   int64_t state = 0;
-  if (p.ratio > 1) {
+  if (has_state) {
     state = p.state_slots_are_int64 ? static_cast<const int64_t*>(p.state_slots)[r]
                                     : static_cast<const int32_t*>(p.state_slots)[r];
     if (state >= p.num_states) state = -1;

@@ -74,7 +74,7 @@ __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t,
     const float sum = __fadd_rn(old, own), value = fmaf(t.kv[j], own, __fmul_rn(x.mean, old));
     const float mean = Reciprocal(sum).of(value);
     const bool is_first = j == 0 && begins;
-    const float size = is_first ? 1.0f : size_of(value);
+    const float size = is_first ? 1.0f : fabsf(value);
     least = size < least ? size : least;
     most = size > most ? size : most;
     x.sum = is_first ? 1.0f : sum;

@@ -95,7 +95,6 @@ struct Reciprocal {
   }
 };
 inline constexpr float kPlainSum = 0x1p20f, kLeastPlain = 0x1p-60f, kMostPlain = 0x1p100f;
-__device__ __forceinline__ float size_of(float x) { return bits_float(float_bits(x) & 0x7fffffffu); }
 
 // Four dims of a window's rows, or of some of them.
 inline constexpr int kPoolDims = 4;
@@ -117,14 +116,13 @@ struct PoolRows {
               j == 0 || (j == kRows / 2 && !has_first_half));
     return all;
   }
-  // Of two rows: the weight of the larger score is 1, so one exp2 is left. top - top is 0, or NaN where the
-  // softmax is.
+  // Of two rows: the weight of the larger score is 1, or NaN where the softmax is, so one exp2 is left.
   __device__ __forceinline__ Pooled pool_pair(int dim) const {
     static_assert(kRows == 2);
     const float first = bits_float(score[0][dim]), second = bits_float(score[1][dim]);
     const bool is_later = second > first;
-    const float top = is_later ? second : first, one = __fadd_rn(1.0f, __fsub_rn(top, top));
-    const float lesser = exp2_nonpositive(__fmul_rn(-size_of(__fsub_rn(first, second)), kLog2E));
+    const float top = is_later ? second : first, one = fmaf(top, 0.0f, 1.0f);
+    const float lesser = exp2_nonpositive(__fmul_rn(-fabsf(__fsub_rn(first, second)), kLog2E));
     const float of_first = is_later ? lesser : one, of_second = is_later ? one : lesser;
     return {top, __fadd_rn(of_first, of_second),
             fmaf(of_second, bits_float(kv[1][dim]), __fmul_rn(of_first, bits_float(kv[0][dim])))};
@@ -137,9 +135,8 @@ struct PoolRows {
     for (int i = 0; i < kPoolDims; ++i) {
       if constexpr (kRows == 2) all[i] = pool_pair(i);
       else all[i] = pool(i, has_first_half);
-      const float size = size_of(all[i].value);
-      least = size < least ? size : least;
-      most = size > most ? size : most;
+      least = fminf(least, fabsf(all[i].value));
+      most = fmaxf(most, fabsf(all[i].value));
     }
     Words<kPoolDims> out;
     if ((least >= kLeastPlain) & (most <= kMostPlain)) {
@@ -163,14 +160,15 @@ struct PoolRows {
 
 // The request of a token, with a negative state if there is none: where it would be if all requests had as
 // many tokens, or by a search.
-__device__ __forceinline__ CompressRequest request_of(const CompressKvArgs& args, int64_t token) {
+__device__ __forceinline__ CompressRequest request_of(const CompressKvArgs& args, int64_t token,
+                                                      bool has_state = true) {
   const CompressKvParams& p = args.p;
   const auto holds = [&](const CompressRequest& r) { return token >= r.first && token < r.first + r.count; };
   const int64_t guess = args.share(token);
-  CompressRequest r = compress_request(p, guess < p.num_requests ? guess : p.num_requests - 1);
+  CompressRequest r = compress_request(p, guess < p.num_requests ? guess : p.num_requests - 1, has_state);
   if (!holds(r)) {
     const int64_t found = find_request(p.query_start_loc, p.num_requests, token);
-    r = compress_request(p, found < 0 ? 0 : found);
+    r = compress_request(p, found < 0 ? 0 : found, has_state);
     if (!holds(r)) r.state = -1;
   }
   return r;

@@ -46,10 +46,11 @@ __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const 
   const int lane = threadIdx.x;
   int closings = 0;
   bool is_first = false;
+  CompressRequest r{};
   int64_t token = tokens.begin + lane, position = 0, slot = -1;
   if (lane < tokens.count) {
     slot = load_index(p.slot_mapping, p.slots_are_int64, token);
-    const CompressRequest r = request_of(args, token);
+    r = request_of(args, token);
     shared.request[lane] = r;
     position = r.start + token - r.first;
     if (r.state >= 0 && CompressRequest::closes(position, kRatio)) {
@@ -59,11 +60,13 @@ __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const 
       else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
     }
   }
-  const int last = warp_inclusive_sum(closings);
+  const unsigned up_to_here = kFullWarp >> (kWarpSize - 1 - lane);
+  const int last = __popc(__ballot_sync(kFullWarp, closings > 0) & up_to_here) +
+                   __popc(__ballot_sync(kFullWarp, closings > 1) & up_to_here);
   for (int i = 0; i < closings; ++i) {
     const int at = last - closings + i, further = i * kRatio;
     if (i > 0) slot = load_index(p.slot_mapping, p.slots_are_int64, token + further);
-    const RowAddresses<kWindow> window(args, shared.request[lane], position + further + 1 - kWindow);
+    const RowAddresses<kWindow> window(args, r, position + further + 1 - kWindow);
 #pragma unroll
     for (int j = 0; j < kWindow; ++j) shared.row[at][j] = window.row[j];
     shared.closing[at] = {token + further, position + further, slot};
@@ -107,7 +110,7 @@ struct ClosingRows {
     const int d = threadIdx.x * kPoolDims;
 #pragma unroll
     for (int i = 0; i < kClosings; ++i) {
-      const int at = first + (i < count ? i : 0);
+      const int at = i < count ? first + i : 0;
       has_previous[i] = shared.closing[at].position + 1 >= kWindow;
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
@@ -196,8 +199,6 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
 #pragma unroll
       for (int k = 0; k < kVectors; ++k)
         store(p.state + shared.kept_offset[0] + 4 * (thread + k * kRowThreads), single[k]);
-  } else {
-    copy_kept<kRatio>(args, shared, thread, kRowThreads);
   }
 
   const int num_closings = shared.num_closings;
@@ -217,6 +218,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
     __syncthreads();  // before `pooled` is written again, and rows of the state that were read
   }
 
+  if (!is_single) copy_kept<kRatio>(args, shared, thread, kRowThreads);
   copy_late<kRatio>(args, shared, thread, kRowThreads);
 }
 
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kRowThreads, 8)
   RowFinish row;
   row.load_weights(p);
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
-  const CompressRequest r = request_of(args, token);
+  const CompressRequest r = request_of(args, token, false);
   if (r.state < 0) return;
   const Closing closing{token, r.start + token - r.first, slot};
   row.find(args, closing);
