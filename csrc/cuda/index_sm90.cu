@@ -160,6 +160,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
       unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
+  bool is_answered = false;  // by the scan, whatever the lengths are
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
     constexpr int kBytes =
@@ -170,13 +171,19 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
            own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room)
       ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
+    const int32_t most_kept = KeptKeys::most_tiles(own);
+    const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
+    // Many rows are more at a time in the merge.
+    const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
+    is_answered = most_tiles <= most_gathered && rows.num_rows * most_tiles <= most_kept;
     launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, chunk_tiles, has_pins, KeptKeys::most_tiles(own)});
+           ScanArgs{key_boxes(args.p.problem), own, chunk_tiles, has_pins, most_kept, most_gathered});
   });
+  if (is_answered) return;
   const int64_t jobs = num_merge_jobs(own);
   // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
   // share a multiprocessor and its memory.

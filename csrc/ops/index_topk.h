@@ -80,7 +80,8 @@ struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int64_t first_step, num_tiles;       // of that
   int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
   int32_t num_rows, begin;             // of the unit: rows, the first column
-  bool are_kept;                       // the keys of all tiles; then nothing else here means anything
+  bool are_kept, are_answered;         // the keys of all tiles, all rows; then only the next means anything
+  uint64_t arrived;                    // sm90_rows.cuh
   IndexRow rows[kIndexGroupRows];
 };
 // Entries of a kept list: a multiple of 16 bytes.

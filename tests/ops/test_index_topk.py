@@ -196,6 +196,26 @@ def test_what_no_row_sees_is_never_read(device):
         assert all(map(torch.equal, problem.topk(64), before))
 
 
+@pytest.mark.parametrize("are_many", [False, True])
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_rows_of_short_contexts_are_shared_by_ctas(are_many, next_n, device):
+    """Requests that begin and end anywhere in the share of a CTA, and whole ones in it: more rows than CTAs
+    answer themselves, or less. The words by which they wait for each other hold anything before a call."""
+    sms = emulation.num_processors(device)
+    count = 4 * sms // next_n + 3 if are_many else 12
+    lens = [(300, 1025, 64, 257, 700, 1, 513, 40, 900, 256, 301, 12)[i % 12] for i in range(count)]
+    problem = random_problem(device, lens, heads=16, next_n=next_n)
+    want = problem.want_topk(128)
+    size = mla_fp8.index_topk_workspace(len(problem.q), topk=128, num_sms=sms)
+    for byte in (0x00, 0xA5):
+        workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
+        for _ in range(2):
+            got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
+            out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
+            problem.topk(128, **out, workspace=workspace)
+            assert all(map(torch.equal, got, want))
+
+
 def rows_of(problem: Problem, requests: list[int]) -> Problem:
     """The same problem with these requests only, in this order."""
     next_n = problem.options.get("next_n", 1)

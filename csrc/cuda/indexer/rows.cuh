@@ -56,37 +56,44 @@ __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t 
   return true;
 }
 
+// The same where all requests have as many, or all rows are of one request. Rows that do not exist are left
+// as they are.
+template <bool kIsRagged>
+__device__ __forceinline__ bool find_even_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                               IndexUnit& unit) {
+  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
+  const uint32_t request = kIsRagged ? 0 : index / next_n, in_request = index - request * next_n;
+  if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
+  const uint32_t left = (kIsRagged ? static_cast<uint32_t>(rows.num_rows) : next_n) - in_request;
+  const int num_rows = static_cast<int>(min(left, static_cast<uint32_t>(group_rows)));
+  int32_t begin = INT32_MAX, end = 0;
+#pragma unroll 1  // what runs once takes as long as its instructions take to arrive
+  for (int i = 0; i < num_rows; ++i) {
+    IndexRow own{request, 0, 0};
+    if (kIsRagged) {
+      own.begin = rows.clamp(rows.k_start[row + i]);
+      own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
+    } else {
+      own.end = rows.visible(row + i, request, in_request + i, next_n);
+    }
+    begin = min(begin, own.begin);
+    end = max(end, own.end);
+    unit.rows[i] = own;
+  }
+  unit.first_row = row;
+  unit.request = request;
+  unit.num_rows = num_rows;
+  unit.begin = begin - begin % 4;  // scales are copied in sixteens of bytes
+  unit.end = end;
+  return true;
+}
+
 // Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
 __device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t row, int group_rows,
                                                IndexUnit& unit) {
   if (rows.query_start_loc) return find_uneven_unit(rows, row, group_rows, unit);
-  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
-  const uint32_t request = rows.k_start ? 0 : index / next_n, in_request = index - request * next_n;
-  if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
-  const int64_t left = (rows.k_start ? rows.num_rows : rows.next_n) - in_request;
-  unit.first_row = row;
-  unit.request = request;
-  unit.num_rows = static_cast<int>(min(left, int64_t{group_rows}));
-  unit.begin = INT32_MAX;
-  unit.end = 0;
-#pragma unroll 1  // what runs once takes as long as its instructions take to arrive
-  for (int i = 0; i < kIndexGroupRows; ++i) {
-    IndexRow own{-1, 0, 0};
-    if (i < unit.num_rows) {
-      own.request = request;
-      if (rows.k_start) {
-        own.begin = rows.clamp(rows.k_start[row + i]);
-        own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
-      } else {
-        own.end = rows.visible(row + i, request, in_request + i, next_n);
-      }
-      unit.begin = min(unit.begin, own.begin);
-      unit.end = max(unit.end, own.end);
-    }
-    unit.rows[i] = own;
-  }
-  unit.begin -= unit.begin % 4;  // scales are copied in sixteens of bytes
-  return true;
+  if (!rows.k_start) return find_even_unit<false>(rows, row, group_rows, unit);
+  return find_even_unit<true>(rows, row, group_rows, unit);
 }
 
 // A call: what a kernel runs once waits for its instructions.
@@ -138,7 +145,11 @@ __device__ __forceinline__ int64_t num_steps(const IndexUnit& unit, int tile_key
 struct IndexShare {
   int64_t total, per_cta;
   int64_t first_step;  // of the unit that the share begins in
+  int index;           // of the share: the CTA's, or, where shares go from the last one on, another
   bool are_kept;
+  // Then, that each unit is answered by the CTA that begins it, and whether there are units without a scored
+  // tile.
+  bool are_gathered, are_others;
 };
 
 // Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
@@ -170,7 +181,8 @@ struct ShareQuestion {
   const IndexRows& rows;
   int topk, group_rows, tile_keys;
   int cta, num_ctas;
-  int32_t most_kept;
+  bool are_descending;               // the first CTA has the last share that is not empty
+  int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
   int32_t* known;
   int room;
 };
@@ -193,7 +205,8 @@ struct ShareBlock {
 template <class Team>
 __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
                                            IndexUnit& first_unit) {
-  const auto& [rows, topk, group_rows, tile_keys, cta, num_ctas, most_kept, known, room] = question;
+  const auto& [rows, topk, group_rows, tile_keys, cta, num_ctas, are_descending, most_kept, most_gathered,
+               known, room] = question;
   constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
   const int threads = team.threads();
   const UnitPlaces places(rows, group_rows);
@@ -221,12 +234,18 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   // The share of `last` steps in all, and where it begins: the calling thread has `mine` of them, to `last`.
   const auto set_total = [&](int64_t total) {
     share.total = total;
-    if (const int64_t most = total + num_ctas - 1; most <= UINT32_MAX)
-      share.per_cta = static_cast<uint32_t>(most) / static_cast<uint32_t>(num_ctas);
-    else share.per_cta = most / num_ctas;
+    const auto divide = [](int64_t x, int64_t by) {  // of 64 bits it is a call
+      if (x <= UINT32_MAX) return int64_t{static_cast<uint32_t>(x) / static_cast<uint32_t>(by)};
+      return x / by;
+    };
+    share.per_cta = divide(total + num_ctas - 1, num_ctas);
+    share.index = cta;
+    if (!are_descending || total == 0) return;
+    const auto shares = static_cast<int>(divide(total - 1, share.per_cta)) + 1;
+    if (cta < shares) share.index = shares - 1 - cta;
   };
   const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
-    const int64_t begin = cta * share.per_cta;
+    const int64_t begin = share.index * share.per_cta;
     if (begin < last - mine || begin >= last) return;
     last -= mine;
     for (int64_t i = first; i < end; ++i) {
@@ -234,14 +253,25 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
       last += steps;
       if (begin >= last) continue;
       share.first_step = last - steps;
-      find_unit(rows, places.row(i), group_rows, first_unit);
+      if (rows.k_start || rows.query_start_loc) find_unit(rows, places.row(i), group_rows, first_unit);
+      else find_even_unit<false>(rows, places.row(i), group_rows, first_unit);
       return;
     }
   };
   const auto kept_of = [](int32_t tiles) { return min(max(tiles, 0), kMostKeptTiles); };
   if (most_kept > 0) {
     int32_t mine = 0;
-    for (int64_t i = first; i < end; ++i) mine = min(mine + kept_of(tiles_of(i)), kMostKeptTiles);
+    if (team.thread() == 0) {
+      share.are_gathered = most_gathered > 0;
+      share.are_others = false;
+    }
+    team.sync();
+    for (int64_t i = first; i < end; ++i) {
+      const int32_t tiles = tiles_of(i);
+      mine = min(mine + kept_of(tiles), kMostKeptTiles);
+      if (tiles == 0) share.are_others = true;
+      if (tiles > most_gathered) share.are_gathered = false;
+    }
     const int32_t last = team.inclusive_sum(mine);
     if (team.thread() == threads - 1) {
       share.are_kept = last <= most_kept;

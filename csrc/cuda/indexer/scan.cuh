@@ -219,8 +219,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
   find_share(ShareBlock<kThreads>{},
-             {rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, 0, nullptr, 0}, smem.share,
-             smem.unit);
+             {rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, false, 0, 0, nullptr, 0},
+             smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
   const IndexUnit& unit = smem.unit;

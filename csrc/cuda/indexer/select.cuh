@@ -134,8 +134,9 @@ struct Survey {
   int32_t count;
   uint32_t low, high;
 };
-template <class Team, class Candidates>
-__device__ __forceinline__ Survey survey(const Team& team, const Candidates& candidates) {
+// The same from what each thread found.
+template <class Team>
+__device__ __forceinline__ Survey survey_of(const Team& team, Survey own) {
   SelectScalars& s = team.scalars();
   team.sync();
   if (team.thread() == 0) {
@@ -143,18 +144,8 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
     s.low = UINT32_MAX;
     s.high = 0;
   }
-  Survey own{0, UINT32_MAX, 0};
-  candidates.visit(team, [&](const Four& orders) {
-#pragma unroll
-    for (const uint64_t order : orders) {
-      const uint32_t key = static_cast<uint32_t>(order >> 32);
-      own.count += key != 0;
-      own.low = min(own.low, key - 1);  // of none the largest number
-      own.high = max(own.high, key);
-    }
-  });
   own.high = lanes_max(own.high);
-  own.low = ~lanes_max(~own.low) + 1;
+  own.low = ~lanes_max(~own.low);
   own.count = lanes_sum(own.count);
   team.sync();
   if (threadIdx.x % kWarpSize == kWarpSize - 1 && own.count > 0) {
@@ -165,28 +156,42 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
   team.sync();
   return {s.kept, s.low, s.high};
 }
-
-// Of candidates that counts(order) counts, in bins by bin_of(order): of kBinsPerThread for each thread,
-// ascending. The whole team calls it.
-template <class Team, class Candidates, class Counts, class BinOf>
-__device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
-                                               const Counts& counts, const BinOf& bin_of) {
-  constexpr int kBinsPerThread = Team::kBinsPerThread;
-  const int num_bins = kBinsPerThread * team.threads();
-  SelectScalars& s = team.scalars();
-  team.sync();
-  for (int i = team.thread(); i < num_bins; i += team.threads()) team.bins()[i] = 0;
-  team.sync();
-  const uint32_t own_bins = shared_address(team.bins()), nowhere = shared_address(&s.nowhere);
+template <class Team, class Candidates>
+__device__ __forceinline__ Survey survey(const Team& team, const Candidates& candidates) {
+  Survey own{0, UINT32_MAX, 0};
   candidates.visit(team, [&](const Four& orders) {
 #pragma unroll
-    for (const uint64_t order : orders) add_shared_1(counts(order) ? own_bins + 4 * bin_of(order) : nowhere);
+    for (const uint64_t order : orders) {
+      const uint32_t key = static_cast<uint32_t>(order >> 32);
+      own.count += key != 0;
+      own.low = min(own.low, key - 1);  // of none the largest number
+      own.high = max(own.high, key);
+    }
   });
+  own.low += own.low != UINT32_MAX;
+  return survey_of(team, own);
+}
+
+// The bins of a histogram: kBinsPerThread for each thread, ascending. The whole team calls these.
+template <class Team>
+__device__ __forceinline__ int num_bins(const Team& team) {
+  return Team::kBinsPerThread * team.threads();
+}
+template <class Team>
+__device__ __forceinline__ void clear_bins(const Team& team) {
+  team.sync();
+  for (int i = team.thread(); i < num_bins(team); i += team.threads()) team.bins()[i] = 0;
+  team.sync();
+}
+template <class Team>
+__device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
+  constexpr int kBinsPerThread = Team::kBinsPerThread;
+  SelectScalars& s = team.scalars();
   team.sync();
   const uint32_t* bins = team.total(team.bins());
   // Bins in descending order, kBinsPerThread neighbours to a thread.
   int32_t here[kBinsPerThread], own = 0;
-  const int first = num_bins - 1 - team.thread() * kBinsPerThread;
+  const int first = num_bins(team) - 1 - team.thread() * kBinsPerThread;
 #pragma unroll
   for (int i = 0; i < kBinsPerThread; ++i) {
     here[i] = static_cast<int32_t>(bins[first - i]);
@@ -201,6 +206,19 @@ __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidate
   if (team.thread() == 0) s.kept = 0;
   team.sync();
   return s.kth;
+}
+
+// Of candidates that counts(order) counts, in bins by bin_of(order).
+template <class Team, class Candidates, class Counts, class BinOf>
+__device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
+                                               const Counts& counts, const BinOf& bin_of) {
+  clear_bins(team);
+  const uint32_t own_bins = shared_address(team.bins()), nowhere = shared_address(&team.scalars().nowhere);
+  candidates.visit(team, [&](const Four& orders) {
+#pragma unroll
+    for (const uint64_t order : orders) add_shared_1(counts(order) ? own_bins + 4 * bin_of(order) : nowhere);
+  });
+  return kth_of_bins(team, k);
 }
 
 // The k-th candidate of more than k, all in [low, high]: of a bin that it shares with others, bins are made
@@ -221,78 +239,6 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
     high = low + min(high - low, (uint64_t{1} << shift) - 1);  // a bin may end behind the last order
     shift = max(shift - bin_bits, 0);
   }
-}
-
-// Of four candidates those in the bin of the k-th, and in bins above it: bit j of candidate j.
-struct FourPlaces {
-  uint32_t here, above;
-};
-// Gives all candidates to take(orders), which says where they are: candidates that want to know it have a
-// function of their own.
-template <class Team, class Candidates, class Take>
-__device__ __forceinline__ void take_from(const Team& team, const Candidates& candidates, const Take& take) {
-  candidates.visit(team, take);
-}
-
-// The same of candidates whose keys a survey found: bins are of equal widths in logits, among which
-// candidates spread, as they would not in keys: those of half of all floats lie between -1 and 1. The few of
-// one bin are compared with each other.
-template <class Team, class Candidates>
-__device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& candidates, int32_t k,
-                                                 const Survey& found) {
-  const int num_bins = Team::kBinsPerThread * team.threads();
-  const float low = logit_of(found.low),
-              scale = static_cast<float>(num_bins - 3) / (logit_of(found.high) - low);
-  const float offset = 1.0f - low * scale;
-  // Not where a range is empty or has no end, or in it is what has no logit.
-  if (scale > 0.0f && float_bits(scale) < kInfBits && fabsf(offset) < 1e6f) {
-    // A float next to kWhole is a whole number, its last bits: one multiplication makes a bin. It is rounded
-    // twice, by half a bin each, so two bins are left for that.
-    constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
-    const float to_whole = kWhole + offset;
-    const auto bin_of = [&](uint64_t order) {  // ascending, as each step of it is
-      const float bin = fmaf(logit_of(static_cast<uint32_t>(order >> 32)), scale, to_whole);
-      return float_bits(bin) - float_bits(kWhole);
-    };
-    const auto counts = [](uint64_t order) { return order >= kLeastOrder; };
-    const KthBin kth = find_kth_bin(team, candidates, k, counts, bin_of);
-    if (kth.here <= team.threads()) {
-      SelectScalars& s = team.scalars();
-      uint64_t* shared = reinterpret_cast<uint64_t*>(team.bins());
-      take_from(team, candidates, [&](const Four& orders) {
-        const auto kth_bin = static_cast<uint32_t>(kth.bin);
-        FourPlaces places{};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint32_t bin = bin_of(orders[j]);
-          places.here |= static_cast<uint32_t>(counts(orders[j]) && bin == kth_bin) << j;
-          places.above |= static_cast<uint32_t>(counts(orders[j]) && bin > kth_bin) << j;
-        }
-        if (places.here != 0) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (places.here >> j & 1) shared[atomicAdd(&s.kept, 1)] = orders[j];
-        }
-        return places;
-      });
-      team.sync();
-      const uint64_t* all = team.gathered(shared);
-      // Eight lanes to a candidate, each of which compares it with an eighth of all.
-      constexpr int kLanes = 8, kOfWarp = kWarpSize / kLanes;
-      for (int first = team.thread() / kWarpSize * kOfWarp; first < kth.here;
-           first += team.threads() / kLanes) {
-        const int i = first + threadIdx.x % kWarpSize / kLanes;
-        const uint64_t own = i < kth.here ? all[i] : kNoCandidate;
-        int32_t above = 0;
-        for (int j = threadIdx.x % kLanes; j < kth.here; j += kLanes) above += all[j] > own;
-        above = lanes_sum<kLanes>(above);
-        if (i < kth.here && above + 1 == kth.remaining) s.base = own;
-      }
-      team.sync();
-      return s.base;
-    }
-  }
-  return kth_order(team, candidates, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
 }
 
 // Of lanes each of which has none to four: how many those before it have, and all.

@@ -1,5 +1,6 @@
 #pragma once
 // What index_topk's scan on Hopper chooses from behind a chunk of columns.
+#include "cuda/indexer/logit_bins.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
 
 namespace mla_fp8::gpu::sm90_index {

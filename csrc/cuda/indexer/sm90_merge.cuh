@@ -1,13 +1,14 @@
 #pragma once
-// The merge of index_topk on Hopper, in one of two ways: where the scan kept all keys, it chooses for each
-// row among its keys; else for each row that several CTAs scanned among what they left. A row is a cluster's,
-// each CTA with a part of the candidates in shared memory; one of few candidates is the first CTA's alone, as
-// a barrier of a cluster takes a fence of the GPU.
+// The merge of index_topk on Hopper, of what the scan has not answered, in one of two ways: where that kept
+// all keys, it chooses for each row among its keys; else for each row that several CTAs scanned among what
+// they left. A row is a cluster's, each CTA with a part of the candidates in shared memory; one of few
+// candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
+#include "cuda/indexer/thread_keys.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
@@ -195,6 +196,15 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
       phase ^= 1;
       keys.keys = held;
     }
+    if (keys.keys == held && keys.count <= ThreadKeys::most(kMergeThreads)) {
+      const ThreadKeys own(team, keys);
+      const Survey found = team.together(own.survey(team));
+      answer_from(team, answer, own, found, slot,
+                  [&](int32_t own_count) { return team.size == 1 ? 0 : team.sum_before(own_count); });
+      if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
+      if (team.size > 1) cluster_sync();
+      continue;
+    }
     const Survey found = team.together(survey(team, keys));
     uint64_t least = kLeastOrder;
     if (found.count > p.topk) least = kth_surveyed(team, keys, p.topk, found);
@@ -209,9 +219,11 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
   const IndexTopkArgs& args = merge_args.topk;
   ClusterTeam team{s, cluster_size(), cluster_rank()};
+  begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
   // What the caller gave: the scan has waited for the grids that it may come from.
   const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
   wait_for_previous_grid();
+  if (args.state(0)->are_answered) return;
   if (args.state(0)->are_kept) return choose(merge_args, s, reinterpret_cast<uint32_t*>(held), where);
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;

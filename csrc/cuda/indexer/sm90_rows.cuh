@@ -42,9 +42,28 @@ struct ScanWork {
   int64_t unit_begin, unit_end;  // steps
   int32_t column;                // the first
   int tiles;                     // 0 of a unit of which the share has but the end
+  int unit_tiles;                // of all CTAs
   int32_t seen_begin, seen_end;  // columns that all rows of the unit see
-  bool is_earlier, is_whole;     // begun by another CTA; all of it here
+  bool is_earlier;               // begun by another CTA
+  bool is_whole;                 // it is answered here
 };
+
+// The keys that a CTA leaves in the workspace for the one that begins the unit are there: a word of the state
+// becomes a number that is nowhere else, until the other has seen it, so nothing has to be cleared before a
+// call. Shares descend among CTAs, which begin in their order: whoever waits, waits for one that has begun
+// before it, and had these keys to find before all else.
+inline constexpr uint64_t kArrived = 0x9e3779b97f4a7c15;
+__device__ __forceinline__ void tell_arrival(uint64_t* word) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(kArrived) : "memory");
+}
+__device__ __forceinline__ void take_arrival(uint64_t* word) {
+  uint64_t found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(word) : "memory");
+  } while (found != kArrived);
+  *word = 0;
+}
 
 struct ScanShared {
   static constexpr int kBinsPerThread = 4;
@@ -68,7 +87,7 @@ struct ScanArgs {
   IndexTopkArgs topk;
   int chunk_tiles;
   bool has_pins;
-  int32_t most_kept;  // tiles
+  int32_t most_kept, most_gathered;  // tiles, of all units and of one
 };
 
 // All consumers; all but the first warpgroup of them.

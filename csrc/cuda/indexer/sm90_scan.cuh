@@ -1,33 +1,31 @@
 #pragma once
 // The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column
 // that a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all
-// tiles, they go there, and the merge chooses. Else those of a chunk of columns lie in shared memory. Behind
-// a chunk the consumers meet, and the best of each row's list and of the chunk become its list. A unit that
-// ends in its first chunk has no list: its answer is found in the chunk itself. Producers go on with the next
-// unit meanwhile.
+// tiles, they go there, and the merge chooses; or, where units are few and none is longer than a chunk, the
+// CTA that begins a unit has its own keys in shared memory, gathers those of the others, and answers. Else
+// the keys of a chunk of columns lie in shared memory. Behind a chunk the consumers meet, and the best of
+// each row's list and of the chunk become its list. A unit that ends in its first chunk has no list: its
+// answer is found in the chunk itself. Producers go on with the next unit meanwhile.
 //
 //   barrier        arrivals                      a phase is
 //   unit_full[i]   1, the consumer that found    a unit in its place: those of even numbers in place 0
 //                  the unit
 //   unit_left[i]   4 producer warps              a unit all of whose items are on their way
-#include "cuda/indexer/scan.cuh"
 #include "cuda/indexer/sm90_candidates.cuh"
 #include "cuda/indexer/sm90_fetch.cuh"
 #include "cuda/indexer/sm90_math.cuh"
+#include "cuda/indexer/sm90_units.cuh"
+#include "cuda/indexer/thread_keys.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
 template <int kHeads, int kRows, int kShares, bool kFp4>
-class Scan {
+class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
-      : scan_(args),
-        args_(args.topk),
-        p_(args.topk.p),
-        memory_(dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)),
-        s_(shared()) {}
+      : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)) {}
 
   __device__ __forceinline__ void run() {
     s_.ring.init(scan_.boxes.are_used, kShares);
@@ -55,84 +53,6 @@ class Scan {
   }
 
  private:
-  __device__ __forceinline__ static ScanShared& shared() {
-    __shared__ ScanShared memory;
-    return memory;
-  }
-
-  // Of row r: its list, and a chunk's keys.
-  __device__ __forceinline__ uint64_t* list(int r) const {
-    return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
-  }
-  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.chunk_tiles); }
-  __device__ __forceinline__ uint32_t* keys(int r) const {
-    return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
-  }
-
-  __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
-    const bool are_kept = s_.share.are_kept;
-    const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
-                  unit_tiles = are_kept ? scored : max(scored, int64_t{1});
-    const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
-    ScanWork& work = s_.works[i % 2];
-    work.unit_begin = unit_begin;
-    work.unit_end = unit_begin + unit_tiles + (are_kept ? 0 : kChoiceSteps);
-    work.column = static_cast<int32_t>(unit.begin + first * kTileKeys);
-    work.tiles = static_cast<int>(max(last - first, int64_t{0}));
-    work.is_earlier = first > 0;
-    work.is_whole = first == 0 && last == unit_tiles;
-    work.seen_begin = unit.rows[0].begin;
-    work.seen_end = unit.rows[0].end;
-#pragma unroll
-    for (int r = 1; r < kIndexGroupRows; ++r) {
-      if (r >= unit.num_rows) break;
-      work.seen_begin = max(work.seen_begin, unit.rows[r].begin);
-      work.seen_end = min(work.seen_end, unit.rows[r].end);
-    }
-    if (scan_.has_pins) work.seen_end = work.seen_begin;
-    if (!are_kept || work.is_earlier) return;
-    for (int r = 0; r < unit.num_rows; ++r)
-      KeptKeys(args_).rows[unit.first_row + r] = {kept_tile(work, r), unit.begin};
-  }
-  // The first tile of a row of a unit, where keys are kept.
-  __device__ __forceinline__ int32_t kept_tile(const ScanWork& work, int r) const {
-    return static_cast<int32_t>(work.unit_begin * args_.group_rows + r * (work.unit_end - work.unit_begin));
-  }
-  __device__ __forceinline__ void wait_for_unit(int i) const {
-    mbarrier_wait(shared_address(&s_.unit_full[i % 2]), i / 2 & 1);
-  }
-  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at
-  // once.
-  __device__ __forceinline__ void prepare_next(int i) const {
-    const IndexRows& rows = p_.problem.rows;
-    const int64_t unit_end = s_.works[i % 2].unit_end;
-    if (threadIdx.x < kConsumers - kWarpSize || unit_end >= s_.end) return;
-    const int lane = threadIdx.x % kWarpSize;
-    if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
-    IndexUnit& next = s_.units[(i + 1) % 2];
-    for (int64_t row = s_.units[i % 2].first_row + s_.units[i % 2].num_rows;; row += kWarpSize) {
-      const uint32_t lanes = __ballot_sync(kFullWarp, row + lane < rows.num_rows && is_next(row + lane));
-      if (lanes == 0) continue;
-      if (lane == 0) {
-        find_unit_here(rows, row + __ffs(static_cast<int>(lanes)) - 1, args_.group_rows, next);
-        set_work(i + 1, next, unit_end);
-        mbarrier_arrive(shared_address(&s_.unit_full[(i + 1) % 2]));
-      }
-      return;
-    }
-  }
-  // Whether a unit begins at the row, of which steps are shared.
-  __device__ __forceinline__ bool is_next(int64_t row) const {
-    const IndexRows& rows = p_.problem.rows;
-    if (rows.k_start || rows.query_start_loc) {
-      IndexUnit unit;
-      return find_unit_here(rows, row, args_.group_rows, unit) &&
-             !(s_.share.are_kept && takes_all(unit, p_.topk));
-    }
-    return begins_unit(rows, row, args_.group_rows) &&
-           (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
-  }
-
   // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
   // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows
   // through the ring: when the first keys are known, what they run is there. Not where products fill the
@@ -202,40 +122,18 @@ class Scan {
           prepare_next(i);
           consumers_sync();
         }
-        if (is_rehearsal || s_.share.are_kept) keep_unit(math, unit, work);
+        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) keep_unit(math, unit, work);
         else scan_unit(math, unit, work);
+        if (!is_rehearsal && gathers() && work.is_earlier) {
+          consumers_sync();
+          if (threadIdx.x == 0) tell_arrival(&args_.state(s_.share.index)->arrived);
+        }
       }
       if (is_rehearsal) wait_for_previous_grid();
-      else if (work.unit_end >= s_.end) return;
+      else if (work.unit_end >= s_.end) break;
       consumers_sync();
     }
-  }
-
-  // The share, and its first unit.
-  template <class Team>
-  __device__ __forceinline__ void find_work(const Team& team) const {
-    wait_for_previous_grid();
-    const int cta = blockIdx.x;
-    find_share(team,
-               {p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, cta, args_.num_ctas, scan_.most_kept,
-                reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
-               s_.share, s_.units[0]);
-    team.sync();
-    if (threadIdx.x > 0) return;
-    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
-    args_.state(cta)->unit = -1;
-    args_.state(cta)->per_cta = s_.share.per_cta;
-    args_.state(cta)->are_kept = s_.share.are_kept;
-    s_.begin = begin;
-    s_.end = end;
-    if (begin < end) {
-      set_work(0, s_.units[0], s_.share.first_step);
-    } else {
-      s_.units[0] = {};
-      s_.works[0] = {};
-      s_.works[0].unit_end = end;
-    }
-    mbarrier_arrive(shared_address(&s_.unit_full[0]));
+    if (gathers() && s_.share.are_others) answer_others();
   }
 
   // The order keys of `tiles` tiles from `column` on: put(pair, key, order key), key counted from the
@@ -299,17 +197,41 @@ class Scan {
       });
       const bool is_last = first + tiles == work.tiles;
       consumers_sync();
+      int there = tiles;
+      if (gathers() && work.unit_tiles > tiles) {
+        gather(unit, work);
+        there = work.unit_tiles;
+      }
       RowTeam team(s_, unit.num_rows);
       if (const int r = team.row(); r < unit.num_rows)
-        end_chunk(team, r, unit, work, {keys(r), chunk_column, tiles * kTileKeys, s_.threshold[r]},
+        end_chunk(team, r, unit, work, {keys(r), chunk_column, there * kTileKeys, s_.threshold[r]},
                   first == 0, is_last);
       consumers_sync();
       if (is_last) break;
       first += tiles;
     }
     if (!work.is_whole && threadIdx.x == 0)
-      write_state(*args_.state(blockIdx.x), unit, work.is_earlier, work.unit_begin,
+      write_state(*args_.state(s_.share.index), unit, work.is_earlier, work.unit_begin,
                   num_tiles(unit, kTileKeys, p_.topk), s_.count);
+  }
+
+  // The keys of the tiles of a unit behind those of this CTA, which begins it: a thread waits for each of the
+  // CTAs that go on with it.
+  __device__ __forceinline__ void gather(const IndexUnit& unit, const ScanWork& work) const {
+    const auto last = static_cast<int>((static_cast<uint32_t>(work.unit_end) - 1) /
+                                       static_cast<uint32_t>(s_.share.per_cta));
+    const int cta = s_.share.index + 1 + static_cast<int>(threadIdx.x);
+    if (cta <= last) take_arrival(&args_.state(cta)->arrived);
+    consumers_sync();
+    const int pieces = (work.unit_tiles - work.tiles) * kTileKeys / 4;  // of sixteen bytes
+    for (int r = 0; r < unit.num_rows; ++r) {
+      const uint32_t* from = KeptKeys(args_).tile(kept_tile(work, r) + work.tiles);
+      uint32_t* to = keys(r) + work.tiles * kTileKeys;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < pieces; i += kConsumers)
+        store(to + 4 * i, load_if<4>(from + 4 * i, true));
+    }
+    consumers_sync();
   }
 
   // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
@@ -317,6 +239,16 @@ class Scan {
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             CandidateKeys chunk, bool is_first, bool is_last) const {
     const int32_t topk = p_.topk;
+    const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
+    const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
+    if (is_first && is_last && work.is_whole) {
+      const ThreadKeys own(team, chunk);
+      const Survey found = own.survey(team);
+      team.stage_in(list(r));
+      answer_from(team, answer, own, found, slot, [](int32_t) { return 0; });
+      emit_end(team, p_, answer.row, min(found.count, topk));
+      return;
+    }
     const Survey found = survey(team, chunk);
     const int32_t listed = s_.count[r], total = listed + found.count;
     const bool shrinks = total > (is_last ? topk : list_capacity(topk));
@@ -349,21 +281,13 @@ class Scan {
     }
     const int32_t in_list = is_first ? 0 : count;
     if (work.is_whole) {
-      const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
-      const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
-      // Columns are put in order where no candidates lie.
-      if (is_first) {
-        team.stage_in(list(r));
-        emit_chosen(team, answer, find_chosen(team, chunk, least), chunk, 0, slot);
-      } else {
-        team.stage_in(keys(r));
-        const AnswerPart part{0, count, unit.begin, answer.where.end};
-        emit_from(team, answer, CandidateList{list(r), count}, least, part, slot);
-      }
+      team.stage_in(keys(r));  // columns are put in order where no candidates lie
+      const AnswerPart part{0, count, unit.begin, answer.where.end};
+      emit_from(team, answer, CandidateList{list(r), count}, least, part, slot);
       emit_end(team, p_, answer.row, count);
       return;
     }
-    uint64_t* left = work.is_earlier ? args_.earlier(blockIdx.x, r) : args_.list(blockIdx.x, r);
+    uint64_t* left = work.is_earlier ? args_.earlier(s_.share.index, r) : args_.list(s_.share.index, r);
     team.sync();
     if (team.thread() == 0) {
       team.scalars().kept = in_list;
@@ -373,12 +297,6 @@ class Scan {
     team.sync();
     append_from(team, least, chunk, left);
   }
-
-  const ScanArgs& scan_;
-  const IndexTopkArgs& args_;
-  const IndexTopkParams& p_;
-  const Memory memory_;
-  ScanShared& s_;
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -1,0 +1,101 @@
+#pragma once
+// The k-th of candidates by one histogram: of their logits, in bins of equal widths.
+#include "cuda/indexer/select.cuh"
+
+namespace mla_fp8::gpu {
+
+// Of four candidates those in the bin of the k-th, and in bins above it: bit j of candidate j.
+struct FourPlaces {
+  uint32_t here, above;
+};
+// Gives all candidates to take(orders), which says where they are: candidates that want to know it have a
+// function of their own.
+template <class Team, class Candidates, class Take>
+__device__ __forceinline__ void take_from(const Team& team, const Candidates& candidates, const Take& take) {
+  candidates.visit(team, take);
+}
+
+// Bins of equal widths in logits, among which candidates whose keys a survey found spread, as they would not
+// in keys: those of half of all floats lie between -1 and 1.
+struct LogitBins {
+  // A float next to kWhole is a whole number, its last bits: one multiplication makes a bin. It is rounded
+  // twice, by half a bin each, so two bins are left for that, and bin 0 for what is no candidate.
+  static constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
+  float scale, to_whole;
+  bool divide;  // not where a range is empty or has no end, or in it is what has no logit
+
+  __device__ __forceinline__ LogitBins(int bins, const Survey& found) {
+    const float low = logit_of(found.low);
+    scale = static_cast<float>(bins - 4) / (logit_of(found.high) - low);
+    const float offset = 2.0f - low * scale;
+    divide = scale > 0.0f && float_bits(scale) < kInfBits && fabsf(offset) < 1e6f;
+    to_whole = kWhole + offset;
+  }
+  // Ascending, as each step of it is; bins next to kWhole as they lie.
+  __device__ __forceinline__ float near_whole(uint32_t key) const {
+    return fmaf(logit_of(key), scale, to_whole);
+  }
+  __device__ __forceinline__ static uint32_t bin(float near_whole) {
+    return float_bits(near_whole) - float_bits(kWhole);
+  }
+  __device__ __forceinline__ static float near_whole_of(int32_t bin) {
+    return bits_float(float_bits(kWhole) + static_cast<uint32_t>(bin));
+  }
+};
+
+// Of the kth.here orders that the team has put where its bins were, as scalars().kept counts, the
+// kth.remaining-th: each is compared with all others.
+template <class Team>
+__device__ __forceinline__ uint64_t kth_of_few(const Team& team, const KthBin& kth) {
+  SelectScalars& s = team.scalars();
+  team.sync();
+  const uint64_t* all = team.gathered(reinterpret_cast<const uint64_t*>(team.bins()));
+  // Eight lanes to a candidate, each of which compares it with an eighth of all.
+  constexpr int kLanes = 8, kOfWarp = kWarpSize / kLanes;
+  for (int first = team.thread() / kWarpSize * kOfWarp; first < kth.here; first += team.threads() / kLanes) {
+    const int i = first + threadIdx.x % kWarpSize / kLanes;
+    const uint64_t own = i < kth.here ? all[i] : kNoCandidate;
+    int32_t above = 0;
+    for (int j = threadIdx.x % kLanes; j < kth.here; j += kLanes) above += all[j] > own;
+    above = lanes_sum<kLanes>(above);
+    if (i < kth.here && above + 1 == kth.remaining) s.base = own;
+  }
+  team.sync();
+  return s.base;
+}
+
+// The k-th of candidates that were surveyed: the few of one bin are compared with each other.
+template <class Team, class Candidates>
+__device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& candidates, int32_t k,
+                                                 const Survey& found) {
+  if (const LogitBins bins(num_bins(team), found); bins.divide) {
+    const auto bin_of = [&](uint64_t order) {
+      return LogitBins::bin(bins.near_whole(static_cast<uint32_t>(order >> 32)));
+    };
+    const auto counts = [](uint64_t order) { return order >= kLeastOrder; };
+    const KthBin kth = find_kth_bin(team, candidates, k, counts, bin_of);
+    if (kth.here <= team.threads()) {
+      uint64_t* shared = reinterpret_cast<uint64_t*>(team.bins());
+      take_from(team, candidates, [&](const Four& orders) {
+        const auto kth_bin = static_cast<uint32_t>(kth.bin);
+        FourPlaces places{};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t bin = bin_of(orders[j]);
+          places.here |= static_cast<uint32_t>(counts(orders[j]) && bin == kth_bin) << j;
+          places.above |= static_cast<uint32_t>(counts(orders[j]) && bin > kth_bin) << j;
+        }
+        if (places.here != 0) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (places.here >> j & 1) shared[atomicAdd(&team.scalars().kept, 1)] = orders[j];
+        }
+        return places;
+      });
+      return kth_of_few(team, kth);
+    }
+  }
+  return kth_order(team, candidates, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,146 @@
+#pragma once
+// The units of a CTA's share of index_topk's scan on Hopper, one after another: the first is found by all
+// consumers, with the share, and each other one while the one before it is scored.
+#include "cuda/indexer/sm90_rows.cuh"
+
+namespace mla_fp8::gpu::sm90_index {
+
+class ScanUnits {
+ protected:
+  __device__ __forceinline__ ScanUnits(const ScanArgs& args, const Memory& memory)
+      : scan_(args), args_(args.topk), p_(args.topk.p), memory_(memory), s_(shared()) {}
+
+  // Of row r: its list, and a chunk's keys.
+  __device__ __forceinline__ uint64_t* list(int r) const {
+    return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
+  }
+  __device__ __forceinline__ int pitch() const { return keys_pitch(scan_.chunk_tiles); }
+  __device__ __forceinline__ uint32_t* keys(int r) const {
+    return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
+  }
+
+  // Whether each unit is answered by the CTA that begins it.
+  __device__ __forceinline__ bool gathers() const { return s_.share.are_kept && s_.share.are_gathered; }
+
+  // The share, and its first unit.
+  template <class Team>
+  __device__ __forceinline__ void find_work(const Team& team) const {
+    wait_for_previous_grid();
+    find_share(team,
+               {p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, static_cast<int>(blockIdx.x),
+                args_.num_ctas, scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
+                reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
+               s_.share, s_.units[0]);
+    team.sync();
+    if (threadIdx.x > 0) return;
+    const int cta = s_.share.index;
+    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
+    args_.state(cta)->unit = -1;
+    args_.state(cta)->per_cta = s_.share.per_cta;
+    args_.state(cta)->are_kept = s_.share.are_kept;
+    args_.state(cta)->are_answered = gathers();
+    s_.begin = begin;
+    s_.end = end;
+    if (begin < end) {
+      set_work(0, s_.units[0], s_.share.first_step);
+    } else {
+      s_.units[0] = {};
+      s_.works[0] = {};
+      s_.works[0].unit_end = end;
+    }
+    mbarrier_arrive(shared_address(&s_.unit_full[0]));
+  }
+
+  __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
+    const bool are_kept = s_.share.are_kept;
+    const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
+                  unit_tiles = are_kept ? scored : max(scored, int64_t{1});
+    const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
+    ScanWork& work = s_.works[i % 2];
+    work.unit_begin = unit_begin;
+    work.unit_end = unit_begin + unit_tiles + (are_kept ? 0 : kChoiceSteps);
+    work.column = static_cast<int32_t>(unit.begin + first * kTileKeys);
+    work.tiles = static_cast<int>(max(last - first, int64_t{0}));
+    work.unit_tiles = static_cast<int>(unit_tiles);
+    work.is_earlier = first > 0;
+    work.is_whole = first == 0 && (are_kept ? gathers() : last == unit_tiles);
+    work.seen_begin = unit.rows[0].begin;
+    work.seen_end = unit.rows[0].end;
+#pragma unroll
+    for (int r = 1; r < kIndexGroupRows; ++r) {
+      if (r >= unit.num_rows) break;
+      work.seen_begin = max(work.seen_begin, unit.rows[r].begin);
+      work.seen_end = min(work.seen_end, unit.rows[r].end);
+    }
+    if (scan_.has_pins) work.seen_end = work.seen_begin;
+    if (!are_kept || gathers() || work.is_earlier) return;
+    for (int r = 0; r < unit.num_rows; ++r)
+      KeptKeys(args_).rows[unit.first_row + r] = {kept_tile(work, r), unit.begin};
+  }
+  // The first tile of a row of a unit, where keys are kept.
+  __device__ __forceinline__ int32_t kept_tile(const ScanWork& work, int r) const {
+    return static_cast<int32_t>(work.unit_begin * args_.group_rows + r * (work.unit_end - work.unit_begin));
+  }
+  __device__ __forceinline__ void wait_for_unit(int i) const {
+    mbarrier_wait(shared_address(&s_.unit_full[i % 2]), i / 2 & 1);
+  }
+  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at
+  // once.
+  __device__ __forceinline__ void prepare_next(int i) const {
+    const IndexRows& rows = p_.problem.rows;
+    const int64_t unit_end = s_.works[i % 2].unit_end;
+    if (threadIdx.x < kConsumers - kWarpSize || unit_end >= s_.end) return;
+    const int lane = threadIdx.x % kWarpSize;
+    if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
+    IndexUnit& next = s_.units[(i + 1) % 2];
+    for (int64_t row = s_.units[i % 2].first_row + s_.units[i % 2].num_rows;; row += kWarpSize) {
+      const uint32_t lanes = __ballot_sync(kFullWarp, row + lane < rows.num_rows && is_next(row + lane));
+      if (lanes == 0) continue;
+      if (lane == 0) {
+        find_unit_here(rows, row + __ffs(static_cast<int>(lanes)) - 1, args_.group_rows, next);
+        set_work(i + 1, next, unit_end);
+        mbarrier_arrive(shared_address(&s_.unit_full[(i + 1) % 2]));
+      }
+      return;
+    }
+  }
+  // Whether a unit begins at the row, of which steps are shared.
+  __device__ __forceinline__ bool is_next(int64_t row) const {
+    const IndexRows& rows = p_.problem.rows;
+    if (rows.k_start || rows.query_start_loc) {
+      IndexUnit unit;
+      return find_unit_here(rows, row, args_.group_rows, unit) &&
+             !(s_.share.are_kept && takes_all(unit, p_.topk));
+    }
+    return begins_unit(rows, row, args_.group_rows) &&
+           (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
+  }
+
+  // Units without a scored tile, in turns.
+  __device__ __forceinline__ void answer_others() const {
+    const UnitPlaces places(p_.problem.rows, args_.group_rows);
+#pragma unroll 1
+    for (int64_t i = s_.share.index; i < places.count; i += args_.num_ctas) {
+      consumers_sync();
+      IndexUnit& unit = s_.units[0];
+      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, places.row(i), args_.group_rows, unit))
+        unit.num_rows = 0;
+      consumers_sync();
+      if (unit.num_rows > 0 && takes_all(unit, p_.topk)) args_.answer_all(unit, RowTeam(s_, 1));
+    }
+  }
+
+  const ScanArgs& scan_;
+  const IndexTopkArgs& args_;
+  const IndexTopkParams& p_;
+  const Memory memory_;
+  ScanShared& s_;
+
+ private:
+  __device__ __forceinline__ static ScanShared& shared() {
+    __shared__ ScanShared memory;
+    return memory;
+  }
+};
+
+}  // namespace mla_fp8::gpu::sm90_index
