@@ -133,7 +133,7 @@ class Scan : ScanUnits {
       else if (work.unit_end >= s_.end) break;
       consumers_sync();
     }
-    if (gathers() && s_.share.are_others) answer_others();
+    if (gathers() && s_.share.are_others) answer_others(i);
   }
 
   // The order keys of `tiles` tiles from `column` on: put(pair, key, order key), key counted from the

@@ -116,14 +116,16 @@ class ScanUnits {
            (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
   }
 
-  // Units without a scored tile, in turns.
-  __device__ __forceinline__ void answer_others() const {
+  // Units without a scored tile, in turns, behind the i-th unit of the share, its last: in place 0, once the
+  // producers have left that, too.
+  __device__ __forceinline__ void answer_others(int i) const {
+    mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
     const UnitPlaces places(p_.problem.rows, args_.group_rows);
 #pragma unroll 1
-    for (int64_t i = s_.share.index; i < places.count; i += args_.num_ctas) {
+    for (int64_t place = s_.share.index; place < places.count; place += args_.num_ctas) {
       consumers_sync();
       IndexUnit& unit = s_.units[0];
-      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, places.row(i), args_.group_rows, unit))
+      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, places.row(place), args_.group_rows, unit))
         unit.num_rows = 0;
       consumers_sync();
       if (unit.num_rows > 0 && takes_all(unit, p_.topk)) args_.answer_all(unit, RowTeam(s_, 1));

@@ -239,10 +239,10 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
 constexpr double kLikelyNew = 0.1;
-// A CTA of 32 and of 64 rows over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179
-// keys. The launch for queries that go alone, if there are none. Making the lists. The last three are fitted
-// to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's prompts of 8 heads) to
-// 27e-6 (V3.2's prompts 21e-6).
+// A CTA of 32 and of 64 rows over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to
+// 2179 keys. The launch for queries that go alone, if there are none. Making the lists. The last three are
+// fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's prompts of 8
+// heads) to 27e-6 (V3.2's prompts 21e-6).
 constexpr Price kListPrices[2] = {{29.7, 8.4, 1.4, 0.0}, {37.0, 10.3, 3.5, 0.0}};
 constexpr double kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
 // What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so

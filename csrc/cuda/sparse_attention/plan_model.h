@@ -64,9 +64,9 @@ struct HeadsClass {
   int heads;
   Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
 };
-// Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys (pairs: 640): times within 3 to 6 %
-// in the mean. What is chosen by them is 0.5 % behind the best of those plans in the mean, bf16 rows 0.6 %,
-// pairs 0.1 %; at worst 14 % (dsv4, 32 heads, 64 queries).
+// Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys (pairs: 640): times within 3 to
+// 6 % in the mean. What is chosen by them is 0.5 % behind the best of those plans in the mean, bf16 rows
+// 0.6 %, pairs 0.1 %; at worst 14 % (dsv4, 32 heads, 64 queries).
 inline constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {15.8, 8.1, 0.8}},
     {Kernel::kFewHeads, 16, {18.1, 8.6, 0.1}, {17.4, 8.5, 1.3}, {17.0, 8.8, 1.4}},
