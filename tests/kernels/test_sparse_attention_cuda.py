@@ -12,7 +12,7 @@ import pytest
 import torch
 from assertions import Results, assert_attention, assert_same
 from row_cases import changed, compacted, row_case
-from sparse_cases import V4_SCOPES, Case, make_case
+from sparse_cases import V4_SCOPES, Case, Scope, make_case
 from window_cases import make_window_case
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
@@ -147,6 +147,25 @@ def test_rows_of_every_kind(variant):
     assert_attention(case, results, some)
     if not variant.pairs:
         assert_same(variant.run(changed(case, compacted)), results)
+
+
+@unsplit_variants
+def test_holes_of_any_density(variant):
+    """Blocks of a row without holes end anywhere in it; the last row has no key."""
+    if variant.pairs:
+        pytest.skip("keeps invalid keys in their places")
+    shape = {"num_tokens": 6, "num_q_heads": variant.some_heads[0], "topk": 777, "num_slots": 2000}
+    case = make_case(variant.first, DEVICE, **shape, extra=variant.extra(None))
+    share = torch.tensor([0.98, 0.9, 0.5, 0.1, 0.02, 0])[:, None]
+
+    def with_holes(scope: Scope) -> Scope:
+        kept = torch.rand(scope.indices.shape) < share
+        return replace(scope, indices=scope.indices.where(kept.to(DEVICE), -1))
+
+    case = changed(case, with_holes)
+    results = variant.run(case)
+    assert_attention(case, results)
+    assert_same(variant.run(changed(case, compacted)), results)
 
 
 @unsplit_variants

@@ -9,6 +9,8 @@
 //                    and position are the same. Elsewhere the map tells
 //
 // A kernel sees nothing but the valid keys, in their order: a row with holes has the bits of one without.
+#include <type_traits>
+
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "ops/sparse_attention.h"
@@ -162,6 +164,16 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
   return __any_sync(kFullWarp, repeated);
 }
 
+// The n-th set bit of a mask that has more than n.
+__device__ inline int nth_set_bit(uint32_t mask, int n) {
+  int at = 0;
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2)
+    if (const int below = __popc(mask & ((1u << width) - 1)); n >= below)
+      n -= below, at += width, mask >>= width;
+  return at;
+}
+
 struct MapInShared {
   uint32_t map;
   __device__ uint32_t operator[](unsigned part) const { return load_shared_4(map + part * 4); }
@@ -171,6 +183,21 @@ struct MapInLanes {
   uint32_t words[2];
   __device__ uint32_t operator[](unsigned part) const {
     return __shfl_sync(kFullWarp, part % 2 == 0 ? words[0] : words[1], part / 2);
+  }
+  // The position of the key of this lane's rank, of parts of 32; -1 of a negative one. `before` keys lie
+  // before this lane's parts. It takes as long however many holes there are.
+  __device__ __forceinline__ int find(int before, int rank) const {
+    int owner = 0, first = 0;  // the last lane whose parts begin at or before this rank, and where they begin
+#pragma unroll
+    for (int step = kWarpSize / 2; step > 0; step /= 2)
+      if (const int begin = __shfl_sync(kFullWarp, before, owner + step); begin <= rank)
+        owner += step, first = begin;
+    const uint32_t low = __shfl_sync(kFullWarp, words[0], owner);
+    const uint32_t high = __shfl_sync(kFullWarp, words[1], owner);
+    const int in_low = __popc(low);
+    const bool is_high = rank - first >= in_low;
+    const int n = rank - first - (is_high ? in_low : 0);
+    return rank < 0 ? -1 : (2 * owner + is_high) * kWarpSize + nth_set_bit(is_high ? high : low, n);
   }
 };
 
@@ -213,16 +240,6 @@ struct KeySurvey {
   }
 };
 
-// The n-th set bit of a mask that has more than n.
-__device__ inline int nth_set_bit(uint32_t mask, int n) {
-  int at = 0;
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2)
-    if (const int below = __popc(mask & ((1u << width) - 1)); n >= below)
-      n -= below, at += width, mask >>= width;
-  return at;
-}
-
 template <class Map>  // MapInShared where it stays there, else MapInLanes
 class ValidKeys {
  public:
@@ -232,6 +249,7 @@ class ValidKeys {
     if (has_gaps_) before_ = warp_inclusive_sum(survey.in_lane) - survey.in_lane;
   }
   __device__ int num_keys() const { return num_keys_; }
+  __device__ bool has_gaps() const { return has_gaps_; }
 
   // The key of this lane's rank, which is below num_keys(); none of a negative rank. Of the lanes that want a
   // key the first wants the lowest rank.
@@ -242,12 +260,14 @@ class ValidKeys {
     return source.at(rank);  // -1 as a position is past every end
   }
 
- private:
-  // The position of the key of this lane's rank; -1 of a negative one.
+  // Its position, in a row with gaps.
   template <class Source>
   __device__ __forceinline__ int search(const Source& source, int rank) const {
     const int lane = threadIdx.x % kWarpSize;
     const unsigned size = part_size(source.length());
+    if constexpr (std::is_same_v<Map, MapInLanes>)
+      if (size == kWarpSize) [[likely]]
+        return map_.find(before_, rank);
     int position = -1;
     bool searches = rank >= 0;
     const uint32_t who = __ballot_sync(kFullWarp, searches);
@@ -267,6 +287,7 @@ class ValidKeys {
     return position;
   }
 
+ private:
   int num_keys_;
   bool has_gaps_;
   int before_;  // valid keys before the two parts of this lane

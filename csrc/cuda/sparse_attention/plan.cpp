@@ -138,8 +138,8 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
 // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
 // ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
-// heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more than a
-// wave (144 queries, one H100: V4 45.8 -> 35.1 us; V3.2 91 and 92 us).
+// heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more
+// than a wave (144 queries, one H100: V4 45.8 -> 35.1 us; V3.2 91 and 92 us).
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
@@ -154,10 +154,10 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
 }
 
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
-// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us; 640 keys, 96 queries: 62.4 -> 59.9;
-// but 48 queries, which are one wave of many_heads: 31.4 against 32.7). With fewer tiles of bf16 rows than half the
-// SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
-// against 67 us).
+// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us; 640 keys, 96 queries: 62.4 ->
+// 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7). With fewer tiles of bf16 rows than
+// half the SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048
+// keys: 70 against 67 us).
 // Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
 // against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
 // 64 queries, 269 against 223).

@@ -135,6 +135,7 @@ class TileGather {
   struct ItemKeys {
     ValidKeys<MapInLanes> valid;  // while others read the map of the next item
     bool repeat;                  // this warp has seen a slot twice
+    int position;                 // if it has gaps, of the keys of two blocks, an even one and the next
   };
   // The warps survey the item: from then on it has only its valid keys.
   __device__ ItemKeys find_keys(TileSource& item) const {
@@ -145,14 +146,27 @@ class TileGather {
     named_barrier(kBarrierGather, kGroupThreads);
     const KeySurvey survey(map, item.num_entries, lane_);
     item.length = survey.num_keys;
-    return {{survey, survey.map}, repeat};
+    return {{survey, survey.map}, repeat, -1};
   }
   // Of this lane's key in a block.
-  __device__ Entry entry(const TileSource& item, const ItemKeys& keys, int block) const {
+  __device__ Entry entry(const TileSource& item, ItemKeys& keys, int block) const {
     const int key = C::first_key(block) + key_;
     const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
-    if constexpr (C::kCounted) return keys.valid.find(Source(*this, item), is_key ? key : -1);
-    else return Source(*this, item).at(is_key ? key : item.num_entries);
+    if constexpr (!C::kCounted) return Source(*this, item).at(is_key ? key : item.num_entries);
+    const Source source(*this, item);
+    if (!keys.valid.has_gaps()) [[likely]]
+      return source.at(is_key ? key : -1);  // past every end
+    // All warps search at the same time, and nothing is copied meanwhile. So a search is for all lanes, which
+    // have a key each in an even block and the next, and that for the next two comes behind this load.
+    const auto search = [&](int block) {
+      const int rank = C::first_key(block) + lane_ / 8 * 32 + warp_ * 8 + lane_ % 8;
+      keys.position = keys.valid.search(source, rank < item.length ? rank : -1);
+    };
+    if (block == 0) search(0);
+    const int position = __shfl_sync(kFullWarp, keys.position, block % 2 * 16 + lane_ % 16);
+    const Entry found = source.at(is_key ? position : -1);
+    if (block % 2 == 1) search(block + 1);
+    return found;
   }
   __device__ bool is_valid(Entry entry) const {
     if constexpr (C::kSelected) return entry.value >= 0 && entry.value < params_.p.scopes[0].num_slots;
