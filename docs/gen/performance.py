@@ -10,6 +10,7 @@ from results import (
     CPU,
     DECODE,
     GPU,
+    H100,
     PREFILL,
     STRATEGY,
     cell,
@@ -116,8 +117,8 @@ def speed_chart() -> str:
     return svg.ranges(title, groups, "as fast as FlashMLA")
 
 
-def decode_tables() -> Iterator[str]:
-    cases = of(GPU, "sparse_decode")
+def decode_tables(device: str = GPU) -> Iterator[str]:
+    cases = of(device, "sparse_decode")
     for layout, keys, batches in (
         ("dsv32", "2048", (1, 8, 32, 64, 128, 256)),
         ("dsv4", "128+512", (32, 128, 256)),
@@ -251,13 +252,13 @@ def cpu_tables() -> Iterator[str]:
         yield folded(op, f"{table}\n\nMeasured at {commits(cases.values())}.")
 
 
-def real_tables() -> Iterator[str]:
-    for op in REAL:
-        for (form, peer), kinds in summary.ratios(of(GPU, op).values()).items():
+def real_tables(device: str = GPU, ops: Iterable[str] = REAL) -> Iterator[str]:
+    for op in ops:
+        for (form, peer), kinds in summary.ratios(of(device, op).values()).items():
             yield folded(
                 f"{form} against {peer}", summary.table(f"`{form}` against `{peer}`", kinds).rstrip()
             )
-    every = [case for op in REAL for case in of(GPU, op).values()]
+    every = [case for op in ops for case in of(device, op).values()]
     found = [c.ours.difference for c in every if c.ours.difference is not None]
     worst = f" Results differ from FlashMLA's by at most {max(found):.1%}." if found else ""
     yield f"{len(every)} cases, measured at {commits(every)}.{worst}"
@@ -321,6 +322,7 @@ def parts() -> dict[str, str]:
     return {
         "overview": overview(),
         "decode": "\n\n".join(decode_tables()),
+        "decode on an H100": "\n\n".join([*decode_tables(H100), *real_tables(H100, REAL[:1])]),
         "real rows": "\n\n".join(real_tables()),
         "prefill": "\n\n".join(prefill_tables()),
         "ways": ways(),
