@@ -14,8 +14,9 @@ __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// The same before a block ends whose shared memory others read: what a block has read is in its registers,
-// and nobody waits for what it writes, least of all for outputs on their way to memory.
+// The same before a block ends whose shared memory others read. Whoever calls it has used all that it has
+// read there, so no read is under way; and nobody waits for its writes, least of all for outputs on their way
+// to memory.
 __device__ inline void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();

@@ -14,6 +14,7 @@ template <class C, int kSplits, int kRounds>
 __device__ void merge_quads(const KernelParams& params, const typename C::Item& w, uint32_t smem, int quad,
                             int num_quads, int lane) {
   const int splits = params.num_splits(), head = quad / kOutQuads;
+  if (!w.has_head(params.p, head)) return;  // what is loaded is used: it has come before this CTA leaves
   // Each begins with itself: nobody is asked by all.
   const auto other = [&](int i) {
     const int split = w.split + min(i, splits - 1);
@@ -65,7 +66,6 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
   if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
   out_factor = __shfl_sync(kFullWarp, out_factor, 0);
   uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
-  if (!w.has_head(params.p, head)) return;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i)
     if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16(sum[i], out_factor);
