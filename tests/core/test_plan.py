@@ -238,7 +238,7 @@ def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
     [
         (("few_heads", "split", 64, 1), "dsv32", 64),
         (("few_heads", "split", 32, 1), "dsv32", 64),
-        (("few_heads", "split", 8, 3), "dsv32", 8),
+        (("few_heads", "split", 8, 17), "dsv32", 8),
         (("few_heads", "walk", 8, 2), "dsv32", 8),
         (("few_heads", "walk", 16, 1, 4), "dsv32", 16),
         (("many_heads", "split", 64, 32), "dsv32", 64),

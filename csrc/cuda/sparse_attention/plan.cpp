@@ -105,6 +105,7 @@ Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, c
     best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
   };
   for (const SplitClass& s : kSplitClasses) {
+    if (s.splits == 6) continue;  // not timed with tiles
     propose(s, time(s, tiles.num_tokens), 0, 1);
     const int64_t last = tiles.num_tokens % resident(s, num_sms);
     if (last == 0 || last == tiles.num_tokens) continue;
