@@ -140,7 +140,7 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
 // ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
 // heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more
-// than a wave (144 queries, one H100: V4 45.8 -> 35.1 us; V3.2 91 and 92 us).
+// than a wave (timed at 144 queries alone, one H100: V4 45.8 -> 35.1 us; V3.2 90 -> 92).
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
