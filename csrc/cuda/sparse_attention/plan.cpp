@@ -140,17 +140,21 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
 // ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
 // heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more
-// than a wave (timed at 144 queries alone, one H100: V4 45.8 -> 35.1 us; V3.2 90 -> 92).
+// than a wave (timed at 144 queries alone, one H100: V4 45.8 -> 35.1 us; V3.2 90 -> 92). More than 32 heads
+// walk when each SM has six items: what lies between two of them is hidden, but the first and the last (one
+// H200, 64 heads, 256 and 2048 queries, V4 of 640 keys 66 -> 69 and 473 -> 464 us, of 192: 39 -> 40 and
+// 250 -> 230; V3.2 of 2048: 157 -> 157 and 1339 -> 1314, of 128: 33 -> 32 and 230 -> 198).
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
   const int octets = ceil_div(p.num_q_heads, kOctet);
-  const int64_t enough = !fp8 ? 7 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
-  return octets <= (fp8 ? 4 : 1) && p.num_tokens * octets > enough * num_sms;
+  const int64_t enough = !fp8 ? 7 : octets > 4 ? 48 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
+  const int most = !fp8 ? 1 : p.layouts().is_mixed() ? 4 : 16;
+  return octets <= most && p.num_tokens * octets > enough * num_sms;
 }
 Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
-  const int heads = kernel == Kernel::kManyHeads ? 32 : p.num_q_heads <= 8 ? 8 : 16;
+  const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
   return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
 }
 

@@ -123,6 +123,10 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 64, 2, 0, kDsv4, 8, 22, 300, 100, true, false, false, false, 7},
     {"many_heads", "split", 64, 4, 0, kDsv32, 16, 14, 400, 0, false, false, false, false, 4},
     {"many_heads", "split", 64, 1, 0, kDsv32, 32, 7, 400, 0, true, false, false, false, 2},
+    {"few_heads", "split", 16, 6, 0, kDsv32, 16, 3, 2400, 0, false},  // clusters of six
+    {"few_heads", "split", 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
+    {"many_heads", "split", 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
+    {"many_heads", "split", 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;

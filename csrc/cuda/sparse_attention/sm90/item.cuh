@@ -96,30 +96,36 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
 
 // ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
 
-// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query. The
-// blocks are known after the survey of its keys.
-struct SplitItem {
-  using Source = KeySource;
-  Keys keys;
+// A query and some of its heads.
+struct QueryHeads {
   int64_t query;
-  int split, first_head;
-  int first_block, num_blocks;
+  int first_head;
 
-  __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
   __device__ int num_heads(const SparseAttentionParams& p, int most) const {
     return min(p.num_q_heads - first_head, most);
   }
   __device__ bool has_head(const SparseAttentionParams& p, int i) const {
     return first_head + i < p.num_q_heads;
   }
-  __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
-  __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
   __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int i) const {
     return p.q + query * p.q_stride_token + first_head * p.q_stride_head + i * p.q_stride_head;
   }
   __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
     return p.q_stride_head == dims;
   }
+};
+
+// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query. The
+// blocks are known after the survey of its keys.
+struct SplitItem : QueryHeads {
+  using Source = KeySource;
+  Keys keys;
+  int split;
+  int first_block, num_blocks;
+
+  __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
+  __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
+  __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
 
   template <class C>
   __device__ void take_share(int num_keys, const Divider& splits) {
@@ -136,12 +142,8 @@ __device__ SplitItem find_item(const KernelParams& params) {
   const unsigned cluster = cluster_index();
   // The head blocks of a query run together: its rows are read from L2 again.
   const int64_t query = cluster / params.num_head_blocks;
-  return {
-      .keys = Keys(params.p, query),
-      .query = query,
-      .split = cluster_rank(),
-      .first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads,
-  };
+  const int first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads;
+  return {{query, first_head}, Keys(params.p, query), cluster_rank()};
 }
 
 // A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
@@ -163,10 +165,7 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
 
 // One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
 template <class C>
-struct WalkItem {
-  int64_t query;
-  int first_head;
-
+struct WalkItem : QueryHeads {
   // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
   __device__ static unsigned count(const KernelParams& params) {
     return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks;
@@ -188,8 +187,7 @@ struct WalkItem {
   }
 
   __device__ WalkItem(const KernelParams& params, unsigned i)
-      : query(i / params.num_head_blocks),
-        first_head(static_cast<int>(i % params.num_head_blocks) * C::kHeads) {}
+      : QueryHeads{i / params.num_head_blocks, static_cast<int>(i % params.num_head_blocks) * C::kHeads} {}
 
  private:
   // From i on the first whose query goes alone.
@@ -200,19 +198,19 @@ struct WalkItem {
   }
 };
 
-// The warps that work on a query survey the keys of the one after it, for themselves and its producers. A
-// place for queries has two buffers for that.
+// The warps that work on a query survey the keys of a later one, for themselves and its producers. A place
+// for queries has two buffers for that.
 template <class C>
 class WalkSurveys {
  public:
-  static constexpr int kWarps = C::kSurveyWarps, kProducers = C::kProducers / C::kQueries;  // of a place
+  static constexpr int kWarps = C::kSurveyWarps, kReaders = C::kSurveyReaders;  // of a place
 
   __device__ WalkSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
 
   __device__ void init() const {
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(full(i), kWarps * kWarpArrivals);
-      mbarrier_init(empty(i), kProducers * kWarpArrivals);
+      mbarrier_init(empty(i), kReaders * kWarpArrivals);
     }
   }
   // By each of the warps that work on the place's i-th query.
@@ -229,7 +227,7 @@ class WalkSurveys {
   __device__ uint32_t map(int i) const {
     return smem_ + MLA_SMEM(C, maps) + (place_ * 2 + i % 2) * kMapBytes;
   }
-  // By each of its producers, once it has found all keys.
+  // By each of its readers: of producers once they have found all keys.
   __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
 
  private:

@@ -68,6 +68,7 @@ struct FewHeads {
 
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
+  static constexpr int kSurveyReaders = kProducers / kQueries;
   static constexpr bool kWalks = kQueries > 1;
   static constexpr bool kFindsLargest = true;  // if the caller wants them
 

@@ -141,20 +141,25 @@ class LogitWarp {
   float sum_[kOctets][2];
 };
 
-// One of the four logits warps: 16 keys of each block.
+// One of the four logits warps where there is one warpgroup of them: 16 keys of each block.
 template <class C>
-class SplitLogits : LogitWarp<C> {
+class BlockLogits : protected LogitWarp<C> {
  public:
   using Base = LogitWarp<C>;
   using Base::kOctets;
   using typename Base::R;
   static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
 
-  using Item = typename C::Item;
-  __device__ SplitLogits(const KernelParams& params, const Item& w, uint8_t* smem, int warp, int lane)
-      : Base(smem, warp, lane), params_(params), p_(params.p), w_(w), x_(smem) {}
+ protected:
+  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
 
-  __device__ void run() {
+  __device__ BlockLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : Base(smem, warp, lane), params_(params), p_(params.p), x_(smem) {}
+
+  __device__ bool finds_largest() const { return C::kFindsLargest && (!C::kWalks || p_.max_logits); }
+
+  // Once Q is there.
+  __device__ void begin_row() {
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
@@ -166,35 +171,63 @@ class SplitLogits : LogitWarp<C> {
       sum_[n][0] = sum_[n][1] = 0.0f;
       if constexpr (C::kFindsLargest) x_.lane_largest(member_, n)[lane_] = {-INFINITY, -INFINITY};
     }
-
-    bool fresh = true;  // no key yet: bases are 0, sums and O too
-#pragma unroll 1
-    for (int block = 0; block < w_.num_blocks; ++block) {
-      const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
-      wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
-      float s[kOctets][4];
-      this->load_scales(stage);
-      multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
-      if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
-      const float peak = this->to_log2(stage, s);
-      if constexpr (C::kFindsLargest) note_largest(s);
-      wait_until_free<2>(x_.p_empty(buffer), block);
-      const float limit = fresh ? -INFINITY : kWeightLog2 + kLazyLog2;
-      const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, peak > limit);
-      if (moved) move_bases(s, buffer, limit);
-      if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh;
-      fresh = fresh && !moved;
-      this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
-                          x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
-      fence_proxy_async();
-      mbarrier_arrive_warp(x_.p_full(buffer), lane_);
-    }
-    finish();
+    fresh_ = true;
   }
 
- private:
-  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
+  // `block`: of the ring's sequence.
+  __device__ __forceinline__ void attend(int block) {
+    const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
+    wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
+    float s[kOctets][4];
+    this->load_scales(stage);
+    multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
+    if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
+    const float peak = this->to_log2(stage, s);
+    if (finds_largest()) note_largest(s);
+    wait_until_free<2>(x_.p_empty(buffer), block);
+    const float limit = fresh_ ? -INFINITY : kWeightLog2 + kLazyLog2;
+    const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, peak > limit);
+    if (moved) move_bases(s, buffer, limit);
+    if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh_;
+    fresh_ = fresh_ && !moved;
+    this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
+                        x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
+    fence_proxy_async();
+    mbarrier_arrive_warp(x_.p_full(buffer), lane_);
+  }
 
+  // Calls fn(head, base, sum, largest logit) for each head of the CTA, by one of its lanes.
+  template <class Fn>
+  __device__ __forceinline__ void end_row(Fn&& fn) {
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
+      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {sum0, sum1};
+      if (finds_largest()) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+        float2& largest = x_.lane_largest(member_, n)[lane_];
+        largest = {max_over_g(largest.x), max_over_g(largest.y)};
+      }
+    }
+    named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head >= C::kHeads) return;
+    float sum = 0.0f, largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < C::kLogitWarps; ++i) {
+      sum += x_.warp_max(i)[head];
+      if (finds_largest()) {
+        const float2 pair = x_.lane_largest(i, head / kOctetHeads)[head % kOctetHeads / 2];
+        largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
+      }
+    }
+    fn(head, sum == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2, sum, largest);
+  }
+
+  const KernelParams& params_;
+  const SparseAttentionParams& p_;
+  const BlockExchange<C> x_;
+
+ private:
   // Per lane, in shared memory: registers are short. All loads before all stores, or each would wait for the
   // store before it.
   __device__ void note_largest(const float (&s)[kOctets][4]) const {
@@ -241,44 +274,106 @@ class SplitLogits : LogitWarp<C> {
     }
   }
 
+  bool fresh_;  // no key yet: bases are 0, sums and O too
+};
+
+template <class C>
+class SplitLogits : BlockLogits<C> {
+ public:
+  using Base = BlockLogits<C>;
+  using Item = typename C::Item;
+
+  __device__ SplitLogits(const KernelParams& params, const Item& w, uint8_t* smem, int warp, int lane)
+      : Base(params, smem, warp, lane), w_(w) {}
+
+  __device__ void run() {
+    this->begin_row();
+#pragma unroll 1
+    for (int block = 0; block < w_.num_blocks; ++block) this->attend(block);
+    finish();
+  }
+
+ private:
+  using Base::p_, Base::params_, Base::x_;
+
   // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
   __device__ void finish() {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
-      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {sum0, sum1};
-      if constexpr (C::kFindsLargest) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
-        float2& largest = x_.lane_largest(member_, n)[lane_];
-        largest = {max_over_g(largest.x), max_over_g(largest.y)};
-      }
-    }
-    named_barrier(kBarrierLogits, kLogitThreads);
-    const int head = member_ * kWarpSize + lane_;
-    if (head < C::kHeads) {
-      float2 stats = {0.0f, 0.0f};
-      float largest = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < C::kLogitWarps; ++i) {
-        stats.y += x_.warp_max(i)[head];
-        if constexpr (C::kFindsLargest) {
-          const float2 pair = x_.lane_largest(i, head / kOctetHeads)[head % kOctetHeads / 2];
-          largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
-        }
-      }
-      stats.x = stats.y == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-      if (params_.num_splits() == 1)
-        stats.y = finish_head<typename C::R>(p_, w_, head, stats.x, stats.y, largest);
+    this->end_row([&](int head, float base, float sum, float largest) {
+      float2 stats = {base, sum};
+      if (params_.num_splits() == 1) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
       reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
-    }
+    });
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  const KernelParams& params_;
-  const SparseAttentionParams& p_;
   const Item& w_;
-  const SplitExchange<C> x_;
+};
+
+// Queries one after the other. What of a query is not its products with keys: Q, and the end.
+template <class C>
+class WideWalkLogits : BlockLogits<C> {
+ public:
+  using Base = BlockLogits<C>;
+
+  __device__ WideWalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : Base(params, smem, warp, lane), surveys_(smem, 0), ends_(smem) {}
+
+  __device__ void run() {
+    int block = 0, row = 0;
+    unsigned i = WalkItem<C>::first(params_, 0);
+    copy_query(i);
+#pragma unroll 1
+    for (; i < WalkItem<C>::count(params_); ++row) {
+      const WalkItem<C> item(params_, i);
+      i = WalkItem<C>::next(params_, i);
+      convert_query(item, row);
+      this->begin_row();
+      const int end = block + ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
+      surveys_.release(row, lane_);
+#pragma unroll 1
+      for (; block < end; ++block) this->attend(block);
+      copy_query(i);
+      end_item(item, row);
+    }
+  }
+
+ private:
+  using Base::lane_, Base::member_, Base::p_, Base::params_, Base::x_;
+
+  // By one warp, when all are done with the Q before: the next one, as it is, while this row ends.
+  __device__ void copy_query(unsigned i) const {
+    if (member_ == 0 && i < WalkItem<C>::count(params_))
+      WgmmaQuery<C>::copy_octets(p_, WalkItem<C>(params_, i), x_.smem, lane_);
+  }
+  // In its place to wgmma's order, two octets at a time: registers are short.
+  __device__ void convert_query(const WalkItem<C>& item, int row) const {
+    int lane = lane_;  // else all addresses of Q would be found once, before the first row, and spilled
+    asm volatile("" : "+r"(lane));
+    constexpr int kParts = 4 * C::kLogitWarps;
+#pragma unroll 1
+    for (int part = member_; part < kParts; part += C::kLogitWarps) {
+      WgmmaQuery<C, kParts> q;
+      q.load_copied(p_, item, x_.bytes, part, lane, row);
+      named_barrier(kBarrierLogits, Base::kLogitThreads);
+      q.store(x_.bytes, part, lane);
+    }
+    named_barrier(kBarrierLogits, Base::kLogitThreads);
+  }
+
+  __device__ void end_item(const WalkItem<C>& item, int row) {
+    wait_until_free<2>(ends_.empty(row), row);
+    this->end_row([&](int in_cta, float base, float sum, float largest) {
+      const int head = item.first_head + in_cta;
+      write_head(p_, item.query, head, base, sum, largest);
+      ends_.factors(row)[in_cta] = output_factor<typename C::R>(p_, head, base, sum);
+    });
+    mbarrier_arrive_warp(ends_.full(row), lane_);
+  }
+
+  const WalkSurveys<C> surveys_;
+  const RowEnds<C> ends_;
 };
 
 // One of the logits warps: 16 keys of every kLogitGroups-th block.

@@ -1,6 +1,6 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Two schedules (docs/kernels/many_heads.md).
+// beside the products of another. Three schedules (docs/kernels/many_heads.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
@@ -18,6 +18,9 @@
 // Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
 // 4.3 TB/s, and at 64 heads the tensor cores, 34.
+//
+// Wide walk: a CTA of 64 heads goes through queries, with split's roles and its bits. Q comes while the query
+// before ends, the value warps survey the query after the next.
 //
 // Walk: a CTA of 32 heads goes through queries. What lies between two of them overlaps: producers gather
 // and the logits warps work on the next query while the value warps finish this one. Two warpgroups of
@@ -53,7 +56,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
-    SplitExchange<C>(smem).init();
+    BlockExchange<C>(smem).init();
+    mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
     mbarrier_init_fence();
   }
   begin_grid(params.follows);
@@ -112,17 +116,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #endif
 }
 
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <class C, class Exchange, class Logits, class Values>
+__device__ __forceinline__ void walk(const KernelParams& params) {
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
-    WalkExchange<C>(smem).init();
+    Exchange(smem).init();
     WalkSurveys<C>(smem, 0).init();
+    if constexpr (C::kLogitGroups == 1) {
+      RowEnds<C>(smem).init();
+      mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
+    }
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -132,11 +138,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     WalkProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
-    WalkLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
+    Logits(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();
-    WalkValues<C>(params, smem, warp, lane).run();
+    Values(params, smem, warp, lane).run();
   }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (C::kLogitGroups == 2) walk<C, WalkExchange<C>, WalkLogits<C>, WalkValues<C>>(params);
+  else walk<C, BlockExchange<C>, WideWalkLogits<C>, WideWalkValues<C>>(params);
 #endif
 }
 
@@ -162,7 +176,8 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
     if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
     if constexpr (kVariant.schedule == Schedule::kWalk) {
-      using C = ManyHeadsWalk<CachedRow<layout(), extra()>>;
+      using R = CachedRow<layout(), extra()>;
+      using C = std::conditional_t<kVariant.heads == 32, ManyHeadsWalk<R>, ManyHeadsWideWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else {

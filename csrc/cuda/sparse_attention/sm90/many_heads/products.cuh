@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
   // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
   constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
   static_assert(kBf16Units <= 2 && (R::kMixed || R::kTileDims >= 32), "fetching ahead overwrites nothing");
-  const uint64_t q = wgmma_descriptor(q_smem, C::kHeads * 16, 128);
+  const uint64_t q = wgmma_descriptor(q_smem, C::kQHalfBytes, C::kQOctetBytes);
   constexpr int kStep = C::kQStepBytes / 16;  // of the descriptor's address
   const int matrix = lane / 8;
   const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;

@@ -10,13 +10,13 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of one of eight warps. A head is shared by kLanes lanes, which take eight dims each in turn: a
+// One of kParts parts of the heads, by a warp: usually one of eight warps. A head is shared by kLanes lanes, which take eight dims each in turn: a
 // warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in different banks.
 // Loaded before a barrier, stored after it.
-template <class C>
+template <class C, int kParts = kConsumerWarps>
 struct WgmmaQuery {
   using R = typename C::R;
-  static constexpr int kHeads = C::kHeads / kConsumerWarps, kLanes = kWarpSize / kHeads;
+  static constexpr int kHeads = C::kHeads / kParts, kLanes = kWarpSize / kHeads;
   static constexpr int kRounds = R::kDims / (8 * kLanes), kFp8Rounds = R::kFp8Dims / (8 * kLanes);
   static constexpr int kHeadBytes = R::kDims * 2;
   uint4 dims[kRounds];
@@ -36,12 +36,26 @@ struct WgmmaQuery {
         bulk_copy(to + head * kHeadBytes, w.q_of_head(p, head), kHeadBytes, bar);
     }
   }
+  // The same, octets apart as they will be.
+  template <class Item>
+  __device__ static void copy_octets(const SparseAttentionParams& p, const Item& w, uint32_t smem, int lane) {
+    const uint32_t to = smem + MLA_SMEM(C, q), bar = smem + MLA_SMEM(C, q_barrier);
+    const int heads = w.num_heads(p, C::kHeads), at_once = w.is_q_dense(p, R::kDims) ? kOctetHeads : 1;
+    if (lane == 0) mbarrier_arrive_expect(bar, heads * kHeadBytes);
+    __syncwarp();
+    for (int head = lane * at_once; head < heads; head += kWarpSize * at_once)
+      bulk_copy(to + head / kOctetHeads * C::kQOctetBytes + head % kOctetHeads * kHeadBytes,
+                w.q_of_head(p, head), min(at_once, heads - head) * kHeadBytes, bar);
+  }
+  // `i`: how many were copied before.
   template <class Item>
   __device__ void load_copied(const SparseAttentionParams& p, const Item& w, const uint8_t* smem, int warp,
-                              int lane) {
-    mbarrier_wait(shared_address(smem) + MLA_SMEM(C, q_barrier), 0);
+                              int lane, int i = 0) {
+    wait_until_full<1>(shared_address(smem) + MLA_SMEM(C, q_barrier), i);
     const int head = warp * kHeads + lane / kLanes;
-    const uint8_t* const row = smem + MLA_SMEM(C, q) + head * kHeadBytes;
+    const int octet = C::kWalks ? head / kOctetHeads * C::kQOctetBytes : 0;
+    const uint8_t* const row =
+        smem + MLA_SMEM(C, q) + octet + (C::kWalks ? head % kOctetHeads : head) * kHeadBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
       dims[i] = w.has_head(p, head) ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16) : uint4{};
@@ -69,9 +83,10 @@ struct WgmmaQuery {
     const float factor = q_factor(largest);
     if (lane % kLanes == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
-    // Core matrices of 8 heads x 8 dims, 16 bytes a head: [k-step][half][octet][head].
-    constexpr int kHalf = C::kHeads * 16;
-    uint8_t* const at = smem + MLA_SMEM(C, q) + head * 16;
+    // Core matrices of 8 heads x 8 dims, 16 bytes a head.
+    constexpr int kHalf = C::kQHalfBytes;
+    uint8_t* const at =
+        smem + MLA_SMEM(C, q) + head / kOctetHeads * C::kQOctetBytes + head % kOctetHeads * 16;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int which = octuple(i, lane), second = which % 2;  // of a k-step's two

@@ -29,18 +29,20 @@ namespace mla_fp8::gpu {
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
-// R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh).
-template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone>
+// R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh). kWalks:
+// see the wide walk below.
+template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone,
+          bool kWalks_ = false>
 struct ManyHeadsSplit {
   using R = R_;
   static constexpr Tiles kTiles = kTiles_;
   static constexpr bool kNeighbours = kTiles != Tiles::kNone;
   using Item = ItemOf<kTiles>;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
-  static constexpr bool kFindsLargest = kFindsLargest_;
+  static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
-  static constexpr int kLogitWarps = 4, kQueries = 1;
+  static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
@@ -60,13 +62,20 @@ struct ManyHeadsSplit {
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
-  static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
+  // Of Q: a k-step has two halves of 8 dims, a half an octet of heads after the other. What is added puts
+  // stores of steps into different banks. A walk has octet after octet, which are converted where they came; of
+  // 576 dims there is no room for more.
+  static constexpr int kQPad = R::kDims == kHeadDimV ? 16 : 0;
+  static constexpr int kQStepBytes = kWalks ? 2 * kOctetHeads * 16 + kQPad : kStepBytes + kHeads;
+  static constexpr int kQHalfBytes = kWalks ? kOctetHeads * 16 : kHeads * 16;
+  static constexpr int kQOctetBytes = kWalks ? R::kDims / 16 * kQStepBytes : kOctetHeads * 16;
+  static constexpr int kQBytes = kWalks ? kOctets * kQOctetBytes : R::kDims / 16 * kQStepBytes;
   static constexpr int kPBytes = kBlockStages * kStepBytes;
   static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kScalePitch;
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
-    alignas(16) uint8_t q[R::kDims / 16][kQStepBytes];
+    alignas(16) uint8_t q[kQBytes];
     uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
     uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
     uint8_t scales[2][kScaleBytes];  // f16 [tile][key]
@@ -75,14 +84,16 @@ struct ManyHeadsSplit {
     alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
     float warp_max[kLogitWarps][kHeads];    // sums at the end
     float q_scale[kHeads];
-    float2 stats[kHeads];
-    float largest[kFindsLargest ? kHeads : 0];                                 // logit
+    float2 stats[kWalks ? 0 : kHeads];
+    float largest[kFindsLargest && !kWalks ? kHeads : 0];                      // logit
+    float factors[kWalks ? 2 : 0][kHeads];                                     // of a row's output
     float2 lane_largest[kFindsLargest ? kLogitWarps : 0][kOctets][kWarpSize];  // of two heads
     uint8_t valid[kStages][kStageRows];
-    alignas(8) uint8_t maps[1][kMapBytes];  // of the query's valid keys
-    uint64_t stage_barriers[kStages][2];    // full, empty
-    uint64_t weights_barriers[2][3];        // full, empty, QK done
+    alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // of a query's valid keys
+    uint64_t stage_barriers[kStages][2];                 // full, empty
+    uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
+    uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
@@ -99,12 +110,12 @@ struct ManyHeadsSplit {
 
 enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
-// What the logits and the value warps share.
+// What the value warps share with one warpgroup of logits.
 template <class C>
-struct SplitExchange {
+struct BlockExchange {
   uint8_t* bytes;
   uint32_t smem;
-  __device__ explicit SplitExchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
+  __device__ explicit BlockExchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
   __device__ uint32_t p_full(int buffer) const { return smem + MLA_SMEM(C, weights_barriers) + buffer * 24; }
   __device__ uint32_t p_empty(int buffer) const { return p_full(buffer) + 8; }
   __device__ uint32_t qk_done(int buffer) const { return p_full(buffer) + 16; }
@@ -123,11 +134,47 @@ struct SplitExchange {
     return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   }
   __device__ void init() const {
-    mbarrier_init(smem + MLA_SMEM(C, q_barrier), 1);
     for (int buffer = 0; buffer < 2; ++buffer) {
       mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
       mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
       mbarrier_init(qk_done(buffer), C::kLogitWarps);
+    }
+  }
+};
+
+// ---- wide walk ------------------------------------------------------------------------------------------
+//
+//   barrier            arrivals of a phase   waits                       protects
+//   stage, weights, QK done, kBarrierLogits as in split
+//   q                  a logits warp, the bytes   logits                     q: may be read as it came
+//   end full           4 logits warps        values                      factors[buffer]: may be read
+//   end empty          8 value warps         logits                      the same: may be written
+//   survey full        8 value warps         producers, logits, values   maps[buffer]: may be read
+//   survey empty       all 16 warps          values                      the same: may be written
+
+// A CTA of 64 heads that goes through queries. O leaves registers for one warpgroup of logits.
+template <class R_>
+struct ManyHeadsWideWalk : ManyHeadsSplit<R_, 8, 4, true, Tiles::kNone, true> {
+  static constexpr int kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
+  static constexpr int kSurveyWarps = kConsumerWarps;
+  static constexpr int kSurveyReaders = ManyHeadsWideWalk::kThreads / kWarpSize;
+};
+
+// The end of a row, through buffer row % 2.
+template <class C>
+struct RowEnds {
+  uint8_t* bytes;
+  uint32_t smem;
+  __device__ explicit RowEnds(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
+  __device__ uint32_t full(int row) const { return smem + MLA_SMEM(C, end_barriers) + row % 2 * 16; }
+  __device__ uint32_t empty(int row) const { return full(row) + 8; }
+  __device__ float* factors(int row) const {
+    return reinterpret_cast<float*>(bytes + MLA_SMEM(C, factors)) + row % 2 * C::kHeads;
+  }
+  __device__ void init() const {
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(full(i), C::kLogitWarps * kWarpArrivals);
+      mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
     }
   }
 };
@@ -176,9 +223,10 @@ struct ManyHeadsWalk {
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
   static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
+  static constexpr int kQHalfBytes = kHeads * 16, kQOctetBytes = kOctetHeads * 16;
   static constexpr int kPBytes = kBlockStages * kStepBytes;
   static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kScalePitch;
-  static constexpr int kSurveyWarps = kLogitWarps;
+  static constexpr int kSurveyWarps = kLogitWarps, kSurveyReaders = kProducers;
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache

@@ -126,24 +126,107 @@ class ValueWarp {
     for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
   }
 
+  // O as bf16, straight from the fragments.
+  __device__ void store_item(const SparseAttentionParams& p, const WalkItem<C>& item,
+                             const float* factors) const {
+    uint16_t* const row = p.out + item.query * p.out_stride_token + item.first_head * p.out_stride_head +
+                          first_chunk_ * kChunkDims + warp_ * 16;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int head = n * kOctetHeads + 2 * t_ + c;
+        const float factor = factors[head];
+        const bool real = item.first_head + head < p.num_q_heads;
+        uint16_t* const out = row + head * p.out_stride_head;
+#pragma unroll
+        for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+          uint32_t low = __float_as_uint(out_[chunk][n][c] * factor);
+          uint32_t high = __float_as_uint(out_[chunk][n][c + 2] * factor);
+          // Fragment rows g, g + 8 are dims 2g, 2g + 1; of bf16 values dims g, g + 8: neighbours swap.
+          int dim = 2 * g_;
+          if (is_bf16(chunk)) {
+            const bool odd = g_ % 2;
+            const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+            (odd ? low : high) = got;
+            dim = odd ? g_ + 7 : g_;
+          }
+          if (real)
+            *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + dim) =
+                pack_bf16(__uint_as_float(low), __uint_as_float(high));
+        }
+      }
+  }
+
   const Ring<C> ring_;
   const int first_chunk_, warp_, lane_, g_, t_;
   float out_[C::kChunks][kOctets][4];
 };
 
+// With one warpgroup of logits.
 template <class C>
-class SplitValues : ValueWarp<C> {
+class BlockValues : protected ValueWarp<C> {
  public:
   using Base = ValueWarp<C>;
   using Base::kOctets;
   using typename Base::R;
 
-  __device__ SplitValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane), x_(smem) {}
+ protected:
+  using Base::lane_, Base::out_, Base::ring_, Base::t_;
+
+  __device__ BlockValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane), x_(smem) {}
+
+  struct Block {
+    const Ring<C>& ring;
+    int first, lane;  // stage of the ring
+    uint64_t p_fp8, p_bf16;
+    const uint8_t* table;
+    static constexpr int kStep = C::kStepBytes / 16;  // of a descriptor's address
+    __device__ void wait(int) const {}
+    __device__ uint32_t rows(int i) const { return ring.stage((first + i) % C::kStages); }
+    __device__ uint64_t fp8(int i) const { return p_fp8 + i * kStep; }
+    __device__ uint64_t bf16(int i) const { return p_bf16 + i * kStep; }
+    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
+  };
+
+  template <bool kLastIsBf16>
+  __device__ __forceinline__ void run_blocks(int first_block, int num_blocks) {
+    const typename Base::Offsets values = this->offsets();
+#pragma unroll 1
+    for (int block = first_block; block < first_block + num_blocks; ++block) {
+      const int buffer = block % 2, first = block * C::kBlockStages;
+      wait_until_full<2>(x_.p_full(buffer), block);
+#pragma unroll
+      for (int i = first; i < first + C::kBlockStages; ++i)
+        wait_until_full<C::kStages>(ring_.full(i % C::kStages), i);
+      if (x_.moved(buffer)) rescale_values(out_, x_.rescale(buffer), t_);
+      // The next block's QK goes first: its softmax needs no tensor cores while these products run.
+      if (block + 1 < first_block + num_blocks) wait_until_full<2>(x_.qk_done(buffer ^ 1), block + 1);
+      const uint64_t p_fp8 =
+          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
+      const uint64_t p_bf16 =
+          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
+      this->template add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)},
+                                            values);
+      mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
+    }
+  }
+
+  const BlockExchange<C> x_;
+};
+
+template <class C>
+class SplitValues : BlockValues<C> {
+ public:
+  using Base = BlockValues<C>;
+  using Base::kOctets;
+
+  __device__ SplitValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane) {}
 
   __device__ void run(int num_blocks) {
     this->clear();
-    if (this->last_is_bf16()) run_blocks<true>(num_blocks);
-    else run_blocks<false>(num_blocks);
+    if (this->last_is_bf16()) this->template run_blocks<true>(0, num_blocks);
+    else this->template run_blocks<false>(0, num_blocks);
   }
 
   // O * factor as bf16, through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies of
@@ -182,7 +265,7 @@ class SplitValues : ValueWarp<C> {
   }
 
  private:
-  using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::ring_, Base::t_, Base::warp_;
+  using Base::first_chunk_, Base::g_, Base::out_, Base::t_, Base::warp_, Base::x_;
 
   template <class Fn>
   __device__ void each_pair(Fn&& fn) const {
@@ -197,44 +280,50 @@ class SplitValues : ValueWarp<C> {
           fn(n * kOctetHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
     }
   }
+};
 
-  struct Block {
-    const Ring<C>& ring;
-    int first, lane;  // stage of the ring
-    uint64_t p_fp8, p_bf16;
-    const uint8_t* table;
-    static constexpr int kStep = C::kStepBytes / 16;  // of a descriptor's address
-    __device__ void wait(int) const {}
-    __device__ uint32_t rows(int i) const { return ring.stage((first + i) % C::kStages); }
-    __device__ uint64_t fp8(int i) const { return p_fp8 + i * kStep; }
-    __device__ uint64_t bf16(int i) const { return p_bf16 + i * kStep; }
-    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
-  };
+// They also survey the keys of the query after the next, when they are done with a query: they wait for logits
+// more than logits for them.
+template <class C>
+class WideWalkValues : BlockValues<C> {
+ public:
+  using Base = BlockValues<C>;
 
-  template <bool kLastIsBf16>
-  __device__ __forceinline__ void run_blocks(int num_blocks) {
-    const typename Base::Offsets values = this->offsets();
+  __device__ WideWalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : Base(smem, warp, lane), params_(params), surveys_(smem, 0), ends_(smem), warp_in_cta_(warp) {}
+
+  // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction cache.
+  __device__ void run() {
+    unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the item of row, and that of row + 2
+    int block = 0;
 #pragma unroll 1
-    for (int block = 0; block < num_blocks; ++block) {
-      const int buffer = block % 2, first = block * C::kBlockStages;
-      wait_until_full<2>(x_.p_full(buffer), block);
-#pragma unroll
-      for (int i = first; i < first + C::kBlockStages; ++i)
-        wait_until_full<C::kStages>(ring_.full(i % C::kStages), i);
-      if (x_.moved(buffer)) rescale_values(out_, x_.rescale(buffer), t_);
-      // The next block's QK goes first: its softmax needs no tensor cores while these products run.
-      if (block + 1 < num_blocks) wait_until_full<2>(x_.qk_done(buffer ^ 1), block + 1);
-      const uint64_t p_fp8 =
-          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
-      const uint64_t p_bf16 =
-          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
-      this->template add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)},
-                                            values);
-      mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
+    for (int row = -2; row < 0 || i < WalkItem<C>::count(params_); ++row) {
+      if (row >= 0) {
+        const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
+        surveys_.release(row, lane_);
+        this->clear();
+        if (this->last_is_bf16()) this->template run_blocks<true>(block, num_blocks);
+        else this->template run_blocks<false>(block, num_blocks);
+        block += num_blocks;
+        wait_until_full<2>(ends_.full(row), row);
+        this->store_item(params_.p, WalkItem<C>(params_, i), ends_.factors(row));
+        mbarrier_arrive_warp(ends_.empty(row), lane_);
+        i = WalkItem<C>::next(params_, i);
+      }
+      if (ahead >= WalkItem<C>::count(params_)) continue;
+      const Keys keys(params_.p, WalkItem<C>(params_, ahead).query);
+      surveys_.write(row + 2, params_.p, keys, warp_in_cta_, lane_);
+      ahead = WalkItem<C>::next(params_, ahead);
     }
   }
 
-  const SplitExchange<C> x_;
+ private:
+  using Base::lane_;
+
+  const KernelParams& params_;
+  const WalkSurveys<C> surveys_;
+  const RowEnds<C> ends_;
+  const int warp_in_cta_;
 };
 
 template <class C>
@@ -292,46 +381,13 @@ class WalkValues : ValueWarp<C> {
                                               values);
         release(buffer);
       }
-      store(entry++ % 2, i);
+      const int buffer = entry++ % 2;
+      this->store_item(params_.p, WalkItem<C>(params_, i), x_.factors(buffer));
+      release(buffer);
     }
   }
 
   __device__ void release(int buffer) const { mbarrier_arrive_warp(x_.empty(buffer), lane_); }
-
-  // O as bf16, straight from the fragments.
-  __device__ void store(int buffer, unsigned i) {
-    const WalkItem<C> item(params_, i);
-    const SparseAttentionParams& p = params_.p;
-    const float* factors = x_.factors(buffer);
-    uint16_t* const row = p.out + item.query * p.out_stride_token + item.first_head * p.out_stride_head +
-                          first_chunk_ * kChunkDims + warp_ * 16;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int head = n * kOctetHeads + 2 * t_ + c;
-        const float factor = factors[head];
-        const bool real = item.first_head + head < p.num_q_heads;
-        uint16_t* const out = row + head * p.out_stride_head;
-#pragma unroll
-        for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-          uint32_t low = __float_as_uint(out_[chunk][n][c] * factor);
-          uint32_t high = __float_as_uint(out_[chunk][n][c + 2] * factor);
-          // Fragment rows g, g + 8 are dims 2g, 2g + 1; of bf16 values dims g, g + 8: neighbours swap.
-          int dim = 2 * g_;
-          if (this->is_bf16(chunk)) {
-            const bool odd = g_ % 2;
-            const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
-            (odd ? low : high) = got;
-            dim = odd ? g_ + 7 : g_;
-          }
-          if (real)
-            *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + dim) =
-                pack_bf16(__uint_as_float(low), __uint_as_float(high));
-        }
-      }
-    release(buffer);
-  }
 
   const KernelParams& params_;
   const WalkExchange<C> x_;
