@@ -127,6 +127,10 @@ constexpr Case kCases[] = {
     {"few_heads", "split", 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
     {"many_heads", "split", 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
     {"many_heads", "split", 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
+    {"many_heads", "walk", 64, 1, 0, kDsv32, 64, 7, 400, 0, true},  // wide walks
+    {"many_heads", "walk", 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
+    {"many_heads", "walk", 64, 1, 0, kDsv41, 64, 6, 100, 300, true, false, true},
+    {"many_heads", "walk", 64, 1, 0, kFp8E4m3, 64, 6, 70, 60, true, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
