@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from results import CPU, GPU, ON_CPU, PREFILL, STRATEGY, markdown, matched, of
+from results import CPU, GPU, GROUPS, ON_CPU, PREFILL, STRATEGY, markdown, matched, of
 
 from mla_fp8.prefill.costs import COSTS, LayerShape, predict
 
@@ -111,6 +111,17 @@ def select() -> list[float]:
     return fit(columns, ns)
 
 
+def grouped_key() -> list[tuple[int, float]]:
+    """Per key of prompts whose neighbours go in groups, with an overlap of 0.9, less what a layer costs."""
+    found: dict[int, list[float]] = {}
+    for m, case in matched(GPU, "query_groups", GROUPS):
+        if m["op"] == "prefill" and m["overlap"] == "0.9":
+            keys = int(m["tokens"]) * (int(m["topk"]) + int(m["window"] or 0))
+            ns = 1e3 * case.ours.us - COSTS["sm90"].grouped
+            found.setdefault(int(m["heads"]), []).append(ns / keys)
+    return [(heads, fit([[1.0]] * len(ns), ns)[0]) for heads, ns in sorted(found.items())]
+
+
 def rounded(value: float) -> str:
     number = float(f"{value:.3g}")
     return f"{number:_.0f}" if number >= 1000 else f"{number:g}"
@@ -130,6 +141,7 @@ def source() -> str:
         f"window_key={table(mean_key(lambda m: m.bf16 and not m.topk))},",
         f"paged_key={table([(h, key) for h, (key, _) in pages])},",
         f"paged_token={table([(h, token) for h, (_, token) in pages])},",
+        f"grouped_key={table(grouped_key())},",
     ]
     return "\n".join(" " * 8 + line for line in lines)
 
@@ -160,10 +172,10 @@ def prices() -> str:
     """As a table of the document."""
     c, heads = COSTS["sm90"], (*HEADS, 128)
     lines = []
-    for name in ("workspace_key", "window_key", "paged_key", "paged_token"):
+    for name in ("workspace_key", "window_key", "paged_key", "paged_token", "grouped_key"):
         values = dict(getattr(c, name))
         lines.append([f"`{name}`", *(f"{values[h]:g}" if h in values else "" for h in heads)])
-    single = ", ".join(f"`{n}` {getattr(c, n):g}" for n in ("row", "reference", "select", "look_up"))
+    single = ", ".join(f"`{n}` {getattr(c, n):g}" for n in ("row", "reference", "select", "look_up", "grouped"))
     return (
         f"{markdown(['ns', *(f'{h} heads' for h in heads)], lines)}\n\nPer row, index or layer: {single} ns."
     )

@@ -20,6 +20,10 @@ DECODE = re.compile(
     r" b(?P<batch>\d+)(?:: (?P<kind>.*))?"
 )
 STRATEGY = re.compile(r"T(?P<tokens>\d+) context (?P<context>\d+) h\d+ topk (?P<topk>\d+)\+(?P<window>\d+)")
+GROUPS = re.compile(
+    r"(?P<op>\w+) (?P<layout>\w+) (?:(?P<window>\d+)\+)?(?P<topk>\d+) h(?P<heads>\d+)"
+    r" (?:s_q(?P<s_q>\d+) b(?P<batch>\d+)|(?P<tokens>\d+) rows): overlap (?P<overlap>[\d.]+)"
+)
 PREFILL = re.compile(
     r"(?P<layer>layer )?(?P<bf16>bf16 )?(?P<layout>\w+) (?P<topk>\d+)(?:\+(?P<window>\d+))?"
     r"(?: (?P<rows>\d+)K)? h(?P<heads>\d+) t(?P<tokens>\d+)(?:: (?P<kind>.*))?"

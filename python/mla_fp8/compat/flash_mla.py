@@ -53,6 +53,9 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     kv_format: str | None = None,
+    *,
+    query_groups: int = 1,
+    shared_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decode from a packed FP8 cache. Returns ``(out, lse)``.
 
@@ -67,6 +70,10 @@ def flash_mla_with_kvcache(
     out          [batch, s_q, heads, 512]               bf16                 0 where nothing is attended
     lse          [batch, heads, s_q]                    fp32                 +inf if nothing
     ===========  =====================================  ===================  ===============================
+
+    ``query_groups`` and ``shared_keys`` are not FlashMLA's: see :func:`mla_fp8.sparse_decode`. With
+    ``query_groups=s_q`` the queries of a request share the keys that they have in common. Nobody but the
+    caller can say whether they have enough: a gain from four fifths on, a loss with few.
 
     ``softmax_scale`` is ``q.shape[-1] ** -0.5`` by default. ``block_table``, ``cache_seqlens``,
     ``tile_scheduler_metadata`` and ``num_splits`` are not looked at. Dense decode (``indices`` None, or
@@ -104,6 +111,8 @@ def flash_mla_with_kvcache(
         extra_topk_length=_per_token(extra_topk_length, s_q),
         extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_layout=None if extra_k_cache is None else _extra_layout(layout, extra_k_cache),
+        query_groups=query_groups,
+        shared_keys=shared_keys,
         backend="native",
     )
     return out.view(batch, s_q, heads, HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT

@@ -8,7 +8,8 @@ from torch import Tensor
 from ..arch import arch_of
 from ..compat.flash_mla import aligned, index_rows
 from ..layout import HEAD_DIM_V, KVLayout
-from ..ops.sparse_decode import sparse_attention_workspace
+from ..ops.sparse_decode import plan_shared_keys, shared_keys_shape, sparse_attention_workspace
+from .drafts import ALONE, Group
 
 # From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32, top-k 2048,
 # 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` takes 105 and 118.
@@ -28,12 +29,20 @@ def over_pages(
     layout: KVLayout,
     out: Tensor | None = None,
     batch_invariant: bool = False,
+    group: Group = ALONE,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`mla_fp8.sparse_decode`, and its arguments; ``out`` is written in place."""
     q, indices = aligned(q), index_rows(indices)
     out, lse = _outputs(q, out)
-    options |= {"layout": layout.id, "out": out, "lse": lse, "workspace": _workspace(q, batch_invariant)}
+    workspace = _workspace(q, batch_invariant)
+    if group.queries > 1 and not batch_invariant and _has_own_kernels(q):
+        options |= {"query_groups": group.queries}
+        if group.layers is None:
+            workspace = _room_for_lists(q, indices, group, options.get("extra_indices"))
+        else:
+            options["shared_keys"] = _shared_lists(q, kv_cache, indices, layout, group, options)
+    options |= {"layout": layout.id, "out": out, "lse": lse, "workspace": workspace}
     if is_prefill(*q.shape[:2]) and not batch_invariant:
         torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=None)
     else:
@@ -72,9 +81,38 @@ def over_windows(
     )
 
 
+def _has_own_kernels(q: Tensor) -> bool:
+    """Kernels which need no workspace to share a token's keys, and which know lists of shared keys."""
+    return arch_of(q.device.type, q.device.index) in ("cpu", "sm90")
+
+
+def _room_for_lists(q: Tensor, indices: Tensor, group: Group, extra_indices: Tensor | None) -> Tensor:
+    tiles, words = shared_keys_shape(indices, group.queries, q.shape[1], extra_indices)
+    return torch.empty(tiles * words, dtype=torch.float32, device=q.device)
+
+
+def _shared_lists(
+    q: Tensor, kv_cache: Tensor, indices: Tensor, layout: KVLayout, group: Group, options: dict[str, Any]
+) -> Tensor:
+    """What :func:`mla_fp8.plan_shared_keys` makes once for layers with the same slots."""
+    assert group.layers is not None
+    given: dict[str, Any] = {
+        "query_groups": group.queries,
+        "num_q_heads": q.shape[1],
+        "num_slots": len(kv_cache) * options["page_size"],
+    }
+    extra = options.get("extra_kv_cache")
+    if extra is not None:
+        given["extra_num_slots"] = len(extra) * options["extra_page_size"]
+    tensors = {name: options.get(name) for name in ("topk_length", "extra_indices", "extra_topk_length")}
+    shapes = (indices.shape, layout.name, *given.values())
+    shapes += tuple(None if x is None else x.shape for x in tensors.values())
+    return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))
+
+
 def _workspace(q: Tensor, batch_invariant: bool = False) -> Tensor | None:
     """What lets several CTAs share a token's keys; None where kernels need none for that."""
-    if arch_of(q.device.type, q.device.index) in ("cpu", "sm90"):
+    if _has_own_kernels(q):
         return None
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     tokens, heads = q.shape[:2]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import probes
 from ..layout import KV_LAYOUTS
-from . import attend
+from . import attend, drafts
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -61,6 +61,7 @@ def decode(
         attn_sink=attn_sink,
         out=None if out is None else out.view(batch * s_q, heads, head_dim_v),
         batch_invariant=enable_batch_invariant,
+        group=drafts.of_call(batch, s_q),
         **options,
     )
     return result.view(batch, s_q, heads, head_dim_v), lse.view(batch, s_q, heads).mT

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
-from . import attend, flash_mla_calls
+from . import attend, drafts, flash_mla_calls
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
 _CALLS = "sglang.kernels.ops.attention.flash_mla_interface"
@@ -23,6 +23,7 @@ _V32 = "sglang.kernels.ops.attention.dsa.dequant_k_cache"
 _V4 = "sglang.kernels.ops.attention.dsv4.dequant_k_cache"
 _V32_LAYER = "sglang.srt.layers.attention.dsa_backend"
 _V4_LAYER = "sglang.srt.models.deepseek_v4"
+_V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 _PACKED = KV_LAYOUTS["dsv32"]
 MAX_HEADS = 128
 
@@ -76,6 +77,10 @@ def _forward_flashmla_kv(
         return original(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
     q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
     lengths = metadata.dsa_cache_seqlens_int32
+    group = drafts.ALONE
+    if drafts.switched_on():
+        queries = drafts.queries(len(q), len(metadata.cache_seqlens_int32), _drafts_of(self))
+        group = drafts.Group(queries)
     out, _ = attend.over_pages(
         q,
         kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim),
@@ -84,6 +89,7 @@ def _forward_flashmla_kv(
         page_size=self.physical_page_size,
         sm_scale=sm_scale,
         topk_length=lengths if len(lengths) == len(q) else None,
+        group=group,
     )
     return out[:, None]
 
@@ -94,6 +100,21 @@ def _kernel_num_heads(original: Callable[..., int], self: Any, num_tokens: int) 
     if others or import_module(_V4_LAYER).get_platform().is_sm120:
         return original(self, num_tokens)
     return int(self.n_local_heads)
+
+
+def _forward(
+    original: Callable[..., Any], self: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any,
+    *args: Any, **options: Any,
+) -> Any:  # fmt: skip
+    """V4's attention, which flattens the drafts of a request: says which rows they are."""
+    queries = drafts.queries(len(q), forward_batch.batch_size, _drafts_of(self))
+    with drafts.step(drafts.Group(queries)):
+        return original(self, q, k, v, layer, forward_batch, *args, **options)
+
+
+def _drafts_of(backend: Any) -> int:
+    """Query tokens of a request in a step that verifies drafts."""
+    return backend.speculative_num_draft_tokens or 1
 
 
 # target: (what runs around it, what of it is called by which parameters)
@@ -120,6 +141,9 @@ METHODS: dict[str, dict[str, Callable[..., Any]]] = {
     "V4": {f"{_V4_LAYER}.MqaAttentionBase._kernel_num_heads": _kernel_num_heads},
 }
 HOOKS = {target: hook for target, (hook, _) in _AROUND.items()}
+# With drafts.py switched on; what of it is called by which parameters.
+DRAFTS = f"{_V4_BACKEND}.DeepseekV4AttnBackend.forward"
+_FORWARD = ("q", "k", "v", "layer", "forward_batch")
 
 
 def register() -> None:
@@ -128,8 +152,7 @@ def register() -> None:
     if reason:
         _LOGGER.warning("mla_fp8 is not used in SGLang%s: %s", _version(), reason)
         return
-    named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
-    if "mla_fp8" not in [name.strip() for name in named.split(",")]:
+    if "mla_fp8" not in _named():
         _LOGGER.info("mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it")
         return
     padded = {model: why_not_methods(model) for model in METHODS}
@@ -144,6 +167,29 @@ def register() -> None:
         "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1.",
         ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
     )
+
+
+def register_query_groups() -> None:
+    """Entry point: drafts of a request go as a group if SGLANG_PLUGINS names ``mla_fp8_query_groups``."""
+    if probes.why_not_call({"sglang.srt.environ": {}}):
+        return
+    drafts.switch(drafts.NAME in _named())
+    if not drafts.switched_on():
+        return
+    module, name, attribute = DRAFTS.rsplit(".", 2)
+    reason = probes.why_not_call({module: {f"{name}.{attribute}": _FORWARD}})
+    if reason is None:
+        registry = import_module("sglang.srt.plugins.hook_registry")
+        registry.HookRegistry.register(DRAFTS, _forward, registry.HookType.AROUND)
+    _LOGGER.info(
+        "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; of V4%s",
+        f" not: {reason}" if reason else "",
+    )
+
+
+def _named() -> list[str]:
+    named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
+    return [name.strip() for name in named.split(",")]
 
 
 def why_not() -> str | None:

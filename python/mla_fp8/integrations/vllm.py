@@ -7,6 +7,8 @@ Entry points of the group ``vllm.general_plugins``:
 ``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of the layers of DeepSeek V4 and V4.1 the
                        padding of heads and prefill with few of them: these layers know vLLM's own backends
                        only. Does nothing unless VLLM_PLUGINS names it.
+``mla_fp8_query_groups`` lets the drafts of a request share keys in the calls of the former two (drafts.py).
+                       Off unless VLLM_PLUGINS names it.
 ``mla_fp8_index_topk`` takes over the indexer's logits and top-k (vllm_indexer.py). As the former.
 ``mla_fp8_layer_ops``  takes over ops around attention (layer_ops.py). As the former.
 
@@ -19,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import probes
-from . import flash_mla_calls, vllm_sparse, vllm_v4
+from . import drafts, flash_mla_calls, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
 _REGISTRY = "vllm.v1.attention.backends.registry"
@@ -78,6 +80,23 @@ def register_flash_mla_calls() -> None:
     import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
         "mla_fp8 serves FlashMLA's sparse calls; %s",
         "; ".join(f"the layer of {model}: {refused or said}" for model, refused in layers.items()),
+    )
+
+
+def register_query_groups() -> None:
+    """Entry point: drafts of a request go as a group if VLLM_PLUGINS names ``mla_fp8_query_groups``."""
+    if probes.why_not_call({"vllm.envs": {}, "vllm.logger": {}}):
+        return
+    drafts.switch(drafts.NAME in (import_module("vllm.envs").VLLM_PLUGINS or ()))
+    if not drafts.switched_on():
+        return
+    layers = {model: vllm_v4.why_not(model, vllm_v4.DRAFTS) for model in vllm_v4.MODULES}
+    for model, refused in layers.items():
+        if not refused:
+            vllm_v4.take_over(model, vllm_v4.DRAFTS)
+    flash_mla_calls.say_once(
+        "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; "
+        + "; ".join(f"of {model}{f' not: {refused}' if refused else ''}" for model, refused in layers.items())
     )
 
 

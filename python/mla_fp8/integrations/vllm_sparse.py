@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend
+from . import attend, drafts
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
@@ -63,7 +63,8 @@ class SparseImpl:
     ) -> tuple[Tensor, Tensor]:
         batch, s_q, heads, _ = q.shape
         slots = topk_indices.flatten(0, 1)
-        out, lse = _over_pages(q.flatten(0, 1), kv_c_and_k_pe_cache, slots, self.softmax_scale)
+        group = drafts.of_call(batch, s_q)
+        out, lse = _over_pages(q.flatten(0, 1), kv_c_and_k_pe_cache, slots, self.softmax_scale, group)
         return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
 
     def _bf16_flash_mla_kernel(
@@ -120,10 +121,12 @@ def make_backend(module: str) -> type:
 
 def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
     """All tokens as rows of their own. vLLM leaves -1 where it is: its counts of slots are no lengths."""
+    group = drafts.ALONE
     if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
         slots = impl._convert_logical_to_physical_topk(
             topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
         )
+        group = _group_of_step(impl, len(q), metadata)
     else:
         slots = impl.theirs.triton_convert_req_index_to_global_index(
             metadata.req_id_per_token[: len(topk_indices)],
@@ -133,12 +136,25 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
             NUM_TOPK_TOKENS=topk_indices.shape[1],
             return_valid_counts=False,
         )
-    return _over_pages(q, kv_cache, slots, impl.softmax_scale)[0]
+    return _over_pages(q, kv_cache, slots, impl.softmax_scale, group)[0]
 
 
-def _over_pages(q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
+    """Of a step of decode alone. Layers of an index group have the same slots: vLLM converts them once."""
+    if not drafts.switched_on():
+        return drafts.ALONE
+    queries = drafts.queries(num_rows, metadata.num_decodes, metadata.decode_max_query_len)
+    group = getattr(impl, "index_group", None)
+    if queries == 1 or getattr(group, "num_layers", 1) == 1:
+        return drafts.Group(queries)
+    return drafts.Group(queries, drafts.Layers(metadata, "index group", id(group), id(impl)))
+
+
+def _over_pages(
+    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, group: drafts.Group
+) -> tuple[Tensor, Tensor]:
     return attend.over_pages(
-        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale
+        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale, group=group
     )
 
 

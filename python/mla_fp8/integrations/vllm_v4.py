@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import probes
 from ..layout import KV_LAYOUTS
 from ..ops.topk_to_slots import topk_to_slots
-from . import attend
+from . import attend, drafts
 from .flash_mla_calls import around
 
 MODULES = {
@@ -123,36 +123,69 @@ def _entries_by_pages(
     }  # fmt: skip
 
 
+def forward_decode(
+    original: Callable[..., None],
+    self: Any,
+    q: Tensor,
+    kv_cache: Tensor | None,
+    swa_metadata: Any,
+    attn_metadata: Any,
+    swa_only: bool,
+    output: Tensor,
+) -> None:
+    """vLLM flattens the drafts of a request before it calls FlashMLA: says which rows they are."""
+    queries = drafts.queries(len(q), swa_metadata.num_decodes, swa_metadata.max_decode_query_len)
+    layers = _layers_with_these_slots(self, swa_metadata, attn_metadata, swa_only) if queries > 1 else None
+    with drafts.step(drafts.Group(queries, layers)):
+        original(self, q, kv_cache, swa_metadata, attn_metadata, swa_only, output)
+
+
+def _layers_with_these_slots(
+    layer: Any, swa_metadata: Any, attn_metadata: Any, swa_only: bool
+) -> drafts.Layers | None:
+    """Those of the window alone, of every entry (V4), or of one indexer (V4.1). V4's ratio 4 chooses anew."""
+    if swa_only:
+        return drafts.Layers(swa_metadata, "window", None, id(layer))
+    ratio, source = layer.compress_ratio, getattr(layer, "index_source_layer_id", None)
+    if source is None and ratio != EVERY_ENTRY:
+        return None
+    # Layers of one block table have one object of metadata.
+    return drafts.Layers(swa_metadata, ratio, (source, id(attn_metadata)), id(layer))
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "get_padded_num_q_heads": get_padded_num_q_heads,
     "_forward_prefill": forward_prefill,
 }
+# With drafts.py switched on.
+DRAFTS: dict[str, Callable[..., Any]] = {"_forward_decode": forward_decode}
 _NEEDED: dict[str, tuple[str, ...]] = {
-    f"{LAYER}.get_padded_num_q_heads": ("num_heads",),
-    f"{LAYER}._forward_prefill": (
+    "get_padded_num_q_heads": ("num_heads",),
+    "_forward_prefill": (
         "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
     ),
+    "_forward_decode": ("q", "kv_cache", "swa_metadata", "attn_metadata", "swa_only", "output"),
 }  # fmt: skip
 
 
-def why_not(model: str) -> str | None:
-    """Why the layer of ``model`` cannot be taken over, or None."""
+def why_not(model: str, methods: dict[str, Callable[..., Any]] = METHODS) -> str | None:
+    """Why these methods of the layer of ``model`` cannot be ours, or None."""
     module = MODULES[model]
-    reason = probes.why_not_call({module: _NEEDED})
+    reason = probes.why_not_call({module: {f"{LAYER}.{name}": _NEEDED[name] for name in methods}})
     if reason:
         return reason
     layer = getattr(import_module(module), LAYER)
-    for name, ours in METHODS.items():
+    for name, ours in methods.items():
         reason = probes.why_not_replace(_function(layer, name), ours)
         if reason:
             return f"{LAYER}.{name} {reason}"
     return None
 
 
-def take_over(model: str) -> None:
+def take_over(model: str, methods: dict[str, Callable[..., Any]] = METHODS) -> None:
     """Re-entrant."""
     layer = getattr(import_module(MODULES[model]), LAYER)
-    for name, hook in METHODS.items():
+    for name, hook in methods.items():
         kind = type(vars(layer)[name])
         wrapped = around(_function(layer, name), hook)
         setattr(layer, name, classmethod(wrapped) if kind is classmethod else wrapped)

@@ -146,6 +146,21 @@ fake_returns_nothing("sparse_decode_out")
 _FEW_TILES = 48  # csrc/ops/shared_keys.h
 
 
+def shared_keys_shape(
+    indices: torch.Tensor, query_groups: int, num_q_heads: int, extra_indices: torch.Tensor | None = None
+) -> tuple[int, int]:
+    """(tiles, words of each) of what :func:`plan_shared_keys` makes, in a workspace of an ``_out`` form, too."""
+    num_tokens, keys = indices.shape
+    if extra_indices is not None:
+        keys += extra_indices.shape[1]
+    groups = -(-num_tokens // query_groups)
+    tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
+    if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:
+        tiles *= 2
+    room = -(-(-(-query_groups // tiles) * keys) // 16) * 16
+    return groups * tiles, 4 + room + room // 4
+
+
 @fake("plan_shared_keys")
 def _(
     indices: torch.Tensor,
@@ -155,15 +170,7 @@ def _(
     extra_indices: torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor:
-    num_tokens, keys = indices.shape
-    if extra_indices is not None:
-        keys += extra_indices.shape[1]
-    groups = -(-num_tokens // query_groups)
-    tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
-    if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:
-        tiles *= 2
-    room = -(-(-(-query_groups // tiles) * keys) // 16) * 16
-    return indices.new_empty((groups * tiles, 4 + room + room // 4))
+    return indices.new_empty(shared_keys_shape(indices, query_groups, num_q_heads, extra_indices))
 
 
 fake_returns_nothing("plan_shared_keys_out")

@@ -12,8 +12,11 @@ from ..ops.build_swa_token_ids import build_swa_token_ids
 from .costs import predict
 from .layer import LayerCaches
 from .tables import Tables
-from .ways import WAYS, needs_no_indices
+from .ways import WAYS, fills_tiles, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_window_rows
+
+
+MAX_QUERY_GROUP = 65536  # of the ops
 
 
 class SparsePrefillChunkCache:
@@ -103,34 +106,46 @@ class SparsePrefillChunkCache:
         attn_sink: Tensor | None = None,
         strategy: str = "auto",
         backend: str = "auto",
+        query_groups: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
 
         ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
-        entries of a token's past. ``strategy`` is auto, whole, selected or direct.
+        entries of a token's past. ``strategy`` is auto, whole, selected or direct. ``query_groups``: so many
+        consecutive tokens choose mostly the same entries, nine tenths or so; ``direct`` then shares them
+        (:func:`mla_fp8.sparse_decode`) and is priced so. The other ways are the same with it.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check_usable(q)
         self._check_layer(layer, topk_indices)
+        _check_groups(query_groups)
         if strategy == "auto":
-            strategy = self._choose(q, layer, topk_indices, backend)
+            strategy = self._choose(q, layer, topk_indices, backend, query_groups)
         options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
+        if strategy == "direct":
+            options["query_groups"] = query_groups
         return WAYS[strategy](self.tables, self.workspace, layer, q, topk_indices, options)
 
-    def predict(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None) -> dict[str, float]:
+    def predict(
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None, *, query_groups: int = 1
+    ) -> dict[str, float]:
         """Nanoseconds of each strategy, as the cost table has it."""
-        return self._predict(q, layer, topk_indices, "auto")
+        _check_groups(query_groups)
+        return self._predict(q, layer, topk_indices, "auto", query_groups)
 
     def _predict(
-        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str, query_groups: int
     ) -> dict[str, float]:
         self._check_layer(layer, topk_indices)
         by_geometry = needs_no_indices(self.tables, layer, q, topk_indices, backend)
+        grouped = fills_tiles(layer, q, query_groups, backend)
         arch = arch_of(q.device.type, q.device.index)
-        return predict(self.tables.shape(q, layer, topk_indices, by_geometry), arch)
+        return predict(self.tables.shape(q, layer, topk_indices, by_geometry, grouped), arch)
 
-    def _choose(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str) -> str:
-        nanoseconds = self._predict(q, layer, topk_indices, backend)
+    def _choose(
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str, query_groups: int
+    ) -> str:
+        nanoseconds = self._predict(q, layer, topk_indices, backend, query_groups)
         if not can_run("sparse_prefill_paged", q, layer.layout_name, backend):
             del nanoseconds["direct"]
         return min(nanoseconds, key=nanoseconds.__getitem__)
@@ -163,6 +178,13 @@ class SparsePrefillChunkCache:
                 f"SparsePrefillChunkCache: topk_indices must have shape [{self.num_tokens}, *], "
                 f"got {[*topk_indices.shape]}"
             )
+
+
+def _check_groups(query_groups: int) -> None:
+    if not 1 <= query_groups <= MAX_QUERY_GROUP:
+        raise ValueError(
+            f"SparsePrefillChunkCache: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups}"
+        )
 
 
 def _expect_lengths(num_requests: int, **lengths: Sequence[int]) -> None:

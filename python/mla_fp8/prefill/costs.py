@@ -18,6 +18,8 @@ class Costs:
     window_key: PerHeads  # the same in layers that have nothing but a window
     paged_key: PerHeads  # attention straight from FP8 pages
     paged_token: PerHeads  # the same, per query token whatever its keys
+    grouped_key: PerHeads = ()  # from FP8 pages, of neighbours that share nine tenths of their keys
+    grouped: float = 0.0  # the same, per layer: its lists of keys, and a launch for those that go alone
     entries_key: PerHeads = ()  # over bf16 rows, of all entries, which neighbours share; none: nowhere
 
 
@@ -36,12 +38,14 @@ COSTS: dict[str, Costs] = {
         window_key=((8, 0.0677), (16, 0.122), (32, 0.229), (64, 0.321),),
         paged_key=((8, 0.12), (16, 0.154), (32, 0.213), (64, 0.324), (128, 0.646),),
         paged_token=((8, 11.8), (16, 25.2), (32, 33.3), (64, 72.4), (128, 22.1),),
+        grouped_key=((8, 0.0904), (16, 0.14), (32, 0.242),),
         # end prices
-        look_up=4_000, entries_key=((8, 0.029), (16, 0.054), (32, 0.109), (64, 0.205),),
+        look_up=4_000, grouped=9_000,
+        entries_key=((8, 0.029), (16, 0.054), (32, 0.109), (64, 0.205),),
     ),
 }  # fmt: skip
 # Of a GPU that nobody measured: the ratios matter, and they differ less. Its kernel has no tiles.
-DEFAULT = replace(COSTS["sm90"], entries_key=())
+DEFAULT = replace(COSTS["sm90"], entries_key=(), grouped_key=())
 TILE_ROWS, ENOUGH_TILES = 64, 66  # of heads and neighbours; from here on all entries are attended to in tiles
 
 
@@ -57,6 +61,7 @@ class LayerShape:
     num_window_rows: int
     num_keys: int  # entries and window of all tokens, as far as they reach: see count_keys
     all_entries: bool = False  # of the past, which the kernel finds by itself
+    grouped: bool = False  # neighbours that choose mostly the same entries fill a tile
 
     @property
     def max_selected(self) -> int:
@@ -76,6 +81,9 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     find = costs.select + (shape.num_entries + indices) * costs.reference
     from_pages = keys * for_heads(costs.paged_key, shape.num_q_heads)
     from_pages += shape.num_tokens * for_heads(costs.paged_token, shape.num_q_heads)
+    if shape.grouped and costs.grouped_key:  # where that does not pay, the kernel's plan lets them go alone
+        in_groups = costs.grouped + keys * for_heads(costs.grouped_key, shape.num_q_heads)
+        from_pages = min(from_pages, in_groups)
     return {
         "whole": from_workspace + shape.num_entries * costs.row,
         "selected": from_workspace + shape.max_selected * costs.row + find,

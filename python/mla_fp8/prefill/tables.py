@@ -54,8 +54,9 @@ class Tables:
         return max((n // ratio for n in self.seq_lens_host), default=0) if ratio else 0
 
     def shape(
-        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, by_geometry: bool = False
-    ) -> LayerShape:
+        self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, by_geometry: bool = False,
+        grouped: bool = False,
+    ) -> LayerShape:  # fmt: skip
         """What the prices of the layer depend on. A part of the chunk's tokens has that part of its keys."""
         ratio, window_size = layer.compress_ratio, self.window_size if layer.window else 0
         topk = self.max_entries(ratio) if topk_indices is None else topk_indices.shape[1]
@@ -74,6 +75,7 @@ class Tables:
             num_window_rows=len(self.swa_ids) if layer.window else 0,
             num_keys=self._once("keys", ratio, topk, window_size, make=num_keys),
             all_entries=by_geometry and layer.entries is not None,
+            grouped=grouped,
         )
 
     def region(self, ratio: int) -> Region:

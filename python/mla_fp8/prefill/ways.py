@@ -1,7 +1,7 @@
 """The three ways through a prefill layer: functions of a chunk's tables, workspace, layer and queries.
 
 Each returns (out, max_logits, lse), the same up to rounding. ``options`` are those of the ops: sm_scale,
-attn_sink, backend.
+attn_sink, backend, and of `direct` query_groups.
 """
 
 from typing import Any
@@ -13,11 +13,13 @@ from ..dispatch import can_run, select_name
 from ..layout import row_layout
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from ..ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
+from .costs import TILE_ROWS
 from .layer import LayerCaches
 from .tables import Tables, with_none
 from .workspace import PrefillWorkspace
 
 Attended = tuple[Tensor, Tensor, Tensor]
+_TILE_HEADS, _TILE_LAYOUTS = (8, 16, 32), ("dsv4", "dsv32")  # as csrc/cuda/sparse_attention/plan.cpp
 
 
 def whole(
@@ -111,6 +113,13 @@ def needs_no_indices(
     name = select_name("sparse_prefill", q.device.type, q.device.index, layout, q.shape[1], (), backend)
     features = ("two caches",) if layer.entries else ()
     return can_run("sparse_prefill_window", q, layout, name, features)
+
+
+def fills_tiles(layer: LayerCaches, q: Tensor, query_groups: int, backend: str) -> bool:
+    """Whether groups of so many neighbours fill tiles, for which `direct` has a kernel and a price."""
+    heads = q.shape[1]
+    shares = heads in _TILE_HEADS and layer.layout_name in _TILE_LAYOUTS and backend in ("auto", "native")
+    return shares and query_groups * heads >= TILE_ROWS
 
 
 def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches, q: Tensor) -> Tensor:

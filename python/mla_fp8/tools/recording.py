@@ -7,6 +7,7 @@ serving engine with a cache of many GB is a file of a few MB.
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,11 @@ def packed_pages(kv_cache: Tensor, pages: Tensor, layout: KVLayout, page_size: i
 
 
 def extract(op: str, arguments: dict[str, Any]) -> Call:
-    """A call that owns all it needs, on the CPU, from the arguments of ``torch.ops.mla_fp8.<op>``."""
+    """A call that owns all it needs, on the CPU, from the arguments of ``torch.ops.mla_fp8.<op>``.
+
+    ``shared_keys`` are left out: they name slots of the whole cache, and ``query_groups`` makes them again.
+    """
+    arguments = {name: value for name, value in arguments.items() if name != "shared_keys"}
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     options = {name: x for name, x in arguments.items() if x is not None and not isinstance(x, Tensor)}
     if "layout" in options:
@@ -139,6 +144,27 @@ def extract(op: str, arguments: dict[str, Any]) -> Call:
     return Call(
         op, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, options
     )
+
+
+def shared_by_neighbours(call: Call) -> str | None:
+    """How many keys a query has in common with the one before it; None of a call without indices of slots.
+
+    Queries that share none are of different requests, or padding: they do not count.
+    """
+    scopes = [scope for scope in call.sparse("cpu").scopes if scope.indices is not None]
+    if not scopes:
+        return None
+    rows = [set[tuple[int, int]]() for _ in call.tensors["q"]]
+    for i, scope in enumerate(scopes):
+        num_slots = len(scope.kv) * scope.page_size
+        for row, slots in enumerate(scope.indices.tolist()):
+            counted = slots if scope.length is None else slots[: max(int(scope.length[row]), 0)]
+            rows[row].update((i, slot) for slot in counted if 0 <= slot < num_slots)
+    shares = [len(a & b) / len(b) for a, b in pairwise(rows) if a & b]
+    if not shares:
+        return "no neighbours share keys"
+    mean = sum(shares) / len(shares)
+    return f"{len(shares)} of {len(rows) - 1} neighbours share keys, {mean:.2f} of them on average"
 
 
 class Recorder(TorchDispatchMode):

@@ -160,7 +160,10 @@ def main(options: argparse.Namespace) -> int:
         return 2
     verdicts = []
     for i, call in enumerate(calls):
-        print(f"call {i}: {call}\n{HEADER}")
+        print(f"call {i}: {call}")
+        if shared := recording.shared_by_neighbours(call):
+            print(f"  {shared}")
+        print(HEADER)
         verdicts.append(replay(call, options.device, options.seconds))
     print(summary(calls, verdicts))
     return 1 if any(v.complaints for found in verdicts for v in found.values()) else 0
