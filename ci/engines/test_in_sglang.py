@@ -7,11 +7,12 @@ without_gpu.pretend_sglang()
 import ast
 import inspect
 import os
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["SGLANG_PLUGINS"] = "mla_fp8"
+os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_query_groups"
 
 import engine_standins
 import pytest
@@ -23,7 +24,7 @@ from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.compat import sglang_layer
-from mla_fp8.integrations import layer_ops
+from mla_fp8.integrations import drafts, layer_ops
 from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -34,13 +35,14 @@ TARGETS = [target for methods in plugin.METHODS.values() for target in methods]
 @pytest.fixture(scope="module", autouse=True)
 def plugged():
     plugin.register()
+    plugin.register_query_groups()
     HookRegistry.apply_hooks()
 
 
 def test_nothing_that_we_build_on_is_missing():
     assert plugin.why_not() is None
     assert [plugin.why_not_methods(model) for model in plugin.METHODS] == [None, None]
-    assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS}
+    assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS, plugin.DRAFTS}
 
 
 @pytest.mark.parametrize("file, name", signatures.cases(signatures.SGLANG))
@@ -116,6 +118,32 @@ def test_v4s_query_heads_are_as_they_are():
     assert layer._kernel_num_heads(given, 5) == 16
     given.is_dsv41 = True
     assert layer._kernel_num_heads(given, 5) == 64
+
+
+def test_verified_drafts_are_a_group(monkeypatch):
+    """V4's attention says how many rows a request has; metadata and batch have what it is told by."""
+    from sglang.srt.layers.attention import dsa_backend
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    assert {"cache_seqlens_int32", "dsa_cache_seqlens_int32"} <= {
+        x.name for x in fields(dsa_backend.DSAMetadata)
+    }
+    assert "batch_size" in {x.name for x in fields(ForwardBatch)}
+    module, name, method = plugin.DRAFTS.rsplit(".", 2)
+    cls = getattr(import_module(module), name)
+    for backend in (cls, dsa_backend.DeepseekSparseAttnBackend):
+        assert "self.speculative_num_draft_tokens" in inspect.getsource(backend.__init__)
+    seen = []
+    monkeypatch.setattr(cls, "_forward_attention", lambda self, q, *_: seen.append(drafts.of_call(len(q), 1)))
+    attention = cls.__new__(cls)
+    vars(attention).update(
+        speculative_num_draft_tokens=4, token_to_kv_pool=SimpleNamespace(request_window=None)
+    )
+    for requests in (3, 12):
+        getattr(attention, method)(
+            torch.zeros(12, 8, 512), None, None, None, SimpleNamespace(batch_size=requests)
+        )
+    assert [group.queries for group in seen] == [4, 1]
 
 
 def test_gathers_are_ours():

@@ -5,13 +5,16 @@ import without_gpu
 without_gpu.pretend_vllm()
 
 import inspect
+from dataclasses import fields
 from importlib import import_module
+from types import SimpleNamespace
 
 import engine_standins
 import pins
 import pytest
 import signatures
 import spies
+import test_integrations_drafts as draft_cases
 import test_integrations_vllm as cases
 import torch
 import v4_layer
@@ -26,7 +29,7 @@ from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from mla_fp8.compat import vllm as compat
-from mla_fp8.integrations import attend, layer_ops, vllm_indexer, vllm_v4
+from mla_fp8.integrations import attend, drafts, layer_ops, vllm_indexer, vllm_v4
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.layout import get_layout
 from mla_fp8.ops.index_topk import index_topk_workspace
@@ -36,10 +39,11 @@ from mla_fp8.testing import assert_within_flash_mla_tolerance
 @pytest.fixture(scope="module", autouse=True)
 def plugins():
     """Loaded twice, as a vLLM may do it."""
-    vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla", vllm_indexer.NAME]
+    vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla", drafts.NAME, vllm_indexer.NAME]
     for _ in range(2):
         plugin.register()
         plugin.register_flash_mla_calls()
+        plugin.register_query_groups()
         vllm_indexer.register()
 
 
@@ -71,7 +75,8 @@ def selected(backend, **changes):
 
 def test_nothing_that_we_build_on_is_missing():
     assert plugin.why_not() is plugin.why_not_calls() is vllm_indexer.why_not() is None
-    assert [vllm_v4.why_not(model) for model in vllm_v4.MODULES] == [None, None]
+    for methods in (vllm_v4.METHODS, vllm_v4.DRAFTS):
+        assert [vllm_v4.why_not(model, methods) for model in vllm_v4.MODULES] == [None, None]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla", "auto", "bfloat16"])
@@ -105,6 +110,54 @@ def impl(monkeypatch):
     name = "_convert_logical_to_physical_topk"
     monkeypatch.setattr(kind, name, getattr(engine_standins.FlashMLASparseImpl, name))
     return made
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """(queries of a group, whether its lists are the layers') of each call of attention over pages."""
+    seen, over_pages = [], attend.over_pages
+
+    def spied(*args, group=drafts.ALONE, **options):
+        seen.append((group.queries, group.layers is not None))
+        return over_pages(*args, group=group, **options)
+
+    monkeypatch.setattr(attend, "over_pages", spied)
+    return seen
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
+def test_drafts_of_a_request_are_a_group(method, layers, impl, grouped):
+    torch.manual_seed(0)
+    b = draft_cases.step("cpu")
+    impl.index_group = SimpleNamespace(num_layers=layers)
+    out, _ = getattr(impl, method)(b.q, b.cache, b.positions, b.metadata)
+    assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
+    assert grouped == [(draft_cases.DRAFTS, layers > 1)]
+
+
+def test_an_index_group_is_of_layers_with_the_same_slots():
+    """vLLM's class and metadata have what the plug-in asks them for."""
+    from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonMetadata
+    from vllm.v1.attention.backends.mla import index_group
+
+    assert {"num_layers"} <= {x.name for x in fields(index_group.SparseMLAIndexGroup)}
+    names = {x.name for x in fields(SparseMLACommonMetadata)}
+    assert {"num_decodes", "num_decode_tokens", "decode_max_query_len"} <= names
+
+
+@pytest.mark.parametrize(
+    ("model", "ratio"), [(model, ratio) for model in (v4_layer.V4, v4_layer.V41) for ratio in model.width]
+)
+def test_drafts_in_the_layers_of_v4_and_v41_are_a_group(model, ratio, monkeypatch, grouped):
+    convert = engine_standins.compute_global_topk_indices_and_lens
+    monkeypatch.setattr(model.module, convert.__name__, convert)
+    scenario = v4_layer.Scenario(model, ratio, 16, [700, 300, 90], [], torch.device("cpu"), drafts=4)
+    object.__setattr__(
+        scenario.layer, "index_source_layer_id", 3 if model is v4_layer.V41 and ratio else None
+    )
+    torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
+    assert grouped == [(4, ratio != 4)]
 
 
 @pytest.mark.parametrize("prompts", [0, 3])

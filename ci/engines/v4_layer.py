@@ -71,7 +71,8 @@ def make_cache(lengths: list[int], tokens_of_page: int, page_size: int, device) 
 
 @dataclass
 class Scenario:
-    """A batch before one layer: ``decodes`` lengths of requests, ``prefills`` (query, sequence) lengths."""
+    """A batch before one layer: ``decodes`` lengths of requests, each with ``drafts`` query tokens;
+    ``prefills`` (query, sequence) lengths."""
 
     model: Model
     ratio: int
@@ -80,10 +81,11 @@ class Scenario:
     prefills: list[tuple[int, int]]
     device: torch.device
     seed: int = 0
+    drafts: int = 1
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
-        requests = [(1, n) for n in self.decodes] + self.prefills
+        requests = [(self.drafts, n) for n in self.decodes] + self.prefills
         self.query, self.lengths = zip(*requests, strict=True)
         self.num_tokens = sum(self.query)
         self.request = [r for r, n in enumerate(self.query) for _ in range(n)]
@@ -148,13 +150,14 @@ class Scenario:
 
     def _metadata(self) -> dict:
         decodes, tokens, device = len(self.decodes), self.num_tokens, self.device
+        decode_tokens = decodes * self.drafts
         start = torch.tensor([0, *self.query]).cumsum(0).int()
         lengths, query = (torch.tensor(x, dtype=torch.int32) for x in (self.lengths, self.query))
-        windows = torch.full((decodes, 1, WINDOW), -1, dtype=torch.int32, device=device)
-        for token in range(decodes):
+        windows = torch.full((decode_tokens, 1, WINDOW), -1, dtype=torch.int32, device=device)
+        for token in range(decode_tokens):
             position = self.positions[token]
             window = torch.arange(max(0, position - WINDOW + 1), position + 1, device=device)
-            windows[token, 0, : len(window)] = self.window.slots(token, window)
+            windows[token, 0, : len(window)] = self.window.slots(self.request[token], window)
         request = torch.tensor(self.request, dtype=torch.int32, device=device)
         slots = torch.zeros(tokens, dtype=torch.int64, device=device)
         gathered = (query + (lengths - query).clamp(0, WINDOW - 1))[decodes:]
@@ -164,7 +167,8 @@ class Scenario:
             is_valid_token=torch.ones(tokens, dtype=torch.bool, device=device), token_to_req_indices=request,
             decode_swa_indices=windows, decode_swa_lens=(windows >= 0).sum((1, 2)).int(),
             decode_swa_width=WINDOW, num_decodes=decodes, num_prefills=len(self.prefills),
-            num_decode_tokens=decodes, num_prefill_tokens=tokens - decodes,
+            num_decode_tokens=decode_tokens, num_prefill_tokens=tokens - decode_tokens,
+            max_decode_query_len=self.drafts,
             prefill_seq_lens=lengths[decodes:].to(device), prefill_seq_lens_cpu=lengths[decodes:],
             prefill_gather_lens=gathered.to(device), prefill_query_lens_cpu=query[decodes:],
             prefill_window_size=WINDOW, prefill_max_model_len=MAX_LENGTH,
@@ -179,12 +183,13 @@ class Scenario:
             topk_tokens=INDEX_TOPK,
         )  # fmt: skip
         if self.ratio == 128:
-            chosen = self.chosen[:decodes]
-            slots_of = [self.entries.slots(r, chosen[r].clamp_min(0)) for r in range(decodes)]
+            chosen = self.chosen[:decode_tokens]
+            of = self.request[:decode_tokens]
+            slots_of = [self.entries.slots(r, chosen[i].clamp_min(0)) for i, r in enumerate(of)]
             where = torch.stack(slots_of) if slots_of else chosen
             mla.c128a_global_decode_topk_indices = where.where(chosen >= 0, -1).int()[:, None]
             mla.c128a_decode_topk_lens = (chosen >= 0).sum(1).int()
-            mla.c128a_prefill_topk_indices = self.chosen[decodes:]
+            mla.c128a_prefill_topk_indices = self.chosen[decode_tokens:]
         return {"layer": mla, "layer.swa": swa}
 
     def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -48,6 +48,9 @@ class Placeholder:
 
     __ror__ = __or__
 
+    def __add__(self, other):  # of constants
+        return self
+
 
 def refusal(name: str):
     def function(*args: object, **options: object) -> None:

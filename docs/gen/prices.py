@@ -175,7 +175,9 @@ def prices() -> str:
     for name in ("workspace_key", "window_key", "paged_key", "paged_token", "grouped_key"):
         values = dict(getattr(c, name))
         lines.append([f"`{name}`", *(f"{values[h]:g}" if h in values else "" for h in heads)])
-    single = ", ".join(f"`{n}` {getattr(c, n):g}" for n in ("row", "reference", "select", "look_up", "grouped"))
+    single = ", ".join(
+        f"`{n}` {getattr(c, n):g}" for n in ("row", "reference", "select", "look_up", "grouped")
+    )
     return (
         f"{markdown(['ns', *(f'{h} heads' for h in heads)], lines)}\n\nPer row, index or layer: {single} ns."
     )

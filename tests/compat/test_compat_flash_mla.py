@@ -3,8 +3,11 @@
 import inspect
 from dataclasses import replace
 
+import engine_standins
 import pytest
 import torch
+from assertions import assert_attention, assert_same
+from draft_cases import draft_case, plan_of, without_lengths
 from error_cases import check_refused
 from sparse_cases import V4_SCOPES, Case, make_case, packed_layouts
 
@@ -78,7 +81,10 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_names_and_order_are_those_of_the_package():
-    assert " ".join(inspect.signature(flash_mla_with_kvcache).parameters) == (
+    decode = inspect.signature(flash_mla_with_kvcache).parameters
+    ours = [name for name, p in decode.items() if p.kind is p.KEYWORD_ONLY]
+    assert ours == ["query_groups", "shared_keys"]
+    assert " ".join(decode).removesuffix(f" {' '.join(ours)}") == (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits "
         "softmax_scale causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache "
         "topk_length extra_topk_length kv_format"  # the last one is its forks'
@@ -100,6 +106,32 @@ def test_decode_agrees_with_float64(layout, dtype, device):
     ours = lse.mT.flatten(0, 1)
     assert ours[1].isposinf().all() and (out[0, 1] == 0).all() and ours[[0, 2, 3]].isfinite().all()
     assert_within_flash_mla_tolerance(out.flatten(0, 1), ours.where(ours != INF, -INF), exact, exact_lse)
+
+
+@packed_layouts
+@pytest.mark.parametrize("lists_before", [False, True])
+def test_drafts_share_keys_if_the_caller_says_so(layout, lists_before, device):
+    batch, s_q, heads = (150 if device == "cuda" else 5), 4, 8
+    case = draft_case(layout, device, batch, s_q, num_q_heads=heads, extra_topk=30)
+    alone = draft_arguments(case, s_q)
+    given = {"query_groups": s_q}
+    if lists_before:
+        given["shared_keys"] = plan_of(case, s_q)
+    out, lse = flash_mla_with_kvcache(**alone, **given)
+    assert out.shape == (batch, s_q, heads, 512) and lse.shape == (batch, heads, s_q)
+    assert_attention(case, (out.flatten(0, 1), lse.mT.flatten(0, 1)))
+    if device == "cpu":
+        assert_same((out, lse), flash_mla_with_kvcache(**alone))
+    with pytest.raises(RuntimeError, match="query_groups must be in"):
+        flash_mla_with_kvcache(**alone, query_groups=0)
+
+
+def draft_arguments(case: Case, s_q: int) -> dict:
+    """Without lengths, which FlashMLA has of a request."""
+    arguments = engine_standins.decode_call(without_lengths(case))
+    for name in ("q", "indices", "extra_indices_in_kvcache"):
+        arguments[name] = arguments[name].squeeze(1).unflatten(0, (-1, s_q))
+    return arguments
 
 
 @pytest.mark.parametrize(

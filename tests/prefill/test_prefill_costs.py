@@ -1,6 +1,7 @@
 """The formula that chooses a way through a prefill layer: what it counts, and that it chooses as measured."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,24 @@ def test_the_formula_counts_rows_keys_and_bookkeeping(round_prices):
         "selected": 400 * 3 * 2 + (300 + 29) * 2 + 1000 + (1000 + 10 * 50) * 0.5,
         "direct": 400 * 5 + 10 * 100 + 7,
     }
+
+
+def test_neighbours_in_groups_cost_less_or_go_alone(round_prices, monkeypatch):
+    monkeypatch.setitem(COSTS, "made up", replace(COSTS["made up"], grouped_key=((16, 1),), grouped=5000))
+    shape, many = layer_shape(10, 8, 30, 20, 1000), layer_shape(1000, 8, 30, 20, 1000)
+    for given, in_groups in ((shape, 10 * 50 * 4 + 10 * 100), (many, 1000 * 50 * 1 + 5000)):
+        alone, grouped = (predict(replace(given, grouped=x), "made up") for x in (False, True))
+        assert alone.pop("direct") == given.num_tokens * (50 * 4 + 100) + 7
+        assert grouped.pop("direct") == in_groups + 7
+        assert alone == grouped
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_groups_are_priced_below_queries_alone_where_tiles_are_full(heads):
+    shape = layer_shape(8192, heads, 512, 128, 1 << 20)
+    alone, grouped = (predict(replace(shape, grouped=x), "sm90")["direct"] for x in (False, True))
+    assert 0.6 * alone < grouped < 0.98 * alone
+    assert predict(replace(shape, grouped=True), "sm80")["direct"] == predict(shape, "sm80")["direct"]
 
 
 def test_windows_alone_have_a_price_of_their_own(round_prices):

@@ -81,3 +81,12 @@ def plan_of(case: Case, group: int, **options) -> torch.Tensor:
         first.indices, query_groups=group, num_q_heads=case.q.shape[1], layout=case.layout,
         num_slots=len(first.rows), topk_length=first.length, **options,
     )  # fmt: skip
+
+
+def without_lengths(case: Case) -> Case:
+    """The same problem with holes in place of lengths, in place."""
+    for scope in case.scopes:
+        column = torch.arange(scope.indices.shape[1], device=scope.indices.device)
+        scope.indices[column >= scope.length[:, None]] = -1
+        scope.length = None
+    return case

@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import sys
 import types
 from types import SimpleNamespace
 
@@ -121,9 +122,18 @@ class DeepseekV4FlashMLAAttention:
     ):
         output.fill_(-7)  # vLLM's own
 
+    def _forward_decode(self, q, kv_cache, swa_metadata, attn_metadata, swa_only, output):
+        """Each draft is a request of its own; ``case`` has its keys."""
+        call = sys.modules["vllm.v1.attention.ops.flashmla"].flash_mla_with_kvcache
+        call(**decode_call(self.case), out=output[:, None])
+
 
 def init_logger(name):
     return logging.getLogger(f"mla_fp8.of_{name}")
+
+
+def _methods(cls) -> dict:
+    return {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
 
 
 def copied(function):
@@ -149,7 +159,7 @@ def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
         ),
         **{
             module: (
-                type(vllm_v4.LAYER, (), vars(DeepseekV4FlashMLAAttention) | {"__module__": module}),
+                type(vllm_v4.LAYER, (), _methods(DeepseekV4FlashMLAAttention) | {"__module__": module}),
                 compute_global_topk_indices_and_lens,
             )
             for module in vllm_v4.MODULES.values()
@@ -216,6 +226,13 @@ class DeepseekSparseAttnBackend:
         return "SGLang's own"
 
 
+class DeepseekV4AttnBackend:
+    speculative_num_draft_tokens = None
+
+    def forward(self, q, k, v, layer, forward_batch, *args, **kwargs):
+        return self.attention(q)
+
+
 class MqaAttentionBase:
     def _kernel_num_heads(self, num_tokens):
         return 64
@@ -255,6 +272,7 @@ def sglang(monkeypatch, plugins="") -> dict:
         "sglang.kernels.ops.attention.dsa.dequant_k_cache": (dequantize_k_cache_paged_dsa,),
         "sglang.kernels.ops.attention.dsv4.dequant_k_cache": (dequantize_k_cache_paged_dsv4,),
         "sglang.srt.layers.attention.dsa_backend": (DeepseekSparseAttnBackend,),
+        "sglang.srt.layers.attention.deepseek_v4_backend": (DeepseekV4AttnBackend,),
         "sglang.srt.models.deepseek_v4": (MqaAttentionBase, get_platform),
         "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
         "sglang.srt.environ": (),

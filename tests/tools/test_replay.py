@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from draft_cases import draft_case, plan_of
 from op_samples import SAMPLES, sparse_prefill_entries
 
 import mla_fp8
@@ -59,6 +60,34 @@ def test_a_replayed_call_gives_the_same_bits_from_the_pages_that_it_reads(name, 
     assert len(call.tensors["kv_cache"]) == 3 and len(call.tensors["extra_kv_cache"]) == 1
     got = mla_fp8.sparse_decode(**call.arguments(device))
     assert got[0].equal(want[0]) and got[1].equal(want[1])
+
+
+def test_lists_of_shared_keys_are_made_again_and_neighbours_are_counted(device, tmp_path, capsys):
+    """Lists name slots of the whole cache, of which a recording has a part."""
+    group = 4
+    case = draft_case(KV_LAYOUTS["dsv4"], device, 6, group, extra_topk=40, overlap=0.75, holes=0.0)
+    with record(tmp_path / "calls"):
+        case.decode(query_groups=group, shared_keys=plan_of(case, group))
+    (call,) = recording.load(tmp_path / "calls")
+    assert call.options["query_groups"] == group and "shared_keys" not in call.tensors
+    assert main(["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", device]) == 0
+    shared = re.search(r"(\d+) of 23 neighbours share keys, ([\d.]+) of them", capsys.readouterr().out)
+    assert 18 <= int(shared[1]) <= 23 and 0.3 < float(shared[2]) < 0.8
+
+
+def test_neighbours_without_a_key_in_common_do_not_count(device, tmp_path):
+    slots = torch.tensor([[0, 1, 2, 3], [1, 2, 3, -1], [40, 41, 42, 43], [40, 41, 99, 500]]).int()
+    kv_cache = KV_LAYOUTS["dsv4"].empty(4, 16, device).zero_()
+    q = torch.zeros(4, 8, 512, device=device).bfloat16()
+    with record(tmp_path / "calls"):
+        mla_fp8.sparse_decode(q, kv_cache, slots.to(device), layout="dsv4", page_size=16, sm_scale=1.0)
+        mla_fp8.sparse_decode(
+            q[::2], kv_cache, slots[::2].to(device), layout="dsv4", page_size=16, sm_scale=1.0
+        )
+    calls = recording.load(tmp_path / "calls")
+    assert [recording.shared_by_neighbours(call) for call in calls] == [
+        "2 of 3 neighbours share keys, 1.00 of them on average", "no neighbours share keys",
+    ]  # fmt: skip
 
 
 def test_views_of_other_kernels_are_recorded_like_the_cache(device, tmp_path):
@@ -230,7 +259,7 @@ def test_replay_lists_every_backend_and_fails_when_one_is_off(tmp_path, capsys, 
         mla_fp8.sparse_decode(*tensors, **options)
     command = ["replay", str(tmp_path / "calls"), "--seconds", "0", "--device", "cpu"]
     assert main(command) == 0
-    *lines, verdict, worst = capsys.readouterr().out.splitlines()[2:]
+    *lines, verdict, worst = capsys.readouterr().out.splitlines()[3:]
     assert verdict.startswith("All 1 calls are right. Worst: call 0 by native, rms error ")
     assert worst == f"  {recording.load(tmp_path / 'calls')[0]}"
     assert [line.split()[0] for line in lines] == [b.name for b in table.TABLE if "sparse_decode" in b.ops]

@@ -104,7 +104,9 @@ def _shared_lists(
     extra = options.get("extra_kv_cache")
     if extra is not None:
         given["extra_num_slots"] = len(extra) * options["extra_page_size"]
-    tensors = {name: options.get(name) for name in ("topk_length", "extra_indices", "extra_topk_length")}
+    tensors: dict[str, Any] = {
+        name: options.get(name) for name in ("topk_length", "extra_indices", "extra_topk_length")
+    }
     shapes = (indices.shape, layout.name, *given.values())
     shapes += tuple(None if x is None else x.shape for x in tensors.values())
     return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))

@@ -12,7 +12,9 @@ vllm_sparse.py, vllm_v4.py and sglang.py; attend.py makes the call.
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -56,18 +58,17 @@ class Group:
 
 
 ALONE = Group()
-_on = False
-_current: Group | None = None
+_switch = SimpleNamespace(on=False)
+_current: ContextVar[Group | None] = ContextVar("the group of a layer's rows", default=None)
 
 
 def switch(on: bool) -> None:
     """On, if the engine names :data:`NAME`."""
-    global _on
-    _on = on
+    _switch.on = on
 
 
 def switched_on() -> bool:
-    return _on
+    return bool(_switch.on)
 
 
 def queries(num_rows: int, num_requests: int, longest: int) -> int:
@@ -78,18 +79,18 @@ def queries(num_rows: int, num_requests: int, longest: int) -> int:
 @contextmanager
 def step(group: Group) -> Iterator[None]:
     """Inside, calls of FlashMLA with one query to a request are of this group: the layer flattened them."""
-    global _current
-    before, _current = _current, group
+    before = _current.set(group)
     try:
         yield
     finally:
-        _current = before
+        _current.reset(before)
 
 
 def of_call(batch: int, s_q: int) -> Group:
     """Of a call of FlashMLA."""
-    if not _on:
+    if not switched_on():
         return ALONE
-    if s_q == 1 and _current is not None:
-        return _current if batch % _current.queries == 0 else ALONE
+    group = _current.get()
+    if s_q == 1 and group is not None:
+        return group if batch % group.queries == 0 else ALONE
     return Group(queries(batch * s_q, batch, s_q))

@@ -149,7 +149,7 @@ _FEW_TILES = 48  # csrc/ops/shared_keys.h
 def shared_keys_shape(
     indices: torch.Tensor, query_groups: int, num_q_heads: int, extra_indices: torch.Tensor | None = None
 ) -> tuple[int, int]:
-    """(tiles, words of each) of what :func:`plan_shared_keys` makes, in a workspace of an ``_out`` form, too."""
+    """(tiles, words of each) of the lists that :func:`plan_shared_keys` makes, or an op in its workspace."""
     num_tokens, keys = indices.shape
     if extra_indices is not None:
         keys += extra_indices.shape[1]

@@ -15,7 +15,6 @@ from .tables import Tables
 from .ways import WAYS, fills_tiles, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_window_rows
 
-
 MAX_QUERY_GROUP = 65536  # of the ops
 
 

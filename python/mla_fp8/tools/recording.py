@@ -151,13 +151,12 @@ def shared_by_neighbours(call: Call) -> str | None:
 
     Queries that share none are of different requests, or padding: they do not count.
     """
-    scopes = [scope for scope in call.sparse("cpu").scopes if scope.indices is not None]
-    if not scopes:
+    rows, scopes = [set[tuple[int, int]]() for _ in call.tensors["q"]], call.sparse("cpu").scopes
+    if all(scope.indices is None for scope in scopes):
         return None
-    rows = [set[tuple[int, int]]() for _ in call.tensors["q"]]
     for i, scope in enumerate(scopes):
         num_slots = len(scope.kv) * scope.page_size
-        for row, slots in enumerate(scope.indices.tolist()):
+        for row, slots in enumerate([] if scope.indices is None else scope.indices.tolist()):
             counted = slots if scope.length is None else slots[: max(int(scope.length[row]), 0)]
             rows[row].update((i, slot) for slot in counted if 0 <= slot < num_slots)
     shares = [len(a & b) / len(b) for a, b in pairwise(rows) if a & b]

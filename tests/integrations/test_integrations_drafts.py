@@ -1,0 +1,346 @@
+"""Drafts of a request as query groups in both plug-ins, over stand-ins; probe.py has vLLM's own modules."""
+
+import sys
+from types import SimpleNamespace
+
+import engine_standins
+import pytest
+import torch
+from assertions import assert_attention, assert_same
+from draft_cases import draft_case, without_lengths
+from sparse_cases import exact_latents
+
+import mla_fp8
+from mla_fp8 import KV_LAYOUTS, reference
+from mla_fp8.integrations import drafts, flash_mla_calls, sglang, vllm, vllm_v4
+from mla_fp8.ops.sparse_decode import shared_keys_shape
+from mla_fp8.testing import assert_within_flash_mla_tolerance
+
+DSV32, DSV4 = KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"]
+HEADS, DRAFTS, TOPK, PAGES = 8, 4, 40, 3
+VLLM_NAMES = ["mla_fp8", "mla_fp8_flash_mla", drafts.NAME]
+SGLANG_NAMES = f"mla_fp8,{drafts.NAME}"
+
+
+@pytest.fixture(autouse=True)
+def off_again(caplog):
+    vars(vllm).pop("SparseBackend", None)
+    with caplog.at_level("INFO"):
+        yield
+    vars(vllm).pop("SparseBackend", None)
+    drafts.switch(False)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The ops that were called, and what of a group they got."""
+    calls = []
+    for name in ("sparse_decode_out", "sparse_prefill_paged_out", "plan_shared_keys"):
+        op = getattr(torch.ops.mla_fp8, name)
+
+        def spied(*args, op=op, name=name, **options):
+            calls.append((name.removesuffix("_out"), options.get("query_groups", 1), options))
+            return op(*args, **options)
+
+        monkeypatch.setattr(torch.ops.mla_fp8, name, spied)
+    return calls
+
+
+def groups(seen):
+    return [(name, group) for name, group, _ in seen]
+
+
+def many(device):
+    """Requests; on a GPU enough for groups to pay."""
+    return 160 if device == "cuda" else 5
+
+
+# vLLM, V3.2
+
+
+def step(device, requests=None, queries=DRAFTS):
+    """A decode step with drafts, whose positions overlap, as vLLM's backend gets it."""
+    requests = requests or many(device)
+    rows = exact_latents(DSV32, requests * PAGES * 64, device)
+    cache = DSV32.empty(requests * PAGES, 64, device)
+    every = torch.arange(len(rows), device=device)
+    mla_fp8.quantize_kv(rows, every, cache, layout=DSV32, page_size=64)
+    table = torch.randperm(requests * PAGES, device=device).int().view(requests, PAGES)
+    chosen = torch.rand(requests, PAGES * 64, device=device).argsort(1)[:, : TOPK + queries]
+    positions = torch.stack([chosen[:, i : i + TOPK] for i in range(queries)], 1).flatten(0, 1).int()
+    positions[torch.rand(positions.shape, device=device) < 0.1] = -1
+    request = torch.arange(requests, device=device).repeat_interleave(queries).int()
+    tokens = len(positions)
+    metadata = SimpleNamespace(
+        req_id_per_token=request, block_table=table, block_size=64, num_actual_tokens=tokens,
+        num_decode_tokens=tokens, num_decodes=requests, decode_max_query_len=queries,
+        fp8_extra_metadata=SimpleNamespace(num_decode_tokens=tokens),
+    )  # fmt: skip
+    page = table[request[:, None].long(), positions.clamp_min(0).long() // 64]
+    slots = (page * 64 + positions % 64).where(positions >= 0, -1)
+    q = torch.randn(tokens, HEADS, 576, device=device).bfloat16()
+    exact = reference.sparse_attention(q.double(), [(rows, slots, None)], sm_scale=0.1)
+    return SimpleNamespace(
+        q=q, cache=cache.view(len(cache), 64, -1), positions=positions, metadata=metadata, exact=exact
+    )
+
+
+def backend(monkeypatch, names=VLLM_NAMES):
+    engine_standins.vllm(monkeypatch, names)
+    vllm.register()
+    vllm.register_flash_mla_calls()
+    for _ in range(2):
+        vllm.register_query_groups()
+    return vllm.SparseBackend.get_impl_cls()
+
+
+def attended(impl, b, method="_forward_fp8_kv_mixed_batch"):
+    out, _ = getattr(impl, method)(b.q, b.cache, b.positions, b.metadata)
+    assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
+    return out
+
+
+@pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
+def test_a_step_of_drafts_is_a_call_with_groups_and_room_for_their_lists(method, monkeypatch, seen, device):
+    b = step(device)
+    alone = attended(backend(monkeypatch, VLLM_NAMES[:2])(HEADS, 0.1), b, method)
+    vars(vllm).pop("SparseBackend")
+    got = attended(backend(monkeypatch)(HEADS, 0.1), b, method)
+    assert [group for _, group in groups(seen)] == [1, DRAFTS]
+    options = seen[1][2]
+    tiles, words = shared_keys_shape(b.positions, DRAFTS, HEADS)
+    assert options["workspace"].numel() == tiles * words and "shared_keys" not in options
+    if device == "cpu":
+        assert torch.equal(got, alone)
+
+
+def one_short(b):
+    b.metadata.num_decodes += 1
+
+
+def too_many(b):
+    b.metadata.num_decodes, b.metadata.decode_max_query_len = 1, len(b.q)
+
+
+def no_drafts(b):
+    b.metadata.num_decodes, b.metadata.decode_max_query_len = len(b.q), 1
+
+
+def with_a_prompt(b):
+    b.metadata.num_decode_tokens -= DRAFTS
+    b.metadata.num_decodes -= 1
+
+
+@pytest.mark.parametrize("change", [one_short, too_many, no_drafts, with_a_prompt])
+def test_rows_that_are_not_as_many_drafts_of_each_request_go_alone(change, monkeypatch, seen):
+    b, impl = step("cpu"), backend(monkeypatch)(HEADS, 0.1)
+    change(b)
+    attended(impl, b)
+    assert groups(seen) == [("sparse_decode", 1)]
+
+
+def test_the_first_layer_of_an_index_group_makes_the_lists_of_all(monkeypatch, seen, device):
+    """GLM-5.2: vLLM converts the positions of one indexer once for the layers that use them."""
+    made = backend(monkeypatch)
+    shared, other = SimpleNamespace(num_layers=3), SimpleNamespace(num_layers=2)
+    layers = [made(HEADS, 0.1) for _ in range(5)]
+    for i, layer in enumerate(layers):
+        layer.index_group = shared if i < 3 else other
+    b = step(device)
+    for _ in range(2):  # the second pass has the metadata of the first, perhaps written in place
+        for layer in layers:
+            attended(layer, b)
+    names = [name for name, _ in groups(seen)]
+    assert [i for i, name in enumerate(names) if name == "plan_shared_keys"] == [0, 4, 7, 11]
+    lists = [options["shared_keys"] for name, _, options in seen if name != "plan_shared_keys"]
+    assert lists[0] is lists[1] is lists[2] is not lists[3] and lists[3] is lists[4]
+    assert all(group == DRAFTS for _, group in groups(seen))
+    seen.clear()
+    attended(layers[2], step(device))  # another step
+    assert groups(seen)[0] == ("plan_shared_keys", DRAFTS)
+
+
+def test_a_layer_alone_with_its_indexer_makes_lists_in_the_call(monkeypatch, seen):
+    impl = backend(monkeypatch)(HEADS, 0.1)
+    impl.index_group = SimpleNamespace(num_layers=1)
+    attended(impl, step("cpu"))
+    assert groups(seen) == [("sparse_decode", DRAFTS)]
+
+
+# FlashMLA's calls
+
+
+@pytest.mark.parametrize("s_q, expected", [(DRAFTS, DRAFTS), (1, 1), (20, 1)])
+def test_the_queries_of_a_request_in_flash_mlas_call_are_a_group(s_q, expected, monkeypatch, seen, device):
+    backend(monkeypatch)
+    case = draft_case(DSV4, device, 20 // DRAFTS, DRAFTS, num_q_heads=HEADS, extra_topk=30).tokens(slice(20))
+    first, extra = ({"indices": s.indices, "length": s.length} for s in case.scopes)
+    arguments = engine_standins.decode_call(case)
+    lengths = {"topk_length": first["length"], "extra_topk_length": extra["length"]}
+    if s_q > 1:  # lengths are of a request there
+        case = without_lengths(case)
+        arguments, lengths = engine_standins.decode_call(case), {}
+    arguments |= {
+        name: arguments[name].view(20 // s_q, s_q, *arguments[name].shape[2:])
+        for name in ("q", "indices", "extra_indices_in_kvcache")
+    } | lengths  # fmt: skip
+    out, lse = flash_mla_calls.around_decode(calls().__wrapped__, **arguments)
+    assert_attention(case, (out.flatten(0, 1), lse.mT.flatten(0, 1)))
+    assert groups(seen) == [("sparse_decode", expected)]
+
+
+def calls():
+    return sys.modules["vllm.v1.attention.ops.flashmla"].flash_mla_with_kvcache
+
+
+# vLLM, V4 and V4.1
+
+
+def v4_layer(model, **attributes):
+    cls = sys.modules[vllm_v4.MODULES[model]].DeepseekV4FlashMLAAttention
+    layer = cls()
+    vars(layer).update(attributes)
+    return layer
+
+
+def v4_step(device):
+    case = draft_case(DSV4, device, many(device), DRAFTS, num_q_heads=HEADS, extra_topk=60)
+    swa = SimpleNamespace(num_decodes=many(device), max_decode_query_len=DRAFTS)
+    return case, swa, SimpleNamespace()
+
+
+def decoded(layer, case, swa, attn):
+    output = torch.empty(*case.q.shape[:2], 512, device=case.q.device).bfloat16()
+    layer.case = case
+    layer._forward_decode(case.q, None, swa, attn, False, output)
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(output, exact_lse.float(), exact, exact_lse)
+
+
+def test_v4s_layers_say_which_rows_are_drafts_of_a_request(monkeypatch, seen, device, caplog):
+    backend(monkeypatch)
+    assert "of V3.2; of DeepSeek V4; of DeepSeek V4.1" in caplog.text
+    layer = v4_layer("DeepSeek V4", compress_ratio=4)
+    case, swa, attn = v4_step(device)
+    decoded(layer, case, swa, attn)
+    swa.max_decode_query_len = DRAFTS + 1  # requests of other lengths
+    decoded(layer, case, swa, attn)
+    assert [group for _, group in groups(seen)] == [DRAFTS, 1]
+    assert all("shared_keys" not in options for _, _, options in seen)
+
+
+@pytest.mark.parametrize(
+    "model, attributes, made",
+    [
+        ("DeepSeek V4", [{"compress_ratio": 128}] * 3, 1),
+        ("DeepSeek V4.1", [{"compress_ratio": 2, "index_source_layer_id": i} for i in (0, 0, 0, 3, 3)], 2),
+        ("DeepSeek V4.1", [{"compress_ratio": r, "index_source_layer_id": 0} for r in (1, 2, 1, 2)], 2),
+    ],
+    ids=["every entry", "index sources", "ratios"],
+)
+def test_layers_with_the_same_slots_share_lists(model, attributes, made, monkeypatch, seen, device):
+    backend(monkeypatch)
+    layers = [v4_layer(model, **given) for given in attributes]
+    case, swa, attn = v4_step(device)
+    for _ in range(2):
+        for layer in layers:
+            decoded(layer, case, swa, attn)
+        assert [name for name, _ in groups(seen)].count("plan_shared_keys") == made
+        assert len(seen) == made + len(layers)
+        seen.clear()
+
+
+def test_layers_of_the_window_alone_share_lists_and_other_block_tables_do_not(monkeypatch, seen):
+    backend(monkeypatch)
+    case, swa, _ = v4_step("cpu")
+    output = torch.empty(*case.q.shape[:2], 512).bfloat16()
+    for _ in range(2):
+        layer = v4_layer("DeepSeek V4", compress_ratio=1, case=case)
+        layer._forward_decode(case.q, None, swa, None, True, output)
+    tables = [SimpleNamespace(), SimpleNamespace()]
+    for table in tables:
+        decoded(v4_layer("DeepSeek V4", compress_ratio=128), case, swa, table)
+    assert [name for name, _ in groups(seen)].count("plan_shared_keys") == 3
+
+
+def test_a_layer_whose_interface_changed_is_named_and_keeps_its_own(monkeypatch, caplog):
+    engine = engine_standins.vllm(monkeypatch, VLLM_NAMES)
+    layer = engine.modules[vllm_v4.MODULES["DeepSeek V4"]].DeepseekV4FlashMLAAttention
+    layer._forward_decode = changed = lambda self, q, kv_cache, output: None
+    vllm.register_query_groups()
+    (record,) = caplog.records
+    assert "of DeepSeek V4 not: vllm.models" in record.getMessage()
+    assert layer._forward_decode is changed
+
+
+@pytest.mark.parametrize("names", [None, ["mla_fp8"], ["mla_fp8", "mla_fp8_flash_mla"]], ids=str)
+def test_vllm_has_no_groups_unless_it_names_them(names, monkeypatch, caplog):
+    engine = engine_standins.vllm(monkeypatch, names)
+    vllm.register_query_groups()
+    layer = engine.modules[vllm_v4.MODULES["DeepSeek V4"]].DeepseekV4FlashMLAAttention
+    assert not drafts.switched_on() and not caplog.records
+    assert layer._forward_decode is engine_standins.DeepseekV4FlashMLAAttention._forward_decode
+
+
+# SGLang
+
+
+def test_sglangs_verification_of_drafts_has_groups(monkeypatch, seen, device, caplog):
+    registered = engine_standins.sglang(monkeypatch, SGLANG_NAMES)
+    sglang.register_query_groups()
+    assert set(registered) == {sglang.DRAFTS} and "of V3.2; of V4" in caplog.text
+    hook, _ = registered[sglang.DRAFTS]
+    case = draft_case(DSV4, device, many(device), DRAFTS, num_q_heads=HEADS, extra_topk=30)
+    attention = engine_standins.DeepseekV4AttnBackend()
+    attention.speculative_num_draft_tokens = DRAFTS
+    call = engine_standins.sgl_flash_mla_with_kvcache
+    arguments = engine_standins.decode_call(case)
+    attention.attention = lambda q: flash_mla_calls.around_decode(call, **arguments)
+    original = engine_standins.DeepseekV4AttnBackend.forward
+    for requests in (many(device), many(device) + 1):  # drafts; other rows
+        batch = SimpleNamespace(batch_size=requests)
+        out, lse = hook(original, attention, case.q, None, None, None, batch)
+        assert_attention(case, (out[:, 0], lse[:, :, 0]))
+    attention.speculative_num_draft_tokens = None
+    hook(original, attention, case.q, None, None, None, SimpleNamespace(batch_size=len(case.q)))
+    assert [group for _, group in groups(seen)] == [DRAFTS, 1, 1]
+
+
+def test_v32s_verification_in_sglang_has_groups(monkeypatch, seen, device):
+    engine_standins.sglang(monkeypatch, SGLANG_NAMES)
+    sglang.register_query_groups()
+    case = draft_case(DSV32, device, many(device), DRAFTS, num_q_heads=HEADS)
+    s, width = case.scopes[0], DSV32.bytes_per_token
+    attention = SimpleNamespace(
+        dsa_kv_cache_store_fp8=True, kv_cache_dim=width, flashmla_kv_format="V32",
+        physical_page_size=s.page_size, speculative_num_draft_tokens=DRAFTS,
+    )  # fmt: skip
+    layer = SimpleNamespace(tp_q_head_num=HEADS, head_dim=576)
+    metadata = SimpleNamespace(
+        dsa_cache_seqlens_int32=s.length, cache_seqlens_int32=torch.zeros(many(device))
+    )
+    given = (case.q.flatten(1), s.kv_cache, 512, case.sm_scale, layer, metadata, s.indices)
+    original = engine_standins.DeepseekSparseAttnBackend._forward_flashmla_kv
+    out = sglang._forward_flashmla_kv(original, attention, *given)
+    metadata.cache_seqlens_int32 = torch.zeros(len(case.q))  # a step without drafts
+    alone = sglang._forward_flashmla_kv(original, attention, *given)
+    assert [group for _, group in groups(seen)] == [DRAFTS, 1]
+    torch.testing.assert_close(out, alone, rtol=2e-2, atol=1e-3)
+    if device == "cpu":
+        assert_same((out,), (alone,))
+
+
+@pytest.mark.parametrize("named", ["", "mla_fp8"])
+def test_sglang_has_no_groups_unless_it_names_them(named, monkeypatch):
+    registered = engine_standins.sglang(monkeypatch, named)
+    sglang.register_query_groups()
+    assert not registered and not drafts.switched_on()
+
+
+def test_v4s_backend_that_changed_is_named(monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, SGLANG_NAMES)
+    module = sys.modules["sglang.srt.layers.attention.deepseek_v4_backend"]
+    module.DeepseekV4AttnBackend = type("DeepseekV4AttnBackend", (), {})
+    sglang.register_query_groups()
+    assert not registered and drafts.switched_on()
+    assert "of V4 not: sglang.srt.layers.attention.deepseek_v4_backend has no Deep" in caplog.text
