@@ -17,11 +17,13 @@ import model
 import torch
 import v4_model
 
-# By whose attention it is; index: ours, and our indexer. mla_fp8_engines: model.register, in every process.
+# By whose attention it is; index: ours, and our indexer; groups: ours, drafts in groups. mla_fp8_engines:
+# model.register, in every process.
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
     "index": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_index_topk",
+    "groups": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_query_groups",
 }  # fmt: skip
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
@@ -73,7 +75,7 @@ def options(args: argparse.Namespace, folder: str) -> dict:
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
-    elif args.who in ("ours", "exact", "index"):
+    elif args.who in ("ours", "exact", "index", "groups"):
         own["attention_backend"] = "CUSTOM"
     elif args.kv == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"

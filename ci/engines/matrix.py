@@ -33,7 +33,7 @@ WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
 
 @dataclass(frozen=True)
 class Case:
-    who: str  # stock, ours, exact, calls: FlashMLA's calls taken over, or index: our indexer besides
+    who: str  # of engine.py's VLLM_PLUGINS
     heads: int
     kv: str = "fp8_ds_mla"
     more: tuple[str, ...] = ()
@@ -86,6 +86,11 @@ STEPS = {
     "mtp": Step(
         "speculation of 1 and 3 tokens, 16 and 128 heads",
         sides(16, 128, more=("--mtp", "1")) + sides(16, 128, who=("ours",), more=("--mtp", "3")),
+    ),
+    "groups": Step(
+        "drafts as query groups: speculation of 3 tokens, 16 heads, graphs and eager",
+        sides(16, who=("ours", "groups"), more=("--mtp", "3"))
+        + sides(16, who=("groups",), more=("--mtp", "3", "--eager")),
     ),
     "modes": Step(
         "eager, prefix caching, a process of its own, FlashMLA's calls alone",

@@ -207,6 +207,8 @@ def problems(found: dict[str, dict]) -> list[str]:
             continue
         if not name.startswith("stock-") and calls(result, "FlashMLA"):
             wrong.append(f"{name}: FlashMLA was called {calls(result, 'FlashMLA')} times, expected 0")
+        if name.startswith("groups-") and not calls(result, "in groups"):
+            wrong.append(f"{name}: no drafts went as a group")
         if name.startswith("index-"):
             wrong += _wrong_with_indexer(name, result)
         if name.startswith(("ours-", "calls-", "index-")):

@@ -40,6 +40,8 @@ def _counted(label: str, function: Callable) -> Callable:
     @functools.wraps(function, updated=())
     def counted(*args, **options):
         CALLS[label] += 1
+        if options.get("query_groups", 1) > 1:
+            CALLS[f"in groups: {label}"] += 1
         return function(*args, **options)
 
     return counted
@@ -93,7 +95,9 @@ def exact_attention() -> None:
     attend = import_module("mla_fp8.integrations.attend")
     reference = import_module("mla_fp8.reference")
 
-    def over_pages(q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, out=None):
+    def over_pages(
+        q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, out=None, group=None
+    ):
         pages = kv_cache.view(-1, page_size, kv_cache.shape[-1])
 
         def gather(slots):

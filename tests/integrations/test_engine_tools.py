@@ -143,6 +143,21 @@ def test_an_indexer_that_is_not_ours_is_said(calls, problem, tools):
     assert report.problems(found) == ([] if problem is None else [f"index-16-fp8_ds_mla: {problem}"])
 
 
+def test_drafts_that_went_alone_are_said(tools):
+    import report  # noqa: PLC0415
+    import spies  # noqa: PLC0415
+
+    spies.CALLS.clear()
+    decode = spies._counted("mla_fp8.sparse_decode_out", lambda **options: None)
+    alone = dict(spies.CALLS)
+    for group in (1, 4):
+        decode(query_groups=group)
+    name, said = "groups-16-fp8_ds_mla-mtp-3", "no drafts went as a group"
+    for calls, problem in ((alone, [f"{name}: {said}"]), (dict(spies.CALLS), [])):
+        assert report.problems({name: FOUND["ours-16-fp8_ds_mla"] | {"calls": calls}}) == problem
+    assert report.calls({"calls": spies.CALLS}, "mla_fp8") == 2
+
+
 def test_indexers_are_compared_with_the_same_attention(tools):
     import report  # noqa: PLC0415
 

@@ -171,11 +171,9 @@ def register() -> None:
 
 def register_query_groups() -> None:
     """Entry point: drafts of a request go as a group if SGLANG_PLUGINS names ``mla_fp8_query_groups``."""
-    if probes.why_not_call({"sglang.srt.environ": {}}):
+    if probes.why_not_call({"sglang.srt.environ": {}}) or drafts.NAME not in _named():
         return
-    drafts.switch(drafts.NAME in _named())
-    if not drafts.switched_on():
-        return
+    drafts.switch(True)
     module, name, attribute = DRAFTS.rsplit(".", 2)
     reason = probes.why_not_call({module: {f"{name}.{attribute}": _FORWARD}})
     if reason is None:

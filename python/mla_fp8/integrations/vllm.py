@@ -84,19 +84,21 @@ def register_flash_mla_calls() -> None:
 
 
 def register_query_groups() -> None:
-    """Entry point: drafts of a request go as a group if VLLM_PLUGINS names ``mla_fp8_query_groups``."""
-    if probes.why_not_call({"vllm.envs": {}, "vllm.logger": {}}):
+    """Entry point: drafts of a request go as a group if VLLM_PLUGINS names ``mla_fp8_query_groups``.
+
+    Re-entrant.
+    """
+    reason = probes.why_not_call({"vllm.envs": {}, "vllm.logger": {"init_logger": ()}})
+    if reason or drafts.NAME not in (import_module("vllm.envs").VLLM_PLUGINS or ()) or drafts.switched_on():
         return
-    drafts.switch(drafts.NAME in (import_module("vllm.envs").VLLM_PLUGINS or ()))
-    if not drafts.switched_on():
-        return
+    drafts.switch(True)
     layers = {model: vllm_v4.why_not(model, vllm_v4.DRAFTS) for model in vllm_v4.MODULES}
     for model, refused in layers.items():
         if not refused:
             vllm_v4.take_over(model, vllm_v4.DRAFTS)
-    flash_mla_calls.say_once(
-        "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; "
-        + "; ".join(f"of {model}{f' not: {refused}' if refused else ''}" for model, refused in layers.items())
+    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+        "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; %s",
+        "; ".join(f"of {model}{f' not: {refused}' if refused else ''}" for model, refused in layers.items()),
     )
 
 
