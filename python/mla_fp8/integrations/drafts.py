@@ -29,7 +29,8 @@ class Layers:
     """Layers with the same slots, which share the lists of their keys in a step.
 
     Lists are kept with the step's metadata, one for each ``kind`` of layer. The layer that made them makes
-    them again when it comes next: that is another pass, perhaps over tensors that were written in place.
+    them again when it comes next: that is another pass, perhaps over tensors that were written in place. So
+    a pass has to begin with the same layer of a kind each time, as the layers of a model do.
     """
 
     step: Any  # the engine's metadata, an object for each step

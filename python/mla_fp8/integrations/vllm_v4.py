@@ -135,17 +135,19 @@ def forward_decode(
 ) -> None:
     """vLLM flattens the drafts of a request before it calls FlashMLA: says which rows they are."""
     queries = drafts.queries(len(q), swa_metadata.num_decodes, swa_metadata.max_decode_query_len)
-    layers = _layers_with_these_slots(self, swa_metadata, attn_metadata, swa_only) if queries > 1 else None
+    layers = None
+    if queries > 1 and not swa_only:
+        layers = _layers_with_these_slots(self, swa_metadata, attn_metadata)
     with drafts.step(drafts.Group(queries, layers)):
         original(self, q, kv_cache, swa_metadata, attn_metadata, swa_only, output)
 
 
-def _layers_with_these_slots(
-    layer: Any, swa_metadata: Any, attn_metadata: Any, swa_only: bool
-) -> drafts.Layers | None:
-    """Those of the window alone, of every entry (V4), or of one indexer (V4.1). V4's ratio 4 chooses anew."""
-    if swa_only:
-        return drafts.Layers(swa_metadata, "window", None, id(layer))
+def _layers_with_these_slots(layer: Any, swa_metadata: Any, attn_metadata: Any) -> drafts.Layers | None:
+    """Those of every entry (V4), or of one indexer (V4.1). V4's ratio 4 chooses anew.
+
+    Layers of the window alone make lists in each call: drafting layers are such, which vLLM may run in turns
+    over one object of metadata that it writes in place.
+    """
     ratio, source = layer.compress_ratio, getattr(layer, "index_source_layer_id", None)
     if source is None and ratio != EVERY_ENTRY:
         return None
