@@ -60,8 +60,8 @@ class Math {
         are_boxes_(are_boxes),
         group_(__shfl_sync(kFullWarp, group(), 0)),
         first_row_(group() * kShares / kGroups * kRows),
-        slot_(group() % kStep),
-        scales_(shared_address(memory.scales({0, 0}) + key())) {
+        scale_(4 * (group() % kStep * Memory::kPlaceWords + key())),
+        scales_(shared_address(memory.scales({0, 0}))) {
     // The same in all lanes; an exchange lets the compiler see it.
     const auto panel = [](const uint8_t* from) {
       return static_cast<uint32_t>(wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(from), 0)));
@@ -69,7 +69,7 @@ class Math {
     keys_ = panel(kFp4 ? memory.panel(group()) : memory.keys(0));
     queries_ = panel(memory.queries() + first_row_ * kHeads * kIndexDim);
     // Opaque, or they are found anew for each item.
-    asm("" : "+r"(scales_), "+r"(keys_), "+r"(queries_));
+    asm("" : "+r"(keys_), "+r"(queries_));
     if (kTakesTurns && group() == kGroups - 1) give_turn();
   }
 
@@ -107,8 +107,9 @@ class Math {
   // together.
   template <class Sink>
   __device__ __forceinline__ void next_item(const Sink& sink) {
-    const int num_stages = memory_.num_stages, phase = slot_ >= num_stages;
-    const int stage = slot_ - (phase ? num_stages : 0);
+    const int num_stages = memory_.num_stages, slot = static_cast<int>(scale_ / kSlotBytes);
+    const int phase = slot >= num_stages;
+    const int stage = slot - (phase ? num_stages : 0);
     mbarrier_wait(shared_address(&barriers_.full[stage]), phase);
     if (!are_boxes_) fence_proxy_async();
     if constexpr (kFp4) {
@@ -128,13 +129,13 @@ class Math {
       wgmma_e4m3(acc, descriptor(keys + 2 * step), descriptor(queries_ + 2 * step), step > 0);
     wgmma_commit();
     if constexpr (kTakesTurns) give_turn();
-    const uint32_t place = scales_ + slot_ * (4 * Memory::kPlaceWords);
-    const uint32_t scale = load_shared_4(place), present = load_shared_4(place + 4 * kItemKeys);
+    const uint32_t scale = load_shared_4(scales_ + scale_),
+                   present = load_shared_4(scales_ + scale_ + 4 * kItemKeys);
     wgmma_wait<0>();
     pin_registers(acc);
     mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
-    slot_ += kStep;
-    if (slot_ >= 2 * num_stages) slot_ -= 2 * num_stages;
+    scale_ += kStep * kSlotBytes;
+    if (slot + kStep >= 2 * num_stages) scale_ -= 2 * num_stages * kSlotBytes;
     float sums[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
@@ -149,6 +150,7 @@ class Math {
 
  private:
   static constexpr int kFirstTurn = 6;  // named barriers
+  static constexpr int kSlotBytes = 4 * Memory::kPlaceWords;
 
   __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
   __device__ __forceinline__ void take_turn() const { named_barrier(kFirstTurn + group_, 2 * kGroup); }
@@ -166,7 +168,7 @@ class Math {
     const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
     const uint32_t from = shared_address(memory_.keys(stage)) + first_key * (kIndexDim / 2);
     const uint32_t to = shared_address(memory_.panel(group()));
-    const uint32_t scales = scales_ + 4 * (slot_ * Memory::kPlaceWords + first_key - key());
+    const uint32_t scales = scales_ + scale_ + 4 * (first_key - key());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int part = lane + i * kWarpSize, tile = part % 4, key = first_key + part / 4;
@@ -219,8 +221,9 @@ class Math {
   const bool are_boxes_;
   const int group_;  // the warp's, as the compiler sees
   const int first_row_;
-  int slot_;                 // of the next item: its stage, behind all stages in odd phases
-  uint32_t scales_;          // of the lane's key in slot 0
+  // A slot is a stage, or, behind all of them, a stage in an odd phase.
+  uint32_t scale_;  // of the lane's key of the next item, in bytes from the first slot's scales on
+  uint32_t scales_;
   uint32_t keys_, queries_;  // panels: the low words of descriptors
   float4 weights_[kRows][kHeads / 16];
 };

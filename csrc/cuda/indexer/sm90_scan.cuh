@@ -141,25 +141,36 @@ class Scan : ScanUnits {
   template <class TileMath, class Put>
   __device__ __forceinline__ void score(TileMath& math, const IndexUnit& unit, const ScanWork& work,
                                         int32_t column, int tiles, const Put& put) const {
+    constexpr int32_t kStep = TileMath::kStep * kItemKeys;
     const auto first_key = static_cast<int32_t>(__shfl_sync(kFullWarp, TileMath::first_key(), 0));
-    // All rows see the items from key `seen` on, as far as `length` goes.
-    const int32_t seen = work.seen_begin - column - first_key;
-    constexpr int32_t kOthers = kItemKeys - 1;
-    const auto length = static_cast<uint32_t>(max(work.seen_end - work.seen_begin, kOthers) - kOthers);
+    const auto items = [](int32_t keys) { return keys / kStep * kStep; };  // of the warpgroup, in keys
+    const int32_t first = column + first_key, end = tiles * kTileKeys;
+    // Items that all rows see lie between others.
+    const int32_t seen = min(items(max(work.seen_begin - first, 0) + kStep - 1), end);
+    const int32_t unseen = max(min(items(work.seen_end - first + kStep - kItemKeys), end), seen);
     math.load_weights();
+    int32_t key = 0;
 #pragma unroll 1
-    for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
-      const bool all_see = static_cast<uint32_t>(key - seen) < length;
-      math.next_item([&](int pair, float logit, bool present) {
-        uint32_t found = order_key(logit);
-        if (!all_see) {
-          const int32_t own = column + key + first_key + TileMath::key();
-          const IndexRow& where = unit.rows[math.row(pair)];
-          present &= own >= where.begin && own < where.end;
-          if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
-        }
-        put(pair, key, present ? found : 0);
-      });
+    for (int part = 0; part < 3; ++part) {
+      const bool all_see = part == 1;
+      const int32_t part_end = part == 0 ? seen : all_see ? unseen : end;
+      const auto items_to_end = [&](bool all_see) {
+#pragma unroll 1
+        for (; key < part_end; key += kStep)
+          math.next_item([&](int pair, float logit, bool present) {
+            uint32_t found = order_key(logit);
+            if (!all_see) {
+              const int32_t own = first + key + TileMath::key();
+              const IndexRow& where = unit.rows[math.row(pair)];
+              present &= own >= where.begin && own < where.end;
+              if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
+            }
+            put(pair, key, present ? found : 0);
+          });
+      };
+      if (kRehearses) items_to_end(all_see);  // all of the loop has been there
+      else if (all_see) items_to_end(true);
+      else items_to_end(false);
     }
   }
 
@@ -168,16 +179,16 @@ class Scan : ScanUnits {
   __device__ __forceinline__ void keep_unit(TileMath& math, const IndexUnit& unit,
                                             const ScanWork& work) const {
     const int first_tile = (work.column - unit.begin) / kTileKeys;
-    uint32_t* all = KeptKeys(args_).keys;
-    int32_t to[TileMath::kPairs];  // -1 of a row that does not exist
+    uint32_t* to[TileMath::kPairs];  // of a row that exists
 #pragma unroll
     for (int pair = 0; pair < TileMath::kPairs; ++pair) {
       const int r = math.row(pair);
-      to[pair] = (kept_tile(work, r) + first_tile) * kTileKeys + TileMath::first_key() + TileMath::key();
-      if (!TileMath::is_own() || r >= unit.num_rows) to[pair] = -1;
+      to[pair] =
+          KeptKeys(args_).tile(kept_tile(work, r) + first_tile) + TileMath::first_key() + TileMath::key();
+      if (!TileMath::is_own() || r >= unit.num_rows) to[pair] = nullptr;
     }
     score(math, unit, work, work.column, work.tiles, [&](int pair, int key, uint32_t found) {
-      if (to[pair] >= 0) all[to[pair] + key] = found;
+      if (to[pair] != nullptr) to[pair][key] = found;
     });
   }
 
