@@ -56,10 +56,12 @@ int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
 }
 bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
 
-KeyBoxes key_boxes(const IndexProblem& problem) {
+KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
   const IndexKeys& keys = problem.keys;
   KeyBoxes boxes{};
   const bool is_paged = keys.page_table != nullptr;
+  boxes.are_read_again =
+      problem.rows.k_start || problem.rows.query_start_loc || problem.rows.next_n > unit_rows;
   const int64_t rows = is_paged ? keys.page_size : problem.rows.num_columns;
   const uintptr_t scales = reinterpret_cast<uintptr_t>(keys.scales) | keys.scales_stride_page;
   const int row_bytes = has_fp4_keys(problem) ? kIndexDim / 2 : kIndexDim;
@@ -181,7 +183,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem), own, chunk_tiles, has_pins, most_kept, most_gathered});
+           ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
+                    most_gathered});
   });
   if (is_answered) return;
   const int64_t jobs = num_merge_jobs(own);
@@ -220,7 +223,7 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
             .block = kThreads,
             .stream = stream,
             .smem = 1024 + Memory::bytes(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4)},
-           Sm90LogitsArgs{key_boxes(p.problem),
+           Sm90LogitsArgs{key_boxes(p.problem, group_rows),
                           {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
                           unit_stride,
                           static_cast<int>(piece_tiles) * kTileKeys});

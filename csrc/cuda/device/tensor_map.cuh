@@ -36,14 +36,22 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
 }
 
 // The box whose first byte is `byte` of row `row` of plane `plane`, to shared memory from a multiple of 1024
-// bytes on; completes at the mbarrier `bar`.
+// bytes on; completes at the mbarrier `bar`. What nobody reads again leaves the L2 before all else.
 __device__ inline void tensor_copy(uint32_t dst, const CUtensorMap& map, int byte, int row, int plane,
-                                   uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst),
-      "l"(&map), "r"(byte), "r"(row), "r"(plane), "r"(bar)
-      : "memory");
+                                   uint32_t bar, bool is_read_again) {
+  if (is_read_again)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst),
+        "l"(&map), "r"(byte), "r"(row), "r"(plane), "r"(bar)
+        : "memory");
+  else
+    asm volatile(
+        "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], first; }" ::"r"(dst),
+        "l"(&map), "r"(byte), "r"(row), "r"(plane), "r"(bar)
+        : "memory");
 }
 
 }  // namespace mla_fp8::gpu

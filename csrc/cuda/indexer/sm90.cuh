@@ -59,6 +59,7 @@ __device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / k
 struct KeyBoxes {
   CUtensorMap map;
   bool are_used;
+  bool are_read_again;  // by another unit of the request
 };
 
 struct Barriers {

@@ -76,7 +76,8 @@ class Fetch {
     if (lane() > 0) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage));
     if (!memory_.is_fp4)  // outside the tensor there are zeros
-      tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full);
+      tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full,
+                  boxes_.are_read_again);
     else if (present) bulk_copy(to, keys_.value(page, row), value_bytes, full);
     if (scale_bytes > 0)
       bulk_copy(shared_address(memory_.scales(place_)), keys_.scale(page, row), scale_bytes, full);

@@ -250,7 +250,7 @@ Handler find_memory(const Opcode& opcode, const Operands&, Instruction& i) {
     return convert_address<0, 0>;
   }
   if (what == "mapa") return map_address;
-  if (what == "prefetch" || what == "prefetchu") return nothing;
+  if (what == "prefetch" || what == "prefetchu" || what == "createpolicy") return nothing;
   return nullptr;
 }
 
