@@ -51,8 +51,19 @@ __device__ inline uint32_t load_cluster_4(uint32_t address) {
   asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
+__device__ inline uint4 load_cluster_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
 __device__ inline void store_cluster_4(uint32_t address, uint32_t v) {
   asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ inline void store_cluster_8(uint32_t address, uint64_t v) {
+  asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
 }
 __device__ inline int cluster_rank() {
   int rank;

@@ -81,65 +81,6 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
   write_columns(team, answer, part.place, part.count, slot);
 }
 
-// Of neighbouring columns, all candidates but those with key 0, which are not below `least`: a run of columns
-// to each warp of the team.
-struct ChosenRuns {
-  uint64_t least;
-  int32_t begin, end;    // the calling warp's run
-  int32_t place, count;  // where it puts them; all of the team's
-
-  // Bit j: whether column i + j is chosen.
-  __device__ __forceinline__ uint32_t of_four(const CandidateKeys& from, int32_t i) const {
-    const uint4 four = *reinterpret_cast<const uint4*>(from.keys + i);
-    const uint32_t keys[] = {four.x, four.y, four.z, four.w};
-    uint32_t chosen = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      chosen |= static_cast<uint32_t>(order_of(keys[j], from.column + i + j) >= least) << j;
-    return chosen;
-  }
-};
-template <class Team>
-__device__ __forceinline__ ChosenRuns find_chosen(const Team& team, const CandidateKeys& from,
-                                                  uint64_t least) {
-  constexpr int kStep = 4 * kWarpSize;
-  const int warps = team.threads() / kWarpSize, warp = team.thread() / kWarpSize;
-  ChosenRuns runs{least};
-  const int32_t length = (from.count / kStep + warps - 1) / warps * kStep;
-  runs.begin = min(warp * length, from.count);
-  runs.end = min(runs.begin + length, from.count);
-  int32_t own = 0;
-#pragma unroll 1
-  for (int32_t i = runs.begin + 4 * (threadIdx.x % kWarpSize); i < runs.end; i += kStep)
-    own += __popc(runs.of_four(from, i));
-  own = lanes_sum(own);
-  const int32_t last = team_inclusive_sum(team, threadIdx.x % kWarpSize == 0 ? own : 0);
-  runs.place = last - own;
-  if (team.thread() == team.threads() - 1) team.scalars().kept = last;
-  team.sync();
-  runs.count = team.scalars().kept;
-  return runs;
-}
-// Writes them ascending by column, to places from `place` on.
-template <class Team, class Slot>
-__device__ __forceinline__ void emit_chosen(const Team& team, const IndexAnswer& answer,
-                                            const ChosenRuns& runs, const CandidateKeys& from, int32_t place,
-                                            const Slot& slot) {
-  int32_t* to = team.staged() + runs.place;
-#pragma unroll 1
-  for (int32_t i = runs.begin + 4 * (threadIdx.x % kWarpSize); i < runs.end; i += 4 * kWarpSize) {
-    const uint32_t chosen = runs.of_four(from, i);
-    const LanePlaces places(__popc(chosen));
-    int32_t* own_to = to + places.before;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (chosen >> j & 1) *own_to++ = from.column + i + j;
-    to += places.all;
-  }
-  team.sync();
-  write_columns(team, answer, place, runs.count, slot);
-}
-
 // The end of a row of which `count` are chosen.
 template <class Team>
 __device__ __forceinline__ void emit_end(const Team& team, const IndexTopkParams& p, int64_t row,

@@ -129,6 +129,40 @@ struct CandidateKeys {
   }
 };
 
+// The same where they lie far away: sixteen of a thread are on their way together.
+struct FarKeys {
+  CandidateKeys all;
+
+  // visit_four(i, keys): places i to i + 3.
+  template <class Team, class Visit>
+  __device__ __forceinline__ void visit_keys(const Team& team, const Visit& visit_four) const {
+    constexpr int kAtOnce = 4;
+    const int step = 4 * team.threads();
+#pragma unroll 1
+    for (int32_t first = 4 * team.thread(); first < all.count; first += kAtOnce * step) {
+      uint4 found[kAtOnce]{};
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (first + j * step < all.count)
+          found[j] = *reinterpret_cast<const uint4*>(all.keys + first + j * step);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const uint32_t keys[] = {found[j].x, found[j].y, found[j].z, found[j].w};
+        visit_four(first + j * step, keys);
+      }
+    }
+  }
+  template <class Team, class Visit>
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+    visit_keys(team, [&](int32_t i, const uint32_t (&keys)[4]) {
+      Four found;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) found[j] = order_of(keys[j], all.column + i + j);
+      visit_four(found);
+    });
+  }
+};
+
 // The number of candidates, and the least and the largest key of them. The whole team calls it.
 struct Survey {
   int32_t count;
@@ -197,6 +231,7 @@ __device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
     here[i] = static_cast<int32_t>(bins[first - i]);
     own += here[i];
   }
+  if (team.thread() == 0) s.kth = {0, k, 0};  // if there are fewer than k
   int32_t above = team_inclusive_sum(team, own) - own;
 #pragma unroll
   for (int i = 0; i < kBinsPerThread; ++i) {
@@ -221,11 +256,11 @@ __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidate
   return kth_of_bins(team, k);
 }
 
-// The k-th candidate of more than k, all in [low, high]: of a bin that it shares with others, bins are made
-// again. The whole team calls it.
+// Of candidates in [low, high] an order that k of them, and at most `others` more, are not below: where more
+// share the bin of the k-th, it is divided again. Of fewer than k it is `low`. The whole team calls it.
 template <class Team, class Candidates>
-__device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates& candidates, int32_t k,
-                                              uint64_t low, uint64_t high) {
+__device__ __forceinline__ uint64_t kth_bound(const Team& team, const Candidates& candidates, int32_t k,
+                                              int32_t others, uint64_t low, uint64_t high) {
   const int bin_bits = 31 - __clz(Team::kBinsPerThread * team.threads());
   int shift = max(64 - __clzll(static_cast<int64_t>(high - low)) - bin_bits, 0);
 #pragma unroll 1
@@ -234,11 +269,17 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
         team, candidates, k, [&](uint64_t order) { return order >= low && order <= high; },
         [&](uint64_t order) { return static_cast<uint32_t>((order - low) >> shift); });
     low += static_cast<uint64_t>(kth.bin) << shift;
-    if (kth.here == kth.remaining) return low;  // one of each order: at shift 0 at the latest
+    if (kth.here - kth.remaining <= others) return low;  // one of each order: at shift 0 at the latest
     k = kth.remaining;
     high = low + min(high - low, (uint64_t{1} << shift) - 1);  // a bin may end behind the last order
     shift = max(shift - bin_bits, 0);
   }
+}
+// The k-th of more than k candidates, all in [low, high].
+template <class Team, class Candidates>
+__device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates& candidates, int32_t k,
+                                              uint64_t low, uint64_t high) {
+  return kth_bound(team, candidates, k, 0, low, high);
 }
 
 // Of lanes each of which has none to four: how many those before it have, and all.

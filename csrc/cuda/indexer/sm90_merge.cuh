@@ -24,52 +24,69 @@ struct MergeArgs {
 };
 
 struct MergeShared {
-  static constexpr int kBins = 2048;
-  alignas(16) uint32_t bins[kBins];
-  alignas(16) uint32_t totals[kBins];
+  static constexpr int kBins = 2048, kMostBlocks = 8;
+  alignas(16) uint32_t bins[2][kBins];
   int32_t staged[kMaxIndexTopk];
   SelectScalars select;
   uint64_t copied;
-  int32_t total, own, kept;  // candidates of the cluster, places and chosen ones of the block
+  int32_t total, own;  // candidates of the cluster, places of the block
+  // What the blocks of the cluster have told this one, and how many candidates of the k-th's bin it has.
+  Survey surveys[kMostBlocks];
+  int32_t sums[kMostBlocks], few;
 };
 
-// The threads of a cluster; each block has a histogram of its own candidates.
+// The threads of a cluster; each block has a histogram of its own candidates. A barrier of a cluster takes
+// most of a microsecond, so each exchange has one: what a block tells has a place of its own, and histograms
+// have two in turns. Whoever writes to a place again has passed the barrier of another exchange, behind all
+// who read there.
 struct ClusterTeam {
-  static constexpr int kMostBlocks = 8, kBinsPerThread = MergeShared::kBins / kMergeThreads;
+  static constexpr int kMostBlocks = MergeShared::kMostBlocks;
+  static constexpr int kBinsPerThread = MergeShared::kBins / kMergeThreads;
+  static_assert(kBinsPerThread == 4);
   MergeShared& s;
   int size, rank;
+  mutable int turn = 0;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
   __device__ __forceinline__ static constexpr int threads() { return kMergeThreads; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
-  __device__ __forceinline__ uint32_t* bins() const { return s.bins; }
+  __device__ __forceinline__ uint32_t* bins() const { return s.bins[turn]; }
   __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
   __device__ __forceinline__ int32_t* staged() const { return s.staged; }
-  // Each block adds up its share of the bins, and tells all.
+  // The four bins that kth_of_bins asks the calling thread for, of all blocks: nobody else asks for them.
   __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const {
     if (size == 1) return bins;
-    const int share = MergeShared::kBins / size;
     cluster_sync();
-    for (int i = threadIdx.x; i < share; i += kMergeThreads) {
-      const int bin = rank * share + i;
-      uint32_t parts[kMostBlocks], sum = 0;  // in flight together
+    const int first = MergeShared::kBins - 4 - 4 * threadIdx.x;
+    constexpr int kAtOnce = 4;  // loads in flight
+    uint4 sum{};
+#pragma unroll 1
+    for (int block = 0; block < size; block += kAtOnce) {
+      uint4 parts[kAtOnce]{};
 #pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r)
-        parts[r] = r < size ? load_cluster_4(cluster_address(shared_address(bins + bin), r)) : 0;
+      for (int r = 0; r < kAtOnce; ++r)
+        if (block + r < size)
+          parts[r] = load_cluster_16(cluster_address(shared_address(bins + first), block + r));
 #pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r) sum += parts[r];
-#pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r)
-        if (r < size) store_cluster_4(cluster_address(shared_address(s.totals + bin), r), sum);
+      for (const uint4& part : parts) {
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      }
     }
-    cluster_sync();
-    return s.totals;
+    turn ^= 1;
+    *reinterpret_cast<uint4*>(s.bins[turn] + first) = sum;
+    return s.bins[turn];
   }
-  // At most as many as threads, brought together where the totals were.
+  // At most as many as threads, brought together where the last histogram was.
   __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
     if (size == 1) return orders;
+    if (threadIdx.x == 0) s.few = s.select.kept;
     cluster_sync();
-    const auto own = static_cast<int>(of_lanes_block(&s.select.kept));
+    const int lane = threadIdx.x % kWarpSize;
+    const auto own =
+        static_cast<int>(load_cluster_4(cluster_address(shared_address(&s.few), lane < size ? lane : rank)));
     const int end = warp_inclusive_sum(own);  // of the blocks up to the lane's
     int block = 0, before = 0;
 #pragma unroll
@@ -77,41 +94,47 @@ struct ClusterTeam {
       const int place = __shfl_sync(kFullWarp, end, r);
       if (r < size - 1 && static_cast<int>(threadIdx.x) >= place) block = r + 1, before = place;
     }
+    auto* all = reinterpret_cast<uint64_t*>(s.bins[turn ^ 1]);
     if (static_cast<int>(threadIdx.x) < __shfl_sync(kFullWarp, end, size - 1)) {
       const uint32_t from = cluster_address(shared_address(orders + threadIdx.x - before), block);
       const uint32_t low = load_cluster_4(from), high = load_cluster_4(from + 4);
-      reinterpret_cast<uint64_t*>(s.totals)[threadIdx.x] = uint64_t{high} << 32 | low;
+      all[threadIdx.x] = uint64_t{high} << 32 | low;
     }
-    cluster_sync();  // nobody reads this block's any more
-    return reinterpret_cast<const uint64_t*>(s.totals);
+    __syncthreads();
+    return all;
   }
   // What the blocks found of their own.
   __device__ __forceinline__ Survey together(Survey own) const {
     if (size == 1) return own;
+    tell(s.surveys, own);
     cluster_sync();
-    const uint32_t count = of_lanes_block(&s.select.kept), low = of_lanes_block(&s.select.low),
-                   high = of_lanes_block(&s.select.high);
-    const bool is_block = threadIdx.x % kWarpSize < static_cast<unsigned>(size);
-    const Survey all{static_cast<int32_t>(lanes_sum(is_block ? count : 0)), ~lanes_max(is_block ? ~low : 0),
-                     lanes_max(is_block ? high : 0)};
-    cluster_sync();
-    return all;
+    const unsigned lane = threadIdx.x % kWarpSize;
+    const Survey one = lane < static_cast<unsigned>(size) ? s.surveys[lane] : Survey{0, UINT32_MAX, 0};
+    return {static_cast<int32_t>(lanes_sum(one.count)), ~lanes_max(~one.low), lanes_max(one.high)};
   }
-  // The sum of the blocks before this one. Behind it, nobody may change what is summed before a cluster_sync.
-  __device__ __forceinline__ int32_t sum_before(int32_t own) const {
-    if (threadIdx.x == 0) s.kept = own;
+  // The sums of the blocks before this one, and of all. Behind it, nobody reads another's memory.
+  struct Sums {
+    int32_t before, all;
+  };
+  __device__ __forceinline__ Sums sums(int32_t own) const {
+    if (size == 1) return {0, own};
+    tell(s.sums, own);
     cluster_sync();
-    const uint32_t kept = of_lanes_block(&s.kept);
-    return static_cast<int32_t>(lanes_sum(threadIdx.x % kWarpSize < static_cast<unsigned>(rank) ? kept : 0));
+    const unsigned lane = threadIdx.x % kWarpSize;
+    const int32_t one = lane < static_cast<unsigned>(size) ? s.sums[lane] : 0;
+    return {lanes_sum(lane < static_cast<unsigned>(rank) ? one : 0), lanes_sum(one)};
   }
 
  private:
-  // A word of the block whose rank is the lane; of others their own.
+  // To the block's place in all blocks.
   template <class T>
-  __device__ __forceinline__ uint32_t of_lanes_block(const T* word) const {
-    static_assert(sizeof(T) == 4);
-    const int lane = threadIdx.x % kWarpSize;
-    return load_cluster_4(cluster_address(shared_address(word), lane < size ? lane : rank));
+  __device__ __forceinline__ void tell(T* places, const T& own) const {
+    if (threadIdx.x >= static_cast<unsigned>(size)) return;
+    const uint32_t to = cluster_address(shared_address(places + rank), threadIdx.x);
+    uint32_t words[sizeof(T) / 4];
+    memcpy(words, &own, sizeof own);
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(T) / 4; ++i) store_cluster_4(to + 4 * i, words[i]);
   }
 };
 
@@ -127,8 +150,9 @@ struct ScatteredParts {
   }
 };
 
+// Of `total` candidates, the calling CTA's in columns [begin, end).
 template <class Candidates>
-__device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob& job,
+__device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAnswer& row,
                                        const ClusterTeam& team, const Candidates& candidates, int32_t total,
                                        int64_t begin, int64_t end) {
   const IndexTopkParams& p = args.p;
@@ -145,19 +169,58 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const MergeJob
     if (threadIdx.x == kMergeThreads - 1) team.scalars().kept = own;
     __syncthreads();
     kept = team.scalars().kept;
-    place = team.sum_before(kept);
+    place = team.sums(kept).before;
   }
-  emit_from(team, IndexAnswer{p, job.out_row, job.where}, candidates, least, {place, kept, begin, end},
+  emit_from(team, row, candidates, least, {place, kept, begin, end},
             [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
-  if (team.rank == 0) emit_end(team, p, job.out_row, min(total, p.topk));
-  if (team.size > 1) cluster_sync();  // nobody reads `kept` any more
+  if (team.rank == 0) emit_end(team, p, row.row, min(total, p.topk));
 }
 
 // Of a cluster of so many blocks.
 __device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
+// The answer of a row whose keys are too many for shared memory: from the k-th's bin on they are few, which
+// the first CTA gets in its `list`. Bins are of the upper bits of keys: no pass looks for a range first.
+__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row,
+                                           ClusterTeam team, const FarKeys& keys, uint64_t* list) {
+  const int32_t topk = row.p.topk;
+  constexpr int kShift = 64 - 11;  // of an order
+  static_assert(MergeShared::kBins == 1 << (64 - kShift));
+  clear_bins(team);
+  const uint32_t own_bins = shared_address(team.bins());
+  keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
+#pragma unroll
+    for (const uint32_t key : four) add_shared_1(own_bins + 4 * (key >> (kShift - 32)));
+  });
+  const KthBin kth = kth_of_bins(team, topk);
+  uint64_t least = max(static_cast<uint64_t>(kth.bin) << kShift, kLeastOrder);
+  const int32_t room = merge_args.entries - topk;
+  if (const int32_t others = kth.here - kth.remaining; others > room)
+    least = kth_bound(team, keys, kth.remaining, room, least, least | ((uint64_t{1} << kShift) - 1));
+  int32_t* count = &team.scalars().kept;
+  keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (four[j] >= least >> 32)
+        if (const uint64_t order = order_of(four[j], keys.all.column + i + j); order >= least)
+          list[atomicAdd(count, 1)] = order;
+  });
+  __syncthreads();
+  const int32_t own = *count;
+  const ClusterTeam::Sums sums = team.sums(own);
+  if (team.size > 1) {
+    if (team.rank > 0)
+      for (int i = threadIdx.x; i < own; i += kMergeThreads)
+        store_cluster_8(cluster_address(shared_address(list + sums.before + i), 0), list[i]);
+    cluster_sync();
+    if (team.rank > 0) return;
+    team.size = 1;
+  }
+  answer(merge_args.topk, row, team, CandidateList{list, sums.all}, sums.all, row.where.begin, row.where.end);
+}
+
 // The answers of rows whose keys were kept; `where` is the first one. Rows take turns among the clusters.
-__device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint32_t* held,
+__device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint64_t* held,
                                        IndexRow where) {
   const IndexTopkArgs& args = merge_args.topk;
   const IndexTopkParams& p = args.p;
@@ -187,32 +250,22 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     const int begin = tiles * rank / team.size, end = tiles * (rank + 1) / team.size;
     CandidateKeys keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
                        (end - begin) * kTileKeys, 1};
-    if (keys.count <= 2 * merge_args.entries) {
-      if (threadIdx.x == 0) {
-        mbarrier_arrive_expect(bar, keys.count * 4);
-        bulk_copy(shared_address(held), keys.keys, keys.count * 4, bar);
-      }
-      mbarrier_wait(bar, phase);
-      phase ^= 1;
-      keys.keys = held;
-    }
-    if (keys.keys == held && keys.count <= ThreadKeys::most(kMergeThreads)) {
-      const ThreadKeys own(team, keys);
-      const Survey found = team.together(own.survey(team));
-      answer_from(team, answer, own, found, slot,
-                  [&](int32_t own_count) { return team.size == 1 ? 0 : team.sum_before(own_count); });
-      if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
-      if (team.size > 1) cluster_sync();
+    if (tiles * kTileKeys > team.size * min(2 * merge_args.entries, ThreadKeys::most(kMergeThreads))) {
+      choose_far(merge_args, answer, team, {keys}, held);
       continue;
     }
-    const Survey found = team.together(survey(team, keys));
-    uint64_t least = kLeastOrder;
-    if (found.count > p.topk) least = kth_surveyed(team, keys, p.topk, found);
-    const ChosenRuns runs = find_chosen(team, keys, least);
-    const int32_t place = team.size == 1 ? 0 : team.sum_before(runs.count);
-    emit_chosen(team, answer, runs, keys, place, slot);
+    if (threadIdx.x == 0) {
+      mbarrier_arrive_expect(bar, keys.count * 4);
+      bulk_copy(shared_address(held), keys.keys, keys.count * 4, bar);
+    }
+    mbarrier_wait(bar, phase);
+    phase ^= 1;
+    keys.keys = reinterpret_cast<const uint32_t*>(held);
+    const ThreadKeys own(team, keys);
+    const Survey found = team.together(own.survey(team));
+    answer_from(team, answer, own, found, slot,
+                [&](int32_t own_count) { return team.sums(own_count).before; });
     if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
-    if (team.size > 1) cluster_sync();  // nobody reads `kept` any more
   }
 }
 
@@ -222,9 +275,11 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
   // What the caller gave: the scan has waited for the grids that it may come from.
   const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
+  cluster_arrive();
   wait_for_previous_grid();
+  cluster_wait();  // all blocks have begun: they may be told something
   if (args.state(0)->are_answered) return;
-  if (args.state(0)->are_kept) return choose(merge_args, s, reinterpret_cast<uint32_t*>(held), where);
+  if (args.state(0)->are_kept) return choose(merge_args, s, held, where);
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;
   const int parts = job.num_parts(), i = threadIdx.x;
@@ -246,10 +301,11 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   const int32_t end = team_inclusive_sum(team, entries);
   if (i == kMergeThreads - 1) s.own = end;
   __syncthreads();
+  const IndexAnswer row{args.p, job.out_row, job.where};
   const int64_t begin_column = job.part_begin(args, first), end_column = job.part_begin(args, last);
   if (s.own > merge_args.entries) {
     const ScatteredParts scattered{args, job, first, last};
-    return answer(args, job, team, scattered, s.total, begin_column, end_column);
+    return answer(args, row, team, scattered, s.total, begin_column, end_column);
   }
   if (entries > 0) {
     mbarrier_arrive_expect(bar, entries * 8);
@@ -260,7 +316,7 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   mbarrier_wait(bar, 0);
   if (entries > part.count) held[end - 1] = kNoCandidate;
   __syncthreads();
-  answer(args, job, team, CandidateList{held, s.own}, s.total, begin_column, end_column);
+  answer(args, row, team, CandidateList{held, s.own}, s.total, begin_column, end_column);
 }
 
 }  // namespace mla_fp8::gpu::sm90_index
