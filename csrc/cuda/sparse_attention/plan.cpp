@@ -149,7 +149,7 @@ bool walks(const SparseAttentionParams& p, int num_sms) {
   // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
   const int octets = ceil_div(p.num_q_heads, kOctet);
   const int64_t enough = !fp8 ? 7 : octets > 4 ? 48 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
-  const int most = !fp8 ? 1 : p.layouts().is_mixed() ? 4 : 16;
+  const int most = !fp8 ? 1 : p.layouts().is_mixed() || p.has_entry_pages ? 4 : 16;
   return octets <= most && p.num_tokens * octets > enough * num_sms;
 }
 Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
