@@ -151,15 +151,16 @@ class Selection {
   int64_t max_pages_ = 0, first_ = 0, length_ = 0;
 };
 
-// What CTAs that share a query leave in the workspace for a head and a part: (maximum, sum), output.
-inline constexpr int kFloatsOfPart = 2 + kHeadDimV;
+// What CTAs that share a query leave in the workspace for a head and a part: (maximum, sum), output; some the
+// largest logit.
+inline constexpr int kFloatsOfPart = 3 + kHeadDimV;
 inline constexpr int64_t kMaxPortableSplits = 64, kMaxInvariantSplits = 8;
 // Floats that a workspace never needs more of: parts are at most enough for two CTAs of 32 heads on each SM.
 constexpr int64_t sparse_attention_floats(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
                                           bool batch_invariant) {
   const int64_t heads = num_tokens * num_q_heads, filling = 2 * num_sms * 32;
   const int64_t most = heads * (batch_invariant ? kMaxInvariantSplits : kMaxPortableSplits);
-  return (batch_invariant || most < filling ? most : filling) * kFloatsOfPart;
+  return (batch_invariant || most < filling ? most : filling) * kFloatsOfPart + 2 * num_sms;
 }
 
 namespace cpu {

@@ -43,10 +43,10 @@ void bind_plans(py::module_& m) {
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant,
                          has_entry_pages);
         p.window.num_requests = requests;
+        p.workspace_floats = workspace.value_or(INT64_MAX);
         const auto plan =
             gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
-        p.workspace_floats = *workspace;
         return gpu::to_string(gpu::within_workspace(plan, p));
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,

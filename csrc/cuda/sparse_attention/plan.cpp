@@ -115,6 +115,35 @@ Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, c
   return best;
 }
 
+// A CTA of 32, of 48 and of 64 rows over all entries of the past, with the memory's time and the second
+// launch. (One H200, 32 requests of 8192 and 1024 entries.) What other plans take longer there than their
+// prices say: each CTA surveys all the pages of its query.
+struct EntryPrice {
+  int rows;
+  double ns_per_key, fixed_us;
+} constexpr kEntryPrices[] = {{32, 29.0, 21.0}, {48, 36.0, 22.0}, {64, 36.0, 22.0}};
+constexpr double kUsOfPagePerKey = 1.1e-3;
+
+// Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs as it has keys. The parts
+// meet in the workspace, in a second launch.
+Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
+  const int rows = rows_of_entry_tile(p);
+  const int64_t tiles = num_entry_tiles(p);
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  if (!p.has_entry_pages || p.batch_invariant || !v || !attends_to_tiles(*v, p.layouts()) ||
+      tiles > num_sms || num_keys(p) + kMaxTileQueries >= kMaxKeys)
+    return {};
+  Plan plan{*v};
+  plan.ctas = static_cast<int>(std::min<int64_t>(num_sms, tiles * kMaxTileParts));
+  plan.tile_queries = entry_tile_queries(p);
+  if (workspace_size(plan, p) > p.workspace_floats) return {};
+  const int64_t parts = plan.ctas / tiles, keys = num_keys(p) + plan.tile_queries - 1;
+  for (const EntryPrice& price : kEntryPrices)
+    if (price.rows == rows)
+      return {plan, price.fixed_us + price.ns_per_key * 1e-3 * static_cast<double>(ceil_div(keys, parts))};
+  return {};
+}
+
 // Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with
 // 64 heads. None if queries go alone.
 Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
@@ -123,7 +152,7 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   if (tile_queries == 1 || num_keys(p) + tile_queries >= kMaxKeys) return best;
   SparseAttentionParams tiles = p;
   tiles.num_tokens = ceil_div(p.num_tokens, int64_t{tile_queries});
-  tiles.num_q_heads = 64;
+  tiles.num_q_heads = rows_of_entry_tile(p);
   tiles.scopes[0].topk += tile_queries - 1;  // the union of the windows
   // A tile that requests end in has the keys of each.
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
@@ -131,7 +160,8 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
     for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
   for (const HeadsClass& c : kHeadsClasses)
     if (const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts()))
-      if (attends_to_tiles(*v, p.layouts())) best = cheapest_waves(tiles, c, *v, num_sms);
+      if (attends_to_tiles(*v, p.layouts()) && c.heads == tiles.num_q_heads)
+        best = cheapest_waves(tiles, c, *v, num_sms);
   best.plan.tile_queries = tile_queries;
   return best;
 }
@@ -197,10 +227,13 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
-  if (const Priced tiles = cheapest_tiles(p, num_sms);
-      tiles.plan.tile_queries > 1 &&
-      tiles.us < kMostOfQueriesAlone * cheapest_split(p, p.num_tokens, num_sms).us)
-    return tiles.plan;
+  if (p.has_entry_pages) {
+    const Priced shared = shared_tiles(p, num_sms), tiles = cheapest_tiles(p, num_sms);
+    const double alone_us = cheapest_split(p, p.num_tokens, num_sms).us;
+    if (shared.us < std::min(tiles.us, alone_us) + kUsOfPagePerKey * static_cast<double>(num_keys(p)))
+      return shared.plan;
+    if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles.plan;
+  }
   if (walks(p, num_sms)) return plan_walk(p, num_sms);
   if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms);
   return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
@@ -325,7 +358,8 @@ std::string to_string(const Plan& plan) {
   out << name(v.kernel);
   out << ' ' << name(v.schedule) << ", " << v.heads << " heads";
   if (v.schedule == Schedule::kSplit)
-    out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
+    if (plan.ctas > 0) out << ", " << plan.ctas << " CTAs for all";
+    else out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;
@@ -334,10 +368,18 @@ std::string to_string(const Plan& plan) {
 }
 
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
+  if (shares_tiles(plan)) {
+    const int rows = std::min(plan.tile_queries * p.num_q_heads, plan.variant.heads);
+    return int64_t{plan.ctas} * rows * kFloatsOfPart + 2 * num_entry_tiles(p);
+  }
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (!own_kernels(p, gpu)) return workspace_size(plan(op, p, gpu), p);
+  if (!own_kernels(p, gpu) || p.has_entry_pages) {
+    SparseAttentionParams with_room = p;
+    with_room.workspace_floats = INT64_MAX;
+    return workspace_size(plan(op, with_room, gpu), p);
+  }
   return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
 }
 int64_t lists_size(const SparseAttentionParams& p) {
@@ -360,10 +402,17 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
     const bool split = v.schedule == Schedule::kSplit;
-    const bool has_splits = wanted.splits >= 1 && wanted.splits <= (split ? 16 : 1);
+    const bool tiles = split && attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
+                       entry_tile_queries(p) * p.num_q_heads <= v.heads;
+    // 0: all CTAs share all tiles
+    const bool has_splits = wanted.splits >= !tiles && wanted.splits <= (split ? 16 : 1);
     if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      if (split && attends_to_tiles(v, p.layouts())) plan.tile_queries = entry_tile_queries(p);
+      if (tiles) plan.tile_queries = entry_tile_queries(p);
+      if (wanted.splits == 0) {
+        plan.splits = 1;
+        plan.ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, num_entry_tiles(p) * kMaxTileParts));
+      }
       return plan;
     }
   }

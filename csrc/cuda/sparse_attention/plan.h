@@ -80,7 +80,7 @@ inline constexpr Variant kVariants[] = {
 struct Plan {
   Variant variant;
   int splits = 1;  // CTAs that share the keys of a query: at most 16, of kPortable any number
-  int ctas = 0;    // of a walk, at most
+  int ctas = 0;    // of a walk, at most; else, if not 0, that share the keys of all tiles
   // That it takes, the first ones, or 0: all. The rest gets a plan of its own, which is launched before.
   int64_t queries = 0;
   bool follows = false;  // the launch before is that of the rest
@@ -107,8 +107,9 @@ struct Gpu {
   int num_sms;
   int ctas_per_sm = 2;  // of the portable kernel, with fewer than 64 heads
 };
+// With what the workspace of `p` has room for, where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-// Of the plan; where the GPU's own kernels run, which need none, without making it.
+// Of the plan, if it has all the room it wants; where the GPU's own kernels run, which need none, without making it.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
@@ -116,10 +117,10 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads. An octet of heads is
-// of one query.
+// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads, and single queries with
+// any. An octet of heads is of one query.
 constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
-  return v.kernel == Kernel::kManyHeads && v.heads == 64 && !layouts.is_mixed() &&
+  return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && !layouts.is_mixed() &&
          layouts.first == KvLayoutId::kDsv4;
 }
 // 1: each goes alone. Tiles count from the first token of the call; where all requests may have as many, most
@@ -132,6 +133,17 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
   const int64_t each = std::max<int64_t>(even ? p.num_tokens / requests : p.num_tokens, 1);
   return static_cast<int>(ceil_div(each, ceil_div(each, most)));
 }
+
+inline int rows_of_entry_tile(const SparseAttentionParams& p) {  // of a CTA that takes one
+  return entry_tile_queries(p) * p.num_q_heads <= 32 ? 32 : 64;
+}
+inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
+  const int queries = entry_tile_queries(p);
+  return ceil_div(p.num_tokens, int64_t{queries}) *
+         (queries > 1 ? 1 : ceil_div(p.num_q_heads, rows_of_entry_tile(p)));
+}
+inline bool shares_tiles(const Plan& plan) { return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0; }
+inline constexpr int kMaxTileParts = 32;  // of CTAs that share all tiles (sm90/many_heads/shares.cuh)
 
 // ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
 

@@ -77,7 +77,7 @@ def over_windows(
         out=out,
         max_logits=None,
         lse=lse,
-        workspace=_workspace(q),
+        workspace=_workspace(q, all_entries="extra_page_table" in options),
     )
 
 
@@ -112,9 +112,9 @@ def _shared_lists(
     return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))
 
 
-def _workspace(q: Tensor, batch_invariant: bool = False) -> Tensor | None:
+def _workspace(q: Tensor, batch_invariant: bool = False, all_entries: bool = False) -> Tensor | None:
     """What lets several CTAs share a token's keys; None where kernels need none for that."""
-    if _has_own_kernels(q):
+    if _has_own_kernels(q) and (q.device.type == "cpu" or not all_entries):
         return None
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     tokens, heads = q.shape[:2]

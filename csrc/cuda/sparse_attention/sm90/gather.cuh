@@ -60,18 +60,23 @@ class Gather {
     constexpr KvLayout kL = R::kL;
     static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
     const KvScope& s = p_.scopes[key.scope];
-    const unsigned page_size = s.page_size, in_cache = key.slot;
-    unsigned page;
-    if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
-    else page = in_cache / page_size;
-    const unsigned in_page = in_cache - page * page_size;
+    const unsigned page_size = s.page_size;
+    unsigned page, in_page, in_cache;
+    if constexpr (requires { key.page; }) {
+      page = key.page, in_page = key.in_page, in_cache = page * page_size + in_page;
+    } else {
+      in_cache = key.slot;
+      if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
+      else page = in_cache / page_size;
+      in_page = in_cache - page * page_size;
+    }
     const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
     const uint8_t* const row = base + kL.token_offset(in_page);
     const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
     const int num_here = min(num_keys, kStageRows);
     const bool counts = lane_ < num_here;
     // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
-    const unsigned which = key.slot ^ key.scope << 31, other = __shfl_xor_sync(kFullWarp, which, 8);
+    const unsigned which = in_cache ^ key.scope << 31, other = __shfl_xor_sync(kFullWarp, which, 8);
     unsigned same = 0, repeated = 0;
     if (__any_sync(kFullWarp, counts && which == other)) [[unlikely]] {
       if (counts) same = __match_any_sync((1u << num_here) - 1, which);

@@ -45,6 +45,7 @@ struct KernelParams {
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1
   int64_t first_tile;
+  int num_tiles, tile_rows, share_ctas;  // whose keys so many CTAs share (shares.cuh), else 0
   Divider page_size[2];  // of each scope
   SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
 
@@ -57,10 +58,10 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 }
 
 template <class C>
-void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
+KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                   gpuStream_t stream) {
   const bool walks = plan.variant.schedule == Schedule::kWalk;
-  const bool is_tile = plan.tile_queries > 1 || plan.takes_lists;
+  const bool is_tile = plan.tile_queries > 1 || plan.takes_lists, shares = shares_tiles(plan);
   const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
   const SharedKeysShape shared(p);
   const int64_t tiles =
@@ -72,6 +73,9 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
       .follows = plan.follows,
       .tile_queries = plan.tile_queries,
       .first_tile = 0,
+      .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
+      .tile_rows = std::min(plan.tile_queries * p.num_q_heads, C::kHeads),
+      .share_ctas = shares ? plan.ctas : 0,
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
       .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
@@ -79,7 +83,7 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
     params.splits = Divider(splits);
     const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
     launch(kernel,
-           {.grid = walks ? walking : items * splits,
+           {.grid = walks ? walking : shares ? plan.ctas : items * splits,
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes,
@@ -92,6 +96,7 @@ void launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, 
     params.first_tile = 0, params.follows = true;
   }
   launch_some((tiles - plan.last_tiles) * head_blocks, plan.splits);
+  return params;
 }
 
 // ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
@@ -124,6 +129,7 @@ struct SplitItem : QueryHeads {
   int first_block, num_blocks;
 
   __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
+  __device__ bool is_whole(const KernelParams& params) const { return params.num_splits() == 1; }
   __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
   __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
 

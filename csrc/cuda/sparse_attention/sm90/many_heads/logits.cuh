@@ -300,7 +300,7 @@ class SplitLogits : BlockLogits<C> {
   __device__ void finish() {
     this->end_row([&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
-      if (params_.num_splits() == 1) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
+      if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
       reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;

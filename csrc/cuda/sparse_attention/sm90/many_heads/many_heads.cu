@@ -68,8 +68,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (params.shared.has(w.query)) return leave_grid(params.follows);
   if constexpr (C::kTiles == Tiles::kLists)
     if (w.num_keys < 0) return leave_grid(params.follows);
-  if (warp == 0) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
+  if constexpr (C::kTiles == Tiles::kEntries)
+    if (w.num_parts == 0) return leave_grid(params.follows);
+  if (warp == 1) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
   if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
+  if constexpr (C::kTiles == Tiles::kEntries) {
+    w.take_part();
+    w.source(params).fetch_pages(thread, C::kThreads);
+  }
   KeySurvey survey;
   if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
@@ -108,8 +114,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();
-    } else {
+    } else if (w.is_whole(params)) {
       values.store(params.p, w, thread);
+    } else {
+      if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
     }
   }
   end_grid(params.follows);
@@ -165,14 +173,16 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
                                                                     constant<kTiles>) {
       using R = CachedRow<layout(), extra(), kExpanders>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
-      launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+      const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+      if constexpr (kTiles == Tiles::kEntries)
+        if (params.num_tiles > 0) launch_merge_parts<R>(params, stream);
     };
     const auto split = [&](auto tiles) {
       if (p.max_logits) launch_split(constant<true>{}, tiles);
       else launch_split(constant<false>{}, tiles);
     };
     if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
-      if (plan.tile_queries > 1) return split(constant<Tiles::kEntries>{});
+      if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});
     if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
     if constexpr (kVariant.schedule == Schedule::kWalk) {

@@ -19,6 +19,7 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/shares.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -31,7 +32,7 @@ struct TileMarks {
 
   __device__ void describe(const SparseAttentionParams& p, int num_queries) {
     all_queries = (1u << num_queries) - 1;
-    octets_log2 = __ffs(p.num_q_heads / kOctetHeads) - 1;
+    octets_log2 = num_queries == 1 ? 3 : __ffs(p.num_q_heads / kOctetHeads) - 1;
   }
 };
 
@@ -54,40 +55,70 @@ struct Tile {
 // What survey_keys and ValidKeys ask for (keys.cuh).
 class TileKeys {
  public:
+  // As it was found. Whether there is such a page is asked later, when the load of its number is over.
   struct Key {
-    int slot, scope;
+    int page;
+    unsigned in_page;
+    int scope;
     uint32_t queries;
     __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
   };
-  __device__ __forceinline__ TileKeys(const KernelParams& params, const Tile& tile)
-      : params_(params), p_(params.p), tile_(tile) {}
-  __device__ __forceinline__ unsigned length() const { return tile_.length; }
+  // Of the tile's list the `length` positions from `first` on, which are numbered from 0.
+  __device__ __forceinline__ TileKeys(const KernelParams& params, const Tile& tile, unsigned first,
+                                      unsigned length)
+      : params_(params), p_(params.p), tile_(tile), first_(first), length_(length) {}
+  __device__ __forceinline__ unsigned length() const { return length_; }
   __device__ __forceinline__ static constexpr bool is_window() { return true; }
-  __device__ __forceinline__ int entry(unsigned position) const { return at(position).slot; }
-  __device__ __forceinline__ bool is_slot(int entry, unsigned) const { return entry >= 0; }
-  __device__ __forceinline__ bool is_valid(Key key) const { return key.slot >= 0; }
+  // survey_keys asks for entries of rows without a window only.
+  __device__ __forceinline__ int entry(unsigned) const { return -1; }
+  __device__ __forceinline__ bool is_slot(int, unsigned) const { return false; }
+  __device__ __forceinline__ bool is_valid(Key key) const {
+    const KvScope& scope = p_.scopes[key.scope];
+    return key.page >= 0 && key.page * scope.page_size + key.in_page < scope.num_slots;
+  }
 
-  // Slot -1 past the end, and where no page of the cache is.
+  // Page -1 past the end.
   __device__ __forceinline__ Key at(unsigned position) const {
-    if (position >= tile_.length) return {-1, 0, 0};
+    if (position >= length_) return {-1, 0, 0, 0};
+    const Place place = find(position);
+    const TileRequest& r = *place.request;
+    const int64_t max_pages = place.extra ? p_.entry_pages.max_pages : p_.window.max_pages;
+    if (place.page >= max_pages) return {-1, 0, 0, 0};
+    return {
+        .page = __ldg(place.pages() + place.page),
+        .in_page = place.in_request - place.page * static_cast<unsigned>(p_.scopes[place.extra].page_size),
+        .scope = place.extra,
+        .queries = (place.extra ? see_entry(r, place.in_request) : see(r, place.in_request)) << r.first_query,
+    };
+  }
+  // By all threads: brings the numbers of all pages close, before the survey asks for some after others.
+  __device__ void fetch_pages(int thread, int num_threads) const {
+    constexpr unsigned kLine = 32;  // a line of a table has at least as many keys
+    for (unsigned position = thread * kLine; position < length_; position += num_threads * kLine) {
+      const Place place = find(position);
+      if (place.page < (place.extra ? p_.entry_pages.max_pages : p_.window.max_pages))
+        prefetch_l1(place.pages() + place.page);
+    }
+  }
+
+ private:
+  struct Place {
+    const TileRequest* request;
+    bool extra;
+    unsigned in_request, page;  // position in the request, number of the page
+    __device__ __forceinline__ const int32_t* pages() const {
+      return extra ? request->entry_pages : request->window_pages;
+    }
+  };
+  __device__ __forceinline__ Place find(unsigned position) const {
+    position += first_;
     int i = 0;
     while (position >= tile_.requests[i].end) ++i;
     const TileRequest& r = tile_.requests[i];
     const bool extra = position >= r.first_entry;
     const unsigned in_request = extra ? position - r.first_entry : r.window_first + (position - r.first);
-    const KvScope& scope = p_.scopes[extra];
-    const auto page_size = static_cast<unsigned>(scope.page_size);
-    const auto place = static_cast<unsigned>(params_.page_size[extra](in_request));
-    const int64_t max_pages = extra ? p_.entry_pages.max_pages : p_.window.max_pages;
-    if (place >= max_pages) return {-1, 0, 0};
-    const int64_t page = __ldg((extra ? r.entry_pages : r.window_pages) + place);
-    const int64_t slot = page * page_size + (in_request - place * page_size);
-    if (page < 0 || slot >= scope.num_slots) return {-1, 0, 0};
-    return {static_cast<int>(slot), extra,
-            (extra ? see_entry(r, in_request) : see(r, in_request)) << r.first_query};
+    return {&r, extra, in_request, static_cast<unsigned>(params_.page_size[extra](in_request))};
   }
-
- private:
   // Bits of the request's queries whose windows have a position: the first one's is behind it by `ahead`.
   __device__ __forceinline__ uint32_t see(const TileRequest& r, unsigned in_request) const {
     const int ahead = static_cast<int>(in_request) - r.position;
@@ -106,12 +137,17 @@ class TileKeys {
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const Tile& tile_;
+  const unsigned first_, length_;
 };
 
 // The keys of a tile's list, all of them valid.
 class ListedKeys {
  public:
-  using Key = TileKeys::Key;
+  struct Key {
+    int slot, scope;
+    uint32_t queries;
+    __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
+  };
   ListedKeys() = default;
   __device__ ListedKeys(const KernelParams& params, unsigned tile)
       : slots_(params.shared.list(tile) + kListHead),
@@ -149,7 +185,9 @@ struct NeighboursItem : SplitItem {
   __device__ int64_t query_of(const SparseAttentionParams& p, int row) const {
     return query + row / p.num_q_heads;
   }
-  __device__ int head_of(const SparseAttentionParams& p, int row) const { return row % p.num_q_heads; }
+  __device__ int head_of(const SparseAttentionParams& p, int row) const {
+    return first_head + row % p.num_q_heads;
+  }
   __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
     return p.q + query_of(p, row) * p.q_stride_token + head_of(p, row) * p.q_stride_head;
   }
@@ -160,7 +198,24 @@ struct NeighboursItem : SplitItem {
 struct TileItem : NeighboursItem {
   using Source = TileKeys;
   const Tile* tile;
-  __device__ Source source(const KernelParams& params) const { return {params, *tile}; }
+  int part, num_parts;     // of its keys, this CTA's
+  unsigned first, length;  // the positions of that part
+
+  __device__ Source source(const KernelParams& params) const { return {params, *tile, first, length}; }
+  __device__ bool is_whole(const KernelParams&) const { return num_parts == 1; }
+  // Once the tile is known.
+  __device__ void take_part() {
+    const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
+    const unsigned each = blocks / num_parts, longer = blocks % num_parts;
+    first = min((part * each + min(unsigned(part), longer)) * kShareBlockKeys, tile->length);
+    length = min((each + (part < longer)) * kShareBlockKeys, tile->length - first);
+  }
+  // All of the part.
+  template <class C>
+  __device__ void take_share(int num_keys, const Divider&) {
+    static_assert(C::kBlockKeys == kShareBlockKeys);
+    first_block = 0, num_blocks = ceil_div(num_keys, C::kBlockKeys);
+  }
 };
 struct ListItem : NeighboursItem {
   using Source = ListedKeys;
@@ -232,10 +287,12 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
 template <class C>
 __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   const SparseAttentionParams& p = params.p;
-  const unsigned index = static_cast<unsigned>(params.first_tile) + cluster_index();
+  unsigned index = static_cast<unsigned>(params.first_tile) + cluster_index();
   auto& tile = *reinterpret_cast<TileOf<C::kTiles>*>(smem + MLA_SMEM(C, tile));
   typename C::Item item;
   int count;
+  item.split = cluster_rank();
+  item.first_head = 0;
   if constexpr (C::kTiles == Tiles::kLists) {
     item.query = params.shared.queries.first(index);
     count = static_cast<int>(params.shared.queries.size(index));
@@ -243,14 +300,19 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
     item.num_keys = count > 0 ? params.shared.length(index) : -1;
     if (warp == 0 && lane == 0) tile.describe(p, count);
   } else {
+    item.part = item.split, item.num_parts = params.num_splits();
+    if (params.num_tiles > 0) {
+      const TileShare share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
+      index = share.tile / params.num_head_blocks;
+      item.first_head = share.tile % params.num_head_blocks * C::kHeads;
+      item.part = share.part, item.num_parts = share.num_parts;
+    }
     item.query = int64_t{index} * params.tile_queries;
     count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - item.query));
     item.tile = &tile;
     if (warp == 0) describe_tile(p, item.query, count, tile, lane);
   }
-  item.split = cluster_rank();
-  item.first_head = 0;
-  item.num_rows = count * p.num_q_heads;
+  item.num_rows = min(count * p.num_q_heads - item.first_head, C::kHeads);
   return item;
 }
 

@@ -264,6 +264,23 @@ class SplitValues : BlockValues<C> {
     });
   }
 
+  // What merge_parts_kernel reads, of a part of a tile.
+  __device__ void write_part(const KernelParams& params, const typename C::Item& w, int thread) const {
+    const TileParts parts(params);
+    const int part = blockIdx.x;
+    each_pair([&](int row, int dim, bool adjacent, float a, float b) {
+      if (row >= w.num_rows) return;
+      float* out = parts.out(part, row) + dim;
+      if (adjacent) *reinterpret_cast<float2*>(out) = {a, b};
+      else out[0] = a, out[8] = b;
+    });
+    if (thread >= w.num_rows) return;
+    parts.stats(part, thread) = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats))[thread];
+    if constexpr (C::kFindsLargest)
+      parts.largest(part, thread, params.num_tiles) =
+          reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, largest))[thread];
+  }
+
  private:
   using Base::first_chunk_, Base::g_, Base::out_, Base::t_, Base::warp_, Base::x_;
 
