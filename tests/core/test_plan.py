@@ -60,6 +60,8 @@ def shapes_of_entry_pages():
     yield "prefill", "bf16", 128, 1024, True, 8, 4096, H200
     yield "prefill", "dsv41+dsv41_fp4", 128, 1024, True, 8, 4096, H200
     yield "prefill", "bf16_512", 128, 1024, True, 8, 4096, A100
+    for heads, queries in ((8, 6), (8, 18), (16, 2), (16, 90), (32, 24), (64, 20), (128, 32)):
+        yield "prefill", "dsv4", 128, 8192, True, heads, queries, H200
 
 
 def ids(layouts):
@@ -101,8 +103,10 @@ def test_policy_and_variants_are_frozen(name):
 
 
 def test_every_variant_is_in_some_plan():
-    with (HERE / "plans.csv").open(newline="") as file:
-        planned = {row["plan"] for row in csv.DictReader(file)}
+    planned = set()
+    for name in ("plans.csv", "plans_of_entry_pages.csv"):
+        with (HERE / name).open(newline="") as file:
+            planned |= {row["plan"] for row in csv.DictReader(file)}
     for kernel, schedule, heads, producers, _ in core.VARIANTS:
         wanted = [f"{kernel} {schedule}, {heads} heads"]
         if kernel == "few_heads":
@@ -124,7 +128,20 @@ def test_neighbours_over_all_entries_share_tiles(queries, requests, tile):
         is_window=True, has_entry_pages=True, requests=requests,
     )  # fmt: skip
     assert f", {tile} queries a tile" in plan if tile else "a tile" not in plan
-    assert plan.endswith(", 16 CTAs for the last 2") == (queries // tile == 32 if tile else False)
+    assert (", 132 CTAs for all" in plan) == (queries // tile <= 66 if tile else False)
+
+
+@given(st.integers(1, 400), st.integers(1, 128), st.integers(1, 32))
+def test_the_largest_workspace_of_use_is_enough_for_shared_tiles(queries, heads, requests):
+    problem = {
+        "layout": LAYOUTS.index("dsv4"), "queries": queries, "heads": heads, "keys": 128, "extra_keys": 8192,
+        "is_window": True, "has_entry_pages": True, "requests": requests,
+    }  # fmt: skip
+    _, most = core.workspace(
+        layout=problem["layout"], queries=queries, heads=heads, keys=128, extra_keys=8192
+    )
+    assert core.plan("prefill", **problem, workspace=most) == core.plan("prefill", **problem)
+    assert "for all" not in core.plan("prefill", **problem, workspace=0)
 
 
 SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a group, groups -> tile, its plan
@@ -229,7 +246,7 @@ def test_the_largest_workspace_of_use_is_enough_for_every_plan(problem, batch_in
 @pytest.mark.parametrize("parts, splits", [(40, 32), (32, 32), (31.9, 31), (5, 5), (1, 1), (0, 1)])
 def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
     problem = {"layout": 0, "queries": 3, "heads": 16, "keys": 2048, "compute_major": 8}
-    plan = core.plan("decode", **problem, workspace=int(parts * 3 * 16 * 514))
+    plan = core.plan("decode", **problem, workspace=int(parts * 3 * 16 * 515))
     assert plan == f"portable split, 16 heads, {splits} {'CTA' if splits == 1 else 'CTAs'} a query"
 
 

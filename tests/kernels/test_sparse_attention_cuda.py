@@ -13,7 +13,7 @@ import torch
 from assertions import Results, assert_attention, assert_same
 from row_cases import changed, compacted, row_case
 from sparse_cases import V4_SCOPES, Case, Scope, make_case
-from window_cases import make_window_case
+from window_cases import make_entries_case, make_window_case
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
@@ -183,6 +183,32 @@ def test_windows(variant, window_size, extra):
     count = sum(queries)
     some = torch.cat([torch.arange(min(24, count)), torch.arange(max(count - 11, 0), count)]).to(DEVICE)
     assert_attention(window.case, results, some)
+
+
+@pytest.mark.parametrize(
+    "num_q_heads, drafts, rows",
+    [
+        (8, [3] * 4, 32), (5, [1] * 4, 32), (16, [3] * 4, 48), (32, [2] * 4, 64), (128, [1] * 4, 64),
+        (8, [8, 8, 7, 0, 2, 5], 64),
+    ],
+)  # fmt: skip
+def test_ctas_share_the_keys_of_all_tiles(num_q_heads, drafts, rows):
+    """Requests with hundreds of keys, with a few, and of fewer tokens than queries; some end within tiles."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel of Hopper")
+    query_lens, seq_lens = drafts, [900, 40, 2, 400, 3, 7][: len(drafts)]
+    case = make_entries_case(
+        KV_LAYOUTS["dsv4"], DEVICE, query_lens=query_lens, seq_lens=seq_lens, ratio=1, num_q_heads=num_q_heads,
+        window_size=100,
+    )  # fmt: skip
+    options = case.op_options() | {"kernel": "many_heads", "schedule": "split", "heads": rows, "splits": 0}
+
+    def attend():
+        return torch.ops.mla_fp8._sparse_attention_window(*case.arguments(), **options)
+
+    results = attend()
+    assert_attention(case.case, results)
+    assert_same(attend(), results)
 
 
 @unsplit_variants

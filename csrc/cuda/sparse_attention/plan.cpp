@@ -116,13 +116,24 @@ Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, c
 }
 
 // A CTA of 32, of 48 and of 64 rows over all entries of the past, with the memory's time and the second
-// launch. (One H200, 32 requests of 8192 and 1024 entries.) What other plans take longer there than their
-// prices say: each CTA surveys all the pages of its query.
+// launch: fitted to one H200, 32 requests of 8192 and 1024 entries. 48 rows take 32 ns a key there; at the price
+// of 64 they leave short rows to clusters, which are faster (1024 entries, 6 queries of 8 heads: 34 us in place
+// of 41). The last is what other plans take longer than their prices say: their CTAs survey all pages of a query.
 struct EntryPrice {
   int rows;
   double ns_per_key, fixed_us;
-} constexpr kEntryPrices[] = {{32, 29.0, 21.0}, {48, 36.0, 22.0}, {64, 36.0, 22.0}};
+} constexpr kEntryPrices[] = {{32, 29.0, 21.0}, {48, 36.0, 26.0}, {64, 36.0, 26.0}};
 constexpr double kUsOfPagePerKey = 1.1e-3;
+// Than tiles with as many CTAs each, if lengths are equal: they seldom are.
+constexpr double kMostOfEqualTiles = 1.05;
+
+// Of the union of the windows, and the entries. A tile that requests end in has the keys of each.
+int64_t keys_of_entry_tile(const SparseAttentionParams& p) {
+  const int queries = entry_tile_queries(p);
+  const int64_t requests = std::max<int64_t>(p.window.num_requests, 1), keys = num_keys(p) + queries - 1;
+  const int64_t tiles = ceil_div(p.num_tokens, int64_t{queries});
+  return p.num_tokens % (requests * queries) != 0 && queries > 1 ? keys + keys * (requests - 1) / tiles : keys;
+}
 
 // Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs as it has keys. The parts
 // meet in the workspace, in a second launch.
@@ -137,7 +148,7 @@ Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   plan.ctas = static_cast<int>(std::min<int64_t>(num_sms, tiles * kMaxTileParts));
   plan.tile_queries = entry_tile_queries(p);
   if (workspace_size(plan, p) > p.workspace_floats) return {};
-  const int64_t parts = plan.ctas / tiles, keys = num_keys(p) + plan.tile_queries - 1;
+  const int64_t parts = plan.ctas / tiles, keys = keys_of_entry_tile(p);
   for (const EntryPrice& price : kEntryPrices)
     if (price.rows == rows)
       return {plan, price.fixed_us + price.ns_per_key * 1e-3 * static_cast<double>(ceil_div(keys, parts))};
@@ -152,15 +163,16 @@ Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   if (tile_queries == 1 || num_keys(p) + tile_queries >= kMaxKeys) return best;
   SparseAttentionParams tiles = p;
   tiles.num_tokens = ceil_div(p.num_tokens, int64_t{tile_queries});
-  tiles.num_q_heads = rows_of_entry_tile(p);
+  const int rows = rows_of_entry_tile(p);
+  tiles.num_q_heads = rows > 32 ? 64 : 32;  // of 48 rows none was timed
   tiles.scopes[0].topk += tile_queries - 1;  // the union of the windows
   // A tile that requests end in has the keys of each.
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
   if (p.num_tokens % (requests * tile_queries) != 0)
     for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
   for (const HeadsClass& c : kHeadsClasses)
-    if (const Variant* const v = find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts()))
-      if (attends_to_tiles(*v, p.layouts()) && c.heads == tiles.num_q_heads)
+    if (const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts()))
+      if (attends_to_tiles(*v, p.layouts()) && c.kernel == v->kernel && c.heads == tiles.num_q_heads)
         best = cheapest_waves(tiles, c, *v, num_sms);
   best.plan.tile_queries = tile_queries;
   return best;
@@ -230,8 +242,8 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.has_entry_pages) {
     const Priced shared = shared_tiles(p, num_sms), tiles = cheapest_tiles(p, num_sms);
     const double alone_us = cheapest_split(p, p.num_tokens, num_sms).us;
-    if (shared.us < std::min(tiles.us, alone_us) + kUsOfPagePerKey * static_cast<double>(num_keys(p)))
-      return shared.plan;
+    const double pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
+    if (shared.us < std::min(kMostOfEqualTiles * tiles.us, alone_us + pages_us)) return shared.plan;
     if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles.plan;
   }
   if (walks(p, num_sms)) return plan_walk(p, num_sms);

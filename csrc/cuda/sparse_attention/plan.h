@@ -29,7 +29,7 @@ enum class Schedule {
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
 // second become rows like those. kPairs: of e4m3fn with rows of another layout.
-enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kPairs };
+enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kDsv4, kPairs };
 
 // What of a kernel is known when it is compiled, besides the layout.
 struct Variant {
@@ -42,7 +42,8 @@ struct Variant {
   constexpr bool reads(KvPair pair) const {
     if (rows == Rows::kAll) return can_attend(pair);
     if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
-    if (pair.is_mixed() && (!can_attend(pair) || rows == Rows::kBf16OrDsv4)) return false;
+    const bool alone = rows == Rows::kBf16OrDsv4 || rows == Rows::kDsv4;
+    if (pair.is_mixed() && (!can_attend(pair) || alone)) return false;
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
     const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
@@ -53,6 +54,7 @@ struct Variant {
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
       case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
+      case Rows::kDsv4: return id == KvLayoutId::kDsv4;
       case Rows::kPairs: return e4m3fn && pair.is_mixed();
     }
     return false;
@@ -71,6 +73,7 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
+    {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fn},
@@ -135,7 +138,8 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
 }
 
 inline int rows_of_entry_tile(const SparseAttentionParams& p) {  // of a CTA that takes one
-  return entry_tile_queries(p) * p.num_q_heads <= 32 ? 32 : 64;
+  const int rows = entry_tile_queries(p) * p.num_q_heads;
+  return rows <= 32 ? 32 : rows <= 48 ? 48 : 64;
 }
 inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
   const int queries = entry_tile_queries(p);
@@ -153,7 +157,7 @@ inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartE
 // Of many_heads: tiles of 32 and of 64 rows.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
-         !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
+         v.heads != 48 && !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
 // Two launches: the queries of tiles that have no list, then the others.
 struct Sharing {

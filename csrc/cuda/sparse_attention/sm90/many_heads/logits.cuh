@@ -351,10 +351,10 @@ class WideWalkLogits : BlockLogits<C> {
   __device__ void convert_query(const WalkItem<C>& item, int row) const {
     int lane = lane_;  // else all addresses of Q would be found once, before the first row, and spilled
     asm volatile("" : "+r"(lane));
-    constexpr int kParts = 4 * C::kLogitWarps;
+    constexpr int kPartHeads = 4, kParts = C::kHeads / kPartHeads;
 #pragma unroll 1
     for (int part = member_; part < kParts; part += C::kLogitWarps) {
-      WgmmaQuery<C, kParts> q;
+      WgmmaQuery<C, kPartHeads> q;
       q.load_copied(p_, item, x_.bytes, part, lane, row);
       named_barrier(kBarrierLogits, Base::kLogitThreads);
       q.store(x_.bytes, part, lane);

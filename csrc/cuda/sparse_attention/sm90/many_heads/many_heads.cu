@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (w.num_keys < 0) return leave_grid(params.follows);
   if constexpr (C::kTiles == Tiles::kEntries)
     if (w.num_parts == 0) return leave_grid(params.follows);
-  if (warp == 1) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
+  // Warp 0 has made the barrier for it. Where all have met since, warp 1 need not wait for the tile.
+  if (warp == (params.num_tiles > 0)) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
   if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
   if constexpr (C::kTiles == Tiles::kEntries) {
     w.take_part();

@@ -10,13 +10,13 @@
 
 namespace mla_fp8::gpu {
 
-// One of kParts parts of the heads, by a warp: usually one of eight warps. A head is shared by kLanes lanes, which take eight dims each in turn: a
+// The heads of a warp: eight, of up to 32 heads four. A head is shared by kLanes lanes, which take eight dims each in turn: a
 // warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in different banks.
 // Loaded before a barrier, stored after it.
-template <class C, int kParts = kConsumerWarps>
+template <class C, int kHeads_ = (C::kHeads > 32 ? 8 : 4)>
 struct WgmmaQuery {
   using R = typename C::R;
-  static constexpr int kHeads = C::kHeads / kParts, kLanes = kWarpSize / kHeads;
+  static constexpr int kHeads = kHeads_, kLanes = kWarpSize / kHeads;
   static constexpr int kRounds = R::kDims / (8 * kLanes), kFp8Rounds = R::kFp8Dims / (8 * kLanes);
   static constexpr int kHeadBytes = R::kDims * 2;
   uint4 dims[kRounds];
@@ -58,7 +58,7 @@ struct WgmmaQuery {
         smem + MLA_SMEM(C, q) + octet + (C::kWalks ? head % kOctetHeads : head) * kHeadBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = w.has_head(p, head) ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16) : uint4{};
+      dims[i] = head < C::kHeads && w.has_head(p, head) ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16) : uint4{};
   }
   __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;
@@ -81,6 +81,7 @@ struct WgmmaQuery {
       largest = max(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     const int head = warp * kHeads + lane / kLanes;
     const float factor = q_factor(largest);
+    if (head >= C::kHeads) return fence_proxy_async();
     if (lane % kLanes == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head.

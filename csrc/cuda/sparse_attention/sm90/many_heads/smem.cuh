@@ -28,7 +28,7 @@ namespace mla_fp8::gpu {
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
-// A CTA takes kOctets octets of heads: 32 or 64. Only prefill wants the largest logits.
+// A CTA takes kOctets octets of heads: 32, 48 or 64. Only prefill wants the largest logits.
 // R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh). kWalks:
 // see the wide walk below.
 template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone,
@@ -47,7 +47,10 @@ struct ManyHeadsSplit {
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
   static constexpr bool kManyProducers = kProducers_ == 8;
-  static constexpr int kValueRegisters = kOctets == 8 ? 176 : kManyProducers ? 112 : 136;
+  static constexpr int kValueRegisters = kOctets == 8     ? 176
+                                         : kOctets == 6   ? 152
+                                         : kManyProducers ? 112
+                                                          : 136;
   static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : kManyProducers ? 128 : 136;
   static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
   static constexpr int kExpanderRegisters = 80;
@@ -58,7 +61,7 @@ struct ManyHeadsSplit {
       kConsumerWarps;  // the logits of a block are done before its values start
   static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
   static constexpr bool kFewStages = R::kMixed && R::kBf16Dims > 0 && kFindsLargest;  // else too much
-  static constexpr int kStages = kOctets < 8 ? 16 : kFewStages ? 8 : 12;
+  static constexpr int kStages = kOctets < 6 ? 16 : kFewStages ? 8 : 12;
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
