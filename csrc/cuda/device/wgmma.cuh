@@ -58,14 +58,14 @@ __device__ inline void pin_registers(float (&d)[kGroups][4]) {
         : MLA_D4(d, 0), MLA_D4(d, 1), MLA_D4(d, 2), MLA_D4(d, 3)                                           \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
   }
-#define MLA_WGMMA_N48(name, type)                                                                          \
-  __device__ inline void name(float (&d)[6][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {      \
-    asm volatile(                                                                                          \
-        "{ .reg .pred p; setp.ne.b32 p, %29, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type \
+#define MLA_WGMMA_N48(name, type)                                                                           \
+  __device__ inline void name(float (&d)[6][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {       \
+    asm volatile(                                                                                           \
+        "{ .reg .pred p; setp.ne.b32 p, %29, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type  \
         " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-        "%21, %22, %23}, {%24, %25, %26, %27}, %28, p, 1, 1, 0; }"                                         \
-        : MLA_D4(d, 0), MLA_D4(d, 1), MLA_D4(d, 2), MLA_D4(d, 3), MLA_D4(d, 4), MLA_D4(d, 5)               \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
+        "%21, %22, %23}, {%24, %25, %26, %27}, %28, p, 1, 1, 0; }"                                          \
+        : MLA_D4(d, 0), MLA_D4(d, 1), MLA_D4(d, 2), MLA_D4(d, 3), MLA_D4(d, 4), MLA_D4(d, 5)                \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
   }
 #define MLA_WGMMA_N64(name, type)                                                                           \
   __device__ inline void name(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int accumulate) {       \

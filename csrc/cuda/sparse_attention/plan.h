@@ -112,7 +112,7 @@ struct Gpu {
 };
 // With what the workspace of `p` has room for, where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-// Of the plan, if it has all the room it wants; where the GPU's own kernels run, which need none, without making it.
+// Of the plan, if it has all the room it wants; where the GPU's own kernels need none, without making it.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
@@ -120,8 +120,8 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads, and single queries with
-// any. An octet of heads is of one query.
+// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads, and single queries
+// with any. An octet of heads is of one query.
 constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && !layouts.is_mixed() &&
          layouts.first == KvLayoutId::kDsv4;
@@ -146,7 +146,9 @@ inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{queries}) *
          (queries > 1 ? 1 : ceil_div(p.num_q_heads, rows_of_entry_tile(p)));
 }
-inline bool shares_tiles(const Plan& plan) { return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0; }
+inline bool shares_tiles(const Plan& plan) {
+  return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0;
+}
 inline constexpr int kMaxTileParts = 32;  // of CTAs that share all tiles (sm90/many_heads/shares.cuh)
 
 // ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
@@ -157,7 +159,8 @@ inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartE
 // Of many_heads: tiles of 32 and of 64 rows.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
-         v.heads != 48 && !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
+         v.heads != 48 && !layouts.is_mixed() &&
+         (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
 // Two launches: the queries of tiles that have no list, then the others.
 struct Sharing {

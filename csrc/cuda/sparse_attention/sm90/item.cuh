@@ -46,8 +46,8 @@ struct KernelParams {
   int tile_queries;  // else 1
   int64_t first_tile;
   int num_tiles, tile_rows, share_ctas;  // whose keys so many CTAs share (shares.cuh), else 0
-  Divider page_size[2];  // of each scope
-  SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
+  Divider page_size[2];                  // of each scope
+  SharedKeys shared;                     // whose queries one launch takes, and the next one leaves out
 
   __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
 };
@@ -59,7 +59,7 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 
 template <class C>
 KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
-                  gpuStream_t stream) {
+                          gpuStream_t stream) {
   const bool walks = plan.variant.schedule == Schedule::kWalk;
   const bool is_tile = plan.tile_queries > 1 || plan.takes_lists, shares = shares_tiles(plan);
   const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
@@ -83,7 +83,9 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
     params.splits = Divider(splits);
     const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
     launch(kernel,
-           {.grid = walks ? walking : shares ? plan.ctas : items * splits,
+           {.grid = walks    ? walking
+                    : shares ? plan.ctas
+                             : items * splits,
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes,

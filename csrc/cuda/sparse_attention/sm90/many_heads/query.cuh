@@ -58,7 +58,9 @@ struct WgmmaQuery {
         smem + MLA_SMEM(C, q) + octet + (C::kWalks ? head % kOctetHeads : head) * kHeadBytes;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = head < C::kHeads && w.has_head(p, head) ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16) : uint4{};
+      dims[i] = head < C::kHeads && w.has_head(p, head)
+                    ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16)
+                    : uint4{};
   }
   __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;

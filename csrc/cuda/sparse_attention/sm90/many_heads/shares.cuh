@@ -3,8 +3,8 @@
 // may see: the largest part of any is as small as they allow. So one long request among short ones has most
 // of the GPU. Every CTA finds its own part, from the same numbers.
 //
-//   part    some blocks of a tile's keys: what one CTA takes. It writes the output of a tile that has no other
-//           part, else it leaves (maximum, sum), largest logit and output of each row in the workspace
+//   part    some blocks of a tile's keys: what one CTA takes. It writes the output of a tile that has no
+//           other part, else it leaves (maximum, sum), largest logit and output of each row in the workspace
 //   merge   a second grid adds up, in their order, what the parts of a tile have left
 #include "cuda/device/convert.cuh"
 #include "cuda/device/global.cuh"
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   const auto query = static_cast<int>(blockIdx.x) / p.num_q_heads;
   const int head = static_cast<int>(blockIdx.x) - query * p.num_q_heads;
   const int block = head / params.tile_rows;  // of its heads, where a tile has no more
-  const int tile = params.tile_queries > 1 ? query / params.tile_queries : query * params.num_head_blocks + block;
+  const int tile =
+      params.tile_queries > 1 ? query / params.tile_queries : query * params.num_head_blocks + block;
   const int row = params.tile_queries > 1 ? query % params.tile_queries * p.num_q_heads + head
                                           : head - block * params.tile_rows;
   wait_for_previous_grid();

@@ -47,10 +47,7 @@ struct ManyHeadsSplit {
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
   static constexpr bool kManyProducers = kProducers_ == 8;
-  static constexpr int kValueRegisters = kOctets == 8     ? 176
-                                         : kOctets == 6   ? 152
-                                         : kManyProducers ? 112
-                                                          : 136;
+  static constexpr int kValueRegisters = kOctets == 8 ? 176 : kOctets == 6 ? 152 : kManyProducers ? 112 : 136;
   static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : kManyProducers ? 128 : 136;
   static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
   static constexpr int kExpanderRegisters = 80;

@@ -1,0 +1,101 @@
+#pragma once
+// Plans on sm_90 for tiles of queries, whose heads are the rows of one CTA.
+#include <algorithm>
+
+#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/plan_model.h"
+
+namespace mla_fp8::gpu::model {
+
+// Positions stay far from 2^31.
+inline constexpr int64_t kMaxKeys = int64_t{1} << 26;
+
+// Clusters for tiles of queries: in one launch; or the last, which would be a wave of their own, before with
+// more CTAs to each.
+inline Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, const Variant& v,
+                             int num_sms) {
+  Priced best;
+  const auto time = [&](const SplitClass& s, int64_t count) { return time_of(tiles, c, s, count, num_sms); };
+  const auto propose = [&](const SplitClass& s, double us, int64_t last_tiles, int last_splits) {
+    if (us >= best.us) return;
+    best = {{v, s.splits}, us};
+    best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
+  };
+  for (const SplitClass& s : kSplitClasses) {
+    if (s.splits == 6) continue;  // not timed with tiles
+    propose(s, time(s, tiles.num_tokens), 0, 1);
+    const int64_t last = tiles.num_tokens % resident(s, num_sms);
+    if (last == 0 || last == tiles.num_tokens) continue;
+    for (const SplitClass& more : kSplitClasses)
+      propose(s, time(s, tiles.num_tokens - last) + kNextLaunchUs + time(more, last), last, more.splits);
+  }
+  return best;
+}
+
+// A CTA of 32, of 48 and of 64 rows over all entries of the past, with the memory's time and the second
+// launch: fitted to one H200, 32 requests of 8192 and 1024 entries; each part of a tile, to one request.
+struct EntryPrice {
+  int rows;
+  double ns_per_key, fixed_us;
+};
+inline constexpr EntryPrice kEntryPrices[] = {{32, 29.0, 19.0}, {48, 33.0, 15.0}, {64, 35.5, 19.0}};
+inline constexpr double kUsOfPart = 0.35;
+// What queries alone take longer than their prices say: their CTAs survey all pages of a query.
+inline constexpr double kUsOfPagePerKey = 1.1e-3;
+// Than tiles with as many CTAs each, if lengths are equal: they seldom are.
+inline constexpr double kMostOfEqualTiles = 1.05;
+
+// Of the union of the windows, and the entries. A tile that requests end in has the keys of each.
+inline int64_t keys_of_entry_tile(const SparseAttentionParams& p) {
+  const int queries = entry_tile_queries(p);
+  const int64_t requests = std::max<int64_t>(p.window.num_requests, 1), keys = num_keys(p) + queries - 1;
+  const int64_t tiles = ceil_div(p.num_tokens, int64_t{queries});
+  return p.num_tokens % (requests * queries) != 0 && queries > 1 ? keys + keys * (requests - 1) / tiles
+                                                                 : keys;
+}
+
+// Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs as it has keys. The parts
+// meet in the workspace, in a second launch.
+inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
+  const int rows = rows_of_entry_tile(p);
+  const int64_t tiles = num_entry_tiles(p);
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  if (!p.has_entry_pages || p.batch_invariant || !v || !attends_to_tiles(*v, p.layouts()) ||
+      tiles > num_sms || num_keys(p) + kMaxTileQueries >= kMaxKeys)
+    return {};
+  Plan plan{*v};
+  plan.ctas = static_cast<int>(std::min<int64_t>(num_sms, tiles * kMaxTileParts));
+  plan.tile_queries = entry_tile_queries(p);
+  if (workspace_size(plan, p) > p.workspace_floats) return {};
+  const int64_t parts = plan.ctas / tiles, keys = keys_of_entry_tile(p);
+  for (const EntryPrice& price : kEntryPrices)
+    if (price.rows == rows)
+      return {plan, price.fixed_us + kUsOfPart * static_cast<double>(parts) +
+                        price.ns_per_key * 1e-3 * static_cast<double>(ceil_div(keys, parts))};
+  return {};
+}
+
+// Neighbours that attend to all entries, over FP8 pages: the time of a tile of them is that of a query with
+// 64 heads. None if queries go alone.
+inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
+  Priced best;
+  const int tile_queries = entry_tile_queries(p);
+  if (tile_queries == 1 || num_keys(p) + tile_queries >= kMaxKeys) return best;
+  SparseAttentionParams tiles = p;
+  tiles.num_tokens = ceil_div(p.num_tokens, int64_t{tile_queries});
+  const int rows = rows_of_entry_tile(p);
+  tiles.num_q_heads = rows > 32 ? 64 : 32;   // of 48 rows none was timed
+  tiles.scopes[0].topk += tile_queries - 1;  // the union of the windows
+  // A tile that requests end in has the keys of each.
+  const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
+  if (p.num_tokens % (requests * tile_queries) != 0)
+    for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
+  for (const HeadsClass& c : kHeadsClasses)
+    if (const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts()))
+      if (attends_to_tiles(*v, p.layouts()) && c.kernel == v->kernel && c.heads == tiles.num_q_heads)
+        best = cheapest_waves(tiles, c, *v, num_sms);
+  best.plan.tile_queries = tile_queries;
+  return best;
+}
+
+}  // namespace mla_fp8::gpu::model
