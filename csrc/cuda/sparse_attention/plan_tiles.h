@@ -38,7 +38,7 @@ struct EntryPrice {
   int rows;
   double ns_per_key, fixed_us;
 };
-inline constexpr EntryPrice kEntryPrices[] = {{32, 29.0, 19.0}, {48, 33.0, 15.0}, {64, 35.5, 19.0}};
+inline constexpr EntryPrice kEntryPrices[] = {{32, 29.0, 19.0}, {48, 33.0, 19.0}, {64, 35.5, 19.0}};
 inline constexpr double kUsOfPart = 0.35;
 // What queries alone take longer than their prices say: their CTAs survey all pages of a query.
 inline constexpr double kUsOfPagePerKey = 1.1e-3;
