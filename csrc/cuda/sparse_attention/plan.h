@@ -1,7 +1,8 @@
 #pragma once
 // The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks
 // at shapes only, never at lengths: a captured graph stays right when they change, and the result of a
-// query does not depend on what the other queries hold.
+// query does not depend on what the other queries hold. But for queries that share keys: the bits of a tile
+// depend on its neighbours' keys, and where CTAs share tiles (sm90/many_heads/shares.cuh) on all lengths.
 #include <algorithm>
 #include <iterator>
 #include <optional>

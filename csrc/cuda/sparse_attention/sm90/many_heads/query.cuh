@@ -10,9 +10,9 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of a warp: eight, of up to 32 heads four. A head is shared by kLanes lanes, which take eight dims each in turn: a
-// warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in different banks.
-// Loaded before a barrier, stored after it.
+// The heads of a warp: eight, of up to 32 heads four. A head is shared by kLanes lanes, which take eight dims
+// each in turn: a warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in
+// different banks. Loaded before a barrier, stored after it.
 template <class C, int kHeads_ = (C::kHeads > 32 ? 8 : 4)>
 struct WgmmaQuery {
   using R = typename C::R;

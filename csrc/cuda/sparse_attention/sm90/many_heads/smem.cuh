@@ -63,8 +63,8 @@ struct ManyHeadsSplit {
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
   // Of Q: a k-step has two halves of 8 dims, a half an octet of heads after the other. What is added puts
-  // stores of steps into different banks. A walk has octet after octet, which are converted where they came; of
-  // 576 dims there is no room for more.
+  // stores of steps into different banks. A walk has octet after octet, which are converted where they came;
+  // of 576 dims there is no room for more.
   static constexpr int kQPad = R::kDims == kHeadDimV ? 16 : 0;
   static constexpr int kQStepBytes = kWalks ? 2 * kOctetHeads * 16 + kQPad : kStepBytes + kHeads;
   static constexpr int kQHalfBytes = kWalks ? kOctetHeads * 16 : kHeads * 16;

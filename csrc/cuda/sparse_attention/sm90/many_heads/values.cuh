@@ -299,8 +299,8 @@ class SplitValues : BlockValues<C> {
   }
 };
 
-// They also survey the keys of the query after the next, when they are done with a query: they wait for logits
-// more than logits for them.
+// They also survey the keys of the query after the next, when they are done with a query: they wait for
+// logits more than logits for them.
 template <class C>
 class WideWalkValues : BlockValues<C> {
  public:
@@ -309,7 +309,8 @@ class WideWalkValues : BlockValues<C> {
   __device__ WideWalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), surveys_(smem, 0), ends_(smem), warp_in_cta_(warp) {}
 
-  // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction cache.
+  // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction
+  // cache.
   __device__ void run() {
     unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the item of row, and that of row + 2
     int block = 0;
