@@ -71,3 +71,17 @@ except RuntimeError as e:
 def test_memory_of_nobody_is_not_read():
     said = run("-c", SCRIPT)
     assert "few_heads" in said and "are in no allocation" in said
+
+
+# Where a warpgroup once read what the other, or another warp of its own, might already write.
+RACES = {
+    "sparse_attention_cuda": "test_windows and alone-33 and bf16_tiles and bf16_512",
+    "sparse_prefill_window": "nan_reaches and 24-bf16_512",
+}
+
+
+@pytest.mark.parametrize("file", RACES)
+def test_warps_wait_for_each_other(file):
+    (path,) = ROOT.glob(f"tests/*/test_{file}.py")
+    said = run("-m", "pytest", "--emulated", "sm_90a", path, "-k", RACES[file], FAKE_CUDA_RACES="1")
+    assert " passed" in said

@@ -123,9 +123,11 @@ void arrive_after_copies(Warp& w, const Instruction& i) {
   const uint64_t* a = w.operand(i, 0);
   each_lane(w.active, [&](int l) {
     char* at = barrier_at(w, static_cast<uint32_t>(a[l] + static_cast<uint64_t>(i.offset[0])));
-    w.cta->cluster->issue([&w, at, copies = std::exchange(w.copies[l], {}), number = copies_of(w)] {
+    Races* const races = w.cta->cluster->races.get();
+    w.cta->cluster->issue([&w, at, races, copies = std::exchange(w.copies[l], {}), number = copies_of(w),
+                           heard = races ? races->heard(w) : std::vector<uint32_t>{}] {
       for (const Warp::Copy& c : copies) make_copy(c);
-      if (w.cta->cluster->races) w.cta->cluster->races->arrive_copies(w, number, at);
+      if (races) races->arrive_copies(w, number, heard, at);
       arrive_at(w, at, 0);
     });
   });

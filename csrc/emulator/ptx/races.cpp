@@ -98,5 +98,14 @@ void Races::arrive_copies(const Warp& w, uint32_t copies, const void* barrier) {
   arriving.resize(2 * size_t{warps_});
   arriving[copier(w)] = std::max(arriving[copier(w)], copies);
 }
+Races::Clocks Races::heard(const Warp& w) const {
+  Clocks clocks = clocks_[index(w)];
+  clocks[index(w)] = clocks[copier(w)] = 0;  // its own accesses are not released
+  return clocks;
+}
+void Races::arrive_copies(const Warp& w, uint32_t copies, const Clocks& heard, const void* barrier) {
+  arrive_copies(w, copies, barrier);
+  learn(barriers_[barrier].arriving, heard);
+}
 
 }  // namespace emulator::ptx

@@ -31,10 +31,13 @@ class Races {
   void arrive(const Warp& w, const void* barrier);
   void end_phase(const void* barrier);
   void wait(const Warp& w, const void* barrier);
-  // Copies that a warp has issued up to now; who has waited for them, or a barrier that they arrive at.
+  // Copies that a warp has issued up to now; who has waited for them, or a barrier that they arrive at. Where
+  // the arrival is cp.async's, it comes after what the warp had heard of others when it asked for it.
   uint32_t copies(const Warp& w) const { return issued_[index(w)]; }
   void wait_for_copies(const Warp& w);
   void arrive_copies(const Warp& w, uint32_t copies, const void* barrier);
+  std::vector<uint32_t> heard(const Warp& w) const;
+  void arrive_copies(const Warp& w, uint32_t copies, const std::vector<uint32_t>& heard, const void* barrier);
 
  private:
   using Clocks = std::vector<uint32_t>;  // of warps, then of what they have copied

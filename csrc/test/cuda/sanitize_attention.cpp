@@ -21,7 +21,7 @@ namespace {
 
 struct Case {
   const char *kernel, *schedule;
-  int cta_heads, splits, producers;  // 0 producers: as the kernel has
+  int cta_heads, splits, producers;  // 0 splits: all CTAs share all tiles; 0 producers: as the kernel has
   KvLayoutId layout;
   int heads, tokens, topk, extra_topk;
   bool finds_largest;            // asks for max_logits
@@ -131,6 +131,11 @@ constexpr Case kCases[] = {
     {"many_heads", "walk", 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
     {"many_heads", "walk", 64, 1, 0, kDsv41, 64, 6, 100, 300, true, false, true},
     {"many_heads", "walk", 64, 1, 0, kFp8E4m3, 64, 6, 70, 60, true, true},
+    {"many_heads", "split", 32, 0, 0, kDsv4, 8, 8, 300, 900, true, true, false,
+     true},  // all CTAs share tiles
+    {"many_heads", "split", 48, 0, 0, kDsv4, 8, 12, 70, 600, false, true, false, true},
+    {"many_heads", "split", 64, 0, 0, kDsv4, 16, 16, 128, 600, true, true, false, true},
+    {"many_heads", "split", 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
@@ -264,7 +269,9 @@ EntryPages random_entry_pages(Device& device, int max_entries) {
 Plan plan_of(const Case& c, const SparseAttentionParams& p) {
   Plan plan = forced_plan({c.kernel, c.schedule, c.cta_heads, c.splits, c.producers}, p,
                           {compute_major(), num_processors()});
-  if (plan.variant.kernel != Kernel::kBf16Tiles) plan.ctas = kWalkCtas;
+  if (shares_tiles(plan)) plan.ctas = static_cast<int>(2 * num_entry_tiles(p) + 1);
+  else if (plan.variant.schedule == Schedule::kWalk && plan.variant.kernel != Kernel::kBf16Tiles)
+    plan.ctas = kWalkCtas;
   return plan;
 }
 void launch(const SparseAttentionParams& p, const Plan& plan) {
@@ -282,7 +289,7 @@ void launch_sharing(Device& device, const SparseAttentionParams& p, Plan tiles) 
   const char* const kernel = p.num_q_heads > 16 ? "many_heads" : "few_heads";
   Plan alone = forced_plan({kernel, p.num_q_heads == 16 ? "split" : "walk", p.num_q_heads, 1, 0}, p,
                            {compute_major(), num_processors()});
-  alone.ctas = kWalkCtas;
+  if (alone.variant.schedule == Schedule::kWalk) alone.ctas = kWalkCtas;
   int32_t* const lists = device.upload(std::vector<int32_t>(lists_size(p)));
   launch_shared_keys(p, 256, lists, nullptr);
   tiles.lists = alone.lists = lists, tiles.takes_lists = tiles.follows = true;
@@ -338,8 +345,10 @@ bool run(const Case& c) {
     if (c.finds_largest) full.max_logits = device.upload(std::vector<float>(rows, NAN));
     return full;
   };
-  const SparseAttentionParams got = with_outputs(), want = with_outputs();
+  SparseAttentionParams got = with_outputs(), want = with_outputs();
   const Plan plan = plan_of(c, p);
+  got.workspace_floats = workspace_size(plan, p);
+  if (got.workspace_floats > 0) got.workspace = device.upload(std::vector<float>(got.workspace_floats, NAN));
   if (c.query_groups > 1) launch_sharing(device, got, plan);
   else launch(got, plan);
   launch(want, forced_plan({"portable"}, p, {}));

@@ -80,18 +80,15 @@ class WindowGather : TileGather<C> {
   }
 
   __device__ void fetch_keys() {
-    if (change_ == Change::kNone) {
-      publish(0, false);
-      publish(1, false);
-    } else if (change_ == Change::kOne) {
-      exchange_key();
-    } else {
+    if (change_ == Change::kAll) {
 #pragma unroll
       for (int buffer = 0; buffer < 2; ++buffer) {
         wait(buffer);
         fetch_buffer(buffer);
         publish(buffer, true);
       }
+    } else {
+      exchange_key(change_ == Change::kOne);
     }
     ++fills_;
   }
@@ -107,25 +104,29 @@ class WindowGather : TileGather<C> {
     }
   }
 
-  __device__ void exchange_key() {
+  // A buffer is published again once both groups are done with its values, changed or not: until then they
+  // read the weights that belong to it.
+  __device__ void exchange_key(bool changes) {
     const int64_t last = query_.position, gone = last - params_.p.window.window_size;
-    const int slot = static_cast<int>(last % kRingKeys), buffer = slot / 64;
+    const int slot = static_cast<int>(last % kRingKeys);
     // What leaves a window of fewer keys becomes zeros: it may be no number.
     const bool clears = gone >= 0 && params_.p.window.window_size < kRingKeys;
-    const int gone_slot = clears ? static_cast<int>(gone % kRingKeys) : slot, gone_buffer = gone_slot / 64;
+    const int gone_slot = clears ? static_cast<int>(gone % kRingKeys) : slot;
+    const auto in = [](int i, int slot, uint32_t bits) { return slot / 64 == i ? bits : 0; };
+    const uint32_t goes = changes ? bit(gone_slot) : 0, changed = changes ? bit(slot) : 0;
+    const uint32_t comes = is_next_valid_ ? changed : 0;
+    const bool sets = thread_ < 64;  // else it clears
+    const int mine = sets ? slot : clears ? gone_slot : -64;
+    const uint4 chunk = sets ? next_ : uint4{0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i == gone_buffer) found_[i] &= ~bit(gone_slot);
-      if (i == buffer) found_[i] = is_next_valid_ ? found_[i] | bit(slot) : found_[i] & ~bit(slot);
+      found_[i] &= ~(in(i, gone_slot, goes) | in(i, slot, changed));
+      found_[i] |= in(i, slot, comes);
+      wait(i);
+      if (changes && i == mine / 64) set_chunk(mine, thread_ % 64, chunk);
+      fence_proxy_async();
+      publish(i, false);
     }
-    if (gone_buffer == buffer) publish(1 - buffer, false);
-    else wait(1 - buffer);
-    wait(buffer);
-    if (thread_ < 64) set_chunk(slot, thread_, next_);
-    else if (clears) set_chunk(gone_slot, thread_ - 64, uint4{0, 0, 0, 0});
-    fence_proxy_async();
-    if (gone_buffer != buffer) publish(1 - buffer, false);
-    publish(buffer, false);
   }
   // Of the warp's found keys; 0: another warp's.
   __device__ uint32_t bit(int slot) const {

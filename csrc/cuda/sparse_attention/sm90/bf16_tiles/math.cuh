@@ -315,12 +315,18 @@ class TileMath {
   }
   // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
   __device__ void publish(const Weights& weights, bool last) const {
-    if (C::kHasRope || (C::kNeighbours && rows_differ()))
-      named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);  // all are done with the keys
-    if constexpr (C::kNeighbours)
-      if (__any_sync(kFullWarp, suspects_ != 0))
-        clear_values<C::keys(kGroup), C::kValuePanels>(
-            bytes_ + MLA_SMEM(C, blocks) + kGroup * C::kFirstBlockBytes, suspects_, lane_);
+    bool suspects = false;  // of any warp; all are done with the keys then
+    if (C::kNeighbours && rows_differ())
+      suspects = named_barrier_any(kBarrierGroup0 + kGroup, kGroupThreads, suspects_ != 0);
+    else if (C::kHasRope) named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);
+    if (suspects) [[unlikely]]
+      for (int turn = 0; turn < kGroupWarps; ++turn) {  // warps may suspect the same key
+        if (row_ / 16 == turn)
+          clear_values<C::keys(kGroup), C::kValuePanels>(
+              bytes_ + MLA_SMEM(C, blocks) + kGroup * C::kFirstBlockBytes, suspects_, lane_);
+        fence_proxy_async();  // before a product of any warp reads them
+        named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);
+      }
     const uint32_t row =
         smem_.weights(kGroup) + weights_row_ / 8 * C::kEightKeysBytes + weights_row_ % 8 * 128;
 #pragma unroll
