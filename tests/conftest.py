@@ -4,7 +4,7 @@ import emulation
 import pytest
 import torch
 
-pytest.register_assert_rewrite("assertions", "error_cases", "prefill_cases", "ragged_cases")
+pytest.register_assert_rewrite("assertions", "code_cases", "error_cases", "prefill_cases", "ragged_cases")
 from op_samples import NO_KERNEL
 
 

@@ -3,7 +3,8 @@
 // A block takes 16 rows, a row being a (query token, head of the group) of one request and KV head, and one
 // split of the request's keys. For each block of 32 keys:
 //   locate   the keys' addresses, through the page list
-//   stage    their bytes into shared memory as they are; masked keys become zeros, so 0 * NaN cannot happen
+//   stage    their bytes into shared memory as they are, or halved (kIsHalved); masked keys become zeros, so
+//            0 * NaN cannot happen
 //   S        2 waves x 2: 16 keys each, half of the dims each; FP8 is widened to bf16 (exactly) in registers
 //   P        online softmax in base 2; the weights stay float and are rounded once, to q's dtype
 //   O        4 waves, a quarter of the value dims each
@@ -38,7 +39,8 @@ __device__ __forceinline__ float* split_lse(const PagedAttentionRaggedParams& p)
 }
 
 template <class Cache, Dtype kDtype>
-__global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
+    paged_attention_ragged_kernel(const __grid_constant__ Args args) {
   MLA_SHARED(Shared<Cache>, s);
   wait_for_previous_grid();
   const PagedAttentionRaggedParams& p = args.p;
@@ -54,12 +56,14 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
 
   Operand q[kShareSteps<Cache>];
   load_q<Cache>(q, s, p, share);
+  // Of caches without scales of their own, which have it in these.
+  constexpr float kLayerUnit = Cache::kTiles > 0 ? 1.0f : kUnit<Cache::kStored>;
   const float logit_scale =
-      p.sm_scale * kLog2E * (p.k_scale ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.0f);
+      p.sm_scale * kLog2E * kLayerUnit * (p.k_scale ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.0f);
   const int softmax_row = threadIdx.x / kRowThreads;
   const int64_t row_sees = s.visible[softmax_row];
   Running running;
-  float acc[Columns<Cache>::kTiles][kTileAccumulators] = {};
+  Accumulators acc[Columns<Cache>::kTiles] = {};
 
   locate<Cache>(s.rows[0], args, w, begin, end);
   __syncthreads();
@@ -75,12 +79,11 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
     __syncthreads();
     online_softmax(s, rows, running, p, logit_scale, row_sees - position);
     __syncthreads();
+    Accumulators rescale;
 #pragma unroll
-    for (int i = 0; i < kTileAccumulators; ++i) {
-      const float rescale = s.rescale[accumulator_row(i)];
+    for (int i = 0; i < kTileAccumulators; ++i) rescale[i] = s.rescale[accumulator_row(i)];
 #pragma unroll
-      for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) acc[tile][i] *= rescale;
-    }
+    for (int tile = 0; tile < Columns<Cache>::kTiles; ++tile) scale_accumulators(acc[tile], rescale);
     if (position + kKeys > seen_by_all && seen_by_all < end)
       take_last_keys<Cache, kDtype>(s, rows, acc, position, seen_by_all, end);
     accumulate_values<Cache, kDtype>(s, acc);
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) paged_attention_ragged_kernel(const 
   }
   __syncthreads();
   using C = Columns<Cache>;
-  const float out_scale = p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f;
+  const float out_scale = kLayerUnit * (p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f);
 #pragma unroll
   for (int i = 0; i < kTileAccumulators; ++i) {
     const int row = accumulator_row(i);

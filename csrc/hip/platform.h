@@ -18,6 +18,12 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __grid_constant__
 #define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(1, threads)))
+// Two waves on a SIMD: where clang would take more for a block of four waves.
+#if defined(__gfx90a__)
+#define MLA_256_REGISTERS __attribute__((amdgpu_waves_per_eu(2)))
+#else
+#define MLA_256_REGISTERS
+#endif
 #define MLA_SHARED(Type, name) __shared__ Type name
 #define MLA_HIP_DEVICE static __device__ __forceinline__
 
@@ -115,22 +121,40 @@ MLA_HIP_DEVICE int mla_opaque(int x) {
 MLA_HIP_DEVICE uint32_t mla_read_uniform_lane(uint32_t x, int lane) {
   return static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(x), lane));
 }
-// x of lane `lane` of the wave.
-template <class T>
-MLA_HIP_DEVICE T mla_read_lane(T x, int lane) {
+// fn of each word of x.
+template <class T, class Fn>
+MLA_HIP_DEVICE T mla_each_word(T x, const Fn& fn) {
   static_assert(sizeof(T) % 4 == 0);
   struct Parts {
     int part[sizeof(T) / 4];
   };
   Parts parts = __builtin_bit_cast(Parts, x);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i)
-    parts.part[i] = __builtin_amdgcn_ds_bpermute(lane * 4, parts.part[i]);
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) parts.part[i] = fn(parts.part[i]);
   return __builtin_bit_cast(T, parts);
+}
+// x of lane `lane` of the wave.
+template <class T>
+MLA_HIP_DEVICE T mla_read_lane(T x, int lane) {
+  return mla_each_word(x, [&](int word) { return __builtin_amdgcn_ds_bpermute(lane * 4, word); });
+}
+// As an operand of the instruction that reads it (DPP), which takes none and no trip through LDS.
+template <int kControl>
+MLA_HIP_DEVICE int mla_permuted(int x) {
+  return __builtin_amdgcn_mov_dpp(x, kControl, 15, 15, true);
 }
 template <class T>
 MLA_HIP_DEVICE T __shfl_xor_sync(uint32_t, T x, int mask) {
-  return mla_read_lane(x, mla_lane() ^ mask);
+  constexpr int kXor1 = 0xb1, kXor2 = 0x4e, kXor3 = 0x1b, kXor7 = 0x141, kXor8 = 0x128;
+  return mla_each_word(x, [&](int word) {
+    if (__builtin_constant_p(mask)) {
+      if (mask == 1) return mla_permuted<kXor1>(word);
+      if (mask == 2) return mla_permuted<kXor2>(word);
+      if (mask == 4) return mla_permuted<kXor3>(mla_permuted<kXor7>(word));
+      if (mask == 8) return mla_permuted<kXor8>(word);
+    }
+    return __builtin_amdgcn_ds_bpermute((mla_lane() ^ mask) * 4, word);
+  });
 }
 template <class T>
 MLA_HIP_DEVICE T __shfl_sync(uint32_t, T x, int lane) {
@@ -177,6 +201,13 @@ MLA_HIP_DEVICE T __ldg(const T* p) {
   return *p;
 }
 
+// An address in global memory. Of one that has been in shared memory or in other lanes the compiler does not
+// know that it is: a generic load would count as one of shared memory, too, and every barrier wait for it.
+template <class T>
+MLA_HIP_DEVICE auto mla_global_pointer(const T* p) {
+  return (__attribute__((address_space(1))) const T*)p;
+}
+
 // Shared memory by its address there.
 MLA_HIP_DEVICE uint32_t mla_shared_address(const void* p) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));  // the lower half of a generic one
@@ -200,20 +231,16 @@ MLA_HIP_DEVICE float fast_log2(float x) { return __builtin_amdgcn_logf(x); }
 
 // acc[i] of lane l is element (4 * (l / 16) + i, l % 16); a lane gives four k of one row of A and one column
 // of B.
-template <Dtype kDtype, class Words>
-__device__ __forceinline__ void mfma_16x16x16(float (&acc)[4], const Words& a, const Words& b) {
-  typedef float Floats __attribute__((ext_vector_type(4)));
+template <Dtype kDtype, class Floats, class Words>
+__device__ __forceinline__ void mfma_16x16x16(Floats& acc, const Words& a, const Words& b) {
   typedef short Bf16s __attribute__((ext_vector_type(4)));
   typedef _Float16 Halves __attribute__((ext_vector_type(4)));
-  Floats d = {acc[0], acc[1], acc[2], acc[3]};
   if constexpr (kDtype == Dtype::kF16)
-    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b), d,
-                                              0, 0, 0);
+    acc = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Halves, a), __builtin_bit_cast(Halves, b),
+                                                acc, 0, 0, 0);
   else
-    d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Bf16s, a), __builtin_bit_cast(Bf16s, b),
-                                                  d, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) acc[i] = d[i];
+    acc = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Bf16s, a),
+                                                    __builtin_bit_cast(Bf16s, b), acc, 0, 0, 0);
 }
 
 // ---- FP8 -------------------------------------------------------------------------------------------------
@@ -227,46 +254,69 @@ inline constexpr Format kNativeE4m3 = Format::kE4m3fnuz;
 inline constexpr Format kNativeE4m3 = Format::kE4m3fn;
 #else
 #define MLA_HIP_FP8_INSTRUCTIONS 0
+inline constexpr Format kNativeE4m3 = Format::kBf16;  // of none
 #endif
+template <Format kFormat>
+inline constexpr bool kHasE4m3Instructions = kFormat == kNativeE4m3;
+// Whether codes are read as e4m3fnuz of half their value (halve_e4m3fn).
+template <Format kFormat>
+inline constexpr bool kAreHalved = kFormat == Format::kE4m3fn && kNativeE4m3 == Format::kE4m3fnuz;
 
 // Four codes to float, exactly; -0 may become 0 where the caller does not mind.
 template <Format kFormat, bool kKeepsMinusZero = true>
 MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
 #if MLA_HIP_FP8_INSTRUCTIONS
-  if constexpr (kFormat == kNativeE4m3 || kNativeE4m3 == Format::kE4m3fnuz) {
-    const auto word = static_cast<int>(kFormat == kNativeE4m3 ? codes : halve_e4m3fn(codes));
+  if constexpr (kHasE4m3Instructions<kFormat> || kAreHalved<kFormat>) {
+    const auto word = static_cast<int>(kAreHalved<kFormat> ? halve_e4m3fn(codes) : codes);
     const auto low = __builtin_amdgcn_cvt_pk_f32_fp8(word, false);
     const auto high = __builtin_amdgcn_cvt_pk_f32_fp8(word, true);
     const Float4 values{{low[0], low[1], high[0], high[1]}};
-    if constexpr (kFormat == kNativeE4m3) return values;
-    else return undo_halving<kKeepsMinusZero>(codes, values);
+    if constexpr (kAreHalved<kFormat>) return undo_halving<kKeepsMinusZero>(codes, values);
+    else return values;
   }
 #endif
   return {{widen_e4m3<kFormat>(codes, 0), widen_e4m3<kFormat>(codes, 1), widen_e4m3<kFormat>(codes, 2),
            widen_e4m3<kFormat>(codes, 3)}};
 }
 
-// Four codes times a scale below 2^127; -0 may become 0. What halving takes comes back with the scale.
+// Four codes times a scale below 2^127; -0 may become 0. What halving takes comes back with the scale. Codes
+// that are halved have no NaN.
 template <Format kFormat>
 MLA_HIP_DEVICE Float4 e4m3x4_times(uint32_t codes, float scale) {
+  typedef float Floats __attribute__((ext_vector_type(4)));
   Float4 values;
-#if defined(__gfx942__)
-  if constexpr (kFormat == Format::kE4m3fn) {
-    values = e4m3x4_to_float<Format::kE4m3fnuz>(halve_e4m3fn(codes));
+  if constexpr (kAreHalved<kFormat>) {
+    values = e4m3x4_to_float<kNativeE4m3>(drop_minus_zeros(codes));
     scale *= 2.0f;
-  } else
-#endif
+  } else {
     values = e4m3x4_to_float<kFormat, false>(codes);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values.x[i] *= scale;
-  return values;
+  }
+  return __builtin_bit_cast(Float4, __builtin_bit_cast(Floats, values) * scale);
+}
+
+// The lower, or upper, halves of two words.
+MLA_HIP_DEVICE uint32_t lower_halves(uint32_t a, uint32_t b) {
+  return __builtin_amdgcn_perm(b, a, 0x05040100u);
+}
+MLA_HIP_DEVICE uint32_t upper_halves(uint32_t a, uint32_t b) {
+  return __builtin_amdgcn_perm(b, a, 0x07060302u);
+}
+
+// Two floats, none of which is NaN, to bf16.
+MLA_HIP_DEVICE uint32_t round_to_bf16(float low, float high) {
+#if defined(__gfx950__)
+  typedef __bf16 Bf16s __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, Bf16s{static_cast<__bf16>(low), static_cast<__bf16>(high)});
+#else
+  const auto rounded = [](float x) { return float_bits(x) + 0x7fffu + (float_bits(x) >> 16 & 1u); };
+  return upper_halves(rounded(low), rounded(high));
+#endif
 }
 
 // Two floats that are bf16 or fp16 values already.
 template <Dtype kDtype>
 MLA_HIP_DEVICE uint32_t pack_exact(float low, float high) {
-  if constexpr (kDtype == Dtype::kBf16)
-    return __builtin_amdgcn_perm(float_bits(high), float_bits(low), 0x07060302u);
+  if constexpr (kDtype == Dtype::kBf16) return upper_halves(float_bits(low), float_bits(high));
   else return __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(low, high));
 }
 

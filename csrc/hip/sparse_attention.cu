@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
   const float layer_scale = p.scale ? *p.scale : 1.0f;
   const float logit_scale = p.sm_scale * layer_scale * kLog2E;
   float max_logit = -INFINITY, sum = 0.0f;  // of this thread's head in P; the sum is this lane's part
-  float out[kHeadTiles][kColumns][kTileAccumulators] = {};
+  Accumulators out[kHeadTiles][kColumns] = {};
   const int first_column = wave * kWaveColumns + operand_row(0) * kColumns;  // of V and of out, kColumns
 
 #pragma unroll 1
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     __syncthreads();
 
     {
-      float s[2][kTileAccumulators] = {};  // two chains: a product waits for the one before it
+      Accumulators s[2] = {};  // two chains: a product waits for the one before it
       const uint16_t* const from = smem.latent[key_tile * kTile + operand_row(0)] + first_dim;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) s[i] = fast_exp2(s[i] - reference);
       sum = sum * factor + ((s[0] + s[1]) + (s[2] + s[3]));
-      *reinterpret_cast<Words<2>*>(&smem.weights[own_head][own_key]) = {pack<Dtype::kBf16>({s[0], s[1]}),
-                                                                        pack<Dtype::kBf16>({s[2], s[3]})};
+      *reinterpret_cast<Words<2>*>(&smem.weights[own_head][own_key]) = {
+          pack_weights<Dtype::kBf16>({s[0], s[1]}), pack_weights<Dtype::kBf16>({s[2], s[3]})};
       if (own_key == 0) smem.factor[own_head] = factor;
     }
     __syncthreads();
@@ -164,8 +164,11 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
       Operand v[kColumns];
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const auto element = [&](int i) { return rows[i][j / 2] >> (j % 2 * 16) & 0xffffu; };
-        v[j].row[0] = {element(0) | element(1) << 16, element(2) | element(3) << 16};
+        const auto pair = [&](int i) {
+          const uint32_t a = rows[i][j / 2], b = rows[i + 1][j / 2];
+          return j % 2 == 0 ? lower_halves(a, b) : upper_halves(a, b);
+        };
+        v[j].row[0] = {pair(0), pair(2)};
       }
 #pragma unroll
       for (int tile = 0; tile < kHeadTiles; ++tile) {

@@ -22,7 +22,8 @@ inline constexpr int kWaveColumns = kHeadDimV / kWaves, kColumns = kWaveColumns 
 // of one format share their kernels.
 struct RowLayout {
   unsigned coded_dims, bf16_offset;  // the first elements are in the cache's format, the others bf16
-  int token_stride, scale_bytes, scale_offset;  // scale_offset: in the row; of scales in the page's tail 0
+  unsigned token_stride, scale_bytes,
+      scale_offset;  // scale_offset: in the row; of scales in the page's tail 0
   ScaleFormat scale_format;
   bool has_scales;
   int tile_bits;  // of a dim: those above are its tile
@@ -30,18 +31,18 @@ struct RowLayout {
   constexpr explicit RowLayout(const KvLayout& l)
       : coded_dims(static_cast<unsigned>(l.nope_format == l.rope_format ? l.head_dim_qk() : l.nope_dim)),
         bf16_offset(static_cast<unsigned>(l.rope_offset())),
-        token_stride(l.token_stride()),
-        scale_bytes(l.scale_bytes()),
-        scale_offset(l.scale_inline() ? l.nope_bytes() : 0),
+        token_stride(static_cast<unsigned>(l.token_stride())),
+        scale_bytes(static_cast<unsigned>(l.scale_bytes())),
+        scale_offset(l.scale_inline() ? static_cast<unsigned>(l.nope_bytes()) : 0),
         scale_format(l.scale_format),
         has_scales(l.tile_dim > 0),
         tile_bits(std::bit_width(static_cast<unsigned>(l.tile_dim)) - 1) {}
   bool operator==(const RowLayout&) const = default;
   // Of the row in place `row` of the page.
-  __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, int64_t row,
+  __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, uint32_t row,
                                                    int64_t page_size) const {
-    return scale_offset ? page + row * token_stride + scale_offset
-                        : page + page_size * token_stride + row * scale_bytes;
+    return scale_offset ? page + uint64_t{row} * token_stride + scale_offset
+                        : page + page_size * token_stride + uint64_t{row} * scale_bytes;
   }
 };
 
@@ -78,25 +79,6 @@ __device__ __forceinline__ T uniform_broadcast(T x, int lane) {
   return x;
 }
 
-// The words at p in global memory. Of an address that has been in other lanes the compiler does not know it;
-// a generic load would count as one of shared memory, too, and every barrier would wait for it.
-#if MLA_FP8_WITH_HIP
-#define MLA_GLOBAL __attribute__((address_space(1)))
-#else
-#define MLA_GLOBAL
-#endif
-__device__ __forceinline__ uint8_t load_global_byte(const uint8_t* p) {
-  return *(MLA_GLOBAL const uint8_t*)p;
-}
-template <int kWords>
-__device__ __forceinline__ Words<kWords> load_global(const uint8_t* p) {
-  const auto* const from = (MLA_GLOBAL const uint32_t*)__builtin_assume_aligned(p, 4 * kWords);
-  Words<kWords> w;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) w[i] = from[i];
-  return w;
-}
-
 // Eight elements of a row as they are stored: bf16, or in the first words coded.
 struct Piece {
   Words<4> bytes;
@@ -125,29 +107,34 @@ __device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* r
     if (kHasScales && l.has_scales) {
       const unsigned tile = dim >> l.tile_bits;
       if constexpr (kFormat == Format::kE2m1)
-        piece.scale = e4m3_to_float<Format::kE4m3fn>(load_global_byte(scales + tile));
+        piece.scale = e4m3_to_float<Format::kE4m3fn>(*mla_global_pointer(scales + tile));
       else if (l.scale_format == ScaleFormat::kF32)
         piece.scale = bits_float(load_global<1>(scales + 4 * tile)[0]);
-      else piece.scale = ue8m0_to_float(load_global_byte(scales + tile));
+      else piece.scale = ue8m0_to_float(*mla_global_pointer(scales + tile));
     }
   }
   return piece;
 }
 
-// A code times a power of two is a bf16, as e2m1 times any e4m3 is; others are rounded.
+// A code times a power of two is a bf16, as e2m1 times any e4m3 is; others are rounded, and NaN read, where a
+// lane of the wave has one.
 template <Format kFormat>
 __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_coded) {
   if constexpr (kFormat == Format::kBf16) {
     return piece.bytes;
   } else {
+    if (!is_coded) return piece.bytes;
     Words<format_bits(kFormat) / 4> codes;
 #pragma unroll
     for (int i = 0; i < format_bits(kFormat) / 4; ++i) codes[i] = piece.bytes[i];
     constexpr bool kIsE2m1 = kFormat == Format::kE2m1;
     constexpr uint32_t kMantissa = (1u << 23) - 1, kLargest = 253u << 23;  // 2^126
     const uint32_t scale = float_bits(piece.scale);
+    bool is_exact = kIsE2m1 || ((scale & kMantissa) == 0 && scale <= kLargest);
+    if constexpr (kAreHalved<kFormat>)
+      is_exact &= ((nan_signs(codes[0]) | nan_signs(codes[1])) & kSigns) == 0;
     Words<4> decoded;
-    if (kIsE2m1 || !__any_sync(kFullWarp, (scale & kMantissa) != 0 || scale > kLargest)) {
+    if (kIsE2m1 || mla_wave_ballot(!is_exact) == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t e4m3 =
@@ -160,7 +147,7 @@ __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_cod
     } else {
       decoded = decode8<kFormat>(codes, piece.scale);
     }
-    return is_coded ? decoded : piece.bytes;
+    return decoded;
   }
 }
 
@@ -193,9 +180,10 @@ class Gather {
     const uint8_t *own_row = nullptr, *own_scales = nullptr;  // none: zeros, and nothing is read
     // Not indexed by the scope: parameters would have to lie in memory for that.
     const auto locate = [&](const KvScope& s, const RowLayout& l, const Divider& page_size) {
-      const int64_t page = page_size(key_.slot), row = key_.slot - page * s.page_size;
+      const auto slot = static_cast<uint32_t>(key_.slot);
+      const uint32_t page = page_size.word(slot), row = slot - page * static_cast<uint32_t>(s.page_size);
       const uint8_t* const at = s.kv_cache + page * s.kv_cache_stride_page;
-      own_row = at + row * l.token_stride;
+      own_row = at + uint64_t{row} * l.token_stride;
       own_scales = l.scales(at, row, s.page_size);
     };
     if (is_key_ && key_.scope == 0) locate(args_.portable.p.scopes[0], args_.rows[0], args_.page_size[0]);
@@ -232,7 +220,9 @@ class Gather {
             decode(pieces.piece[i], is_other >> i & 1, kFirstAreCoded<kDims>, lane * 8));
     }
     if constexpr (kHasRest) {
-      const Words<4> rest = decode(pieces.piece[kRowsPerWave], false, false, rest_dim(lane));
+      // All of it is coded, or none.
+      const Words<4> rest =
+          decode_piece<kFirst>(pieces.piece[kRowsPerWave], args_.rows[0].coded_dims > kHeadDimV);
       if (lane < kRowsPerWave * kRestPieces)
         store(smem.latent[first_row + lane / kRestPieces] + rest_dim(lane), rest);
     }

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from assertions import assert_same
+from code_cases import assert_reads_every_code, e4m3_layouts
 from emulation import is_cpu_kernel
 from ragged_cases import INF, NAN, int32
 
@@ -107,6 +108,16 @@ def test_key_that_a_query_token_does_not_see_never_reaches_it(name, device):
     out, lse = mla_fp8.paged_attention_ragged_latent(*args, **options)
     assert_same((out[0], lse[0]), (expected[0][0], expected[1][0]))
     assert not out[1].isfinite().any()
+
+
+@e4m3_layouts
+def test_every_code_is_exact_and_a_nan_is_its_request_s(layout, device):
+    def attend(q, cache, options):
+        count = len(q)
+        pages = (int32(range(count + 1), device), int32(range(count), device), int32([1] * count, device))
+        return mla_fp8.paged_attention_ragged_latent(q, cache, *pages, **options)
+
+    assert_reads_every_code(layout, device, attend)
 
 
 def test_strided_pages_and_outputs(device):

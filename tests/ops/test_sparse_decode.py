@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assertions import assert_attention
+from code_cases import assert_reads_every_code, e4m3_layouts
 from sparse_cases import V4_SCOPES, Case, all_layouts, make_case, packed_layouts
 
 import mla_fp8
@@ -209,6 +210,15 @@ def test_nan_in_a_selected_slot_reaches_only_the_rows_that_select_it(layout, dev
     mla_fp8.quantize_kv(poison, slot, scope.kv_cache, layout=layout, page_size=64)
     out, _ = replace(case, scopes=[scope]).decode()
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@e4m3_layouts
+def test_every_code_is_exact_and_a_nan_is_its_token_s(layout, device):
+    def attend(q, cache, options):
+        slots = torch.arange(len(q), dtype=torch.int32, device=device)[:, None]
+        return mla_fp8.sparse_decode(q, cache, slots, **options)
+
+    assert_reads_every_code(layout, device, attend)
 
 
 def test_strided_inputs_and_cache_views(device):

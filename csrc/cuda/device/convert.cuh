@@ -13,6 +13,12 @@ __device__ __forceinline__ uint32_t both_bf16(float value) { return (float_bits(
 
 #if MLA_FP8_PTX
 
+// What csrc/hip/platform.h says more about.
+template <Format>
+inline constexpr bool kAreHalved = false;
+template <int kWords, int kCount>
+__device__ __forceinline__ void halve_codes(Words<kWords> (&)[kCount]) {}
+
 #if __CUDA_ARCH__ >= 890
 template <Format kFormat>
 inline constexpr bool kHasE4m3Instructions = kFormat == Format::kE4m3fn;
@@ -42,6 +48,15 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values.y), "f"(values.x));
   }
   return pair;
+}
+
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+
+// As below.
+template <Dtype kDtype>
+__device__ __forceinline__ uint32_t pack_weights(float2 values) {
+  return pack<kDtype>(values);
 }
 
 __device__ __forceinline__ uint32_t pack_f16(float low, float high) { return pack<Dtype::kF16>({low, high}); }
@@ -164,6 +179,13 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
   return from_float<kDtype>(values.x) | uint32_t{from_float<kDtype>(values.y)} << 16;
 }
 
+// Of a NaN anything: a row with a weight that is NaN has a normaliser that is.
+template <Dtype kDtype>
+__device__ __forceinline__ uint32_t pack_weights(float2 values) {
+  if constexpr (kDtype == Dtype::kBf16) return round_to_bf16(values.x, values.y);
+  else return pack<kDtype>(values);
+}
+
 template <Format kFormat>
 __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   const Float4 values = e4m3x4_to_float<kFormat>(pair & 0xffffu);
@@ -175,6 +197,23 @@ template <Format kFormat, Dtype kDtype>
 __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   const Float4 values = e4m3x4_to_float<kFormat, false>(codes);
   return {pack_exact<kDtype>(values.x[0], values.x[1]), pack_exact<kDtype>(values.x[2], values.x[3])};
+}
+
+template <int kWords, int kCount>
+__device__ __forceinline__ void halve_codes(Words<kWords> (&x)[kCount]) {
+  uint32_t nan = 0;
+#pragma unroll
+  for (int i = 0; i < kWords * kCount; ++i) {
+    uint32_t& codes = x[i / kWords][i % kWords];
+    nan |= nan_signs(codes);
+    codes = drop_minus_zeros(codes);
+  }
+  if ((nan & kSigns) == 0) return;
+#pragma unroll
+  for (int i = 0; i < kWords * kCount; ++i) {
+    uint32_t& codes = x[i / kWords][i % kWords];
+    codes = halve_nans(codes);
+  }
 }
 
 __device__ __forceinline__ float2 scale_and_clamp(uint32_t x, float factor, float limit) {
@@ -222,6 +261,29 @@ __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pack<Dtype::kBf16>({low, high});
+}
+
+// The 16-bit floats of kCount columns of four rows' codes: columns[j] holds those of column j.
+template <Format kFormat, Dtype kDtype, int kCount>
+__device__ __forceinline__ void e4m3_columns_to_16bit(const uint32_t (&rows)[4],
+                                                      Words<2> (&columns)[kCount]) {
+#if !MLA_FP8_PTX
+  // To pack floats of two rows takes no more than to pack those of one: no bytes are transposed.
+  if constexpr (kHasE4m3Instructions<kFormat>) {
+    Float4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = e4m3x4_to_float<kFormat, false>(rows[i]);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      columns[j] = {pack_exact<kDtype>(x[0].x[j], x[1].x[j]), pack_exact<kDtype>(x[2].x[j], x[3].x[j])};
+    return;
+  }
+#endif
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const auto code = [&](int i) { return (rows[i] >> (8 * j) & 0xffu) << (8 * i); };
+    columns[j] = e4m3x4_to_16bit<kFormat, kDtype>(code(0) | code(1) | code(2) | code(3));
+  }
 }
 
 // value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.

@@ -16,6 +16,9 @@ class Divider {
   __device__ __forceinline__ int64_t operator()(int64_t n) const {
     return magic_ == 0 ? n : static_cast<int64_t>(__umul64hi(n, magic_));  // 2^64 / 1 does not fit
   }
+  __device__ __forceinline__ uint32_t word(uint32_t n) const {
+    return magic_ == 0 ? n : static_cast<uint32_t>(__umul64hi(n, magic_));
+  }
 
  private:
   int64_t divisor_;

@@ -70,9 +70,18 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 #else
 
 template <int kWords>
+__device__ __forceinline__ Words<kWords> load_global(const void* p) {
+  const auto* const from =
+      mla_global_pointer(static_cast<const uint32_t*>(__builtin_assume_aligned(p, 4 * kWords)));
+  Words<kWords> w;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) w[i] = from[i];
+  return w;
+}
+template <int kWords>
 __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
   Words<kWords> w{};
-  if (wanted) w = *static_cast<const Words<kWords>*>(p);
+  if (wanted) w = load_global<kWords>(p);
   return w;
 }
 

@@ -6,6 +6,7 @@
 //   kWaveSize                    lanes of the matrix instructions; logical warps have 32 lanes everywhere
 //   MLA_FP8_WAVE64               whether those are 64
 //   MLA_SHARED(Type, name)       a variable of the block
+//   MLA_256_REGISTERS            of a kernel that takes no more of them
 //   fast_exp2, fast_log2         the hardware's approximations
 #if MLA_FP8_WITH_HIP
 #include "hip/platform.h"
@@ -15,6 +16,7 @@
 #define MLA_FP8_PTX 1
 #define MLA_FP8_WAVE64 0
 #define MLA_SHARED(Type, name) __shared__ Type name
+#define MLA_256_REGISTERS
 
 namespace mla_fp8::gpu {
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ void find_rows(Shared<Cache>& s, const Args& args, co
 }
 
 // Rows of kBytes in shared memory from where `source(key)` points; null, and bytes past `used`: zeros.
-template <int kBytes, int kPitch, class Source>
+template <CacheDtype kStored, int kBytes, int kPitch, class Source>
 __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& source) {
   constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kEach = ceil_div(kAll, kThreads);
   constexpr int kBatch = kEach < 8 ? kEach : 8;  // loads in flight
@@ -54,6 +54,7 @@ __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& sou
       const uint8_t* row = i < kAll ? source(key) : nullptr;
       x[b] = load_if<4>(row + offset, row != nullptr && offset < used);
     }
+    if constexpr (kIsHalved<kStored>) halve_codes(x);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int i = first + b * kThreads;
@@ -96,16 +97,19 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
   constexpr int kItemsize = kStoredBytes<Cache::kStored>, kBytes = kLeadBytes<Cache>;
   constexpr int kPitch = Shared<Cache>::kPitch;
   const int k_bytes = Cache::kIsLatent ? kBytes : p.head_dim * kItemsize;
-  stage<kBytes, kPitch>(s.k[0], k_bytes, [&](int key) { return rows.k[key]; });
+  stage<Cache::kStored, kBytes, kPitch>(s.k[0], k_bytes, [&](int key) { return rows.k[key]; });
   if constexpr (!Cache::kIsLatent)
-    stage<kBytes, kPitch>(s.v[0], p.head_dim_v * kItemsize, [&](int key) { return rows.v[key]; });
+    stage<Cache::kStored, kBytes, kPitch>(s.v[0], p.head_dim_v * kItemsize,
+                                          [&](int key) { return rows.v[key]; });
   if constexpr (Cache::kRopeDim > 0)
-    stage<2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
+    stage<CacheDtype::kBf16, 2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
         reinterpret_cast<uint8_t*>(s.rope[0]), 2 * Cache::kRopeDim,
         [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kRopeOffset : nullptr; });
   for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
     const int key = i % kKeys, tile = i / kKeys;
-    s.scales[tile][key] = rows.scales[key] ? Cache::scale(rows.scales[key], tile) : 0.0f;
+    // Twice it is finite: of bf16 values a scale is 2^120 at most.
+    s.scales[tile][key] =
+        rows.scales[key] ? Cache::scale(rows.scales[key], tile) * kUnit<Cache::kStored> : 0.0f;
   }
 }
 

@@ -23,6 +23,9 @@ struct Operand {
 };
 
 #if MLA_FP8_WAVE64
+// A vector: of an array clang keeps each element where it likes, and moves all of them to and fro.
+using Accumulators = float __attribute__((ext_vector_type(kTileAccumulators)));
+
 __device__ __forceinline__ int operand_row(int) { return wave_lane() % 16; }
 __device__ __forceinline__ int operand_k() { return wave_lane() / 16 * 4; }
 __device__ __forceinline__ int accumulator_row(int i) { return wave_lane() / 16 * 4 + i; }
@@ -30,19 +33,23 @@ __device__ __forceinline__ int accumulator_column(int) { return wave_lane() % 16
 
 // acc (row, column) += sum over k of A (row, k) B (k, column).
 template <Dtype kDtype>
-__device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], const Operand& a,
-                                               const Operand& b) {
+__device__ __forceinline__ void multiply_tiles(Accumulators& acc, const Operand& a, const Operand& b) {
   mfma_16x16x16<kDtype>(acc, a.row[0], b.row[0]);
 }
+// acc[i] *= factors[i]
+__device__ __forceinline__ void scale_accumulators(Accumulators& acc, const Accumulators& factors) {
+  acc *= factors;
+}
 #else
+using Accumulators = float[kTileAccumulators];
+
 __device__ __forceinline__ int operand_row(int i) { return wave_lane() / 4 + 8 * i; }
 __device__ __forceinline__ int operand_k() { return wave_lane() % 4 * 4; }
 __device__ __forceinline__ int accumulator_row(int i) { return wave_lane() / 4 + i / 2 % 2 * 8; }
 __device__ __forceinline__ int accumulator_column(int i) { return i / 4 * 8 + wave_lane() % 4 * 2 + i % 2; }
 
 template <Dtype kDtype>
-__device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], const Operand& a,
-                                               const Operand& b) {
+__device__ __forceinline__ void multiply_tiles(Accumulators& acc, const Operand& a, const Operand& b) {
   const uint32_t rows[4] = {a.row[0][0], a.row[1][0], a.row[0][1], a.row[1][1]};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // eight columns each
@@ -51,6 +58,10 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], 
     else mma_bf16(d, rows, b.row[half][0], b.row[half][1]);
   }
 }
+__device__ __forceinline__ void scale_accumulators(Accumulators& acc, const Accumulators& factors) {
+#pragma unroll
+  for (int i = 0; i < kTileAccumulators; ++i) acc[i] *= factors[i];
+}
 #endif
 
 // ---- loading operands -----------------------------------------------------------------------------------
@@ -58,11 +69,21 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[kTileAccumulators], 
 template <CacheDtype kStored>
 inline constexpr int kStoredBytes = kStored == CacheDtype::kBf16 || kStored == CacheDtype::kF16 ? 2 : 1;
 
-// Four e4m3 codes as 16-bit floats, exactly.
+template <CacheDtype kStored>
+inline constexpr Format kCodes = kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz;
+
+// Codes are staged as they are stored, or halved: what they stand for then is in units of kUnit.
+template <CacheDtype kStored>
+inline constexpr bool kIsHalved = kStoredBytes<kStored> == 1 && kAreHalved<kCodes<kStored>>;
+template <CacheDtype kStored>
+inline constexpr float kUnit = kIsHalved<kStored> ? 2.0f : 1.0f;
+template <CacheDtype kStored>
+inline constexpr Format kStagedCodes = kIsHalved<kStored> ? Format::kE4m3fnuz : kCodes<kStored>;
+
+// Four staged codes as 16-bit floats, exactly.
 template <CacheDtype kStored, Dtype kDtype>
 __device__ __forceinline__ Words<2> widen4(uint32_t codes) {
-  constexpr Format kFormat = kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz;
-  return e4m3x4_to_16bit<kFormat, kDtype>(codes);
+  return e4m3x4_to_16bit<kStagedCodes<kStored>, kDtype>(codes);
 }
 
 // Four neighbouring elements of one row in shared memory.
@@ -96,15 +117,17 @@ __device__ __forceinline__ void load_columns(const uint8_t* rows, int pitch, Wor
   Words<2> x[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = load_bytes<kCount * kStoredBytes<kStored>>(rows + i * pitch);
+  if constexpr (kStoredBytes<kStored> == 2) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    if constexpr (kStoredBytes<kStored> == 2) {
-      const auto element = [&](int i) { return x[i][j / 2] >> (j % 2 * 16) & 0xffffu; };
-      columns[j] = {element(0) | element(1) << 16, element(2) | element(3) << 16};
-    } else {
-      const auto code = [&](int i) { return (x[i][0] >> (8 * j) & 0xffu) << (8 * i); };
-      columns[j] = widen4<kStored, kDtype>(code(0) | code(1) | code(2) | code(3));
+    for (int j = 0; j < kCount; ++j) {
+      const auto pair = [&](int i) {
+        const uint32_t a = x[i][j / 2], b = x[i + 1][j / 2];
+        return j % 2 == 0 ? lower_halves(a, b) : upper_halves(a, b);
+      };
+      columns[j] = {pair(0), pair(2)};
     }
+  } else {
+    e4m3_columns_to_16bit<kStagedCodes<kStored>, kDtype>({x[0][0], x[1][0], x[2][0], x[3][0]}, columns);
   }
 }
 

@@ -13,7 +13,7 @@ __device__ __forceinline__ void compute_scores(Shared<Cache>& s, const Operand (
   constexpr int kLeadSteps = Cache::kLeadDim / kTile / kShares;
   constexpr int kTileSteps = Cache::kTileDim / kTile / kShares;
   static_assert(Cache::kLeadDim % (kTile * kShares) == 0 && Cache::kTileDim % (kTile * kShares) == 0);
-  float sum[kTileAccumulators] = {}, tile_sum[kTileAccumulators] = {};
+  Accumulators sum = {}, tile_sum = {};
 #pragma unroll
   for (int step = 0; step < kShareSteps<Cache>; ++step) {
     const int k = (step * kShares + share) * kTile + operand_k();

@@ -30,11 +30,15 @@ struct Columns {
 // the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
 template <class Cache, Dtype kDtype>
 __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
-                               float (&acc)[Columns<Cache>::kTiles][kTileAccumulators], int64_t position,
-                               int64_t first, int64_t end) {
+                               Accumulators (&acc)[Columns<Cache>::kTiles], int64_t position, int64_t first,
+                               int64_t end) {
   const int begin = first > position ? static_cast<int>(first - position) : 0;
   const int limit = end - position < kKeys ? static_cast<int>(end - position) : kKeys;
   using C = Columns<Cache>;
+  float sums[C::kTiles][kTileAccumulators];  // not vectors, whose elements would go through many branches
+#pragma unroll
+  for (int i = 0; i < C::kTiles * kTileAccumulators; ++i)
+    sums[i / kTileAccumulators][i % kTileAccumulators] = acc[i / kTileAccumulators][i % kTileAccumulators];
   for (int key = begin; key < limit; ++key) {
     if (rows.k[key] == nullptr) continue;
 #pragma unroll
@@ -57,10 +61,13 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
         if (position + key >= s.visible[row]) continue;
         const float weight = s.weights[row][key] * scale;
 #pragma unroll
-        for (int j = 0; j < C::kSet; ++j) acc[set + j][i] += weight * v[j];
+        for (int j = 0; j < C::kSet; ++j) sums[set + j][i] += weight * v[j];
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < C::kTiles * kTileAccumulators; ++i)
+    acc[i / kTileAccumulators][i % kTileAccumulators] = sums[i / kTileAccumulators][i % kTileAccumulators];
   __syncthreads();
   // Not unrolled: rarely run, and there are many of these kernels.
   const int count = limit - begin;
@@ -86,7 +93,7 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
 // acc += weights . V
 template <class Cache, Dtype kDtype>
 __device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
-                                                  float (&acc)[Columns<Cache>::kTiles][kTileAccumulators]) {
+                                                  Accumulators (&acc)[Columns<Cache>::kTiles]) {
   using C = Columns<Cache>;
 #pragma unroll
   for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
@@ -104,7 +111,7 @@ __device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
 #pragma unroll
           for (int j = 0; j < 4; ++j) x[j] *= s.scales[first / Cache::kTileDim][key + j];
         }
-        weights.row[i] = {pack<kDtype>({x[0], x[1]}), pack<kDtype>({x[2], x[3]})};
+        weights.row[i] = {pack_weights<kDtype>({x[0], x[1]}), pack_weights<kDtype>({x[2], x[3]})};
       }
       Words<2> columns[kOperandRows][C::kSet];
 #pragma unroll

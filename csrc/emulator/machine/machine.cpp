@@ -50,8 +50,8 @@ struct Kernel {
 
 namespace {
 
-// With FAKE_HIP_COUNTS=FILE, a line per kernel and instruction when the process ends: GPU, kernel,
-// instruction, how often a wave has executed it.
+// With FAKE_HIP_COUNTS=FILE, a line per kernel and place in its code when the process ends: GPU, kernel,
+// byte, instruction, how often a wave has executed it.
 class Counts {
  public:
   bool wanted() const { return file_ != nullptr; }
@@ -59,8 +59,8 @@ class Counts {
     const std::lock_guard lock(mutex_);
     for (size_t w = 0; w < executed.size(); ++w)
       if (executed[w] > 0)
-        counts_[kernel.module->gpu.name + " " + kernel.name + " " + kernel.code[w].opcode->name] +=
-            executed[w];
+        counts_[kernel.module->gpu.name + " " + kernel.name + " " + std::to_string(4 * w) + " " +
+                kernel.code[w].opcode->name] += executed[w];
   }
   ~Counts() {
     std::FILE* out = wanted() ? std::fopen(file_, "w") : nullptr;
