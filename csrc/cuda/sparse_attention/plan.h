@@ -64,7 +64,7 @@ struct Variant {
 inline constexpr Variant kVariants[] = {
     {Kernel::kPortable, Schedule::kSplit, 16, 8, Rows::kAll},
     {Kernel::kPortable, Schedule::kSplit, 32, 8, Rows::kAll},
-    {Kernel::kPortable, Schedule::kSplit, 64, 16, Rows::kCoded},
+    {Kernel::kPortable, Schedule::kSplit, 64, 8, Rows::kCoded},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},

@@ -79,13 +79,76 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   if (threadIdx.x == 0 && dim == 0) store_stats(p, query_head, max, total);
 }
 
+// Of few splits: a warp adds up a head of a query.
+constexpr int kFewSplits = 8, kFewAtOnce = 2;
+
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_few_kernel(const __grid_constant__ PortableParams params) {
+  constexpr int kParts = kHeadDimV / kMergeDims;
+  const SparseAttentionParams& p = params.p;
+  const Partials partials(params);
+  const int lane = threadIdx.x % kWarpSize, own_split = lane % kFewSplits;
+  const int64_t query_head = int64_t{blockIdx.x} * kMergeWarps + threadIdx.x / kWarpSize;
+  wait_for_previous_grid();
+  if (query_head >= p.num_tokens * p.num_q_heads) return;
+
+  float2 stats = own_split < params.splits ? *partials.stats(query_head, own_split) : float2{-INFINITY, 0.0f};
+  float max = stats.x;
+#pragma unroll
+  for (int offset = 1; offset < kFewSplits; offset *= 2)
+    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
+  stats.x = stats.x == -INFINITY ? 0.0f : exp2f(stats.x - max);  // a split's weight from here on
+  float total = stats.x * stats.y;
+#pragma unroll
+  for (int offset = 1; offset < kFewSplits; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+
+  float4 sum[kParts] = {};
+#pragma unroll 1
+  for (int at = 0; at < params.splits; at += kFewAtOnce) {
+    float4 x[kFewAtOnce][kParts];
+    float weight[kFewAtOnce];
+#pragma unroll
+    for (int i = 0; i < kFewAtOnce; ++i) {
+      weight[i] = __shfl_sync(kFullWarp, stats.x, (at + i) % kFewSplits);  // 0 past the last one
+      const float* src = partials.out(query_head, at + i) + lane * 4;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        x[i][part] = weight[i] == 0.0f ? float4{}  // not written, perhaps
+                                       : *reinterpret_cast<const float4*>(src + part * kMergeDims);
+    }
+#pragma unroll
+    for (int i = 0; i < kFewAtOnce; ++i)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part)
+        sum[part].x += weight[i] * x[i][part].x, sum[part].y += weight[i] * x[i][part].y,
+            sum[part].z += weight[i] * x[i][part].z, sum[part].w += weight[i] * x[i][part].w;
+  }
+  const int64_t token = query_head / p.num_q_heads;
+  const int head = static_cast<int>(query_head - token * p.num_q_heads);
+  const float factor = (p.scale ? *p.scale : 1.0f) * output_factor(p, head, max, total);
+  uint16_t* dst = p.out + token * p.out_stride_token + head * p.out_stride_head + lane * 4;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    *reinterpret_cast<Words<2>*>(dst + part * kMergeDims) = {
+        pack_bf16(sum[part].x * factor, sum[part].y * factor),
+        pack_bf16(sum[part].z * factor, sum[part].w * factor)};
+  if (lane == 0) store_stats(p, query_head, max, total);
+}
+
 }  // namespace mla_fp8::gpu::portable
 
 namespace mla_fp8::gpu {
 
 void launch_merge(const PortableParams& params, gpuStream_t stream) {
+  const int64_t query_heads = params.p.num_tokens * params.p.num_q_heads;
+  if (params.splits <= portable::kFewSplits)
+    return launch(portable::merge_few_kernel,
+                  {.grid = ceil_div(query_heads, int64_t{portable::kMergeWarps}),
+                   .block = portable::kMergeThreads,
+                   .stream = stream},
+                  params);
   launch(portable::merge_kernel,
-         {.grid = params.p.num_tokens * params.p.num_q_heads * (kHeadDimV / portable::kMergeDims),
+         {.grid = query_heads * (kHeadDimV / portable::kMergeDims),
           .block = portable::kMergeThreads,
           .stream = stream},
          params);

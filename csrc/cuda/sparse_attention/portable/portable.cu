@@ -1,27 +1,32 @@
 // Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention
 // loop, in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
 //
-// A CTA of 8 warps takes one query token, 16 or 32 of its heads (M of an mma), and one of `splits` parts of
-// its valid keys; one of 16 warps takes 64 heads. For each block of 32 keys:
+// A CTA of 8 warps takes one query token, 16, 32 or 64 of its heads (M of an mma), and one of `splits` parts
+// of its valid keys. For each block of 32 keys:
 //
 //   gather   rows into a stage by cp.async, a block ahead, as the bytes that are stored; past the end: zeros.
-//            The entries of `indices` are asked for a block before that
+//            One warp has looked up where they lie, a block before that; the warps take turns
 //   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
-//   S        a warp has a quarter of the dims, Q's in registers, and 16 heads or half of the keys
-//   P        the quarters are added up; online softmax by 8 lanes a head
-//   O        a warp has 64 value dims of all heads
+//   S        a warp has a quarter of the dims, Q's in registers, and 16 heads, of 16 half of the keys, of 64
+//            heads 32
+//   P        the quarters are added up; online softmax by 8 lanes a head, of 64 heads by 4
+//   O        a warp has 64 value dims of all heads, of 64 heads 128 of its group's
 //
-//   barrier            orders
-//   1, before decode   the rows have landed; latents and weights of the block before have been read
-//   2, before S        latents; the stage of FP8 rows is free for the next block
-//   3, before P        logits
-//   4, before O        weights and factors
+// 64 heads are those of two groups of 4 warps, which wait for each other only around decode. The first group
+// asks for the next rows behind S, the second before: so one is at S while the other is at P.
+//
+//   barrier                 orders
+//   1, before decode        the rows have landed, and where the next ones lie; latents have been read
+//   2, before S             latents; the stage of 64 heads is free for the next block
+//   3, before P, a group's  logits
+//   4, before O, a group's  weights and factors; tells whether a factor is not 1
 //
 // With splits, CTAs leave (output, maximum, sum) in a workspace, and a second kernel adds them up in their
 // order: the same bits every time.
 #include "cuda/device/global.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/device/roles.cuh"
 #include "cuda/sparse_attention/portable/partials.cuh"
 #include "cuda/sparse_attention/portable/rows.cuh"
 
@@ -30,16 +35,23 @@ namespace {
 
 using namespace portable;
 
+// A head's weights are powers of two of what its logits lie above its base. That is no maximum: it moves, and
+// with it what has been summed up, only where a logit lies above it by more than this, seldom after the first
+// block.
+constexpr float kMostAboveBase = 8.0f;
+
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPerSm)
     portable_kernel(const __grid_constant__ PortableParams params) {
   using R = Row<kId>;
   using T = Team<kHeads>;
   using Smem = Shared<kId, kExtra, kHeads>;
-  constexpr int kWarps = T::kWarps, kHeadTiles = T::kHeadTiles, kWarpDims = T::kWarpDims;
+  constexpr int kWarps = T::kWarps, kWarpDims = T::kWarpDims;
+  constexpr int kSoftmaxLanes = T::kSoftmaxLanes, kLaneKeys = T::kLaneKeys, kWarpTiles = T::kWarpTiles;
   constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kSteps = R::kDims / kQuarters / 16;
+  constexpr int kGroups = T::kGroups, kGroupTiles = T::kGroupTiles, kGroupThreads = T::kThreads / kGroups;
   constexpr bool kAhead = Smem::kStages > 1;  // the next rows are asked for before these are decoded
-  static_assert(R::kDims % (kQuarters * 16) == 0);
+  static_assert(R::kDims % (kQuarters * 16) == 0 && kPartOctets % 2 == 0);
   const SparseAttentionParams& p = params.p;
   extern __shared__ __align__(16) uint8_t smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
@@ -50,25 +62,32 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   const int64_t token = blockIdx.x / params.splits / head_blocks;
   const int first_head = blockIdx.x / params.splits % head_blocks * kHeads;
 
+  const int group = warp / T::kGroupWarps, in_group = warp % T::kGroupWarps;
+  const int group_head = group * T::kGroupHeads;
+
   wait_for_previous_grid();
   const Keys keys(p, token);
   survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
 
-  // S: this warp's 16 heads and quarter of the dims.
-  const int head_tile = warp / kQuarters % kHeadTiles, first_dim = warp % kQuarters * kSteps * 16;
-  const int first_octet = warp / kQuarters / kHeadTiles * kPartOctets;
-  uint32_t q[kSteps][4];
+  // S: this warp's heads and quarter of the dims.
+  const int head_tile = warp / kQuarters % T::kTileParts * kWarpTiles;
+  const int first_dim = warp % kQuarters * kSteps * 16;
+  const int first_octet = warp / kQuarters / T::kTileParts * kPartOctets;
+  uint32_t q[kWarpTiles][kSteps][4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2 * kWarpTiles; ++half) {
     const int head = first_head + head_tile * 16 + half * 8 + g;
     const uint16_t* src =
         p.q + token * p.q_stride_token + int64_t{head} * p.q_stride_head + first_dim + 2 * t;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      q[k][half] = head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16) : 0;
-      q[k][2 + half] = head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16 + 8) : 0;
+      q[half / 2][k][half % 2] = head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16) : 0;
+      q[half / 2][k][2 + half % 2] =
+          head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16 + 8) : 0;
     }
   }
+  if (threadIdx.x == 0) smem.keys = keys;
+  if (threadIdx.x < p.num_scopes) smem.pages[threadIdx.x] = Pages(p.scopes[threadIdx.x]);
   __syncthreads();
   const uint32_t map = shared_address(smem.map);
   const ValidKeys<MapInShared> valid_keys(KeySurvey(map, keys.length, lane), {map});
@@ -77,113 +96,140 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   const int num_blocks = static_cast<int>(int64_t{all_blocks} * (split + 1) / params.splits) - first_block;
   const int first_key = first_block * kBlockKeys;
   const int num_keys = min(valid_keys.num_keys() - first_key, num_blocks * kBlockKeys);
+  if (warp == 0) smem.valid_keys[lane] = valid_keys;
+  __syncthreads();
 
-  Gather<kId, kExtra, T::kRowsPerWarp> gather(p, keys, valid_keys, first_key, first_key + num_keys);
-  if (num_blocks > 0) gather.start(smem, 0);
+  Gather<kId, kExtra, kHeads> gather(p, smem, first_key, first_key + num_keys);
+  if (warp < 2) gather.look_up(warp), gather.finish(warp);
+  __syncthreads();
+  if (num_blocks > 0) gather.start(0);
   cp_async_commit();
 
   const float layer_scale = R::kUniformFp8 ? *p.scale : 1.0f;
   const float logit_scale = p.sm_scale * layer_scale * kLog2E;
   const int own_head = threadIdx.x / kSoftmaxLanes, own_key = threadIdx.x % kSoftmaxLanes * kLaneKeys;
-  float max_logit = -INFINITY, sum = 0.0f;  // of own_head; the sum is this lane's part
-  float out[kHeadTiles][kWarpDims / 8][4] = {};
+  // Every other head has its second four keys first: loads fall into different banks.
+  const int own_swap = kLaneKeys == 8 ? own_head % 2 * 4 : 0;
+  float max_logit = -INFINITY, base = -INFINITY, sum = 0.0f;  // of own_head; the sum is this lane's part
+  float out[kGroupTiles][kWarpDims / 8][4] = {};
 
 #pragma unroll 1
   for (int block = 0; block < num_blocks; ++block) {
     const int stage = block % Smem::kStages;
     const auto fetch_next = [&] {
-      if (block + 1 < num_blocks) gather.start(smem, (block + 1) % Smem::kStages);
+      if (block + 1 < num_blocks) gather.start(block + 1);
       cp_async_commit();
     };
+    const bool looks_up = warp == block % kWarps && block + 2 < num_blocks;
     cp_async_wait_all();
     __syncthreads();
+    if (looks_up) gather.look_up(block + 2);
     if constexpr (kAhead) fetch_next();
     if constexpr (Smem::kDecodes) {
-      decode_block(smem, stage);
+      decode_block(smem, block);
       __syncthreads();
     }
-    if constexpr (!kAhead) fetch_next();
+    if (!kAhead && group == kGroups - 1) fetch_next();
     const auto* latents = smem.latents(stage);
 
-    {
-      float s[kPartOctets][4] = {};
+#pragma unroll
+    for (int octet = first_octet; octet < first_octet + kPartOctets; octet += 2) {
+      float s[kWarpTiles][2][4] = {};
       const uint32_t from =
-          shared_address(&latents[first_octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
+          shared_address(&latents[octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
+      for (int k = 0; k < kSteps; ++k) {
+        uint32_t b[4];
+        ldmatrix_x4(b, from + k * 32);
 #pragma unroll
-        for (int octet = 0; octet < kPartOctets; octet += 2) {
-          uint32_t b[4];
-          ldmatrix_x4(b, from + (octet * 8 * Smem::kPitch + k * 16) * 2);
-          mma_bf16(s[octet], q[k], b[0], b[1]);
-          mma_bf16(s[octet + 1], q[k], b[2], b[3]);
+        for (int tile = 0; tile < kWarpTiles; ++tile) {
+          mma_bf16(s[tile][0], q[tile][k], b[0], b[1]);
+          mma_bf16(s[tile][1], q[tile][k], b[2], b[3]);
         }
+      }
 #pragma unroll
-      for (int octet = 0; octet < kPartOctets; ++octet)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = Smem::logit_index(head_tile * 16 + half * 8 + g, (first_octet + octet) * 8 + 2 * t);
-          *reinterpret_cast<float2*>(&smem.logits[warp % kQuarters][at]) = {s[octet][2 * half],
-                                                                            s[octet][2 * half + 1]};
+        for (int half = 0; half < 2 * kWarpTiles; ++half) {
+          const int at = Smem::logit_index(head_tile * 16 + half * 8 + g, (octet + i) * 8 + 2 * t);
+          const float (&x)[4] = s[half / 2][i];
+          *reinterpret_cast<float2*>(&smem.logits[warp % kQuarters][at]) = {x[half % 2 * 2],
+                                                                            x[half % 2 * 2 + 1]};
         }
     }
-    __syncthreads();
+    if (!kAhead && group < kGroups - 1) fetch_next();
+    named_barrier(1 + group, kGroupThreads);
 
+    bool moves = false;
     if (own_head < kHeads) {
-      float s[kLaneKeys] = {};
+      float s[kLaneKeys];
 #pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        const float4 x =
-            *reinterpret_cast<const float4*>(&smem.logits[quarter][Smem::logit_index(own_head, own_key)]);
-        s[0] += x.x, s[1] += x.y, s[2] += x.z, s[3] += x.w;
-      }
-      float new_max = max_logit;
+      for (int quarter = 0; quarter < kQuarters; ++quarter)
 #pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) {
-        s[i] = block * kBlockKeys + own_key + i < num_keys ? s[i] * logit_scale : -INFINITY;
-        new_max = fmaxf(new_max, s[i]);
-      }
+        for (int four = 0; four < kLaneKeys; four += 4) {
+          const int key = own_key + (four ^ own_swap);
+          const float4 x =
+              *reinterpret_cast<const float4*>(&smem.logits[quarter][Smem::logit_index(own_head, key)]);
+          if (quarter == 0) s[four] = x.x, s[four + 1] = x.y, s[four + 2] = x.z, s[four + 3] = x.w;
+          else s[four] += x.x, s[four + 1] += x.y, s[four + 2] += x.z, s[four + 3] += x.w;
+        }
+      const int left = num_keys - block * kBlockKeys - own_key;
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) s[i] *= logit_scale;
+      if (left < kLaneKeys)  // the last block
+#pragma unroll
+        for (int i = 0; i < kLaneKeys; ++i)
+          if ((i ^ own_swap) >= left) s[i] = -INFINITY;
+      float most = s[0];
+#pragma unroll
+      for (int i = 1; i < kLaneKeys; ++i) most = fmaxf(most, s[i]);
 #pragma unroll
       for (int offset = 1; offset < kSoftmaxLanes; offset *= 2)
-        new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, offset));
-      const float reference = new_max == -INFINITY ? 0.0f : new_max;  // nothing yet: weights are 0, not NaN
-      const float factor = exp2f(max_logit - reference);
-      max_logit = new_max;
+        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
+      max_logit = fmaxf(max_logit, most);
+      const float before = base;
+      if (max_logit > base + kMostAboveBase) base = max_logit, moves = true;
+      const float reference = base == -INFINITY ? 0.0f : base;  // nothing yet: weights are 0, not NaN
+      const float factor = fast_exp2(before - reference);
 #pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) s[i] = exp2f(s[i] - reference);
-      sum = sum * factor + ((s[0] + s[1]) + (s[2] + s[3]));
-      *reinterpret_cast<Words<2>*>(&smem.weights[own_head][own_key]) = {pack_bf16(s[0], s[1]),
-                                                                        pack_bf16(s[2], s[3])};
+      for (int i = 0; i < kLaneKeys; ++i) s[i] = fast_exp2(s[i] - reference);
+      sum *= factor;
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; i += 4) {
+        sum += (s[i] + s[i + 1]) + (s[i + 2] + s[i + 3]);
+        *reinterpret_cast<Words<2>*>(&smem.weights[own_head][own_key + (i ^ own_swap)]) = {
+            pack_bf16(s[i], s[i + 1]), pack_bf16(s[i + 2], s[i + 3])};
+      }
       if (own_key == 0) smem.factor[own_head] = factor;
     }
-    __syncthreads();
-
+    if (named_barrier_any(1 + group, kGroupThreads, moves)) {
 #pragma unroll
-    for (int tile = 0; tile < kHeadTiles; ++tile)
+      for (int tile = 0; tile < kGroupTiles; ++tile)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float factor = smem.factor[tile * 16 + half * 8 + g];
-        if (__any_sync(kFullWarp, factor != 1.0f)) {
+        for (int half = 0; half < 2; ++half) {
+          const float factor = smem.factor[group_head + tile * 16 + half * 8 + g];
 #pragma unroll
           for (int n = 0; n < kWarpDims / 8; ++n)
             out[tile][n][2 * half] *= factor, out[tile][n][2 * half + 1] *= factor;
         }
-      }
+    }
+    if (looks_up) gather.finish(block + 2);
 #pragma unroll
     for (int step = 0; step < kBlockKeys; step += 16) {
-      uint32_t weights[kHeadTiles][4];
+      uint32_t weights[kGroupTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kHeadTiles; ++tile)
+      for (int tile = 0; tile < kGroupTiles; ++tile)
         ldmatrix_x4(weights[tile],
-                    shared_address(&smem.weights[tile * 16 + matrix % 2 * 8 + row][step + matrix / 2 * 8]));
+                    shared_address(
+                        &smem.weights[group_head + tile * 16 + matrix % 2 * 8 + row][step + matrix / 2 * 8]));
       const uint32_t from =
-          shared_address(&latents[step + matrix % 2 * 8 + row][warp * kWarpDims + matrix / 2 * 8]);
+          shared_address(&latents[step + matrix % 2 * 8 + row][in_group * kWarpDims + matrix / 2 * 8]);
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t v[4];
         ldmatrix_x4_trans(v, from + n * 16);
 #pragma unroll
-        for (int tile = 0; tile < kHeadTiles; ++tile) {
+        for (int tile = 0; tile < kGroupTiles; ++tile) {
           mma_bf16(out[tile][n], weights[tile], v[0], v[1]);
           mma_bf16(out[tile][n + 1], weights[tile], v[2], v[3]);
         }
@@ -194,35 +240,38 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   if (own_head < kHeads) {
 #pragma unroll
     for (int offset = 1; offset < kSoftmaxLanes; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    if (own_key == 0) smem.max[own_head] = max_logit, smem.sum[own_head] = sum;
+    const float factor = max_logit == -INFINITY ? 1.0f : fast_exp2(base - max_logit);
+    if (own_key == 0)
+      smem.max[own_head] = max_logit, smem.sum[own_head] = sum * factor, smem.to_max[own_head] = factor;
   }
   __syncthreads();
   const Partials partials(params);
 #pragma unroll
-  for (int tile = 0; tile < kHeadTiles; ++tile)
+  for (int tile = 0; tile < kGroupTiles; ++tile)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = tile * 16 + half * 8 + g, head = first_head + at;
+      const int at = group_head + tile * 16 + half * 8 + g, head = first_head + at;
       if (head >= p.num_q_heads) continue;
-      const float max = smem.max[at], total = smem.sum[at];
+      const float max = smem.max[at], total = smem.sum[at], to_max = smem.to_max[at];
       const int64_t query_head = token * p.num_q_heads + head;
       if (params.splits > 1) {
-        if (warp == 0 && t == 0) *partials.stats(query_head, split) = {max, total};
+        if (in_group == 0 && t == 0) *partials.stats(query_head, split) = {max, total};
         if (num_blocks == 0) continue;
-        float* dst = partials.out(query_head, split) + warp * kWarpDims + 2 * t;
+        float* dst = partials.out(query_head, split) + in_group * kWarpDims + 2 * t;
 #pragma unroll
         for (int n = 0; n < kWarpDims / 8; ++n)
-          *reinterpret_cast<float2*>(dst + n * 8) = {out[tile][n][2 * half], out[tile][n][2 * half + 1]};
+          *reinterpret_cast<float2*>(dst + n * 8) = {out[tile][n][2 * half] * to_max,
+                                                     out[tile][n][2 * half + 1] * to_max};
         continue;
       }
-      const float factor = layer_scale * output_factor(p, head, max, total);
+      const float factor = to_max * layer_scale * output_factor(p, head, max, total);
       uint16_t* dst =
-          p.out + token * p.out_stride_token + head * p.out_stride_head + warp * kWarpDims + 2 * t;
+          p.out + token * p.out_stride_token + head * p.out_stride_head + in_group * kWarpDims + 2 * t;
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; ++n)
         *reinterpret_cast<uint32_t*>(dst + n * 8) =
             pack_bf16(out[tile][n][2 * half] * factor, out[tile][n][2 * half + 1] * factor);
-      if (warp == 0 && t == 0) store_stats(p, query_head, max, total);
+      if (in_group == 0 && t == 0) store_stats(p, query_head, max, total);
     }
 }
 

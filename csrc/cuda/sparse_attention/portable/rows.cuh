@@ -13,31 +13,60 @@
 namespace mla_fp8::gpu::portable {
 
 constexpr int kBlockKeys = 32;
-constexpr int kQuarters = 4;      // of the dims, in S
-constexpr int kSoftmaxLanes = 8;  // of a head
-constexpr int kLaneKeys = kBlockKeys / kSoftmaxLanes;
+constexpr int kQuarters = 4;  // of the dims, in S
 
-// A CTA of 64 heads is alone on its SM, others may be two: warps have 128 registers each.
+// A CTA of 64 heads is alone on its SM: its warps have 255 registers each. Others may be two, and have 128.
 template <int kHeads>
 struct Team {
-  static constexpr int kWarps = kHeads == 64 ? 16 : 8, kThreads = kWarps * kWarpSize;
+  static constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;
   static constexpr int kCtasPerSm = kHeads == 64 ? 1 : 2;
   static constexpr int kRowsPerWarp = kBlockKeys / kWarps;
-  static constexpr int kWarpDims = kHeadDimV / kWarps;
-  static constexpr int kHeadTiles = kHeads / 16, kKeyParts = kWarps / kQuarters / kHeadTiles;
+  static constexpr int kHeadTiles = kHeads / 16;
+  static constexpr int kWarpTiles = kHeads == 64 ? 2 : 1;  // of a warp in S, which has a quarter of the dims
+  static constexpr int kTileParts = kHeadTiles / kWarpTiles, kKeyParts = kWarps / kQuarters / kTileParts;
+  static constexpr int kSoftmaxLanes = kHeads == 64 ? 4 : 8;  // of a head
+  static constexpr int kLaneKeys = kBlockKeys / kSoftmaxLanes;
+  // Of warps, which have heads of their own.
+  static constexpr int kGroups = kHeads == 64 ? 2 : 1, kGroupWarps = kWarps / kGroups;
+  static constexpr int kGroupTiles = kHeadTiles / kGroups, kGroupHeads = kHeads / kGroups;
+  static constexpr int kWarpDims = kHeadDimV / kGroupWarps;  // in O
   static_assert(kKeyParts >= 1 && kHeads * kSoftmaxLanes <= kThreads);
+  static_assert(kGroups == 1 || (kKeyParts == 1 && kGroupTiles == kWarpTiles &&
+                                 kGroupHeads * kSoftmaxLanes == kGroupWarps * kWarpSize),
+                "a group's warps have its heads in S and P, too");
+};
+
+// The page of a slot, which is below 2^31, without a division.
+struct Pages {
+  unsigned page_size, factor;  // factor: how many fit into 2^32 - 1 rows
+  Pages() = default;
+  __device__ explicit Pages(const KvScope& scope)
+      : page_size(static_cast<unsigned>(scope.page_size)), factor(~0u / page_size) {}
+  __device__ unsigned of(unsigned slot) const {
+    const unsigned page = __umulhi(slot, factor);  // or one too low
+    return page + (slot - page * page_size >= page_size);
+  }
+};
+
+// Where the rows of a block lie; null: none.
+template <bool kScalesApart>
+struct Places {
+  const uint8_t* row[kBlockKeys];
+  const uint8_t* scales[kScalesApart ? kBlockKeys : 1];
+  bool is_extra[kBlockKeys];
 };
 
 // kId: of rows of the first cache, kExtra: of the second.
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 struct Shared {
   using R = Row<kId>;
-  // With one, the next block's rows are asked for once this one's are decoded; with two before that.
+  // With one, the next rows are asked for once these are decoded; with two before that.
   static constexpr int kStages = kHeads == 64 ? 1 : 2;
   static constexpr int kDims = R::kDims;
   static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
   static constexpr int kWeightsPitch = kBlockKeys + 8;
   static constexpr bool kDecodes = R::kFp8Dims > 0;
+  static constexpr bool kScalesApart = R::kScalesApart || Row<kExtra>::kScalesApart;
   static constexpr int kRawPitch = std::max(R::kPitch, Row<kExtra>::kPitch);
   static_assert(kDims == Row<kExtra>::kDims && (kDecodes || kStages == 2));
   static_assert(kDecodes || (kId == kExtra && kRawPitch == kPitch * 2), "bf16 rows are latents as they are");
@@ -45,10 +74,14 @@ struct Shared {
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
-  float factor[kHeads];                // on what has been summed up before this block
-  float max[kHeads], sum[kHeads];      // at the end
-  bool is_extra[kStages][kBlockKeys];  // the row
-  alignas(8) uint8_t map[kMapBytes];   // of the row's valid keys
+  float factor[kHeads];                            // on what has been summed up before this block
+  float max[kHeads], sum[kHeads], to_max[kHeads];  // at the end; to_max: the factor from base to maximum
+  Places<kScalesApart> places[2];                  // of even and of odd blocks
+  // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
+  ValidKeys<MapInShared> valid_keys[kWarpSize];
+  Keys keys;
+  Pages pages[2];                     // of each scope
+  alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
 
   // Octets of keys in an order that changes from head to head: the stores of S and the loads of P fall into
   // different banks.
@@ -66,40 +99,53 @@ __device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
   else fn(Row<kExtra>{});
 }
 
-// The keys of one split, by rank, and the copies of their rows. A warp fetches its rows of each block one
-// after the other, each by all lanes; lane i knows row i % kRowsPerWarp.
-template <KvLayoutId kId, KvLayoutId kExtra, int kRowsPerWarp>
+// The rows of one split's keys: where they lie, which one warp finds out for a block, and the copies of them,
+// each by all lanes of a warp.
+template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 class Gather {
  public:
-  __device__ Gather(const SparseAttentionParams& p, const Keys& keys,
-                    const ValidKeys<MapInShared>& valid_keys, int first, int end)
-      : p_(p), source_(p, keys), valid_keys_(valid_keys), next_(first), end_(end) {
-    look_up();
+  using Smem = Shared<kId, kExtra, kHeads>;
+  __device__ Gather(const SparseAttentionParams& p, Smem& smem, int first, int end)
+      : p_(p), smem_(smem), first_(first), end_(end) {}
+
+  // Asks for the slots of a block, which `finish` waits for: it notes down where the rows lie.
+  __device__ __forceinline__ void look_up(int block) {
+    const int lane = threadIdx.x % kWarpSize, rank = first_ + block * kBlockKeys + lane;
+    is_key_ = rank < end_;
+    key_ = smem_.valid_keys[lane].find(KeySource(p_, smem_.keys), is_key_ ? rank : -1);
   }
-  // Starts the copies of the next block, and the look-up of the one after it.
-  template <class Smem>
-  __device__ __forceinline__ void start(Smem& smem, int stage) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const uint8_t *own_row = nullptr, *own_scales = nullptr;  // none: zeros, and nothing is read
-    const bool own_extra = is_key_ && key_.scope == 1;
+  __device__ __forceinline__ void finish(int block) const {
+    const int lane = threadIdx.x % kWarpSize;
+    auto& places = smem_.places[block % 2];
+    const bool is_extra = is_key_ && key_.scope == 1;
+    const uint8_t *row = nullptr, *scales = nullptr;
     if (is_key_) {
       const KvScope& s = p_.scopes[key_.scope];
-      const unsigned page = static_cast<unsigned>(key_.slot) / static_cast<unsigned>(s.page_size);
-      const int64_t in_page = key_.slot - static_cast<int64_t>(page) * s.page_size;
+      const unsigned slot = static_cast<unsigned>(key_.slot), page = smem_.pages[key_.scope].of(slot);
+      const int64_t in_page = static_cast<int>(slot - page * static_cast<unsigned>(s.page_size));
       const uint8_t* at = s.kv_cache + page * s.kv_cache_stride_page;
-      with_row<kId, kExtra>(own_extra, [&](auto r) {
+      with_row<kId, kExtra>(is_extra, [&](auto r) {
         constexpr KvLayout kL = decltype(r)::kL;
-        own_row = at + kL.token_offset(in_page);
-        own_scales = at + kL.scale_offset(in_page, s.page_size);
+        row = at + kL.token_offset(in_page);
+        scales = at + kL.scale_offset(in_page, s.page_size);
       });
     }
-    if (lane < kRowsPerWarp) smem.is_extra[stage][warp * kRowsPerWarp + lane] = own_extra;
+    places.row[lane] = row;
+    if constexpr (Smem::kScalesApart) places.scales[lane] = scales;
+    if constexpr (kId != kExtra) places.is_extra[lane] = is_extra;
+  }
+  // Starts the copies of a block.
+  __device__ __forceinline__ void start(int block) const {
+    constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const auto& places = smem_.places[block % 2];
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) {
-      const uint8_t* row = broadcast(own_row, i);
-      const bool is_key = row != nullptr, is_extra = kId != kExtra && broadcast(int{own_extra}, i);
-      const uint32_t dst = shared_address(smem.raw[stage][warp * kRowsPerWarp + i]);
-      with_row<kId, kExtra>(is_extra, [&](auto r) {
+      const int key = warp * kRowsPerWarp + i;
+      const uint8_t* row = places.row[key];
+      const bool is_key = row != nullptr;
+      const uint32_t dst = shared_address(smem_.raw[block % Smem::kStages][key]);
+      with_row<kId, kExtra>(kId != kExtra && places.is_extra[key], [&](auto r) {
         using R = decltype(r);
 #pragma unroll
         for (int first = 0; first < R::kBytes; first += kWarpSize * 16) {
@@ -107,69 +153,75 @@ class Gather {
           if (first + kWarpSize * 16 <= R::kBytes || byte < R::kBytes)
             cp_async_16(dst + byte, row + byte, is_key);
         }
-        if constexpr (R::kScalesApart) {
-          const uint8_t* scales = broadcast(own_scales, i);
+        if constexpr (R::kScalesApart)
           if (lane < R::kL.scale_bytes() / 8)
-            cp_async_8(dst + R::kScaleOffset + lane * 8, scales + lane * 8, is_key);
-        }
+            cp_async_8(dst + R::kScaleOffset + lane * 8, places.scales[key] + lane * 8, is_key);
       });
     }
-    look_up();
   }
 
  private:
-  __device__ __forceinline__ void look_up() {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int rank = next_ + warp * kRowsPerWarp + lane % kRowsPerWarp;
-    is_key_ = rank < end_;
-    key_ = valid_keys_.find(source_, is_key_ ? rank : -1);
-    next_ += kBlockKeys;
-  }
-
   const SparseAttentionParams& p_;
-  const KeySource source_;
-  const ValidKeys<MapInShared>& valid_keys_;
-  int next_, end_;
+  Smem& smem_;
+  const int first_, end_;
   bool is_key_;
   KeySource::Key key_;
 };
 
-// Elements dim to dim + 7 of a raw row, which are FP8 or FP4, as bf16. The scale of a uniform FP8 layout
-// multiplies logits and output instead: exact here.
+// What a lane has of a raw row: elements by eights with their scales, and 8 bf16. The scale of a uniform FP8
+// layout multiplies logits and output instead: exact here.
 template <class R>
-__device__ __forceinline__ Words<4> decode_unit(const uint8_t* row, int dim) {
-  constexpr KvLayout kL = R::kL;
-  constexpr int kBytes = format_bits(kL.nope_format);  // of 8 elements
-  float scale = 1.0f;
-  if constexpr (R::kNumScales > 0)
-    scale = load_scale<kL.scale_format>(row + R::kScaleOffset, dim / R::kTileDims);
-  return decode8<kL.nope_format>(*reinterpret_cast<const Words<kBytes / 4>*>(row + dim / 8 * kBytes), scale);
-}
+struct Codes {
+  static constexpr KvLayout kL = R::kL;
+  static constexpr int kUnits = R::kFp8Dims / 8, kPerLane = ceil_div(kUnits, kWarpSize);
+  static constexpr int kWords = format_bits(kL.nope_format) / 4;
+  Words<kWords> codes[kPerLane];
+  float scale[kPerLane];
+  Words<4> bf16;
 
-// Raw rows to bf16 latents; a warp decodes the rows that it fetched, 8 elements a lane at a time.
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-__device__ __forceinline__ void decode_block(Shared<kId, kExtra, kHeads>& smem, int stage) {
-  constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-#pragma unroll 2
-  for (int i = 0; i < kRowsPerWarp; ++i) {
-    const int key = warp * kRowsPerWarp + i;
-    const uint8_t* raw = smem.raw[stage][key];
-    uint16_t* latent = smem.latent[key];
-    with_row<kId, kExtra>(smem.is_extra[stage][key], [&](auto r) {
-      using R = decltype(r);
-      constexpr int kUnits = R::kFp8Dims / 8;
-#pragma unroll
-      for (int first = 0; first < kUnits; first += kWarpSize) {
-        const int dim = (first + lane) * 8;
-        if (first + kWarpSize <= kUnits || first + lane < kUnits)
-          *reinterpret_cast<Words<4>*>(latent + dim) = decode_unit<R>(raw, dim);
-      }
-      if (lane < R::kBf16Dims / 8)
-        *reinterpret_cast<Words<4>*>(latent + R::kFp8Dims + lane * 8) =
-            *reinterpret_cast<const Words<4>*>(raw + R::kBf16Offset + lane * 16);
-    });
+  __device__ __forceinline__ static bool has(int i, int lane) {
+    return (i + 1) * kWarpSize <= kUnits || i * kWarpSize + lane < kUnits;
   }
+  __device__ __forceinline__ void load(const uint8_t* raw, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int unit = i * kWarpSize + lane;
+      if (!has(i, lane)) continue;
+      codes[i] = *reinterpret_cast<const Words<kWords>*>(raw + unit * kWords * 4);
+      scale[i] = 1.0f;
+      if constexpr (R::kNumScales > 0)
+        scale[i] = load_scale<kL.scale_format>(raw + R::kScaleOffset, unit * 8 / R::kTileDims);
+    }
+    if (lane < R::kBf16Dims / 8) bf16 = *reinterpret_cast<const Words<4>*>(raw + R::kBf16Offset + lane * 16);
+  }
+  __device__ __forceinline__ void store(uint16_t* latent, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (has(i, lane))
+        *reinterpret_cast<Words<4>*>(latent + (i * kWarpSize + lane) * 8) =
+            decode8<kL.nope_format>(codes[i], scale[i]);
+    if (lane < R::kBf16Dims / 8) *reinterpret_cast<Words<4>*>(latent + R::kFp8Dims + lane * 8) = bf16;
+  }
+};
+
+// Raw rows to bf16 latents, each by all lanes of a warp.
+template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+__device__ __forceinline__ void decode_block(Shared<kId, kExtra, kHeads>& smem, int block) {
+  using Smem = Shared<kId, kExtra, kHeads>;
+  constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
+  // Rows whose bytes are loaded before the first is converted, where there are registers.
+  constexpr int kAtOnce = kHeads == 64 && kId == kExtra ? 2 : 1;
+  const int first_key = threadIdx.x / kWarpSize * kRowsPerWarp, lane = threadIdx.x % kWarpSize;
+  const auto& raw = smem.raw[block % Smem::kStages];
+#pragma unroll
+  for (int key = first_key; key < first_key + kRowsPerWarp; key += kAtOnce)
+    with_row<kId, kExtra>(kId != kExtra && smem.places[block % 2].is_extra[key], [&](auto r) {
+      Codes<decltype(r)> codes[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) codes[i].load(raw[key + i], lane);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) codes[i].store(smem.latent[key + i], lane);
+    });
 }
 
 }  // namespace mla_fp8::gpu::portable
