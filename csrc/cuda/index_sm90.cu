@@ -128,18 +128,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   take_registers<kConsumerRegisters>();
-  using TileMath = Math<S::kHeads, S::kRows, S::kShares, S::kFp4>;
+  using TileMath = Math<S::kHeads, S::kRows, S::kShares, kMostStages, S::kFp4>;
   TileMath math(m, barriers, args.boxes.are_used);
   math.load_weights();
   for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
     const int64_t column = first + key + TileMath::first_key() + TileMath::key();
-    math.next_item([&](int pair, float logit, bool present) {
+    math.next_item([&](int, int pair, float logit, uint32_t present) {
       const int r = math.row(pair);
       if (!TileMath::is_own() || r >= unit.num_rows || column >= p.width) return;
       const IndexRow& where = unit.rows[r];
-      logit = round_add(logit, 0.0f);
       if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
-      *out(r, column) = present && column >= where.begin && column < where.end ? logit : -INFINITY;
+      *out(r, column) = present != 0 && column >= where.begin && column < where.end ? logit : -INFINITY;
     });
   }
 #endif

@@ -9,11 +9,12 @@ inline constexpr int kMaxIndexTopk = 4096;
 // Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned
 // entry.
 inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
-MLA_HD uint32_t order_key(float logit) {
-  const uint32_t u = float_bits(logit + 0.0f);
-  if ((u & ~kSignMask) > kInfBits) return 1;
-  return u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
+MLA_HD uint32_t order_key_unless_minus_zero(float logit) {
+  const uint32_t u = float_bits(logit);
+  const uint32_t key = u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
+  return logit != logit ? 1 : key;
 }
+MLA_HD uint32_t order_key(float logit) { return order_key_unless_minus_zero(logit + 0.0f); }
 // The logit whose key it is, of one that is not NaN; -0 has become 0.
 MLA_HD float logit_of(uint32_t key) {
   return bits_float(~(key ^ (static_cast<uint32_t>(static_cast<int32_t>(key) >> 31) & ~kSignMask)));

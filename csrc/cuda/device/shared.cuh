@@ -46,6 +46,11 @@ __device__ inline void store_shared_2(uint32_t address, uint32_t v) {
 __device__ inline void store_shared_4(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ inline void store_shared_4_if(bool stores, uint32_t address, uint32_t v) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.b32 [%0], %1; }" ::"r"(address), "r"(v),
+               "r"(static_cast<int>(stores))
+               : "memory");
+}
 __device__ inline void store_shared_8(uint32_t address, uint64_t v) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(v) : "memory");
 }

@@ -310,6 +310,19 @@ __device__ __forceinline__ void append(const Team& team, const Four& found, uint
     if (keep >> j & 1) list[place++] = found[j];
 }
 
+// Behind scalars().kept others, for each bit of the calling thread order_at(bit).
+template <class Team, class OrderAt>
+__device__ __forceinline__ void append_bits(const Team& team, uint64_t bits, uint64_t* to,
+                                            const OrderAt& order_at) {
+  const int32_t own = __popcll(bits), end = warp_inclusive_sum(own);
+  int32_t place = 0;
+  if (threadIdx.x % kWarpSize == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
+  place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+#pragma unroll 1
+  for (; bits != 0; bits &= bits - 1) to[place++] = order_at(__ffsll(static_cast<int64_t>(bits)) - 1);
+  team.sync();
+}
+
 // Moves the candidates that are not below `least` to the front of their list; scalars().kept are there.
 template <class Team>
 __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint64_t* list, int32_t count) {
@@ -326,22 +339,6 @@ __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint
       keep |= static_cast<uint32_t>(i < count && found[j] >= least) << j;
     }
     team.sync();  // what is overwritten now has been read
-    append(team, found, keep, list);
-  }
-  team.sync();
-}
-
-// Behind scalars().kept others, the candidates that are not below `least`.
-template <class Team>
-__device__ __forceinline__ void append_from(const Team& team, uint64_t least, const CandidateKeys& candidates,
-                                            uint64_t* list) {
-  const int lane = threadIdx.x % kWarpSize;
-  for (int32_t warp = 4 * (team.thread() - lane); warp < candidates.count; warp += 4 * team.threads()) {
-    Four found;
-    candidates.load(warp + 4 * lane, found);
-    uint32_t keep = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) keep |= static_cast<uint32_t>(found[j] >= least) << j;
     append(team, found, keep, list);
   }
   team.sync();

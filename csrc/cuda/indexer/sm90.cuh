@@ -119,8 +119,8 @@ struct Memory {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
   // Two places for each stage, for phases of either parity: of each key the scale, then whether it is
-  // present, both words. A warp gives up a stage when its products are there, and these may still be on their
-  // way to its registers: an arrival can overtake a load.
+  // present, all bits of a word or none. A warp gives up a stage when its products are there, and these may
+  // still be on their way to its registers: an arrival can overtake a load.
   static constexpr int kPlaceWords = 2 * kItemKeys;
   __device__ __forceinline__ float* scales(Place place) const {
     return weights() + lines + (place.phase * num_stages + place.stage) * kPlaceWords;

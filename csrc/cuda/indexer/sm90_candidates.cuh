@@ -1,55 +1,95 @@
 #pragma once
-// What index_topk's scan on Hopper chooses from behind a chunk of columns.
+// What index_topk's scan on Hopper chooses from behind a chunk of columns that is not a unit's first.
 #include "cuda/indexer/logit_bins.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-// The candidates of a row. Of those in the chunk, each thread has bits: four for each visit, the last one's
-// the lowest.
-struct RowCandidates {
-  CandidateList list;
-  CandidateKeys chunk;
-  bool are_taken = false;        // then, of the calling thread's
-  uint64_t here = 0, above = 0;  // FourPlaces
-
-  template <class Team, class Take>
-  __device__ __forceinline__ friend void take_from(const Team& team, RowCandidates& own, const Take& take) {
-    own.list.visit(team, take);
-    own.chunk.visit(team, [&](const Four& orders) {
-      const FourPlaces places = take(orders);
-      own.here = own.here << 4 | places.here;
-      own.above = own.above << 4 | places.above;
-    });
-    own.are_taken = true;
-  }
-  // Behind scalars().kept others to `to`, what take_from found above, and what is not below `least`.
+// The candidates of a row: its list, and of the chunk, of most of whose keys the k-th so far is above, the
+// few others. For those each thread has bits: four for each sixteen bytes that it visits.
+class RowCandidates {
+ public:
   template <class Team>
-  __device__ __forceinline__ void append_taken(const Team& team, uint64_t least, uint64_t* to) const {
-    const int32_t step = 4 * team.threads();
-    const int32_t last = (chunk.count - 1 - 4 * team.thread()) / step * step + 4 * team.thread();
-    const auto order = [&](int bit) {  // the place's
-      const int32_t i = last - bit / 4 * step + bit % 4;
-      return order_of(chunk.keys[i], chunk.column + i);
-    };
-    uint64_t kept = above;
-    for (uint64_t left = here; left != 0; left &= left - 1) {
-      const int bit = __ffsll(static_cast<int64_t>(left)) - 1;
-      if (order(bit) >= least) kept |= uint64_t{1} << bit;
-    }
-    const int32_t own = __popcll(kept), end = warp_inclusive_sum(own);
-    int32_t place = 0;
-    if (threadIdx.x % kWarpSize == kWarpSize - 1) place = atomicAdd(&team.scalars().kept, end);
-    place = __shfl_sync(kFullWarp, place, kWarpSize - 1) + end - own;
+  __device__ __forceinline__ RowCandidates(const Team& team, const CandidateList& list,
+                                           const CandidateKeys& chunk)
+      : list_(list), chunk_(chunk), first_(4 * team.thread()), step_(4 * team.threads()) {
+    int bit = 0;
 #pragma unroll 1
-    for (; kept != 0; kept &= kept - 1) to[place++] = order(__ffsll(static_cast<int64_t>(kept)) - 1);
-    team.sync();
+    for (int32_t i = first_; i < chunk.count; i += step_, bit += 4) {
+      const uint4 keys = *reinterpret_cast<const uint4*>(chunk.keys + i);
+      high_ = max(max(max(keys.x, keys.y), max(keys.z, keys.w)), high_);
+      uint32_t four = keys.x >= chunk.least;
+      if (keys.y >= chunk.least) four |= 2;
+      if (keys.z >= chunk.least) four |= 4;
+      if (keys.w >= chunk.least) four |= 8;
+      left_ |= uint64_t{four} << bit;
+    }
   }
+
+  // Of the chunk; `low` may be less than the least key that is left.
+  template <class Team>
+  __device__ __forceinline__ Survey survey(const Team& team) const {
+    if (chunk_.least == 1) return gpu::survey(team, chunk_);  // there is no k-th yet
+    return survey_of(team, {__popcll(left_), chunk_.least, left_ != 0 ? high_ : 0});
+  }
+
   template <class Team, class Visit>
   __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
-    list.visit(team, visit_four);
-    chunk.visit(team, visit_four);
+    list_.visit(team, visit_four);
+    visit_chunk([&](const Four& orders, const Four&) { visit_four(orders); });
   }
+  template <class Team, class Take>
+  __device__ __forceinline__ friend void take_from(const Team& team, RowCandidates& own, const Take& take) {
+    own.list_.visit(team, take);
+    own.are_taken_ = true;
+    own.visit_chunk([&](const Four& orders, const Four& bits) {
+      const FourPlaces places = take(orders);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (places.here >> j & 1) own.here_ |= bits[j];
+        if (places.above >> j & 1) own.above_ |= bits[j];
+      }
+    });
+  }
+
+  // Behind scalars().kept others to `to`, those of the chunk that are not below `least`.
+  template <class Team>
+  __device__ __forceinline__ void append(const Team& team, uint64_t least, uint64_t* to) const {
+    uint64_t kept = are_taken_ ? above_ : 0;
+#pragma unroll 1
+    for (uint64_t left = are_taken_ ? here_ : left_; left != 0; left &= left - 1)
+      if (order(__ffsll(static_cast<int64_t>(left)) - 1) >= least) kept |= left & (0 - left);
+    append_bits(team, kept, to, [&](int bit) { return order(bit); });
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t order(int bit) const {
+    const int32_t i = first_ + bit / 4 * step_ + bit % 4;
+    return order_of(chunk_.keys[i], chunk_.column + i);
+  }
+  // visit_four(orders, their bits)
+  template <class Visit>
+  __device__ __forceinline__ void visit_chunk(const Visit& visit_four) const {
+#pragma unroll 1
+    for (uint64_t left = left_; left != 0;) {
+      Four orders, bits;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        bits[j] = left & (0 - left);
+        orders[j] = left != 0 ? order(__ffsll(static_cast<int64_t>(left)) - 1) : kNoCandidate;
+        left &= left - 1;
+      }
+      visit_four(orders, bits);
+    }
+  }
+
+  const CandidateList list_;
+  const CandidateKeys chunk_;
+  const int32_t first_, step_;
+  uint32_t high_ = 0;
+  uint64_t left_ = 0;
+  bool are_taken_ = false;         // then
+  uint64_t here_ = 0, above_ = 0;  // as FourPlaces
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -61,7 +61,8 @@ class Fetch {
     }
     const int page = __shfl_sync(kFullWarp, page_, turn), row = __shfl_sync(kFullWarp, row_, turn);
     const bool present = page >= 0;
-    reinterpret_cast<uint2*>(memory_.present(place_))[lane()] = {present, present};
+    const uint32_t mask = present ? ~0u : 0;
+    reinterpret_cast<uint2*>(memory_.present(place_))[lane()] = {mask, mask};
     int entries = present ? kItemKeys : 0;
     if (present && keys_.page_table == nullptr && row > keys_.page_size - kItemKeys) {
       entries = static_cast<int>(keys_.page_size) - row;
@@ -108,7 +109,7 @@ class Fetch {
       const int key = first_key + lane();
       cp_async_4(shared_address(memory_.scales(place_) + key),
                  present ? keys_.scale(page, row) : keys_.scales, present);
-      memory_.present(place_)[key] = present;
+      memory_.present(place_)[key] = present ? ~0u : 0;
     }
     const uint32_t full = shared_address(&barriers_.full[place_.stage]);
     mbarrier_arrive_cp_async(full);

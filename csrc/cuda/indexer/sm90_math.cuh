@@ -1,5 +1,7 @@
 #pragma once
 // The consumers on Hopper.
+#include <cstddef>
+
 #include "cuda/device/mma.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/indexer/sm90.cuh"
@@ -33,16 +35,22 @@ __device__ inline void wgmma_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, int
 
 // Sixteen e2m1 as e4m3, whose magnitudes are given.
 __device__ __forceinline__ uint4 expand_e2m1(uint32_t low, uint32_t high, uint2 magnitudes) {
-  const auto four = [&](uint32_t codes) {  // the low 16 bits
-    uint32_t magnitude, sign;
-    asm("prmt.b32 %0, %1, %2, %3;"
-        : "=r"(magnitude)
-        : "r"(magnitudes.x), "r"(magnitudes.y), "r"(codes & 0x7777u));
-    // Bit 3 of a selector repeats the byte's upper bit: 0xff of a negative one.
-    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(sign) : "r"(0x80808080u), "r"(codes));
-    return magnitude | (sign << 7 & 0x80808080u);
+  // Bytes by the low four numbers of a selector.
+  const auto permute = [](uint32_t x, uint32_t y, uint32_t selector) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
+    return bytes;
   };
-  return {four(low), four(low >> 16), four(high), four(high >> 16)};
+  const auto eight = [&](uint32_t codes, uint32_t& first, uint32_t& last) {
+    // The sign of an odd code is the upper bit of its byte, that of an even one four bits below.
+    const uint32_t numbers = codes & 0x77777777u, even = codes << 4;
+    first = permute(magnitudes.x, magnitudes.y, numbers) | (permute(even, codes, 0x5140u) & 0x80808080u);
+    last = permute(magnitudes.x, magnitudes.y, numbers >> 16) | (permute(even, codes, 0x7362u) & 0x80808080u);
+  };
+  uint4 all;
+  eight(low, all.x, all.y);
+  eight(high, all.z, all.w);
+  return all;
 }
 
 // 0 of what is negative; a NaN stays one. An addition runs at twice the rate of a maximum, and doubling
@@ -51,7 +59,7 @@ __device__ __forceinline__ float twice_relu(float x) { return __fadd_rn(x, fabsf
 
 // The math of a consumer warpgroup for kRows rows of kHeads lines of queries (16, 32 or 64), which with
 // kShares - 1 others has all rows of a unit, so it takes kShares of the four items of a tile.
-template <int kHeads, int kRows, int kShares, bool kFp4>
+template <int kHeads, int kRows, int kShares, int kStages, bool kFp4>
 class Math {
  public:
   __device__ __forceinline__ Math(const Memory& memory, Barriers& barriers, bool are_boxes)
@@ -60,23 +68,20 @@ class Math {
         are_boxes_(are_boxes),
         group_(__shfl_sync(kFullWarp, group(), 0)),
         first_row_(group() * kShares / kGroups * kRows),
-        scale_(4 * (group() % kStep * Memory::kPlaceWords + key())),
-        scales_(shared_address(memory.scales({0, 0}))) {
+        full_(shared_address(&barriers.full[group() % kStep])),
+        scales_(shared_address(memory.scales({static_cast<int>(group() % kStep)}) + key())) {
     // The same in all lanes; an exchange lets the compiler see it.
     const auto panel = [](const uint8_t* from) {
       return static_cast<uint32_t>(wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(from), 0)));
     };
-    keys_ = panel(kFp4 ? memory.panel(group()) : memory.keys(0));
+    keys_ = panel(kFp4 ? memory.panel(group()) : memory.keys(group() % kStep));
     queries_ = panel(memory.queries() + first_row_ * kHeads * kIndexDim);
     // Opaque, or they are found anew for each item.
-    asm("" : "+r"(keys_), "+r"(queries_));
-    if (kTakesTurns && group() == kGroups - 1) give_turn();
+    asm("" : "+r"(keys_), "+r"(queries_), "+r"(full_), "+r"(scales_));
   }
 
-  // Warpgroups issue their products in turns. All at once would share the tensor cores, end together, and
-  // leave them idle while all find their logits.
-  static constexpr bool kTakesTurns = kRows * kHeads >= 128;
   static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
+  static constexpr int kOwnStages = kStages / kStep;
   static constexpr int kPairs = (kRows + 1) / 2;
 
   // When the queries of a unit have been loaded, and after what needs registers itself.
@@ -103,77 +108,92 @@ class Math {
   // Of the first item in a run of tiles: its first key.
   __device__ __forceinline__ static int first_key() { return group() % kStep * kItemKeys; }
 
-  // The warpgroup's next item, kStep items behind the last: sink(pair, logit, present), the lanes of a warp
-  // together.
+  // The warpgroup's next item, kStep items behind the last: sink(0, pair, logit, present), the lanes of a
+  // warp together. `present` has all bits or none.
   template <class Sink>
   __device__ __forceinline__ void next_item(const Sink& sink) {
-    const int num_stages = memory_.num_stages, slot = static_cast<int>(scale_ / kSlotBytes);
-    const int phase = slot >= num_stages;
-    const int stage = slot - (phase ? num_stages : 0);
-    mbarrier_wait(shared_address(&barriers_.full[stage]), phase);
-    if (!are_boxes_) fence_proxy_async();
+    item<false>(stage_, [&](int pair, float logit, uint32_t present) { sink(0, pair, logit, present); });
+    if (++stage_ == kOwnStages) next_phase();
+  }
+  // Its next kOwnStages items, which are boxes, the first of them in its first stage, so that no address is
+  // found anew: sink(i, pair, logit, present) of the i-th.
+  __device__ __forceinline__ bool begins_round() const { return are_boxes_ && stage_ == 0; }
+  template <class Sink>
+  __device__ __forceinline__ void next_round(const Sink& sink) {
+#pragma unroll
+    for (int i = 0; i < kOwnStages; ++i)
+      item<true>(i, [&](int pair, float logit, uint32_t present) { sink(i, pair, logit, present); });
+    next_phase();
+  }
+
+ private:
+  // From one of the warpgroup's stages to the next.
+  static constexpr int kStageBytes = 4 * Memory::kPlaceWords * kStep;
+
+  // An item in the warpgroup's `own`-th stage.
+  template <bool kIsBox, class Sink>
+  __device__ __forceinline__ void item(int own, const Sink& sink) {
+    const uint32_t full = full_ + 8 * kStep * own;
+    mbarrier_wait(full, phase_);
+    if (!kIsBox && !are_boxes_) fence_proxy_async();
     if constexpr (kFp4) {
       group_sync();  // the products of the item before have been made
-      expand(stage);
+      expand(own);
       fence_proxy_async();
       group_sync();
     }
-    const uint32_t keys = keys_ + (kFp4 ? 0 : stage * (Memory::kPanelBytes >> 4));
+    const uint32_t keys = keys_ + (kFp4 ? 0 : own * kStep * (Memory::kPanelBytes >> 4));
     constexpr int kColumns = kRows * kHeads / 8;
     float acc[kColumns][4];
-    if constexpr (kTakesTurns) take_turn();
     pin_registers(acc);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       wgmma_e4m3(acc, descriptor(keys + 2 * step), descriptor(queries_ + 2 * step), step > 0);
     wgmma_commit();
-    if constexpr (kTakesTurns) give_turn();
-    const uint32_t scale = load_shared_4(scales_ + scale_),
-                   present = load_shared_4(scales_ + scale_ + 4 * kItemKeys);
+    const uint32_t scale = load_shared_4(scales_ + kStageBytes * own),
+                   present = load_shared_4(scales_ + kStageBytes * own + 4 * kItemKeys);
     wgmma_wait<0>();
     pin_registers(acc);
-    mbarrier_arrive_warp(shared_address(&barriers_.empty[stage]), threadIdx.x % kWarpSize);
-    scale_ += kStep * kSlotBytes;
-    if (slot + kStep >= 2 * num_stages) scale_ -= 2 * num_stages * kSlotBytes;
+    constexpr int kToEmpty = offsetof(Barriers, empty) - offsetof(Barriers, full);
+    mbarrier_arrive_warp(full + kToEmpty, threadIdx.x % kWarpSize);
     float sums[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
     if constexpr (kRows == 1) {
-      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present != 0);
+      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present);
     } else {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair)
-        sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present != 0);
+        sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present);
     }
   }
-
- private:
-  static constexpr int kFirstTurn = 6;  // named barriers
-  static constexpr int kSlotBytes = 4 * Memory::kPlaceWords;
-
-  __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
-  __device__ __forceinline__ void take_turn() const { named_barrier(kFirstTurn + group_, 2 * kGroup); }
-  // To the next warpgroup, which has as many items.
-  __device__ __forceinline__ void give_turn() const {
-    named_barrier_arrive(kFirstTurn + (group_ + 1) % kGroups, 2 * kGroup);
+  // To the first stage again: keys and scales of the other parity.
+  __device__ __forceinline__ void next_phase() {
+    stage_ = 0;
+    phase_ ^= 1;
+    scales_ += phase_ ? 4 * Memory::kPlaceWords * kStages : -4 * Memory::kPlaceWords * kStages;
   }
 
+  __device__ __forceinline__ static int group() { return threadIdx.x / kGroup; }
   __device__ __forceinline__ static uint64_t descriptor(uint32_t low) {
     return wgmma_panel_descriptor(0) | low;
   }
 
   // An item of e2m1 into the warpgroup's panel, 32 elements of a key to a lane, which have one scale.
-  __device__ __forceinline__ void expand(int stage) const {
+  __device__ __forceinline__ void expand(int own) const {
     const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
-    const uint32_t from = shared_address(memory_.keys(stage)) + first_key * (kIndexDim / 2);
+    const uint32_t from =
+        shared_address(memory_.keys(group_ % kStep + own * kStep)) + first_key * (kIndexDim / 2);
     const uint32_t to = shared_address(memory_.panel(group()));
-    const uint32_t scales = scales_ + scale_ + 4 * (first_key - key());
+    const uint32_t scales = scales_ + kStageBytes * own + 4 * (first_key - key());
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int part = lane + i * kWarpSize, tile = part % 4, key = first_key + part / 4;
       const uint4 packed = load_shared_16(from + 16 * part);
-      const int shift = E2m1Scales::load(load_shared_4(scales + part / 4 * 4)).shift(tile);
+      const uint32_t exponents = load_shared_4(scales + part / 4 * 4);
+      const int shift = max(static_cast<int>(exponents >> 8 * tile & 0xff) - base_exponent(exponents),
+                            Barriers::kLeastShift);
       const uint2 magnitudes =
           load_shared_8(shared_address(barriers_.magnitudes) + 8 * (shift - Barriers::kLeastShift));
       store_shared_16(to + swizzled(key, 2 * tile), expand_e2m1(packed.x, packed.y, magnitudes));
@@ -181,9 +201,22 @@ class Math {
     }
   }
 
-  // The scale comes behind the sum of all heads: parts times infinity would cancel. Zeros have either sign.
+  // E2m1Scales of the four in a word.
+  __device__ __forceinline__ static int largest_exponent(uint32_t packed) {
+    return static_cast<int>(
+        max(max(packed & 0xff, packed >> 8 & 0xff), max(packed >> 16 & 0xff, packed >> 24)));
+  }
+  __device__ __forceinline__ static int base_exponent(uint32_t packed) {
+    return max(largest_exponent(packed) - 6, 2);
+  }
+
+  // The scale comes behind the sum of all heads: parts times infinity would cancel. -0 becomes 0.
   __device__ __forceinline__ static float scaled(float sum, uint32_t scale) {
-    return round_mul(sum, kFp4 ? E2m1Scales::load(scale).scale() : bits_float(scale));
+    if constexpr (kFp4) {
+      const int largest = largest_exponent(scale);
+      scale = largest == 255 ? kNanBits : static_cast<uint32_t>(max(largest - 6, 2)) << 23;
+    }
+    return fmaf(sum, bits_float(scale), 0.0f);
   }
 
   // Half of the sum over the heads of row r, whose columns begin at `first`, for the lane's key; the lane
@@ -221,9 +254,10 @@ class Math {
   const bool are_boxes_;
   const int group_;  // the warp's, as the compiler sees
   const int first_row_;
-  // A slot is a stage, or, behind all of them, a stage in an odd phase.
-  uint32_t scale_;  // of the lane's key of the next item, in bytes from the first slot's scales on
-  uint32_t scales_;
+  uint32_t full_;    // the barrier of the warpgroup's first stage
+  uint32_t scales_;  // of the lane's key there, in the present phase
+  int stage_ = 0;    // of its own, of the next item
+  int phase_ = 0;
   uint32_t keys_, queries_;  // panels: the low words of descriptors
   float4 weights_[kRows][kHeads / 16];
 };

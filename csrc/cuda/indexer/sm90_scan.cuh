@@ -23,6 +23,8 @@ template <int kHeads, int kRows, int kShares, bool kFp4>
 class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
+  // Of items whose keys are kept, where they begin: with fewer left it pays to wait for one code alone.
+  static constexpr int kRoundsOfMany = 16;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
       : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)) {}
@@ -84,7 +86,7 @@ class Scan : ScanUnits {
   }
 
   __device__ __forceinline__ void consume() const {
-    Math<kHeads, kRows, kShares, kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
+    Math<kHeads, kRows, kShares, scan_stages(kUnitRows), kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
     int i = 0;
     if constexpr (kRehearses) {
       if (!has_rehearsal()) {
@@ -136,11 +138,12 @@ class Scan : ScanUnits {
     if (gathers() && s_.share.are_others) answer_others(i);
   }
 
-  // The order keys of `tiles` tiles from `column` on: put(pair, key, order key), key counted from the
-  // warpgroup's first.
-  template <class TileMath, class Put>
+  // The order keys of `tiles` tiles from `column` on: put(pair, key, more, order key), key + more counted
+  // from the warpgroup's first. Where rounds begin, at least so many are left: they are other code than
+  // single items, which has to come first.
+  template <bool kHasRounds, class TileMath, class Put>
   __device__ __forceinline__ void score(TileMath& math, const IndexUnit& unit, const ScanWork& work,
-                                        int32_t column, int tiles, const Put& put) const {
+                                        int32_t column, int tiles, int least_rounds, const Put& put) const {
     constexpr int32_t kStep = TileMath::kStep * kItemKeys;
     const auto first_key = static_cast<int32_t>(__shfl_sync(kFullWarp, TileMath::first_key(), 0));
     const auto items = [](int32_t keys) { return keys / kStep * kStep; };  // of the warpgroup, in keys
@@ -149,28 +152,34 @@ class Scan : ScanUnits {
     const int32_t seen = min(items(max(work.seen_begin - first, 0) + kStep - 1), end);
     const int32_t unseen = max(min(items(work.seen_end - first + kStep - kItemKeys), end), seen);
     math.load_weights();
+    constexpr int32_t kRound = TileMath::kOwnStages * kStep;
     int32_t key = 0;
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
       const bool all_see = part == 1;
       const int32_t part_end = part == 0 ? seen : all_see ? unseen : end;
-      const auto items_to_end = [&](bool all_see) {
+      while (key < part_end) {
+        if constexpr (kHasRounds)
+          if (all_see && math.begins_round() && part_end - key >= least_rounds * kRound) {
 #pragma unroll 1
-        for (; key < part_end; key += kStep)
-          math.next_item([&](int pair, float logit, bool present) {
-            uint32_t found = order_key(logit);
-            if (!all_see) {
-              const int32_t own = first + key + TileMath::key();
-              const IndexRow& where = unit.rows[math.row(pair)];
-              present &= own >= where.begin && own < where.end;
-              if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
-            }
-            put(pair, key, present ? found : 0);
-          });
-      };
-      if (kRehearses) items_to_end(all_see);  // all of the loop has been there
-      else if (all_see) items_to_end(true);
-      else items_to_end(false);
+            for (; part_end - key >= kRound; key += kRound)
+              math.next_round([&](int i, int pair, float logit, uint32_t present) {
+                put(pair, key, i * kStep, order_key_unless_minus_zero(logit) & present);
+              });
+            continue;
+          }
+        math.next_item([&](int, int pair, float logit, uint32_t present) {
+          uint32_t found = order_key_unless_minus_zero(logit);
+          if (!all_see) {
+            const int32_t own = first + key + TileMath::key();
+            const IndexRow& where = unit.rows[math.row(pair)];
+            if (own < where.begin || own >= where.end) present = 0;
+            if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
+          }
+          put(pair, key, 0, found & present);
+        });
+        key += kStep;
+      }
     }
   }
 
@@ -187,9 +196,11 @@ class Scan : ScanUnits {
           KeptKeys(args_).tile(kept_tile(work, r) + first_tile) + TileMath::first_key() + TileMath::key();
       if (!TileMath::is_own() || r >= unit.num_rows) to[pair] = nullptr;
     }
-    score(math, unit, work, work.column, work.tiles, [&](int pair, int key, uint32_t found) {
-      if (to[pair] != nullptr) to[pair][key] = found;
-    });
+    // Keys of e4m3 take longer to come than instructions.
+    score<kFp4>(math, unit, work, work.column, work.tiles, kRoundsOfMany,
+                [&](int pair, int key, int more, uint32_t found) {
+                  if (to[pair] != nullptr) to[pair][key + more] = found;
+                });
   }
 
   template <class TileMath>
@@ -200,12 +211,14 @@ class Scan : ScanUnits {
     for (int pair = 0; pair < TileMath::kPairs; ++pair)
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
+    const int least_rounds = s_.share.are_kept ? kRoundsOfMany : 1;
     for (int first = 0;;) {
       const int tiles = min(scan_.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;
-      score(math, unit, work, chunk_column, tiles, [&](int pair, int key, uint32_t found) {
-        if (to[pair] != 0) store_shared_4(to[pair] + 4 * key, found);
-      });
+      score<(kRows * kHeads > 64)>(math, unit, work, chunk_column, tiles, least_rounds,
+                                   [&](int pair, int key, int more, uint32_t found) {
+                                     store_shared_4_if(to[pair] != 0, to[pair] + 4 * key + 4 * more, found);
+                                   });
       const bool is_last = first + tiles == work.tiles;
       consumers_sync();
       int there = tiles;
@@ -248,7 +261,7 @@ class Scan : ScanUnits {
   // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
-                                            CandidateKeys chunk, bool is_first, bool is_last) const {
+                                            const CandidateKeys& chunk, bool is_first, bool is_last) const {
     const int32_t topk = p_.topk;
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
     const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
@@ -260,37 +273,34 @@ class Scan : ScanUnits {
       emit_end(team, p_, answer.row, min(found.count, topk));
       return;
     }
-    const Survey found = survey(team, chunk);
-    const int32_t listed = s_.count[r], total = listed + found.count;
+    // Where what several CTAs find of a row is brought together.
+    uint64_t* left = work.is_earlier ? args_.earlier(s_.share.index, r) : args_.list(s_.share.index, r);
+    uint64_t least = kLeastOrder;
+    if (is_first) {
+      const ThreadKeys own(team, chunk);
+      const Survey found = own.survey(team);
+      const bool shrinks = found.count > (is_last ? topk : list_capacity(topk));
+      const uint64_t chosen = own.chosen(team, shrinks ? topk : INT32_MAX, found, least);
+      start_list(team, 0);
+      own.append(team, chosen, is_last ? left : list(r));
+      end_list(team, r, shrinks, least, found.low, found.high);
+      return;
+    }
+    const int32_t listed = s_.count[r];
+    RowCandidates candidates(team, {list(r), listed}, chunk);
+    const Survey found = candidates.survey(team);
+    const int32_t total = listed + found.count;
     const bool shrinks = total > (is_last ? topk : list_capacity(topk));
     const uint32_t low = min(s_.low[r], found.low), high = max(s_.high[r], found.high);
-    uint64_t least = kLeastOrder;
-    RowCandidates candidates{{list(r), listed}, chunk};
-    if (shrinks) least = kth_surveyed(team, candidates, topk, {total, low, high});
-    int32_t count = min(total, topk);
-    if (!is_first || !is_last) {
-      if (shrinks) {
-        keep_from(team, least, list(r), listed);
-      } else {
-        team.sync();
-        if (team.thread() == 0) team.scalars().kept = listed;
-        team.sync();
-      }
-      if (candidates.are_taken) candidates.append_taken(team, least, list(r));
-      else append_from(team, least, chunk, list(r));
-      count = team.scalars().kept;
-      team.sync();
-      if (team.thread() == 0) {
-        s_.count[r] = count;
-        s_.low[r] = shrinks ? static_cast<uint32_t>(least >> 32) : low;
-        s_.high[r] = high;
-        // A later key that is equal to the k-th is behind topk others.
-        if (shrinks) s_.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
-      }
-      if (!is_last) return;
-      chunk.count = 0;
+    if (shrinks) {
+      least = kth_surveyed(team, candidates, topk, {total, low, high});
+      keep_from(team, least, list(r), listed);
+    } else {
+      start_list(team, listed);
     }
-    const int32_t in_list = is_first ? 0 : count;
+    candidates.append(team, least, list(r));
+    const int32_t count = end_list(team, r, shrinks, least, low, high);
+    if (!is_last) return;
     if (work.is_whole) {
       team.stage_in(keys(r));  // columns are put in order where no candidates lie
       const AnswerPart part{0, count, unit.begin, answer.where.end};
@@ -298,15 +308,29 @@ class Scan : ScanUnits {
       emit_end(team, p_, answer.row, count);
       return;
     }
-    uint64_t* left = work.is_earlier ? args_.earlier(s_.share.index, r) : args_.list(s_.share.index, r);
+    for (int32_t j = team.thread(); j < count; j += team.threads()) left[j] = list(r)[j];
+  }
+
+  // The list begins with `kept` candidates.
+  __device__ __forceinline__ void start_list(const RowTeam& team, int32_t kept) const {
+    team.sync();
+    if (team.thread() == 0) team.scalars().kept = kept;
+    team.sync();
+  }
+  // How many candidates the list has. Their keys are not above `high`, and not below `low`, or, where more
+  // have been left out, `least`.
+  __device__ __forceinline__ int32_t end_list(const RowTeam& team, int r, bool shrinks, uint64_t least,
+                                              uint32_t low, uint32_t high) const {
+    const int32_t count = team.scalars().kept;
     team.sync();
     if (team.thread() == 0) {
-      team.scalars().kept = in_list;
       s_.count[r] = count;
+      s_.low[r] = shrinks ? static_cast<uint32_t>(least >> 32) : low;
+      s_.high[r] = high;
+      // A later key that is equal to the k-th is behind topk others.
+      if (shrinks) s_.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
     }
-    for (int32_t j = team.thread(); j < in_list; j += team.threads()) left[j] = list(r)[j];
-    team.sync();
-    append_from(team, least, chunk, left);
+    return count;
   }
 };
 

@@ -47,9 +47,11 @@ class ThreadKeys {
   }
 
   // Bit i: whether the i-th key of the thread is among the k best of all, of which this is the survey.
+  // `least` becomes an order that those and no others are not below.
   template <class Team>
-  __device__ __forceinline__ uint64_t chosen(const Team& team, int32_t k, const Survey& found) const {
-    uint64_t least = kLeastOrder;
+  __device__ __forceinline__ uint64_t chosen(const Team& team, int32_t k, const Survey& found,
+                                             uint64_t& least) const {
+    least = kLeastOrder;
     if (found.count > k) {
       if (const LogitBins bins(num_bins(team), found); bins.divide) {
         clear_bins(team);
@@ -60,7 +62,7 @@ class ThreadKeys {
             add_shared_1(own_bins + 4 * LogitBins::bin(fmaxf(bins.near_whole(key), LogitBins::kWhole)));
         });
         const KthBin kth = kth_of_bins(team, k);
-        if (kth.here <= team.threads()) return taken(team, bins, kth);
+        if (kth.here <= team.threads()) return taken(team, bins, kth, least);
       }
       least = kth_order(team, *this, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
     }
@@ -81,6 +83,12 @@ class ThreadKeys {
     for (int32_t half = 0; half < 64; half += 32)
       for (auto left = static_cast<uint32_t>(chosen >> half); left != 0; left &= left - 1)
         *to++ = column_ + half + __ffs(static_cast<int>(left)) - 1;
+  }
+
+  // Behind scalars().kept others, the orders of chosen ones.
+  template <class Team>
+  __device__ __forceinline__ void append(const Team& team, uint64_t chosen, uint64_t* to) const {
+    append_bits(team, chosen, to, [&](int bit) { return order(bit); });
   }
 
   template <class Team, class Visit>
@@ -110,8 +118,8 @@ class ThreadKeys {
 
   // Those in bins above that of the k-th, and of that bin those not below the k-th.
   template <class Team>
-  __device__ __forceinline__ uint64_t taken(const Team& team, const LogitBins& bins,
-                                            const KthBin& kth) const {
+  __device__ __forceinline__ uint64_t taken(const Team& team, const LogitBins& bins, const KthBin& kth,
+                                            uint64_t& least) const {
     const float at = LogitBins::near_whole_of(kth.bin);
     uint64_t here = 0, above = 0;
     each([&](int piece, const Keys& keys) {
@@ -133,7 +141,7 @@ class ThreadKeys {
     uint64_t* few = reinterpret_cast<uint64_t*>(team.bins());
     for (uint64_t left = here; left != 0; left &= left - 1)
       few[atomicAdd(&team.scalars().kept, 1)] = order(__ffsll(static_cast<int64_t>(left)) - 1);
-    const uint64_t least = kth_of_few(team, kth);
+    least = kth_of_few(team, kth);
     for (uint64_t left = here; left != 0; left &= left - 1)
       if (order(__ffsll(static_cast<int64_t>(left)) - 1) >= least) above |= left & (0 - left);
     return above;
@@ -149,7 +157,8 @@ template <class Team, class Slot, class PlaceOf>
 __device__ __forceinline__ void answer_from(const Team& team, const IndexAnswer& answer,
                                             const ThreadKeys& keys, const Survey& found, const Slot& slot,
                                             const PlaceOf& place_of) {
-  const uint64_t chosen = keys.chosen(team, answer.p.topk, found);
+  uint64_t least;
+  const uint64_t chosen = keys.chosen(team, answer.p.topk, found, least);
   const int32_t own = __popcll(chosen), last = team_inclusive_sum(team, own);
   if (team.thread() == team.threads() - 1) team.scalars().kept = last;
   keys.write(chosen, team.staged() + last - own);
