@@ -275,6 +275,8 @@ def batch_invariant() -> str:
                 few = "batch 1 to 8" if batch <= 8 else "batch 32" if batch <= 32 else "batch 64 and more"
                 ratios.setdefault(few, []).append(case.ratios["batch_invariant"])
         columns = ("batch 1 to 8", "batch 32", "batch 64 and more")
+        if not ratios:
+            continue
         lines.append([f"{heads} heads", *(span(ratios.get(name, [])) for name in columns)])
     return markdown(["time with `batch_invariant=True`", *columns], lines)
 

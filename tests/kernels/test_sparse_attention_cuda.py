@@ -71,6 +71,9 @@ class Variant:
         return {name: getattr(self, name) for name in names}
 
     def run(self, case: Case, **changes) -> Results:
+        if self.schedule == "segments":  # decode's alone, which wants no largest logits
+            out, _, lse = case.run_by(**(self.options() | changes | {"max_logits": False}))
+            return out, lse
         return case.run_by(**(self.options() | changes))
 
 
@@ -79,7 +82,8 @@ def variants() -> list[Variant]:
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = (1, 3, 16) if row["schedule"] == "split" else (1,)
+            most_segments = 8 if row["kernel"] == "few_heads" else 16
+            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, most_segments)}[row["schedule"]]
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split
@@ -91,7 +95,9 @@ def variants() -> list[Variant]:
 
 
 every_variant = pytest.mark.parametrize("variant", variants(), ids=str)
-unsplit_variants = pytest.mark.parametrize("variant", [v for v in variants() if v.splits == 1], ids=str)
+UNSPLIT = [v for v in variants() if v.splits == 1]
+SEGMENTS = [v for v in UNSPLIT if v.schedule == "segments"]
+unsplit_variants = pytest.mark.parametrize("variant", UNSPLIT, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +124,9 @@ def test_every_variant(variant, num_tokens, extra):
         some = some_tokens(case)
         assert_attention(case, results, some)
         assert_same(variant.run(case), results)
-        out, max_logits, lse = variant.run(case, max_logits=False)
-        assert torch.equal(out, results[0]) and torch.equal(lse, results[2]) and max_logits.numel() == 0
+        out, *max_logits, lse = variant.run(case, max_logits=False)
+        assert torch.equal(out, results[0]) and torch.equal(lse, results[-1])
+        assert all(x.numel() == 0 for x in max_logits)
 
 
 @every_variant
@@ -168,7 +175,7 @@ def test_holes_of_any_density(variant):
     assert_same(variant.run(changed(case, compacted)), results)
 
 
-@unsplit_variants
+@pytest.mark.parametrize("variant", [v for v in UNSPLIT if v not in SEGMENTS], ids=str)
 @pytest.mark.parametrize("window_size", [33, 128, 200])
 @pytest.mark.parametrize("extra", [None, V4_SCOPES | {"topk": 40}], ids=["alone", "and a cache"])
 def test_windows(variant, window_size, extra):
@@ -239,6 +246,37 @@ def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
     sink[:heads] = case.attn_sink
     wide = variant.run(replace(case, q=q, attn_sink=sink))
     assert_same(tuple(t[:, :heads] for t in wide), variant.run(case))
+
+
+@pytest.mark.parametrize("variant", SEGMENTS, ids=str)
+def test_segments_have_the_same_bits_whoever_takes_them(variant):
+    """Of rows from empty to full, with holes; with bases far apart, and where Q is no number."""
+    shares = (2, 4, 8) if variant.kernel == "few_heads" else (2, 4, 16)
+    shape = {"num_tokens": 10, "num_q_heads": variant.some_heads[0], "topk": 2100, "num_slots": 4000}
+    case = make_case(variant.first, DEVICE, **shape)
+    lengths = torch.tensor([2100, 2100, 0, 1, 63, 65, 400, 1300, 1999, 2100], dtype=torch.int32)
+    kept = torch.rand(10, 2100) < torch.linspace(0.3, 2.0, 10)[:, None]
+
+    def of_some_lengths(scope: Scope) -> Scope:
+        length = torch.minimum(scope.length, lengths.to(DEVICE))  # what lies behind the old ones holds NaN
+        return replace(scope, indices=scope.indices.where(kept.to(DEVICE), -1), length=length)
+
+    case = changed(case, of_some_lengths)
+    case.q[1] *= 30
+    case.q[7] *= 30
+    results = variant.run(case)
+    assert_attention(case, results)
+    for splits in shares:
+        assert_same(replace(variant, splits=splits).run(case), results)
+    case.q[5, :, -1] = float("nan")
+    case.q[9, 1:] = float("inf")
+    results = variant.run(case)
+    for splits in shares:
+        assert_same(replace(variant, splits=splits).run(case), results)
+    with pytest.raises(RuntimeError, match="kernel must be one of"):
+        case.run_by(**variant.options())  # with the largest logits
+    with pytest.raises(RuntimeError, match="kernel must be one of"):
+        replace(variant, splits=3).run(case)
 
 
 def test_what_no_kernel_runs_is_refused():

@@ -30,6 +30,15 @@ __device__ inline void bulk_copy(uint32_t dst, const void* src, int bytes, uint3
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// The same of what is not read again soon: it leaves the L2 before other lines.
+__device__ inline void bulk_copy_once(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+  asm volatile(
+      "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], first; }" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}
 // From this CTA's shared memory to another's of the cluster, the same rules; `dst` and `bar` are its cluster
 // addresses.
 __device__ inline void bulk_copy_to_cluster(uint32_t dst, uint32_t src, int bytes, uint32_t bar) {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/sparse_attention/plan_model.h"
+#include "cuda/sparse_attention/plan_segments.h"
 #include "cuda/sparse_attention/plan_tiles.h"
 
 namespace mla_fp8::gpu {
@@ -13,7 +14,7 @@ namespace {
 using namespace model;
 
 constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
-constexpr const char* kScheduleNames[] = {"split", "walk"};
+constexpr const char* kScheduleNames[] = {"split", "walk", "segments"};
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
@@ -58,7 +59,8 @@ constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t
 // so, as each CTA pays for Q and for its part of the merge.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
-Plan plan_in_any_batch(const SparseAttentionParams& p) {
+Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {
+  if (const Variant* const v = variant_of_segments(p)) return plan_segments(p, *v, num_sms);
   const int heads = p.num_q_heads;
   const bool few = heads <= 16;
   int64_t splits = 1;
@@ -76,7 +78,7 @@ Plan plan_in_any_batch(const SparseAttentionParams& p) {
 // last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
 // (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs).
 Plan plan_split(const SparseAttentionParams& p, int num_sms) {
-  if (p.batch_invariant) return plan_in_any_batch(p);
+  if (p.batch_invariant) return plan_in_any_batch(p, num_sms);
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
   Priced best = {all.plan, all.us * kMostOfOneLaunch};
@@ -284,9 +286,12 @@ std::string to_string(const Plan& plan) {
   std::ostringstream out;
   out << name(v.kernel);
   out << ' ' << name(v.schedule) << ", " << v.heads << " heads";
-  if (v.schedule == Schedule::kSplit)
+  if (v.schedule != Schedule::kWalk) {
     if (plan.ctas > 0) out << ", " << plan.ctas << " CTAs for all";
     else out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
+  }
+  if (v.schedule == Schedule::kSegments)
+    out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;
@@ -328,13 +333,17 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
-    const bool split = v.schedule == Schedule::kSplit;
+    const bool segments = v.schedule == Schedule::kSegments;
+    const bool split = v.schedule == Schedule::kSplit || segments;
     const bool tiles = split && attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= (split ? 16 : 1);
-    if (named && has_splits && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
+    const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
+    const bool has_segments = num > 0 && !(segments && p.max_logits);
+    if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
+      plan.segments = num;
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

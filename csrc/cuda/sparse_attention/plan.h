@@ -26,11 +26,13 @@ enum class Kernel {
 enum class Schedule {
   kSplit,  // a cluster of CTAs takes one query and one block of heads, and shares its keys
   kWalk,   // the CTAs, about as many as SMs, go through the queries
+  // As kSplit, in segments of the keys whose results are the same bits whoever shares them.
+  kSegments,
 };
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
 // second become rows like those. kPairs: of e4m3fn with rows of another layout.
-enum class Rows { kAll, kCoded, kE4m3fn, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kDsv4, kPairs };
+enum class Rows { kAll, kCoded, kE4m3fn, kE4m3fnAlone, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kDsv4, kPairs };
 
 // What of a kernel is known when it is compiled, besides the layout.
 struct Variant {
@@ -43,7 +45,7 @@ struct Variant {
   constexpr bool reads(KvPair pair) const {
     if (rows == Rows::kAll) return can_attend(pair);
     if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
-    const bool alone = rows == Rows::kBf16OrDsv4 || rows == Rows::kDsv4;
+    const bool alone = rows == Rows::kBf16OrDsv4 || rows == Rows::kDsv4 || rows == Rows::kE4m3fnAlone;
     if (pair.is_mixed() && (!can_attend(pair) || alone)) return false;
     const KvLayoutId id = pair.first;
     const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
@@ -51,7 +53,8 @@ struct Variant {
     switch (rows) {
       case Rows::kAll:
       case Rows::kCoded: return true;
-      case Rows::kE4m3fn: return e4m3fn;
+      case Rows::kE4m3fn:
+      case Rows::kE4m3fnAlone: return e4m3fn;
       case Rows::kBf16: return bf16;
       case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
       case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
@@ -70,12 +73,15 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 8, Rows::kPairs},
     {Kernel::kFewHeads, Schedule::kSplit, 32, 4, Rows::kBf16},
+    {Kernel::kFewHeads, Schedule::kSegments, 8, 8, Rows::kE4m3fnAlone},
+    {Kernel::kFewHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
     {Kernel::kFewHeads, Schedule::kWalk, 8, 8, Rows::kE4m3fnOrBf16},
     {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fn},
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
@@ -96,6 +102,7 @@ struct Plan {
   // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
   int64_t last_tiles = 0;
   int last_splits = 1;
+  int segments = 1;  // of a query, of kSegments: splits times a power of two
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);

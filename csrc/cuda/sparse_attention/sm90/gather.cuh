@@ -32,6 +32,9 @@ struct Ring {
   }
 };
 
+template <class C>
+inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // few_heads/segments.cuh
+
 // Fetching one stage.
 template <class C>
 class Gather {
@@ -97,7 +100,11 @@ class Gather {
         else cp_async_16(dst + R::kScaleOffset, scales, true);
         mbarrier_arrive_cp_async(ring_.full(stage));
       }
-      if (!(repeated >> lane_ & 1)) bulk_copy(dst, row, R::kBytes, ring_.full(stage));
+      if (!(repeated >> lane_ & 1)) {
+        // Else what segments leave in local memory goes to the device memory and back.
+        if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
+        else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
+      }
     }
     __syncwarp();
   }

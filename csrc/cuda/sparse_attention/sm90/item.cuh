@@ -2,6 +2,7 @@
 // An item of few_heads and many_heads, a query and some of its heads: how items are launched, found and
 // surveyed, and how their heads end.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "cuda/device/cluster.cuh"
@@ -42,6 +43,8 @@ struct KernelParams {
   Divider splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
+  // Segments of a query, and of a CTA (few_heads/segments.cuh).
+  int segments_log2, runs;
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1
   int64_t first_tile;
@@ -71,6 +74,8 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
       .splits = Divider(plan.splits),
       .num_head_blocks = head_blocks,
       .follows = plan.follows,
+      .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
+      .runs = plan.segments / plan.splits,
       .tile_queries = plan.tile_queries,
       .first_tile = 0,
       .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
@@ -317,6 +322,12 @@ __device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item
 }
 __device__ inline uint2 to_bf16(float4 x, float factor) {
   return {pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor)};
+}
+
+// No zero has a sign.
+__device__ inline uint2 to_unsigned_bf16(float4 x, float factor) {
+  const auto scaled = [&](float y) { return fmaf(y, factor, 0.0f); };
+  return {pack_bf16(scaled(x.x), scaled(x.y)), pack_bf16(scaled(x.z), scaled(x.w))};
 }
 
 __device__ inline void add(float4& a, const float4& b, float factor = 1.0f) {

@@ -1,5 +1,5 @@
 // Sparse MLA attention for Hopper with few heads in a CTA: 8, 16, of bf16 rows also 32. One team of warps,
-// two schedules (docs/kernels/few_heads.md).
+// three schedules (docs/kernels/few_heads.md).
 //
 //   all warps              survey the keys of the query (split); the CTAs of a query share the valid ones
 //   4 or 8 producer warps  index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 stages
@@ -21,6 +21,8 @@
 // additions. Bound, H200: the gather (35 clocks per key and SM at 4.3 TB/s) plus the fixed cost of a query
 // (first rows in, merge: about 9 K clocks); 32 heads: the tensor cores.
 //
+// Segments: as split, in runs of a team that are merged in one way whoever has them (sm90/segments.cuh).
+//
 // Walk: a CTA has places for 4 / G queries at once, each with a team (bf16 rows: two teams, whose blocks
 // alternate). Each place goes through its queries without a word to the others: while one ends and the next
 // begins, the others keep the tensor cores busy, and the producers already gather what comes next. Before a
@@ -37,6 +39,7 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/segments.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
@@ -85,7 +88,7 @@ __device__ void merge_stats(const KernelParams& params, const SplitItem& w, uint
 // Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
 template <class C>
 __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
-  const int g = lane / 4, t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
+  const int t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
   float2* warp_stats = reinterpret_cast<float2*>(smem + MLA_SMEM(C, warp_stats));
   consumer.write_stats(smem);
   block_barrier<C::kThreads>();
@@ -103,21 +106,7 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
     float* head0 = reinterpret_cast<float*>(smem + MLA_SMEM(C, ring)) +
                    (team * C::kHeads + n * kOctetHeads + 2 * t) * C::kOutPitch +
                    member * C::kChunks * kChunkDims;
-    float* head1 = head0 + C::kOutPitch;
-#pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&o)[4] = consumer.out_[chunk][i][n];
-        const int dim = chunk * kChunkDims + i * 16;
-        if (consumer.is_bf16(chunk)) {  // fragment rows g, g + 8 are those dims
-          head0[dim + g] = o[0] * factor[0], head0[dim + g + 8] = o[2] * factor[0];
-          head1[dim + g] = o[1] * factor[1], head1[dim + g + 8] = o[3] * factor[1];
-        } else {  // they are dims 2g, 2g + 1
-          *reinterpret_cast<float2*>(head0 + dim + 2 * g) = {o[0] * factor[0], o[2] * factor[0]};
-          *reinterpret_cast<float2*>(head1 + dim + 2 * g) = {o[1] * factor[1], o[3] * factor[1]};
-        }
-      }
+    consumer.store_partial(n, head0, factor);
   }
   block_barrier<C::kThreads>();
 }
@@ -351,6 +340,50 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
+    few_heads_segments_kernel(const __grid_constant__ KernelParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) uint8_t smem[];
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
+  if (thread == 0) {
+    Ring<C>{shared_address(smem)}.init();
+    mbarrier_init_fence();
+  }
+  begin_grid(params.follows);
+  typename C::Item w(find_item<C>(params), params);
+  Query<C> q;
+  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
+    if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
+  });
+
+  if (warp >= kConsumerWarps) {
+    give_up_registers<C::kProducerRegisters>();
+    SegmentProducer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
+    merge_team_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
+    __syncwarp();
+    if (params.num_splits() > 1) cluster_sync(), cluster_leave();
+  } else {
+    take_registers<C::kConsumerRegisters>();
+    SegmentConsumer<C> consumer(params, smem, warp, lane);
+    q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
+    named_barrier(kBarrierQ, kConsumerThreads);
+    consumer.run(w);
+    write_team_partials<C>(consumer, smem, warp, lane);
+    merge_team_outputs<C>(params, w, smem, thread);
+    if (params.num_splits() > 1) {
+      __syncwarp();
+      cluster_sync();
+      merge_segments<C>(params, w, smem, warp, lane);
+      __syncwarp();
+      cluster_leave();
+    }
+  }
+  end_grid(params.follows);
+#endif
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
     few_heads_walk_kernel(const __grid_constant__ KernelParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t smem[];
@@ -408,11 +441,13 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
   with_variant<Kernel::kFewHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
+    constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    constexpr int kExpanders = !kWalks && kVariant.producers == 8 ? 4 : 0;
+    constexpr int kExpanders = !kWalks && !kSegments && kVariant.producers == 8 ? 4 : 0;
     using R = CachedRow<layout(), extra(), kExpanders>;
-    using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1>;
+    using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1, kSegments>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
+    else if constexpr (kSegments) launch_items<C>(few_heads_segments_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });
 }

@@ -11,21 +11,23 @@
 //   kBarrierTeam + i   the warps of team i                 the same   weights, scales, block_max of a block
 //   kBarrierQuery + i  the warps of place i                the same   q, warp_stats (walk)
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/device/platform.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {
 
 // One variant. A CTA takes kOctets octets of heads; its consumer warps form teams of kMembers warps. It has
 // one query, or in a walk kQueries at once.
-template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1>  // R: Row, or MixedRow of two caches
+// R: Row, or MixedRow of two caches. kSegments: segments.cuh.
+template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1, bool kSegments_ = false>
 struct FewHeads {
   using R = R_;
-  using Item = SplitItem;
-  static constexpr bool kNeighbours = false;
+  static constexpr bool kNeighbours = false, kSegments = kSegments_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.
@@ -33,7 +35,9 @@ struct FewHeads {
   static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
   static constexpr int kTeams = kConsumerWarps / kMembers;
+  using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
+  static constexpr int kChain = 2, kMostSharing = 8;                                     // of segments
   static constexpr int kBlockStages = kMembers, kBlockKeys = kStageRows * kBlockStages;  // of one team
   static constexpr int kEmptyWarps = kMembers;  // every warp of a team reads every stage of its block
   static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates

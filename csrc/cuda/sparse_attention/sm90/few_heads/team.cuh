@@ -169,6 +169,25 @@ class Consumer {
     }
   }
 
+  // O of the n-th octet, times a factor for each of the heads 2t and 2t + 1, to float [head][kOutPitch].
+  __device__ __forceinline__ void store_partial(int n, float* head0, const float (&factor)[2]) const {
+    float* const head1 = head0 + C::kOutPitch;
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&o)[4] = out_[chunk][i][n];
+        const int dim = chunk * kChunkDims + i * 16;
+        if (is_bf16(chunk)) {  // fragment rows g, g + 8 are those dims
+          head0[dim + g_] = o[0] * factor[0], head0[dim + g_ + 8] = o[2] * factor[0];
+          head1[dim + g_] = o[1] * factor[1], head1[dim + g_ + 8] = o[3] * factor[1];
+        } else {  // they are dims 2g, 2g + 1
+          *reinterpret_cast<float2*>(head0 + dim + 2 * g_) = {o[0] * factor[0], o[2] * factor[0]};
+          *reinterpret_cast<float2*>(head1 + dim + 2 * g_) = {o[1] * factor[1], o[3] * factor[1]};
+        }
+      }
+  }
+
   // O of the n-th octet's heads 2t, 2t + 1.
   __device__ void rescale(int n, float f0, float f1) {
 #pragma unroll
@@ -194,7 +213,7 @@ class Consumer {
     static_assert(R::kFp8Chunks == 0 || R::kFp8Chunks >= kNumChunks - 1);
   }
 
- private:
+ protected:
   static constexpr int kLaneScales = RowScales<R>::kPerLane;
   struct Block {                         // what a warp knows of its 16 keys
     float s[kOctets][4], p[kOctets][4];  // products with Q; weights
@@ -290,7 +309,8 @@ class Consumer {
     return largest > kWeightLog2 + kLazyLog2;
   }
 
-  __device__ bool finds_largest() const { return C::kQueries > 1 || p_.max_logits; }  // prefill always does
+  // Prefill always does; segments, which are decode's, never.
+  __device__ bool finds_largest() const { return !C::kSegments && (C::kQueries > 1 || p_.max_logits); }
   // The largest logits of these 16 keys + e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));

@@ -174,8 +174,9 @@ class BlockLogits : protected LogitWarp<C> {
     fresh_ = true;
   }
 
-  // `block`: of the ring's sequence.
-  __device__ __forceinline__ void attend(int block) {
+  // `block`: of the ring's sequence. `have_bases`: called when these are known, before the weights go on.
+  template <class HaveBases>
+  __device__ __forceinline__ void attend(int block, HaveBases&& have_bases) {
     const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
     wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
     float s[kOctets][4];
@@ -190,6 +191,7 @@ class BlockLogits : protected LogitWarp<C> {
     if (moved) move_bases(s, buffer, limit);
     if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh_;
     fresh_ = fresh_ && !moved;
+    have_bases();
     this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
                         x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
     fence_proxy_async();
@@ -226,6 +228,7 @@ class BlockLogits : protected LogitWarp<C> {
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const BlockExchange<C> x_;
+  bool fresh_;  // no key yet: bases are 0, sums and O too
 
  private:
   // Per lane, in shared memory: registers are short. All loads before all stores, or each would wait for the
@@ -273,8 +276,6 @@ class BlockLogits : protected LogitWarp<C> {
       for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
     }
   }
-
-  bool fresh_;  // no key yet: bases are 0, sums and O too
 };
 
 template <class C>
@@ -289,7 +290,7 @@ class SplitLogits : BlockLogits<C> {
   __device__ void run() {
     this->begin_row();
 #pragma unroll 1
-    for (int block = 0; block < w_.num_blocks; ++block) this->attend(block);
+    for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
     finish();
   }
 
@@ -306,6 +307,94 @@ class SplitLogits : BlockLogits<C> {
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     });
     named_barrier(kBarrierFinish, C::kWorkers);
+  }
+
+  const Item& w_;
+};
+
+// Segments (sm90/segments.cuh). The base of a run is there with the weights of its last block; its sums are
+// merged at the end.
+template <class C>
+class SegmentLogits : BlockLogits<C> {
+ public:
+  using Base = BlockLogits<C>;
+  using Item = typename C::Item;
+
+  __device__ SegmentLogits(const KernelParams& params, const Item& w, uint8_t* smem, int warp, int lane)
+      : Base(params, smem, warp, lane), w_(w) {}
+
+  __device__ void run() {
+    const int first = w_.first_run(0);
+    this->begin_row();
+    int block = 0;
+#pragma unroll 1
+    for (int run = 0; run < w_.runs; ++run) {
+      const int end = w_.first_block_of(first + run + 1) - w_.first_block;
+      if (block == end) continue;
+#pragma unroll 1
+      for (; block < end; ++block)
+        this->attend(block, [&] {
+          if (block + 1 == end && member_ == 0)
+            x_.run_bases(run)[lane_] = fresh_ ? kNoMax : x_.head_state()[lane_].y + kWeightLog2;
+        });
+      end_run(run);
+    }
+    if (member_ == 0) finish();
+    named_barrier(kBarrierFinish, C::kWorkers);
+  }
+
+ private:
+  static_assert(C::kHeads == kWarpSize && !C::kFindsLargest);
+  using Base::fresh_, Base::g_, Base::kOctets, Base::lane_, Base::member_, Base::p_, Base::params_,
+      Base::sum_, Base::t_, Base::x_;
+
+  // All have read the bases of the run since its last block began.
+  __device__ __forceinline__ void end_run(int run) {
+    // Over g, each of eight sums to one of its lanes: heads 8 (g / 2) + 2t + g % 2.
+    static_assert(kOctets == 4);
+    float sum[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+      const bool upper = g_ & half;
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        const float given = __shfl_xor_sync(kFullWarp, upper ? sum[i] : sum[i + half], half * 4);
+        sum[i] = (upper ? sum[i + half] : sum[i]) + given;
+      }
+    }
+    x_.run_sums(run, member_)[g_ / 2 * kOctetHeads + 2 * t_ + g_ % 2] = sum[0];
+    if (member_ == 0) x_.head_state()[lane_].y = 0.0f;
+    fresh_ = true;
+    named_barrier(kBarrierLogits, Base::kLogitThreads);
+  }
+
+  // A lane for each head.
+  __device__ __forceinline__ void finish() const {
+    RunTree<C::kChain> tree;
+    float2 total = {kNoMax, 0.0f}, saved[kSavedLevels] = {};  // (base, sum)
+    const auto merge = [&](float2 other) {
+      const float base = fmaxf(total.x, other.x);
+      total = {base, merged(total.y, fast_exp2(total.x - base), other.y, fast_exp2(other.x - base))};
+    };
+    const int first = w_.first_run(0);
+#pragma unroll 1
+    for (int run = 0; run < w_.runs; ++run) {
+      if (w_.first_block_of(first + run) == w_.first_block_of(first + run + 1)) continue;
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.run_sums(run, i)[lane_];
+      merge({x_.run_bases(run)[lane_], sum});
+      tree.end(
+          w_, 0, run, [&](int level) { merge(level == 0 ? saved[0] : saved[1]); },
+          [&](int level) {
+            (level == 0 ? saved[0] : saved[1]) = total;
+            total = {kNoMax, 0.0f};
+          });
+    }
+    if (w_.is_whole(params_)) total.y = finish_head<typename C::R>(p_, w_, lane_, total.x, total.y);
+    reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[lane_] = total;
   }
 
   const Item& w_;
@@ -333,7 +422,7 @@ class WideWalkLogits : BlockLogits<C> {
       const int end = block + ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
       surveys_.release(row, lane_);
 #pragma unroll 1
-      for (; block < end; ++block) this->attend(block);
+      for (; block < end; ++block) this->attend(block, [] {});
       copy_query(i);
       end_item(item, row);
     }

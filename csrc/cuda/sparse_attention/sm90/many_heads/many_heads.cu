@@ -1,6 +1,6 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Three schedules (docs/kernels/many_heads.md).
+// beside the products of another. Four schedules (docs/kernels/many_heads.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
@@ -18,6 +18,8 @@
 // Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
 // 4.3 TB/s, and at 64 heads the tensor cores, 34.
+//
+// Segments: as split, 32 heads, in runs that are merged in one way whoever has them (sm90/segments.cuh).
 //
 // Wide walk: a CTA of 64 heads goes through queries, with split's roles and its bits. Q comes while the query
 // before ends, the value warps survey the query after the next.
@@ -63,6 +65,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   begin_grid(params.follows);
   typename C::Item w;
   if constexpr (C::kNeighbours) w = find_tile<C>(params, smem, warp, lane);
+  else if constexpr (C::kSegments) w = typename C::Item(find_item<C>(params), params);
   else w = find_item<C>(params);
   if constexpr (C::kTiles == Tiles::kNone)
     if (params.shared.has(w.query)) return leave_grid(params.follows);
@@ -94,7 +97,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    SplitLogits<C> logits(params, w, smem, warp - kConsumerWarps, lane);
+    std::conditional_t<C::kSegments, SegmentLogits<C>, SplitLogits<C>> logits(params, w, smem,
+                                                                              warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
     if (split) cluster_sync(), cluster_leave();
@@ -105,14 +109,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     named_barrier(kBarrierQ, kConsumerThreads);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    SplitValues<C> values(smem, warp, lane);
-    values.run(w.num_blocks);
-    named_barrier(kBarrierFinish, C::kWorkers);
+    std::conditional_t<C::kSegments, SegmentValues<C>, SplitValues<C>> values(smem, warp, lane);
+    if constexpr (C::kSegments) values.run(w);
+    else values.run(w.num_blocks);
     if (split) {
       values.write_partial();
       __syncwarp();
       cluster_sync();
-      merge_splits<C>(params, w, smem, warp, lane);
+      if constexpr (C::kSegments) merge_segments<C>(params, w, smem, warp, lane);
+      else merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();
     } else if (w.is_whole(params)) {
@@ -186,7 +191,11 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});
     if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
-    if constexpr (kVariant.schedule == Schedule::kWalk) {
+    if constexpr (kVariant.schedule == Schedule::kSegments) {
+      using R = CachedRow<layout(), extra()>;
+      using C = ManyHeadsSplit<R, kOctets, kVariant.producers, false, Tiles::kNone, false, true>;
+      launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+    } else if constexpr (kVariant.schedule == Schedule::kWalk) {
       using R = CachedRow<layout(), extra()>;
       using C = std::conditional_t<kVariant.heads == 32, ManyHeadsWalk<R>, ManyHeadsWideWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);

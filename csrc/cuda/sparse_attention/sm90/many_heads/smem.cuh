@@ -10,34 +10,40 @@
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {
+
+inline constexpr int kMaxRuns = 16;  // of a CTA: segments (sm90/segments.cuh)
 
 // ---- split ----------------------------------------------------------------------------------------------
 //
 //   barrier            arrivals of a phase       waits             protects
 //   stage full         its producer, the bytes   logits, values    ring[stage], valid[stage]: may be read
 //   stage empty        8 value warps             producers         the same: may be filled
-//   weights full       4 logits warps            values            weights, scales, rescale, moved [buffer]
+//   weights full       4 logits warps            values            weights, scales, rescale, moved [buffer];
+//                                                                  run_bases, of the run's last block
 //   weights empty      8 value warps             logits            the same: may be written
 //   QK done            4 logits warps            values            nothing: products of QK go first
 //   q                  a value warp, the bytes   values            q: may be read as it came
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
-//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
+//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale, run_sums
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
 // A CTA takes kOctets octets of heads: 32, 48 or 64. Only prefill wants the largest logits.
 // R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh). kWalks:
-// see the wide walk below.
+// see the wide walk below. kSegments: sm90/segments.cuh.
 template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone,
-          bool kWalks_ = false>
+          bool kWalks_ = false, bool kSegments_ = false>
 struct ManyHeadsSplit {
   using R = R_;
   static constexpr Tiles kTiles = kTiles_;
   static constexpr bool kNeighbours = kTiles != Tiles::kNone;
-  using Item = ItemOf<kTiles>;
+  static constexpr bool kSegments = kSegments_;
+  using Item = std::conditional_t<kSegments, SegmentItem<1>, ItemOf<kTiles>>;
+  static constexpr int kChain = 4, kMostSharing = 4;  // of segments
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
@@ -47,8 +53,13 @@ struct ManyHeadsSplit {
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
   static constexpr bool kManyProducers = kProducers_ == 8;
-  static constexpr int kValueRegisters = kOctets == 8 ? 176 : kOctets == 6 ? 152 : kManyProducers ? 112 : 136;
-  static constexpr int kLogitRegisters = kOctets == 8 ? (R::kMixed ? 112 : 120) : kManyProducers ? 128 : 136;
+  static constexpr int kValueRegisters = kOctets == 8 || kSegments ? 176
+                                         : kOctets == 6            ? 152
+                                         : kManyProducers          ? 112
+                                                                   : 136;
+  static constexpr int kLogitRegisters = kOctets == 8 || kSegments ? (R::kMixed ? 112 : 120)
+                                         : kManyProducers          ? 128
+                                                                   : 136;
   static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
   static constexpr int kExpanderRegisters = 80;
   static constexpr int kChunks = 4;  // of V per warpgroup
@@ -98,6 +109,8 @@ struct ManyHeadsSplit {
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
+    alignas(8) float run_bases[kSegments ? kMaxRuns : 0][kHeads];
+    alignas(8) float run_sums[kSegments ? kMaxRuns : 0][kLogitWarps][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
@@ -129,6 +142,10 @@ struct BlockExchange {
   __device__ float* warp_max(int warp) const { return at<float>(MLA_SMEM(C, warp_max)) + warp * C::kHeads; }
   __device__ float2* lane_largest(int warp, int octet) const {
     return at<float2>(MLA_SMEM(C, lane_largest)) + (warp * C::kOctets + octet) * kWarpSize;
+  }
+  __device__ float* run_bases(int run) const { return at<float>(MLA_SMEM(C, run_bases)) + run * C::kHeads; }
+  __device__ float* run_sums(int run, int warp) const {
+    return at<float>(MLA_SMEM(C, run_sums)) + (run * C::kLogitWarps + warp) * C::kHeads;
   }
   __device__ uint8_t* scale_table(int buffer) const {
     return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
