@@ -136,6 +136,10 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 48, 0, 0, kDsv4, 8, 12, 70, 600, false, true, false, true},
     {"many_heads", "split", 64, 0, 0, kDsv4, 16, 16, 128, 600, true, true, false, true},
     {"many_heads", "split", 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
+    {"few_heads", "segments", 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},  // batch_invariant
+    {"few_heads", "segments", 16, 1, 0, kDsv4, 16, 5, 900, 200, false},
+    {"many_heads", "segments", 32, 16, 0, kDsv32, 32, 3, 2400, 0, false},
+    {"many_heads", "segments", 32, 2, 0, kDsv4, 32, 5, 900, 200, false},
 };
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
