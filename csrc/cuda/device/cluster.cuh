@@ -14,6 +14,17 @@ __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
+// The same where others read nothing but what each block has written to its own shared memory: a fence of the
+// block, where the one above waits for all stores of the GPU.
+__device__ inline void cluster_sync_shared() {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  cluster_wait();
+#else
+  cluster_sync();
+#endif
+}
 // The same before a block ends whose shared memory others read. Whoever calls it has used all that it has
 // read there, so no read is under way; and nobody waits for its writes, least of all for outputs on their way
 // to memory.

@@ -58,6 +58,11 @@ class KeySource {
   __device__ __forceinline__ bool is_slot(int entry, unsigned position) const {
     return static_cast<unsigned>(entry) < (position < keys_.length0 ? +num_slots_[0] : +num_slots_[1]);
   }
+  __device__ __forceinline__ bool has_pages() const { return p_.is_window || p_.has_entry_pages; }
+  // The key of a row whose keys are all listed.
+  __device__ __forceinline__ Key listed(unsigned position) const {
+    return {entry(position), position >= keys_.length0};
+  }
   // The key of any row; not valid past the end.
   __device__ __forceinline__ Key at(unsigned position) const {
     const bool extra = position >= keys_.length0;

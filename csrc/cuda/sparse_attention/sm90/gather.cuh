@@ -49,12 +49,15 @@ class Gather {
         valid_(smem + MLA_SMEM(C, valid)) {}
 
  protected:
-  // The key of this lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose
-  // bytes fill the place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  // This lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes fill the
+  // place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  __device__ __forceinline__ int rank_of_lane(const ValidKeys<MapInShared>& valid_keys, int rank) const {
+    return min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1);
+  }
   template <class Source>
   __device__ __forceinline__ typename Source::Key find(const ValidKeys<MapInShared>& valid_keys,
                                                        const Source& source, int rank) const {
-    return valid_keys.find(source, min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1));
+    return valid_keys.find(source, rank_of_lane(valid_keys, rank));
   }
 
   // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
@@ -162,21 +165,31 @@ class SplitProducer : GatherOf<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
-  // Entries, which the survey has brought close, are loaded a stage ahead.
+  // A usual row has a loop of its own, in which no code of other rows lies: jumps over code that is cold cost.
   __device__ void run() {
+    const typename Item::Source source = w_.source(this->params_);
+    if constexpr (!C::R::kMixed && requires { source.listed(0u); })
+      if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
+        return run([&](int rank) { return source.listed(rank); });
+    run([&](int rank) { return valid_keys_.find(source, rank); });
+  }
+
+ private:
+  // Entries, which the survey has brought close, are loaded a stage ahead.
+  template <class FindKey>
+  __device__ __forceinline__ void run(FindKey&& find) {
     const int num_stages = w_.num_blocks * C::kBlockStages;
     Key now{-1, 0};
+#pragma unroll 1
     for (int i = warp_ - C::kProducers; i < num_stages; i += C::kProducers) {
       const int ahead = i + C::kProducers;
       Key next{-1, 0};
-      if (ahead < num_stages) next = this->find(valid_keys_, w_.source(this->params_), first_rank(ahead));
+      if (ahead < num_stages) next = find(this->rank_of_lane(valid_keys_, first_rank(ahead)));
       if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
     this->drain();
   }
-
- private:
   __device__ int first_rank(int i) const { return w_.first_block * C::kBlockKeys + i * kStageRows; }
 
   const Item& w_;

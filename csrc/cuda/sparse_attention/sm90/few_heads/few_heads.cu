@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits() > 1) {
-      cluster_sync();   // sums are written
+      cluster_sync_shared();   // sums are written
       cluster_leave();  // sums are read: shared memory may go
     }
   } else {
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     merge_teams<C>(params, w, smem, thread);
     if (params.num_splits() > 1) {
       __syncwarp();
-      cluster_sync();
+      cluster_sync_shared();
       merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     SegmentProducer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
     merge_team_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
-    if (params.num_splits() > 1) cluster_sync(), cluster_leave();
+    if (params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
   } else {
     take_registers<C::kConsumerRegisters>();
     SegmentConsumer<C> consumer(params, smem, warp, lane);
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     merge_team_outputs<C>(params, w, smem, thread);
     if (params.num_splits() > 1) {
       __syncwarp();
-      cluster_sync();
+      cluster_sync_shared();
       merge_segments<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
     __syncwarp();
-    if (split) cluster_sync(), cluster_leave();  // partials are written; and read: shared memory may go
+    if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: shared memory may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                                                                               warp - kConsumerWarps, lane);
     logits.run();
     __syncwarp();
-    if (split) cluster_sync(), cluster_leave();
+    if (split) cluster_sync_shared(), cluster_leave();
   } else {
     take_registers<C::kValueRegisters>();
     WgmmaQuery<C> q;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (split) {
       values.write_partial();
       __syncwarp();
-      cluster_sync();
+      cluster_sync_shared();
       if constexpr (C::kSegments) merge_segments<C>(params, w, smem, warp, lane);
       else merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
