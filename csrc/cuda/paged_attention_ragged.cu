@@ -56,10 +56,8 @@ __global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
 
   Operand q[kShareSteps<Cache>];
   load_q<Cache>(q, s, p, share);
-  // Of caches without scales of their own, which have it in these.
-  constexpr float kLayerUnit = Cache::kTiles > 0 ? 1.0f : kUnit<Cache::kStored>;
-  const float logit_scale =
-      p.sm_scale * kLog2E * kLayerUnit * (p.k_scale ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.0f);
+  const float logit_scale = p.sm_scale * kLog2E * (Cache::kTiles > 0 ? kUnit<Cache> : 1.0f) *
+                            (p.k_scale ? p.k_scale[w.kv_head * p.k_scale_stride] : 1.0f);
   const int softmax_row = threadIdx.x / kRowThreads;
   const int64_t row_sees = s.visible[softmax_row];
   Running running;
@@ -101,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
   }
   __syncthreads();
   using C = Columns<Cache>;
-  const float out_scale = kLayerUnit * (p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f);
+  const float out_scale = p.v_scale ? p.v_scale[w.kv_head * p.v_scale_stride] : 1.0f;
 #pragma unroll
   for (int i = 0; i < kTileAccumulators; ++i) {
     const int row = accumulator_row(i);
@@ -115,7 +113,8 @@ __global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
       if (!Cache::kIsLatent && column >= p.head_dim_v) continue;
       float x[C::kSet];
 #pragma unroll
-      for (int j = 0; j < C::kSet; ++j) x[j] = acc[set + j][i] * factor;
+      for (int j = 0; j < C::kSet; ++j)
+        x[j] = acc[set + j][i] * factor * (C::in_rope(set) ? 1.0f : kUnit<Cache>);
       if (p.num_splits == 1) store_rounded<kDtype>(out + column, x);
       else store_floats(part + column, x);
     }

@@ -3,6 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 from assertions import assert_same
+from code_cases import largest_scales
 from emulation import executes, is_cpu_kernel
 from ragged_cases import (
     INF,
@@ -85,6 +86,21 @@ def test_every_fp8_value_is_exact(scale, dtype, device):
     expected = (codes.float() * scale).bfloat16()
     assert_same([out], [expected.expand(256, 1, 256)])
     torch.testing.assert_close(lse[:, 0], k_cache.flatten().float() * scale, rtol=1e-6, atol=0)
+
+
+@fp8_dtypes
+@largest_scales
+def test_scales_may_be_as_large_as_a_float(scale, dtype, device):
+    """The bits of a scale between 1 and 2, as powers of two change none."""
+    (q, k, v, *pages), options = make_case(device, dtype)
+    k, v = ((x.float() / 32).to(dtype) for x in (k, v))
+    mantissa = torch.full((2,), scale * 2.0**-127, device=device)
+    options |= {"k_scale": mantissa, "v_scale": mantissa}
+    out, lse = mla_fp8.paged_attention_ragged(q, k, v, *pages, **options)
+    options |= {name: torch.full_like(mantissa, scale) for name in ("k_scale", "v_scale")}
+    options["sm_scale"] *= 2.0**-27
+    q = q * 2.0**-100
+    assert_same(mla_fp8.paged_attention_ragged(q, k, v, *pages, **options), (out * 2.0**127, lse))
 
 
 def test_every_fp16_value_is_exact(device):

@@ -1,7 +1,12 @@
 import pytest
 import torch
 from assertions import assert_same
-from code_cases import assert_reads_every_code, e4m3_layouts
+from code_cases import (
+    assert_reads_every_code,
+    assert_reads_the_largest_scales,
+    e4m3_layouts,
+    largest_scales,
+)
 from emulation import is_cpu_kernel
 from ragged_cases import INF, NAN, int32
 
@@ -108,6 +113,17 @@ def test_key_that_a_query_token_does_not_see_never_reaches_it(name, device):
     out, lse = mla_fp8.paged_attention_ragged_latent(*args, **options)
     assert_same((out[0], lse[0]), (expected[0][0], expected[1][0]))
     assert not out[1].isfinite().any()
+
+
+@e4m3_layouts
+@largest_scales
+def test_scales_may_be_as_large_as_a_float(layout, scale, device):
+    def attend(q, cache, options):
+        count = len(q)
+        pages = (int32(range(count + 1), device), int32(range(count), device), int32([4] * count, device))
+        return mla_fp8.paged_attention_ragged_latent(q, cache, *pages, **options)
+
+    assert_reads_the_largest_scales(layout, device, scale, attend)
 
 
 @e4m3_layouts

@@ -73,6 +73,13 @@ struct LatentCache {
   }
 };
 
+// Tiles' scales are staged as halves: weights times any of them are finite in bf16.
+inline constexpr float kStagedScale = 0.5f;
+// What the products of staged rows and their scales are multiplied by in the end: codes may be halved, too.
+template <class Cache>
+inline constexpr float kUnit =
+    (kIsHalved<Cache::kStored> ? 2.0f : 1.0f) * (Cache::kTiles > 0 ? 1.0f / kStagedScale : 1.0f);
+
 // Where keys lie; k null: masked.
 struct Rows {
   const uint8_t *k[kKeys], *v[kKeys], *scales[kKeys];

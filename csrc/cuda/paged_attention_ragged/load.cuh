@@ -107,9 +107,7 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
         [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kRopeOffset : nullptr; });
   for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
     const int key = i % kKeys, tile = i / kKeys;
-    // Twice it is finite: of bf16 values a scale is 2^120 at most.
-    s.scales[tile][key] =
-        rows.scales[key] ? Cache::scale(rows.scales[key], tile) * kUnit<Cache::kStored> : 0.0f;
+    s.scales[tile][key] = rows.scales[key] ? Cache::scale(rows.scales[key], tile) * kStagedScale : 0.0f;
   }
 }
 
@@ -130,7 +128,8 @@ __device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAtten
 }
 
 // The q operands of this wave's share of the dims: every kShares-th step of 16, so that the tile that a step
-// belongs to is known when compiling.
+// belongs to is known when compiling. Those of bf16 dims beside tiles are divided by kUnit, as products of
+// tiles are.
 template <class Cache>
 inline constexpr int kShareSteps = Cache::kDimQk / kTile / kShares;
 
@@ -145,7 +144,13 @@ __device__ __forceinline__ void load_q(Operand (&q)[kShareSteps<Cache>], const S
 #pragma unroll
     for (int step = 0; step < kShareSteps<Cache>; ++step) {
       const int k = (step * kShares + share) * kTile + operand_k();
-      q[step].row[i] = load_if<2>(src + k, exists && k < p.head_dim);
+      Words<2>& four = q[step].row[i];
+      four = load_if<2>(src + k, exists && k < p.head_dim);
+      if (Cache::kRopeDim > 0 && step >= Cache::kLeadDim / kTile / kShares)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          four[j] = pack_bf16(bits_float(four[j] << 16) / kUnit<Cache>,
+                              bits_float(four[j] & 0xffff0000u) / kUnit<Cache>);
     }
   }
 }

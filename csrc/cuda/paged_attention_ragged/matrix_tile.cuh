@@ -72,11 +72,9 @@ inline constexpr int kStoredBytes = kStored == CacheDtype::kBf16 || kStored == C
 template <CacheDtype kStored>
 inline constexpr Format kCodes = kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz;
 
-// Codes are staged as they are stored, or halved: what they stand for then is in units of kUnit.
+// Codes are staged as they are stored, or halved.
 template <CacheDtype kStored>
 inline constexpr bool kIsHalved = kStoredBytes<kStored> == 1 && kAreHalved<kCodes<kStored>>;
-template <CacheDtype kStored>
-inline constexpr float kUnit = kIsHalved<kStored> ? 2.0f : 1.0f;
 template <CacheDtype kStored>
 inline constexpr Format kStagedCodes = kIsHalved<kStored> ? Format::kE4m3fnuz : kCodes<kStored>;
 

@@ -61,6 +61,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
     float x = 0.0f;
 #pragma unroll
     for (int share = 0; share < kShares; ++share) x += s.partial[share][row][key];
+    if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // a layer's scale may have no room for it
     x *= logit_scale;
     if (p.logits_soft_cap > 0.0f) {  // cap * tanh(x / cap); 2 / (inf + 1) is 0
       const float e = fast_exp2(x * 2.0f / p.logits_soft_cap);
