@@ -1,5 +1,7 @@
 """The kernel of every GPU without one of its own, by force: heads of a block, and queries in parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from assertions import assert_attention, assert_same
@@ -25,7 +27,7 @@ def check(case, *, heads, splits):
 
 
 @all_layouts
-@pytest.mark.parametrize("heads, num_q_heads, splits", [(32, 40, 3), (64, 64, 1), (64, 65, 5)])
+@pytest.mark.parametrize("heads, num_q_heads, splits", [(32, 40, 3), (64, 64, 1), (64, 65, 5), (32, 17, 12)])
 def test_any_heads_in_any_number_of_parts(layout, heads, num_q_heads, splits, device):
     check(make_case(layout, device, num_q_heads=num_q_heads, extra=V4_SCOPES), heads=heads, splits=splits)
 
@@ -50,6 +52,22 @@ def test_holes_change_nothing_in_any_part(name, device):
     case = row_case(KV_LAYOUTS[name], device, num_tokens=22, num_q_heads=16)
     got = check(case, heads=32, splits=3)
     assert_same(check(changed(case, compacted), heads=32, splits=3), got)
+
+
+@pytest.mark.parametrize("name", ["dsv32", "dsv4", "bf16"])
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_one_slot_in_all_places(name, heads, device):
+    """Its row is copied another way."""
+    case = make_case(KV_LAYOUTS[name], device, num_tokens=3, num_q_heads=heads, topk=580, num_slots=700)
+    (scope,) = case.scopes
+    slots = scope.indices.clone()
+    slots[1] = next(slot for slot in slots[0].tolist() if 0 <= slot < 700)
+    slots[2, 300:] = slots[2, 44:324].clone()  # those of 256 places before
+    repeated = replace(case, scopes=[replace(scope, indices=slots, length=None)])
+    for splits in (1, 4):
+        out, lse = check(repeated, heads=heads, splits=splits)
+        again = check(repeated, heads=heads, splits=splits)
+        assert_same(again, (out, lse))
 
 
 @pytest.mark.parametrize("room", [0, 1, 3.5, 100])  # parts of the keys

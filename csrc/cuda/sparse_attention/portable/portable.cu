@@ -5,7 +5,8 @@
 // of its valid keys. For each block of 32 keys:
 //
 //   gather   rows into a stage by cp.async, a block ahead, as the bytes that are stored; past the end: zeros.
-//            One warp has looked up where they lie, a block before that; the warps take turns
+//            One warp has looked up where they lie, a block before that; the warps take turns. Where the
+//            survey of the keys has seen a slot twice, through the L1
 //   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
 //   S        a warp has a quarter of the dims, Q's in registers, and 16 heads, of 16 half of the keys, of 64
 //            heads 32
@@ -40,6 +41,19 @@ using namespace portable;
 // block.
 constexpr float kMostAboveBase = 8.0f;
 
+// Of four neighbouring lanes: w[j] of lane t becomes w[t] of lane j.
+__device__ __forceinline__ void transpose_quads(uint32_t (&w)[4]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const uint32_t got = __shfl_xor_sync(kFullWarp, t & bit ? w[j] : w[j | bit], bit);
+      w[j] = t & bit ? got : w[j], w[j | bit] = t & bit ? w[j | bit] : got;
+    }
+}
+
 template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPerSm)
     portable_kernel(const __grid_constant__ PortableParams params) {
@@ -48,7 +62,8 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   using Smem = Shared<kId, kExtra, kHeads>;
   constexpr int kWarps = T::kWarps, kWarpDims = T::kWarpDims;
   constexpr int kSoftmaxLanes = T::kSoftmaxLanes, kLaneKeys = T::kLaneKeys, kWarpTiles = T::kWarpTiles;
-  constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kSteps = R::kDims / kQuarters / 16;
+  constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kRounds = kPartOctets / 2;
+  constexpr int kSteps = R::kDims / kQuarters / 16;
   constexpr int kGroups = T::kGroups, kGroupTiles = T::kGroupTiles, kGroupThreads = T::kThreads / kGroups;
   constexpr bool kAhead = Smem::kStages > 1;  // the next rows are asked for before these are decoded
   static_assert(R::kDims % (kQuarters * 16) == 0 && kPartOctets % 2 == 0);
@@ -67,7 +82,8 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
 
   wait_for_previous_grid();
   const Keys keys(p, token);
-  survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
+  const bool repeats =
+      survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
 
   // S: this warp's heads and quarter of the dims.
   const int head_tile = warp / kQuarters % T::kTileParts * kWarpTiles;
@@ -88,7 +104,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   }
   if (threadIdx.x == 0) smem.keys = keys;
   if (threadIdx.x < p.num_scopes) smem.pages[threadIdx.x] = Pages(p.scopes[threadIdx.x]);
-  __syncthreads();
+  const bool has_repeats = named_barrier_any(0, T::kThreads, repeats);
   const uint32_t map = shared_address(smem.map);
   const ValidKeys<MapInShared> valid_keys(KeySurvey(map, keys.length, lane), {map});
   const int all_blocks = ceil_div(valid_keys.num_keys(), kBlockKeys);
@@ -96,14 +112,20 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   const int num_blocks = static_cast<int>(int64_t{all_blocks} * (split + 1) / params.splits) - first_block;
   const int first_key = first_block * kBlockKeys;
   const int num_keys = min(valid_keys.num_keys() - first_key, num_blocks * kBlockKeys);
+  const int num_past_l1 = has_repeats ? -1 : num_blocks;  // -1: rows come through the L1
   if (warp == 0) smem.valid_keys[lane] = valid_keys;
+  if (threadIdx.x == 0) smem.num_blocks = num_blocks;
   __syncthreads();
 
   Gather<kId, kExtra, kHeads> gather(p, smem, first_key, first_key + num_keys);
   if (warp < 2) gather.look_up(warp), gather.finish(warp);
   __syncthreads();
-  if (num_blocks > 0) gather.start(0);
-  cp_async_commit();
+  const auto fetch = [&](int block) {
+    if (block < num_past_l1) gather.start(block);
+    else if (num_past_l1 < 0) gather.start_through_l1(block);
+    cp_async_commit();
+  };
+  fetch(0);
 
   const float layer_scale = R::kUniformFp8 ? *p.scale : 1.0f;
   const float logit_scale = p.sm_scale * layer_scale * kLog2E;
@@ -116,35 +138,39 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
 #pragma unroll 1
   for (int block = 0; block < num_blocks; ++block) {
     const int stage = block % Smem::kStages;
-    const auto fetch_next = [&] {
-      if (block + 1 < num_blocks) gather.start(block + 1);
-      cp_async_commit();
-    };
     const bool looks_up = warp == block % kWarps && block + 2 < num_blocks;
     cp_async_wait_all();
     __syncthreads();
     if (looks_up) gather.look_up(block + 2);
-    if constexpr (kAhead) fetch_next();
+    if constexpr (kAhead) fetch(block + 1);
     if constexpr (Smem::kDecodes) {
       decode_block(smem, block);
       __syncthreads();
     }
-    if (!kAhead && group == kGroups - 1) fetch_next();
+    if (!kAhead && group == kGroups - 1) fetch(block + 1);
     const auto* latents = smem.latents(stage);
 
+    const uint32_t latents_from =
+        shared_address(&latents[first_octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
+    uint32_t b[1 + T::kLoadsAhead][4];  // of this step, and of the next
+    const auto load_step = [&](int step) {
+      const int at = step / kSteps * 16 * Smem::kPitch + step % kSteps * 16;
+      if (step < kRounds * kSteps) ldmatrix_x4(b[step % (1 + T::kLoadsAhead)], latents_from + at * 2);
+    };
+    if constexpr (T::kLoadsAhead > 0) load_step(0);
 #pragma unroll
-    for (int octet = first_octet; octet < first_octet + kPartOctets; octet += 2) {
+    for (int round = 0; round < kRounds; ++round) {
+      const int octet = first_octet + 2 * round;
       float s[kWarpTiles][2][4] = {};
-      const uint32_t from =
-          shared_address(&latents[octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        uint32_t b[4];
-        ldmatrix_x4(b, from + k * 32);
+        const int step = round * kSteps + k;
+        load_step(step + T::kLoadsAhead);
+        const uint32_t (&now)[4] = b[step % (1 + T::kLoadsAhead)];
 #pragma unroll
         for (int tile = 0; tile < kWarpTiles; ++tile) {
-          mma_bf16(s[tile][0], q[tile][k], b[0], b[1]);
-          mma_bf16(s[tile][1], q[tile][k], b[2], b[3]);
+          mma_bf16(s[tile][0], q[tile][k], now[0], now[1]);
+          mma_bf16(s[tile][1], q[tile][k], now[2], now[3]);
         }
       }
 #pragma unroll
@@ -157,7 +183,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
                                                                             x[half % 2 * 2 + 1]};
         }
     }
-    if (!kAhead && group < kGroups - 1) fetch_next();
+    if (!kAhead && group < kGroups - 1) fetch(block + 1);
     named_barrier(1 + group, kGroupThreads);
 
     bool moves = false;
@@ -237,41 +263,54 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
     }
   }
 
+  const Partials partials(params);
   if (own_head < kHeads) {
 #pragma unroll
     for (int offset = 1; offset < kSoftmaxLanes; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    const float factor = max_logit == -INFINITY ? 1.0f : fast_exp2(base - max_logit);
-    if (own_key == 0)
-      smem.max[own_head] = max_logit, smem.sum[own_head] = sum * factor, smem.to_max[own_head] = factor;
+    const int head = first_head + own_head;
+    const int64_t query_head = token * p.num_q_heads + head;
+    float factor = max_logit == -INFINITY ? 1.0f : fast_exp2(base - max_logit);
+    if (own_key == 0 && head < p.num_q_heads) {
+      sum *= factor;
+      if (params.splits > 1) {
+        *partials.stats(query_head, split) = {max_logit, sum};
+      } else {
+        factor *= layer_scale * output_factor(p, head, max_logit, sum);
+        store_stats(p, query_head, max_logit, sum);
+      }
+      smem.out_factor[own_head] = factor;
+    }
   }
   __syncthreads();
-  const Partials partials(params);
+  if (params.splits > 1 && num_blocks == 0) return;
 #pragma unroll
   for (int tile = 0; tile < kGroupTiles; ++tile)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = group_head + tile * 16 + half * 8 + g, head = first_head + at;
-      if (head >= p.num_q_heads) continue;
-      const float max = smem.max[at], total = smem.sum[at], to_max = smem.to_max[at];
-      const int64_t query_head = token * p.num_q_heads + head;
+      const int first_column = in_group * kWarpDims;
+      const bool exists = head < p.num_q_heads;
+      const float factor = smem.out_factor[at];
       if (params.splits > 1) {
-        if (in_group == 0 && t == 0) *partials.stats(query_head, split) = {max, total};
-        if (num_blocks == 0) continue;
-        float* dst = partials.out(query_head, split) + in_group * kWarpDims + 2 * t;
+        if (!exists) continue;
+        float* const dst = partials.out(token * p.num_q_heads + head, split) + first_column + 2 * t;
 #pragma unroll
         for (int n = 0; n < kWarpDims / 8; ++n)
-          *reinterpret_cast<float2*>(dst + n * 8) = {out[tile][n][2 * half] * to_max,
-                                                     out[tile][n][2 * half + 1] * to_max};
+          *reinterpret_cast<float2*>(dst + n * 8) = {out[tile][n][2 * half] * factor,
+                                                     out[tile][n][2 * half + 1] * factor};
         continue;
       }
-      const float factor = to_max * layer_scale * output_factor(p, head, max, total);
-      uint16_t* dst =
-          p.out + token * p.out_stride_token + head * p.out_stride_head + in_group * kWarpDims + 2 * t;
+      uint16_t* const dst = p.out + token * p.out_stride_token + head * p.out_stride_head + first_column;
 #pragma unroll
-      for (int n = 0; n < kWarpDims / 8; ++n)
-        *reinterpret_cast<uint32_t*>(dst + n * 8) =
-            pack_bf16(out[tile][n][2 * half] * factor, out[tile][n][2 * half + 1] * factor);
-      if (in_group == 0 && t == 0) store_stats(p, query_head, max, total);
+      for (int n = 0; n < kWarpDims / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          words[j] = pack_bf16(out[tile][n + j][2 * half] * factor, out[tile][n + j][2 * half + 1] * factor);
+        transpose_quads(words);
+        if (exists)
+          *reinterpret_cast<Words<4>*>(dst + (n + t) * 8) = {words[0], words[1], words[2], words[3]};
+      }
     }
 }
 

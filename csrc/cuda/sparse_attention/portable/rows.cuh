@@ -30,6 +30,10 @@ struct Team {
   static constexpr int kGroups = kHeads == 64 ? 2 : 1, kGroupWarps = kWarps / kGroups;
   static constexpr int kGroupTiles = kHeadTiles / kGroups, kGroupHeads = kHeads / kGroups;
   static constexpr int kWarpDims = kHeadDimV / kGroupWarps;  // in O
+  // Of latents, in S; and whether a warp knows the places of all its rows before it asks for the first.
+  // Groups are slower with these (one H200, dsv4, 4096 rows: 1.91 -> 1.97, 2.01 ms).
+  static constexpr int kLoadsAhead = kGroups == 1 ? 1 : 0;
+  static constexpr bool kPlacesAtOnce = kGroups == 1;
   static_assert(kKeyParts >= 1 && kHeads * kSoftmaxLanes <= kThreads);
   static_assert(kGroups == 1 || (kKeyParts == 1 && kGroupTiles == kWarpTiles &&
                                  kGroupHeads * kSoftmaxLanes == kGroupWarps * kWarpSize),
@@ -51,7 +55,7 @@ struct Pages {
 // Where the rows of a block lie; null: none.
 template <bool kScalesApart>
 struct Places {
-  const uint8_t* row[kBlockKeys];
+  alignas(16) const uint8_t* row[kBlockKeys];
   const uint8_t* scales[kScalesApart ? kBlockKeys : 1];
   bool is_extra[kBlockKeys];
 };
@@ -74,13 +78,14 @@ struct Shared {
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
-  float factor[kHeads];                            // on what has been summed up before this block
-  float max[kHeads], sum[kHeads], to_max[kHeads];  // at the end; to_max: the factor from base to maximum
-  Places<kScalesApart> places[2];                  // of even and of odd blocks
+  float factor[kHeads];            // on what has been summed up before this block
+  float out_factor[kHeads];        // at the end
+  Places<kScalesApart> places[2];  // of even and of odd blocks
   // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
   Keys keys;
-  Pages pages[2];                     // of each scope
+  Pages pages[2];  // of each scope
+  int num_blocks;
   alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
 
   // Octets of keys in an order that changes from head to head: the stores of S and the loads of P fall into
@@ -135,32 +140,55 @@ class Gather {
     if constexpr (kId != kExtra) places.is_extra[lane] = is_extra;
   }
   // Starts the copies of a block.
-  __device__ __forceinline__ void start(int block) const {
+  __device__ __forceinline__ void start(int block) const { start_copies<false>(smem_, block); }
+  // The same of rows that may be one; nothing behind the last block. Thousands of copies of one row would
+  // queue at its few lines of the L2. A call, so that it takes no registers.
+  __device__ __forceinline__ void start_through_l1(int block) const { start_slowly(smem_, block); }
+
+ private:
+  static __device__ __noinline__ void start_slowly(Smem& smem, int block) {
+    if (block < smem.num_blocks) start_copies<true>(smem, block);
+  }
+  template <bool kThroughL1>
+  static __device__ __forceinline__ void start_copies(Smem& smem, int block) {
     constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const auto& places = smem_.places[block % 2];
+    constexpr bool kAtOnce = Team<kHeads>::kPlacesAtOnce;
+    const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x / kWarpSize * kRowsPerWarp;
+    const auto& places = smem.places[block % 2];
+    auto& stage = smem.raw[block % Smem::kStages];
+    const auto copy_scales = [&](int key, int byte) {
+      with_row<kId, kExtra>(kId != kExtra && places.is_extra[key], [&](auto r) {
+        using R = decltype(r);
+        static_assert(!R::kScalesApart || R::kL.scale_bytes() <= kWarpSize / kRowsPerWarp * 8);
+        if constexpr (R::kScalesApart)
+          if (byte < R::kL.scale_bytes())
+            cp_async_8(shared_address(stage[key]) + R::kScaleOffset + byte, places.scales[key] + byte,
+                       places.row[key] != nullptr);
+      });
+    };
+    const uint8_t* rows[kRowsPerWarp];
+    if constexpr (kAtOnce)
+#pragma unroll
+      for (int i = 0; i < kRowsPerWarp; ++i) rows[i] = places.row[first_key + i];
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) {
-      const int key = warp * kRowsPerWarp + i;
-      const uint8_t* row = places.row[key];
-      const bool is_key = row != nullptr;
-      const uint32_t dst = shared_address(smem_.raw[block % Smem::kStages][key]);
+      const int key = first_key + i;
+      const uint8_t* const row = kAtOnce ? rows[i] : places.row[key];
+      const uint32_t dst = shared_address(stage[key]);
       with_row<kId, kExtra>(kId != kExtra && places.is_extra[key], [&](auto r) {
         using R = decltype(r);
 #pragma unroll
         for (int first = 0; first < R::kBytes; first += kWarpSize * 16) {
           const int byte = first + lane * 16;
           if (first + kWarpSize * 16 <= R::kBytes || byte < R::kBytes)
-            cp_async_16(dst + byte, row + byte, is_key);
+            cp_async_16<kThroughL1>(dst + byte, row + byte, row != nullptr);
         }
-        if constexpr (R::kScalesApart)
-          if (lane < R::kL.scale_bytes() / 8)
-            cp_async_8(dst + R::kScaleOffset + lane * 8, places.scales[key] + lane * 8, is_key);
       });
+      if constexpr (!kAtOnce) copy_scales(key, lane * 8);
     }
+    if constexpr (kAtOnce) copy_scales(first_key + lane % kRowsPerWarp, lane / kRowsPerWarp * 8);
   }
 
- private:
   const SparseAttentionParams& p_;
   Smem& smem_;
   const int first_, end_;
