@@ -8,6 +8,7 @@ import mla_fp8
 from mla_fp8 import _libraries
 from mla_fp8.__main__ import main
 from mla_fp8.backends.table import TABLE
+from mla_fp8.call import OPS
 from mla_fp8.tools import doctor
 
 
@@ -80,7 +81,11 @@ def test_the_report_ends_with_what_to_do_next(status, node, says, monkeypatch):
     "arch, hip, says",
     [
         ("sm90", None, None),
-        ("sm80", None, "sm80: sparse attention is right and not fast"),
+        (
+            "sm80",
+            None,
+            "sm80: no kernel of sparse attention is tuned for it, and none of this package has run",
+        ),
         ("gfx942", "7", "ROCm: "),
     ],
 )
@@ -92,6 +97,32 @@ def test_a_gpu_is_told_what_it_has(arch, hip, says, monkeypatch):
     *todo, demo, _, _ = doctor.next_steps()
     assert demo.startswith("python -m mla_fp8 demo" + ("" if hip else " --device cuda"))
     assert [line[: len(says)] for line in todo] == [says] if says else not todo
+
+
+@pytest.mark.parametrize(
+    "arch, kernel",
+    [
+        ("sm90", "native, tuned kernels; the portable one for _fnuz layouts"),
+        ("sm80", "native, portable kernel as none is tuned for sm80"),
+        ("sm121", "native, portable kernel as none is tuned for sm121"),
+        ("gfx942", "native"),
+    ],
+)
+def test_the_report_says_which_kernel_is_taken_and_why(arch, kernel, monkeypatch):
+    monkeypatch.setattr(doctor, "arch_of", lambda *device: arch)
+    monkeypatch.setattr(
+        "mla_fp8.backends.table.probe", lambda backend, p: None if backend.needs_kernel else "no"
+    )
+    doctor.select.cache_clear()
+    taken = doctor.collect()["taken for sparse attention"]
+    doctor.select.cache_clear()
+    assert list(taken) == list(OPS)
+    assert all(line.startswith(f"{kernel} (") for line in taken.values())
+
+
+def test_what_nothing_serves_is_said(monkeypatch):
+    monkeypatch.setattr(doctor, "arch_of", lambda *device: "sm80")
+    assert doctor.collect()["taken for sparse attention"] == dict.fromkeys(OPS, "none (see below)")
 
 
 def test_rocm_is_told_which_ops_its_library_lacks(monkeypatch):

@@ -9,6 +9,8 @@ import torch
 from .. import _libraries, _version
 from ..arch import arch_of
 from ..backends.table import NATIVE, TABLE, Problem
+from ..call import OPS
+from ..dispatch import preference, select
 from ..index_layout import INDEX_LAYOUTS
 from ..layout import KV_LAYOUTS
 
@@ -28,6 +30,7 @@ def collect() -> dict[str, dict[str, str]]:
         "libraries": dict(_libraries.status),
         "devices": _devices(),
         "kernels": _kernels(),
+        "taken for sparse attention": _taken(),
         "backends": _backends(),
         "layouts": {
             name: f"{layout.bytes_per_token} bytes per token, head_dim_qk {layout.head_dim_qk}"
@@ -57,8 +60,10 @@ def next_steps() -> list[str]:
             f"ROCm: no kernel yet for {without or 'nothing'}; docs/guide/rocm.md says what ran where"
         )
     elif on_gpu and arch_of("cuda", None) != "sm90":
+        arch = arch_of("cuda", None)
         steps.append(
-            f"{arch_of('cuda', None)}: sparse attention is right and not fast, its tuned kernels are for sm90"
+            f"{arch}: no kernel of sparse attention is tuned for it, and none of this package has run on "
+            "one; docs/kernels/portable.md says how fast an H200 is by the portable kernel"
         )
     device = " --device cuda" if on_gpu and not torch.version.hip else ""
     return [
@@ -113,6 +118,35 @@ def _kernels() -> dict[str, str]:
         if not (has(op, "CompositeExplicitAutograd") or op.endswith("_out") or op.startswith("mla_fp8::_"))
     }
     return {op: ", ".join(devices) or "no kernel is loaded" for op, devices in loaded.items()}
+
+
+def _kernel_of_native(arch: str) -> str:
+    if arch == "sm90":
+        return "native, tuned kernels; the portable one for _fnuz layouts"
+    return f"native, portable kernel as none is tuned for {arch}" if arch.startswith("sm") else "native"
+
+
+def _taken() -> dict[str, str]:
+    """What ``backend="auto"`` takes for 64 heads on the device at hand, and why."""
+    arch = arch_of("cuda" if torch.cuda.is_available() else "cpu", None)
+    rows: dict[str, str] = {}
+    for op in OPS:
+        readers: dict[str, list[str]] = {}
+        for layout in NATIVE.layouts:
+            p = Problem(op, arch, layout, num_q_heads=64)
+            try:
+                name = select(p).name
+            except ValueError:
+                name, why = "none", "see below"
+            else:
+                why = preference(p).why
+            kernel = _kernel_of_native(arch) if name == NATIVE.name else name
+            readers.setdefault(f"{kernel} ({why})", []).append(layout)
+        rows[op] = "; ".join(
+            reader if len(layouts) == len(NATIVE.layouts) else f"{', '.join(layouts)}: {reader}"
+            for reader, layouts in readers.items()
+        )
+    return rows
 
 
 def _backends() -> dict[str, str]:
