@@ -16,7 +16,7 @@ HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merg
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: headers demo test machine engines fuzz lint format bench docs generate wheel install-test build build-demo clean
+.PHONY: headers demo test machine hip-tests engines fuzz lint format bench docs generate wheel install-test build build-demo clean
 
 demo: build-demo
 	$(BIN)/python -m mla_fp8 demo
@@ -52,6 +52,9 @@ machine-sm_%:
 machine-gfx%:
 	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(EMULATED) --emulated gfx$* \
 	  tests/kernels/test_emulated_matches_cpu.py $(call tests_of,$(HIP_OPS))
+
+hip-tests:  # what ci/gpu_test.sh runs on an AMD GPU
+	@echo $(call tests_of,$(HIP_OPS))
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The one command for a machine with a GPU: build if nothing is built, tests, sanitizers, benchmark smoke. On
-# an AMD GPU (PYTHON has ROCm's torch) those of the ops that the HIP library has.
+# The one command for a machine with a GPU: build if nothing is built, tests, the speed of sparse attention,
+# sanitizers, benchmark smoke; on an AMD GPU (PYTHON has ROCm's torch) tests of the ops that the HIP library has.
+# It ends with a report for an issue.
 #   PYTHON=...      the Python to use: one with a CUDA torch (default: python3)
 #   SANITIZER=...   compute-sanitizer, if it is not on PATH; empty: none
 #   WHEEL=...       test this wheel, installed, in place of what is built here
@@ -32,23 +33,40 @@ PYTHON
 parallel=$("$PYTHON" -c 'import os, xdist; print(f"-n {min(16, os.cpu_count())}")' 2>/dev/null || true)
 [ -z "$parallel" ] || export OMP_NUM_THREADS=1
 
+# What an issue needs, however this ends.
+logs=$(mktemp -d)
+report() {
+  printf '\n== The report: to be pasted into an issue, as code\n'
+  git log -1 --format='commit %h of %cs' 2> /dev/null || true
+  "$PYTHON" -m mla_fp8 doctor | sed '/^kernels$/,/^$/d; /^backends$/,$d'
+  for log in tests memcheck racecheck initcheck; do
+    [ -e "$logs/$log" ] || continue
+    echo "$log"
+    grep -E '^(FAILED|ERROR)|(passed|failed|error).* in [0-9.]+s|SUMMARY' "$logs/$log" | head -40 | sed 's/^/  /'
+  done
+  [ ! -e "$logs/speed" ] || cat "$logs/speed"
+  rm -rf "$logs"
+}
+trap report EXIT
+tests() { "$PYTHON" -m pytest $parallel -rfE "$@" 2>&1 | tee "$logs/tests"; }
+speed() { "$PYTHON" benchmarks/bench_sparse_attention.py --seconds 0.3 2>&1 | tee "$logs/speed"; }
+
 if [ $gpu = hip ]; then
-  "$PYTHON" -m pytest $parallel tests/ops/test_{build_swa,combine,dequantize,merge,pad,paged,quantize}*.py \
-    tests/kernels/test_{cuda_matches_cpu,capture,hip_library,aiter_accuracy}.py
+  tests $(make -s hip-tests) tests/kernels/test_{cuda_matches_cpu,capture,hip_library,aiter_accuracy}.py
   "$PYTHON" benchmarks/bench_paged_attention_ragged.py --smoke
+  speed
   exit
 fi
 
 # tests/core needs the module that `make build` makes; it has nothing to do with the GPU.
 core=$(ls build/tests/_mla_fp8_core*.so build/cmake/_mla_fp8_core*.so 2>/dev/null || true)
-"$PYTHON" -m pytest tests $parallel ${core:---ignore=tests/core} --durations=5
+tests tests ${core:---ignore=tests/core} --durations=5
+speed
 
 # Hostile indices and graph replays under the sanitizers, all at once: they keep a core busy each, not the GPU.
 # Without torch's caching, every tensor has red zones. One seed in four and no timing under tools this slow.
 SANITIZER=${SANITIZER-$(command -v compute-sanitizer || true)}
 if [ -n "$SANITIZER" ]; then
-  logs=$(mktemp -d)
-  trap 'rm -rf "$logs"' EXIT
   for tool in memcheck racecheck initcheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool $tool --error-exitcode 9 --print-limit 5 \
       "$PYTHON" -m pytest tests/kernels/test_{cuda_matches_cpu,capture}.py -x \
