@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assertions import assert_attention, assert_same
+from code_cases import assert_reads_the_largest_scales, e4m3_layouts, largest_scales
 from emulation import is_cpu_kernel
 from row_cases import changed, compacted, row_case
 from sparse_cases import V4_SCOPES, all_layouts, make_case, mixed_pairs
@@ -68,6 +69,18 @@ def test_one_slot_in_all_places(name, heads, device):
         out, lse = check(repeated, heads=heads, splits=splits)
         again = check(repeated, heads=heads, splits=splits)
         assert_same(again, (out, lse))
+
+
+@e4m3_layouts
+@largest_scales
+def test_scales_may_be_as_large_as_a_float(layout, scale, device):
+    def attend(q, cache, options):
+        slots = torch.arange(4 * len(q), dtype=torch.int32, device=device).view(-1, 4)
+        options = options | {"layout": layout.id, "kernel": "portable", "heads": 32, "splits": 1}
+        out, _, lse = OPS._sparse_attention(q, cache, slots, **options)
+        return out, lse
+
+    assert_reads_the_largest_scales(layout, device, scale, attend)
 
 
 @pytest.mark.parametrize("room", [0, 1, 3.5, 100])  # parts of the keys
