@@ -23,7 +23,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
+
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    raise SystemExit(
+        f"mla_fp8: setuptools >= 77 must be installed in the build environment, got {setuptools.__version__} "
+        "(pip install -U setuptools)"
+    )
+
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py

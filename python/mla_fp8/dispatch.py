@@ -20,7 +20,7 @@ from .backends import opaque
 from .backends.table import NATIVE, TABLE, Backend, Problem
 from .call import OPS, SparseCall
 from .kv_cache_dtype import BACKENDS, NAMES, meanings, resolve_kv_cache_dtype
-from .layout import KV_LAYOUTS, KVLayout, get_layout
+from .layout import KV_LAYOUTS, KVLayout, get_layout, row_layout
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -176,8 +176,10 @@ def layout_of(
     *, extra: bool = False,
 ) -> KVLayout:  # fmt: skip
     """The layout, or the one that an engine's name for it (``"fp8_ds_mla"``, ...) means for this cache."""
-    if isinstance(layout, KVLayout) or layout in KV_LAYOUTS or layout not in NAMES:
+    if not isinstance(layout, str) or layout in KV_LAYOUTS or layout not in NAMES:
         return get_layout(layout)
+    if not (_has_size(q) and _has_size(kv_cache) and isinstance(page_size, int)):
+        return row_layout(q)  # any of that size: the op says what is wrong
     fnuz = kv_cache.dtype is torch.float8_e4m3fnuz
     head_dim = _one_of((x.head_dim_qk for x in KV_LAYOUTS.values()), q.shape[-1])
     possible = [x for x in meanings(layout, head_dim, fnuz=fnuz) if extra or not x.extra_only]
@@ -201,7 +203,7 @@ def _row_bytes(
     """Bytes per token, if the shape of the cache tells. ValueError if that is so of several that the name can
     mean: a page of one row of `dsv41` is as long as a row of bf16."""
     last = kv_cache.shape[-1] * kv_cache.element_size()
-    if kv_cache.dim() == 4:
+    if kv_cache.dim() in (3, 4):
         return _one_of((x.bytes_per_token for x in KV_LAYOUTS.values()), last)
     fitting = [x for x in possible if x.page_bytes(page_size) == last]
     if kv_cache.dtype is torch.bfloat16:  # says what it holds
@@ -214,6 +216,10 @@ def _row_bytes(
     others = (x for x in KV_LAYOUTS.values() if x.head_dim_qk == head_dim_qk)
     found = next((x for x in (*fitting, *others) if x.page_bytes(page_size) == last), None)
     return None if found is None else found.bytes_per_token
+
+
+def _has_size(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
 def _one_of(known: Iterable[int], size: int) -> int:

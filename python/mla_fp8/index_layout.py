@@ -68,6 +68,6 @@ def get_index_layout(layout: str | IndexLayout) -> IndexLayout:
     """The layout of that name. Raises ValueError, listing the known names, if there is none."""
     if isinstance(layout, IndexLayout):
         return layout
-    if layout not in INDEX_LAYOUTS:
+    if not isinstance(layout, str) or layout not in INDEX_LAYOUTS:
         raise ValueError(f"mla_fp8: layout must be one of {', '.join(INDEX_LAYOUTS)}, got {layout!r}")
     return INDEX_LAYOUTS[layout]

@@ -138,7 +138,7 @@ def get_layout(layout: "str | KVLayout") -> KVLayout:
     """The layout of that name. Raises ValueError, listing the known names, if there is none."""
     if isinstance(layout, KVLayout):
         return layout
-    if layout not in KV_LAYOUTS:
+    if not isinstance(layout, str) or layout not in KV_LAYOUTS:
         raise ValueError(
             f"mla_fp8: layout must be one of {', '.join(KV_LAYOUTS)}, got {layout!r} "
             "(mla_fp8.resolve_kv_cache_dtype says which one an engine's kv_cache_dtype means)"
@@ -149,7 +149,8 @@ def get_layout(layout: "str | KVLayout") -> KVLayout:
 def row_layout(q: torch.Tensor) -> KVLayout:
     """The layout of bf16 rows that ``q`` can attend to; the first one if there is none."""
     # Compared, not looked up: a size that the compiler does not know has no hash.
-    return next((layout for layout in _ROWS if layout.head_dim_qk == q.shape[-1]), _ROWS[0])
+    last = q.shape[-1] if isinstance(q, torch.Tensor) and q.dim() else 0
+    return next((layout for layout in _ROWS if layout.head_dim_qk == last), _ROWS[0])
 
 
 def layout_of_id(number: int) -> KVLayout:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from sparse_cases import make_case
 
+import mla_fp8
 from mla_fp8 import KV_LAYOUTS, dispatch
 
 
@@ -27,6 +28,7 @@ def test_auto_is_the_layout_whose_pages_have_that_size(layout):
     if fmt.num_tiles:
         view = fmt.flash_mla_view(cache, 64)
         assert dispatch.layout_of("auto", q, view, 64, "auto") is fmt
+        assert dispatch.layout_of("auto", q, view[:, :, 0], 64, "auto") is fmt
 
 
 def test_an_engines_name_resolves_to_what_the_backend_reads():
@@ -42,6 +44,23 @@ def test_an_engines_name_resolves_to_what_the_backend_reads():
         dispatch.layout_of("fp8", q, packed, 64, "flashinfer")
     with pytest.raises(ValueError, match=r"layout must be one of .*, got 'fp8_e5m2'"):
         dispatch.layout_of("fp8_e5m2", q, packed, 64, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("q", None, "q must be a tensor, got None"),
+        ("q", torch.tensor(1.0), "q must have shape"),
+        ("kv_cache", None, "kv_cache must be a tensor, got None"),
+        ("kv_cache", torch.tensor(1.0), "kv_cache must have dtype"),
+        ("page_size", "64", "page_size"),
+    ],
+)
+def test_beside_an_engines_name_too_a_wrong_argument_is_named(name, value, text):
+    given = {"q": torch.zeros(1, 8, 512).bfloat16(), "kv_cache": KV_LAYOUTS["dsv4"].empty(2, 64, "cpu")}
+    given |= {"indices": torch.zeros(1, 4, dtype=torch.int32), "page_size": 64} | {name: value}
+    with pytest.raises(RuntimeError, match=text):
+        mla_fp8.sparse_decode(**given, layout="fp8", sm_scale=1.0)
 
 
 def test_fp8_e4m3_is_our_own_layouts_name_before_it_is_an_engines():

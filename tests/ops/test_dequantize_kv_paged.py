@@ -131,7 +131,7 @@ def test_exactly_one_of_num_rows_and_out_is_given(device):
     kv_cache, kwargs = filled_cache(layout, 64, device)
     arguments = tensors([[1]], [2], [2], [0], device)
     out = marked_out(4, layout, device)
-    for more in ({}, {"num_rows": 4, "out": out}):
-        with pytest.raises(ValueError, match="expected exactly one of num_rows and out"):
+    for more, got in (({}, "neither"), ({"num_rows": 4, "out": out}, "both")):
+        with pytest.raises(ValueError, match=f"expected exactly one of num_rows and out, got {got}"):
             mla_fp8.dequantize_kv_paged(kv_cache, *arguments, **more, **kwargs)
     assert (out.view(torch.int16) == MARK).all()

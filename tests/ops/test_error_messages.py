@@ -131,6 +131,9 @@ OF_OTHERS = {
         prefill(zeros(10, 640), zeros(2, 16, 640)),
         PREFILL + "q must have a last dimension of 512 or 576, got 640",
     ),
+    "q without dimensions": (
+        prefill(zeros(10, 576), zeros()), PREFILL + "q must have shape [*, *, *], got []",
+    ),
     "a part of a latent": (
         quantize(zeros(3, 448), torch.arange(3)), QUANTIZE + "latent must have shape [*, 576], got [3, 448]",
     ),
@@ -157,6 +160,11 @@ OF_OTHERS = {
     ),
 }  # fmt: skip
 CHOICES = {
+    "a layout that is no name": (
+        decode(layout=["dsv32"]),
+        f"mla_fp8: layout must be one of {LAYOUTS}, got ['dsv32'] "
+        "(mla_fp8.resolve_kv_cache_dtype says which one an engine's kv_cache_dtype means)",
+    ),
     "a layout that is none": (
         decode(layout="dsv3"),
         f"mla_fp8: layout must be one of {LAYOUTS}, got 'dsv3' "

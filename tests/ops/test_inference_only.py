@@ -1,5 +1,7 @@
 """No op has derivatives: what autograd follows is refused at the call, by every public op."""
 
+import inspect
+
 import pytest
 import torch
 from op_samples import SAMPLES
@@ -56,6 +58,17 @@ def test_a_tensor_that_requires_grad_is_refused(name, device):
         torch.func.grad(lambda x: call(name, device, lambda _: x)[0].float().sum())(
             SAMPLES[name](device)[0][0]
         )
+
+
+@every_op
+def test_so_is_every_other_tensor_of_floats(name, device):
+    tensors, options = SAMPLES[name](device)
+    parameters = list(inspect.signature(getattr(mla_fp8, name)).parameters)
+    given = dict(zip(parameters, tensors, strict=False)) | options
+    floats = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for n in floats:
+        with pytest.raises(RuntimeError, match=f"mla_fp8.{name}: {n} must not require grad"):
+            getattr(mla_fp8, name)(**given | {n: given[n].clone().requires_grad_()})
 
 
 @every_op

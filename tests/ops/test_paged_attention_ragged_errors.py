@@ -135,8 +135,15 @@ def test_page_size_must_be_that_of_the_cache(device):
 
 def test_out_and_lse_come_together(device):
     args, options = make_case(device)
-    with pytest.raises(ValueError, match="expected both or neither of out and lse, got one"):
+    with pytest.raises(
+        ValueError, match=r"mla_fp8\.paged_attention_ragged: expected all of out, lse or none, got no lse"
+    ):
         mla_fp8.paged_attention_ragged(*args, **options, out=torch.empty_like(args[0]))
+    with pytest.raises(
+        ValueError,
+        match=r"mla_fp8\.paged_attention_ragged: expected out and lse with a workspace, got neither",
+    ):
+        mla_fp8.paged_attention_ragged(*args, **options, workspace=torch.empty(9, device=device))
 
 
 def test_explicit_splits_need_a_workspace(device):

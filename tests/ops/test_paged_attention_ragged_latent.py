@@ -181,5 +181,13 @@ def test_errors_say_expected_and_got(name, change, message, device):
 
 def test_out_and_lse_come_together(device):
     args, options = make_case(device, "dsv32")
-    with pytest.raises(ValueError, match="expected both or neither of out and lse, got one"):
+    with pytest.raises(
+        ValueError,
+        match=r"mla_fp8\.paged_attention_ragged_latent: expected all of out, lse or none, got no out",
+    ):
         mla_fp8.paged_attention_ragged_latent(*args, **options, lse=torch.empty(6, 16, device=device))
+    with pytest.raises(
+        ValueError,
+        match=r"mla_fp8\.paged_attention_ragged_latent: expected out and lse with a workspace, got neither",
+    ):
+        mla_fp8.paged_attention_ragged_latent(*args, **options, workspace=torch.empty(9, device=device))

@@ -68,8 +68,9 @@ def compress_kv(
     """
     expect_tensors("compress_kv", state=state, ape=ape, scale=scale, out_latent=out_latent)
     refuse_gradients(
-        "compress_kv", kv_score=kv_score, state=state, ape=ape, norm_weight=norm_weight, kv_cache=kv_cache
-    )
+        "compress_kv", kv_score=kv_score, state=state, ape=ape, norm_weight=norm_weight, cos=cos, sin=sin,
+        kv_cache=kv_cache, scale=scale, out_latent=out_latent,
+    )  # fmt: skip
     torch.ops.mla_fp8.compress_kv(
         kv_score,
         query_start_loc,

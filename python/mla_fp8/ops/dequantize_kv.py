@@ -73,7 +73,8 @@ def dequantize_kv_paged(
     tensors = (kv_cache, page_table, seq_lens, gather_lens, row_offsets)
     options = {"layout": layout.id, "page_size": page_size, "scale": scale}
     if (num_rows is None) == (out is None):
-        raise ValueError("dequantize_kv_paged: expected exactly one of num_rows and out, got both or neither")
+        got = "neither" if out is None else "both"
+        raise ValueError(f"mla_fp8.dequantize_kv_paged: expected exactly one of num_rows and out, got {got}")
     if out is None:
         return torch.ops.mla_fp8.dequantize_kv_paged(*tensors, **options, num_rows=num_rows)  # type: ignore[no-any-return]
     torch.ops.mla_fp8.dequantize_kv_paged_out(*tensors, **options, out=out)

@@ -65,7 +65,7 @@ def index_logits(
     expect_tensors(
         "index_logits", q_scale=q_scale, row_lens=row_lens, query_start_loc=query_start_loc, out=out
     )
-    refuse_gradients("index_logits", q=q, weights=weights, q_scale=q_scale)
+    refuse_gradients("index_logits", q=q, weights=weights, q_scale=q_scale, out=out)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
     options = {
         "layout": get_index_layout(layout).id,
@@ -109,7 +109,9 @@ def index_logits_ragged(
     q, weights and q_scale are those of :func:`index_logits`. Returns the logits, -inf outside the range.
     """
     expect_tensors("index_logits_ragged", q_scale=q_scale, out=out)
-    refuse_gradients("index_logits_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale)
+    refuse_gradients(
+        "index_logits_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale, out=out
+    )
     inputs = (q, weights, k, k_scale, k_start, k_end)
     if out is None:
         return torch.ops.mla_fp8.index_logits_ragged(*inputs, q_scale=q_scale)  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ def inverse_rope(
     Returns ``out``. Raises RuntimeError naming the argument, what was expected and what came.
     """
     expect_tensors("inverse_rope", out=out)
-    refuse_gradients("inverse_rope", o=o, out=out)
+    refuse_gradients("inverse_rope", o=o, cos=cos, sin=sin, out=out)
     if out is None:
         return torch.ops.mla_fp8.inverse_rope(o, cos, sin, positions)  # type: ignore[no-any-return]
     torch.ops.mla_fp8.inverse_rope_out(o, cos, sin, positions, out=out)
@@ -68,7 +68,7 @@ def inverse_rope_quantize(
     Returns (out, out_scale). Raises as :func:`inverse_rope` does; ValueError for one buffer alone.
     """
     expect_tensors("inverse_rope_quantize", out=out, out_scale=out_scale)
-    refuse_gradients("inverse_rope_quantize", o=o)
+    refuse_gradients("inverse_rope_quantize", o=o, cos=cos, sin=sin, out_scale=out_scale)
     options = {"num_groups": num_groups, "tile": tile, "power_of_two": power_of_two}
     if not all_given("inverse_rope_quantize", out=out, out_scale=out_scale):
         return torch.ops.mla_fp8.inverse_rope_quantize(o, cos, sin, positions, **options)  # type: ignore[no-any-return]

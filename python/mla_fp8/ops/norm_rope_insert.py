@@ -49,8 +49,9 @@ def k_norm_rope_insert(
     """
     expect_tensors("k_norm_rope_insert", kv_weight=kv_weight, k_rope=k_rope, scale=scale)
     refuse_gradients(
-        "k_norm_rope_insert", kv=kv, kv_weight=kv_weight, kv_cache=kv_cache, k_rope=k_rope, scale=scale
-    )
+        "k_norm_rope_insert", kv=kv, kv_weight=kv_weight, cos=cos, sin=sin, kv_cache=kv_cache, k_rope=k_rope,
+        scale=scale,
+    )  # fmt: skip
     torch.ops.mla_fp8.k_norm_rope_insert(
         kv,
         kv_weight,
@@ -103,8 +104,9 @@ def qk_norm_rope_insert(
     """
     expect_tensors("qk_norm_rope_insert", kv_weight=kv_weight, k_rope=k_rope, scale=scale, out_q=out_q)
     refuse_gradients(
-        "qk_norm_rope_insert", q=q, kv=kv, kv_weight=kv_weight, kv_cache=kv_cache, k_rope=k_rope, scale=scale
-    )
+        "qk_norm_rope_insert", q=q, kv=kv, kv_weight=kv_weight, cos=cos, sin=sin, kv_cache=kv_cache,
+        k_rope=k_rope, scale=scale, out_q=out_q,
+    )  # fmt: skip
     tensors = (q, kv, kv_weight, cos, sin, positions, slot_mapping, kv_cache)
     options = {
         "layout": get_layout(layout).id,

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import all_given, expect_tensors
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import HEAD_DIM_V, KVLayout, get_layout
@@ -8,9 +8,12 @@ from ..layout import HEAD_DIM_V, KVLayout, get_layout
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _both_or_neither(op: str, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    if (out is None) != (lse is None):
-        raise ValueError(f"{op}: expected both or neither of out and lse, got one")
+def _given(op: str, out: torch.Tensor | None, lse: torch.Tensor | None, workspace: object) -> bool:
+    """Whether the caller has tensors for the results. ValueError for one of them, or a workspace, alone."""
+    given = all_given(op, out=out, lse=lse)
+    if workspace is not None and not given:
+        raise ValueError(f"mla_fp8.{op}: expected out and lse with a workspace, got neither")
+    return given
 
 
 def paged_attention_ragged(
@@ -58,11 +61,11 @@ def paged_attention_ragged(
     kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own.
 
     The keys of a request are worked on in ``num_splits`` parts (0: as many as fill the GPU, or many CPUs; at
-    most 128). A given number makes the result independent of the batch. With ``out`` and ``lse``, both or
-    neither (ValueError), nothing is allocated: without a ``workspace`` there is one part. Returns
-    ``(out, lse)``. Raises RuntimeError naming the argument, what was expected and what came.
+    most 128). A given number makes the result independent of the batch. With ``out`` and ``lse`` nothing is
+    allocated: without a ``workspace`` there is one part. Returns ``(out, lse)``. Raises RuntimeError naming
+    the argument, what was expected and what came; ValueError for one of the two, or a workspace, alone.
     """
-    _both_or_neither("paged_attention_ragged", out, lse)
+    given = _given("paged_attention_ragged", out, lse, workspace)
     expect_tensors("paged_attention_ragged", k_scale=k_scale, v_scale=v_scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged", q=q, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale,
@@ -81,9 +84,10 @@ def paged_attention_ragged(
         "q_len": q_len,
         "num_splits": num_splits,
     }
-    if out is None or lse is None:
+    if not given:
         return torch.ops.mla_fp8.paged_attention_ragged(*tensors, **options)  # type: ignore[no-any-return]
     torch.ops.mla_fp8.paged_attention_ragged_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
+    assert out is not None and lse is not None  # for mypy
     return out, lse
 
 
@@ -119,7 +123,7 @@ def paged_attention_ragged_latent(
 
     The other arguments, and the result, are those of :func:`paged_attention_ragged`.
     """
-    _both_or_neither("paged_attention_ragged_latent", out, lse)
+    given = _given("paged_attention_ragged_latent", out, lse, workspace)
     expect_tensors("paged_attention_ragged_latent", scale=scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged_latent", q=q, kv_cache=kv_cache, scale=scale, attn_sink=attn_sink, out=out,
@@ -137,9 +141,10 @@ def paged_attention_ragged_latent(
         "num_splits": num_splits,
     }
     op = torch.ops.mla_fp8
-    if out is None or lse is None:
+    if not given:
         return op.paged_attention_ragged_latent(*tensors, **options)  # type: ignore[no-any-return]
     op.paged_attention_ragged_latent_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
+    assert out is not None and lse is not None  # for mypy
     return out, lse
 
 

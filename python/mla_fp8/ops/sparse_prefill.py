@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import expect_tensors, need_tensors
+from .._arguments import expect_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..call import Scope, SparseCall, Window, second_scope
 from ..dispatch import attend, extra_layout_of, layout_of
@@ -33,7 +33,6 @@ def sparse_prefill(
     Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
     that cannot run this.
     """
-    need_tensors("sparse_prefill", q=q)
     rows = Scope(kv, row_layout(q), 1, indices, topk_length)
     call = SparseCall("sparse_prefill", q, (rows,), sm_scale, attn_sink)
     return attend(call, backend)  # type: ignore[no-any-return]
