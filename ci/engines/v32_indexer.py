@@ -14,7 +14,6 @@ from vllm.v1.worker import workspace
 from vllm_indexer_cases import Keys, Row
 
 PREFIX, TOPK, MAX_LENGTH, MOST = "layer.k_cache", 32, 1024, 64
-PADDING = 0  # of a graph: requests without tokens
 
 
 class Batch:

@@ -14,7 +14,6 @@ struct Bf16x32 {
   __m256i v[2];
 };
 
-#define MLA_BOTH(f) {f(0), f(1)}
 MLA_SIMD F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 MLA_SIMD F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 MLA_SIMD void store(float* p, F32 x) {

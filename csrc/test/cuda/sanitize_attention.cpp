@@ -1,6 +1,5 @@
 // Every variant of the attention kernels once, at a size for compute-sanitizer, against the portable kernel.
-// Without torch, whose start alone takes a sanitizer 20 seconds, and with plans of its own: few CTAs, each
-// with enough keys that slots are used again.
+// With plans of its own: few CTAs, each with enough keys that slots are used again.
 //   sanitize_attention [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
 #include <cuda_runtime.h>
 
@@ -13,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device/launch.cuh"
 #include "cuda/sparse_attention/plan.h"
+#include "test/cuda/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -159,31 +158,6 @@ float normal() {
 }
 uint16_t to_bf16(float x) { return static_cast<uint16_t>((std::bit_cast<uint32_t>(x) + 0x8000) >> 16); }
 float from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-
-// Every array of a case is an allocation of its own, which memcheck can tell from its neighbours.
-class Device {
- public:
-  ~Device() {
-    for (void* p : allocations_) cudaFree(p);
-  }
-  template <class T>
-  T* upload(const std::vector<T>& values) {
-    void* p = nullptr;
-    check(cudaMalloc(&p, values.size() * sizeof(T)), "cudaMalloc");
-    allocations_.push_back(p);
-    check(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return static_cast<T*>(p);
-  }
-
- private:
-  std::vector<void*> allocations_;
-};
-template <class T>
-std::vector<T> download(const T* p, size_t size) {
-  std::vector<T> values(size);
-  check(cudaMemcpy(values.data(), p, size * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
 
 // Latents of about 1/8: any e4m3 code but NaN times 2^-10, 2^-11 (stored scales); any e2m1.
 std::vector<uint8_t> random_cache(const KvLayout& l, int page_size) {

@@ -1,6 +1,6 @@
 // index_topk against a sort of index_logits of the same device, for compute-sanitizer: both kernels, few CTAs
 // with long shares whose lists shrink, many with parts that are merged, pages of any size, absent pages,
-// pins. Without torch, whose start alone takes a sanitizer 20 seconds.
+// pins.
 //   sanitize_index [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
 #include <cuda_runtime.h>
 
@@ -16,40 +16,14 @@
 #include <vector>
 
 #include "common/index_layout.h"
-#include "cuda/device/launch.cuh"
 #include "ops/index_topk.h"
+#include "test/cuda/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {
 
 constexpr int kPages = 37;  // whose bytes all requests share
 constexpr uint8_t kPoison = 0xa5;
-
-// Every array is an allocation of its own, which memcheck can tell from its neighbours.
-class Device {
- public:
-  ~Device() {
-    for (void* p : allocations_) cudaFree(p);
-  }
-  template <class T>
-  T* upload(const std::vector<T>& values) {
-    void* p = nullptr;
-    check(cudaMalloc(&p, values.size() * sizeof(T)), "cudaMalloc");
-    allocations_.push_back(p);
-    check(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return static_cast<T*>(p);
-  }
-
- private:
-  std::vector<void*> allocations_;
-};
-
-template <class T>
-std::vector<T> download(const T* p, size_t size) {
-  std::vector<T> values(size);
-  check(cudaMemcpy(values.data(), p, size * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
 
 struct Case {
   const char* name;

@@ -1,6 +1,5 @@
 // The ops around attention once each, in every shape of their kernels, for compute-sanitizer: hostile slots,
 // positions, requests and states. compress_kv's chains of calls are compared bit for bit with one call.
-// Without torch, whose start alone takes a sanitizer 20 seconds.
 //   sanitize_layer [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
 #include <cuda_runtime.h>
 
@@ -13,10 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "cuda/device/launch.cuh"
 #include "ops/compress_kv.h"
 #include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
+#include "test/cuda/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -26,20 +25,8 @@ constexpr uint8_t kPoison = 0xa5;
 
 std::mt19937 random_bits;
 
-// Every array is an allocation of its own, which memcheck can tell from its neighbours.
-class Device {
+class Inputs : public Device {
  public:
-  ~Device() {
-    for (void* p : allocations_) cudaFree(p);
-  }
-  template <class T>
-  T* upload(const std::vector<T>& values) {
-    void* p = nullptr;
-    check(cudaMalloc(&p, values.size() * sizeof(T) + (values.empty() ? 1 : 0)), "cudaMalloc");
-    allocations_.push_back(p);
-    check(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-    return static_cast<T*>(p);
-  }
   float* floats(size_t size) {
     std::normal_distribution<float> normal;
     std::vector<float> values(size);
@@ -65,17 +52,7 @@ class Device {
             .positions = upload(positions),
             .positions_are_int64 = true};
   }
-
- private:
-  std::vector<void*> allocations_;
 };
-
-template <class T>
-std::vector<T> download(const T* p, size_t size) {
-  std::vector<T> values(size);
-  check(cudaMemcpy(values.data(), p, size * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  return values;
-}
 
 // Numbers of [0, end) with some that no tensor has.
 std::vector<int64_t> hostile(int count, int64_t end) {
@@ -100,7 +77,7 @@ struct Compressed {
 };
 
 // The requests' tokens from position `start` on, in calls of at most `chunk` tokens of each request.
-Compressed compress(Device& device, CompressKvParams p, const float* rows, const std::vector<int>& lens,
+Compressed compress(Inputs& device, CompressKvParams p, const float* rows, const std::vector<int>& lens,
                     int start, int chunk) {
   const int total = [&] {
     int sum = 0;
@@ -168,7 +145,7 @@ Compressed compress(Device& device, CompressKvParams p, const float* rows, const
 
 bool run_compress(KvLayoutId layout, int ratio, bool online) {
   random_bits.seed(ratio);
-  Device device;
+  Inputs device;
   CompressKvParams p{};
   p.ratio = ratio;
   p.online = online;
@@ -202,7 +179,7 @@ bool run_compress(KvLayoutId layout, int ratio, bool online) {
 
 bool run_insert(KvLayoutId id, bool norm_q, bool in_place) {
   random_bits.seed(3);
-  Device device;
+  Inputs device;
   const KvLayout layout = kv_layout(id);
   constexpr int kTokens = 37, kHeads = 5, kPages = 6;
   const int more = layout.head_dim_qk() - kHeadDimV;
@@ -242,7 +219,7 @@ bool run_insert(KvLayoutId id, bool norm_q, bool in_place) {
 
 bool run_inverse(int tokens, int heads, int groups, int tile, bool power_of_two) {
   random_bits.seed(4);
-  Device device;
+  Inputs device;
   const size_t values = size_t(tokens) * heads * kHeadDimV;
   const AttendedHeads h{.num_tokens = tokens,
                         .num_heads = heads,
