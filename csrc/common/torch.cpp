@@ -181,8 +181,7 @@ KvLayoutId Check::extra_layout(int64_t layout, KvLayoutId first) const {
 
 KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
   const KvLayout l = kv_layout(layout);
-  that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize, "], got ",
-       page_size);
+  within(page_size, "page_size", 1, kMaxPageSize);
 
   const Arg arg = (*this)(t, name);
   arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn, ScalarType::Float8_e4m3fnuz,

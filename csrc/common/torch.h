@@ -66,7 +66,8 @@ class Arg {
   int32_t dtype_;
 };
 
-inline constexpr int64_t kMaxPageSize = int64_t{1} << 24;  // keeps every byte count far from overflow
+inline constexpr int64_t kMaxPageSize = int64_t{1} << 24;    // keeps every byte count far from overflow
+inline constexpr int64_t kMaxProcessors = int64_t{1} << 16;  // of a GPU that a caller describes
 
 // Where a paged latent cache lies in memory, once checked.
 struct KvCacheView {
@@ -91,6 +92,9 @@ class Check {
   }
   void at_least(int64_t value, const char* name, int64_t minimum) const {
     that(value >= minimum, name, " must be at least ", minimum, ", got ", value);
+  }
+  void within(int64_t value, const char* name, int64_t least, int64_t most) const {
+    that(value >= least && value <= most, name, " must be in [", least, ", ", most, "], got ", value);
   }
   // The kernels compute in float: what is finite as a double need not be.
   float finite_float(double value, const char* name) const;

@@ -9,10 +9,8 @@ namespace {
 
 void check_sizes(const Check& check, int64_t window_size, int64_t capacity) {
   constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-  check.that(window_size >= 1 && window_size <= kMaxInt32, "window_size must be in [1, ", kMaxInt32,
-             "], got ", window_size);
-  check.that(capacity >= 0 && capacity <= kMaxInt32, "capacity must be in [0, ", kMaxInt32, "], got ",
-             capacity);
+  check.within(window_size, "window_size", 1, kMaxInt32);
+  check.within(capacity, "capacity", 0, kMaxInt32);
 }
 
 }  // namespace

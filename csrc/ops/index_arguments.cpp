@@ -64,8 +64,7 @@ IndexLayoutId check_index_layout(const Check& check, int64_t layout) {
 IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayoutId layout,
                                  int64_t page_size) {
   const IndexLayout l = index_layout(layout);
-  check.that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize,
-             "], got ", page_size);
+  check.within(page_size, "page_size", 1, kMaxPageSize);
   const Arg arg = check(t, "index_cache");
   arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn});
   const int64_t page_bytes = l.page_bytes(page_size), entry_bytes = l.bytes_per_entry();

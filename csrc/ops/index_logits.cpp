@@ -7,8 +7,7 @@ namespace mla_fp8 {
 namespace {
 
 int64_t check_width(const Check& check, int64_t width) {
-  check.that(width >= 0 && width <= kMaxIndexEntries, "width must be in [0, ", kMaxIndexEntries, "], got ",
-             width);
+  check.within(width, "width", 0, kMaxIndexEntries);
   return width;
 }
 

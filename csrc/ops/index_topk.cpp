@@ -14,7 +14,7 @@ struct Outputs {
 
 void check_options(const Check& check, IndexTopkParams& params, int64_t topk, int64_t pin_first,
                    int64_t pin_last) {
-  check.that(topk >= 1 && topk <= kMaxIndexTopk, "topk must be in [1, ", kMaxIndexTopk, "], got ", topk);
+  check.within(topk, "topk", 1, kMaxIndexTopk);
   check.at_least(pin_first, "pin_first", 0);
   check.at_least(pin_last, "pin_last", 0);
   params.topk = static_cast<int>(topk);
@@ -39,8 +39,7 @@ IndexTopkParams check_paged(const Check& check, const PagedIndexArguments& a, in
   if (slot_page_table) {
     const Arg table = check(*slot_page_table, "slot_page_table");
     table.same_device_as(a.q, "q").dtype({ScalarType::Int}).shape({requests, -1}).last_dim_contiguous();
-    check.that(*slot_page_size >= 1 && *slot_page_size <= kMaxPageSize, "slot_page_size must be in [1, ",
-               kMaxPageSize, "], got ", *slot_page_size);
+    check.within(*slot_page_size, "slot_page_size", 1, kMaxPageSize);
     params.slot_page_table = data<int32_t>(*slot_page_table);
     params.slot_page_table_stride_request = table.stride(0);
     params.slot_max_pages = table.size(1);
@@ -84,9 +83,10 @@ Outputs new_outputs(const Tensor& q, int64_t topk) {
           new_empty(q, {q.size(0)}, ScalarType::Int)};
 }
 
-// Bytes that the device's kernels want for these rows, with all of its processors at work.
-int64_t workspace_bytes([[maybe_unused]] const IndexTopkParams& params) {
+// Bytes that the kernels of q's device want for these rows, with all of its processors at work.
+int64_t workspace_bytes([[maybe_unused]] const Tensor& q, [[maybe_unused]] const IndexTopkParams& params) {
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+  const OnDeviceOf device(q);
   return gpu::index_topk_workspace(params.problem.rows.num_rows, params.topk, gpu::index_topk_ctas());
 #else
   return 0;
@@ -111,7 +111,7 @@ void run(IndexTopkParams params, const Outputs& outputs, const OptionalTensor& w
 
 void run_with_new_workspace(const Tensor& q, const IndexTopkParams& params, const Outputs& outputs) {
   OptionalTensor workspace;
-  if (const int64_t bytes = workspace_bytes(params); bytes > 0)
+  if (const int64_t bytes = workspace_bytes(q, params); bytes > 0)
     workspace = new_empty(q, {bytes}, ScalarType::Byte);
   run(params, outputs, workspace);
 }
@@ -121,7 +121,7 @@ void run_with_workspace(const Check& check, const Tensor& q, const IndexTopkPara
   check_outputs(check, q, params.topk, outputs);
   if (workspace)
     check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Byte}).contiguous().aligned(16);
-  const int64_t needed = workspace_bytes(params), got = workspace ? workspace->numel() : 0;
+  const int64_t needed = workspace_bytes(q, params), got = workspace ? workspace->numel() : 0;
   check.that(got >= needed, "workspace must have at least ", needed, " bytes, got ", got);
   run(params, outputs, workspace);
 }
@@ -136,8 +136,8 @@ void run_with_workspace(const Check& check, const Tensor& q, const IndexTopkPara
 int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms) {
   const Check check("index_topk_workspace");
   check.at_least(num_rows, "num_rows", 0);
-  check.that(topk >= 1 && topk <= kMaxIndexTopk, "topk must be in [1, ", kMaxIndexTopk, "], got ", topk);
-  check.at_least(num_sms, "num_sms", 1);
+  check.within(topk, "topk", 1, kMaxIndexTopk);
+  check.within(num_sms, "num_sms", 1, kMaxProcessors);
   return gpu::index_topk_workspace(num_rows, static_cast<int>(topk), static_cast<int>(num_sms));
 }
 

@@ -52,8 +52,9 @@ struct IndexTopkParams {
   MLA_HD int32_t slot(const IndexRow& row, int32_t column, const FindPage& find_page) const {
     if (problem.rows.k_start) {
       if (k_slots == nullptr) return column;
-      return k_slots_are_int64 ? static_cast<int32_t>(static_cast<const int64_t*>(k_slots)[column])
-                               : static_cast<const int32_t*>(k_slots)[column];
+      const int64_t slot = k_slots_are_int64 ? static_cast<const int64_t*>(k_slots)[column]
+                                             : static_cast<const int32_t*>(k_slots)[column];
+      return slot == static_cast<int32_t>(slot) ? static_cast<int32_t>(slot) : -1;
     }
     const int64_t page_index = find_page(column);
     if (page_index >= slot_max_pages) return -1;

@@ -50,8 +50,7 @@ void check_ragged(const Check& check, const Ragged& r, PagedAttentionRaggedParam
   check(r.kv_indptr, "kv_indptr").shape({-1});
   const int64_t num_requests = r.kv_indptr.size(0) - 1;
   check.that(num_requests >= 0, "kv_indptr must have at least 1 element, got 0");
-  check.that(r.q_len >= 1 && r.q_len <= INT_MAX / num_q_heads, "q_len must be in [1, ", INT_MAX / num_q_heads,
-             "], got ", r.q_len);
+  check.within(r.q_len, "q_len", 1, INT_MAX / num_q_heads);
   check.that(r.q.size(0) == num_requests * r.q_len, "q must have ", num_requests * r.q_len,
              " tokens (kv_indptr has ", num_requests, " requests, q_len is ", r.q_len, "), got ",
              r.q.size(0));
@@ -113,8 +112,7 @@ PagedAttentionRaggedParams check_caches(const Check& check, const Ragged& r, con
       .aligned(16);
   const int64_t head_dim = r.q.size(2);
   check_head_dim(check, "q", head_dim);
-  check.that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize,
-             "], got ", page_size);
+  check.within(page_size, "page_size", 1, kMaxPageSize);
   const Arg k = check(k_cache, "k_cache");
   k.same_device_as(r.q, "q")
       .dtype({r.q.scalar_type(), ScalarType::Float8_e4m3fn, ScalarType::Float8_e4m3fnuz})
@@ -198,9 +196,10 @@ PagedAttentionRaggedParams check_latent(const Check& check, const Ragged& r, con
   return params;
 }
 
-// num_splits as the caller wants it, or the device if that is 0.
-void choose_splits(PagedAttentionRaggedParams& params) {
+// num_splits as the caller wants it, or the device of q if that is 0.
+void choose_splits([[maybe_unused]] const Tensor& q, PagedAttentionRaggedParams& params) {
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+  const OnDeviceOf device(q);
   using gpu::paged_attention_ragged_splits;
 #else
   using cpu::paged_attention_ragged_splits;
@@ -212,7 +211,7 @@ void choose_splits(PagedAttentionRaggedParams& params) {
 void use_workspace(const Check& check, const Tensor& q, const OptionalTensor& workspace,
                    PagedAttentionRaggedParams& params) {
   const bool is_explicit = params.num_splits > 0;
-  choose_splits(params);
+  choose_splits(q, params);
   int64_t size = 0;
   if (workspace) {
     check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Float}).contiguous().aligned(16);
@@ -231,7 +230,7 @@ void use_workspace(const Check& check, const Tensor& q, const OptionalTensor& wo
 // Runs with a workspace of its own. Returns what keeps that alive until the kernels are in the stream.
 void run_with_new_workspace(const Tensor& q, PagedAttentionRaggedParams& params) {
   if (params.num_requests == 0) return;
-  choose_splits(params);
+  choose_splits(q, params);
   OptionalTensor workspace;
   if (params.num_splits > 1) {
     workspace = new_empty(q, {ragged_workspace_size(params)}, ScalarType::Float);

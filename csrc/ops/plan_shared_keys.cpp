@@ -9,10 +9,8 @@ SparseAttentionParams checked_inputs(const Check& check, MLA_PLAN_SHARED_KEYS_AR
   const KvLayoutId id = check.first_layout(layout);
   check(indices, "indices").shape({-1, -1});
   const int64_t num_tokens = indices.size(0);
-  check.that(query_groups >= 2 && query_groups <= kMaxQueryGroup, "query_groups must be in [2, ",
-             kMaxQueryGroup, "], got ", query_groups);
-  check.that(num_q_heads >= 1 && num_q_heads <= kMaxQHeads, "num_q_heads must be in [1, ", kMaxQHeads,
-             "], got ", num_q_heads);
+  check.within(query_groups, "query_groups", 2, kMaxQueryGroup);
+  check.within(num_q_heads, "num_q_heads", 1, kMaxQHeads);
   check.that(extra_indices.has_value() == extra_num_slots.has_value(),
              "extra_indices and extra_num_slots must be given together, got ",
              extra_indices ? "indices, no" : "no indices, a", " number of slots");

@@ -126,8 +126,7 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
 
 void add_shared_keys(const Check& check, SparseAttentionParams& params, const Tensor& q, int64_t query_groups,
                      const OptionalTensor& shared_keys) {
-  check.that(query_groups >= 1 && query_groups <= kMaxQueryGroup, "query_groups must be in [1, ",
-             kMaxQueryGroup, "], got ", query_groups);
+  check.within(query_groups, "query_groups", 1, kMaxQueryGroup);
   check.that(query_groups > 1 || !shared_keys, "shared_keys must be None without query_groups, got a tensor");
   params.query_groups = query_groups;
   if (!shared_keys) return;

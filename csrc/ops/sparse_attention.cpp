@@ -126,10 +126,9 @@ Tensor new_max_logits(const Tensor& q) { return new_empty(q, {q.size(0), q.size(
 int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
                                    bool batch_invariant) {
   const Check check("sparse_attention_workspace");
-  check.at_least(num_tokens, "num_tokens", 0);
-  check.that(num_q_heads >= 1 && num_q_heads <= kMaxQHeads, "num_q_heads must be in [1, ", kMaxQHeads,
-             "], got ", num_q_heads);
-  check.at_least(num_sms, "num_sms", 1);
+  check.within(num_tokens, "num_tokens", 0, INT32_MAX);
+  check.within(num_q_heads, "num_q_heads", 1, kMaxQHeads);
+  check.within(num_sms, "num_sms", 1, kMaxProcessors);
   return sparse_attention_floats(num_tokens, num_q_heads, num_sms, batch_invariant);
 }
 

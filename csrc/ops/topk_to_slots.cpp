@@ -12,12 +12,10 @@ TopkToSlotsParams checked_inputs(const Check& check, MLA_TOPK_TO_SLOTS_ARGUMENTS
   const Arg p = check(positions, "positions"), table = check(page_table, "page_table");
   p.dtype({ScalarType::Int}).shape({-1, -1}).last_dim_contiguous();
   table.same_device_as(positions, "positions").dtype({ScalarType::Int}).shape({-1, -1}).last_dim_contiguous();
-  check.that(page_size >= 1 && page_size <= kMaxPageSize, "page_size must be in [1, ", kMaxPageSize,
-             "], got ", page_size);
+  check.within(page_size, "page_size", 1, kMaxPageSize);
   check.at_least(next_n, "next_n", 1);
   constexpr int64_t kMaxGroup = 64;
-  check.that(group_size >= 1 && group_size <= kMaxGroup, "group_size must be in [1, ", kMaxGroup, "], got ",
-             group_size);
+  check.within(group_size, "group_size", 1, kMaxGroup);
   const int64_t rows = positions.size(0), topk = positions.size(1);
   check.that(topk <= std::numeric_limits<int32_t>::max() / kMaxGroup - 1, "positions must have at most ",
              std::numeric_limits<int32_t>::max() / kMaxGroup - 1, " columns, got ", topk);

@@ -39,6 +39,8 @@ class IndexLayout:
         ``index_fp8``: e4m3fn of 128 and float32 of 1; ``index_fp4``: uint8 of 64 and of 4.
         """
 
+        index_cache = index_cache.view(torch.uint8)
+
         def field(offset: int, num_bytes: int) -> torch.Tensor:
             shape, strides = (len(index_cache), page_size, num_bytes), (index_cache.stride(0), num_bytes, 1)
             return index_cache.as_strided(shape, strides, index_cache.storage_offset() + offset)

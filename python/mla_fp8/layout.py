@@ -94,11 +94,13 @@ class KVLayout:
     def views(
         self, kv_cache: torch.Tensor, page_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Aliases (nope, scale, rope) of a ``[num_pages, page_bytes]`` cache.
+        """Aliases (nope, scale, rope) of a ``[num_pages, page_bytes]`` cache, or of the engines' views of it.
 
         Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none, ``nope`` one
         element for two values of e2m1.
         """
+
+        kv_cache = kv_cache.view(torch.uint8)
 
         def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
             shape, strides = (len(kv_cache), page_size, num_bytes), (kv_cache.stride(0), stride, 1)

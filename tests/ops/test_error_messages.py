@@ -153,6 +153,14 @@ OF_OTHERS = {
         dequantize(torch.arange(3), zeros(4, 576)),
         "mla_fp8::dequantize_kv: out must have shape [3, 576], got [4, 576]",
     ),
+    "a GPU that is none": (
+        lambda: mla_fp8.index_topk_workspace(4, topk=64, num_sms=1 << 33),
+        f"mla_fp8::index_topk_workspace: num_sms must be in [1, 65536], got {1 << 33}",
+    ),
+    "more tokens than there can be": (
+        lambda: mla_fp8.sparse_attention_workspace(1 << 62, num_q_heads=1, num_sms=1),
+        f"mla_fp8::sparse_attention_workspace: num_tokens must be in [0, {(1 << 31) - 1}], got {1 << 62}",
+    ),
     "a gradient is wanted": (
         decode(q=zeros(2, 16, 576).requires_grad_()),
         "mla_fp8.sparse_decode: q must not require grad, as the package is for inference and has no "

@@ -294,6 +294,15 @@ def test_paged_and_ragged_choose_the_same(device):
     assert torch.equal(mla_fp8.index_logits_ragged(*ragged), problem.logits(900))
 
 
+def test_a_slot_that_int32_does_not_hold_is_none(device):
+    q = torch.randn(1, 8, 128, device=device).to(torch.float8_e4m3fn)
+    k, scale = torch.randn(4, 128, device=device).to(torch.float8_e4m3fn), torch.ones(4, device=device)
+    start, weights = ints([0], device), torch.ones(1, 8, device=device)
+    slots = torch.tensor([2**31 - 1, 2**31, 2**32 + 7, -(2**40)], device=device)
+    got = mla_fp8.index_topk_ragged(q, weights, k, scale, start, start + 4, topk=4, k_slots=slots)[1]
+    assert got.tolist() == [[2**31 - 1, -1, -1, -1]]
+
+
 def test_ragged_rows_see_their_own_range(device):
     k = torch.randn(1000, 128, device=device).to(torch.float8_e4m3fn)
     scale = torch.rand(1000, device=device)

@@ -93,6 +93,18 @@ def test_fields_lie_where_they_always_did(name, nope, scale, rope, twin):
         assert field.numel() * field.element_size() == where[1]
 
 
+@pytest.mark.parametrize("name", KV_LAYOUTS)
+def test_a_cache_of_any_dtype_has_the_same_fields(name):
+    """Engines type a cache of bf16 rows as bf16, and may keep other things between its pages."""
+    layout = KV_LAYOUTS[name]
+    pages = torch.randint(256, (4, layout.page_bytes(6) + 64), dtype=torch.uint8)[1:, :-64]
+    dtypes = [torch.int8, torch.float8_e4m3fn] + [torch.bfloat16] * (layout.page_bytes(6) % 2 == 0)
+    for typed in (pages.view(dtype) for dtype in dtypes):
+        for view, same in zip(layout.views(typed, 6), layout.views(pages, 6), strict=True):
+            assert view.dtype == same.dtype and view.shape == same.shape and view.stride() == same.stride()
+            assert view.storage_offset() == same.storage_offset()
+
+
 def test_flash_mla_view_is_the_same_memory():
     layout = KV_LAYOUTS["dsv4"]
     wide = torch.zeros(3, 37440 + 64, dtype=torch.uint8)

@@ -115,7 +115,7 @@ def index_topk_ragged(
     """:func:`index_topk` over the keys of :func:`index_logits_ragged`.
 
     Positions are relative to ``k_start`` (clamped). Slots are ``k_slots[k_start + position]``, of an int32 or
-    int64 tensor ``[num_keys]``, or ``k_start + position`` without it.
+    int64 tensor ``[num_keys]`` (-1 for what int32 does not hold), or ``k_start + position`` without it.
     """
     expect_tensors("index_topk_ragged", q_scale=q_scale, k_slots=k_slots, workspace=workspace)
     refuse_gradients("index_topk_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale)
