@@ -82,7 +82,7 @@ def convert_kv(
     src           [num_pages, page_bytes]  uint8           any stride of pages, at least their rows
     dst           [num_pages, page_bytes]  uint8           written in place
     src_rows                               str             a name of the table above
-    layout                                 a KVLayout      of ``dst``: 512 dims. ``dsv4`` keeps rope in bf16
+    layout                                 str, KVLayout   of ``dst``: 512 dims. ``dsv4`` keeps rope in bf16
     src_slots     [n]                      int64 or int32  outside of ``src``: the row is left out
     slot_mapping  [n]                      int64 or int32  outside of ``dst``: skipped
     scale         one element              fp32            the layer's scale: ``fp8_e4m3*_512`` only

@@ -15,8 +15,9 @@ def sparse_attention_workspace(
     ``torch.ops.mla_fp8.sparse_*_out`` allocate nothing. Where the portable kernel runs, small batches are
     fast only if several CTAs share a token's keys. They meet in the caller's ``workspace``: as many as it has
     room for, without one a single CTA. With ``batch_invariant`` a workspace that is too small raises
-    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts
-    alone, on AMD GPUs one like it for all.
+    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts alone,
+    but ``sparse_prefill_window_out`` with ``extra_page_table`` has use for a workspace, too. On AMD GPUs a
+    kernel like the portable one runs for all layouts.
     """
     return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
         num_tokens, num_q_heads, num_sms, batch_invariant
@@ -46,12 +47,13 @@ def plan_shared_keys(
     out                [num_tiles, words]     int32  optional; contiguous
     =================  =====================  =====  =======================================================
 
-    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8, where there are few groups into
-    smaller ones. A tile's line of the result has the length of its list, or -1 where its tokens go alone (all
-    do on a CPU and on NVIDIA GPUs but Hopper's; for AMD's there is no kernel); from column 4 on the slots,
-    each once, those of the second cache with the sign bit; behind the room for all of them a byte each, whose
-    bit i says that the tile's token i attends to it. Returns it. Raises RuntimeError naming the argument,
-    what was expected and what came.
+    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8 tokens, or smaller ones where there
+    are few groups. The result has a line for each tile. Column 0 is the length of its list, or -1 where its
+    tokens go alone (all do on a CPU and on NVIDIA GPUs but Hopper's; for AMD's there is no kernel). From
+    column 4 on come the slots, each once, those of the second cache with the sign bit. Behind the room for
+    all of them each has a byte, whose bit i says that the tile's token i attends to it.
+
+    Returns the lists. Raises RuntimeError naming the argument, what was expected and what came.
     """
     expect_tensors(
         "plan_shared_keys", topk_length=topk_length, extra_indices=extra_indices,
@@ -112,8 +114,8 @@ def sparse_decode(
     ``extra_layout`` is by default that of the first cache. It may also be ``dsv41_fp4``, next to ``dsv41`` or
     ``dsv4``, and ``dsv4`` next to ``dsv4_fnuz``: see ``KVLayout.extra_of``.
 
-    There is nothing to plan ahead. What several CTAs do for a row is merged in the launch; by the portable
-    kernel in a second one and a workspace, which is allocated here (:func:`sparse_attention_workspace`).
+    There is nothing to plan ahead. What several CTAs do for a row is merged in the launch. The portable
+    kernel merges in a second launch, through a workspace that is allocated here.
 
     ``query_groups``: so many consecutive tokens, the drafts of a request, have mostly the same keys. With 8,
     16 or 32 heads over ``dsv4`` or ``dsv32`` pages a Hopper GPU then fetches and converts a key once for up
@@ -121,10 +123,12 @@ def sparse_decode(
     the call, or once for several by :func:`plan_shared_keys`. Elsewhere, and with ``batch_invariant``, it
     changes nothing. A token's last bits then depend on the keys of its group, on no other.
 
-    Else a row's result never depends on what the other rows hold; with ``batch_invariant`` (always so on the
-    CPU) neither on how many there are nor on its place among them. ``layout`` may be an engine's name such
-    as ``"fp8_ds_mla"``. ``backend`` is a name of the dispatch table; ValueError with every reason if it
-    cannot run this, RuntimeError naming the argument for bad input.
+    Without groups a row's result never depends on what the other rows hold. With ``batch_invariant`` (always
+    so on the CPU) it depends neither on how many rows there are nor on its place among them.
+
+    ``layout`` may be an engine's name such as ``"fp8_ds_mla"``. ``backend`` is a name of the dispatch table.
+    Raises ValueError with every reason if that cannot run this, RuntimeError naming the argument for bad
+    input.
     """
     name, layout = "sparse_decode", layout_of(layout, q, kv_cache, page_size, backend)
     extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
