@@ -153,7 +153,9 @@ def main(options: argparse.Namespace) -> int:
         print("mla_fp8 replay: safetensors is not installed (pip install mla-fp8[replay])", file=sys.stderr)
         return 2
     except Exception as error:  # what safetensors raises for a bad file has no common base
-        print(f"mla_fp8 replay: {error}", file=sys.stderr)
+        said = str(error)
+        where = "" if str(options.file) in said else f"{options.file}: "
+        print(f"mla_fp8 replay: {where}{said}", file=sys.stderr)
         return 2
     if not calls:
         print(f"mla_fp8 replay: {options.file} holds no calls", file=sys.stderr)
