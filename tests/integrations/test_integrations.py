@@ -13,7 +13,7 @@ import torch
 from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS, probes
-from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, sglang, vllm
+from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, log, sglang, vllm
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -124,7 +124,7 @@ def prefill_with_out(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_len
     "change", [{"indices": None}, {"is_fp8_kvcache": False}, {"causal": True}, {"kv_format": "V41"}], ids=str
 )
 def test_calls_that_we_do_not_have_go_to_the_original_and_that_is_said_once(change, caplog):
-    flash_mla_calls.say_once.cache_clear()
+    log.say_once.cache_clear()
     arguments = engine_standins.decode_call(make_case(KV_LAYOUTS["dsv4"], "cpu")) | change
 
     def original(**given):

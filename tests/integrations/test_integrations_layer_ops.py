@@ -17,6 +17,9 @@ ENGINES = {
     "sglang": (layer_ops.SGLANG, layer_ops.register_sglang, f"mla_fp8, {layer_ops.NAME}", "mla_fp8"),
 }
 
+# Whose INFO the engine shows; of vLLM as its stand-in names it.
+LOGGERS = {"vllm": "mla_fp8.of_vllm.mla_fp8", "sglang": "sglang.mla_fp8"}
+
 
 def standin(ours, calls):
     def original(*args, **options):
@@ -65,6 +68,7 @@ def test_a_function_with_other_parameters_stays_the_engines(engine, monkeypatch,
     register()
     assert function(engine, name) is other
     assert f"{name} stays the engine's: takes nothing_that_we_know" in caplog.text
+    assert {record.name for record in caplog.records} == {LOGGERS[engine]}
 
 
 def test_vllms_calls_are_ours_but_those_for_blackwell_and_other_ranks(monkeypatch, device):

@@ -60,7 +60,6 @@ class Engine:
         self.module.ops = calls
         self.parallel, self.modules = dcp, (calls, choice, workspace)
         self.module.get_dcp_group = self.get_dcp_group
-        vllm_indexer.say_once.cache_clear()
 
     def get_dcp_group(self):
         assert self.parallel, "nothing is distributed"

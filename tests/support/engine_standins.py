@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import peer_standins
 
-from mla_fp8.integrations import flash_mla_calls, vllm_sparse, vllm_v4
+from mla_fp8.integrations import log, vllm_sparse, vllm_v4
 
 
 class AttentionBackendEnum(enum.Enum):
@@ -175,7 +175,7 @@ def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
     modules["vllm"] = peer_standins.install(monkeypatch, "vllm")
     modules["vllm"].__version__ = "0.99"
     vllm_sparse.log_once.cache_clear()
-    flash_mla_calls.say_once.cache_clear()
+    log.say_once.cache_clear()
     return SimpleNamespace(registered=registered, modules=modules)
 
 

@@ -5,7 +5,6 @@ nothing is attended), and None where the original's are of base 2.
 """
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from .. import probes
 from ..layout import KV_LAYOUTS
 from . import attend, drafts
+from .log import say_once
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -156,11 +156,6 @@ def _by_name(function: Callable[..., Any], args: tuple[Any, ...], options: dict[
 @functools.cache
 def _names(function: Callable[..., Any]) -> list[str]:
     return probes.parameters(function) or []
-
-
-@functools.cache
-def say_once(sentence: str) -> None:
-    logging.getLogger("mla_fp8").info(sentence)
 
 
 def _row(q: Tensor, k_cache: Tensor) -> tuple[int, int]:

@@ -15,7 +15,8 @@ from .. import probes
 from ..compat import sglang_layer as for_sglang
 from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
-from .flash_mla_calls import say_once, take_over
+from .flash_mla_calls import take_over
+from .log import say_once
 
 NAME = "mla_fp8_layer_ops"
 _LOGGER = logging.getLogger("mla_fp8")

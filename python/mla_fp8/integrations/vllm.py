@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import probes
-from . import drafts, flash_mla_calls, vllm_sparse, vllm_v4
+from . import drafts, flash_mla_calls, log, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
 _REGISTRY = "vllm.v1.attention.backends.registry"
@@ -77,7 +77,7 @@ def register_flash_mla_calls() -> None:
         if not refused:
             vllm_v4.take_over(model)
     said = "heads as they are, prefill of few heads straight from the pages"
-    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+    log.logger().info(
         "mla_fp8 serves FlashMLA's sparse calls; %s",
         "; ".join(f"the layer of {model}: {refused or said}" for model, refused in layers.items()),
     )
@@ -96,7 +96,7 @@ def register_query_groups() -> None:
     for model, refused in layers.items():
         if not refused:
             vllm_v4.take_over(model, vllm_v4.DRAFTS)
-    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+    log.logger().info(
         "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; %s",
         "; ".join(f"of {model}{f' not: {refused}' if refused else ''}" for model, refused in layers.items()),
     )

@@ -31,6 +31,7 @@ from .. import probes
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk_workspace
 from .flash_mla_calls import around, take_over
+from .log import say_once
 
 NAME = "mla_fp8_index_topk"
 MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
@@ -316,8 +317,3 @@ def register() -> None:
     module.get_indexer_topk = around(module.get_indexer_topk, around_get_indexer_topk)  # type: ignore[attr-defined]
     if take_over(import_module(_CALLS), {"top_k_per_row_prefill": around_top_k_per_row_prefill}):
         say_once("mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts, FP8 keys")
-
-
-@functools.cache
-def say_once(sentence: str) -> None:
-    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(sentence)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend, drafts
+from . import attend, drafts, log
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
@@ -160,7 +160,7 @@ def _over_pages(
 
 @functools.cache
 def log_once(num_heads: int, cache_dtype: str) -> None:
-    import_module("vllm.logger").init_logger("vllm.mla_fp8").info(
+    log.logger().info(
         "mla_fp8 attends in place of FlashMLA: %d query heads as they are, cache %s, decode and prefill. "
         "vLLM's own: the indexer unless mla_fp8_index_topk is named, cache writes, dense attention of short "
         "prompts, context parallelism's merge.",
