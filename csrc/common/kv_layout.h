@@ -1,6 +1,6 @@
 #pragma once
 // The byte layout of a latent KV cache. Nothing else in the repository may spell these numbers: kernels
-// include this table, Python reads it through torch.ops.mla_fp8.kv_layout_table, tests/test_kv_layout.py
+// include this table, Python reads it through torch.ops.mla_fp8.kv_layout_table, tests/ops/test_kv_layout.py
 // freezes it.
 //
 //   dsv32       token: | nope e4m3 x512 | scale f32 x4 | rope bf16 x64 |                      inline

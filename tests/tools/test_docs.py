@@ -109,17 +109,28 @@ def test_files_that_a_document_names_are_there(path: Path) -> None:
     assert [name for name in real if not (ROOT / name).exists()] == []
 
 
-def test_documents_that_sources_name_are_there() -> None:
+def test_documents_and_tests_that_sources_name_are_there() -> None:
     kinds = {".cu", ".cuh", ".h", ".cpp", ".py", ".sh"}
     files = [path for top in ("csrc", "python", "benchmarks", "ci") for path in (ROOT / top).rglob("*")]
     named = {
         (str(path.relative_to(ROOT)), name)
         for path in files
         if path.suffix in kinds
-        for name in re.findall(r"(?<![\w./])docs/[\w/]+\.\w+", path.read_text())
+        for name in re.findall(r"(?<![\w./])(?:docs|tests)/[\w/]+\.\w+", path.read_text())
     }
     assert len(named) > 10
     assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
+
+
+def test_constants_that_pages_of_kernels_name_are_there() -> None:
+    sources = "\n".join(
+        path.read_text()
+        for path in (ROOT / "csrc").rglob("*")
+        if path.suffix in (".h", ".cuh", ".cu", ".cpp")
+    )
+    known = set(re.findall(r"\bk[A-Z]\w+", sources))
+    for page in sorted((DOCS / "kernels").glob("*.md")):
+        assert set(re.findall(r"\bk[A-Z]\w+", page.read_text())) <= known, page.name
 
 
 def test_third_party_names_what_is_pinned_with_its_version() -> None:
