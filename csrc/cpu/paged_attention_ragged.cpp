@@ -123,7 +123,8 @@ MLA_SIMD void compute_scores(Scratch& s, int num_heads, int head_dim) {
   });
 }
 
-// tanh by way of 2^x: the absolute error, which is what the softmax sees, is 2e-7.
+// tanh by way of 2^x, whose absolute error is 2e-7; small numbers by their series, as a large cap multiplies
+// that error.
 MLA_SIMD F32 tanh(F32 x) {
   const U32 sign = and_(bits(x), set1(kSignMask)), magnitude = and_(bits(x), set1(~kSignMask));
   const F32 e = exp2_nonpositive(mul(from_bits(magnitude), set1(-2.0f * kLog2E)));
@@ -131,7 +132,10 @@ MLA_SIMD F32 tanh(F32 x) {
   store(numerator, sub(set1(1.0f), e));
   store(denominator, add(set1(1.0f), e));
   for (int i = 0; i < kLanes; ++i) numerator[i] /= denominator[i];
-  return from_bits(or_(bits(load(numerator)), sign));
+  const F32 y = from_bits(magnitude), square = mul(y, y);
+  const F32 series = mul(y, sub(set1(1.0f), mul(square, sub(set1(1.0f / 3), mul(square, set1(2.0f / 15))))));
+  const F32 result = select(less(y, set1(kSmallTanh)), series, load(numerator));
+  return from_bits(or_(bits(result), sign));
 }
 
 // Scores of the first num_keys keys -> weights relative to the largest logit so far; the other weights are 0.

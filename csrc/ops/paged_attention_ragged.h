@@ -19,6 +19,7 @@ inline void with_cache_dtype(CacheDtype dtype, Fn&& fn) {
 
 inline constexpr int kMaxRaggedHeadDim = 256;  // of separate K and V caches; both are multiples of 16
 inline constexpr int kMaxRaggedSplits = 128;
+inline constexpr float kSmallTanh = 0.06f;  // below it tanh is the first terms of its series
 
 // Both ops. Each request attends to the cached keys of its own pages; the last of its q_len query tokens sees
 // all of them, each one before it one key less. No value of the three index arrays reaches memory outside the

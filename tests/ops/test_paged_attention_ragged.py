@@ -49,12 +49,15 @@ def test_values_may_be_a_view_of_the_keys(device):
 
 
 @all_dtypes
-@pytest.mark.parametrize("cap", [0.5, 30.0])
+@pytest.mark.parametrize("cap", [0.5, 30.0, 2.0**24, 3e38])  # the last two: as good as none
 def test_soft_cap(cap, dtype, device):
     args, options = make_case(device, dtype)
     plain = mla_fp8.paged_attention_ragged(*args, **options)
     _, lse = check(args, options | {"sm_scale": 3.0, "logits_soft_cap": cap})
     assert not torch.equal(lse, plain[1])
+    if cap > 1000:
+        without = mla_fp8.paged_attention_ragged(*args, **options | {"sm_scale": 3.0})
+        torch.testing.assert_close(lse, without[1])
 
 
 @fp8_dtypes

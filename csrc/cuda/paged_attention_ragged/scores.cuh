@@ -64,8 +64,10 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
     if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // a layer's scale may have no room for it
     x *= logit_scale;
     if (p.logits_soft_cap > 0.0f) {  // cap * tanh(x / cap); 2 / (inf + 1) is 0
-      const float e = fast_exp2(x * 2.0f / p.logits_soft_cap);
-      x = p.logits_soft_cap * kLog2E * (1.0f - 2.0f / (e + 1.0f));
+      const float y = x * kLn2 / p.logits_soft_cap, square = y * y;
+      const float series = y * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
+      const float quotient = 1.0f - 2.0f / (fast_exp2(2.0f * kLog2E * y) + 1.0f);
+      x = p.logits_soft_cap * (fabsf(y) < kSmallTanh ? series : quotient) * kLog2E;
     }
     logits[i] = rows.k[key] && key < num_visible ? x : -INFINITY;
     largest = logits[i] > largest ? logits[i] : largest;
