@@ -15,7 +15,7 @@ INTRODUCTION = """\
 Tensors come first and by position, the rest by keyword. Bad input raises before anything is written:
 `RuntimeError` names the argument, what was expected and what came. An index is data: outside its range it is
 masked, never followed. Each op is also `torch.ops.mla_fp8.<op>`, where `layout` is a number (`KVLayout.id`),
-and `<op>_out`, which writes into given tensors and allocates nothing.
+and, if it returns tensors, `<op>_out`, which writes into given ones and allocates nothing.
 """
 BORDER = re.compile(r"=+(  +=+)+")
 
