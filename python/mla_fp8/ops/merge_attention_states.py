@@ -24,9 +24,11 @@ def merge_attention_states(
     ============  ===========================  ==================  ============================
 
     A side whose lse is -inf contributes nothing, whatever its out holds, and the other side's bits are
-    returned; where both are -inf, out is 0 and lse -inf. Computed in float32, rounded once. Returns
-    (out, lse). Raises RuntimeError naming the argument, what was expected and what came; ValueError for one
-    of the two buffers without the other.
+    returned; where both are -inf, out is 0 and lse -inf. FlashMLA's +inf for nothing makes NaN here. Computed
+    in float32, rounded once.
+
+    Returns (out, lse). Raises RuntimeError naming the argument, what was expected and what came; ValueError
+    for one of the two buffers without the other.
     """
     refuse_gradients(
         "merge_attention_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse
