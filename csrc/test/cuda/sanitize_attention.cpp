@@ -137,8 +137,10 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
     {"few_heads", "segments", 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},  // batch_invariant
     {"few_heads", "segments", 16, 1, 0, kDsv4, 16, 5, 900, 200, false},
-    {"many_heads", "segments", 32, 16, 0, kDsv32, 32, 3, 2400, 0, false},
-    {"many_heads", "segments", 32, 2, 0, kDsv4, 32, 5, 900, 200, false},
+    {"many_heads", "segments", 32, 8, 0, kDsv32, 32, 3, 2400, 0, false},
+    {"many_heads", "segments", 32, 1, 0, kDsv4, 32, 5, 900, 200, false},
+    {"many_heads", "segments", 64, 4, 0, kDsv4, 64, 3, 1200, 200, false},
+    {"many_heads", "segments", 64, 1, 0, kDsv32, 128, 5, 1200, 0, false},
     {"portable", "split", 16, 3, 0, kDsv32, 16, 5, 900, 0, true},  // by parts, or by other CTAs
     {"portable", "split", 32, 12, 0, kDsv4, 32, 5, 600, 500, true},
     {"portable", "split", 64, 2, 0, kDsv32, 40, 10, 900, 0, true},

@@ -32,9 +32,6 @@ struct Ring {
   }
 };
 
-template <class C>
-inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // few_heads/segments.cuh
-
 // Fetching one stage.
 template <class C>
 class Gather {
@@ -184,13 +181,15 @@ class SplitProducer : GatherOf<C> {
     for (int i = warp_ - C::kProducers; i < num_stages; i += C::kProducers) {
       const int ahead = i + C::kProducers;
       Key next{-1, 0};
-      if (ahead < num_stages) next = find(this->rank_of_lane(valid_keys_, first_rank(ahead)));
-      if (i >= 0) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
+      if (ahead < num_stages && has_stage(ahead))
+        next = find(this->rank_of_lane(valid_keys_, first_rank(ahead)));
+      if (i >= 0 && has_stage(i)) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
     this->drain();
   }
-  __device__ int first_rank(int i) const { return w_.first_block * C::kBlockKeys + i * kStageRows; }
+  __device__ bool has_stage(int i) const { return w_.template has_stage<C>(i); }
+  __device__ int first_rank(int i) const { return w_.template first_rank<C>(i); }
 
   const Item& w_;
   const ValidKeys<MapInShared> valid_keys_;

@@ -43,7 +43,7 @@ struct KernelParams {
   Divider splits;       // CTAs of one cluster, which share a query's keys
   int num_head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
-  // Segments of a query, and of a CTA (few_heads/segments.cuh).
+  // Segments of a query; runs of a team (sm90/segments.cuh).
   int segments_log2, runs;
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1
@@ -148,15 +148,30 @@ struct SplitItem : QueryHeads {
     first_block = split * each + min(split, longer);
     num_blocks = each + (split < longer);
   }
+  // Of the ring's sequence: whether there is an i-th stage among the first num_blocks blocks, and the rank of
+  // its first key.
+  template <class C>
+  __device__ bool has_stage(int) const {
+    return true;
+  }
+  template <class C>
+  __device__ int first_rank(int i) const {
+    return first_block * C::kBlockKeys + i * kStageRows;
+  }
 };
 
 template <class C>
-__device__ SplitItem find_item(const KernelParams& params) {
+inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
+
+template <class C>
+__device__ typename C::Item find_item(const KernelParams& params) {
   const unsigned cluster = cluster_index();
   // The head blocks of a query run together: its rows are read from L2 again.
   const int64_t query = cluster / params.num_head_blocks;
   const int first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads;
-  return {{query, first_head}, Keys(params.p, query), cluster_rank()};
+  const SplitItem item{{query, first_head}, Keys(params.p, query), cluster_rank()};
+  if constexpr (kHasSegments<C>) return {item, params};
+  else return item;
 }
 
 // A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
@@ -285,6 +300,11 @@ inline constexpr float kWeightLog2 = 7.0f;
 inline constexpr float kNoMax = -1e30f;
 // (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
 inline constexpr float kNoPartial = -3e38f;
+// The base of a head whose largest logit is this.
+template <class C>
+__device__ float base_for(float largest) {
+  return kHasSegments<C> ? rintf(largest) : largest;
+}
 
 // The factor of a head's output, from the base and the sum of its weights.
 template <class R>
@@ -320,19 +340,34 @@ __device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item
   const int head = item.head_of(p, head_in_item);
   return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token + head * p.out_stride_head);
 }
-__device__ inline uint2 to_bf16(float4 x, float factor) {
-  return {pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor)};
+template <class C>
+__device__ float output_value(float x, float factor) {
+  return kHasSegments<C> && fabsf(x) < 0x1p-100f ? 0.0f : x * factor;
 }
-
-// No zero has a sign.
-__device__ inline uint2 to_unsigned_bf16(float4 x, float factor) {
-  const auto scaled = [&](float y) { return fmaf(y, factor, 0.0f); };
-  return {pack_bf16(scaled(x.x), scaled(x.y)), pack_bf16(scaled(x.z), scaled(x.w))};
+template <class C>
+__device__ uint2 to_bf16(float4 x, float factor) {
+  const auto value = [&](float y) { return output_value<C>(y, factor); };
+  return {pack_bf16(value(x.x), value(x.y)), pack_bf16(value(x.z), value(x.w))};
 }
 
 __device__ inline void add(float4& a, const float4& b, float factor = 1.0f) {
   a.x = fmaf(b.x, factor, a.x), a.y = fmaf(b.y, factor, a.y);
   a.z = fmaf(b.z, factor, a.z), a.w = fmaf(b.w, factor, a.w);
+}
+__device__ inline void add(float& a, float b) { a += b; }
+__device__ inline float4 scaled(const float4& x, float factor) {
+  return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+// f(first) and the kCount - 1 after it, added up as a binary tree does.
+template <int kCount, class Fn>
+__device__ __forceinline__ auto tree_sum(Fn&& f, int first = 0) {
+  if constexpr (kCount == 1) {
+    return f(first);
+  } else {
+    auto sum = tree_sum<kCount / 2>(f, first);
+    add(sum, tree_sum<kCount / 2>(f, first + kCount / 2));
+    return sum;
+  }
 }
 
 }  // namespace mla_fp8::gpu

@@ -15,8 +15,9 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
                             int num_quads, int lane) {
   const int splits = params.num_splits(), head = quad / kOutQuads;
   if (!w.has_head(params.p, head)) return;  // what is loaded is used: it has come before this CTA leaves
-  // Each begins with itself: nobody is asked by all.
+  // Each begins with itself: nobody is asked by all. Of segments these are sides of a tree.
   const auto other = [&](int i) {
+    if constexpr (kHasSegments<C>) return w.split ^ min(i, splits - 1);
     const int split = w.split + min(i, splits - 1);
     return split < splits ? split : split - splits;
   };
@@ -50,7 +51,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
       factor = fast_exp2(stats.x - max);
       total = stats.y * factor;
 #pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) {
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
         total += __shfl_xor_sync(kFullWarp, total, offset);
         if constexpr (C::kFindsLargest) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
       }
@@ -59,8 +60,13 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
     for (int k = 0; k < kSplits; ++k) {
       const float f = __shfl_sync(kFullWarp, factor, other(r + k));
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i) add(sum[i], x[k][i], f);
+      for (int i = 0; i < kRounds; ++i)
+        if constexpr (kHasSegments<C>) x[k][i] = scaled(x[k][i], f);
+        else add(sum[i], x[k][i], f);
     }
+    if constexpr (kHasSegments<C>)
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) add(sum[i], tree_sum<kSplits>([&](int k) { return x[k][i]; }));
   }
   float out_factor = 0.0f;
   if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
@@ -68,7 +74,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
   uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i)
-    if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16(sum[i], out_factor);
+    if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16<C>(sum[i], out_factor);
 }
 
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its

@@ -2,45 +2,27 @@
 // batch_invariant: a query's result is that of a fixed tree of segments of its keys, whoever works on them.
 //
 // The blocks of the valid keys are dealt to `segments * kTeams` runs (plan.h), as even as can be. A run is
-// what a team adds up from zero. Two neighbours in the tree are merged by one rule: both are brought to the
-// larger base, product by product, and added; so a merge has the same bits in registers, in shared memory
-// and between CTAs, and its two sides may be swapped. A CTA takes neighbouring segments, a team of it
-// neighbouring runs: subtrees. At the bottom of the tree C::kChain runs are merged in a row, in registers;
-// what waits for its neighbour above lies in local memory. A run without keys changes nothing wherever it is
-// merged, or left out; zeros lose their sign at the end.
+// what a team adds up from zero, with bases of its own. These are whole numbers: what brings a result to
+// another base is a power of two, and exact. So only the order counts in which results are added up: as a
+// binary tree over the runs does, whose sides may be swapped. A CTA takes neighbouring segments, a team of it
+// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out.
+//
+// Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
+// below 2^-100 leave as 0 (output_value in sm90/item.cuh).
 #include <bit>
 #include <cstdint>
 
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/math.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 
 namespace mla_fp8::gpu {
 
-// Never one instruction: a fused one would round once, and not the same with its sides swapped.
-__device__ inline float merged(float a, float a_factor, float b, float b_factor) {
-  return __fadd_rn(__fmul_rn(a, a_factor), __fmul_rn(b, b_factor));
-}
-// What a chain takes up next: its sides are never swapped.
-__device__ inline float appended(float a, float a_factor, float b, float b_factor) {
-  return fmaf(b, b_factor, __fmul_rn(a, a_factor));
-}
-__device__ inline float4 appended(float4 a, float a_factor, float4 b, float b_factor) {
-  return {appended(a.x, a_factor, b.x, b_factor), appended(a.y, a_factor, b.y, b_factor),
-          appended(a.z, a_factor, b.z, b_factor), appended(a.w, a_factor, b.w, b_factor)};
-}
-__device__ inline float4 merged(float4 a, float a_factor, float4 b, float b_factor) {
-  return {merged(a.x, a_factor, b.x, b_factor), merged(a.y, a_factor, b.y, b_factor),
-          merged(a.z, a_factor, b.z, b_factor), merged(a.w, a_factor, b.w, b_factor)};
-}
+inline constexpr int kMaxRuns = 8;  // of a team
 
 // What one CTA works on: the runs of its teams. first_block and num_blocks: all of one team's; of several
-// num_blocks is no less than what there is of the ring's sequence.
+// num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
 template <int kTeams>
 struct SegmentItem : SplitItem {
-  static constexpr int kNumTeams = kTeams;
   int runs;           // of a team
   unsigned all_log2;  // of the runs of the query
   int blocks;         // of the query
@@ -65,132 +47,114 @@ struct SegmentItem : SplitItem {
   __device__ int first_block_of(int run) const {
     return static_cast<int>(static_cast<unsigned>(run) * static_cast<unsigned>(blocks) >> all_log2);
   }
+
+  // As SplitItem.
+  template <class C>
+  __device__ bool has_stage(int i) const {
+    const int place = i / C::kBlockStages, run = first_run(place % kTeams);
+    return kTeams == 1 || first_block_of(run) + place / kTeams < first_block_of(run + runs);
+  }
+  template <class C>
+  __device__ int first_rank(int i) const {
+    const int place = i / C::kBlockStages, block = first_block_of(first_run(place % kTeams)) + place / kTeams;
+    return block * C::kBlockKeys + i % C::kBlockStages * kStageRows;
+  }
 };
 
-// What a team merges when a run with keys has ended.
-template <int kChain>
-class RunTree {
+// What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads, bases
+// and sums of two heads of each octet. (many_heads: the logits warps add up the sums.) A result that waits for
+// its neighbour in the tree lies in `waiting`, in local memory; kFirstInRegisters: a single run does not.
+template <int kTiles, int kOctets, bool kHasSums, bool kFirstInRegisters>
+class RunTotals {
  public:
-  // Calls merge(level) for each subtree that waits for the one which ends, save(level) if that has to wait.
-  template <class Item, class Merge, class Save>
-  __device__ __forceinline__ void end(const Item& w, int team, int run, Merge&& merge, Save&& save) {
+  using Out = float[kTiles][kOctets][4];
+  using OfHeads = float[kOctets][2];
+  struct Result {
+    float4 out[kTiles][kOctets];
+    float2 base[kOctets], sum[kHasSums ? kOctets : 0];
+  };
+  static constexpr int kWaiting = std::countr_zero(unsigned{kMaxRuns}) - kFirstInRegisters;
+
+  // Not its own: a class with an array by whose index it is read has no registers.
+  __device__ explicit RunTotals(Result (&waiting)[kWaiting]) : waiting_(waiting) {}
+
+  // When a run that has keys has ended: with all that has waited for it, or it waits itself and the next one
+  // begins from zero.
+  template <class Item>
+  __device__ __forceinline__ void end_run(const Item& w, int team, int run, Out& out, OfHeads& base,
+                                          OfHeads* sum = nullptr) {
     const int first = w.first_run(team), end = w.first_block_of(first + run + 1);
-    const auto ends_at = [&](int run) { return w.first_block_of(first + run) == end; };
-    int size = min(kChain, w.runs), i = run / size;
-    if (!ends_at((i + 1) * size)) return;
 #pragma unroll 1
-    for (int level = 0; size < w.runs; ++level, size *= 2, i /= 2) {
+    for (int level = 0, i = run; w.runs >> level > 1; ++level, i /= 2) {
       if (i % 2 == 1) {
-        if (waiting_ >> level & 1) merge(level);
-        waiting_ &= ~(1u << level);
-      } else if (!ends_at((i + 2) * size)) {
-        save(level);
-        waiting_ |= 1u << level;
+        if (levels_ >> level & 1) merge(level, out, base, sum);
+        levels_ &= ~(1u << level);
+      } else if (w.first_block_of(first + ((i + 2) << level)) != end) {
+        save(level, out, base, sum);
+        levels_ |= 1u << level;
         return;
       }
     }
   }
 
  private:
-  unsigned waiting_ = 0;  // bit i: a subtree of 2^i chains
-};
-inline constexpr int kSavedLevels = 2;
-
-// ---- the CTAs of a cluster ------------------------------------------------------------------------------
-
-// As merge_quads, of a power of two of CTAs.
-// `kChain`: of so many the first ones are merged in a row, the chains in a tree.
-template <class C, int kSplits, int kRounds, int kChain>
-__device__ __forceinline__ void merge_tree(const KernelParams& params, const typename C::Item& w,
-                                           uint32_t smem, int piece, int lane) {
-  const int quad = piece * kWarpSize + lane, head = quad / kOutQuads;
-  if (!w.has_head(params.p, head)) return;
-  float2 stats = {kNoMax, 0.0f};  // lane r holds split r's
-  if (lane < kSplits)
-    stats = load_cluster_float2(cluster_address(smem + MLA_SMEM(C, stats) + head * 8, lane));
-  const uint32_t mine = smem + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
-  // Each begins with its own chain, and meets its neighbours in the tree: nobody is asked by all.
-  const int own = w.split / kChain * kChain;
-  float4 x[kSplits][kRounds];
+  __device__ __forceinline__ void merge(int level, Out& out, OfHeads& base, OfHeads* sum) {
+    if constexpr (kFirstInRegisters) {
+      if (level > 0) first_ = waiting_[level - 1];
+      add(first_, out, base, sum);
+    } else {
+      add(waiting_[level], out, base, sum);
+    }
+  }
+  __device__ __forceinline__ static void add(const Result& x, Out& out, OfHeads& base, OfHeads* sum) {
 #pragma unroll
-  for (int k = 0; k < kSplits; ++k)
+    for (int n = 0; n < kOctets; ++n) {
+      const float2 to = {fmaxf(base[n][0], x.base[n].x), fmaxf(base[n][1], x.base[n].y)};
+      const float2 f = {fast_exp2(x.base[n].x - to.x), fast_exp2(x.base[n].y - to.y)};
+      const float2 g = {fast_exp2(base[n][0] - to.x), fast_exp2(base[n][1] - to.y)};
+      base[n][0] = to.x, base[n][1] = to.y;
+      if constexpr (kHasSums) {
+        float (&s)[2] = (*sum)[n];
+        s[0] = fmaf(x.sum[n].x, f.x, s[0] * g.x), s[1] = fmaf(x.sum[n].y, f.y, s[1] * g.y);
+      }
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i)
-      x[k][i] = load_cluster_float4(cluster_address(mine, own ^ k) +
-                                    i * kWarpSize * static_cast<int>(sizeof(float4)));
-  float base = stats.x, sum = stats.y;
-  if constexpr (kChain > 1) {
-    const float all_base = base, all_sum = sum;
-    base = __shfl_sync(kFullWarp, all_base, lane / kChain * kChain);
-    sum = __shfl_sync(kFullWarp, all_sum, lane / kChain * kChain);
-#pragma unroll
-    for (int j = 1; j < kChain; ++j) {
-      const float next = __shfl_sync(kFullWarp, all_base, lane / kChain * kChain + j);
-      const float both = fmaxf(base, next);
-      const float f[2] = {fast_exp2(base - both), fast_exp2(next - both)};
-      sum = merged(sum, f[0], __shfl_sync(kFullWarp, all_sum, lane / kChain * kChain + j), f[1]);
-      base = both;
-#pragma unroll
-      for (int k = 0; k < kSplits; k += kChain) {
-        const float a = __shfl_sync(kFullWarp, f[0], own ^ k), b = __shfl_sync(kFullWarp, f[1], own ^ k);
-#pragma unroll
-        for (int i = 0; i < kRounds; ++i) x[k][i] = appended(x[k][i], a, x[k + j][i], b);
+      for (int i = 0; i < kTiles; ++i) {
+        const float4 y = x.out[i][n];
+        float (&o)[4] = out[i][n];
+        o[0] = fmaf(y.x, f.x, o[0] * g.x), o[1] = fmaf(y.y, f.y, o[1] * g.y);
+        o[2] = fmaf(y.z, f.x, o[2] * g.x), o[3] = fmaf(y.w, f.y, o[3] * g.y);
       }
     }
   }
+  __device__ __forceinline__ void save(int level, Out& out, OfHeads& base, OfHeads* sum) {
+    if constexpr (kFirstInRegisters) {
+      if (level == 0) take(first_, out, base, sum);
+      else take(waiting_[level - 1], out, base, sum);
+    } else {
+      take(waiting_[level], out, base, sum);
+    }
 #pragma unroll
-  for (int step = kChain; step < kSplits; step *= 2) {
-    const float both = fmaxf(base, __shfl_xor_sync(kFullWarp, base, step));
-    const float f = fast_exp2(base - both);
-    sum = __fmul_rn(sum, f);
-    sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, step));
-    base = both;
+    for (int n = 0; n < kOctets; ++n) {
+      base[n][0] = base[n][1] = kNoMax;
+      if constexpr (kHasSums) (*sum)[n][0] = (*sum)[n][1] = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kSplits; k += 2 * step) {
-      const float a = __shfl_sync(kFullWarp, f, own ^ k), b = __shfl_sync(kFullWarp, f, own ^ (k + step));
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) x[k][i] = merged(x[k][i], a, x[k + step][i], b);
+      for (int i = 0; i < kTiles; ++i) out[i][n][0] = out[i][n][1] = out[i][n][2] = out[i][n][3] = 0.0f;
     }
   }
-  float factor = 0.0f;
-  if (lane == 0) factor = finish_head<typename C::R>(params.p, w, head, base, sum);
-  factor = __shfl_sync(kFullWarp, factor, 0);
-  uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
+  __device__ __forceinline__ static void take(Result& to, const Out& out, const OfHeads& base,
+                                              const OfHeads* sum) {
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) out[i * kWarpSize] = to_unsigned_bf16(x[0][i], factor);
-}
-
-// Eight warps: each CTA finishes an equal share of the pieces of 32 quads.
-template <class C>
-__device__ void merge_segments(const KernelParams& params, const typename C::Item& w, uint8_t* smem, int warp,
-                               int lane) {
-  constexpr int kOfHead = kOutQuads / kWarpSize, kAll = C::kHeads * kOfHead;
-  const auto merge = [&](auto splits) {
-    constexpr int kSplits = splits(), kShare = kAll / kSplits;  // pieces
-    constexpr int kOfWarp = kShare / kConsumerWarps, kRounds = kOfWarp < 1         ? 1
-                                                               : kOfWarp < kOfHead ? kOfWarp
-                                                                                   : kOfHead;
-    static_assert(kOfHead % kRounds == 0);
-#pragma unroll 1
-    for (int piece = warp * kRounds; piece < kShare; piece += kConsumerWarps * kRounds) {
-      const int first = w.split * kShare + piece;
-      const auto merge_by = [&](auto chain) {
-        merge_tree<C, kSplits, kRounds, chain()>(params, w, shared_address(smem), first, lane);
-      };
-      // Between CTAs there are chains only where each has one run.
-      if constexpr (C::Item::kNumTeams == 1)
-        if (w.runs == 1) {
-          merge_by(constant<(C::kChain < kSplits ? C::kChain : kSplits)>{});
-          continue;
-        }
-      if constexpr (kSplits <= C::kMostSharing) merge_by(constant<1>{});
+    for (int n = 0; n < kOctets; ++n) {
+      to.base[n] = {base[n][0], base[n][1]};
+      if constexpr (kHasSums) to.sum[n] = {(*sum)[n][0], (*sum)[n][1]};
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+        to.out[i][n] = {out[i][n][0], out[i][n][1], out[i][n][2], out[i][n][3]};
     }
-  };
-  const int splits = params.num_splits();
-  if (splits == 2) merge(constant<2>{});
-  else if (splits == 4) merge(constant<4>{});
-  else if (splits == 8) merge(constant<8>{});
-  else if constexpr (C::Item::kNumTeams == 1) merge(constant<16>{});
-}
+  }
+
+  unsigned levels_ = 0;  // bit i: a result of 2^i runs waits
+  Result first_, (&waiting_)[kWaiting];
+};
 
 }  // namespace mla_fp8::gpu

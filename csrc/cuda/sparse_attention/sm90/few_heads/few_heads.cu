@@ -21,7 +21,7 @@
 // additions. Bound, H200: the gather (35 clocks per key and SM at 4.3 TB/s) plus the fixed cost of a query
 // (first rows in, merge: about 9 K clocks); 32 heads: the tensor cores.
 //
-// Segments: as split, in runs of a team that are merged in one way whoever has them (sm90/segments.cuh).
+// Segments: as split, in runs of a team that are added up in one order whoever has them (sm90/segments.cuh).
 //
 // Walk: a CTA has places for 4 / G queries at once, each with a team (bf16 rows: two teams, whose blocks
 // alternate). Each place goes through its queries without a word to the others: while one ends and the next
@@ -39,7 +39,6 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/segments.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
@@ -47,6 +46,7 @@
 #include "cuda/sparse_attention/sm90/merge.cuh"
 #include "cuda/sparse_attention/sm90/mixed_gather.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -58,23 +58,22 @@ namespace {
 
 // The producer warps: the first finds (max, sum) of the CTA while the consumers write their outputs.
 template <class C>
-__device__ void merge_stats(const KernelParams& params, const SplitItem& w, uint8_t* smem, bool first,
+__device__ void merge_stats(const KernelParams& params, const typename C::Item& w, uint8_t* smem, bool first,
                             int lane) {
   const float2* warp_stats = reinterpret_cast<const float2*>(smem + MLA_SMEM(C, warp_stats));
   const float* warp_largest = reinterpret_cast<const float*>(smem + MLA_SMEM(C, warp_largest));
   block_barrier<C::kThreads>();
   if (first && lane < C::kHeads) {
-    float max = kNoPartial, sum = 0.0f, largest = -INFINITY;
+    float max = kNoPartial, largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kConsumerWarps; ++i) {
       max = fmaxf(max, warp_stats[i * C::kHeads + lane].x);
       largest = fmaxf(largest, warp_largest[i * C::kHeads + lane]);
     }
-#pragma unroll
-    for (int i = 0; i < kConsumerWarps; ++i) {
+    const float sum = tree_sum<kConsumerWarps>([&](int i) {
       const float2 x = warp_stats[i * C::kHeads + lane];
-      sum += x.y * fast_exp2(x.x - max);
-    }
+      return x.y * fast_exp2(x.x - max);
+    });
     float2 result = {max, sum};
     if (params.num_splits() == 1)
       result.y = finish_head<typename C::R>(params.p, w, lane, max, sum,
@@ -113,7 +112,8 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
 
 // Consumers: sums the teams. One split: that is the output. Several: the sum replaces the first team's part.
 template <class C>
-__device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint8_t* smem, int thread) {
+__device__ void merge_teams(const KernelParams& params, const typename C::Item& w, uint8_t* smem,
+                            int thread) {
   const float2* stats = reinterpret_cast<const float2*>(smem + MLA_SMEM(C, stats));
   const auto place = [&](int team, int quad) {
     return reinterpret_cast<float4*>(smem + MLA_SMEM(C, ring)) +
@@ -126,9 +126,7 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int quad = thread + (first + i) * kConsumerThreads;
-      x[i] = *place(0, quad);
-#pragma unroll
-      for (int team = 1; team < C::kTeams; ++team) add(x[i], *place(team, quad));
+      x[i] = tree_sum<C::kTeams>([&](int team) { return *place(team, quad); });
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -136,7 +134,7 @@ __device__ void merge_teams(const KernelParams& params, const SplitItem& w, uint
       if (params.num_splits() > 1) *place(0, quad) = x[i];
       else if (w.first_head + quad / kOutQuads < params.p.num_q_heads)
         place_of_head(params.p, w, quad / kOutQuads)[quad % kOutQuads] =
-            to_bf16(x[i], stats[quad / kOutQuads].y);
+            to_bf16<C>(x[i], stats[quad / kOutQuads].y);
     }
   }
 }
@@ -290,6 +288,27 @@ class WalkFinish {
 
 // ---- the kernels ----------------------------------------------------------------------------------------
 
+// All runs of the team: out_, max_ and sum_ are what they come to then.
+template <class C>
+__device__ __forceinline__ void attend_to_runs(Consumer<C>& consumer, const typename C::Item& w) {
+  constexpr int kTiles = C::kChunks * 4;
+  using Totals = RunTotals<kTiles, C::kOctets, true, true>;
+  typename Totals::Result waiting[Totals::kWaiting];
+  Totals totals(waiting);
+  const int team = consumer.team(), first = w.first_run(team);
+  int place = team, block = w.first_block_of(first);
+#pragma unroll 1
+  for (int run = 0; run < w.runs; ++run) {
+    const int end = w.first_block_of(first + run + 1);
+    if (block == end) continue;
+#pragma unroll 1
+    for (; block < end; ++block, place += C::kTeams) consumer.attend(place);
+    consumer.add_up_sums(place - C::kTeams);
+    totals.end_run(w, team, run, reinterpret_cast<float (&)[kTiles][C::kOctets][4]>(consumer.out_),
+                   consumer.max_, &consumer.sum_);
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     few_heads_split_kernel(const __grid_constant__ KernelParams params) {
@@ -302,7 +321,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init_fence();
   }
   begin_grid(params.follows);
-  SplitItem w = find_item<C>(params);
+  typename C::Item w = find_item<C>(params);
   if (params.shared.has(w.query)) return leave_grid(params.follows);
   Query<C> q;
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
@@ -323,57 +342,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
     consumer.init();
-    for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
+    if constexpr (C::kSegments) attend_to_runs(consumer, w);
+    else
+      for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
     write_partials<C>(consumer, smem, warp, lane);
     merge_teams<C>(params, w, smem, thread);
     if (params.num_splits() > 1) {
       __syncwarp();
       cluster_sync_shared();
       merge_splits<C>(params, w, smem, warp, lane);
-      __syncwarp();
-      cluster_leave();
-    }
-  }
-  end_grid(params.follows);
-#endif
-}
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    few_heads_segments_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) uint8_t smem[];
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) {
-    Ring<C>{shared_address(smem)}.init();
-    mbarrier_init_fence();
-  }
-  begin_grid(params.follows);
-  typename C::Item w(find_item<C>(params), params);
-  Query<C> q;
-  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
-    if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
-  });
-
-  if (warp >= kConsumerWarps) {
-    give_up_registers<C::kProducerRegisters>();
-    SegmentProducer<C>(params, w, survey, smem, warp - kConsumerWarps, lane).run();
-    merge_team_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
-    __syncwarp();
-    if (params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
-  } else {
-    take_registers<C::kConsumerRegisters>();
-    SegmentConsumer<C> consumer(params, smem, warp, lane);
-    q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
-    named_barrier(kBarrierQ, kConsumerThreads);
-    consumer.run(w);
-    write_team_partials<C>(consumer, smem, warp, lane);
-    merge_team_outputs<C>(params, w, smem, thread);
-    if (params.num_splits() > 1) {
-      __syncwarp();
-      cluster_sync_shared();
-      merge_segments<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();
     }
@@ -447,7 +424,6 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
     using R = CachedRow<layout(), extra(), kExpanders>;
     using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1, kSegments>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
-    else if constexpr (kSegments) launch_items<C>(few_heads_segments_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });
 }

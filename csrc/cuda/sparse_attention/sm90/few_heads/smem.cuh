@@ -23,7 +23,7 @@ namespace mla_fp8::gpu {
 
 // One variant. A CTA takes kOctets octets of heads; its consumer warps form teams of kMembers warps. It has
 // one query, or in a walk kQueries at once.
-// R: Row, or MixedRow of two caches. kSegments: segments.cuh.
+// R: Row, or MixedRow of two caches. kSegments: sm90/segments.cuh.
 template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1, bool kSegments_ = false>
 struct FewHeads {
   using R = R_;
@@ -37,7 +37,6 @@ struct FewHeads {
   static constexpr int kTeams = kConsumerWarps / kMembers;
   using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
-  static constexpr int kChain = 2, kMostSharing = 8;                                     // of segments
   static constexpr int kBlockStages = kMembers, kBlockKeys = kStageRows * kBlockStages;  // of one team
   static constexpr int kEmptyWarps = kMembers;  // every warp of a team reads every stage of its block
   static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates
@@ -74,7 +73,7 @@ struct FewHeads {
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
   static constexpr int kSurveyReaders = kProducers / kQueries;
   static constexpr bool kWalks = kQueries > 1;
-  static constexpr bool kFindsLargest = true;  // if the caller wants them
+  static constexpr bool kFindsLargest = !kSegments;  // if the caller wants them
 
   struct Smem {
     alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache

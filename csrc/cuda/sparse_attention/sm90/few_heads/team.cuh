@@ -153,6 +153,31 @@ class Consumer {
     else accumulate_alone(mine, b, over);
   }
 
+  // The team's sums, in one of its lanes: in all others they are zero. `last_block`: as attend's.
+  __device__ void add_up_sums(int last_block) {
+    // The block's maxima are done with. Nobody writes there again before a barrier of the next block.
+    const int buffer = team_ * 2 + last_block / C::kTeams % 2;
+    float2* const sums =
+        reinterpret_cast<float2*>(smem_ + MLA_SMEM(C, block_max)) + buffer * kMembers * C::kHeads / 2 + t_;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const float2 mine = {sum_over_g(sum_[n][0]), sum_over_g(sum_[n][1])};
+      if (g_ == 0) sums[(member_ * C::kHeads + n * kOctetHeads) / 2] = mine;
+    }
+    named_barrier(kBarrierTeam + team_, kWarpSize * kMembers);
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      float2 sum = {0.0f, 0.0f};
+#pragma unroll
+      for (int m = 0; m < kMembers; ++m) {
+        const float2 x = sums[(m * C::kHeads + n * kOctetHeads) / 2];
+        sum = {sum.x + x.x, sum.y + x.y};
+      }
+      const bool is_one = member_ == 0 && g_ == 0;
+      sum_[n][0] = is_one ? sum.x : 0.0f, sum_[n][1] = is_one ? sum.y : 0.0f;
+    }
+  }
+
   // This warp's (base, sum of weights) and largest logit (log2) of every head, to shared memory.
   __device__ void write_stats(uint8_t* smem) const {
     const int at = (team_ * kMembers + member_) * C::kHeads;
@@ -309,8 +334,8 @@ class Consumer {
     return largest > kWeightLog2 + kLazyLog2;
   }
 
-  // Prefill always does; segments, which are decode's, never.
-  __device__ bool finds_largest() const { return !C::kSegments && (C::kQueries > 1 || p_.max_logits); }
+  // Prefill always does.
+  __device__ bool finds_largest() const { return C::kFindsLargest && (C::kQueries > 1 || p_.max_logits); }
   // The largest logits of these 16 keys + e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
@@ -331,8 +356,8 @@ class Consumer {
   // be multiplied by what this returns, weights are to be found again.
   __device__ float move_base(int n, int c, float largest) {
     if (!(largest > max_[n][c] + kLazyLog2)) return 1.0f;
-    const float factor = fast_exp2(max_[n][c] - largest);
-    max_[n][c] = largest;
+    const float base = base_for<C>(largest), factor = fast_exp2(max_[n][c] - base);
+    max_[n][c] = base;
     sum_[n][c] *= factor;
     return factor;
   }

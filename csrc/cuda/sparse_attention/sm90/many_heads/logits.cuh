@@ -263,7 +263,7 @@ class BlockLogits : protected LogitWarp<C> {
 #pragma unroll
       for (int i = 1; i < C::kLogitWarps; ++i) largest = fmaxf(largest, x_.warp_max(i)[head]);
       const float old_base = x_.head_state()[head].y;
-      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
+      const float base = largest > limit ? base_for<C>(largest + old_base - kWeightLog2) : old_base;
       x_.head_state()[head].y = base;
       x_.rescale(buffer)[head] = old_base - base;
     }
@@ -289,43 +289,33 @@ class SplitLogits : BlockLogits<C> {
 
   __device__ void run() {
     this->begin_row();
-#pragma unroll 1
-    for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
-    finish();
-  }
-
- private:
-  using Base::p_, Base::params_, Base::x_;
-
-  // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
-  __device__ void finish() {
-    this->end_row([&](int head, float base, float sum, float largest) {
+    // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
+    const auto finish = [&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
       reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
-    });
+    };
+    if constexpr (C::kSegments) {
+      attend_to_runs();
+      end_runs(finish);
+    } else {
+#pragma unroll 1
+      for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
+      this->end_row(finish);
+    }
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  const Item& w_;
-};
+ private:
+  using Base::fresh_, Base::g_, Base::kOctets, Base::lane_, Base::member_, Base::p_, Base::params_,
+      Base::sum_, Base::t_, Base::x_;
 
-// Segments (sm90/segments.cuh). The base of a run is there with the weights of its last block; its sums are
-// merged at the end.
-template <class C>
-class SegmentLogits : BlockLogits<C> {
- public:
-  using Base = BlockLogits<C>;
-  using Item = typename C::Item;
-
-  __device__ SegmentLogits(const KernelParams& params, const Item& w, uint8_t* smem, int warp, int lane)
-      : Base(params, smem, warp, lane), w_(w) {}
-
-  __device__ void run() {
-    const int first = w_.first_run(0);
-    this->begin_row();
+  // Segments (sm90/segments.cuh). A run's base is there with the weights of its last block; sums are added up
+  // at the end.
+  __device__ __forceinline__ void attend_to_runs() {
+    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
     int block = 0;
 #pragma unroll 1
     for (int run = 0; run < w_.runs; ++run) {
@@ -334,67 +324,59 @@ class SegmentLogits : BlockLogits<C> {
 #pragma unroll 1
       for (; block < end; ++block)
         this->attend(block, [&] {
-          if (block + 1 == end && member_ == 0)
-            x_.run_bases(run)[lane_] = fresh_ ? kNoMax : x_.head_state()[lane_].y + kWeightLog2;
+          if (block + 1 == end && head < C::kHeads)
+            x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
         });
-      end_run(run);
+      // All have read the bases since the last block began.
+      write_sums(run);
+      if (head < C::kHeads) x_.head_state()[head].y = 0.0f;
+      fresh_ = true;
+      named_barrier(kBarrierLogits, Base::kLogitThreads);
     }
-    if (member_ == 0) finish();
-    named_barrier(kBarrierFinish, C::kWorkers);
   }
 
- private:
-  static_assert(C::kHeads == kWarpSize && !C::kFindsLargest);
-  using Base::fresh_, Base::g_, Base::kOctets, Base::lane_, Base::member_, Base::p_, Base::params_,
-      Base::sum_, Base::t_, Base::x_;
-
-  // All have read the bases of the run since its last block began.
-  __device__ __forceinline__ void end_run(int run) {
-    // Over g, each of eight sums to one of its lanes: heads 8 (g / 2) + 2t + g % 2.
-    static_assert(kOctets == 4);
-    float sum[8];
+  // This warp's, which begin again. Those of all octets go over g to lanes that are left with a few each.
+  __device__ __forceinline__ void write_sums(int run) {
+    constexpr int kLeft = kOctets / 4;
+    float sum[2 * kOctets];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < 2 * kOctets; ++i) sum[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
 #pragma unroll
-    for (int half = 4; half > 0; half /= 2) {
-      const bool upper = g_ & half;
+    for (int half = kOctets, lanes = 16; half >= kLeft; half /= 2, lanes /= 2) {
+      const bool upper = lane_ & lanes;
 #pragma unroll
       for (int i = 0; i < half; ++i) {
-        const float given = __shfl_xor_sync(kFullWarp, upper ? sum[i] : sum[i + half], half * 4);
+        const float given = __shfl_xor_sync(kFullWarp, upper ? sum[i] : sum[i + half], lanes);
         sum[i] = (upper ? sum[i + half] : sum[i]) + given;
       }
     }
-    x_.run_sums(run, member_)[g_ / 2 * kOctetHeads + 2 * t_ + g_ % 2] = sum[0];
-    if (member_ == 0) x_.head_state()[lane_].y = 0.0f;
-    fresh_ = true;
-    named_barrier(kBarrierLogits, Base::kLogitThreads);
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const int which = g_ * kLeft + i;
+      x_.run_sums(run, member_)[which / 2 * kOctetHeads + 2 * t_ + which % 2] = sum[i];
+    }
   }
 
-  // A lane for each head.
-  __device__ __forceinline__ void finish() const {
-    RunTree<C::kChain> tree;
-    float2 total = {kNoMax, 0.0f}, saved[kSavedLevels] = {};  // (base, sum)
-    const auto merge = [&](float2 other) {
-      const float base = fmaxf(total.x, other.x);
-      total = {base, merged(total.y, fast_exp2(total.x - base), other.y, fast_exp2(other.x - base))};
+  // As end_row.
+  template <class Fn>
+  __device__ __forceinline__ void end_runs(Fn&& fn) const {
+    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
+    if (head >= C::kHeads) return;
+    const auto has_keys = [&](int run) {
+      return run < w_.runs && w_.first_block_of(first + run) < w_.first_block_of(first + run + 1);
     };
-    const int first = w_.first_run(0);
-#pragma unroll 1
-    for (int run = 0; run < w_.runs; ++run) {
-      if (w_.first_block_of(first + run) == w_.first_block_of(first + run + 1)) continue;
+    float base = kNoMax;
+#pragma unroll
+    for (int run = 0; run < C::kMostRuns; ++run)
+      if (has_keys(run)) base = fmaxf(base, x_.run_bases(run)[head]);
+    const float sum = tree_sum<C::kMostRuns>([&](int run) {
+      if (!has_keys(run)) return 0.0f;
       float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.run_sums(run, i)[lane_];
-      merge({x_.run_bases(run)[lane_], sum});
-      tree.end(
-          w_, 0, run, [&](int level) { merge(level == 0 ? saved[0] : saved[1]); },
-          [&](int level) {
-            (level == 0 ? saved[0] : saved[1]) = total;
-            total = {kNoMax, 0.0f};
-          });
-    }
-    if (w_.is_whole(params_)) total.y = finish_head<typename C::R>(p_, w_, lane_, total.x, total.y);
-    reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[lane_] = total;
+      for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.run_sums(run, i)[head];
+      return sum * fast_exp2(x_.run_bases(run)[head] - base);
+    });
+    fn(head, base, sum, -INFINITY);
   }
 
   const Item& w_;

@@ -19,7 +19,7 @@
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
 // 4.3 TB/s, and at 64 heads the tensor cores, 34.
 //
-// Segments: as split, 32 heads, in runs that are merged in one way whoever has them (sm90/segments.cuh).
+// Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh).
 //
 // Wide walk: a CTA of 64 heads goes through queries, with split's roles and its bits. Q comes while the query
 // before ends, the value warps survey the query after the next.
@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   begin_grid(params.follows);
   typename C::Item w;
   if constexpr (C::kNeighbours) w = find_tile<C>(params, smem, warp, lane);
-  else if constexpr (C::kSegments) w = typename C::Item(find_item<C>(params), params);
   else w = find_item<C>(params);
   if constexpr (C::kTiles == Tiles::kNone)
     if (params.shared.has(w.query)) return leave_grid(params.follows);
@@ -97,9 +96,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    std::conditional_t<C::kSegments, SegmentLogits<C>, SplitLogits<C>> logits(params, w, smem,
-                                                                              warp - kConsumerWarps, lane);
-    logits.run();
+    SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane).run();
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();
   } else {
@@ -109,15 +106,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     named_barrier(kBarrierQ, kConsumerThreads);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    std::conditional_t<C::kSegments, SegmentValues<C>, SplitValues<C>> values(smem, warp, lane);
-    if constexpr (C::kSegments) values.run(w);
-    else values.run(w.num_blocks);
+    SplitValues<C> values(smem, warp, lane);
+    values.run(w);
     if (split) {
       values.write_partial();
       __syncwarp();
       cluster_sync_shared();
-      if constexpr (C::kSegments) merge_segments<C>(params, w, smem, warp, lane);
-      else merge_splits<C>(params, w, smem, warp, lane);
+      merge_splits<C>(params, w, smem, warp, lane);
       __syncwarp();
       cluster_leave();
     } else if (w.is_whole(params)) {

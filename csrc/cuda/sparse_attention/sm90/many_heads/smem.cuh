@@ -14,8 +14,6 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kMaxRuns = 16;  // of a CTA: segments (sm90/segments.cuh)
-
 // ---- split ----------------------------------------------------------------------------------------------
 //
 //   barrier            arrivals of a phase       waits             protects
@@ -43,9 +41,11 @@ struct ManyHeadsSplit {
   static constexpr bool kNeighbours = kTiles != Tiles::kNone;
   static constexpr bool kSegments = kSegments_;
   using Item = std::conditional_t<kSegments, SegmentItem<1>, ItemOf<kTiles>>;
-  static constexpr int kChain = 4, kMostSharing = 4;  // of segments
+  static constexpr bool kFirstInRegisters = kOctets_ < 8;  // of segments: else there are none for it
+  static constexpr int kMostRuns = !kSegments ? 0 : kFirstInRegisters ? kMaxRuns : 4;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
+  static_assert(!kSegments || !kFindsLargest);
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
   static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
@@ -109,8 +109,8 @@ struct ManyHeadsSplit {
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
-    alignas(8) float run_bases[kSegments ? kMaxRuns : 0][kHeads];
-    alignas(8) float run_sums[kSegments ? kMaxRuns : 0][kLogitWarps][kHeads];
+    alignas(8) float run_bases[kMostRuns][kHeads];
+    alignas(8) float run_sums[kMostRuns][kLogitWarps][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);

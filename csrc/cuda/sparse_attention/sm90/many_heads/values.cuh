@@ -189,8 +189,13 @@ class BlockValues : protected ValueWarp<C> {
     __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
   };
 
+  // Blocks of the ring's sequence.
+  __device__ __forceinline__ void attend(int first_block, int num_blocks) {
+    if (this->last_is_bf16()) attend_by<true>(first_block, num_blocks);
+    else attend_by<false>(first_block, num_blocks);
+  }
   template <bool kLastIsBf16>
-  __device__ __forceinline__ void run_blocks(int first_block, int num_blocks) {
+  __device__ __forceinline__ void attend_by(int first_block, int num_blocks) {
     const typename Base::Offsets values = this->offsets();
 #pragma unroll 1
     for (int block = first_block; block < first_block + num_blocks; ++block) {
@@ -223,10 +228,10 @@ class SplitValues : protected BlockValues<C> {
 
   __device__ SplitValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane) {}
 
-  __device__ void run(int num_blocks) {
+  __device__ void run(const typename C::Item& w) {
     this->clear();
-    if (this->last_is_bf16()) this->template run_blocks<true>(0, num_blocks);
-    else this->template run_blocks<false>(0, num_blocks);
+    if constexpr (C::kSegments) attend_to_runs(w);
+    else this->attend(0, w.num_blocks);
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
@@ -237,8 +242,7 @@ class SplitValues : protected BlockValues<C> {
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
       const float factor = stats[head].y;
-      const uint32_t pair = C::kSegments ? pack_bf16(fmaf(a, factor, 0.0f), fmaf(b, factor, 0.0f))
-                                         : pack_bf16(a * factor, b * factor);
+      const uint32_t pair = pack_bf16(output_value<C>(a, factor), output_value<C>(b, factor));
       uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
       if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
       else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
@@ -283,8 +287,31 @@ class SplitValues : protected BlockValues<C> {
           reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, largest))[thread];
   }
 
- protected:
+ private:
   using Base::first_chunk_, Base::g_, Base::out_, Base::t_, Base::warp_, Base::x_;
+
+  // Segments (sm90/segments.cuh).
+  __device__ __forceinline__ void attend_to_runs(const typename C::Item& w) {
+    using Totals = RunTotals<C::kChunks, kOctets, false, C::kFirstInRegisters>;
+    typename Totals::Result waiting[Totals::kWaiting];
+    Totals totals(waiting);
+    const int first = w.first_run(0);
+    int block = 0;
+#pragma unroll 1
+    for (int run = 0; run < w.runs; ++run) {
+      const int end = w.first_block_of(first + run + 1) - w.first_block;
+      if (block == end) continue;
+      this->attend(block, end - block);
+      block = end;
+      float base[kOctets][2];
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) {
+        const float2 x = reinterpret_cast<const float2*>(x_.run_bases(run))[n * kOctetHeads / 2 + t_];
+        base[n][0] = x.x, base[n][1] = x.y;
+      }
+      totals.end_run(w, 0, run, out_, base);
+    }
+  }
 
   template <class Fn>
   __device__ void each_pair(Fn&& fn) const {
@@ -299,114 +326,6 @@ class SplitValues : protected BlockValues<C> {
           fn(n * kOctetHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
     }
   }
-};
-
-// Segments (sm90/segments.cuh).
-template <class C>
-class SegmentValues : public SplitValues<C> {
- public:
-  using Base = SplitValues<C>;
-  using Base::kOctets;
-
-  __device__ SegmentValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane) {}
-
-  __device__ void run(const typename C::Item& w) {
-    Saved saved[kSavedLevels];
-    RunTree<C::kChain> tree;
-    const int first = w.first_run(0);
-    this->clear();
-    if (w.runs > 1) clear_total();
-    int block = 0;
-#pragma unroll 1
-    for (int run = 0; run < w.runs; ++run) {
-      const int end = w.first_block_of(first + run + 1) - w.first_block;
-      if (block == end) continue;
-      if (this->last_is_bf16()) this->template run_blocks<true>(block, end - block);
-      else this->template run_blocks<false>(block, end - block);
-      block = end;
-      if (w.runs == 1) break;
-      const float2* const bases = reinterpret_cast<const float2*>(x_.run_bases(run)) + t_;
-      fold([&](int n) { return bases[n * kOctetHeads / 2]; },
-           [](float a, float f, float b, float g) { return appended(a, f, b, g); });
-      tree.end(
-          w, 0, run,
-          [&](int level) {
-            restore(saved[level]);
-            fold([&](int n) { return saved[level].base[n]; },
-                 [](float a, float f, float b, float g) { return merged(a, f, b, g); });
-          },
-          [&](int level) {
-            save(saved[level]);
-            clear_total();
-          });
-    }
-    if (w.runs > 1) take_total();
-    named_barrier(kBarrierFinish, C::kWorkers);
-  }
-
- private:
-  using Base::out_, Base::t_, Base::x_;
-  struct Saved {
-    float4 out[C::kChunks * kOctets];
-    float2 base[kOctets];
-  };
-
-  __device__ void clear_total() {
-#pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk)
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n)
-        total_[chunk][n][0] = total_[chunk][n][1] = total_[chunk][n][2] = total_[chunk][n][3] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) base_[n] = {kNoMax, kNoMax};
-  }
-  // The total and out_, merged; out_ begins again. base_of(octet): of out_.
-  template <class BaseOf, class Merged>
-  __device__ __forceinline__ void fold(BaseOf&& base_of, Merged&& merge) {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float2 other = base_of(n), base = {fmaxf(base_[n].x, other.x), fmaxf(base_[n].y, other.y)};
-      const float f[2] = {fast_exp2(base_[n].x - base.x), fast_exp2(base_[n].y - base.y)};
-      const float g[2] = {fast_exp2(other.x - base.x), fast_exp2(other.y - base.y)};
-      base_[n] = base;
-#pragma unroll
-      for (int chunk = 0; chunk < C::kChunks; ++chunk)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          float& o = out_[chunk][n][c];
-          total_[chunk][n][c] = merge(total_[chunk][n][c], f[c % 2], o, g[c % 2]);
-          o = 0.0f;
-        }
-    }
-  }
-  __device__ __forceinline__ void take_total() {
-#pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk)
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) out_[chunk][n][c] = total_[chunk][n][c];
-  }
-  __device__ __forceinline__ void save(Saved& to) const {
-#pragma unroll
-    for (int i = 0; i < C::kChunks * kOctets; ++i) {
-      const float (&x)[4] = total_[i / kOctets][i % kOctets];
-      to.out[i] = {x[0], x[1], x[2], x[3]};
-    }
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) to.base[n] = base_[n];
-  }
-  __device__ __forceinline__ void restore(const Saved& from) {
-#pragma unroll
-    for (int i = 0; i < C::kChunks * kOctets; ++i) {
-      const float4 x = from.out[i];
-      float (&o)[4] = out_[i / kOctets][i % kOctets];
-      o[0] = x.x, o[1] = x.y, o[2] = x.z, o[3] = x.w;
-    }
-  }
-
-  float total_[C::kChunks][kOctets][4];
-  float2 base_[kOctets];  // of heads 2t and 2t + 1
 };
 
 // They also survey the keys of the query after the next, when they are done with a query: they wait for
@@ -430,8 +349,7 @@ class WideWalkValues : BlockValues<C> {
         const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
         surveys_.release(row, lane_);
         this->clear();
-        if (this->last_is_bf16()) this->template run_blocks<true>(block, num_blocks);
-        else this->template run_blocks<false>(block, num_blocks);
+        this->attend(block, num_blocks);
         block += num_blocks;
         wait_until_full<2>(ends_.full(row), row);
         this->store_item(params_.p, WalkItem<C>(params_, i), ends_.factors(row));
