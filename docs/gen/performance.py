@@ -278,7 +278,7 @@ def batch_invariant() -> str:
         if not ratios:
             continue
         lines.append([f"{heads} heads", *(span(ratios.get(name, [])) for name in columns)])
-    return markdown(["time with `batch_invariant=True`", *columns], lines)
+    return markdown(["time with `batch_invariant=True`", *columns], lines) if lines else ""
 
 
 def query_groups() -> str:

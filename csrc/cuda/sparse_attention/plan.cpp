@@ -54,9 +54,9 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
 // Grids stay far from 2^31.
 constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
 
-// In any batch the same: by heads and keys alone. A CTA of few heads has at least as many keys as the first
-// says, of more heads as the second: what is right for one query is wrong for many, and with many heads more
-// so, as each CTA pays for Q and for its part of the merge.
+// In any batch the same: by heads and keys alone. Where there are no segments a CTA of few heads has at
+// least as many keys as the first says, of more heads as the second: what is right for one query is wrong for
+// many, and with many heads more so, as each CTA pays for Q and for its part of the merge.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {

@@ -1,7 +1,7 @@
 #pragma once
-// Plans on sm_90 for batch_invariant over FP8 rows of one layout: the segments of a query follow from its heads
-// and keys, and who works on them changes no bits (sm90/segments.cuh). So the batch may say how many CTAs share
-// a query.
+// Plans on sm_90 for batch_invariant over FP8 rows of one layout: the segments of a query follow from its
+// heads and keys, and who works on them changes no bits (sm90/segments.cuh). So the batch may say how many
+// CTAs share a query.
 #include <algorithm>
 #include <bit>
 #include <iterator>
@@ -19,7 +19,7 @@ struct Segments {
   double us_of_run, us_of_waiting;
   bool first_waits_in_registers;
 };
-// Times fitted by eye to one H200.
+// Times fitted by eye to one H200; with fewer than 64 heads in the form before this.
 inline constexpr Segments kSegments[] = {{Kernel::kFewHeads, 8, 160, 8, 0.8, 2.0, true},
                                          {Kernel::kFewHeads, 16, 128, 8, 0.8, 2.0, true},
                                          {Kernel::kManyHeads, 32, 64, 8, 0.6, 2.0, true},

@@ -61,9 +61,10 @@ struct SegmentItem : SplitItem {
   }
 };
 
-// What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads, bases
-// and sums of two heads of each octet. (many_heads: the logits warps add up the sums.) A result that waits for
-// its neighbour in the tree lies in `waiting`, in local memory; kFirstInRegisters: a single run does not.
+// What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads,
+// bases and sums of two heads of each octet. (In many_heads sums are the logits warps'.) A result that waits
+// for its neighbour in the tree lies in `waiting`, in local memory; kFirstInRegisters: but for a
+// single run's.
 template <int kTiles, int kOctets, bool kHasSums, bool kFirstInRegisters>
 class RunTotals {
  public:
