@@ -45,6 +45,12 @@ def test_a_smoke_run_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_label_that_no_case_has_is_said_and_nothing_measured(tmp_path, capsys):
+    assert run("pad_q_heads", "--only", "nothing", "--out", tmp_path) == 0
+    assert capsys.readouterr().out.strip() == "pad_q_heads: no case has 'nothing' in its label"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unknown_benchmark_names_the_known_ones(capsys):
     assert run("pad_heads") == 2
     assert "pad_heads" in (message := capsys.readouterr().err) and "pad_q_heads" in message
