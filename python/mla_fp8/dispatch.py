@@ -125,6 +125,8 @@ def select_name(
     backend: str,
 ) -> str:
     """The adapter that serves a call with these properties; a constant to the compiler."""
+    if not isinstance(backend, str):
+        raise ValueError(f"mla_fp8.{op}: backend must be a name, got {backend!r}")
     return _select_name(op, device_type, device_index, layout, num_q_heads, features, backend)
 
 

@@ -194,6 +194,10 @@ CHOICES = {
         "flashinfer, flashinfer_fp8, flashinfer_sm120, flashinfer_sm90, aiter, aiter_fp8_fnuz, aiter_fp8, "
         "reference, flash_mla, got 'flashmla'",
     ),
+    "a backend that is no name": (
+        decode(backend=["native"]),
+        "mla_fp8.sparse_decode: backend must be a name, got ['native']",
+    ),
     "a backend that is not for this": (
         decode(backend="flashmla_kv"),
         "mla_fp8.sparse_decode: backend='flashmla_kv' cannot run sparse_decode on cpu, dsv32, 16 heads:\n"

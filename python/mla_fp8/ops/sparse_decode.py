@@ -157,6 +157,7 @@ def shared_keys_shape(
     num_tokens, keys = indices.shape
     if extra_indices is not None:
         keys += extra_indices.shape[1]
+    query_groups, num_q_heads = max(1, query_groups), max(1, num_q_heads)  # tracing refuses no numbers
     groups = -(-num_tokens // query_groups)
     tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
     if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:

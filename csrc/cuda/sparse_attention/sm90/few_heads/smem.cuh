@@ -67,7 +67,6 @@ struct FewHeads {
   static constexpr int kPBytes = kHeads * kPPitch;
   static constexpr int kPBuffers = kShared ? 2 * kTeams : 0;
   static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kBlockKeys * 2;
-  static constexpr int kMaxBytes = kMembers * kHeads * 4;
 
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
