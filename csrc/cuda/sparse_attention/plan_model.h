@@ -60,8 +60,8 @@ struct Price {
   double ns_per_key, fixed_us, cluster_us;
   double us_per_byte = 0.14e-6;  // of all queries' rows
 };
-// What is added between an engine's other kernels, which leave nothing of ours in the instruction caches. Rows
-// with values in bf16 (dsv4) take more code.
+// What is added between an engine's other kernels, which leave nothing of ours in the instruction caches.
+// Rows with values in bf16 (dsv4) take more code.
 struct ColdCode {
   double fp8_values_us = 0.0, bf16_values_us = 0.0;
 };

@@ -75,8 +75,8 @@ inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   return {};
 }
 
-// Neighbours that attend to all entries, over FP8 pages. A CTA of 32 and of 64 rows has the price that a query
-// of as many heads had on an H100. None if queries go alone.
+// Neighbours that attend to all entries, over FP8 pages. A CTA of 32 and of 64 rows has the price that a
+// query of as many heads had on an H100. None if queries go alone.
 inline constexpr Price kTilePrices[2] = {{19.8, 8.4, 1.6}, {27.1, 11.0, 2.3}};
 inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   Priced best;

@@ -46,8 +46,8 @@ class Gather {
         valid_(smem + MLA_SMEM(C, valid)) {}
 
  protected:
-  // This lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes fill the
-  // place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  // This lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes fill
+  // the place: zero weight times NaN would reach no query that has not got that NaN anyway.
   __device__ __forceinline__ int rank_of_lane(const ValidKeys<MapInShared>& valid_keys, int rank) const {
     return min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1);
   }
@@ -162,7 +162,7 @@ class SplitProducer : GatherOf<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
-  // A usual row has a loop of its own, in which no code of other rows lies: jumps over code that is cold cost.
+  // A usual row has a loop of its own, without the code of other rows: jumps over code that is cold cost.
   __device__ void run() {
     const typename Item::Source source = w_.source(this->params_);
     if constexpr (!C::R::kMixed && requires { source.listed(0u); })

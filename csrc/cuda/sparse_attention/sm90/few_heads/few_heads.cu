@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits() > 1) {
-      cluster_sync_shared();   // sums are written
-      cluster_leave();  // sums are read: shared memory may go
+      cluster_sync_shared();  // sums are written
+      cluster_leave();        // sums are read: shared memory may go
     }
   } else {
     take_registers<C::kConsumerRegisters>();

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
     __syncwarp();
-    if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: shared memory may go
+    if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
