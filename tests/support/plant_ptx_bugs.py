@@ -12,7 +12,7 @@ from collections.abc import Callable
 import emulation
 import torch
 from plant_bugs import address_of, writable
-from sparse_cases import make_case
+from sparse_cases import case_over, filled_scope
 
 import mla_fp8
 
@@ -33,10 +33,12 @@ KERNELS = {
 
 
 def problem(layout: str, heads: int) -> Callable[..., tuple]:
-    """Rows of several blocks for each CTA, with holes, in memory that the machine knows."""
+    """Rows of several blocks for each CTA, one with holes, one without, in memory that the machine knows."""
     torch.manual_seed(0)
-    shape = {"num_tokens": 2, "num_q_heads": heads, "topk": 900, "num_slots": 1500}
-    return make_case(mla_fp8.KV_LAYOUTS[layout], "cpu", **shape).run_by
+    indices = torch.randint(1500, (2, 900), dtype=torch.int32)
+    indices[0, torch.rand(900) < 0.15] = -1
+    scope = filled_scope(mla_fp8.KV_LAYOUTS[layout], "cpu", indices, None, num_pages=24, page_size=64)
+    return case_over([scope], heads).run_by
 
 
 def target(content: bytes, at: int) -> bytes:

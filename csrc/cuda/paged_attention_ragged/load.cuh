@@ -46,7 +46,7 @@ template <CacheDtype kStored, int kBytes, int kPitch, class Source>
 __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& source) {
   constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kEach = ceil_div(kAll, kThreads);
   constexpr int kBatch = kEach < 8 ? kEach : 8;  // loads in flight
-  for (int first = threadIdx.x; first < kAll; first += kBatch * kThreads) {
+  for (int first = this_thread(); first < kAll; first += kBatch * kThreads) {
     Words<4> x[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
     stage<CacheDtype::kBf16, 2 * Cache::kRopeDim, 2 * (Cache::kRopeDim + 8)>(
         reinterpret_cast<uint8_t*>(s.rope[0]), 2 * Cache::kRopeDim,
         [&](int key) { return rows.k[key] ? rows.k[key] + Cache::kRopeOffset : nullptr; });
-  for (int i = threadIdx.x; i < Cache::kTiles * kKeys; i += kThreads) {
+  for (int i = this_thread(); i < Cache::kTiles * kKeys; i += kThreads) {
     const int key = i % kKeys, tile = i / kKeys;
     s.scales[tile][key] = rows.scales[key] ? Cache::scale(rows.scales[key], tile) * kStagedScale : 0.0f;
   }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAtten
     constexpr int kLine = 128, kLines = ceil_div(kLeadBytes<Cache> + 2 * Cache::kRopeDim, kLine) + 1;
     const int k_bytes = Cache::kIsLatent ? Cache::kBytesPerToken : p.head_dim * kStoredBytes<Cache::kStored>;
     const int v_bytes = Cache::kIsLatent ? 0 : p.head_dim_v * kStoredBytes<Cache::kStored>;
-    for (int i = threadIdx.x; i < kKeys * kLines; i += kThreads) {
+    for (int i = this_thread(); i < kKeys * kLines; i += kThreads) {
       const int key = i / kLines, offset = i % kLines * kLine;
       if (rows.k[key] == nullptr) continue;
       if (offset < k_bytes) prefetch_l2(rows.k[key] + offset);

@@ -48,12 +48,20 @@ struct Running {
   float max = -INFINITY, sum = 0.0f;  // logits in base 2; sum of 2^(logit - max)
 };
 
+// A logit in base 2 with the cap on it: cap * tanh(x / cap).
+__device__ __forceinline__ float soft_cap(float logit, float cap) {
+  const float y = logit * kLn2 / cap, square = y * y;
+  const float series = y * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
+  const float quotient = 1.0f - 2.0f / (fast_exp2(2.0f * kLog2E * y) + 1.0f);  // 2 / (inf + 1) is 0
+  return cap * (fabsf(y) < kSmallTanh ? series : quotient) * kLog2E;
+}
+
 // s.partial -> s.weights and s.rescale, of this thread's row.
 template <class Cache>
 __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& rows, Running& running,
                                                const PagedAttentionRaggedParams& p, float logit_scale,
                                                int64_t num_visible) {
-  const int row = threadIdx.x / kRowThreads, first = threadIdx.x % kRowThreads;
+  const int thread = this_thread(), row = thread / kRowThreads, first = thread % kRowThreads;
   float logits[kRowKeys], largest = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kRowKeys; ++i) {
@@ -63,12 +71,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
     for (int share = 0; share < kShares; ++share) x += s.partial[share][row][key];
     if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // a layer's scale may have no room for it
     x *= logit_scale;
-    if (p.logits_soft_cap > 0.0f) {  // cap * tanh(x / cap); 2 / (inf + 1) is 0
-      const float y = x * kLn2 / p.logits_soft_cap, square = y * y;
-      const float series = y * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
-      const float quotient = 1.0f - 2.0f / (fast_exp2(2.0f * kLog2E * y) + 1.0f);
-      x = p.logits_soft_cap * (fabsf(y) < kSmallTanh ? series : quotient) * kLog2E;
-    }
+    if (p.logits_soft_cap > 0.0f) x = soft_cap(x, p.logits_soft_cap);
     logits[i] = rows.k[key] && key < num_visible ? x : -INFINITY;
     largest = logits[i] > largest ? logits[i] : largest;
   }
