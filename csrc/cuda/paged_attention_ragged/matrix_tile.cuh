@@ -15,13 +15,12 @@ inline constexpr int kTile = 16;
 inline constexpr int kTileAccumulators = kTile * kTile / kWaveSize;
 inline constexpr int kOperandRows = 64 / kWaveSize;  // rows of A, and columns of B, that a lane supplies
 
-// Its number for a thread that finds addresses by it anew each time: kept, they would take too many of an AMD
-// GPU's registers.
+// A thread's number. On gfx90a addresses by it are found anew each time: kept, they take too many registers.
 __device__ __forceinline__ int this_thread() {
-#if MLA_FP8_PTX
-  return threadIdx.x;
-#else
+#ifdef __gfx90a__
   return mla_opaque(threadIdx.x);
+#else
+  return threadIdx.x;
 #endif
 }
 __device__ __forceinline__ int wave_lane() { return threadIdx.x % kWaveSize; }
