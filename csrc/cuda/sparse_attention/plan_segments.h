@@ -19,7 +19,8 @@ struct Segments {
   double us_of_run, us_of_waiting;
   bool first_waits_in_registers;
 };
-// Times fitted by eye to one H200; with fewer than 64 heads in the form before this.
+// Times fitted by eye to one H200, beside prices (kHeadsClasses) that have changed since; with fewer than 64
+// heads in the form before this.
 inline constexpr Segments kSegments[] = {{Kernel::kFewHeads, 8, 160, 8, 0.8, 2.0, true},
                                          {Kernel::kFewHeads, 16, 128, 8, 0.8, 2.0, true},
                                          {Kernel::kManyHeads, 32, 64, 8, 0.6, 2.0, true},
