@@ -320,7 +320,10 @@ class SplitLogits : BlockLogits<C> {
 #pragma unroll 1
     for (int run = 0; run < w_.runs; ++run) {
       const int end = w_.first_block_of(first + run + 1) - w_.first_block;
-      if (block == end) continue;
+      if (block == end) {
+        if (head < C::kHeads) write_node_base(run, head, kNoMax);
+        continue;
+      }
 #pragma unroll 1
       for (; block < end; ++block)
         this->attend(block, [&] {
@@ -329,31 +332,51 @@ class SplitLogits : BlockLogits<C> {
         });
       // All have read the bases since the last block began.
       write_sums(run);
-      if (head < C::kHeads) x_.head_state()[head].y = 0.0f;
+      if (head < C::kHeads) {
+        write_node_base(run, head, x_.run_bases(run)[head]);
+        x_.head_state()[head].y = 0.0f;
+      }
       fresh_ = true;
       named_barrier(kBarrierLogits, Base::kLogitThreads);
     }
   }
 
-  // This warp's, which begin again. Those of all octets go over g to lanes that are left with a few each.
+  // The value warps read it in a later run.
+  __device__ void write_node_base(int run, int head, float base) const {
+    for (int level = 0, i = run; i % 2 == 1; ++level, i /= 2)
+      base = fmaxf(base, x_.node_bases((i << level) - 1)[head]);
+    x_.node_bases(run)[head] = base;
+  }
+
+  // This warp's, which begin again. Those of all octets go over g to lanes that are left with a few each; of
+  // two octets a pair of lanes is left with one.
   __device__ __forceinline__ void write_sums(int run) {
-    constexpr int kLeft = kOctets / 4;
+    static_assert(kOctets > 1);
     float sum[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sum[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-#pragma unroll
-    for (int half = kOctets, lanes = 16; half >= kLeft; half /= 2, lanes /= 2) {
-      const bool upper = lane_ & lanes;
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        const float given = __shfl_xor_sync(kFullWarp, upper ? sum[i] : sum[i + half], lanes);
-        sum[i] = (upper ? sum[i + half] : sum[i]) + given;
-      }
-    }
+    share<kOctets, 16>(sum), share<kOctets / 2, 8>(sum), share<kOctets / 4, 4>(sum);
+    constexpr bool kTwoHaveOne = kOctets < 4;
+    constexpr int kLeft = kTwoHaveOne ? 1 : kOctets / 4;
+    if (kTwoHaveOne && g_ % 2 == 1) return;
 #pragma unroll
     for (int i = 0; i < kLeft; ++i) {
-      const int which = g_ * kLeft + i;
+      const int which = kTwoHaveOne ? g_ / 2 : g_ * kLeft + i;
       x_.run_sums(run, member_)[which / 2 * kOctetHeads + 2 * t_ + which % 2] = sum[i];
+    }
+  }
+  // Of 2 kHalf sums the upper one of two lanes keeps the second half, the other the first; of one both.
+  template <int kHalf, int kLanes>
+  __device__ __forceinline__ void share(float (&sum)[2 * kOctets]) const {
+    if constexpr (kHalf == 0) {
+      sum[0] += __shfl_xor_sync(kFullWarp, sum[0], kLanes);
+    } else {
+      const bool upper = lane_ & kLanes;
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const float first = sum[i], second = sum[i + kHalf];
+        sum[i] = (upper ? second : first) + __shfl_xor_sync(kFullWarp, upper ? first : second, kLanes);
+      }
     }
   }
 
