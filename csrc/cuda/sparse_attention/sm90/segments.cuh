@@ -5,7 +5,8 @@
 // what a team adds up from zero, with bases of its own. These are whole numbers: what brings a result to
 // another base is a power of two, and exact. So only the order counts in which results are added up: as a
 // binary tree over the runs does, whose sides may be swapped. A CTA takes neighbouring segments, a team of it
-// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out.
+// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out. Nor does
+// it count in many_heads of how many heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
 // below 2^-100 leave as 0 (output_value in sm90/item.cuh).
