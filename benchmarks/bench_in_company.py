@@ -16,6 +16,7 @@ import statistics
 
 import bench_sparse_decode as decode
 import torch
+from row_kinds import ROW_KINDS
 from torch.profiler import ProfilerActivity, profile
 
 HEADS, BATCHES = (8, 16, 32, 64, 128), (1, 8, 32, 128)
@@ -78,15 +79,17 @@ def device_us(launch, queries: list[torch.Tensor], before, names: tuple[str, ...
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose label has this")
+    parser.add_argument("--rows", nargs="+", default=["full"], help="kinds of rows (row_kinds.py)")
     args = parser.parse_args()
     torch.manual_seed(0)
     company = Company()
     kinds = (company.alone, company.code, company.engine)
     peers = [("mla_fp8", OURS)] + [("flash_mla", PEER)] * (decode.flash_mla is not None)
-    print(f"{'case':24s} {'kernels':10s}", *(f"{kind.__name__:>8s}" for kind in kinds))
-    for layout, batch, heads in itertools.product(("dsv32", "dsv4"), BATCHES, HEADS):
+    rows = [kind for kind in ROW_KINDS if kind.label in args.rows and kind.s_q == 1]
+    print(f"{'case':40s} {'kernels':10s}", *(f"{kind.__name__:>8s}" for kind in kinds))
+    for row_kind, layout, batch, heads in itertools.product(rows, ("dsv32", "dsv4"), BATCHES, HEADS):
         wide = (2048,) if layout == "dsv32" else (128, 256, 512)
-        shape = decode.Shape(layout, heads, batch, *wide)
+        shape = decode.Shape(layout, heads, batch, *wide, rows=None if row_kind.label == "full" else row_kind)
         if args.only not in shape.label:
             continue
         problem = decode.Problem(shape)
@@ -97,7 +100,7 @@ def main() -> None:
                 launch, queries = problem.flash_mla_kernels, problem.padded_q
             queries = list(queries)[:MOST_SETS]
             us = [device_us(launch, queries, functools.partial(kind, batch), names) for kind in kinds]
-            print(f"{shape.label:24s} {who:10s}", *(f"{x:8.2f}" for x in us), flush=True)
+            print(f"{shape.label:40s} {who:10s}", *(f"{x:8.2f}" for x in us), flush=True)
 
 
 if __name__ == "__main__":

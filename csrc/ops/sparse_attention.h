@@ -103,11 +103,9 @@ class Selection {
   MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token)
       : Selection(p, scope, token, p.is_window ? find_query(p.window, token) : WindowQuery{}) {}
   MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token, const WindowQuery& q)
-      : scope_(p.scopes[scope]), is_paged_(scope == 0 ? p.is_window : p.has_entry_pages) {
-    if (!is_paged_) {
-      indices_ = scope_.indices + token * scope_.indices_stride_token;
-      length_ = listed(token);
-    } else if (q.request >= 0 && scope == 1) {
+      : Selection(p.scopes[scope], token, scope == 0 ? p.is_window : p.has_entry_pages) {
+    if (!is_paged_) return;
+    if (q.request >= 0 && scope == 1) {
       indices_ = p.entry_pages.page_table + q.request * p.entry_pages.page_table_stride_request;
       max_pages_ = p.entry_pages.max_pages;
       length_ = listed(token);
@@ -122,6 +120,8 @@ class Selection {
       length_ = end > first_ ? end - first_ : 0;
     }
   }
+  // Where no window is: what is listed for the token.
+  MLA_HD static Selection of_list(const KvScope& scope, int64_t token) { return {scope, token, false}; }
   MLA_HD int64_t length() const { return length_; }
   MLA_HD int64_t first_position() const { return first_; }    // of a window
   MLA_HD const int32_t* entries() const { return indices_; }  // slots, or the pages of the token's request
@@ -140,6 +140,11 @@ class Selection {
   }
 
  private:
+  MLA_HD Selection(const KvScope& scope, int64_t token, bool is_paged) : scope_(scope), is_paged_(is_paged) {
+    if (is_paged) return;
+    indices_ = scope.indices + token * scope.indices_stride_token;
+    length_ = listed(token);
+  }
   MLA_HD int64_t listed(int64_t token) const {
     const int64_t length = scope_.topk_length ? scope_.topk_length[token] : scope_.topk;
     return length < 0 ? 0 : length < scope_.topk ? length : scope_.topk;

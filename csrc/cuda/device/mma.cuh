@@ -34,6 +34,35 @@ __device__ inline float sum_over_g(float x) {
   for (int offset = 4; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
   return x;
 }
+// Of kCount values over g: a lane is left with kLeftOfG of them, from first_left_of_g on, at half of the
+// instructions that all of them would take in all lanes. Of those that are left twice the lower lane's count.
+template <int kCount>
+inline constexpr int kLeftOfG = kCount % 8 == 0 ? kCount / 8 : kCount / 4;
+template <int kCount, int kOffset = 4, int kNow = kCount, class Op>
+__device__ __forceinline__ void reduce_over_g(float (&x)[kCount], int lane, Op&& op) {
+  static_assert(kCount % 4 == 0);
+  if constexpr (kOffset < kWarpSize) {
+    constexpr bool kHalves = kNow > kLeftOfG<kCount>;
+    constexpr int kAfter = kHalves ? kNow / 2 : kNow;
+    const bool upper = kHalves && (lane & kOffset);
+#pragma unroll
+    for (int i = 0; i < kAfter; ++i) {
+      const float other = x[kHalves ? i + kAfter : i];
+      const float given = __shfl_xor_sync(kFullWarp, upper ? x[i] : other, kOffset);
+      x[i] = op(upper ? other : x[i], given);
+    }
+    reduce_over_g<kCount, kOffset * 2, kAfter>(x, lane, op);
+  }
+}
+template <int kCount>
+__device__ __forceinline__ int first_left_of_g(int lane) {
+  return (lane & 4 ? kCount / 2 : 0) + (lane & 8 ? kCount / 4 : 0) +
+         (kCount % 8 == 0 && (lane & 16) ? kCount / 8 : 0);
+}
+template <int kCount>
+__device__ __forceinline__ bool counts_of_g(int lane) {
+  return kCount % 8 == 0 || !(lane & 16);
+}
 // Over t: the columns of D in the same row.
 __device__ inline float max_over_t(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));

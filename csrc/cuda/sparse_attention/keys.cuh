@@ -24,17 +24,27 @@ struct Keys {
   unsigned window_first;          // position in its request of a sliding window's first key
 
   Keys() = default;
+  // Of usual rows, which are listed, first and without a jump: code that is cold comes late behind each.
   __device__ Keys(const SparseAttentionParams& p, int64_t token) : second(nullptr) {
-    const WindowQuery query = p.is_window ? find_query(p.window, token) : WindowQuery{};
-    const Selection selection(p, 0, token, query);
+    if (!p.is_window) [[likely]] {
+      add(Selection::of_list(p.scopes[0], token));
+      if (p.num_scopes > 1) add(Selection::of_list(p.scopes[1], token), false);
+      return;
+    }
+    const WindowQuery query = find_query(p.window, token);
+    add(Selection(p, 0, token, query));
+    if (p.num_scopes > 1) add(Selection(p, 1, token, query), p.has_entry_pages);
+  }
+
+ private:
+  __device__ __forceinline__ void add(const Selection& selection) {
     first = selection.entries();
     length0 = length = static_cast<unsigned>(selection.length());
     window_first = static_cast<unsigned>(selection.first_position());
-    if (p.num_scopes > 1) {
-      const Selection extra(p, 1, token, query);
-      second = p.has_entry_pages ? extra.entries() : extra.entries() - length0;
-      length += static_cast<unsigned>(extra.length());
-    }
+  }
+  __device__ __forceinline__ void add(const Selection& extra, bool has_pages) {
+    second = has_pages ? extra.entries() : extra.entries() - length0;
+    length += static_cast<unsigned>(extra.length());
   }
 };
 
@@ -112,14 +122,19 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
   const unsigned length = source.length(), size = part_size(length);
   unsigned part = warp;
   bool repeated = false;
-  if (size == kWarpSize && !source.is_window()) [[likely]] {
-    const auto position = [&](int i) { return (part + i * kWarps) * kWarpSize + lane; };
-#pragma unroll 1
-    do {
-      int entry[kAtOnce];
+  const auto position = [&](int i) { return (part + i * kWarps) * kWarpSize + lane; };
+  int entry[kAtOnce];
+  const auto load = [&] {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) entry[i] = source.entry(position(i));
-      if (part == warp) meanwhile();
+    for (int i = 0; i < kAtOnce; ++i) entry[i] = source.entry(position(i));
+  };
+  const bool is_usual = size == kWarpSize && !source.is_window();
+  if (is_usual) [[likely]]
+    load();
+  meanwhile();
+  if (is_usual) [[likely]] {
+#pragma unroll 1
+    while (true) {
       uint32_t word = 0;  // lane i: of the i-th of the parts at once
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -130,10 +145,12 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
       }
       const unsigned mine = part + lane * kWarps;
       if (lane < kAtOnce && mine < kMapWords) store_shared_4(map + mine * 4, word);
+      if constexpr (kAtOnce * kWarps >= kMapWords) break;
       part += kAtOnce * kWarps;
-    } while (part * kWarpSize < length);
+      if (part * kWarpSize >= length) break;
+      load();
+    }
   } else {
-    meanwhile();
     uint32_t word = 0;
     unsigned in_part = 0;
     const auto step = [&](unsigned& part, unsigned& in_part) {

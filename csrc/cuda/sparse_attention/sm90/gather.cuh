@@ -168,7 +168,11 @@ class SplitProducer : GatherOf<C> {
     if constexpr (!C::R::kMixed && requires { source.listed(0u); })
       if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
         return run([&](int rank) { return source.listed(rank); });
-    run([&](int rank) { return valid_keys_.find(source, rank); });
+    const bool is_listed = valid_keys_.has_gaps() && has_positions<C>(source.length());
+    run([&](int rank) {
+      if (is_listed) return source.at(load_shared_2(positions_of<C>(this->ring_.smem) + rank * 2));
+      return valid_keys_.find(source, rank);
+    });
   }
 
  private:

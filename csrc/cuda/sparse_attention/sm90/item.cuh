@@ -38,10 +38,23 @@ struct SharedKeys {
   }
 };
 
+// A list of the positions of valid keys (list_positions), behind all else where there is room for it.
+template <class C>
+inline constexpr int kPositionsBytes =
+    !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSmemBytes ? kMapWords * kWarpSize * 2 : 0;
+template <class C>
+__device__ __forceinline__ bool has_positions(unsigned length) {
+  return kPositionsBytes<C> > 0 && part_size(length) == kWarpSize;
+}
+template <class C>
+__device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
+  return smem + C::kSmemBytes;
+}
+
 struct KernelParams {
   SparseAttentionParams p;
   Divider splits;       // CTAs of one cluster, which share a query's keys
-  int num_head_blocks;  // CTAs of kHeads heads for one query
+  Divider head_blocks;  // CTAs of kHeads heads for one query
   bool follows;         // plan.h
   // Segments of a query; runs of a team (sm90/segments.cuh).
   int segments_log2, runs;
@@ -53,6 +66,7 @@ struct KernelParams {
   SharedKeys shared;                     // whose queries one launch takes, and the next one leaves out
 
   __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
+  __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
 };
 
 // The end of a block that finds nothing to do. One of them sees to what end_grid() does.
@@ -72,7 +86,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
   KernelParams params{
       .p = p,
       .splits = Divider(plan.splits),
-      .num_head_blocks = head_blocks,
+      .head_blocks = Divider(head_blocks),
       .follows = plan.follows,
       .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
       .runs = plan.segments / plan.splits,
@@ -93,7 +107,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
                              : items * splits,
             .block = C::kThreads,
             .stream = stream,
-            .smem = C::kSmemBytes,
+            .smem = C::kSmemBytes + kPositionsBytes<C>,
             .cluster = splits},
            params);
   };
@@ -160,18 +174,39 @@ struct SplitItem : QueryHeads {
   }
 };
 
+// The head blocks of a query run together: its rows are read from L2 again.
+template <class C>
+__device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
+  const unsigned query = params.head_blocks.word(i);
+  return {query, static_cast<int>(i - query * params.num_head_blocks()) * C::kHeads};
+}
 template <class C>
 inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
 
 template <class C>
 __device__ typename C::Item find_item(const KernelParams& params) {
-  const unsigned cluster = cluster_index();
-  // The head blocks of a query run together: its rows are read from L2 again.
-  const int64_t query = cluster / params.num_head_blocks;
-  const int first_head = static_cast<int>(cluster % params.num_head_blocks) * C::kHeads;
-  const SplitItem item{{query, first_head}, Keys(params.p, query), cluster_rank()};
+  const QueryHeads heads = heads_of_item<C>(params, cluster_index());
+  const SplitItem item{heads, Keys(params.p, heads.query), cluster_rank()};
   if constexpr (kHasSegments<C>) return {item, params};
   else return item;
+}
+
+// Of a row with gaps, of parts of 32: the position of each valid key, 2 bytes, in the order of ranks. By all
+// warps from the row's map, once: to look a rank up in the map takes a thousand clocks.
+template <int kWarps>
+__device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t list, int warp, int lane) {
+  const int before = warp_inclusive_sum(survey.in_lane) - survey.in_lane;
+#pragma unroll 1
+  for (int pair = warp; pair < kMapWords / 2; pair += kWarps) {
+    int rank = __shfl_sync(kFullWarp, before, pair);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = __shfl_sync(kFullWarp, survey.map.words[i], pair);
+      if (word >> lane & 1)
+        store_shared_2(list + (rank + __popc(word & ((1u << lane) - 1))) * 2, (2 * pair + i) * kWarpSize + lane);
+      rank += __popc(word);
+    }
+  }
 }
 
 // A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
@@ -184,7 +219,12 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
   const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
   survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
   block_barrier<C::kThreads>();
-  const KeySurvey survey(map, w.source(params).length(), lane);
+  const unsigned length = w.source(params).length();
+  const KeySurvey survey(map, length, lane);
+  if (survey.has_gaps && has_positions<C>(length)) [[unlikely]] {
+    list_positions<kWarps>(survey, positions_of<C>(shared_address(smem)), warp, lane);
+    block_barrier<C::kThreads>();
+  }
   w.template take_share<C>(survey.num_keys, params.splits);
   return survey;
 }
@@ -196,7 +236,7 @@ template <class C>
 struct WalkItem : QueryHeads {
   // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
   __device__ static unsigned count(const KernelParams& params) {
-    return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks;
+    return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
   }
   __device__ static unsigned first(const KernelParams& params, int row) {
     return skip(params, blockIdx.x + gridDim.x * row);
@@ -210,18 +250,18 @@ struct WalkItem : QueryHeads {
     bool has = !params.shared.lists;
     if (!has)
       for (unsigned i = blockIdx.x + gridDim.x * threadIdx.x; i < count(params); i += gridDim.x * C::kThreads)
-        has |= !params.shared.has(i / params.num_head_blocks);
+        has |= !params.shared.has(params.head_blocks.word(i));
     return named_barrier_any(0, C::kThreads, has);
   }
 
-  __device__ WalkItem(const KernelParams& params, unsigned i)
-      : QueryHeads{i / params.num_head_blocks, static_cast<int>(i % params.num_head_blocks) * C::kHeads} {}
+  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(heads_of_item<C>(params, i)) {}
 
  private:
   // From i on the first whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]
-      while (i < count(params) && params.shared.has(i / params.num_head_blocks)) i += gridDim.x * C::kQueries;
+      while (i < count(params) && params.shared.has(params.head_blocks.word(i)))
+        i += gridDim.x * C::kQueries;
     return i;
   }
 };

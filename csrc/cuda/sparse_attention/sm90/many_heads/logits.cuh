@@ -134,6 +134,26 @@ class LogitWarp {
     }
   }
 
+  // Of each head over the warp's keys, to [head]: x has what a lane knows of heads 2t, 2t + 1 of each octet.
+  template <class Op>
+  __device__ __forceinline__ void over_g(float (&x)[2 * kOctets], float* to, Op&& op) const {
+    constexpr int kCount = 2 * kOctets;
+    reduce_over_g(x, lane_, op);
+    if (!counts_of_g<kCount>(lane_)) return;
+    const int first = first_left_of_g<kCount>(lane_);
+#pragma unroll
+    for (int i = 0; i < kLeftOfG<kCount>; ++i) {
+      const int which = first + i;
+      to[which / 2 * kOctetHeads + 2 * t_ + which % 2] = x[i];
+    }
+  }
+  __device__ __forceinline__ void write_max(const float (&s)[kOctets][4], float* to) const {
+    float largest[2 * kOctets];
+#pragma unroll
+    for (int i = 0; i < 2 * kOctets; ++i) largest[i] = fmaxf(s[i / 2][i % 2], s[i / 2][i % 2 + 2]);
+    over_g(largest, to, [](float a, float b) { return fmaxf(a, b); });
+  }
+
   uint8_t* const bytes_;
   const Ring<C> ring_;
   const int member_, lane_, g_, t_;  // which 16 keys of a block
@@ -201,15 +221,16 @@ class BlockLogits : protected LogitWarp<C> {
   // Calls fn(head, base, sum, largest logit) for each head of the CTA, by one of its lanes.
   template <class Fn>
   __device__ __forceinline__ void end_row(Fn&& fn) {
+    float sums[2 * kOctets];
 #pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
-      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {sum0, sum1};
-      if (finds_largest()) {  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+    for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2];
+    this->over_g(sums, x_.warp_max(member_), [](float a, float b) { return a + b; });
+    if (finds_largest())  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) {
         float2& largest = x_.lane_largest(member_, n)[lane_];
         largest = {max_over_g(largest.x), max_over_g(largest.y)};
       }
-    }
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
@@ -250,12 +271,7 @@ class BlockLogits : protected LogitWarp<C> {
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
   // by.
   __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
-      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
-      if (g_ == 0) *reinterpret_cast<float2*>(x_.warp_max(member_) + n * kOctetHeads + 2 * t_) = {max0, max1};
-    }
+    this->write_max(s, x_.warp_max(member_));
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -348,36 +364,12 @@ class SplitLogits : BlockLogits<C> {
     x_.node_bases(run)[head] = base;
   }
 
-  // This warp's, which begin again. Those of all octets go over g to lanes that are left with a few each; of
-  // two octets a pair of lanes is left with one.
+  // This warp's, which begin again.
   __device__ __forceinline__ void write_sums(int run) {
-    static_assert(kOctets > 1);
-    float sum[2 * kOctets];
+    float sums[2 * kOctets];
 #pragma unroll
-    for (int i = 0; i < 2 * kOctets; ++i) sum[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-    share<kOctets, 16>(sum), share<kOctets / 2, 8>(sum), share<kOctets / 4, 4>(sum);
-    constexpr bool kTwoHaveOne = kOctets < 4;
-    constexpr int kLeft = kTwoHaveOne ? 1 : kOctets / 4;
-    if (kTwoHaveOne && g_ % 2 == 1) return;
-#pragma unroll
-    for (int i = 0; i < kLeft; ++i) {
-      const int which = kTwoHaveOne ? g_ / 2 : g_ * kLeft + i;
-      x_.run_sums(run, member_)[which / 2 * kOctetHeads + 2 * t_ + which % 2] = sum[i];
-    }
-  }
-  // Of 2 kHalf sums the upper one of two lanes keeps the second half, the other the first; of one both.
-  template <int kHalf, int kLanes>
-  __device__ __forceinline__ void share(float (&sum)[2 * kOctets]) const {
-    if constexpr (kHalf == 0) {
-      sum[0] += __shfl_xor_sync(kFullWarp, sum[0], kLanes);
-    } else {
-      const bool upper = lane_ & kLanes;
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const float first = sum[i], second = sum[i + kHalf];
-        sum[i] = (upper ? second : first) + __shfl_xor_sync(kFullWarp, upper ? first : second, kLanes);
-      }
-    }
+    for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
+    this->over_g(sums, x_.run_sums(run, member_), [](float a, float b) { return a + b; });
   }
 
   // As end_row.
@@ -607,12 +599,7 @@ class WalkLogits : LogitWarp<C> {
 
   // Some maximum has outgrown its base: new bases, and what O must be multiplied by.
   __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float max0 = max_over_g(fmaxf(s[n][0], s[n][2]));
-      const float max1 = max_over_g(fmaxf(s[n][1], s[n][3]));
-      if (g_ == 0) pair_of(x_.warp_max(warp_), n) = {max0, max1};
-    }
+    this->write_max(s, x_.warp_max(warp_));
     named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {

@@ -303,8 +303,8 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
     item.part = item.split, item.num_parts = params.num_splits();
     if (params.num_tiles > 0) {
       const TileShare share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
-      index = share.tile / params.num_head_blocks;
-      item.first_head = share.tile % params.num_head_blocks * C::kHeads;
+      index = share.tile / params.num_head_blocks();
+      item.first_head = share.tile % params.num_head_blocks() * C::kHeads;
       item.part = share.part, item.num_parts = share.num_parts;
     }
     item.query = int64_t{index} * params.tile_queries;

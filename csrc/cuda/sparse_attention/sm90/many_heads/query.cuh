@@ -52,15 +52,15 @@ struct WgmmaQuery {
   __device__ void load_copied(const SparseAttentionParams& p, const Item& w, const uint8_t* smem, int warp,
                               int lane, int i = 0) {
     wait_until_full<1>(shared_address(smem) + MLA_SMEM(C, q_barrier), i);
-    const int head = warp * kHeads + lane / kLanes;
+    // Lanes without a head take the last one's: nobody reads what comes of it.
+    const int head = min(warp * kHeads + lane / kLanes, w.num_heads(p, C::kHeads) - 1);
     const int octet = C::kWalks ? head / kOctetHeads * C::kQOctetBytes : 0;
     const uint8_t* const row =
         smem + MLA_SMEM(C, q) + octet + (C::kWalks ? head % kOctetHeads : head) * kHeadBytes;
+    const uint8_t* const units[2] = {row + octuple(0, lane) * 16, row + octuple(1, lane) * 16};
 #pragma unroll
     for (int i = 0; i < kRounds; ++i)
-      dims[i] = head < C::kHeads && w.has_head(p, head)
-                    ? *reinterpret_cast<const uint4*>(row + octuple(i, lane) * 16)
-                    : uint4{};
+      dims[i] = *reinterpret_cast<const uint4*>(units[i % 2] + i / 2 * (2 * kLanes * 16));
   }
   __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
     const int head = first_head + warp * kHeads + lane / kLanes;
@@ -88,12 +88,14 @@ struct WgmmaQuery {
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head.
     constexpr int kHalf = C::kQHalfBytes;
+    const int second = lane % 2;  // of a k-step's two
     uint8_t* const at =
         smem + MLA_SMEM(C, q) + head / kOctetHeads * C::kQOctetBytes + head % kOctetHeads * 16;
+    uint8_t* const steps[2] = {at + octuple(0, lane) / 2 * C::kQStepBytes,
+                               at + octuple(1, lane) / 2 * C::kQStepBytes};
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int which = octuple(i, lane), second = which % 2;  // of a k-step's two
-      uint8_t* const step = at + which / 2 * C::kQStepBytes;
+      uint8_t* const step = steps[i % 2] + i / 2 * (kLanes * C::kQStepBytes);
       const bool fp8 = i < kFp8Rounds;
       const auto scaled = [&](uint32_t pair) { return q_pair(pair, factor, fp8); };
       const uint4& x = dims[i];
@@ -109,7 +111,7 @@ struct WgmmaQuery {
   }
 
  private:
-  // The eight dims that a lane takes in round i. Where a head has four lanes, heads in turn begin 64 bytes
+  // The eight dims that a lane takes in round i, which is i modulo 2 but for steps of 2 kLanes. Where a head has four lanes, heads in turn begin 64 bytes
   // apart: rows of [head][dim] all begin in the same bank.
   __device__ static int octuple(int i, int lane) {
     static_assert(kLanes > 4 || (kRounds % 2 == 0 && kFp8Rounds % 2 == 0));

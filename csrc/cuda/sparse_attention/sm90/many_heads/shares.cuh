@@ -65,7 +65,7 @@ __device__ TileShare find_share(const KernelParams& params, uint8_t* room, int t
   // The first threads take tiles, the last requests: their loads are on their way together. All that will be
   // asked of the requests is in the L1 then.
   for (int tile = thread; tile < num_tiles; tile += kThreads)
-    atomicAdd(blocks + tile, blocks_seen_by(int64_t{tile / params.num_head_blocks} * params.tile_queries));
+    atomicAdd(blocks + tile, blocks_seen_by(int64_t{tile / params.num_head_blocks()} * params.tile_queries));
   for (int64_t i = kThreads - 1 - thread; i < p.window.num_requests; i += kThreads) {
     prefetch_l1(p.window.seq_lens + i);
     const int64_t first = int64_t{p.window.query_start_loc[i]} - p.window.query_start_loc[0];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
   const int head = static_cast<int>(blockIdx.x) - query * p.num_q_heads;
   const int block = head / params.tile_rows;  // of its heads, where a tile has no more
   const int tile =
-      params.tile_queries > 1 ? query / params.tile_queries : query * params.num_head_blocks + block;
+      params.tile_queries > 1 ? query / params.tile_queries : query * params.num_head_blocks() + block;
   const int row = params.tile_queries > 1 ? query % params.tile_queries * p.num_q_heads + head
                                           : head - block * params.tile_rows;
   wait_for_previous_grid();

@@ -217,7 +217,7 @@ enum class Step : int { kBlock, kRescaled, kEnd };
 template <class R_>
 struct ManyHeadsWalk {
   using R = R_;
-  static constexpr bool kNeighbours = false;
+  static constexpr bool kNeighbours = false, kWalks = true;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitGroups = 2;
