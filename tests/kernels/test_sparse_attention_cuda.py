@@ -255,11 +255,12 @@ def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
 
 @pytest.mark.parametrize("variant", SEGMENTS, ids=str)
 def test_segments_have_the_same_bits_whoever_takes_them(variant):
-    """Of rows from empty to full, with holes; with bases far apart, and where Q is no number. CTAs of many_heads
-    may take any number of the heads, too."""
+    """Of rows from empty to full, with holes; with bases far apart, and where Q is no number. CTAs of
+    many_heads may take any number of the heads, too."""
     shares = [replace(variant, splits=n) for n in (2, 4, 8) if n <= most_segments(variant.heads)]
     if variant.kernel == "many_heads":
-        shares += [replace(variant, heads=heads, splits=4) for heads in (16, 32, 64) if heads != variant.heads]
+        others = (heads for heads in (16, 32, 64) if heads != variant.heads)
+        shares += [replace(variant, heads=heads, splits=4) for heads in others]
     shape = {"num_tokens": 10, "num_q_heads": variant.some_heads[0], "topk": 2100, "num_slots": 4000}
     case = make_case(variant.first, DEVICE, **shape)
     lengths = torch.tensor([2100, 2100, 0, 1, 63, 65, 400, 1300, 1999, 2100], dtype=torch.int32)
