@@ -33,8 +33,8 @@ inline int num_segments(const SparseAttentionParams& p) {
   while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
   return segments;
 }
-// CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048 keys,
-// times within 4 % in the mean, and a plan within 1 % of the fastest is chosen in each case.
+// CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
+// keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
 struct SegmentCtas {
   Kernel kernel;
   int heads;
