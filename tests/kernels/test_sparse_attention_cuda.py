@@ -255,8 +255,12 @@ def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
 
 @pytest.mark.parametrize("variant", SEGMENTS, ids=str)
 def test_segments_have_the_same_bits_whoever_takes_them(variant):
-    """Of rows from empty to full, with holes; with bases far apart, and where Q is no number."""
-    shares = [n for n in (2, 4, 8) if n <= most_segments(variant.heads)]
+    """Of rows from empty to full, with holes; with bases far apart, and where Q is no number. CTAs of
+    many_heads may take any number of the heads, too."""
+    shares = [replace(variant, splits=n) for n in (2, 4, 8) if n <= most_segments(variant.heads)]
+    if variant.kernel == "many_heads":
+        others = (heads for heads in (16, 32, 64) if heads != variant.heads)
+        shares += [replace(variant, heads=heads, splits=4) for heads in others]
     shape = {"num_tokens": 10, "num_q_heads": variant.some_heads[0], "topk": 2100, "num_slots": 4000}
     case = make_case(variant.first, DEVICE, **shape)
     lengths = torch.tensor([2100, 2100, 0, 1, 63, 65, 400, 1300, 1999, 2100], dtype=torch.int32)
@@ -271,13 +275,13 @@ def test_segments_have_the_same_bits_whoever_takes_them(variant):
     case.q[7] *= 30
     results = variant.run(case)
     assert_attention(case, results)
-    for splits in shares:
-        assert_same(replace(variant, splits=splits).run(case), results)
+    for other in shares:
+        assert_same(other.run(case), results)
     case.q[5, :, -1] = float("nan")
     case.q[9, 1:] = float("inf")
     results = variant.run(case)
-    for splits in shares:
-        assert_same(replace(variant, splits=splits).run(case), results)
+    for other in shares:
+        assert_same(other.run(case), results)
     with pytest.raises(RuntimeError, match="kernel must be one of"):
         case.run_by(**variant.options())  # with the largest logits
     with pytest.raises(RuntimeError, match="kernel must be one of"):

@@ -60,7 +60,7 @@ constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {
-  if (const Variant* const v = variant_of_segments(p)) return plan_segments(p, *v, num_sms);
+  if (const auto segments = plan_segments(p, num_sms)) return *segments;
   const int heads = p.num_q_heads;
   const bool few = heads <= 16;
   int64_t splits = 1;

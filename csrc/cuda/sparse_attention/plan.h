@@ -81,6 +81,7 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 64, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},

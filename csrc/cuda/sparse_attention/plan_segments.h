@@ -1,66 +1,93 @@
 #pragma once
 // Plans on sm_90 for batch_invariant over FP8 rows of one layout: the segments of a query follow from its
-// heads and keys, and who works on them changes no bits (sm90/segments.cuh). So the batch may say how many
-// CTAs share a query.
+// heads and keys, and who works on them changes no bits (sm90/segments.cuh): neither how many CTAs share a
+// query, nor in many_heads how many of its heads a CTA takes. So the batch may say both.
 #include <algorithm>
 #include <bit>
+#include <climits>
 #include <iterator>
+#include <optional>
 
 #include "cuda/sparse_attention/plan_model.h"
 
 namespace mla_fp8::gpu::model {
 
+// Of a query with so many heads at most.
 struct Segments {
+  int most_heads;
   Kernel kernel;
-  int heads;           // of a CTA
   int64_t least_keys;  // of a segment
   int most;            // a power of two
-  // Of a CTA, for each run of a team, and for each result that waits in local memory.
-  double us_of_run, us_of_waiting;
-  bool first_waits_in_registers;
 };
-// Times fitted by eye to one H200, beside prices (kHeadsClasses) that have changed since; with fewer than 64
-// heads in the form before this.
-inline constexpr Segments kSegments[] = {{Kernel::kFewHeads, 8, 160, 8, 0.8, 2.0, true},
-                                         {Kernel::kFewHeads, 16, 128, 8, 0.8, 2.0, true},
-                                         {Kernel::kManyHeads, 32, 64, 8, 0.6, 2.0, true},
-                                         {Kernel::kManyHeads, 64, 288, 4, 0.9, 8.0, false}};
-inline const Segments& segments_by(const Variant& v) {
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8},
+                                         {16, Kernel::kFewHeads, 128, 8},
+                                         {32, Kernel::kManyHeads, 64, 8},
+                                         {INT_MAX, Kernel::kManyHeads, 288, 4}};
+inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
-                       [&](const Segments& s) { return s.kernel == v.kernel && s.heads == v.heads; });
+                       [&](const Segments& s) { return p.num_q_heads <= s.most_heads; });
 }
-inline int num_segments(const SparseAttentionParams& p, const Segments& s) {
+inline int num_segments(const SparseAttentionParams& p) {
+  const Segments& by = segments_of(p);
   int segments = 1;
-  while (segments < s.most && num_keys(p) >= 2 * segments * s.least_keys) segments *= 2;
+  while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
   return segments;
 }
-inline const Variant* variant_of_segments(const SparseAttentionParams& p) {
-  const int heads = p.num_q_heads <= 8 ? 8 : p.num_q_heads <= 16 ? 16 : p.num_q_heads <= 32 ? 32 : 64;
-  return find_variant(heads <= 16 ? Kernel::kFewHeads : Kernel::kManyHeads, Schedule::kSegments, heads, 0,
-                      p.layouts());
+// CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
+// keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
+struct SegmentCtas {
+  Kernel kernel;
+  int heads;
+  int most;  // runs of a team, and CTAs of a query
+  Price price;
+  double us_of_run, us_of_waiting;  // of a team's run, and of a result that waits in local memory
+  bool first_waits_in_registers;
+};
+inline constexpr SegmentCtas kSegmentCtas[] = {
+    {Kernel::kFewHeads, 8, 8, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
+    {Kernel::kFewHeads, 16, 8, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
+    {Kernel::kManyHeads, 16, 8, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
+    {Kernel::kManyHeads, 32, 8, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
+    {Kernel::kManyHeads, 64, 4, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
+
+// Calls fn(variant, its CTAs) for what has the bits of the problem's segments, the fewest heads first.
+template <class Fn>
+void for_each_segment_variant(const SparseAttentionParams& p, Fn&& fn) {
+  const Segments& by = segments_of(p);
+  for (const SegmentCtas& c : kSegmentCtas) {
+    const bool is_one = by.kernel == Kernel::kFewHeads ? c.heads == by.most_heads : c.heads <= by.most_heads;
+    if (c.kernel != by.kernel || !is_one) continue;
+    if (const Variant* const v = find_variant(c.kernel, Schedule::kSegments, c.heads, 0, p.layouts()))
+      fn(*v, c);
+  }
 }
 // Of a query that a test shares among so many, at least one for each; 0: it cannot be.
 inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int splits) {
-  const Segments& by = segments_by(v);
-  if (splits < 1 || splits > by.most || !std::has_single_bit(static_cast<unsigned>(splits))) return 0;
-  return std::max(num_segments(p, by), splits);
+  const SegmentCtas& ctas =
+      *std::find_if(std::begin(kSegmentCtas), std::end(kSegmentCtas),
+                    [&](const SegmentCtas& c) { return c.kernel == v.kernel && c.heads == v.heads; });
+  if (splits < 1 || splits > ctas.most || !std::has_single_bit(static_cast<unsigned>(splits))) return 0;
+  const int segments = std::max(num_segments(p), splits);
+  return segments / splits > ctas.most ? 0 : segments;
 }
-inline Plan plan_segments(const SparseAttentionParams& p, const Variant& v, int num_sms) {
-  const Segments& by = segments_by(v);
-  const int segments = num_segments(p, by), head_blocks = ceil_div(p.num_q_heads, v.heads);
-  const auto price =
-      std::find_if(std::begin(kHeadsClasses), std::end(kHeadsClasses),
-                   [&](const HeadsClass& c) { return c.kernel == v.kernel && c.heads == v.heads; });
-  Priced best{{v}};
-  for (const SplitClass& s : kSplitClasses) {
-    if (segments % s.splits != 0) continue;
-    const int runs = segments / s.splits;
-    const int waiting = std::max(by.first_waits_in_registers ? runs / 2 : runs, 1) - 1;
-    const auto waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident(s, num_sms)));
-    const double us = time_of(p, *price, s, p.num_tokens, num_sms) +
-                      waves * (runs * by.us_of_run + waiting * by.us_of_waiting);
-    if (us < best.us) best.plan.splits = s.splits, best.us = us;
-  }
+// Null where there are no segments.
+inline std::optional<Plan> plan_segments(const SparseAttentionParams& p, int num_sms) {
+  const int segments = num_segments(p);
+  Priced best;
+  for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
+    const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
+    for (const SplitClass& s : kSplitClasses) {
+      const int runs = segments / s.splits;
+      if (segments % s.splits != 0 || runs > ctas.most) continue;
+      const int waiting = std::max(ctas.first_waits_in_registers ? runs / 2 : runs, 1) - 1;
+      const auto waves = static_cast<double>(
+          ceil_div(p.num_tokens * ceil_div(p.num_q_heads, v.heads), resident(s, num_sms)));
+      const double us = time_of(p, price, s, p.num_tokens, num_sms) +
+                        waves * (runs * ctas.us_of_run + waiting * ctas.us_of_waiting);
+      if (us < best.us) best = {{v, s.splits}, us};
+    }
+  });
+  if (best.us == Priced{}.us) return {};
   best.plan.segments = segments;
   return best.plan;
 }

@@ -137,6 +137,7 @@ constexpr Case kCases[] = {
     {"many_heads", "split", 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
     {"few_heads", "segments", 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},  // batch_invariant
     {"few_heads", "segments", 16, 1, 0, kDsv4, 16, 5, 900, 200, false},
+    {"many_heads", "segments", 16, 4, 0, kDsv32, 61, 3, 1200, 0, false},
     {"many_heads", "segments", 32, 8, 0, kDsv32, 32, 3, 2400, 0, false},
     {"many_heads", "segments", 32, 1, 0, kDsv4, 32, 5, 900, 200, false},
     {"many_heads", "segments", 64, 4, 0, kDsv4, 64, 3, 1200, 200, false},

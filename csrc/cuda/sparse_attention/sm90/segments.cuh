@@ -5,11 +5,13 @@
 // what a team adds up from zero, with bases of its own. These are whole numbers: what brings a result to
 // another base is a power of two, and exact. So only the order counts in which results are added up: as a
 // binary tree over the runs does, whose sides may be swapped. A CTA takes neighbouring segments, a team of it
-// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out.
+// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out. Nor does
+// it count in many_heads of how many heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
 // below 2^-100 leave as 0 (output_value in sm90/item.cuh).
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/device/math.cuh"
@@ -62,9 +64,9 @@ struct SegmentItem : SplitItem {
 };
 
 // What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads,
-// bases and sums of two heads of each octet. (In many_heads sums are the logits warps'.) A result that waits
-// for its neighbour in the tree lies in `waiting`, in local memory; kFirstInRegisters: but for a
-// single run's.
+// bases and sums of two heads of each octet. kHasSums: else sums are the logits warps', and bases of results
+// that wait are known to them. A result that waits for its neighbour in the tree lies in `waiting`, in local
+// memory; kFirstInRegisters: but for a single run's.
 template <int kTiles, int kOctets, bool kHasSums, bool kFirstInRegisters>
 class RunTotals {
  public:
@@ -72,7 +74,7 @@ class RunTotals {
   using OfHeads = float[kOctets][2];
   struct Result {
     float4 out[kTiles][kOctets];
-    float2 base[kOctets], sum[kHasSums ? kOctets : 0];
+    float2 base[kHasSums ? kOctets : 0], sum[kHasSums ? kOctets : 0];
   };
   static constexpr int kWaiting = std::countr_zero(unsigned{kMaxRuns}) - kFirstInRegisters;
 
@@ -80,15 +82,20 @@ class RunTotals {
   __device__ explicit RunTotals(Result (&waiting)[kWaiting]) : waiting_(waiting) {}
 
   // When a run that has keys has ended: with all that has waited for it, or it waits itself and the next one
-  // begins from zero.
-  template <class Item>
+  // begins from zero. waiting_base(i, n): without sums, of the n-th octet of what waits since the i-th run.
+  template <class Item, class Base = std::nullptr_t>
   __device__ __forceinline__ void end_run(const Item& w, int team, int run, Out& out, OfHeads& base,
-                                          OfHeads* sum = nullptr) {
+                                          OfHeads* sum, Base&& waiting_base = {}) {
     const int first = w.first_run(team), end = w.first_block_of(first + run + 1);
 #pragma unroll 1
     for (int level = 0, i = run; w.runs >> level > 1; ++level, i /= 2) {
       if (i % 2 == 1) {
-        if (levels_ >> level & 1) merge(level, out, base, sum);
+        const int since = (i << level) - 1;
+        if (levels_ >> level & 1)
+          merge(level, out, base, sum, [&](const Result& x, int n) {
+            if constexpr (kHasSums) return x.base[n];
+            else return waiting_base(since, n);
+          });
         levels_ &= ~(1u << level);
       } else if (w.first_block_of(first + ((i + 2) << level)) != end) {
         save(level, out, base, sum);
@@ -99,19 +106,22 @@ class RunTotals {
   }
 
  private:
-  __device__ __forceinline__ void merge(int level, Out& out, OfHeads& base, OfHeads* sum) {
+  template <class Base>
+  __device__ __forceinline__ void merge(int level, Out& out, OfHeads& base, OfHeads* sum, Base&& base_of) {
     if constexpr (kFirstInRegisters) {
       if (level > 0) first_ = waiting_[level - 1];
-      add(first_, out, base, sum);
+      add(first_, out, base, sum, base_of);
     } else {
-      add(waiting_[level], out, base, sum);
+      add(waiting_[level], out, base, sum, base_of);
     }
   }
-  __device__ __forceinline__ static void add(const Result& x, Out& out, OfHeads& base, OfHeads* sum) {
+  template <class Base>
+  __device__ __forceinline__ static void add(const Result& x, Out& out, OfHeads& base, OfHeads* sum,
+                                             Base&& base_of) {
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
-      const float2 to = {fmaxf(base[n][0], x.base[n].x), fmaxf(base[n][1], x.base[n].y)};
-      const float2 f = {fast_exp2(x.base[n].x - to.x), fast_exp2(x.base[n].y - to.y)};
+      const float2 waited = base_of(x, n), to = {fmaxf(base[n][0], waited.x), fmaxf(base[n][1], waited.y)};
+      const float2 f = {fast_exp2(waited.x - to.x), fast_exp2(waited.y - to.y)};
       const float2 g = {fast_exp2(base[n][0] - to.x), fast_exp2(base[n][1] - to.y)};
       base[n][0] = to.x, base[n][1] = to.y;
       if constexpr (kHasSums) {
@@ -146,8 +156,10 @@ class RunTotals {
                                               const OfHeads* sum) {
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
-      to.base[n] = {base[n][0], base[n][1]};
-      if constexpr (kHasSums) to.sum[n] = {(*sum)[n][0], (*sum)[n][1]};
+      if constexpr (kHasSums) {
+        to.base[n] = {base[n][0], base[n][1]};
+        to.sum[n] = {(*sum)[n][0], (*sum)[n][1]};
+      }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
         to.out[i][n] = {out[i][n][0], out[i][n][1], out[i][n][2], out[i][n][3]};

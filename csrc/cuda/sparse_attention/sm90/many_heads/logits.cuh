@@ -336,7 +336,10 @@ class SplitLogits : BlockLogits<C> {
 #pragma unroll 1
     for (int run = 0; run < w_.runs; ++run) {
       const int end = w_.first_block_of(first + run + 1) - w_.first_block;
-      if (block == end) continue;
+      if (block == end) {
+        if (head < C::kHeads) write_node_base(run, head, kNoMax);
+        continue;
+      }
 #pragma unroll 1
       for (; block < end; ++block)
         this->attend(block, [&] {
@@ -345,10 +348,20 @@ class SplitLogits : BlockLogits<C> {
         });
       // All have read the bases since the last block began.
       write_sums(run);
-      if (head < C::kHeads) x_.head_state()[head].y = 0.0f;
+      if (head < C::kHeads) {
+        write_node_base(run, head, x_.run_bases(run)[head]);
+        x_.head_state()[head].y = 0.0f;
+      }
       fresh_ = true;
       named_barrier(kBarrierLogits, Base::kLogitThreads);
     }
+  }
+
+  // The value warps read it in a later run.
+  __device__ void write_node_base(int run, int head, float base) const {
+    for (int level = 0, i = run; i % 2 == 1; ++level, i /= 2)
+      base = fmaxf(base, x_.node_bases((i << level) - 1)[head]);
+    x_.node_bases(run)[head] = base;
   }
 
   // This warp's, which begin again.

@@ -30,7 +30,7 @@ namespace mla_fp8::gpu {
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
-// A CTA takes kOctets octets of heads: 32, 48 or 64. Only prefill wants the largest logits.
+// A CTA takes kOctets octets of heads: 16, 32, 48 or 64. Only prefill wants the largest logits.
 // R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh). kWalks:
 // see the wide walk below. kSegments: sm90/segments.cuh.
 template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone,
@@ -110,6 +110,7 @@ struct ManyHeadsSplit {
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
     alignas(8) float run_bases[kMostRuns][kHeads];
+    alignas(8) float node_bases[kMostRuns][kHeads];  // of the largest subtree that ends with the run
     alignas(8) float run_sums[kMostRuns][kLogitWarps][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -144,6 +145,7 @@ struct BlockExchange {
     return at<float2>(MLA_SMEM(C, lane_largest)) + (warp * C::kOctets + octet) * kWarpSize;
   }
   __device__ float* run_bases(int run) const { return at<float>(MLA_SMEM(C, run_bases)) + run * C::kHeads; }
+  __device__ float* node_bases(int run) const { return at<float>(MLA_SMEM(C, node_bases)) + run * C::kHeads; }
   __device__ float* run_sums(int run, int warp) const {
     return at<float>(MLA_SMEM(C, run_sums)) + (run * C::kLogitWarps + warp) * C::kHeads;
   }

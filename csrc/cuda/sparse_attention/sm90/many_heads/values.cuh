@@ -303,13 +303,19 @@ class SplitValues : protected BlockValues<C> {
       if (block == end) continue;
       this->attend(block, end - block);
       block = end;
+      int lane;  // found anew: else addresses by it would be found once, and spilled
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+      const auto pair = [&](const float* bases, int n) {
+        return reinterpret_cast<const float2*>(bases)[n * kOctetHeads / 2 + lane % 4];
+      };
       float base[kOctets][2];
 #pragma unroll
       for (int n = 0; n < kOctets; ++n) {
-        const float2 x = reinterpret_cast<const float2*>(x_.run_bases(run))[n * kOctetHeads / 2 + t_];
+        const float2 x = pair(x_.run_bases(run), n);
         base[n][0] = x.x, base[n][1] = x.y;
       }
-      totals.end_run(w, 0, run, out_, base);
+      totals.end_run(w, 0, run, out_, base, nullptr,
+                     [&](int since, int n) { return pair(x_.node_bases(since), n); });
     }
   }
 
