@@ -118,10 +118,11 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
 }
 
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 or FP4 entries and more than 64 heads,
-// which two CTAs convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us; 640 keys, 96 queries: 62.4 ->
-// 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7). With fewer tiles of bf16 rows than
-// half the SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048
-// keys: 70 against 67 us).
+// which two CTAs convert for each other (128 + 1024 keys of dsv4, 256 queries: 191.5 -> 177.5 us; 640 keys,
+// 96 queries: 62.4 -> 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7. Of dsv41 and FP4,
+// 640 keys, 96 and 256 queries: 63.9 -> 61.5, 129 -> 117). With fewer tiles of bf16 rows than half the SMs
+// the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
+// against 67 us).
 // Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
 // against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
 // 64 queries, 269 against 223).

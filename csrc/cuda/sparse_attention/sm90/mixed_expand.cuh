@@ -89,10 +89,10 @@ class StageExpander {
 
  private:
   // Of 16 rows of one cache: a lane has the two tiles of a unit of eight keys, what two lanes of the
-  // consumers want at once. Those of the second cache, NaN too, may be in one unit, in which all products with
-  // codes are exact, and near that of first rows with elements about 1, so that bases need not move between
-  // them; but where they multiply weights, which are up to 2^15, they are at most 1. False, and nothing
-  // stored, if one is NaN.
+  // consumers want at once. Those of the second cache, NaN too, may be in one unit, in which all products
+  // with codes are exact, and near that of first rows with elements about 1, so that bases need not move
+  // between them; but where they multiply weights, which are up to 2^15, they are at most 1. False, and
+  // nothing stored, if one is NaN.
   template <class Cache>
   __device__ __forceinline__ bool store_scales_of_one(int stage) const {
     // A byte for each tile of 16 dims; of ue8m0 for more.

@@ -58,8 +58,8 @@ class MixedGather : protected Gather<C> {
             __ballot_sync(kFullWarp, counts), __any_sync(kFullWarp, counts && key == other) != 0};
   }
 
-  // Stages that are there, or as long as there is nothing else to do: until the i-th of the ring's sequence is
-  // free; to the end, if there is none.
+  // Stages that are there, or as long as there is nothing else to do: until the i-th of the ring's sequence
+  // is free; to the end, if there is none.
   __device__ __forceinline__ void expand_until_free(int i, bool there_is) {
     if constexpr (kExpands)
       while (num_pending_ > 0 && (!there_is || is_raw_full() || !is_free(i))) expand_next();

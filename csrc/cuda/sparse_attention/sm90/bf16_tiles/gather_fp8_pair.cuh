@@ -1,8 +1,8 @@
 #pragma once
-// The gather of two CTAs that have 64 heads each of the same query, over pages of codes: each converts 32 keys
-// of every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64 takes a
-// gather longer than the products take. Of two layouts each lane knows that of its key, whose elements are
-// exact in bf16.
+// The gather of two CTAs that have 64 heads each of the same query, over pages of codes: each converts 32
+// keys of every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64
+// takes a gather longer than the products take. Of two layouts each lane knows that of its key, whose
+// elements are exact in bf16.
 //
 // A warp has eight keys, a lane 16 dims of one key in each panel. An index is loaded two blocks ahead, the
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
