@@ -290,7 +290,7 @@ def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
         (("few_heads", "split", 32, 1), "dsv41", 64),
         (("bf16_tiles", "walk", 64, 1), "dsv41", 128),
         (("nothing", "split", 16, 1), "dsv32", 16),
-        (("bf16_tiles", "walk", 64, 1), "dsv4+dsv41_fp4", 128),
+        (("bf16_tiles", "walk", 64, 1), "dsv4+dsv41_fp4", 64),
         (("few_heads", "split", 16, 1), "dsv4_fnuz+dsv4", 16),
         (("many_heads", "split", 32, 1, 8), "dsv4_fnuz+dsv4", 64),
     ],

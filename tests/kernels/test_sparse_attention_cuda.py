@@ -57,7 +57,7 @@ class Variant:
     @property
     def pairs(self) -> bool:
         """Two CTAs of 64 heads, which convert rows for each other."""
-        return self.kernel == "bf16_tiles" and self.layout == "dsv4"
+        return self.kernel == "bf16_tiles" and self.layout.startswith("dsv4")
 
     @property
     def some_heads(self) -> tuple[int, ...]:

@@ -117,11 +117,12 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
   return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
 }
 
-// bf16 rows, keys that neighbours share or more than 16 heads; dsv4 and more than 64 heads, which two CTAs
-// convert for each other (128 + 1024 keys, 256 queries: 191.5 -> 177.5 us; 640 keys, 96 queries: 62.4 ->
-// 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7). With fewer tiles of bf16 rows than
-// half the SMs the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048
-// keys: 70 against 67 us).
+// bf16 rows, keys that neighbours share or more than 16 heads; dsv4 or FP4 entries and more than 64 heads,
+// which two CTAs convert for each other (128 + 1024 keys of dsv4, 256 queries: 191.5 -> 177.5 us; 640 keys,
+// 96 queries: 62.4 -> 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7. Of dsv41 and FP4,
+// 640 keys, 96 and 256 queries: 63.9 -> 61.5, 129 -> 117). With fewer tiles of bf16 rows than half the SMs
+// the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
+// against 67 us).
 // Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
 // against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
 // 64 queries, 269 against 223).
@@ -130,8 +131,8 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
 // 49 -> 44 and 130 -> 124). So are 8 until they walk (264 and 792 queries of 640 keys: 45 -> 43, 122 -> 110).
 constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
-  const bool pair =
-      p.layout == KvLayoutId::kDsv4 && !p.layouts().is_mixed() && p.num_q_heads > 64 && !p.has_entry_pages;
+  const bool pair = !is_bf16(p) && p.num_q_heads > 64 && !p.has_entry_pages &&
+                    find_variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, 0, p.layouts());
   const bool few_rows =
       p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
   const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
@@ -197,7 +198,7 @@ const Architecture* own_kernels(const SparseAttentionParams& p, const Gpu& gpu) 
   return nullptr;
 }
 
-// Two CTAs of 64 heads each convert rows of dsv4 for each other, by index or of windows.
+// Two CTAs of 64 heads each convert rows of codes for each other, by index or of windows.
 bool runs(const Variant& v, const SparseAttentionParams& p) {
   return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }

@@ -87,6 +87,7 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fn},
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
+    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kPairs},
 };
 
 struct Plan {

@@ -80,7 +80,7 @@ inline constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {17.0, 8.8, 1.4}, {1.2, 2.2}},
     {Kernel::kFewHeads, 32, {}, {24.0, 7.3, 4.2}, {}},
     {Kernel::kManyHeads, 32, {19.8, 8.4, 0.3}, {}, {23.7, 8.7, 1.8}, {2.0, 6.0}},
-    {Kernel::kManyHeads, 64, {27.1, 11.0, 2.3, 0.08e-6}, {}, {40.6, 10.5, 2.6}, {5.2, 7.2}}};
+    {Kernel::kManyHeads, 64, {27.1, 11.0, 2.3, 0.08e-6}, {}, {32.8, 10.5, 2.6}, {5.2, 7.2}}};
 inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
   return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
 }

@@ -25,7 +25,7 @@ struct Ring {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
       constexpr int kFetched = kWarpArrivals + (C::R::kScalesApart ? kStageRows : 0);
-      if constexpr (C::R::kMixed) mbarrier_init(raw(s), kFetched);
+      if constexpr (C::R::kMixed) mbarrier_init(raw(s), kWarpArrivals + kWarpSize);  // each lane's copies
       mbarrier_init(full(s), C::R::kMixed ? kWarpArrivals : kFetched);
       mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
     }

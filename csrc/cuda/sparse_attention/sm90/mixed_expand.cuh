@@ -1,7 +1,7 @@
 #pragma once
 // What makes rows of two caches rows of one kind (mixed_row.cuh), each stage once, when its bytes are there:
 // no consumer converts what several of them read. Bound: a chain of latencies, about 2 K clocks a stage for
-// 430 instructions, and the issue slots and shared memory that it takes from the consumers. With up to 32
+// 410 instructions, and the issue slots and shared memory that it takes from the consumers. With up to 32
 // heads four warps do nothing else, and no stage waits until its producer has fetched the next one; with 64
 // there are no registers for more warps than the producers.
 #include "cuda/device/convert.cuh"
@@ -42,8 +42,7 @@ class StageExpander {
   using First = typename R::First;
   using Second = typename R::Second;
 
-  __device__ StageExpander(uint8_t* smem, int lane)
-      : ring_{shared_address(smem)}, valid_(smem + MLA_SMEM(C, valid)), lane_(lane) {}
+  __device__ StageExpander(uint8_t* smem, int lane) : ring_{shared_address(smem)}, lane_(lane) {}
 
   // Warps that do nothing else: each takes every kExpanders-th stage.
   __device__ void run(int warp, int num_stages) const {
@@ -66,14 +65,14 @@ class StageExpander {
         tail_codes = load_shared_16(rows + row * R::kPitch + First::kBytes - 32 + half * 16);
         tail_scales = e4m3_scales_to_bf16(load_shared_2(table + row * R::kRawScaleBytes + 28 + half * 2));
       }
-    // Most stages have rows of one cache; a NaN, which is rare, goes the longer way.
+    // Most stages have rows of one cache.
     Codes codes;
     bool has_scales = false;
     if (extras == kStagePlaces) {
       if (Codes::kEarly) codes.load(codes_at(rows), 0);
       has_scales = store_scales_of_one<Second>(stage);
-    } else if constexpr (Codes::kEarly) {
-      if (!extras) has_scales = store_scales_of_one<First>(stage);
+    } else if (!extras) {
+      has_scales = store_scales_of_one<First>(stage);
     }
     if (!has_scales) {
       store_any_scales(stage, extras);
@@ -85,38 +84,45 @@ class StageExpander {
       __syncwarp();
       if (extra) store_tail(rows + row * R::kPitch + R::kBf16Offset + half * 64, tail_codes, tail_scales);
     }
-    fence_proxy_async();  // as consumers do before they give it back
     mbarrier_arrive_warp(ring_.full(stage), lane_);
   }
 
  private:
   // Of 16 rows of one cache: a lane has the two tiles of a unit of eight keys, what two lanes of the
-  // consumers want at once. False, and nothing stored, if one is NaN.
+  // consumers want at once. Those of the second cache, NaN too, may be in one unit, in which all products
+  // with codes are exact, and near that of first rows with elements about 1, so that bases need not move
+  // between them; but where they multiply weights, which are up to 2^15, they are at most 1. False, and
+  // nothing stored, if one is NaN.
   template <class Cache>
   __device__ __forceinline__ bool store_scales_of_one(int stage) const {
     // A byte for each tile of 16 dims; of ue8m0 for more.
     constexpr bool kE4m3 = Cache::kL.scale_format == ScaleFormat::kE4m3;
+    constexpr bool kOneUnit = kE4m3 && !C::kScalesMultiplyWeights;
     static_assert(kE4m3 || Cache::kTileDims % 32 == 0);
     const uint32_t table = ring_.stage(stage) + R::kTableOffset;
     const int unit = lane_ % 16, first = lane_ / 16 * 4;  // keys first .. first + 3, and + 8
     const uint32_t from =
         table + first * R::kRawScaleBytes + (kE4m3 ? unit * 2 : unit * 32 / Cache::kTileDims);
     const auto key_at = [&](int i) { return from + (i % 4 + i / 4 * 8) * R::kRawScaleBytes; };
-    uint32_t scales[8], largest = 0;  // pairs of f16; else a byte first
+    uint32_t scales[8];  // pairs of f16; else a byte first
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (kE4m3) scales[i] = e4m3x2_to_f16(load_shared_2(key_at(i)));
       else scales[i] = unit * 32 < Cache::kFp8Dims ? load_shared_1(key_at(i)) : 0;
     }
+    uint32_t above = 0;  // the largest one
+    if constexpr (!kOneUnit) {
+      uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) largest = kE4m3 ? __vmaxs2(largest, scales[i]) : max(largest, scales[i]);
-    if constexpr (kE4m3) largest = max(largest & 0xffffu, largest >> 16);
-    const uint32_t above = __reduce_max_sync(kFullWarp, largest);
-    if (above >= (kE4m3 ? kInfiniteF16 : 255u)) [[unlikely]]
-      return false;
-    int e;  // 2^e is above them
+      for (int i = 0; i < 8; ++i) largest = kE4m3 ? __vmaxs2(largest, scales[i]) : max(largest, scales[i]);
+      if constexpr (kE4m3) largest = max(largest & 0xffffu, largest >> 16);
+      above = __reduce_max_sync(kFullWarp, largest);
+      if (above >= (kE4m3 ? kInfiniteF16 : 255u)) [[unlikely]]
+        return false;
+    }
+    int e;  // they are stored in units of 2^e
     if constexpr (kE4m3) {
-      e = static_cast<int>(above >> 10) - 14;
+      e = kOneUnit ? -kLog2OneUnit : static_cast<int>(above >> 10) - 14;
       const uint32_t unit_f16 = static_cast<uint32_t>(15 - e) * 0x04000400u;
 #pragma unroll
       for (int i = 0; i < 8; ++i) scales[i] = mul_f16x2(scales[i], unit_f16);
@@ -202,8 +208,8 @@ class StageExpander {
       const bool is_nan = (largest & 0xffffu) >= kInfinite || largest >> 16 >= kInfinite;
       const unsigned keys = __ballot_sync(kFullWarp, is_nan);
       if (half == 0 && (keys >> lane_ & 3)) {
-        uint8_t& valid = valid_[stage * kStageRows + row];
-        if (valid) valid = kValidKey | kNanKey;
+        const uint32_t valid = ring_.smem + MLA_SMEM(C, valid) + stage * kStageRows + row;
+        if (load_shared_1(valid)) store_shared_1(valid, kValidKey | kNanKey);
       }
     }
     const float unit = power_of_two(-e);
@@ -239,16 +245,24 @@ class StageExpander {
   __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras, Codes& codes) const {
     constexpr int kUnroll = Codes::kEarly ? kStageRows / Codes::kRows : 1;
     const uint32_t from = codes_at(rows), to = rows + lane_ * 16;
+    constexpr int kAtOnce = 2;  // a row's registers are free once its store has read them
 #pragma unroll kUnroll
     for (int first = 0; first < kStageRows; first += Codes::kRows) {
       if (!Codes::kEarly || first > 0) codes.load(from, first);
       __syncwarp();
+      if (R::kFp8Dims < kWarpSize * 16 && lane_ * 16 >= R::kFp8Dims) continue;
 #pragma unroll
-      for (int i = 0; i < Codes::kRows; ++i) {
-        if (!kAll && !(extras >> (first + i) & 1)) continue;
-        if (R::kFp8Dims < kWarpSize * 16 && lane_ * 16 >= R::kFp8Dims) continue;
-        const uint2 a = expand_e2m1x8(codes.of_row[i].x), b = expand_e2m1x8(codes.of_row[i].y);
-        store_shared_16(to + (first + i) * R::kPitch, {a.x, a.y, b.x, b.y});
+      for (int i = 0; i < Codes::kRows; i += kAtOnce) {
+        uint4 row[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const uint2 a = expand_e2m1x8(codes.of_row[i + j].x), b = expand_e2m1x8(codes.of_row[i + j].y);
+          row[j] = {a.x, a.y, b.x, b.y};
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+          if (kAll || (extras >> (first + i + j) & 1))
+            store_shared_16(to + (first + i + j) * R::kPitch, row[j]);
       }
     }
   }
@@ -271,10 +285,10 @@ class StageExpander {
   }
 
   static constexpr uint32_t kInfinite = 0x7f80, kInfiniteF16 = 0x7c00;
-  static constexpr int kLog2Codes = 6;  // codes become 64ths
+  static constexpr int kLog2Codes = 6;    // codes become 64ths
+  static constexpr int kLog2OneUnit = 7;  // 128 * 448, the largest scale, is an f16
 
   const Ring<C> ring_;
-  uint8_t* const valid_;
   const int lane_;
 };
 

@@ -23,8 +23,9 @@
 
 namespace mla_fp8::gpu {
 
-// kExpanders_: warps that do nothing but expand (mixed_expand.cuh); 0: the producers do it.
-template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders_>
+// kExpanders_: warps that do nothing but expand (mixed_expand.cuh); 0: the producers do it. kHasKeyTable:
+// whether there is room for it.
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders_, bool kHasKeyTable>
 struct MixedRow : Row<kFirst> {
   using First = Row<kFirst>;
   using Second = Row<kSecond>;
@@ -40,7 +41,7 @@ struct MixedRow : Row<kFirst> {
 
   static constexpr int kPitch = First::kBytes | 16;  // as Row's, without scales
   static constexpr int kTableOffset = kStageRows * kPitch;
-  static constexpr bool kKeyTable = kExpanders > 0 && First::kBf16Dims == 0;
+  static constexpr bool kKeyTable = kHasKeyTable && First::kBf16Dims == 0;
   // Of 32 dims. With 80 bytes what eight lanes store at once falls into different banks.
   static constexpr int kUnitBytes = kKeyTable ? 80 : 64;
   static constexpr int kKeyTableAt = First::kDims / 32 * kUnitBytes;  // behind that of V's
@@ -53,12 +54,13 @@ struct MixedRow : Row<kFirst> {
 };
 
 // What the kernels read of a call whose caches have these layouts.
-template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders = 0>
-using CachedRow = std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond, kExpanders>>;
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders = 0, bool kHasKeyTable = (kExpanders > 0)>
+using CachedRow =
+    std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>>;
 
 // They lie in the table of the stage.
-template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders>
-struct RowScales<MixedRow<kFirst, kSecond, kExpanders>> {
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
+struct RowScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   static constexpr int kPerLane = 0;
 };
 

@@ -4,8 +4,8 @@
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled panels,
 //            two blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
 //            arrive while the last weights of this one are multiplied and its output is stored.
-//            With more than 32 heads a window's keys stay, and one comes with each query. FP8 pages: two CTAs
-//            of 64 heads convert half of each block to bf16, for both
+//            With more than 32 heads a window's keys stay, and one comes with each query. Pages of codes: two
+//            CTAs of 64 heads convert half of each block to bf16, for both
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
@@ -67,9 +67,9 @@ bool is_plain_selection(const SparseAttentionParams& p) {
          (s.page_size == 1 || s.kv_cache_stride_page == s.page_size * kv_layout(p.layout).token_stride());
 }
 
-template <KvLayoutId kId, TileKeys kKeys>
+template <KvLayoutId kId, TileKeys kKeys, KvLayoutId kExtraId = kId>
 void launch_variant(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  using C = Bf16Tiles<kId, kKeys>;
+  using C = Bf16Tiles<kId, kKeys, kExtraId>;
   constexpr int kCluster = C::kPair ? 2 : 1;
   const TileParams params{
       .p = p,
@@ -92,10 +92,10 @@ void launch_variant(const SparseAttentionParams& p, const Plan& plan, gpuStream_
 }  // namespace
 
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout, auto) {
+  with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout, auto extra) {
     constexpr KvLayoutId kId = layout();
-    if constexpr (kId == KvLayoutId::kDsv4) {
-      launch_variant<kId, TileKeys::kPair>(p, plan, stream);
+    if constexpr (kv_layout(kId).nope_format != Format::kBf16) {
+      launch_variant<kId, TileKeys::kPair, extra()>(p, plan, stream);
     } else {
       if (p.has_entry_pages) return launch_variant<kId, TileKeys::kEntries>(p, plan, stream);
       if (is_plain_selection(p)) return launch_variant<kId, TileKeys::kSelected>(p, plan, stream);

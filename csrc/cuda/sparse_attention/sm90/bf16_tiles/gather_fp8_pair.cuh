@@ -1,13 +1,16 @@
 #pragma once
-// The gather of two CTAs that have 64 heads each of the same query, over FP8 pages: each converts 32 keys of
-// every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64 takes a
-// gather longer than the products take.
+// The gather of two CTAs that have 64 heads each of the same query, over pages of codes: each converts 32
+// keys of every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64
+// takes a gather longer than the products take. Of two layouts each lane knows that of its key, whose
+// elements are exact in bf16.
 //
 // A warp has eight keys, a lane 16 dims of one key in each panel. An index is loaded two blocks ahead, the
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
 // All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
 // invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
 // spilled register waits for all others (docs/kernels/bf16_tiles.md).
+#include <type_traits>
+
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
@@ -37,7 +40,7 @@ class PairGather : TileGather<C> {
   __device__ void run() {
     Cursor ahead = first_item(blockIdx.x);
     Place next = find(look_up(ahead), found_);
-    load_scales(next);
+    take(next);
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel) load(next, panel);
     advance(ahead);
@@ -67,7 +70,7 @@ class PairGather : TileGather<C> {
           convert(buffer, panel);
           load(next, panel);
         }
-        load_scales(next);
+        take(next);
         found_ = next_found;
         send(buffer, 1);
         next = find(after, next_found);
@@ -80,10 +83,14 @@ class PairGather : TileGather<C> {
  private:
   using Base = TileGather<C>;
   using Base::is_window, Base::key_, Base::lane_, Base::params_, Base::smem_, Base::warp_;
-  static constexpr KvLayout kL = kv_layout(C::kId);
-  static constexpr int kFp8Panels = kL.nope_dim / C::kPanelDims;
-  static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kL.tile_dim == C::kPanelDims);
-  static_assert(kFp8Panels == C::kPanels - 1 && kL.rope_format == Format::kBf16);
+  // Of the first cache; of e2m1 rows in the second.
+  static constexpr KvLayout kL = kv_layout(C::kId), kE2m1 = kv_layout(C::kExtraId);
+  static constexpr bool kMixed = C::kExtraId != C::kId;
+  static constexpr int kFp8Panels = kL.nope_dim / C::kPanelDims, kTilesOfPanel = C::kPanelDims / kL.tile_dim;
+  static_assert(kL.scale_format == ScaleFormat::kUe8m0 && kTilesOfPanel >= 1 && kTilesOfPanel <= 2);
+  static_assert(kFp8Panels >= C::kPanels - 1 && kL.rope_format == Format::kBf16);
+  static_assert(!kMixed || (kE2m1.nope_format == Format::kE2m1 && kE2m1.nope_dim == C::kDims &&
+                            kE2m1.scale_format == ScaleFormat::kE4m3 && kE2m1.tile_dim == 16));
   static_assert(sizeof(kZeroRow) >= kL.token_stride());
 
   // The blocks of all items, in their order.
@@ -125,10 +132,13 @@ class PairGather : TileGather<C> {
   // valid one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without
   // any they are zeros.
   struct Place {
-    const uint8_t *row, *scales;
+    const uint8_t* row;  // from this lane's dims of the first panel on
+    const uint8_t* scales;
+    bool e2m1;
   };
   __device__ Place find(const LookUp& x, uint32_t& found) const {
-    constexpr KvLayout kL = kv_layout(C::kId);
+    constexpr KvLayout kFirst = kL, kSecond = kE2m1;
+    const bool e2m1 = kMixed && x.scope != 0;
     const KvScope& s = params_.p.scopes[x.scope];
     const Divider& page_size = params_.page_size[x.scope];
     const bool in_window = is_window() && x.scope == 0;
@@ -140,35 +150,54 @@ class PairGather : TileGather<C> {
     const uint8_t* base = s.kv_cache + page * s.kv_cache_stride_page;
     const uint32_t mine = found >> (rank_ * 8) & 0xff;  // of the lanes that look up this CTA's keys
     const int from = mine >> eighth_ & 1 ? eighth_ : __ffs(mine) - 1;
-    const auto of_my_key = [&](const uint8_t* p) {
-      const uint64_t at = __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(p), rank_ * 8 + max(from, 0));
-      return from < 0 ? reinterpret_cast<const uint8_t*>(kZeroRow) : reinterpret_cast<const uint8_t*>(at);
-    };
-    const Place at{of_my_key(base + kL.token_offset(row)),
-                   of_my_key(base + kL.scale_offset(row, s.page_size))};
+    const int64_t in_page = e2m1 ? kSecond.token_offset(row) : kFirst.token_offset(row);
+    const int64_t scales =
+        e2m1 ? kSecond.scale_offset(row, s.page_size) : kFirst.scale_offset(row, s.page_size);
+    const int lane = rank_ * 8 + max(from, 0);  // that has found it
+    const bool is_e2m1 = kMixed && (__ballot_sync(kFullWarp, e2m1) >> lane & 1);
+    const auto at = reinterpret_cast<const uint8_t*>(
+        __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(base + in_page), lane));
+    const uint32_t to_scales = __shfl_sync(kFullWarp, static_cast<uint32_t>(scales - in_page), lane);
+    const auto zeros = reinterpret_cast<const uint8_t*>(kZeroRow);
+    if (from < 0) return {zeros, zeros, is_e2m1};
     // It is loaded half a block later or more.
-    if (quarter_ == 0) bulk_prefetch_l2(at.row, kL.token_stride());
-    if (quarter_ == 1) prefetch_l2(at.scales);
-    return at;
+    if (quarter_ == 0) bulk_prefetch_l2(at, is_e2m1 ? kSecond.token_stride() : kFirst.token_stride());
+    if (quarter_ == 1) prefetch_l2(at + to_scales);
+    return {at + quarter_ * (is_e2m1 ? 8 : 16), at + to_scales, is_e2m1};
   }
 
   __device__ static uint4 load_16(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
-  __device__ void load_scales(const Place& at) { scales_ = __ldg(reinterpret_cast<const uint2*>(at.scales)); }
-  // 16 codes of a panel of e4m3, two chunks of 8 of the one of bf16.
+  // The key whose codes have been loaded is the one to convert.
+  __device__ void take(const Place& at) {
+    scales_ = __ldg(reinterpret_cast<const Scales*>(at.scales));
+    e2m1_ = at.e2m1;
+  }
+  // 16 codes of a panel of e4m3, two chunks of 8 of the one of bf16. Of e2m1 as many, and their scale's word.
   __device__ void load(const Place& at, int panel) {
-    const uint8_t* row = at.row + quarter_ * 16;
-    if (panel < kFp8Panels) {
-      codes_[panel] = load_16(row + panel * C::kPanelDims);
+    if (kMixed && at.e2m1) {
+      uint4& x = panel < kFp8Panels ? codes_[panel] : rope_[0];
+      const uint2 codes = __ldg(reinterpret_cast<const uint2*>(at.row + panel * (C::kPanelDims / 2)));
+      x.x = codes.x, x.y = codes.y;
+      x.z = __ldg(reinterpret_cast<const uint32_t*>(at.scales) + panel);
+    } else if (panel < kFp8Panels) {
+      codes_[panel] = load_16(at.row + panel * C::kPanelDims);
     } else {
-      rope_[0] = load_16(row + kL.rope_offset());
-      rope_[1] = load_16(row + kL.rope_offset() + 64);
+      rope_[0] = load_16(at.row + kL.rope_offset());
+      rope_[1] = load_16(at.row + kL.rope_offset() + 64);
     }
   }
 
-  // The panel's scale as two bf16: what it multiplies is exact, as in dequantize_kv.
+  // The scale of a lane's dims of a panel as two bf16: what it multiplies is exact, as in dequantize_kv.
   __device__ uint32_t scale(int panel) const {
-    const uint32_t exponent = (panel < 4 ? scales_.x : scales_.y) >> (panel % 4 * 8) & 0xff;
-    return (float_bits(ue8m0_to_float(static_cast<uint8_t>(exponent))) >> 16) * 0x10001u;
+    const uint32_t words[] = {scales_.x, scales_.y, last_words().x, last_words().y};
+    const int first = panel * kTilesOfPanel;
+    const int shift = first % 4 * 8 + (kTilesOfPanel == 2 ? quarter_ / 2 * 8 : 0);
+    const uint32_t exponent = words[first / 4] >> shift & 0xff;
+    return both_bf16(ue8m0_to_float(static_cast<uint8_t>(exponent)));
+  }
+  __device__ uint2 last_words() const {
+    if constexpr (kTilesOfPanel == 2) return {scales_.z, scales_.w};
+    else return {};
   }
   __device__ static uint4 decode(uint32_t codes, uint32_t more, uint32_t scale) {
     const Words<2> x = e4m3x4_to_16bit<kL.nope_format, Dtype::kBf16>(codes);
@@ -176,11 +205,32 @@ class PairGather : TileGather<C> {
     return {mul_bf16x2(x[0], scale), mul_bf16x2(x[1], scale), mul_bf16x2(y[0], scale),
             mul_bf16x2(y[1], scale)};
   }
+  // Eight e2m1 by tables of both bytes of their magnitudes.
+  __device__ static uint4 decode_e2m1(uint32_t codes, uint32_t scale) {
+    uint32_t words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t magnitudes = codes >> 16 * half & 0x7777u;
+      const uint32_t lower = __byte_perm(0xc0800000u, 0xc0804000u, magnitudes);
+      const uint32_t upper = __byte_perm(0x3f3f3f00u, 0x40404040u, magnitudes) |
+                             (__byte_perm(codes << 4, codes, half == 0 ? 0x5140 : 0x7362) & 0x80808080u);
+      words[2 * half] = mul_bf16x2(__byte_perm(lower, upper, 0x5140), scale);
+      words[2 * half + 1] = mul_bf16x2(__byte_perm(lower, upper, 0x7362), scale);
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
   __device__ void convert(int buffer, int panel) const {
     const uint32_t to = smem_.panel(buffer, panel) + at_;
-    if (panel < kFp8Panels) {
+    const uint32_t chunk = (2 * quarter_ ^ eighth_) * 16;
+    if (kMixed && e2m1_) {
+      const uint4& x = panel < kFp8Panels ? codes_[panel] : rope_[0];
+      const float scale = unpack<Dtype::kF16>(e4m3x2_to_f16(__byte_perm(x.z, 0, 0x4440u + quarter_))).x;
+      const uint32_t s = __byte_perm(__float_as_uint(scale), 0, 0x3232);
+      store_shared_16(to + chunk, decode_e2m1(x.x, s));
+      store_shared_16(to + (chunk ^ 16), decode_e2m1(x.y, s));
+    } else if (panel < kFp8Panels) {
       const uint4& x = codes_[panel];
-      const uint32_t s = scale(panel), chunk = (2 * quarter_ ^ eighth_) * 16;
+      const uint32_t s = scale(panel);
       store_shared_16(to + chunk, decode(x.x, x.y, s));
       store_shared_16(to + (chunk ^ 16), decode(x.z, x.w, s));
     } else {
@@ -205,7 +255,9 @@ class PairGather : TileGather<C> {
   const int rank_, eighth_, quarter_;
   const uint32_t at_, to_peer_;        // of this lane's key in a panel; from an address to the peer's
   uint4 codes_[kFp8Panels], rope_[2];  // of this lane's key
-  uint2 scales_;
+  using Scales = std::conditional_t<kTilesOfPanel == 2, uint4, uint2>;
+  Scales scales_;
+  bool e2m1_;
   uint32_t found_;
 };
 

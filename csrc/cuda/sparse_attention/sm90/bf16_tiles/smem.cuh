@@ -16,7 +16,8 @@ inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 
 // What a tile attends to: a plain selection (is_plain_selection); the windows of neighbours; these and the
 // first entries of their request, by its pages; the window of one query, in a ring of keys that moves on with
-// the queries; whatever else one query does, in bf16 or, for a pair of CTAs with 64 heads each, in FP8 pages.
+// the queries; whatever else one query does, in bf16 or, for a pair of CTAs with 64 heads each, in pages of
+// codes.
 enum class TileKeys { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 
 //   barrier              arrivals of a phase          waits   protects
@@ -31,9 +32,9 @@ enum class TileKeys { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 //   kBarrierGather       the gather                   same    map
 
 // Q and K blocks are panels of 64 rows x 64 dims, swizzled (wgmma.cuh).
-template <KvLayoutId kId_, TileKeys kKeys>
+template <KvLayoutId kId_, TileKeys kKeys, KvLayoutId kExtraId_ = kId_>
 struct Bf16Tiles {
-  static constexpr KvLayoutId kId = kId_;
+  static constexpr KvLayoutId kId = kId_, kExtraId = kExtraId_;  // of both caches
   static constexpr bool kSelected = kKeys == TileKeys::kSelected;
   static constexpr bool kEntries = kKeys == TileKeys::kEntries;
   static constexpr bool kNeighbours = kKeys == TileKeys::kNeighbours || kEntries;

@@ -28,6 +28,7 @@ template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1, bool kSegm
 struct FewHeads {
   using R = R_;
   static constexpr bool kNeighbours = false, kSegments = kSegments_;
+  static constexpr bool kScalesMultiplyWeights = true;  // those of V; else its fragments
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.

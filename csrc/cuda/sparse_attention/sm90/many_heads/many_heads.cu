@@ -172,7 +172,8 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
     const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
                                                                     constant<kTiles>) {
-      using R = CachedRow<layout(), extra(), kExpanders>;
+      constexpr bool kHasKeyTable = kExpanders > 0 || (kOctets == 8 && !kFindsLargest);
+      using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
       const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
       if constexpr (kTiles == Tiles::kEntries)

@@ -86,8 +86,8 @@ struct StageScales {
 };
 
 // Of two layouts they lie behind the stage's rows (mixed_row.cuh).
-template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders>
-struct StageScales<MixedRow<kFirst, kSecond, kExpanders>> {
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
+struct StageScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   int e;
   bool is_nan[2];
   __device__ void store(uint8_t*, int, int) const {}

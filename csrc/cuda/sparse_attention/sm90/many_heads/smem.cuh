@@ -49,6 +49,7 @@ struct ManyHeadsSplit {
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
   static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
+  static constexpr bool kScalesMultiplyWeights = false;                        // of two layouts
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
@@ -217,7 +218,7 @@ enum class Step : int { kBlock, kRescaled, kEnd };
 template <class R_>
 struct ManyHeadsWalk {
   using R = R_;
-  static constexpr bool kNeighbours = false, kWalks = true;
+  static constexpr bool kNeighbours = false, kWalks = true, kScalesMultiplyWeights = false;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitGroups = 2;
