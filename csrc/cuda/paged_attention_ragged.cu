@@ -1,5 +1,5 @@
-// paged_attention_ragged on every GPU here (sm_80 and newer; CDNA through csrc/hip). Of its latent form the one
-// on CDNA: sparse_attention/portable/ragged.cu has that of NVIDIA's.
+// paged_attention_ragged on every GPU here (sm_80 and newer; CDNA through csrc/hip), and its latent form on
+// CDNA. That of NVIDIA's GPUs is in sparse_attention/portable/ragged.cu.
 //
 // A block takes 16 rows, a row being a (query token, head of the group) of one request and KV head, and one
 // split of the request's keys. For each block of 32 keys:

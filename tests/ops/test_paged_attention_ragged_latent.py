@@ -115,8 +115,8 @@ def test_key_that_a_query_token_does_not_see_never_reaches_it(name, device):
     assert not out[1].isfinite().any()
 
 
-# Heads and queries of a request whose rows are less than a block of the portable kernel, some blocks, and blocks
-# that begin in the middle of a query.
+# Heads and queries of a request whose rows are less than a block of the portable kernel, and several blocks,
+# some of which begin in the middle of a query.
 several_queries = pytest.mark.parametrize(
     "num_heads, q_len", [(1, 16), (3, 5), (8, 2), (8, 4), (16, 3), (5, 19), (40, 3), (128, 2)]
 )

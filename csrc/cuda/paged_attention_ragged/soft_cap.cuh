@@ -1,6 +1,5 @@
 #pragma once
 #include "cuda/device/math.cuh"
-#include "cuda/device/warp.cuh"
 #include "ops/paged_attention_ragged.h"
 
 namespace mla_fp8::gpu::ragged {

@@ -14,9 +14,9 @@ struct RaggedParams : PortableParams {
   float ln2_of_cap;
 };
 
-// The first `length0` of them are seen by all queries of a CTA, the last ones, up to `length`, by some.
+// All queries of a CTA see the first `length0` of them, and some see the last ones, up to `length`.
 struct PageKeys : Keys {
-  int first_last;  // which of the keys behind those of the CTA's first query the first of the last ones is
+  int first_last;  // the number of the first of these among the keys that the CTA's first query does not see
 };
 
 // What survey_keys and ValidKeys ask for (keys.cuh): positions of a split, in a request's pages.
@@ -53,7 +53,7 @@ class PageSource {
   const PageKeys& keys_;
 };
 
-// An item is a request, whose rows are the heads of all its queries: those of a CTA may be of several queries,
+// An item is a request. Its rows are the heads of all its queries: those of a CTA may be of several queries,
 // each of which sees a key more than the one before. A split has the same positions whatever they hold: a CTA
 // surveys no others, however long its request is.
 struct Ragged {
@@ -72,7 +72,8 @@ struct Ragged {
   __device__ __forceinline__ static portable::QueryHead query_head(const Params& params, int64_t request,
                                                                    int row) {
     const int query = query_of(params, row);
-    return {request * params.ragged.q_len + query, row - query * params.ragged.num_q_heads, row < rows(params)};
+    return {request * params.ragged.q_len + query, row - query * params.ragged.num_q_heads,
+            row < rows(params)};
   }
   template <int kHeads>
   __device__ __forceinline__ static Keys keys(const Params& params, int64_t request, int split,
@@ -153,12 +154,9 @@ int ragged_latent_splits(const PagedAttentionRaggedParams& p) {
 }
 
 void ragged_latent(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
-  const RaggedParams params{{without_keys(p), p.num_splits},
-                            p,
-                            Divider(p.num_q_heads),
-                            Divider(p.num_splits),
-                            Divider(p.page_size),
-                            kLn2 / p.logits_soft_cap};
+  const RaggedParams params{
+      {without_keys(p), p.num_splits}, p, Divider(p.num_q_heads), Divider(p.num_splits), Divider(p.page_size),
+      kLn2 / p.logits_soft_cap};
   const Plan plan = plan_ragged(params.p, p.q_len, 0, this_gpu());
   with_variant<Kernel::kPortable>(params.p, plan, [&](auto variant, auto id, auto extra) {
     if constexpr (id() == extra())

@@ -15,8 +15,8 @@ namespace mla_fp8::gpu::portable {
 constexpr int kBlockKeys = 32;
 constexpr int kQuarters = 4;  // of the dims, in S
 
-// A CTA of 64 heads is alone on its SM: its warps have 255 registers each. Others may be two, and have 128; but
-// of 32 heads two fit only where an SM has 228 KB of shared memory.
+// A CTA of 64 heads is alone on its SM: its warps have 255 registers each. Others may be two, and have 128.
+// Of 32 heads two fit only where an SM has 228 KB of shared memory.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 inline constexpr int kMostCtasOf32Heads = 2;
 #else
@@ -58,7 +58,7 @@ struct Pages {
   }
 };
 
-// Of a row.
+// Of a row in its cache.
 struct Place {
   unsigned page;
   int64_t in_page;
@@ -90,10 +90,10 @@ struct Shared {
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
-  float factor[kHeads];            // on what has been summed up before this block
-  float out_factor[kHeads];        // at the end
+  float factor[kHeads];                             // on what has been summed up before this block
+  float out_factor[kHeads];                         // at the end
   bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // of rows, one of the last keys
-  Places<kScalesApart> places[2];  // of even and of odd blocks
+  Places<kScalesApart> places[2];                   // of even and of odd blocks
   // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
   typename KeysOf::Keys keys;
@@ -104,7 +104,7 @@ struct Shared {
   // Octets of keys in an order that changes from head to head: the stores of S and the loads of P fall into
   // different banks.
   __device__ static int logit_index(int head, int key) { return head * kBlockKeys + (key ^ head % 4 * 8); }
-  __device__ uint16_t (*latents(int stage))[kPitch] {
+  __device__ uint16_t (*latents(int stage)) [kPitch] {
     if constexpr (kDecodes) return latent;
     else return reinterpret_cast<uint16_t (*)[kPitch]>(raw[stage]);
   }
@@ -131,7 +131,7 @@ class Gather {
   __device__ __forceinline__ void look_up(int block) {
     const int lane = threadIdx.x % kWarpSize;
     const auto source = KeysOf::source(params_, smem_.keys);
-    int rank = first_ + block * kBlockKeys + lane;
+    const int rank = first_ + block * kBlockKeys + lane;
     is_key_ = rank < end_;
     if constexpr (KeysOf::kSeveralQueries)
       if (const int last = block - ceil_div(end_ - first_, kBlockKeys); last >= 0) {
