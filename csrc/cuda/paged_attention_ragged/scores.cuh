@@ -1,9 +1,9 @@
 #pragma once
 // S = q . k, and its online softmax.
 #include "cuda/device/math.cuh"
+#include "cuda/device/soft_cap.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/paged_attention_ragged/load.cuh"
-#include "cuda/paged_attention_ragged/soft_cap.cuh"
 
 namespace mla_fp8::gpu::ragged {
 

@@ -28,9 +28,14 @@ const Variant& portable_variant(int heads, KvPair layouts) {
     if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, 0, layouts)) return *v;
   return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
 }
-// Two CTAs of up to 32 heads on an SM need the 228 KB of shared memory that these have.
-int64_t ctas_at_once(const Variant& v, const Gpu& gpu) {
-  return int64_t{gpu.num_sms} * (v.heads < 64 && gpu.major >= 9 && gpu.major < 12 ? 2 : 1);
+// How many CTAs the parts of `ctas` make at most. Two of up to 32 heads on an SM need 228 KB of shared
+// memory, as sm_90 to sm_110 have. On other GPUs of NVIDIA there is a second wave where the first would be
+// less than three quarters full.
+int64_t ctas_that_fill(const Variant& v, int64_t ctas, const Gpu& gpu) {
+  const bool two_fit = v.heads < 64 && gpu.major >= 9 && gpu.major < 12;
+  const int64_t wave = int64_t{gpu.num_sms} * (two_fit ? 2 : 1), in_first = wave / ctas * ctas;
+  const bool has_second = !two_fit && v.heads < 64 && gpu.major > 0 && 4 * in_first < 3 * wave;
+  return has_second ? 2 * wave : wave;
 }
 int64_t floats_of_split(const SparseAttentionParams& p) {
   return p.num_tokens * p.num_q_heads * kFloatsOfPart;
@@ -46,7 +51,7 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
   } else {
     const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
-    splits = std::min({ctas_at_once(v, gpu) / ctas, most_splits, kMaxPortableSplits});
+    splits = std::min({ctas_that_fill(v, ctas, gpu) / ctas, most_splits, kMaxPortableSplits});
   }
   return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }
@@ -330,7 +335,7 @@ Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const 
   const int rows = q_len * p.num_q_heads;
   const Variant& v = portable_variant(rows, p.layouts());
   const int64_t ctas = std::max<int64_t>(p.num_tokens / q_len * ceil_div(rows, v.heads), 1);
-  const int64_t splits = std::min(ctas_at_once(v, gpu) / ctas, ceil_div(keys, kMinKeysOfSplit));
+  const int64_t splits = std::min(ctas_that_fill(v, ctas, gpu) / ctas, ceil_div(keys, kMinKeysOfSplit));
   return {v, static_cast<int>(std::clamp<int64_t>(splits, 1, kMaxRaggedSplits))};
 }
 

@@ -109,8 +109,8 @@ __device__ __forceinline__ void order_q(QFragments<kTiles, kSteps>& q) {
 }
 
 // Between S and P of a block that has one of the last keys alone: which rows see it. Weights of the others
-// are 0, so NaN and infinity in its latent become 0; a row that sees it has them in its logit. A call, so that
-// it takes no registers.
+// are 0, so NaN and infinity in its latent become 0; a row that sees it has them in its logit. A call, so
+// that it takes no registers.
 template <class KeysOf, class Smem>
 __device__ __noinline__ void prepare_last(const typename KeysOf::Params& params, Smem& smem, int first_row,
                                           int last, uint16_t* latent) {

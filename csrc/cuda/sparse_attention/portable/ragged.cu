@@ -2,7 +2,7 @@
 #include "cuda/sparse_attention/portable/ragged.h"
 
 #include "cuda/device/divide.cuh"
-#include "cuda/paged_attention_ragged/soft_cap.cuh"
+#include "cuda/device/soft_cap.cuh"
 #include "cuda/sparse_attention/portable/kernel.cuh"
 
 namespace mla_fp8::gpu {
@@ -116,7 +116,7 @@ struct Ragged {
   __device__ __forceinline__ static void cap(const Params& params, float (&logits)[kCount]) {
     if (const float cap = params.ragged.logits_soft_cap; cap > 0.0f)
 #pragma unroll
-      for (float& x : logits) x = ragged::soft_cap(x * params.ln2_of_cap, cap);
+      for (float& x : logits) x = soft_cap(x * params.ln2_of_cap, cap);
   }
 };
 

@@ -2,7 +2,7 @@
 #include "cuda/device/math.cuh"
 #include "ops/paged_attention_ragged.h"
 
-namespace mla_fp8::gpu::ragged {
+namespace mla_fp8::gpu {
 
 // A logit in base 2 with the cap on it, cap * tanh(y), where y is the logit to base e in caps.
 __device__ __forceinline__ float soft_cap(float y, float cap) {
@@ -11,4 +11,4 @@ __device__ __forceinline__ float soft_cap(float y, float cap) {
   return cap * (fabsf(y) < kSmallTanh ? series : quotient) * kLog2E;
 }
 
-}  // namespace mla_fp8::gpu::ragged
+}  // namespace mla_fp8::gpu
