@@ -176,24 +176,12 @@ MLA_SIMD void accumulate_values(Scratch& s, int num_heads, int head_dim_v) {
   });
 }
 
-// The pages and keys of a request.
-struct Request {
-  int64_t first_page, num_keys;  // first_page: in kv_indices
-};
-MLA_SIMD Request find_request(const PagedAttentionRaggedParams& p, int64_t request) {
-  const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
-  const int64_t begin = clamp(p.kv_indptr[request], p.num_kv_indices);
-  const int64_t pages = clamp(p.kv_indptr[request + 1], p.num_kv_indices) - begin;
-  const int64_t last_page_len = clamp(p.kv_last_page_len[request], p.page_size);
-  return {begin, pages > 0 ? (pages - 1) * p.page_size + last_page_len : 0};
-}
-
 // Calls fn(page, row) for the keys [begin, end) of the request, in order.
 template <class Fn>
-MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, const Request& request, int64_t begin,
+MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, const RequestPages& pages, int64_t begin,
                            int64_t end, Fn&& fn) {
   for (int64_t i = begin / p.page_size; i * p.page_size < end; ++i) {
-    const int64_t page = p.kv_indices[request.first_page + i], first = i * p.page_size;
+    const int64_t page = p.kv_indices[pages.first + i], first = i * p.page_size;
     if (page < 0 || page >= p.num_pages) continue;
     const int64_t from = begin > first ? begin - first : 0;
     const int64_t to = end - first < p.page_size ? end - first : p.page_size;
@@ -222,9 +210,9 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
   const int64_t split = unit % p.num_splits;
   unit /= p.num_splits;
   const int64_t token = unit / head_tiles / p.num_kv_heads, kv_head = unit / head_tiles % p.num_kv_heads;
-  const Request request = find_request(p, token / p.q_len);
-  const int64_t visible = request.num_keys - (p.q_len - 1 - token % p.q_len);
-  const int64_t per_split = align_up(ceil_div(request.num_keys, int64_t{p.num_splits}), int64_t{kKeys});
+  const RequestPages pages = find_pages(p, token / p.q_len);
+  const int64_t visible = pages.num_keys - (p.q_len - 1 - token % p.q_len);
+  const int64_t per_split = align_up(ceil_div(pages.num_keys, int64_t{p.num_splits}), int64_t{kKeys});
   const int64_t begin = split * per_split, end = begin + per_split < visible ? begin + per_split : visible;
   const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // in the group
   const int num_heads = group - first < kRaggedHeadTile ? group - first : kRaggedHeadTile;
@@ -252,7 +240,7 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
     accumulate_values(s, num_heads, p.head_dim_v);
     s.num_keys = 0;
   };
-  for_each_key(p, request, begin, end, [&](int64_t page, int64_t row) {
+  for_each_key(p, pages, begin, end, [&](int64_t page, int64_t row) {
     s.page[s.num_keys] = page;
     s.row[s.num_keys] = row;
     if (++s.num_keys == kKeys) process_block();

@@ -1,4 +1,5 @@
-// paged_attention_ragged and its latent form on every GPU here (sm_80 and newer; CDNA through csrc/hip).
+// paged_attention_ragged on every GPU here (sm_80 and newer; CDNA through csrc/hip), and its latent form on
+// CDNA. That of NVIDIA's GPUs is in sparse_attention/portable/ragged.cu.
 //
 // A block takes 16 rows, a row being a (query token, head of the group) of one request and KV head, and one
 // split of the request's keys. For each block of 32 keys:
@@ -22,6 +23,7 @@
 #include "cuda/device/math.cuh"
 #include "cuda/paged_attention_ragged/scores.cuh"
 #include "cuda/paged_attention_ragged/values.cuh"
+#include "cuda/sparse_attention/portable/ragged.h"
 
 // Not an anonymous namespace: csrc/hip finds kernels by name, so their template arguments need one.
 namespace mla_fp8::gpu::ragged {
@@ -186,7 +188,7 @@ void run(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
   };
   if (!p.is_latent) {
     with_separate_caches<kDtype>(p, attend);
-  } else if constexpr (kDtype == Dtype::kBf16) {
+  } else if constexpr (kDtype == Dtype::kBf16 && !MLA_FP8_PTX) {
     with_kv_layout(p.layout, [&](auto id) {
       if constexpr (!kv_layout(id).extra_only()) attend(LatentCache<id>{});
     });
@@ -201,6 +203,8 @@ void run(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
 namespace mla_fp8::gpu {
 
 int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
+  if constexpr (MLA_FP8_PTX)
+    if (p.is_latent) return ragged_latent_splits(p);
   constexpr int64_t kBlocksPerProcessor = 2, kMinKeys = 128;
   // No request has more keys than all have together.
   const int64_t useful = ceil_div(p.num_kv_indices * p.page_size, kMinKeys);
@@ -209,6 +213,8 @@ int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
 }
 
 void paged_attention_ragged(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
+  if constexpr (MLA_FP8_PTX)
+    if (p.is_latent) return ragged_latent(p, stream);
   if (p.dtype == Dtype::kF16) ragged::run<Dtype::kF16>(p, stream);
   else ragged::run<Dtype::kBf16>(p, stream);
 }

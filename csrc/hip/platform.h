@@ -226,6 +226,7 @@ inline constexpr int kWaveSize = 64;
 
 MLA_HIP_DEVICE float fast_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 MLA_HIP_DEVICE float fast_log2(float x) { return __builtin_amdgcn_logf(x); }
+MLA_HIP_DEVICE float fast_divide(float x, float y) { return x / y; }
 
 // ---- matrices --------------------------------------------------------------------------------------------
 

@@ -244,7 +244,7 @@ constexpr Formats formats_of(const KvLayout& first, const KvLayout& extra) {
   return {first.nope_format, has_twin ? Format::kE4m3fn : extra.nope_format};
 }
 
-Gpu this_gpu() { return {.major = 0, .num_sms = num_processors(), .ctas_per_sm = 1}; }
+Gpu this_gpu() { return {.major = 0, .num_sms = num_processors()}; }
 
 void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream) {
   const Plan plan = within_workspace(wanted, p);

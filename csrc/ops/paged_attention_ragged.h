@@ -58,9 +58,21 @@ struct PagedAttentionRaggedParams {
   MLA_HD int64_t num_tokens() const { return num_requests * q_len; }
 };
 
-// Per split, token and head: the part's output and its lse.
+// The pages of a request, and how many keys they hold.
+struct RequestPages {
+  int64_t first, num_keys;  // first: in kv_indices
+};
+MLA_HD RequestPages find_pages(const PagedAttentionRaggedParams& p, int64_t request) {
+  const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
+  const int64_t first = clamp(p.kv_indptr[request], p.num_kv_indices);
+  const int64_t pages = clamp(p.kv_indptr[request + 1], p.num_kv_indices) - first;
+  const int64_t last_page_len = clamp(p.kv_last_page_len[request], p.page_size);
+  return {first, pages > 0 ? (pages - 1) * p.page_size + last_page_len : 0};
+}
+
+// Per split, token and head: the part's output and its lse; of a latent its sum, too.
 inline int64_t ragged_workspace_size(const PagedAttentionRaggedParams& p) {
-  return p.num_splits * p.num_tokens() * p.num_q_heads * (p.head_dim_v + 1);
+  return p.num_splits * p.num_tokens() * p.num_q_heads * (p.head_dim_v + (p.is_latent ? 2 : 1));
 }
 
 namespace cpu {

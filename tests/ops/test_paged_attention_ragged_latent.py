@@ -115,6 +115,55 @@ def test_key_that_a_query_token_does_not_see_never_reaches_it(name, device):
     assert not out[1].isfinite().any()
 
 
+# Heads and queries of a request whose rows are less than a block of the portable kernel, and several blocks,
+# some of which begin in the middle of a query.
+several_queries = pytest.mark.parametrize(
+    "num_heads, q_len", [(1, 16), (3, 5), (8, 2), (8, 4), (16, 3), (5, 19), (40, 3), (128, 2)]
+)
+
+
+@every_layout
+@several_queries
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_queries_of_a_request_share_its_keys(name, num_heads, q_len, num_splits, device):
+    """Requests with fewer keys than queries, too, and the last keys in one part, or in two."""
+    lengths = (70, 0, 3, 33, 97, 129)
+    args, options = make_case(device, name, q_len=q_len, num_heads=num_heads, lengths=lengths)
+    out, lse = check(args, options | {"num_splits": num_splits})
+    for request, length in enumerate(lengths):
+        for query in range(max(0, q_len - length)):
+            token = request * q_len + query
+            assert (out[token] == 0).all() and (lse[token] == -INF).all()
+
+
+@several_queries
+def test_last_keys_may_lie_in_pages_that_do_not_exist(num_heads, q_len, device):
+    args, options = make_case(device, "dsv4", q_len=q_len, num_heads=num_heads, lengths=(40, 35), page_size=2)
+    q, cache, indptr, pages, last = args
+    holes = pages.clone()
+    holes[indptr[1:].long() - 2] = torch.tensor([-1, len(cache)], dtype=torch.int32, device=device)
+    check((q, cache, indptr, holes, last), options)
+
+
+@pytest.mark.parametrize("name", ["dsv32", "dsv4", "fp8_e4m3", "bf16"])
+@pytest.mark.parametrize("num_heads, q_len", [(1, 16), (8, 4), (16, 2), (5, 19)])
+def test_none_of_the_last_keys_reaches_a_query_before_it(name, num_heads, q_len, device):
+    """NaN in one of them at a time: all that sees it is NaN, all else has the bits that it had."""
+    args, options = make_case(device, name, q_len=q_len, num_heads=num_heads, lengths=(45,))
+    _, cache, _, pages, _ = args
+    layout = options["layout"]
+    expected = mla_fp8.paged_attention_ragged_latent(*args, **options)
+    for position in range(45 - q_len + 1, 45):
+        broken = cache.clone()
+        for view in layout.views(broken, 16):
+            poison = nan_code(layout) if view.element_size() == 1 else 0xFF
+            view[pages[position // 16], position % 16].view(torch.uint8).fill_(poison)
+        out, lse = mla_fp8.paged_attention_ragged_latent(args[0], broken, *args[2:], **options)
+        first = position - (45 - q_len)  # the first query that sees it
+        assert_same((out[:first], lse[:first]), (expected[0][:first], expected[1][:first]))
+        assert out[first:].isnan().all() and lse[first:].isnan().all()
+
+
 @e4m3_layouts
 @largest_scales
 def test_scales_may_be_as_large_as_a_float(layout, scale, device):

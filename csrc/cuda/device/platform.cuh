@@ -8,6 +8,7 @@
 //   MLA_SHARED(Type, name)       a variable of the block
 //   MLA_256_REGISTERS            of a kernel that takes no more of them
 //   fast_exp2, fast_log2         the hardware's approximations
+//   fast_divide                  x / y; on NVIDIA's one of them, 0 of y above 2^126
 #if MLA_FP8_WITH_HIP
 #include "hip/platform.h"
 #else
@@ -32,6 +33,8 @@ __device__ __forceinline__ float fast_log2(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+__device__ __forceinline__ float fast_divide(float x, float y) { return __fdividef(x, y); }
 
 }  // namespace mla_fp8::gpu
 #endif

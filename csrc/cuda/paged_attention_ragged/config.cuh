@@ -43,7 +43,7 @@ struct SeparateCaches {
   static constexpr CacheDtype kStored = kStoredDtype;
   static constexpr bool kIsLatent = false;
   static constexpr int kDimQk = kDim, kDimV = kDim, kLeadDim = kDim, kRopeDim = 0, kTiles = 0,
-                       kBytesPerToken = 0, kTileDim = kDim;
+                       kTileDim = kDim;
   static __device__ __forceinline__ const uint8_t* scales(const PagedAttentionRaggedParams&, int64_t,
                                                           int64_t) {
     return nullptr;
@@ -61,7 +61,7 @@ struct LatentCache {
   static constexpr bool kIsLatent = true, kIsUniform = kL.nope_format == kL.rope_format;
   static constexpr int kDimQk = kL.head_dim_qk(), kDimV = kHeadDimV;
   static constexpr int kLeadDim = kIsUniform ? kDimQk : kL.nope_dim, kRopeDim = kIsUniform ? 0 : kL.rope_dim;
-  static constexpr int kBytesPerToken = kL.token_stride(), kRopeOffset = kL.rope_offset();
+  static constexpr int kRopeOffset = kL.rope_offset();
   static constexpr int kTiles = kL.num_tiles(), kTileDim = kTiles ? kL.tile_dim : kDimQk;
   static __device__ __forceinline__ const uint8_t* scales(const PagedAttentionRaggedParams& p, int64_t page,
                                                           int64_t row) {

@@ -19,10 +19,9 @@ struct Work {
     block /= static_cast<unsigned>(p.num_splits);
     kv_head = block % static_cast<unsigned>(p.num_kv_heads);
     request = block / static_cast<unsigned>(p.num_kv_heads);
-    const auto clamp = [](int64_t x, int64_t limit) { return x < 0 ? 0 : x > limit ? limit : x; };
-    first_page = clamp(p.kv_indptr[request], p.num_kv_indices);
-    const int64_t pages = clamp(p.kv_indptr[request + 1], p.num_kv_indices) - first_page;
-    num_keys = pages > 0 ? (pages - 1) * p.page_size + clamp(p.kv_last_page_len[request], p.page_size) : 0;
+    const RequestPages pages = find_pages(p, request);
+    first_page = pages.first;
+    num_keys = pages.num_keys;
   }
 };
 
@@ -115,9 +114,9 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
 template <class Cache>
 __device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAttentionRaggedParams& p) {
   if constexpr (MLA_FP8_PTX) {
-    constexpr int kLine = 128, kLines = ceil_div(kLeadBytes<Cache> + 2 * Cache::kRopeDim, kLine) + 1;
-    const int k_bytes = Cache::kIsLatent ? Cache::kBytesPerToken : p.head_dim * kStoredBytes<Cache::kStored>;
-    const int v_bytes = Cache::kIsLatent ? 0 : p.head_dim_v * kStoredBytes<Cache::kStored>;
+    constexpr int kLine = 128, kLines = ceil_div(kLeadBytes<Cache>, kLine) + 1;
+    const int k_bytes = p.head_dim * kStoredBytes<Cache::kStored>;
+    const int v_bytes = p.head_dim_v * kStoredBytes<Cache::kStored>;
     for (int i = this_thread(); i < kKeys * kLines; i += kThreads) {
       const int key = i / kLines, offset = i % kLines * kLine;
       if (rows.k[key] == nullptr) continue;

@@ -1,6 +1,7 @@
 #pragma once
 // S = q . k, and its online softmax.
 #include "cuda/device/math.cuh"
+#include "cuda/device/soft_cap.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/paged_attention_ragged/load.cuh"
 
@@ -48,14 +49,6 @@ struct Running {
   float max = -INFINITY, sum = 0.0f;  // logits in base 2; sum of 2^(logit - max)
 };
 
-// A logit in base 2 with the cap on it: cap * tanh(x / cap).
-__device__ __forceinline__ float soft_cap(float logit, float cap) {
-  const float y = logit * kLn2 / cap, square = y * y;
-  const float series = y * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
-  const float quotient = 1.0f - 2.0f / (fast_exp2(2.0f * kLog2E * y) + 1.0f);  // 2 / (inf + 1) is 0
-  return cap * (fabsf(y) < kSmallTanh ? series : quotient) * kLog2E;
-}
-
 // s.partial -> s.weights and s.rescale, of this thread's row.
 template <class Cache>
 __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& rows, Running& running,
@@ -71,7 +64,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
     for (int share = 0; share < kShares; ++share) x += s.partial[share][row][key];
     if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // a layer's scale may have no room for it
     x *= logit_scale;
-    if (p.logits_soft_cap > 0.0f) x = soft_cap(x, p.logits_soft_cap);
+    if (p.logits_soft_cap > 0.0f) x = soft_cap(x * kLn2 / p.logits_soft_cap, p.logits_soft_cap);
     logits[i] = rows.k[key] && key < num_visible ? x : -INFINITY;
     largest = logits[i] > largest ? logits[i] : largest;
   }

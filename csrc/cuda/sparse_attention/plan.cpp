@@ -18,16 +18,24 @@ constexpr const char* kScheduleNames[] = {"split", "walk", "segments"};
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
-// CTAs of 64 heads are alone on an SM, of fewer there are two at once where it has the shared memory. 64
-// heads are for queries enough to fill the SMs so (one H200, dsv32, 64 heads: 1 query 13.6 -> 17.5 us, 16
-// queries 52.0 -> 48.8). A CTA of a query has at least two blocks of keys, or the merge would cost more than
-// it saves. With batch_invariant the number of heads changes nothing.
+// CTAs of 64 heads are alone on an SM. They are for queries enough to fill the SMs so (one H200, dsv32, 64
+// heads: 1 query 13.6 -> 17.5 us, 16 queries 52.0 -> 48.8). A CTA of a query has at least two blocks of keys,
+// or the merge would cost more than it saves. With batch_invariant the number of heads changes nothing.
 constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
 
 const Variant& portable_variant(int heads, KvPair layouts) {
   if (heads > 32)
     if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, 0, layouts)) return *v;
   return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
+}
+// How many CTAs the parts of `ctas` make at most. Two of up to 32 heads on an SM need 228 KB of shared
+// memory, as sm_90 to sm_110 have. On other GPUs of NVIDIA there is a second wave where the first would be
+// less than three quarters full.
+int64_t ctas_that_fill(const Variant& v, int64_t ctas, const Gpu& gpu) {
+  const bool two_fit = v.heads < 64 && gpu.major >= 9 && gpu.major < 12;
+  const int64_t wave = int64_t{gpu.num_sms} * (two_fit ? 2 : 1), in_first = wave / ctas * ctas;
+  const bool has_second = !two_fit && v.heads < 64 && gpu.major > 0 && 4 * in_first < 3 * wave;
+  return has_second ? 2 * wave : wave;
 }
 int64_t floats_of_split(const SparseAttentionParams& p) {
   return p.num_tokens * p.num_q_heads * kFloatsOfPart;
@@ -43,8 +51,7 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
   } else {
     const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
-    const int64_t at_once = int64_t{gpu.num_sms} * (v.heads == 64 ? 1 : gpu.ctas_per_sm);
-    splits = std::min({at_once / ctas, most_splits, kMaxPortableSplits});
+    splits = std::min({ctas_that_fill(v, ctas, gpu) / ctas, most_splits, kMaxPortableSplits});
   }
   return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }
@@ -323,6 +330,14 @@ Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
   if (workspace_size(plan, p) > p.workspace_floats)
     plan.splits = static_cast<int>(std::max<int64_t>(p.workspace_floats / floats_of_split(p), 1));
   return plan;
+}
+
+Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const Gpu& gpu) {
+  const int rows = q_len * p.num_q_heads;
+  const Variant& v = portable_variant(rows, p.layouts());
+  const int64_t ctas = std::max<int64_t>(p.num_tokens / q_len * ceil_div(rows, v.heads), 1);
+  const int64_t splits = std::min(ctas_that_fill(v, ctas, gpu) / ctas, ceil_div(keys, kMinKeysOfSplit));
+  return {v, static_cast<int>(std::clamp<int64_t>(splits, 1, kMaxRaggedSplits))};
 }
 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "ops/paged_attention_ragged.h"
 #include "ops/shared_keys.h"
 #include "ops/sparse_attention.h"
 
@@ -119,12 +120,16 @@ Plan within_workspace(Plan plan, const SparseAttentionParams& p);
 struct Gpu {
   int major;  // of its compute capability; 0 of AMD's
   int num_sms;
-  int ctas_per_sm = 2;  // of the portable kernel, with fewer than 64 heads
 };
 // With what the workspace of `p` has room for, where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // Of the plan, if it has all the room it wants; where the GPU's own kernels need none, without making it.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
+
+// Of ragged attention, by the portable kernel, for requests that have at most `keys` together. The variant
+// depends on the heads of a request's queries and the layout alone: a number of splits gives the same bits in
+// any batch.
+Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const Gpu& gpu);
 
 // The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);

@@ -118,7 +118,7 @@ def paged_attention_ragged_latent(
     scale             1 element                                    fp32           fp8_e4m3 layouts, required
     out               [num_tokens, num_q_heads, 512]               bf16           0 where nothing is attended
     workspace         num_splits * num_tokens * num_q_heads        fp32           only with out and lse
-                      * 513 elements
+                      * 514 elements
     ================  ===========================================  =============  =========================
 
     The other arguments, and the result, are those of :func:`paged_attention_ragged`.

@@ -3,6 +3,7 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/portable/partials.cuh"
+#include "ops/paged_attention_ragged.h"
 
 // Not an anonymous namespace: csrc/hip finds kernels by name.
 namespace mla_fp8::gpu::portable {
@@ -13,13 +14,11 @@ constexpr int kMergeAtOnce = 8;  // loads of a warp in flight
 
 using Sums = float4[kMergeWarps][kWarpSize];
 
-// kShares 1: a warp adds up all dims of one head of one query, of few splits. 4: a CTA a quarter of them,
-// each of its warps a quarter of the splits. 4 CTAs an SM: with fewer registers loads would wait for each
-// other.
-template <int kShares>
+// kShares 1: a warp adds up all dims of one head of one query. 4: a CTA a quarter of them, each of its warps
+// a quarter of the splits. 4 CTAs an SM: with fewer registers loads would wait for each other.
+template <int kShares, int kMostSplits>
 __global__ void __launch_bounds__(kMergeThreads, 4)
     merge_kernel(const __grid_constant__ PortableParams params) {
-  constexpr int kMostSplits = kShares == 1 ? kFewSplits : kMaxPortableSplits;
   constexpr int kDims = kHeadDimV / kShares, kPieces = kDims / 4 / kWarpSize;  // pieces: a lane's, of 4 dims
   constexpr int kAtOnce = kMergeAtOnce / kPieces, kStats = ceil_div(kMostSplits, kWarpSize);
   const SparseAttentionParams& p = params.p;
@@ -30,7 +29,7 @@ __global__ void __launch_bounds__(kMergeThreads, 4)
   wait_for_previous_grid();
   if (kShares == 1 && query_head >= p.num_tokens * p.num_q_heads) return;
 
-  float2 stats[kStats];  // lane i: of splits i, i + 32
+  float2 stats[kStats];  // lane i: of splits i, i + 32, ...
   float max = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kStats; ++i) {
@@ -59,8 +58,11 @@ __global__ void __launch_bounds__(kMergeThreads, 4)
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int split = min(at + i, end - 1);
-      weight[i] =
-          __shfl_sync(kFullWarp, split < kWarpSize ? stats[0].x : stats[kStats - 1].x, split % kWarpSize);
+      float of_lane = stats[0].x;
+#pragma unroll
+      for (int part = 1; part < kStats; ++part)
+        if (split >= part * kWarpSize) of_lane = stats[part].x;
+      weight[i] = __shfl_sync(kFullWarp, of_lane, split % kWarpSize);
       if (at + i >= end) weight[i] = 0.0f;
       const float* const src = partials.out(query_head, split) + first_dim;
 #pragma unroll
@@ -111,8 +113,10 @@ void launch_merge(const PortableParams& params, gpuStream_t stream) {
     launch(kernel, {.grid = ceil_div(warps, int64_t{kMergeWarps}), .block = kMergeThreads, .stream = stream},
            params);
   };
-  if (params.splits <= kFewSplits) merge(merge_kernel<1>, 1);
-  else merge(merge_kernel<4>, 4);
+  if constexpr (MLA_FP8_PTX)  // ragged attention is not portable's elsewhere
+    if (params.splits > kMaxPortableSplits) return merge(merge_kernel<4, kMaxRaggedSplits>, 4);
+  if (params.splits <= kFewSplits) merge(merge_kernel<1, kFewSplits>, 1);
+  else merge(merge_kernel<4, kMaxPortableSplits>, 4);
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,338 +1,43 @@
-// Sparse attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention
-// loop, in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
-//
-// A CTA of 8 warps takes one query token, 16, 32 or 64 of its heads (M of an mma), and one of `splits` parts
-// of its valid keys. For each block of 32 keys:
-//
-//   gather   rows into a stage by cp.async, a block ahead, as the bytes that are stored; past the end: zeros.
-//            One warp has looked up where they lie, a block before that; the warps take turns. Where the
-//            survey of the keys has seen a slot twice, through the L1
-//   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
-//   S        a warp has a quarter of the dims, Q's in registers, and 16 heads, of 16 half of the keys, of 64
-//            heads 32
-//   P        the quarters are added up; online softmax by 8 lanes a head, of 64 heads by 4
-//   O        a warp has 64 value dims of all heads, of 64 heads 128 of its group's
-//
-// 64 heads are those of two groups of 4 warps, which wait for each other only around decode. The first group
-// asks for the next rows behind S, the second before: so one is at S while the other is at P.
-//
-//   barrier                 orders
-//   1, before decode        the rows have landed, and where the next ones lie; latents have been read
-//   2, before S             latents; the stage of 64 heads is free for the next block
-//   3, before P, a group's  logits
-//   4, before O, a group's  weights and factors; tells whether a factor is not 1
-//
-// With splits, CTAs leave (output, maximum, sum) in a workspace, and a second kernel adds them up in their
-// order: the same bits every time.
-#include "cuda/device/global.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/sparse_attention/portable/partials.cuh"
-#include "cuda/sparse_attention/portable/rows.cuh"
+// Sparse attention by the portable kernel.
+#include "cuda/sparse_attention/portable/kernel.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
 
-using namespace portable;
-
-// A head's weights are powers of two of what its logits lie above its base. That is no maximum: it moves, and
-// with it what has been summed up, only where a logit lies above it by more than this, seldom after the first
-// block.
-constexpr float kMostAboveBase = 8.0f;
-
-// Of four neighbouring lanes: w[j] of lane t becomes w[t] of lane j.
-__device__ __forceinline__ void transpose_quads(uint32_t (&w)[4]) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j & bit) continue;
-      const uint32_t got = __shfl_xor_sync(kFullWarp, t & bit ? w[j] : w[j | bit], bit);
-      w[j] = t & bit ? got : w[j], w[j | bit] = t & bit ? w[j | bit] : got;
-    }
-}
-
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-__global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPerSm)
-    portable_kernel(const __grid_constant__ PortableParams params) {
-  using R = Row<kId>;
-  using T = Team<kHeads>;
-  using Smem = Shared<kId, kExtra, kHeads>;
-  constexpr int kWarps = T::kWarps, kWarpDims = T::kWarpDims;
-  constexpr int kSoftmaxLanes = T::kSoftmaxLanes, kLaneKeys = T::kLaneKeys, kWarpTiles = T::kWarpTiles;
-  constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kRounds = kPartOctets / 2;
-  constexpr int kSteps = R::kDims / kQuarters / 16;
-  constexpr int kGroups = T::kGroups, kGroupTiles = T::kGroupTiles, kGroupThreads = T::kThreads / kGroups;
-  constexpr bool kAhead = Smem::kStages > 1;  // the next rows are asked for before these are decoded
-  static_assert(R::kDims % (kQuarters * 16) == 0 && kPartOctets % 2 == 0);
-  const SparseAttentionParams& p = params.p;
-  extern __shared__ __align__(16) uint8_t smem_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
-  const int matrix = lane / 8, row = lane % 8;
-  const int head_blocks = ceil_div(p.num_q_heads, kHeads);
-  const int split = blockIdx.x % params.splits;
-  const int64_t token = blockIdx.x / params.splits / head_blocks;
-  const int first_head = blockIdx.x / params.splits % head_blocks * kHeads;
-
-  const int group = warp / T::kGroupWarps, in_group = warp % T::kGroupWarps;
-  const int group_head = group * T::kGroupHeads;
-
-  wait_for_previous_grid();
-  const Keys keys(p, token);
-  const bool repeats =
-      survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, shared_address(smem.map), [] {});
-
-  // S: this warp's heads and quarter of the dims.
-  const int head_tile = warp / kQuarters % T::kTileParts * kWarpTiles;
-  const int first_dim = warp % kQuarters * kSteps * 16;
-  const int first_octet = warp / kQuarters / T::kTileParts * kPartOctets;
-  uint32_t q[kWarpTiles][kSteps][4];
-#pragma unroll
-  for (int half = 0; half < 2 * kWarpTiles; ++half) {
-    const int head = first_head + head_tile * 16 + half * 8 + g;
-    const uint16_t* src =
-        p.q + token * p.q_stride_token + int64_t{head} * p.q_stride_head + first_dim + 2 * t;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      q[half / 2][k][half % 2] = head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16) : 0;
-      q[half / 2][k][2 + half % 2] =
-          head < p.num_q_heads ? *reinterpret_cast<const uint32_t*>(src + k * 16 + 8) : 0;
-    }
+// What is selected. A row's valid keys are known once it is surveyed, and then shared out among the splits.
+struct Selected {
+  using Params = PortableParams;
+  using Keys = gpu::Keys;
+  using Key = KeySource::Key;
+  static constexpr bool kOfSplit = false, kSeveralQueries = false;
+  __host__ __device__ __forceinline__ static int rows(const Params& params) { return params.p.num_q_heads; }
+  __device__ __forceinline__ static portable::QueryHead query_head(const Params& params, int64_t token,
+                                                                   int head) {
+    return {token, head, head < params.p.num_q_heads};
   }
-  if (threadIdx.x == 0) smem.keys = keys;
-  if (threadIdx.x < p.num_scopes) smem.pages[threadIdx.x] = Pages(p.scopes[threadIdx.x]);
-  const bool has_repeats = named_barrier_any(0, T::kThreads, repeats);
-  const uint32_t map = shared_address(smem.map);
-  const ValidKeys<MapInShared> valid_keys(KeySurvey(map, keys.length, lane), {map});
-  const int all_blocks = ceil_div(valid_keys.num_keys(), kBlockKeys);
-  const int first_block = static_cast<int>(int64_t{all_blocks} * split / params.splits);
-  const int num_blocks = static_cast<int>(int64_t{all_blocks} * (split + 1) / params.splits) - first_block;
-  const int first_key = first_block * kBlockKeys;
-  const int num_keys = min(valid_keys.num_keys() - first_key, num_blocks * kBlockKeys);
-  const int num_past_l1 = has_repeats ? -1 : num_blocks;  // -1: rows come through the L1
-  if (warp == 0) smem.valid_keys[lane] = valid_keys;
-  if (threadIdx.x == 0) smem.num_blocks = num_blocks;
-  __syncthreads();
-
-  Gather<kId, kExtra, kHeads> gather(p, smem, first_key, first_key + num_keys);
-  if (warp < 2) gather.look_up(warp), gather.finish(warp);
-  __syncthreads();
-  const auto fetch = [&](int block) {
-    if (block < num_past_l1) gather.start(block);
-    else if (num_past_l1 < 0) gather.start_through_l1(block);
-    cp_async_commit();
-  };
-  fetch(0);
-
-  const float layer_scale = R::kUniformFp8 ? *p.scale : 1.0f;
-  const float logit_scale = p.sm_scale * layer_scale * kLog2E;
-  const int own_head = threadIdx.x / kSoftmaxLanes, own_key = threadIdx.x % kSoftmaxLanes * kLaneKeys;
-  // Every other head has its second four keys first: loads fall into different banks.
-  const int own_swap = kLaneKeys == 8 ? own_head % 2 * 4 : 0;
-  float max_logit = -INFINITY, base = -INFINITY, sum = 0.0f;  // of own_head; the sum is this lane's part
-  float out[kGroupTiles][kWarpDims / 8][4] = {};
-
-#pragma unroll 1
-  for (int block = 0; block < num_blocks; ++block) {
-    const int stage = block % Smem::kStages;
-    const bool looks_up = warp == block % kWarps && block + 2 < num_blocks;
-    cp_async_wait_all();
-    __syncthreads();
-    if (looks_up) gather.look_up(block + 2);
-    if constexpr (kAhead) fetch(block + 1);
-    if constexpr (Smem::kDecodes) {
-      decode_block(smem, block);
-      __syncthreads();
-    }
-    if (!kAhead && group == kGroups - 1) fetch(block + 1);
-    const auto* latents = smem.latents(stage);
-
-    const uint32_t latents_from =
-        shared_address(&latents[first_octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
-    uint32_t b[1 + T::kLoadsAhead][4];  // of this step, and of the next
-    const auto load_step = [&](int step) {
-      const int at = step / kSteps * 16 * Smem::kPitch + step % kSteps * 16;
-      if (step < kRounds * kSteps) ldmatrix_x4(b[step % (1 + T::kLoadsAhead)], latents_from + at * 2);
-    };
-    if constexpr (T::kLoadsAhead > 0) load_step(0);
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int octet = first_octet + 2 * round;
-      float s[kWarpTiles][2][4] = {};
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        const int step = round * kSteps + k;
-        load_step(step + T::kLoadsAhead);
-        const uint32_t (&now)[4] = b[step % (1 + T::kLoadsAhead)];
-#pragma unroll
-        for (int tile = 0; tile < kWarpTiles; ++tile) {
-          mma_bf16(s[tile][0], q[tile][k], now[0], now[1]);
-          mma_bf16(s[tile][1], q[tile][k], now[2], now[3]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int half = 0; half < 2 * kWarpTiles; ++half) {
-          const int at = Smem::logit_index(head_tile * 16 + half * 8 + g, (octet + i) * 8 + 2 * t);
-          const float (&x)[4] = s[half / 2][i];
-          *reinterpret_cast<float2*>(&smem.logits[warp % kQuarters][at]) = {x[half % 2 * 2],
-                                                                            x[half % 2 * 2 + 1]};
-        }
-    }
-    if (!kAhead && group < kGroups - 1) fetch(block + 1);
-    named_barrier(1 + group, kGroupThreads);
-
-    bool moves = false;
-    if (own_head < kHeads) {
-      float s[kLaneKeys];
-#pragma unroll
-      for (int quarter = 0; quarter < kQuarters; ++quarter)
-#pragma unroll
-        for (int four = 0; four < kLaneKeys; four += 4) {
-          const int key = own_key + (four ^ own_swap);
-          const float4 x =
-              *reinterpret_cast<const float4*>(&smem.logits[quarter][Smem::logit_index(own_head, key)]);
-          if (quarter == 0) s[four] = x.x, s[four + 1] = x.y, s[four + 2] = x.z, s[four + 3] = x.w;
-          else s[four] += x.x, s[four + 1] += x.y, s[four + 2] += x.z, s[four + 3] += x.w;
-        }
-      const int left = num_keys - block * kBlockKeys - own_key;
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) s[i] *= logit_scale;
-      if (left < kLaneKeys)  // the last block
-#pragma unroll
-        for (int i = 0; i < kLaneKeys; ++i)
-          if ((i ^ own_swap) >= left) s[i] = -INFINITY;
-      float most = s[0];
-#pragma unroll
-      for (int i = 1; i < kLaneKeys; ++i) most = fmaxf(most, s[i]);
-#pragma unroll
-      for (int offset = 1; offset < kSoftmaxLanes; offset *= 2)
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
-      max_logit = fmaxf(max_logit, most);
-      const float before = base;
-      if (max_logit > base + kMostAboveBase) base = max_logit, moves = true;
-      const float reference = base == -INFINITY ? 0.0f : base;  // nothing yet: weights are 0, not NaN
-      const float factor = fast_exp2(before - reference);
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; ++i) s[i] = fast_exp2(s[i] - reference);
-      sum *= factor;
-#pragma unroll
-      for (int i = 0; i < kLaneKeys; i += 4) {
-        sum += (s[i] + s[i + 1]) + (s[i + 2] + s[i + 3]);
-        *reinterpret_cast<Words<2>*>(&smem.weights[own_head][own_key + (i ^ own_swap)]) = {
-            pack_bf16(s[i], s[i + 1]), pack_bf16(s[i + 2], s[i + 3])};
-      }
-      if (own_key == 0) smem.factor[own_head] = factor;
-    }
-    if (named_barrier_any(1 + group, kGroupThreads, moves)) {
-#pragma unroll
-      for (int tile = 0; tile < kGroupTiles; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float factor = smem.factor[group_head + tile * 16 + half * 8 + g];
-#pragma unroll
-          for (int n = 0; n < kWarpDims / 8; ++n)
-            out[tile][n][2 * half] *= factor, out[tile][n][2 * half + 1] *= factor;
-        }
-    }
-    if (looks_up) gather.finish(block + 2);
-#pragma unroll
-    for (int step = 0; step < kBlockKeys; step += 16) {
-      uint32_t weights[kGroupTiles][4];
-#pragma unroll
-      for (int tile = 0; tile < kGroupTiles; ++tile)
-        ldmatrix_x4(weights[tile],
-                    shared_address(
-                        &smem.weights[group_head + tile * 16 + matrix % 2 * 8 + row][step + matrix / 2 * 8]));
-      const uint32_t from =
-          shared_address(&latents[step + matrix % 2 * 8 + row][in_group * kWarpDims + matrix / 2 * 8]);
-#pragma unroll
-      for (int n = 0; n < kWarpDims / 8; n += 2) {
-        uint32_t v[4];
-        ldmatrix_x4_trans(v, from + n * 16);
-#pragma unroll
-        for (int tile = 0; tile < kGroupTiles; ++tile) {
-          mma_bf16(out[tile][n], weights[tile], v[0], v[1]);
-          mma_bf16(out[tile][n + 1], weights[tile], v[2], v[3]);
-        }
-      }
-    }
+  template <int kHeads>
+  __device__ __forceinline__ static Keys keys(const Params& params, int64_t token, int, int) {
+    return Keys(params.p, token);
   }
-
-  const Partials partials(params);
-  if (own_head < kHeads) {
-#pragma unroll
-    for (int offset = 1; offset < kSoftmaxLanes; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-    const int head = first_head + own_head;
-    const int64_t query_head = token * p.num_q_heads + head;
-    float factor = max_logit == -INFINITY ? 1.0f : fast_exp2(base - max_logit);
-    if (own_key == 0 && head < p.num_q_heads) {
-      sum *= factor;
-      if (params.splits > 1) {
-        *partials.stats(query_head, split) = {max_logit, sum};
-      } else {
-        factor *= layer_scale * output_factor(p, head, max_logit, sum);
-        store_stats(p, query_head, max_logit, sum);
-      }
-      smem.out_factor[own_head] = factor;
-    }
+  __device__ __forceinline__ static constexpr int num_last(const Keys&) { return 0; }
+  __device__ __forceinline__ static KeySource source(const Params& params, const Keys& keys) {
+    return KeySource(params.p, keys);
   }
-  __syncthreads();
-  if (params.splits > 1 && num_blocks == 0) return;
-#pragma unroll
-  for (int tile = 0; tile < kGroupTiles; ++tile)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = group_head + tile * 16 + half * 8 + g, head = first_head + at;
-      const int first_column = in_group * kWarpDims;
-      const bool exists = head < p.num_q_heads;
-      const float factor = smem.out_factor[at];
-      if (params.splits > 1) {
-        if (!exists) continue;
-        float* const dst = partials.out(token * p.num_q_heads + head, split) + first_column + 2 * t;
-#pragma unroll
-        for (int n = 0; n < kWarpDims / 8; ++n)
-          *reinterpret_cast<float2*>(dst + n * 8) = {out[tile][n][2 * half] * factor,
-                                                     out[tile][n][2 * half + 1] * factor};
-        continue;
-      }
-      uint16_t* const dst = p.out + token * p.out_stride_token + head * p.out_stride_head + first_column;
-#pragma unroll
-      for (int n = 0; n < kWarpDims / 8; n += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          words[j] = pack_bf16(out[tile][n + j][2 * half] * factor, out[tile][n + j][2 * half + 1] * factor);
-        transpose_quads(words);
-        if (exists)
-          *reinterpret_cast<Words<4>*>(dst + (n + t) * 8) = {words[0], words[1], words[2], words[3]};
-      }
-    }
-}
-
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-void launch_heads(const PortableParams& params, gpuStream_t stream) {
-  constexpr int kSmemBytes = sizeof(Shared<kId, kExtra, kHeads>);
-  static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
-  const SparseAttentionParams& p = params.p;
-  launch(portable_kernel<kId, kExtra, kHeads>,
-         {.grid = p.num_tokens * ceil_div(p.num_q_heads, kHeads) * params.splits,
-          .block = Team<kHeads>::kThreads,
-          .stream = stream,
-          .smem = kSmemBytes},
-         params);
-}
+  __device__ __forceinline__ static portable::Place place(const Key& key, const portable::Pages& pages,
+                                                          const KvScope& scope) {
+    const unsigned slot = static_cast<unsigned>(key.slot), page = pages.of(slot);
+    return {page, static_cast<int>(slot - page * static_cast<unsigned>(scope.page_size))};
+  }
+  template <int kCount>
+  __device__ __forceinline__ static void cap(const Params&, float (&)[kCount]) {}
+};
 
 }  // namespace
 
 void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
   const PortableParams params{p, plan.splits};
   with_variant<Kernel::kPortable>(p, plan, [&](auto variant, auto id, auto extra) {
-    launch_heads<id(), extra(), kVariants[variant()].heads>(params, stream);
+    portable::launch_heads<Selected, id(), extra(), kVariants[variant()].heads>(params, stream);
   });
   if (plan.splits > 1) launch_merge(params, stream);
 }

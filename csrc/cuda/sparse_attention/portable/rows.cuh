@@ -16,10 +16,16 @@ constexpr int kBlockKeys = 32;
 constexpr int kQuarters = 4;  // of the dims, in S
 
 // A CTA of 64 heads is alone on its SM: its warps have 255 registers each. Others may be two, and have 128.
+// Of 32 heads two fit only where an SM has 228 KB of shared memory.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+inline constexpr int kMostCtasOf32Heads = 2;
+#else
+inline constexpr int kMostCtasOf32Heads = 1;
+#endif
 template <int kHeads>
 struct Team {
   static constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;
-  static constexpr int kCtasPerSm = kHeads == 64 ? 1 : 2;
+  static constexpr int kCtasPerSm = kHeads == 64 ? 1 : kHeads == 32 ? kMostCtasOf32Heads : 2;
   static constexpr int kRowsPerWarp = kBlockKeys / kWarps;
   static constexpr int kHeadTiles = kHeads / 16;
   static constexpr int kWarpTiles = kHeads == 64 ? 2 : 1;  // of a warp in S, which has a quarter of the dims
@@ -52,6 +58,12 @@ struct Pages {
   }
 };
 
+// Of a row in its cache.
+struct Place {
+  unsigned page;
+  int64_t in_page;
+};
+
 // Where the rows of a block lie; null: none.
 template <bool kScalesApart>
 struct Places {
@@ -61,12 +73,12 @@ struct Places {
 };
 
 // kId: of rows of the first cache, kExtra: of the second.
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 struct Shared {
   using R = Row<kId>;
   // With one, the next rows are asked for once these are decoded; with two before that.
   static constexpr int kStages = kHeads == 64 ? 1 : 2;
-  static constexpr int kDims = R::kDims;
+  static constexpr int kRows = kHeads, kDims = R::kDims;
   static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
   static constexpr int kWeightsPitch = kBlockKeys + 8;
   static constexpr bool kDecodes = R::kFp8Dims > 0;
@@ -78,12 +90,13 @@ struct Shared {
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
-  float factor[kHeads];            // on what has been summed up before this block
-  float out_factor[kHeads];        // at the end
-  Places<kScalesApart> places[2];  // of even and of odd blocks
+  float factor[kHeads];                             // on what has been summed up before this block
+  float out_factor[kHeads];                         // at the end
+  bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // of rows, one of the last keys
+  Places<kScalesApart> places[2];                   // of even and of odd blocks
   // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
-  Keys keys;
+  typename KeysOf::Keys keys;
   Pages pages[2];  // of each scope
   int num_blocks;
   alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
@@ -91,9 +104,9 @@ struct Shared {
   // Octets of keys in an order that changes from head to head: the stores of S and the loads of P fall into
   // different banks.
   __device__ static int logit_index(int head, int key) { return head * kBlockKeys + (key ^ head % 4 * 8); }
-  __device__ const uint16_t (*latents(int stage) const)[kPitch] {
+  __device__ uint16_t (*latents(int stage)) [kPitch] {
     if constexpr (kDecodes) return latent;
-    else return reinterpret_cast<const uint16_t (*)[kPitch]>(raw[stage]);
+    else return reinterpret_cast<uint16_t (*)[kPitch]>(raw[stage]);
   }
 };
 
@@ -106,28 +119,36 @@ __device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
 
 // The rows of one split's keys: where they lie, which one warp finds out for a block, and the copies of them,
 // each by all lanes of a warp.
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
 class Gather {
  public:
-  using Smem = Shared<kId, kExtra, kHeads>;
-  __device__ Gather(const SparseAttentionParams& p, Smem& smem, int first, int end)
-      : p_(p), smem_(smem), first_(first), end_(end) {}
+  using Smem = Shared<KeysOf, kId, kExtra, kHeads>;
+  using Params = typename KeysOf::Params;
+  __device__ Gather(const Params& params, Smem& smem, int first, int end)
+      : params_(params), smem_(smem), first_(first), end_(end) {}
 
   // Asks for the slots of a block, which `finish` waits for: it notes down where the rows lie.
   __device__ __forceinline__ void look_up(int block) {
-    const int lane = threadIdx.x % kWarpSize, rank = first_ + block * kBlockKeys + lane;
+    const int lane = threadIdx.x % kWarpSize;
+    const auto source = KeysOf::source(params_, smem_.keys);
+    const int rank = first_ + block * kBlockKeys + lane;
     is_key_ = rank < end_;
-    key_ = smem_.valid_keys[lane].find(KeySource(p_, smem_.keys), is_key_ ? rank : -1);
+    if constexpr (KeysOf::kSeveralQueries)
+      if (const int last = block - ceil_div(end_ - first_, kBlockKeys); last >= 0) {
+        is_key_ = lane == 0 && block < smem_.num_blocks;
+        if (is_key_) key_ = source.last(last);
+        return;
+      }
+    key_ = smem_.valid_keys[lane].find(source, is_key_ ? rank : -1);
   }
   __device__ __forceinline__ void finish(int block) const {
     const int lane = threadIdx.x % kWarpSize;
     auto& places = smem_.places[block % 2];
     const bool is_extra = is_key_ && key_.scope == 1;
     const uint8_t *row = nullptr, *scales = nullptr;
-    if (is_key_) {
-      const KvScope& s = p_.scopes[key_.scope];
-      const unsigned slot = static_cast<unsigned>(key_.slot), page = smem_.pages[key_.scope].of(slot);
-      const int64_t in_page = static_cast<int>(slot - page * static_cast<unsigned>(s.page_size));
+    if (is_key_ && (!KeysOf::kSeveralQueries || KeysOf::source(params_, smem_.keys).is_valid(key_))) {
+      const KvScope& s = params_.p.scopes[key_.scope];
+      const auto [page, in_page] = KeysOf::place(key_, smem_.pages[key_.scope], s);
       const uint8_t* at = s.kv_cache + page * s.kv_cache_stride_page;
       with_row<kId, kExtra>(is_extra, [&](auto r) {
         constexpr KvLayout kL = decltype(r)::kL;
@@ -189,11 +210,11 @@ class Gather {
     if constexpr (kAtOnce) copy_scales(first_key + lane % kRowsPerWarp, lane / kRowsPerWarp * 8);
   }
 
-  const SparseAttentionParams& p_;
+  const Params& params_;
   Smem& smem_;
   const int first_, end_;
   bool is_key_;
-  KeySource::Key key_;
+  typename KeysOf::Key key_;
 };
 
 // What a lane has of a raw row: elements by eights with their scales, and 8 bf16. The scale of a uniform FP8
@@ -233,9 +254,9 @@ struct Codes {
 };
 
 // Raw rows to bf16 latents, each by all lanes of a warp.
-template <KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-__device__ __forceinline__ void decode_block(Shared<kId, kExtra, kHeads>& smem, int block) {
-  using Smem = Shared<kId, kExtra, kHeads>;
+template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+__device__ __forceinline__ void decode_block(Shared<KeysOf, kId, kExtra, kHeads>& smem, int block) {
+  using Smem = Shared<KeysOf, kId, kExtra, kHeads>;
   constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
   // Rows whose bytes are loaded before the first is converted, where there are registers.
   constexpr int kAtOnce = kHeads == 64 && kId == kExtra ? 2 : 1;
