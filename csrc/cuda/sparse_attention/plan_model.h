@@ -72,9 +72,10 @@ struct HeadsClass {
   ColdCode cold;          // of FP8 rows
 };
 // Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys (pairs: 640): times within 3 to
-// 6 % in the mean. Those of 16 heads over FP8 rows and of cold code are fitted to 71 forced plans of 4 to 64
-// queries on an H200, alone and between an engine's kernels: times there are within 4 to 7 % in the mean. Cold
-// code of many_heads since to 30 more cells of 2 to 132 queries, where no choice was 2 % from the best plan.
+// 6 % in the mean. Those of 16 heads over FP8 rows and of cold code are fitted to 71 forced plans of 4 to
+// 64 queries on an H200, alone and between an engine's kernels: times there are within 4 to 7 % in the mean.
+// Cold code of many_heads is fitted to 30 more cells of 2 to 132 queries, in which no choice was 2 % from the
+// best plan.
 inline constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {15.8, 8.1, 0.8}, {0.5, 2.2}},
     {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {17.0, 8.8, 1.4}, {1.2, 2.2}},

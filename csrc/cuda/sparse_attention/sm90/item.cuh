@@ -203,7 +203,8 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
     for (int i = 0; i < 2; ++i) {
       const uint32_t word = __shfl_sync(kFullWarp, survey.map.words[i], pair);
       if (word >> lane & 1)
-        store_shared_2(list + (rank + __popc(word & ((1u << lane) - 1))) * 2, (2 * pair + i) * kWarpSize + lane);
+        store_shared_2(list + (rank + __popc(word & ((1u << lane) - 1))) * 2,
+                       (2 * pair + i) * kWarpSize + lane);
       rank += __popc(word);
     }
   }
@@ -260,8 +261,7 @@ struct WalkItem : QueryHeads {
   // From i on the first whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]
-      while (i < count(params) && params.shared.has(params.head_blocks.word(i)))
-        i += gridDim.x * C::kQueries;
+      while (i < count(params) && params.shared.has(params.head_blocks.word(i))) i += gridDim.x * C::kQueries;
     return i;
   }
 };
