@@ -111,9 +111,9 @@ struct WgmmaQuery {
   }
 
  private:
-  // The eight dims that a lane takes in round i: those of i modulo 2, and 2 kLanes further every second round.
-  // Where a head has four lanes, heads in turn begin 64 bytes apart: rows of [head][dim] all begin in the same
-  // bank.
+  // The eight dims that a lane takes in round i: those of round i modulo 2, and 2 kLanes further every
+  // second round. Where a head has four lanes, heads in turn begin 64 bytes apart: rows of [head][dim] all
+  // begin in the same bank.
   __device__ static int octuple(int i, int lane) {
     static_assert(kLanes > 4 || (kRounds % 2 == 0 && kFp8Rounds % 2 == 0));
     return (kLanes > 4 ? i : i ^ (lane / kLanes & 1)) * kLanes + lane % kLanes;
