@@ -52,8 +52,14 @@ struct WgmmaQuery {
   __device__ void load_copied(const SparseAttentionParams& p, const Item& w, const uint8_t* smem, int warp,
                               int lane, int i = 0) {
     wait_until_full<1>(shared_address(smem) + MLA_SMEM(C, q_barrier), i);
-    // Lanes without a head take the last one's: nobody reads what comes of it.
-    const int head = min(warp * kHeads + lane / kLanes, w.num_heads(p, C::kHeads) - 1);
+    // Lanes without a head take the last one of the warp: nobody reads what comes of it.
+    const int first_head = warp * kHeads, heads = w.num_heads(p, C::kHeads) - first_head;
+    if (heads <= 0) {
+#pragma unroll
+      for (uint4& x : dims) x = uint4{};
+      return;
+    }
+    const int head = first_head + min(lane / kLanes, heads - 1);
     const int octet = C::kWalks ? head / kOctetHeads * C::kQOctetBytes : 0;
     const uint8_t* const row =
         smem + MLA_SMEM(C, q) + octet + (C::kWalks ? head % kOctetHeads : head) * kHeadBytes;
