@@ -19,6 +19,8 @@ if __name__ == "__main__":
 
 import _mla_fp8_core as core
 
+from mla_fp8.prefill import ways
+
 HERE = Path(__file__).parent
 LAYOUTS = [layout.name for layout in core.KV_LAYOUTS]
 FIRST = [i for i, layout in enumerate(core.KV_LAYOUTS) if not layout.extra_only]
@@ -192,6 +194,15 @@ def test_neighbours_that_share_keys(op, layout, keys, extra_keys, heads, group, 
     assert (None if got is None else got[:2]) == want
     if got:
         assert 0 < got[3] <= 256
+
+
+def test_the_chunk_cache_names_what_has_tiles_of_neighbours():
+    for layout, heads in product(FIRST, range(1, 129)):
+        has = core.sharing(
+            "prefill", layout=layout, queries=8192, heads=heads, keys=128, extra_keys=512,
+            query_groups=max(64 // heads, 1),
+        )  # fmt: skip
+        assert (has is not None) == (heads in ways._TILE_HEADS and LAYOUTS[layout] in ways._TILE_LAYOUTS)
 
 
 problems = st.fixed_dictionaries(

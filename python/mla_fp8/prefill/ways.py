@@ -19,7 +19,7 @@ from .tables import Tables, with_none
 from .workspace import PrefillWorkspace
 
 Attended = tuple[Tensor, Tensor, Tensor]
-_TILE_HEADS, _TILE_LAYOUTS = (8, 16, 32), ("dsv4", "dsv32")  # as csrc/cuda/sparse_attention/plan.cpp
+_TILE_HEADS, _TILE_LAYOUTS = (8, 16, 32), ("dsv4", "dsv32")  # as plan.cpp; tested
 
 
 def whole(
