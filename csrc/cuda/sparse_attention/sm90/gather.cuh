@@ -56,6 +56,14 @@ class Gather {
                                                        const Source& source, int rank) const {
     return valid_keys.find(source, rank_of_lane(valid_keys, rank));
   }
+  // Of a CTA with one query, whose positions may be listed (survey_query).
+  template <class Source>
+  __device__ __forceinline__ typename Source::Key find_of_query(const ValidKeys<MapInShared>& valid_keys,
+                                                                const Source& source, int rank) const {
+    if (valid_keys.has_gaps() && has_positions<C>(source.length()))
+      return source.at(load_shared_2(positions_of<C>(ring_.smem) + rank * 2));
+    return valid_keys.find(source, rank);
+  }
 
   // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
   template <class Key>
@@ -148,16 +156,16 @@ class MixedGather;  // sm90/mixed_gather.cuh
 template <class C>
 using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
 
-// The producers of a CTA that works on one row.
+// The producers of a CTA that works on one row, of one layout (of two: sm90/mixed_gather.cuh).
 template <class C>
-class SplitProducer : GatherOf<C> {
+class SplitProducer : Gather<C> {
  public:
   using Item = typename C::Item;
   using Key = typename Item::Source::Key;
 
   __device__ SplitProducer(const KernelParams& params, const Item& w, const KeySurvey& survey, uint8_t* smem,
                            int warp, int lane)
-      : GatherOf<C>(params, smem, lane),
+      : Gather<C>(params, smem, lane),
         w_(w),
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
@@ -165,14 +173,10 @@ class SplitProducer : GatherOf<C> {
   // A usual row has a loop of its own, without the code of other rows: jumps over code that is cold cost.
   __device__ void run() {
     const typename Item::Source source = w_.source(this->params_);
-    if constexpr (!C::R::kMixed && requires { source.listed(0u); })
+    if constexpr (requires { source.listed(0u); })
       if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
         return run([&](int rank) { return source.listed(rank); });
-    const bool is_listed = valid_keys_.has_gaps() && has_positions<C>(source.length());
-    run([&](int rank) {
-      if (is_listed) return source.at(load_shared_2(positions_of<C>(this->ring_.smem) + rank * 2));
-      return valid_keys_.find(source, rank);
-    });
+    run([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
   }
 
  private:
@@ -190,7 +194,6 @@ class SplitProducer : GatherOf<C> {
       if (i >= 0 && has_stage(i)) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
-    this->drain();
   }
   __device__ bool has_stage(int i) const { return w_.template has_stage<C>(i); }
   __device__ int first_rank(int i) const { return w_.template first_rank<C>(i); }

@@ -184,7 +184,7 @@ class MixedProducer : MixedGather<C> {
       if (half >= 0) this->fetch(i, rows, half * kStageRows);
       const int ahead = i + (half < 0 ? 1 : 2) * C::kProducers;
       if (half <= 0 && ahead < num_stages)
-        key = this->word_of(valid_keys_.find(source, min(rank_of_lane(ahead), last)));
+        key = this->word_of(this->find_of_query(valid_keys_, source, min(rank_of_lane(ahead), last)));
     }
   }
 
