@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Engines on a GPU, vLLM as it is and with mla_fp8: `matrix.py STEP... --archives .engine`, then a table.
+"""Engines on a GPU, vLLM or SGLang as it is and with mla_fp8: `matrix.py STEP...`, then a table.
 
 A step is a group of engines side by side on one GPU, at most three minutes, five where times are longest:
 
 %s
 
-Once unpacked (pack.py makes the archives), an engine needs no network. The table names whose kernels ran, how
-far logprobs are from those of exact attention in the same engine, and what the kernels took. Exit code 1 if
-an engine failed, FlashMLA was called where it should not be, or logprobs are off.
+pack.py makes the archives; once they are unpacked, an engine needs no network. The table names whose kernels
+ran, how far logprobs are from those of exact attention in the same engine, and what the kernels took. Exit
+code 1 if an engine failed, FlashMLA was called where it should not be, or logprobs are off.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Case:
         return ["--who", self.who, "--heads", str(self.heads), "--kv", self.kv, *self.more]
 
     def command(self, out: Path) -> list[str]:
-        engine = self.arguments() if self.script == "engine.py" else ["--who", self.who]
+        engine = ["--who", self.who] if self.script == "v4_layer.py" else self.arguments()
         return [sys.executable, str(ROOT / "ci/engines" / self.script), "--out", str(out), *engine]
 
 
@@ -60,10 +60,12 @@ class Step:
     seconds: int = 175  # limit
 
 
-def sides(*heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="") -> tuple[Case, ...]:
+def sides(
+    *heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="", script="engine.py"
+) -> tuple[Case, ...]:
     """The same engine with each of ``who``; exact attention is no kernel that a graph could hold."""
     return tuple(
-        Case(w, h, kv, *((("--eager", *more), "") if w == "exact" else (tuple(more), label)))
+        Case(w, h, kv, *((("--eager", *more), "") if w == "exact" else (tuple(more), label)), script)
         for h in heads
         for w in who
     )
@@ -72,6 +74,8 @@ def sides(*heads, kv="fp8_ds_mla", who=("stock", "ours"), more=(), label="") -> 
 ALL = ("stock", "ours", "exact")
 SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8", "32", "128")
 V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("stock", "calls", "exact")}
+SGLANG = {"kv": "sglang", "script": "sglang_engine.py"}
+PAGES = SGLANG | {"kv": "sglang_pages"}
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
@@ -141,6 +145,25 @@ STEPS = {
         "DeepSeek V4, kernel times without and with our indexer, 16 heads",
         sides(16, kv="dsv4", who=("calls", "index"), more=SPEED, label="speed"),
     ),
+    "sglang": Step(
+        "SGLang: graphs, 16 and 128 heads, and exact attention", sides(16, 128, **SGLANG, who=ALL), 320
+    ),
+    "sglang_heads": Step("SGLang: 8 and 64 heads", sides(8, 64, **SGLANG, who=ALL)),
+    "sglang_pages": Step(
+        "SGLang: prompts over FP8 pages, 16 and 128 heads",
+        sides(16, 128, **PAGES, who=ALL),
+    ),
+    "sglang_mtp": Step(
+        "SGLang: speculation of 1 and 3 tokens, 16 heads; drafts as query groups",
+        sides(16, **SGLANG, more=("--mtp", "1"))
+        + sides(16, **SGLANG, who=("stock", "ours", "groups"), more=("--mtp", "3")),
+    ),
+    "sglang_speed": Step(
+        "SGLang: kernel times, 16 and 128 heads, over FP8 pages, too",
+        sides(16, 128, **SGLANG, more=(*SPEED[:2], *SPEED[-4:]), label="speed")
+        + sides(16, **PAGES, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        280,
+    ),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",
         sides(32, more=("--tensor-parallel", "2", "--multiprocessing")),
@@ -156,7 +179,7 @@ def extract(archive: Path, site: Path) -> None:
 
 def site_of(archives: Path) -> Path:
     """The unpacked engine, and what tells it of our plug-ins."""
-    site = WORK / "site"
+    site = WORK / archives.name
     if not (site / ".done").exists():
         shutil.rmtree(site, ignore_errors=True)
         site.mkdir(parents=True)
@@ -164,9 +187,15 @@ def site_of(archives: Path) -> Path:
             list(pool.map(extract, sorted(archives.glob("*.tar.xz")), [site] * 8))
         points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
         announce(site, "mla_fp8", points)
-        announce(site, "mla_fp8_engines", {"vllm.general_plugins": {"mla_fp8_engines": "model:register"}})
+        announce(site, "mla_fp8_engines", _OURS)
         (site / ".done").touch()
     return site
+
+
+_OURS = {
+    "vllm.general_plugins": {"mla_fp8_engines": "model:register"},
+    "sglang.srt.plugins": {"mla_fp8_engines": "sglang_engine:register"},
+}
 
 
 def announce(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:
@@ -221,7 +250,9 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
             "ok": False,
             "error": f"no result after {time.time() - begin:.0f} s, exit {process.returncode}",
         }
-        found[case_name] = json.loads(path.read_text()) if path.exists() else ended
+        if not path.exists():
+            path.write_text(json.dumps(ended))
+        found[case_name] = json.loads(path.read_text())
         print(f"[{time.time() - begin:4.0f} s] {case_name}", report.summary(found[case_name]), flush=True)
         lines = (results / f"{case_name}.log").read_text().splitlines()
         said = [line for line in lines if "mla_fp8 " in line or "mla_fp8: " in line][
@@ -234,11 +265,12 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("steps", nargs="+", choices=STEPS, metavar="STEP")
-    parser.add_argument("--archives", type=Path, default=ROOT / ".engine")
+    parser.add_argument("--archives", type=Path, help="default: .engine, for SGLang .engine-sglang")
     parser.add_argument("--out", type=Path, default=ROOT / "bench_out" / "engines")
     args = parser.parse_args()
     begin = time.time()
-    site = site_of(args.archives)
+    engine = ".engine-sglang" if args.steps[0].startswith("sglang") else ".engine"
+    site = site_of((args.archives or ROOT / engine).resolve())
     print(f"unpacked in {time.time() - begin:.0f} s", flush=True)
     results = WORK / "results"  # of all steps on this machine: later ones are compared with earlier ones
     results.mkdir(parents=True, exist_ok=True)

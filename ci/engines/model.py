@@ -48,41 +48,51 @@ def write_config(folder: Path, heads: int, layers: int, max_length: int) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def random_weights() -> None:
-    """vLLM's dummy weights are so small that attention hardly matters: here projections keep the variance.
-
-    They depend on a weight's name and shape alone, so that all engines have the same model.
+@torch.no_grad()
+def fill(param: torch.Tensor, name: str, seen: collections.Counter) -> None:
+    """A weight that keeps the variance. It depends on its name and shape alone, so that all engines have the
+    same model; ``seen`` counts the weights that share both.
     """
+    key = (name, () if name.endswith("attn_sink") else tuple(param.shape))
+    g = torch.Generator(device=param.device).manual_seed(zlib.crc32(f"{key}{seen[key]}".encode()))
+    seen[key] += 1
+    if name.endswith("attn_sink"):  # padded to as many heads as the kernel takes: the same for each
+        sinks = torch.randn(_MOST_SINKS, dtype=torch.float32, device=param.device, generator=g)
+        param.copy_(sinks[: len(param)])
+    elif param.dim() == 0 or (param.dim() == 1 and name.endswith("weight")):
+        param.fill_(1)
+    elif param.dim() == 1:
+        param.normal_(0, 0.1, generator=g)
+    else:
+        std = _GAIN / param.shape[-1] ** 0.5
+        if param.shape[0] == VOCABULARY:  # the embedding comes first, then the output layer
+            is_head = seen[key] > 1 or name.startswith("lm_head")
+            std = _HEAD_GAIN / param.shape[-1] ** 0.5 if is_head else 1.0
+        for part in param.data.view(-1, param.shape[-1]).split(4096):
+            noise = torch.randn(part.shape, dtype=torch.float32, device=param.device, generator=g)
+            part.copy_(noise * std)
+
+
+def is_filled(param: torch.Tensor) -> bool:
+    floating = torch.is_floating_point(param) and torch.finfo(param.dtype).bits >= 16
+    return floating and param.device.type != "meta"
+
+
+def random_weights() -> None:
+    """vLLM's dummy weights are so small that attention hardly matters: `fill` in their place."""
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
     original = weight_utils.initialize_single_dummy_weight
     seen = collections.Counter()
 
-    @torch.no_grad()
-    def fill(param, low=None, high=None, seed=1234, name=""):
-        floating = torch.is_floating_point(param) and torch.finfo(param.dtype).bits >= 16
-        if param.device.type == "meta" or not floating:
+    def initialize(param, low=None, high=None, seed=1234, name=""):
+        if not is_filled(param):
             return original(param, low, high, seed, name=name)
-        key = (name, () if name.endswith("attn_sink") else tuple(param.shape))
-        g = torch.Generator(device=param.device).manual_seed(zlib.crc32(f"{key}{seen[key]}".encode()))
-        seen[key] += 1
-        if name.endswith("attn_sink"):  # padded to as many heads as the kernel takes: the same for each
-            sinks = torch.randn(_MOST_SINKS, dtype=torch.float32, device=param.device, generator=g)
-            return param.copy_(sinks[: len(param)])
-        if param.dim() == 0 or (param.dim() == 1 and name.endswith("weight")):
-            return param.fill_(1)
-        if param.dim() == 1:
-            return param.normal_(0, 0.1, generator=g)
-        std = _GAIN / param.shape[-1] ** 0.5
-        if param.shape[0] == VOCABULARY:  # the embedding comes first, then the output layer
-            std = 1.0 if seen[key] == 1 else _HEAD_GAIN / param.shape[-1] ** 0.5
-        for part in param.data.view(-1, param.shape[-1]).split(4096):
-            noise = torch.randn(part.shape, dtype=torch.float32, device=param.device, generator=g)
-            part.copy_(noise * std)
+        fill(param, name, seen)
         return param
 
     for module in (weight_utils, dummy_loader):
-        module.initialize_single_dummy_weight = fill
+        module.initialize_single_dummy_weight = initialize
 
 
 def without_cutedsl() -> None:

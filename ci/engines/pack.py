@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Packs vLLM for a GPU machine without a network: `pack.py --have NAMES [--out .engine]`, some 40 MB.
+"""Packs an engine for a GPU machine without a network: `pack.py --have NAMES [--engine sglang]`.
 
-The wheel without what a Hopper GPU and this model never load, and the packages it imports that the machine
-lacks, as archives that `matrix.py` unpacks there. NAMES is that machine's `pip list --format=freeze`, or one
-name a line. torch, triton and what they need are the machine's own.
+The wheels without what a Hopper GPU and these models never load, and the packages they import that the
+machine lacks, as archives that `matrix.py` unpacks there: 40 MB of vLLM, 24 MB of SGLang. NAMES is that
+machine's `pip list --format=freeze`, or one name a line. torch, triton and what they need are the machine's.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pins
@@ -20,13 +21,38 @@ from trim_fatbin import trim
 
 ARCHITECTURE = 90
 PYTHON = "3.12"
-# Not loaded on Hopper for this model: the server in Rust, FlashAttention 2, other quantisations, Blackwell.
-LEFT_OUT = (
-    "vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/_qutlass_C", "vllm/_flashkda_C",
-    "vllm/third_party/fmha_sm100",
-)  # fmt: skip
-# Has to load, is never called: short prompts go to sparse attention too.
-WITHOUT_CODE = ("_vllm_fa3_C",)
+
+
+@dataclass(frozen=True)
+class Engine:
+    wheels: tuple[str, ...]
+    packages: str  # the file that names what it imports besides
+    left_out: tuple[str, ...]  # beginnings of paths: not loaded on Hopper for these models
+    without_code: tuple[str, ...] = ()  # has to load, is never called: all prompts go to sparse attention
+
+
+ENGINES = {
+    "vllm": Engine(
+        (f"vllm=={pins.VLLM[-1]}",),
+        "packages.txt",
+        # The server in Rust, FlashAttention 2, other quantisations, Blackwell.
+        (
+            "vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/_qutlass_C", "vllm/_flashkda_C",
+            "vllm/third_party/fmha_sm100",
+        ),
+        ("_vllm_fa3_C",),
+    ),
+    "sglang": Engine(
+        (f"sglang=={pins.SGLANG[-1]}", *pins.SGLANG_KERNELS),
+        "packages_sglang.txt",
+        # Diffusion, the server in Rust, FlashAttention, Blackwell.
+        (
+            "sglang/multimodal_gen", "sglang/test", "sgl_kernel/flash_ops", "sgl_kernel/infllm_ops",
+            "sgl_kernel/sm100",
+            *(f"sglang/srt/rust_extensions/{name}" for name in ("_bench", "_grpc", "_multimodal", "_server")),
+        ),
+    ),
+}  # fmt: skip
 STRIP_FROM = 300 << 10  # bytes of a library
 
 
@@ -47,10 +73,10 @@ def unpack(wheel: Path, target: Path, left_out: tuple[str, ...] = ()) -> None:
         archive.extractall(target, names)
 
 
-def shrink(folder: Path) -> None:
+def shrink(folder: Path, without_code: tuple[str, ...] = ()) -> None:
     for library in folder.rglob("*.so*"):
         if b".nv_fatbin" in library.read_bytes():
-            kept = set() if library.name.startswith(WITHOUT_CODE) else {ARCHITECTURE}
+            kept = set() if library.name.startswith(without_code) else {ARCHITECTURE}
             print("{}: {} bytes of GPU code kept, {} zeroed".format(library.name, *trim(library, kept)))
         if library.stat().st_size > STRIP_FROM:
             subprocess.run(["strip", "--strip-unneeded", library], check=True)
@@ -69,23 +95,26 @@ def normal(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--have", type=Path, required=True, help="packages of the GPU machine")
-    parser.add_argument("--version", default=pins.VLLM[-1])
-    parser.add_argument("--out", type=Path, default=pins.ROOT / ".engine")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--out", type=Path, help="default: .engine, for SGLang .engine-sglang")
     args = parser.parse_args()
+    engine = ENGINES[args.engine]
+    out = args.out or pins.ROOT / (".engine" if args.engine == "vllm" else f".engine-{args.engine}")
     have = {normal(line) for line in args.have.read_text().splitlines() if line.strip()}
-    lacking = [r for r in pins.packages() if normal(r) not in have]
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out) as scratch:
-        wheels, engine, packages = (Path(scratch, name) for name in ("wheels", "engine", "packages"))
-        download(wheels / "engine", f"vllm=={args.version}")
+    lacking = [r for r in pins.packages(engine.packages) if normal(r) not in have]
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as scratch:
+        wheels, own, packages = (Path(scratch, name) for name in ("wheels", "engine", "packages"))
+        download(wheels / "engine", *engine.wheels)
         download(wheels / "packages", *lacking)
-        unpack(*(wheels / "engine").iterdir(), engine, LEFT_OUT)
+        for wheel in (wheels / "engine").iterdir():
+            unpack(wheel, own, engine.left_out)
         for wheel in (wheels / "packages").iterdir():
             unpack(wheel, packages)
-        shrink(engine)
+        shrink(own, engine.without_code)
         shrink(packages)
-        compress(engine, args.out / "vllm.tar.xz")
-        compress(packages, args.out / "packages.tar.xz")
+        compress(own, out / f"{args.engine}.tar.xz")
+        compress(packages, out / "packages.tar.xz")
 
 
 if __name__ == "__main__":

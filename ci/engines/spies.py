@@ -2,13 +2,17 @@
 
 import collections
 import functools
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
 CALLS = collections.Counter()
+_SAVED: list[Path] = []  # files that hold CALLS
 OURS = (
     "sparse_decode_out", "sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out",
     "index_topk_out", "index_topk_ragged_out",
@@ -28,6 +32,31 @@ def count_calls(ours: bool) -> None:
         setattr(indexer, name, _counted(f"DeepGEMM.{name}", getattr(indexer, name)))
     theirs = import_module("vllm.third_party.flashmla.flash_mla_interface")
     theirs.flash_mla_cuda = _Counted("FlashMLA", theirs.flash_mla_cuda)
+    _count_ours(ours)
+
+
+def count_sglang_calls(ours: bool) -> None:
+    """The same in SGLang, but for the logits."""
+    package, interface = import_module("flash_mla"), import_module("flash_mla.flash_mla_interface")
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        counted = _counted(f"FlashMLA.{name}", getattr(interface, name))
+        setattr(package, name, counted)
+        setattr(interface, name, counted)
+    _count_ours(ours)
+
+
+def save_calls(folder: Path) -> None:
+    """For other processes: each writes a file of its own into ``folder`` at every call."""
+    _SAVED.append(folder / str(os.getpid()))
+
+
+def saved_calls(folder: Path) -> dict[str, int]:
+    """Of all processes."""
+    each = [collections.Counter(json.loads(path.read_text())) for path in folder.iterdir()]
+    return dict(sum(each, collections.Counter()))
+
+
+def _count_ours(ours: bool) -> None:
     if ours:
         import_module("mla_fp8")
         ops = torch.ops.mla_fp8
@@ -42,6 +71,8 @@ def _counted(label: str, function: Callable) -> Callable:
         CALLS[label] += 1
         if options.get("query_groups", 1) > 1:
             CALLS[f"in groups: {label}"] += 1
+        for path in _SAVED:
+            path.write_text(json.dumps(CALLS))
         return function(*args, **options)
 
     return counted
@@ -110,9 +141,9 @@ def exact_attention() -> None:
         scope = Scope(gather, len(pages) * page_size, indices, topk_length)
         return attend_exactly(q, [scope], sm_scale, out)
 
-    def over_rows(q, kv, indices, *, sm_scale, topk_length=None, out=None):
+    def over_rows(q, kv, indices, *, sm_scale, topk_length=None, attn_sink=None, out=None):
         scope = Scope(lambda slots: kv[slots], len(kv), indices, topk_length)
-        result, lse = attend_exactly(q, [scope], sm_scale, out)
+        result, lse = attend_exactly(q, [scope], sm_scale, out, attn_sink)
         return result, lse, lse
 
     attend.over_pages, attend.over_rows = over_pages, over_rows
