@@ -316,6 +316,33 @@ def test_flash_mla_is_found_where_it_is_installed(source, monkeypatch):
     assert packages.locate(flash_mla.DECODE) == (installed, "")
 
 
+@pytest.mark.parametrize("name, op, layout", [
+    ("flashmla_kv", "sparse_decode", "dsv4"), ("flashmla_kv", "sparse_decode", "dsv32"),
+    ("flashmla_sparse", "sparse_decode", "bf16"), ("flashmla_sparse", "sparse_prefill", "bf16_512"),
+])  # fmt: skip
+def test_sglangs_build_of_flash_mla_is_called_on_its_legacy_side(name, op, layout, monkeypatch):
+    peer_standins.sgl_flash_mla(monkeypatch)
+    case = make_case(KV_LAYOUTS[layout], "cpu", **({"page_size": 1} if op == "sparse_prefill" else {}))
+    (row,) = [b for b in TABLE if b.name == name]
+    check(row, case, run(op, case, call("flash_mla")))
+
+
+def test_a_flash_mla_without_kernels_for_our_layouts_is_refused(monkeypatch):
+    for name in FLASH_MLA_SOURCES[1:]:
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], None)
+    peer_standins.sgl_flash_mla(monkeypatch, has_legacy=False)
+    assert "flash_mla was built without its legacy kernels" in packages.locate(flash_mla.DECODE)[1]
+
+    def flash_mla_with_kvcache(indices, attn_sink, extra_k_cache, extra_topk_length, enable_batch_invariant):
+        """As of 2026-09-30."""
+
+    module = peer_standins.flash_mla(monkeypatch)
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache
+    packages.locate.cache_clear()
+    for api in (flash_mla.DECODE, flash_mla.PREFILL):
+        assert "flash_mla has the kernels of 2026-09-30 alone" in packages.locate(api)[1]
+
+
 def test_a_package_of_another_version_says_what_it_lacks(monkeypatch):
     """vLLM #47527: probe the installed library, not its version string."""
     for name in FLASH_MLA_SOURCES[1:]:

@@ -130,6 +130,30 @@ def sgl_kernel(monkeypatch) -> ModuleType:
     return module
 
 
+def sgl_flash_mla(monkeypatch, has_legacy: bool = True) -> ModuleType:
+    """SGLang's build of 2026: two sides, of which the one that is not asked for knows V4.1 alone."""
+
+    def decode(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+               softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None,
+               extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
+               enable_batch_invariant=False, use_legacy=False, kv_format=None):  # fmt: skip
+        assert use_legacy and not enable_batch_invariant and kv_format is None, "V4.1's formats only"
+        return flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+            softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache,
+            extra_indices_in_kvcache, topk_length, extra_topk_length,
+        )  # fmt: skip
+
+    def prefill(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, use_legacy=False):
+        assert use_legacy, "no kernel for Hopper"
+        return flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+
+    module = install(monkeypatch, "flash_mla", get_mla_metadata)
+    module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd = decode, prefill
+    module.has_legacy = lambda: has_legacy
+    return module
+
+
 # aiter
 
 

@@ -4,31 +4,58 @@
 Its conventions: 64 or 128 heads; index widths in blocks; lse is +inf where nothing is attended, and base 2 in
 sgl-kernel's prefill; a decode batch above eleven thousand does not fit its scheduler's shared memory; decode
 of ``dsv32`` knows neither lengths nor a second cache.
+
+Its release of 2026-09-30 has kernels for V4.1 on Blackwell alone. SGLang's build (``sgl-flash-mla``) keeps those
+for our layouts behind ``use_legacy=True``.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import probes
 from ..call import Pair, Scope, SparseCall, Triple
 from .convert import empty_is_minus_inf, masked, padded, pages_view, rows_view, to_multiple
 from .packages import Api, function, locate
 
 HEADS = (64, 128)
 MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface", "sgl_kernel.flash_mla")
+
+
+def _why_not(module: ModuleType) -> str | None:
+    taken = probes.parameters(getattr(module, "flash_mla_with_kvcache", len)) or []
+    if "use_legacy" in taken:
+        has_legacy = getattr(module, "has_legacy", lambda: True)
+        return None if has_legacy() else f"{module.__name__} was built without its legacy kernels"
+    if "enable_batch_invariant" in taken:
+        return f"{module.__name__} has the kernels of 2026-09-30 alone, which read none of our layouts"
+    return None
+
+
 DECODE = Api(
     MODULES,
     (
         ("get_mla_metadata", ()),
         ("flash_mla_with_kvcache", ("indices", "attn_sink", "extra_k_cache", "extra_topk_length")),
     ),
+    _why_not,
 )
-PREFILL = Api(MODULES, (("flash_mla_sparse_fwd", ("attn_sink", "topk_length")),))
+PREFILL = Api(MODULES, (("flash_mla_sparse_fwd", ("attn_sink", "topk_length")),), _why_not)
 _BASE_2 = ("sgl_kernel.flash_mla",)
 _DECODE_WIDTH, _PREFILL_WIDTH = 64, 128  # indices are taken in blocks of so many
 _MAX_BATCH = 8192
+
+
+def _kernel(api: Api, name: str) -> Callable[..., Any]:
+    """A function of FlashMLA's, on its kernels for our layouts."""
+    found = function(api, name)
+    has_sides = "use_legacy" in (probes.parameters(found) or [])
+    return functools.partial(found, use_legacy=True) if has_sides else found
 
 
 def sparse_decode(call: SparseCall) -> Pair:
@@ -54,7 +81,7 @@ def sparse_decode(call: SparseCall) -> Pair:
     lses = [q.new_empty(0, num_q_heads, dtype=torch.float32)]
     for begin in range(0, num_tokens, _MAX_BATCH):
         part = slice(begin, begin + _MAX_BATCH)
-        out, lse = function(DECODE, "flash_mla_with_kvcache")(
+        out, lse = _kernel(DECODE, "flash_mla_with_kvcache")(
             q[part, None], k_cache, None, None, layout.head_dim_v, function(DECODE, "get_mla_metadata")()[0],
             **options, **{name: x[part] for name, x in per_token.items()},
         )  # fmt: skip
@@ -76,7 +103,7 @@ def _over_rows(call: SparseCall, kv: Tensor) -> Triple:
         return q.new_zeros(num_tokens, num_q_heads, call.layout.head_dim_v), nothing, nothing.clone()
     q, attn_sink = padded(q, call.attn_sink, HEADS)
     indices = masked(scope, len(kv))
-    results = function(PREFILL, "flash_mla_sparse_fwd")(
+    results = _kernel(PREFILL, "flash_mla_sparse_fwd")(
         q, kv[:, None], to_multiple(indices, _PREFILL_WIDTH)[:, None], call.sm_scale, attn_sink=attn_sink,
         topk_length=None if scope.length is None else scope.length.clamp(0, indices.shape[1]),
     )  # fmt: skip

@@ -12,10 +12,14 @@ from .. import probes
 
 @dataclass(frozen=True)
 class Api:
-    """Functions with the parameters that an adapter passes, in the first of ``modules`` that has them all."""
+    """Functions with the parameters that an adapter passes, in the first of ``modules`` that has them all.
+
+    ``why_not`` says what else is wrong with such a module, or None.
+    """
 
     modules: tuple[str, ...]
     functions: tuple[tuple[str, tuple[str, ...]], ...]
+    why_not: Callable[[ModuleType], str | None] = lambda module: None
 
 
 @functools.cache
@@ -23,7 +27,7 @@ def locate(api: Api) -> tuple[ModuleType | None, str]:
     """The module, or None and what is wrong with each candidate. Imports them; raises nothing."""
     reasons = []
     for name in api.modules:
-        reason = probes.why_not_call({name: dict(api.functions)})
+        reason = probes.why_not_call({name: dict(api.functions)}) or api.why_not(import_module(name))
         if reason is None:
             return import_module(name), ""
         reasons.append(reason)
