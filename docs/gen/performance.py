@@ -20,7 +20,6 @@ from results import (
     markdown,
     matched,
     of,
-    span,
 )
 from table import Case
 
@@ -86,9 +85,9 @@ def extremes(name: str, peer: str, cases: Iterable[Case], how: str) -> list[str]
 
 
 def overview() -> str:
-    peers = {"decode": "FlashMLA", "prefill from FP8 pages": "FlashMLA", "prefill over bf16 rows": "FlashMLA"}
+    names = {"flash_mla": "FlashMLA", "flash_mla, pages": "FlashMLA's decode kernel, the same pages"}
     rows = [
-        extremes(f"{name}, {len(cases)} cells", peer, cases, peers[name])
+        extremes(f"{name}, {len(cases)} cells", peer, cases, names[peer])
         for name, (peer, cases) in real_rows().items()
     ]
     whole = [case for case, _ in layers().values()]
@@ -264,23 +263,6 @@ def real_tables(device: str = GPU, ops: Iterable[str] = REAL) -> Iterator[str]:
     yield f"{len(every)} cases, measured at {commits(every)}.{worst}"
 
 
-def batch_invariant() -> str:
-    """What it costs, by heads and batch."""
-    lines = []
-    for heads in HEADS:
-        ratios: dict[str, list[float]] = {}
-        for m, case in matched(GPU, "sparse_decode", DECODE):
-            if int(m["heads"]) == heads and "batch_invariant" in case.peers:
-                batch = int(m["batch"])
-                few = "batch 1 to 8" if batch <= 8 else "batch 32" if batch <= 32 else "batch 64 and more"
-                ratios.setdefault(few, []).append(case.ratios["batch_invariant"])
-        columns = ("batch 1 to 8", "batch 32", "batch 64 and more")
-        if not ratios:
-            continue
-        lines.append([f"{heads} heads", *(span(ratios.get(name, [])) for name in columns)])
-    return markdown(["time with `batch_invariant=True`", *columns], lines) if lines else ""
-
-
 def query_groups() -> str:
     """Times of queries alone, of queries in groups: made in the call, made before; by overlap."""
     lines: dict[str, dict[str, str]] = {}
@@ -328,7 +310,6 @@ def parts() -> dict[str, str]:
         "real rows": "\n\n".join(real_tables()),
         "prefill": "\n\n".join(prefill_tables()),
         "ways": ways(),
-        "batch invariant": batch_invariant(),
         "query groups": query_groups(),
         "flashinfer": flashinfer(),
         "slower": slower(),

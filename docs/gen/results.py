@@ -57,14 +57,6 @@ def fixed(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
-def span(values: Iterable[float], unit: str = "x") -> str:
-    found = sorted(values)
-    if not found:
-        return ""
-    low, high = fixed(found[0]), fixed(found[-1])
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
 def cell(case: Case | None, *peers: str) -> str:
     """`us (ratio, ratio)`."""
     if case is None:
