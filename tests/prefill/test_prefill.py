@@ -113,6 +113,39 @@ def test_lengths_beyond_those_that_the_host_promised_reach_no_other_rows(strateg
 
 
 @all_strategies
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("promised, lengths", [([40, 6], [40, 90]), ([6, 40], [90, 40]), ([0, 2], [9, 95])])
+def test_a_window_beyond_what_the_host_promised_is_no_row(strategy, indexed, promised, lengths, device):
+    """The window itself is longer then, and there is no row for its end."""
+    chunk = make_chunk("dsv4", device, seq_lens=promised, query_lens=[8, 4])
+    chunk.set_lengths(lengths, [8, 4])
+    layer, topk_indices = chunk.layer(), chunk.topk_indices if indexed else None
+    got = chunk.attend(chunk.build(), layer, topk_indices, strategy)
+    assert got[0].isfinite().all()
+    if promised[0] == lengths[0]:
+        want = chunk.expected(layer, topk_indices)
+        assert_right([x[:8] for x in got], [x[:8] for x in want])
+
+
+@all_strategies
+def test_a_table_without_pages_has_no_entries(strategy, device):
+    chunk = make_chunk("dsv4", device)
+    layer = chunk.layer()
+    want = chunk.attend(chunk.build(), layer, torch.full_like(chunk.topk_indices, -1), strategy)
+    chunk.page_table = chunk.page_table[:, :0]
+    for a, b in zip(chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_table_of_other_requests_is_refused(device):
+    chunk = make_chunk("dsv4", device)
+    table = chunk.page_table
+    for chunk.page_table in (table[:-1], table[0], table.long()):
+        with pytest.raises(ValueError, match=r"page_table must be int32 of shape \[6, \*\], got torch"):
+            chunk.build()
+
+
+@all_strategies
 def test_hostile_indices_and_pages_are_masked(strategy, device):
     chunk = make_chunk("dsv4", device)
     layer, cache = chunk.layer(), chunk.build()
