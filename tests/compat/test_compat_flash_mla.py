@@ -286,6 +286,8 @@ def test_dense_decode_and_bf16_caches_are_refused(dense, device):
 @pytest.mark.parametrize(
     "change, message",
     [
+        (lambda a: {"q": None}, "q must be a tensor, got None"),
+        (lambda a: {"k_cache": 3}, "k_cache must be a tensor, got 3"),
         (lambda a: {"head_dim_v": 576}, "head_dim_v must be 512, got 576"),
         (lambda a: {"q": a["q"][0]}, "q must have shape [*, *, *, *], got [2, 16, 576]"),
         (lambda a: {"k_cache": a["k_cache"][:, :, 0]}, "k_cache must have shape [*, *, 1, *], got"),
@@ -306,6 +308,8 @@ def test_wrong_decode_arguments_are_named(change, message, device):
     "change, message",
     [
         (lambda a: {"d_v": 576}, "d_v must be 512, got 576"),
+        (lambda a: {"kv": None}, "kv must be a tensor, got None"),
+        (lambda a: {"indices": [[0]]}, "indices must be a tensor, got [[0]]"),
         (lambda a: {"kv": a["kv"].expand(-1, 2, -1)}, "kv must have shape [*, 1, 512], got"),
         (lambda a: {"indices": a["indices"][:, 0]}, "indices must have shape [6, 1, *], got [6, 100]"),
         (lambda a: {"kv": a["kv"].half()}, "kv must have dtype BFloat16, got Half"),
