@@ -30,8 +30,9 @@ void dequantize_kv(const DequantizeKvParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// Tokens [begin, end) of the gathered ones of `request`.
-void dequantize_kv_paged(const DequantizeKvPagedParams& p, int64_t request, int64_t begin, int64_t end) {
+// Tokens [begin, end) of the gathered ones of `request`, whose first is row `first_row` of out.
+void dequantize_kv_paged(const DequantizeKvPagedParams& p, int64_t request, int64_t first_row, int64_t begin,
+                         int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
   const int64_t first_pos = int64_t{p.seq_lens[request]} - p.gather_lens[request];
   const int32_t* pages = p.page_table + request * p.page_table_stride_request;
@@ -40,7 +41,7 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p, int64_t request, int6
       const int64_t pos = first_pos + j, page_index = pos / p.page_size;
       const bool known = pos >= 0 && page_index < p.max_pages && pages[page_index] >= 0;
       const int64_t slot = known ? pages[page_index] * p.page_size + pos % p.page_size : -1;
-      dequantize_slot<id>(p, slot, p.out + (p.row_offsets[request] + j) * p.out_stride_row);
+      dequantize_slot<id>(p, slot, p.out + (first_row + j) * p.out_stride_row);
     }
   });
 }

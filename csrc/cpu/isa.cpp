@@ -76,10 +76,11 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
   constexpr int64_t kGrain = 16;
   const auto kernel = best_isa().dequantize_kv_paged;
   for (int64_t r = 0; r < p.num_requests; ++r) {
-    const int64_t first = std::max<int64_t>(0, -int64_t{p.row_offsets[r]});
-    const int64_t last = std::min<int64_t>(p.gather_lens[r], p.num_rows - p.row_offsets[r]);
+    const int64_t first_row = p.row_offsets[r];  // read once: checked and used, it is the same number
+    const int64_t first = std::max<int64_t>(0, -first_row);
+    const int64_t last = std::min<int64_t>(p.gather_lens[r], p.num_rows - first_row);
     parallel_for(last - first, kGrain,
-                 [&](int64_t begin, int64_t end) { kernel(p, r, first + begin, first + end); });
+                 [&](int64_t begin, int64_t end) { kernel(p, r, first_row, first + begin, first + end); });
   }
 }
 

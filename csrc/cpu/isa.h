@@ -80,8 +80,8 @@ struct StagedIndexKeys {
   namespace isa {                                                                                          \
   void quantize_kv(const QuantizeKvParams& params, int64_t begin, int64_t end);                            \
   void dequantize_kv(const DequantizeKvParams& params, int64_t begin, int64_t end);                        \
-  void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t begin,          \
-                           int64_t end);                                                                   \
+  void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t first_row,      \
+                           int64_t begin, int64_t end);                                                    \
   void norm_rope_insert(const NormRopeInsertParams& params, int64_t begin, int64_t end);                   \
   void compress_kv(const CompressKvParams& params, CompressPhase phase, int64_t begin, int64_t end);       \
   void inverse_rope(const InverseRopeParams& params, int64_t begin, int64_t end);                          \

@@ -78,10 +78,12 @@ struct SparseAttentionParams {
 
   MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
 
-  // The same problem for some of its tokens. Those of a window know their requests by their numbers.
+  // The same problem for some of its tokens. Those of a window know their requests by their numbers. They go
+  // alone: groups, and lists of shared keys, count from the first of all tokens.
   SparseAttentionParams of_tokens(int64_t first, int64_t count) const {
     SparseAttentionParams p = *this;
     p.num_tokens = count;
+    p.query_groups = 1, p.shared_keys = nullptr;
     p.q += first * q_stride_token, p.out += first * out_stride_token;
     p.lse += first * num_q_heads;
     if (max_logits) p.max_logits += first * num_q_heads;

@@ -10,6 +10,8 @@ A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `
 `page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
 A value is its stored number times the scale of its tile (or of its layer). `rope` is what a layout stores in
 another way than the rest (`nope`), not what a model rotates: V4.1 rotates the last 64 values of `dsv41`.
+Others also store V4.1's rows in [another arrangement](../guide/caches.md#choose-a-layout) of as many bytes,
+which is none of these layouts.
 
 | layout | head_dim_qk | bytes per token | scales | page of 1 / 2 / 64 / 256 tokens |
 |---|---|---|---|---|

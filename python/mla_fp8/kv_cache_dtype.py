@@ -29,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "fp8": ("packed", "plain", "mxfp8", "nope"),
     "fp8_e4m3": ("plain", "packed", "mxfp8", "nope"),  # our own name, and what engines call FlashMLA's format
     "fp8_ds_mla": ("packed", "mxfp8", "nope"),
-    "nvfp4_ds_mla": ("mxfp8", "fp4"),  # V4.1's window, and its compressed entries
+    # Not vLLM's nvfp4_ds_mla: V4.1's rows with each row's scales behind it, or 352 bytes of V3.2.
 }
 
 # Said once in the log, so that nobody compares the accuracy of two formats under one name.
@@ -86,7 +86,6 @@ def resolve_kv_cache_dtype(
     `fp8`           packed, or plain where the backend does not read packed
     `fp8_e4m3`      plain, or packed where the backend does not read plain
     `fp8_ds_mla`    packed
-    `nvfp4_ds_mla`  V4.1's window, `dsv41`; by ``row_bytes`` its entries, `dsv41_fp4`
     ==============  ========================================================================
 
     Packed is `dsv32` or `dsv4`, plain is `fp8_e4m3` (one scale per layer), each by ``head_dim_qk``.

@@ -43,6 +43,7 @@ def record(path: str | Path, max_calls: int = 16) -> Iterator[recording.Recorder
     calls that were not kept: those made while a graph was captured, those beyond ``max_calls``, and
     ``paged_attention_ragged*``, which has one backend alone. The file is written also when the body raises.
     """
+    recording.save(path, [])  # what cannot be written is said before the model runs
     recorder = recording.Recorder(max_calls)
     try:
         with recorder:

@@ -135,7 +135,7 @@ def draft_arguments(case: Case, s_q: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name, kv_format", [("dsv41", None), ("dsv41", "V41"), ("dsv32_nope", "V32_NO_ROPE"), ("dsv4", "V4")]
+    "name, kv_format", [("dsv41", "V41"), ("dsv32_nope", "V32_NO_ROPE"), ("dsv4", "V4"), ("dsv4", None)]
 )
 def test_the_formats_of_its_forks(name, kv_format, device):
     case = decode_case(KV_LAYOUTS[name], device)
@@ -149,8 +149,16 @@ def test_the_formats_of_its_forks(name, kv_format, device):
 def test_the_second_cache_may_have_fp4_rows(name, device):
     extra = V4_SCOPES | {"layout": KV_LAYOUTS["dsv41_fp4"]}
     case = decode_case(KV_LAYOUTS[name], device, extra=extra)
-    out, _ = flash_mla_with_kvcache(**decode_arguments(case))
+    out, _ = flash_mla_with_kvcache(**decode_arguments(case), kv_format={"dsv41": "V41"}.get(name))
     assert torch.equal(out.flatten(0, 1), case.decode()[0])
+
+
+@pytest.mark.parametrize("name", ["dsv41", "dsv32_nope"])
+def test_rows_of_528_bytes_have_to_be_named(name, device):
+    """FlashMLA itself has a third format of that size since its release of 2026-09-30."""
+    arguments = decode_arguments(decode_case(KV_LAYOUTS[name], device))
+    with pytest.raises(ValueError, match="must be V41 or V32_NO_ROPE for rows of 528 bytes, got None"):
+        flash_mla_with_kvcache(**arguments)
 
 
 def test_formats_that_do_not_fit_are_refused(device):
@@ -278,6 +286,8 @@ def test_dense_decode_and_bf16_caches_are_refused(dense, device):
 @pytest.mark.parametrize(
     "change, message",
     [
+        (lambda a: {"q": None}, "q must be a tensor, got None"),
+        (lambda a: {"k_cache": 3}, "k_cache must be a tensor, got 3"),
         (lambda a: {"head_dim_v": 576}, "head_dim_v must be 512, got 576"),
         (lambda a: {"q": a["q"][0]}, "q must have shape [*, *, *, *], got [2, 16, 576]"),
         (lambda a: {"k_cache": a["k_cache"][:, :, 0]}, "k_cache must have shape [*, *, 1, *], got"),
@@ -298,6 +308,8 @@ def test_wrong_decode_arguments_are_named(change, message, device):
     "change, message",
     [
         (lambda a: {"d_v": 576}, "d_v must be 512, got 576"),
+        (lambda a: {"kv": None}, "kv must be a tensor, got None"),
+        (lambda a: {"indices": [[0]]}, "indices must be a tensor, got [[0]]"),
         (lambda a: {"kv": a["kv"].expand(-1, 2, -1)}, "kv must have shape [*, 1, 512], got"),
         (lambda a: {"indices": a["indices"][:, 0]}, "indices must have shape [6, 1, *], got [6, 100]"),
         (lambda a: {"kv": a["kv"].half()}, "kv must have dtype BFloat16, got Half"),

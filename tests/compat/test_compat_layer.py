@@ -53,13 +53,27 @@ def test_vllms_insert_in_its_three_forms(device):
     assert torch.equal(kv_cache, want)
     assert_same_bf16(padded, q_of(arguments, q, True, 8))
 
-    mxfp8 = cache(device, "dsv41")
-    padded = insert(q, kv, mxfp8, *rest, 8, EPS, PAGE_SIZE, False, True, True, False)
-    assert torch.equal(mxfp8, inserted(arguments, device, "dsv41", weight=False))
+    kv_cache = cache(device)
+    padded = insert(q, kv, kv_cache, *rest, 8, EPS, PAGE_SIZE, False, False, True, False)
+    assert torch.equal(kv_cache, want)
     assert_same_bf16(padded, q_of(arguments, q, False, 8))
-    for flags in ((True, False, False, False), (True, False, True, True)):
-        with pytest.raises(ValueError, match="apply_q_rope must be True and is_q_interleaved False"):
-            insert(q, kv, kv_cache, *rest, 8, EPS, PAGE_SIZE, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags", [(True, True, True, False), (True, False, False, False), (True, False, True, True)]
+)
+def test_vllms_insert_refuses_what_it_cannot_write(flags, device):
+    """V4.1's rows, of which vLLM keeps each row's scales behind the row; q for other kernels."""
+    arguments, table, _ = case(device)
+    rest = (arguments["slot_mapping"], arguments["positions"], table)
+    q, kv_cache = values(25, 5, 512, device=device), cache(device)
+    want = kv_cache.clone()
+    must = "kv_mxfp8 must be False, apply_q_rope True, is_q_interleaved False"
+    with pytest.raises(ValueError, match=must):
+        vllm.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            q, arguments["kv"], kv_cache, *rest, 8, EPS, PAGE_SIZE, *flags
+        )
+    assert torch.equal(kv_cache, want)
 
 
 def test_vllms_inserts_of_latents_alone(device):

@@ -135,3 +135,18 @@ def test_exactly_one_of_num_rows_and_out_is_given(device):
         with pytest.raises(ValueError, match=f"expected exactly one of num_rows and out, got {got}"):
             mla_fp8.dequantize_kv_paged(kv_cache, *arguments, **more, **kwargs)
     assert (out.view(torch.int16) == MARK).all()
+
+
+def test_offsets_that_the_rows_are_written_over_lead_out_of_no_memory():
+    """Not allowed, and harmless: a row never lies where nobody has looked whether it may."""
+    layout = KV_LAYOUTS["dsv4"]
+    kv_cache, kwargs = filled_cache(layout, 64, "cpu")
+    around = torch.empty(96, layout.head_dim_qk, dtype=torch.bfloat16)
+    around.view(torch.int16).fill_(MARK)
+    out = around[32:64]
+    offsets = out.view(torch.int32)[0, :2]
+    offsets.copy_(torch.tensor([0, 16]))
+    page_table, lens, *_ = tensors([[1], [2]], [16, 16], [], [], "cpu")
+    mla_fp8.dequantize_kv_paged(kv_cache, page_table, lens, lens, offsets, out=out, **kwargs)
+    beyond = torch.cat([around[:32], around[64:]])
+    assert (beyond.view(torch.int16) == MARK).all()

@@ -186,7 +186,7 @@ CHOICES = {
     "an engine's name that is none": (
         lambda: mla_fp8.resolve_kv_cache_dtype("fp8_e5m2", "native", 576),
         "mla_fp8.resolve_kv_cache_dtype: name must be one of auto, bfloat16, fp8, fp8_e4m3, fp8_ds_mla, "
-        "nvfp4_ds_mla, got 'fp8_e5m2'",
+        "got 'fp8_e5m2'",
     ),
     "a backend that is none": (
         decode(backend="flashmla"),

@@ -113,6 +113,21 @@ def test_lengths_beyond_those_that_the_host_promised_reach_no_other_rows(strateg
 
 
 @all_strategies
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("promised, lengths", [([40, 6], [40, 90]), ([6, 40], [90, 40]), ([0, 2], [9, 95])])
+def test_a_window_beyond_what_the_host_promised_is_no_row(strategy, indexed, promised, lengths, device):
+    """The window itself is longer then, and there is no row for its end."""
+    chunk = make_chunk("dsv4", device, seq_lens=promised, query_lens=[8, 4])
+    chunk.set_lengths(lengths, [8, 4])
+    layer, topk_indices = chunk.layer(), chunk.topk_indices if indexed else None
+    got = chunk.attend(chunk.build(), layer, topk_indices, strategy)
+    assert got[0].isfinite().all()
+    if promised[0] == lengths[0]:
+        want = chunk.expected(layer, topk_indices)
+        assert_right([x[:8] for x in got], [x[:8] for x in want])
+
+
+@all_strategies
 def test_hostile_indices_and_pages_are_masked(strategy, device):
     chunk = make_chunk("dsv4", device)
     layer, cache = chunk.layer(), chunk.build()

@@ -57,3 +57,21 @@ def test_entries_of_one_ratio_in_pages_of_two_sizes(strategy, device):
     for layer in (small, large, small):
         got = chunk.attend(cache, layer, chunk.topk_indices, strategy)
         assert_right(got, chunk.expected(layer, chunk.topk_indices))
+
+
+@all_strategies
+def test_a_table_without_pages_has_no_entries(strategy, device):
+    chunk = make_chunk("dsv4", device)
+    layer = chunk.layer()
+    want = chunk.attend(chunk.build(), layer, torch.full_like(chunk.topk_indices, -1), strategy)
+    chunk.page_table = chunk.page_table[:, :0]
+    for a, b in zip(chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_table_of_other_requests_is_refused(device):
+    chunk = make_chunk("dsv4", device)
+    table = chunk.page_table
+    for chunk.page_table in (table[:-1], table[0], table.long()):
+        with pytest.raises(ValueError, match=r"page_table must be int32 of shape \[6, \*\], got torch"):
+            chunk.build()

@@ -67,6 +67,15 @@ def test_a_violated_bound_is_the_first_thing_said_and_fails_the_run(tmp_path, ca
     assert second.startswith("  layer 0, dsv4: q 0.99")
 
 
+def test_a_chart_that_cannot_be_written_costs_no_verdict(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "error_and_size.png").mkdir()
+    assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 0
+    verdict, tables = capsys.readouterr().out.split("Chart: not drawn, ")
+    assert verdict.startswith("Passed: all bounds hold in ")
+    assert "error_and_size.png" in tables.splitlines()[0]
+
+
 def test_bounds_hold_and_fp8_errs_more_than_bf16(device: str) -> None:
     errors = teacher_forced(small_workload(device=device)).errors
     assert all(error.ok for error in errors.values())

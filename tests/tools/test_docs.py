@@ -133,6 +133,22 @@ def test_constants_that_pages_of_kernels_name_are_there() -> None:
         assert set(re.findall(r"\bk[A-Z]\w+", page.read_text())) <= known, page.name
 
 
+def test_commits_that_documents_name_are_in_the_history() -> None:
+    if not (ROOT / ".git").exists() or (ROOT / ".git/shallow").exists():
+        pytest.skip("no history here")
+    git = ["git", "-C", str(ROOT), "log", "--format=%H"]
+    history = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split()
+    named = {
+        (str(path.relative_to(ROOT)), commit)
+        for path in (*PAGES, DOCS / "notebook/attempts.csv")
+        for commit in re.findall(r"[`,]([0-9a-f]{7,8})[`,]", path.read_text())
+        if not commit.isdigit()
+    }
+    assert len(named) > 100
+    known = {commit[:length] for commit in history for length in (7, 8)}
+    assert [pair for pair in sorted(named) if pair[1] not in known] == []
+
+
 def test_third_party_names_what_is_pinned_with_its_version() -> None:
     pins = (ROOT / "ci/constraints.txt").read_text().split()
     text = (ROOT / "third_party/README.md").read_text()

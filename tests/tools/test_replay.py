@@ -167,6 +167,13 @@ def window_call(device):
     return (q, kv_cache, *tables), {name: options[name] for name in kept} | {"window_size": 20}
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    ran = []
+    with pytest.raises(Exception, match="No such file"), record(tmp_path / "nowhere" / "calls"):
+        ran.append(True)
+    assert not ran
+
+
 def test_windows_are_recorded_with_the_pages_of_their_table(device, tmp_path, capsys):
     tensors, options = window_call(device)
     with record(tmp_path / "calls") as recorder:

@@ -5,8 +5,8 @@ Its conventions: 64 or 128 heads; index widths in blocks; lse is +inf where noth
 sgl-kernel's prefill; a decode batch above eleven thousand does not fit its scheduler's shared memory; decode
 of ``dsv32`` knows neither lengths nor a second cache.
 
-Its release of 2026-09-30 has kernels for V4.1 on Blackwell alone. SGLang's build (``sgl-flash-mla``) keeps those
-for our layouts behind ``use_legacy=True``.
+Its release of 2026-09-30 has kernels for V4.1 on Blackwell alone. SGLang's build (``sgl-flash-mla``) keeps
+those for our layouts behind ``use_legacy=True``.
 """
 
 import functools

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .._arguments import need_tensors
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.sparse_decode import sparse_decode
 from ..ops.sparse_prefill import sparse_prefill
 
-# The names of its forks. 528 bytes without a name are V41 there: a cache without RoPE has to be named.
+# The names of SGLang's fork. Rows of 528 bytes are of three formats: V41, V32_NO_ROPE, and V4.1's of FlashMLA
+# itself since its release of 2026-09-30, which we do not have. So they have to be named.
 _FORMATS = {
     name: KV_LAYOUTS[layout]
     for name, layout in {"V32": "dsv32", "V4": "dsv4", "V41": "dsv41", "V32_NO_ROPE": "dsv32_nope"}.items()
@@ -66,7 +68,7 @@ def flash_mla_with_kvcache(
     topk_length  [batch]                                int32                only the first n indices count
     attn_sink    [heads]                                fp32                 not part of lse
     extra_*      a second cache, its indices and lengths, in the same softmax: V4.1's FP4 rows by their size
-    kv_format    that of k_cache, as its forks name them: V32, V4, V41, V32_NO_ROPE; by default by its size
+    kv_format    that of k_cache, as SGLang names them: V32, V4 (by default by its size), V41, V32_NO_ROPE
     out          [batch, s_q, heads, 512]               bf16                 0 where nothing is attended
     lse          [batch, heads, s_q]                    fp32                 +inf if nothing
     ===========  =====================================  ===================  ===============================
@@ -74,6 +76,10 @@ def flash_mla_with_kvcache(
     ``query_groups`` and ``shared_keys`` are not FlashMLA's: see :func:`mla_fp8.sparse_decode`. With
     ``query_groups=s_q`` the queries of a request share the keys that they have in common. Nobody but the
     caller can say whether they have enough: a gain from four fifths on, a loss with few.
+
+    V41 has the scales of a page behind all of its rows. FlashMLA itself has had each row's scales behind the
+    row since its release of 2026-09-30 (SGLang: V41_NEW), with as many bytes; there is no layout for that.
+    So rows of 528 bytes without a ``kv_format`` raise ValueError.
 
     ``softmax_scale`` is ``q.shape[-1] ** -0.5`` by default. ``block_table``, ``cache_seqlens``,
     ``tile_scheduler_metadata`` and ``num_splits`` are not looked at. Dense decode (``indices`` None, or
@@ -84,6 +90,7 @@ def flash_mla_with_kvcache(
             "flash_mla_with_kvcache: indices must be a tensor (dense decode is not here), got None"
         )
     name = "flash_mla_with_kvcache"
+    need_tensors(name, q=q, k_cache=k_cache)
     _expect(name, "causal", False, causal)
     _expect(name, "is_fp8_kvcache", True, is_fp8_kvcache)
     _expect(name, "head_dim_v", HEAD_DIM_V, head_dim_v)
@@ -140,6 +147,7 @@ def flash_mla_sparse_fwd(
     lse          [s_q, heads]               fp32   +inf if nothing
     ===========  =========================  =====  ==========================================
     """
+    need_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
     _expect("flash_mla_sparse_fwd", "d_v", HEAD_DIM_V, d_v)
     _expect_shape("flash_mla_sparse_fwd", [None] * 3, q=q)
     _expect_shape("flash_mla_sparse_fwd", [None, 1, q.shape[2]], kv=kv)
@@ -172,7 +180,7 @@ def _expect_shape(function: str, want: list[int | None], **tensors: torch.Tensor
 
 
 def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLayout:
-    """That of the name or, without one, the first with the size of the cache's rows."""
+    """That of the name or, without one, the only one with the size of the cache's rows."""
     if kv_format not in (None, *_FORMATS):
         raise ValueError(
             f"flash_mla_with_kvcache: kv_format must be None or one of {', '.join(_FORMATS)}, "
@@ -180,9 +188,18 @@ def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLa
         )
     possible = _FORMATS.values() if kv_format is None else (_FORMATS[kv_format],)
     row_bytes = k_cache.shape[-1] * k_cache.element_size()
-    for layout in possible:
-        if (head_dim, row_bytes) == (layout.head_dim_qk, layout.bytes_per_token):
-            return layout
+    found = {
+        name: layout
+        for name, layout in _FORMATS.items()
+        if layout in possible and (head_dim, row_bytes) == (layout.head_dim_qk, layout.bytes_per_token)
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"flash_mla_with_kvcache: kv_format must be {' or '.join(found)} for rows of {row_bytes} bytes, "
+            "got None (V4.1's rows of FlashMLA since 2026-09-30, vLLM 0.33 and SGLang's V41_NEW are neither)"
+        )
+    for layout in found.values():
+        return layout
     known = " or ".join(dict.fromkeys(f"{x.head_dim_qk} with {x.bytes_per_token} bytes" for x in possible))
     raise ValueError(
         f"flash_mla_with_kvcache: head_dim of q and the bytes of a row of k_cache must be {known}, "

@@ -8,7 +8,7 @@ its state is paged through block tables and holds scores with their bias.
 
 import torch
 
-from ..layout import KV_LAYOUTS, KVLayout
+from ..layout import KV_LAYOUTS
 from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
@@ -17,10 +17,6 @@ from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 def _tables(cos_sin_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     half = cos_sin_cache.shape[-1] // 2
     return cos_sin_cache[..., :half], cos_sin_cache[..., half:]
-
-
-def _layout(kv_mxfp8: bool) -> KVLayout:
-    return KV_LAYOUTS["dsv41" if kv_mxfp8 else "dsv4"]
 
 
 def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
@@ -41,19 +37,19 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     """:func:`mla_fp8.qk_norm_rope_insert` of latents that are normed already.
 
     Three forms exist. Eight arguments (the seventh is eps, the eighth the block size): ``q`` is written in
-    place, nothing is returned. Nine: q comes back with ``q_head_padded`` heads. Thirteen: the same, with
-    V4.1's rows (``kv_mxfp8``) and q without a norm. Raises ValueError for q that is not rotated, or that is
-    to be interleaved for another kernel.
+    place, nothing is returned. Nine: q comes back with ``q_head_padded`` heads. Thirteen: the same, if wanted
+    with q without a norm. Raises ValueError for V4.1's own rows (``kv_mxfp8``), whose scales vLLM 0.33 keeps
+    behind each row's values, for q that is not rotated, or that is to be interleaved for another kernel.
     """
-    if not apply_q_rope or is_q_interleaved:
+    if kv_mxfp8 or not apply_q_rope or is_q_interleaved:
         raise ValueError(
-            "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert: apply_q_rope must be True and "
-            f"is_q_interleaved False, got {apply_q_rope} and {is_q_interleaved}"
+            "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert: kv_mxfp8 must be False, apply_q_rope True, "
+            f"is_q_interleaved False, got {kv_mxfp8}, {apply_q_rope} and {is_q_interleaved}"
         )
     in_place = cache_block_size is None
     result = qk_norm_rope_insert(
         q, kv, None, *_tables(cos_sin_cache), position_ids, slot_mapping, k_cache,
-        layout=_layout(kv_mxfp8),
+        layout="dsv4",
         page_size=int(eps) if cache_block_size is None else cache_block_size,
         eps=float(q_head_padded) if in_place else eps,
         norm_q=apply_q_norm,

@@ -59,6 +59,7 @@ class SparsePrefillChunkCache:
         num_tokens: int | None = None,
     ) -> None:
         _expect_lengths(len(seq_lens), seq_lens_host=seq_lens_host, query_lens_host=query_lens_host)
+        _expect_table(len(seq_lens), page_table)
         if query_start_loc is None:
             query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int()
         if not window_size:
@@ -73,7 +74,8 @@ class SparsePrefillChunkCache:
                 seq_lens, query_lens, req_pool_indices, req_to_token, full_to_swa, window_size=window_size,
                 capacity=num_window_rows(seq_lens_host, query_lens_host, window_size),
             )  # fmt: skip
-            swa = ids, gather_lens, offsets
+            # Lengths beyond those that the host promised: a request that has no room for its window has none.
+            swa = ids, gather_lens.where(offsets[1:] <= len(ids), 0), offsets
         self.tables = Tables(
             window_size, sum(query_lens_host) if num_tokens is None else num_tokens, seq_lens, page_table,
             query_start_loc, query_pos, list(seq_lens_host), list(query_lens_host), *swa,
@@ -183,6 +185,14 @@ def _check_groups(query_groups: int) -> None:
     if not 1 <= query_groups <= MAX_QUERY_GROUP:
         raise ValueError(
             f"SparsePrefillChunkCache: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups}"
+        )
+
+
+def _expect_table(num_requests: int, page_table: Tensor) -> None:
+    if page_table.dim() != 2 or len(page_table) != num_requests or page_table.dtype is not torch.int32:
+        raise ValueError(
+            f"SparsePrefillChunkCache: page_table must be int32 of shape [{num_requests}, *], "
+            f"got {page_table.dtype} of {[*page_table.shape]}"
         )
 
 

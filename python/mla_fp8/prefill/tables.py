@@ -123,7 +123,7 @@ class Tables:
             pos = row - region.offsets[request]
             column = pos // cache.page_size
             held = (pos < region.lens[request]) & (column < self.page_table.shape[1])
-            page = self.page_table[request, torch.where(held, column, 0)].long()
+            page = with_none(self.page_table)[request, torch.where(held, column, -1)].long()
             slot = page * cache.page_size + pos % cache.page_size
             slot = torch.where(held & (page >= 0) & (slot <= _MAX_SLOT), slot, -1)
             return with_none(slot.int())

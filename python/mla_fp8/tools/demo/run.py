@@ -134,9 +134,14 @@ def main(options: argparse.Namespace) -> int:
     prompts, steps = workload.prompt_lens, options.decode_steps
     results = compute(workload, progress)
     progress("done\n")
-    chart = report.draw(results, options.out)
+    try:
+        chart = report.draw(results, options.out) or (
+            "not drawn, matplotlib is not installed (pip install mla-fp8[plot])"
+        )
+    except OSError as error:  # a folder that was there, and cannot be written
+        chart = f"not drawn, {error}"
     print(report.verdict(results, progress.seconds))
-    print(f"Chart: {chart or 'not drawn, matplotlib is not installed (pip install mla-fp8[plot])'}")
+    print(f"Chart: {chart}")
     print(
         f"\nModel {options.model}: {len(workload.spec.layers)} layers, {options.heads} heads, "
         "random weights\n"
