@@ -67,7 +67,8 @@ __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const 
   int last = __popc(__ballot_sync(kFullWarp, closings > 0) & up_to_here);
   if constexpr (kMost > 1) last += __popc(__ballot_sync(kFullWarp, closings > 1) & up_to_here);
 #pragma unroll 1
-  for (int i = 0; i < kMost && i < closings; ++i) {
+  for (int i = 0; i < kMost; ++i) {
+    if (i >= closings) break;
     const int at = last - closings + i, further = i * kRatio;
     if (i > 0) slot = load_index(p.slot_mapping, p.slots_are_int64, token + further);
     const RowAddresses<kWindow> window(args, r, position + further + 1 - kWindow);
@@ -225,16 +226,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
     const int left = num_closings - first, count = left < kRowWarps ? left : kRowWarps;
 #pragma unroll 1
     for (int turn = 0; turn * kTurnWarps<kRatio> < count; ++turn) {
-      const int begin = turn * kTurnWarps<kRatio>, end = begin + kTurnWarps<kRatio>;
-      if (kTurns<kRatio> > 1 && end <= count) {
-        static_assert(kTurns<kRatio> == 1 || kTurnWarps<kRatio> == 2);
-        ClosingRows<kRatio> one(shared, first + begin), other(shared, first + begin + 1);
-        one.pool(p.ape, shared.pooled[begin]);
-        other.pool(p.ape, shared.pooled[begin + 1]);
-      } else {
+      const int end = (turn + 1) * kTurnWarps<kRatio>;
 #pragma unroll 1
-        for (int i = begin; i < end && i < count; ++i)
-          ClosingRows<kRatio>(shared, first + i).pool(p.ape, shared.pooled[i]);
+      for (int i = turn * kTurnWarps<kRatio>; i < end && i < count; ++i) {
+        if (kTurns<kRatio> > 1 && i + 1 < count) {
+          static_assert(kTurns<kRatio> == 1 || kTurnWarps<kRatio> == 2);
+          ClosingRows<kRatio> one(shared, first + i), other(shared, first + i + 1);
+          one.pool(p.ape, shared.pooled[i]);
+          other.pool(p.ape, shared.pooled[++i]);
+          continue;
+        }
+        ClosingRows<kRatio>(shared, first + i).pool(p.ape, shared.pooled[i]);
       }
       const bool is_ours = warp / kTurnWarps<kRatio> == turn, finishes = is_ours && warp < count;
       RowFinish row;
