@@ -13,7 +13,7 @@ inline constexpr int kRowWarps = 4;  // of a block of threads
 inline constexpr int kRowThreads = kRowWarps * kWarpSize;
 static_assert(kRowThreads * kPoolDims == kHeadDimV);
 inline constexpr int kMaxRowTokens = 16;
-// Registers leave as many: a thread holds four dims of a window.
+// Registers leave as many: a thread holds four dims of a window of 8 rows, or of two windows of 2.
 template <int kRatio>
 inline constexpr int kRowBlocksPerSm = kRatio == 4 ? 4 : 8;
 
