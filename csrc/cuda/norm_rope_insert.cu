@@ -32,6 +32,7 @@ __device__ __forceinline__ void insert_latent(const NormRopeInsertArgs& args, in
   constexpr KvLayout kL = C::kL;
   const NormRopeInsertParams& p = args.p;
   const int lane = threadIdx.x % kWarpSize;
+  wait_for_previous_grid();
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const int64_t mate =
       load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_insert ? token ^ 1 : token);
@@ -88,7 +89,8 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
   const int pair = (kLast * kPassDim + lane * kChunk - kHeadDimV + p.table.dim()) / 2;
   const uint16_t* src = p.q + token * p.q_stride_token + first * p.q_stride_head + lane * kChunk;
   uint16_t* dst = p.out_q + token * p.out_q_stride_token + first * p.out_q_stride_head + lane * kChunk;
-  const int real = static_cast<int>(p.num_q_heads - first < count ? p.num_q_heads - first : count);
+  const int64_t left = p.num_q_heads - first;
+  const int real = static_cast<int>(left < 0 ? 0 : left < count ? left : count);
   struct Heads {
     Words<4> x[kHeadsInFlight][kNormPasses];
   };
@@ -105,16 +107,18 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
     if (lane < kHeadsInFlight && at + lane < real)
       prefetch_bytes(p.q + token * p.q_stride_token + (first + at + lane) * p.q_stride_head, kHeadDimV * 2);
   };
-  prefetch(kHeadsInFlight);
+  wait_for_previous_grid();
   Heads now = load(0);
   const Position position = load_position(p.table, token);
+  prefetch(kHeadsInFlight);
   HeldRotation held;
   if (position.valid) held.hold(p.table, position.at, pair);
+  const int normed = position.valid ? real : 0;
 #pragma unroll 1
-  for (int at = 0;;) {
+  for (int at = 0; at < normed;) {
 #pragma unroll
-    for (int i = 0; i < kHeadsInFlight; ++i) {
-      if (at + i >= count) break;
+    for (int i = 0; i < kHeadsInFlight; ++i, dst += p.out_q_stride_head) {
+      if (at + i >= normed) break;
       Words<4>(&x)[kNormPasses] = now.x[i];
       Floats8 v[kNormPasses];
 #pragma unroll
@@ -126,17 +130,19 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
         for (int j = 0; j < kChunk; ++j) v[pass].x[j] = __fmul_rn(v[pass].x[j], factor);
         x[pass] = pack8(v[pass]);
       }
-      if (pair >= 0 && position.valid) x[kLast] = pack8(rotate8(unpack8(x[kLast]), held.rotation));
-      const bool is_zero = !position.valid || at + i >= real;
+      if (pair >= 0) x[kLast] = pack8(rotate8(unpack8(x[kLast]), held.rotation));
 #pragma unroll
-      for (int pass = 0; pass < kNormPasses; ++pass)
-        store(dst + (at + i) * p.out_q_stride_head + pass * kPassDim, is_zero ? Words<4>{} : x[pass], true);
+      for (int pass = 0; pass < kNormPasses; ++pass) store(dst + pass * kPassDim, x[pass], true);
     }
     at += kHeadsInFlight;
-    if (at >= count) break;
+    if (at >= normed) break;
     prefetch(at + kHeadsInFlight);
     now = load(at);
   }
+#pragma unroll 1
+  for (int i = normed; i < count; ++i, dst += p.out_q_stride_head)
+#pragma unroll
+    for (int pass = 0; pass < kNormPasses; ++pass) store(dst + pass * kPassDim, Words<4>{}, true);
 }
 
 // RoPE of the chunks of warp `part` of a token.
@@ -154,6 +160,7 @@ __device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int
     for (int i = 0; i < kHeadPasses; ++i, at.step(chunks))
       x[i] = load_if<4>(src + at.head * p.q_stride_head + at.element(chunks), is_real(at));
   };
+  wait_for_previous_grid();
   load();
   const Position position = load_position(p.table, token);
   HeldRotation held;
@@ -181,12 +188,12 @@ __device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int
   }
 }
 
+// Each part waits for the grid before when it knows where to load from: that takes no memory.
 template <KvLayoutId kId>
 __global__ void __launch_bounds__(kInsertBlock, kInsertBlocksPerSm)
     norm_rope_insert_kernel(const __grid_constant__ NormRopeInsertArgs args) {
   const NormRopeInsertParams& p = args.p;
   const int warp = threadIdx.x / kWarpSize;
-  wait_for_previous_grid();
   if (blockIdx.x < args.kv_blocks) {
     const int64_t token = int64_t{blockIdx.x} * kInsertWarps + warp;
     if (token < p.num_insert) insert_latent<kId>(args, token);

@@ -1,9 +1,11 @@
 #pragma once
 // Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or up
-// to 16; of what they close it pools four blocks of tokens, a thread four dims, and then each warp finishes a
-// row.
+// to 16; of what they close it pools four blocks of tokens, a thread four dims, and each warp finishes a row.
 #include "cuda/compress_kv/pool.cuh"
 #include "cuda/device/launch.cuh"
+#if MLA_FP8_PTX
+#include "cuda/device/roles.cuh"
+#endif
 
 namespace mla_fp8::gpu {
 
@@ -41,7 +43,7 @@ struct alignas(16) RowShared {
 template <int kRatio>
 __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const TokenRange& tokens,
                                               RowShared<kRatio>& shared) {
-  constexpr int kWindow = CompressKvParams::window_of(kRatio);
+  constexpr int kWindow = CompressKvParams::window_of(kRatio), kMost = kWindow > kRatio ? 2 : 1;
   const CompressKvParams& p = args.p;
   const int lane = threadIdx.x;
   int closings = 0;
@@ -56,14 +58,17 @@ __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const 
     if (r.state >= 0 && CompressRequest::closes(position, kRatio)) {
       is_first = position == r.first_close(kRatio);
       const auto reaches_back = [&](int64_t close) { return close + 1 - kWindow < r.start; };
-      if (!is_first) closings = !reaches_back(position);
+      if constexpr (kMost == 1) closings = 1;  // the first one alone can reach into the state
+      else if (!is_first) closings = !reaches_back(position);
       else closings = position + kRatio < r.end() && reaches_back(position + kRatio) ? 2 : 1;
     }
   }
   const unsigned up_to_here = kFullWarp >> (kWarpSize - 1 - lane);
-  const int last = __popc(__ballot_sync(kFullWarp, closings > 0) & up_to_here) +
-                   __popc(__ballot_sync(kFullWarp, closings > 1) & up_to_here);
-  for (int i = 0; i < closings; ++i) {
+  int last = __popc(__ballot_sync(kFullWarp, closings > 0) & up_to_here);
+  if constexpr (kMost > 1) last += __popc(__ballot_sync(kFullWarp, closings > 1) & up_to_here);
+#pragma unroll 1
+  for (int i = 0; i < kMost; ++i) {
+    if (i >= closings) break;
     const int at = last - closings + i, further = i * kRatio;
     if (i > 0) slot = load_index(p.slot_mapping, p.slots_are_int64, token + further);
     const RowAddresses<kWindow> window(args, r, position + further + 1 - kWindow);
@@ -97,45 +102,61 @@ __device__ __forceinline__ void list_kept(const CompressKvArgs& args, const Toke
   if (lane == 0) shared.num_kept = __popc(keeping);
 }
 
-// Of kClosings blocks, of which `count` exist, from closing `first` on: a thread four dims.
-template <int kRatio, int kClosings>
+// The window of a closing: a thread four dims.
+template <int kRatio>
 struct ClosingRows {
   static constexpr int kWindow = CompressKvParams::window_of(kRatio);
   static constexpr bool kOverlaps = kWindow > kRatio;
   static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
-  PoolRows<kWindow> rows[kClosings];
-  bool has_previous[kClosings];
+  PoolRows<kWindow> rows;
+  bool has_previous;
 
-  __device__ __forceinline__ void load(const RowShared<kRatio>& shared, int first, int count) {
-    const int d = threadIdx.x * kPoolDims;
+  __device__ __forceinline__ ClosingRows(const RowShared<kRatio>& shared, int closing)
+      : has_previous(!kOverlaps || shared.closing[closing].position + 1 >= kWindow) {
 #pragma unroll
-    for (int i = 0; i < kClosings; ++i) {
-      const int at = i < count ? first + i : 0;
-      has_previous[i] = shared.closing[at].position + 1 >= kWindow;
-#pragma unroll
-      for (int j = 0; j < kWindow; ++j) {
-        const float* row = shared.row[at][j] + (kOverlaps && j >= kRatio ? kHeadDimV : 0) + d;
-        const bool exists = i < count && (j >= kRatio || !kOverlaps || has_previous[i]);
-        rows[i].kv[j] = load_if<kPoolDims>(row, exists);
-        rows[i].score[j] = load_if<kPoolDims>(row + kHalf, exists);
-      }
+    for (int j = 0; j < kWindow; ++j) {
+      const float* row = shared.row[closing][j] + first_dim(j);
+      const bool exists = j >= kWindow - kRatio || has_previous;
+      rows.kv[j] = load_if<kPoolDims>(row, exists);
+      rows.score[j] = load_if<kPoolDims>(row + kHalf, exists);
     }
   }
-  __device__ __forceinline__ void pool(const float* ape, RowShared<kRatio>& shared, int first, int count) {
-    const int d = threadIdx.x * kPoolDims;
+  __device__ __forceinline__ void pool(const float* ape, float (&pooled)[kHeadDimV]) {
+    if (kOverlaps && ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
 #pragma unroll
-    for (int i = 0; i < kClosings; ++i) {
-      if (i >= count) break;
-      if (kOverlaps && ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
-#pragma unroll
-        for (int j = 0; j < kWindow; ++j)
-          rows[i].add_bias(j, ape + j % kRatio * kHalf + (j >= kRatio ? kHeadDimV : 0) + d);
-      }
-      *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled[(first + i) % kRowWarps][d]) =
-          rows[i].pool_dims(!kOverlaps || has_previous[i]);
+      for (int j = 0; j < kWindow; ++j) rows.add_bias(j, ape + j % kRatio * kHalf + first_dim(j));
     }
+    *reinterpret_cast<Words<kPoolDims>*>(&pooled[threadIdx.x * kPoolDims]) = rows.pool_dims(has_previous);
+  }
+
+ private:
+  static __device__ __forceinline__ int first_dim(int j) {
+    return (kOverlaps && j >= kRatio ? kHeadDimV : 0) + threadIdx.x * kPoolDims;
   }
 };
+
+// Ratio 2: two closings are pooled at once, and half of the warps finish their rows while the others go on to
+// pool. So less is left when the last rows have come, and memory has nothing to do.
+template <int kRatio>
+inline constexpr int kTurns = kRatio == 2 ? 2 : 1;
+template <int kRatio>
+inline constexpr int kTurnWarps = kRowWarps / kTurns<kRatio>;
+// Until all warps have pooled; those in whose turn it is not do not wait.
+template <int kRatio>
+__device__ __forceinline__ void wait_for_pooled([[maybe_unused]] int turn, [[maybe_unused]] bool is_ours) {
+#if MLA_FP8_PTX
+  if constexpr (kTurns<kRatio> > 1) {
+    const auto join = [&](int barrier) {  // a number in the code: one in a register takes all 16 barriers
+      if (is_ours) named_barrier(barrier, kRowThreads);
+      else named_barrier_arrive(barrier, kRowThreads);
+    };
+    if (turn == 0) join(1);
+    else join(2);
+    return;
+  }
+#endif
+  __syncthreads();
+}
 
 template <int kRatio>
 inline constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
@@ -177,19 +198,18 @@ template <int kRatio>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
     compress_rows_kernel(const __grid_constant__ CompressKvArgs args) {
   constexpr int kVectors = kRowVectors<kRatio> / kRowThreads;
-  constexpr int kBatch = kRatio == 4 ? 1 : 2;  // blocks pooled at once: 16 and 8 loads of a thread
   const CompressKvParams& p = args.p;
   MLA_SHARED(RowShared<kRatio>, shared);
-  wait_for_previous_grid();
   const TokenRange tokens = token_range(args, blockIdx.x);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
   // The row of a single token is on its way while its request is found.
   const bool is_single = args.tokens == 1;
   Words<4> single[kVectors];
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
+  wait_for_previous_grid();
+  if (is_single)
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k)
-    single[k] = load_if<4>(input + 4 * (thread + k * kRowThreads), is_single);
+    for (int k = 0; k < kVectors; ++k) single[k] = load_if<4>(input + 4 * (thread + k * kRowThreads), true);
   if (warp == 0) list_closings<kRatio>(args, tokens, shared);
   if (warp == 1) list_kept<kRatio>(args, tokens, shared);
   __syncthreads();
@@ -205,16 +225,26 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
   for (int first = 0; first < num_closings; first += kRowWarps) {
     const int left = num_closings - first, count = left < kRowWarps ? left : kRowWarps;
 #pragma unroll 1
-    for (int i = 0; i < count; i += kBatch) {
-      ClosingRows<kRatio, kBatch> rows;
-      rows.load(shared, first + i, count - i);
-      rows.pool(p.ape, shared, first + i, count - i);
+    for (int turn = 0; turn * kTurnWarps<kRatio> < count; ++turn) {
+      const int end = (turn + 1) * kTurnWarps<kRatio>;
+#pragma unroll 1
+      for (int i = turn * kTurnWarps<kRatio>; i < end && i < count; ++i) {
+        if (kTurns<kRatio> > 1 && i + 1 < count) {
+          static_assert(kTurns<kRatio> == 1 || kTurnWarps<kRatio> == 2);
+          ClosingRows<kRatio> one(shared, first + i), other(shared, first + i + 1);
+          one.pool(p.ape, shared.pooled[i]);
+          other.pool(p.ape, shared.pooled[++i]);
+          continue;
+        }
+        ClosingRows<kRatio>(shared, first + i).pool(p.ape, shared.pooled[i]);
+      }
+      const bool is_ours = warp / kTurnWarps<kRatio> == turn, finishes = is_ours && warp < count;
+      RowFinish row;
+      const Closing& closing = shared.closing[first + warp];
+      if (finishes) row.load_weights(p), row.find(args, closing);
+      wait_for_pooled<kRatio>(turn, is_ours);
+      if (finishes) row.finish(p, closing, PooledRow{shared.pooled[warp]});
     }
-    RowFinish row;
-    const Closing& closing = shared.closing[first + warp];
-    if (warp < count) row.load_weights(p), row.find(args, closing);
-    __syncthreads();
-    if (warp < count) row.finish(p, closing, PooledRow{shared.pooled[warp]});
     __syncthreads();  // before `pooled` is written again, and rows of the state that were read
   }
 
