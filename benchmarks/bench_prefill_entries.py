@@ -17,16 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from flashmla import flash_mla
 from table import OURS
 
 import mla_fp8
 from harness import Work, arguments, run
 from mla_fp8 import KV_LAYOUTS, reference
-
-try:
-    import flash_mla
-except ImportError:
-    flash_mla = None
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from flashmla import flash_mla
 from row_kinds import ROW_KINDS, RowKind, expected_keys, selected, windows
 from summary import markdown
 from table import OURS
@@ -23,11 +24,6 @@ from table import OURS
 import mla_fp8
 from harness import Work, arguments, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, reference
-
-try:
-    import flash_mla
-except ImportError:
-    flash_mla = None
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
