@@ -197,8 +197,8 @@ class SplitProducer : Gather<C> {
   const int warp_;
 };
 
-// The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks come
-// first there: their rows, of the second cache, are short, so work begins sooner.
+// The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks
+// come first there: their rows, of the second cache, are short, so work begins sooner.
 template <class C>
 __device__ __forceinline__ int rank_in_query(int place, int num_blocks) {
   if constexpr (!C::R::kMixed) return place;

@@ -176,9 +176,9 @@ class MixedProducer : MixedGather<C> {
   }
 
  private:
-  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for, first
-  // rows would come when all of it does. So producers whose first stages are several blocks take turns with
-  // them, and none asks for its second stage before the first is there.
+  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
+  // first rows would come when all of it does. So producers whose first stages are several blocks take turns
+  // with them, and none asks for its second stage before the first is there.
   static constexpr bool kTakesTurns = C::kBlockStages < C::kProducers;
   static constexpr int kBarrierTurn = 8, kTurnThreads = 2 * kWarpSize;  // + producer: its turn has come
   static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
