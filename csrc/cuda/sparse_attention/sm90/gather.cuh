@@ -117,12 +117,6 @@ class Gather {
     __syncwarp();
   }
 
-  // What a producer owes of stages that it has fetched: before it waits for anything but a free stage, and at
-  // the end. Rows of one layout need nothing.
-  template <class Ready>
-  __device__ void finish_until(Ready&&) const {}
-  __device__ void drain() const {}
-
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const int lane_;
@@ -203,6 +197,14 @@ class SplitProducer : Gather<C> {
   const int warp_;
 };
 
+// The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks
+// come first there: their rows, of the second cache, are short, so work begins sooner.
+template <class C>
+__device__ __forceinline__ int rank_in_query(int place, int num_blocks) {
+  if constexpr (!C::R::kMixed) return place;
+  return (num_blocks - 1 - place / C::kBlockKeys) * C::kBlockKeys + place % C::kBlockKeys;
+}
+
 // The producers of a walk: item after item, each fills stages of one team.
 template <class C>
 class WalkProducer : GatherOf<C> {
@@ -222,19 +224,27 @@ class WalkProducer : GatherOf<C> {
     const WalkSurveys<C> surveys(smem_, row());
     int i = 0;  // stages so far
     for (unsigned item = WalkItem<C>::first(this->params_, row()), n = 0;
-         item < WalkItem<C>::count(this->params_); item = WalkItem<C>::next(this->params_, item), ++n) {
+         C::R::kMixed || item < WalkItem<C>::count(this->params_);
+         item = WalkItem<C>::next(this->params_, item), ++n) {
+      if constexpr (C::R::kMixed) {
+        const bool is_item = item < WalkItem<C>::count(this->params_);
+        this->finish_until([&] { return is_item && surveys.is_there(n); });
+        if (!is_item) break;
+      }
       const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
-      this->finish_until([&] { return surveys.is_there(n); });
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
       // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
-      int rank = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
+      int place = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
       KeySource::Key next{-1, 0};
-      for (bool has_next = false;; rank = rank_after(rank)) {
+      for (bool has_next = false;; place = place_after(place)) {
         const KeySource::Key key = next;
         const int num_keys = has_next ? valid_keys.num_keys() - rank_of_next : 0;
         const bool fetches = has_next;
-        has_next = rank / C::kBlockKeys * C::kBlockKeys < valid_keys.num_keys();
-        if (has_next) next = this->find(valid_keys, KeySource(this->p_, keys), rank), rank_of_next = rank;
+        has_next = place / C::kBlockKeys * C::kBlockKeys < valid_keys.num_keys();
+        if (has_next) {
+          rank_of_next = rank_in_query<C>(place, ceil_div(valid_keys.num_keys(), C::kBlockKeys));
+          next = this->find(valid_keys, KeySource(this->p_, keys), rank_of_next);
+        }
         if (fetches) {
           const int block = i / kStagesPerBlock * C::kTeams + team_;
           this->fetch(block * C::kBlockStages + first_ + i % kStagesPerBlock * kTeamProducers, key, num_keys);
@@ -244,15 +254,14 @@ class WalkProducer : GatherOf<C> {
       }
       surveys.release(n, this->lane_);
     }
-    this->drain();
   }
 
  private:
   __device__ int row() const { return team_ / C::kQueryTeams; }
-  __device__ int rank_after(int rank) const {
-    rank += kTeamProducers * kStageRows;
-    const bool past_block = rank % C::kBlockKeys == first_ * kStageRows;
-    return past_block ? rank + (C::kQueryTeams - 1) * C::kBlockKeys : rank;
+  __device__ int place_after(int place) const {
+    place += kTeamProducers * kStageRows;
+    const bool past_block = place % C::kBlockKeys == first_ * kStageRows;
+    return past_block ? place + (C::kQueryTeams - 1) * C::kBlockKeys : place;
   }
 
   const int warp_, team_, first_;

@@ -65,21 +65,24 @@ class StageExpander {
         tail_codes = load_shared_16(rows + row * R::kPitch + First::kBytes - 32 + half * 16);
         tail_scales = e4m3_scales_to_bf16(load_shared_2(table + row * R::kRawScaleBytes + 28 + half * 2));
       }
-    // Most stages have rows of one cache.
+    // Most stages have rows of the second cache alone: a way without jumps over other code.
     Codes codes;
-    bool has_scales = false;
-    if (extras == kStagePlaces) {
+    bool is_done = false;
+    if (extras == kStagePlaces) [[likely]] {
       if (Codes::kEarly) codes.load(codes_at(rows), 0);
-      has_scales = store_scales_of_one<Second>(stage);
-    } else if (!extras) {
-      has_scales = store_scales_of_one<First>(stage);
+      is_done = store_scales_of_one<Second>(stage);
+      if (is_done) [[likely]] {
+        expand_codes<true>(rows, extras, codes);
+        if constexpr (R::kBf16Dims == 0) return mbarrier_arrive_warp(ring_.full(stage), lane_);
+      }
     }
-    if (!has_scales) {
-      store_any_scales(stage, extras);
-      if (Codes::kEarly) codes.load(codes_at(rows), 0);
+    if (!is_done) {
+      if (extras || !store_scales_of_one<First>(stage)) store_any_scales(stage, extras);
+      if (extras) {
+        if (Codes::kEarly) codes.load(codes_at(rows), 0);
+        expand_codes<false>(rows, extras, codes);
+      }
     }
-    if (extras == kStagePlaces) expand_codes<true>(rows, extras, codes);
-    else if (extras) expand_codes<false>(rows, extras, codes);
     if constexpr (R::kBf16Dims > 0) {
       __syncwarp();
       if (extra) store_tail(rows + row * R::kPitch + R::kBf16Offset + half * 64, tail_codes, tail_scales);
@@ -243,10 +246,9 @@ class StageExpander {
   // `codes`: of the first rows.
   template <bool kAll>
   __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras, Codes& codes) const {
-    constexpr int kUnroll = Codes::kEarly ? kStageRows / Codes::kRows : 1;
     const uint32_t from = codes_at(rows), to = rows + lane_ * 16;
     constexpr int kAtOnce = 2;  // a row's registers are free once its store has read them
-#pragma unroll kUnroll
+#pragma unroll 1
     for (int first = 0; first < kStageRows; first += Codes::kRows) {
       if (!Codes::kEarly || first > 0) codes.load(from, first);
       __syncwarp();

@@ -94,12 +94,12 @@ class MixedGather : protected Gather<C> {
     fetch(i, rows, 0);
   }
 
-  // Consumers may need them before what is waited for can come.
+  // Before it waits for anything but a free stage, as consumers may need them before what is waited for can
+  // come; and at the end.
   template <class Ready>
   __device__ void finish_until(Ready&& ready) {
     while (num_pending_ > 0 && !ready()) expand_next();
   }
-  __device__ void drain() { expand_until_free(0, false); }
 
  private:
   static constexpr bool kExpands = C::kExpanders == 0;
@@ -166,12 +166,31 @@ class MixedProducer : MixedGather<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
+  // A usual row has a loop of its own, as SplitProducer's, where there is no code of expansion in it.
   __device__ void run() {
     const typename Item::Source source = w_.source(this->params_);
+    if constexpr (C::kExpanders > 0)
+      if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
+        return run([&](int rank) { return source.listed(rank); });
+    run([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
+  }
+
+ private:
+  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
+  // first rows would come when all of it does. So producers whose first stages are several blocks take turns
+  // with them, and none asks for its second stage before the first is there.
+  static constexpr bool kTakesTurns = C::kBlockStages < C::kProducers;
+  static constexpr int kBarrierTurn = 8, kTurnThreads = 2 * kWarpSize;  // + producer: its turn has come
+  static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
+  static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
+
+  template <class FindKey>
+  __device__ __forceinline__ void run(FindKey&& find) {
     const int num_stages = w_.num_blocks * C::kBlockStages, last = valid_keys_.num_keys() - 1;
     const auto rank_of_lane = [&](int i) {
-      return w_.template first_rank<C>(i + this->lane_ / kStageRows * C::kProducers) +
-             this->lane_ % kStageRows;
+      const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;  // the first lanes: lower ranks
+      return w_.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w_.num_blocks), 0) +
+             this->lane_ % kStageRows;  // of a stage past the last one: any
     };
     // Its stages in pairs, whose entries, which the survey has brought close, are loaded two stages ahead.
     uint32_t key = 0;
@@ -181,14 +200,19 @@ class MixedProducer : MixedGather<C> {
       this->expand_until_free(i, i < num_stages);
       if (i >= num_stages) break;
       if (half == 0) rows = this->look_up(key, rank_of_lane(i) <= last);
-      if (half >= 0) this->fetch(i, rows, half * kStageRows);
+      if (half >= 0) {
+        const bool is_first = i < C::kProducers;
+        if (kTakesTurns && is_first && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
+        if (!is_first && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
+        this->fetch(i, rows, half == 0 ? kStageRows : 0);
+        if (kTakesTurns && is_first && i + 1 < min(C::kProducers, num_stages))
+          named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
+      }
       const int ahead = i + (half < 0 ? 1 : 2) * C::kProducers;
-      if (half <= 0 && ahead < num_stages)
-        key = this->word_of(this->find_of_query(valid_keys_, source, min(rank_of_lane(ahead), last)));
+      if (half <= 0 && ahead < num_stages) key = this->word_of(find(min(rank_of_lane(ahead), last)));
     }
   }
 
- private:
   const Item& w_;
   const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
