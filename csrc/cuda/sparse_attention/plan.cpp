@@ -300,6 +300,7 @@ std::string to_string(const Plan& plan) {
   }
   if (v.schedule == Schedule::kSegments)
     out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
+  if (plan.run_blocks > 1) out << ", runs of " << plan.run_blocks << " blocks and more";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;
@@ -359,7 +360,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool has_segments = num > 0 && !(segments && p.max_logits);
     if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      plan.segments = num;
+      if (segments) plan.segments = num, plan.run_blocks = segments_of(p).run_blocks;
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

@@ -106,7 +106,8 @@ struct Plan {
   // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
   int64_t last_tiles = 0;
   int last_splits = 1;
-  int segments = 1;  // of a query, of kSegments: splits times a power of two
+  // Of kSegments: of a query, splits times a power of two; blocks of a run at least, a power of two.
+  int segments = 1, run_blocks = 1;
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);

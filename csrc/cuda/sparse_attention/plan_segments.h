@@ -18,11 +18,12 @@ struct Segments {
   Kernel kernel;
   int64_t least_keys;  // of a segment
   int most;            // a power of two
+  int run_blocks;      // Plan::run_blocks
 };
-inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8},
-                                         {16, Kernel::kFewHeads, 128, 8},
-                                         {32, Kernel::kManyHeads, 64, 8},
-                                         {INT_MAX, Kernel::kManyHeads, 288, 4}};
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8, 1},
+                                         {16, Kernel::kFewHeads, 128, 8, 1},
+                                         {32, Kernel::kManyHeads, 64, 8, 1},
+                                         {INT_MAX, Kernel::kManyHeads, 288, 4, 4}};
 inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
                        [&](const Segments& s) { return p.num_q_heads <= s.most_heads; });
@@ -89,6 +90,7 @@ inline std::optional<Plan> plan_segments(const SparseAttentionParams& p, int num
   });
   if (best.us == Priced{}.us) return {};
   best.plan.segments = segments;
+  best.plan.run_blocks = segments_of(p).run_blocks;
   return best.plan;
 }
 

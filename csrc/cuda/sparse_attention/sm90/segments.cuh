@@ -1,11 +1,12 @@
 #pragma once
 // batch_invariant: a query's result is that of a fixed tree of segments of its keys, whoever works on them.
 //
-// The blocks of the valid keys are dealt to `segments * kTeams` runs (plan.h), as even as can be. A run is
-// what a team adds up from zero, with bases of its own. These are whole numbers: what brings a result to
-// another base is a power of two, and exact. So only the order counts in which results are added up: as a
-// binary tree over the runs does, whose sides may be swapped. A CTA takes neighbouring segments, a team of it
-// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out. Nor does
+// The blocks of the valid keys are dealt to `segments * kTeams` runs (plan.h), as even as can be, where there
+// are enough of them; else to half as many, and so on. A run is what a team adds up from zero, with bases of
+// its own. These are whole numbers: what brings a result to another base is a power of two, and exact. So
+// only the order counts in which results are added up: as a binary tree over the runs does, whose sides may
+// be swapped. A CTA takes neighbouring segments, a team of it neighbouring runs: subtrees. Of fewer runs than
+// teams every second team has one, or every fourth, and so on: a result of no keys changes nothing. Nor does
 // it count in many_heads of how many heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
@@ -25,29 +26,38 @@ inline constexpr int kMaxRuns = 8;  // of a team
 // num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
 template <int kTeams>
 struct SegmentItem : SplitItem {
-  int runs;           // of a team
-  unsigned all_log2;  // of the runs of the query
-  int blocks;         // of the query
+  int most_log2, least_blocks_log2;  // of the runs of a query; of a run, where there are several
+  int runs;                          // of a team, if it has keys
+  unsigned all_log2;                 // of the runs of all teams, or of the teams if these are more
+  unsigned idle;                     // teams behind each one that has a run
+  int blocks;                        // of the query
 
   SegmentItem() = default;
   __device__ SegmentItem(const SplitItem& item, const KernelParams& params)
       : SplitItem(item),
-        runs(params.runs),
-        all_log2(params.segments_log2 + std::countr_zero(unsigned{kTeams})) {}
+        most_log2(params.segments_log2 + std::countr_zero(unsigned{kTeams})),
+        least_blocks_log2(params.run_blocks_log2) {}
 
   template <class C>
-  __device__ void take_share(int num_keys, const Divider&) {
+  __device__ void take_share(int num_keys, const Divider& splits) {
     blocks = ceil_div(num_keys, C::kBlockKeys);
+    const int enough_log2 = 31 - __clz(max(blocks >> least_blocks_log2, 1));
+    const int runs_log2 = min(most_log2, enough_log2), teams_log2 = 31 - __clz(splits.divisor() * kTeams);
+    const int of_team_log2 = max(runs_log2 - teams_log2, 0);
+    runs = 1 << of_team_log2;
+    all_log2 = teams_log2 + of_team_log2;
+    idle = (1u << max(teams_log2 - runs_log2, 0)) - 1;
     if constexpr (kTeams == 1) {
       first_block = first_block_of(first_run(0));
       num_blocks = first_block_of(first_run(1)) - first_block;
     } else {
-      num_blocks = kTeams * ceil_div(blocks * runs, 1 << all_log2);
+      num_blocks = kTeams * ceil_div(blocks, 1 << min(runs_log2, teams_log2));
     }
   }
   __device__ int first_run(int team) const { return (split * kTeams + team) * runs; }
   __device__ int first_block_of(int run) const {
-    return static_cast<int>(static_cast<unsigned>(run) * static_cast<unsigned>(blocks) >> all_log2);
+    const unsigned of_keys = (static_cast<unsigned>(run) + idle) & ~idle;
+    return static_cast<int>(of_keys * static_cast<unsigned>(blocks) >> all_log2);
   }
 
   // As SplitItem.
@@ -81,27 +91,18 @@ class RunTotals {
   // Not its own: a class with an array by whose index it is read has no registers.
   __device__ explicit RunTotals(Result (&waiting)[kWaiting]) : waiting_(waiting) {}
 
-  // When a run that has keys has ended: with all that has waited for it, or it waits itself and the next one
+  // When a run has ended, of so many: with all that has waited for it, or it waits itself and the next one
   // begins from zero. waiting_base(i, n): without sums, of the n-th octet of what waits since the i-th run.
-  template <class Item, class Base = std::nullptr_t>
-  __device__ __forceinline__ void end_run(const Item& w, int team, int run, Out& out, OfHeads& base,
-                                          OfHeads* sum, Base&& waiting_base = {}) {
-    const int first = w.first_run(team), end = w.first_block_of(first + run + 1);
+  template <class Base = std::nullptr_t>
+  __device__ __forceinline__ void end_run(int runs, int run, Out& out, OfHeads& base, OfHeads* sum,
+                                          Base&& waiting_base = {}) {
 #pragma unroll 1
-    for (int level = 0, i = run; w.runs >> level > 1; ++level, i /= 2) {
-      if (i % 2 == 1) {
-        const int since = (i << level) - 1;
-        if (levels_ >> level & 1)
-          merge(level, out, base, sum, [&](const Result& x, int n) {
-            if constexpr (kHasSums) return x.base[n];
-            else return waiting_base(since, n);
-          });
-        levels_ &= ~(1u << level);
-      } else if (w.first_block_of(first + ((i + 2) << level)) != end) {
-        save(level, out, base, sum);
-        levels_ |= 1u << level;
-        return;
-      }
+    for (int level = 0, i = run; runs >> level > 1; ++level, i /= 2) {
+      if (i % 2 == 0) return save(level, out, base, sum);
+      merge(level, out, base, sum, [&](const Result& x, int n) {
+        if constexpr (kHasSums) return x.base[n];
+        else return waiting_base((i << level) - 1, n);
+      });
     }
   }
 
@@ -166,7 +167,6 @@ class RunTotals {
     }
   }
 
-  unsigned levels_ = 0;  // bit i: a result of 2^i runs waits
   Result first_, (&waiting_)[kWaiting];
 };
 
