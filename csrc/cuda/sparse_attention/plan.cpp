@@ -300,7 +300,6 @@ std::string to_string(const Plan& plan) {
   }
   if (v.schedule == Schedule::kSegments)
     out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
-  if (plan.run_blocks > 1) out << ", runs of " << plan.run_blocks << " blocks and more";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;

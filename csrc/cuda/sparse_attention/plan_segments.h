@@ -18,12 +18,13 @@ struct Segments {
   Kernel kernel;
   int64_t least_keys;  // of a segment
   int most;            // a power of two
-  int run_blocks;      // Plan::run_blocks
+  int run_blocks;      // plan.h
 };
-inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8, 1},
-                                         {16, Kernel::kFewHeads, 128, 8, 1},
+// Of more than 32 heads a result that waits costs as much as several blocks.
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8, 2},
+                                         {16, Kernel::kFewHeads, 128, 8, 2},
                                          {32, Kernel::kManyHeads, 64, 8, 1},
-                                         {INT_MAX, Kernel::kManyHeads, 288, 4, 4}};
+                                         {INT_MAX, Kernel::kManyHeads, 128, 8, 0}};
 inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
                        [&](const Segments& s) { return p.num_q_heads <= s.most_heads; });
@@ -34,22 +35,36 @@ inline int num_segments(const SparseAttentionParams& p) {
   while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
   return segments;
 }
+// Of a query whose keys are all valid (sm90/segments.cuh, take_share).
+struct Runs {
+  int64_t blocks, count;
+};
+inline Runs runs_of(const SparseAttentionParams& p, int block_keys, int teams) {
+  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys});
+  int64_t least = segments_of(p).run_blocks;
+  if (least == 0)
+    while (least * least < blocks) ++least;
+  const int64_t longest =
+      std::max({least, ceil_div(blocks, int64_t{num_segments(p)} * teams), int64_t{1}});
+  return {blocks, std::max<int64_t>(ceil_div(blocks, longest), 1)};
+}
 // CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
 // keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
 struct SegmentCtas {
   Kernel kernel;
   int heads;
   int most;  // runs of a team, and CTAs of a query
+  int block_keys, teams;
   Price price;
   double us_of_run, us_of_waiting;  // of a team's run, and of a result that waits in local memory
   bool first_waits_in_registers;
 };
 inline constexpr SegmentCtas kSegmentCtas[] = {
-    {Kernel::kFewHeads, 8, 8, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
-    {Kernel::kFewHeads, 16, 8, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
-    {Kernel::kManyHeads, 16, 8, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
-    {Kernel::kManyHeads, 32, 8, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
-    {Kernel::kManyHeads, 64, 4, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
+    {Kernel::kFewHeads, 8, 8, 32, 4, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
+    {Kernel::kFewHeads, 16, 8, 64, 2, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
+    {Kernel::kManyHeads, 16, 8, 64, 1, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
+    {Kernel::kManyHeads, 32, 8, 64, 1, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
+    {Kernel::kManyHeads, 64, 8, 64, 1, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
 
 // Calls fn(variant, its CTAs) for what has the bits of the problem's segments, the fewest heads first.
 template <class Fn>
@@ -77,20 +92,25 @@ inline std::optional<Plan> plan_segments(const SparseAttentionParams& p, int num
   Priced best;
   for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
     const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
+    const Runs of_query = runs_of(p, ctas.block_keys, ctas.teams);
     for (const SplitClass& s : kSplitClasses) {
-      const int runs = segments / s.splits;
-      if (segments % s.splits != 0 || runs > ctas.most) continue;
-      const int waiting = std::max(ctas.first_waits_in_registers ? runs / 2 : runs, 1) - 1;
+      if (segments % s.splits != 0) continue;
+      const int64_t runs = ceil_div(of_query.count, int64_t{s.splits} * ctas.teams);  // of a team
+      const int64_t keys = std::min(runs * ceil_div(of_query.blocks, of_query.count) * ctas.teams,
+                                    of_query.blocks) *
+                           ctas.block_keys;
+      const int64_t places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
+      const int64_t waiting = ctas.first_waits_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1;
       const auto waves = static_cast<double>(
           ceil_div(p.num_tokens * ceil_div(p.num_q_heads, v.heads), resident(s, num_sms)));
-      const double us = time_of(p, price, s, p.num_tokens, num_sms) +
-                        waves * (runs * ctas.us_of_run + waiting * ctas.us_of_waiting);
+      const double us =
+          time_of(p, price, s, p.num_tokens, num_sms, static_cast<double>(keys)) +
+          waves * (static_cast<double>(runs) * ctas.us_of_run + static_cast<double>(waiting) * ctas.us_of_waiting);
       if (us < best.us) best = {{v, s.splits}, us};
     }
   });
   if (best.us == Priced{}.us) return {};
-  best.plan.segments = segments;
-  best.plan.run_blocks = segments_of(p).run_blocks;
+  best.plan.segments = segments, best.plan.run_blocks = segments_of(p).run_blocks;
   return best.plan;
 }
 

@@ -1,13 +1,14 @@
 #pragma once
 // batch_invariant: a query's result is that of a fixed tree of segments of its keys, whoever works on them.
 //
-// The blocks of the valid keys are dealt to `segments * kTeams` runs (plan.h), as even as can be, where there
-// are enough of them; else to half as many, and so on. A run is what a team adds up from zero, with bases of
-// its own. These are whole numbers: what brings a result to another base is a power of two, and exact. So
-// only the order counts in which results are added up: as a binary tree over the runs does, whose sides may
-// be swapped. A CTA takes neighbouring segments, a team of it neighbouring runs: subtrees. Of fewer runs than
-// teams every second team has one, or every fourth, and so on: a result of no keys changes nothing. Nor does
-// it count in many_heads of how many heads a CTA is: what it does with a head, the others do not change.
+// The blocks of the valid keys are dealt to runs, as even as can be: their number says how many (take_share),
+// at most `segments * kTeams` (plan.h). A run is what a team adds up from zero, with bases of its own. These
+// are whole numbers: what brings a result to another base is a power of two, and exact. So only the order
+// counts in which results are added up: as a binary tree over the runs does, whose sides may be swapped, and
+// whose left side has the odd run. It has a power of two of places, one for each team at least. A CTA takes
+// neighbouring places, a team of it too: subtrees. A place without a run changes nothing wherever it is
+// added, or left out, so the tree is the same with more places. Nor does it count in many_heads of how many
+// heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
 // below 2^-100 leave as 0 (output_value in sm90/item.cuh).
@@ -26,38 +27,45 @@ inline constexpr int kMaxRuns = 8;  // of a team
 // num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
 template <int kTeams>
 struct SegmentItem : SplitItem {
-  int most_log2, least_blocks_log2;  // of the runs of a query; of a run, where there are several
-  int runs;                          // of a team, if it has keys
-  unsigned all_log2;                 // of the runs of all teams, or of the teams if these are more
-  unsigned idle;                     // teams behind each one that has a run
-  int blocks;                        // of the query
+  int segments_log2, run_blocks;  // at most; of a run at least, or 0 (plan.h)
+  int runs;                       // of a team: its places
+  unsigned all_log2;              // of the places of the query
+  int with_keys;                  // of its runs
+  int each, longer;               // blocks of a run, but for the first ones: those have one more
 
   SegmentItem() = default;
   __device__ SegmentItem(const SplitItem& item, const KernelParams& params)
-      : SplitItem(item),
-        most_log2(params.segments_log2 + std::countr_zero(unsigned{kTeams})),
-        least_blocks_log2(params.run_blocks_log2) {}
+      : SplitItem(item), segments_log2(params.segments_log2), run_blocks(params.run_blocks) {}
 
+  // As few runs as have no more blocks than the longest must have. (model::runs_of says the same.)
   template <class C>
   __device__ void take_share(int num_keys, const Divider& splits) {
-    blocks = ceil_div(num_keys, C::kBlockKeys);
-    const int enough_log2 = 31 - __clz(max(blocks >> least_blocks_log2, 1));
-    const int runs_log2 = min(most_log2, enough_log2), teams_log2 = 31 - __clz(splits.divisor() * kTeams);
-    const int of_team_log2 = max(runs_log2 - teams_log2, 0);
-    runs = 1 << of_team_log2;
-    all_log2 = teams_log2 + of_team_log2;
-    idle = (1u << max(teams_log2 - runs_log2, 0)) - 1;
+    constexpr int kTeamsLog2 = std::countr_zero(unsigned{kTeams});
+    const int blocks = ceil_div(num_keys, C::kBlockKeys), most_log2 = segments_log2 + kTeamsLog2;
+    const int least = run_blocks > 0 ? run_blocks : __float2int_ru(__fsqrt_rn(static_cast<float>(blocks)));
+    const int longest = max(max(least, (blocks + (1 << most_log2) - 1) >> most_log2), 1);
+    with_keys = max(quotient(blocks + longest - 1, longest), 1);
+    each = quotient(blocks, with_keys);
+    longer = blocks - each * with_keys;
+    const int teams_log2 = 31 - __clz(splits.divisor()) + kTeamsLog2;
+    all_log2 = max(32 - __clz(with_keys - 1), teams_log2);
+    runs = 1 << (all_log2 - teams_log2);
     if constexpr (kTeams == 1) {
       first_block = first_block_of(first_run(0));
       num_blocks = first_block_of(first_run(1)) - first_block;
     } else {
-      num_blocks = kTeams * ceil_div(blocks, 1 << min(runs_log2, teams_log2));
+      num_blocks = kTeams * (each + (longer > 0)) * ceil_div(with_keys, 1 << teams_log2);
     }
   }
   __device__ int first_run(int team) const { return (split * kTeams + team) * runs; }
   __device__ int first_block_of(int run) const {
-    const unsigned of_keys = (static_cast<unsigned>(run) + idle) & ~idle;
-    return static_cast<int>(of_keys * static_cast<unsigned>(blocks) >> all_log2);
+    const int before = (run * with_keys + (1 << all_log2) - 1) >> all_log2;  // runs that have keys
+    return before * each + min(before, longer);
+  }
+
+  // Of whole numbers below 2^16.
+  __device__ static int quotient(int a, int b) {
+    return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
   }
 
   // As SplitItem.
@@ -91,18 +99,27 @@ class RunTotals {
   // Not its own: a class with an array by whose index it is read has no registers.
   __device__ explicit RunTotals(Result (&waiting)[kWaiting]) : waiting_(waiting) {}
 
-  // When a run has ended, of so many: with all that has waited for it, or it waits itself and the next one
+  // When a run that has keys has ended: with all that has waited for it, or it waits itself and the next one
   // begins from zero. waiting_base(i, n): without sums, of the n-th octet of what waits since the i-th run.
-  template <class Base = std::nullptr_t>
-  __device__ __forceinline__ void end_run(int runs, int run, Out& out, OfHeads& base, OfHeads* sum,
-                                          Base&& waiting_base = {}) {
+  template <class Item, class Base = std::nullptr_t>
+  __device__ __forceinline__ void end_run(const Item& w, int team, int run, Out& out, OfHeads& base,
+                                          OfHeads* sum, Base&& waiting_base = {}) {
+    const int first = w.first_run(team), end = w.first_block_of(first + run + 1);
 #pragma unroll 1
-    for (int level = 0, i = run; runs >> level > 1; ++level, i /= 2) {
-      if (i % 2 == 0) return save(level, out, base, sum);
-      merge(level, out, base, sum, [&](const Result& x, int n) {
-        if constexpr (kHasSums) return x.base[n];
-        else return waiting_base((i << level) - 1, n);
-      });
+    for (int level = 0, i = run; w.runs >> level > 1; ++level, i /= 2) {
+      if (i % 2 == 1) {
+        const int since = (i << level) - 1;
+        if (levels_ >> level & 1)
+          merge(level, out, base, sum, [&](const Result& x, int n) {
+            if constexpr (kHasSums) return x.base[n];
+            else return waiting_base(since, n);
+          });
+        levels_ &= ~(1u << level);
+      } else if (w.first_block_of(first + ((i + 2) << level)) != end) {
+        save(level, out, base, sum);
+        levels_ |= 1u << level;
+        return;
+      }
     }
   }
 
@@ -167,6 +184,7 @@ class RunTotals {
     }
   }
 
+  unsigned levels_ = 0;  // bit i: a result of 2^i runs waits
   Result first_, (&waiting_)[kWaiting];
 };
 

@@ -300,11 +300,11 @@ __device__ __forceinline__ void attend_to_runs(Consumer<C>& consumer, const type
 #pragma unroll 1
   for (int run = 0; run < w.runs; ++run) {
     const int end = w.first_block_of(first + run + 1);
-    if (block == end) return;  // it has no keys
+    if (block == end) continue;
 #pragma unroll 1
     for (; block < end; ++block, place += C::kTeams) consumer.attend(place);
     consumer.add_up_sums(place - C::kTeams);
-    totals.end_run(w.runs, run, reinterpret_cast<float (&)[kTiles][C::kOctets][4]>(consumer.out_),
+    totals.end_run(w, team, run, reinterpret_cast<float (&)[kTiles][C::kOctets][4]>(consumer.out_),
                    consumer.max_, &consumer.sum_);
   }
 }

@@ -161,7 +161,7 @@ class LogitWarp {
   float sum_[kOctets][2];
 };
 
-// One of the four logits warps of a warpgroup: 16 keys of each block, of two warpgroups of every second one.
+// One of the four logits warps where there is one warpgroup of them: 16 keys of each block.
 template <class C>
 class BlockLogits : protected LogitWarp<C> {
  public:
@@ -169,24 +169,19 @@ class BlockLogits : protected LogitWarp<C> {
   using Base::kOctets;
   using typename Base::R;
   static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
-  static constexpr bool kTakesTurns = C::kLogitGroups == 2;
 
  protected:
   using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
 
   __device__ BlockLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(smem, kTakesTurns ? warp % C::kGroupWarps : warp, lane),
-        params_(params),
-        p_(params.p),
-        x_(smem),
-        group_(kTakesTurns ? warp / C::kGroupWarps : 0) {}
+      : Base(smem, warp, lane), params_(params), p_(params.p), x_(smem) {}
 
   __device__ bool finds_largest() const { return C::kFindsLargest && (!C::kWalks || p_.max_logits); }
 
   // Once Q is there.
   __device__ void begin_row() {
     const int head = member_ * kWarpSize + lane_;
-    if (head < C::kHeads && group_ == 0) {
+    if (head < C::kHeads) {
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
       x_.head_state()[head] = {logit_scale<R>(p_, q_scale), 0.0f};
     }
@@ -200,32 +195,25 @@ class BlockLogits : protected LogitWarp<C> {
   }
 
   // `block`: of the ring's sequence. `have_bases`: called when these are known, before the weights go on.
-  // Of two warpgroups it knows whether the block is a run's first: else bases and sums are those of the other
-  // one's block before.
   template <class HaveBases>
-  __device__ __forceinline__ void attend(int block, HaveBases&& have_bases, bool is_first = false) {
+  __device__ __forceinline__ void attend(int block, HaveBases&& have_bases) {
     const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
     wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
     float s[kOctets][4];
     this->load_scales(stage);
     multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
     if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
-    if constexpr (kTakesTurns) {
-      wait_until_free<2>(x_.p_empty(buffer), block);
-      take_turn(block, is_first);
-    }
     const float peak = this->to_log2(stage, s);
     if (finds_largest()) note_largest(s);
-    if constexpr (!kTakesTurns) wait_until_free<2>(x_.p_empty(buffer), block);
+    wait_until_free<2>(x_.p_empty(buffer), block);
     const float limit = fresh_ ? -INFINITY : kWeightLog2 + kLazyLog2;
-    const bool moved = named_barrier_any(group_barrier(), kGroupThreads, peak > limit);
+    const bool moved = named_barrier_any(kBarrierLogits, kLogitThreads, peak > limit);
     if (moved) move_bases(s, buffer, limit);
     if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh_;
     fresh_ = fresh_ && !moved;
     have_bases();
     this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
                         x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
-    if constexpr (kTakesTurns) pass_turn();
     fence_proxy_async();
     mbarrier_arrive_warp(x_.p_full(buffer), lane_);
   }
@@ -261,29 +249,9 @@ class BlockLogits : protected LogitWarp<C> {
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const BlockExchange<C> x_;
-  const int group_;
   bool fresh_;  // no key yet: bases are 0, sums and O too
 
  private:
-  static constexpr int kGroupThreads = C::kGroupWarps * kWarpSize;
-  __device__ int group_barrier() const { return kTakesTurns ? kBarrierTurn + group_ : kBarrierLogits; }
-
-  // Bases and sums go from block to block, in order: results do not depend on how many warpgroups there are.
-  __device__ __forceinline__ void take_turn(int block, bool is_first) {
-    if (block > 0) wait_until_full<2>(x_.turn((block - 1) % 2), block - 1);
-    fresh_ = is_first || x_.is_fresh();
-    const float* const sums = x_.lane_sums(member_, lane_);
-#pragma unroll
-    for (int i = 0; i < 2 * kOctets; ++i) sum_[i / 2][i % 2] = is_first ? 0.0f : sums[i];
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    float* const sums = x_.lane_sums(member_, lane_);
-#pragma unroll
-    for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2];
-    if (member_ == 0 && lane_ == 0) x_.is_fresh() = fresh_;
-    mbarrier_arrive_warp(x_.turn(group_), lane_);
-  }
-
   // Per lane, in shared memory: registers are short. All loads before all stores, or each would wait for the
   // store before it.
   __device__ void note_largest(const float (&s)[kOctets][4]) const {
@@ -304,18 +272,18 @@ class BlockLogits : protected LogitWarp<C> {
   // by.
   __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
     this->write_max(s, x_.warp_max(member_));
-    named_barrier(group_barrier(), kGroupThreads);
+    named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       float largest = x_.warp_max(0)[head];
 #pragma unroll
-      for (int i = 1; i < C::kGroupWarps; ++i) largest = fmaxf(largest, x_.warp_max(i)[head]);
+      for (int i = 1; i < C::kLogitWarps; ++i) largest = fmaxf(largest, x_.warp_max(i)[head]);
       const float old_base = x_.head_state()[head].y;
       const float base = largest > limit ? base_for<C>(largest + old_base - kWeightLog2) : old_base;
       x_.head_state()[head].y = base;
       x_.rescale(buffer)[head] = old_base - base;
     }
-    named_barrier(group_barrier(), kGroupThreads);
+    named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       const float2 change = *reinterpret_cast<const float2*>(x_.rescale(buffer) + n * kOctetHeads + 2 * t_);
@@ -346,8 +314,7 @@ class SplitLogits : BlockLogits<C> {
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     };
     if constexpr (C::kSegments) {
-      if constexpr (Base::kTakesTurns) attend_in_turns();
-      else attend_to_runs();
+      attend_to_runs();
       end_runs(finish);
     } else {
 #pragma unroll 1
@@ -358,8 +325,8 @@ class SplitLogits : BlockLogits<C> {
   }
 
  private:
-  using Base::fresh_, Base::g_, Base::group_, Base::kOctets, Base::lane_, Base::member_, Base::p_,
-      Base::params_, Base::sum_, Base::t_, Base::x_;
+  using Base::fresh_, Base::g_, Base::kOctets, Base::lane_, Base::member_, Base::p_, Base::params_,
+      Base::sum_, Base::t_, Base::x_;
 
   // Segments (sm90/segments.cuh). A run's base is there with the weights of its last block; sums are added up
   // at the end.
@@ -369,50 +336,28 @@ class SplitLogits : BlockLogits<C> {
 #pragma unroll 1
     for (int run = 0; run < w_.runs; ++run) {
       const int end = w_.first_block_of(first + run + 1) - w_.first_block;
-      if (block == end) return;  // it has no keys
+      if (block == end) {
+        if (head < C::kHeads) write_node_base(run, head, kNoMax);
+        continue;
+      }
 #pragma unroll 1
       for (; block < end; ++block)
         this->attend(block, [&] {
-          if (block + 1 == end && head < C::kHeads) write_run_base(run, head);
+          if (block + 1 == end && head < C::kHeads)
+            x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
         });
       // All have read the bases since the last block began.
-      write_sums(run);
+      write_sums();
       if (head < C::kHeads) {
         write_node_base(run, head, x_.run_bases(run)[head]);
         x_.head_state()[head].y = 0.0f;
       }
       fresh_ = true;
       named_barrier(kBarrierLogits, Base::kLogitThreads);
+      if (head < C::kHeads) x_.run_sums(run)[head] = sum_of_warps(head);
     }
   }
 
-  // The same by two warpgroups. Who has a run's last block ends it before the other one's turn.
-  __device__ __forceinline__ void attend_in_turns() {
-    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
-    int begin = 0;
-#pragma unroll 1
-    for (int run = 0; run < w_.runs; ++run) {
-      const int end = w_.first_block_of(first + run + 1) - w_.first_block;
-#pragma unroll 1
-      for (int block = begin + ((begin ^ group_) & 1); block < end; block += 2) {
-        const bool is_last = block + 1 == end;
-        const auto end_run = [&] {
-          if (!is_last || head >= C::kHeads) return;
-          write_run_base(run, head);
-          write_node_base(run, head, x_.run_bases(run)[head]);
-          x_.head_state()[head].y = 0.0f;
-        };
-        this->attend(block, end_run, block == begin);
-        if (is_last) write_sums(run);
-      }
-      begin = end;
-    }
-    named_barrier(kBarrierLogits, Base::kLogitThreads);
-  }
-
-  __device__ void write_run_base(int run, int head) const {
-    x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-  }
   // The value warps read it in a later run.
   __device__ void write_node_base(int run, int head, float base) const {
     for (int level = 0, i = run; i % 2 == 1; ++level, i /= 2)
@@ -421,29 +366,33 @@ class SplitLogits : BlockLogits<C> {
   }
 
   // This warp's, which begin again.
-  __device__ __forceinline__ void write_sums(int run) {
+  __device__ __forceinline__ void write_sums() {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-    this->over_g(sums, x_.run_sums(run, member_), [](float a, float b) { return a + b; });
+    this->over_g(sums, x_.warp_max(member_), [](float a, float b) { return a + b; });
+  }
+  __device__ float sum_of_warps(int head) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.warp_max(i)[head];
+    return sum;
   }
 
   // As end_row.
   template <class Fn>
   __device__ __forceinline__ void end_runs(Fn&& fn) const {
-    const int head = member_ * kWarpSize + lane_;
-    if (head >= C::kHeads || group_ > 0) return;
-    const auto has_keys = [&](int run) { return run < w_.runs && w_.num_blocks > 0; };
+    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
+    if (head >= C::kHeads) return;
+    const auto has_keys = [&](int run) {
+      return run < w_.runs && w_.first_block_of(first + run) < w_.first_block_of(first + run + 1);
+    };
     float base = kNoMax;
 #pragma unroll
     for (int run = 0; run < C::kMostRuns; ++run)
       if (has_keys(run)) base = fmaxf(base, x_.run_bases(run)[head]);
     const float sum = tree_sum<C::kMostRuns>([&](int run) {
-      if (!has_keys(run)) return 0.0f;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < C::kGroupWarps; ++i) sum += x_.run_sums(run, i)[head];
-      return sum * fast_exp2(x_.run_bases(run)[head] - base);
+      return has_keys(run) ? x_.run_sums(run)[head] * fast_exp2(x_.run_bases(run)[head] - base) : 0.0f;
     });
     fn(head, base, sum, -INFINITY);
   }

@@ -26,13 +26,7 @@ namespace mla_fp8::gpu {
 //   q                  a value warp, the bytes   values            q: may be read as it came
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
-//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale, run_sums
-//
-// Of two warpgroups of logits each has every second block, and one of the two buffers:
-//   turn               4 logits warps            the other ones    head_state, warp_max, lane_sums, is_fresh,
-//                                                                  node_bases
-//   kBarrierTurn + i   logits warpgroup i        the same          warp_max, rescale
-//
+//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
@@ -48,31 +42,26 @@ struct ManyHeadsSplit {
   static constexpr bool kSegments = kSegments_;
   using Item = std::conditional_t<kSegments, SegmentItem<1>, ItemOf<kTiles>>;
   static constexpr bool kFirstInRegisters = kOctets_ < 8;  // of segments: else there are none for it
-  static constexpr int kMostRuns = !kSegments ? 0 : kFirstInRegisters ? kMaxRuns : 4;
+  static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
   static_assert(!kSegments || !kFindsLargest);
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
-  // Of few heads a block's QK takes most of its time. (Of more, two O and two warpgroups of logits leave too
-  // few registers.)
-  static constexpr int kLogitGroups = kSegments && kOctets == 2 ? 2 : 1, kGroupWarps = 4;
-  static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kQueries = 1;
+  static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
   static constexpr bool kScalesMultiplyWeights = false;                        // of two layouts
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
   static constexpr bool kManyProducers = kProducers_ == 8;
-  static constexpr int kValueRegisters = kLogitGroups == 2        ? 112
-                                         : kOctets == 8 || kSegments ? 176
+  static constexpr int kValueRegisters = kOctets == 8 || kSegments ? 176
                                          : kOctets == 6            ? 152
                                          : kManyProducers          ? 112
                                                                    : 136;
-  static constexpr int kLogitRegisters = kLogitGroups == 2           ? 104
-                                         : kOctets == 8 || kSegments ? (R::kMixed ? 112 : 120)
+  static constexpr int kLogitRegisters = kOctets == 8 || kSegments ? (R::kMixed ? 112 : 120)
                                          : kManyProducers          ? 128
                                                                    : 136;
-  static constexpr int kProducerRegisters = kLogitGroups == 2 ? 48 : !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
+  static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
   static constexpr int kExpanderRegisters = 80;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
@@ -105,7 +94,7 @@ struct ManyHeadsSplit {
     float rescale[2][kHeads];        // change of base, valid if moved
     int moved[2];
     alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
-    float warp_max[kGroupWarps][kHeads];    // sums at the end
+    float warp_max[kLogitWarps][kHeads];    // sums at the end, and of a run
     float q_scale[kHeads];
     float2 stats[kWalks ? 0 : kHeads];
     float largest[kFindsLargest && !kWalks ? kHeads : 0];                      // logit
@@ -123,10 +112,7 @@ struct ManyHeadsSplit {
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
     alignas(8) float run_bases[kMostRuns][kHeads];
     alignas(8) float node_bases[kMostRuns][kHeads];  // of the largest subtree that ends with the run
-    alignas(8) float run_sums[kMostRuns][kGroupWarps][kHeads];
-    uint64_t turn_barriers[kLogitGroups == 2 ? 2 : 0];
-    alignas(16) float lane_sums[kLogitGroups == 2 ? kGroupWarps : 0][kWarpSize][2 * kOctets];
-    int is_fresh[kLogitGroups == 2 ? 1 : 0];
+    float run_sums[kMostRuns][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
@@ -137,14 +123,7 @@ struct ManyHeadsSplit {
                 "partial outputs lie over the ring and Q");
 };
 
-enum SplitBarrier {
-  kBarrierQ = 1,
-  kBarrierWorkersQ,
-  kBarrierLogits,
-  kBarrierFinish,
-  kBarrierStore,
-  kBarrierTurn,  // + logits warpgroup
-};
+enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
 // What the value warps share with one warpgroup of logits.
 template <class C>
@@ -168,23 +147,15 @@ struct BlockExchange {
   }
   __device__ float* run_bases(int run) const { return at<float>(MLA_SMEM(C, run_bases)) + run * C::kHeads; }
   __device__ float* node_bases(int run) const { return at<float>(MLA_SMEM(C, node_bases)) + run * C::kHeads; }
-  __device__ float* run_sums(int run, int warp) const {
-    return at<float>(MLA_SMEM(C, run_sums)) + (run * C::kGroupWarps + warp) * C::kHeads;
-  }
-  __device__ uint32_t turn(int group) const { return smem + MLA_SMEM(C, turn_barriers) + group * 8; }
-  __device__ float* lane_sums(int warp, int lane) const {
-    return at<float>(MLA_SMEM(C, lane_sums)) + (warp * kWarpSize + lane) * 2 * C::kOctets;
-  }
-  __device__ int& is_fresh() const { return *at<int>(MLA_SMEM(C, is_fresh)); }
+  __device__ float* run_sums(int run) const { return at<float>(MLA_SMEM(C, run_sums)) + run * C::kHeads; }
   __device__ uint8_t* scale_table(int buffer) const {
     return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   }
   __device__ void init() const {
     for (int buffer = 0; buffer < 2; ++buffer) {
-      mbarrier_init(p_full(buffer), C::kGroupWarps * kWarpArrivals);
+      mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
       mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
-      mbarrier_init(qk_done(buffer), C::kGroupWarps);
-      if constexpr (C::kLogitGroups == 2) mbarrier_init(turn(buffer), C::kGroupWarps * kWarpArrivals);
+      mbarrier_init(qk_done(buffer), C::kLogitWarps);
     }
   }
 };

@@ -300,7 +300,7 @@ class SplitValues : protected BlockValues<C> {
 #pragma unroll 1
     for (int run = 0; run < w.runs; ++run) {
       const int end = w.first_block_of(first + run + 1) - w.first_block;
-      if (block == end) return;  // it has no keys
+      if (block == end) continue;
       this->attend(block, end - block);
       block = end;
       int lane;  // found anew: else addresses by it would be found once, and spilled
@@ -314,7 +314,7 @@ class SplitValues : protected BlockValues<C> {
         const float2 x = pair(x_.run_bases(run), n);
         base[n][0] = x.x, base[n][1] = x.y;
       }
-      totals.end_run(w.runs, run, out_, base, nullptr,
+      totals.end_run(w, 0, run, out_, base, nullptr,
                      [&](int since, int n) { return pair(x_.node_bases(since), n); });
     }
   }
