@@ -82,9 +82,7 @@ def variants() -> list[Variant]:
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8)}[
-                row["schedule"]
-            ]
+            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8)}[row["schedule"]]
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split

@@ -109,8 +109,8 @@ inline Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads
   return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 
-// The model's time of `queries` of a problem, with a cluster for each and block of heads, of which the longest
-// CTA takes so many keys.
+// The model's time of `queries` of a problem, with a cluster for each and block of heads, of which the
+// longest CTA takes so many keys.
 inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
                       int64_t queries, int num_sms, double keys_of_cta) {
   const double bytes = static_cast<double>(queries) * bytes_of_keys(p);

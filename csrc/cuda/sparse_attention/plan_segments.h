@@ -21,9 +21,9 @@ struct Segments {
   int run_blocks;      // plan.h
 };
 // Of more than 32 heads a result that waits costs as much as several blocks.
-inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8, 2},
-                                         {16, Kernel::kFewHeads, 128, 8, 2},
-                                         {32, Kernel::kManyHeads, 64, 8, 1},
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 80, 8, 2},
+                                         {16, Kernel::kFewHeads, 80, 8, 2},
+                                         {32, Kernel::kManyHeads, 64, 8, 2},
                                          {INT_MAX, Kernel::kManyHeads, 128, 8, 0}};
 inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
@@ -39,14 +39,12 @@ inline int num_segments(const SparseAttentionParams& p) {
 struct Runs {
   int64_t blocks, count;
 };
-inline Runs runs_of(const SparseAttentionParams& p, int block_keys, int teams) {
-  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys});
-  int64_t least = segments_of(p).run_blocks;
-  if (least == 0)
+inline Runs runs_of(const SparseAttentionParams& p, int block_keys, int64_t most) {
+  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys}), run_blocks = segments_of(p).run_blocks;
+  int64_t least = blocks > 2 * run_blocks ? run_blocks : 1;
+  if (run_blocks == 0)
     while (least * least < blocks) ++least;
-  const int64_t longest =
-      std::max({least, ceil_div(blocks, int64_t{num_segments(p)} * teams), int64_t{1}});
-  return {blocks, std::max<int64_t>(ceil_div(blocks, longest), 1)};
+  return {blocks, std::max<int64_t>(ceil_div(blocks, std::max(least, ceil_div(blocks, most))), 1)};
 }
 // CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
 // keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
@@ -86,32 +84,49 @@ inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int
   const int segments = std::max(num_segments(p), splits);
   return segments / splits > ctas.most ? 0 : segments;
 }
-// Null where there are no segments.
+// The model's time of CTAs that take at most so many segments of a query.
+inline double time_of_segments(const SparseAttentionParams& p, const SegmentCtas& ctas, const SplitClass& s,
+                               int segments, int num_sms) {
+  const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
+  const Runs all = runs_of(p, ctas.block_keys, int64_t{segments} * ctas.teams);
+  const int64_t runs = ceil_div(all.count, int64_t{s.splits} * ctas.teams);  // of a team
+  const int64_t blocks =
+      std::min(ceil_div(all.count, int64_t{s.splits}) * ceil_div(all.blocks, all.count), all.blocks);
+  const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
+  const int64_t waiting = ctas.first_waits_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1;
+  const auto waves =
+      static_cast<double>(ceil_div(p.num_tokens * ceil_div(p.num_q_heads, ctas.heads), resident(s, num_sms)));
+  return time_of(p, price, s, p.num_tokens, num_sms, static_cast<double>(blocks * ctas.block_keys)) +
+         waves *
+             (static_cast<double>(runs) * ctas.us_of_run + static_cast<double>(waiting) * ctas.us_of_waiting);
+}
+// Null where there are no segments. Rows may be full or have few valid keys: what counts is how much longer
+// both take than they could, full ones and a quarter of one.
 inline std::optional<Plan> plan_segments(const SparseAttentionParams& p, int num_sms) {
   const int segments = num_segments(p);
-  Priced best;
-  for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
-    const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
-    const Runs of_query = runs_of(p, ctas.block_keys, ctas.teams);
-    for (const SplitClass& s : kSplitClasses) {
-      if (segments % s.splits != 0) continue;
-      const int64_t runs = ceil_div(of_query.count, int64_t{s.splits} * ctas.teams);  // of a team
-      const int64_t keys = std::min(runs * ceil_div(of_query.blocks, of_query.count) * ctas.teams,
-                                    of_query.blocks) *
-                           ctas.block_keys;
-      const int64_t places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
-      const int64_t waiting = ctas.first_waits_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1;
-      const auto waves = static_cast<double>(
-          ceil_div(p.num_tokens * ceil_div(p.num_q_heads, v.heads), resident(s, num_sms)));
-      const double us =
-          time_of(p, price, s, p.num_tokens, num_sms, static_cast<double>(keys)) +
-          waves * (static_cast<double>(runs) * ctas.us_of_run + static_cast<double>(waiting) * ctas.us_of_waiting);
-      if (us < best.us) best = {{v, s.splits}, us};
-    }
+  SparseAttentionParams quarter = p;
+  for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
+  const auto each = [&](auto&& fn) {
+    for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
+      for (const SplitClass& s : kSplitClasses)
+        if (segments % s.splits == 0)
+          fn(v, s.splits, time_of_segments(p, ctas, s, segments, num_sms),
+             time_of_segments(quarter, ctas, s, segments, num_sms));
+    });
+  };
+  double full_us = 1e30, quarter_us = 1e30, least = 1e30;
+  each([&](const Variant&, int, double full, double short_us) {
+    full_us = std::min(full_us, full), quarter_us = std::min(quarter_us, short_us);
   });
-  if (best.us == Priced{}.us) return {};
-  best.plan.segments = segments, best.plan.run_blocks = segments_of(p).run_blocks;
-  return best.plan;
+  std::optional<Plan> best;
+  each([&](const Variant& v, int splits, double full, double short_us) {
+    const double longer = full / full_us + short_us / quarter_us;
+    if (longer >= least) return;
+    least = longer;
+    best = Plan{v, splits};
+    best->segments = segments, best->run_blocks = segments_of(p).run_blocks;
+  });
+  return best;
 }
 
 }  // namespace mla_fp8::gpu::model

@@ -53,9 +53,9 @@ __device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
 
 struct KernelParams {
   SparseAttentionParams p;
-  Divider splits;       // CTAs of one cluster, which share a query's keys
-  Divider head_blocks;  // CTAs of kHeads heads for one query
-  bool follows;         // plan.h
+  Divider splits;                 // CTAs of one cluster, which share a query's keys
+  Divider head_blocks;            // CTAs of kHeads heads for one query
+  bool follows;                   // plan.h
   int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1

@@ -42,8 +42,10 @@ struct SegmentItem : SplitItem {
   __device__ void take_share(int num_keys, const Divider& splits) {
     constexpr int kTeamsLog2 = std::countr_zero(unsigned{kTeams});
     const int blocks = ceil_div(num_keys, C::kBlockKeys), most_log2 = segments_log2 + kTeamsLog2;
-    const int least = run_blocks > 0 ? run_blocks : __float2int_ru(__fsqrt_rn(static_cast<float>(blocks)));
-    const int longest = max(max(least, (blocks + (1 << most_log2) - 1) >> most_log2), 1);
+    int least = blocks > 2 * run_blocks ? run_blocks : 1;
+    if (run_blocks == 0)
+      while (least * least < blocks) ++least;
+    const int longest = max(least, (blocks + (1 << most_log2) - 1) >> most_log2);
     with_keys = max(quotient(blocks + longest - 1, longest), 1);
     each = quotient(blocks, with_keys);
     longer = blocks - each * with_keys;

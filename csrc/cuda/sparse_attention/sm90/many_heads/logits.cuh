@@ -337,7 +337,10 @@ class SplitLogits : BlockLogits<C> {
     for (int run = 0; run < w_.runs; ++run) {
       const int end = w_.first_block_of(first + run + 1) - w_.first_block;
       if (block == end) {
-        if (head < C::kHeads) write_node_base(run, head, kNoMax);
+        if (head < C::kHeads) {
+          x_.run_bases(run)[head] = kNoMax, x_.run_sums(run)[head] = 0.0f;
+          write_node_base(run, head, kNoMax);
+        }
         continue;
       }
 #pragma unroll 1
@@ -382,17 +385,13 @@ class SplitLogits : BlockLogits<C> {
   // As end_row.
   template <class Fn>
   __device__ __forceinline__ void end_runs(Fn&& fn) const {
-    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
+    const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
-    const auto has_keys = [&](int run) {
-      return run < w_.runs && w_.first_block_of(first + run) < w_.first_block_of(first + run + 1);
-    };
     float base = kNoMax;
-#pragma unroll
-    for (int run = 0; run < C::kMostRuns; ++run)
-      if (has_keys(run)) base = fmaxf(base, x_.run_bases(run)[head]);
+#pragma unroll 1
+    for (int run = 0; run < w_.runs; ++run) base = fmaxf(base, x_.run_bases(run)[head]);
     const float sum = tree_sum<C::kMostRuns>([&](int run) {
-      return has_keys(run) ? x_.run_sums(run)[head] * fast_exp2(x_.run_bases(run)[head] - base) : 0.0f;
+      return run < w_.runs ? x_.run_sums(run)[head] * fast_exp2(x_.run_bases(run)[head] - base) : 0.0f;
     });
     fn(head, base, sum, -INFINITY);
   }
