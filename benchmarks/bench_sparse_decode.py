@@ -1,6 +1,6 @@
 """Sparse decode against FlashMLA, in one process.
 
-    PYTHONPATH=python:.peers python benchmarks/bench_sparse_decode.py [--real-rows]
+    PYTHONPATH=python:.peers python benchmarks/bench_sparse_decode.py [--real-rows | --batch-invariant]
 
 FlashMLA takes 64 or 128 heads: fewer are padded; `flash_mla` is its kernels alone, `flash_mla, pad, slice`
 with the copies that a user pays. Errors are relative to float64 over the dequantised rows. Indices are
@@ -8,6 +8,9 @@ uniform over a million rows, and launches rotate over several sets of them, so r
 
 `--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's; without
 FlashMLA, and on a CPU, which runs nothing else of this, the first rows with float64.
+
+`--batch-invariant` runs only what that costs: beside the plan that a call takes without it, whose results it
+compares.
 """
 
 import functools
@@ -32,7 +35,7 @@ BYTES_PER_GRAPH, MAX_SETS = 400e6, 48 if CUDA else 1  # of rows: several times t
 HEADS = (8, 16, 32, 64, 128)
 REAL_BATCHES = (32, 128) if CUDA else (4,)
 PROMPT_ROWS = 4096 if CUDA else 4
-REAL_ROUNDS = 7
+REAL_ROUNDS, INVARIANT_ROUNDS = 7, 5
 RATIO = 4  # tokens of an entry of V4
 PEERS = {"dsv41": "dsv4", "dsv32_nope": "dsv32"}  # what engines on Hopper keep such a model's rows in
 
@@ -121,6 +124,15 @@ def real_shapes() -> Iterator[Shape]:
         batches = REAL_BATCHES if kind.prompt_from is None else (PROMPT_ROWS,)
         for batch, heads in itertools.product(batches, HEADS):
             yield Shape(layout, heads, batch, topk, page_size, extra, s_q=kind.s_q, rows=kind)
+
+
+def invariant_shapes() -> Iterator[Shape]:
+    widths = (("dsv32", 2048, 64, 0), ("dsv4", 128, 256, 512), ("dsv4", 128, 256, 1024))
+    batches = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+    short = [kind for kind in ROW_KINDS if kind.label in ("context 256", "context 512", "50 % holes")]
+    for kind, (layout, topk, page_size, extra) in itertools.product((None, *short), widths):
+        for heads, batch in itertools.product(HEADS, batches if kind is None else (1, 8, 32, 128)):
+            yield Shape(layout, heads, batch, topk, page_size, extra, rows=kind)
 
 
 @functools.cache
@@ -287,15 +299,27 @@ def work(shape: Shape) -> Work:
         made.difference = difference
         return made
     made.errors = errors
-    made.baselines["batch_invariant"] = rotating(functools.partial(problem.native, batch_invariant=True))
     if flash_mla is not None and shape.num_q_heads not in (64, 128):
         made.baselines["flash_mla, pad, slice"] = rotating(problem.flash_mla_padded)
     return made
 
 
+def invariant_work(shape: Shape) -> Work:
+    problem = Problem(shape)
+    native = [functools.partial(problem.native, i) for i in range(problem.num_sets)]
+    invariant = [functools.partial(launch, batch_invariant=True) for launch in native]
+    made = Work(shape.label, native, shape.row_bytes, shape.flops, {"batch_invariant": invariant})
+    made.difference = lambda: relative_difference(invariant[0](), native[0]())
+    return made
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    options = arguments("sparse_decode", real_rows=True)
+    options = arguments("sparse_decode", real_rows=True, batch_invariant=True)
+    if options.batch_invariant:
+        title = "sparse_decode_batch_invariant"
+        run(title, invariant_shapes(), invariant_work, rounds=INVARIANT_ROUNDS, options=options)
+        raise SystemExit
     if not CUDA:
         print("bench_sparse_decode: real rows only; all else needs an NVIDIA GPU")
     elif not options.real_rows:

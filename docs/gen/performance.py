@@ -265,20 +265,20 @@ def real_tables(device: str = GPU, ops: Iterable[str] = REAL) -> Iterator[str]:
 
 
 def batch_invariant() -> str:
-    """What it costs, by heads and batch."""
-    lines = []
-    for heads in HEADS:
-        ratios: dict[str, list[float]] = {}
-        for m, case in matched(GPU, "sparse_decode", DECODE):
-            if int(m["heads"]) == heads and "batch_invariant" in case.peers:
-                batch = int(m["batch"])
-                few = "batch 1 to 8" if batch <= 8 else "batch 32" if batch <= 32 else "batch 64 and more"
-                ratios.setdefault(few, []).append(case.ratios["batch_invariant"])
-        columns = ("batch 1 to 8", "batch 32", "batch 64 and more")
-        if not ratios:
-            continue
-        lines.append([f"{heads} heads", *(span(ratios.get(name, [])) for name in columns)])
-    return markdown(["time with `batch_invariant=True`", *columns], lines) if lines else ""
+    """What it costs, by heads, width and batch; of full rows, and of others."""
+    peer, columns = "batch_invariant", ("batch 1 to 8", "batch 16 to 32", "batch 48 to 256", "other rows")
+    found = matched(GPU, "sparse_decode_batch_invariant", DECODE)
+    lines: dict[str, dict[str, list[float]]] = {}
+    for m, case in sorted(found, key=lambda x: int(x[0]["heads"])):
+        batch, keys = int(m["batch"]), sum(map(int, m["keys"].split("+")))
+        column = columns[3 if m["kind"] else 0 if batch <= 8 else 1 if batch <= 32 else 2]
+        line = lines.setdefault(f"{m['heads']} heads, top-k {keys}", {})
+        line.setdefault(column, []).append(case.ratios[peer])
+    body = [[name, *(span(line.get(column, [])) for column in columns)] for name, line in lines.items()]
+    most = sorted((case for _, case in found), key=lambda case: -case.ratios[peer])[:3]
+    worst = "; ".join(f"`{case.label}` {case.ratios[peer]:.2f}x" for case in most)
+    head = markdown(["time with `batch_invariant=True`", *columns], body)
+    return f"{head}\n\n{len(found)} cells, measured at {commits(c for _, c in found)}. Most: {worst}."
 
 
 def query_groups() -> str:

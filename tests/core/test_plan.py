@@ -290,7 +290,7 @@ def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
         (("few_heads", "segments", 8, 5), "dsv32", 8),
         (("few_heads", "segments", 8, 16), "dsv32", 8),
         (("many_heads", "segments", 32, 16), "dsv32", 32),
-        (("many_heads", "segments", 64, 8), "dsv32", 64),
+        (("many_heads", "segments", 64, 16), "dsv32", 64),
         (("few_heads", "segments", 16, 1), "bf16", 16),
         (("few_heads", "segments", 8, 1), "dsv41+dsv41_fp4", 8),
         (("many_heads", "split", 64, 32), "dsv32", 64),

@@ -77,18 +77,12 @@ class Variant:
         return case.run_by(**(self.options() | changes))
 
 
-def most_segments(heads: int) -> int:
-    return 4 if int(heads) == 64 else 8
-
-
 def variants() -> list[Variant]:
     path = Path(__file__).parents[1] / "core/variants.csv"
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, most_segments(row["heads"]))}[
-                row["schedule"]
-            ]
+            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8)}[row["schedule"]]
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split
@@ -257,7 +251,7 @@ def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
 def test_segments_have_the_same_bits_whoever_takes_them(variant):
     """Of rows from empty to full, with holes; with bases far apart, and where Q is no number. CTAs of
     many_heads may take any number of the heads, too."""
-    shares = [replace(variant, splits=n) for n in (2, 4, 8) if n <= most_segments(variant.heads)]
+    shares = [replace(variant, splits=n) for n in (2, 4, 8)]
     if variant.kernel == "many_heads":
         others = (heads for heads in (16, 32, 64) if heads != variant.heads)
         shares += [replace(variant, heads=heads, splits=4) for heads in others]

@@ -359,7 +359,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool has_segments = num > 0 && !(segments && p.max_logits);
     if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      plan.segments = num;
+      if (segments) plan.segments = num, plan.run_blocks = segments_of(p).run_blocks;
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

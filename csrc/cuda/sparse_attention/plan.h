@@ -106,7 +106,9 @@ struct Plan {
   // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
   int64_t last_tiles = 0;
   int last_splits = 1;
-  int segments = 1;  // of a query, of kSegments: splits times a power of two
+  // Of kSegments: of a query at most, splits times a power of two; blocks of a run at least, where a query
+  // has more than twice as many, or 0: as many as there are runs.
+  int segments = 1, run_blocks = 1;
 };
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);

@@ -109,19 +109,24 @@ inline Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads
   return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
 }
 
-// The model's time of `queries` of a problem, with a cluster for each and block of heads.
+// The model's time of `queries` of a problem, with a cluster for each and block of heads, of which the
+// longest CTA takes so many keys.
 inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
-                      int64_t queries, int num_sms) {
-  const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
+                      int64_t queries, int num_sms, double keys_of_cta) {
   const double bytes = static_cast<double>(queries) * bytes_of_keys(p);
   const int head_blocks = ceil_div(p.num_q_heads, c.heads);
   const Price& price = price_of(c, p);
   const auto waves = static_cast<double>(ceil_div(queries * head_blocks, resident(s, num_sms)));
   const double fixed_us = price.fixed_us + (s.splits > 1 ? price.cluster_us : 0.0);
-  const int block = c.heads == kOctet ? 32 : 64;  // that CTAs share
-  const double keys_of_cta = std::max<double>(std::ceil(keys / s.splits / block) * block, kMinKeysPerCta);
   return waves * (fixed_us + price.ns_per_key * 1e-3 * keys_of_cta) +
          bytes * (price.us_per_byte + (head_blocks - 1) * kUsPerByteAgain);
+}
+inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
+                      int64_t queries, int num_sms) {
+  const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
+  const int block = c.heads == kOctet ? 32 : 64;  // that CTAs share
+  return time_of(p, c, s, queries, num_sms,
+                 std::max<double>(std::ceil(keys / s.splits / block) * block, kMinKeysPerCta));
 }
 
 // Calls fn(heads class, split class) for what may run the problem.

@@ -18,11 +18,13 @@ struct Segments {
   Kernel kernel;
   int64_t least_keys;  // of a segment
   int most;            // a power of two
+  int run_blocks;      // plan.h
 };
-inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 160, 8},
-                                         {16, Kernel::kFewHeads, 128, 8},
-                                         {32, Kernel::kManyHeads, 64, 8},
-                                         {INT_MAX, Kernel::kManyHeads, 288, 4}};
+// Of more than 32 heads a result that waits costs as much as several blocks.
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 80, 8, 2},
+                                         {16, Kernel::kFewHeads, 80, 8, 2},
+                                         {32, Kernel::kManyHeads, 64, 8, 2},
+                                         {INT_MAX, Kernel::kManyHeads, 128, 8, 0}};
 inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
                        [&](const Segments& s) { return p.num_q_heads <= s.most_heads; });
@@ -33,22 +35,34 @@ inline int num_segments(const SparseAttentionParams& p) {
   while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
   return segments;
 }
+// Of a query whose keys are all valid (sm90/segments.cuh, take_share).
+struct Runs {
+  int64_t blocks, count;
+};
+inline Runs runs_of(const SparseAttentionParams& p, int block_keys, int64_t most) {
+  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys}), run_blocks = segments_of(p).run_blocks;
+  int64_t least = blocks > 2 * run_blocks ? run_blocks : 1;
+  if (run_blocks == 0)
+    while (least * least < blocks) ++least;
+  return {blocks, std::max<int64_t>(ceil_div(blocks, std::max(least, ceil_div(blocks, most))), 1)};
+}
 // CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
 // keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
 struct SegmentCtas {
   Kernel kernel;
   int heads;
   int most;  // runs of a team, and CTAs of a query
+  int block_keys, teams;
   Price price;
   double us_of_run, us_of_waiting;  // of a team's run, and of a result that waits in local memory
   bool first_waits_in_registers;
 };
 inline constexpr SegmentCtas kSegmentCtas[] = {
-    {Kernel::kFewHeads, 8, 8, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
-    {Kernel::kFewHeads, 16, 8, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
-    {Kernel::kManyHeads, 16, 8, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
-    {Kernel::kManyHeads, 32, 8, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
-    {Kernel::kManyHeads, 64, 4, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
+    {Kernel::kFewHeads, 8, 8, 32, 4, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
+    {Kernel::kFewHeads, 16, 8, 64, 2, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
+    {Kernel::kManyHeads, 16, 8, 64, 1, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
+    {Kernel::kManyHeads, 32, 8, 64, 1, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
+    {Kernel::kManyHeads, 64, 8, 64, 1, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
 
 // Calls fn(variant, its CTAs) for what has the bits of the problem's segments, the fewest heads first.
 template <class Fn>
@@ -70,26 +84,49 @@ inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int
   const int segments = std::max(num_segments(p), splits);
   return segments / splits > ctas.most ? 0 : segments;
 }
-// Null where there are no segments.
+// The model's time of CTAs that take at most so many segments of a query.
+inline double time_of_segments(const SparseAttentionParams& p, const SegmentCtas& ctas, const SplitClass& s,
+                               int segments, int num_sms) {
+  const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
+  const Runs all = runs_of(p, ctas.block_keys, int64_t{segments} * ctas.teams);
+  const int64_t runs = ceil_div(all.count, int64_t{s.splits} * ctas.teams);  // of a team
+  const int64_t blocks =
+      std::min(ceil_div(all.count, int64_t{s.splits}) * ceil_div(all.blocks, all.count), all.blocks);
+  const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
+  const int64_t waiting = ctas.first_waits_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1;
+  const auto waves =
+      static_cast<double>(ceil_div(p.num_tokens * ceil_div(p.num_q_heads, ctas.heads), resident(s, num_sms)));
+  return time_of(p, price, s, p.num_tokens, num_sms, static_cast<double>(blocks * ctas.block_keys)) +
+         waves *
+             (static_cast<double>(runs) * ctas.us_of_run + static_cast<double>(waiting) * ctas.us_of_waiting);
+}
+// Null where there are no segments. Rows may be full or have few valid keys: what counts is how much longer
+// both take than they could, full ones and a quarter of one.
 inline std::optional<Plan> plan_segments(const SparseAttentionParams& p, int num_sms) {
   const int segments = num_segments(p);
-  Priced best;
-  for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
-    const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
-    for (const SplitClass& s : kSplitClasses) {
-      const int runs = segments / s.splits;
-      if (segments % s.splits != 0 || runs > ctas.most) continue;
-      const int waiting = std::max(ctas.first_waits_in_registers ? runs / 2 : runs, 1) - 1;
-      const auto waves = static_cast<double>(
-          ceil_div(p.num_tokens * ceil_div(p.num_q_heads, v.heads), resident(s, num_sms)));
-      const double us = time_of(p, price, s, p.num_tokens, num_sms) +
-                        waves * (runs * ctas.us_of_run + waiting * ctas.us_of_waiting);
-      if (us < best.us) best = {{v, s.splits}, us};
-    }
+  SparseAttentionParams quarter = p;
+  for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
+  const auto each = [&](auto&& fn) {
+    for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
+      for (const SplitClass& s : kSplitClasses)
+        if (segments % s.splits == 0)
+          fn(v, s.splits, time_of_segments(p, ctas, s, segments, num_sms),
+             time_of_segments(quarter, ctas, s, segments, num_sms));
+    });
+  };
+  double full_us = 1e30, quarter_us = 1e30, least = 1e30;
+  each([&](const Variant&, int, double full, double short_us) {
+    full_us = std::min(full_us, full), quarter_us = std::min(quarter_us, short_us);
   });
-  if (best.us == Priced{}.us) return {};
-  best.plan.segments = segments;
-  return best.plan;
+  std::optional<Plan> best;
+  each([&](const Variant& v, int splits, double full, double short_us) {
+    const double longer = full / full_us + short_us / quarter_us;
+    if (longer >= least) return;
+    least = longer;
+    best = Plan{v, splits};
+    best->segments = segments, best->run_blocks = segments_of(p).run_blocks;
+  });
+  return best;
 }
 
 }  // namespace mla_fp8::gpu::model

@@ -53,11 +53,10 @@ __device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
 
 struct KernelParams {
   SparseAttentionParams p;
-  Divider splits;       // CTAs of one cluster, which share a query's keys
-  Divider head_blocks;  // CTAs of kHeads heads for one query
-  bool follows;         // plan.h
-  // Segments of a query; runs of a team (sm90/segments.cuh).
-  int segments_log2, runs;
+  Divider splits;                 // CTAs of one cluster, which share a query's keys
+  Divider head_blocks;            // CTAs of kHeads heads for one query
+  bool follows;                   // plan.h
+  int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1
   int64_t first_tile;
@@ -89,7 +88,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
       .head_blocks = Divider(head_blocks),
       .follows = plan.follows,
       .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
-      .runs = plan.segments / plan.splits,
+      .run_blocks = plan.run_blocks,
       .tile_queries = plan.tile_queries,
       .first_tile = 0,
       .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,

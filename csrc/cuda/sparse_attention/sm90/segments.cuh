@@ -1,12 +1,14 @@
 #pragma once
 // batch_invariant: a query's result is that of a fixed tree of segments of its keys, whoever works on them.
 //
-// The blocks of the valid keys are dealt to `segments * kTeams` runs (plan.h), as even as can be. A run is
-// what a team adds up from zero, with bases of its own. These are whole numbers: what brings a result to
-// another base is a power of two, and exact. So only the order counts in which results are added up: as a
-// binary tree over the runs does, whose sides may be swapped. A CTA takes neighbouring segments, a team of it
-// neighbouring runs: subtrees. A run without keys changes nothing wherever it is added, or left out. Nor does
-// it count in many_heads of how many heads a CTA is: what it does with a head, the others do not change.
+// The blocks of the valid keys are dealt to runs, as even as can be: their number says how many (take_share),
+// at most `segments * kTeams` (plan.h). A run is what a team adds up from zero, with bases of its own. These
+// are whole numbers: what brings a result to another base is a power of two, and exact. So only the order
+// counts in which results are added up: as a binary tree over the runs does, whose sides may be swapped, and
+// whose left side has the odd run. It has a power of two of places, one for each team at least. A CTA takes
+// neighbouring places, a team of it too: subtrees. A place without a run changes nothing wherever it is
+// added, or left out, so the tree is the same with more places. Nor does it count in many_heads of how many
+// heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
 // below 2^-100 leave as 0 (output_value in sm90/item.cuh).
@@ -25,29 +27,47 @@ inline constexpr int kMaxRuns = 8;  // of a team
 // num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
 template <int kTeams>
 struct SegmentItem : SplitItem {
-  int runs;           // of a team
-  unsigned all_log2;  // of the runs of the query
-  int blocks;         // of the query
+  int segments_log2, run_blocks;  // at most; of a run at least, or 0 (plan.h)
+  int runs;                       // of a team: its places
+  unsigned all_log2;              // of the places of the query
+  int with_keys;                  // of its runs
+  int each, longer;               // blocks of a run, but for the first ones: those have one more
 
   SegmentItem() = default;
   __device__ SegmentItem(const SplitItem& item, const KernelParams& params)
-      : SplitItem(item),
-        runs(params.runs),
-        all_log2(params.segments_log2 + std::countr_zero(unsigned{kTeams})) {}
+      : SplitItem(item), segments_log2(params.segments_log2), run_blocks(params.run_blocks) {}
 
+  // As few runs as have no more blocks than the longest must have. (model::runs_of says the same.)
   template <class C>
-  __device__ void take_share(int num_keys, const Divider&) {
-    blocks = ceil_div(num_keys, C::kBlockKeys);
+  __device__ void take_share(int num_keys, const Divider& splits) {
+    constexpr int kTeamsLog2 = std::countr_zero(unsigned{kTeams});
+    const int blocks = ceil_div(num_keys, C::kBlockKeys), most_log2 = segments_log2 + kTeamsLog2;
+    int least = blocks > 2 * run_blocks ? run_blocks : 1;
+    if (run_blocks == 0)
+      while (least * least < blocks) ++least;
+    const int longest = max(least, (blocks + (1 << most_log2) - 1) >> most_log2);
+    with_keys = max(quotient(blocks + longest - 1, longest), 1);
+    each = quotient(blocks, with_keys);
+    longer = blocks - each * with_keys;
+    const int teams_log2 = 31 - __clz(splits.divisor()) + kTeamsLog2;
+    all_log2 = max(32 - __clz(with_keys - 1), teams_log2);
+    runs = 1 << (all_log2 - teams_log2);
     if constexpr (kTeams == 1) {
       first_block = first_block_of(first_run(0));
       num_blocks = first_block_of(first_run(1)) - first_block;
     } else {
-      num_blocks = kTeams * ceil_div(blocks * runs, 1 << all_log2);
+      num_blocks = kTeams * (each + (longer > 0)) * ceil_div(with_keys, 1 << teams_log2);
     }
   }
   __device__ int first_run(int team) const { return (split * kTeams + team) * runs; }
   __device__ int first_block_of(int run) const {
-    return static_cast<int>(static_cast<unsigned>(run) * static_cast<unsigned>(blocks) >> all_log2);
+    const int before = (run * with_keys + (1 << all_log2) - 1) >> all_log2;  // runs that have keys
+    return before * each + min(before, longer);
+  }
+
+  // Of whole numbers below 2^16.
+  __device__ static int quotient(int a, int b) {
+    return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
   }
 
   // As SplitItem.

@@ -337,7 +337,10 @@ class SplitLogits : BlockLogits<C> {
     for (int run = 0; run < w_.runs; ++run) {
       const int end = w_.first_block_of(first + run + 1) - w_.first_block;
       if (block == end) {
-        if (head < C::kHeads) write_node_base(run, head, kNoMax);
+        if (head < C::kHeads) {
+          x_.run_bases(run)[head] = kNoMax, x_.run_sums(run)[head] = 0.0f;
+          write_node_base(run, head, kNoMax);
+        }
         continue;
       }
 #pragma unroll 1
@@ -347,13 +350,14 @@ class SplitLogits : BlockLogits<C> {
             x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
         });
       // All have read the bases since the last block began.
-      write_sums(run);
+      write_sums();
       if (head < C::kHeads) {
         write_node_base(run, head, x_.run_bases(run)[head]);
         x_.head_state()[head].y = 0.0f;
       }
       fresh_ = true;
       named_barrier(kBarrierLogits, Base::kLogitThreads);
+      if (head < C::kHeads) x_.run_sums(run)[head] = sum_of_warps(head);
     }
   }
 
@@ -365,31 +369,29 @@ class SplitLogits : BlockLogits<C> {
   }
 
   // This warp's, which begin again.
-  __device__ __forceinline__ void write_sums(int run) {
+  __device__ __forceinline__ void write_sums() {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-    this->over_g(sums, x_.run_sums(run, member_), [](float a, float b) { return a + b; });
+    this->over_g(sums, x_.warp_max(member_), [](float a, float b) { return a + b; });
+  }
+  __device__ float sum_of_warps(int head) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.warp_max(i)[head];
+    return sum;
   }
 
   // As end_row.
   template <class Fn>
   __device__ __forceinline__ void end_runs(Fn&& fn) const {
-    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
+    const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
-    const auto has_keys = [&](int run) {
-      return run < w_.runs && w_.first_block_of(first + run) < w_.first_block_of(first + run + 1);
-    };
     float base = kNoMax;
-#pragma unroll
-    for (int run = 0; run < C::kMostRuns; ++run)
-      if (has_keys(run)) base = fmaxf(base, x_.run_bases(run)[head]);
+#pragma unroll 1
+    for (int run = 0; run < w_.runs; ++run) base = fmaxf(base, x_.run_bases(run)[head]);
     const float sum = tree_sum<C::kMostRuns>([&](int run) {
-      if (!has_keys(run)) return 0.0f;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.run_sums(run, i)[head];
-      return sum * fast_exp2(x_.run_bases(run)[head] - base);
+      return run < w_.runs ? x_.run_sums(run)[head] * fast_exp2(x_.run_bases(run)[head] - base) : 0.0f;
     });
     fn(head, base, sum, -INFINITY);
   }

@@ -26,7 +26,7 @@ namespace mla_fp8::gpu {
 //   q                  a value warp, the bytes   values            q: may be read as it came
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
-//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale, run_sums
+//   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
@@ -42,7 +42,7 @@ struct ManyHeadsSplit {
   static constexpr bool kSegments = kSegments_;
   using Item = std::conditional_t<kSegments, SegmentItem<1>, ItemOf<kTiles>>;
   static constexpr bool kFirstInRegisters = kOctets_ < 8;  // of segments: else there are none for it
-  static constexpr int kMostRuns = !kSegments ? 0 : kFirstInRegisters ? kMaxRuns : 4;
+  static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
   static_assert(!kSegments || !kFindsLargest);
@@ -94,7 +94,7 @@ struct ManyHeadsSplit {
     float rescale[2][kHeads];        // change of base, valid if moved
     int moved[2];
     alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
-    float warp_max[kLogitWarps][kHeads];    // sums at the end
+    float warp_max[kLogitWarps][kHeads];    // sums at the end, and of a run
     float q_scale[kHeads];
     float2 stats[kWalks ? 0 : kHeads];
     float largest[kFindsLargest && !kWalks ? kHeads : 0];                      // logit
@@ -112,7 +112,7 @@ struct ManyHeadsSplit {
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
     alignas(8) float run_bases[kMostRuns][kHeads];
     alignas(8) float node_bases[kMostRuns][kHeads];  // of the largest subtree that ends with the run
-    alignas(8) float run_sums[kMostRuns][kLogitWarps][kHeads];
+    float run_sums[kMostRuns][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
@@ -147,9 +147,7 @@ struct BlockExchange {
   }
   __device__ float* run_bases(int run) const { return at<float>(MLA_SMEM(C, run_bases)) + run * C::kHeads; }
   __device__ float* node_bases(int run) const { return at<float>(MLA_SMEM(C, node_bases)) + run * C::kHeads; }
-  __device__ float* run_sums(int run, int warp) const {
-    return at<float>(MLA_SMEM(C, run_sums)) + (run * C::kLogitWarps + warp) * C::kHeads;
-  }
+  __device__ float* run_sums(int run) const { return at<float>(MLA_SMEM(C, run_sums)) + run * C::kHeads; }
   __device__ uint8_t* scale_table(int buffer) const {
     return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   }
