@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from flashmla import flash_mla
+from flashmla import find_flash_mla
 from table import OURS
 
 import mla_fp8
 from harness import Work, arguments, run
 from mla_fp8 import KV_LAYOUTS, reference
 
+flash_mla = find_flash_mla()
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 LAYOUT, ROWS = KV_LAYOUTS["dsv4"], KV_LAYOUTS["bf16_512"]

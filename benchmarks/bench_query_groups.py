@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 import torch
 from bench_sparse_decode import CUDA, DEVICE, NUM_SLOTS, cache, dequantized
-from flashmla import flash_mla
+from flashmla import find_flash_mla
 
 import mla_fp8
 from harness import Work, arguments, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, reference
+
+flash_mla = find_flash_mla()
 
 PAGE = 64
 ROWS_PER_GRAPH, MAX_SETS = 600_000, 12

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from flashmla import flash_mla
+from flashmla import find_flash_mla
 from row_kinds import ROW_KINDS, RowKind, expected_keys, selected, windows
 from summary import markdown
 from table import OURS
@@ -28,6 +28,7 @@ import mla_fp8
 from harness import Work, arguments, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, reference
 
+flash_mla = find_flash_mla()
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 NUM_SLOTS = 1 << (20 if CUDA else 12)

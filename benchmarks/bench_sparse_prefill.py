@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 from bench_sparse_decode import CUDA, DEVICE, RATIO, REAL_ROUNDS, dequantized
-from flashmla import flash_mla
+from flashmla import find_flash_mla
 from row_kinds import RowKind, selected, windows
 from sparse_prefill_shapes import WINDOW, Shape, real_shapes, shapes
 from summary import markdown
@@ -30,6 +30,8 @@ import mla_fp8
 from harness import Work, arguments, load_triton_baselines, relative_difference, run
 from mla_fp8 import KV_LAYOUTS, KVLayout, reference
 from mla_fp8.backends.convert import packed
+
+flash_mla = find_flash_mla()
 
 WINDOW_PAGE, PAGE = 256, 64
 NUM_SETS, REAL_SETS = 3, 2 if CUDA else 1

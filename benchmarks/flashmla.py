@@ -1,25 +1,22 @@
-"""FlashMLA, whichever build is on the path: vLLM's or SGLang's, which has its kernels for Hopper as a side of
-their own. None without one.
-"""
+"""FlashMLA, whichever build is on the path: vLLM's, or SGLang's, where kernels for Hopper are a side of their own."""
 
 import functools
+import importlib
 import inspect
 from types import SimpleNamespace
 
-try:
-    import flash_mla as _package
-except ImportError:
-    _package = None
 
+def find_flash_mla() -> SimpleNamespace | None:
+    try:
+        package = importlib.import_module("flash_mla")
+    except ImportError:
+        return None
 
-def _for_hopper(name: str):
-    function = getattr(_package, name)
-    has_sides = "use_legacy" in inspect.signature(function).parameters
-    return functools.partial(function, use_legacy=True) if has_sides else function
+    def for_hopper(name: str):
+        function = getattr(package, name)
+        has_sides = "use_legacy" in inspect.signature(function).parameters
+        return functools.partial(function, use_legacy=True) if has_sides else function
 
-
-flash_mla = _package and SimpleNamespace(
-    get_mla_metadata=_package.get_mla_metadata,
-    flash_mla_with_kvcache=_for_hopper("flash_mla_with_kvcache"),
-    flash_mla_sparse_fwd=_for_hopper("flash_mla_sparse_fwd"),
-)
+    kernels = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+    found = {name: for_hopper(name) for name in kernels}
+    return SimpleNamespace(get_mla_metadata=package.get_mla_metadata, **found)
