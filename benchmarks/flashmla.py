@@ -1,4 +1,4 @@
-"""FlashMLA, whichever build is on the path: vLLM's, or SGLang's, where kernels for Hopper are a side of their own."""
+"""FlashMLA, whichever build is on the path. In SGLang's, kernels for Hopper are what it calls legacy."""
 
 import functools
 import importlib
