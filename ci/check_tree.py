@@ -38,7 +38,7 @@ def tracked() -> list[Path]:
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    return [ROOT / name for name in names if Path(name).suffix in SOURCES and (ROOT / name).exists()]
+    return [ROOT / name for name in names]
 
 
 def check_lines(name: str, lines: list[str]) -> Iterator[str]:
@@ -96,6 +96,10 @@ def check_functions(name: str, lines: list[str]) -> Iterator[str]:
 def main() -> int:
     wrong = []
     for path in tracked():
+        if path.is_symlink():
+            wrong.append(f"{path.relative_to(ROOT)}: a link to {path.readlink()}; the tree has none")
+        if path.suffix not in SOURCES or not path.exists():
+            continue
         name, lines = str(path.relative_to(ROOT)), path.read_text().splitlines()
         wrong += check_lines(name, lines)
         if name.startswith((ATTENTION, DEVICE)):

@@ -28,7 +28,8 @@ MODULES = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface", "sgl_ke
 
 
 def _why_not(module: ModuleType) -> str | None:
-    taken = probes.parameters(getattr(module, "flash_mla_with_kvcache", len)) or []
+    decode = getattr(module, "flash_mla_with_kvcache", None)
+    taken = (probes.parameters(decode) if decode else None) or []
     if "use_legacy" in taken:
         has_legacy = getattr(module, "has_legacy", lambda: True)
         return None if has_legacy() else f"{module.__name__} was built without its legacy kernels"
@@ -51,11 +52,11 @@ _DECODE_WIDTH, _PREFILL_WIDTH = 64, 128  # indices are taken in blocks of so man
 _MAX_BATCH = 8192
 
 
-def _kernel(api: Api, name: str) -> Callable[..., Any]:
-    """A function of FlashMLA's, on its kernels for our layouts."""
-    found = function(api, name)
-    has_sides = "use_legacy" in (probes.parameters(found) or [])
-    return functools.partial(found, use_legacy=True) if has_sides else found
+@functools.cache
+def for_our_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of FlashMLA's, on the side that has kernels for our layouts."""
+    has_sides = "use_legacy" in (probes.parameters(function) or [])
+    return functools.partial(function, use_legacy=True) if has_sides else function
 
 
 def sparse_decode(call: SparseCall) -> Pair:
@@ -81,7 +82,7 @@ def sparse_decode(call: SparseCall) -> Pair:
     lses = [q.new_empty(0, num_q_heads, dtype=torch.float32)]
     for begin in range(0, num_tokens, _MAX_BATCH):
         part = slice(begin, begin + _MAX_BATCH)
-        out, lse = _kernel(DECODE, "flash_mla_with_kvcache")(
+        out, lse = for_our_layouts(function(DECODE, "flash_mla_with_kvcache"))(
             q[part, None], k_cache, None, None, layout.head_dim_v, function(DECODE, "get_mla_metadata")()[0],
             **options, **{name: x[part] for name, x in per_token.items()},
         )  # fmt: skip
@@ -103,7 +104,7 @@ def _over_rows(call: SparseCall, kv: Tensor) -> Triple:
         return q.new_zeros(num_tokens, num_q_heads, call.layout.head_dim_v), nothing, nothing.clone()
     q, attn_sink = padded(q, call.attn_sink, HEADS)
     indices = masked(scope, len(kv))
-    results = _kernel(PREFILL, "flash_mla_sparse_fwd")(
+    results = for_our_layouts(function(PREFILL, "flash_mla_sparse_fwd"))(
         q, kv[:, None], to_multiple(indices, _PREFILL_WIDTH)[:, None], call.sm_scale, attn_sink=attn_sink,
         topk_length=None if scope.length is None else scope.length.clamp(0, indices.shape[1]),
     )  # fmt: skip

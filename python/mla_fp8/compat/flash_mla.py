@@ -198,8 +198,8 @@ def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLa
             f"flash_mla_with_kvcache: kv_format must be {' or '.join(found)} for rows of {row_bytes} bytes, "
             "got None (V4.1's rows of FlashMLA since 2026-09-30, vLLM 0.33 and SGLang's V41_NEW are neither)"
         )
-    for layout in found.values():
-        return layout
+    if found:
+        return next(iter(found.values()))
     known = " or ".join(dict.fromkeys(f"{x.head_dim_qk} with {x.bytes_per_token} bytes" for x in possible))
     raise ValueError(
         f"flash_mla_with_kvcache: head_dim of q and the bytes of a row of k_cache must be {known}, "
