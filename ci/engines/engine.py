@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import model
@@ -230,11 +231,8 @@ def run(args: argparse.Namespace) -> dict:
     return result | {"calls": dict(calls), "layers": args.layers, "context": args.context}
 
 
-def main() -> None:
-    args = parse()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
-    os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
-    os.environ[model.V4] = str(int(args.kv == V4_CACHE))
+def write_result(run: Callable[[argparse.Namespace], dict], args: argparse.Namespace) -> bool:
+    """Writes what ``run(args)`` returns, or why it does not, to ``args.out``; whether it does."""
     begin = time.time()
     try:
         result = run(args) | {"ok": True}
@@ -245,7 +243,16 @@ def main() -> None:
     args.out.write_text(json.dumps(result))
     print("DONE", result["ok"], f"{result['wall_s']:.0f} s", flush=True)
     sys.stdout.flush()
-    os._exit(not result["ok"])  # an engine's threads may outlive it
+    return result["ok"]
+
+
+def main() -> None:
+    args = parse()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
+    os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
+    os.environ[model.V4] = str(int(args.kv == V4_CACHE))
+    ok = write_result(run, args)
+    os._exit(not ok)  # an engine's threads may outlive it
 
 
 if __name__ == "__main__":

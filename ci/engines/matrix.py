@@ -29,6 +29,10 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
+OWN_PLUGINS = {
+    "vllm.general_plugins": {"mla_fp8_engines": "model:register"},
+    "sglang.srt.plugins": {"mla_fp8_engines": "sglang_engine:register"},
+}
 
 
 @dataclass(frozen=True)
@@ -187,15 +191,9 @@ def site_of(archives: Path) -> Path:
             list(pool.map(extract, sorted(archives.glob("*.tar.xz")), [site] * 8))
         points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
         announce(site, "mla_fp8", points)
-        announce(site, "mla_fp8_engines", _OURS)
+        announce(site, "mla_fp8_engines", OWN_PLUGINS)
         (site / ".done").touch()
     return site
-
-
-_OURS = {
-    "vllm.general_plugins": {"mla_fp8_engines": "model:register"},
-    "sglang.srt.plugins": {"mla_fp8_engines": "sglang_engine:register"},
-}
 
 
 def announce(site: Path, name: str, points: dict[str, dict[str, str]]) -> None:

@@ -8,19 +8,16 @@ indexer, caches and graphs are the same.
 
 import argparse
 import collections
-import json
 import logging
 import os
-import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import model
 import spies
 import torch
-from engine import ACCURACY_LENGTHS, kernels, per, prompts, turn
+from engine import ACCURACY_LENGTHS, kernels, per, prompts, turn, write_result
 
 # mla_fp8_engines: `register`, in every process.
 SGLANG_PLUGINS = {
@@ -194,20 +191,11 @@ def main() -> None:
     os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
     os.environ[WHO], os.environ[CALLS] = args.who, tempfile.mkdtemp()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-    begin = time.time()
-    try:
-        result = run(args) | {"ok": True}
-    except BaseException as error:  # whatever it is, the table says it
-        traceback.print_exc()
-        result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
-    result["wall_s"] = time.time() - begin
-    args.out.write_text(json.dumps(result))
-    print("DONE", result["ok"], f"{result['wall_s']:.0f} s", flush=True)
-    sys.stdout.flush()
+    ok = write_result(run, args)
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
-    os._exit(not result["ok"])
+    os._exit(not ok)
 
 
 if __name__ == "__main__":
