@@ -3,7 +3,7 @@
 import importlib
 from types import SimpleNamespace
 
-from mla_fp8.backends.flash_mla import for_our_layouts
+from mla_fp8.backends.flash_mla import for_our_layouts, has_sides
 
 
 def find_flash_mla() -> SimpleNamespace | None:
@@ -14,3 +14,10 @@ def find_flash_mla() -> SimpleNamespace | None:
     kernels = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
     found = {name: for_our_layouts(getattr(package, name)) for name in kernels}
     return SimpleNamespace(get_mla_metadata=package.get_mla_metadata, **found)
+
+
+def build() -> str:
+    """Which one it is, as `commit` of its rows has it: `sgl-flash-mla 1.0.0`."""
+    package = importlib.import_module("flash_mla")
+    name = "sgl-flash-mla" if has_sides(package.flash_mla_with_kvcache) else "flash_mla"
+    return f"{name} {getattr(package, '__version__', '')}".rstrip()

@@ -10,7 +10,7 @@ us              median microseconds
 error           of the result, relative to float64 over the dequantised rows
 difference      of the worst row of ours from that of a peer, relative (rows as engines send them)
 bytes, flops    of the case, in the row of `mla_fp8`
-commit          whose kernels ran
+commit          whose kernels ran; of FlashMLA its build (flashmla.py)
 =============== ==========================================================================================
 """
 

@@ -16,6 +16,7 @@ from results import (
     cell,
     commits,
     fixed,
+    flash_mla_builds,
     folded,
     markdown,
     matched,
@@ -88,7 +89,7 @@ def extremes(name: str, peer: str, cases: Iterable[Case], how: str) -> list[str]
 def overview() -> str:
     names = {"flash_mla": "FlashMLA", "flash_mla, pages": "FlashMLA's decode kernel, the same pages"}
     rows = [
-        extremes(f"{name}, {len(cases)} cells", peer, cases, names[peer])
+        extremes(f"{name}, {len(cases)} cells", peer, cases, f"{names[peer]} ({flash_mla_builds(cases)})")
         for name, (peer, cases) in real_rows().items()
     ]
     whole = [case for case, _ in layers().values()]
@@ -137,7 +138,8 @@ def decode_tables(device: str = GPU) -> Iterator[str]:
         [[label, cell(case, "flash_mla", COPIES)] for label, case in others.items()],
     )
     errors, where = results.errors(cases.values()), commits(cases.values())
-    yield f"Errors relative to float64: {errors}. Measured at {where}."
+    builds = flash_mla_builds(cases.values())
+    yield f"Errors relative to float64: {errors}. Measured at {where}, FlashMLA of {builds}."
 
 
 def decode_chart() -> str:
@@ -179,7 +181,8 @@ def prefill_tables() -> Iterator[str]:
     triton = ("triton + flash_mla",)
     yield grid("whole layers, straight from FP8 pages", lambda m: not alone(m) and not m["bf16"], triton)
     yield grid("whole layers, through the workspace", lambda m: not alone(m) and bool(m["bf16"]), triton)
-    yield f"Measured at {commits(case for _, case in parsed)}."
+    measured = [case for _, case in parsed]
+    yield f"Measured at {commits(measured)}, FlashMLA of {flash_mla_builds(measured)}."
 
 
 def ways() -> str:
@@ -261,7 +264,7 @@ def real_tables(device: str = GPU, ops: Iterable[str] = REAL) -> Iterator[str]:
     every = [case for op in ops for case in of(device, op).values()]
     found = [c.ours.difference for c in every if c.ours.difference is not None]
     worst = f" Results differ from FlashMLA's by at most {max(found):.1%}." if found else ""
-    yield f"{len(every)} cases, measured at {commits(every)}.{worst}"
+    yield f"{len(every)} cases, measured at {commits(every)}, FlashMLA of {flash_mla_builds(every)}.{worst}"
 
 
 def batch_invariant() -> str:

@@ -52,6 +52,11 @@ def commits(cases: Iterable[Case]) -> str:
     return ", ".join(f"`{commit}`" for commit in dict.fromkeys(case.ours.commit for case in cases) if commit)
 
 
+def flash_mla_builds(cases: Iterable[Case]) -> str:
+    rows = (row for case in cases for name, row in case.peers.items() if "flash_mla" in name)
+    return " and ".join(f"`{build}`" for build in dict.fromkeys(row.commit for row in rows))
+
+
 def fixed(ratio: float) -> str:
     """Two decimals below 2, one above: as much as a repeated run confirms."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"

@@ -52,11 +52,15 @@ _DECODE_WIDTH, _PREFILL_WIDTH = 64, 128  # indices are taken in blocks of so man
 _MAX_BATCH = 8192
 
 
+def has_sides(function: Callable[..., Any]) -> bool:
+    """Whether it is of SGLang's build."""
+    return "use_legacy" in (probes.parameters(function) or [])
+
+
 @functools.cache
 def for_our_layouts(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of FlashMLA's, on the side that has kernels for our layouts."""
-    has_sides = "use_legacy" in (probes.parameters(function) or [])
-    return functools.partial(function, use_legacy=True) if has_sides else function
+    return functools.partial(function, use_legacy=True) if has_sides(function) else function
 
 
 def sparse_decode(call: SparseCall) -> Pair:
