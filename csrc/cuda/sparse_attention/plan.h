@@ -110,6 +110,14 @@ struct Plan {
   // has more than twice as many, or 0: as many as there are runs.
   int segments = 1, run_blocks = 1;
 };
+// Of kSegments: blocks that a run may have, of a query's `blocks`. There are as few runs as have no more.
+MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
+  int least = blocks > 2 * run_blocks ? run_blocks : 1;
+  if (run_blocks == 0)
+    while (least * least < blocks) ++least;
+  const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
+  return share > least ? share : least;
+}
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"

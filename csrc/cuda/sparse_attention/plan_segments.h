@@ -35,16 +35,15 @@ inline int num_segments(const SparseAttentionParams& p) {
   while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
   return segments;
 }
-// Of a query whose keys are all valid (sm90/segments.cuh, take_share).
+// Of a query whose keys are all valid, as sm90/segments.cuh deals them.
 struct Runs {
   int64_t blocks, count;
 };
-inline Runs runs_of(const SparseAttentionParams& p, int block_keys, int64_t most) {
-  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys}), run_blocks = segments_of(p).run_blocks;
-  int64_t least = blocks > 2 * run_blocks ? run_blocks : 1;
-  if (run_blocks == 0)
-    while (least * least < blocks) ++least;
-  return {blocks, std::max<int64_t>(ceil_div(blocks, std::max(least, ceil_div(blocks, most))), 1)};
+inline Runs runs_of(const SparseAttentionParams& p, int block_keys, unsigned most) {
+  const int64_t blocks = ceil_div(num_keys(p), int64_t{block_keys});
+  const int longest =
+      longest_run(static_cast<int>(blocks), segments_of(p).run_blocks, std::countr_zero(most));
+  return {blocks, std::max<int64_t>(ceil_div(blocks, int64_t{longest}), 1)};
 }
 // CTAs that may take them, fitted to one H200: 808 forced plans of 1 to 256 queries of 640, 1152 and 2048
 // keys, times within 4 % in the mean. In each case a plan is chosen that is within 1 % of the fastest.
@@ -88,7 +87,7 @@ inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int
 inline double time_of_segments(const SparseAttentionParams& p, const SegmentCtas& ctas, const SplitClass& s,
                                int segments, int num_sms) {
   const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
-  const Runs all = runs_of(p, ctas.block_keys, int64_t{segments} * ctas.teams);
+  const Runs all = runs_of(p, ctas.block_keys, static_cast<unsigned>(segments * ctas.teams));
   const int64_t runs = ceil_div(all.count, int64_t{s.splits} * ctas.teams);  // of a team
   const int64_t blocks =
       std::min(ceil_div(all.count, int64_t{s.splits}) * ceil_div(all.blocks, all.count), all.blocks);

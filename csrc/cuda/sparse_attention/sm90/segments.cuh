@@ -37,15 +37,11 @@ struct SegmentItem : SplitItem {
   __device__ SegmentItem(const SplitItem& item, const KernelParams& params)
       : SplitItem(item), segments_log2(params.segments_log2), run_blocks(params.run_blocks) {}
 
-  // As few runs as have no more blocks than the longest must have. (model::runs_of says the same.)
   template <class C>
   __device__ void take_share(int num_keys, const Divider& splits) {
     constexpr int kTeamsLog2 = std::countr_zero(unsigned{kTeams});
     const int blocks = ceil_div(num_keys, C::kBlockKeys), most_log2 = segments_log2 + kTeamsLog2;
-    int least = blocks > 2 * run_blocks ? run_blocks : 1;
-    if (run_blocks == 0)
-      while (least * least < blocks) ++least;
-    const int longest = max(least, (blocks + (1 << most_log2) - 1) >> most_log2);
+    const int longest = longest_run(blocks, run_blocks, most_log2);
     with_keys = max(quotient(blocks + longest - 1, longest), 1);
     each = quotient(blocks, with_keys);
     longer = blocks - each * with_keys;
