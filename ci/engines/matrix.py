@@ -80,6 +80,8 @@ SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8",
 V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("stock", "calls", "exact")}
 SGLANG = {"kv": "sglang", "script": "sglang_engine.py"}
 PAGES = SGLANG | {"kv": "sglang_pages"}
+SGLANG_V4, SGLANG_V4_PAGES = SGLANG | {"kv": "sglang_v4"}, SGLANG | {"kv": "sglang_v4_pages"}
+TWO = ("--tensor-parallel", "2")
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
@@ -168,9 +170,33 @@ STEPS = {
         + sides(16, **PAGES, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
         280,
     ),
+    "sglang_v4": Step(
+        "SGLang, DeepSeek V4: graphs, 16 and 128 heads, and exact attention; eager",
+        sides(16, 128, **SGLANG_V4, who=ALL) + sides(16, **SGLANG_V4, who=("ours",), more=("--eager",)),
+    ),
+    "sglang_v4_pages": Step(
+        "SGLang, DeepSeek V4: prompts over FP8 pages, 16 and 128 heads, and exact attention",
+        sides(16, 128, **SGLANG_V4_PAGES, who=ALL),
+    ),
+    "sglang_v4_mtp": Step(
+        "SGLang, DeepSeek V4: speculation of 1 and 3 tokens, 16 heads; drafts as query groups",
+        sides(16, **SGLANG_V4, more=("--mtp", "1"))
+        + sides(16, **SGLANG_V4, who=("stock", "ours", "groups"), more=("--mtp", "3")),
+    ),
+    "sglang_v4_speed": Step(
+        "SGLang, DeepSeek V4: kernel times, 16 and 128 heads",
+        sides(16, 128, **SGLANG_V4, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        280,
+    ),
+    "sglang_parallel": Step(
+        "SGLang, tensor parallel on two GPUs: V3.2 with 16 heads; DeepSeek V4 with 32, and exact attention",
+        sides(16, **SGLANG, more=TWO)
+        + sides(32, **SGLANG_V4, more=TWO)
+        + (Case("exact", 32, "sglang_v4", ("--eager", *TWO), "eager", SGLANG["script"]),),
+    ),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",
-        sides(32, more=("--tensor-parallel", "2", "--multiprocessing")),
+        sides(32, more=(*TWO, "--multiprocessing")),
     ),
 }  # fmt: skip
 __doc__ = __doc__ % "\n".join(f"  {name:14s} {step.what}" for name, step in STEPS.items())

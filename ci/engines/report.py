@@ -54,16 +54,29 @@ def summary(result: dict) -> str:
 
 def difference(a: dict, b: dict) -> float | None:
     """Mean |difference| of the logprobs of the prompts."""
-    if not (a.get("prompt_logprobs") and b.get("prompt_logprobs")):
+    return _difference(a.get("prompt_logprobs"), b.get("prompt_logprobs"))
+
+
+def decode_to_prompts(result: dict) -> float | None:
+    """The same of what an engine generated: as it was generated, and as the end of a cached prompt."""
+    return _difference(result.get("logprobs"), result.get("logprobs_as_prompts"))
+
+
+def _difference(a: list[list[float]] | None, b: list[list[float]] | None) -> float | None:
+    if not (a and b):
         return None
-    pairs = zip(a["prompt_logprobs"], b["prompt_logprobs"], strict=True)
+    pairs = zip(a, b, strict=True)
     return statistics.mean(abs(x - y) for one, other in pairs for x, y in zip(one, other, strict=True))
 
 
 def exact_of(name: str, found: dict[str, dict]) -> dict:
     """The result of exact attention with the heads and the cache of an engine."""
-    _, heads, kv, *_ = name.split("-")
-    return found.get(f"exact-{heads}-{kv}-eager", {})
+    _, _, engine = _without_options(name).partition("-")
+    return found.get(f"exact-{engine}-eager", {})
+
+
+def _without_options(name: str) -> str:
+    return "-".join(name.split("-")[:3])
 
 
 def calls(result: dict, whose: str) -> int:
@@ -83,17 +96,19 @@ def table(found: dict[str, dict], shown: set[str]) -> str:
 
 def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     lines = [
-        "| engine | attends | FlashMLA called | mla_fp8 called | to exact attention | start, s |",
-        "|---|---|---|---|---|---|",
+        "| engine | attends | FlashMLA called | mla_fp8 called | to exact attention | decode to prompts "
+        "| start, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, result in ran.items():
         if name not in shown:
             continue
         distance = difference(result, exact_of(name, ran))
-        to_exact = "" if distance is None else f"{distance:.4f}"
+        distances = [distance, decode_to_prompts(result)]
+        shown_distances = " | ".join("" if x is None else f"{x:.4f}" for x in distances)
         selected = ", ".join(result.get("selected", []))
         counts = f"{calls(result, 'FlashMLA')} | {calls(result, 'mla_fp8')}"
-        lines.append(f"| {name} | {selected} | {counts} | {to_exact} | {result['init_s']:.0f} |")
+        lines.append(f"| {name} | {selected} | {counts} | {shown_distances} | {result['init_s']:.0f} |")
     return "\n".join(lines)
 
 
@@ -207,13 +222,16 @@ def problems(found: dict[str, dict]) -> list[str]:
             continue
         if not name.startswith("stock-") and calls(result, "FlashMLA"):
             wrong.append(f"{name}: FlashMLA was called {calls(result, 'FlashMLA')} times, expected 0")
+        if "cached_tokens" in result and not any(result["cached_tokens"]):
+            wrong.append(f"{name}: no prompt was cached")
         if name.startswith("groups-") and not calls(result, "in groups"):
             wrong.append(f"{name}: no drafts went as a group")
         if name.startswith("index-"):
             wrong += _wrong_with_indexer(name, result)
-        if name.startswith(("ours-", "calls-", "index-")):
+        if name.startswith(("ours-", "calls-", "groups-", "index-")):
             exact = exact_of(name, found)
-            stock = found.get("-".join(["stock", *name.split("-")[1:3]]), {})
+            _, _, engine = name.partition("-")
+            stock = found.get(f"stock-{engine}") or found.get(_without_options(f"stock-{engine}"), {})
             distances = difference(result, exact), difference(stock, exact)
             if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
                 wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import model
+import sglang_v4_model
 import spies
 import torch
 from engine import ACCURACY_LENGTHS, kernels, per, prompts, turn, write_result
@@ -24,8 +25,11 @@ SGLANG_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_query_groups",
 }  # fmt: skip
-PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # bf16 rows, FP8 pages
-WHO, CALLS = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS"  # in the environment of an engine's processes
+# By model what prompts attend to: bf16 rows, FP8 pages.
+PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
+V4_PREFILL_OVER_ROWS = {"sglang_v4": "1", "sglang_v4_pages": "0"}
+# In the environment of an engine's processes.
+WHO, CALLS, V4 = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS", model.V4
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL_GRAPHS = (256, 2048)
 CHUNK = 2048  # tokens of a step: longer prompts come in chunks
@@ -38,10 +42,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--who", choices=SGLANG_PLUGINS, required=True, help="whose attention")
     p.add_argument("--heads", type=int, default=128)
-    p.add_argument("--kv", choices=PREFILL_BACKENDS, default="sglang", help="what prompts attend to")
+    kinds = {**PREFILL_BACKENDS, **V4_PREFILL_OVER_ROWS}
+    p.add_argument("--kv", choices=kinds, default="sglang", help="the model, and what prompts attend to")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--eager", action="store_true")
     p.add_argument("--mtp", type=int, default=0)
+    p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
     p.add_argument("--context", type=int, default=4096, help="tokens of a prompt that is timed")
     p.add_argument("--new", type=int, default=48)
@@ -56,6 +62,8 @@ def register() -> None:
 
     for module in (weight_utils, loader):
         module.initialize_dummy_weights = random_weights
+    if os.environ[V4] == "1":
+        sglang_v4_model.register()
     if os.environ[WHO] == "exact":
         spies.exact_attention()
     spies.count_sglang_calls(ours=os.environ[WHO] != "stock")
@@ -74,14 +82,19 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
     most = max(args.batches, default=16)
     own = {
         "model_path": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "flashmla_kv",
-        "dsa_prefill_backend": PREFILL_BACKENDS[args.kv],
+        "kv_cache_dtype": "fp8_e4m3",
         "max_total_tokens": (most + 2) * (args.context + model.MAX_LENGTH // 2),
         "mem_fraction_static": 0.7,  # of what is free: max_total_tokens is less
         "max_running_requests": most, "context_length": 2 * model.MAX_LENGTH, "random_seed": 0,
         "chunked_prefill_size": RUNNER_CHUNK if args.batches else CHUNK, "sampling_backend": "pytorch",
-        "disable_cuda_graph": args.eager, "log_level": "info",
+        "disable_cuda_graph": args.eager, "log_level": "info", "tp_size": args.tensor_parallel,
+        "enforce_disable_flashinfer_allreduce_fusion": True,  # FlashInfer is not packed
     }  # fmt: skip
+    if args.kv in PREFILL_BACKENDS:
+        own |= {"dsa_decode_backend": "flashmla_kv", "dsa_prefill_backend": PREFILL_BACKENDS[args.kv]}
+    else:
+        own |= {"moe_runner_backend": "triton"}  # there are no experts: any that needs no package
+        own |= {"swa_full_tokens_ratio": 1.0}  # a row of the window for every token: prompts stay cached
     if not args.eager:
         own |= {"cuda_graph_bs_decode": [n for n in GRAPHS if n <= most]}
         own |= {"cuda_graph_bs_prefill": list(PREFILL_GRAPHS)}
@@ -109,7 +122,25 @@ def logprobs(args: argparse.Namespace, folder: Path) -> dict:
     result["logprobs"] = [[logprob for logprob, *_ in each["output_token_logprobs"]] for each in found]
     if any(len(each) != args.new for each in result["logprobs"]):
         raise RuntimeError(f"{[len(each) for each in result['logprobs']]} tokens, expected {args.new} each")
+    result |= logprobs_as_prompts(engine, ids, found)
     return result | {"calls": spies.saved_calls(Path(os.environ[CALLS]))}
+
+
+def logprobs_as_prompts(engine, ids: list[list[int]], found: list[dict]) -> dict:
+    """The logprobs of what was generated, of a prompt that goes on with it and whose beginning is cached."""
+    tokens = [[token for _, token, *_ in each["output_token_logprobs"]] for each in found]
+    outputs = engine.generate(
+        input_ids=[a + b for a, b in zip(ids, tokens, strict=True)],
+        sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=[len(each) - 1 for each in ids],
+    )
+    again = [output["meta_info"] for output in outputs]
+    of_tokens = [each["input_token_logprobs"][-len(new) :] for each, new in zip(again, tokens, strict=True)]
+    return {
+        "logprobs_as_prompts": [[logprob for logprob, *_ in each] for each in of_tokens],
+        "cached_tokens": [each["cached_tokens"] for each in again],
+    }
 
 
 class Runner:
@@ -172,8 +203,11 @@ def times_of(runner: Runner, args: argparse.Namespace, number: int, size: int) -
 
 
 def run(args: argparse.Namespace) -> dict:
-    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"sglang_{args.heads}_{args.layers}")
-    model.write_config(folder, args.heads, args.layers, model.MAX_LENGTH)
+    folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}")
+    if args.kv in V4_PREFILL_OVER_ROWS:
+        sglang_v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH)
+    else:
+        model.write_config(folder, args.heads, args.layers, model.MAX_LENGTH)
     import sglang
     import sglang.srt.entrypoints.engine as entrypoint
 
@@ -190,6 +224,10 @@ def main() -> None:
     # The other one, in Rust, is linked with the torch that SGLang names: with torch 2.11 it crashes.
     os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
     os.environ[WHO], os.environ[CALLS] = args.who, tempfile.mkdtemp()
+    os.environ[V4] = str(int(args.kv in V4_PREFILL_OVER_ROWS))
+    if args.kv in V4_PREFILL_OVER_ROWS:
+        os.environ |= sglang_v4_model.SWITCHES
+        os.environ["SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"] = V4_PREFILL_OVER_ROWS[args.kv]
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     ok = write_result(run, args)
     from sglang.srt.utils import kill_process_tree

@@ -124,22 +124,15 @@ def attend_exactly(q, scopes: list[Scope], sm_scale: float, out=None, sink=None,
 def exact_attention() -> None:
     """Our plug-in's calls in plain PyTorch and float32, from the bytes of the cache as specified."""
     attend = import_module("mla_fp8.integrations.attend")
-    reference = import_module("mla_fp8.reference")
 
     def over_pages(
-        q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, out=None, group=None
-    ):
-        pages = kv_cache.view(-1, page_size, kv_cache.shape[-1])
-
-        def gather(slots):
-            rows = pages[slots // page_size, slots % page_size]
-            if layout.fp8_dtype is None:
-                return rows
-            flat = rows.view(torch.uint8).flatten(0, 1)  # pages of one row
-            return reference.dequantize_cache(flat, layout=layout, page_size=1).view(*slots.shape, -1)
-
-        scope = Scope(gather, len(pages) * page_size, indices, topk_length)
-        return attend_exactly(q, [scope], sm_scale, out)
+        q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, attn_sink=None, out=None,
+        extra_kv_cache=None, extra_indices=None, extra_topk_length=None, extra_page_size=0, **unused,
+    ):  # fmt: skip
+        scopes = [of_pages(kv_cache, layout, page_size, indices, topk_length)]
+        if extra_kv_cache is not None:
+            scopes.append(of_pages(extra_kv_cache, layout, extra_page_size, extra_indices, extra_topk_length))
+        return attend_exactly(q, scopes, sm_scale, out, attn_sink)
 
     def over_rows(q, kv, indices, *, sm_scale, topk_length=None, attn_sink=None, out=None):
         scope = Scope(lambda slots: kv[slots], len(kv), indices, topk_length)
@@ -149,19 +142,31 @@ def exact_attention() -> None:
     attend.over_pages, attend.over_rows = over_pages, over_rows
 
 
+def of_pages(kv_cache, layout, page_size: int, indices, lengths) -> Scope:
+    """What a call attends to in the pages of a cache."""
+    mla_fp8, reference = import_module("mla_fp8"), import_module("mla_fp8.reference")
+    pages = kv_cache.view(-1, page_size, kv_cache.shape[-1])
+
+    def gather(slots):
+        if layout.name == "dsv4":  # exact in bf16, as its scales are powers of two
+            rows = mla_fp8.dequantize_kv(kv_cache, slots.flatten(), layout=layout, page_size=page_size)
+            return rows.view(*slots.shape, -1)
+        rows = pages[slots // page_size, slots % page_size]
+        if layout.fp8_dtype is None:
+            return rows
+        flat = rows.view(torch.uint8).flatten(0, 1)  # pages of one row
+        return reference.dequantize_cache(flat, layout=layout, page_size=1).view(*slots.shape, -1)
+
+    return Scope(gather, len(pages) * page_size, indices, lengths)
+
+
 def exact_v4() -> None:
     """FlashMLA's calls in vLLM's V4 layer, padded heads and all, in the same arithmetic."""
     layer = import_module("vllm.models.deepseek_v4.nvidia.flashmla")
-    mla_fp8 = import_module("mla_fp8")
+    dsv4 = import_module("mla_fp8").KV_LAYOUTS["dsv4"]
 
     def scope(cache, indices, lengths):
-        page_size = cache.shape[1]
-
-        def gather(slots):
-            rows = mla_fp8.dequantize_kv(cache, slots.flatten(), layout="dsv4", page_size=page_size)
-            return rows.view(*slots.shape, -1)
-
-        return Scope(gather, len(cache) * page_size, indices.flatten(0, 1), lengths)
+        return of_pages(cache, dsv4, cache.shape[1], indices.flatten(0, 1), lengths)
 
     def decode(*, q, k_cache, indices, topk_length, softmax_scale, attn_sink, out, **options):
         scopes = [scope(k_cache, indices, topk_length)]

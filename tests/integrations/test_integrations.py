@@ -139,6 +139,21 @@ def test_calls_that_we_do_not_have_go_to_the_original_and_that_is_said_once(chan
     assert flash_mla_calls.around_decode(original, **narrow) == narrow
 
 
+def test_entries_of_another_format_than_the_window_go_to_the_original(caplog):
+    """SGLANG_DSV4_COMPRESSED_KV_LAYOUT=fp4: FP4 rows beside V4's."""
+    log.say_once.cache_clear()
+    rows, entries = (KV_LAYOUTS[name].bytes_per_token for name in ("dsv4", "dsv41_fp4"))
+    arguments = engine_standins.decode_call(make_case(KV_LAYOUTS["dsv4"], "cpu", extra=V4_SCOPES))
+    arguments["extra_k_cache"] = arguments["extra_k_cache"][..., :entries]
+
+    def original(**given):
+        return given
+
+    with caplog.at_level("INFO"):
+        assert flash_mla_calls.around_decode(original, **arguments) == arguments
+    assert f"stays FlashMLA's for entries of {entries} bytes beside rows of {rows}" in caplog.text
+
+
 def test_tokens_of_a_request_that_share_its_length_are_rows_of_their_own(device):
     """Speculation: three tokens for each of two requests."""
     case = make_case(KV_LAYOUTS["dsv32"], device, sink=False)

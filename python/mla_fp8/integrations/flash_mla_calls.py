@@ -92,6 +92,9 @@ def why_not_ours(given: dict[str, Any]) -> str | None:
     q, k_cache = given["q"], given["k_cache"]
     if not given.get("is_fp8_kvcache") or _row(q, k_cache) not in _LAYOUTS:
         return "head_dim {} with rows of {} bytes".format(*_row(q, k_cache))
+    extra = given.get("extra_k_cache")
+    if extra is not None and _row(q, extra) != _row(q, k_cache):
+        return f"entries of {_row(q, extra)[1]} bytes beside rows of {_row(q, k_cache)[1]}"
     return None
 
 

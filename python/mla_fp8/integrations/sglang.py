@@ -164,7 +164,7 @@ def register() -> None:
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     _LOGGER.info(
         "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
-        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1.",
+        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1's formats.",
         ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
     )
 
