@@ -211,13 +211,22 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
 
 // A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
 // once the entries are on their way: behind it they would come late, and the first rows with them. A large Q
-// comes by the copy engine, past the loads.
-template <class C, class Meanwhile>
+// comes by the copy engine, past the loads. Producers beside warps that expand fetch rows already.
+template <class C, class Producers, class Meanwhile>
 __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
-                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
+                                                  uint8_t* smem, int warp, int lane, Producers& producers,
+                                                  Meanwhile&& meanwhile) {
   constexpr int kWarps = C::kThreads / kWarpSize;
   const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
-  survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
+  if constexpr (C::kExpanders > 0) {
+    constexpr int kFirst = kWarps - C::kProducers - C::kExpanders, kEnd = kFirst + C::kProducers;
+    if (warp >= kFirst && warp < kEnd) producers.fetch_early(w);
+    else
+      survey_keys<kWarps - C::kProducers, 3>(w.source(params), warp < kFirst ? warp : warp - C::kProducers,
+                                             lane, map, meanwhile);
+  } else {
+    survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
+  }
   block_barrier<C::kThreads>();
   const unsigned length = w.source(params).length();
   const KeySurvey survey(map, length, lane);

@@ -324,12 +324,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   typename C::Item w = find_item<C>(params);
   if (params.shared.has(w.query)) return leave_grid(params.follows);
   Query<C> q;
-  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
+  Producers<C> producers(params, smem, warp - kConsumerWarps, lane);
+  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, producers, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
   });
 
   if (warp >= kConsumerWarps) {
-    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
+    producers.run(w, survey);
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
     if (params.num_splits() > 1) {

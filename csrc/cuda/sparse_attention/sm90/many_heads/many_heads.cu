@@ -80,17 +80,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     w.source(params).fetch_pages(thread, C::kThreads);
   }
   KeySurvey survey;
+  Producers<C> producers(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
   if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
     w.template take_share<C>(w.num_keys, params.splits);
     w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
   } else {
-    survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+    survey = survey_query<C>(params, w, smem, warp, lane, producers, [] {});
   }
   const bool split = params.num_splits() > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+    producers.run(w, survey);
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
