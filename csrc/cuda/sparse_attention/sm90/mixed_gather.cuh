@@ -163,14 +163,6 @@ class MixedGather : protected Gather<C> {
   int num_pending_ = 0;
 };
 
-// What a producer has of its row before the row's valid keys are known: the rows of its first two stages, and
-// whether the first one's are on their way.
-template <class C>
-struct EarlyStage {
-  typename MixedGather<C>::Rows rows{};
-  bool is_there = false;
-};
-
 // The producers of a CTA that works on one row: a lane looks up a key of two stages.
 template <class C>
 class MixedProducer : MixedGather<C> {
@@ -180,19 +172,74 @@ class MixedProducer : MixedGather<C> {
   __device__ MixedProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : MixedGather<C>(params, smem, lane), warp_(warp) {}
 
-  // While others survey the row: its first stage, as if all keys were valid, which they mostly are.
-  //
+  // Of a row that is surveyed.
+  __device__ void run(const Item& w, const KeySurvey& survey) {
+    const ValidKeys<MapInShared> valid_keys = keys_of(survey);
+    const typename Item::Source source = w.source(this->params_);
+    run(w, valid_keys, {}, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
+  }
+
+  // While others survey it: fetches as if all keys were valid, which they mostly are. A usual row has a loop
+  // of its own, as SplitProducer's.
+  __device__ void run_early(Item& w) {
+    Early early = fetch_early(w);
+    mbarrier_wait(this->ring_.survey(), 0);
+    const KeySurvey survey = read_survey<C>(this->params_, w, this->ring_.smem, kSurveyWarps<C>, this->lane_);
+    const ValidKeys<MapInShared> valid_keys = keys_of(survey);
+    const typename Item::Source source = w.source(this->params_);
+    const bool all_valid =
+        !valid_keys.has_gaps() && valid_keys.num_keys() == static_cast<int>(source.length());
+    if (early.is_there && !all_valid) {
+      cp_async_wait_all();  // other rows will come to their places
+      __syncwarp();
+      early.is_there = false;
+    }
+    if (!valid_keys.has_gaps() && !source.has_pages()) [[likely]]
+      return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
+    run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
+  }
+  // The barriers that it waits for are made: by the warp that makes them.
+  __device__ static void let_begin() { named_barrier_arrive(kBarrierBegin, kBeginThreads); }
+
+ private:
+  // Rows of the first two stages; whether the first one's are on their way.
+  struct Early {
+    typename MixedGather<C>::Rows rows{};
+    bool is_there = false;
+  };
+  enum { kBarrierBegin = 8, kBarrierTurn = 8 };  // + producer, from the second on: its turn has come
+  static constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize, kTurnThreads = 2 * kWarpSize;
+  static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
+  static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
+
+  __device__ ValidKeys<MapInShared> keys_of(const KeySurvey& survey) const {
+    return {survey, {this->ring_.smem + MLA_SMEM(C, maps)}};
+  }
+  // Of a stage past the last one: any. The first lanes have the stage after the next, whose ranks are lower.
+  __device__ int rank_of_lane(const Item& w, int i) const {
+    const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;
+    return w.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w.num_blocks), 0) +
+           this->lane_ % kStageRows;
+  }
+
   // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for, first
   // rows would come when all of it does. So producers whose first stages are several blocks take turns with
   // them, if they have more, and none asks for its second stage before the first is there.
-  __device__ __forceinline__ EarlyStage<C> fetch_early(Item w) const {
+  __device__ __forceinline__ Early fetch_early(Item w) const {
     const typename Item::Source source = w.source(this->params_);
     const auto num_keys = static_cast<int>(source.length());
-    if (source.has_pages() || num_keys == 0) return {};
-    w.template take_share<C>(num_keys, this->params_.splits);
-    const int num_stages = w.num_blocks * C::kBlockStages, rank = rank_of_lane(w, warp_);
-    const KeySource::Key key = source.listed(min(rank, num_keys - 1));
-    EarlyStage<C> early{this->look_up(this->word_of(key), rank < num_keys)};
+    const bool is_listed = !source.has_pages() && num_keys > 0;
+    KeySource::Key key{-1, 0};
+    int rank = 0;
+    if (is_listed) {
+      w.template take_share<C>(num_keys, this->params_.splits);
+      rank = rank_of_lane(w, warp_);
+      key = source.listed(min(rank, num_keys - 1));
+    }
+    named_barrier(kBarrierBegin, kBeginThreads);
+    if (!is_listed) return {};
+    const int num_stages = w.num_blocks * C::kBlockStages;
+    Early early{this->look_up(this->word_of(key), rank < num_keys)};
     const uint32_t valid = __ballot_sync(kFullWarp, source.is_valid(key)) >> kStageRows;
     early.is_there = warp_ < num_stages && valid == kStagePlaces && !early.rows.repeat;
     const bool takes_turns = C::kBlockStages < C::kProducers && num_stages > C::kProducers;
@@ -203,37 +250,9 @@ class MixedProducer : MixedGather<C> {
     return early;
   }
 
-  // A usual row has a loop of its own, as SplitProducer's, where there is no code of expansion in it.
-  __device__ void run(const Item& w, const KeySurvey& survey, EarlyStage<C> early) {
-    const ValidKeys<MapInShared> valid_keys(survey, {this->ring_.smem + MLA_SMEM(C, maps)});
-    const typename Item::Source source = w.source(this->params_);
-    if (early.is_there &&
-        (valid_keys.has_gaps() || valid_keys.num_keys() != static_cast<int>(source.length()))) {
-      cp_async_wait_all();  // other rows will come to their places
-      __syncwarp();
-      early.is_there = false;
-    }
-    if constexpr (C::kExpanders > 0)
-      if (!valid_keys.has_gaps() && !source.has_pages()) [[likely]]
-        return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
-    run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
-  }
-
- private:
-  static constexpr int kBarrierTurn = 8, kTurnThreads = 2 * kWarpSize;  // + producer: its turn has come
-  static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
-  static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
-
-  // Of a stage past the last one: any. The first lanes have the stage after the next, whose ranks are lower.
-  __device__ int rank_of_lane(const Item& w, int i) const {
-    const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;
-    return w.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w.num_blocks), 0) +
-           this->lane_ % kStageRows;
-  }
-
   template <class FindKey>
-  __device__ __forceinline__ void run(const Item& w, const ValidKeys<MapInShared>& valid_keys,
-                                      EarlyStage<C>& early, FindKey&& find) {
+  __device__ __forceinline__ void run(const Item& w, const ValidKeys<MapInShared>& valid_keys, Early early,
+                                      FindKey&& find) {
     const int num_stages = w.num_blocks * C::kBlockStages, last = valid_keys.num_keys() - 1;
     // Its stages in pairs, whose entries, which the survey has brought close, are loaded two stages ahead.
     uint32_t key = 0;
@@ -260,38 +279,38 @@ class MixedProducer : MixedGather<C> {
   const int warp_;
 };
 
-// All warps of a CTA with one query that do not compute.
+// The warps of a CTA with one query that do not compute, but for early producers.
 template <class C>
-class Producers {
- public:
-  using Item = typename C::Item;
-
-  __device__ Producers(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : params_(params), smem_(smem), warp_(warp), lane_(lane) {}
-
-  // While others survey the row, where there are warps that expand: else what comes early would wait for its
-  // producer.
-  __device__ __forceinline__ void fetch_early(const Item& w) {
-    early_ = MixedProducer<C>(params_, smem_, warp_, lane_).fetch_early(w);
-  }
-  __device__ __forceinline__ void run(const Item& w, const KeySurvey& survey) {
-    if constexpr (C::kExpanders > 0) {
-      if (warp_ >= C::kProducers) {
-        give_up_registers<C::kExpanderRegisters>();
-        return StageExpander<C>(smem_, lane_).run(warp_ - C::kProducers, w.num_blocks * C::kBlockStages);
-      }
-    }
+__device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
+                                              const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
+  if constexpr (kProducersAreEarly<C>) {
+    give_up_registers<C::kExpanderRegisters>();
+    StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
+  } else {
     give_up_registers<C::kProducerRegisters>();
-    if constexpr (C::R::kMixed) MixedProducer<C>(params_, smem_, warp_, lane_).run(w, survey, early_);
-    else SplitProducer<C>(params_, w, survey, smem_, warp_, lane_).run();
+    if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
+    else SplitProducer<C>(params, w, survey, smem, warp, lane).run();
   }
-
- private:
-  struct None {};
-  std::conditional_t<C::R::kMixed, EarlyStage<C>, None> early_;
-  const KernelParams& params_;
-  uint8_t* const smem_;
-  const int warp_, lane_;
-};
+}
+// These: true if this warp is one. They survey nothing and give up their registers at once, for which the
+// consumers wait.
+template <class C>
+__device__ __forceinline__ bool run_early_producers(const KernelParams& params, typename C::Item& w,
+                                                    uint8_t* smem, int warp, int lane) {
+  if constexpr (kProducersAreEarly<C>) {
+    if (warp >= 0 && warp < C::kProducers) {
+      give_up_registers<C::kProducerRegisters>();
+      MixedProducer<C>(params, smem, warp, lane_of_role<C>(lane)).run_early(w);
+      return true;
+    }
+  }
+  return false;
+}
+// After the barriers are made, by warp 0.
+template <class C>
+__device__ __forceinline__ void let_producers_begin(int warp) {
+  if constexpr (kProducersAreEarly<C>)
+    if (warp == 0) MixedProducer<C>::let_begin();
+}
 
 }  // namespace mla_fp8::gpu
