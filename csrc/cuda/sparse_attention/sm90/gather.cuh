@@ -20,6 +20,7 @@ struct Ring {
   __device__ uint32_t raw(int s) const {  // of two layouts: rows are there as they lie in the caches
     return smem + MLA_SMEM(C, raw_barriers) + s * 8;
   }
+  __device__ uint32_t survey() const { return smem + MLA_SMEM(C, survey_barrier); }
   // By one thread: lanes with an address each take turns, and to racecheck all others write somewhere, too.
   __device__ void init() const {
 #pragma unroll
@@ -29,6 +30,7 @@ struct Ring {
       mbarrier_init(full(s), C::R::kMixed ? kWarpArrivals : kFetched);
       mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
     }
+    if constexpr (kProducersAreEarly<C>) mbarrier_init(survey(), 1);
   }
 };
 

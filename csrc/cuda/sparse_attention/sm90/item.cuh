@@ -209,24 +209,56 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
   }
 }
 
-// A CTA that works on one query: its valid keys, of which it takes its share. `meanwhile` may load a small Q,
-// once the entries are on their way: behind it they would come late, and the first rows with them. A large Q
-// comes by the copy engine, past the loads.
-template <class C, class Meanwhile>
-__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
-                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
-  constexpr int kWarps = C::kThreads / kWarpSize;
-  const uint32_t map = shared_address(smem) + MLA_SMEM(C, maps);
-  survey_keys<kWarps, 6>(w.source(params), warp, lane, map, meanwhile);
-  block_barrier<C::kThreads>();
+// Where other warps expand what producers fetch, these do not survey a query: they begin before
+// (sm90/mixed_gather.cuh), and wait for survey_barrier. All others meet at a barrier.
+template <class C>
+inline constexpr bool kProducersAreEarly = C::kExpanders > 0;
+template <class C>
+inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
+inline constexpr int kBarrierSurvey = 7;
+// `lane` for one role: where there are many roles, it would be spilled if all had it in common.
+template <class C>
+__device__ __forceinline__ int lane_of_role(int lane) {
+  if constexpr (kProducersAreEarly<C>) {
+    lane = threadIdx.x % kWarpSize;
+    asm volatile("" : "+r"(lane));
+  }
+  return lane;
+}
+
+// What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid keys,
+// of which the CTA takes its share.
+template <class C>
+__device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
+                                                 uint32_t smem, int warp, int lane) {
   const unsigned length = w.source(params).length();
-  const KeySurvey survey(map, length, lane);
+  const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
   if (survey.has_gaps && has_positions<C>(length)) [[unlikely]] {
-    list_positions<kWarps>(survey, positions_of<C>(shared_address(smem)), warp, lane);
+    if (!kProducersAreEarly<C> || warp < kSurveyWarps<C>)
+      list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
     block_barrier<C::kThreads>();
   }
   w.template take_share<C>(survey.num_keys, params.splits);
   return survey;
+}
+
+// A CTA that works on one query: its valid keys. `meanwhile` may load a small Q, once the entries are on their
+// way: behind it they would come late, and the first rows with them. A large Q comes by the copy engine, past
+// the loads.
+template <class C, class Meanwhile>
+__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
+                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
+  const uint32_t shared = shared_address(smem);
+  if constexpr (kProducersAreEarly<C>) {
+    if (warp >= kSurveyWarps<C> - C::kExpanders) warp -= C::kProducers;
+    survey_keys<kSurveyWarps<C>, 3>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps), meanwhile);
+    named_barrier(kBarrierSurvey, kSurveyWarps<C> * kWarpSize);
+    if (warp == 0 && lane == 0) mbarrier_arrive(shared + MLA_SMEM(C, survey_barrier));
+  } else {
+    survey_keys<kSurveyWarps<C>, 6>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps), meanwhile);
+    block_barrier<C::kThreads>();
+  }
+  return read_survey<C>(params, w, shared, warp, lane);
 }
 
 // ---- walk: a CTA goes through items ---------------------------------------------------------------------

@@ -21,13 +21,6 @@ class MixedGather : protected Gather<C> {
   using First = typename R::First;
   using Second = typename R::Second;
 
-  __device__ MixedGather(const KernelParams& params, uint8_t* smem, int lane)
-      : Gather<C>(params, smem, lane), expander_(smem, lane) {}
-
- protected:
-  using Key = KeySource::Key;
-  using Gather<C>::find, Gather<C>::lane_, Gather<C>::p_, Gather<C>::params_, Gather<C>::ring_;
-
   // Of this lane's key where it lies. Of all 32: which come from the second cache, which count; and whether
   // some of a stage have one row.
   struct Rows {
@@ -36,6 +29,14 @@ class MixedGather : protected Gather<C> {
     uint32_t extras, counted;
     bool repeat;
   };
+
+  __device__ MixedGather(const KernelParams& params, uint8_t* smem, int lane)
+      : Gather<C>(params, smem, lane), expander_(smem, lane) {}
+
+ protected:
+  using Key = KeySource::Key;
+  using Gather<C>::find, Gather<C>::lane_, Gather<C>::p_, Gather<C>::params_, Gather<C>::ring_;
+
   // Lanes 0 to 15 and 16 to 31 have the keys of a stage each. Registers are short: a key is one word.
   __device__ static uint32_t word_of(Key key) { return key.slot | key.scope << 31; }
   __device__ __forceinline__ Rows look_up(uint32_t key, bool counts) const {
@@ -66,8 +67,14 @@ class MixedGather : protected Gather<C> {
   }
   // Into that stage what the lanes from `from` on have looked up.
   __device__ __forceinline__ void fetch(int i, const Rows& rows, int from) {
-    const int stage = i % C::kStages, parity = i / C::kStages & 1;
-    mbarrier_wait(ring_.empty(stage), parity ^ 1);
+    wait_until_free<C::kStages>(ring_.empty(i % C::kStages), i);
+    if (rows.repeat) [[unlikely]]
+      copy_stage<true>(i % C::kStages, rows, from);
+    else copy_stage<false>(i % C::kStages, rows, from);
+    announce(i);
+  }
+  template <bool kThroughL1>
+  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from) const {
     const uint32_t extras = rows.extras >> from & kStagePlaces;
     if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras);
     const int place = lane_ - from;
@@ -77,9 +84,11 @@ class MixedGather : protected Gather<C> {
       copy_scales(ring_.stage(stage) + R::kTableOffset + place * R::kRawScaleBytes, rows.row + rows.scales,
                   extras >> place & 1);
     }
-    if (rows.repeat) [[unlikely]]
-      copy_rows<true>(stage, rows.row, extras, from);
-    else copy_rows<false>(stage, rows.row, extras, from);
+    copy_rows<kThroughL1>(stage, rows.row, extras, from);
+  }
+  // That the copies into that stage are on their way.
+  __device__ __forceinline__ void announce(int i) {
+    const int stage = i % C::kStages, parity = i / C::kStages & 1;
     mbarrier_arrive_cp_async(ring_.raw(stage));
     mbarrier_arrive_warp(ring_.raw(stage), lane_);
     if constexpr (kExpands) {
@@ -130,11 +139,12 @@ class MixedGather : protected Gather<C> {
     else cp_async_8(to, scales);
     if (extra) cp_async_16(to + 16, scales + 16, true);
   }
-  // Four lanes copy a row, 64 bytes at a time: the copy engine takes 60 clocks a row. Rows that several keys
-  // name come through the L1: thousands of copies of one would queue at its few lines of the L2.
+  // Eight lanes copy a row, a line at a time: the copy engine takes 60 clocks a row. Where the producer expands,
+  // four do, which is fewer instructions. Rows that several keys name come through the L1: thousands of copies of one would queue at its few lines of the L2.
   template <bool kThroughL1>
   __device__ __forceinline__ void copy_rows(int stage, const uint8_t* row, uint32_t extras, int from) const {
-    constexpr int kLanes = 4, kUnit = kLanes * 16, kRowsAtOnce = kWarpSize / kLanes;
+    constexpr int kLanes = C::kExpanders > 0 && First::kBytes % 128 == 0 ? 8 : 4;
+    constexpr int kUnit = kLanes * 16, kRowsAtOnce = kWarpSize / kLanes;
     static_assert(First::kBytes % kUnit == 0 && Second::kBytes % kUnit == 0);
 #pragma unroll
     for (int first = 0; first < kStageRows; first += kRowsAtOnce) {
@@ -159,78 +169,148 @@ class MixedProducer : MixedGather<C> {
  public:
   using Item = typename C::Item;
 
-  __device__ MixedProducer(const KernelParams& params, const Item& w, const KeySurvey& survey, uint8_t* smem,
-                           int warp, int lane)
-      : MixedGather<C>(params, smem, lane),
-        w_(w),
-        valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
-        warp_(warp) {}
+  __device__ MixedProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : MixedGather<C>(params, smem, lane), warp_(warp) {}
 
-  // A usual row has a loop of its own, as SplitProducer's, where there is no code of expansion in it.
-  __device__ void run() {
-    const typename Item::Source source = w_.source(this->params_);
-    if constexpr (C::kExpanders > 0)
-      if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
-        return run([&](int rank) { return source.listed(rank); });
-    run([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
+  // Of a row that is surveyed.
+  __device__ void run(const Item& w, const KeySurvey& survey) {
+    const ValidKeys<MapInShared> valid_keys = keys_of(survey);
+    const typename Item::Source source = w.source(this->params_);
+    run(w, valid_keys, {}, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
 
+  // While others survey it: fetches as if all keys were valid, which they mostly are. A usual row has a loop
+  // of its own, as SplitProducer's.
+  __device__ void run_early(Item& w) {
+    Early early = fetch_early(w);
+    mbarrier_wait(this->ring_.survey(), 0);
+    const KeySurvey survey = read_survey<C>(this->params_, w, this->ring_.smem, kSurveyWarps<C>, this->lane_);
+    const ValidKeys<MapInShared> valid_keys = keys_of(survey);
+    const typename Item::Source source = w.source(this->params_);
+    const bool all_valid =
+        !valid_keys.has_gaps() && valid_keys.num_keys() == static_cast<int>(source.length());
+    if (early.is_there && !all_valid) {
+      cp_async_wait_all();  // other rows will come to their places
+      __syncwarp();
+      early.is_there = false;
+    }
+    if (!valid_keys.has_gaps() && !source.has_pages()) [[likely]]
+      return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
+    run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
+  }
+  // The barriers that it waits for are made: by the warp that makes them.
+  __device__ static void let_begin() { named_barrier_arrive(kBarrierBegin, kBeginThreads); }
+
  private:
-  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
-  // first rows would come when all of it does. So producers whose first stages are several blocks take turns
-  // with them, and none asks for its second stage before the first is there.
-  static constexpr bool kTakesTurns = C::kBlockStages < C::kProducers;
-  static constexpr int kBarrierTurn = 8, kTurnThreads = 2 * kWarpSize;  // + producer: its turn has come
+  // Rows of the first two stages; whether the first one's are on their way.
+  struct Early {
+    typename MixedGather<C>::Rows rows{};
+    bool is_there = false;
+  };
+  enum { kBarrierBegin = 8, kBarrierTurn = 8 };  // + producer, from the second on: its turn has come
+  static constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize, kTurnThreads = 2 * kWarpSize;
   static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
   static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
 
+  __device__ ValidKeys<MapInShared> keys_of(const KeySurvey& survey) const {
+    return {survey, {this->ring_.smem + MLA_SMEM(C, maps)}};
+  }
+  // Of a stage past the last one: any. The first lanes have the stage after the next, whose ranks are lower.
+  __device__ int rank_of_lane(const Item& w, int i) const {
+    const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;
+    return w.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w.num_blocks), 0) +
+           this->lane_ % kStageRows;
+  }
+
+  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for, first
+  // rows would come when all of it does. So producers whose first stages are several blocks take turns with
+  // them, if they have more, and none asks for its second stage before the first is there.
+  __device__ __forceinline__ Early fetch_early(Item w) const {
+    const typename Item::Source source = w.source(this->params_);
+    const auto num_keys = static_cast<int>(source.length());
+    const bool is_listed = !source.has_pages() && num_keys > 0;
+    KeySource::Key key{-1, 0};
+    int rank = 0;
+    if (is_listed) {
+      w.template take_share<C>(num_keys, this->params_.splits);
+      rank = rank_of_lane(w, warp_);
+      key = source.listed(min(rank, num_keys - 1));
+    }
+    named_barrier(kBarrierBegin, kBeginThreads);
+    if (!is_listed) return {};
+    const int num_stages = w.num_blocks * C::kBlockStages;
+    Early early{this->look_up(this->word_of(key), rank < num_keys)};
+    const uint32_t valid = __ballot_sync(kFullWarp, source.is_valid(key)) >> kStageRows;
+    early.is_there = warp_ < num_stages && valid == kStagePlaces && !early.rows.repeat;
+    const bool takes_turns = C::kBlockStages < C::kProducers && num_stages > C::kProducers;
+    if (takes_turns && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
+    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows);
+    if (takes_turns && warp_ + 1 < C::kProducers)
+      named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
+    return early;
+  }
+
   template <class FindKey>
-  __device__ __forceinline__ void run(FindKey&& find) {
-    const int num_stages = w_.num_blocks * C::kBlockStages, last = valid_keys_.num_keys() - 1;
-    const auto rank_of_lane = [&](int i) {
-      const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;  // the first lanes: lower ranks
-      return w_.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w_.num_blocks), 0) +
-             this->lane_ % kStageRows;  // of a stage past the last one: any
-    };
+  __device__ __forceinline__ void run(const Item& w, const ValidKeys<MapInShared>& valid_keys, Early early,
+                                      FindKey&& find) {
+    const int num_stages = w.num_blocks * C::kBlockStages, last = valid_keys.num_keys() - 1;
     // Its stages in pairs, whose entries, which the survey has brought close, are loaded two stages ahead.
     uint32_t key = 0;
-    typename MixedGather<C>::Rows rows{};
+    int i = warp_ - C::kProducers, half = -1;
+    if (early.is_there) {
+      this->announce(warp_);
+      i += 2 * C::kProducers, half = 1;
+      key = this->word_of(w.source(this->params_).listed(min(rank_of_lane(w, i + C::kProducers), last)));
+    }
 #pragma unroll 1
-    for (int i = warp_ - C::kProducers, half = -1;; i += C::kProducers, half = half == 0) {
+    for (;; i += C::kProducers, half = half == 0) {
       this->expand_until_free(i, i < num_stages);
       if (i >= num_stages) break;
-      if (half == 0) rows = this->look_up(key, rank_of_lane(i) <= last);
       if (half >= 0) {
-        const bool is_first = i < C::kProducers;
-        if (kTakesTurns && is_first && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
-        if (!is_first && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
-        this->fetch(i, rows, half == 0 ? kStageRows : 0);
-        if (kTakesTurns && is_first && i + 1 < min(C::kProducers, num_stages))
-          named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
+        if (half == 0) early.rows = this->look_up(key, rank_of_lane(w, i) <= last);
+        if (i >= C::kProducers && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
+        this->fetch(i, early.rows, half == 0 ? kStageRows : 0);
       }
       const int ahead = i + (half < 0 ? 1 : 2) * C::kProducers;
-      if (half <= 0 && ahead < num_stages) key = this->word_of(find(min(rank_of_lane(ahead), last)));
+      if (half <= 0 && ahead < num_stages) key = this->word_of(find(min(rank_of_lane(w, ahead), last)));
     }
   }
 
-  const Item& w_;
-  const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
 };
 
-// All warps of a CTA with one query that do not compute.
+// The warps of a CTA with one query that do not compute, but for early producers.
 template <class C>
 __device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
                                               const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
-  if constexpr (C::kExpanders > 0) {
-    if (warp >= C::kProducers) {
-      give_up_registers<C::kExpanderRegisters>();
-      return StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
+  if constexpr (kProducersAreEarly<C>) {
+    give_up_registers<C::kExpanderRegisters>();
+    StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
+  } else {
+    give_up_registers<C::kProducerRegisters>();
+    if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
+    else SplitProducer<C>(params, w, survey, smem, warp, lane).run();
+  }
+}
+// These: true if this warp is one. They survey nothing and give up their registers at once, for which the
+// consumers wait.
+template <class C>
+__device__ __forceinline__ bool run_early_producers(const KernelParams& params, typename C::Item& w,
+                                                    uint8_t* smem, int warp, int lane) {
+  if constexpr (kProducersAreEarly<C>) {
+    if (warp >= 0 && warp < C::kProducers) {
+      give_up_registers<C::kProducerRegisters>();
+      MixedProducer<C>(params, smem, warp, lane_of_role<C>(lane)).run_early(w);
+      return true;
     }
   }
-  give_up_registers<C::kProducerRegisters>();
-  using Producer = std::conditional_t<C::R::kMixed, MixedProducer<C>, SplitProducer<C>>;
-  Producer(params, w, survey, smem, warp, lane).run();
+  return false;
+}
+// After the barriers are made, by warp 0.
+template <class C>
+__device__ __forceinline__ void let_producers_begin(int warp) {
+  if constexpr (kProducersAreEarly<C>)
+    if (warp == 0) MixedProducer<C>::let_begin();
 }
 
 }  // namespace mla_fp8::gpu

@@ -14,7 +14,8 @@
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
 // Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), in a
-// walk, and where there are four producers, the producers (mixed.cuh).
+// walk, and where there are four producers, the producers (mixed.cuh). Beside these warps the producers survey
+// nothing: they fetch their first rows meanwhile.
 //
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
@@ -320,9 +321,22 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Ring<C>{shared_address(smem)}.init();
     mbarrier_init_fence();
   }
+  let_producers_begin<C>(warp);
   begin_grid(params.follows);
   typename C::Item w = find_item<C>(params);
   if (params.shared.has(w.query)) return leave_grid(params.follows);
+  const auto merge = [&] {  // the warps that do not compute
+    merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
+    __syncwarp();
+    if (params.num_splits() > 1) {
+      cluster_sync_shared();  // sums are written
+      cluster_leave();        // sums are read: shared memory may go
+    }
+  };
+  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps, lane)) {
+    merge();
+    return end_grid(params.follows);
+  }
   Query<C> q;
   const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
@@ -330,12 +344,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (warp >= kConsumerWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
-    merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
-    __syncwarp();
-    if (params.num_splits() > 1) {
-      cluster_sync_shared();  // sums are written
-      cluster_leave();        // sums are read: shared memory may go
-    }
+    merge();
   } else {
     take_registers<C::kConsumerRegisters>();
     Consumer<C> consumer(params, smem, warp, lane);

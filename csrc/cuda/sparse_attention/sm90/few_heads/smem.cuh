@@ -5,6 +5,7 @@
 //   stage full         its producer, the bytes of 16 rows  consumers  ring[stage], valid[stage]: may be read
 //                      (+ 16 cp.async for scales apart)
 //   stage empty        the kMembers warps of a team        producers  the same: may be filled
+//   survey             thread 0, once all others have met  early producers  maps[0]: may be read (split)
 //   survey full        the warps of a place for queries    all of it  maps[place][buffer]: may be read
 //   survey empty       the producers of that place         its warps  the same: may be filled
 //   kBarrierQ         consumers                          the same   q: is written (split)
@@ -92,6 +93,7 @@ struct FewHeads {
         8) uint8_t maps[kWalks ? kQueries * 2 : 1][kMapBytes];  // of valid keys; a walk surveys a query ahead
     uint64_t stage_barriers[kStages][2];                        // full, empty
     uint64_t survey_barriers[kWalks ? kQueries * 2 : 0][2];     // full, empty
+    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache

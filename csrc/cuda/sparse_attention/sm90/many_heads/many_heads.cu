@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
     mbarrier_init_fence();
   }
+  let_producers_begin<C>(warp);
   begin_grid(params.follows);
   typename C::Item w;
   if constexpr (C::kNeighbours) w = find_tile<C>(params, smem, warp, lane);
@@ -79,6 +80,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     w.take_part();
     w.source(params).fetch_pages(thread, C::kThreads);
   }
+  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) {
+    __syncwarp();
+    if (params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
+    return end_grid(params.follows);
+  }
   KeySurvey survey;
   if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
@@ -90,13 +96,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const bool split = params.num_splits() > 1;
 
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane).run();
+    SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();
   } else {
@@ -106,7 +112,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     named_barrier(kBarrierQ, kConsumerThreads);
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
-    SplitValues<C> values(smem, warp, lane);
+    SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
     values.run(w);
     if (split) {
       values.write_partial();

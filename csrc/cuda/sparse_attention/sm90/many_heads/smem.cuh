@@ -24,6 +24,8 @@ namespace mla_fp8::gpu {
 //   weights empty      8 value warps             logits            the same: may be written
 //   QK done            4 logits warps            values            nothing: products of QK go first
 //   q                  a value warp, the bytes   values            q: may be read as it came
+//   survey             thread 0, once all others early producers   maps[0]: may be read
+//                      have met
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
 //   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
@@ -106,6 +108,7 @@ struct ManyHeadsSplit {
     uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
     uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
+    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
