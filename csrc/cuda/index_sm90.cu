@@ -159,6 +159,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
              are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
   own.group_rows =
       unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
+  own.places = UnitPlaces(rows, own.group_rows);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   bool is_answered = false;  // by the scan, whatever the lengths are

@@ -53,12 +53,15 @@ void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
   const int64_t rows = p.problem.rows.num_rows;
   const int heads = p.problem.queries.num_heads;
   const int64_t room = p.workspace_bytes / index_topk_workspace(rows, p.topk, 1);
+  const int num_ctas = static_cast<int>(room < index_topk_ctas() ? room : index_topk_ctas());
   IndexTopkArgs args{.p = p,
                      .page_size = Divider(p.problem.keys.page_size),
                      .slot_page_size = Divider(p.slot_page_size > 0 ? p.slot_page_size : 1),
+                     .ctas = Divider(num_ctas),
+                     .places = UnitPlaces(p.problem.rows, index_group_rows(heads)),
                      .group_rows = index_group_rows(heads),
                      .list_rows = static_cast<int>(rows < kIndexGroupRows ? rows : kIndexGroupRows),
-                     .num_ctas = static_cast<int>(room < index_topk_ctas() ? room : index_topk_ctas()),
+                     .num_ctas = num_ctas,
                      .tile_keys = kIndexTileKeys};
   if (takes_sm90(p.problem)) return index_topk_sm90(args, stream);
   launch(index_scan_kernel, {.grid = args.num_ctas, .block = kIndexThreads, .stream = stream}, args);

@@ -3,6 +3,7 @@
 // request, which see about the same columns; it is named by its first row. All units' tiles lie one after
 // another, and each CTA takes an equal share of them: which depends on lengths that the device alone knows,
 // so each finds its own.
+#include "cuda/device/divide.cuh"
 #include "cuda/device/warp.cuh"
 #include "ops/index_topk.h"
 
@@ -56,14 +57,13 @@ __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t 
   return true;
 }
 
-// The same where all requests have as many, or all rows are of one request. Rows that do not exist are left
-// as they are.
+// The unit that begins with a row of a request, where all requests have as many, or all rows are of one
+// request. Rows that do not exist are left as they are.
 template <bool kIsRagged>
-__device__ __forceinline__ bool find_even_unit(const IndexRows& rows, int64_t row, int group_rows,
-                                               IndexUnit& unit) {
-  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
-  const uint32_t request = kIsRagged ? 0 : index / next_n, in_request = index - request * next_n;
-  if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
+__device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t request, uint32_t in_request,
+                                              int group_rows, IndexUnit& unit) {
+  const auto next_n = static_cast<uint32_t>(rows.next_n);
+  const int64_t row = int64_t{request} * next_n + in_request;
   const uint32_t left = (kIsRagged ? static_cast<uint32_t>(rows.num_rows) : next_n) - in_request;
   const int num_rows = static_cast<int>(min(left, static_cast<uint32_t>(group_rows)));
   int32_t begin = INT32_MAX, end = 0;
@@ -85,6 +85,14 @@ __device__ __forceinline__ bool find_even_unit(const IndexRows& rows, int64_t ro
   unit.num_rows = num_rows;
   unit.begin = begin - begin % 4;  // scales are copied in sixteens of bytes
   unit.end = end;
+}
+template <bool kIsRagged>
+__device__ __forceinline__ bool find_even_unit(const IndexRows& rows, int64_t row, int group_rows,
+                                               IndexUnit& unit) {
+  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
+  const uint32_t request = kIsRagged ? 0 : index / next_n, in_request = index - request * next_n;
+  if (in_request % static_cast<uint32_t>(group_rows) != 0) return false;
+  set_even_unit<kIsRagged>(rows, request, in_request, group_rows, unit);
   return true;
 }
 
@@ -118,20 +126,15 @@ __device__ __forceinline__ int64_t scored_tiles(const IndexUnit& unit, int tile_
 __device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys, int topk) {
   return max(scored_tiles(unit, tile_keys, topk), int64_t{1});
 }
-// Where all requests have the same number of rows: whether a unit begins at a row, and its tiles.
-__device__ __forceinline__ bool begins_unit(const IndexRows& rows, int64_t row, int group_rows) {
-  return static_cast<uint32_t>(row) % static_cast<uint32_t>(rows.next_n) %
-             static_cast<uint32_t>(group_rows) ==
-         0;
-}
-__device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, int64_t row, int group_rows,
-                                                   int tile_keys, int topk) {
-  const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
-  const uint32_t request = index / next_n, in_request = index - request * next_n;
+// The same of a unit that begins with a row of a request, where all have the same number of rows.
+__device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, uint32_t request,
+                                                   uint32_t in_request, int group_rows, int tile_keys,
+                                                   int topk) {
+  const auto next_n = static_cast<uint32_t>(rows.next_n);
   const uint32_t last = min(in_request + group_rows, next_n) - 1;
   int32_t end = 0;  // without row_lens, later rows see more
   for (uint32_t i = rows.row_lens ? in_request : last; i <= last; ++i)
-    end = max(end, rows.visible(row - in_request + i, request, i, next_n));
+    end = max(end, rows.visible(int64_t{request} * next_n + i, request, i, next_n));
   return end <= topk ? 0 : (end - 1) / tile_keys + 1;
 }
 // Shares are of steps: a unit's tiles, and behind them what choosing takes, measured in tiles.
@@ -153,21 +156,39 @@ struct IndexShare {
 };
 
 // Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
-// each.
+// each. What a kernel runs once waits for its instructions, and a division is forty.
 struct UnitPlaces {
+  Divider request_rows, group_rows, per_request;
   int64_t count;
-  uint32_t per_request, request_rows, group_rows;
 
-  __device__ __forceinline__ UnitPlaces(const IndexRows& rows, int group_rows)
-      : count(rows.num_rows), per_request(1), request_rows(1), group_rows(group_rows) {
-    if (rows.query_start_loc) return;
-    request_rows = static_cast<uint32_t>(rows.k_start ? rows.num_rows : rows.next_n);
-    per_request = (request_rows + group_rows - 1) / group_rows;
-    count = static_cast<uint32_t>(rows.num_rows) / request_rows * int64_t{per_request};
+  UnitPlaces(const IndexRows& rows, int group_rows)
+      : UnitPlaces(rows.num_rows, rows.query_start_loc ? 1 : rows.k_start ? rows.num_rows : rows.next_n,
+                   group_rows) {}
+  UnitPlaces(int64_t num_rows, int64_t request_rows, int64_t group_rows)
+      : request_rows(request_rows),
+        group_rows(group_rows),
+        per_request((request_rows + group_rows - 1) / group_rows),
+        count(num_rows / request_rows * ((request_rows + group_rows - 1) / group_rows)) {}
+
+  struct Place {
+    uint32_t request, in_request;  // a row
+  };
+  __device__ __forceinline__ Place operator()(int64_t place) const {
+    const auto i = static_cast<uint32_t>(place), request = per_request.word(i);
+    const auto in_request = (i - request * static_cast<uint32_t>(per_request.divisor())) *
+                            static_cast<uint32_t>(group_rows.divisor());
+    return {request, in_request};
   }
   __device__ __forceinline__ int64_t row(int64_t place) const {
-    const auto i = static_cast<uint32_t>(place), request = i / per_request;
-    return int64_t{request} * request_rows + (i - request * per_request) * group_rows;
+    const Place at = (*this)(place);
+    return at.request * request_rows.divisor() + at.in_request;
+  }
+  // Whether a unit begins at a row, where that is known.
+  __device__ __forceinline__ bool begins_at(int64_t row, Place& place) const {
+    const auto i = static_cast<uint32_t>(row), request = request_rows.word(i);
+    place = {request, i - request * static_cast<uint32_t>(request_rows.divisor())};
+    return group_rows.word(place.in_request) * static_cast<uint32_t>(group_rows.divisor()) ==
+           place.in_request;
   }
 };
 
@@ -179,8 +200,10 @@ inline constexpr int32_t kMostKeptTiles = 1 << 20;
 // for the tiles of `room` units.
 struct ShareQuestion {
   const IndexRows& rows;
+  const UnitPlaces& places;
+  const Divider& num_ctas;
   int topk, group_rows, tile_keys;
-  int cta, num_ctas;
+  int cta;
   bool are_descending;               // the first CTA has the last share that is not empty
   int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
   int32_t* known;
@@ -205,17 +228,17 @@ struct ShareBlock {
 template <class Team>
 __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
                                            IndexUnit& first_unit) {
-  const auto& [rows, topk, group_rows, tile_keys, cta, num_ctas, are_descending, most_kept, most_gathered,
-               known, room] = question;
+  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, are_descending, most_kept,
+               most_gathered, known, room] = question;
   constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
   const int threads = team.threads();
-  const UnitPlaces places(rows, group_rows);
   const auto tiles_at = [&](int64_t place) {
-    const int64_t row = places.row(place);
-    if (!rows.k_start && !rows.query_start_loc)
-      return scored_tiles_at(rows, row, group_rows, tile_keys, topk);
+    if (!rows.k_start && !rows.query_start_loc) {
+      const auto [request, in_request] = places(place);
+      return scored_tiles_at(rows, request, in_request, group_rows, tile_keys, topk);
+    }
     IndexUnit unit;
-    if (!find_unit(rows, row, group_rows, unit)) return kNone;
+    if (!find_unit(rows, places.row(place), group_rows, unit)) return kNone;
     return static_cast<int32_t>(scored_tiles(unit, tile_keys, topk));
   };
   // Neighbouring places to a thread.
@@ -234,14 +257,14 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   // The share of `last` steps in all, and where it begins: the calling thread has `mine` of them, to `last`.
   const auto set_total = [&](int64_t total) {
     share.total = total;
-    const auto divide = [](int64_t x, int64_t by) {  // of 64 bits it is a call
-      if (x <= UINT32_MAX) return int64_t{static_cast<uint32_t>(x) / static_cast<uint32_t>(by)};
-      return x / by;
-    };
-    share.per_cta = divide(total + num_ctas - 1, num_ctas);
+    share.per_cta = num_ctas(total + num_ctas.divisor() - 1);
     share.index = cta;
     if (!are_descending || total == 0) return;
-    const auto shares = static_cast<int>(divide(total - 1, share.per_cta)) + 1;
+    const int64_t last = total - 1;
+    const auto shares = 1 + (last <= UINT32_MAX  // of 64 bits it is a call
+                                 ? static_cast<int>(static_cast<uint32_t>(last) /
+                                                    static_cast<uint32_t>(share.per_cta))
+                                 : static_cast<int>(last / share.per_cta));
     if (cta < shares) share.index = shares - 1 - cta;
   };
   const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
@@ -253,8 +276,12 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
       last += steps;
       if (begin >= last) continue;
       share.first_step = last - steps;
-      if (rows.k_start || rows.query_start_loc) find_unit(rows, places.row(i), group_rows, first_unit);
-      else find_even_unit<false>(rows, places.row(i), group_rows, first_unit);
+      if (rows.k_start || rows.query_start_loc) {
+        find_unit(rows, places.row(i), group_rows, first_unit);
+      } else {
+        const auto [request, in_request] = places(i);
+        set_even_unit<false>(rows, request, in_request, group_rows, first_unit);
+      }
       return;
     }
   };

@@ -17,7 +17,8 @@ namespace mla_fp8::gpu {
 
 struct IndexTopkArgs {
   IndexTopkParams p;
-  Divider page_size, slot_page_size;
+  Divider page_size, slot_page_size, ctas;
+  UnitPlaces places;
   int group_rows, list_rows, num_ctas, tile_keys;
 
   __device__ __forceinline__ IndexCtaState* state(int cta) const {
@@ -219,7 +220,7 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
   find_share(ShareBlock<kThreads>{},
-             {rows, p.topk, args.group_rows, kTileKeys, cta, args.num_ctas, false, 0, 0, nullptr, 0},
+             {rows, args.places, args.ctas, p.topk, args.group_rows, kTileKeys, cta, false, 0, 0, nullptr, 0},
              smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;

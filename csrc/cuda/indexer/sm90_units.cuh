@@ -27,18 +27,20 @@ class ScanUnits {
   __device__ __forceinline__ void find_work(const Team& team) const {
     wait_for_previous_grid();
     find_share(team,
-               {p_.problem.rows, p_.topk, args_.group_rows, kTileKeys, static_cast<int>(blockIdx.x),
-                args_.num_ctas, scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
+               {p_.problem.rows, args_.places, args_.ctas, p_.topk, args_.group_rows, kTileKeys,
+                static_cast<int>(blockIdx.x), scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
                 reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
                s_.share, s_.units[0]);
     team.sync();
-    if (threadIdx.x > 0) return;
     const int cta = s_.share.index;
+    if (threadIdx.x == kWarpSize) {
+      args_.state(cta)->unit = -1;
+      args_.state(cta)->per_cta = s_.share.per_cta;
+      args_.state(cta)->are_kept = s_.share.are_kept;
+      args_.state(cta)->are_answered = gathers();
+    }
+    if (threadIdx.x > 0) return;
     const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
-    args_.state(cta)->unit = -1;
-    args_.state(cta)->per_cta = s_.share.per_cta;
-    args_.state(cta)->are_kept = s_.share.are_kept;
-    args_.state(cta)->are_answered = gathers();
     s_.begin = begin;
     s_.end = end;
     if (begin < end) {
@@ -97,7 +99,14 @@ class ScanUnits {
       const uint32_t lanes = __ballot_sync(kFullWarp, row + lane < rows.num_rows && is_next(row + lane));
       if (lanes == 0) continue;
       if (lane == 0) {
-        find_unit_here(rows, row + __ffs(static_cast<int>(lanes)) - 1, args_.group_rows, next);
+        const int64_t first = row + __ffs(static_cast<int>(lanes)) - 1;
+        if (rows.k_start || rows.query_start_loc) {
+          find_unit_here(rows, first, args_.group_rows, next);
+        } else {
+          UnitPlaces::Place at;
+          args_.places.begins_at(first, at);
+          set_even_unit<false>(rows, at.request, at.in_request, args_.group_rows, next);
+        }
         set_work(i + 1, next, unit_end);
         mbarrier_arrive(shared_address(&s_.unit_full[(i + 1) % 2]));
       }
@@ -112,15 +121,17 @@ class ScanUnits {
       return find_unit_here(rows, row, args_.group_rows, unit) &&
              !(s_.share.are_kept && takes_all(unit, p_.topk));
     }
-    return begins_unit(rows, row, args_.group_rows) &&
-           (!s_.share.are_kept || scored_tiles_at(rows, row, args_.group_rows, kTileKeys, p_.topk) > 0);
+    UnitPlaces::Place at;
+    return args_.places.begins_at(row, at) &&
+           (!s_.share.are_kept ||
+            scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, p_.topk) > 0);
   }
 
   // Units without a scored tile, in turns, behind the i-th unit of the share, its last: in place 0, once the
   // producers have left that, too.
   __device__ __forceinline__ void answer_others(int i) const {
     mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
-    const UnitPlaces places(p_.problem.rows, args_.group_rows);
+    const UnitPlaces& places = args_.places;
 #pragma unroll 1
     for (int64_t place = s_.share.index; place < places.count; place += args_.num_ctas) {
       consumers_sync();
