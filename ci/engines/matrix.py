@@ -81,6 +81,8 @@ V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("
 SGLANG = {"kv": "sglang", "script": "sglang_engine.py"}
 PAGES = SGLANG | {"kv": "sglang_pages"}
 SGLANG_V4, SGLANG_V4_PAGES = SGLANG | {"kv": "sglang_v4"}, SGLANG | {"kv": "sglang_v4_pages"}
+SGLANG_V41, SGLANG_V41_ROWS = SGLANG | {"kv": "sglang_v41"}, SGLANG | {"kv": "sglang_v41_rows"}
+SGLANG_V41_ROWS_PAGES = SGLANG | {"kv": "sglang_v41_rows_pages"}
 TWO = ("--tensor-parallel", "2")
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
@@ -186,6 +188,18 @@ STEPS = {
     "sglang_v4_speed": Step(
         "SGLang, DeepSeek V4: kernel times, 16 and 128 heads",
         sides(16, 128, **SGLANG_V4, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        280,
+    ),
+    "sglang_v41": Step(
+        "SGLang, DeepSeek V4.1, 16 heads: V4's rows; its own, over rows and pages; and exact attention",
+        sides(16, **SGLANG_V41, who=ALL)
+        + sides(16, **SGLANG_V41_ROWS, who=("ours", "exact"))
+        + sides(16, **SGLANG_V41_ROWS_PAGES, who=("ours", "exact")),
+    ),
+    "sglang_v41_speed": Step(
+        "SGLang, DeepSeek V4.1, 16 heads: kernel times with V4's rows and with its own",
+        sides(16, **SGLANG_V41, more=(*SPEED[:2], *SPEED[-4:-1]), label="speed")
+        + sides(16, **SGLANG_V41_ROWS, who=("ours",), more=(*SPEED[:2], *SPEED[-4:-1]), label="speed"),
         280,
     ),
     "sglang_parallel": Step(

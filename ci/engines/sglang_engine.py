@@ -27,7 +27,11 @@ SGLANG_PLUGINS = {
 }  # fmt: skip
 # By model what prompts attend to: bf16 rows, FP8 pages.
 PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
-V4_PREFILL_OVER_ROWS = {"sglang_v4": "1", "sglang_v4_pages": "0"}
+V41_ROWS = ("sglang_v41_rows", "sglang_v41_rows_pages")  # V4.1 with its own rows
+V4_PREFILL_OVER_ROWS = {
+    "sglang_v4": "1", "sglang_v4_pages": "0", "sglang_v41": "1", "sglang_v41_pages": "0",
+    "sglang_v41_rows": "1", "sglang_v41_rows_pages": "0",
+}  # fmt: skip
 # In the environment of an engine's processes.
 WHO, CALLS, V4 = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS", model.V4
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -67,6 +71,8 @@ def register() -> None:
     if os.environ[WHO] == "exact":
         spies.exact_attention()
     spies.count_sglang_calls(ours=os.environ[WHO] != "stock")
+    if os.environ[V4] == "1":
+        spies.count_sglang_rows()
     spies.save_calls(Path(os.environ[CALLS]))
 
 
@@ -95,6 +101,7 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
     else:
         own |= {"moe_runner_backend": "triton"}  # there are no experts: any that needs no package
         own |= {"swa_full_tokens_ratio": 1.0}  # a row of the window for every token: prompts stay cached
+        own |= {"enable_decoder_swa_bounded_replay": False}
     if not args.eager:
         own |= {"cuda_graph_bs_decode": [n for n in GRAPHS if n <= most]}
         own |= {"cuda_graph_bs_prefill": list(PREFILL_GRAPHS)}
@@ -205,7 +212,9 @@ def times_of(runner: Runner, args: argparse.Namespace, number: int, size: int) -
 def run(args: argparse.Namespace) -> dict:
     folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}")
     if args.kv in V4_PREFILL_OVER_ROWS:
-        sglang_v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH)
+        sglang_v4_model.write_config(
+            folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH, v41="v41" in args.kv
+        )
     else:
         model.write_config(folder, args.heads, args.layers, model.MAX_LENGTH)
     import sglang
@@ -218,7 +227,9 @@ def run(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     args = parse()
-    os.environ["SGLANG_PLUGINS"] = SGLANG_PLUGINS[args.who]
+    os.environ["SGLANG_PLUGINS"] = SGLANG_PLUGINS[args.who] + (
+        ",mla_fp8_v41_rows" if args.kv in V41_ROWS else ""
+    )
     # Else prompts of up to 2048 tokens go to dense attention, which is no sparse kernel's.
     os.environ["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     # The other one, in Rust, is linked with the torch that SGLang names: with torch 2.11 it crashes.

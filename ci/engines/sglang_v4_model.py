@@ -1,4 +1,4 @@
-"""DeepSeek V4 in SGLang on a Hopper GPU, without what is no attention and would have to be brought along.
+"""DeepSeek V4 and V4.1 in SGLang on a Hopper GPU, without what is no attention and would have to be brought.
 
 | SGLang's own | not packed, because | in its place |
 |---|---|---|
@@ -21,6 +21,8 @@ import torch
 
 # Of V4's layers: the window alone, 4 with an indexer, 128.
 RATIOS = (0, 4, 128)
+# Of V4.1's: the window alone, 1 and 2 with entries and an indexer of their own, 2 with those of the last.
+V41_RATIOS, V41_SOURCES = (0, 1, 2, 2), (1, 2)
 HEADS_OF_GROUP = 8  # of the grouped output projection, whatever the number of heads
 # In the environment. Without torch.compile, which SGLang uses for its hyper-connections in PyTorch.
 SWITCHES = {
@@ -29,7 +31,9 @@ SWITCHES = {
 }  # fmt: skip
 
 
-def write_config(folder: Path, heads: int, layers: int, vocabulary: int, max_length: int) -> None:
+def write_config(
+    folder: Path, heads: int, layers: int, vocabulary: int, max_length: int, v41: bool = False
+) -> None:
     config = {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16",
         "vocab_size": vocabulary, "hidden_size": 2048, "intermediate_size": 2048,
@@ -51,6 +55,13 @@ def write_config(folder: Path, heads: int, layers: int, vocabulary: int, max_len
         "max_position_embeddings": 2 * max_length, "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False, "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
+    if v41:
+        sources = [i for i in range(layers) if i % len(V41_RATIOS) in V41_SOURCES]
+        config |= {
+            "model_type": "deepseek_v41", "hc_pre_from_prev_sublayer": False,  # hyper-connections as V4's
+            "compress_ratios": [V41_RATIOS[i % len(V41_RATIOS)] for i in range(layers)],
+            "kv_source_layer_ids": sources, "index_source_layer_ids": sources,
+        }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

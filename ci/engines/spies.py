@@ -45,6 +45,20 @@ def count_sglang_calls(ours: bool) -> None:
     _count_ours(ours)
 
 
+def count_sglang_rows() -> None:
+    """The rows of V4's and V4.1's pools by their bytes."""
+    pool = import_module("sglang.srt.mem_cache.deepseek_v4_memory_pool").DeepSeekV4SingleKVPool
+    original = pool.create_buffer
+
+    @functools.wraps(original)
+    def create_buffer(self, *, num_pages: int) -> torch.Tensor:
+        buffer = original(self, num_pages=num_pages)
+        _count(f"rows of {buffer.shape[1] / self.page_size:g} bytes", num_pages * self.page_size)
+        return buffer
+
+    pool.create_buffer = create_buffer
+
+
 def save_calls(folder: Path) -> None:
     """For other processes: each writes a file of its own into ``folder`` at every call."""
     _SAVED.append(folder / str(os.getpid()))
@@ -68,14 +82,18 @@ def _count_ours(ours: bool) -> None:
 def _counted(label: str, function: Callable) -> Callable:
     @functools.wraps(function, updated=())
     def counted(*args, **options):
-        CALLS[label] += 1
+        _count(label)
         if options.get("query_groups", 1) > 1:
-            CALLS[f"in groups: {label}"] += 1
-        for path in _SAVED:
-            path.write_text(json.dumps(CALLS))
+            _count(f"in groups: {label}")
         return function(*args, **options)
 
     return counted
+
+
+def _count(label: str, many: int = 1) -> None:
+    CALLS[label] += many
+    for path in _SAVED:
+        path.write_text(json.dumps(CALLS))
 
 
 class _Counted:
@@ -127,11 +145,15 @@ def exact_attention() -> None:
 
     def over_pages(
         q, kv_cache, indices, *, layout, page_size, sm_scale, topk_length=None, attn_sink=None, out=None,
-        extra_kv_cache=None, extra_indices=None, extra_topk_length=None, extra_page_size=0, **unused,
+        extra_kv_cache=None, extra_indices=None, extra_topk_length=None, extra_page_size=0, extra_layout=None,
+        **unused,
     ):  # fmt: skip
         scopes = [of_pages(kv_cache, layout, page_size, indices, topk_length)]
         if extra_kv_cache is not None:
-            scopes.append(of_pages(extra_kv_cache, layout, extra_page_size, extra_indices, extra_topk_length))
+            entries = extra_layout or layout
+            scopes.append(
+                of_pages(extra_kv_cache, entries, extra_page_size, extra_indices, extra_topk_length)
+            )
         return attend_exactly(q, scopes, sm_scale, out, attn_sink)
 
     def over_rows(q, kv, indices, *, sm_scale, topk_length=None, attn_sink=None, out=None):
@@ -148,7 +170,7 @@ def of_pages(kv_cache, layout, page_size: int, indices, lengths) -> Scope:
     pages = kv_cache.view(-1, page_size, kv_cache.shape[-1])
 
     def gather(slots):
-        if layout.name == "dsv4":  # exact in bf16, as its scales are powers of two
+        if layout.name in ("dsv4", "dsv41", "dsv41_fp4"):  # exact in bf16: few bits of value and scale
             rows = mla_fp8.dequantize_kv(kv_cache, slots.flatten(), layout=layout, page_size=page_size)
             return rows.view(*slots.shape, -1)
         rows = pages[slots // page_size, slots % page_size]

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_query_groups"
+os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_query_groups,mla_fp8_v41_rows"
 
 import engine_standins
 import pytest
@@ -22,9 +22,10 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
+import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.compat import sglang_layer
-from mla_fp8.integrations import drafts, layer_ops
+from mla_fp8.integrations import drafts, flash_mla_calls, layer_ops, sglang_v41_rows
 from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -36,13 +37,15 @@ TARGETS = [target for methods in plugin.METHODS.values() for target in methods]
 def plugged():
     plugin.register()
     plugin.register_query_groups()
+    sglang_v41_rows.register()
     HookRegistry.apply_hooks()
 
 
 def test_nothing_that_we_build_on_is_missing():
     assert plugin.why_not() is None
     assert [plugin.why_not_methods(model) for model in plugin.METHODS] == [None, None]
-    assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS, plugin.DRAFTS}
+    assert sglang_v41_rows.why_not() is None
+    assert HookRegistry._patched == {*plugin.HOOKS, *TARGETS, plugin.DRAFTS, sglang_v41_rows.CHOICE}
 
 
 @pytest.mark.parametrize("file, name", signatures.cases(signatures.SGLANG))
@@ -157,3 +160,78 @@ def test_gathers_are_ours():
     v32 = import_module(plugin._V32).dequantize_k_cache_paged_dsa
     rows = torch.zeros(8, 1, KV_LAYOUTS["dsv32"].bytes_per_token, dtype=torch.uint8)
     assert v32(rows.view(torch.float8_e4m3fn), torch.arange(3)).shape == (3, 1, 576)
+
+
+# V4.1's own rows
+
+
+@pytest.fixture
+def v41_rows(monkeypatch):
+    """SGLang's modules on a Hopper GPU."""
+    pool = import_module(sglang_v41_rows._POOL)
+    monkeypatch.setattr(flash_mla_calls._v41_rows, "on", False)
+    kernel = SimpleNamespace(dsv4_attn_backend="flashmla")
+    monkeypatch.setattr(pool, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    monkeypatch.setattr(pool, "get_platform", lambda: SimpleNamespace(is_sm90=True))
+    return import_module(sglang_v41_rows._ROWS).KVLayout
+
+
+def test_everybody_who_chooses_rows_is_told_of_v41s(v41_rows):
+    """The pool's configurators have the function by name."""
+    assert not flash_mla_calls.reads_v41_rows()
+    pool, configurator = (
+        import_module(f"sglang.srt.{name}")
+        for name in ("mem_cache.deepseek_v4_memory_pool", "mem_cache.kv_cache_configurator")
+    )
+    for module in (pool, configurator):
+        assert module.select_dsv4_kv_layout() == (v41_rows.V41, "auto")
+    assert flash_mla_calls.reads_v41_rows()
+    for ratio, entries in ((1, v41_rows.V41_FP4), (2, v41_rows.V41_FP4), (4, v41_rows.V41)):
+        assert pool.resolve_compressed_kv_layout(v41_rows.V41, ratio, "auto") is entries
+
+
+@pytest.mark.parametrize("name", ["v41", "v41_fp4"])
+def test_v41s_rows_are_the_bytes_that_sglang_specifies(name, v41_rows):
+    """SGLang's reference of its writers, pages as its pools have them, and its own dequantiser."""
+    reference = import_module("sglang.test.kernels.deepseek_v4.dsv41_kv_quant_reference")
+    ours, theirs, page_size = KV_LAYOUTS[sglang_v41_rows.LAYOUTS[name]], v41_rows(name), 64
+    torch.manual_seed(0)
+    rows = torch.randn(4, page_size, 512) * torch.randn(4, page_size, 1).exp2() ** 4
+    rows[0, :3], rows[1, 0, ::2], rows[1, 1] = 0, -0.0, 1e-5
+    rows = rows.bfloat16()
+    want = getattr(reference, f"quantize_k_cache_{name}")(rows.float(), theirs.page_bytes(page_size))
+    cache = ours.empty(4, page_size, "cpu").zero_()
+    slots = torch.arange(4 * page_size)
+    mla_fp8.quantize_kv(rows.flatten(0, 1), slots, cache, layout=ours, page_size=page_size)
+    assert torch.equal(cache, want)
+    flash_mla_calls.read_v41_rows(True)
+    gather = import_module(plugin._V4).dequantize_k_cache_paged_dsv4
+    out = torch.full((len(slots), 1, 512), float("nan")).bfloat16()
+    assert gather(want, slots, page_size=page_size, out=out, layout=theirs) is out
+    exact = getattr(reference, f"dequantize_k_cache_{name}")(want, page_size)
+    assert torch.equal(out.view(4, page_size, 512), exact)
+
+
+@pytest.mark.parametrize("entries", [None, "dsv41", "dsv41_fp4"])
+def test_decode_over_v41s_rows_is_ours(entries, v41_rows):
+    """As SGLang's backend calls: no kv_format, the rows told by their size."""
+    flash_mla_calls.read_v41_rows(True)
+    extra = None if entries is None else V4_SCOPES | {"layout": KV_LAYOUTS[entries]}
+    case = make_case(KV_LAYOUTS["dsv41"], "cpu", extra=extra)
+    out, lse = CALLS.flash_mla_with_kvcache(**engine_standins.decode_call(case), use_legacy=True)
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
+
+
+def test_v41s_query_heads_are_as_they_are_over_its_own_rows(v41_rows):
+    layer = import_module(plugin._V4_LAYER).MqaAttentionBase
+    given = SimpleNamespace(n_local_heads=16, is_dsv41=True, attn_tp_size=4, n_heads=64)
+    assert layer._kernel_num_heads(given, 5) == 64
+    flash_mla_calls.read_v41_rows(True)
+    assert layer._kernel_num_heads(given, 5) == 16
+
+
+def test_v41s_calls_name_no_format(v41_rows):
+    """Else rows of 528 bytes would be told by it."""
+    backend = import_module("sglang.srt.layers.attention.deepseek_v4_backend")
+    assert "kv_format" not in inspect.getsource(backend)

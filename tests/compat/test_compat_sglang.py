@@ -39,7 +39,7 @@ def swa_inputs(device):
 @pytest.mark.parametrize(
     "function, names",
     [
-        (sglang.dequantize_k_cache_paged, "quant_k_cache page_table_1_flattened page_size out"),
+        (sglang.dequantize_k_cache_paged, "quant_k_cache page_table_1_flattened page_size out layout"),
         (
             sglang.combine_topk_swa_indices,
             "topk_indices query_start_loc seq_lens gather_lens compressed_base swa_base window_size "
@@ -80,6 +80,22 @@ def test_dequantize_gives_rows_of_one_head(dtype, slot_dtype, device):
     assert sglang.dequantize_k_cache_paged(kv_cache.view(dtype), slots, PAGE_SIZE, out=part) is part
     assert_same_values(part, want[:, None])
     assert (workspace[:10] == 7).all() and (workspace[110:] == 7).all()
+
+
+@pytest.mark.parametrize("name, ours", sglang.LAYOUTS.items())
+def test_dequantize_knows_sglangs_names_of_layouts(name, ours, device):
+    layout = KV_LAYOUTS[ours]
+    kv_cache = layout.empty(2, PAGE_SIZE, device).fill_(POISON)
+    mla_fp8.quantize_kv(
+        latents(layout, 100, device), torch.arange(100, device=device), kv_cache,
+        layout=layout, page_size=PAGE_SIZE,
+    )  # fmt: skip
+    slots = distinct_slots(50, 100, device, torch.int32)
+    want = reference.dequantize_kv(kv_cache, slots, layout=layout, page_size=PAGE_SIZE)
+    got = sglang.dequantize_k_cache_paged_dsv4(kv_cache, slots, PAGE_SIZE, layout=name)
+    assert_same_values(got, want[:, None])
+    with pytest.raises(ValueError, match="layout must be one of v4, v41, v41_fp4, got 'v41_new'"):
+        sglang.dequantize_k_cache_paged_dsv4(kv_cache, slots, PAGE_SIZE, layout="v41_new")
 
 
 def test_dequantize_names_a_wrong_out(device):

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peer_standins
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "ci" / "engines"
 
@@ -156,6 +158,40 @@ def test_drafts_that_went_alone_are_said(tools):
     for calls, problem in ((alone, [f"{name}: {said}"]), (dict(spies.CALLS), [])):
         assert report.problems({name: FOUND["ours-16-fp8_ds_mla"] | {"calls": calls}}) == problem
     assert report.calls({"calls": spies.CALLS}, "mla_fp8") == 2
+
+
+def test_v41s_rows_are_counted_and_compared_with_flash_mla_over_v4s(tools, monkeypatch, tmp_path):
+    import report  # noqa: PLC0415
+    import spies  # noqa: PLC0415
+
+    class DeepSeekV4SingleKVPool:
+        page_size = 64
+
+        def create_buffer(self, *, num_pages):
+            return torch.zeros(num_pages, 64 * 288, dtype=torch.uint8)
+
+    peer_standins.install(monkeypatch, "sglang.srt.mem_cache.deepseek_v4_memory_pool", DeepSeekV4SingleKVPool)
+    spies.CALLS.clear()
+    monkeypatch.setattr(spies, "_SAVED", [tmp_path / "calls"])
+    spies.count_sglang_rows()
+    DeepSeekV4SingleKVPool().create_buffer(num_pages=3)
+    calls = spies.saved_calls(tmp_path)
+    assert calls == {"rows of 288 bytes": 192}
+
+    stock, exact, own = ([[-1.0 - x]] for x in (0.1, 0.0, 0.5))
+    found = {
+        "stock-16-sglang_v41": result(prompt_logprobs=stock),
+        "exact-16-sglang_v41-eager": result(prompt_logprobs=exact),
+        "exact-16-sglang_v41_rows-eager": result(prompt_logprobs=own, calls=calls),
+    }
+    for distance, counted, problem in (
+        (0.1, calls, []),
+        (0.2, calls, ["0.2000 to exact attention, stock is at 0.1000"]),
+        (0.1, {}, ["no rows of 288 bytes"]),
+    ):
+        name = "ours-16-sglang_v41_rows"
+        ours = {name: result(prompt_logprobs=[[own[0][0] + distance]], calls=counted)}
+        assert report.problems(found | ours) == [f"{name}: {each}" for each in problem]
 
 
 def test_indexers_are_compared_with_the_same_attention(tools):

@@ -11,10 +11,12 @@ import torch
 from sparse_cases import V4_SCOPES, make_case
 
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.integrations import attend, sglang
+from mla_fp8.integrations import attend, flash_mla_calls, sglang, sglang_v41_rows
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
-DSV32 = KV_LAYOUTS["dsv32"]
+DSV32, DSV41, FP4 = (KV_LAYOUTS[name] for name in ("dsv32", "dsv41", "dsv41_fp4"))
+V41_NAMES = "mla_fp8,mla_fp8_v41_rows"
+V41_PAIRS = pytest.mark.parametrize("extra", [None, DSV41, FP4], ids=["alone", "dsv41", "dsv41_fp4"])
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +181,102 @@ def test_v32s_heads_stay_padded_if_its_layer_changed_and_that_is_said(monkeypatc
     assert set(registered) == {*sglang.HOOKS, *sglang.METHODS["V4"]}
     assert "of V3.2 padded: " in record.getMessage() and "has no Deepseek" in record.getMessage()
     assert "of V4 as they are" in record.getMessage()
+
+
+# V4.1's own rows
+
+
+def choose(registered):
+    hook, kind = registered[sglang_v41_rows.CHOICE]
+    assert kind is engine_standins.HookType.AROUND
+    return hook(engine_standins.select_dsv4_kv_layout)
+
+
+@pytest.mark.parametrize("named", ["", "mla_fp8", "mla_fp8_v41_rows"])
+def test_v41s_rows_are_sglangs_choice_unless_both_switches_are_named(named, monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, named)
+    sglang_v41_rows.register()
+    assert not registered and ("has to name mla_fp8, too" in caplog.text) == (named == "mla_fp8_v41_rows")
+
+
+def test_v41s_rows_are_chosen_and_then_read(monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, V41_NAMES)
+    sglang_v41_rows.register()
+    assert set(registered) == {sglang_v41_rows.CHOICE} and "V4.1's own rows" in caplog.text
+    assert not flash_mla_calls.reads_v41_rows()
+    assert choose(registered) == ("v41", "auto") and flash_mla_calls.reads_v41_rows()
+
+
+@pytest.mark.parametrize("rows, backend, hopper", [
+    ("v4", "flashmla", True), ("auto", "trtllm", True), ("v41", "flashmla_mega", True),
+    ("v41", "flashmla", False),
+])  # fmt: skip
+def test_another_choice_stays_sglangs(rows, backend, hopper, monkeypatch):
+    registered = engine_standins.sglang(monkeypatch, V41_NAMES)
+    sglang_v41_rows.register()
+    pool = sys.modules["sglang.srt.mem_cache.deepseek_v4_memory_pool"]
+    pool.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend=backend))
+    pool.get_platform = lambda: SimpleNamespace(is_sm90=hopper)
+    sys.modules["sglang.srt.environ"].envs.SGLANG_DSV4_KV_LAYOUT.given = rows
+    assert choose(registered) == "SGLang's own" and not flash_mla_calls.reads_v41_rows()
+
+
+def test_rows_with_their_scales_behind_each_are_refused(monkeypatch):
+    registered = engine_standins.sglang(monkeypatch, V41_NAMES)
+    sglang_v41_rows.register()
+    sys.modules["sglang.srt.environ"].envs.SGLANG_DSV4_KV_LAYOUT.given = "V41_NEW"
+    with pytest.raises(ValueError, match=r"v41_new has each row's scales behind the row.*: take v41"):
+        choose(registered)
+
+
+@pytest.mark.parametrize("choice, page_bytes, reason", [
+    (None, None, "has no select_dsv4_kv_layout"),
+    (lambda model: 0, None, "select_dsv4_kv_layout takes model, which ours does not"),
+    (engine_standins.select_dsv4_kv_layout, lambda self, n: 530 * n, "its rows of v41 have another size"),
+])  # fmt: skip
+def test_a_version_that_differs_is_named(choice, page_bytes, reason, monkeypatch, caplog):
+    registered = engine_standins.sglang(monkeypatch, V41_NAMES)
+    pool = sys.modules["sglang.srt.mem_cache.deepseek_v4_memory_pool"]
+    pool.select_dsv4_kv_layout = choice
+    if page_bytes is not None:
+        monkeypatch.setattr(engine_standins.KVLayout, "page_bytes", page_bytes)
+    sglang_v41_rows.register()
+    assert not registered and reason in caplog.text
+
+
+@V41_PAIRS
+@pytest.mark.parametrize("kv_format", [None, "V41"])
+def test_decode_over_v41s_rows_is_ours(kv_format, extra, hooks, device):
+    second = None if extra is None else V4_SCOPES | {"layout": extra}
+    case = make_case(DSV41, device, extra=second)
+    call = hooks["flash_mla_with_kvcache"]
+    arguments = engine_standins.decode_call(case) | {"kv_format": kv_format}
+    assert call(**arguments) == ("SGLang's own", kv_format)  # the switch is off
+    flash_mla_calls.read_v41_rows(True)
+    out, lse = call(**arguments)
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
+    for others in ({"kv_format": "V41_NEW"}, {"kv_format": "V32_NO_ROPE"}):
+        assert call(**arguments | others) == ("SGLang's own", others["kv_format"])
+
+
+def test_entries_that_stand_beside_no_such_rows_stay_sglangs(hooks, device):
+    flash_mla_calls.read_v41_rows(True)
+    v4, v41 = (make_case(KV_LAYOUTS[x], device, extra=V4_SCOPES) for x in ("dsv4", "dsv41"))
+    fp4 = make_case(DSV41, device, extra=V4_SCOPES | {"layout": FP4})
+    a, b, c = (engine_standins.decode_call(x) for x in (v4, v41, fp4))
+    call = hooks["flash_mla_with_kvcache"]
+    assert call(**a | {"extra_k_cache": c["extra_k_cache"]})[0] == "SGLang's own"
+    assert call(**b | {"extra_k_cache": a["extra_k_cache"]})[0] == "SGLang's own"
+
+
+def test_gathers_of_v41s_rows_and_its_query_heads_are_ours(hooks):
+    flash_mla_calls.read_v41_rows(True)
+    gather, slots = hooks["dequantize_k_cache_paged_dsv4"], torch.arange(3)
+    layouts = engine_standins.KVLayout
+    for name, layout in ((layouts.V41, DSV41), (layouts.V41_FP4, FP4)):
+        cache = layout.empty(1, 64, "cpu").zero_()
+        assert gather(cache, slots, page_size=64, layout=name).shape == (3, 1, 512)
+    assert gather(cache, slots, 64, None, layouts.V41_NEW) == "SGLang's own"
+    layer = SimpleNamespace(n_local_heads=16, is_dsv41=True)
+    assert hooks["_kernel_num_heads"](layer, 5) == 16

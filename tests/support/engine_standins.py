@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import peer_standins
 
-from mla_fp8.integrations import log, vllm_sparse, vllm_v4
+from mla_fp8 import KV_LAYOUTS
+from mla_fp8.compat.sglang import LAYOUTS
+from mla_fp8.integrations import flash_mla_calls, log, vllm_sparse, vllm_v4
 
 
 class AttentionBackendEnum(enum.Enum):
@@ -239,7 +241,7 @@ class MqaAttentionBase:
 
 
 def get_platform():
-    return SimpleNamespace(is_sm120=False)
+    return SimpleNamespace(is_sm120=False, is_sm90=True)
 
 
 def dequantize_k_cache_paged_dsa(quant_k_cache, page_table_1_flattened, group_size=128):
@@ -248,6 +250,35 @@ def dequantize_k_cache_paged_dsa(quant_k_cache, page_table_1_flattened, group_si
 
 def dequantize_k_cache_paged_dsv4(quant_k_cache, page_table_1_flattened, page_size, out=None, layout="v4"):
     return "SGLang's own"
+
+
+class KVLayout(str, enum.Enum):
+    V4 = "v4"
+    V41 = "v41"
+    V41_FP4 = "v41_fp4"
+    V41_NEW = "v41_new"
+
+    def page_bytes(self, page_size):
+        return KV_LAYOUTS[LAYOUTS[self.value.removesuffix("_new")]].page_bytes(page_size)
+
+
+class EnvStr:
+    def __init__(self, default):
+        self.default, self.given = default, None
+
+    def get(self):
+        return self.default if self.given is None else self.given
+
+    def is_set(self):
+        return self.given is not None
+
+
+def select_dsv4_kv_layout():
+    return "SGLang's own"
+
+
+def get_exec():
+    return SimpleNamespace(kernel=SimpleNamespace(dsv4_attn_backend="flashmla"))
 
 
 def sglang(monkeypatch, plugins="") -> dict:
@@ -274,12 +305,19 @@ def sglang(monkeypatch, plugins="") -> dict:
         "sglang.srt.layers.attention.dsa_backend": (DeepseekSparseAttnBackend,),
         "sglang.srt.layers.attention.deepseek_v4_backend": (DeepseekV4AttnBackend,),
         "sglang.srt.models.deepseek_v4": (MqaAttentionBase, get_platform),
+        "sglang.srt.mem_cache.deepseek_v4_memory_pool": (select_dsv4_kv_layout, get_exec, get_platform),
+        "sglang.kernels.ops.attention.dsv4.kv_layout": (KVLayout,),
         "sglang.srt.plugins.hook_registry": (HookRegistry, HookType),
         "sglang.srt.environ": (),
     }
     for name, given in names.items():
         module = peer_standins.install(monkeypatch, name, *given)
-    module.envs = SimpleNamespace(SGLANG_PLUGINS=SimpleNamespace(get=lambda: plugins))
+    module.envs = SimpleNamespace(
+        SGLANG_PLUGINS=EnvStr(plugins), SGLANG_DSV4_KV_LAYOUT=EnvStr("v4"),
+        SGLANG_DSV4_COMPRESSED_KV_LAYOUT=EnvStr("auto"),
+    )  # fmt: skip
+    monkeypatch.setattr(flash_mla_calls._v41_rows, "on", False)
+    log.say_once.cache_clear()
     peer_standins.install(monkeypatch, "sglang").__version__ = "0.5.23"
     return registered
 
@@ -302,7 +340,7 @@ def decode_call(case) -> dict:
     }
     for s in extra:
         arguments |= {
-            "extra_k_cache": case.layout.flash_mla_view(s.kv_cache, s.page_size),
+            "extra_k_cache": s.layout.flash_mla_view(s.kv_cache, s.page_size),
             "extra_indices_in_kvcache": s.indices[:, None],
             "extra_topk_length": s.length,
         }

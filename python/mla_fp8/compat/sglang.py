@@ -18,6 +18,9 @@ from ..ops.combine_topk_swa_indices import combine_topk_swa_indices as _combine_
 from ..ops.combine_topk_swa_indices import combined_width
 from ..ops.dequantize_kv import dequantize_kv
 
+# SGLang's names of the layouts of V4 and V4.1 (its KVLayout).
+LAYOUTS = {"v4": "dsv4", "v41": "dsv41", "v41_fp4": "dsv41_fp4"}
+
 
 def dsv4_kv_layouts(
     kv_layout: str = "v4", compressed_layout: str = "auto", *, compress_ratio: int = 0
@@ -28,8 +31,8 @@ def dsv4_kv_layouts(
     here it has to be said). ``compressed_layout`` is SGLANG_DSV4_COMPRESSED_KV_LAYOUT: ``fp8`` as the window,
     ``fp4``, or ``auto``: V4.1's entries of 1 or 2 tokens in FP4. ValueError for any other.
     """
-    first = {"v4": "dsv4", "v41": "dsv41"}.get(kv_layout)
-    if first is None:
+    first = LAYOUTS.get(kv_layout)
+    if first is None or kv_layout == "v41_fp4":
         raise ValueError(f"dsv4_kv_layouts: kv_layout must be v4 or v41, got {kv_layout!r}")
     if compressed_layout not in ("auto", "fp8", "fp4"):
         raise ValueError(
@@ -45,23 +48,26 @@ def dequantize_k_cache_paged(
     page_table_1_flattened: torch.Tensor,
     page_size: int,
     out: torch.Tensor | None = None,
+    layout: str = "v4",
 ) -> torch.Tensor:
-    """Gather tokens of a ``dsv4`` cache as bf16, [num_tokens, 1, 512]. See :func:`mla_fp8.dequantize_kv`.
+    """Gather tokens of a cache of V4 or V4.1 as bf16, [num_tokens, 1, 512]: :func:`mla_fp8.dequantize_kv`.
 
-    ``quant_k_cache`` is [num_pages, page bytes], typed as any one-byte dtype or bf16, and
-    ``page_table_1_flattened`` int32 or int64 token ids: page * page_size + row, zeros outside the cache.
-    ``out`` may be a slice of a larger workspace; it is returned.
+    ``layout`` is SGLang's name: v4, v41 or v41_fp4. ``quant_k_cache`` is [num_pages, page bytes], typed as
+    any one-byte dtype or bf16, and ``page_table_1_flattened`` int32 or int64 token ids: page * page_size +
+    row, zeros outside the cache. ``out`` may be a slice of a larger workspace; it is returned.
     """
-    layout = KV_LAYOUTS["dsv4"]
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"dequantize_k_cache_paged: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
+        )
+    ours = KV_LAYOUTS[LAYOUTS[layout]]
     if out is not None and (out.dim() != 3 or out.shape[1] != 1):
         raise ValueError(
-            f"dequantize_k_cache_paged: out must have shape [num_tokens, 1, {layout.head_dim_qk}], "
+            f"dequantize_k_cache_paged: out must have shape [num_tokens, 1, {ours.head_dim_qk}], "
             f"got {[*out.shape]}"
         )
     rows = None if out is None else out[:, 0]
-    result = dequantize_kv(
-        quant_k_cache, page_table_1_flattened, layout=layout, page_size=page_size, out=rows
-    )
+    result = dequantize_kv(quant_k_cache, page_table_1_flattened, layout=ours, page_size=page_size, out=rows)
     return result[:, None] if out is None else out
 
 

@@ -14,9 +14,7 @@ from ..layout import KV_LAYOUTS
 from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
-
-_LAYOUTS = {"v4": "dsv4", "v41": "dsv41"}
-_ENTRY_LAYOUTS = _LAYOUTS | {"v41_fp4": "dsv41_fp4"}
+from .sglang import LAYOUTS
 
 
 def _tables(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,14 +51,14 @@ def fused_k_norm_rope_flashmla(
     q: torch.Tensor | None = None,
 ) -> None:
     """:func:`mla_fp8.k_norm_rope_insert` into rows of ``layout``, "v4" or "v41"; rotates ``q`` in place."""
-    if layout not in _LAYOUTS:
+    if layout not in ("v4", "v41"):
         raise ValueError(f"fused_k_norm_rope_flashmla: layout must be v4 or v41, got {layout!r}")
     rest = (kv, kv_weight, *_tables(freqs_cis), positions, out_loc, kvcache)
     if q is None:
-        k_norm_rope_insert(*rest, layout=_LAYOUTS[layout], page_size=page_size, eps=eps)
+        k_norm_rope_insert(*rest, layout=LAYOUTS[layout], page_size=page_size, eps=eps)
     else:
         qk_norm_rope_insert(
-            q, *rest, layout=_LAYOUTS[layout], page_size=page_size, eps=eps, norm_q=False, out_q=q
+            q, *rest, layout=LAYOUTS[layout], page_size=page_size, eps=eps, norm_q=False, out_q=q
         )
 
 
@@ -193,10 +191,10 @@ def _compress(
     layout: str,
     out: torch.Tensor,
 ) -> None:
-    if layout not in _ENTRY_LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(_ENTRY_LAYOUTS)}, got {layout!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     compress_kv(
         kv_input, starts, start_pos.int(), state, state_slots, None, norm_weight, freqs_cis[:, 0::2],
         freqs_cis[:, 1::2], torch.where(out_loc == 0, -1, out_loc // ratio), k_cache, ratio=ratio,
-        layout=_ENTRY_LAYOUTS[layout], page_size=page_size, eps=eps, out_latent=out,
+        layout=LAYOUTS[layout], page_size=page_size, eps=eps, out_latent=out,
     )  # fmt: skip

@@ -27,12 +27,15 @@ def over_pages(
     indices: Tensor,
     *,
     layout: KVLayout,
+    extra_layout: KVLayout | None = None,
     out: Tensor | None = None,
     batch_invariant: bool = False,
     group: Group = ALONE,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`mla_fp8.sparse_decode`, and its arguments; ``out`` is written in place."""
+    if extra_layout not in (None, layout):
+        options["extra_layout"] = extra_layout.id
     q, indices = aligned(q), index_rows(indices)
     out, lse = _outputs(q, out)
     workspace = _workspace(q, batch_invariant)

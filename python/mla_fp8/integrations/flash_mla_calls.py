@@ -7,24 +7,36 @@ nothing is attended), and None where the original's are of base 2.
 import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from .. import probes
-from ..layout import KV_LAYOUTS
+from ..layout import KV_LAYOUTS, KVLayout
 from . import attend, drafts
 from .log import say_once
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 _LAYOUTS = {(x.head_dim_qk, x.bytes_per_token): x for x in (KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"])}
+_V41, _V41_FP4 = KV_LAYOUTS["dsv41"], KV_LAYOUTS["dsv41_fp4"]
 FORMATS = (None, "V32", "V4")  # of kv_format: names of the layouts that we have
+_v41_rows = SimpleNamespace(on=False)
 _NOT_LOOKED_AT = {"block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "use_legacy"}
 # Parameters that only the original can serve, if they are given.
 _ELSEWHERE = ("causal", "descale_q", "descale_k")
 KNOWN_DECODE = {*_NOT_LOOKED_AT, *_ELSEWHERE, "is_fp8_kvcache", "kv_format"}
 KNOWN_PREFILL = {"use_legacy", "d_v"}
+
+
+def read_v41_rows(on: bool) -> None:
+    """On, if the engine stores V4.1's own rows: then rows of 528 bytes without a ``kv_format`` are these."""
+    _v41_rows.on = on
+
+
+def reads_v41_rows() -> bool:
+    return bool(_v41_rows.on)
 
 
 def decode(
@@ -45,16 +57,19 @@ def decode(
     assert indices is not None  # why_not_ours
     batch, s_q, heads, head_dim = q.shape
     options: dict[str, Any] = {}
+    layout = _layout(q, k_cache)
+    assert layout is not None  # why_not_ours
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         options = {
-            "extra_kv_cache": extra_k_cache, "extra_indices": extra_indices_in_kvcache.flatten(0, 1),
+            "extra_kv_cache": extra_k_cache, "extra_layout": _extra_layout(layout, extra_k_cache),
+            "extra_indices": extra_indices_in_kvcache.flatten(0, 1),
             "extra_topk_length": _per_row(extra_topk_length, s_q), "extra_page_size": extra_k_cache.shape[1],
         }  # fmt: skip
     result, lse = attend.over_pages(
         q.flatten(0, 1),
         k_cache,
         indices.flatten(0, 1),
-        layout=_LAYOUTS[_row(q, k_cache)],
+        layout=layout,
         page_size=k_cache.shape[1],
         sm_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         topk_length=_per_row(topk_length, s_q),
@@ -87,14 +102,15 @@ def why_not_ours(given: dict[str, Any]) -> str | None:
     asked = [name for name in _ELSEWHERE if given.get(name) is not None and given[name] is not False]
     if given.get("indices") is None or asked:
         return "dense decode" if not asked else ", ".join(asked)
-    if given.get("kv_format") not in FORMATS:
+    if given.get("kv_format") not in (*FORMATS, *(("V41",) if reads_v41_rows() else ())):
         return f"kv_format {given['kv_format']}"
     q, k_cache = given["q"], given["k_cache"]
-    if not given.get("is_fp8_kvcache") or _row(q, k_cache) not in _LAYOUTS:
+    layout = _layout(q, k_cache)
+    if not given.get("is_fp8_kvcache") or layout is None:
         return "head_dim {} with rows of {} bytes".format(*_row(q, k_cache))
     extra = given.get("extra_k_cache")
-    if extra is not None and _row(q, extra) != _row(q, k_cache):
-        return f"entries of {_row(q, extra)[1]} bytes beside rows of {_row(q, k_cache)[1]}"
+    if extra is not None and _extra_layout(layout, extra) is None:
+        return f"entries of {_row_bytes(extra)} bytes beside rows of {_row_bytes(k_cache)}"
     return None
 
 
@@ -161,8 +177,24 @@ def _names(function: Callable[..., Any]) -> list[str]:
     return probes.parameters(function) or []
 
 
+def _layout(q: Tensor, k_cache: Tensor) -> KVLayout | None:
+    row = _row(q, k_cache)
+    own = {(_V41.head_dim_qk, _V41.bytes_per_token): _V41} if reads_v41_rows() else {}
+    return (_LAYOUTS | own).get(row)
+
+
+def _extra_layout(first: KVLayout, extra: Tensor) -> KVLayout | None:
+    """That of entries next to rows of ``first``."""
+    possible = (first, _V41_FP4) if first is _V41 else (first,)
+    return next((x for x in possible if x.bytes_per_token == _row_bytes(extra)), None)
+
+
 def _row(q: Tensor, k_cache: Tensor) -> tuple[int, int]:
-    return q.shape[-1], k_cache.shape[-1] * k_cache.element_size()
+    return q.shape[-1], _row_bytes(k_cache)
+
+
+def _row_bytes(cache: Tensor) -> int:
+    return cache.shape[-1] * cache.element_size()
 
 
 def _per_row(length: Tensor | None, s_q: int) -> Tensor | None:

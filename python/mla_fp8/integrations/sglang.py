@@ -1,8 +1,9 @@
 """SGLang: FlashMLA's sparse calls and the gathers before them run on our kernels, for DeepSeek V3.2 and V4.
 
 Entry point ``mla_fp8`` of the group ``sglang.srt.plugins``. SGLang loads every plugin that is installed; this
-one does nothing unless SGLANG_PLUGINS names it. Calls that we do not have (dense decode, the V4.1 formats) go
-to SGLang's own functions. Tested with SGLang 0.5.23; what it builds on is probed, and said if not there.
+one does nothing unless SGLANG_PLUGINS names it. Calls that we do not have (dense decode; V4.1's formats, but
+for sglang_v41_rows.py) go to SGLang's own functions. Tested with SGLang 0.5.23; what it builds on is probed,
+and said if not there.
 """
 
 import logging
@@ -29,10 +30,9 @@ MAX_HEADS = 128
 
 
 def _dequantize_v4(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    if options.get("layout", args[4] if len(args) > 4 else "v4") != "v4":
-        return original(*args, **options)
-    options.pop("layout", None)
-    return ours.dequantize_k_cache_paged_dsv4(*args[:4], **options)
+    layout = options.get("layout", args[4] if len(args) > 4 else "v4")
+    known = ours.LAYOUTS if flash_mla_calls.reads_v41_rows() else ("v4",)
+    return (ours.dequantize_k_cache_paged_dsv4 if layout in known else original)(*args, **options)
 
 
 def _dequantize_v32(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -96,7 +96,8 @@ def _forward_flashmla_kv(
 
 def _kernel_num_heads(original: Callable[..., int], self: Any, num_tokens: int) -> int:
     """V4 under tensor parallelism: heads as they are, where its calls are FlashMLA's, and so ours."""
-    others = self.is_dsv41 or self.n_local_heads > MAX_HEADS
+    padded = self.is_dsv41 and not flash_mla_calls.reads_v41_rows()  # with zeros: their kernels read them
+    others = padded or self.n_local_heads > MAX_HEADS
     if others or import_module(_V4_LAYER).get_platform().is_sm120:
         return original(self, num_tokens)
     return int(self.n_local_heads)
@@ -152,7 +153,7 @@ def register() -> None:
     if reason:
         _LOGGER.warning("mla_fp8 is not used in SGLang%s: %s", _version(), reason)
         return
-    if "mla_fp8" not in _named():
+    if "mla_fp8" not in named():
         _LOGGER.info("mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it")
         return
     padded = {model: why_not_methods(model) for model in METHODS}
@@ -164,14 +165,15 @@ def register() -> None:
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     _LOGGER.info(
         "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
-        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1's formats.",
+        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1's formats without "
+        "mla_fp8_v41_rows.",
         ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
     )
 
 
 def register_query_groups() -> None:
     """Entry point: drafts of a request go as a group if SGLANG_PLUGINS names ``mla_fp8_query_groups``."""
-    if probes.why_not_call({"sglang.srt.environ": {}}) or drafts.NAME not in _named():
+    if probes.why_not_call({"sglang.srt.environ": {}}) or drafts.NAME not in named():
         return
     drafts.switch(True)
     module, name, attribute = DRAFTS.rsplit(".", 2)
@@ -185,7 +187,7 @@ def register_query_groups() -> None:
     )
 
 
-def _named() -> list[str]:
+def named() -> list[str]:
     named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
     return [name.strip() for name in named.split(",")]
 
