@@ -35,7 +35,7 @@ CACHE_OPS = (
 
 
 def real_rows() -> dict[str, tuple[str, list[Case]]]:
-    """What is compared: (peer, cases)."""
+    """What is compared on an H200: (peer, cases)."""
     decode, prefill = (list(of(GPU, op).values()) for op in REAL)
     return {
         "decode": ("flash_mla", decode),
@@ -45,6 +45,10 @@ def real_rows() -> dict[str, tuple[str, list[Case]]]:
         ),
         "prefill over bf16 rows": ("flash_mla", [c for c in prefill if c.label.startswith("bf16")]),
     }
+
+
+def all_real_rows() -> dict[str, tuple[str, list[Case]]]:
+    return real_rows() | {"decode on an H100": ("flash_mla", list(of(H100, REAL[0]).values()))}
 
 
 def describe(case: Case) -> str:
@@ -90,7 +94,7 @@ def overview() -> str:
     names = {"flash_mla": "FlashMLA", "flash_mla, pages": "FlashMLA's decode kernel, the same pages"}
     rows = [
         extremes(f"{name}, {len(cases)} cells", peer, cases, f"{names[peer]} ({flash_mla_builds(cases)})")
-        for name, (peer, cases) in real_rows().items()
+        for name, (peer, cases) in all_real_rows().items()
     ]
     whole = [case for case, _ in layers().values()]
     rows.append(extremes("whole prefill layers", "triton + flash_mla", whole, "Triton and FlashMLA"))
@@ -98,7 +102,7 @@ def overview() -> str:
     rows.append(extremes("cache ops from 4096 rows", "triton", moving, "Triton"))
     rows.append(extremes("the same", "copy", moving, "a copy of the same bytes"))
     table = markdown(["", "against", "worst cell", "best cell", "measured at"], rows)
-    ratios = [c.ratios[peer] for peer, cases in real_rows().values() for c in cases if peer in c.peers]
+    ratios = [c.ratios[peer] for peer, cases in all_real_rows().values() for c in cases if peer in c.peers]
     return f"{table}\n\nSlower than FlashMLA: {sum(r < 1 for r in ratios)} of {len(ratios)} such cells."
 
 
@@ -270,7 +274,7 @@ def real_tables(device: str = GPU, ops: Iterable[str] = REAL) -> Iterator[str]:
 def batch_invariant() -> str:
     """What it costs, by heads, width and batch; of full rows, and of others."""
     peer, columns = "batch_invariant", ("batch 1 to 8", "batch 16 to 32", "batch 48 to 256", "other rows")
-    found = matched(GPU, "sparse_decode_batch_invariant", DECODE)
+    found = matched(H100, "sparse_decode_batch_invariant", DECODE)
     lines: dict[str, dict[str, list[float]]] = {}
     for m, case in sorted(found, key=lambda x: int(x[0]["heads"])):
         batch, keys = int(m["batch"]), sum(map(int, m["keys"].split("+")))
@@ -315,7 +319,7 @@ def slower() -> str:
     """Every cell in which FlashMLA is faster."""
     lines = [
         [name, describe(case), f"{case.ratios[peer]:.2f}x"]
-        for name, (peer, cases) in real_rows().items()
+        for name, (peer, cases) in all_real_rows().items()
         for case in sorted(cases, key=lambda c: c.ratios.get(peer, 1.0))
         if case.ratios.get(peer, 1.0) < 1
     ]

@@ -11,7 +11,7 @@ import table
 from table import Case
 
 GPU, CPU = "nvidia_h200", "amd_epyc_2_threads"
-H100 = "nvidia_h100_80gb_hbm3"  # decode alone
+H100 = "nvidia_h100_80gb_hbm3"  # sparse_decode alone
 ON_CPU = re.compile(  # bench_sparse_attention.py: 8 query tokens
     r"(?P<form>decode|prefill_paged|prefill) [\w+]+ h(?P<heads>\d+) topk (?P<topk>\d+)(?:\+(?P<extra>\d+))?"
 )
