@@ -151,13 +151,19 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
   return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
 }
 
+// Two waves of 16 heads of two layouts, one CTA a query, are faster than their walk (one H100, 160 and 256
+// queries of 640 keys: 39.9 against 41.2 and 42.0 against 44.5 us).
+constexpr int64_t kWavesBeforePairsWalk = 2;
+
 Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
   if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
   // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
   const bool tiles = p.num_q_heads > 32 || p.num_q_heads <= 16;
   if (tiles && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
-  if (!p.batch_invariant && walks(p, num_sms)) return plan_walk(p, num_sms);
+  const bool waves = p.layouts().is_mixed() && ceil_div(p.num_q_heads, kOctet) == 2 &&
+                     p.num_tokens <= kWavesBeforePairsWalk * num_sms;
+  if (!p.batch_invariant && !waves && walks(p, num_sms)) return plan_walk(p, num_sms);
   return plan_split(p, num_sms);
 }
 

@@ -71,17 +71,18 @@ struct HeadsClass {
   Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
   ColdCode cold;          // of FP8 rows
 };
-// Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys (pairs: 640): times within 3 to
-// 6 % in the mean. Those of 16 heads over FP8 rows and of cold code are fitted to 71 forced plans of 4 to
-// 64 queries on an H200, alone and between an engine's kernels: times there are within 4 to 7 % in the mean.
-// Cold code of many_heads is fitted to 30 more cells of 2 to 132 queries, in which no choice was 2 % from the
-// best plan.
+// Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys: times within 3 to 6 % in the
+// mean. Pairs of layouts are fitted to 353 forced plans of 1 to 256 queries of 640 keys, within 3 to 4 %; in
+// 89 cells no choice was more than 3.1 % from the best plan. Those of 16 heads over FP8 rows and of cold code
+// are fitted to 71 forced plans of 4 to 64 queries on an H200, alone and between an engine's kernels: times
+// there are within 4 to 7 % in the mean. Cold code of many_heads is fitted to 30 more cells of 2 to 132
+// queries, in which no choice was 2 % from the best plan.
 inline constexpr HeadsClass kHeadsClasses[] = {
-    {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {15.8, 8.1, 0.8}, {0.5, 2.2}},
-    {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {17.0, 8.8, 1.4}, {1.2, 2.2}},
+    {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {16.6, 4.9, 2.0}, {0.5, 2.2}},
+    {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {18.6, 6.2, 1.5}, {1.2, 2.2}},
     {Kernel::kFewHeads, 32, {}, {24.0, 7.3, 4.2}, {}},
-    {Kernel::kManyHeads, 32, {19.8, 8.4, 0.3}, {}, {23.7, 8.7, 1.8}, {2.0, 6.0}},
-    {Kernel::kManyHeads, 64, {27.1, 11.0, 2.3, 0.08e-6}, {}, {32.8, 10.5, 2.6}, {5.2, 7.2}}};
+    {Kernel::kManyHeads, 32, {19.8, 8.4, 0.3}, {}, {26.0, 6.1, 2.3}, {2.0, 6.0}},
+    {Kernel::kManyHeads, 64, {27.1, 11.0, 2.3, 0.08e-6}, {}, {31.6, 10.8, 2.0}, {5.2, 7.2}}};
 inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
   return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
 }

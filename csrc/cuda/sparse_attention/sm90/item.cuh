@@ -226,8 +226,8 @@ __device__ __forceinline__ int lane_of_role(int lane) {
   return lane;
 }
 
-// What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid keys,
-// of which the CTA takes its share.
+// What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid
+// keys, of which the CTA takes its share.
 template <class C>
 __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
                                                  uint32_t smem, int warp, int lane) {
@@ -242,9 +242,9 @@ __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typ
   return survey;
 }
 
-// A CTA that works on one query: its valid keys. `meanwhile` may load a small Q, once the entries are on their
-// way: behind it they would come late, and the first rows with them. A large Q comes by the copy engine, past
-// the loads.
+// A CTA that works on one query: its valid keys. `meanwhile` may load a small Q, once the entries are on
+// their way: behind it they would come late, and the first rows with them. A large Q comes by the copy
+// engine, past the loads.
 template <class C, class Meanwhile>
 __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
                                                   uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {

@@ -139,8 +139,9 @@ class MixedGather : protected Gather<C> {
     else cp_async_8(to, scales);
     if (extra) cp_async_16(to + 16, scales + 16, true);
   }
-  // Eight lanes copy a row, a line at a time: the copy engine takes 60 clocks a row. Where the producer expands,
-  // four do, which is fewer instructions. Rows that several keys name come through the L1: thousands of copies of one would queue at its few lines of the L2.
+  // Eight lanes copy a row, a line at a time: the copy engine takes 60 clocks a row. Where the producer
+  // expands, four do, which is fewer instructions. Rows that several keys name come through the L1: thousands
+  // of copies of one would queue at its few lines of the L2.
   template <bool kThroughL1>
   __device__ __forceinline__ void copy_rows(int stage, const uint8_t* row, uint32_t extras, int from) const {
     constexpr int kLanes = C::kExpanders > 0 && First::kBytes % 128 == 0 ? 8 : 4;
@@ -222,9 +223,9 @@ class MixedProducer : MixedGather<C> {
            this->lane_ % kStageRows;
   }
 
-  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for, first
-  // rows would come when all of it does. So producers whose first stages are several blocks take turns with
-  // them, if they have more, and none asks for its second stage before the first is there.
+  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
+  // first rows would come when all of it does. So producers whose first stages are several blocks take turns
+  // with them, if they have more, and none asks for its second stage before the first is there.
   __device__ __forceinline__ Early fetch_early(Item w) const {
     const typename Item::Source source = w.source(this->params_);
     const auto num_keys = static_cast<int>(source.length());

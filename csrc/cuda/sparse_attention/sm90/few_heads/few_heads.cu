@@ -14,8 +14,8 @@
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
 // Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), in a
-// walk, and where there are four producers, the producers (mixed.cuh). Beside these warps the producers survey
-// nothing: they fetch their first rows meanwhile.
+// walk, and where there are four producers, the producers (mixed.cuh). Beside these warps the producers
+// survey nothing: they fetch their first rows meanwhile.
 //
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
