@@ -78,19 +78,22 @@ def test_candidates_are_thrown_away_exactly(order, next_n, topk, pin_last, devic
 
 
 @pytest.mark.parametrize("order", LONG_ORDERS)
-@pytest.mark.parametrize(("requests", "n"), [(1, 300_000), (32, 90_000), (5, 60_000)])
-def test_long_rows_are_chosen_from_exactly(order, requests, n, device):
+@pytest.mark.parametrize(
+    ("requests", "next_n", "n"), [(1, 1, 300_000), (1, 2, 300_000), (32, 1, 90_000), (5, 1, 60_000)]
+)
+def test_long_rows_are_chosen_from_exactly(order, requests, next_n, n, device):
     """Rows that a GPU divides among blocks, whose keys have room in shared memory or have none."""
     n = n if device == "cuda" or requests == 1 else n // 20
     alone = constant_keys_problem(device, LONG_ORDERS[order](n))
     want, _, _ = alone.want_topk(2048)
+    rows = requests * next_n
     many = Problem(
-        alone.q.expand(requests, -1, -1).contiguous(), alone.weights.expand(requests, -1).contiguous(),
-        alone.index_cache, alone.page_table.expand(requests, -1).contiguous(), ints([n] * requests, device),
-        alone.layout, alone.page_size,
+        alone.q.expand(rows, -1, -1).contiguous(), alone.weights.expand(rows, -1).contiguous(),
+        alone.index_cache, alone.page_table.expand(requests, -1).contiguous(), None, alone.layout,
+        alone.page_size, {"row_lens": ints([n] * rows, device), "next_n": next_n},
     )  # fmt: skip
     positions, _, lens = many.topk(2048)
-    assert torch.equal(positions, want.expand(requests, -1)) and (lens == 2048).all()
+    assert torch.equal(positions, want.expand(rows, -1)) and (lens == 2048).all()
 
 
 @pytest.mark.parametrize("heads", [1, 7, 16, 32, 40, 64])

@@ -162,7 +162,10 @@ struct UnitPlaces {
   int64_t count;
 
   UnitPlaces(const IndexRows& rows, int group_rows)
-      : UnitPlaces(rows.num_rows, rows.query_start_loc ? 1 : rows.k_start ? rows.num_rows : rows.next_n,
+      : UnitPlaces(rows.num_rows,
+                   rows.query_start_loc ? 1
+                   : rows.k_start       ? rows.num_rows
+                                        : rows.next_n,
                    group_rows) {}
   UnitPlaces(int64_t num_rows, int64_t request_rows, int64_t group_rows)
       : request_rows(request_rows),
@@ -260,12 +263,11 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     share.per_cta = num_ctas(total + num_ctas.divisor() - 1);
     share.index = cta;
     if (!are_descending || total == 0) return;
-    const int64_t last = total - 1;
-    const auto shares = 1 + (last <= UINT32_MAX  // of 64 bits it is a call
-                                 ? static_cast<int>(static_cast<uint32_t>(last) /
-                                                    static_cast<uint32_t>(share.per_cta))
-                                 : static_cast<int>(last / share.per_cta));
-    if (cta < shares) share.index = shares - 1 - cta;
+    const int64_t last = total - 1;  // a division of 64 bits is a call
+    const int64_t shares =
+        1 + (last <= UINT32_MAX ? static_cast<uint32_t>(last) / static_cast<uint32_t>(share.per_cta)
+                                : last / share.per_cta);
+    if (cta < shares) share.index = static_cast<int>(shares) - 1 - cta;
   };
   const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
     const int64_t begin = share.index * share.per_cta;
