@@ -34,9 +34,9 @@ CACHE_OPS = (
 )  # fmt: skip
 
 
-def real_rows() -> dict[str, tuple[str, list[Case]]]:
-    """What is compared on an H200: (peer, cases)."""
-    decode, prefill = (list(of(GPU, op).values()) for op in REAL)
+def real_rows(device: str = GPU) -> dict[str, tuple[str, list[Case]]]:
+    """What is compared: (peer, cases)."""
+    decode, prefill = (list(of(device, op).values()) for op in REAL)
     return {
         "decode": ("flash_mla", decode),
         "prefill from FP8 pages": (
@@ -48,7 +48,7 @@ def real_rows() -> dict[str, tuple[str, list[Case]]]:
 
 
 def all_real_rows() -> dict[str, tuple[str, list[Case]]]:
-    return real_rows() | {"decode on an H100": ("flash_mla", list(of(H100, REAL[0]).values()))}
+    return real_rows() | {f"{name}, H100": found for name, found in real_rows(H100).items()}
 
 
 def describe(case: Case) -> str:
@@ -156,8 +156,8 @@ def decode_chart() -> str:
     return svg.lines("Decode of full rows: times as fast as FlashMLA", panels, "FlashMLA")
 
 
-def prefill_tables() -> Iterator[str]:
-    parsed = matched(GPU, "sparse_prefill", PREFILL)
+def prefill_tables(device: str = GPU) -> Iterator[str]:
+    parsed = matched(device, "sparse_prefill", PREFILL)
 
     def grid(title: str, wanted: Callable[[re.Match[str]], bool], peers: tuple[str, ...]) -> str:
         lines: dict[str, dict[int, Case]] = {}
@@ -334,6 +334,7 @@ def parts() -> dict[str, str]:
         "decode on an H100": "\n\n".join([*decode_tables(H100), *real_tables(H100, REAL[:1])]),
         "real rows": "\n\n".join(real_tables()),
         "prefill": "\n\n".join(prefill_tables()),
+        "prefill on an H100": "\n\n".join([*prefill_tables(H100), *real_tables(H100, REAL[1:])]),
         "ways": ways(),
         "batch invariant": batch_invariant(),
         "query groups": query_groups(),

@@ -25,7 +25,7 @@ GROUPS = re.compile(
     r" (?:s_q(?P<s_q>\d+) b(?P<batch>\d+)|(?P<tokens>\d+) rows): overlap (?P<overlap>[\d.]+)"
 )
 PREFILL = re.compile(
-    r"(?P<layer>layer )?(?P<bf16>bf16 )?(?P<layout>\w+) (?P<topk>\d+)(?:\+(?P<window>\d+))?"
+    r"(?P<layer>layer )?(?P<bf16>bf16 )?(?P<layout>\w+(?:\+\w+)?) (?P<topk>\d+)(?:\+(?P<window>\d+))?"
     r"(?: (?P<rows>\d+)K)? h(?P<heads>\d+) t(?P<tokens>\d+)(?:: (?P<kind>.*))?"
 )
 
