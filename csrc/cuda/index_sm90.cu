@@ -54,6 +54,12 @@ int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
 }
+// Drafts of a request read the same keys: two to four units of them do so together.
+int unit_lanes(const IndexRows& rows, int group_rows, int num_ctas) {
+  if (rows.k_start || rows.query_start_loc) return 1;
+  const int64_t units = (rows.next_n + group_rows - 1) / group_rows;
+  return units >= 2 && units <= 4 && num_ctas % units == 0 ? static_cast<int>(units) : 1;
+}
 bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
 
 KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
@@ -159,7 +165,9 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
              are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
   own.group_rows =
       unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
-  own.places = UnitPlaces(rows, own.group_rows);
+  const int lanes = unit_lanes(rows, own.group_rows, own.num_ctas);
+  own.places = UnitPlaces(rows, own.group_rows, lanes);
+  own.ctas = Divider(own.num_ctas / lanes);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   bool is_answered = false;  // by the scan, whatever the lengths are
@@ -173,11 +181,12 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
            own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room)
       ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
-    const int32_t most_kept = KeptKeys::most_tiles(own);
+    int32_t most_kept = KeptKeys::most_tiles(own);
+    if (lanes > 1) most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
     const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
     // Many rows are more at a time in the merge.
     const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
-    is_answered = most_tiles <= most_gathered && rows.num_rows * most_tiles <= most_kept;
+    is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
     launch(index_scan_sm90_kernel<S>,
            {.grid = own.num_ctas,
             .block = kThreads,

@@ -79,7 +79,8 @@ def test_candidates_are_thrown_away_exactly(order, next_n, topk, pin_last, devic
 
 @pytest.mark.parametrize("order", LONG_ORDERS)
 @pytest.mark.parametrize(
-    ("requests", "next_n", "n"), [(1, 1, 300_000), (1, 2, 300_000), (32, 1, 90_000), (5, 1, 60_000)]
+    ("requests", "next_n", "n"),
+    [(1, 1, 300_000), (1, 2, 300_000), (32, 1, 90_000), (5, 1, 60_000), (1, 8, 90_000), (3, 8, 50_000)],
 )
 def test_long_rows_are_chosen_from_exactly(order, requests, next_n, n, device):
     """Rows that a GPU divides among blocks, whose keys have room in shared memory or have none."""
@@ -233,6 +234,29 @@ def test_rows_of_short_contexts_are_shared_by_ctas(are_many, next_n, device):
             out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
             problem.topk(128, **out, workspace=workspace)
             assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("has_row_lens", [False, True])
+@pytest.mark.parametrize(
+    ("next_n", "heads", "topk"), [(5, 64, 128), (6, 64, 128), (8, 64, 128), (4, 16, 2100), (8, 16, 2100)]
+)
+@pytest.mark.parametrize("num_requests", [1, 2, 9])
+def test_drafts_that_are_several_units(num_requests, next_n, heads, topk, has_row_lens, device):
+    """Of which some take all that they see, or see nothing, beside others that do not; several CTAs share them."""
+    lens = [2 * topk + 300, topk + 2, 5, topk, 0, 3 * topk, topk + next_n, 2000, 1][:num_requests]
+    row_lens = [max(n - j * 70 % 400, 0) if j % 3 else n for n in lens for j in range(next_n)]
+    options = {"row_lens": ints(row_lens, device)} if has_row_lens else {}
+    problem = random_problem(device, lens, heads=heads, next_n=next_n, **options)
+    want = problem.want_topk(topk)
+    size = mla_fp8.index_topk_workspace(
+        len(problem.q), topk=topk, num_sms=emulation.num_processors(device)
+    )
+    for byte in (0x00, 0xA5):
+        workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
+        got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
+        out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
+        problem.topk(topk, **out, workspace=workspace)
+        assert all(map(torch.equal, got, want))
 
 
 def rows_of(problem: Problem, requests: list[int]) -> Problem:

@@ -137,6 +137,15 @@ __device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, uint32
     end = max(end, rows.visible(int64_t{request} * next_n + i, request, i, next_n));
   return end <= topk ? 0 : (end - 1) / tile_keys + 1;
 }
+// Whether some unit of a request asks for no logit.
+__device__ __forceinline__ bool has_short_unit(const IndexRows& rows, uint32_t request, int group_rows,
+                                               int topk) {
+  const auto units = rows.row_lens ? static_cast<uint32_t>(rows.next_n) : 1u;  // else the first sees least
+#pragma unroll 1
+  for (uint32_t i = 0; i < units; i += group_rows)
+    if (scored_tiles_at(rows, request, i, group_rows, 1, topk) == 0) return true;
+  return false;
+}
 // Shares are of steps: a unit's tiles, and behind them what choosing takes, measured in tiles.
 inline constexpr int kChoiceSteps = 3;
 __device__ __forceinline__ int64_t num_steps(const IndexUnit& unit, int tile_keys, int topk) {
@@ -157,21 +166,28 @@ struct IndexShare {
 
 // Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
 // each. What a kernel runs once waits for its instructions, and a division is forty.
+//
+// In lanes the units of a request are one place: as many teams of CTAs, each with a unit of each request, have
+// equal shares, so that the same CTA of all teams reads the same keys at the same time, and these come from
+// memory once.
 struct UnitPlaces {
   Divider request_rows, group_rows, per_request;
   int64_t count;
+  int lanes, rows_of_place;
 
-  UnitPlaces(const IndexRows& rows, int group_rows)
+  UnitPlaces(const IndexRows& rows, int group_rows, int lanes = 1)
       : UnitPlaces(rows.num_rows,
                    rows.query_start_loc ? 1
                    : rows.k_start       ? rows.num_rows
                                         : rows.next_n,
-                   group_rows) {}
-  UnitPlaces(int64_t num_rows, int64_t request_rows, int64_t group_rows)
+                   group_rows, lanes) {}
+  UnitPlaces(int64_t num_rows, int64_t request_rows, int64_t group_rows, int lanes)
       : request_rows(request_rows),
         group_rows(group_rows),
-        per_request((request_rows + group_rows - 1) / group_rows),
-        count(num_rows / request_rows * ((request_rows + group_rows - 1) / group_rows)) {}
+        per_request((request_rows + group_rows - 1) / group_rows / lanes),
+        count(num_rows / request_rows * ((request_rows + group_rows - 1) / group_rows / lanes)),
+        lanes(lanes),
+        rows_of_place(static_cast<int>(lanes > 1 ? request_rows : group_rows)) {}
 
   struct Place {
     uint32_t request, in_request;  // a row
@@ -206,7 +222,7 @@ struct ShareQuestion {
   const UnitPlaces& places;
   const Divider& num_ctas;
   int topk, group_rows, tile_keys;
-  int cta;
+  int cta, lane;
   bool are_descending;               // the first CTA has the last share that is not empty
   int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
   int32_t* known;
@@ -231,14 +247,14 @@ struct ShareBlock {
 template <class Team>
 __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
                                            IndexUnit& first_unit) {
-  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, are_descending, most_kept,
+  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, lane, are_descending, most_kept,
                most_gathered, known, room] = question;
   constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
   const int threads = team.threads();
   const auto tiles_at = [&](int64_t place) {
     if (!rows.k_start && !rows.query_start_loc) {
       const auto [request, in_request] = places(place);
-      return scored_tiles_at(rows, request, in_request, group_rows, tile_keys, topk);
+      return scored_tiles_at(rows, request, in_request, places.rows_of_place, tile_keys, topk);
     }
     IndexUnit unit;
     if (!find_unit(rows, places.row(place), group_rows, unit)) return kNone;
@@ -282,7 +298,7 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
         find_unit(rows, places.row(i), group_rows, first_unit);
       } else {
         const auto [request, in_request] = places(i);
-        set_even_unit<false>(rows, request, in_request, group_rows, first_unit);
+        set_even_unit<false>(rows, request, in_request + lane * group_rows, group_rows, first_unit);
       }
       return;
     }
@@ -298,7 +314,8 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     for (int64_t i = first; i < end; ++i) {
       const int32_t tiles = tiles_of(i);
       mine = min(mine + kept_of(tiles), kMostKeptTiles);
-      if (tiles == 0) share.are_others = true;
+      if (tiles == 0 || (places.lanes > 1 && has_short_unit(rows, places(i).request, group_rows, topk)))
+        share.are_others = true;
       if (tiles > most_gathered) share.are_gathered = false;
     }
     const int32_t last = team.inclusive_sum(mine);

@@ -184,12 +184,12 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
     memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
 }
-// Of the rows behind the unit: to the L2.
+// Of a unit by its first row: to the L2.
 template <int kHeads, int kUnitRows>
-__device__ __forceinline__ void prefetch_next_queries(const IndexQueries& queries, const IndexUnit& unit,
-                                                      int64_t num_rows) {
+__device__ __forceinline__ void prefetch_queries(const IndexQueries& queries, int64_t first_row,
+                                                 int64_t num_rows) {
   const int line = threadIdx.x, head = line % kHeads;
-  const int64_t row = unit.first_row + unit.num_rows + line / kHeads;
+  const int64_t row = first_row + line / kHeads;
   if (line >= kHeads * kUnitRows || row >= num_rows || head >= queries.num_heads) return;
   prefetch_l2(queries.q + row * queries.q_stride_row + head * (queries.is_fp4 ? kIndexDim / 2 : kIndexDim));
   if (head % 32 == 0) {

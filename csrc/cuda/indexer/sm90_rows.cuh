@@ -75,6 +75,7 @@ struct ScanShared {
   IndexUnit units[2];                                // in turns
   ScanWork works[2];                                 // of those units
   int64_t begin, end;                                // the CTA's share
+  int cta;                                           // its number among all shares
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
   uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above

@@ -111,7 +111,7 @@ class Scan : ScanUnits {
       } else {
         load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kRehearses)
-          prefetch_next_queries<kHeads, kUnitRows>(p_.problem.queries, unit, p_.problem.rows.num_rows);
+          prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
         if (threadIdx.x < kIndexGroupRows) {
           s_.count[threadIdx.x] = 0;
           s_.low[threadIdx.x] = UINT32_MAX;
@@ -128,7 +128,7 @@ class Scan : ScanUnits {
         else scan_unit(math, unit, work);
         if (!is_rehearsal && gathers() && work.is_earlier) {
           consumers_sync();
-          if (threadIdx.x == 0) tell_arrival(&args_.state(s_.share.index)->arrived);
+          if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);
         }
       }
       if (is_rehearsal) wait_for_previous_grid();
@@ -235,16 +235,16 @@ class Scan : ScanUnits {
       first += tiles;
     }
     if (!work.is_whole && threadIdx.x == 0)
-      write_state(*args_.state(s_.share.index), unit, work.is_earlier, work.unit_begin,
+      write_state(*args_.state(s_.cta), unit, work.is_earlier, work.unit_begin,
                   num_tiles(unit, kTileKeys, p_.topk), s_.count);
   }
 
   // The keys of the tiles of a unit behind those of this CTA, which begins it: a thread waits for each of the
   // CTAs that go on with it.
   __device__ __forceinline__ void gather(const IndexUnit& unit, const ScanWork& work) const {
-    const auto last = static_cast<int>((static_cast<uint32_t>(work.unit_end) - 1) /
+    const auto last = static_cast<int>((static_cast<uint32_t>(work.unit_begin + work.unit_tiles) - 1) /
                                        static_cast<uint32_t>(s_.share.per_cta));
-    const int cta = s_.share.index + 1 + static_cast<int>(threadIdx.x);
+    const int cta = s_.cta + 1 + static_cast<int>(threadIdx.x);
     if (cta <= last) take_arrival(&args_.state(cta)->arrived);
     consumers_sync();
     const int pieces = (work.unit_tiles - work.tiles) * kTileKeys / 4;  // of sixteen bytes
@@ -274,7 +274,7 @@ class Scan : ScanUnits {
       return;
     }
     // Where what several CTAs find of a row is brought together.
-    uint64_t* left = work.is_earlier ? args_.earlier(s_.share.index, r) : args_.list(s_.share.index, r);
+    uint64_t* left = work.is_earlier ? args_.earlier(s_.cta, r) : args_.list(s_.cta, r);
     uint64_t least = kLeastOrder;
     if (is_first) {
       const ThreadKeys own(team, chunk);

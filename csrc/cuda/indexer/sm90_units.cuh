@@ -28,11 +28,13 @@ class ScanUnits {
     wait_for_previous_grid();
     find_share(team,
                {p_.problem.rows, args_.places, args_.ctas, p_.topk, args_.group_rows, kTileKeys,
-                static_cast<int>(blockIdx.x), scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
+                cta_of_lane(), lane_of_cta(), scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
                 reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
                s_.share, s_.units[0]);
     team.sync();
-    const int cta = s_.share.index;
+    // Shares of a lane are those behind the lanes before, steps too.
+    const int64_t first_share = lane_of_cta() * args_.ctas.divisor(), first_step = first_share * s_.share.per_cta;
+    const int cta = static_cast<int>(first_share) + s_.share.index;
     if (threadIdx.x == kWarpSize) {
       args_.state(cta)->unit = -1;
       args_.state(cta)->per_cta = s_.share.per_cta;
@@ -40,11 +42,13 @@ class ScanUnits {
       args_.state(cta)->are_answered = gathers();
     }
     if (threadIdx.x > 0) return;
-    const int64_t begin = cta * s_.share.per_cta, end = min(s_.share.total, begin + s_.share.per_cta);
+    const int64_t begin = cta * s_.share.per_cta,
+                  end = min(first_step + s_.share.total, begin + s_.share.per_cta);
+    s_.cta = cta;
     s_.begin = begin;
     s_.end = end;
     if (begin < end) {
-      set_work(0, s_.units[0], s_.share.first_step);
+      set_work(0, s_.units[0], first_step + s_.share.first_step);
     } else {
       s_.units[0] = {};
       s_.works[0] = {};
@@ -56,11 +60,13 @@ class ScanUnits {
   __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
     const bool are_kept = s_.share.are_kept;
     const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
-                  unit_tiles = are_kept ? scored : max(scored, int64_t{1});
+                  unit_tiles = are_kept ? scored : max(scored, int64_t{1}),
+                  place_tiles = args_.places.lanes > 1 ? max(tiles_of_request(unit.request), unit_tiles)
+                                                       : unit_tiles;
     const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
     ScanWork& work = s_.works[i % 2];
     work.unit_begin = unit_begin;
-    work.unit_end = unit_begin + unit_tiles + (are_kept ? 0 : kChoiceSteps);
+    work.unit_end = unit_begin + place_tiles + (are_kept ? 0 : kChoiceSteps);
     work.column = static_cast<int32_t>(unit.begin + first * kTileKeys);
     work.tiles = static_cast<int>(max(last - first, int64_t{0}));
     work.unit_tiles = static_cast<int>(unit_tiles);
@@ -95,11 +101,13 @@ class ScanUnits {
     const int lane = threadIdx.x % kWarpSize;
     if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
     IndexUnit& next = s_.units[(i + 1) % 2];
-    for (int64_t row = s_.units[i % 2].first_row + s_.units[i % 2].num_rows;; row += kWarpSize) {
-      const uint32_t lanes = __ballot_sync(kFullWarp, row + lane < rows.num_rows && is_next(row + lane));
+    const int64_t step = args_.places.lanes > 1 ? rows.next_n : 1;  // from row to row
+    for (int64_t row = row_behind(s_.units[i % 2]);; row += kWarpSize * step) {
+      const int64_t own = row + lane * step;
+      const uint32_t lanes = __ballot_sync(kFullWarp, own < rows.num_rows && is_next(own));
       if (lanes == 0) continue;
       if (lane == 0) {
-        const int64_t first = row + __ffs(static_cast<int>(lanes)) - 1;
+        const int64_t first = row + (__ffs(static_cast<int>(lanes)) - 1) * step;
         if (rows.k_start || rows.query_start_loc) {
           find_unit_here(rows, first, args_.group_rows, next);
         } else {
@@ -113,6 +121,10 @@ class ScanUnits {
       return;
     }
   }
+  // Of the unit that mostly comes next.
+  __device__ __forceinline__ int64_t row_behind(const IndexUnit& unit) const {
+    return unit.first_row + (args_.places.lanes > 1 ? p_.problem.rows.next_n : unit.num_rows);
+  }
   // Whether a unit begins at the row, of which steps are shared.
   __device__ __forceinline__ bool is_next(int64_t row) const {
     const IndexRows& rows = p_.problem.rows;
@@ -122,9 +134,16 @@ class ScanUnits {
              !(s_.share.are_kept && takes_all(unit, p_.topk));
     }
     UnitPlaces::Place at;
-    return args_.places.begins_at(row, at) &&
-           (!s_.share.are_kept ||
-            scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, p_.topk) > 0);
+    if (!args_.places.begins_at(row, at)) return false;
+    if (!s_.share.are_kept) return true;
+    if (args_.places.lanes > 1) return tiles_of_request(at.request) > 0;
+    return scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, p_.topk) > 0;
+  }
+  // Scored tiles of the longest unit.
+  __device__ __forceinline__ int64_t tiles_of_request(int64_t request) const {
+    const IndexRows& rows = p_.problem.rows;
+    return scored_tiles_at(rows, static_cast<uint32_t>(request), 0, static_cast<int>(rows.next_n), kTileKeys,
+                           p_.topk);
   }
 
   // Units without a scored tile, in turns, behind the i-th unit of the share, its last: in place 0, once the
@@ -133,15 +152,20 @@ class ScanUnits {
     mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
     const UnitPlaces& places = args_.places;
 #pragma unroll 1
-    for (int64_t place = s_.share.index; place < places.count; place += args_.num_ctas) {
+    for (int64_t place = s_.share.index; place < places.count; place += args_.ctas.divisor()) {
       consumers_sync();
       IndexUnit& unit = s_.units[0];
-      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, places.row(place), args_.group_rows, unit))
+      const int64_t row = places.row(place) + lane_of_cta() * args_.group_rows;
+      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, row, args_.group_rows, unit))
         unit.num_rows = 0;
       consumers_sync();
       if (unit.num_rows > 0 && takes_all(unit, p_.topk)) args_.answer_all(unit, RowTeam(s_, 1));
     }
   }
+
+  // CTAs of all lanes with the same share are neighbours.
+  __device__ __forceinline__ int lane_of_cta() const { return blockIdx.x % args_.places.lanes; }
+  __device__ __forceinline__ int cta_of_lane() const { return blockIdx.x / args_.places.lanes; }
 
   const ScanArgs& scan_;
   const IndexTopkArgs& args_;
