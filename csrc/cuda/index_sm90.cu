@@ -182,7 +182,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
       ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     int32_t most_kept = KeptKeys::most_tiles(own);
-    if (lanes > 1) most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
+    if (lanes > 1)
+      most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
     const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
     // Many rows are more at a time in the merge.
     const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;

@@ -242,15 +242,14 @@ def test_rows_of_short_contexts_are_shared_by_ctas(are_many, next_n, device):
 )
 @pytest.mark.parametrize("num_requests", [1, 2, 9])
 def test_drafts_that_are_several_units(num_requests, next_n, heads, topk, has_row_lens, device):
-    """Of which some take all that they see, or see nothing, beside others that do not; several CTAs share them."""
+    """Some take all that they see, or see nothing, beside others that do not; several CTAs share them."""
     lens = [2 * topk + 300, topk + 2, 5, topk, 0, 3 * topk, topk + next_n, 2000, 1][:num_requests]
     row_lens = [max(n - j * 70 % 400, 0) if j % 3 else n for n in lens for j in range(next_n)]
     options = {"row_lens": ints(row_lens, device)} if has_row_lens else {}
     problem = random_problem(device, lens, heads=heads, next_n=next_n, **options)
     want = problem.want_topk(topk)
-    size = mla_fp8.index_topk_workspace(
-        len(problem.q), topk=topk, num_sms=emulation.num_processors(device)
-    )
+    sms = emulation.num_processors(device)
+    size = mla_fp8.index_topk_workspace(len(problem.q), topk=topk, num_sms=sms)
     for byte in (0x00, 0xA5):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
         got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]

@@ -33,7 +33,8 @@ class ScanUnits {
                s_.share, s_.units[0]);
     team.sync();
     // Shares of a lane are those behind the lanes before, steps too.
-    const int64_t first_share = lane_of_cta() * args_.ctas.divisor(), first_step = first_share * s_.share.per_cta;
+    const int64_t first_share = lane_of_cta() * args_.ctas.divisor(),
+                  first_step = first_share * s_.share.per_cta;
     const int cta = static_cast<int>(first_share) + s_.share.index;
     if (threadIdx.x == kWarpSize) {
       args_.state(cta)->unit = -1;
@@ -61,8 +62,8 @@ class ScanUnits {
     const bool are_kept = s_.share.are_kept;
     const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
                   unit_tiles = are_kept ? scored : max(scored, int64_t{1}),
-                  place_tiles = args_.places.lanes > 1 ? max(tiles_of_request(unit.request), unit_tiles)
-                                                       : unit_tiles;
+                  place_tiles =
+                      args_.places.lanes > 1 ? max(tiles_of_request(unit.request), unit_tiles) : unit_tiles;
     const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
     ScanWork& work = s_.works[i % 2];
     work.unit_begin = unit_begin;
@@ -156,8 +157,7 @@ class ScanUnits {
       consumers_sync();
       IndexUnit& unit = s_.units[0];
       const int64_t row = places.row(place) + lane_of_cta() * args_.group_rows;
-      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, row, args_.group_rows, unit))
-        unit.num_rows = 0;
+      if (threadIdx.x == 0 && !find_unit(p_.problem.rows, row, args_.group_rows, unit)) unit.num_rows = 0;
       consumers_sync();
       if (unit.num_rows > 0 && takes_all(unit, p_.topk)) args_.answer_all(unit, RowTeam(s_, 1));
     }
