@@ -168,8 +168,8 @@ struct IndexShare {
 // each. What a kernel runs once waits for its instructions, and a division is forty.
 //
 // In lanes the units of a request are one place: as many teams of CTAs, each with a unit of each request, have
-// equal shares, so that the same CTA of all teams reads the same keys at the same time, and these come from
-// memory once.
+// equal shares, so that one CTA of each team reads the same keys at the same time, and these come from memory
+// once.
 struct UnitPlaces {
   Divider request_rows, group_rows, per_request;
   int64_t count;
