@@ -167,9 +167,9 @@ struct IndexShare {
 // Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
 // each. What a kernel runs once waits for its instructions, and a division is forty.
 //
-// In lanes the units of a request are one place: as many teams of CTAs, each with a unit of each request, have
-// equal shares, so that one CTA of each team reads the same keys at the same time, and these come from memory
-// once.
+// In lanes the units of a request are one place: there are as many teams of CTAs, each with a unit of each
+// request, which have equal shares. So one CTA of each team reads the same keys at the same time, and these
+// come from memory once.
 struct UnitPlaces {
   Divider request_rows, group_rows, per_request;
   int64_t count;
