@@ -33,7 +33,9 @@ __device__ __forceinline__ uint32_t e4m3_scales_to_bf16(uint32_t pair) {
 }
 
 inline constexpr unsigned kStagePlaces = (1u << kStageRows) - 1;
-// Bits of the stage's rows that come from the second cache.
+// Bits of the stage's rows that come from the second cache; and where producers expand, whether a consumer
+// does that, as it was fetched early.
+inline constexpr unsigned kStageIsEarly = 1u << kStageRows;
 template <class C>
 __device__ uint32_t stage_extras_at(const Ring<C>& ring, int stage) {
   return ring.smem + MLA_SMEM(C, stage_extras) + stage * 4;
@@ -55,19 +57,19 @@ class StageExpander {
       expand(i % C::kStages, i < C::kHelpedStages);
     }
   }
-  // A consumer: of its own first stage the last rows; where there are no such warps all.
+  // A consumer: of its own first stage the last rows; where there are no such warps all, if it came early.
   __device__ void help(int stage) const {
     mbarrier_wait(ring_.raw(stage), 0);
+    const unsigned bits = load_shared_4(stage_extras_at(ring_, stage)), extras = bits & kStagePlaces;
     if constexpr (C::kExpanders > 0) {
       const uint32_t rows = ring_.stage(stage);
-      const unsigned extras = load_shared_4(stage_extras_at(ring_, stage));
       Codes codes;
       codes.load(codes_at(rows), kHelpedRow);
       if (extras == kStagePlaces) [[likely]]
         expand_codes<true>(rows, extras, codes, kHelpedRow, kStageRows);
       else if (extras) expand_codes<false>(rows, extras, codes, kHelpedRow, kStageRows);
       mbarrier_arrive_warp(ring_.full(stage), lane_);
-    } else {
+    } else if (bits & kStageIsEarly) {
       expand(stage);
     }
   }
@@ -75,7 +77,7 @@ class StageExpander {
   // A stage whose bytes are there.
   __device__ __forceinline__ void expand(int stage, bool is_helped = false) const {
     const uint32_t rows = ring_.stage(stage), table = rows + R::kTableOffset;
-    const unsigned extras = load_shared_4(stage_extras_at(ring_, stage));
+    const unsigned extras = load_shared_4(stage_extras_at(ring_, stage)) & kStagePlaces;
     const int row = lane_ / 2, half = lane_ % 2;  // two lanes have what becomes bf16 in a row
     const bool extra = extras >> row & 1;
     uint4 tail_codes{};

@@ -80,17 +80,17 @@ class MixedGather : protected Gather<C> {
       while (num_pending_ > 0 && (!there_is || is_raw_full() || !is_free(turn))) expand_next();
   }
   // To that place what the lanes from `from` on have looked up.
-  __device__ __forceinline__ void fetch(Turn turn, const Rows& rows, int from, bool is_helped = false) {
+  __device__ __forceinline__ void fetch(Turn turn, const Rows& rows, int from) {
     mbarrier_wait(ring_.empty(turn.stage), turn.parity ^ 1);
     if (rows.repeat) [[unlikely]]
       copy_stage<true>(turn.stage, rows, from);
     else copy_stage<false>(turn.stage, rows, from);
-    announce(turn, is_helped);
+    announce(turn);
   }
   template <bool kThroughL1>
-  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from) const {
+  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from, unsigned bits = 0) const {
     const uint32_t extras = rows.extras >> from & kStagePlaces;
-    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras);
+    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras | bits);
     const int place = lane_ - from;
     if (lane_ / kStageRows * kStageRows == from) {
       store_shared_1(ring_.smem + MLA_SMEM(C, valid) + stage * kStageRows + place,
@@ -103,10 +103,10 @@ class MixedGather : protected Gather<C> {
     else copy_rows<kThroughL1, false>(stage, rows.row, extras, from);
   }
   // That the copies into that stage are on their way.
-  __device__ __forceinline__ void announce(Turn turn, bool is_helped) {
+  __device__ __forceinline__ void announce(Turn turn, bool is_early = false) {
     mbarrier_arrive_cp_async(ring_.raw(turn.stage));
     mbarrier_arrive_warp(ring_.raw(turn.stage), lane_);
-    if (kExpands && !is_helped) {
+    if (kExpands && !is_early) {
       pending_ |= static_cast<uint32_t>(turn.stage | turn.parity << 4) << 8 * num_pending_;
       ++num_pending_;
     }
@@ -265,7 +265,7 @@ class MixedProducer : MixedGather<C> {
     early.is_there = warp_ < num_stages && valid == kStagePlaces && !early.rows.repeat;
     const bool takes_turns = C::kBlockStages < C::kProducers && num_stages > C::kProducers;
     if (takes_turns && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
-    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows);
+    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows, kStageIsEarly);
     if (takes_turns && warp_ + 1 < C::kProducers)
       named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
     return early;
@@ -293,7 +293,7 @@ class MixedProducer : MixedGather<C> {
       if (i >= num_stages) break;
       if (!is_second) early.rows = this->look_up(key, counts(rank, last));
       if (i >= C::kProducers && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
-      this->fetch(turn, early.rows, is_second ? 0 : kStageRows, i < C::kHelpedStages);
+      this->fetch(turn, early.rows, is_second ? 0 : kStageRows);
       if (is_second) continue;
       rank -= kRanksOfPair;
       if (i + 2 * C::kProducers < num_stages) key = this->word_of(find(known(rank, last)));

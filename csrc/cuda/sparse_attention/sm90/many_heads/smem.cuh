@@ -52,8 +52,8 @@ struct ManyHeadsSplit {
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
   static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
   static constexpr bool kScalesMultiplyWeights = false;  // of two layouts
-  // The ring's first ones, which the logits warps expand in place of producers. With 32 heads such help cost
-  // more than it gained.
+  // The ring's first ones, which the logits warps expand in place of producers, if they come early. With 32
+  // heads such help cost more than it gained.
   static constexpr int kHelpedStages =
       R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kFindsLargest && !kWalks ? kLogitWarps : 0;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
