@@ -40,43 +40,57 @@ class MixedGather : protected Gather<C> {
   // Lanes 0 to 15 and 16 to 31 have the keys of a stage each. Registers are short: a key is one word.
   __device__ static uint32_t word_of(Key key) { return key.slot | key.scope << 31; }
   __device__ __forceinline__ Rows look_up(uint32_t key, bool counts) const {
-    constexpr KvLayout kFirst = First::kL, kSecond = Second::kL;
-    const bool extra = key >> 31;
-    const KvScope(&scopes)[2] = p_.scopes;
-    const auto page_size = static_cast<unsigned>(extra ? +scopes[1].page_size : +scopes[0].page_size);
-    const unsigned slot = key & 0x7fffffffu;
-    const unsigned page = extra ? params_.page_size[1].word(slot) : params_.page_size[0].word(slot);
-    const unsigned in_page = slot - page * page_size;
-    const uint8_t* const base =
-        (extra ? +scopes[1].kv_cache : +scopes[0].kv_cache) +
-        page * (extra ? +scopes[1].kv_cache_stride_page : +scopes[0].kv_cache_stride_page);
-    const int64_t row = extra ? kSecond.token_offset(in_page) : kFirst.token_offset(in_page);
-    const int64_t scales =
-        extra ? kSecond.scale_offset(in_page, page_size) : kFirst.scale_offset(in_page, page_size);
     // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
     const uint32_t other = __shfl_xor_sync(kFullWarp, key, 8);
-    return {base + row, static_cast<uint32_t>(scales - row), __ballot_sync(kFullWarp, extra),
-            __ballot_sync(kFullWarp, counts), __any_sync(kFullWarp, counts && key == other) != 0};
+    const bool extra = key >> 31;
+    Rows rows{nullptr, 0, __ballot_sync(kFullWarp, extra), __ballot_sync(kFullWarp, counts),
+              __any_sync(kFullWarp, counts && key == other) != 0};
+    if (extra) {  // mostly in all lanes
+      const unsigned slot = key & 0x7fffffffu;
+      locate<Second>(rows, 1, slot, params_.page_size[1].word(slot));
+    } else {
+      locate<First>(rows, 0, key, params_.page_size[0].word(key));
+    }
+    return rows;
+  }
+  template <class Cache>
+  __device__ __forceinline__ void locate(Rows& rows, int scope, unsigned slot, unsigned page) const {
+    constexpr KvLayout kL = Cache::kL;
+    const KvScope& s = p_.scopes[scope];
+    const auto page_size = static_cast<unsigned>(s.page_size);
+    const unsigned in_page = slot - page * page_size;
+    const int64_t row = kL.token_offset(in_page);
+    rows.row = s.kv_cache + page * s.kv_cache_stride_page + row;
+    rows.scales = static_cast<uint32_t>(kL.scale_offset(in_page, page_size) - row);
   }
 
-  // Stages that are there, or as long as there is nothing else to do: until the i-th of the ring's sequence
-  // is free; to the end, if there is none.
-  __device__ __forceinline__ void expand_until_free(int i, bool there_is) {
+  // A stage of the ring in one of its uses.
+  struct Turn {
+    int stage, parity;
+    __device__ static Turn of(int i) { return {i % C::kStages, i / C::kStages & 1}; }
+    __device__ void pass(int stages) {
+      stage += stages;
+      if (stage >= C::kStages) stage -= C::kStages, parity ^= 1;
+    }
+  };
+  // Stages that are there, or as long as there is nothing else to do: until the place of a turn is free; to
+  // the end, if there is none.
+  __device__ __forceinline__ void expand_until_free(Turn turn, bool there_is) {
     if constexpr (kExpands)
-      while (num_pending_ > 0 && (!there_is || is_raw_full() || !is_free(i))) expand_next();
+      while (num_pending_ > 0 && (!there_is || is_raw_full() || !is_free(turn))) expand_next();
   }
-  // Into that stage what the lanes from `from` on have looked up.
-  __device__ __forceinline__ void fetch(int i, const Rows& rows, int from) {
-    wait_until_free<C::kStages>(ring_.empty(i % C::kStages), i);
+  // To that place what the lanes from `from` on have looked up.
+  __device__ __forceinline__ void fetch(Turn turn, const Rows& rows, int from) {
+    mbarrier_wait(ring_.empty(turn.stage), turn.parity ^ 1);
     if (rows.repeat) [[unlikely]]
-      copy_stage<true>(i % C::kStages, rows, from);
-    else copy_stage<false>(i % C::kStages, rows, from);
-    announce(i);
+      copy_stage<true>(turn.stage, rows, from);
+    else copy_stage<false>(turn.stage, rows, from);
+    announce(turn);
   }
   template <bool kThroughL1>
-  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from) const {
+  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from, unsigned bits = 0) const {
     const uint32_t extras = rows.extras >> from & kStagePlaces;
-    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras);
+    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras | bits);
     const int place = lane_ - from;
     if (lane_ / kStageRows * kStageRows == from) {
       store_shared_1(ring_.smem + MLA_SMEM(C, valid) + stage * kStageRows + place,
@@ -84,23 +98,25 @@ class MixedGather : protected Gather<C> {
       copy_scales(ring_.stage(stage) + R::kTableOffset + place * R::kRawScaleBytes, rows.row + rows.scales,
                   extras >> place & 1);
     }
-    copy_rows<kThroughL1>(stage, rows.row, extras, from);
+    if (!kThroughL1 && extras == kStagePlaces) [[likely]]
+      copy_rows<false, true>(stage, rows.row, extras, from);
+    else copy_rows<kThroughL1, false>(stage, rows.row, extras, from);
   }
   // That the copies into that stage are on their way.
-  __device__ __forceinline__ void announce(int i) {
-    const int stage = i % C::kStages, parity = i / C::kStages & 1;
-    mbarrier_arrive_cp_async(ring_.raw(stage));
-    mbarrier_arrive_warp(ring_.raw(stage), lane_);
-    if constexpr (kExpands) {
-      pending_ |= static_cast<uint32_t>(stage | parity << 4) << 8 * num_pending_;
+  __device__ __forceinline__ void announce(Turn turn, bool is_early = false) {
+    mbarrier_arrive_cp_async(ring_.raw(turn.stage));
+    mbarrier_arrive_warp(ring_.raw(turn.stage), lane_);
+    if (kExpands && !is_early) {
+      pending_ |= static_cast<uint32_t>(turn.stage | turn.parity << 4) << 8 * num_pending_;
       ++num_pending_;
     }
   }
   // Of one key alone a lane.
   __device__ void fetch(int i, Key key, int num_keys) {
     const Rows rows = look_up(word_of(key), lane_ % kStageRows < num_keys);
-    expand_until_free(i, true);
-    fetch(i, rows, 0);
+    const Turn turn = Turn::of(i);
+    expand_until_free(turn, true);
+    fetch(turn, rows, 0);
   }
 
   // Before it waits for anything but a free stage, as consumers may need them before what is waited for can
@@ -115,9 +131,7 @@ class MixedGather : protected Gather<C> {
   static_assert(!kExpands || (C::kStages <= 16 && ceil_div(C::kStages, C::kProducers) <= 4),
                 "a byte of pending_ each");
 
-  __device__ bool is_free(int i) const {
-    return is_over(ring_.empty(i % C::kStages), (i / C::kStages & 1) ^ 1);
-  }
+  __device__ bool is_free(Turn turn) const { return is_over(ring_.empty(turn.stage), turn.parity ^ 1); }
   __device__ bool is_over(uint32_t barrier, int parity) const {
     return __all_sync(kFullWarp, mbarrier_test(barrier, parity));
   }
@@ -142,7 +156,7 @@ class MixedGather : protected Gather<C> {
   // Eight lanes copy a row, a line at a time: the copy engine takes 60 clocks a row. Where the producer
   // expands, four do, which is fewer instructions. Rows that several keys name come through the L1: thousands
   // of copies of one would queue at its few lines of the L2.
-  template <bool kThroughL1>
+  template <bool kThroughL1, bool kAllExtra>
   __device__ __forceinline__ void copy_rows(int stage, const uint8_t* row, uint32_t extras, int from) const {
     constexpr int kLanes = C::kExpanders > 0 && First::kBytes % 128 == 0 ? 8 : 4;
     constexpr int kUnit = kLanes * 16, kRowsAtOnce = kWarpSize / kLanes;
@@ -150,7 +164,7 @@ class MixedGather : protected Gather<C> {
 #pragma unroll
     for (int first = 0; first < kStageRows; first += kRowsAtOnce) {
       const int place = first + lane_ / kLanes, in_unit = lane_ % kLanes * 16;
-      const bool extra = extras >> place & 1;
+      const bool extra = kAllExtra || (extras >> place & 1);
       const uint8_t* const src = broadcast(row, from + place) + in_unit;
       const uint32_t dst = ring_.stage(stage) + place * R::kPitch + (extra ? R::kCodesOffset : 0) + in_unit;
 #pragma unroll
@@ -216,12 +230,18 @@ class MixedProducer : MixedGather<C> {
   __device__ ValidKeys<MapInShared> keys_of(const KeySurvey& survey) const {
     return {survey, {this->ring_.smem + MLA_SMEM(C, maps)}};
   }
-  // Of a stage past the last one: any. The first lanes have the stage after the next, whose ranks are lower.
+  // In the ring's i-th stage. The first lanes have the stage after the next, whose ranks are lower.
   __device__ int rank_of_lane(const Item& w, int i) const {
     const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;
-    return w.template first_rank<C>(0) + max(rank_in_query<C>(stage * kStageRows, w.num_blocks), 0) +
+    return w.template first_rank<C>(0) + rank_in_query<C>(stage * kStageRows, w.num_blocks) +
            this->lane_ % kStageRows;
   }
+  // How much lower ranks are two stages on.
+  static constexpr int kRanksOfPair = 2 * C::kProducers * kStageRows;
+  // In a stage past the last one they may be negative.
+  __device__ static bool counts(int rank, int last) { return rank >= 0 && rank <= last; }
+  // To find a key by, in lanes of ascending ranks.
+  __device__ static int known(int rank, int last) { return max(min(rank, last), 0); }
 
   // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
   // first rows would come when all of it does. So producers whose first stages are several blocks take turns
@@ -235,17 +255,17 @@ class MixedProducer : MixedGather<C> {
     if (is_listed) {
       w.template take_share<C>(num_keys, this->params_.splits);
       rank = rank_of_lane(w, warp_);
-      key = source.listed(min(rank, num_keys - 1));
+      key = source.listed(known(rank, num_keys - 1));
     }
     named_barrier(kBarrierBegin, kBeginThreads);
     if (!is_listed) return {};
     const int num_stages = w.num_blocks * C::kBlockStages;
-    Early early{this->look_up(this->word_of(key), rank < num_keys)};
+    Early early{this->look_up(this->word_of(key), counts(rank, num_keys - 1))};
     const uint32_t valid = __ballot_sync(kFullWarp, source.is_valid(key)) >> kStageRows;
     early.is_there = warp_ < num_stages && valid == kStagePlaces && !early.rows.repeat;
     const bool takes_turns = C::kBlockStages < C::kProducers && num_stages > C::kProducers;
     if (takes_turns && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
-    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows);
+    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows, kStageIsEarly);
     if (takes_turns && warp_ + 1 < C::kProducers)
       named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
     return early;
@@ -257,23 +277,26 @@ class MixedProducer : MixedGather<C> {
     const int num_stages = w.num_blocks * C::kBlockStages, last = valid_keys.num_keys() - 1;
     // Its stages in pairs, whose entries, which the survey has brought close, are loaded two stages ahead.
     uint32_t key = 0;
-    int i = warp_ - C::kProducers, half = -1;
+    int i = warp_, rank = rank_of_lane(w, i);
+    bool is_second = early.is_there;
+    typename MixedGather<C>::Turn turn{warp_, 0};
     if (early.is_there) {
-      this->announce(warp_);
-      i += 2 * C::kProducers, half = 1;
-      key = this->word_of(w.source(this->params_).listed(min(rank_of_lane(w, i + C::kProducers), last)));
+      this->announce(turn, true);
+      i += C::kProducers, turn.pass(C::kProducers), rank -= kRanksOfPair;
+      key = this->word_of(w.source(this->params_).listed(known(rank, last)));
+    } else if (i < num_stages) {
+      key = this->word_of(find(known(rank, last)));
     }
 #pragma unroll 1
-    for (;; i += C::kProducers, half = half == 0) {
-      this->expand_until_free(i, i < num_stages);
+    for (;; i += C::kProducers, turn.pass(C::kProducers), is_second = !is_second) {
+      this->expand_until_free(turn, i < num_stages);
       if (i >= num_stages) break;
-      if (half >= 0) {
-        if (half == 0) early.rows = this->look_up(key, rank_of_lane(w, i) <= last);
-        if (i >= C::kProducers && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
-        this->fetch(i, early.rows, half == 0 ? kStageRows : 0);
-      }
-      const int ahead = i + (half < 0 ? 1 : 2) * C::kProducers;
-      if (half <= 0 && ahead < num_stages) key = this->word_of(find(min(rank_of_lane(w, ahead), last)));
+      if (!is_second) early.rows = this->look_up(key, counts(rank, last));
+      if (i >= C::kProducers && i < 2 * C::kProducers) mbarrier_wait(this->ring_.raw(warp_), 0);
+      this->fetch(turn, early.rows, is_second ? 0 : kStageRows);
+      if (is_second) continue;
+      rank -= kRanksOfPair;
+      if (i + 2 * C::kProducers < num_stages) key = this->word_of(find(known(rank, last)));
     }
   }
 
@@ -284,10 +307,10 @@ class MixedProducer : MixedGather<C> {
 template <class C>
 __device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
                                               const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
-  if constexpr (kProducersAreEarly<C>) {
+  if constexpr (C::kExpanders > 0) {
     give_up_registers<C::kExpanderRegisters>();
     StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
-  } else {
+  } else if constexpr (!kProducersAreEarly<C>) {
     give_up_registers<C::kProducerRegisters>();
     if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
     else SplitProducer<C>(params, w, survey, smem, warp, lane).run();

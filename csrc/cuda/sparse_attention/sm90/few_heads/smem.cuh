@@ -36,6 +36,8 @@ struct FewHeads {
   static constexpr int kMembers = R::kFp8Dims > 0 ? 2 * kOctets : kOctets;
   static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
+  // The ring's first ones, of each of which the consumer that needs it expands half.
+  static constexpr int kHelpedStages = kExpanders > 0 && R::kBf16Dims == 0 ? kConsumerWarps : 0;
   static constexpr int kTeams = kConsumerWarps / kMembers;
   using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;

@@ -51,7 +51,11 @@ struct ManyHeadsSplit {
   static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
   static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
   static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
-  static constexpr bool kScalesMultiplyWeights = false;                        // of two layouts
+  static constexpr bool kScalesMultiplyWeights = false;  // of two layouts
+  // The ring's first ones, which the logits warps expand in place of producers, if they come early. With 32
+  // heads such help cost more than it gained.
+  static constexpr int kHelpedStages =
+      R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kFindsLargest && !kWalks ? kLogitWarps : 0;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
@@ -108,7 +112,7 @@ struct ManyHeadsSplit {
     uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
     uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
-    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
+    uint64_t survey_barrier[kExpanders > 0 || kHelpedStages > 0 ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
@@ -225,7 +229,7 @@ struct ManyHeadsWalk {
   static constexpr int kLogitGroups = 2;
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
-  static constexpr int kProducers = 4, kExpanders = R::kExpanders;
+  static constexpr int kProducers = 4, kExpanders = R::kExpanders, kHelpedStages = 0;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
