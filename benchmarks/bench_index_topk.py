@@ -31,12 +31,14 @@ class Case(NamedTuple):
     topk: int = 2048
     scores: str = "random"
     layout: str = "index_fp8"
+    lengths: str = "equal"  # mixed: requests from half of the context on
 
     @property
     def label(self) -> str:
         name = f"{self.kind} {self.batch} x {self.context // 1024}K"
         extra = [f"n={self.next_n}"] * (self.next_n > 1) + [self.scores] * (self.scores != "random")
         extra += [self.layout] * (self.layout != "index_fp8")
+        extra += [f"{self.lengths} lengths"] * (self.lengths != "equal")
         return " ".join([name, f"H={self.heads} k={self.topk}", *extra])
 
 
@@ -59,6 +61,17 @@ GPU_CASES = [
     # What engines send most: contexts of little more than topk.
     *(Case("decode", b, c) for c in (2048, 4096) for b in (8, 32, 128)),
     *(Case("prefill", rows, rows) for rows in (2048, 4096, 8192)),
+    *(
+        Case("decode", b, c, n, lengths="mixed")
+        for b, c, n in (
+            (8, 8192, 1),
+            (32, 4096, 1),
+            (32, 8192, 1),
+            (128, 4096, 1),
+            (8, 32768, 1),
+            (8, 8192, 6),
+        )
+    ),
 ]
 
 
@@ -187,7 +200,10 @@ def work(case: Case, device: str) -> Work:
     requests = case.batch if case.kind == "decode" else 1
     rows = case.batch * case.next_n
     per_request = rows // requests
-    entries = case.context * requests
+    contexts = torch.full((requests,), case.context)
+    if case.lengths == "mixed":
+        contexts = (torch.linspace(0.5, 1, requests) * case.context).long()[torch.randperm(requests)]
+    entries = int(contexts.sum())
     num_bytes = entries * layout.bytes_per_entry
     rounds = gpu_rotation(num_bytes)
     pages = case.context // PAGE
@@ -195,12 +211,12 @@ def work(case: Case, device: str) -> Work:
     tables = order.view(rounds, requests, pages)
     pool = layout.empty(rounds * requests * pages, PAGE, device)
     fill(case, pool, tables)
-    seen = case.context - per_request + 1 + torch.arange(per_request, device=device)
+    seen = (contexts[:, None] - per_request + 1 + torch.arange(per_request)).flatten()
     q = torch.randn(rows, case.heads, 128, device=device).to(torch.float8_e4m3fn)
     weights = torch.randn(rows, case.heads, device=device)
     inputs = {"q": q, "weights": weights.abs() if case.scores != "random" else weights}
-    inputs["row_lens"] = seen.int().repeat(requests)
-    seq_lens = torch.full((requests,), case.context, dtype=torch.int32, device=device)
+    inputs["row_lens"] = seen.int().to(device)
+    seq_lens = contexts.int().to(device)
     shape = (rows, case.topk)
     positions, slots = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
     lens = torch.empty(rows, dtype=torch.int32, device=device)
@@ -227,7 +243,7 @@ def work(case: Case, device: str) -> Work:
             baselines["index_logits + torch.topk"] = [
                 lambda i=i: torch.topk(logits(i), case.topk, dim=-1, sorted=False) for i in range(rounds)
             ]
-    flops = 2 * 128 * case.heads * int(seen.sum()) * requests
+    flops = 2 * 128 * case.heads * int(seen.sum())
     functions = [lambda i=i: call(i) for i in range(rounds)]
     return Work(case.label, functions, num_bytes + 2 * 4 * rows * case.topk, flops, baselines)
 

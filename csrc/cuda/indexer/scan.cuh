@@ -11,7 +11,7 @@
 #include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/indexer/emit.cuh"
-#include "cuda/indexer/rows.cuh"
+#include "cuda/indexer/shares.cuh"
 
 namespace mla_fp8::gpu {
 

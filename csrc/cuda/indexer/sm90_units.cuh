@@ -50,6 +50,7 @@ class ScanUnits {
     s_.end = end;
     if (begin < end) {
       set_work(0, s_.units[0], first_step + s_.share.first_step);
+      if (s_.share.are_kept && s_.share.are_aligned) s_.end = min(end, s_.works[0].unit_end);
     } else {
       s_.units[0] = {};
       s_.works[0] = {};

@@ -1,0 +1,263 @@
+#pragma once
+// How tiles of keys are shared among CTAs. All units' tiles lie one after another, and each CTA takes an
+// equal share of them: which depends on lengths that the device alone knows, so each finds its own.
+#include "cuda/device/divide.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/indexer/rows.cuh"
+
+namespace mla_fp8::gpu {
+
+// The share of a CTA: steps cta * per_cta and on, of `total`. Where the keys of all tiles are kept, for a
+// choice behind the scan, steps are scored tiles.
+struct IndexShare {
+  int64_t total, per_cta;
+  int64_t first_step;  // of the unit that the share begins in
+  int index;           // of the share: the CTA's, or, where shares go from the last one on, another
+  bool are_kept;
+  // Then, that each unit is answered by the CTA that begins it, and whether there are units without a scored
+  // tile.
+  bool are_gathered, are_others;
+  // Then, too, that each unit begins with a share; of which size of AlignedShares.
+  bool are_aligned;
+  int size;
+};
+// A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone. So small shares of
+// kept keys may be somewhat larger than equal ones: the least of these sizes with which all units have shares
+// of their own. To find it takes 0.7 us.
+struct AlignedShares {
+  static constexpr int kSizes = 3, kBits = 10;
+  static constexpr int32_t kMostShares = (1 << kBits) / 2 - 1;  // of fewer units
+  static constexpr int32_t kMostTiles = 16, kMostMore = 4;      // of a share, for what they save
+
+  int32_t equal, wide;  // sizes, the second for units that leave half a share empty each
+
+  __device__ __forceinline__ AlignedShares(int32_t equal, int32_t total, int32_t units, int32_t num_shares)
+      : equal(equal), wide(number(total, num_shares - units / 2)) {}
+  __device__ __forceinline__ static bool may_pay(int32_t equal, int32_t total, int32_t units,
+                                                 int32_t num_shares) {
+    return equal > 0 && equal <= kMostTiles && num_shares <= kMostShares &&
+           total <= (equal + kMostMore) * (num_shares - units / 2);
+  }
+  __device__ __forceinline__ int32_t operator[](int i) const { return i == 0 ? equal : wide + i - 1; }
+  // Of a unit's shares, by size.
+  __device__ __forceinline__ int32_t numbers(int32_t tiles) const {
+    int32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kSizes; ++i) all |= number(tiles, (*this)[i]) << kBits * i;
+    return all;
+  }
+  __device__ __forceinline__ static int32_t of_size(int32_t numbers, int i) {
+    return numbers >> kBits * i & ((1 << kBits) - 1);
+  }
+  // ceil(tiles / size), without a division of whole numbers.
+  __device__ __forceinline__ static int32_t number(int32_t tiles, int32_t size) {
+    return static_cast<int32_t>(
+        __fdividef(static_cast<float>(tiles + size) - 0.5f, static_cast<float>(size)));
+  }
+};
+
+// Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
+// each. What a kernel runs once waits for its instructions, and a division is forty.
+//
+// In lanes the units of a request are one place: there are as many teams of CTAs, each with a unit of each
+// request, which have equal shares. So one CTA of each team reads the same keys at the same time, and these
+// come from memory once.
+struct UnitPlaces {
+  Divider request_rows, group_rows, per_request;
+  int64_t count;
+  int lanes, rows_of_place;
+
+  UnitPlaces(const IndexRows& rows, int group_rows, int lanes = 1)
+      : UnitPlaces(rows.num_rows,
+                   rows.query_start_loc ? 1
+                   : rows.k_start       ? rows.num_rows
+                                        : rows.next_n,
+                   group_rows, lanes) {}
+  UnitPlaces(int64_t num_rows, int64_t request_rows, int64_t group_rows, int lanes)
+      : request_rows(request_rows),
+        group_rows(group_rows),
+        per_request((request_rows + group_rows - 1) / group_rows / lanes),
+        count(num_rows / request_rows * ((request_rows + group_rows - 1) / group_rows / lanes)),
+        lanes(lanes),
+        rows_of_place(static_cast<int>(lanes > 1 ? request_rows : group_rows)) {}
+
+  struct Place {
+    uint32_t request, in_request;  // a row
+  };
+  __device__ __forceinline__ Place operator()(int64_t place) const {
+    const auto i = static_cast<uint32_t>(place), request = per_request.word(i);
+    const auto in_request = (i - request * static_cast<uint32_t>(per_request.divisor())) *
+                            static_cast<uint32_t>(group_rows.divisor());
+    return {request, in_request};
+  }
+  __device__ __forceinline__ int64_t row(int64_t place) const {
+    const Place at = (*this)(place);
+    return at.request * request_rows.divisor() + at.in_request;
+  }
+  // Whether a unit begins at a row, where that is known.
+  __device__ __forceinline__ bool begins_at(int64_t row, Place& place) const {
+    const auto i = static_cast<uint32_t>(row), request = request_rows.word(i);
+    place = {request, i - request * static_cast<uint32_t>(request_rows.divisor())};
+    return group_rows.word(place.in_request) * static_cast<uint32_t>(group_rows.divisor()) ==
+           place.in_request;
+  }
+};
+
+// Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a
+// block.
+inline constexpr int32_t kMostKeptTiles = 1 << 20;
+
+// What a CTA asks for its share. Keys are kept if there are at most `most_kept` scored tiles. `known` is room
+// for the tiles of `room` units.
+struct ShareQuestion {
+  const IndexRows& rows;
+  const UnitPlaces& places;
+  const Divider& num_ctas;
+  int topk, group_rows, tile_keys;
+  int cta, lane;
+  bool are_descending;               // the first CTA has the last share that is not empty
+  int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
+  int32_t* known;
+  int room;
+};
+// The threads of a block. Those that find a share together have
+//
+//   thread(), threads(), sync()   of their own
+//   inclusive_sum(x)              of those up to and including the calling one
+template <int kN>
+struct ShareBlock {
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static constexpr int threads() { return kN; }
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+  template <class T>
+  __device__ __forceinline__ static T inclusive_sum(T x) {
+    return block_inclusive_sum<kN / kWarpSize>(x);
+  }
+};
+
+// A barrier must come before `share` is read, or `first_unit`, that it begins in if it has any steps.
+template <class Team>
+__device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
+                                           IndexUnit& first_unit) {
+  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, lane, are_descending, most_kept,
+               most_gathered, known, room] = question;
+  constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
+  const int threads = team.threads();
+  const auto tiles_at = [&](int64_t place) {
+    if (!rows.k_start && !rows.query_start_loc) {
+      const auto [request, in_request] = places(place);
+      return scored_tiles_at(rows, request, in_request, places.rows_of_place, tile_keys, topk);
+    }
+    IndexUnit unit;
+    if (!find_unit(rows, places.row(place), group_rows, unit)) return kNone;
+    return static_cast<int32_t>(scored_tiles(unit, tile_keys, topk));
+  };
+  // Neighbouring places to a thread.
+  const int64_t each = places.count <= threads ? 1 : (places.count + threads - 1) / threads;
+  const int64_t first = team.thread() * each, end = min(first + each, places.count);
+  const int32_t only = each == 1 && first < end ? tiles_at(first) : kNone;
+  const bool are_known = known != nullptr && each > 1 && places.count <= room;
+  if (are_known) {
+    for (int64_t i = team.thread(); i < places.count; i += threads) known[i] = tiles_at(i);
+    team.sync();
+  }
+  const auto tiles_of = [&](int64_t place) {
+    if (each == 1) return only;
+    return are_known ? known[place] : tiles_at(place);
+  };
+  const auto set_index = [&](int64_t shares) {
+    share.index = are_descending && cta < shares ? static_cast<int>(shares) - 1 - cta : cta;
+  };
+  // The share of `last` steps in all, and where it begins: the calling thread has `mine` of them, to `last`.
+  const auto set_total = [&](int64_t total) {
+    share.total = total;
+    share.per_cta = num_ctas(total + num_ctas.divisor() - 1);
+    share.index = cta;
+    if (!are_descending || total == 0) return;
+    const int64_t last = total - 1;  // a division of 64 bits is a call
+    set_index(1 + (last <= UINT32_MAX ? static_cast<uint32_t>(last) / static_cast<uint32_t>(share.per_cta)
+                                      : last / share.per_cta));
+  };
+  const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
+    const int64_t begin = share.index * share.per_cta;
+    if (begin < last - mine || begin >= last) return;
+    last -= mine;
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t steps = steps_of(tiles_of(i));
+      last += steps;
+      if (begin >= last) continue;
+      share.first_step = last - steps;
+      if (rows.k_start || rows.query_start_loc) {
+        find_unit(rows, places.row(i), group_rows, first_unit);
+      } else {
+        const auto [request, in_request] = places(i);
+        set_even_unit<false>(rows, request, in_request + lane * group_rows, group_rows, first_unit);
+      }
+      return;
+    }
+  };
+  const auto kept_of = [](int32_t tiles) { return min(max(tiles, 0), kMostKeptTiles); };
+  if (most_kept > 0) {
+    int32_t mine = 0;
+    if (team.thread() == 0) {
+      share.are_gathered = most_gathered > 0;
+      share.are_others = false;
+    }
+    team.sync();
+    for (int64_t i = first; i < end; ++i) {
+      const int32_t tiles = tiles_of(i);
+      mine = min(mine + kept_of(tiles), kMostKeptTiles);
+      if (tiles == 0 || (places.lanes > 1 && has_short_unit(rows, places(i).request, group_rows, topk)))
+        share.are_others = true;
+      if (tiles > most_gathered) share.are_gathered = false;
+    }
+    const int32_t last = team.inclusive_sum(mine);
+    if (team.thread() == threads - 1) {
+      share.are_kept = last <= most_kept;
+      share.are_aligned = false;
+      set_total(last);
+    }
+    team.sync();
+    const auto most_shares = static_cast<int32_t>(num_ctas.divisor());
+    const auto equal = static_cast<int32_t>(share.per_cta), units = static_cast<int32_t>(places.count);
+    if (share.are_kept && places.count > 1 && places.count < most_shares &&
+        AlignedShares::may_pay(equal, static_cast<int32_t>(share.total), units, most_shares)) {
+      const AlignedShares sizes(equal, static_cast<int32_t>(share.total), units, most_shares);
+      int32_t own = 0;
+      for (int64_t i = first; i < end; ++i) own += sizes.numbers(kept_of(tiles_of(i)));
+      const int32_t upto = team.inclusive_sum(own);
+      if (team.thread() == threads - 1) {
+#pragma unroll
+        for (int i = AlignedShares::kSizes - 1; i >= 0; --i) {
+          const int32_t size = sizes[i], shares = AlignedShares::of_size(upto, i);
+          if (shares > most_shares || size * most_shares > most_kept) continue;
+          share.are_aligned = true;
+          share.size = i;
+          share.per_cta = size;
+          share.total = shares * size;
+          set_index(shares);
+        }
+      }
+      team.sync();
+      if (share.are_aligned) {
+        const auto size = static_cast<int32_t>(share.per_cta);
+        return find_first(AlignedShares::of_size(own, share.size) * size,
+                          AlignedShares::of_size(upto, share.size) * size,
+                          [&](int32_t tiles) { return AlignedShares::number(kept_of(tiles), size) * size; });
+      }
+    }
+    if (share.are_kept) return find_first(mine, last, kept_of);
+  }
+  const auto chosen_of = [](int32_t tiles) { return tiles == kNone ? 0 : max(tiles, 1) + kChoiceSteps; };
+  int64_t mine = 0;
+  for (int64_t i = first; i < end; ++i) mine += chosen_of(tiles_of(i));
+  const int64_t last = team.inclusive_sum(mine);
+  if (team.thread() == threads - 1) {
+    share.are_kept = false;
+    set_total(last);
+  }
+  team.sync();
+  find_first(mine, last, chosen_of);
+}
+
+}  // namespace mla_fp8::gpu
