@@ -12,7 +12,7 @@ import pytest
 import torch
 from assertions import Results, assert_attention, assert_same
 from row_cases import changed, compacted, row_case
-from sparse_cases import V4_SCOPES, Case, Scope, make_case
+from sparse_cases import V4_SCOPES, Case, Scope, case_over, filled_scope, make_case
 from window_cases import make_entries_case, make_window_case
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
@@ -169,6 +169,28 @@ def test_holes_of_any_density(variant):
         return replace(scope, indices=scope.indices.where(kept.to(DEVICE), -1))
 
     case = changed(case, with_holes)
+    results = variant.run(case)
+    assert_attention(case, results)
+    assert_same(variant.run(changed(case, compacted)), results)
+
+
+@pytest.mark.parametrize("variant", [v for v in variants() if v.splits in (3, 8)], ids=str)
+def test_rows_that_are_nearly_full(variant):
+    """Producers may fetch their first rows before the keys are surveyed, as if all were valid."""
+    topk, num_slots, holes = 460, 1024, [0, 3, 20, 200, 443, 444, 459]
+
+    def scope(layout: str) -> Scope:
+        indices = torch.stack([torch.randperm(num_slots)[:topk] for _ in range(len(holes) + 6)]).int()
+        for row, hole in enumerate(holes):
+            indices[row, hole] = num_slots if row % 2 else -1
+        indices[-2, topk // 4 :] = -1  # the last one is full
+        indices[-3, 8] = indices[-3, 0]
+        indices[-4, 7:448:16] = indices[-4, 15:448:16]
+        indices[-5, : topk // 2] = -1
+        indices[-6] = indices[-6, 0]
+        return filled_scope(KV_LAYOUTS[layout], DEVICE, indices.to(DEVICE), None, num_slots // 64, 64)
+
+    case = case_over([scope(layout) for layout in variant.layout.split("+")], variant.some_heads[0])
     results = variant.run(case)
     assert_attention(case, results)
     assert_same(variant.run(changed(case, compacted)), results)

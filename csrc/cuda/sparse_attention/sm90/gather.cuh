@@ -30,7 +30,7 @@ struct Ring {
       mbarrier_init(full(s), C::R::kMixed ? kWarpArrivals : kFetched);
       mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
     }
-    if constexpr (kProducersAreEarly<C>) mbarrier_init(survey(), 1);
+    if constexpr (C::kProducersAreEarly) mbarrier_init(survey(), 1);
   }
 };
 
@@ -67,11 +67,15 @@ class Gather {
     return valid_keys.find(source, rank);
   }
 
-  // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  // Of this lane's key: where it lies, and a word of its own. Of a stage: whether some keys have one row.
+  struct Rows {
+    const uint8_t *row, *scales;
+    unsigned which;
+    bool repeat;
+  };
   template <class Key>
-  __device__ void fetch(int i, Key key, int num_keys) const {
+  __device__ __forceinline__ Rows look_up(Key key, bool counts) const {
     constexpr KvLayout kL = R::kL;
-    static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
     const KvScope& s = p_.scopes[key.scope];
     const unsigned page_size = s.page_size;
     unsigned page, in_page, in_cache;
@@ -80,43 +84,60 @@ class Gather {
     } else {
       in_cache = key.slot;
       if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
+      else if constexpr (C::kProducersAreEarly) page = params_.page_size[key.scope].word(in_cache);
       else page = in_cache / page_size;
       in_page = in_cache - page * page_size;
     }
     const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
-    const uint8_t* const row = base + kL.token_offset(in_page);
-    const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
-    const int num_here = min(num_keys, kStageRows);
-    const bool counts = lane_ < num_here;
     // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
     const unsigned which = in_cache ^ key.scope << 31, other = __shfl_xor_sync(kFullWarp, which, 8);
+    return {base + kL.token_offset(in_page), base + kL.scale_offset(in_page, page_size), which,
+            __any_sync(kFullWarp, counts && which == other) != 0};
+  }
+  // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  template <class Key>
+  __device__ void fetch(int i, Key key, int num_keys) const {
+    const int num_here = min(num_keys, kStageRows);
+    const bool counts = lane_ < num_here;
+    const Rows rows = look_up(key, counts);
     unsigned same = 0, repeated = 0;
-    if (__any_sync(kFullWarp, counts && which == other)) [[unlikely]] {
-      if (counts) same = __match_any_sync((1u << num_here) - 1, which);
+    if (rows.repeat) [[unlikely]] {
+      if (counts) same = __match_any_sync((1u << num_here) - 1, rows.which);
       repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
     }
 
     const int stage = i % C::kStages;
     wait_until_free<C::kStages>(ring_.empty(stage), i);
-    if (lane_ < kStageRows) valid_[stage * kStageRows + lane_] = counts ? key.marks() : 0;
+    if (lane_ < kStageRows) mark(stage, counts ? key.marks() : 0);
     if (repeated) [[unlikely]]
-      copy_repeated(stage, row, repeated, same);
+      copy_repeated(stage, rows.row, repeated, same);
     mbarrier_arrive_expect_warp(ring_.full(stage), (kStageRows - __popc(repeated)) * R::kBytes, lane_);
     __syncwarp();
     if (lane_ < kStageRows) {
-      const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
-      if constexpr (R::kScalesApart) {
-        if constexpr (kL.scale_bytes() == 8) cp_async_8(dst + R::kScaleOffset, scales);
-        else cp_async_16(dst + R::kScaleOffset, scales, true);
-        mbarrier_arrive_cp_async(ring_.full(stage));
-      }
-      if (!(repeated >> lane_ & 1)) {
-        // Else what segments leave in local memory goes to the device memory and back.
-        if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
-        else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
-      }
+      copy_scales(stage, rows.scales);
+      if constexpr (R::kScalesApart) mbarrier_arrive_cp_async(ring_.full(stage));
+      if (!(repeated >> lane_ & 1)) copy_row(stage, rows.row);
     }
     __syncwarp();
+  }
+  // What a lane of the first 16 brings to its place of a stage.
+  __device__ __forceinline__ void mark(int stage, uint8_t marks) const {
+    valid_[stage * kStageRows + lane_] = marks;
+  }
+  __device__ __forceinline__ void copy_scales(int stage, const uint8_t* scales) const {
+    if constexpr (R::kScalesApart) {
+      constexpr int kScaleBytes = R::kL.scale_bytes();
+      static_assert(kScaleBytes == 8 || kScaleBytes == 16);
+      const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch + R::kScaleOffset;
+      if constexpr (kScaleBytes == 8) cp_async_8(dst, scales);
+      else cp_async_16(dst, scales, true);
+    }
+  }
+  __device__ __forceinline__ void copy_row(int stage, const uint8_t* row) const {
+    const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
+    // Else what segments leave in local memory goes to the device memory and back.
+    if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
+    else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
   }
 
   const KernelParams& params_;
@@ -166,28 +187,30 @@ class SplitProducer : Gather<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
-  // A usual row has a loop of its own, without the code of other rows: jumps over code that is cold cost.
-  __device__ void run() {
+  // From its first stage on, or from the next one, if the first has come early. A usual row has a loop of its
+  // own, without the code of other rows: jumps over code that is cold cost.
+  __device__ void run(bool has_first = false) {
+    const int skipped = has_first ? C::kProducers : 0;
     const typename Item::Source source = w_.source(this->params_);
     if constexpr (requires { source.listed(0u); })
       if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
-        return run([&](int rank) { return source.listed(rank); });
-    run([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
+        return run(skipped, [&](int rank) { return source.listed(rank); });
+    run(skipped, [&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
   }
 
  private:
   // Entries, which the survey has brought close, are loaded a stage ahead.
   template <class FindKey>
-  __device__ __forceinline__ void run(FindKey&& find) {
+  __device__ __forceinline__ void run(int skipped, FindKey&& find) {
     const int num_stages = w_.num_blocks * C::kBlockStages;
     Key now{-1, 0};
 #pragma unroll 1
-    for (int i = warp_ - C::kProducers; i < num_stages; i += C::kProducers) {
+    for (int i = warp_ - C::kProducers + skipped; i < num_stages; i += C::kProducers) {
       const int ahead = i + C::kProducers;
       Key next{-1, 0};
       if (ahead < num_stages && has_stage(ahead))
         next = find(this->rank_of_lane(valid_keys_, first_rank(ahead)));
-      if (i >= 0 && has_stage(i)) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
+      if (i >= skipped && has_stage(i)) this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
       now = next;
     }
   }
@@ -197,6 +220,64 @@ class SplitProducer : Gather<C> {
   const Item& w_;
   const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
+};
+
+// A producer's first stage, fetched while other warps survey the row: as if all keys were valid, which they
+// mostly are. `full` ends its phase only when the producer arrives there, which it does once it knows.
+template <class C>
+class EarlyStage : Gather<C> {
+ public:
+  using Item = typename C::Item;
+  using R = typename C::R;
+
+  __device__ EarlyStage(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : Gather<C>(params, smem, lane), stage_(warp) {}
+
+  // Whether it does: where the stage's keys are valid and differ, and the row's last 16 are valid. A row that
+  // has fewer keys than positions, but no holes, so fetches nothing.
+  __device__ __forceinline__ bool fetch(Item w) const {
+    const typename Item::Source source = w.source(this->params_);
+    const auto num_keys = static_cast<int>(source.length());
+    typename Item::Source::Key key{-1, 0};
+    if (!source.has_pages() && num_keys >= kWarpSize) {
+      w.template take_share<C>(num_keys, this->params_.splits);
+      if (stage_ < w.num_blocks * C::kBlockStages && w.template has_stage<C>(stage_))
+        key = source.listed(
+            (this->lane_ < kStageRows ? w.template first_rank<C>(stage_) : num_keys - kWarpSize) +
+            this->lane_);
+    }
+    named_barrier(kBarrierBegin, kBeginThreads<C>);
+    if (!__all_sync(kFullWarp, source.is_valid(key))) return false;
+    const typename Gather<C>::Rows rows = this->look_up(key, this->lane_ < kStageRows);
+    if (rows.repeat) [[unlikely]]
+      return false;
+    if (this->lane_ < kStageRows) {
+      this->mark(stage_, key.marks());
+      this->copy_scales(stage_, rows.scales);
+      this->copy_row(stage_, rows.row);
+    }
+    return true;
+  }
+  // Its copies are what the stage is to hold.
+  __device__ __forceinline__ void announce() const {
+    if constexpr (R::kScalesApart)
+      if (this->lane_ < kStageRows) mbarrier_arrive_cp_async(full());
+    mbarrier_arrive_expect_warp(full(), kStageRows * R::kBytes, this->lane_);
+  }
+  // They are not, and others may come to their places. Two phases pass: consumers, which may not look
+  // meanwhile, wait for the parity of the first.
+  __device__ __forceinline__ void discard() const {
+    announce();
+    mbarrier_wait(full(), 0);
+    if constexpr (R::kScalesApart)
+      if (this->lane_ < kStageRows) mbarrier_arrive(full());
+    mbarrier_arrive_warp(full(), this->lane_);
+  }
+
+ private:
+  __device__ uint32_t full() const { return this->ring_.full(stage_); }
+
+  const int stage_;
 };
 
 // The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks

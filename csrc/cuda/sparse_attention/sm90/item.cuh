@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
@@ -209,17 +210,21 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
   }
 }
 
-// Where other warps expand what producers fetch, these do not survey a query: they begin before
-// (sm90/mixed_gather.cuh), and wait for survey_barrier. All others meet at a barrier.
+// Early producers (C::kProducersAreEarly) do not survey a query: they begin before, and wait for
+// survey_barrier. All others meet at a barrier.
 template <class C>
-inline constexpr bool kProducersAreEarly = C::kExpanders > 0;
+inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (C::kProducersAreEarly ? C::kProducers : 0);
 template <class C>
-inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
-inline constexpr int kBarrierSurvey = 7;
+inline constexpr bool kMayDiscardRows = C::kProducersAreEarly && !C::R::kMixed;
+template <class C>  // that do not compute, besides early producers
+inline constexpr bool kHasLateWarps = !C::kProducersAreEarly || C::kExpanders > 0;
+inline constexpr int kBarrierSurvey = 7, kBarrierBegin = 8;
+template <class C>  // that pass kBarrierBegin: warp 0, which has made the barriers, and early producers
+inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
 // `lane` for one role: where there are many roles, it would be spilled if all had it in common.
 template <class C>
 __device__ __forceinline__ int lane_of_role(int lane) {
-  if constexpr (kProducersAreEarly<C>) {
+  if constexpr (C::kProducersAreEarly) {
     lane = threadIdx.x % kWarpSize;
     asm volatile("" : "+r"(lane));
   }
@@ -227,15 +232,17 @@ __device__ __forceinline__ int lane_of_role(int lane) {
 }
 
 // What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid
-// keys, of which the CTA takes its share.
-template <class C>
+// keys, of which the CTA takes its share. `discard`: what early producers do in a row with gaps, before
+// anyone looks at what they have fetched.
+template <class C, class Discard = std::nullptr_t>
 __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
-                                                 uint32_t smem, int warp, int lane) {
+                                                 uint32_t smem, int warp, int lane, Discard&& discard = {}) {
   const unsigned length = w.source(params).length();
   const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
-  if (survey.has_gaps && has_positions<C>(length)) [[unlikely]] {
-    if (!kProducersAreEarly<C> || warp < kSurveyWarps<C>)
+  if (survey.has_gaps && (kMayDiscardRows<C> || has_positions<C>(length))) [[unlikely]] {
+    if (has_positions<C>(length) && (!C::kProducersAreEarly || warp < kSurveyWarps<C>))
       list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
+    if constexpr (requires { discard(); }) discard();
     block_barrier<C::kThreads>();
   }
   w.template take_share<C>(survey.num_keys, params.splits);
@@ -249,9 +256,11 @@ template <class C, class Meanwhile>
 __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
                                                   uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
   const uint32_t shared = shared_address(smem);
-  if constexpr (kProducersAreEarly<C>) {
+  if constexpr (C::kProducersAreEarly) {
+    constexpr int kAtOnce = C::kExpanders > 0 ? 3 : ceil_div(kMapWords, kSurveyWarps<C>);
     if (warp >= kSurveyWarps<C> - C::kExpanders) warp -= C::kProducers;
-    survey_keys<kSurveyWarps<C>, 3>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps), meanwhile);
+    survey_keys<kSurveyWarps<C>, kAtOnce>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps),
+                                          meanwhile);
     named_barrier(kBarrierSurvey, kSurveyWarps<C> * kWarpSize);
     if (warp == 0 && lane == 0) mbarrier_arrive(shared + MLA_SMEM(C, survey_barrier));
   } else {
