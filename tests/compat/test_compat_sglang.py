@@ -36,6 +36,15 @@ def swa_inputs(device):
     return (*lengths, ints([2, 0, 3], device), req_to_token, full_to_swa)
 
 
+def written(layout, num_pages, num_rows, device):
+    """A cache whose first rows are written."""
+    kv_cache = layout.empty(num_pages, PAGE_SIZE, device).fill_(POISON)
+    slots = torch.arange(num_rows, device=device)
+    rows = latents(layout, num_rows, device)
+    mla_fp8.quantize_kv(rows, slots, kv_cache, layout=layout, page_size=PAGE_SIZE)
+    return kv_cache
+
+
 @pytest.mark.parametrize(
     "function, names",
     [
@@ -65,11 +74,7 @@ def test_names_and_order_are_those_of_sglang(function, names):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
 def test_dequantize_gives_rows_of_one_head(dtype, slot_dtype, device):
-    kv_cache = LAYOUT.empty(4, PAGE_SIZE, device).fill_(POISON)
-    mla_fp8.quantize_kv(
-        latents(LAYOUT, 256, device), torch.arange(256, device=device), kv_cache,
-        layout=LAYOUT, page_size=PAGE_SIZE,
-    )  # fmt: skip
+    kv_cache = written(LAYOUT, 4, 256, device)
     slots = distinct_slots(100, 256, device, slot_dtype)
     want = reference.dequantize_kv(kv_cache, slots, layout=LAYOUT, page_size=PAGE_SIZE)
     got = sglang.dequantize_k_cache_paged(kv_cache.view(dtype), slots, PAGE_SIZE)
@@ -85,11 +90,7 @@ def test_dequantize_gives_rows_of_one_head(dtype, slot_dtype, device):
 @pytest.mark.parametrize("name, ours", sglang.LAYOUTS.items())
 def test_dequantize_knows_sglangs_names_of_layouts(name, ours, device):
     layout = KV_LAYOUTS[ours]
-    kv_cache = layout.empty(2, PAGE_SIZE, device).fill_(POISON)
-    mla_fp8.quantize_kv(
-        latents(layout, 100, device), torch.arange(100, device=device), kv_cache,
-        layout=layout, page_size=PAGE_SIZE,
-    )  # fmt: skip
+    kv_cache = written(layout, 2, 100, device)
     slots = distinct_slots(50, 100, device, torch.int32)
     want = reference.dequantize_kv(kv_cache, slots, layout=layout, page_size=PAGE_SIZE)
     got = sglang.dequantize_k_cache_paged_dsv4(kv_cache, slots, PAGE_SIZE, layout=name)
@@ -145,11 +146,7 @@ def test_swa_ids_fill_exactly_what_the_windows_reach(known, device):
 @pytest.mark.parametrize("shape", ["flat", "paged"])
 def test_dequantize_of_v32_reads_slots_of_any_page_size(shape, device):
     layout = KV_LAYOUTS["dsv32"]
-    kv_cache = layout.empty(4, PAGE_SIZE, device)
-    mla_fp8.quantize_kv(
-        latents(layout, 256, device), torch.arange(256, device=device), kv_cache,
-        layout=layout, page_size=PAGE_SIZE,
-    )  # fmt: skip
+    kv_cache = written(layout, 4, 256, device)
     slots = distinct_slots(100, 256, device, torch.int32)
     want = reference.dequantize_kv(kv_cache, slots, layout=layout, page_size=PAGE_SIZE)
     row = layout.bytes_per_token

@@ -31,16 +31,15 @@ def dsv4_kv_layouts(
     here it has to be said). ``compressed_layout`` is SGLANG_DSV4_COMPRESSED_KV_LAYOUT: ``fp8`` as the window,
     ``fp4``, or ``auto``: V4.1's entries of 1 or 2 tokens in FP4. ValueError for any other.
     """
-    first = LAYOUTS.get(kv_layout)
-    if first is None or kv_layout == "v41_fp4":
+    if kv_layout not in ("v4", "v41"):
         raise ValueError(f"dsv4_kv_layouts: kv_layout must be v4 or v41, got {kv_layout!r}")
     if compressed_layout not in ("auto", "fp8", "fp4"):
         raise ValueError(
             f"dsv4_kv_layouts: compressed_layout must be auto, fp8 or fp4, got {compressed_layout!r}"
         )
     by_ratio = compressed_layout == "auto" and kv_layout == "v41" and compress_ratio in (1, 2)
-    entries = "dsv41_fp4" if by_ratio or compressed_layout == "fp4" else first
-    return KV_LAYOUTS[first], KV_LAYOUTS[entries]
+    entries = "v41_fp4" if by_ratio or compressed_layout == "fp4" else kv_layout
+    return KV_LAYOUTS[LAYOUTS[kv_layout]], KV_LAYOUTS[LAYOUTS[entries]]
 
 
 def dequantize_k_cache_paged(

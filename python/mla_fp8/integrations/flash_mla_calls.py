@@ -102,8 +102,9 @@ def why_not_ours(given: dict[str, Any]) -> str | None:
     asked = [name for name in _ELSEWHERE if given.get(name) is not None and given[name] is not False]
     if given.get("indices") is None or asked:
         return "dense decode" if not asked else ", ".join(asked)
-    if given.get("kv_format") not in (*FORMATS, *(("V41",) if reads_v41_rows() else ())):
-        return f"kv_format {given['kv_format']}"
+    kv_format = given.get("kv_format")
+    if kv_format not in FORMATS and not (kv_format == "V41" and reads_v41_rows()):
+        return f"kv_format {kv_format}"
     q, k_cache = given["q"], given["k_cache"]
     layout = _layout(q, k_cache)
     if not given.get("is_fp8_kvcache") or layout is None:
@@ -179,8 +180,9 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 def _layout(q: Tensor, k_cache: Tensor) -> KVLayout | None:
     row = _row(q, k_cache)
-    own = {(_V41.head_dim_qk, _V41.bytes_per_token): _V41} if reads_v41_rows() else {}
-    return (_LAYOUTS | own).get(row)
+    if reads_v41_rows() and row == (_V41.head_dim_qk, _V41.bytes_per_token):
+        return _V41
+    return _LAYOUTS.get(row)
 
 
 def _extra_layout(first: KVLayout, extra: Tensor) -> KVLayout | None:

@@ -1,8 +1,8 @@
-"""SGLang on Hopper: DeepSeek V4.1's own rows, 528 bytes of the window and 288 of an entry, not V4's 584.
+"""SGLang on Hopper: DeepSeek V4.1's own rows, ``dsv41`` of the window and ``dsv41_fp4`` of entries.
 
-SGLang chooses them on SM100 alone, as FlashMLA has no kernel on Hopper for them. Off unless SGLANG_PLUGINS
-names ``mla_fp8_v41_rows`` besides ``mla_fp8``, whose hooks then read them. SGLang's own kernels write them:
-they compile for Hopper, where FP4 codes come from CUDA's conversion in software.
+SGLang chooses them on SM100 alone, and V4's on Hopper, where FlashMLA has no kernel for others. Off unless
+SGLANG_PLUGINS names ``mla_fp8_v41_rows`` besides ``mla_fp8``, whose hooks then read them. SGLang's own
+kernels write them: they compile for Hopper, where FP4 codes come from CUDA's conversion in software.
 """
 
 import logging
@@ -59,9 +59,12 @@ def register() -> None:
         return
     registry = import_module("sglang.srt.plugins.hook_registry")
     registry.HookRegistry.register(CHOICE, _select_dsv4_kv_layout, registry.HookType.AROUND)
+    window, entry = (KV_LAYOUTS[LAYOUTS[name]].bytes_per_token for name in _PAGE_SIZES)
     _LOGGER.info(
-        "mla_fp8: DeepSeek V4.1's own rows: 528 bytes of the window, 288 of entries of 1 and 2 tokens; query "
-        "heads as they are. SGLang's own: what writes them."
+        "mla_fp8: DeepSeek V4.1's own rows: %d bytes of the window, %d of entries of 1 and 2 tokens; query "
+        "heads as they are. SGLang's own: what writes them.",
+        window,
+        entry,
     )
 
 
