@@ -199,6 +199,8 @@ class MixedProducer : MixedGather<C> {
       return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
     run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
+  // The barriers that it waits for are made: by the warp that makes them.
+  __device__ static void let_begin() { named_barrier_arrive(kBarrierBegin, kBeginThreads); }
 
  private:
   // Rows of the first two stages; whether the first one's are on their way.
@@ -206,8 +208,8 @@ class MixedProducer : MixedGather<C> {
     typename MixedGather<C>::Rows rows{};
     bool is_there = false;
   };
-  enum { kBarrierTurn = kBarrierBegin };  // + producer, from the second on: its turn has come
-  static constexpr int kTurnThreads = 2 * kWarpSize;
+  enum { kBarrierBegin = 8, kBarrierTurn = 8 };  // + producer, from the second on: its turn has come
+  static constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize, kTurnThreads = 2 * kWarpSize;
   static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
   static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
 
@@ -235,7 +237,7 @@ class MixedProducer : MixedGather<C> {
       rank = rank_of_lane(w, warp_);
       key = source.listed(min(rank, num_keys - 1));
     }
-    named_barrier(kBarrierBegin, kBeginThreads<C>);
+    named_barrier(kBarrierBegin, kBeginThreads);
     if (!is_listed) return {};
     const int num_stages = w.num_blocks * C::kBlockStages;
     Early early{this->look_up(this->word_of(key), rank < num_keys)};
@@ -278,30 +280,14 @@ class MixedProducer : MixedGather<C> {
   const int warp_;
 };
 
-// An early producer of rows of one layout.
-template <class C>
-__device__ __forceinline__ void run_early(const KernelParams& params, typename C::Item& w, uint8_t* smem,
-                                          int warp, int lane) {
-  const uint32_t shared = shared_address(smem);
-  const EarlyStage<C> first(params, smem, warp, lane);
-  bool is_there = first.fetch(w);
-  mbarrier_wait(Ring<C>{shared}.survey(), 0);
-  const KeySurvey survey = read_survey<C>(params, w, shared, kSurveyWarps<C>, lane, [&] {
-    if (is_there) first.discard();
-    is_there = false;
-  });
-  if (is_there) first.announce();
-  SplitProducer<C>(params, w, survey, smem, warp, lane).run(is_there);
-}
-
 // The warps of a CTA with one query that do not compute, but for early producers.
 template <class C>
 __device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
                                               const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
-  if constexpr (C::kExpanders > 0) {
+  if constexpr (kProducersAreEarly<C>) {
     give_up_registers<C::kExpanderRegisters>();
     StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
-  } else if constexpr (!C::kProducersAreEarly) {
+  } else {
     give_up_registers<C::kProducerRegisters>();
     if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
     else SplitProducer<C>(params, w, survey, smem, warp, lane).run();
@@ -312,12 +298,10 @@ __device__ __forceinline__ void run_producers(const KernelParams& params, const 
 template <class C>
 __device__ __forceinline__ bool run_early_producers(const KernelParams& params, typename C::Item& w,
                                                     uint8_t* smem, int warp, int lane) {
-  if constexpr (C::kProducersAreEarly) {
+  if constexpr (kProducersAreEarly<C>) {
     if (warp >= 0 && warp < C::kProducers) {
       give_up_registers<C::kProducerRegisters>();
-      lane = lane_of_role<C>(lane);
-      if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run_early(w);
-      else run_early<C>(params, w, smem, warp, lane);
+      MixedProducer<C>(params, smem, warp, lane_of_role<C>(lane)).run_early(w);
       return true;
     }
   }
@@ -326,7 +310,9 @@ __device__ __forceinline__ bool run_early_producers(const KernelParams& params, 
 // After the barriers are made, by warp 0.
 template <class C>
 __device__ __forceinline__ void let_producers_begin(int warp) {
-  if constexpr (C::kProducersAreEarly)
+  if constexpr (kProducersAreEarly<C>)
+    if (warp == 0) MixedProducer<C>::let_begin();
+  if constexpr (kFetchesEarly<C>)
     if (warp == 0) named_barrier_arrive(kBarrierBegin, kBeginThreads<C>);
 }
 

@@ -36,10 +36,8 @@ struct FewHeads {
   static constexpr int kMembers = R::kFp8Dims > 0 ? 2 * kOctets : kOctets;
   static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
-  // They fetch their first rows while others survey the keys: of two layouts where they do not expand, of one
-  // where there are registers.
-  static constexpr bool kProducersAreEarly =
-      R::kMixed ? kExpanders > 0 : R::kFp8Dims > 0 && kQueries_ == 1 && !(kSegments && kOctets == 1);
+  // EarlyStage. Segments would spill registers.
+  static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && kQueries_ == 1 && !kSegments;
   static constexpr int kTeams = kConsumerWarps / kMembers;
   using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
@@ -49,11 +47,12 @@ struct FewHeads {
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kExpanders > 0                          ? 40
-                                            : R::kMixed                             ? 80
-                                            : kProducers == 4 || kProducersAreEarly ? 40
-                                            : kQueries_ == 1                        ? 32
-                                                                                    : 48;
+  static constexpr int kProducerRegisters = kExpanders > 0    ? 40
+                                            : R::kMixed       ? 80
+                                            : kProducers == 4 ? 40
+                                            : kFetchesEarly   ? 40
+                                            : kQueries_ == 1  ? 32
+                                                              : 48;
   static constexpr int kExpanderRegisters = 80;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize -
@@ -97,7 +96,7 @@ struct FewHeads {
         8) uint8_t maps[kWalks ? kQueries * 2 : 1][kMapBytes];  // of valid keys; a walk surveys a query ahead
     uint64_t stage_barriers[kStages][2];                        // full, empty
     uint64_t survey_barriers[kWalks ? kQueries * 2 : 0][2];     // full, empty
-    uint64_t survey_barrier[kProducersAreEarly ? 1 : 0];
+    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache

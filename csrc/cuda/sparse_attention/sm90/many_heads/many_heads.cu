@@ -2,8 +2,7 @@
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
 // beside the products of another. Four schedules (docs/kernels/many_heads.md).
 //
-//   all         survey the keys of the query (split); the CTAs of a query share the valid ones. In decode all
-//               but the producers: these fetch their first stages meanwhile, as if all keys were valid
+//   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
 //   logits      4 or 8 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
 //               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   const bool split = params.num_splits() > 1;
 
-  if (kHasLateWarps<C> && warp >= kConsumerWarps + C::kLogitWarps) {
+  if (warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go

@@ -54,10 +54,6 @@ struct ManyHeadsSplit {
   static constexpr bool kScalesMultiplyWeights = false;                        // of two layouts
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
-  // They fetch their first rows while others survey the keys: of two layouts where they do not expand, of one
-  // in decode, but for segments of 64 heads, whose code is large.
-  static constexpr bool kProducersAreEarly =
-      R::kMixed ? kExpanders > 0 : !kNeighbours && !kWalks && !kFindsLargest && !(kSegments && kOctets_ == 8);
   // setmaxnreg: 64 K registers shared by role.
   static constexpr bool kManyProducers = kProducers_ == 8;
   static constexpr int kValueRegisters = kOctets == 8 || kSegments ? 176
@@ -112,7 +108,7 @@ struct ManyHeadsSplit {
     uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
     uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
-    uint64_t survey_barrier[kProducersAreEarly ? 1 : 0];
+    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
@@ -230,7 +226,6 @@ struct ManyHeadsWalk {
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
   static constexpr int kProducers = 4, kExpanders = R::kExpanders;
-  static constexpr bool kProducersAreEarly = false;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
