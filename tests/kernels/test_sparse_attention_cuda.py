@@ -12,7 +12,7 @@ import pytest
 import torch
 from assertions import Results, assert_attention, assert_same
 from row_cases import changed, compacted, row_case
-from sparse_cases import V4_SCOPES, Case, Scope, make_case
+from sparse_cases import V4_SCOPES, Case, Scope, case_over, filled_scope, make_case
 from window_cases import make_entries_case, make_window_case
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
@@ -71,10 +71,10 @@ class Variant:
         return {name: getattr(self, name) for name in names}
 
     def run(self, case: Case, **changes) -> Results:
-        if self.schedule == "segments":  # decode's alone, which wants no largest logits
-            out, _, lse = case.run_by(**(self.options() | changes | {"max_logits": False}))
-            return out, lse
-        return case.run_by(**(self.options() | changes))
+        wants_largest = self.schedule != "segments"  # decode's alone, which wants no largest logits
+        options = {"max_logits": wants_largest} | self.options() | changes
+        out, max_logits, lse = case.run_by(**options)
+        return (out, max_logits, lse) if options["max_logits"] else (out, lse)
 
 
 def variants() -> list[Variant]:
@@ -172,6 +172,55 @@ def test_holes_of_any_density(variant):
     results = variant.run(case)
     assert_attention(case, results)
     assert_same(variant.run(changed(case, compacted)), results)
+
+
+@pytest.mark.parametrize("lengths", [None, "of one cache", "of all"])
+@pytest.mark.parametrize("extra", [None, {"topk": 160}], ids=["alone", "and a cache"])
+@pytest.mark.parametrize("variant", [v for v in variants() if v.splits in (3, 8)], ids=str)
+def test_rows_that_are_nearly_full(variant, extra, lengths):
+    """Producers may fetch their first rows before the keys are surveyed, as if all were valid."""
+    num_slots = 1024
+
+    def without_length(scope: Scope) -> Scope:
+        if scope.length is None:
+            return scope
+        counts = torch.arange(scope.indices.shape[1], device=DEVICE) < scope.length[:, None]
+        return replace(scope, indices=scope.indices.where(counts, -1), length=None)
+
+    def scope(layout: str, topk: int, has_lengths: bool) -> Scope:
+        holes = [0, 3, 20, topk // 2 - 1, topk - 17, topk - 16, topk - 1]
+        counts = [0, 1, 15, 16, 17, 31, 32, 33, topk // 4 - 1, topk // 4, topk // 2 + 1, topk - 1, topk]
+        indices = torch.stack([torch.randperm(num_slots)[:topk] for _ in range(34)]).int()
+        for row, hole in enumerate(holes):
+            indices[row, hole] = num_slots if row % 2 else -1
+        prefixes = indices[len(holes) :]
+        for row, count in enumerate(counts):
+            prefixes[row, count:] = -1
+        prefixes[8, 5] = prefixes[9, topk // 4 - 2] = prefixes[10, topk // 2] = -1
+        for row, count in enumerate([40, topk // 2, topk - 1]):  # without a hole
+            prefixes[len(counts) + row, count:] = -1
+        indices[-2] = indices[-2, 0]
+        indices[-3, 8] = indices[-3, 0]
+        indices[-4, 7 : topk - 8 : 16] = indices[-4, 15:topk:16]
+        indices[-5, : topk // 2] = -1
+        length = torch.full((len(indices),), topk).int()
+        length[::3] = topk // 2
+        return filled_scope(
+            KV_LAYOUTS[layout], DEVICE, indices.to(DEVICE), length.to(DEVICE) if has_lengths else None,
+            num_slots // 64, 64,
+        )  # fmt: skip
+
+    first, _, second = variant.layout.partition("+")
+    scopes = [scope(first, 460, lengths == "of all")]
+    if second or extra:
+        scopes.append(scope(second or first, 160, lengths is not None))
+    elif lengths == "of one cache":
+        pytest.skip("one cache")
+    case = case_over(scopes, variant.some_heads[0])
+    results = variant.run(case, max_logits=False)
+    assert_attention(case, results)
+    in_front = changed(changed(case, without_length), compacted)
+    assert_same(variant.run(in_front, max_logits=False), results)
 
 
 @pytest.mark.parametrize("variant", [v for v in UNSPLIT if v not in SEGMENTS], ids=str)

@@ -62,7 +62,7 @@ class Gather {
                                                        const Source& source, int rank) const {
     return valid_keys.find(source, rank_of_lane(valid_keys, rank));
   }
-  // Of a CTA with one query, whose positions may be listed (survey_query).
+  // Of a CTA with one query, whose positions may be listed (read_survey).
   template <class Source>
   __device__ __forceinline__ typename Source::Key find_of_query(const ValidKeys<MapInShared>& valid_keys,
                                                                 const Source& source, int rank) const {
@@ -71,11 +71,14 @@ class Gather {
     return valid_keys.find(source, rank);
   }
 
-  // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  // Where a key lies, and a word of its own.
+  struct Place {
+    const uint8_t *row, *scales;
+    unsigned which;
+  };
   template <class Key>
-  __device__ void fetch(int i, Key key, int num_keys) const {
+  __device__ __forceinline__ Place place_of(Key key) const {
     constexpr KvLayout kL = R::kL;
-    static_assert(!R::kScalesApart || kL.scale_bytes() == 8 || kL.scale_bytes() == 16);
     const KvScope& s = p_.scopes[key.scope];
     const unsigned page_size = s.page_size;
     unsigned page, in_page, in_cache;
@@ -84,43 +87,64 @@ class Gather {
     } else {
       in_cache = key.slot;
       if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
+      else if constexpr (kFetchesEarly<C>) page = params_.page_size[key.scope].word(in_cache);
       else page = in_cache / page_size;
       in_page = in_cache - page * page_size;
     }
     const uint8_t* const base = s.kv_cache + page * s.kv_cache_stride_page;
-    const uint8_t* const row = base + kL.token_offset(in_page);
-    const uint8_t* const scales = base + kL.scale_offset(in_page, page_size);
+    return {base + kL.token_offset(in_page), base + kL.scale_offset(in_page, page_size),
+            in_cache ^ key.scope << 31};
+  }
+  // Of a stage: whether some keys that count have one row. One slot in all places, or 2, 4 or 8 in turn, are
+  // seen by a look at one other lane.
+  __device__ __forceinline__ bool has_repeats(const Place& place, bool counts) const {
+    const unsigned other = __shfl_xor_sync(kFullWarp, place.which, 8);
+    return __any_sync(kFullWarp, counts && place.which == other);
+  }
+  // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  template <class Key>
+  __device__ void fetch(int i, Key key, int num_keys) const {
+    const Place place = place_of(key);
     const int num_here = min(num_keys, kStageRows);
     const bool counts = lane_ < num_here;
-    // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
-    const unsigned which = in_cache ^ key.scope << 31, other = __shfl_xor_sync(kFullWarp, which, 8);
     unsigned same = 0, repeated = 0;
-    if (__any_sync(kFullWarp, counts && which == other)) [[unlikely]] {
-      if (counts) same = __match_any_sync((1u << num_here) - 1, which);
+    if (has_repeats(place, counts)) [[unlikely]] {
+      if (counts) same = __match_any_sync((1u << num_here) - 1, place.which);
       repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
     }
 
     const int stage = i % C::kStages;
     wait_until_free<C::kStages>(ring_.empty(stage), i);
-    if (lane_ < kStageRows) valid_[stage * kStageRows + lane_] = counts ? key.marks() : 0;
+    if (lane_ < kStageRows) mark(stage, counts ? key.marks() : 0);
     if (repeated) [[unlikely]]
-      copy_repeated(stage, row, repeated, same);
+      copy_repeated(stage, place.row, repeated, same);
     mbarrier_arrive_expect_warp(ring_.full(stage), (kStageRows - __popc(repeated)) * R::kBytes, lane_);
     __syncwarp();
     if (lane_ < kStageRows) {
-      const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
-      if constexpr (R::kScalesApart) {
-        if constexpr (kL.scale_bytes() == 8) cp_async_8(dst + R::kScaleOffset, scales);
-        else cp_async_16(dst + R::kScaleOffset, scales, true);
-        mbarrier_arrive_cp_async(ring_.full(stage));
-      }
-      if (!(repeated >> lane_ & 1)) {
-        // Else what segments leave in local memory goes to the device memory and back.
-        if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
-        else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
-      }
+      copy_scales(stage, place.scales);
+      if constexpr (R::kScalesApart) mbarrier_arrive_cp_async(ring_.full(stage));
+      if (!(repeated >> lane_ & 1)) copy_row(stage, place.row);
     }
     __syncwarp();
+  }
+  // What a lane of the first 16 brings to its place of a stage.
+  __device__ __forceinline__ void mark(int stage, uint8_t marks) const {
+    valid_[stage * kStageRows + lane_] = marks;
+  }
+  __device__ __forceinline__ void copy_scales(int stage, const uint8_t* scales) const {
+    if constexpr (R::kScalesApart) {
+      constexpr int kScaleBytes = R::kL.scale_bytes();
+      static_assert(kScaleBytes == 8 || kScaleBytes == 16);
+      const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch + R::kScaleOffset;
+      if constexpr (kScaleBytes == 8) cp_async_8(dst, scales);
+      else cp_async_16(dst, scales, true);
+    }
+  }
+  __device__ __forceinline__ void copy_row(int stage, const uint8_t* row) const {
+    const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
+    // Else what segments leave in local memory goes to the device memory and back.
+    if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
+    else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
   }
 
   const KernelParams& params_;
@@ -156,6 +180,64 @@ class MixedGather;  // sm90/mixed_gather.cuh
 template <class C>
 using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
 
+// A producer's first stage, fetched before it is known which keys of the row are valid: as if all were, which
+// they mostly are. `full` ends its phase only when the producer arrives there, which it does once it knows.
+template <class C>
+class EarlyStage : Gather<C> {
+ public:
+  using Item = typename C::Item;
+  using R = typename C::R;
+  using Source = typename Item::Source;
+
+  __device__ EarlyStage(const KernelParams& params, uint8_t* smem, int producer, int lane)
+      : Gather<C>(params, smem, lane), stage_(producer) {}
+
+  // Whether it does: not where one of 32 places all over the row is invalid, its last one among them. A short
+  // context fails so, and most rows with holes.
+  __device__ __forceinline__ bool fetch(Item w) const {
+    const Source source = w.source(this->params_);
+    const unsigned length = source.length();
+    named_barrier(kBarrierBegin, kBeginThreads<C>);
+    const unsigned looked_at = length - 1 - this->lane_ * (length / kWarpSize);
+    if (source.has_pages() || !are_valid(source, source.listed(looked_at))) return false;
+    w.template take_share<C>(length, this->params_.splits);
+    if (stage_ >= w.num_blocks * C::kBlockStages) return false;
+    const auto key = source.listed(w.template first_rank<C>(stage_) + this->lane_ % kStageRows);
+    const typename Gather<C>::Place place = this->place_of(key);
+    if (this->has_repeats(place, this->lane_ < kStageRows) || !are_valid(source, key)) [[unlikely]]
+      return false;
+    if (this->lane_ < kStageRows) {
+      this->mark(stage_, key.marks());
+      this->copy_scales(stage_, place.scales);
+      this->copy_row(stage_, place.row);
+    }
+    return true;
+  }
+  // Its copies are what the stage is to hold.
+  __device__ __forceinline__ void announce() const {
+    if constexpr (R::kScalesApart)
+      if (this->lane_ < kStageRows) mbarrier_arrive_cp_async(full());
+    mbarrier_arrive_expect_warp(full(), kStageRows * R::kBytes, this->lane_);
+  }
+  // They are not, and others may come to their places. Two phases pass: consumers, which may not look
+  // meanwhile, wait for the parity of the first.
+  __device__ __forceinline__ void discard() const {
+    announce();
+    mbarrier_wait(full(), 0);
+    if constexpr (R::kScalesApart)
+      if (this->lane_ < kStageRows) mbarrier_arrive(full());
+    mbarrier_arrive_warp(full(), this->lane_);
+  }
+
+ private:
+  __device__ uint32_t full() const { return this->ring_.full(stage_); }
+  __device__ static bool are_valid(const Source& source, typename Source::Key key) {
+    return __all_sync(kFullWarp, source.is_valid(key));
+  }
+
+  const int stage_;
+};
+
 // The producers of a CTA that works on one row, of one layout (of two: sm90/mixed_gather.cuh).
 template <class C>
 class SplitProducer : Gather<C> {
@@ -171,18 +253,24 @@ class SplitProducer : Gather<C> {
         warp_(warp) {}
 
   // A usual row has a loop of its own, without the code of other rows: jumps over code that is cold cost.
-  __device__ void run() {
+  // From its second stage on, if the first has come early; then it is a usual row.
+  __device__ void run(bool has_first = false) {
     const typename Item::Source source = w_.source(this->params_);
+    if constexpr (kFetchesEarly<C>) {
+      if (!source.has_pages() && (!valid_keys_.has_gaps() || has_positions<C>(source.length()))) [[likely]]
+        return run_listed(source, has_first);
+      return run_by([&](int rank) { return valid_keys_.find(source, rank); });
+    }
     if constexpr (requires { source.listed(0u); })
       if (!valid_keys_.has_gaps() && !source.has_pages()) [[likely]]
-        return run([&](int rank) { return source.listed(rank); });
-    run([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
+        return run_by([&](int rank) { return source.listed(rank); });
+    run_by([&](int rank) { return this->find_of_query(valid_keys_, source, rank); });
   }
 
  private:
   // Entries, which the survey has brought close, are loaded a stage ahead.
   template <class FindKey>
-  __device__ __forceinline__ void run(FindKey&& find) {
+  __device__ __forceinline__ void run_by(FindKey&& find) {
     const int num_stages = w_.num_blocks * C::kBlockStages;
     Key now{-1, 0};
 #pragma unroll 1
@@ -195,6 +283,26 @@ class SplitProducer : Gather<C> {
       now = next;
     }
   }
+  // Of usual rows and of those whose positions are listed, without a jump before the first copies. (In
+  // kernels of 32 heads and more, which wait for instructions to issue, this took 1 to 4 % longer.)
+  __device__ __forceinline__ void run_listed(const typename Item::Source& source, bool has_first) {
+    // Known to be uniform: else an arrival of copies is a loop over lanes.
+    const int first = __shfl_sync(kFullWarp, warp_ + (has_first ? C::kProducers : 0), 0);
+    const int num_stages = w_.num_blocks * C::kBlockStages;
+    const bool has_list = valid_keys_.has_gaps();
+    const auto find = [&](int i) {
+      int rank = this->rank_of_lane(valid_keys_, first_rank(i));
+      if (has_list) rank = load_shared_2(positions_of<C>(this->ring_.smem) + rank * 2);
+      return i < num_stages ? source.listed(rank) : Key{-1, 0};
+    };
+    Key now = find(first);
+#pragma unroll 1
+    for (int i = first; i < num_stages; i += C::kProducers) {
+      const Key next = find(i + C::kProducers);
+      this->fetch(i, now, valid_keys_.num_keys() - first_rank(i));
+      now = next;
+    }
+  }
   __device__ bool has_stage(int i) const { return w_.template has_stage<C>(i); }
   __device__ int first_rank(int i) const { return w_.template first_rank<C>(i); }
 
@@ -202,6 +310,23 @@ class SplitProducer : Gather<C> {
   const ValidKeys<MapInShared> valid_keys_;
   const int warp_;
 };
+
+// A producer once it has surveyed its part of the row. Nobody waits for its copies.
+template <class C>
+__device__ __forceinline__ void run_early(const KernelParams& params, typename C::Item& w, uint8_t* smem,
+                                          int producer, int lane) {
+  const EarlyStage<C> first(params, smem, producer, lane);
+  named_barrier_arrive(kBarrierSurvey, C::kThreads);
+  int is_there = __shfl_sync(kFullWarp, first.fetch(w), 0);  // known to be uniform, too
+  named_barrier(kBarrierSurveyed, C::kThreads);
+  const int warp = C::kThreads / kWarpSize - C::kProducers + producer;
+  const KeySurvey survey = read_survey<C>(params, w, shared_address(smem), warp, lane, [&] {
+    if (is_there) first.discard();
+    is_there = 0;
+  });
+  if (is_there) first.announce();
+  SplitProducer<C>(params, w, survey, smem, producer, lane).run(is_there);
+}
 
 // The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks
 // come first there: their rows, of the second cache, are short, so work begins sooner.

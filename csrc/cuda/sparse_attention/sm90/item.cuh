@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
@@ -215,7 +216,13 @@ template <class C>
 inline constexpr bool kProducersAreEarly = C::kExpanders > 0 || C::kHelpedStages > 0;
 template <class C>
 inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
-inline constexpr int kBarrierSurvey = 7;
+// Where producers fetch their first stages before the survey has ended (EarlyStage), they do not wait for
+// kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All arrive at both.
+template <class C>
+inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
+inline constexpr int kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9;
+template <class C>  // that pass kBarrierBegin: warp 0, which has made the barriers, and producers
+inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
 // `lane` for one role: where there are many roles, it would be spilled if all had it in common.
 template <class C>
 __device__ __forceinline__ int lane_of_role(int lane) {
@@ -227,38 +234,55 @@ __device__ __forceinline__ int lane_of_role(int lane) {
 }
 
 // What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid
-// keys, of which the CTA takes its share.
-template <class C>
+// keys, of which the CTA takes its share. `discard`: what early producers do in a row with gaps, before
+// anyone looks at what they have fetched.
+template <class C, class Discard = std::nullptr_t>
 __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
-                                                 uint32_t smem, int warp, int lane) {
+                                                 uint32_t smem, int warp, int lane, Discard&& discard = {}) {
   const unsigned length = w.source(params).length();
   const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
-  if (survey.has_gaps && has_positions<C>(length)) [[unlikely]] {
-    if (!kProducersAreEarly<C> || warp < kSurveyWarps<C>)
+  if (survey.has_gaps && (kFetchesEarly<C> || has_positions<C>(length))) [[unlikely]] {
+    if (has_positions<C>(length) && (!kProducersAreEarly<C> || warp < kSurveyWarps<C>))
       list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
+    if constexpr (requires { discard(); }) discard();
     block_barrier<C::kThreads>();
   }
   w.template take_share<C>(survey.num_keys, params.splits);
   return survey;
 }
 
-// A CTA that works on one query: its valid keys. `meanwhile` may load a small Q, once the entries are on
-// their way: behind it they would come late, and the first rows with them. A large Q comes by the copy
-// engine, past the loads.
+// A CTA that works on one query: its valid keys. Of a warp: its part of the survey. `meanwhile` may load a
+// small Q, once the entries are on their way: behind it they would come late, and the first rows with them. A
+// large Q comes by the copy engine, past the loads.
 template <class C, class Meanwhile>
-__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
-                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
+__device__ __forceinline__ void survey_part(const KernelParams& params, const typename C::Item& w,
+                                            uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
+  if (kProducersAreEarly<C> && warp >= kSurveyWarps<C> - C::kExpanders) warp -= C::kProducers;
+  survey_keys<kSurveyWarps<C>, kProducersAreEarly<C> ? 3 : 6>(
+      w.source(params), warp, lane, shared_address(smem) + MLA_SMEM(C, maps), meanwhile);
+}
+// What all parts come to.
+template <class C>
+__device__ __forceinline__ KeySurvey end_survey(const KernelParams& params, typename C::Item& w,
+                                                uint8_t* smem, int warp, int lane) {
   const uint32_t shared = shared_address(smem);
   if constexpr (kProducersAreEarly<C>) {
     if (warp >= kSurveyWarps<C> - C::kExpanders) warp -= C::kProducers;
-    survey_keys<kSurveyWarps<C>, 3>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps), meanwhile);
     named_barrier(kBarrierSurvey, kSurveyWarps<C> * kWarpSize);
     if (warp == 0 && lane == 0) mbarrier_arrive(shared + MLA_SMEM(C, survey_barrier));
+  } else if constexpr (kFetchesEarly<C>) {
+    named_barrier_arrive(kBarrierSurveyed, C::kThreads);
+    named_barrier(kBarrierSurvey, C::kThreads);
   } else {
-    survey_keys<kSurveyWarps<C>, 6>(w.source(params), warp, lane, shared + MLA_SMEM(C, maps), meanwhile);
     block_barrier<C::kThreads>();
   }
   return read_survey<C>(params, w, shared, warp, lane);
+}
+template <class C, class Meanwhile>
+__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
+                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
+  survey_part<C>(params, w, smem, warp, lane, meanwhile);
+  return end_survey<C>(params, w, smem, warp, lane);
 }
 
 // ---- walk: a CTA goes through items ---------------------------------------------------------------------

@@ -3,7 +3,8 @@
 //
 //   all warps              survey the keys of the query (split); the CTAs of a query share the valid ones
 //   4 or 8 producer warps  index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 stages
-//                          of 16 rows as they lie in the cache: nothing is converted or copied again
+//                          of 16 rows as they lie in the cache: nothing is converted or copied again. Of FP8
+//                          rows (split) the first before the survey has ended: EarlyStage
 //   8 consumer warps       form teams of W = 2 G warps, for bf16 rows of G (G = octets of heads). A team owns
 //                          whole blocks of 16 W keys and its own bases: teams wait for nobody
 //     S^T = K Q^T          a warp: 16 keys, all heads. Q stays in shared memory as the B operand. K comes
@@ -338,11 +339,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return end_grid(params.follows);
   }
   Query<C> q;
-  const KeySurvey survey = survey_query<C>(params, w, smem, warp, lane, [&] {
+  survey_part<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
   });
+  if constexpr (kFetchesEarly<C>) {
+    if (warp >= kConsumerWarps) {
+      give_up_registers<C::kProducerRegisters>();
+      run_early<C>(params, w, smem, warp - kConsumerWarps, lane);
+      merge();
+      return end_grid(params.follows);
+    }
+  }
+  const KeySurvey survey = end_survey<C>(params, w, smem, warp, lane);
 
-  if (warp >= kConsumerWarps) {
+  if (!kFetchesEarly<C> && warp >= kConsumerWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
     merge();
   } else {

@@ -38,6 +38,8 @@ struct FewHeads {
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
   // The ring's first ones, of each of which the consumer that needs it expands half.
   static constexpr int kHelpedStages = kExpanders > 0 && R::kBf16Dims == 0 ? kConsumerWarps : 0;
+  // EarlyStage. Segments would spill registers.
+  static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && kQueries_ == 1 && !kSegments;
   static constexpr int kTeams = kConsumerWarps / kMembers;
   using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
   static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
@@ -50,6 +52,7 @@ struct FewHeads {
   static constexpr int kProducerRegisters = kExpanders > 0    ? 40
                                             : R::kMixed       ? 80
                                             : kProducers == 4 ? 40
+                                            : kFetchesEarly   ? 40
                                             : kQueries_ == 1  ? 32
                                                               : 48;
   static constexpr int kExpanderRegisters = 80;
