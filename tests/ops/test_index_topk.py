@@ -235,6 +235,34 @@ def test_rows_of_short_contexts_are_shared_by_ctas(are_many, next_n, device):
             assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("order", ["random", "ascending", "all equal", "mostly NaN"])
+def test_keys_of_long_rows_are_counted(order, device, monkeypatch):
+    """Requests so long that the scan counts keys by their upper bits, beside a short one; the words in which
+    it does hold anything before a call."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "11")
+    n = 70_000
+    values = LONG_ORDERS[order](n)
+    alone = constant_keys_problem(device, values)
+    rows = 3
+    many = Problem(
+        torch.zeros(rows, 64, 128, device=device).to(torch.float8_e4m3fn),
+        torch.zeros(rows, 64, device=device), alone.index_cache,
+        alone.page_table.expand(rows, -1).contiguous(), ints([n, 3000, n - 100], device), alone.layout,
+        alone.page_size,
+    )  # fmt: skip
+    many.q[:, :2] = alone.q
+    many.weights[:, :2] = alone.weights
+    want = many.want_topk(2048)
+    size = mla_fp8.index_topk_workspace(rows, topk=2048, num_sms=emulation.num_processors(device))
+    for byte in (0x00, 0xA5):
+        workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
+        for _ in range(2):
+            got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
+            out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
+            many.topk(2048, **out, workspace=workspace)
+            assert all(map(torch.equal, got, want))
+
+
 def rows_of(problem: Problem, requests: list[int]) -> Problem:
     """The same problem with these requests only, in this order."""
     next_n = problem.options.get("next_n", 1)
