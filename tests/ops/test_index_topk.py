@@ -235,7 +235,7 @@ def test_rows_of_short_contexts_are_shared_by_ctas(are_many, next_n, device):
             assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("order", ["random", "ascending", "all equal", "mostly NaN"])
+@pytest.mark.parametrize("order", ["random", "all equal", "mostly NaN"])
 def test_keys_of_long_rows_are_counted(order, device, monkeypatch):
     """Requests so long that the scan counts keys by their upper bits, beside a short one; the words in which
     it does hold anything before a call."""
@@ -254,9 +254,9 @@ def test_keys_of_long_rows_are_counted(order, device, monkeypatch):
     many.weights[:, :2] = alone.weights
     want = many.want_topk(2048)
     size = mla_fp8.index_topk_workspace(rows, topk=2048, num_sms=emulation.num_processors(device))
-    for byte in (0x00, 0xA5):
+    for byte, calls in ((0x00, 1), (0xA5, 2)):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
-        for _ in range(2):
+        for _ in range(calls):
             got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
             out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
             many.topk(2048, **out, workspace=workspace)
