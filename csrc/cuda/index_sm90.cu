@@ -16,6 +16,7 @@ namespace {
 using namespace sm90_index;
 
 constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
+constexpr int kFewRows = 4, kNearKeysOfFew = 64 * 1024;
 
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
@@ -25,12 +26,13 @@ struct Sm90LogitsArgs {
 };
 
 // How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
-template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false>
+template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false, bool kIsCounting = false>
 struct Shape {
   static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
   static constexpr int kQueryLines = kHeads * kUnitRows;
-  static constexpr bool kFp4 = kIsFp4;
+  static constexpr bool kFp4 = kIsFp4, kCounts = kIsCounting;  // keys of long rows
   using WithFp4 = Shape<kLines, kRowsEach, kParts, true>;
+  using Counting = Shape<kLines, kRowsEach, kParts, kIsFp4, true>;
 };
 // Runs fn(the shape for units of so many rows).
 template <class Fn>
@@ -89,7 +91,7 @@ KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4>(args).run();
+  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4, S::kCounts>(args).run();
 #endif
 }
 
@@ -170,6 +172,19 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   own.ctas = Divider(own.num_ctas / lanes);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
+  const int64_t jobs = num_merge_jobs(own);
+  // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
+  // share a multiprocessor and its memory.
+  constexpr struct {
+    int size, at_once;
+  } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
+  const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
+                                      [&](const auto& c) { return jobs <= 2 * c.at_once; });
+  const int entries = jobs <= cluster.at_once ? kMergeEntries : kMergeEntriesOfTwo;
+  // More keys of a row have no room in shared memory. Few rows that are counted are faster without it, too.
+  const int room = cluster.size * std::min(2 * entries, ThreadKeys::most(kMergeThreads));
+  const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;
+  const int near_keys = are_few ? std::min(room, kNearKeysOfFew) : room;
   bool is_answered = false;  // by the scan, whatever the lengths are
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
@@ -188,31 +203,29 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     // Many rows are more at a time in the merge.
     const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
     is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
-    launch(index_scan_sm90_kernel<S>,
-           {.grid = own.num_ctas,
-            .block = kThreads,
-            .stream = stream,
-            .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
-           ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
-                    most_gathered});
+    const auto launch_scan = [&](auto kernel, int32_t most_binned) {
+      launch(kernel,
+             {.grid = own.num_ctas,
+              .block = kThreads,
+              .stream = stream,
+              .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
+             ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
+                      most_gathered, most_binned, near_keys});
+    };
+    // One row of many heads: the consumers wait for the memory.
+    if constexpr (S::kUnitRows == 1 && !S::kFp4)
+      if (rows.num_columns > near_keys)
+        return launch_scan(index_scan_sm90_kernel<typename S::Counting>, KeptKeys::most_tiles(own, true));
+    launch_scan(index_scan_sm90_kernel<S>, 0);
   });
   if (is_answered) return;
-  const int64_t jobs = num_merge_jobs(own);
-  // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
-  // share a multiprocessor and its memory.
-  constexpr struct {
-    int size, at_once;
-  } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
-  const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
-                                      [&](const auto& c) { return jobs <= 2 * c.at_once; });
-  const int entries = jobs <= cluster.at_once ? kMergeEntries : kMergeEntriesOfTwo;
   launch(index_merge_sm90_kernel,
          {.grid = jobs * cluster.size,
           .block = kMergeThreads,
           .stream = stream,
           .smem = entries * 8 + 16,
           .cluster = cluster.size},
-         MergeArgs{own, entries});
+         MergeArgs{own, entries, near_keys});
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {

@@ -82,7 +82,8 @@ struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int64_t first_step, num_tiles;       // of that
   int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
   int32_t num_rows, begin;             // of the unit: rows, the first column
-  bool are_kept, are_answered;         // the keys of all tiles, all rows; then only the next means anything
+  bool are_kept, are_answered;         // the keys of all tiles, all rows; then only the next mean anything
+  bool are_binned;                     // the keys of long rows are counted
   uint64_t arrived;                    // sm90_rows.cuh
   IndexRow rows[kIndexGroupRows];
 };

@@ -3,16 +3,14 @@
 // all keys, it chooses for each row among its keys; else for each row that several CTAs scanned among what
 // they left. A row is a cluster's, each CTA with a part of the candidates in shared memory; one of few
 // candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
-#include "cuda/device/shared.cuh"
 #include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
+#include "cuda/indexer/sm90_team.cuh"
 #include "cuda/indexer/thread_keys.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-inline constexpr int kMergeThreads = 512;
 // Entries that a CTA holds, alone on a multiprocessor or with another; of more it reads the workspace again.
 inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 10 * 1024;
 inline constexpr int kAloneEntries =
@@ -20,122 +18,8 @@ inline constexpr int kAloneEntries =
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int entries;  // that a CTA has room for, of 8 bytes
-};
-
-struct MergeShared {
-  static constexpr int kBins = 2048, kMostBlocks = 8;
-  alignas(16) uint32_t bins[2][kBins];
-  int32_t staged[kMaxIndexTopk];
-  SelectScalars select;
-  uint64_t copied;
-  int32_t total, own;  // candidates of the cluster, places of the block
-  // What the blocks of the cluster have told this one, and how many candidates of the k-th's bin it has.
-  Survey surveys[kMostBlocks];
-  int32_t sums[kMostBlocks], few;
-};
-
-// The threads of a cluster; each block has a histogram of its own candidates. A barrier of a cluster takes
-// most of a microsecond, so each exchange has one: what a block tells has a place of its own, and histograms
-// have two in turns. Whoever writes to a place again has passed the barrier of another exchange, behind all
-// who read there.
-struct ClusterTeam {
-  static constexpr int kMostBlocks = MergeShared::kMostBlocks;
-  static constexpr int kBinsPerThread = MergeShared::kBins / kMergeThreads;
-  static_assert(kBinsPerThread == 4);
-  MergeShared& s;
-  int size, rank;
-  mutable int turn = 0;
-
-  __device__ __forceinline__ static int thread() { return threadIdx.x; }
-  __device__ __forceinline__ static constexpr int threads() { return kMergeThreads; }
-  __device__ __forceinline__ static void sync() { __syncthreads(); }
-  __device__ __forceinline__ uint32_t* bins() const { return s.bins[turn]; }
-  __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
-  __device__ __forceinline__ int32_t* staged() const { return s.staged; }
-  // The four bins that kth_of_bins asks the calling thread for, of all blocks: nobody else asks for them.
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const {
-    if (size == 1) return bins;
-    cluster_sync();
-    const int first = MergeShared::kBins - 4 - 4 * threadIdx.x;
-    constexpr int kAtOnce = 4;  // loads in flight
-    uint4 sum{};
-#pragma unroll 1
-    for (int block = 0; block < size; block += kAtOnce) {
-      uint4 parts[kAtOnce]{};
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r)
-        if (block + r < size)
-          parts[r] = load_cluster_16(cluster_address(shared_address(bins + first), block + r));
-#pragma unroll
-      for (const uint4& part : parts) {
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
-      }
-    }
-    turn ^= 1;
-    *reinterpret_cast<uint4*>(s.bins[turn] + first) = sum;
-    return s.bins[turn];
-  }
-  // At most as many as threads, brought together where the last histogram was.
-  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
-    if (size == 1) return orders;
-    if (threadIdx.x == 0) s.few = s.select.kept;
-    cluster_sync();
-    const int lane = threadIdx.x % kWarpSize;
-    const auto own =
-        static_cast<int>(load_cluster_4(cluster_address(shared_address(&s.few), lane < size ? lane : rank)));
-    const int end = warp_inclusive_sum(own);  // of the blocks up to the lane's
-    int block = 0, before = 0;
-#pragma unroll
-    for (int r = 0; r < kMostBlocks - 1; ++r) {
-      const int place = __shfl_sync(kFullWarp, end, r);
-      if (r < size - 1 && static_cast<int>(threadIdx.x) >= place) block = r + 1, before = place;
-    }
-    auto* all = reinterpret_cast<uint64_t*>(s.bins[turn ^ 1]);
-    if (static_cast<int>(threadIdx.x) < __shfl_sync(kFullWarp, end, size - 1)) {
-      const uint32_t from = cluster_address(shared_address(orders + threadIdx.x - before), block);
-      const uint32_t low = load_cluster_4(from), high = load_cluster_4(from + 4);
-      all[threadIdx.x] = uint64_t{high} << 32 | low;
-    }
-    __syncthreads();
-    return all;
-  }
-  // What the blocks found of their own.
-  __device__ __forceinline__ Survey together(Survey own) const {
-    if (size == 1) return own;
-    tell(s.surveys, own);
-    cluster_sync();
-    const unsigned lane = threadIdx.x % kWarpSize;
-    const Survey one = lane < static_cast<unsigned>(size) ? s.surveys[lane] : Survey{0, UINT32_MAX, 0};
-    return {static_cast<int32_t>(lanes_sum(one.count)), ~lanes_max(~one.low), lanes_max(one.high)};
-  }
-  // The sums of the blocks before this one, and of all. Behind it, nobody reads another's memory.
-  struct Sums {
-    int32_t before, all;
-  };
-  __device__ __forceinline__ Sums sums(int32_t own) const {
-    if (size == 1) return {0, own};
-    tell(s.sums, own);
-    cluster_sync();
-    const unsigned lane = threadIdx.x % kWarpSize;
-    const int32_t one = lane < static_cast<unsigned>(size) ? s.sums[lane] : 0;
-    return {lanes_sum(lane < static_cast<unsigned>(rank) ? one : 0), lanes_sum(one)};
-  }
-
- private:
-  // To the block's place in all blocks.
-  template <class T>
-  __device__ __forceinline__ void tell(T* places, const T& own) const {
-    if (threadIdx.x >= static_cast<unsigned>(size)) return;
-    const uint32_t to = cluster_address(shared_address(places + rank), threadIdx.x);
-    uint32_t words[sizeof(T) / 4];
-    memcpy(words, &own, sizeof own);
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(T) / 4; ++i) store_cluster_4(to + 4 * i, words[i]);
-  }
+  int entries;    // that a CTA has room for, of 8 bytes
+  int near_keys;  // of a row that has room in shared memory
 };
 
 // Parts [first, last) of a job.
@@ -179,24 +63,126 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAns
 // Of a cluster of so many blocks.
 __device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
-// The answer of a row whose keys are too many for shared memory: from the k-th's bin on they are few, which
-// the first CTA gets in its `list`. Bins are of the upper bits of keys: no pass looks for a range first.
-__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row,
-                                           ClusterTeam team, const FarKeys& keys, uint64_t* list) {
-  const int32_t topk = row.p.topk;
-  constexpr int kShift = 64 - 11;  // of an order
-  static_assert(MergeShared::kBins == 1 << (64 - kShift));
-  clear_bins(team);
-  const uint32_t own_bins = shared_address(team.bins());
-  keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
+// The k-th of a row whose keys the scan has counted: all blocks read that.
+__device__ __forceinline__ KthBin kth_of_row(const ClusterTeam& team, const RowBins& row, int32_t k) {
+  constexpr int kHalf = RowBins::kBins / 2,
+                kEach = kHalf / kMergeThreads;  // positive keys are the upper half
+  SelectScalars& s = team.scalars();
+  int32_t before = 0;
+  if (threadIdx.x == 0) s.kth = {0, k, 0};
+#pragma unroll 1
+  for (int end = RowBins::kBins; end > 0 && before < k; end -= kHalf) {
+    const int first = end - (threadIdx.x + 1) * kEach;
+    ulonglong2 words[kEach / 2];
 #pragma unroll
-    for (const uint32_t key : four) add_shared_1(own_bins + 4 * (key >> (kShift - 32)));
+    for (int i = 0; i < kEach / 2; ++i)
+      words[i] = *reinterpret_cast<const ulonglong2*>(row.bins + first + 2 * i);
+    int32_t counts[kEach], own = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      counts[i] = static_cast<int32_t>(sum_in(i % 2 == 0 ? words[i / 2].x : words[i / 2].y));
+      own += counts[i];
+    }
+    const int32_t last = before + team_inclusive_sum(team, own);
+    int32_t above = last - own;
+    if (above < k && k <= last) {
+#pragma unroll
+      for (int i = kEach - 1; i >= 0; --i) {
+        if (above < k && k <= above + counts[i]) s.kth = {first + i, k - above, counts[i]};
+        above += counts[i];
+      }
+    }
+    if (threadIdx.x == kMergeThreads - 1) s.kept = last;
+    team.sync();
+    before = s.kept;
+  }
+  team.sync();
+  if (threadIdx.x == 0) s.kept = 0;
+  team.sync();
+  return s.kth;
+}
+
+// Of a row of which few keys are in the k-th's bin, those by their upper bits: what is chosen is a bit of
+// `words`, one for each key of the calling CTA.
+__device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const IndexAnswer& row,
+                                              const ClusterTeam& team, const FarKeys& keys, const KthBin& kth,
+                                              int shift, uint32_t* words) {
+  const int num_words = keys.all.count / 32;
+  for (int i = threadIdx.x; i < num_words; i += kMergeThreads) words[i] = 0;
+  team.sync();
+  auto* few = reinterpret_cast<uint64_t*>(team.bins());
+  int32_t* count = &team.scalars().kept;
+  const auto bin = static_cast<uint32_t>(kth.bin);
+  keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
+    uint32_t above = 0;
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      above |= static_cast<uint32_t>(four[j] >> shift > bin) << j;
+      any |= four[j] >> shift == bin;
+    }
+    if (above != 0) atomicOr(words + i / 32, above << i % 32);
+    if (!any) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (four[j] >> shift == bin) few[atomicAdd(count, 1)] = order_of(four[j], keys.all.column + i + j);
   });
-  const KthBin kth = kth_of_bins(team, topk);
-  uint64_t least = max(static_cast<uint64_t>(kth.bin) << kShift, kLeastOrder);
+  team.sync();
+  const int own_few = *count;
+  const uint64_t low = static_cast<uint64_t>(kth.bin) << (shift + 32);
+  const uint64_t least = kth_order(AloneTeam{team.s}, CandidateList{team.gathered(few), kth.here},
+                                   kth.remaining, low, low | ((uint64_t{1} << (shift + 32)) - 1));
+  for (int j = threadIdx.x; j < own_few; j += kMergeThreads) {
+    const int32_t i = column_of(few[j]) - keys.all.column;
+    if (few[j] >= least) atomicOr(words + i / 32, 1u << i % 32);
+  }
+  team.sync();
+  const int each = (num_words + kMergeThreads - 1) / kMergeThreads, first = threadIdx.x * each;
+  const int end = min(first + each, num_words);
+  int32_t own = 0;
+  for (int i = first; i < end; ++i) own += __popc(words[i]);
+  const int32_t last = team_inclusive_sum(team, own);
+  if (threadIdx.x == kMergeThreads - 1) *count = last;
+  int32_t* to = team.staged() + last - own;
+  for (int i = first; i < end; ++i)
+    for (uint32_t left = words[i]; left != 0; left &= left - 1)
+      *to++ = keys.all.column + 32 * i + __ffs(static_cast<int>(left)) - 1;
+  team.sync();
+  const int32_t chosen = *count;
+  write_columns(team, row, team.sums(chosen).before, chosen,
+                [&](const IndexRow& where, int32_t column) { return merge_args.topk.slot(where, column); });
+  if (team.rank == 0) emit_end(team, row.p, row.row, row.p.topk);
+}
+
+// The answer of a row whose keys are too many for shared memory: few of them are in the k-th's bin, or, from
+// that on, there are few, which the first CTA gets in its `list`. Bins are of the upper bits of keys: no pass
+// looks for a range first, and the scan may have counted them.
+__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row,
+                                           ClusterTeam team, const FarKeys& keys, const RowBins* counted,
+                                           uint64_t* list) {
+  const int32_t topk = row.p.topk;
+  int shift = RowBins::kShift;
+  KthBin kth;
+  if (counted != nullptr) {
+    kth = kth_of_row(team, *counted, topk);
+  } else {
+    shift = 32 - 11;
+    static_assert(MergeShared::kBins == 1 << 11);
+    clear_bins(team);
+    const uint32_t own_bins = shared_address(team.bins());
+    keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
+#pragma unroll
+      for (const uint32_t key : four) add_shared_1(own_bins + 4 * (key >> shift));
+    });
+    kth = kth_of_bins(team, topk);
+  }
+  if (kth.bin > 0 && kth.here <= MergeShared::kMostFew && keys.all.count <= merge_args.entries * 64)
+    return mark_and_emit(merge_args, row, team, keys, kth, shift, reinterpret_cast<uint32_t*>(list));
+  shift += 32;  // of an order
+  uint64_t least = max(static_cast<uint64_t>(kth.bin) << shift, kLeastOrder);
   const int32_t room = merge_args.entries - topk;
   if (const int32_t others = kth.here - kth.remaining; others > room)
-    least = kth_bound(team, keys, kth.remaining, room, least, least | ((uint64_t{1} << kShift) - 1));
+    least = kth_bound(team, keys, kth.remaining, room, least, least | ((uint64_t{1} << shift) - 1));
   int32_t* count = &team.scalars().kept;
   keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
 #pragma unroll
@@ -250,8 +236,14 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     const int begin = tiles * rank / team.size, end = tiles * (rank + 1) / team.size;
     CandidateKeys keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
                        (end - begin) * kTileKeys, 1};
-    if (tiles * kTileKeys > team.size * min(2 * merge_args.entries, ThreadKeys::most(kMergeThreads))) {
-      choose_far(merge_args, answer, team, {keys}, held);
+    if (tiles * kTileKeys > merge_args.near_keys) {
+      RowBins* counted = args.state(0)->are_binned ? &kept.bins(row) : nullptr;
+      choose_far(merge_args, answer, team, {keys}, counted, held);
+      if (counted != nullptr) {  // all blocks have read it
+        const int each = RowBins::kBins / size;
+        for (int i = 2 * threadIdx.x; i < each; i += 2 * kMergeThreads)
+          *reinterpret_cast<ulonglong2*>(counted->bins + rank * each + i) = {kSumWord, kSumWord};
+      }
       continue;
     }
     if (threadIdx.x == 0) {

@@ -19,21 +19,31 @@ MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
 struct KeptRow {
   int32_t tile, column;  // the first one's
 };
+// How many keys of a long row have the same upper bits: then the merge reads the keys once.
+struct RowBins {
+  static constexpr int kBits = 13, kShift = 32 - kBits, kBins = 1 << kBits;
+  alignas(64) uint64_t bins[kBins];
+};
 struct KeptKeys {
   KeptRow* rows;
   uint32_t* keys;
+  RowBins* bins_end;  // the first row's lie before, if there is room
 
   __device__ __forceinline__ explicit KeptKeys(const IndexTopkArgs& args) {
     rows = reinterpret_cast<KeptRow*>(args.list(0, 0));
     keys = reinterpret_cast<uint32_t*>(rows + (args.p.problem.rows.num_rows + 1) / 2 * 2);
+    bins_end = reinterpret_cast<RowBins*>(args.p.workspace + args.p.workspace_bytes / 64 * 64);
   }
+  __device__ __forceinline__ RowBins& bins(int64_t row) const { return *(bins_end - 1 - row); }
   __device__ __forceinline__ uint32_t* tile(int32_t i) const { return keys + int64_t{i} * kTileKeys; }
   // That a workspace has room for, each for all rows of a unit.
-  static int32_t most_tiles(const IndexTopkArgs& args) {
-    const int64_t bytes = args.p.workspace_bytes - args.num_ctas * int64_t{sizeof(IndexCtaState)} -
-                          (args.p.problem.rows.num_rows + 1) / 2 * 2 * int64_t{sizeof(KeptRow)};
+  static int32_t most_tiles(const IndexTopkArgs& args, bool are_binned = false) {
+    const int64_t rows = args.p.problem.rows.num_rows;
+    int64_t bytes = args.p.workspace_bytes - args.num_ctas * int64_t{sizeof(IndexCtaState)} -
+                    (rows + 1) / 2 * 2 * int64_t{sizeof(KeptRow)};
+    if (are_binned) bytes -= 64 + rows * int64_t{sizeof(RowBins)};
     const int64_t tiles = bytes / (kTileKeys * int64_t{sizeof(uint32_t)}) / args.group_rows;
-    return static_cast<int32_t>(std::min<int64_t>(tiles, kMostKeptTiles - 1));
+    return static_cast<int32_t>(std::clamp<int64_t>(tiles, 0, kMostKeptTiles - 1));
   }
 };
 
@@ -65,6 +75,40 @@ __device__ __forceinline__ void take_arrival(uint64_t* word) {
   *word = 0;
 }
 
+// Words of the workspace to which the CTAs of a call add: the upper bits say, by a number that is nowhere
+// else, that the lower ones are a sum, so nothing has to be cleared before a call, or waited for. The merge
+// makes them 0 again.
+inline constexpr int kSumBits = 24;
+inline constexpr uint64_t kSumMask = (uint64_t{1} << kSumBits) - 1;
+// No key of a logit has these upper bits, so what kept keys leave is none.
+inline constexpr uint64_t kSumWord = uint64_t{0xffc5a39bd6} << kSumBits;
+__device__ __forceinline__ bool is_sum(uint64_t word) { return (word & ~kSumMask) == kSumWord; }
+__device__ __forceinline__ uint32_t sum_in(uint64_t word) { return is_sum(word) ? word & kSumMask : 0; }
+// An addition, of nothing or more, on its way until it is ended.
+class WordAddition {
+ public:
+  __device__ __forceinline__ WordAddition(uint64_t* word, uint32_t more)
+      : at_(reinterpret_cast<unsigned long long*>(word)),
+        more_(more),
+        found_(more > 0 ? atomicAdd(at_, more_) : kSumWord) {}
+  // Where the word was no sum, what was added is put in its place; or another has done that: it is added
+  // again.
+  __device__ __forceinline__ void end() const {
+    if (is_sum(found_)) return;
+    uint64_t found = found_ + more_;
+    do {
+      const uint64_t expected = found;
+      found = atomicCAS(at_, expected, kSumWord + more_);
+      if (found == expected) return;
+    } while (!is_sum(found));
+    atomicAdd(at_, more_);
+  }
+
+ private:
+  unsigned long long* at_;
+  unsigned long long more_, found_;
+};
+
 struct ScanShared {
   static constexpr int kBinsPerThread = 4;
   Barriers ring;
@@ -89,6 +133,8 @@ struct ScanArgs {
   int chunk_tiles;
   bool has_pins;
   int32_t most_kept, most_gathered;  // tiles, of all units and of one
+  int32_t most_binned;               // of all units, with room for bins
+  int32_t near_keys;                 // of a row whose keys are not counted
 };
 
 // All consumers; all but the first warpgroup of them.

@@ -19,7 +19,7 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-template <int kHeads, int kRows, int kShares, bool kFp4>
+template <int kHeads, int kRows, int kShares, bool kFp4, bool kCounts>
 class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
@@ -98,6 +98,7 @@ class Scan : ScanUnits {
         i = -1;
       }
     }
+    int64_t counted = -1;  // the row whose keys are counted
     for (;; ++i) {
       const bool is_rehearsal = kRehearses && i < 0;
       if (!is_rehearsal) wait_for_unit(i);
@@ -109,6 +110,8 @@ class Scan : ScanUnits {
         prepare_next(i);
         args_.answer_all(unit, RowTeam(s_, 1));
       } else {
+        if constexpr (kCounts)
+          if (!is_rehearsal) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
         load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kRehearses)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
@@ -124,7 +127,7 @@ class Scan : ScanUnits {
           prepare_next(i);
           consumers_sync();
         }
-        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) keep_unit(math, unit, work);
+        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) keep_unit(math, unit, work, counted >= 0);
         else scan_unit(math, unit, work);
         if (!is_rehearsal && gathers() && work.is_earlier) {
           consumers_sync();
@@ -134,6 +137,10 @@ class Scan : ScanUnits {
       if (is_rehearsal) wait_for_previous_grid();
       else if (work.unit_end >= s_.end) break;
       consumers_sync();
+    }
+    if constexpr (kCounts) {
+      consumers_sync();
+      if (counted >= 0) add_bins(counted);
     }
     if (gathers() && s_.share.are_others) answer_others(i);
   }
@@ -183,10 +190,40 @@ class Scan : ScanUnits {
     }
   }
 
+  // Of a long row the consumers count keys in shared memory, where others have chunks, and add that to the
+  // row's bins when they turn to another row.
+  __device__ __forceinline__ bool is_counted(const ScanWork& work) const {
+    return are_binned() && work.unit_tiles * kTileKeys > scan_.near_keys;
+  }
+  __device__ __forceinline__ uint32_t* own_bins() const { return reinterpret_cast<uint32_t*>(list(0)); }
+  __device__ __forceinline__ void turn_bins(int64_t& counted, int64_t row) const {
+    if (counted >= 0) add_bins(counted);
+    else if (row >= 0)
+      for (int i = threadIdx.x; i < RowBins::kBins / 4; i += kConsumers)
+        store(own_bins() + 4 * i, Words<4>{});
+    counted = row;
+  }
+  __device__ __forceinline__ void add_bins(int64_t row) const {
+    uint64_t* to = KeptKeys(args_).bins(row).bins;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < RowBins::kBins; first += 4 * kConsumers) {
+      const auto added = [&](int j) {  // on their way together
+        return WordAddition(to + first + j * kConsumers, own_bins()[first + j * kConsumers]);
+      };
+      const WordAddition all[] = {added(0), added(1), added(2), added(3)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        all[j].end();
+        own_bins()[first + j * kConsumers] = 0;
+      }
+    }
+  }
+
   // All keys of the share's tiles of a unit, to the workspace.
   template <class TileMath>
-  __device__ __forceinline__ void keep_unit(TileMath& math, const IndexUnit& unit,
-                                            const ScanWork& work) const {
+  __device__ __forceinline__ void keep_unit(TileMath& math, const IndexUnit& unit, const ScanWork& work,
+                                            bool is_counted) const {
+    const uint32_t bins = shared_address(own_bins());
     const int first_tile = (work.column - unit.begin) / kTileKeys;
     uint32_t* to[TileMath::kPairs];  // of a row that exists
 #pragma unroll
@@ -199,7 +236,10 @@ class Scan : ScanUnits {
     // Keys of e4m3 take longer to come than instructions.
     score<kFp4>(math, unit, work, work.column, work.tiles, kRoundsOfMany,
                 [&](int pair, int key, int more, uint32_t found) {
-                  if (to[pair] != nullptr) to[pair][key + more] = found;
+                  if (to[pair] == nullptr) return;
+                  to[pair][key + more] = found;
+                  if constexpr (kCounts)
+                    if (is_counted) add_shared_1(bins + (found >> RowBins::kShift) * 4);
                 });
   }
 

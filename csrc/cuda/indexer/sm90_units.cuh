@@ -22,6 +22,11 @@ class ScanUnits {
   // Whether each unit is answered by the CTA that begins it.
   __device__ __forceinline__ bool gathers() const { return s_.share.are_kept && s_.share.are_gathered; }
 
+  // Whether the keys of long rows are counted.
+  __device__ __forceinline__ bool are_binned() const {
+    return s_.share.are_kept && !gathers() && s_.share.total <= scan_.most_binned;
+  }
+
   // The share, and its first unit.
   template <class Team>
   __device__ __forceinline__ void find_work(const Team& team) const {
@@ -41,6 +46,7 @@ class ScanUnits {
       args_.state(cta)->per_cta = s_.share.per_cta;
       args_.state(cta)->are_kept = s_.share.are_kept;
       args_.state(cta)->are_answered = gathers();
+      args_.state(cta)->are_binned = are_binned();
     }
     if (threadIdx.x > 0) return;
     const int64_t begin = cta * s_.share.per_cta,

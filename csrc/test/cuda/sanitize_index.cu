@@ -52,6 +52,7 @@ constexpr Case kCases[] = {
     {"e2m1, pages of 16", 64, 1, 1, 900, 16, 100, 2, true},
     {"32 heads, steps of two tiles", 32, 1, 2, 12000, 64, 512, 1},
     {"gathered keys, one row", 64, 1, 1, 1801, 1801, 200, 2, false, false, true},
+    {"long rows, whose keys are counted", 64, 2, 1, 66000, 64, 2048, 7},
 };
 
 class Run {
