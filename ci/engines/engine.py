@@ -17,6 +17,7 @@ from pathlib import Path
 import model
 import torch
 import v4_model
+from report import each_once
 
 # By whose attention it is; index: ours, and our indexer; groups: ours, drafts in groups. mla_fp8_engines:
 # model.register, in every process.
@@ -155,9 +156,7 @@ def turn(args: argparse.Namespace):
 
 
 def kernels(run) -> collections.Counter:
-    """Microseconds of each kernel in ``run()``. Where two run at once, the one that began first has them: a
-    dependent launch may begin early and wait, which takes nobody's time.
-    """
+    """Microseconds of each kernel in ``run()``, as `report.each_once` counts them."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -165,11 +164,7 @@ def kernels(run) -> collections.Counter:
         run()
         torch.cuda.synchronize()
     on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    times, end = collections.Counter(), 0.0
-    for event in sorted(on_gpu, key=lambda event: event.time_range.start):
-        times[event.name[:200]] += max(event.time_range.end - max(event.time_range.start, end), 0)
-        end = max(end, event.time_range.end)
-    return times
+    return each_once((e.name[:200], e.time_range.start, e.time_range.end) for e in on_gpu)
 
 
 def timed(llm, args: argparse.Namespace) -> dict:

@@ -2,6 +2,8 @@
 
 import re
 import statistics
+from collections import Counter
+from collections.abc import Iterable
 
 # Kernels of attention by their names: the first that fits. Fills and copies are everybody's: they are a line
 # of their own, as the padding of query heads is among them.
@@ -73,6 +75,17 @@ def exact_of(name: str, found: dict[str, dict]) -> dict:
     """The result of exact attention with the heads and the cache of an engine."""
     _, _, engine = _without_options(name).partition("-")
     return found.get(f"exact-{engine}-eager", {})
+
+
+def each_once(spans: Iterable[tuple[str, float, float]]) -> Counter:
+    """The time of each kernel, of (name, begin, end). Where two run at once, the one that began first has it: a
+    dependent launch may begin early and wait, which takes nobody's time.
+    """
+    times, last_end = Counter(), 0.0
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        times[name] += max(end - max(begin, last_end), 0.0)
+        last_end = max(last_end, end)
+    return times
 
 
 def stock_of(engine: str) -> str:

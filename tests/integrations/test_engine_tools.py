@@ -76,6 +76,14 @@ def test_a_kernel_belongs_to_one_part(kernel, part, tools):
     assert report.part_of(kernel) == part
 
 
+def test_kernels_that_overlap_are_counted_once(tools):
+    """Whatever the order of a profile: one that waits inside another, one that ends behind it, a gap."""
+    import report  # noqa: PLC0415
+
+    spans = [("next", 40, 50), ("rope", 5, 22), ("attention", 0, 20), ("copy", 6, 12), ("attention", 22, 30)]
+    assert report.each_once(spans) == {"attention": 28, "rope": 2, "copy": 0, "next": 10}
+
+
 def result(**changes) -> dict:
     given = {
         "ok": True,
