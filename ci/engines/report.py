@@ -78,8 +78,8 @@ def exact_of(name: str, found: dict[str, dict]) -> dict:
 
 
 def each_once(spans: Iterable[tuple[str, float, float]]) -> Counter:
-    """The time of each kernel, of (name, begin, end). Where two run at once, the one that began first has it: a
-    dependent launch may begin early and wait, which takes nobody's time.
+    """The time of each kernel, of (name, begin, end). Where two run at once, the one that began first has it:
+    a dependent launch may begin early and wait, which takes nobody's time.
     """
     times, last_end = Counter(), 0.0
     for name, begin, end in sorted(spans, key=lambda span: span[1]):
