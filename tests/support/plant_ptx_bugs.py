@@ -32,13 +32,17 @@ KERNELS = {
 }
 
 
-def problem(layout: str, heads: int) -> Callable[..., tuple]:
-    """Rows of several blocks for each CTA, one with holes, one without, in memory that the machine knows."""
+def problems(layout: str, heads: int) -> list[Callable[..., tuple]]:
+    """Rows of several blocks for each CTA, one with holes, one without, one with a hole that producers find
+    when they have fetched their first rows; then a long one, mostly holes. In memory that the machine knows."""
     torch.manual_seed(0)
-    indices = torch.randint(1500, (2, 900), dtype=torch.int32)
-    indices[0, torch.rand(900) < 0.15] = -1
-    scope = filled_scope(mla_fp8.KV_LAYOUTS[layout], "cpu", indices, None, num_pages=24, page_size=64)
-    return case_over([scope], heads).run_by
+    rows, long_row = (torch.randint(1500, shape, dtype=torch.int32) for shape in ((3, 900), (1, 2080)))
+    rows[0, torch.rand(900) < 0.15] = -1
+    rows[2, 5] = -1
+    long_row[0, torch.rand(2080) < 0.6] = -1
+    layout = mla_fp8.KV_LAYOUTS[layout]
+    scopes = [filled_scope(layout, "cpu", x, None, num_pages=24, page_size=64) for x in (rows, long_row)]
+    return [case_over([scope], heads).run_by for scope in scopes]
 
 
 def target(content: bytes, at: int) -> bytes:
@@ -60,16 +64,18 @@ def main() -> None:
             if re.search(entry, m[1]) and target(content, m.start()) == emulation.HOPPER.encode()
         )
         end = content.index(b"\n}\n", begin)
-        run = problem(layout, heads)
+        run_by = problems(layout, heads)
 
-        def results(name=name, run=run, per_cta=per_cta, splits=splits, producers=producers) -> list | None:
+        def results(
+            name=name, run_by=run_by, per_cta=per_cta, splits=splits, producers=producers
+        ) -> list | None:
             forget()
             runs = []
             for seed in SEEDS:
                 os.environ["FAKE_CUDA_SEED"] = seed
                 options = {"heads": per_cta, "splits": splits, "producers": producers, "max_logits": False}
                 try:
-                    runs.append(run(name, schedule="split", **options))
+                    runs += [run(name, schedule="split", **options) for run in run_by]
                 except RuntimeError as error:
                     if "kernel launch" not in str(error):
                         raise
