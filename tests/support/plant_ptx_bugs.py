@@ -33,8 +33,9 @@ KERNELS = {
 
 
 def problems(layout: str, heads: int) -> list[Callable[..., tuple]]:
-    """Rows of several blocks for each CTA, one with holes, one without, one with a hole that producers find
-    when they have fetched their first rows; then a long one, mostly holes. In memory that the machine knows."""
+    """Rows of several blocks for each CTA, in memory that the machine knows: one with holes, one without, one
+    with a hole that producers find when they have fetched their first rows; then a long one, mostly holes.
+    """
     torch.manual_seed(0)
     rows, long_row = (torch.randint(1500, shape, dtype=torch.int32) for shape in ((3, 900), (1, 2080)))
     rows[0, torch.rand(900) < 0.15] = -1
