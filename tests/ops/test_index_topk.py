@@ -217,18 +217,21 @@ def test_what_no_row_sees_is_never_read(device):
 
 
 @pytest.mark.parametrize("order", ["random", "all equal", "mostly NaN"])
-def test_keys_of_long_rows_are_counted(order, device, monkeypatch):
-    """Requests so long that the scan counts keys by their upper bits, beside a short one; the words in which
-    it does hold anything before a call."""
-    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "11")
-    n = 70_000
-    values = LONG_ORDERS[order](n)
+@pytest.mark.parametrize(
+    ("lens", "processors"), [((70_000, 3000, 69_900), 11), ((70_000, 69_990, 69_900), 13), ((420_000,), 45)]
+)
+def test_keys_of_long_rows_are_counted(order, lens, processors, device, monkeypatch):
+    """Requests so long that the scan counts keys by their upper bits, beside a short one, or about as long as
+    each other, so that each begins with a share, or longer than blocks have room for; the words in which it
+    does hold anything before a call."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", str(processors))
+    values = LONG_ORDERS[order](lens[0])
     alone = constant_keys_problem(device, values)
-    rows = 3
+    rows = len(lens)
     many = Problem(
         torch.zeros(rows, 64, 128, device=device).to(torch.float8_e4m3fn),
         torch.zeros(rows, 64, device=device), alone.index_cache,
-        alone.page_table.expand(rows, -1).contiguous(), ints([n, 3000, n - 100], device), alone.layout,
+        alone.page_table.expand(rows, -1).contiguous(), ints(lens, device), alone.layout,
         alone.page_size,
     )  # fmt: skip
     many.q[:, :2] = alone.q
