@@ -19,8 +19,8 @@ inline constexpr int kAloneEntries =
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int entries;    // that a CTA has room for, of 8 bytes
-  int near_keys;  // of a row that has room in shared memory
+  int entries;        // that a CTA has room for, of 8 bytes
+  int near_keys;      // of a row that has room in shared memory
   int most_gathered;  // tiles of a unit, if all units may have so many and be kept; else 0
 };
 
