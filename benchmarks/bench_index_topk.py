@@ -32,6 +32,11 @@ class Case(NamedTuple):
     scores: str = "random"
     layout: str = "index_fp8"
     lengths: str = "equal"  # mixed: requests from half of the context on
+    table: int = 0  # entries that the page table has room for, as engines' have; 0: of the context
+
+    @property
+    def width(self) -> int:
+        return max(self.table, self.context)
 
     @property
     def label(self) -> str:
@@ -39,6 +44,7 @@ class Case(NamedTuple):
         extra = [f"n={self.next_n}"] * (self.next_n > 1) + [self.scores] * (self.scores != "random")
         extra += [self.layout] * (self.layout != "index_fp8")
         extra += [f"{self.lengths} lengths"] * (self.lengths != "equal")
+        extra += [f"table {self.table // 1024}K"] * (self.table > 0)
         return " ".join([name, f"H={self.heads} k={self.topk}", *extra])
 
 
@@ -71,6 +77,16 @@ GPU_CASES = [
             (8, 32768, 1),
             (8, 8192, 6),
         )
+    ),
+    *(Case("decode", b, c, n) for b, c in ((8, 8192), (32, 8192), (32, 32768)) for n in (3, 5, 8)),
+    # An engine's page table is as wide as the longest context that it allows.
+    *(Case("decode", b, c) for b in (1, 4) for c in (2048, 4096)),
+    *(Case("decode", 4, c) for c in (8192, 32768)),
+    *(
+        Case("decode", b, c, table=table)
+        for table in (131072, 1 << 20)
+        for b in (1, 4, 8, 32, 128)
+        for c in (2048, 4096, 8192, 32768)
     ),
 ]
 
@@ -111,7 +127,7 @@ def logits_of_pages(case: Case, inputs: dict, pool: torch.Tensor, tables: torch.
 
     def logits(i: int, of: slice) -> torch.Tensor:
         return deep_gemm.fp8_paged_mqa_logits(
-            q, cache, weights, lens, flat[i], plan, case.context, clean_logits=False
+            q, cache, weights, lens, flat[i], plan, case.width, clean_logits=False
         )
 
     return logits
@@ -155,9 +171,10 @@ def peers(case: Case, inputs: dict, outputs: dict, pool: torch.Tensor, tables: t
         return [lambda i=i: call(i) for i in range(len(tables))]
 
     found = {"deep_gemm logits": timed(lambda scores, i, of: None)}
-    found["deep_gemm + torch.topk"] = timed(
-        lambda scores, i, of: torch.topk(scores, case.topk, dim=-1, sorted=False)
-    )
+    if not case.table:  # it would look at all columns, whatever they are
+        found["deep_gemm + torch.topk"] = timed(
+            lambda scores, i, of: torch.topk(scores, case.topk, dim=-1, sorted=False)
+        )
     if importlib.util.find_spec("flashinfer") is not None:
         import flashinfer  # noqa: PLC0415
 
@@ -211,6 +228,7 @@ def work(case: Case, device: str) -> Work:
     tables = order.view(rounds, requests, pages)
     pool = layout.empty(rounds * requests * pages, PAGE, device)
     fill(case, pool, tables)
+    tables = torch.nn.functional.pad(tables, (0, case.width // PAGE - pages))
     seen = (contexts[:, None] - per_request + 1 + torch.arange(per_request)).flatten()
     q = torch.randn(rows, case.heads, 128, device=device).to(torch.float8_e4m3fn)
     weights = torch.randn(rows, case.heads, device=device)
@@ -237,7 +255,7 @@ def work(case: Case, device: str) -> Work:
     baselines = peers(case, inputs, out, pool, tables)
     if device == "cpu":
         baselines = torch_on_cpu(case, inputs, pool, tables[0])
-    if rows * case.context <= 1 << 28:
+    if rows * case.context <= 1 << 28 and not case.table:
         baselines["index_logits alone"] = [lambda i=i: logits(i) for i in range(rounds)]
         if device == "cuda":
             baselines["index_logits + torch.topk"] = [

@@ -186,6 +186,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;
   const int near_keys = are_few ? std::min(room, kNearKeysOfFew) : room;
   bool is_answered = false;  // by the scan, whatever the lengths are
+  int gathered_tiles = 0;    // of each unit, with which they are answered by the scan, too
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
     constexpr int kBytes =
@@ -203,6 +204,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     // Many rows are more at a time in the merge.
     const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
     is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
+    if (!rows.k_start && !rows.query_start_loc && own.places.count * most_gathered <= most_kept)
+      gathered_tiles = most_gathered;
     const auto launch_scan = [&](auto kernel, int32_t most_binned) {
       launch(kernel,
              {.grid = own.num_ctas,
@@ -225,7 +228,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
           .stream = stream,
           .smem = entries * 8 + 16,
           .cluster = cluster.size},
-         MergeArgs{own, entries, near_keys});
+         MergeArgs{own, entries, near_keys, gathered_tiles});
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {

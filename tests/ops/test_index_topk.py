@@ -217,18 +217,28 @@ def test_what_no_row_sees_is_never_read(device):
 
 
 @pytest.mark.parametrize("order", ["random", "all equal", "mostly NaN"])
-def test_keys_of_long_rows_are_counted(order, device, monkeypatch):
-    """Requests so long that the scan counts keys by their upper bits, beside a short one; the words in which
-    it does hold anything before a call."""
-    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "11")
-    n = 70_000
-    values = LONG_ORDERS[order](n)
+@pytest.mark.parametrize(
+    ("lens", "processors"),
+    [
+        ((70_000, 3000, 69_900), 11),
+        ((70_000, 69_990, 69_900), 13),
+        ((70_000, 1900, 30_000), 12),
+        ((420_000,), 45),
+        ((9000, 1900, 3000), 12),
+    ],
+)
+def test_keys_of_long_rows_are_counted(order, lens, processors, device, monkeypatch):
+    """Requests so long that the scan counts keys by their upper bits, beside short ones, or about as long as
+    each other, so that each begins with a share; short ones alone in a wide page table, with which the merge
+    has nothing to do. The words in which keys are counted hold anything before a call."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", str(processors))
+    values = LONG_ORDERS[order](max(70_000, lens[0]))
     alone = constant_keys_problem(device, values)
-    rows = 3
+    rows = len(lens)
     many = Problem(
         torch.zeros(rows, 64, 128, device=device).to(torch.float8_e4m3fn),
         torch.zeros(rows, 64, device=device), alone.index_cache,
-        alone.page_table.expand(rows, -1).contiguous(), ints([n, 3000, n - 100], device), alone.layout,
+        alone.page_table.expand(rows, -1).contiguous(), ints(lens, device), alone.layout,
         alone.page_size,
     )  # fmt: skip
     many.q[:, :2] = alone.q

@@ -21,22 +21,26 @@ struct IndexShare {
   bool are_aligned;
   int size;
 };
-// A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone. So small shares of
-// kept keys may be somewhat larger than equal ones: the least of these sizes with which all units have shares
-// of their own. To find it takes 0.7 us.
+// A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone, or 12 where keys are
+// counted. So shares of kept keys may be somewhat larger than equal ones: the least of these sizes with which
+// all units have shares of their own. To find it takes 0.7 us.
 struct AlignedShares {
   static constexpr int kSizes = 3, kBits = 10;
   static constexpr int32_t kMostShares = (1 << kBits) / 2 - 1;  // of fewer units
-  static constexpr int32_t kMostTiles = 16, kMostMore = 4;      // of a share, for what they save
+  static constexpr int32_t kSmall = 16, kMostTiles = 2048;      // of a share
 
-  int32_t equal, wide;  // sizes, the second for units that leave half a share empty each
+  int32_t equal, wide;  // sizes: equal shares, and next_size()
 
-  __device__ __forceinline__ AlignedShares(int32_t equal, int32_t total, int32_t units, int32_t num_shares)
-      : equal(equal), wide(number(total, num_shares - units / 2)) {}
-  __device__ __forceinline__ static bool may_pay(int32_t equal, int32_t total, int32_t units,
-                                                 int32_t num_shares) {
-    return equal > 0 && equal <= kMostTiles && num_shares <= kMostShares &&
-           total <= (equal + kMostMore) * (num_shares - units / 2);
+  // For units that leave half a share empty each, or, of large shares, for units of one length.
+  __device__ __forceinline__ static int32_t next_size(int32_t equal, int32_t total, int32_t units,
+                                                      int32_t num_shares) {
+    return equal <= kSmall ? number(total, num_shares - units / 2)
+                           : number(number(total, units), num_shares / units);
+  }
+  // For what it saves.
+  __device__ __forceinline__ bool may_pay(int32_t num_shares) const {
+    const int32_t most_more = equal <= kSmall ? 4 : 4 + equal / 32;
+    return equal > 0 && equal <= kMostTiles && num_shares <= kMostShares && wide <= equal + most_more;
   }
   __device__ __forceinline__ int32_t operator[](int i) const { return i == 0 ? equal : wide + i - 1; }
   // Of a unit's shares, by size.
@@ -220,9 +224,10 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     team.sync();
     const auto most_shares = static_cast<int32_t>(num_ctas.divisor());
     const auto equal = static_cast<int32_t>(share.per_cta), units = static_cast<int32_t>(places.count);
-    if (share.are_kept && places.count > 1 && places.count < most_shares &&
-        AlignedShares::may_pay(equal, static_cast<int32_t>(share.total), units, most_shares)) {
-      const AlignedShares sizes(equal, static_cast<int32_t>(share.total), units, most_shares);
+    AlignedShares sizes{equal, INT32_MAX};
+    if (share.are_kept && places.count > 1 && places.count < most_shares)
+      sizes.wide = AlignedShares::next_size(equal, static_cast<int32_t>(share.total), units, most_shares);
+    if (sizes.may_pay(most_shares)) {
       int32_t own = 0;
       for (int64_t i = first; i < end; ++i) own += sizes.numbers(kept_of(tiles_of(i)));
       const int32_t upto = team.inclusive_sum(own);

@@ -4,6 +4,7 @@
 // they left. A row is a cluster's, each CTA with a part of the candidates in shared memory; one of few
 // candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
 #include "cuda/device/copy.cuh"
+#include "cuda/device/roles.cuh"
 #include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
 #include "cuda/indexer/sm90_team.cuh"
@@ -18,8 +19,9 @@ inline constexpr int kAloneEntries =
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int entries;    // that a CTA has room for, of 8 bytes
-  int near_keys;  // of a row that has room in shared memory
+  int entries;        // that a CTA has room for, of 8 bytes
+  int near_keys;      // of a row that has room in shared memory
+  int most_gathered;  // tiles of a unit, if all units may have so many and be kept; else 0
 };
 
 // Parts [first, last) of a job.
@@ -261,10 +263,28 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
   }
 }
 
+// Whether lengths alone tell that the scan answers all rows.
+__device__ __forceinline__ bool are_all_gathered(const MergeArgs& merge_args) {
+  const IndexTopkArgs& args = merge_args.topk;
+  const IndexRows& rows = args.p.problem.rows;
+  if (merge_args.most_gathered == 0) return false;
+  bool is_long = false;
+  for (int64_t i = threadIdx.x; i < args.places.count; i += kMergeThreads) {
+    const auto [request, in_request] = args.places(i);
+    is_long |= scored_tiles_at(rows, request, in_request, args.places.rows_of_place, kTileKeys, args.p.topk) >
+               merge_args.most_gathered;
+  }
+  return !named_barrier_any(0, kMergeThreads, is_long);
+}
+
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
   const IndexTopkArgs& args = merge_args.topk;
   ClusterTeam team{s, cluster_size(), cluster_rank()};
   begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
+  if (are_all_gathered(merge_args)) {  // the next grid gets the SMs, but for one
+    if (blockIdx.x == 0) wait_for_previous_grid();
+    return;
+  }
   // What the caller gave: the scan has waited for the grids that it may come from.
   const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
   cluster_arrive();
