@@ -10,13 +10,16 @@ H200 = {"compute_major": "9", "sms": "132"}
 
 
 def cell(plan: str) -> str:
-    """`few_heads 16 x 4`: 16 heads in a CTA, 4 CTAs of a query; `few_heads 16, walks`."""
+    """`few_heads 16 x 4`: 16 heads in a CTA, 4 CTAs of a query; `many_heads 32 + 8`, without a cluster;
+    `few_heads 16, walks`."""
     name, *rest = plan.split(", ")
     kernel, *schedule = name.split()
     if not schedule:
         return kernel
     heads = rest[0].split()[0]
-    return f"{kernel} {heads}, walks" if schedule == ["walk"] else f"{kernel} {heads} x {rest[1].split()[0]}"
+    if schedule == ["walk"]:
+        return f"{kernel} {heads}, walks"
+    return f"{kernel} {heads} {'+' if schedule == ['parts'] else 'x'} {rest[1].split()[0]}"
 
 
 def keys(row: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import engine_standins
 import pytest
@@ -200,3 +201,32 @@ def test_a_prompt_of_few_heads_is_read_straight_from_the_pages(
     exact, _, exact_lse = case.expected()
     assert called == [op]
     assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_q_heads, batch_invariant, has_room",
+    [
+        (1, 128, False, True), (44, 17, False, True), (45, 17, False, False), (8, 16, False, False),
+        (8, 128, True, False), (256, 128, False, False),
+    ],
+)  # fmt: skip
+def test_few_tokens_of_many_heads_bring_a_workspace_on_hopper(
+    num_tokens, num_q_heads, batch_invariant, has_room, monkeypatch
+):
+    """Without one they would be decoded in clusters, which leave SMs without work."""
+    calls = []
+    ops = SimpleNamespace(sparse_decode_out=lambda *args, **options: calls.append(options))
+    hopper = SimpleNamespace(multi_processor_count=132)
+    room = attend.sparse_attention_workspace(num_tokens, num_q_heads=num_q_heads, num_sms=132)
+    monkeypatch.setattr(attend, "sparse_attention_workspace", lambda *args, **options: room)
+    monkeypatch.setattr(torch.ops, "mla_fp8", ops)
+    monkeypatch.setattr(attend, "arch_of", lambda *device: "sm90")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    q = torch.empty(num_tokens, num_q_heads, 576, dtype=torch.bfloat16, device="meta")
+    indices = torch.empty(num_tokens, 2048, dtype=torch.int32, device="meta")
+    options = {"page_size": 64, "sm_scale": 1.0, "batch_invariant": batch_invariant}
+    attend.over_pages(q, q, indices, layout=KV_LAYOUTS["dsv32"], **options)
+    workspace = calls[0]["workspace"]
+    assert (workspace is not None) == has_room
+    if has_room:
+        assert workspace.numel() == room

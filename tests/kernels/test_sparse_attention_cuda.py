@@ -70,9 +70,13 @@ class Variant:
         names = ("kernel", "schedule", "heads", "splits", "producers")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def finds_largest(self) -> bool:
+        """The largest logits, which decode does not want."""
+        return self.schedule not in ("segments", "parts")
+
     def run(self, case: Case, **changes) -> Results:
-        wants_largest = self.schedule != "segments"  # decode's alone, which wants no largest logits
-        options = {"max_logits": wants_largest} | self.options() | changes
+        options = {"max_logits": self.finds_largest} | self.options() | changes
         out, max_logits, lse = case.run_by(**options)
         return (out, max_logits, lse) if options["max_logits"] else (out, lse)
 
@@ -82,7 +86,9 @@ def variants() -> list[Variant]:
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8)}[row["schedule"]]
+            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8), "parts": (1, 3, 8)}[
+                row["schedule"]
+            ]
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split
@@ -223,7 +229,7 @@ def test_rows_that_are_nearly_full(variant, extra, lengths):
     assert_same(variant.run(in_front, max_logits=False), results)
 
 
-@pytest.mark.parametrize("variant", [v for v in UNSPLIT if v not in SEGMENTS], ids=str)
+@pytest.mark.parametrize("variant", [v for v in UNSPLIT if v.finds_largest], ids=str)
 @pytest.mark.parametrize("window_size", [33, 128, 200])
 @pytest.mark.parametrize("extra", [None, V4_SCOPES | {"topk": 40}], ids=["alone", "and a cache"])
 def test_windows(variant, window_size, extra):
@@ -335,3 +341,42 @@ def test_what_no_kernel_runs_is_refused():
     case = make_case(KV_LAYOUTS["bf16"], DEVICE)
     with pytest.raises(RuntimeError, match=r"must be one of .* reads bf16 with 16 heads"):
         case.run_by("many_heads", schedule="split", heads=64, splits=1)
+
+
+@pytest.mark.parametrize("room", [None, 0.5, 1, 2])
+def test_decode_takes_clusters_where_parts_have_no_room(room, monkeypatch):
+    """Few queries of many heads: the op's own workspace, none, one that is too small, enough, more."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "6")
+    if DEVICE == "cuda" and torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("a plan for 132 SMs")
+    tokens, heads, topk, parts = (8, 128, 2048, 4) if DEVICE == "cuda" else (1, 64, 768, 3)
+    shape = {"num_tokens": tokens, "num_q_heads": heads, "topk": topk, "num_slots": 4000}
+    case = make_case(KV_LAYOUTS["dsv32"], DEVICE, **shape)
+    floats = tokens * heads * parts * 274
+    workspace = torch.full((int((room or 1) * floats),), float("nan"), device=DEVICE)
+    out = torch.full((tokens, heads, 512), float("nan"), device=DEVICE).bfloat16()
+    lse = torch.full((tokens, heads), float("nan"), device=DEVICE)
+    torch.ops.mla_fp8.sparse_decode_out(
+        *case.arguments(), **case.op_options(), out=out, lse=lse, workspace=workspace if room else None
+    )
+    assert_attention(case, (out, lse))
+    has_room = room is not None and room >= 1
+    assert workspace.isnan().all() != has_room
+    assert workspace[floats:].isnan().all()
+    if has_room:
+        assert_same(torch.ops.mla_fp8.sparse_decode(*case.arguments(), **case.op_options()), (out, lse))
+
+
+@pytest.mark.parametrize("variant", [replace(v, splits=3) for v in UNSPLIT if v.schedule == "parts"], ids=str)
+def test_parts_of_any_size(variant):
+    """Heads far apart in size, queries whose keys all lie in one part or in none, and infinities."""
+    shape = {"num_tokens": 6, "num_q_heads": variant.some_heads[0], "topk": 500, "num_slots": 2000}
+    case = make_case(variant.first, DEVICE, **shape, extra=variant.extra(None))
+    case.q.mul_(2.0 ** torch.linspace(-20, 6, case.q.shape[1], device=DEVICE)[:, None])
+    lengths = torch.tensor([500, 1, 64, 65, 0, 129], dtype=torch.int32, device=DEVICE)
+    case = changed(case, lambda scope: replace(scope, length=torch.minimum(scope.length, lengths)))
+    results = variant.run(case)
+    assert_attention(case, results)
+    case.q[0, 1] = float("inf")
+    assert not variant.run(case)[0][0, 1].isfinite().any()
+    assert_same(tuple(x[1:] for x in variant.run(case)), tuple(x[1:] for x in results))

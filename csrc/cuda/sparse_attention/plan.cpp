@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/sparse_attention/plan_model.h"
+#include "cuda/sparse_attention/plan_parts.h"
 #include "cuda/sparse_attention/plan_segments.h"
 #include "cuda/sparse_attention/plan_tiles.h"
 
@@ -14,7 +15,7 @@ namespace {
 using namespace model;
 
 constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
-constexpr const char* kScheduleNames[] = {"split", "walk", "segments"};
+constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts"};
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
@@ -83,11 +84,12 @@ Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {
 
 // A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the
 // last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
-// (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs).
-Plan plan_split(const SparseAttentionParams& p, int num_sms) {
+// (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs). Decode may do without clusters.
+Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return plan_in_any_batch(p, num_sms);
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
+  if (const auto parts = plan_parts(op, p, all, num_sms)) return *parts;
   Priced best = {all.plan, all.us * kMostOfOneLaunch};
   for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
     const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
@@ -155,16 +157,13 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
 // queries of 640 keys: 39.9 against 41.2 and 42.0 against 44.5 us).
 constexpr int64_t kWavesBeforePairsWalk = 2;
 
-Plan plan_decode(const SparseAttentionParams& p, int num_sms) {
+Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecode) {
   if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
-  // With 24 and 32 heads tiles gained 0 to 5 % from 100 queries on and lost 16 to 30 % at 66; with 64 nothing
-  // need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys: 136 -> 86 us; 0bff452).
-  const bool tiles = p.num_q_heads > 32 || p.num_q_heads <= 16;
-  if (tiles && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
+  if (decodes_in_tiles(p) && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   const bool waves = p.layouts().is_mixed() && ceil_div(p.num_q_heads, kOctet) == 2 &&
                      p.num_tokens <= kWavesBeforePairsWalk * num_sms;
   if (!p.batch_invariant && !waves && walks(p, num_sms)) return plan_walk(p, num_sms);
-  return plan_split(p, num_sms);
+  return plan_split(op, p, num_sms);
 }
 
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
@@ -178,7 +177,7 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
     if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles.plan;
   }
   if (walks(p, num_sms)) return plan_walk(p, num_sms);
-  if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms);
+  if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms, Op::kPrefill);
   return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
 }
 
@@ -298,8 +297,7 @@ const char* name(Schedule schedule) { return kScheduleNames[static_cast<int>(sch
 std::string to_string(const Plan& plan) {
   const Variant& v = plan.variant;
   std::ostringstream out;
-  out << name(v.kernel);
-  out << ' ' << name(v.schedule) << ", " << v.heads << " heads";
+  out << name(v.kernel) << ' ' << name(v.schedule) << ", " << v.heads << " heads";
   if (v.schedule != Schedule::kWalk) {
     if (plan.ctas > 0) out << ", " << plan.ctas << " CTAs for all";
     else out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
@@ -318,15 +316,15 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
     const int rows = std::min(plan.tile_queries * p.num_q_heads, plan.variant.heads);
     return int64_t{plan.ctas} * rows * kFloatsOfPart + 2 * num_entry_tiles(p);
   }
+  if (plan.variant.schedule == Schedule::kParts) return floats_of_parts(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (!own_kernels(p, gpu) || p.has_entry_pages) {
-    SparseAttentionParams with_room = p;
-    with_room.workspace_floats = INT64_MAX;
-    return workspace_size(plan(op, with_room, gpu), p);
-  }
-  return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+  if (p.query_groups > 1 && own_kernels(p, gpu) && !p.has_entry_pages)
+    return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+  SparseAttentionParams with_room = p;
+  with_room.workspace_floats = INT64_MAX;
+  return workspace_size(plan(op, with_room, gpu), p);
 }
 int64_t lists_size(const SparseAttentionParams& p) {
   const SharedKeysShape shape(p);
@@ -355,14 +353,15 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
-    const bool segments = v.schedule == Schedule::kSegments;
-    const bool split = v.schedule == Schedule::kSplit || segments;
-    const bool tiles = split && attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
+    const bool segments = v.schedule == Schedule::kSegments, parts = v.schedule == Schedule::kParts;
+    const bool split = v.schedule != Schedule::kWalk;
+    const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
-    const bool has_splits = wanted.splits >= !shares && wanted.splits <= (split ? 16 : 1);
+    const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
+    const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
     const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
-    const bool has_segments = num > 0 && !(segments && p.max_logits);
+    const bool has_segments = num > 0 && !((segments || parts) && p.max_logits);
     if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
       if (segments) plan.segments = num, plan.run_blocks = segments_of(p).run_blocks;

@@ -29,6 +29,9 @@ enum class Schedule {
   kWalk,   // the CTAs, about as many as SMs, go through the queries
   // As kSplit, in segments of the keys whose results are the same bits whoever shares them.
   kSegments,
+  // As kSplit, but the CTAs that share a query form no cluster, of which fewer fit on a GPU than of CTAs
+  // alone: they meet in the workspace, in a second grid (sm90/many_heads/parts.cuh).
+  kParts,
 };
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
@@ -82,6 +85,8 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kParts, 32, 4, Rows::kE4m3fnAlone},
+    {Kernel::kManyHeads, Schedule::kParts, 64, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 64, 4, Rows::kE4m3fnAlone},
@@ -118,6 +123,8 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
   const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
   return share > least ? share : least;
 }
+// Of kParts, what a CTA leaves of a head: its output as f16, a byte for each eight of that, (base, sum).
+inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 2, kMostQueryParts = 8;
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"

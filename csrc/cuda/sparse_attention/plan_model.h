@@ -98,6 +98,17 @@ inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
 // What tiles of neighbours may take of their queries' time alone, where both are prices.
 inline constexpr double kMostOfQueriesAlone = 0.95;
 
+// Decode in tiles of bf16_tiles. With 24 and 32 heads they gained 0 to 5 % from 100 queries on and lost 16 to
+// 30 % at 66; with 64 nothing need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys:
+// 136 -> 86 us; 0bff452). Pairs over FP8 rows keep invalid keys in their places, so wide rows gain less than
+// contexts lose (one H200, dsv4, 128 heads, 128 queries, many_heads -> pairs: 640 keys 63.6 -> 60.5 us, 256
+// of them valid 39.3 -> 56.2; 1152 keys 96.5 -> 95.4, 256 valid 39.2 -> 86.1).
+inline constexpr int64_t kMostKeysOfPairs = 896;
+inline bool decodes_in_tiles(const SparseAttentionParams& p) {
+  if (!is_bf16(p) && !p.layouts().is_mixed() && num_keys(p) > kMostKeysOfPairs) return false;
+  return p.num_q_heads > 32 || p.num_q_heads <= 16;
+}
+
 // 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
 // two layouts they always are.
 inline constexpr int64_t kKeysForMoreProducers = 512;
@@ -142,17 +153,16 @@ void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
 
 struct Priced {
   Plan plan;
-  double us = 1e30;  // alone
+  double us = 1e30, there_us = 1e30;  // alone, between an engine's other kernels
+  const HeadsClass* heads = nullptr;
+  const SplitClass* splits = nullptr;
 };
 // The least time between an engine's other kernels.
 inline Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_sms) {
   Priced best;
-  double least_us = 1e30;
   for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
     const double us = time_of(p, c, s, queries, num_sms), there_us = us + cold_us(c, p);
-    if (there_us >= least_us) return;
-    best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
-    least_us = there_us;
+    if (there_us < best.there_us) best = {few_or_many(p, c.kernel, c.heads, s.splits), us, there_us, &c, &s};
   });
   return best;
 }

@@ -14,6 +14,9 @@ from .drafts import ALONE, Group
 # From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32, top-k 2048,
 # 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` takes 105 and 118.
 PREFILL_ROWS, PREFILL_HEADS = 256, 16
+# Decode on Hopper has use for a workspace where so many CTAs of each token, with so many heads, are on the
+# GPU at once (csrc/cuda/sparse_attention/plan_parts.h).
+MEETING_HEADS, MEETING_CTAS = 17, 3
 
 
 def is_prefill(num_rows: int, num_heads: int) -> bool:
@@ -38,7 +41,7 @@ def over_pages(
         options["extra_layout"] = extra_layout.id
     q, indices = aligned(q), index_rows(indices)
     out, lse = _outputs(q, out)
-    workspace = _workspace(q, batch_invariant)
+    workspace = _workspace(q, batch_invariant, decodes=not is_prefill(*q.shape[:2]))
     if group.queries > 1 and not batch_invariant and _has_own_kernels(q):
         options |= {"query_groups": group.queries}
         if group.layers is None:
@@ -85,7 +88,7 @@ def over_windows(
 
 
 def _has_own_kernels(q: Tensor) -> bool:
-    """Kernels which need no workspace to share a token's keys, and which know lists of shared keys."""
+    """Kernels which mostly need no workspace to share a token's keys, and know lists of shared keys."""
     return arch_of(q.device.type, q.device.index) in ("cpu", "sm90")
 
 
@@ -115,12 +118,17 @@ def _shared_lists(
     return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))
 
 
-def _workspace(q: Tensor, batch_invariant: bool = False, all_entries: bool = False) -> Tensor | None:
+def _workspace(
+    q: Tensor, batch_invariant: bool = False, all_entries: bool = False, decodes: bool = False
+) -> Tensor | None:
     """What lets several CTAs share a token's keys; None where kernels need none for that."""
-    if _has_own_kernels(q) and (q.device.type == "cpu" or not all_entries):
+    if q.device.type == "cpu":
         return None
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     tokens, heads = q.shape[:2]
+    meets = decodes and not batch_invariant and heads >= MEETING_HEADS and MEETING_CTAS * tokens <= sms
+    if _has_own_kernels(q) and not all_entries and not meets:
+        return None
     elements = sparse_attention_workspace(
         tokens, num_q_heads=heads, num_sms=sms, batch_invariant=batch_invariant
     )

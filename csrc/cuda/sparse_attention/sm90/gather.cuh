@@ -113,7 +113,8 @@ class Gather {
       repeated = __ballot_sync(kFullWarp, __popc(same) > 1);
     }
 
-    const int stage = i % C::kStages;
+    int stage = i % C::kStages;
+    if constexpr (!kFetchesEarly<C>) stage = __shfl_sync(kFullWarp, stage, 0);  // known to be uniform
     wait_until_free<C::kStages>(ring_.empty(stage), i);
     if (lane_ < kStageRows) mark(stage, counts ? key.marks() : 0);
     if (repeated) [[unlikely]]

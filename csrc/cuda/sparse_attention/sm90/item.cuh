@@ -108,7 +108,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = splits},
+            .cluster = plan.variant.schedule == Schedule::kParts ? 1 : splits},
            params);
   };
   if (plan.last_tiles > 0) {
@@ -174,6 +174,11 @@ struct SplitItem : QueryHeads {
   }
 };
 
+// Of a query whose CTAs meet in a second grid.
+struct PartItem : SplitItem {
+  __device__ bool is_whole(const KernelParams&) const { return false; }
+};
+
 // The head blocks of a query run together: its rows are read from L2 again.
 template <class C>
 __device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
@@ -183,11 +188,21 @@ __device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
 template <class C>
 inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
 
+template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
+inline constexpr bool kHasParts = requires { requires C::kParts; };
+
 template <class C>
 __device__ typename C::Item find_item(const KernelParams& params) {
-  const QueryHeads heads = heads_of_item<C>(params, cluster_index());
-  const SplitItem item{heads, Keys(params.p, heads.query), cluster_rank()};
+  unsigned i = cluster_index();
+  int split = cluster_rank();
+  if constexpr (kHasParts<C>) {
+    i = params.splits.word(blockIdx.x);
+    split = static_cast<int>(blockIdx.x - i * params.num_splits());
+  }
+  const QueryHeads heads = heads_of_item<C>(params, i);
+  const SplitItem item{heads, Keys(params.p, heads.query), split};
   if constexpr (kHasSegments<C>) return {item, params};
+  else if constexpr (kHasParts<C>) return {item};
   else return item;
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
@@ -309,7 +310,8 @@ class SplitLogits : BlockLogits<C> {
     const auto finish = [&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
-      reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
+      if constexpr (kHasParts<C>) QueryPart<C::kHeads>(p_, blockIdx.x).stats(head) = stats;
+      else reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     };

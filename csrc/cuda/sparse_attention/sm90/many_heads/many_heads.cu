@@ -1,6 +1,6 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Four schedules (docs/kernels/many_heads.md).
+// beside the products of another. Five schedules (docs/kernels/many_heads.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
@@ -18,6 +18,8 @@
 // Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
 // 4.3 TB/s, and at 64 heads the tensor cores, 34.
+//
+// Parts: as split, without clusters. The CTAs of a query meet in a second grid (parts.cuh).
 //
 // Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh).
 //
@@ -86,16 +88,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return end_grid(params.follows);
   }
   KeySurvey survey;
-  if constexpr (C::kTiles == Tiles::kLists) {
+  if constexpr (kFetchesEarly<C>) {
+    survey_part<C>(params, w, smem, warp, lane, [] {});
+    if (warp >= kConsumerWarps + C::kLogitWarps) {
+      give_up_registers<C::kProducerRegisters>();
+      run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+      return end_grid(params.follows);
+    }
+    survey = end_survey<C>(params, w, smem, warp, lane);
+  } else if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
     w.template take_share<C>(w.num_keys, params.splits);
     w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
   } else {
     survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   }
-  const bool split = params.num_splits() > 1;
+  const bool split = !kHasParts<C> && params.num_splits() > 1;
 
-  if (warp >= kConsumerWarps + C::kLogitWarps) {
+  if (!kFetchesEarly<C> && warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
@@ -125,6 +135,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (w.is_whole(params)) {
       values.store(params.p, w, thread);
     } else {
+      if constexpr (kHasParts<C>) values.leave_part(params.p);
       if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
     }
   }
@@ -198,6 +209,10 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       using R = CachedRow<layout(), extra()>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, false, Tiles::kNone, false, true>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+    } else if constexpr (kVariant.schedule == Schedule::kParts) {
+      using R = CachedRow<layout(), extra()>;
+      using C = ManyHeadsParts<R, kOctets>;
+      launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
     } else if constexpr (kVariant.schedule == Schedule::kWalk) {
       using R = CachedRow<layout(), extra()>;
       using C = std::conditional_t<kVariant.heads == 32, ManyHeadsWalk<R>, ManyHeadsWideWalk<R>>;

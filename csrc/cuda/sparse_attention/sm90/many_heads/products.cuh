@@ -11,6 +11,25 @@
 
 namespace mla_fp8::gpu {
 
+// Two dims of O next to each other, as bf16, and the first of them, of a value warp's 16 of a chunk.
+struct DimPair {
+  uint32_t values;
+  int dim;
+};
+// From what a lane has of fragment rows g and g + 8. They are dims 2g and 2g + 1; of bf16 values dims g and
+// g + 8: neighbours swap.
+__device__ __forceinline__ DimPair pair_dims(bool is_bf16, int g, float of_g, float of_g8) {
+  uint32_t low = __float_as_uint(of_g), high = __float_as_uint(of_g8);
+  int dim = 2 * g;
+  if (is_bf16) {
+    const bool odd = g % 2;
+    const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+    (odd ? low : high) = got;
+    dim = odd ? g + 7 : g;
+  }
+  return {pack_bf16(__uint_as_float(low), __uint_as_float(high)), dim};
+}
+
 // Of the table of a block's value scales, f16 [tile][key]: four lanes store those of one
 // key at once, into different banks.
 inline constexpr int kScalePitch = 64 * 2 + 16;

@@ -130,6 +130,14 @@ struct ManyHeadsSplit {
                 "partial outputs lie over the ring and Q");
 };
 
+// The same without clusters: the CTAs of a query meet in a second grid (parts.cuh).
+template <class R, int kOctets>
+struct ManyHeadsParts : ManyHeadsSplit<R, kOctets, 4, false> {
+  static constexpr bool kParts = true;
+  static constexpr bool kFetchesEarly = true;
+  using Item = PartItem;
+};
+
 enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
 // What the value warps share with one warpgroup of logits.

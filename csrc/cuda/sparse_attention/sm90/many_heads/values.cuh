@@ -11,6 +11,7 @@
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 
@@ -141,19 +142,9 @@ class ValueWarp {
         uint16_t* const out = row + head * p.out_stride_head;
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-          uint32_t low = __float_as_uint(out_[chunk][n][c] * factor);
-          uint32_t high = __float_as_uint(out_[chunk][n][c + 2] * factor);
-          // Fragment rows g, g + 8 are dims 2g, 2g + 1; of bf16 values dims g, g + 8: neighbours swap.
-          int dim = 2 * g_;
-          if (is_bf16(chunk)) {
-            const bool odd = g_ % 2;
-            const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
-            (odd ? low : high) = got;
-            dim = odd ? g_ + 7 : g_;
-          }
-          if (real)
-            *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + dim) =
-                pack_bf16(__uint_as_float(low), __uint_as_float(high));
+          const DimPair pair =
+              pair_dims(is_bf16(chunk), g_, out_[chunk][n][c] * factor, out_[chunk][n][c + 2] * factor);
+          if (real) *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
         }
       }
   }
@@ -270,6 +261,22 @@ class SplitValues : protected BlockValues<C> {
     });
   }
 
+  // What merge_query_parts_kernel reads, straight from the registers.
+  __device__ void leave_part(const SparseAttentionParams& p) const {
+    const QueryPart<C::kHeads> part(p, blockIdx.x);
+    const int value_warp = first_chunk_ / C::kChunks * 4 + warp_;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float values[QueryPart<C::kHeads>::kValues];
+#pragma unroll
+        for (int chunk = 0; chunk < C::kChunks; ++chunk)
+          values[2 * chunk] = out_[chunk][n][c], values[2 * chunk + 1] = out_[chunk][n][c + 2];
+        part.write(value_warp, 2 * n + c, lane_, values);
+      }
+  }
+
   // What merge_parts_kernel reads, of a part of a tile.
   __device__ void write_part(const KernelParams& params, const typename C::Item& w, int thread) const {
     const TileParts parts(params);
@@ -288,7 +295,7 @@ class SplitValues : protected BlockValues<C> {
   }
 
  private:
-  using Base::first_chunk_, Base::g_, Base::out_, Base::t_, Base::warp_, Base::x_;
+  using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::t_, Base::warp_, Base::x_;
 
   // Segments (sm90/segments.cuh).
   __device__ __forceinline__ void attend_to_runs(const typename C::Item& w) {
