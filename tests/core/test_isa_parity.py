@@ -192,7 +192,7 @@ def test_compress_kv_gives_the_same_bits_on_every_isa(isa, ratio, online, round_
 
 
 @ratios
-@pytest.mark.parametrize("depth", [128, 140, 2])
+@pytest.mark.parametrize("depth", [128, 200, 2])
 @pytest.mark.parametrize("cuts", [[150], [1, 90, 91, 92, 218, 219, 220, 299], list(range(1, 300))])
 def test_compress_kv_gives_the_same_bits_whatever_thread_is_faster(ratio, online, depth, cuts):
     if depth < ratio and not online:
