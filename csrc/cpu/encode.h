@@ -23,9 +23,9 @@ MLA_SIMD F32 load_latent(const void* row, int i) {
 }
 
 // The codes nearest to magnitudes that are at most the largest value: kMantissa bits, the exponent above
-// them, kMask of both; kMinNormal is the smallest normal value. Adding 2^23 quanta leaves the rounded multiple
-// of the quantum in the low bits; the exponent's own bits, less those of kMinNormal, complete the code. These
-// are an even number, so they are taken off what is added first: it rounds as before.
+// them, kMask of both; kMinNormal is the smallest normal value. Adding 2^23 quanta leaves the multiple of the
+// quantum, rounded, in the low bits; the exponent's own bits, less those of kMinNormal, complete the code.
+// These are an even number, so they are taken off what is added first: it rounds as before.
 template <int kMantissa, uint32_t kMinNormal, uint32_t kMask>
 MLA_SIMD U32 to_minifloat(U32 magnitude) {
   constexpr int kDropped = 23 - kMantissa;
@@ -111,18 +111,20 @@ MLA_SIMD float finite_amax_bf16(const uint16_t* src, int count) {
   return bf16_to_float(static_cast<uint16_t>((~_mm_cvtsi128_si32(least) & 0xffff) - kShift));
 }
 
-// encode() of bf16, 32 at a time in 16-bit lanes: a magnitude becomes a code with eight bits behind the
-// point, which is rounded. Subnormal bf16 are below half a quantum at any scale; infinity is above the largest
-// code as the power of two that its bits would be, up to kMostExponent.
+// encode_tiles() of bf16, 32 at a time in 16-bit lanes: a magnitude becomes a code with eight bits behind the
+// point, which is rounded. Subnormal bf16 are below half a quantum at any scale; infinity is above all codes
+// as the power of two that its bits would be, up to kMostExponent. One loop over all tiles keeps what is
+// constant in registers.
 constexpr uint8_t kMostExponent = 240;
-template <Format kFormat>
-MLA_SIMD void encode_bf16(uint8_t* dst, const uint16_t* src, int count, uint8_t exponent, float fp8_max) {
+template <Format kFormat, int kTile>
+MLA_SIMD void encode_bf16_tiles(uint8_t* dst, const uint16_t* src, int count, const uint8_t* exponent,
+                                float fp8_max) {
   using E = E4m3<kFormat>;
   const auto all = [](int x)
                        __attribute__((always_inline)) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
-  const __m512i to_code = all((exponent - E::kBias) << 7);  // of the exponent, which bf16 has above 7 bits
   const int max_code = static_cast<int>(float_bits(fp8_max) >> 16) - ((127 - E::kBias) << 7);
-  for (int i = 0; i < count; i += 32) {
+  for (int i = 0; i < count * kTile; i += 32) {
+    const __m512i to_code = all((exponent[i / kTile] - E::kBias) << 7);  // bf16 has 7 bits below its exponent
     const __m512i x = _mm512_loadu_si512(src + i), magnitude = _mm512_and_si512(x, all(0x7fff));
     const __m512i code = _mm512_min_epi16(_mm512_sub_epi16(magnitude, to_code), all(max_code));
     // A code without an exponent: the mantissa with its leading 1, shifted.
@@ -164,25 +166,30 @@ MLA_SIMD float finite_amax(const void* row, int first, int count) {
   });
 }
 
-// The codes of x / 2^(exponent - 127), what tile_scale_exponent found; of bf16, x.
-template <Format kFormat, Dtype kDtype>
-MLA_SIMD void encode(uint8_t* dst, const void* src, int first, int count, uint8_t exponent, float fp8_max) {
+// The codes of x / 2^(exponent - 127) of `count` tiles, an exponent each, as tile_scale_exponent found them.
+template <Format kFormat, Dtype kDtype, int kTile>
+MLA_SIMD void encode_tiles(uint8_t* dst, const void* src, int first, int count, const uint8_t* exponent,
+                           float fp8_max) {
 #if MLA_SIMD_AVX512
-  if constexpr (kFormat != Format::kBf16 && kDtype == Dtype::kBf16) {
-    if (exponent <= kMostExponent)
-      return encode_bf16<kFormat>(dst + first, static_cast<const uint16_t*>(src) + first, count, exponent,
-                                  fp8_max);
+  if constexpr (kDtype == Dtype::kBf16) {
+    bool is_small = true;
+    for (int tile = 0; tile < count; ++tile) is_small &= exponent[tile] <= kMostExponent;
+    if (is_small)
+      return encode_bf16_tiles<kFormat, kTile>(dst + first, static_cast<const uint16_t*>(src) + first, count,
+                                               exponent, fp8_max);
   }
 #endif
-  const F32 factor = set1(ue8m0_reciprocal(exponent));
-  for (int i = first; i < first + count; i += kLanes) {
-    const F32 x = load_latent<kDtype>(src, i);
-    if constexpr (kFormat == Format::kBf16) {
-      store_u16(reinterpret_cast<uint16_t*>(dst) + i, shift_right<16>(bits(x)));
-    } else {
-      store_u8(dst + i, to_e4m3<kFormat>(mul(x, factor), fp8_max));
-    }
+  for (int i = 0; i < count * kTile; i += kLanes) {
+    const F32 scaled = mul(load_latent<kDtype>(src, first + i), set1(ue8m0_reciprocal(exponent[i / kTile])));
+    store_u8(dst + first + i, to_e4m3<kFormat>(scaled, fp8_max));
   }
+}
+
+// bf16 as it is.
+template <Dtype kDtype>
+MLA_SIMD void copy_bf16(uint8_t* dst, const void* src, int count) {
+  for (int i = 0; i < count; i += kLanes)
+    store_u16(reinterpret_cast<uint16_t*>(dst) + i, shift_right<16>(bits(load_latent<kDtype>(src, i))));
 }
 
 // The uniform FP8 layouts divide by an arbitrary scale: q = RNE(clamp(x / scale)), a true division.
@@ -199,15 +206,15 @@ template <KvLayoutId kId, Dtype kDtype>
 MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const void* nope, const void* rope,
                          float layer_scale, float fp8_max) {
   constexpr KvLayout kL = kv_layout(kId);
-  constexpr uint8_t kOne = 127;
   uint8_t* dst = page + kL.token_offset(row);
   if constexpr (kL.scale_format == ScaleFormat::kPerLayer) {
     encode_divided<kL.nope_format, kDtype>(dst, nope, 0, kL.nope_dim, layer_scale, fp8_max);
     encode_divided<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, layer_scale,
                                            fp8_max);
   } else if constexpr (kL.scale_format == ScaleFormat::kNone) {
-    encode<kL.nope_format, kDtype>(dst, nope, 0, kL.nope_dim, kOne, 0.0f);
-    encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, kOne, 0.0f);
+    static_assert(kL.nope_format == Format::kBf16 && kL.rope_format == Format::kBf16);
+    copy_bf16<kDtype>(dst, nope, kL.nope_dim);
+    copy_bf16<kDtype>(dst + kL.rope_offset(), rope, kL.rope_dim);
   } else {
     uint8_t* scales = page + kL.scale_offset(row, page_size);
     if constexpr (kL.nope_format == Format::kE2m1) {
@@ -223,12 +230,12 @@ MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const vo
         exponent[tile] = tile_scale_exponent(amax, kL.amax_floor, kL.scale_floor, fp8_max);
         store_scale<kL.scale_format>(scales, tile, exponent[tile]);
       }
-      for (int tile = 0; tile < kL.num_tiles(); ++tile)
-        encode<kL.nope_format, kDtype>(dst, nope, tile * kL.tile_dim, kL.tile_dim, exponent[tile], fp8_max);
+      encode_tiles<kL.nope_format, kDtype, kL.tile_dim>(dst, nope, 0, kL.num_tiles(), exponent, fp8_max);
     }
     constexpr int kUsed = kL.num_tiles() * kL.scale_itemsize();
     memset(scales + kUsed, 0, kL.scale_bytes() - kUsed);
-    if (rope) encode<kL.rope_format, kDtype>(dst + kL.rope_offset(), rope, 0, kL.rope_dim, kOne, 0.0f);
+    static_assert(kL.rope_dim == 0 || kL.rope_format == Format::kBf16);
+    if (rope) copy_bf16<kDtype>(dst + kL.rope_offset(), rope, kL.rope_dim);
     else memset(dst + kL.rope_offset(), 0, kL.rope_bytes());
   }
 }

@@ -25,10 +25,11 @@ MLA_SIMD void quantize_tiles(const InverseRopeQuantizeParams& p, const uint16_t*
           p.power_of_two ? ue8m0_to_float(exponent[i]) : (amax > p.kAmaxFloor ? amax : p.kAmaxFloor) / kMax;
       scales[(first + i) * p.scale_stride_tile] = scale[i];
     }
-    for (int i = 0; i < count; ++i) {
-      const int at = (first + i) * kTile;
-      if (p.power_of_two) encode<kFormat, Dtype::kBf16>(codes, head, at, kTile, exponent[i], kMax);
-      else encode_divided<kFormat, Dtype::kBf16>(codes, head, at, kTile, scale[i], kMax);
+    if (p.power_of_two) {
+      encode_tiles<kFormat, Dtype::kBf16, kTile>(codes, head, first * kTile, count, exponent, kMax);
+    } else {
+      for (int i = 0; i < count; ++i)
+        encode_divided<kFormat, Dtype::kBf16>(codes, head, (first + i) * kTile, kTile, scale[i], kMax);
     }
   }
 }

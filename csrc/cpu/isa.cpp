@@ -88,8 +88,8 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
 constexpr int64_t kMinRows = 32;
 
 // Whether heads that are copied to `out` go past the caches (stream() in simd.h): where they are whole lines
-// and so many that the caches would not keep them. (What a machine says of its last level is the sum of many.)
-// Heads that are normed or quantised take 10 to 15 % longer so.
+// and so many that the caches would not keep them. (What a machine says of its last level is the sum of
+// many.) Heads that are normed or quantised take 10 to 15 % longer so.
 bool is_streamed(const AttendedHeads& h, const uint16_t* out, int64_t stride_token, int64_t stride_head) {
   constexpr int64_t kLine = 64, kItemsize = sizeof(uint16_t), kLeast = 32 << 20;  // bytes
   const int64_t offsets =

@@ -53,6 +53,17 @@ MLA_SIMD float rms_factor(const uint16_t* src, float eps) {
 template <class Weight>
 MLA_SIMD void scale_row(const uint16_t* src, float factor, const Weight* weight, uint16_t* dst) {
   for (int i = 0; i < kHeadDimV; i += 2 * kLanes) {
+#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+    F32 in_order[2];
+    for (int k = 0; k < 2; ++k) {
+      in_order[k] = mul(load_bf16(src + i + k * kLanes), set1(factor));
+      if constexpr (std::is_same_v<Weight, uint16_t>)
+        in_order[k] = mul(in_order[k], load_bf16(weight + i + k * kLanes));
+      if constexpr (std::is_same_v<Weight, float>)
+        in_order[k] = mul(in_order[k], load(weight + i + k * kLanes));
+    }
+    if (store_plain_bf16(dst + i, in_order[0], in_order[1])) continue;
+#endif
     const U32 words = load_words(src + i);
     F32 even = mul(even_bf16(words), set1(factor)), odd = mul(odd_bf16(words), set1(factor));
     if constexpr (std::is_same_v<Weight, uint16_t>) {

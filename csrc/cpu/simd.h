@@ -99,20 +99,31 @@ MLA_SIMD void store_words(uint16_t* p, U32 words) {
   store(to, from_bits(words));
   memcpy(p, to, sizeof to);
 }
+#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+// Rounds 32 floats at once where the instruction for it does as to_bf16(): there is no NaN and no subnormal.
+MLA_SIMD bool store_plain_bf16(uint16_t* p, F32 first, F32 second) {
+  constexpr int kNanOrSubnormal = 0x01 | 0x20 | 0x80;
+  const __mmask16 others =
+      _mm512_fpclass_ps_mask(first.v, kNanOrSubnormal) | _mm512_fpclass_ps_mask(second.v, kNanOrSubnormal);
+  if (others != 0) return false;
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+  return true;
+}
+#endif
 MLA_SIMD F32 even_bf16(U32 words) { return from_bits(shift_left<16>(words)); }
 MLA_SIMD F32 odd_bf16(U32 words) { return from_bits(and_(words, set1(0xffff0000u))); }
 MLA_SIMD U32 to_words(F32 even, F32 odd) {
   return or_(to_bf16(even), and_(round_to_bf16(odd), set1(0xffff0000u)));
 }
 
-// Zipping rows i and i + kRows / 2 into 2i and 2i + 1 rotates the bits of an element's index (row, column) by
-// one; this does so four times. Of sixteen rows it makes sixteen columns; of eight, lane l of row i is then
-// element 8l + i of all.
+// Unzipping rows 2i and 2i + 1 into i and i + kRows / 2 rotates the bits of an element's index (row, column)
+// by one; this does so until the last bits of the column are those of the row. Sixteen rows become sixteen
+// columns; of eight, lane l of row i is then element 8l + i of all.
 template <int kRows>
 MLA_SIMD void transpose(F32 (&x)[kRows]) {
-  for (int round = 0; round < 4; ++round) {
+  for (int rows = 1; rows < kRows; rows *= 2) {
     F32 y[kRows];
-    for (int i = 0; i < kRows / 2; ++i) zip(x[i], x[i + kRows / 2], &y[2 * i], &y[2 * i + 1]);
+    for (int i = 0; i < kRows / 2; ++i) unzip(x[2 * i], x[2 * i + 1], &y[i], &y[i + kRows / 2]);
     for (int i = 0; i < kRows; ++i) x[i] = y[i];
   }
 }
