@@ -1,6 +1,8 @@
-// compress_kv on the CPU: the rows that tokens close, then what stays in the state; online a request as a
-// whole. A pooled dim is the same float32 arithmetic, in the same order, as on the GPUs
+// compress_kv on the CPU: the rows that tokens close, then what stays in the state; online they are folded
+// block by block. A pooled dim is the same float32 arithmetic, in the same order, as on the GPUs
 // (csrc/cuda/compress_kv/pool.cuh).
+#include <algorithm>
+
 #include "cpu/encode.h"
 #include "cpu/isa.h"
 #include "cpu/norm_rope.h"
@@ -53,7 +55,20 @@ MLA_SIMD Pooled pool_group(const WindowRow* rows, int count, int d) {
   return {top, sum, value};
 }
 
+// Two rows: the weight of the larger score is 1, or NaN where the softmax is, so one exp2 is left.
+MLA_SIMD F32 pool_pair(const WindowRow* rows, int d) {
+  const F32 first = score_of(rows[0], d), second = score_of(rows[1], d);
+  const Mask is_later = less(first, second);
+  const F32 one = fma(select(is_later, second, first), set1(0.0f), set1(1.0f));
+  const F32 distance = from_bits(or_(bits(sub(first, second)), set1(kSignMask)));  // negative
+  const F32 lesser = exp2_nonpositive(mul(distance, set1(kLog2E)));
+  const F32 of_first = select(is_later, lesser, one), of_second = select(is_later, one, lesser);
+  const F32 value = fma(of_second, load(rows[1].kv + d), mul(of_first, load(rows[0].kv + d)));
+  return div(value, add(of_first, of_second));
+}
+
 MLA_SIMD F32 pool(const WindowRow* rows, int count, int d) {
+  if (count == 2) return pool_pair(rows, d);
   if (count <= kGroup) {
     const Pooled all = pool_group(rows, count, d);
     return div(all.value, all.sum);
@@ -92,9 +107,8 @@ void finish(const CompressKvParams& p, float* pooled, int64_t t, int64_t close) 
   if (p.round_pooled)
     for (int i = 0; i < kHeadDimV; i += kLanes)
       store(pooled + i, from_bits(shift_left<16>(to_bf16(load(pooled + i)))));
-  const float factor =
-      rms_factor([&](int i) __attribute__((always_inline)) { return load(pooled + i); }, p.eps);
-  uint16_t latent[kHeadDimV];
+  const float factor = rms_factor(pooled, p.eps);
+  alignas(64) uint16_t latent[kHeadDimV];
   for (int i = 0; i < kHeadDimV; i += kLanes) {
     const F32 weight = p.weight_is_float ? load(static_cast<const float*>(p.norm_weight) + i)
                                          : load_bf16(static_cast<const uint16_t*>(p.norm_weight) + i);
@@ -132,7 +146,7 @@ void finish(const CompressKvParams& p, float* pooled, int64_t t, int64_t close) 
 }
 
 void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t, int64_t close) {
-  float pooled[kHeadDimV];
+  alignas(64) float pooled[kHeadDimV];
   if (p.ratio == 1) {
     for (int i = 0; i < kHeadDimV; i += kLanes) {
       const int64_t at = t * p.kv_score_stride_token + i;
@@ -142,7 +156,15 @@ void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t,
   } else {
     WindowRow rows[kMaxWindow];
     const int count = window_rows(p, r, close, rows);
-    for (int d = 0; d < kHeadDimV; d += kLanes) store(pooled + d, pool(rows, count, d));
+    // The rows of the next block, if they are few, are on their way meanwhile. It may not exist: a hint.
+    const float* next = input_row(p, r, close + 1);
+    const int ahead = p.ratio <= 4 ? p.ratio : 0;
+    for (int d = 0; d < kHeadDimV; d += kLanes) {
+      for (int row = 0; row < ahead; ++row)
+        for (int part = d; part < p.width(); part += kHeadDimV)
+          __builtin_prefetch(next + row * p.kv_score_stride_token + part);
+      store(pooled + d, pool(rows, count, d));
+    }
   }
   finish(p, pooled, t, close);
 }
@@ -167,10 +189,11 @@ MLA_SIMD void fold(float* running, const float* row, const float* bias, bool beg
   }
 }
 
-void fold_request(const CompressKvParams& p, const CompressRequest& r) {
-  float running[3 * kHeadDimV], pooled[kHeadDimV];
-  if (r.start % p.ratio != 0) memcpy(running, state_row(p, r, r.start - 1), sizeof running);
-  for (int64_t q = r.start; q < r.end(); ++q) {
+// Positions first to end - 1, of one block of tokens; those before it in the block are in the state.
+void fold_block(const CompressKvParams& p, const CompressRequest& r, int64_t first, int64_t end) {
+  alignas(64) float running[3 * kHeadDimV], pooled[kHeadDimV];
+  if (first % p.ratio != 0) memcpy(running, state_row(p, r, first - 1), sizeof running);
+  for (int64_t q = first; q < end; ++q) {
     const float* bias = p.ape ? p.ape + q % p.ratio * kHeadDimV : nullptr;
     fold(running, input_row(p, r, q), bias, q % p.ratio == 0);
     if (r.is_kept(q, p.depth)) memcpy(state_row(p, r, q), running, sizeof running);
@@ -181,22 +204,41 @@ void fold_request(const CompressKvParams& p, const CompressRequest& r) {
   }
 }
 
+// The blocks that begin at token t, or a request does. What reads the state and what writes it are of one
+// thread, in this order: with its first block a request's first token folds those that have rows to be kept.
+// Returns the next token to look at.
+int64_t fold_from(const CompressKvParams& p, const CompressRequest& r, int64_t t) {
+  const int64_t position = r.start + t - r.first, end = r.end();
+  const auto fold_up_to_next = [&](int64_t first) {
+    const int64_t next = std::min(first - first % p.ratio + p.ratio, end);
+    fold_block(p, r, first, next);
+    return next;
+  };
+  const int64_t oldest_kept = std::max<int64_t>(end - p.depth, 0),
+                kept_block = oldest_kept - oldest_kept % p.ratio;
+  if (position == r.start) {
+    const int64_t next = fold_up_to_next(position);
+    for (int64_t q = std::max(next, kept_block); q < end;) q = fold_up_to_next(q);
+  } else if (position % p.ratio == 0 && position < kept_block) {
+    fold_up_to_next(position);
+  }
+  return t + std::min(p.ratio - position % p.ratio, end - position);
+}
+
 }  // namespace
 
 void compress_kv(const CompressKvParams& p, CompressPhase phase, int64_t begin, int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
-  if (phase == CompressPhase::kFold) {
-    for (int64_t i = begin; i < end; ++i)
-      if (const CompressRequest r = compress_request(p, i, p.ratio > 1); r.state >= 0) fold_request(p, r);
-    return;
-  }
-  for (int64_t t = begin; t < end; ++t) {
+  for (int64_t t = begin, next; t < end; t = next) {
+    next = t + 1;
     const int64_t request = find_request(p.query_start_loc, p.num_requests, t);
     if (request < 0) continue;
     const CompressRequest r = compress_request(p, request, p.ratio > 1);
     const int64_t position = r.start + t - r.first;
     if (r.state < 0 || t < r.first || position >= r.end()) continue;
-    if (phase == CompressPhase::kClose) {
+    if (phase == CompressPhase::kFold) {
+      next = fold_from(p, r, t);
+    } else if (phase == CompressPhase::kClose) {
       if (CompressRequest::closes(position, p.ratio)) close_block(p, r, t, position);
     } else if (r.is_kept(position, p.depth)) {
       memcpy(state_row(p, r, position), input_row(p, r, position), sizeof(float) * p.width());

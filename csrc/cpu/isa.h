@@ -24,7 +24,7 @@
 namespace mla_fp8::cpu {
 
 // What a call of compress_kv does to tokens, one after the other: close blocks, which reads the state, then
-// write it. Online it does all of a request in one go.
+// write it. Online it folds blocks, and does both.
 enum class CompressPhase { kClose, kKeep, kFold };
 
 // The working set of one thread in sparse_attention, independent of the number of keys.
@@ -82,9 +82,9 @@ struct StagedIndexKeys {
   void dequantize_kv(const DequantizeKvParams& params, int64_t begin, int64_t end);                        \
   void dequantize_kv_paged(const DequantizeKvPagedParams& params, int64_t request, int64_t first_row,      \
                            int64_t begin, int64_t end);                                                    \
-  void norm_rope_insert(const NormRopeInsertParams& params, int64_t begin, int64_t end);                   \
+  void norm_rope_insert(const NormRopeInsertParams& params, bool streamed, int64_t begin, int64_t end);    \
   void compress_kv(const CompressKvParams& params, CompressPhase phase, int64_t begin, int64_t end);       \
-  void inverse_rope(const InverseRopeParams& params, int64_t begin, int64_t end);                          \
+  void inverse_rope(const InverseRopeParams& params, bool streamed, int64_t begin, int64_t end);           \
   void inverse_rope_quantize(const InverseRopeQuantizeParams& params, uint16_t* row, int64_t begin,        \
                              int64_t end);                                                                 \
   void sparse_attention(const SparseAttentionParams& params, int64_t token, int first_head, int num_heads, \

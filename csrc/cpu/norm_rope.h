@@ -6,41 +6,85 @@
 
 namespace mla_fp8::cpu::MLA_ISA {
 
-// 1 / sqrt(mean of the squares + eps) of 512 elements, load(i) of which are elements i to i + 15. The squares
-// of sixteen neighbours are added in order, then halves of the 32 sums.
-template <class Load>
-MLA_SIMD float rms_factor(const Load& load, float eps) {
-  constexpr int kBlock = kLanes * kLanes;
-  static_assert(kHeadDimV == 2 * kBlock);
+constexpr int kSquares = kHeadDimV / 2;
+static_assert(kSquares == kLanes * kLanes);
+
+// From the sums of squares that are left.
+MLA_SIMD float rms_factor(F32 squares, float eps) {
+  const float mean = reduce_add(squares) * (1.0f / kHeadDimV);
+  // Through double the nearest float, for every mantissa (tried, all 2^24).
+  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean + eps)));
+}
+
+// 1 / sqrt(mean of the squares + eps) of 512 elements. The squares of sixteen neighbours are added in order,
+// then halves of the 32 sums.
+MLA_SIMD float rms_factor(const float* src, float eps) {
   F32 sums[2];
   for (int block = 0; block < 2; ++block) {
     F32 x[kLanes];
-    for (int i = 0; i < kLanes; ++i) x[i] = load(block * kBlock + i * kLanes);
+    for (int i = 0; i < kLanes; ++i) x[i] = load(src + block * kSquares + i * kLanes);
     transpose(x);  // lane l of x[i]: element i of the l-th sixteen
     F32 sum = set1(0.0f);
     for (int i = 0; i < kLanes; ++i) sum = fma(x[i], x[i], sum);
     sums[block] = sum;
   }
-  const float mean = reduce_add(add(sums[0], sums[1])) * (1.0f / kHeadDimV);
-  // Through double the nearest float, for every mantissa (tried, all 2^24).
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean + eps)));
+  return rms_factor(add(sums[0], sums[1]), eps);
+}
+// Of bf16.
+MLA_SIMD float rms_factor(const uint16_t* src, float eps) {
+  F32 sums[2];
+  for (int block = 0; block < 2; ++block) {
+    F32 pairs[kLanes / 2];
+    for (int i = 0; i < kLanes / 2; ++i)
+      pairs[i] = from_bits(load_words(src + block * kSquares + i * 2 * kLanes));
+    transpose(pairs);  // lane l of pairs[i]: elements 2i and 2i + 1 of the l-th sixteen
+    F32 sum = set1(0.0f);
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const F32 even = even_bf16(bits(pairs[i])), odd = odd_bf16(bits(pairs[i]));
+      sum = fma(odd, odd, fma(even, even, sum));
+    }
+    sums[block] = sum;
+  }
+  return rms_factor(add(sums[0], sums[1]), eps);
 }
 
 // dst = bf16(src * factor * weight), 512 elements; in place if they are the same. Weight: void for none,
 // uint16_t (bf16) or float.
 template <class Weight>
 MLA_SIMD void scale_row(const uint16_t* src, float factor, const Weight* weight, uint16_t* dst) {
-  for (int i = 0; i < kHeadDimV; i += kLanes) {
-    F32 x = mul(load_bf16(src + i), set1(factor));
-    if constexpr (std::is_same_v<Weight, uint16_t>) x = mul(x, load_bf16(weight + i));
-    if constexpr (std::is_same_v<Weight, float>) x = mul(x, load(weight + i));
-    store_u16(dst + i, to_bf16(x));
+  for (int i = 0; i < kHeadDimV; i += 2 * kLanes) {
+#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+    F32 in_order[2];
+    for (int k = 0; k < 2; ++k) {
+      in_order[k] = mul(load_bf16(src + i + k * kLanes), set1(factor));
+      if constexpr (std::is_same_v<Weight, uint16_t>)
+        in_order[k] = mul(in_order[k], load_bf16(weight + i + k * kLanes));
+      if constexpr (std::is_same_v<Weight, float>)
+        in_order[k] = mul(in_order[k], load(weight + i + k * kLanes));
+    }
+    if (store_plain_bf16(dst + i, in_order[0], in_order[1])) continue;
+#endif
+    const U32 words = load_words(src + i);
+    F32 even = mul(even_bf16(words), set1(factor)), odd = mul(odd_bf16(words), set1(factor));
+    if constexpr (std::is_same_v<Weight, uint16_t>) {
+      const U32 weights = load_words(weight + i);
+      even = mul(even, even_bf16(weights));
+      odd = mul(odd, odd_bf16(weights));
+    }
+    if constexpr (std::is_same_v<Weight, float>) {
+      F32 of_even, of_odd;
+      unzip(load(weight + i), load(weight + i + kLanes), &of_even, &of_odd);
+      even = mul(even, of_even);
+      odd = mul(odd, of_odd);
+    }
+    store_words(dst + i, to_words(even, odd));
   }
 }
 
 // cos and sin at one position, those of an inverse rotation with the sign of sin turned.
+// A vector may read past the last pair.
 struct Rotation {
-  float cos[kMaxRopeHalf + kLanes], sin[kMaxRopeHalf + kLanes];  // a vector may read past the last pair
+  alignas(64) float cos[kMaxRopeHalf + kLanes], sin[kMaxRopeHalf + kLanes];
 };
 
 // Whether the table knows the position; fills `r` if so.
@@ -48,7 +92,14 @@ MLA_SIMD bool load_rotation_at(const RopeTable& t, int64_t at, bool back, Rotati
   if (t.half <= 0) return true;
   if (at < 0 || at >= t.max_pos) return false;
   const float *cos = t.cos + at * t.cos_stride_pos, *sin = t.sin + at * t.sin_stride_pos;
-  for (int i = 0; i < t.half; ++i) {
+  int first = 0;
+  if (t.cos_stride_pair == 1 && t.sin_stride_pair == 1) {
+    for (; first + kLanes <= t.half; first += kLanes) {
+      store(r.cos + first, load(cos + first));
+      store(r.sin + first, mul(load(sin + first), set1(back ? -1.0f : 1.0f)));
+    }
+  }
+  for (int i = first; i < t.half; ++i) {
     r.cos[i] = cos[i * t.cos_stride_pair];
     r.sin[i] = back ? -sin[i * t.sin_stride_pair] : sin[i * t.sin_stride_pair];
   }
@@ -63,18 +114,41 @@ MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotati
   return load_rotation_at(t, at, back, r);
 }
 
-// (a c - b s, a s + b c) of `half` pairs of neighbours, each rounded to bf16; in place if src is dst.
+// (a c - b s, a s + b c) of sixteen pairs of neighbours from pair i on, each rounded to bf16.
+MLA_SIMD U32 rotate_words(U32 words, const Rotation& r, int i) {
+  const F32 a = even_bf16(words), b = odd_bf16(words), c = load(r.cos + i), s = load(r.sin + i);
+  return to_words(sub(mul(a, c), mul(b, s)), add(mul(a, s), mul(b, c)));
+}
+
+// Of `half` pairs; in place if src is dst.
 MLA_SIMD void rotate(const uint16_t* src, int half, const Rotation& r, uint16_t* dst) {
-  for (int i = 0; i < half; i += kLanes) {
-    const size_t bytes = 4 * static_cast<size_t>(half - i < kLanes ? half - i : kLanes);
-    float pairs[kLanes] = {};  // two bf16 each
-    memcpy(pairs, src + 2 * i, bytes);
-    const U32 words = bits(load(pairs));
-    const F32 a = from_bits(shift_left<16>(words)), b = from_bits(and_(words, set1(0xffff0000u)));
-    const F32 c = load(r.cos + i), s = load(r.sin + i);
-    const U32 first = to_bf16(sub(mul(a, c), mul(b, s))), second = to_bf16(add(mul(a, s), mul(b, c)));
-    store(pairs, from_bits(or_(first, shift_left<16>(second))));
-    memcpy(dst + 2 * i, pairs, bytes);
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes)
+    store_words(dst + 2 * i, rotate_words(load_words(src + 2 * i), r, i));
+  if (i == half) return;
+  uint16_t rest[2 * kLanes] = {};
+  memcpy(rest, src + 2 * i, 4 * static_cast<size_t>(half - i));
+  store_words(rest, rotate_words(load_words(rest), r, i));
+  memcpy(dst + 2 * i, rest, 4 * static_cast<size_t>(half - i));
+}
+
+// A head rotated, its first dims as they are; zeros without a rotation. `streamed`: see stream() in simd.h.
+MLA_SIMD void rotate_head(const uint16_t* src, int64_t dim, int half, const Rotation* rotation, bool streamed,
+                          uint16_t* dst) {
+  const int64_t untouched = dim - 2 * half;
+  if (!rotation) {
+    memset(dst, 0, sizeof(uint16_t) * dim);
+  } else if (streamed) {
+    constexpr int kLine = 64 / sizeof(uint16_t);
+    const int64_t first = untouched / kLine * kLine;
+    alignas(64) uint16_t rest[2 * kMaxRopeHalf + kLine];
+    for (int64_t i = first; i < untouched; ++i) rest[i - first] = src[i];
+    rotate(src + untouched, half, *rotation, rest + untouched - first);
+    stream(dst, src, sizeof(uint16_t) * first);
+    stream(dst + first, rest, sizeof(uint16_t) * (dim - first));
+  } else {
+    if (dst != src) memcpy(dst, src, sizeof(uint16_t) * untouched);
+    rotate(src + untouched, half, *rotation, dst + untouched);
   }
 }
 

@@ -16,7 +16,7 @@
 #define MLA_SIMD_AVX2 1
 #include <immintrin.h>
 #elif defined(__x86_64__)
-#include <xmmintrin.h>
+#include <emmintrin.h>
 #endif
 
 #define MLA_SIMD static inline __attribute__((always_inline))
@@ -52,6 +52,27 @@ class SubnormalMode {
 #include "cpu/simd_plain.h"
 #endif
 
+// Copies whole lines to `dst`, which lies on one, past the caches: they are not read first and drive nothing
+// out of them. end_streams() follows the last one, before another thread may read them.
+MLA_SIMD void stream(void* dst, const void* src, size_t bytes) {
+  const auto *from = static_cast<const uint8_t*>(src), *end = from + bytes;
+  auto* to = static_cast<uint8_t*>(dst);
+#if MLA_SIMD_AVX512
+  for (; from < end; from += 64, to += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__x86_64__)
+  for (; from < end; from += 16, to += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  memcpy(to, from, static_cast<size_t>(end - from));
+#endif
+}
+MLA_SIMD void end_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // ---- the same for all, from the operations above ----------------------------------------------------------
 
 // The column of a 32-wide row that lane `lane` of interleave()'s first (half = 0) or second result holds.
@@ -59,21 +80,51 @@ constexpr int interleave_column(int half, int lane) { return lane / 4 * 8 + 4 * 
 
 MLA_SIMD F32 load_bf16(const uint16_t* p) { return from_bits(shift_left<16>(load_u16(p))); }
 
-// Round to nearest even, every NaN becomes kBf16Nan; as float_to_bf16 in fp8.h.
-MLA_SIMD U32 to_bf16(F32 x) {
-  const U32 u = bits(x), magnitude = and_(u, set1(0x7fffffffu));
-  const U32 lsb = and_(shift_right<16>(u), set1(1u));
-  const U32 rounded = shift_right<16>(add(u, add(lsb, set1(0x7fffu))));
-  return select(greater(magnitude, set1(0x7f800000u)), set1(uint32_t{kBf16Nan}), rounded);
+// Round to nearest even, every NaN becomes kBf16Nan, as float_to_bf16 in fp8.h: in the upper half of a lane,
+// and anything below it.
+MLA_SIMD U32 round_to_bf16(F32 x) {
+  const U32 u = bits(x), lsb = and_(shift_right<16>(u), set1(1u));
+  return select(is_nan(x), set1(uint32_t{kBf16Nan} << 16), add(u, add(lsb, set1(0x7fffu))));
+}
+MLA_SIMD U32 to_bf16(F32 x) { return shift_right<16>(round_to_bf16(x)); }
+
+// 32 bf16 as 16 words. Those with even numbers are the lower halves.
+MLA_SIMD U32 load_words(const uint16_t* p) {
+  float words[kLanes];
+  memcpy(words, p, sizeof words);
+  return bits(load(words));
+}
+MLA_SIMD void store_words(uint16_t* p, U32 words) {
+  float to[kLanes];
+  store(to, from_bits(words));
+  memcpy(p, to, sizeof to);
+}
+#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+// Rounds 32 floats at once where the instruction for it does as to_bf16(): there is no NaN and no subnormal.
+MLA_SIMD bool store_plain_bf16(uint16_t* p, F32 first, F32 second) {
+  constexpr int kNanOrSubnormal = 0x01 | 0x20 | 0x80;
+  const __mmask16 others =
+      _mm512_fpclass_ps_mask(first.v, kNanOrSubnormal) | _mm512_fpclass_ps_mask(second.v, kNanOrSubnormal);
+  if (others != 0) return false;
+  _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
+  return true;
+}
+#endif
+MLA_SIMD F32 even_bf16(U32 words) { return from_bits(shift_left<16>(words)); }
+MLA_SIMD F32 odd_bf16(U32 words) { return from_bits(and_(words, set1(0xffff0000u))); }
+MLA_SIMD U32 to_words(F32 even, F32 odd) {
+  return or_(to_bf16(even), and_(round_to_bf16(odd), set1(0xffff0000u)));
 }
 
-// Sixteen rows become sixteen columns. Zipping rows i and i + 8 into 2i and 2i + 1 rotates the bits of an
-// element's index (row, column) by one; four times swaps row and column.
-MLA_SIMD void transpose(F32 (&x)[kLanes]) {
-  for (int round = 0; round < 4; ++round) {
-    F32 y[kLanes];
-    for (int i = 0; i < kLanes / 2; ++i) zip(x[i], x[i + kLanes / 2], &y[2 * i], &y[2 * i + 1]);
-    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+// Unzipping rows 2i and 2i + 1 into i and i + kRows / 2 rotates the bits of an element's index (row, column)
+// by one; this does so until the last bits of the column are those of the row. Sixteen rows become sixteen
+// columns; of eight, lane l of row i is then element 8l + i of all.
+template <int kRows>
+MLA_SIMD void transpose(F32 (&x)[kRows]) {
+  for (int rows = 1; rows < kRows; rows *= 2) {
+    F32 y[kRows];
+    for (int i = 0; i < kRows / 2; ++i) unzip(x[2 * i], x[2 * i + 1], &y[i], &y[i + kRows / 2]);
+    for (int i = 0; i < kRows; ++i) x[i] = y[i];
   }
 }
 

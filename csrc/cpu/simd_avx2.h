@@ -48,6 +48,8 @@ template <int kBits>
 MLA_LANEWISE(shift_right, U32, (U32 a), _mm256_srli_epi32(a.v[i], kBits))
 MLA_LANEWISE(greater, Mask, (U32 a, U32 b), _mm256_cmpgt_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(max_signed, U32, (U32 a, U32 b), _mm256_max_epi32(a.v[i], b.v[i]))
+MLA_LANEWISE(min_signed, U32, (U32 a, U32 b), _mm256_min_epi32(a.v[i], b.v[i]))
+MLA_LANEWISE(is_nan, Mask, (F32 x), _mm256_castps_si256(_mm256_cmp_ps(x.v[i], x.v[i], _CMP_UNORD_Q)))
 MLA_LANEWISE(equal, Mask, (U32 a, U32 b), _mm256_cmpeq_epi32(a.v[i], b.v[i]))
 MLA_LANEWISE(less, Mask, (F32 a, F32 b), _mm256_castps_si256(_mm256_cmp_ps(a.v[i], b.v[i], _CMP_LT_OQ)))
 MLA_LANEWISE(select, U32, (Mask m, U32 a, U32 b), _mm256_blendv_epi8(b.v[i], a.v[i], m.v[i]))
@@ -73,6 +75,16 @@ MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
     const __m256 low = _mm256_unpacklo_ps(a.v[i], b.v[i]), high = _mm256_unpackhi_ps(a.v[i], b.v[i]);
     out[i]->v[0] = _mm256_permute2f128_ps(low, high, 0x20);
     out[i]->v[1] = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+}
+MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
+  F32* const out[2] = {even, odd};
+  for (int i = 0; i < 2; ++i) {
+    const F32& in = i == 0 ? first : second;
+    const __m256d evens = _mm256_castps_pd(_mm256_shuffle_ps(in.v[0], in.v[1], 0x88));
+    const __m256d odds = _mm256_castps_pd(_mm256_shuffle_ps(in.v[0], in.v[1], 0xdd));
+    out[0]->v[i] = _mm256_castpd_ps(_mm256_permute4x64_pd(evens, 0xd8));
+    out[1]->v[i] = _mm256_castpd_ps(_mm256_permute4x64_pd(odds, 0xd8));
   }
 }
 MLA_LANEWISE(load_pairs, Bf16x32, (const uint16_t* p),

@@ -43,7 +43,9 @@ MLA_SIMD U32 shift_right(U32 a) {
 }
 MLA_SIMD Mask greater(U32 a, U32 b) { return {_mm512_cmpgt_epi32_mask(a.v, b.v)}; }  // both < 2^31
 MLA_SIMD U32 max_signed(U32 a, U32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+MLA_SIMD U32 min_signed(U32 a, U32 b) { return {_mm512_min_epi32(a.v, b.v)}; }
 MLA_SIMD Mask equal(U32 a, U32 b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
+MLA_SIMD Mask is_nan(F32 x) { return {_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q)}; }
 MLA_SIMD Mask less(F32 a, F32 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
 MLA_SIMD U32 select(Mask m, U32 a, U32 b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 MLA_SIMD F32 select(Mask m, F32 a, F32 b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
@@ -65,6 +67,12 @@ MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
   first->v = _mm512_permutex2var_ps(a.v, low, b.v);
   second->v = _mm512_permutex2var_ps(a.v, high, b.v);
+}
+// Its inverse: the lanes of even numbers of the 32, and of odd numbers.
+MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
+  const __m512i at = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even->v = _mm512_permutex2var_ps(first.v, at, second.v);
+  odd->v = _mm512_permutex2var_ps(first.v, _mm512_add_epi32(at, _mm512_set1_epi32(1)), second.v);
 }
 MLA_SIMD Bf16x32 load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 MLA_SIMD Bf16x32 broadcast_pair(const uint16_t* p) {

@@ -52,6 +52,9 @@ MLA_LANEWISE(shift_right, U32, (U32 a), a.v[i] >> kBits)
 MLA_LANEWISE(greater, Mask, (U32 a, U32 b), a.v[i] > b.v[i])
 MLA_LANEWISE(max_signed, U32, (U32 a, U32 b),
              static_cast<int32_t>(a.v[i]) > static_cast<int32_t>(b.v[i]) ? a.v[i] : b.v[i])
+MLA_LANEWISE(min_signed, U32, (U32 a, U32 b),
+             static_cast<int32_t>(a.v[i]) < static_cast<int32_t>(b.v[i]) ? a.v[i] : b.v[i])
+MLA_LANEWISE(is_nan, Mask, (F32 x), x.v[i] != x.v[i])
 MLA_LANEWISE(equal, Mask, (U32 a, U32 b), a.v[i] == b.v[i])
 MLA_LANEWISE(less, Mask, (F32 a, F32 b), a.v[i] < b.v[i])
 MLA_LANEWISE(select, U32, (Mask m, U32 a, U32 b), m.v[i] ? a.v[i] : b.v[i])
@@ -70,6 +73,13 @@ MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
     F32* const out = i < kLanes / 2 ? first : second;
     out->v[2 * i % kLanes] = a.v[i];
     out->v[2 * i % kLanes + 1] = b.v[i];
+  }
+}
+MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
+  for (int i = 0; i < kLanes; ++i) {
+    const F32& in = i < kLanes / 2 ? first : second;
+    even->v[i] = in.v[2 * i % kLanes];
+    odd->v[i] = in.v[2 * i % kLanes + 1];
   }
 }
 MLA_SIMD Bf16x32 load_pairs(const uint16_t* p) {

@@ -72,12 +72,21 @@ Array<uint16_t> dequantize_kv(const IsaKernels& isa, Array<uint8_t>& kv_cache, c
   return out;
 }
 
+// An array that begins on a cache line, as streamed results must.
+Array<uint16_t> on_a_line(py::ssize_t tokens, py::ssize_t heads, py::ssize_t dim) {
+  constexpr py::ssize_t kLine = 64;
+  Array<uint16_t> memory({tokens * heads * dim + kLine});
+  auto* first = memory.mutable_data();
+  first += -reinterpret_cast<intptr_t>(first) % kLine / py::ssize_t{sizeof(uint16_t)} & (kLine / 2 - 1);
+  return Array<uint16_t>({tokens, heads, dim}, first, memory);
+}
+
 // V4's prologue: returns q [tokens, heads, 512] normed if `norm_q` and rotated, all as bf16 bits.
 Array<uint16_t> norm_rope_insert(const IsaKernels& isa, const Array<uint16_t>& q, const Array<uint16_t>& kv,
                                  const Array<uint16_t>& k_rope, const Array<float>& weight,
                                  const Array<float>& cos, const Array<float>& sin,
                                  const Array<int64_t>& slots, Array<uint8_t>& kv_cache, int layout,
-                                 int64_t page_size, std::optional<float> scale, bool norm_q) {
+                                 int64_t page_size, std::optional<float> scale, bool norm_q, bool streamed) {
   const KvLayout l = kv_layout(static_cast<KvLayoutId>(layout));
   const py::ssize_t tokens = q.shape(0), heads = q.shape(1), half = cos.shape(1);
   if (q.ndim() != 3 || q.shape(2) != kHeadDimV || kv.shape(0) != tokens || kv.shape(1) != kHeadDimV ||
@@ -85,7 +94,7 @@ Array<uint16_t> norm_rope_insert(const IsaKernels& isa, const Array<uint16_t>& q
       weight.size() != kHeadDimV || cos.shape(0) != tokens || sin.shape(1) != half ||
       slots.size() != tokens || kv_cache.shape(1) < l.page_bytes(page_size))
     throw py::value_error("norm_rope_insert: shapes");
-  Array<uint16_t> out({tokens, heads, py::ssize_t{kHeadDimV}});
+  Array<uint16_t> out = on_a_line(tokens, heads, kHeadDimV);
   std::vector<int64_t> positions(tokens);
   std::iota(positions.begin(), positions.end(), 0);
   const NormRopeInsertParams params{
@@ -119,18 +128,18 @@ Array<uint16_t> norm_rope_insert(const IsaKernels& isa, const Array<uint16_t>& q
       .out_q_stride_token = heads * kHeadDimV,
       .out_q_stride_head = kHeadDimV,
   };
-  isa.norm_rope_insert(params, 0, tokens);
+  isa.norm_rope_insert(params, streamed, 0, tokens);
   return out;
 }
 
 // o [tokens, heads, dim] as bf16 bits, one position per token. Returns it rotated back, its codes in one
 // group and their scales.
 py::tuple inverse_rope(const IsaKernels& isa, const Array<uint16_t>& o, const Array<float>& cos,
-                       const Array<float>& sin, int tile, bool power_of_two) {
+                       const Array<float>& sin, int tile, bool power_of_two, bool streamed) {
   const py::ssize_t tokens = o.shape(0), heads = o.shape(1), dim = o.shape(2), half = cos.shape(1);
   if (o.ndim() != 3 || cos.shape(0) != tokens || sin.shape(1) != half || dim % tile != 0)
     throw py::value_error("inverse_rope: shapes");
-  Array<uint16_t> out({tokens, heads, dim});
+  Array<uint16_t> out = on_a_line(tokens, heads, dim);
   Array<uint8_t> codes({tokens, heads * dim});
   Array<float> scales({tokens, heads * dim / tile});
   std::vector<int64_t> positions(tokens);
@@ -145,7 +154,7 @@ py::tuple inverse_rope(const IsaKernels& isa, const Array<uint16_t>& o, const Ar
       .o_stride_token = heads * dim,
       .o_stride_head = dim,
   };
-  isa.inverse_rope({attended, out.mutable_data(), heads * dim, dim}, 0, tokens);
+  isa.inverse_rope({attended, out.mutable_data(), heads * dim, dim}, streamed, 0, tokens);
   std::vector<uint16_t> row(dim);
   isa.inverse_rope_quantize({attended, 1, tile, power_of_two, codes.mutable_data(), heads * dim, 0,
                              scales.mutable_data(), heads * dim / tile, 0, 1, tokens},
@@ -158,7 +167,7 @@ py::tuple inverse_rope(const IsaKernels& isa, const Array<uint16_t>& o, const Ar
 Array<uint16_t> compress_kv(const IsaKernels& isa, const Array<float>& kv_score, Array<float>& state,
                             const Array<float>& ape, const Array<float>& weight, const Array<float>& cos,
                             const Array<float>& sin, Array<uint8_t>& kv_cache, int start, int ratio,
-                            bool online, bool round_pooled) {
+                            bool online, bool round_pooled, const std::vector<int64_t>& cuts) {
   const py::ssize_t tokens = kv_score.shape(0);
   constexpr auto kId = KvLayoutId::kDsv4;
   Array<uint16_t> latent({tokens, py::ssize_t{kHeadDimV}});
@@ -194,12 +203,15 @@ Array<uint16_t> compress_kv(const IsaKernels& isa, const Array<float>& kv_score,
   params.kv_cache = kv_cache.mutable_data();
   params.out_latent = latent.mutable_data();
   params.out_latent_stride_token = kHeadDimV;
-  if (online) {
-    isa.compress_kv(params, cpu::CompressPhase::kFold, 0, 1);
-  } else {
-    isa.compress_kv(params, cpu::CompressPhase::kClose, 0, tokens);
-    if (ratio > 1) isa.compress_kv(params, cpu::CompressPhase::kKeep, 0, tokens);
-  }
+  // As if threads had the ranges between the cuts and the last one were the fastest.
+  std::vector<int64_t> bounds = {0};
+  bounds.insert(bounds.end(), cuts.begin(), cuts.end());
+  bounds.push_back(tokens);
+  const auto run = [&](cpu::CompressPhase phase) {
+    for (size_t i = bounds.size() - 1; i > 0; --i) isa.compress_kv(params, phase, bounds[i - 1], bounds[i]);
+  };
+  run(online ? cpu::CompressPhase::kFold : cpu::CompressPhase::kClose);
+  if (ratio > 1 && !online) run(cpu::CompressPhase::kKeep);
   return latent;
 }
 
@@ -342,13 +354,15 @@ void bind_isas(py::module_& m) {
            py::arg("k_rope").noconvert(), py::arg("weight").noconvert(), py::arg("cos").noconvert(),
            py::arg("sin").noconvert(), py::arg("slots").noconvert(), py::arg("kv_cache").noconvert(),
            py::kw_only(), py::arg("layout"), py::arg("page_size"), py::arg("scale") = py::none(),
-           py::arg("norm_q") = true)
+           py::arg("norm_q") = true, py::arg("streamed") = false)
       .def("inverse_rope", &inverse_rope, py::arg("o").noconvert(), py::arg("cos").noconvert(),
-           py::arg("sin").noconvert(), py::kw_only(), py::arg("tile"), py::arg("power_of_two"))
+           py::arg("sin").noconvert(), py::kw_only(), py::arg("tile"), py::arg("power_of_two"),
+           py::arg("streamed") = false)
       .def("compress_kv", &compress_kv, py::arg("kv_score").noconvert(), py::arg("state").noconvert(),
            py::arg("ape").noconvert(), py::arg("weight").noconvert(), py::arg("cos").noconvert(),
            py::arg("sin").noconvert(), py::arg("kv_cache").noconvert(), py::kw_only(), py::arg("start"),
-           py::arg("ratio"), py::arg("online"), py::arg("round_pooled"))
+           py::arg("ratio"), py::arg("online"), py::arg("round_pooled"),
+           py::arg("cuts") = std::vector<int64_t>{})
       .def("sparse_attention", &sparse_attention, py::arg("q").noconvert(), py::arg("kv_cache").noconvert(),
            py::arg("indices").noconvert(), py::kw_only(), py::arg("layout"), py::arg("page_size"),
            py::arg("sm_scale"), py::arg("scale"), py::arg("attn_sink").noconvert(),

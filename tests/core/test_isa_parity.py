@@ -137,13 +137,15 @@ def prologue(isa, id, layout, half: int, mode=nullcontext, **more) -> tuple[np.n
 def test_norm_rope_insert_gives_the_same_bits_on_every_isa(isa, half, id, layout, mode):
     for norm_q in (True, False):
         want = prologue(PLAIN, id, layout, half, norm_q=norm_q)
-        for x, y in zip(prologue(isa, id, layout, half, mode, norm_q=norm_q), want, strict=True):
-            np.testing.assert_array_equal(x, y)
+        for streamed in (False, True):
+            got = prologue(isa, id, layout, half, mode, norm_q=norm_q, streamed=streamed)
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 @simd_isas
 @callers_modes
-@pytest.mark.parametrize("half", [0, 4, 36])
+@pytest.mark.parametrize("half", [0, 4, 32, 36])
 @pytest.mark.parametrize("tile", [32, 128])
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_inverse_rope_gives_the_same_bits_on_every_isa(isa, power_of_two, tile, half, mode):
@@ -151,35 +153,55 @@ def test_inverse_rope_gives_the_same_bits_on_every_isa(isa, power_of_two, tile, 
     o = rows[r.permutation(len(rows))][: len(rows) // 2 * 2].reshape(-1, 2, 256)
     table = np.float32(r.normal(size=(2, len(o), half)))
     want = PLAIN.inverse_rope(o, *table, tile=tile, power_of_two=power_of_two)
-    with mode():
-        got = isa.inverse_rope(o, *table, tile=tile, power_of_two=power_of_two)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(x, y)
+    for streamed in (False, True):
+        with mode():
+            got = isa.inverse_rope(o, *table, tile=tile, power_of_two=power_of_two, streamed=streamed)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
-@simd_isas
-@callers_modes
-@pytest.mark.parametrize("round_pooled", [True, False])
-@pytest.mark.parametrize("ratio, online", [(1, False), (2, False), (4, False), (128, False), (128, True)])
-def test_compress_kv_gives_the_same_bits_on_every_isa(isa, ratio, online, round_pooled, mode):
-    """Scores of every size, NaN and infinities among them."""
+def compressed(isa, ratio, online, mode=nullcontext, depth=140, **options) -> tuple[np.ndarray, ...]:
+    """(latents, cache, state); scores of every size, NaN and infinities among them."""
     r, tokens, start = np.random.default_rng(6), 300, 37
     layout = next(x for x in core.KV_LAYOUTS if x.name == "dsv4")
     width = 512 * {1: 1, 4: 4}.get(ratio, 2)
     x = (r.normal(size=(tokens, width)) * np.logspace(-3, 3, tokens)[:, None]).astype(np.float32)
     x[::9, 3], x[5::11, -7], x[:, -9], x[7::13, -11] = np.nan, np.nan, -np.inf, np.inf
-    state = np.float32(np.abs(r.normal(size=(1, 140, 1536 if online else width))))
+    state = np.float32(np.abs(r.normal(size=(1, depth, 1536 if online else width))))
     ape = np.float32(r.normal(size=(ratio, width // 2) if ratio > 2 else (0, 0)))
     inputs = (ape, np.float32(r.normal(size=512)), *np.float32(r.normal(size=(2, 400, 32))))
-    options = {"start": start, "ratio": ratio, "online": online, "round_pooled": round_pooled}
-    results = []
-    for each, flush in ((PLAIN, nullcontext), (isa, mode)):
-        own, cache = state.copy(), np.full((1, layout.page_bytes(tokens + start)), 0xA5, np.uint8)
-        with flush():
-            latent = each.compress_kv(x, own, *inputs, cache, **options)
-        results.append((latent, cache, own))
-    for got, want in zip(*results, strict=True):
-        np.testing.assert_array_equal(got, want)
+    cache = np.full((1, layout.page_bytes(tokens + start)), 0xA5, np.uint8)
+    with mode():
+        latent = isa.compress_kv(x, state, *inputs, cache, start=start, ratio=ratio, online=online, **options)
+    return latent, cache, state
+
+
+ratios = pytest.mark.parametrize(
+    "ratio, online", [(1, False), (2, False), (4, False), (128, False), (128, True)]
+)
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("round_pooled", [True, False])
+@ratios
+def test_compress_kv_gives_the_same_bits_on_every_isa(isa, ratio, online, round_pooled, mode):
+    want = compressed(PLAIN, ratio, online, round_pooled=round_pooled)
+    for x, y in zip(compressed(isa, ratio, online, mode, round_pooled=round_pooled), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@ratios
+@pytest.mark.parametrize("depth", [128, 200, 2])
+@pytest.mark.parametrize("cuts", [[150], [1, 90, 91, 92, 218, 219, 220, 299], list(range(1, 300))])
+def test_compress_kv_gives_the_same_bits_whatever_thread_is_faster(ratio, online, depth, cuts):
+    if depth < ratio and not online:
+        pytest.skip("the state is not as deep as a block")
+    isa = [x for x in core.ISAS if x.supported][-1]
+    want = compressed(isa, ratio, online, depth=depth, round_pooled=True)
+    got = compressed(isa, ratio, online, depth=depth, round_pooled=True, cuts=cuts)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def attention_case(dtype: str, head_dim: int, head_dim_v: int, page_size: int = 7) -> dict:

@@ -45,6 +45,16 @@ def test_in_place(half, device):
     assert_same_bf16(o.cpu(), want)
 
 
+@pytest.mark.parametrize("offset", [0, 8])
+def test_a_large_result_has_the_bits_of_its_parts(offset, device):
+    """On a CPU 34 MB go past the caches, if they lie on cache lines, and 11 do not."""
+    o, cos, sin, at = case(528, 64, device)
+    want = torch.cat([mla_fp8.inverse_rope(o[i : i + 176], cos, sin, at[i : i + 176]) for i in (0, 176, 352)])
+    out = torch.empty(o.numel() + offset, device=device).bfloat16()[offset:].view(o.shape)
+    mla_fp8.inverse_rope(o, cos, sin, at, out=out)
+    assert torch.equal(bits(out), bits(want))
+
+
 def test_it_undoes_the_rotation(device):
     q = torch.randn(50, 4, 512, device=device).bfloat16()
     cos, sin = rope_tables(device)

@@ -271,3 +271,21 @@ def test_the_callers_flush_denormal_mode_changes_nothing():
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("offset", [0, 8])
+def test_a_large_result_has_the_bits_of_its_parts(offset, device):
+    """Heads that are not normed go past the caches on a CPU: 34 MB on cache lines, but not 11."""
+    n, options = 528, {"layout": V41, "page_size": 64, "norm_q": False}
+    arguments = insert_case(V41, device, n, 9 * 64)
+    q, kv_cache = values(n, 64, 512, device=device), poisoned_cache(V41, 9, 64, device)
+    per_token = ("kv", "positions", "slot_mapping")
+
+    def part(i: int) -> torch.Tensor:
+        own = {key: x[i : i + 176] if key in per_token else x for key, x in arguments.items()}
+        return mla_fp8.qk_norm_rope_insert(q[i : i + 176], **own, kv_cache=kv_cache, **options)
+
+    want = torch.cat([part(i) for i in (0, 176, 352)])
+    out = torch.empty(q.numel() + offset, device=device).bfloat16()[offset:].view(q.shape)
+    mla_fp8.qk_norm_rope_insert(q, **arguments, kv_cache=kv_cache, **options, out_q=out)
+    assert_same_bf16(out.cpu(), want.cpu())
