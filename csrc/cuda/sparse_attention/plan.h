@@ -90,8 +90,9 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 64, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fn},
-    {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fn},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fnAlone},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, 8, Rows::kPairs},
+    {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fnAlone},
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kPairs},
 };

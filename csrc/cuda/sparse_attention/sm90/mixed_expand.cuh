@@ -19,10 +19,12 @@ namespace mla_fp8::gpu {
 // e2m1 of 8 dims as e4m3 of a 64th, in their order.
 __device__ __forceinline__ uint2 expand_e2m1x8(uint32_t codes) {
   // A code of 4 bits, times 4, plus 96: its sign carries into bit 7. The mask takes away what is left of 96.
+  // Where the pipe of logic is busy the difference goes to another.
   uint32_t even = codes & 0x0f0f0f0fu;
-  asm("mad.lo.u32 %0, %0, 4, 0x60606060;" : "+r"(even));  // else nvcc shifts, masks and adds
-  even &= 0x9c9c9c9cu;
-  const uint32_t odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
+  uint32_t odd = codes - even;
+  asm("mad.lo.u32 %0, %1, 4, 0x60606060;" : "=r"(even) : "r"(even));  // else nvcc shifts, masks and adds
+  odd = (odd >> 2) + 0x60606060u;
+  even &= 0x9c9c9c9cu, odd &= 0x9c9c9c9cu;
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 }
 
@@ -50,9 +52,9 @@ class StageExpander {
 
   __device__ StageExpander(uint8_t* smem, int lane) : ring_{shared_address(smem)}, lane_(lane) {}
 
-  // Warps that do nothing else: each takes every kExpanders-th stage.
-  __device__ void run(int warp, int num_stages) const {
-    for (int i = warp; i < num_stages; i += C::kExpanders) {
+  // Warps that do nothing else: each takes every kExpanders-th stage, here from `i` on.
+  __device__ void run(int i, int num_stages) const {
+    for (; i < num_stages; i += C::kExpanders) {
       wait_until_full<C::kStages>(ring_.raw(i % C::kStages), i);
       expand(i % C::kStages, i < C::kHelpedStages);
     }
@@ -320,6 +322,36 @@ class StageExpander {
   static constexpr int kLog2OneUnit = 7;  // 128 * 448, the largest scale, is an f16
 
   const Ring<C> ring_;
+  const int lane_;
+};
+
+// Such warps in a walk: item after item.
+template <class C>
+class WalkExpander {
+ public:
+  static_assert(C::kBlockStages % C::kExpanders == 0,
+                "the next item's first stage is that of the first warp");
+
+  __device__ WalkExpander(const KernelParams& params, uint8_t* smem, int lane)
+      : params_(params), surveys_(smem, 0), expander_(smem, lane), lane_(lane) {}
+
+  __device__ void run(int warp) const {
+    int first = 0, row = 0;  // stages, items so far
+#pragma unroll 1
+    for (unsigned i = WalkItem<C>::first(params_, 0); i < WalkItem<C>::count(params_);
+         i = WalkItem<C>::next(params_, i), ++row) {
+      const int num_keys = surveys_.read(row, lane_).num_keys;
+      surveys_.release(row, lane_);
+      const int end = first + ceil_div(num_keys, C::kBlockKeys) * C::kBlockStages;
+      expander_.run(first + warp, end);
+      first = end;
+    }
+  }
+
+ private:
+  const KernelParams& params_;
+  const WalkSurveys<C> surveys_;
+  const StageExpander<C> expander_;
   const int lane_;
 };
 

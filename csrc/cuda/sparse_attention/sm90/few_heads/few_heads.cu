@@ -441,7 +441,7 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
     constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     constexpr int kExpanders = !kWalks && !kSegments && kVariant.producers == 8 ? 4 : 0;
-    using R = CachedRow<layout(), extra(), kExpanders>;
+    using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || kWalks)>;
     using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1, kSegments>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);

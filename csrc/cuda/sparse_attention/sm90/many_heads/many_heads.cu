@@ -23,8 +23,8 @@
 //
 // Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh).
 //
-// Wide walk: a CTA of 64 heads goes through queries, with split's roles and its bits. Q comes while the query
-// before ends, the value warps survey the query after the next.
+// Wide walk: a CTA of 64 heads, of two layouts of 32, goes through queries, with split's roles and its bits.
+// Q comes while the query before ends, the value warps survey the query after the next.
 //
 // Walk: a CTA of 32 heads goes through queries. What lies between two of them overlaps: producers gather
 // and the logits warps work on the next query while the value warps finish this one. Two warpgroups of
@@ -161,8 +161,15 @@ __device__ __forceinline__ void walk(const KernelParams& params) {
   wait_for_previous_grid();
   if (!WalkItem<C>::has_any(params)) return;
   if (warp >= kConsumerWarps + C::kLogitWarps) {
+    const int producer = warp - kConsumerWarps - C::kLogitWarps;
+    if constexpr (C::kExpanders > 0) {
+      if (producer >= C::kProducers) {
+        give_up_registers<C::kExpanderRegisters>();
+        return WalkExpander<C>(params, smem, lane).run(producer - C::kProducers);
+      }
+    }
     give_up_registers<C::kProducerRegisters>();
-    WalkProducer<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane).run();
+    WalkProducer<C>(params, smem, producer, lane).run();
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     Logits(params, smem, warp - kConsumerWarps, lane).run();
@@ -190,7 +197,7 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
     const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
                                                                     constant<kTiles>) {
-      constexpr bool kHasKeyTable = kExpanders > 0 || (kOctets == 8 && !kFindsLargest);
+      constexpr bool kHasKeyTable = kExpanders > 0 || kOctets == 8;
       using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
       const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
@@ -214,8 +221,9 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       using C = ManyHeadsParts<R, kOctets>;
       launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
     } else if constexpr (kVariant.schedule == Schedule::kWalk) {
-      using R = CachedRow<layout(), extra()>;
-      using C = std::conditional_t<kVariant.heads == 32, ManyHeadsWalk<R>, ManyHeadsWideWalk<R>>;
+      using R = CachedRow<layout(), extra(), kExpanders>;
+      using C = std::conditional_t<R::kMixed || kOctets == 8,
+                                   ManyHeadsWideWalk<R, kOctets, kVariant.producers>, ManyHeadsWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else {

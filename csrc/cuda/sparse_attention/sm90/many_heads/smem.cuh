@@ -55,7 +55,7 @@ struct ManyHeadsSplit {
   // The ring's first ones, which the logits warps expand in place of producers, if they come early. With 32
   // heads such help cost more than it gained.
   static constexpr int kHelpedStages =
-      R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kFindsLargest && !kWalks ? kLogitWarps : 0;
+      R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kWalks ? kLogitWarps : 0;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
   // setmaxnreg: 64 K registers shared by role.
@@ -182,12 +182,13 @@ struct BlockExchange {
 //   q                  a logits warp, the bytes   logits                     q: may be read as it came
 //   end full           4 logits warps        values                      factors[buffer]: may be read
 //   end empty          8 value warps         logits                      the same: may be written
-//   survey full        8 value warps         producers, logits, values   maps[buffer]: may be read
-//   survey empty       all 16 warps          values                      the same: may be written
+//   survey full        8 value warps         all                         maps[buffer]: may be read
+//   survey empty       all warps             values                      the same: may be written
 
-// A CTA of 64 heads that goes through queries. O leaves registers for one warpgroup of logits.
-template <class R_>
-struct ManyHeadsWideWalk : ManyHeadsSplit<R_, 8, 4, true, Tiles::kNone, true> {
+// A CTA of 64 heads that goes through queries, of two layouts also of 32. O leaves registers for one
+// warpgroup of logits.
+template <class R_, int kOctets_, int kProducers_>
+struct ManyHeadsWideWalk : ManyHeadsSplit<R_, kOctets_, kProducers_, true, Tiles::kNone, true> {
   static constexpr int kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
   static constexpr int kSurveyWarps = kConsumerWarps;
   static constexpr int kSurveyReaders = ManyHeadsWideWalk::kThreads / kWarpSize;
@@ -237,12 +238,11 @@ struct ManyHeadsWalk {
   static constexpr int kLogitGroups = 2;
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
-  static constexpr int kProducers = 4, kExpanders = R::kExpanders, kHelpedStages = 0;
+  static constexpr int kProducers = 4, kExpanders = 0, kHelpedStages = 0;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kValueRegisters = 112, kLogitRegisters = R::kMixed ? 88 : 104;
-  static constexpr int kProducerRegisters = R::kMixed ? 80 : 48;
+  static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
   static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
                 kLaunchRegisters * (3 + kLogitGroups));
   static constexpr int kChunks = 4;  // of V per warpgroup
@@ -258,7 +258,7 @@ struct ManyHeadsWalk {
   static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
   static constexpr int kQHalfBytes = kHeads * 16, kQOctetBytes = kOctetHeads * 16;
   static constexpr int kPBytes = kBlockStages * kStepBytes;
-  static constexpr int kScaleBytes = R::kMixed ? 0 : R::kNumScales * kScalePitch;
+  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
   static constexpr int kSurveyWarps = kLogitWarps, kSurveyReaders = kProducers;
 
   struct Smem {
@@ -280,9 +280,6 @@ struct ManyHeadsWalk {
     uint64_t stage_barriers[kStages][2];    // full, empty
     uint64_t step_barriers[2][3];           // full, empty, decided
     uint64_t survey_barriers[2][2];         // full, empty
-    uint64_t raw_barriers[R::kMixed ? kStages : 0];
-    int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
-    uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSmemBytes);
