@@ -19,7 +19,11 @@
 #include <emmintrin.h>
 #endif
 
+#ifdef __SANITIZE_ADDRESS__  // checks of all that is inlined take minutes to compile
+#define MLA_SIMD static inline
+#else
 #define MLA_SIMD static inline __attribute__((always_inline))
+#endif
 
 namespace mla_fp8::cpu::MLA_ISA {
 
