@@ -320,8 +320,10 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (p.query_groups > 1 && own_kernels(p, gpu) && !p.has_entry_pages)
-    return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+  if (own_kernels(p, gpu) && !p.has_entry_pages) {
+    if (p.query_groups > 1) return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+    if (!may_have_parts(op, p, gpu.num_sms)) return 0;
+  }
   SparseAttentionParams with_room = p;
   with_room.workspace_floats = INT64_MAX;
   return workspace_size(plan(op, with_room, gpu), p);

@@ -1,6 +1,7 @@
 #pragma once
 // Plans on sm_90 of many_heads without clusters: the CTAs of a query meet in a second grid.
 #include <algorithm>
+#include <iterator>
 #include <optional>
 
 #include "cuda/sparse_attention/plan.h"
@@ -40,10 +41,18 @@ inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan)
   return p.num_tokens * ceil_div(p.num_q_heads, heads) * plan.splits * heads * kFloatsOfQueryPart;
 }
 
+// Whether heads and queries leave room for parts: without it nobody need ask for a plan, or a workspace.
+inline bool may_have_parts(Op op, const SparseAttentionParams& p, int num_sms) {
+  constexpr int kMostHeads = kPartsPrices[std::size(kPartsPrices) - 1].heads;
+  return op == Op::kDecode && p.query_groups <= 1 && !p.batch_invariant && !p.is_window &&
+         !p.layouts().is_mixed() && 2 * align_up(p.num_q_heads, kOctet) > kPartsPrices[0].heads &&
+         kLeastParts * p.num_tokens * ceil_div(p.num_q_heads, kMostHeads) <= num_sms;
+}
+
 // Of decode, in place of clusters, or none.
 inline std::optional<Plan> plan_parts(Op op, const SparseAttentionParams& p, const Priced& clusters,
                                       int num_sms) {
-  if (op != Op::kDecode || p.query_groups > 1) return {};
+  if (!may_have_parts(op, p, num_sms)) return {};
   SparseAttentionParams quarter = p;
   for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
   const double quarter_us = time_of(quarter, *clusters.heads, *clusters.splits, p.num_tokens, num_sms) +

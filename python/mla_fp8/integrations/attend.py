@@ -124,10 +124,13 @@ def _workspace(
     """What lets several CTAs share a token's keys; None where kernels need none for that."""
     if q.device.type == "cpu":
         return None
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     tokens, heads = q.shape[:2]
-    meets = decodes and not batch_invariant and heads >= MEETING_HEADS and MEETING_CTAS * tokens <= sms
-    if _has_own_kernels(q) and not all_entries and not meets:
+    may_meet = decodes and not batch_invariant and heads >= MEETING_HEADS
+    has_own = _has_own_kernels(q) and not all_entries
+    if has_own and not may_meet:
+        return None
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    if has_own and MEETING_CTAS * tokens > sms:
         return None
     elements = sparse_attention_workspace(
         tokens, num_q_heads=heads, num_sms=sms, batch_invariant=batch_invariant

@@ -17,7 +17,7 @@ def sparse_attention_workspace(
     room for, without one a single CTA. With ``batch_invariant`` a workspace that is too small raises
     RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts alone,
     but ``sparse_prefill_window_out`` with ``extra_page_table`` has use for a workspace, too, and so has
-    ``sparse_decode_out`` for a few tokens of 17 heads and more: up to 1.4 times as fast with it. On AMD GPUs
+    ``sparse_decode_out`` for a few tokens of 17 heads and more: up to 1.3 times as fast with it. On AMD GPUs
     a kernel like the portable one runs for all layouts.
     """
     return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
