@@ -11,7 +11,7 @@ import torch
 from sparse_cases import V4_SCOPES, make_case
 
 from mla_fp8 import KV_LAYOUTS
-from mla_fp8.integrations import attend, flash_mla_calls, sglang, sglang_v41_rows
+from mla_fp8.integrations import attend, flash_mla_calls, log, sglang, sglang_v41_rows
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 DSV32, DSV41, FP4 = (KV_LAYOUTS[name] for name in ("dsv32", "dsv41", "dsv41_fp4"))
@@ -128,11 +128,18 @@ def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks
         assert hooks["_forward_flashmla_kv"](other, *arguments) == "SGLang's own"
 
 
-def test_v32_prefill_over_rows_has_the_heads_that_are_there(hooks, device):
+@pytest.mark.parametrize("packed, rows", [(True, 6), (True, 7), (False, 6)])
+def test_v32_prefill_over_rows_has_the_heads_that_are_there(packed, rows, hooks, device, monkeypatch, caplog):
+    """And says that pages are faster, where they are and rows were gathered from them."""
+    log.say_once.cache_clear()
+    monkeypatch.setattr(attend, "PREFILL_ROWS", rows)
     case = make_case(KV_LAYOUTS["bf16"], device, page_size=1)
     s = case.scopes[0]
     options = {"sm_scale": case.sm_scale, "topk_length": s.length, "attn_sink": case.attn_sink}
-    out = hooks["_forward_flashmla_sparse"](object(), case.q, s.rows[:, None], 512, s.indices, **options)
+    backend = SimpleNamespace(dsa_kv_cache_store_fp8=packed)
+    for _ in range(2):
+        out = hooks["_forward_flashmla_sparse"](backend, case.q, s.rows[:, None], 512, s.indices, **options)
+    assert caplog.text.count("--dsa-prefill-backend flashmla_kv") == (packed and rows == 6)
     exact, _, exact_lse = case.expected()
     assert out.shape == (6, 16, 512)
     assert_within_flash_mla_tolerance(out, exact_lse.float(), exact, exact_lse)

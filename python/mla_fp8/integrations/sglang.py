@@ -17,6 +17,7 @@ from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
 from . import attend, drafts, flash_mla_calls
+from .log import say_once
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
 _CALLS = "sglang.kernels.ops.attention.flash_mla_interface"
@@ -27,6 +28,10 @@ _V4_LAYER = "sglang.srt.models.deepseek_v4"
 _V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 _PACKED = KV_LAYOUTS["dsv32"]
 MAX_HEADS = 128
+_FASTER = (
+    "mla_fp8: with so few query heads prompts are faster straight from the FP8 pages: "
+    "--dsa-prefill-backend flashmla_kv"
+)
 
 
 def _dequantize_v4(original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
@@ -56,6 +61,8 @@ def _forward_flashmla_sparse(
     """V3.2 over bf16 rows: heads as they are."""
     if topk_length is not None and len(topk_length) != len(q_all):
         topk_length = None  # of other rows
+    if self.dsa_kv_cache_store_fp8 and attend.is_prefill(*q_all.shape[:2]):
+        say_once(_FASTER)
     options: dict[str, Any] = {"sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink}
     return attend.over_rows(q_all, kv_cache[:, 0], page_table_1, **options)[0]
 
