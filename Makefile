@@ -36,6 +36,7 @@ NOT_EMULATED = opcheck or compile
 ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same kernel stands for it
   NOT_EMULATED += or many_queries or (hostile_geometry and 900)
   NOT_EMULATED += or (prefill_entries and not index_rows_give and not (tiles_of_neighbours and query_lens1 and dsv4))
+  NOT_EMULATED += or (nan_reaches_those and not 64-24)
   NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
   NVIDIA_OPS = nope_envelope query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent
 endif
