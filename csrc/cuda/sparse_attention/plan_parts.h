@@ -27,14 +27,14 @@ struct PartsPrice {
 inline constexpr double kMostOfClusters = 1.01, kFewHeadsLessUs = 0.7;
 // Where clusters of two fit, two CTAs of 64 heads gained at most 4 %; of 32 heads with many keys they lose to
 // five of 64 (12 queries of 128 heads: 1152 keys 22.5 against 19.0 us, over two layouts 640 keys 17.0 against
-// 16.0), and 48 queries of 32 heads lose between an engine's other kernels (22.4 -> 23.1 us).
+// 16.0), and from 32 queries of one layout on between an engine's other kernels.
 inline constexpr int kLeastParts = 2, kLeastCtasOfRuns = 2;
-inline constexpr int64_t kMostKeysOfTwoParts = 768;
+inline constexpr int64_t kMostKeysOfTwoParts = 768, kMostQueriesOfTwoParts = 31;
 inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
   const bool five_fit = 5 * p.num_tokens * ceil_div(p.num_q_heads, 64) <= num_sms;
-  const bool two = heads == 32 && p.num_q_heads > 32 && num_keys(p) <= kMostKeysOfTwoParts &&
-                   !(p.layouts().is_mixed() && five_fit);
-  return two ? kLeastParts : kLeastParts + 1;
+  const bool gain =
+      p.layouts().is_mixed() ? p.num_q_heads > 32 && !five_fit : p.num_tokens <= kMostQueriesOfTwoParts;
+  return heads == 32 && num_keys(p) <= kMostKeysOfTwoParts && gain ? kLeastParts : kLeastParts + 1;
 }
 
 // Alone.
