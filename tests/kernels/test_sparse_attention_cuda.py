@@ -73,7 +73,7 @@ class Variant:
     @property
     def finds_largest(self) -> bool:
         """The largest logits, which decode does not want."""
-        return self.schedule not in ("segments", "parts")
+        return self.schedule not in ("segments", "parts", "runs")
 
     def run(self, case: Case, **changes) -> Results:
         options = {"max_logits": self.finds_largest} | self.options() | changes
@@ -81,14 +81,15 @@ class Variant:
         return (out, max_logits, lse) if options["max_logits"] else (out, lse)
 
 
+SPLITS = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8), "parts": (1, 3, 8), "runs": (1, 3, 8)}
+
+
 def variants() -> list[Variant]:
     path = Path(__file__).parents[1] / "core/variants.csv"
     found = []
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            splits = {"split": (1, 3, 16), "walk": (1,), "segments": (1, 8), "parts": (1, 3, 8)}[
-                row["schedule"]
-            ]
+            splits = SPLITS[row["schedule"]]
             found += [
                 Variant(
                     row["kernel"], row["schedule"], int(row["heads"]), int(row["producers"]), layout, split
@@ -305,11 +306,13 @@ def test_heads_of_a_variant_keep_their_bits_next_to_padding(variant):
 @pytest.mark.parametrize("variant", SEGMENTS, ids=str)
 def test_segments_have_the_same_bits_whoever_takes_them(variant):
     """Of rows from empty to full, with holes; with bases far apart, and where Q is no number. CTAs of
-    many_heads may take any number of the heads, too."""
+    many_heads may take any number of the heads, too, or leave runs to a second grid."""
     shares = [replace(variant, splits=n) for n in (2, 4, 8)]
     if variant.kernel == "many_heads":
         others = (heads for heads in (16, 32, 64) if heads != variant.heads)
         shares += [replace(variant, heads=heads, splits=4) for heads in others]
+        runs = replace(variant, schedule="runs")
+        shares += [replace(runs, heads=heads, splits=n) for heads in (32, 64) for n in (1, 3, 8)]
     shape = {"num_tokens": 10, "num_q_heads": variant.some_heads[0], "topk": 2100, "num_slots": 4000}
     case = make_case(variant.first, DEVICE, **shape)
     lengths = torch.tensor([2100, 2100, 0, 1, 63, 65, 400, 1300, 1999, 2100], dtype=torch.int32)
@@ -344,30 +347,37 @@ def test_what_no_kernel_runs_is_refused():
 
 
 @pytest.mark.parametrize("room", [None, 0.5, 1, 2])
-def test_decode_takes_clusters_where_parts_have_no_room(room, monkeypatch):
-    """Few queries of many heads: the op's own workspace, none, one that is too small, enough, more."""
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decode_takes_clusters_where_parts_have_no_room(room, batch_invariant, monkeypatch):
+    """Few queries of many heads: the op's own workspace, none, one that is too small, enough, more. Clusters
+    have the bits of runs."""
     monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "6")
     if DEVICE == "cuda" and torch.cuda.get_device_properties(0).multi_processor_count != 132:
         pytest.skip("a plan for 132 SMs")
     tokens, heads, topk, parts = (8, 128, 2048, 4) if DEVICE == "cuda" else (1, 64, 768, 3)
     shape = {"num_tokens": tokens, "num_q_heads": heads, "topk": topk, "num_slots": 4000}
     case = make_case(KV_LAYOUTS["dsv32"], DEVICE, **shape)
-    floats = tokens * heads * parts * 274
+    runs = 6 if DEVICE == "cuda" else 3
+    floats = tokens * heads * (runs * 514 if batch_invariant else parts * 274)
+    options = case.op_options() | {"batch_invariant": batch_invariant}
     workspace = torch.full((int((room or 1) * floats),), float("nan"), device=DEVICE)
     out = torch.full((tokens, heads, 512), float("nan"), device=DEVICE).bfloat16()
     lse = torch.full((tokens, heads), float("nan"), device=DEVICE)
     torch.ops.mla_fp8.sparse_decode_out(
-        *case.arguments(), **case.op_options(), out=out, lse=lse, workspace=workspace if room else None
+        *case.arguments(), **options, out=out, lse=lse, workspace=workspace if room else None
     )
     assert_attention(case, (out, lse))
     has_room = room is not None and room >= 1
     assert workspace.isnan().all() != has_room
     assert workspace[floats:].isnan().all()
-    if has_room:
-        assert_same(torch.ops.mla_fp8.sparse_decode(*case.arguments(), **case.op_options()), (out, lse))
+    if has_room or batch_invariant:
+        assert_same(torch.ops.mla_fp8.sparse_decode(*case.arguments(), **options), (out, lse))
 
 
-@pytest.mark.parametrize("variant", [replace(v, splits=3) for v in UNSPLIT if v.schedule == "parts"], ids=str)
+MEETING = [replace(v, splits=3) for v in UNSPLIT if v.schedule in ("parts", "runs")]
+
+
+@pytest.mark.parametrize("variant", MEETING, ids=str)
 def test_parts_of_any_size(variant):
     """Heads far apart in size, queries whose keys all lie in one part or in none, and infinities."""
     shape = {"num_tokens": 6, "num_q_heads": variant.some_heads[0], "topk": 500, "num_slots": 2000}

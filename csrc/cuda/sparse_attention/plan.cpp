@@ -15,7 +15,7 @@ namespace {
 using namespace model;
 
 constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
-constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts"};
+constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts", "runs"};
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
@@ -67,8 +67,8 @@ constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t
 // many, and with many heads more so, as each CTA pays for Q and for its part of the merge.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
-Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {
-  if (const auto segments = plan_segments(p, num_sms)) return *segments;
+Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
+  if (const auto segments = plan_segments(op, p, num_sms)) return *segments;
   const int heads = p.num_q_heads;
   const bool few = heads <= 16;
   int64_t splits = 1;
@@ -86,7 +86,7 @@ Plan plan_in_any_batch(const SparseAttentionParams& p, int num_sms) {
 // last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
 // (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs). Decode may do without clusters.
 Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
-  if (p.batch_invariant) return plan_in_any_batch(p, num_sms);
+  if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
   if (const auto parts = plan_parts(op, p, all, num_sms)) return *parts;
@@ -302,7 +302,7 @@ std::string to_string(const Plan& plan) {
     if (plan.ctas > 0) out << ", " << plan.ctas << " CTAs for all";
     else out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   }
-  if (v.schedule == Schedule::kSegments)
+  if (v.schedule == Schedule::kSegments || v.schedule == Schedule::kRuns)
     out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
@@ -317,6 +317,7 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
     return int64_t{plan.ctas} * rows * kFloatsOfPart + 2 * num_entry_tiles(p);
   }
   if (plan.variant.schedule == Schedule::kParts) return floats_of_parts(p, plan);
+  if (plan.variant.schedule == Schedule::kRuns) return floats_of_runs(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -325,7 +326,7 @@ int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
     if (!may_have_parts(op, p, gpu.num_sms)) return 0;
   }
   SparseAttentionParams with_room = p;
-  with_room.workspace_floats = INT64_MAX;
+  if (!p.workspace) with_room.workspace_floats = INT64_MAX;
   return workspace_size(plan(op, with_room, gpu), p);
 }
 int64_t lists_size(const SparseAttentionParams& p) {
@@ -355,18 +356,21 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
-    const bool segments = v.schedule == Schedule::kSegments, parts = v.schedule == Schedule::kParts;
+    const bool runs_meet = v.schedule == Schedule::kRuns;
+    const bool segments = v.schedule == Schedule::kSegments || runs_meet;
+    const bool parts = v.schedule == Schedule::kParts || runs_meet;
     const bool split = v.schedule != Schedule::kWalk;
     const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
     const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
-    const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
+    const int num = runs_meet ? num_segments(p) : segments ? forced_segments(p, v, wanted.splits) : 1;
     const bool has_segments = num > 0 && !((segments || parts) && p.max_logits);
     if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
       if (segments) plan.segments = num, plan.run_blocks = segments_of(p).run_blocks;
+      if (runs_meet) plan.most_runs = most_runs(p, num);
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

@@ -32,6 +32,8 @@ enum class Schedule {
   // As kSplit, but the CTAs that share a query form no cluster, of which fewer fit on a GPU than of CTAs
   // alone: they meet in the workspace, in a second grid (sm90/many_heads/parts.cuh).
   kParts,
+  // As kSegments, by CTAs without a cluster: the runs meet in the workspace, in a second grid.
+  kRuns,
 };
 
 // Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
@@ -86,10 +88,13 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
     {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kParts, 32, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kParts, 64, 4, Rows::kE4m3fnAlone},
+    {Kernel::kManyHeads, Schedule::kParts, 32, 8, Rows::kPairs},
+    {Kernel::kManyHeads, Schedule::kParts, 64, 4, Rows::kE4m3fn},
     {Kernel::kManyHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kSegments, 64, 4, Rows::kE4m3fnAlone},
+    {Kernel::kManyHeads, Schedule::kRuns, 32, 4, Rows::kE4m3fnAlone},
+    {Kernel::kManyHeads, Schedule::kRuns, 64, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fnAlone},
     {Kernel::kManyHeads, Schedule::kWalk, 32, 8, Rows::kPairs},
     {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fnAlone},
@@ -112,9 +117,10 @@ struct Plan {
   // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
   int64_t last_tiles = 0;
   int last_splits = 1;
-  // Of kSegments: of a query at most, splits times a power of two; blocks of a run at least, where a query
-  // has more than twice as many, or 0: as many as there are runs.
+  // Of kSegments and kRuns: of a query at most, a power of two; blocks of a run at least, where a query has
+  // more than twice as many, or 0: as many as there are runs. Of kSegments splits divides it.
   int segments = 1, run_blocks = 1;
+  int most_runs = 1;  // of kRuns: of a query, whatever keys are valid
 };
 // Of kSegments: blocks that a run may have, of a query's `blocks`. There are as few runs as have no more.
 MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
@@ -124,8 +130,10 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
   const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
   return share > least ? share : least;
 }
-// Of kParts, what a CTA leaves of a head: its output as f16, a byte for each eight of that, (base, sum).
-inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 2, kMostQueryParts = 8;
+// Of kParts, what a CTA leaves of a head: its output as f16, a byte for each eight of that, (base, sum). Of
+// kRuns what it leaves of each run: output, (base, sum).
+inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 2;
+inline constexpr int kFloatsOfRun = kHeadDimV + 2, kMostQueryParts = 8;
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"

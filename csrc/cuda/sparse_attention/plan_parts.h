@@ -10,29 +10,41 @@
 namespace mla_fp8::gpu::model {
 
 // Of one wave of CTAs. `all_us`: what they take longer together, if each SM has one: what they leave in the
-// workspace is read again. Fitted to 580 forced plans on an H200, full rows and such with a quarter to a half
-// of their keys, 1 to 64 queries of 32 to 128 heads: times within 3 % in the mean. Cold code is set so that
-// the choice is good in 117 of these cells, timed alone and between other kernels. Of 51 that leave clusters
-// 39 were timed, and gain 2 to 26 % (full rows counted twice, contexts of a quarter once).
+// workspace is read again. `pair`: of two layouts. Fitted to 308 forced plans of one layout and 444 of two on
+// an H200, full rows and contexts of 512 tokens, 1 to 44 queries of 32 to 128 heads: times within 2 to 3 % in
+// the mean. Cold code is that of a fit to 580 plans before, alone and between other kernels.
 struct PartsPrice {
   int heads;
-  double ns_per_key, fixed_us, all_us, us_per_byte;
+  struct OfRows {
+    double ns_per_key, fixed_us, all_us, us_per_byte;
+  } fp8, pair;
   ColdCode cold;
-} inline constexpr kPartsPrices[] = {{32, 20.4, 7.5, 2.8, 0.08e-6, {1.2, 2.0}},
-                                     {64, 29.0, 9.0, 3.7, 0.06e-6, {2.0, 5.2}}};
+} inline constexpr kPartsPrices[] = {{32, {22.9, 6.5, 2.7, 0.05e-6}, {25.1, 6.3, 2.7, 0.11e-6}, {1.2, 2.0}},
+                                     {64, {30.6, 7.9, 3.9, 0.03e-6}, {32.4, 8.1, 3.6, 0.14e-6}, {2.0, 5.2}}};
 // What full rows, which count twice, and such with a quarter of their keys may take of the clusters' time in
-// the mean. Two CTAs of a query gained at most 4 % where a cluster of two takes what they do.
-inline constexpr double kMostOfClusters = 0.97;
-inline constexpr int kLeastParts = 3;
+// the mean. How much less few_heads takes over one layout than its prices say, since it fetches early: 8.1 to
+// 17.6 us where these are 9.0 to 19.7.
+inline constexpr double kMostOfClusters = 1.01, kFewHeadsLessUs = 0.7;
+// Where clusters of two fit, two CTAs of 64 heads gained at most 4 %; of 32 heads with many keys they lose to
+// five of 64 (12 queries of 128 heads: 1152 keys 22.5 against 19.0 us, over two layouts 640 keys 17.0 against
+// 16.0), and from 32 queries of one layout on between an engine's other kernels.
+inline constexpr int kLeastParts = 2, kLeastCtasOfRuns = 2;
+inline constexpr int64_t kMostKeysOfTwoParts = 768, kMostQueriesOfTwoParts = 31;
+inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
+  const bool five_fit = 5 * p.num_tokens * ceil_div(p.num_q_heads, 64) <= num_sms;
+  const bool gain =
+      p.layouts().is_mixed() ? p.num_q_heads > 32 && !five_fit : p.num_tokens <= kMostQueriesOfTwoParts;
+  return heads == 32 && num_keys(p) <= kMostKeysOfTwoParts && gain ? kLeastParts : kLeastParts + 1;
+}
 
+// Alone.
 inline double time_of_parts(const SparseAttentionParams& p, const PartsPrice& price, int parts, int num_sms) {
   const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, price.heads) * parts;
   const int64_t blocks = std::max<int64_t>(ceil_div(ceil_div(num_keys(p), int64_t{64}), int64_t{parts}), 1);
-  const bool has_bf16_values = kv_layout(p.layout).nope_dim < kHeadDimV;
-  return price.fixed_us + price.ns_per_key * 64e-3 * static_cast<double>(blocks) +
-         price.all_us * static_cast<double>(ctas) / num_sms +
-         price.us_per_byte * static_cast<double>(p.num_tokens) * bytes_of_keys(p) +
-         (has_bf16_values ? price.cold.bf16_values_us : price.cold.fp8_values_us);
+  const PartsPrice::OfRows& by = p.layouts().is_mixed() ? price.pair : price.fp8;
+  return by.fixed_us + by.ns_per_key * 64e-3 * static_cast<double>(blocks) +
+         by.all_us * static_cast<double>(ctas) / num_sms +
+         by.us_per_byte * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
 }
 
 // That the CTAs of all queries leave.
@@ -44,9 +56,11 @@ inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan)
 // Whether heads and queries leave room for parts: without it nobody need ask for a plan, or a workspace.
 inline bool may_have_parts(Op op, const SparseAttentionParams& p, int num_sms) {
   constexpr int kMostHeads = kPartsPrices[std::size(kPartsPrices) - 1].heads;
-  return op == Op::kDecode && p.query_groups <= 1 && !p.batch_invariant && !p.is_window &&
-         !p.layouts().is_mixed() && 2 * align_up(p.num_q_heads, kOctet) > kPartsPrices[0].heads &&
-         kLeastParts * p.num_tokens * ceil_div(p.num_q_heads, kMostHeads) <= num_sms;
+  return op == Op::kDecode && p.query_groups <= 1 && !p.is_window &&
+         2 * align_up(p.num_q_heads, kOctet) > kPartsPrices[0].heads &&
+         (p.batch_invariant ? kLeastCtasOfRuns : kLeastParts) * p.num_tokens *
+                 ceil_div(p.num_q_heads, kMostHeads) <=
+             num_sms;
 }
 
 // Of decode, in place of clusters, or none.
@@ -55,17 +69,22 @@ inline std::optional<Plan> plan_parts(Op op, const SparseAttentionParams& p, con
   if (!may_have_parts(op, p, num_sms)) return {};
   SparseAttentionParams quarter = p;
   for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
+  const bool is_mixed = p.layouts().is_mixed(), has_bf16 = kv_layout(p.layout).nope_dim < kHeadDimV;
+  const double less_us = clusters.heads->kernel == Kernel::kFewHeads && !is_mixed ? kFewHeadsLessUs : 0.0;
+  const double full_us = clusters.there_us - less_us;
   const double quarter_us = time_of(quarter, *clusters.heads, *clusters.splits, p.num_tokens, num_sms) +
-                            cold_us(*clusters.heads, p);
+                            cold_us(*clusters.heads, p) - less_us;
   std::optional<Plan> best;
   double least = 3 * kMostOfClusters;
   for (const PartsPrice& price : kPartsPrices) {
     const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kParts, price.heads, 0, p.layouts());
     if (!v || price.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;
     const int64_t items = p.num_tokens * ceil_div(p.num_q_heads, price.heads);
-    for (int parts = kLeastParts; parts <= std::min<int64_t>(kMostQueryParts, num_sms / items); ++parts) {
-      const double of_clusters = 2 * time_of_parts(p, price, parts, num_sms) / clusters.there_us +
-                                 time_of_parts(quarter, price, parts, num_sms) / quarter_us;
+    const double cold = is_mixed ? 0.0 : has_bf16 ? price.cold.bf16_values_us : price.cold.fp8_values_us;
+    const auto most = static_cast<int>(std::min<int64_t>(kMostQueryParts, num_sms / items));
+    for (int parts = least_parts(p, price.heads, num_sms); parts <= most; ++parts) {
+      const double of_clusters = 2 * (time_of_parts(p, price, parts, num_sms) + cold) / full_us +
+                                 (time_of_parts(quarter, price, parts, num_sms) + cold) / quarter_us;
       const Plan plan{*v, parts};
       if (of_clusters >= least || floats_of_parts(p, plan) > p.workspace_floats) continue;
       least = of_clusters, best = plan;

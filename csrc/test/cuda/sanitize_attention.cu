@@ -144,6 +144,10 @@ constexpr Case kCases[] = {
     {"many_heads", "segments", 64, 1, 0, kDsv32, 128, 5, 1200, 0, false},
     {"many_heads", "parts", 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},  // no clusters
     {"many_heads", "parts", 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
+    {"many_heads", "parts", 32, 5, 8, kDsv41, 40, 3, 128, 700, true, false, true},
+    {"many_heads", "parts", 64, 3, 0, kDsv4, 128, 2, 100, 500, false, false, true},
+    {"many_heads", "runs", 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},
+    {"many_heads", "runs", 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
     {"portable", "split", 16, 3, 0, kDsv32, 16, 5, 900, 0, true},  // by parts, or by other CTAs
     {"portable", "split", 32, 12, 0, kDsv4, 32, 5, 600, 500, true},
     {"portable", "split", 64, 2, 0, kDsv32, 40, 10, 900, 0, true},

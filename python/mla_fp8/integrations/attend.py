@@ -16,7 +16,7 @@ from .drafts import ALONE, Group
 PREFILL_ROWS, PREFILL_HEADS = 256, 16
 # Decode on Hopper has use for a workspace where so many CTAs of each token, with so many heads, are on the
 # GPU at once (csrc/cuda/sparse_attention/plan_parts.h).
-MEETING_HEADS, MEETING_CTAS = 17, 3
+MEETING_HEADS, MEETING_CTAS = 17, 2
 
 
 def is_prefill(num_rows: int, num_heads: int) -> bool:
@@ -125,7 +125,7 @@ def _workspace(
     if q.device.type == "cpu":
         return None
     tokens, heads = q.shape[:2]
-    may_meet = decodes and not batch_invariant and heads >= MEETING_HEADS
+    may_meet = decodes and heads >= MEETING_HEADS
     has_own = _has_own_kernels(q) and not all_entries
     if has_own and not may_meet:
         return None

@@ -58,6 +58,7 @@ struct KernelParams {
   Divider head_blocks;            // CTAs of kHeads heads for one query
   bool follows;                   // plan.h
   int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
+  int most_runs;                  // of a query, whatever keys are valid
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
   int tile_queries;  // else 1
   int64_t first_tile;
@@ -77,7 +78,9 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 template <class C>
 KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                           gpuStream_t stream) {
-  const bool walks = plan.variant.schedule == Schedule::kWalk;
+  const Schedule schedule = plan.variant.schedule;
+  const bool walks = schedule == Schedule::kWalk;
+  const bool has_clusters = schedule != Schedule::kParts && schedule != Schedule::kRuns;
   const bool is_tile = plan.tile_queries > 1 || plan.takes_lists, shares = shares_tiles(plan);
   const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
   const SharedKeysShape shared(p);
@@ -90,6 +93,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
       .follows = plan.follows,
       .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
       .run_blocks = plan.run_blocks,
+      .most_runs = plan.most_runs,
       .tile_queries = plan.tile_queries,
       .first_tile = 0,
       .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
@@ -108,7 +112,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = plan.variant.schedule == Schedule::kParts ? 1 : splits},
+            .cluster = has_clusters ? splits : 1},
            params);
   };
   if (plan.last_tiles > 0) {
@@ -177,6 +181,7 @@ struct SplitItem : QueryHeads {
 // Of a query whose CTAs meet in a second grid.
 struct PartItem : SplitItem {
   __device__ bool is_whole(const KernelParams&) const { return false; }
+  __device__ static int num_parts(const KernelParams& params) { return params.num_splits(); }
 };
 
 // The head blocks of a query run together: its rows are read from L2 again.
@@ -190,6 +195,8 @@ inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm
 
 template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
 inline constexpr bool kHasParts = requires { requires C::kParts; };
+template <class C>  // and leave the result of each run
+inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
 
 template <class C>
 __device__ typename C::Item find_item(const KernelParams& params) {

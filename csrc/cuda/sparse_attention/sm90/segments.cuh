@@ -23,6 +23,11 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kMaxRuns = 8;  // of a team
 
+// Runs that have keys in the places before this one.
+__device__ constexpr int runs_before(int place, int with_keys, int places_log2) {
+  return (place * with_keys + (1 << places_log2) - 1) >> places_log2;
+}
+
 // What one CTA works on: the runs of its teams. first_block and num_blocks: all of one team's; of several
 // num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
 template <int kTeams>
@@ -40,11 +45,7 @@ struct SegmentItem : SplitItem {
   template <class C>
   __device__ void take_share(int num_keys, const Divider& splits) {
     constexpr int kTeamsLog2 = std::countr_zero(unsigned{kTeams});
-    const int blocks = ceil_div(num_keys, C::kBlockKeys), most_log2 = segments_log2 + kTeamsLog2;
-    const int longest = longest_run(blocks, run_blocks, most_log2);
-    with_keys = max(quotient(blocks + longest - 1, longest), 1);
-    each = quotient(blocks, with_keys);
-    longer = blocks - each * with_keys;
+    deal(ceil_div(num_keys, C::kBlockKeys), segments_log2 + kTeamsLog2);
     const int teams_log2 = 31 - __clz(splits.divisor()) + kTeamsLog2;
     all_log2 = max(32 - __clz(with_keys - 1), teams_log2);
     runs = 1 << (all_log2 - teams_log2);
@@ -57,10 +58,16 @@ struct SegmentItem : SplitItem {
   }
   __device__ int first_run(int team) const { return (split * kTeams + team) * runs; }
   __device__ int first_block_of(int run) const {
-    const int before = (run * with_keys + (1 << all_log2) - 1) >> all_log2;  // runs that have keys
+    const int before = runs_before(run, with_keys, all_log2);
     return before * each + min(before, longer);
   }
 
+  __device__ void deal(int blocks, int most_log2) {
+    const int longest = longest_run(blocks, run_blocks, most_log2);
+    with_keys = max(quotient(blocks + longest - 1, longest), 1);
+    each = quotient(blocks, with_keys);
+    longer = blocks - each * with_keys;
+  }
   // Of whole numbers below 2^16.
   __device__ static int quotient(int a, int b) {
     return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
@@ -78,6 +85,46 @@ struct SegmentItem : SplitItem {
     return block * C::kBlockKeys + i % C::kBlockStages * kStageRows;
   }
 };
+
+// Of a query whose runs meet in a second grid: a CTA has neighbouring runs, as many as another or one less.
+// Here runs have numbers of their own, without the places that have none.
+struct RunItem : SegmentItem<1> {
+  using SegmentItem::SegmentItem;
+  int first;
+
+  __device__ bool is_whole(const KernelParams&) const { return false; }
+  __device__ static int num_parts(const KernelParams& params) { return params.most_runs; }
+
+  template <class C>
+  __device__ void take_share(int num_keys, const Divider& splits) {
+    deal(ceil_div(num_keys, C::kBlockKeys), segments_log2);
+    first = static_cast<int>(splits(split * with_keys));
+    runs = static_cast<int>(splits((split + 1) * with_keys)) - first;
+    first_block = first_block_of(first);
+    num_blocks = first_block_of(first + runs) - first_block;
+  }
+  __device__ bool has_last_run() const { return runs > 0 && first + runs == with_keys; }
+  __device__ int first_run(int) const { return first; }
+  __device__ int first_block_of(int run) const { return run * each + min(run, longer); }
+
+  template <class C>
+  __device__ bool has_stage(int) const {
+    return true;
+  }
+  template <class C>
+  __device__ int first_rank(int i) const {
+    return SplitItem::first_rank<C>(i);
+  }
+};
+// f(0) to f(kRuns - 1), floats, added up as their tree does.
+template <int kRuns, class Fn>
+__device__ __forceinline__ float sum_of_runs(Fn&& f) {
+  constexpr int kPlacesLog2 = std::countr_zero(unsigned{kMaxRuns});
+  return tree_sum<kMaxRuns>([&](int place) {
+    const int run = runs_before(place, kRuns, kPlacesLog2);
+    return runs_before(place + 1, kRuns, kPlacesLog2) > run ? f(run) : 0.0f;
+  });
+}
 
 // What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads,
 // bases and sums of two heads of each octet. kHasSums: else sums are the logits warps', and bases of results

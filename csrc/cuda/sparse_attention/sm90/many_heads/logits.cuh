@@ -310,14 +310,15 @@ class SplitLogits : BlockLogits<C> {
     const auto finish = [&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
-      if constexpr (kHasParts<C>) QueryPart<C::kHeads>(p_, blockIdx.x).stats(head) = stats;
+      if constexpr (kHasParts<C>) QueryPart<C>(p_, blockIdx.x).stats(head) = stats;
       else reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     };
     if constexpr (C::kSegments) {
       attend_to_runs();
-      end_runs(finish);
+      if constexpr (kHasRuns<C>) leave_runs();
+      else end_runs(finish);
     } else {
 #pragma unroll 1
       for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
@@ -382,6 +383,18 @@ class SplitLogits : BlockLogits<C> {
 #pragma unroll
     for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.warp_max(i)[head];
     return sum;
+  }
+
+  // The last one's CTA says that there are no more.
+  __device__ __forceinline__ void leave_runs() const {
+    const int head = member_ * kWarpSize + lane_;
+    if (head >= C::kHeads) return;
+    const auto stats = [&](int run) -> float2& { return QueryPart<C>::of_run(params_, run).stats(head); };
+#pragma unroll 1
+    for (int run = 0; run < w_.runs; ++run)
+      stats(w_.first + run) = {x_.run_bases(run)[head], x_.run_sums(run)[head]};
+    if (w_.has_last_run())
+      for (int run = w_.with_keys; run < params_.most_runs; ++run) stats(run) = {kNoPartial, 0.0f};
   }
 
   // As end_row.

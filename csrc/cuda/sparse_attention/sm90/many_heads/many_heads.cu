@@ -1,6 +1,6 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Five schedules (docs/kernels/many_heads.md).
+// beside the products of another. Six schedules (docs/kernels/many_heads.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
@@ -21,7 +21,8 @@
 //
 // Parts: as split, without clusters. The CTAs of a query meet in a second grid (parts.cuh).
 //
-// Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh).
+// Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh). Runs: the
+// same without clusters, each run's result left to the second grid.
 //
 // Wide walk: a CTA of 64 heads, of two layouts of 32, goes through queries, with split's roles and its bits.
 // Q comes while the query before ends, the value warps survey the query after the next.
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) {
     __syncwarp();
-    if (params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
+    if (!kHasParts<C> && params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
     return end_grid(params.follows);
   }
   KeySurvey survey;
@@ -124,7 +125,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
-    values.run(w);
+    if constexpr (kHasRuns<C>) values.run_and_leave(params, w);
+    else values.run(w);
     if (split) {
       values.write_partial();
       __syncwarp();
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else if (w.is_whole(params)) {
       values.store(params.p, w, thread);
     } else {
-      if constexpr (kHasParts<C>) values.leave_part(params.p);
+      if constexpr (kHasParts<C> && !kHasRuns<C>) values.leave(QueryPart<C>(params.p, blockIdx.x));
       if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
     }
   }
@@ -216,9 +218,13 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
       using R = CachedRow<layout(), extra()>;
       using C = ManyHeadsSplit<R, kOctets, kVariant.producers, false, Tiles::kNone, false, true>;
       launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+    } else if constexpr (kVariant.schedule == Schedule::kRuns) {
+      using C = ManyHeadsRuns<CachedRow<layout(), extra()>, kOctets>;
+      launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
     } else if constexpr (kVariant.schedule == Schedule::kParts) {
-      using R = CachedRow<layout(), extra()>;
-      using C = ManyHeadsParts<R, kOctets>;
+      constexpr bool kHasKeyTable = kExpanders > 0 || kOctets == 8;
+      using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
+      using C = ManyHeadsParts<R, kOctets, kVariant.producers>;
       launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
     } else if constexpr (kVariant.schedule == Schedule::kWalk) {
       using R = CachedRow<layout(), extra(), kExpanders>;

@@ -4,7 +4,10 @@
 // workspace, and a second grid adds them up in the order of the keys.
 //
 // A value warp leaves its accumulators as they lie in its registers: a lane has eight values of a head, which
-// become f16 times a power of two of their own.
+// become f16 times a power of two of their own. Runs of segments stay floats.
+#include <type_traits>
+#include <utility>
+
 #include "cuda/device/convert.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/math.cuh"
@@ -13,67 +16,113 @@
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {
 
-// A column: of each octet of heads the lanes with one t have heads 2t and 2t + 1.
-template <int kHeads>
-class QueryPart {
- public:
-  static constexpr int kColumns = kHeads / 4, kValues = 8;  // of a lane; of a column
-  static_assert(kHeads * (2 * kHeadDimV + kHeadDimV / kValues + 8) == kHeads * kFloatsOfQueryPart * 4);
+// What a lane leaves at once, and what of it a lane of the second grid reads.
+struct F16Values {
+  static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfQueryPart;
+  uint4 values;
+  uint32_t exponent;
 
-  // The `number`-th of all.
-  __device__ QueryPart(const SparseAttentionParams& p, int64_t number)
-      : base_(reinterpret_cast<uint8_t*>(p.workspace) + number * (kHeads * kFloatsOfQueryPart * 4)) {}
-
-  // (base, sum) of a head.
-  __device__ float2& stats(int head) const {
-    return reinterpret_cast<float2*>(base_ + kHeads * (2 * kHeadDimV + kHeadDimV / kValues))[head];
-  }
-  __device__ __forceinline__ void write(int value_warp, int column, int lane,
-                                        const float (&x)[kValues]) const {
+  // In a part of so many times a lane's values.
+  __device__ static void write(uint8_t* part, int lanes, int at, const float (&x)[kCount]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(x[i]));
     const uint32_t exponent = max(__float_as_uint(largest) >> 23, kLeastExponent);
     const float factor = __uint_as_float((kLargest + 2 * 127 - exponent) << 23);
-    const int at = place(value_warp, column, lane);
-    values()[at] = {pack_f16(x[0] * factor, x[1] * factor), pack_f16(x[2] * factor, x[3] * factor),
-                    pack_f16(x[4] * factor, x[5] * factor), pack_f16(x[6] * factor, x[7] * factor)};
-    exponents()[at] = static_cast<uint8_t>(exponent);
+    reinterpret_cast<uint4*>(part)[at] = {
+        pack_f16(x[0] * factor, x[1] * factor), pack_f16(x[2] * factor, x[3] * factor),
+        pack_f16(x[4] * factor, x[5] * factor), pack_f16(x[6] * factor, x[7] * factor)};
+    part[lanes * 16 + at] = static_cast<uint8_t>(exponent);
   }
-
-  // What was written, and what it is to be multiplied by.
-  struct Written {
-    uint4 values;
-    uint32_t exponent;
-    __device__ float factor() const { return __uint_as_float((exponent - kLargest) << 23); }
-  };
-  __device__ __forceinline__ Written read(int value_warp, int column, int lane) const {
-    const int at = place(value_warp, column, lane);
-    return {values()[at], exponents()[at]};
+  __device__ static F16Values read(const uint8_t* part, int lanes, int at) {
+    return {reinterpret_cast<const uint4*>(part)[at], part[lanes * 16 + at]};
+  }
+  __device__ void add_to(float (&sum)[kCount], float weight) const {
+    const float factor = weight * __uint_as_float((exponent - kLargest) << 23);
+    const uint32_t words[] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) {
+      const float2 pair = unpack<Dtype::kF16>(words[j]);
+      sum[2 * j] = fmaf(pair.x, factor, sum[2 * j]), sum[2 * j + 1] = fmaf(pair.y, factor, sum[2 * j + 1]);
+    }
   }
 
  private:
   static constexpr uint32_t kLargest = 14, kLeastExponent = 16;  // f16 below 2^15; both factors are normal
+};
 
+// Of runs, whose sum is the same bits wherever they are added up: as they are.
+struct F32Values {
+  static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfRun;
+  float values[kCount];
+
+  __device__ static void write(uint8_t* part, int lanes, int at, const float (&x)[kCount]) {
+    auto* const to = reinterpret_cast<float4*>(part);
+    to[at] = {x[0], x[1], x[2], x[3]}, to[lanes + at] = {x[4], x[5], x[6], x[7]};
+  }
+  __device__ static F32Values read(const uint8_t* part, int lanes, int at) {
+    const auto* const from = reinterpret_cast<const float4*>(part);
+    const float4 a = from[at], b = from[lanes + at];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+  }
+};
+
+// A column: of each octet of heads the lanes with one t have heads 2t and 2t + 1.
+template <class C>
+class QueryPart {
+ public:
+  using Values = std::conditional_t<kHasRuns<C>, F32Values, F16Values>;
+  static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // of a lane; of a column
+  static constexpr int kLanes = kConsumerWarps * kColumns * kWarpSize;
+  static_assert(kLanes * kValues == C::kHeads * kHeadDimV);
+
+  // The `number`-th of all.
+  __device__ QueryPart(const SparseAttentionParams& p, int64_t number)
+      : base_(reinterpret_cast<uint8_t*>(p.workspace) + number * (C::kHeads * Values::kFloatsOfHead * 4)) {}
+  // Of this CTA's query.
+  __device__ static QueryPart of_run(const KernelParams& params, int run) {
+    return {params.p, int64_t{params.splits.word(blockIdx.x)} * params.most_runs + run};
+  }
+
+  // (base, sum) of a head.
+  __device__ float2& stats(int head) const {
+    return reinterpret_cast<float2*>(base_ + C::kHeads * (Values::kFloatsOfHead - 2) * 4)[head];
+  }
+  __device__ __forceinline__ void write(int value_warp, int column, int lane,
+                                        const float (&x)[kValues]) const {
+    Values::write(base_, kLanes, place(value_warp, column, lane), x);
+  }
+  __device__ __forceinline__ Values read(int value_warp, int column, int lane) const {
+    return Values::read(base_, kLanes, place(value_warp, column, lane));
+  }
+
+ private:
   __device__ static int place(int value_warp, int column, int lane) {
     return (value_warp * kColumns + column) * kWarpSize + lane;
   }
-  __device__ uint4* values() const { return reinterpret_cast<uint4*>(base_); }
-  __device__ uint8_t* exponents() const { return base_ + kHeads * 2 * kHeadDimV; }
 
   uint8_t* const base_;
 };
 
 inline constexpr int kPartsMergeWarps = 4;
 
+// fn(constant<runs>{}).
+template <class Fn>
+__device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    ((runs == i + 1 ? fn(constant<i + 1>{}) : void()), ...);
+  }(std::make_integer_sequence<int, kMaxRuns>{});
+}
+
 // A warp: a column of a value warp.
 template <class C>
 __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
     merge_query_parts_kernel(const __grid_constant__ KernelParams params) {
-  using Part = QueryPart<C::kHeads>;
+  using Part = QueryPart<C>;
   constexpr int kBlocksOfWarp = Part::kColumns / kPartsMergeWarps;
   const SparseAttentionParams& p = params.p;
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
@@ -81,31 +130,39 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
   const int value_warp = blockIdx.x / kBlocksOfWarp % kConsumerWarps;
   const int column = blockIdx.x % kBlocksOfWarp * kPartsMergeWarps + threadIdx.x / kWarpSize;
   const QueryHeads heads = heads_of_item<C>(params, item);
-  const int head = column / 2 * kOctetHeads + 2 * t + column % 2, splits = params.num_splits();
+  const int head = column / 2 * kOctetHeads + 2 * t + column % 2;
+  const int num_parts = C::Item::num_parts(params);
   wait_for_previous_grid();
   if (!heads.has_head(p, column / 2 * kOctetHeads)) return;
-  const auto part = [&](int i) { return Part(p, int64_t{item} * splits + i); };
+  const auto part = [&](int i) { return Part(p, int64_t{item} * num_parts + i); };
 
   static_assert(kMostQueryParts == kWarpSize / 4);
   float2 stats = {kNoPartial, 0.0f};  // of part g
-  if (g < splits) stats = part(g).stats(head);
-  typename Part::Written x[kMostQueryParts];
+  if (g < num_parts) stats = part(g).stats(head);
+  typename Part::Values x[kMostQueryParts];
 #pragma unroll
   for (int i = 0; i < kMostQueryParts; ++i)
-    if (i < splits) x[i] = part(i).read(value_warp, column, lane);
+    if (i < num_parts) x[i] = part(i).read(value_warp, column, lane);
   const float max = max_over_g(stats.x), weight = fast_exp2(stats.x - max);
-  const float total = sum_over_g(stats.y * weight);
-  float sum[Part::kValues] = {};
+  float weights[kMostQueryParts], sum[Part::kValues] = {}, total;
 #pragma unroll
-  for (int i = 0; i < kMostQueryParts; ++i) {
-    if (i >= splits) break;
-    const float factor = __shfl_sync(kFullWarp, weight, 4 * i + t) * x[i].factor();
-    const uint32_t words[] = {x[i].values.x, x[i].values.y, x[i].values.z, x[i].values.w};
+  for (int i = 0; i < kMostQueryParts; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
+  if constexpr (kHasRuns<C>) {
+    const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats.x != kNoPartial));
+    float sums[kMostQueryParts];
 #pragma unroll
-    for (int j = 0; j < Part::kValues / 2; ++j) {
-      const float2 pair = unpack<Dtype::kF16>(words[j]);
-      sum[2 * j] = fmaf(pair.x, factor, sum[2 * j]), sum[2 * j + 1] = fmaf(pair.y, factor, sum[2 * j + 1]);
-    }
+    for (int i = 0; i < kMostQueryParts; ++i) sums[i] = __shfl_sync(kFullWarp, stats.y * weight, 4 * i + t);
+    with_runs(runs, [&](auto num) {
+      total = sum_of_runs<num()>([&](int i) { return sums[i]; });
+#pragma unroll
+      for (int j = 0; j < Part::kValues; ++j)
+        sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
+    });
+  } else {
+    total = sum_over_g(stats.y * weight);
+#pragma unroll
+    for (int i = 0; i < kMostQueryParts; ++i)
+      if (i < num_parts) x[i].add_to(sum, weights[i]);
   }
   const bool is_head = heads.has_head(p, head);
   const int first_chunk = value_warp / 4 * C::kChunks;
@@ -116,7 +173,8 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
 #pragma unroll
   for (int chunk = 0; chunk < C::kChunks; ++chunk) {
     const bool is_bf16 = first_chunk + chunk >= C::R::kFp8Chunks;
-    const DimPair pair = pair_dims(is_bf16, g, sum[2 * chunk] * factor, sum[2 * chunk + 1] * factor);
+    const DimPair pair = pair_dims(is_bf16, g, output_value<C>(sum[2 * chunk], factor),
+                                   output_value<C>(sum[2 * chunk + 1], factor));
     if (is_head) *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
   }
   if (value_warp == 0 && g == 0 && is_head)
@@ -127,7 +185,7 @@ template <class C>
 void launch_merge_query_parts(const KernelParams& params, gpuStream_t stream) {
   const int64_t items = params.p.num_tokens * ceil_div(params.p.num_q_heads, C::kHeads);
   launch(merge_query_parts_kernel<C>,
-         {.grid = items * (kConsumerWarps * QueryPart<C::kHeads>::kColumns / kPartsMergeWarps),
+         {.grid = items * (kConsumerWarps * QueryPart<C>::kColumns / kPartsMergeWarps),
           .block = kPartsMergeWarps * kWarpSize,
           .stream = stream},
          params);

@@ -130,12 +130,17 @@ struct ManyHeadsSplit {
                 "partial outputs lie over the ring and Q");
 };
 
-// The same without clusters: the CTAs of a query meet in a second grid (parts.cuh).
-template <class R, int kOctets>
-struct ManyHeadsParts : ManyHeadsSplit<R, kOctets, 4, false> {
+// The same without clusters: the CTAs of a query, or its runs, meet in a second grid (parts.cuh).
+template <class R, int kOctets, int kProducers>
+struct ManyHeadsParts : ManyHeadsSplit<R, kOctets, kProducers, false> {
   static constexpr bool kParts = true;
-  static constexpr bool kFetchesEarly = true;
+  static constexpr bool kFetchesEarly = !R::kMixed;  // else kProducersAreEarly may say so
   using Item = PartItem;
+};
+template <class R, int kOctets>
+struct ManyHeadsRuns : ManyHeadsSplit<R, kOctets, 4, false, Tiles::kNone, false, true> {
+  static constexpr bool kParts = true, kFetchesEarly = true;
+  using Item = RunItem;
 };
 
 enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };

@@ -261,15 +261,28 @@ class SplitValues : protected BlockValues<C> {
     });
   }
 
+  // As run(), of a CTA that leaves the result of each run.
+  __device__ void run_and_leave(const KernelParams& params, const typename C::Item& w) {
+    int block = 0;
+#pragma unroll 1
+    for (int run = w.first; run < w.first + w.runs; ++run) {
+      const int end = w.first_block_of(run + 1) - w.first_block;
+      this->clear();
+      this->attend(block, end - block);
+      block = end;
+      leave(QueryPart<C>::of_run(params, run));
+    }
+    named_barrier(kBarrierFinish, C::kWorkers);
+  }
+
   // What merge_query_parts_kernel reads, straight from the registers.
-  __device__ void leave_part(const SparseAttentionParams& p) const {
-    const QueryPart<C::kHeads> part(p, blockIdx.x);
+  __device__ __forceinline__ void leave(const QueryPart<C>& part) const {
     const int value_warp = first_chunk_ / C::kChunks * 4 + warp_;
 #pragma unroll
     for (int n = 0; n < kOctets; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float values[QueryPart<C::kHeads>::kValues];
+        float values[QueryPart<C>::kValues];
 #pragma unroll
         for (int chunk = 0; chunk < C::kChunks; ++chunk)
           values[2 * chunk] = out_[chunk][n][c], values[2 * chunk + 1] = out_[chunk][n][c + 2];
