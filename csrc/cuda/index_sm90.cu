@@ -56,6 +56,15 @@ int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
 }
+// Whether drafts are units of one row: one is chosen for by all consumers of a CTA, two by half of them each, and
+// keys that are read twice come from the L2. That pays where contexts are short: where tables have no room for
+// others, and for so few rows whatever room there is.
+bool are_rows_alone(const IndexRows& rows, int num_heads, bool is_fp4) {
+  constexpr int64_t kMostRows = 6, kMostTiles = 80, kMostRowTiles = 2304;
+  if (rows.k_start || rows.query_start_loc || num_heads <= 32 || is_fp4) return false;
+  const int64_t tiles = (rows.num_columns + kTileKeys - 1) / kTileKeys;
+  return rows.num_rows <= kMostRows || (tiles <= kMostTiles && rows.num_rows * tiles <= kMostRowTiles);
+}
 // Drafts of a request read the same keys: two to four units of them do so together.
 int unit_lanes(const IndexRows& rows, int group_rows, int num_ctas) {
   if (rows.k_start || rows.query_start_loc) return 1;
@@ -166,10 +175,16 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const bool is_fp4 = has_fp4_keys(args.p.problem),
              are_many = rows.k_start || rows.next_n > 2 * kIndexGroupRows;
   own.group_rows =
-      unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
+      are_rows_alone(rows, num_heads, is_fp4)
+          ? 1
+          : unit_rows(rows, topk > 2048 || (are_many && num_heads > 16) ? 2 : kIndexGroupRows, num_heads);
   const int lanes = unit_lanes(rows, own.group_rows, own.num_ctas);
   own.places = UnitPlaces(rows, own.group_rows, lanes);
   own.ctas = Divider(own.num_ctas / lanes);
+  const int64_t lane_ctas = own.num_ctas / lanes, units = own.places.count;
+  const bool may_be_uniform =
+      !rows.k_start && !rows.query_start_loc && units <= std::min<int64_t>(lane_ctas, kGroup);
+  const Divider unit_shares(may_be_uniform ? lane_ctas / units : 1);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   const int64_t jobs = num_merge_jobs(own);
@@ -213,7 +228,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
               .stream = stream,
               .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
              ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
-                      most_gathered, most_binned, near_keys});
+                      most_gathered, most_binned, near_keys, unit_shares, may_be_uniform});
     };
     // One row of many heads: the consumers wait for the memory.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)

@@ -44,44 +44,25 @@ struct IndexTopkArgs {
     return page >= 0 && page < keys.num_pages;
   }
   // Of a unit that takes_all. Mostly all that its rows see is there: that says where each goes, and its rows
-  // have the same slots.
+  // have the same slots. So that is written at once; where something is absent, all is written again.
   template <class Team>
   __device__ __forceinline__ void answer_all(const IndexUnit& unit, const Team& team) const {
     constexpr int kAtOnce = 4;  // loads in flight
     const int threads = team.threads();
     const int64_t columns = int64_t{unit.end} - unit.begin;
-    int32_t absent = 0;
-    if (columns > 4 * int64_t{p.topk}) absent = 1;  // rows that lie apart
-    else
-      for (int32_t first = team.thread(); first < columns; first += kAtOnce * threads) {
-        bool there[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k)
-          there[k] =
-              first + k * threads >= columns || is_there(unit.rows[0], unit.begin + first + k * threads);
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) absent += !there[k];
-      }
-    absent = team_inclusive_sum(team, absent);
-    if (team.thread() == threads - 1) team.scalars().kept = absent;
-    team.sync();
-    const bool any_absent = team.scalars().kept != 0;
-    team.sync();
-    if (any_absent) {
-      for (int r = 0; r < unit.num_rows; ++r)
-        emit_all(
-            team, IndexAnswer{p, unit.first_row + r, unit.rows[r]},
-            [&](int32_t column) { return is_there(unit.rows[r], column); },
-            [&](const IndexRow& row, int32_t column) { return slot(row, column); });
-      return;
-    }
-    for (int32_t first = team.thread(); first < columns; first += kAtOnce * threads) {
+    const bool are_apart = columns > 4 * int64_t{p.topk};  // the rows
+    int32_t absent = are_apart;
+    for (int32_t first = team.thread(); !are_apart && first < columns; first += kAtOnce * threads) {
       int32_t slots[kAtOnce];
+      bool there[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const int32_t i = first + k * threads;
+        there[k] = i >= columns || is_there(unit.rows[0], unit.begin + i);
         slots[k] = p.slots && i < columns ? slot(unit.rows[0], unit.begin + i) : 0;
       }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) absent += !there[k];
       for (int r = 0; r < unit.num_rows; ++r) {
         const int64_t row = unit.first_row + r;
         const int32_t before = unit.rows[r].begin - unit.begin, seen = unit.rows[r].end - unit.rows[r].begin;
@@ -94,8 +75,19 @@ struct IndexTopkArgs {
         }
       }
     }
-    for (int r = 0; r < unit.num_rows; ++r)
-      emit_end(team, p, unit.first_row + r, unit.rows[r].end - unit.rows[r].begin);
+    absent = team_inclusive_sum(team, absent);
+    if (team.thread() == threads - 1) team.scalars().kept = absent;
+    team.sync();
+    const bool any_absent = team.scalars().kept != 0;
+    team.sync();
+    for (int r = 0; r < unit.num_rows; ++r) {
+      const IndexAnswer answer{p, unit.first_row + r, unit.rows[r]};
+      if (any_absent)
+        emit_all(
+            team, answer, [&](int32_t column) { return is_there(answer.where, column); },
+            [&](const IndexRow& row, int32_t column) { return slot(row, column); });
+      else emit_end(team, p, answer.row, answer.where.end - answer.where.begin);
+    }
   }
 };
 

@@ -25,7 +25,6 @@ struct SelectScalars {
   uint64_t base;
   KthBin kth;
   int32_t kept;
-  uint32_t low, high;
   uint32_t nowhere;  // is added to in place of a bin: where nothing is counted there is no branch
   alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
 };
@@ -51,13 +50,13 @@ struct BlockTeam {
   __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const { return orders; }
 };
 
-// The sum of the threads up to and including this one.
+// The sum of the threads up to and including this one. Behind the last call the team has met again: its sums
+// have been read.
 template <class Team>
 __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t x) {
   const int lane = threadIdx.x % kWarpSize, warp = team.thread() / kWarpSize;
   int32_t (&sums)[kWarpSize] = team.scalars().sums;
   x = warp_inclusive_sum(x);
-  team.sync();  // the last call's sums have been read
   if (lane == kWarpSize - 1) sums[warp] = x;
   team.sync();
   return x + lanes_sum(lane < warp ? sums[lane] : 0);
@@ -168,27 +167,23 @@ struct Survey {
   int32_t count;
   uint32_t low, high;
 };
-// The same from what each thread found.
+// The same from what each thread found: through the memory of bins, behind a barrier that all have met who used
+// it.
 template <class Team>
 __device__ __forceinline__ Survey survey_of(const Team& team, Survey own) {
-  SelectScalars& s = team.scalars();
-  team.sync();
-  if (team.thread() == 0) {
-    s.kept = 0;
-    s.low = UINT32_MAX;
-    s.high = 0;
-  }
-  own.high = lanes_max(own.high);
-  own.low = ~lanes_max(~own.low);
-  own.count = lanes_sum(own.count);
-  team.sync();
-  if (threadIdx.x % kWarpSize == kWarpSize - 1 && own.count > 0) {
-    atomicAdd(&s.kept, own.count);
-    atomicMin(&s.low, own.low);
-    atomicMax(&s.high, own.high);
+  const int lane = threadIdx.x % kWarpSize, warps = team.threads() / kWarpSize;
+  uint32_t* bins = team.bins() + lane;
+  own = {lanes_sum(own.count), ~lanes_max(~own.low), lanes_max(own.high)};
+  if (lane == team.thread() / kWarpSize) {
+    bins[0] = own.count;
+    bins[kWarpSize] = own.low;
+    bins[2 * kWarpSize] = own.high;
   }
   team.sync();
-  return {s.kept, s.low, s.high};
+  const bool is_one = lane < warps;
+  own = {is_one ? static_cast<int32_t>(bins[0]) : 0, is_one ? bins[kWarpSize] : UINT32_MAX,
+         is_one ? bins[2 * kWarpSize] : 0};
+  return {lanes_sum(own.count), ~lanes_max(~own.low), lanes_max(own.high)};
 }
 template <class Team, class Candidates>
 __device__ __forceinline__ Survey survey(const Team& team, const Candidates& candidates) {

@@ -20,6 +20,7 @@ struct IndexShare {
   // Then, too, that each unit begins with a share; of which size of AlignedShares.
   bool are_aligned;
   int size;
+  bool are_uniform;  // and has as many shares as each other one
 };
 // A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone, or 12 where keys are
 // counted. So shares of kept keys may be somewhat larger than equal ones: the least of these sizes with which
@@ -263,6 +264,46 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   }
   team.sync();
   find_first(mine, last, chosen_of);
+}
+
+// The same where each unit gets as many shares as each other one, `unit_shares` of them: where a share begins is
+// known before any length, and what is left to find is their size. Whether that is done: not where lengths
+// differ so much that it does not pay. There are at most as many places as threads, all of requests that have
+// as many rows. The calling threads' first one writes what it finds.
+template <class Team>
+__device__ __forceinline__ bool find_uniform_share(const Team& team, const ShareQuestion& question,
+                                                   const Divider& unit_shares, IndexShare& share,
+                                                   IndexUnit& first_unit) {
+  const UnitPlaces& places = question.places;
+  int32_t own = 0;
+  if (team.thread() < places.count) {
+    const auto [request, in_request] = places(team.thread());
+    own = scored_tiles_at(question.rows, request, in_request, places.rows_of_place, question.tile_keys,
+                          question.topk);
+  }
+  const auto [total, longest] = team.sum_and_most(own);
+  const auto num_ctas = static_cast<int32_t>(question.num_ctas.divisor());
+  const auto each = static_cast<int32_t>(unit_shares.divisor());
+  const int32_t shares = each * static_cast<int32_t>(places.count);
+  const auto equal = static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
+  const int32_t size = max(AlignedShares::number(longest, each), 1);
+  const AlignedShares sizes{max(equal, 1), size};
+  if (!sizes.may_pay(num_ctas) || shares * size > question.most_kept) return false;
+  if (team.thread() > 0) return true;
+  share.total = shares * size;
+  share.per_cta = size;
+  share.are_kept = share.are_aligned = share.are_uniform = true;
+  share.are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
+  share.are_others = false;
+  share.index = question.cta;
+  if (question.cta >= shares) return true;
+  share.index = question.are_descending ? shares - 1 - question.cta : question.cta;
+  const uint32_t place = unit_shares.word(static_cast<uint32_t>(share.index));
+  share.first_step = static_cast<int64_t>(place) * (each * size);
+  const auto [request, in_request] = places(place);
+  set_even_unit<false>(question.rows, request, in_request + question.lane * question.group_rows,
+                       question.group_rows, first_unit);
+  return true;
 }
 
 }  // namespace mla_fp8::gpu

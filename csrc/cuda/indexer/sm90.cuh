@@ -137,7 +137,7 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
+// By all consumers, or, of a unit without rows, some: nothing is stored. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
 // and the one behind, then of those 8 further on.
 template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
@@ -161,7 +161,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {
       const int i = threadIdx.x + k * kConsumers;
-      store(to + swizzled(i / 8, i % 8), pieces[k]);
+      if (unit.num_rows > 0) store(to + swizzled(i / 8, i % 8), pieces[k]);
     }
   } else {
 #pragma unroll 1  // it runs once: what counts is its length
@@ -176,11 +176,12 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
                          from_row * queries.q_scale_stride_row + 4 * from_head;
       alignas(16) uint8_t expanded[32];
       expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece), expanded);
+      if (unit.num_rows == 0) continue;
       store(to + swizzled(line, 2 * piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
       store(to + swizzled(line, 2 * piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
-  if (line < kLines)
+  if (line < kLines && unit.num_rows > 0)
     memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
 }

@@ -156,6 +156,25 @@ __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const
   if (team.rank == 0) emit_end(team, row.p, row.row, row.p.topk);
 }
 
+// Of the keys in the bin that begins with the order `least`, the least and the largest one: where many are
+// equal, little is left to divide but their columns.
+__device__ __forceinline__ Survey survey_from(const ClusterTeam& team, const FarKeys& keys, uint64_t least,
+                                              int shift) {
+  const auto first = static_cast<uint32_t>(least >> 32),
+             last = first | static_cast<uint32_t>((uint64_t{1} << (shift - 32)) - 1);
+  Survey own{0, UINT32_MAX, 0};
+  keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
+#pragma unroll
+    for (const uint32_t key : four) {
+      if (key < first || key > last) continue;
+      own.low = min(own.low, key);
+      own.high = max(own.high, key);
+    }
+  });
+  team.sync();
+  return team.together(survey_of(team, own));
+}
+
 // The answer of a row whose keys are too many for shared memory: few of them are in the k-th's bin, or, from
 // that on, there are few, which the first CTA gets in its `list`. Bins are of the upper bits of keys: no pass
 // looks for a range first, and the scan may have counted them.
@@ -183,8 +202,11 @@ __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const In
   shift += 32;  // of an order
   uint64_t least = max(static_cast<uint64_t>(kth.bin) << shift, kLeastOrder);
   const int32_t room = merge_args.entries - topk;
-  if (const int32_t others = kth.here - kth.remaining; others > room)
-    least = kth_bound(team, keys, kth.remaining, room, least, least | ((uint64_t{1} << shift) - 1));
+  if (const int32_t others = kth.here - kth.remaining; others > room) {
+    const Survey bin = survey_from(team, keys, least, shift);
+    least = kth_bound(team, keys, kth.remaining, room, order_of(bin.low, row.where.end - 1),
+                      order_of(bin.high, row.where.begin));
+  }
   int32_t* count = &team.scalars().kept;
   keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
 #pragma unroll

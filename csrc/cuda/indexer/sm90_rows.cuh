@@ -65,7 +65,7 @@ struct ScanWork {
 inline constexpr uint64_t kArrived = 0x9e3779b97f4a7c15;
 __device__ __forceinline__ void tell_arrival(uint64_t* word) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(kArrived) : "memory");
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(kArrived) : "memory");
 }
 __device__ __forceinline__ void take_arrival(uint64_t* word) {
   uint64_t found;
@@ -115,7 +115,7 @@ struct ScanShared {
   // A unit's place is filled by a consumer, and left by each producer.
   uint64_t unit_full[2], unit_left[2];
   IndexShare share;
-  alignas(16) int64_t sums[kConsumers / kWarpSize];  // of ShareTeam
+  alignas(16) int64_t sums[kThreads / kWarpSize];  // of ShareTeam
   IndexUnit units[2];                                // in turns
   ScanWork works[2];                                 // of those units
   int64_t begin, end;                                // the CTA's share
@@ -135,13 +135,14 @@ struct ScanArgs {
   int32_t most_kept, most_gathered;  // tiles, of all units and of one
   int32_t most_binned;               // of all units, with room for bins
   int32_t near_keys;                 // of a row whose keys are not counted
+  Divider unit_shares;               // of find_uniform_share
+  bool may_be_uniform;
 };
 
-// All consumers; all but the first warpgroup of them.
+// All consumers.
 __device__ __forceinline__ void consumers_sync() { named_barrier(5, kConsumers); }
-__device__ __forceinline__ void others_sync() { named_barrier(10, kConsumers - kGroup); }
 
-// The consumers that find the share, from the first one on.
+// The threads that find the share, from the first one on.
 class ShareTeam {
  public:
   __device__ __forceinline__ ShareTeam(ScanShared& shared, int threads)
@@ -158,6 +159,19 @@ class ShareTeam {
     if (lane == kWarpSize - 1) shared_.sums[warp] = x;
     sync();
     return x + lanes_sum(lane < warp ? static_cast<T>(shared_.sums[lane]) : T{0});
+  }
+  // Of all threads, none of whose numbers is negative: before any sum.
+  struct SumAndMost {
+    int32_t sum, most;
+  };
+  __device__ __forceinline__ SumAndMost sum_and_most(int32_t x) const {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const int64_t of_warp = int64_t{lanes_sum(x)} << 32 | lanes_max(static_cast<uint32_t>(x));
+    if (lane == 0) shared_.sums[warp] = of_warp;
+    sync();
+    const int64_t other = lane < threads_ / kWarpSize ? shared_.sums[lane] : 0;
+    return {lanes_sum(static_cast<int32_t>(other >> 32)),
+            static_cast<int32_t>(lanes_max(static_cast<uint32_t>(other)))};
   }
 
  private:

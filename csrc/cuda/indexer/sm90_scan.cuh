@@ -44,7 +44,7 @@ class Scan : ScanUnits {
       s_.works[1].tiles = 1;
     }
     __syncthreads();
-    if constexpr (!kRehearses) find_work(ShareBlock<kThreads>{});
+    if constexpr (!kRehearses) find_work(ShareTeam(s_, kThreads));
     if (threadIdx.x >= kConsumers) {
       give_up_registers<kProducerRegisters>();
       produce();
@@ -56,9 +56,10 @@ class Scan : ScanUnits {
 
  private:
   // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
-  // warpgroup alone finds the share, and the others meanwhile take an item that has no keys and no rows
-  // through the ring: when the first keys are known, what they run is there. Not where products fill the
-  // registers, nor for racecheck: it takes warps that have passed different barriers for unordered.
+  // warpgroup alone finds the share; the second one meanwhile takes an item that has no keys and no rows through
+  // the ring, and the others load the queries of a unit without rows: when the first keys are known, what they
+  // run is there. Not where products fill the registers, nor for racecheck: it takes warps that have passed
+  // different barriers for unordered.
 #if MLA_FP8_RACECHECK
   static constexpr bool kRehearses = false;
 #else
@@ -71,7 +72,8 @@ class Scan : ScanUnits {
   __device__ __forceinline__ void produce() const {
     Fetch fetch(p_.problem.keys, scan_.boxes, args_.page_size, memory_, s_.ring);
     if constexpr (kRehearses) {
-      if (has_rehearsal() && threadIdx.x >= kConsumers + kWarpSize) fetch.fetch(s_.units[1], 0, 1);
+      if (has_rehearsal() && threadIdx.x / kWarpSize == kConsumers / kWarpSize + 1)
+        fetch.fetch(s_.units[1], 0, 1);
       wait_for_previous_grid();
     }
     for (int i = 0;; ++i) {
@@ -112,7 +114,8 @@ class Scan : ScanUnits {
       } else {
         if constexpr (kCounts)
           if (!is_rehearsal) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
-        load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
+        const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
+        if (!is_rehearsal || !scores) load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kRehearses)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
         if (threadIdx.x < kIndexGroupRows) {
@@ -121,14 +124,15 @@ class Scan : ScanUnits {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-        if (is_rehearsal) {
-          others_sync();
-        } else {
+        if (!is_rehearsal) {
           prepare_next(i);
           consumers_sync();
         }
-        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) keep_unit(math, unit, work, counted >= 0);
-        else scan_unit(math, unit, work);
+        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) {
+          if (scores) keep_unit(math, unit, work, counted >= 0);
+        } else {
+          scan_unit(math, unit, work);
+        }
         if (!is_rehearsal && gathers() && work.is_earlier) {
           consumers_sync();
           if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);

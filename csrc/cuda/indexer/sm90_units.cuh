@@ -28,14 +28,26 @@ class ScanUnits {
   }
 
   // The share, and its first unit.
-  template <class Team>
-  __device__ __forceinline__ void find_work(const Team& team) const {
+  __device__ __forceinline__ void find_work(const ShareTeam& team) const {
     wait_for_previous_grid();
-    find_share(team,
-               {p_.problem.rows, args_.places, args_.ctas, p_.topk, args_.group_rows, kTileKeys,
-                cta_of_lane(), lane_of_cta(), scan_.most_gathered > 0, scan_.most_kept, scan_.most_gathered,
-                reinterpret_cast<int32_t*>(keys(0)), args_.group_rows * pitch()},
-               s_.share, s_.units[0]);
+    const ShareQuestion question{p_.problem.rows,
+                                 args_.places,
+                                 args_.ctas,
+                                 p_.topk,
+                                 args_.group_rows,
+                                 kTileKeys,
+                                 cta_of_lane(),
+                                 lane_of_cta(),
+                                 scan_.most_gathered > 0,
+                                 scan_.most_kept,
+                                 scan_.most_gathered,
+                                 reinterpret_cast<int32_t*>(keys(0)),
+                                 args_.group_rows * pitch()};
+    if (!scan_.may_be_uniform ||
+        !find_uniform_share(team, question, scan_.unit_shares, s_.share, s_.units[0])) {
+      find_share(team, question, s_.share, s_.units[0]);
+      if (threadIdx.x == 0) s_.share.are_uniform = false;
+    }
     team.sync();
     // Shares of a lane are those behind the lanes before, steps too.
     const int64_t first_share = lane_of_cta() * args_.ctas.divisor(),
@@ -80,6 +92,8 @@ class ScanUnits {
     work.unit_tiles = static_cast<int>(unit_tiles);
     work.is_earlier = first > 0;
     work.is_whole = first == 0 && (are_kept ? gathers() : last == unit_tiles);
+    // Of uniform shares a unit's first one answers it also where it takes all that is there.
+    if (s_.share.are_uniform && gathers() && unit_tiles == 0 && s_.begin == unit_begin) work.tiles = 1;
     work.seen_begin = unit.rows[0].begin;
     work.seen_end = unit.rows[0].end;
 #pragma unroll
