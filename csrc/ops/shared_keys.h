@@ -40,8 +40,9 @@ struct QueryTiles {
 };
 
 // The list of a tile, in 4-byte words: its length, or -1 where there is none; kListHead; then `capacity`
-// slots, those of the second cache with the sign bit; then as many marks, a byte each. In the order of (the
-// part that its hash names, the first query that attends to it, its place there).
+// slots, those of the second cache with the sign bit; then as many marks, a byte each. In the order of
+// (whether all queries attend to it, first if they do; the part that its hash names; the first query that
+// attends to it, its place there).
 inline constexpr int kListHead = 4;
 
 // Of a problem's lists together.

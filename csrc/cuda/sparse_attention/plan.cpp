@@ -219,11 +219,15 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
 constexpr double kLikelyNew = 0.1;
-// A CTA of 32 and of 64 rows over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to
-// 2179 keys. The launch for queries that go alone, if there are none. Making the lists. The last three are
-// fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's prompts of 8
-// heads) to 27e-6 (V3.2's prompts 21e-6).
-constexpr Price kListPrices[2] = {{29.7, 8.4, 1.4, 0.0}, {37.0, 10.3, 3.5, 0.0}};
+// A CTA over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179 keys; of 48 rows
+// to 128 tiles of 898 alone. The launch for queries that go alone, if there are none. Making the lists. The
+// last three are fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's
+// prompts of 8 heads) to 27e-6 (V3.2's prompts 21e-6).
+struct ListPrice {
+  int rows;
+  Price price;
+} constexpr kListPrices[] = {
+    {32, {29.7, 8.4, 1.4, 0.0}}, {48, {32.3, 9.4, 2.5, 0.0}}, {64, {37.0, 10.3, 3.5, 0.0}}};
 constexpr double kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
 // What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
 // the line between them lies where few tiles are (an overlap of about 0.4).
@@ -251,8 +255,11 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
       p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !own_kernels(p, gpu))
     return nullptr;
   const SharedKeysShape shape(p);
-  const int tile = static_cast<int>(shape.queries.tile), rows = tile * heads <= 32 ? 32 : 64;
-  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  const int tile = static_cast<int>(shape.queries.tile);
+  const Variant* v = nullptr;
+  for (const ListPrice& price : kListPrices)
+    if (!v && price.rows >= tile * heads)
+      v = find_variant(Kernel::kManyHeads, Schedule::kSplit, price.rows, 0, p.layouts());
   const bool fits = tile > 1 && shape.entries > 0 && shape.entries <= kMaxListedEntries;
   return v && attends_to_lists(*v, p.layouts()) && fits ? v : nullptr;
 }
@@ -276,7 +283,9 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
       scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
     return tiles;
   };
-  const HeadsClass price{v->kernel, v->heads, kListPrices[v->heads > 32], {}, {}};
+  const auto of_rows = std::find_if(std::begin(kListPrices), std::end(kListPrices),
+                                    [&](const ListPrice& price) { return price.rows == v->heads; });
+  const HeadsClass price{v->kernel, v->heads, of_rows->price, {}, {}};
   const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
   const double lists_us =
       has_lists ? 0.0 : kListsUs + kListsUsPerEntry * static_cast<double>(p.num_tokens * num_keys(p));

@@ -198,11 +198,10 @@ inline constexpr int kMaxTileParts = 32;  // of CTAs that share all tiles (sm90/
 // The entries of a tile are hashed by up to 4 CTAs, which take 8192 each.
 inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartEntries;
 
-// Of many_heads: tiles of 32 and of 64 rows.
+// Of many_heads: tiles of 32 and of 64 rows, over dsv4 also of 48.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
-         v.heads != 48 && !layouts.is_mixed() &&
-         (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
+         !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
 // Two launches: the queries of tiles that have no list, then the others.
 struct Sharing {

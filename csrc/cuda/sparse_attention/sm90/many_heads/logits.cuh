@@ -124,7 +124,7 @@ class LogitWarp {
           if (scales_.is_nan[c / 2]) s[n][c] = NAN;
       clear_values<R>(bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
     }
-    const int octets_log2 = tile.octets_log2;
+    const int octets_log2 = C::kTiles == Tiles::kLists ? 0 : tile.octets_log2;
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       const bool attends[2] = {(queries[0] >> (n >> octets_log2) & 1) != 0,

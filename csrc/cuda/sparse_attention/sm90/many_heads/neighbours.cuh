@@ -5,7 +5,8 @@
 //   keys    over windows and all entries of the past: request by request the union of the windows, then the
 //           entries up to the last that any query sees
 //           over what an indexer has chosen: the tile's list (ops/shared_keys.h)
-//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it
+//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it, over lists
+//           for each octet of heads of these queries
 //   S       where a query of a row does not attend to a key, the logit is -inf
 //
 // Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of
@@ -28,13 +29,22 @@ enum class Tiles { kNone, kEntries, kLists };
 // What the logits warps ask for.
 struct TileMarks {
   uint32_t all_queries;  // the marks of a key that all attend to
-  int octets_log2;       // of a query's heads
+  int octets_log2;       // of a query's heads; of lists, whose marks are of octets, not looked at
 
   __device__ void describe(const SparseAttentionParams& p, int num_queries) {
     all_queries = (1u << num_queries) - 1;
     octets_log2 = num_queries == 1 ? 3 : __ffs(p.num_q_heads / kOctetHeads) - 1;
   }
 };
+// The marks of queries as those of their octets, 8 in all.
+__device__ __forceinline__ uint32_t marks_of_octets(const SparseAttentionParams& p, uint32_t queries) {
+  if (p.num_q_heads == kOctetHeads) return queries;
+  const int octets = p.num_q_heads / kOctetHeads;  // 2 or 4
+  uint32_t marks = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxTileQueries / 2; ++i) marks |= (queries >> i & 1) << i * octets;
+  return marks * ((1u << octets) - 1);
+}
 
 // The queries of a tile that belong to one request, and their keys: positions of the tile's list.
 struct TileRequest {
@@ -145,8 +155,8 @@ class ListedKeys {
  public:
   struct Key {
     int slot, scope;
-    uint32_t queries;
-    __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
+    uint32_t octets;
+    __device__ uint8_t marks() const { return static_cast<uint8_t>(octets); }
   };
   ListedKeys() = default;
   __device__ ListedKeys(const KernelParams& params, unsigned tile)
@@ -159,7 +169,7 @@ class ListedKeys {
     const uint32_t queries = __ldg(marks_ + position);
     const int in_cache = slot & ~(1u << 31), scope = slot >> 31;
     const int64_t num_slots = scope ? +p_->scopes[1].num_slots : +p_->scopes[0].num_slots;
-    return in_cache < num_slots ? Key{in_cache, scope, queries} : Key{0, 0, 0};
+    return in_cache < num_slots ? Key{in_cache, scope, marks_of_octets(*p_, queries)} : Key{0, 0, 0};
   }
   // By all threads: brings some keys close, as a survey does with entries. A thread takes a line.
   __device__ void fetch_lines(int first, int count, int thread) const {
@@ -298,7 +308,10 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
     count = static_cast<int>(params.shared.queries.size(index));
     item.keys = ListedKeys(params, index);
     item.num_keys = count > 0 ? params.shared.length(index) : -1;
-    if (warp == 0 && lane == 0) tile.describe(p, count);
+    if (warp == 0 && lane == 0) {
+      tile.describe(p, count);
+      tile.all_queries = marks_of_octets(p, tile.all_queries);
+    }
   } else {
     item.part = item.split, item.num_parts = params.num_splits();
     if (params.num_tiles > 0) {
