@@ -206,8 +206,8 @@ def test_a_prompt_of_few_heads_is_read_straight_from_the_pages(
 @pytest.mark.parametrize(
     "num_tokens, num_q_heads, batch_invariant, has_room",
     [
-        (1, 128, False, True), (44, 17, False, True), (45, 17, False, False), (8, 16, False, False),
-        (8, 128, True, False), (256, 128, False, False),
+        (1, 128, False, True), (66, 17, False, True), (67, 17, False, False), (8, 16, False, False),
+        (8, 128, True, True), (33, 128, True, True), (34, 65, False, False), (256, 128, False, False),
     ],
 )  # fmt: skip
 def test_few_tokens_of_many_heads_bring_a_workspace_on_hopper(

@@ -325,8 +325,7 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
     const int rows = std::min(plan.tile_queries * p.num_q_heads, plan.variant.heads);
     return int64_t{plan.ctas} * rows * kFloatsOfPart + 2 * num_entry_tiles(p);
   }
-  if (plan.variant.schedule == Schedule::kParts) return floats_of_parts(p, plan);
-  if (plan.variant.schedule == Schedule::kRuns) return floats_of_runs(p, plan);
+  if (leaves_parts(plan.variant.schedule)) return floats_of_parts(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -365,21 +364,18 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
-    const bool runs_meet = v.schedule == Schedule::kRuns;
-    const bool segments = v.schedule == Schedule::kSegments || runs_meet;
-    const bool parts = v.schedule == Schedule::kParts || runs_meet;
-    const bool split = v.schedule != Schedule::kWalk;
+    const bool segments = v.schedule == Schedule::kSegments || v.schedule == Schedule::kRuns;
+    const bool parts = leaves_parts(v.schedule), split = v.schedule != Schedule::kWalk;
     const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
     const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
-    const int num = runs_meet ? num_segments(p) : segments ? forced_segments(p, v, wanted.splits) : 1;
+    const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
     const bool has_segments = num > 0 && !((segments || parts) && p.max_logits);
     if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      if (segments) plan.segments = num, plan.run_blocks = segments_of(p).run_blocks;
-      if (runs_meet) plan.most_runs = most_runs(p, num);
+      if (segments) deal_runs(p, num, plan);
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

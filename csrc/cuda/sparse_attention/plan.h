@@ -149,7 +149,7 @@ struct Gpu {
 };
 // With what the workspace of `p` has room for, where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-// Of the plan, if it has all the room it wants; where the GPU's own kernels need none, without making it.
+// Of the plan with all the room it wants, or a caller's; where own kernels need none, without making it.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // Of ragged attention, by the portable kernel, for requests that have at most `keys` together. The variant

@@ -47,10 +47,13 @@ inline double time_of_parts(const SparseAttentionParams& p, const PartsPrice& pr
          by.us_per_byte * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
 }
 
+constexpr bool leaves_parts(Schedule s) { return s == Schedule::kParts || s == Schedule::kRuns; }
 // That the CTAs of all queries leave.
 inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan) {
   const int heads = plan.variant.heads;
-  return p.num_tokens * ceil_div(p.num_q_heads, heads) * plan.splits * heads * kFloatsOfQueryPart;
+  const int64_t of_head = plan.variant.schedule == Schedule::kRuns ? plan.most_runs * kFloatsOfRun
+                                                                   : plan.splits * kFloatsOfQueryPart;
+  return p.num_tokens * ceil_div(p.num_q_heads, heads) * heads * of_head;
 }
 
 // Whether heads and queries leave room for parts: without it nobody need ask for a plan, or a workspace.

@@ -75,8 +75,9 @@ void for_each_segment_variant(const SparseAttentionParams& p, Fn&& fn) {
       fn(*v, c);
   }
 }
-// Of a query that a test shares among so many, at least one for each; 0: it cannot be.
+// Of a query that a test shares among so many, in a cluster at least one for each; 0: it cannot be.
 inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int splits) {
+  if (v.schedule == Schedule::kRuns) return num_segments(p);
   const SegmentCtas& ctas =
       *std::find_if(std::begin(kSegmentCtas), std::end(kSegmentCtas),
                     [&](const SegmentCtas& c) { return c.kernel == v.kernel && c.heads == v.heads; });
@@ -111,6 +112,11 @@ inline int most_runs(const SparseAttentionParams& p, int segments) {
   return most;
 }
 
+inline void deal_runs(const SparseAttentionParams& p, int segments, Plan& plan) {
+  plan.segments = segments, plan.run_blocks = segments_of(p).run_blocks;
+  plan.most_runs = most_runs(p, segments);
+}
+
 // CTAs of many_heads without clusters, which leave runs to a second grid: as kSegmentCtas, of a run that a
 // CTA leaves, and of all together, if each SM leaves one. Fitted to 314 forced plans of 2 to 44 queries on an
 // H200, times within 3 to 4 % in the mean.
@@ -128,13 +134,9 @@ inline double time_of_runs(const SparseAttentionParams& p, const RunCtas& c, con
          c.all_us * static_cast<double>(items * plan.most_runs) / num_sms +
          c.us_per_byte * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
 }
-inline int64_t floats_of_runs(const SparseAttentionParams& p, const Plan& plan) {
-  const int heads = plan.variant.heads;
-  return p.num_tokens * ceil_div(p.num_q_heads, heads) * plan.most_runs * heads * kFloatsOfRun;
-}
 // Whether the workspace, and any that sparse_attention_workspace tells, has room for them.
 inline bool have_room(const SparseAttentionParams& p, const Plan& plan, int num_sms) {
-  return floats_of_runs(p, plan) <=
+  return floats_of_parts(p, plan) <=
          std::min(p.workspace_floats, sparse_attention_floats(p.num_tokens, p.num_q_heads, num_sms, true));
 }
 
@@ -147,8 +149,7 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
   for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
   const auto plan_of = [&](const Variant& v, int ctas) {
     Plan plan{v, ctas};
-    plan.segments = segments, plan.run_blocks = segments_of(p).run_blocks;
-    if (v.schedule == Schedule::kRuns) plan.most_runs = most_runs(p, segments);
+    deal_runs(p, segments, plan);
     return plan;
   };
   const auto each = [&](auto&& fn) {

@@ -14,9 +14,9 @@ from .drafts import ALONE, Group
 # From here on a batch is a prompt: `sparse_prefill_paged` is the faster op. On an H200, dsv32, top-k 2048,
 # 256 rows take 87 us with 16 heads and 122 with 32; `sparse_decode` takes 105 and 118.
 PREFILL_ROWS, PREFILL_HEADS = 256, 16
-# Decode on Hopper has use for a workspace where so many CTAs of each token, with so many heads, are on the
-# GPU at once (csrc/cuda/sparse_attention/plan_parts.h).
-MEETING_HEADS, MEETING_CTAS = 17, 2
+# Decode on Hopper has use for a workspace from so many heads on, where so many CTAs of each token, of at most
+# so many heads each, are on the GPU at once (csrc/cuda/sparse_attention/plan_parts.h).
+MEETING_HEADS, MEETING_CTAS, CTA_HEADS = 17, 2, 64
 
 
 def is_prefill(num_rows: int, num_heads: int) -> bool:
@@ -130,7 +130,7 @@ def _workspace(
     if has_own and not may_meet:
         return None
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    if has_own and MEETING_CTAS * tokens > sms:
+    if has_own and MEETING_CTAS * tokens * -(-heads // CTA_HEADS) > sms:
         return None
     elements = sparse_attention_workspace(
         tokens, num_q_heads=heads, num_sms=sms, batch_invariant=batch_invariant
