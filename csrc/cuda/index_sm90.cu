@@ -56,9 +56,9 @@ int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
 }
-// Whether drafts are units of one row: one is chosen for by all consumers of a CTA, two by half of them each, and
-// keys that are read twice come from the L2. That pays where contexts are short: where tables have no room for
-// others, and for so few rows whatever room there is.
+// Whether drafts are units of one row: one is chosen for by all consumers of a CTA, two by half of them each,
+// and keys that are read twice come from the L2. That pays where contexts are short: where tables have no
+// room for others, and for so few rows whatever room there is.
 bool are_rows_alone(const IndexRows& rows, int num_heads, bool is_fp4) {
   constexpr int64_t kMostRows = 6, kMostTiles = 80, kMostRowTiles = 2304;
   if (rows.k_start || rows.query_start_loc || num_heads <= 32 || is_fp4) return false;
@@ -184,7 +184,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int64_t lane_ctas = own.num_ctas / lanes, units = own.places.count;
   const bool may_be_uniform =
       !rows.k_start && !rows.query_start_loc && units <= std::min<int64_t>(lane_ctas, kGroup);
-  const Divider unit_shares(may_be_uniform ? lane_ctas / units : 1);
+  const auto unit_shares = static_cast<int32_t>(may_be_uniform ? lane_ctas / units : 0);
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   const int64_t jobs = num_merge_jobs(own);
@@ -228,7 +228,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
               .stream = stream,
               .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
              ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
-                      most_gathered, most_binned, near_keys, unit_shares, may_be_uniform});
+                      most_gathered, most_binned, near_keys, unit_shares});
     };
     // One row of many heads: the consumers wait for the memory.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)

@@ -50,8 +50,8 @@ def test_rows_of_short_contexts_are_shared_by_ctas(kind, next_n, heads, device):
 )
 @pytest.mark.parametrize("num_requests", [1, 2, 9])
 def test_drafts_that_are_several_units(num_requests, next_n, heads, topk, room, has_row_lens, device):
-    """Some take all that they see, or see nothing, beside others that do not; several CTAs share them. The page
-    table has room for more than they see."""
+    """Some take all that they see, or see nothing, beside others that do not; several CTAs share them. The
+    page table has room for more than they see."""
     lens = [2 * topk + 300, topk + 2, 5, topk, 0, 3 * topk, topk + next_n, 2000, 1][:num_requests]
     row_lens = [max(n - j * 70 % 400, 0) if j % 3 else n for n in lens for j in range(next_n)]
     options = {"row_lens": ints(row_lens, device)} if has_row_lens else {}

@@ -167,8 +167,8 @@ struct Survey {
   int32_t count;
   uint32_t low, high;
 };
-// The same from what each thread found: through the memory of bins, behind a barrier that all have met who used
-// it.
+// The same from what each thread found: through the memory of bins, behind a barrier that all have met who
+// used it.
 template <class Team>
 __device__ __forceinline__ Survey survey_of(const Team& team, Survey own) {
   const int lane = threadIdx.x % kWarpSize, warps = team.threads() / kWarpSize;

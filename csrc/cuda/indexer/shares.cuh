@@ -266,13 +266,13 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   find_first(mine, last, chosen_of);
 }
 
-// The same where each unit gets as many shares as each other one, `unit_shares` of them: where a share begins is
-// known before any length, and what is left to find is their size. Whether that is done: not where lengths
-// differ so much that it does not pay. There are at most as many places as threads, all of requests that have
-// as many rows. The calling threads' first one writes what it finds.
+// The same where each unit gets as many shares as each other one, at most `unit_shares`: what is left to find
+// is their size. Whether that is done: not where lengths differ so much that it does not pay. There are at
+// most as many places as threads, all of requests that have as many rows. The calling threads' first one
+// writes what it finds.
 template <class Team>
 __device__ __forceinline__ bool find_uniform_share(const Team& team, const ShareQuestion& question,
-                                                   const Divider& unit_shares, IndexShare& share,
+                                                   int32_t unit_shares, IndexShare& share,
                                                    IndexUnit& first_unit) {
   const UnitPlaces& places = question.places;
   int32_t own = 0;
@@ -283,10 +283,12 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   }
   const auto [total, longest] = team.sum_and_most(own);
   const auto num_ctas = static_cast<int32_t>(question.num_ctas.divisor());
-  const auto each = static_cast<int32_t>(unit_shares.divisor());
+  const auto equal =
+      static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
+  const int32_t size = max(AlignedShares::number(longest, unit_shares), 1);
+  // None that is empty for all: the first share of all, whose CTA answers, is to begin early.
+  const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
-  const auto equal = static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
-  const int32_t size = max(AlignedShares::number(longest, each), 1);
   const AlignedShares sizes{max(equal, 1), size};
   if (!sizes.may_pay(num_ctas) || shares * size > question.most_kept) return false;
   if (team.thread() > 0) return true;
@@ -298,8 +300,8 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   share.index = question.cta;
   if (question.cta >= shares) return true;
   share.index = question.are_descending ? shares - 1 - question.cta : question.cta;
-  const uint32_t place = unit_shares.word(static_cast<uint32_t>(share.index));
-  share.first_step = static_cast<int64_t>(place) * (each * size);
+  const int32_t place = AlignedShares::number(share.index + 1, each) - 1;
+  share.first_step = int64_t{place} * (each * size);
   const auto [request, in_request] = places(place);
   set_even_unit<false>(question.rows, request, in_request + question.lane * question.group_rows,
                        question.group_rows, first_unit);

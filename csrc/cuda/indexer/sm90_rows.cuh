@@ -116,10 +116,10 @@ struct ScanShared {
   uint64_t unit_full[2], unit_left[2];
   IndexShare share;
   alignas(16) int64_t sums[kThreads / kWarpSize];  // of ShareTeam
-  IndexUnit units[2];                                // in turns
-  ScanWork works[2];                                 // of those units
-  int64_t begin, end;                                // the CTA's share
-  int cta;                                           // its number among all shares
+  IndexUnit units[2];                              // in turns
+  ScanWork works[2];                               // of those units
+  int64_t begin, end;                              // the CTA's share
+  int cta;                                         // its number among all shares
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
   uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above
@@ -135,8 +135,7 @@ struct ScanArgs {
   int32_t most_kept, most_gathered;  // tiles, of all units and of one
   int32_t most_binned;               // of all units, with room for bins
   int32_t near_keys;                 // of a row whose keys are not counted
-  Divider unit_shares;               // of find_uniform_share
-  bool may_be_uniform;
+  int32_t unit_shares;               // of find_uniform_share, or 0: shares are not uniform
 };
 
 // All consumers.

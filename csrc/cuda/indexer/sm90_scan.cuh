@@ -56,10 +56,10 @@ class Scan : ScanUnits {
 
  private:
   // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
-  // warpgroup alone finds the share; the second one meanwhile takes an item that has no keys and no rows through
-  // the ring, and the others load the queries of a unit without rows: when the first keys are known, what they
-  // run is there. Not where products fill the registers, nor for racecheck: it takes warps that have passed
-  // different barriers for unordered.
+  // warpgroup alone finds the share; the second one meanwhile takes an item that has no keys and no rows
+  // through the ring, and the others load the queries of a unit without rows: when the first keys are known,
+  // what they run is there. Not where products fill the registers, nor for racecheck: it takes warps that
+  // have passed different barriers for unordered.
 #if MLA_FP8_RACECHECK
   static constexpr bool kRehearses = false;
 #else

@@ -30,20 +30,12 @@ class ScanUnits {
   // The share, and its first unit.
   __device__ __forceinline__ void find_work(const ShareTeam& team) const {
     wait_for_previous_grid();
-    const ShareQuestion question{p_.problem.rows,
-                                 args_.places,
-                                 args_.ctas,
-                                 p_.topk,
-                                 args_.group_rows,
-                                 kTileKeys,
-                                 cta_of_lane(),
-                                 lane_of_cta(),
-                                 scan_.most_gathered > 0,
-                                 scan_.most_kept,
-                                 scan_.most_gathered,
-                                 reinterpret_cast<int32_t*>(keys(0)),
-                                 args_.group_rows * pitch()};
-    if (!scan_.may_be_uniform ||
+    const ShareQuestion question{
+        p_.problem.rows,           args_.places,    args_.ctas,          p_.topk,
+        args_.group_rows,          kTileKeys,       cta_of_lane(),       lane_of_cta(),
+        scan_.most_gathered > 0,   scan_.most_kept, scan_.most_gathered, reinterpret_cast<int32_t*>(keys(0)),
+        args_.group_rows * pitch()};
+    if (scan_.unit_shares == 0 ||
         !find_uniform_share(team, question, scan_.unit_shares, s_.share, s_.units[0])) {
       find_share(team, question, s_.share, s_.units[0]);
       if (threadIdx.x == 0) s_.share.are_uniform = false;
