@@ -98,14 +98,14 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   return best;
 }
 
-// ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
+// ---- queries that share keys (ops/shared_keys.h) -------------------------------------------------------
 
 // What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
 inline constexpr double kLikelyNew = 0.1;
 // A CTA over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179 keys; of 48 rows
-// to 128 tiles of 898 alone. The launch for queries that go alone, if there are none. Making the lists: fitted
-// to V4 alone, with 9.5e-6 us an entry, where the lists before took 9e-6 (its prompts of 8 heads) to 27e-6
-// (V3.2's prompts 21e-6).
+// to 128 tiles of 898 alone. The launch for queries that go alone, if there are none. Making lists: fitted
+// to V4, with 9.5e-6 us an entry, where the lists before took 9e-6 (its prompts of 8 heads) to 27e-6 (V3.2's
+// prompts 21e-6).
 struct ListPrice {
   int rows;
   Price price;
