@@ -161,7 +161,8 @@ def test_the_largest_workspace_of_use_is_enough_for_shared_tiles(queries, heads,
 
 
 SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a group, groups -> tile, its plan
-    ("decode", "dsv4", 128, 512, 8, 6, 128, (6, "many_heads split, 64 heads, 1 CTA a query")),
+    ("decode", "dsv4", 128, 512, 8, 6, 128, (6, "many_heads split, 48 heads, 1 CTA a query")),
+    ("decode", "dsv32", 2048, 0, 8, 6, 128, (6, "many_heads split, 64 heads, 1 CTA a query")),
     ("decode", "dsv4", 128, 512, 8, 8, 128, (8, "many_heads split, 64 heads, 1 CTA a query")),
     ("decode", "dsv32", 2048, 0, 8, 4, 128, (4, "many_heads split, 32 heads, 1 CTA a query")),
     ("prefill", "dsv4", 128, 512, 8, 8, 1024, (8, "many_heads split, 64 heads, 1 CTA a query")),
@@ -178,6 +179,7 @@ SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a grou
     ("decode", "dsv32", 2048, 0, 8, 6, 32, (3, "many_heads split, 32 heads, 2 CTAs a query")),
     ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
     ("decode", "dsv4", 128, 512, 8, 1, 768, None),
+    ("decode", "dsv4", 128, 512, 32, 2, 128, None),  # what two share, the making of lists costs
     ("decode", "dsv4", 128, 512, 64, 6, 128, None),
     ("decode", "dsv4", 128, 512, 12, 4, 128, None),
     ("decode", "bf16", 2048, 0, 8, 8, 1024, None),

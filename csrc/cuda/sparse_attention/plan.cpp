@@ -217,30 +217,12 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // ---- queries that share keys ----------------------------------------------------------------------------
 
-// What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
-constexpr double kLikelyNew = 0.1;
-// A CTA over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179 keys; of 48 rows
-// to 128 tiles of 898 alone. The launch for queries that go alone, if there are none. Making the lists. The
-// last three are fitted to V4 alone: where 9.5e-6 us an entry are assumed, nvidia_h200.csv has 9e-6 (V4's
-// prompts of 8 heads) to 27e-6 (V3.2's prompts 21e-6).
-struct ListPrice {
-  int rows;
-  Price price;
-} constexpr kListPrices[] = {
-    {32, {29.7, 8.4, 1.4, 0.0}}, {48, {32.3, 9.4, 2.5, 0.0}}, {64, {37.0, 10.3, 3.5, 0.0}}};
-constexpr double kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
-// What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
-// the line between them lies where few tiles are (an overlap of about 0.4).
-constexpr double kMostOfAlone = 1.25;
-// A walk of few_heads, with 32 heads of many_heads, an SM: a key, and what lies between two queries. (One
-// H200: 4096 queries of 640 and 2048 keys, 76efeb85. With 32 heads a guess that was not fitted.)
-struct WalkPrice {
-  int heads;
-  double ns_per_key, fixed_us;
-} constexpr kWalkPrices[] = {{8, 14.2, 2.1}, {16, 19.0, 3.4}, {32, 25.0, 5.0}};
-
 double time_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
-  if (plan.variant.schedule == Schedule::kSplit) return cheapest_split(p, p.num_tokens, num_sms).us;
+  if (plan.variant.schedule == Schedule::kSplit) {
+    const Priced all = cheapest_split(p, p.num_tokens, num_sms);
+    const double hidden = std::max(price_of(*all.heads, p).us_per_byte - kSeenUsPerByte, 0.0);
+    return all.us - hidden * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
+  }
   for (const WalkPrice& w : kWalkPrices)
     if (w.heads == plan.variant.heads)
       return static_cast<double>(p.num_tokens) / num_sms *

@@ -98,4 +98,34 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   return best;
 }
 
+// ---- queries that share keys (ops/shared_keys.h) -------------------------------------------------------
+
+// What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
+inline constexpr double kLikelyNew = 0.1;
+// A CTA over lists, with the memory's time: fitted to one H200, V4, 128 tiles of 645 to 2179 keys; of 48 rows
+// to 128 tiles of 898 alone. The launch for queries that go alone, if there are none. Making lists: fitted
+// to V4, with 9.5e-6 us an entry, where the lists before took 9e-6 (its prompts of 8 heads) to 27e-6 (V3.2's
+// prompts 21e-6).
+struct ListPrice {
+  int rows;
+  Price price;
+};
+inline constexpr ListPrice kListPrices[] = {
+    {32, {29.7, 8.4, 1.4, 0.0}}, {48, {32.3, 9.4, 2.5, 0.0}}, {64, {37.0, 10.3, 3.5, 0.0}}};
+inline constexpr double kNobodyAloneUs = 5.0, kListsUs = 4.0, kListsUsPerEntry = 9.5e-6;
+// What a tile may take of its queries alone. Tiles of both kinds in one call cost nearly what both cost, so
+// the line between them lies where few tiles are (an overlap of about 0.4).
+inline constexpr double kMostOfAlone = 1.25;
+// What split queries take for a byte where they are more than a wave: most rows come while others are worked
+// on. (One H200, 256 queries of V4 with 8 and 32 heads 32 and 50 us, 192 of V3.2 with 8 heads 69; at their
+// whole price 42, 56 and 95.)
+inline constexpr double kSeenUsPerByte = 0.04e-6;
+// A walk of few_heads, with 32 heads of many_heads, an SM: a key, and what lies between two queries. (One
+// H200: 4096 queries of 640 and 2048 keys, 76efeb85. With 32 heads a guess that was not fitted.)
+struct WalkPrice {
+  int heads;
+  double ns_per_key, fixed_us;
+};
+inline constexpr WalkPrice kWalkPrices[] = {{8, 14.2, 2.1}, {16, 19.0, 3.4}, {32, 25.0, 5.0}};
+
 }  // namespace mla_fp8::gpu::model

@@ -2,7 +2,7 @@
 //
 // A cluster of 1, 2 or 4 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
 // needs to know the others' before the end. Entries come in units of 128, each of one query and cache. A lane
-// has four of a unit, and a warp a run of units: what comes before a unit is of the warps before, and its own.
+// has four of a unit, a warp a run of units: what comes before a unit is of the warps before, and its own.
 //
 //   1  every entry into a hash table in shared memory: the key takes a bucket, the query a bit of its mark.
 //      An entry without a key goes to a bucket of its lane, behind all, and leaves no mark there

@@ -5,8 +5,8 @@
 //   keys    over windows and all entries of the past: request by request the union of the windows, then the
 //           entries up to the last that any query sees
 //           over what an indexer has chosen: the tile's list (ops/shared_keys.h)
-//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it, over lists
-//           for each octet of heads of these queries
+//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it; over
+//           lists for each octet of heads of these queries
 //   S       where a query of a row does not attend to a key, the logit is -inf
 //
 // Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of
