@@ -54,10 +54,12 @@ class StageExpander {
 
   // Warps that do nothing else: each takes every kExpanders-th stage, here from `i` on.
   __device__ void run(int i, int num_stages) const {
-    for (; i < num_stages; i += C::kExpanders) {
-      wait_until_full<C::kStages>(ring_.raw(i % C::kStages), i);
-      expand(i % C::kStages, i < C::kHelpedStages);
-    }
+    for (; i < num_stages; i += C::kExpanders) take(i);
+  }
+  // The i-th stage of the ring's sequence.
+  __device__ __forceinline__ void take(int i) const {
+    wait_until_full<C::kStages>(ring_.raw(i % C::kStages), i);
+    expand(i % C::kStages, i < C::kHelpedStages);
   }
   // A consumer: of its own first stage the last rows; where there are no such warps all, if it came early.
   __device__ void help(int stage) const {
@@ -325,31 +327,43 @@ class StageExpander {
   const int lane_;
 };
 
-// Such warps in a walk: item after item.
+// Such warps in a walk: item after item, the stages of a team.
 template <class C>
 class WalkExpander {
  public:
-  static_assert(C::kBlockStages % C::kExpanders == 0,
-                "the next item's first stage is that of the first warp");
+  __device__ WalkExpander(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        team_(warp / kTeamWarps),
+        warp_(warp % kTeamWarps),
+        surveys_(smem, team_),
+        expander_(smem, lane),
+        lane_(lane) {}
 
-  __device__ WalkExpander(const KernelParams& params, uint8_t* smem, int lane)
-      : params_(params), surveys_(smem, 0), expander_(smem, lane), lane_(lane) {}
-
-  __device__ void run(int warp) const {
-    int first = 0, row = 0;  // stages, items so far
+  __device__ void run() const {
+    int first = 0, row = 0;  // of the team: stages, items so far
 #pragma unroll 1
-    for (unsigned i = WalkItem<C>::first(params_, 0); i < WalkItem<C>::count(params_);
+    for (unsigned i = WalkItem<C>::first(params_, team_); i < WalkItem<C>::count(params_);
          i = WalkItem<C>::next(params_, i), ++row) {
       const int num_keys = surveys_.read(row, lane_).num_keys;
       surveys_.release(row, lane_);
       const int end = first + ceil_div(num_keys, C::kBlockKeys) * C::kBlockStages;
-      expander_.run(first + warp, end);
+      for (int stage = first + warp_; stage < end; stage += kTeamWarps) expander_.take(in_ring(stage));
       first = end;
     }
   }
 
  private:
+  static constexpr int kTeamWarps = C::kExpanders / C::kTeams;
+  static_assert(C::kExpanders % C::kTeams == 0 && C::kQueryTeams == 1);
+  static_assert(C::kBlockStages % kTeamWarps == 0, "the next item's first stage is that of the first warp");
+  // Teams have blocks in turn.
+  __device__ int in_ring(int stage) const {
+    constexpr int kBlock = C::kBlockStages;
+    return (stage / kBlock * C::kTeams + team_) * kBlock + stage % kBlock;
+  }
+
   const KernelParams& params_;
+  const int team_, warp_;
   const WalkSurveys<C> surveys_;
   const StageExpander<C> expander_;
   const int lane_;

@@ -303,6 +303,51 @@ class MixedProducer : MixedGather<C> {
   const int warp_;
 };
 
+// The producers of a walk beside warps that expand: two stages of each block of a team, whose keys a warp looks
+// up at once. A block's are found while the copies of the one before are issued.
+template <class C>
+class MixedWalkProducer : MixedGather<C> {
+ public:
+  __device__ MixedWalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : MixedGather<C>(params, smem, lane),
+        team_(warp / kTeamProducers),
+        first_(warp % kTeamProducers),
+        in_block_((lane / kStageRows * kTeamProducers + first_) * kStageRows + lane % kStageRows),
+        surveys_(smem, team_) {}
+
+  __device__ void run() {
+    int i = team_ * C::kBlockStages + first_;  // the next stage in the ring's sequence
+    unsigned n = 0;
+    for (unsigned item = WalkItem<C>::first(this->params_, team_); item < WalkItem<C>::count(this->params_);
+         item = WalkItem<C>::next(this->params_, item), ++n) {
+      const Keys keys(this->p_, WalkItem<C>(this->params_, item).query);
+      const KeySource source(this->p_, keys);
+      const ValidKeys<MapInShared> valid_keys(surveys_.read(n, this->lane_), {surveys_.map(n)});
+      const int last = valid_keys.num_keys() - 1;
+      const auto find = [&](int rank) { return this->word_of(valid_keys.find(source, min(rank, last))); };
+      // The last block first, as by rank_in_query.
+      int rank = last / C::kBlockKeys * C::kBlockKeys + in_block_;
+      uint32_t key = last < 0 ? 0 : find(rank);
+#pragma unroll 1
+      for (; last >= 0 && rank >= 0; i += C::kTeams * C::kBlockStages) {
+        const typename MixedGather<C>::Rows rows = this->look_up(key, rank <= last);
+        rank -= C::kBlockKeys;
+        if (rank >= 0) key = find(rank);
+        this->fetch(MixedGather<C>::Turn::of(i), rows, 0);
+        this->fetch(MixedGather<C>::Turn::of(i + kTeamProducers), rows, kStageRows);
+      }
+      surveys_.release(n, this->lane_);
+    }
+  }
+
+ private:
+  static constexpr int kTeamProducers = C::kProducers / C::kTeams;
+  static_assert(C::kQueryTeams == 1 && C::kBlockStages == 2 * kTeamProducers);
+
+  const int team_, first_, in_block_;
+  const WalkSurveys<C> surveys_;
+};
+
 // The warps of a CTA with one query that do not compute, but for early producers.
 template <class C>
 __device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,

@@ -65,7 +65,8 @@ struct Bf16Tiles {
   __device__ static int first_key(int block) { return block / 2 * kPairKeys + block % 2 * keys(0); }
 
   static constexpr int kThreads = 3 * kGroupThreads;
-  static constexpr int kMathRegisters = kPair ? 208 : 224, kGatherRegisters = 504 - 2 * kMathRegisters;
+  static constexpr int kMathRegisters = kPair || kCounted ? 208 : 224;
+  static constexpr int kGatherRegisters = 504 - 2 * kMathRegisters;
 
   // A block arrives in pieces of two panels of values (of a pair four), then rope, and is freed in parts: the
   // values of group 0, those of group 1, each in halves of 32 keys, and rope.

@@ -14,9 +14,9 @@
 //     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
 //                          from the same rows by ldmatrix.trans; scales multiply the weights
 //
-// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh), in a
-// walk, and where there are four producers, the producers (mixed.cuh). Beside these warps the producers
-// survey nothing: they fetch their first rows meanwhile.
+// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh); walks
+// of 16 heads have four for it and four producers; where there are no such warps, producers do it. A split's
+// producers survey nothing beside them: they fetch their first rows meanwhile.
 //
 // Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
 // CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
@@ -394,8 +394,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   wait_for_previous_grid();
   if (!WalkItem<C>::has_any(params)) return;
   if (warp >= kConsumerWarps) {
+    const int producer = warp - kConsumerWarps;
+    if constexpr (C::kExpanders > 0) {
+      if (producer >= C::kProducers) {
+        give_up_registers<C::kExpanderRegisters>();
+        return WalkExpander<C>(params, smem, producer - C::kProducers, lane).run();
+      }
+    }
     give_up_registers<C::kProducerRegisters>();
-    WalkProducer<C>(params, smem, warp - kConsumerWarps, lane).run();
+    if constexpr (C::kExpanders > 0) MixedWalkProducer<C>(params, smem, producer, lane).run();
+    else WalkProducer<C>(params, smem, producer, lane).run();
   } else {
     constexpr int kQueryWarps = C::kQueryTeams * C::kMembers;
     take_registers<C::kConsumerRegisters>();
@@ -440,9 +448,11 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    constexpr int kExpanders = !kWalks && !kSegments && kVariant.producers == 8 ? 4 : 0;
+    // In walks of 16 heads half of the producers; of 8 heads they do both (docs/kernels/two_layouts.md).
+    constexpr int kExpanders = kSegments || kVariant.producers < 8 || (kWalks && kOctets == 1) ? 0 : 4;
     using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || kWalks)>;
-    using C = FewHeads<R, kOctets, kVariant.producers, kWalks ? 4 / kOctets : 1, kSegments>;
+    constexpr int kProducers = kVariant.producers - (kWalks ? R::kExpanders : 0);
+    using C = FewHeads<R, kOctets, kProducers, kWalks ? 4 / kOctets : 1, kSegments>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   });

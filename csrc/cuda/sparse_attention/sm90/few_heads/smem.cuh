@@ -37,7 +37,8 @@ struct FewHeads {
   static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
   // The ring's first ones, of each of which the consumer that needs it expands half.
-  static constexpr int kHelpedStages = kExpanders > 0 && R::kBf16Dims == 0 ? kConsumerWarps : 0;
+  static constexpr int kHelpedStages =
+      kExpanders > 0 && R::kBf16Dims == 0 && kQueries_ == 1 ? kConsumerWarps : 0;
   // EarlyStage. Segments would spill registers.
   static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && kQueries_ == 1 && !kSegments;
   static constexpr int kTeams = kConsumerWarps / kMembers;
@@ -49,7 +50,7 @@ struct FewHeads {
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kExpanders > 0    ? 40
+  static constexpr int kProducerRegisters = kExpanders > 0    ? (kQueries_ == 1 ? 40 : 48)
                                             : R::kMixed       ? 80
                                             : kProducers == 4 ? 40
                                             : kFetchesEarly   ? 40
@@ -77,7 +78,7 @@ struct FewHeads {
 
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
-  static constexpr int kSurveyReaders = kProducers / kQueries;
+  static constexpr int kSurveyReaders = (kProducers + kExpanders) / kQueries;
   static constexpr bool kWalks = kQueries > 1;
   static constexpr bool kFindsLargest = !kSegments;  // if the caller wants them
 

@@ -167,7 +167,7 @@ __device__ __forceinline__ void walk(const KernelParams& params) {
     if constexpr (C::kExpanders > 0) {
       if (producer >= C::kProducers) {
         give_up_registers<C::kExpanderRegisters>();
-        return WalkExpander<C>(params, smem, lane).run(producer - C::kProducers);
+        return WalkExpander<C>(params, smem, producer - C::kProducers, lane).run();
       }
     }
     give_up_registers<C::kProducerRegisters>();
