@@ -303,8 +303,8 @@ class MixedProducer : MixedGather<C> {
   const int warp_;
 };
 
-// The producers of a walk beside warps that expand: two stages of each block of a team, whose keys a warp looks
-// up at once. A block's are found while the copies of the one before are issued.
+// The producers of a walk beside warps that expand: each has two stages of every block of a team, whose keys
+// it looks up at once. Those of the next block are found before these are fetched.
 template <class C>
 class MixedWalkProducer : MixedGather<C> {
  public:
