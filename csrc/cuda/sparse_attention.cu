@@ -39,7 +39,7 @@ bool has_room(const SparseAttentionParams& p) {  // for lists
 void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
   if (const auto sharing = plan_sharing(op, p, this_gpu(), p.shared_keys != nullptr); sharing && has_room(p))
     return run_sharing(p, *sharing, stream);
-  Plan first = plan(op, p, this_gpu());
+  Plan first = plan(op, p, this_gpu());  // each query alone
   if (first.queries == 0) return run(p, first, stream);
   run_plans(op, p.of_tokens(first.queries, p.num_tokens - first.queries), stream);
   first.follows = true;

@@ -256,7 +256,9 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v) return {};
   const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
-  Sharing best{.alone = plan_alone(op, p, gpu)};
+  SparseAttentionParams without_room = p;
+  without_room.workspace_floats = 0;  // that is the lists'
+  Sharing best{.alone = plan_alone(op, without_room, gpu)};
   const double alone_us = time_alone(best.alone, p, gpu.num_sms);
   const auto tiles_of = [&](double new_keys) {  // with so many keys of a query
     SparseAttentionParams tiles = p;
@@ -312,7 +314,7 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   if (own_kernels(p, gpu) && !p.has_entry_pages) {
-    if (p.query_groups > 1) return p.shared_keys || !plan_sharing(op, p, gpu, false) ? 0 : lists_size(p);
+    if (plan_sharing(op, p, gpu, p.shared_keys != nullptr)) return p.shared_keys ? 0 : lists_size(p);
     if (!may_have_parts(op, p, gpu.num_sms)) return 0;
   }
   SparseAttentionParams with_room = p;

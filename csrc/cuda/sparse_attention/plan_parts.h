@@ -59,8 +59,7 @@ inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan)
 // Whether heads and queries leave room for parts: without it nobody need ask for a plan, or a workspace.
 inline bool may_have_parts(Op op, const SparseAttentionParams& p, int num_sms) {
   constexpr int kMostHeads = kPartsPrices[std::size(kPartsPrices) - 1].heads;
-  return op == Op::kDecode && p.query_groups <= 1 && !p.is_window &&
-         2 * align_up(p.num_q_heads, kOctet) > kPartsPrices[0].heads &&
+  return op == Op::kDecode && !p.is_window && 2 * align_up(p.num_q_heads, kOctet) > kPartsPrices[0].heads &&
          (p.batch_invariant ? kLeastCtasOfRuns : kLeastParts) * p.num_tokens *
                  ceil_div(p.num_q_heads, kMostHeads) <=
              num_sms;

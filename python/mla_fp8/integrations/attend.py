@@ -41,14 +41,14 @@ def over_pages(
         options["extra_layout"] = extra_layout.id
     q, indices = aligned(q), index_rows(indices)
     out, lse = _outputs(q, out)
-    workspace = _workspace(q, batch_invariant, decodes=not is_prefill(*q.shape[:2]))
+    floats = _floats(q, batch_invariant, decodes=not is_prefill(*q.shape[:2]))
     if group.queries > 1 and not batch_invariant and _has_own_kernels(q):
         options |= {"query_groups": group.queries}
         if group.layers is None:
-            workspace = _room_for_lists(q, indices, group, options.get("extra_indices"))
+            floats = max(floats, _floats_of_lists(q, indices, group, options.get("extra_indices")))
         else:
             options["shared_keys"] = _shared_lists(q, kv_cache, indices, layout, group, options)
-    options |= {"layout": layout.id, "out": out, "lse": lse, "workspace": workspace}
+    options |= {"layout": layout.id, "out": out, "lse": lse, "workspace": _workspace(q, floats)}
     if is_prefill(*q.shape[:2]) and not batch_invariant:
         torch.ops.mla_fp8.sparse_prefill_paged_out(q, kv_cache, indices, **options, max_logits=None)
     else:
@@ -63,7 +63,7 @@ def over_rows(
     q, kv, indices = aligned(q), aligned(kv), index_rows(indices)
     out, lse = _outputs(q, out)
     max_logits = torch.empty_like(lse)
-    options |= {"out": out, "max_logits": max_logits, "lse": lse, "workspace": _workspace(q)}
+    options |= {"out": out, "max_logits": max_logits, "lse": lse, "workspace": _workspace(q, _floats(q))}
     torch.ops.mla_fp8.sparse_prefill_out(q, kv, indices, **options)
     return out, max_logits, lse
 
@@ -83,7 +83,7 @@ def over_windows(
         out=out,
         max_logits=None,
         lse=lse,
-        workspace=_workspace(q, all_entries="extra_page_table" in options),
+        workspace=_workspace(q, _floats(q, all_entries="extra_page_table" in options)),
     )
 
 
@@ -92,9 +92,9 @@ def _has_own_kernels(q: Tensor) -> bool:
     return arch_of(q.device.type, q.device.index) in ("cpu", "sm90")
 
 
-def _room_for_lists(q: Tensor, indices: Tensor, group: Group, extra_indices: Tensor | None) -> Tensor:
+def _floats_of_lists(q: Tensor, indices: Tensor, group: Group, extra_indices: Tensor | None) -> int:
     tiles, words = shared_keys_shape(indices, group.queries, q.shape[1], extra_indices)
-    return torch.empty(tiles * words, dtype=torch.float32, device=q.device)
+    return tiles * words
 
 
 def _shared_lists(
@@ -118,24 +118,25 @@ def _shared_lists(
     return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))
 
 
-def _workspace(
+def _floats(
     q: Tensor, batch_invariant: bool = False, all_entries: bool = False, decodes: bool = False
-) -> Tensor | None:
-    """What lets several CTAs share a token's keys; None where kernels need none for that."""
+) -> int:
+    """Of what lets several CTAs share a token's keys; 0 where kernels need nothing for that."""
     if q.device.type == "cpu":
-        return None
+        return 0
     tokens, heads = q.shape[:2]
     may_meet = decodes and heads >= MEETING_HEADS
     has_own = _has_own_kernels(q) and not all_entries
     if has_own and not may_meet:
-        return None
+        return 0
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     if has_own and MEETING_CTAS * tokens * -(-heads // CTA_HEADS) > sms:
-        return None
-    elements = sparse_attention_workspace(
-        tokens, num_q_heads=heads, num_sms=sms, batch_invariant=batch_invariant
-    )
-    return torch.empty(elements, dtype=torch.float32, device=q.device)
+        return 0
+    return sparse_attention_workspace(tokens, num_q_heads=heads, num_sms=sms, batch_invariant=batch_invariant)
+
+
+def _workspace(q: Tensor, floats: int) -> Tensor | None:
+    return torch.empty(floats, dtype=torch.float32, device=q.device) if floats else None
 
 
 def _outputs(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
