@@ -14,7 +14,7 @@ import torch
 from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS, probes
-from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, log, sglang, vllm
+from mla_fp8.integrations import attend, drafts, flash_mla_calls, layer_ops, log, sglang, vllm
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -230,3 +230,6 @@ def test_few_tokens_of_many_heads_bring_a_workspace_on_hopper(
     assert (workspace is not None) == has_room
     if has_room:
         assert workspace.numel() == room
+    attend.over_pages(q, q, indices, layout=KV_LAYOUTS["dsv32"], **options, group=drafts.Group(2))
+    grouped = calls[1]["workspace"]  # as much at least: a plan may let the drafts go alone
+    assert not has_room or grouped.numel() >= room
