@@ -147,9 +147,11 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
   const bool may_leave_runs = may_have_parts(op, p, num_sms) && segments_of(p).kernel == Kernel::kManyHeads;
   SparseAttentionParams quarter = p;
   for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
+  Plan dealt{};
+  deal_runs(p, segments, dealt);
   const auto plan_of = [&](const Variant& v, int ctas) {
-    Plan plan{v, ctas};
-    deal_runs(p, segments, plan);
+    Plan plan = dealt;
+    plan.variant = v, plan.splits = ctas;
     return plan;
   };
   const auto each = [&](auto&& fn) {

@@ -76,11 +76,17 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 }
 
 template <class C>
+inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
+
+template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
+inline constexpr bool kHasParts = requires { requires C::kParts; };
+template <class C>  // and leave the result of each run
+inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
+
+template <class C>
 KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                           gpuStream_t stream) {
-  const Schedule schedule = plan.variant.schedule;
-  const bool walks = schedule == Schedule::kWalk;
-  const bool has_clusters = schedule != Schedule::kParts && schedule != Schedule::kRuns;
+  const bool walks = plan.variant.schedule == Schedule::kWalk;
   const bool is_tile = plan.tile_queries > 1 || plan.takes_lists, shares = shares_tiles(plan);
   const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
   const SharedKeysShape shared(p);
@@ -112,7 +118,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = has_clusters ? splits : 1},
+            .cluster = kHasParts<C> ? 1 : splits},
            params);
   };
   if (plan.last_tiles > 0) {
@@ -190,13 +196,6 @@ __device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
   const unsigned query = params.head_blocks.word(i);
   return {query, static_cast<int>(i - query * params.num_head_blocks()) * C::kHeads};
 }
-template <class C>
-inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
-
-template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
-inline constexpr bool kHasParts = requires { requires C::kParts; };
-template <class C>  // and leave the result of each run
-inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
 
 template <class C>
 __device__ typename C::Item find_item(const KernelParams& params) {
