@@ -3,6 +3,7 @@
 //   sanitize_attention [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +20,8 @@ namespace mla_fp8::gpu {
 namespace {
 
 struct Case {
-  const char *kernel, *schedule;
+  Kernel kernel;
+  Schedule schedule;
   int cta_heads, splits, producers;  // 0 splits: all CTAs share all tiles; 0 producers: as the kernel has
   KvLayoutId layout;
   int heads, tokens, topk, extra_topk;
@@ -30,133 +32,141 @@ struct Case {
   int query_groups = 1;          // whose keys are mostly the same; but for the last group's
 };
 using enum KvLayoutId;
+using enum Kernel;
+using enum Schedule;
 constexpr Case kCases[] = {
-    {"few_heads", "split", 8, 1, 4, kDsv32, 8, 5, 300, 0, false},
-    {"few_heads", "split", 8, 4, 4, kDsv32, 8, 5, 1200, 0, false},
-    {"few_heads", "split", 8, 1, 8, kDsv32, 5, 5, 700, 0, false},
-    {"few_heads", "split", 8, 1, 4, kDsv4, 8, 5, 300, 100, false},
-    {"few_heads", "split", 8, 4, 4, kDsv4, 8, 5, 1000, 200, false},
-    {"few_heads", "split", 8, 1, 4, kFp8E4m3, 8, 5, 300, 0, false},
-    {"few_heads", "split", 8, 2, 4, kBf16, 8, 5, 500, 0, false},
-    {"few_heads", "split", 16, 1, 0, kDsv32, 16, 5, 300, 0, false},
-    {"few_heads", "split", 16, 4, 0, kDsv32, 16, 5, 1200, 0, false},
-    {"few_heads", "split", 16, 1, 0, kDsv32, 17, 5, 300, 0, false},
-    {"few_heads", "split", 16, 1, 0, kDsv4, 16, 5, 300, 100, false},
-    {"few_heads", "split", 16, 2, 0, kDsv4, 16, 5, 800, 100, false},
-    {"few_heads", "split", 16, 2, 0, kFp8E4m3D512, 16, 5, 600, 0, false},
-    {"few_heads", "split", 16, 2, 0, kBf16D512, 12, 5, 500, 0, false},
-    {"few_heads", "split", 32, 1, 0, kBf16, 32, 5, 600, 0, false},
-    {"few_heads", "split", 32, 2, 0, kBf16, 64, 5, 1000, 0, false},
-    {"few_heads", "split", 8, 16, 4, kBf16D512, 8, 1, 4800, 0, false},
-    {"many_heads", "split", 32, 1, 0, kDsv32, 32, 5, 1100, 0, false},
-    {"many_heads", "split", 32, 4, 0, kDsv32, 32, 5, 2400, 0, false},
-    {"many_heads", "split", 32, 1, 0, kDsv4, 32, 5, 600, 500, false},
-    {"many_heads", "split", 64, 1, 0, kDsv32, 64, 5, 900, 0, false},
-    {"many_heads", "split", 64, 2, 0, kDsv32, 128, 5, 1500, 0, false},
-    {"many_heads", "split", 64, 1, 0, kDsv4, 64, 5, 500, 400, false},
-    {"many_heads", "split", 64, 4, 0, kDsv4, 64, 5, 2000, 100, false},
-    {"many_heads", "split", 64, 1, 0, kFp8E4m3, 64, 5, 900, 0, false},
-    {"many_heads", "split", 32, 1, 0, kDsv32, 32, 5, 1100, 0, true},
-    {"many_heads", "split", 64, 2, 0, kDsv32, 128, 5, 1500, 0, true},
-    {"many_heads", "split", 64, 4, 0, kDsv4, 64, 5, 2000, 100, true},
-    {"few_heads", "split", 8, 2, 8, kDsv41, 8, 5, 800, 200, false},
-    {"few_heads", "split", 16, 2, 0, kDsv41, 16, 5, 800, 100, false},
-    {"few_heads", "split", 16, 2, 0, kDsv32Nope, 16, 5, 900, 0, false},
-    {"many_heads", "split", 32, 1, 0, kDsv32Nope, 32, 5, 1100, 0, false},
-    {"many_heads", "split", 64, 2, 0, kDsv41, 64, 5, 900, 300, false},
-    {"few_heads", "walk", 16, 1, 0, kDsv41, 16, 30, 100, 60, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv41, 32, 30, 200, 60, true},
-    {"few_heads", "walk", 8, 1, 0, kDsv32, 8, 30, 150, 0, true},
-    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 60, true},
-    {"few_heads", "walk", 16, 1, 0, kDsv32, 16, 16, 200, 0, true},
-    {"few_heads", "walk", 16, 1, 0, kDsv4, 16, 16, 100, 60, true},
-    {"few_heads", "walk", 8, 1, 0, kFp8E4m3, 8, 30, 150, 0, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 16, 280, 200, 0, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 280, 100, 60, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv32, 32, 8, 400, 0, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv4, 32, 8, 300, 100, true},
-    {"many_heads", "walk", 32, 1, 0, kFp8E4m3D512, 32, 8, 400, 0, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv32, 64, 6, 400, 0, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv4, 128, 4, 300, 100, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 64, 280, 200, 0, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 128, 150, 200, 0, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 40, 280, 100, 90, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 64, 280, 130, 60, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kDsv4, 100, 150, 130, 60, true},
-    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 100, false},
-    {"few_heads", "split", 16, 2, 0, kDsv4, 16, 5, 500, 60, false, true},
-    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 60, true, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv32, 32, 8, 300, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 1200, 70, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 100, 150, 70, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 64, 500, 128, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 40, 300, 200, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 20, 500, 70, 0, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 20, 280, 70, 60, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kDsv4, 128, 150, 70, 60, true, true},
-    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 100, false, true},
-    {"few_heads", "split", 8, 1, 4, kDsv41, 8, 5, 300, 500, false, false, true},
-    {"few_heads", "split", 8, 2, 8, kDsv4, 8, 5, 800, 500, true, false, true},
-    {"few_heads", "split", 16, 2, 8, kDsv41, 16, 5, 200, 900, true, false, true},
-    {"few_heads", "split", 16, 1, 0, kDsv4, 17, 5, 128, 400, false, true, true},
-    {"few_heads", "walk", 8, 1, 0, kDsv41, 8, 30, 60, 200, true, false, true},
-    {"few_heads", "walk", 16, 1, 0, kDsv4, 16, 30, 128, 100, true, true, true},
-    {"many_heads", "split", 32, 2, 8, kDsv41, 32, 5, 300, 900, true, false, true},
-    {"many_heads", "split", 32, 1, 0, kDsv4, 32, 5, 300, 500, false, false, true},
-    {"many_heads", "split", 64, 1, 0, kDsv41, 64, 5, 128, 700, false, true, true},
-    {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 900, true, false, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv41, 32, 30, 100, 300, true, false, true},
-    {"many_heads", "walk", 32, 1, 0, kDsv4, 64, 12, 128, 300, true, true, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 8, 1200, 70, 300, true, true, false, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16D512, 20, 500, 128, 200, true, true, false, true},
-    {"bf16_tiles", "walk", 64, 1, 0, kBf16, 100, 150, 70, 200, true, true, false, true},
-    {"few_heads", "walk", 8, 1, 0, kDsv4, 8, 30, 100, 200, true, true, false, true},
-    {"few_heads", "split", 16, 2, 0, kDsv41, 16, 5, 200, 600, true, true, true, true},
-    {"many_heads", "split", 64, 2, 0, kDsv4, 64, 5, 300, 600, true, true, false, true},
-    {"many_heads", "split", 64, 1, 0, kDsv4, 8, 30, 100, 300, true, true, false,
-     true},  // tiles of neighbours
-    {"many_heads", "split", 64, 4, 0, kDsv4, 16, 18, 128, 600, true, true, false, true},
-    {"many_heads", "split", 64, 2, 0, kDsv4, 32, 9, 70, 200, true, true, false, true},
-    {"portable", "split", 8, 1, 0, kDsv4, 8, 5, 300, 200, false, true, false, true},
-    {"many_heads", "split", 32, 1, 0, kDsv4, 8, 15, 300, 100, false, false, false, false, 4},
-    {"many_heads", "split", 64, 2, 0, kDsv4, 8, 22, 300, 100, true, false, false, false, 7},
-    {"many_heads", "split", 64, 4, 0, kDsv32, 16, 14, 400, 0, false, false, false, false, 4},
-    {"many_heads", "split", 64, 1, 0, kDsv32, 32, 7, 400, 0, true, false, false, false, 2},
-    {"few_heads", "split", 16, 6, 0, kDsv32, 16, 3, 2400, 0, false},  // clusters of six
-    {"few_heads", "split", 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
-    {"many_heads", "split", 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
-    {"many_heads", "split", 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
-    {"many_heads", "walk", 64, 1, 0, kDsv32, 64, 7, 400, 0, true},  // wide walks
-    {"many_heads", "walk", 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
-    {"many_heads", "walk", 64, 1, 0, kDsv41, 64, 6, 100, 300, true, false, true},
-    {"many_heads", "walk", 64, 1, 0, kFp8E4m3, 64, 6, 70, 60, true, true},
-    {"many_heads", "split", 32, 0, 0, kDsv4, 8, 8, 300, 900, true, true, false,
-     true},  // all CTAs share tiles
-    {"many_heads", "split", 48, 0, 0, kDsv4, 8, 12, 70, 600, false, true, false, true},
-    {"many_heads", "split", 64, 0, 0, kDsv4, 16, 16, 128, 600, true, true, false, true},
-    {"many_heads", "split", 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
-    {"few_heads", "segments", 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},  // batch_invariant
-    {"few_heads", "segments", 16, 1, 0, kDsv4, 16, 5, 900, 200, false},
-    {"many_heads", "segments", 16, 4, 0, kDsv32, 61, 3, 1200, 0, false},
-    {"many_heads", "segments", 32, 8, 0, kDsv32, 32, 3, 2400, 0, false},
-    {"many_heads", "segments", 32, 1, 0, kDsv4, 32, 5, 900, 200, false},
-    {"many_heads", "segments", 64, 4, 0, kDsv4, 64, 3, 1200, 200, false},
-    {"many_heads", "segments", 64, 1, 0, kDsv32, 128, 5, 1200, 0, false},
-    {"many_heads", "parts", 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},  // no clusters
-    {"many_heads", "parts", 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
-    {"many_heads", "parts", 32, 5, 8, kDsv41, 40, 3, 128, 700, true, false, true},
-    {"many_heads", "parts", 64, 3, 0, kDsv4, 128, 2, 100, 500, false, false, true},
-    {"many_heads", "runs", 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},
-    {"many_heads", "runs", 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
-    {"portable", "split", 16, 3, 0, kDsv32, 16, 5, 900, 0, true},  // by parts, or by other CTAs
-    {"portable", "split", 32, 12, 0, kDsv4, 32, 5, 600, 500, true},
-    {"portable", "split", 64, 2, 0, kDsv32, 40, 10, 900, 0, true},
-    {"portable", "split", 64, 9, 0, kDsv4, 100, 5, 700, 200, false, true},
-    {"portable", "split", 64, 3, 0, kDsv41, 64, 5, 300, 900, true, false, true},
-    {"portable", "split", 32, 1, 0, kDsv32Nope, 64, 10, 400, 0, true},
-    {"portable", "split", 32, 2, 0, kBf16, 40, 5, 500, 0, true},
-    {"portable", "split", 16, 1, 0, kFp8E4m3, 64, 5, 500, 0, true},
+    {kFewHeads, kSplit, 8, 1, 4, kDsv32, 8, 5, 300, 0, false},
+    {kFewHeads, kSplit, 8, 4, 4, kDsv32, 8, 5, 1200, 0, false},
+    {kFewHeads, kSplit, 8, 1, 8, kDsv32, 5, 5, 700, 0, false},
+    {kFewHeads, kSplit, 8, 1, 4, kDsv4, 8, 5, 300, 100, false},
+    {kFewHeads, kSplit, 8, 4, 4, kDsv4, 8, 5, 1000, 200, false},
+    {kFewHeads, kSplit, 8, 1, 4, kFp8E4m3, 8, 5, 300, 0, false},
+    {kFewHeads, kSplit, 8, 2, 4, kBf16, 8, 5, 500, 0, false},
+    {kFewHeads, kSplit, 16, 1, 0, kDsv32, 16, 5, 300, 0, false},
+    {kFewHeads, kSplit, 16, 4, 0, kDsv32, 16, 5, 1200, 0, false},
+    {kFewHeads, kSplit, 16, 1, 0, kDsv32, 17, 5, 300, 0, false},
+    {kFewHeads, kSplit, 16, 1, 0, kDsv4, 16, 5, 300, 100, false},
+    {kFewHeads, kSplit, 16, 2, 0, kDsv4, 16, 5, 800, 100, false},
+    {kFewHeads, kSplit, 16, 2, 0, kFp8E4m3D512, 16, 5, 600, 0, false},
+    {kFewHeads, kSplit, 16, 2, 0, kBf16D512, 12, 5, 500, 0, false},
+    {kFewHeads, kSplit, 32, 1, 0, kBf16, 32, 5, 600, 0, false},
+    {kFewHeads, kSplit, 32, 2, 0, kBf16, 64, 5, 1000, 0, false},
+    {kFewHeads, kSplit, 8, 16, 4, kBf16D512, 8, 1, 4800, 0, false},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv32, 32, 5, 1100, 0, false},
+    {kManyHeads, kSplit, 32, 4, 0, kDsv32, 32, 5, 2400, 0, false},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv4, 32, 5, 600, 500, false},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv32, 64, 5, 900, 0, false},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv32, 128, 5, 1500, 0, false},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv4, 64, 5, 500, 400, false},
+    {kManyHeads, kSplit, 64, 4, 0, kDsv4, 64, 5, 2000, 100, false},
+    {kManyHeads, kSplit, 64, 1, 0, kFp8E4m3, 64, 5, 900, 0, false},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv32, 32, 5, 1100, 0, true},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv32, 128, 5, 1500, 0, true},
+    {kManyHeads, kSplit, 64, 4, 0, kDsv4, 64, 5, 2000, 100, true},
+    {kFewHeads, kSplit, 8, 2, 8, kDsv41, 8, 5, 800, 200, false},
+    {kFewHeads, kSplit, 16, 2, 0, kDsv41, 16, 5, 800, 100, false},
+    {kFewHeads, kSplit, 16, 2, 0, kDsv32Nope, 16, 5, 900, 0, false},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv32Nope, 32, 5, 1100, 0, false},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv41, 64, 5, 900, 300, false},
+    {kFewHeads, kWalk, 16, 1, 0, kDsv41, 16, 30, 100, 60, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv41, 32, 30, 200, 60, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv32, 8, 30, 150, 0, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv4, 8, 30, 100, 60, true},
+    {kFewHeads, kWalk, 16, 1, 0, kDsv32, 16, 16, 200, 0, true},
+    {kFewHeads, kWalk, 16, 1, 0, kDsv4, 16, 16, 100, 60, true},
+    {kFewHeads, kWalk, 8, 1, 0, kFp8E4m3, 8, 30, 150, 0, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 16, 280, 200, 0, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 8, 280, 100, 60, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv32, 32, 8, 400, 0, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv4, 32, 8, 300, 100, true},
+    {kManyHeads, kWalk, 32, 1, 0, kFp8E4m3D512, 32, 8, 400, 0, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv32, 64, 6, 400, 0, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv4, 128, 4, 300, 100, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 64, 280, 200, 0, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 128, 150, 200, 0, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 40, 280, 100, 90, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 64, 280, 130, 60, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kDsv4, 100, 150, 130, 60, true},
+    {kPortable, kSplit, 16, 1, 0, kDsv4, 8, 5, 300, 100, false},
+    {kFewHeads, kSplit, 16, 2, 0, kDsv4, 16, 5, 500, 60, false, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv4, 8, 30, 100, 60, true, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv32, 32, 8, 300, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 8, 1200, 70, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 100, 150, 70, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 64, 500, 128, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 40, 300, 200, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 20, 500, 70, 0, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 20, 280, 70, 60, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kDsv4, 128, 150, 70, 60, true, true},
+    {kPortable, kSplit, 16, 1, 0, kDsv4, 8, 5, 300, 100, false, true},
+    {kFewHeads, kSplit, 8, 1, 4, kDsv41, 8, 5, 300, 500, false, false, true},
+    {kFewHeads, kSplit, 8, 2, 8, kDsv4, 8, 5, 800, 500, true, false, true},
+    {kFewHeads, kSplit, 16, 2, 8, kDsv41, 16, 5, 200, 900, true, false, true},
+    {kFewHeads, kSplit, 16, 1, 0, kDsv4, 17, 5, 128, 400, false, true, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv41, 8, 30, 60, 200, true, false, true},
+    {kFewHeads, kWalk, 16, 1, 0, kDsv4, 16, 30, 128, 100, true, true, true},
+    {kManyHeads, kSplit, 32, 2, 8, kDsv41, 32, 5, 300, 900, true, false, true},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv4, 32, 5, 300, 500, false, false, true},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv41, 64, 5, 128, 700, false, true, true},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv4, 64, 5, 300, 900, true, false, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv41, 32, 30, 100, 300, true, false, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv4, 64, 12, 128, 300, true, true, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 8, 1200, 70, 300, true, true, false, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 20, 500, 128, 200, true, true, false, true},
+    {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 100, 150, 70, 200, true, true, false, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv4, 8, 30, 100, 200, true, true, false, true},
+    {kFewHeads, kSplit, 16, 2, 0, kDsv41, 16, 5, 200, 600, true, true, true, true},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv4, 64, 5, 300, 600, true, true, false, true},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv4, 8, 30, 100, 300, true, true, false, true},  // tiles of neighbours
+    {kManyHeads, kSplit, 64, 4, 0, kDsv4, 16, 18, 128, 600, true, true, false, true},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv4, 32, 9, 70, 200, true, true, false, true},
+    {kPortable, kSplit, 16, 1, 0, kDsv4, 8, 5, 300, 200, false, true, false, true},
+    {kManyHeads, kSplit, 32, 1, 0, kDsv4, 8, 15, 300, 100, false, false, false, false, 4},
+    {kManyHeads, kSplit, 64, 2, 0, kDsv4, 8, 22, 300, 100, true, false, false, false, 7},
+    {kManyHeads, kSplit, 64, 4, 0, kDsv32, 16, 14, 400, 0, false, false, false, false, 4},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv32, 32, 7, 400, 0, true, false, false, false, 2},
+    {kFewHeads, kSplit, 16, 6, 0, kDsv32, 16, 3, 2400, 0, false},  // clusters of six
+    {kFewHeads, kSplit, 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
+    {kManyHeads, kSplit, 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
+    {kManyHeads, kSplit, 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
+    {kManyHeads, kWalk, 64, 1, 0, kDsv32, 64, 7, 400, 0, true},  // wide walks
+    {kManyHeads, kWalk, 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
+    {kManyHeads, kWalk, 64, 1, 0, kFp8E4m3, 64, 6, 70, 60, true, true},
+    {kManyHeads, kSplit, 32, 0, 0, kDsv4, 8, 8, 300, 900, true, true, false, true},  // all CTAs share tiles
+    {kManyHeads, kSplit, 48, 0, 0, kDsv4, 8, 12, 70, 600, false, true, false, true},
+    {kManyHeads, kSplit, 64, 0, 0, kDsv4, 16, 16, 128, 600, true, true, false, true},
+    {kManyHeads, kSplit, 64, 0, 0, kDsv4, 100, 2, 128, 300, false, true, false, true},
+    {kFewHeads, kSegments, 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},  // batch_invariant
+    {kFewHeads, kSegments, 16, 1, 0, kDsv4, 16, 5, 900, 200, false},
+    {kManyHeads, kSegments, 16, 4, 0, kDsv32, 61, 3, 1200, 0, false},
+    {kManyHeads, kSegments, 32, 8, 0, kDsv32, 32, 3, 2400, 0, false},
+    {kManyHeads, kSegments, 32, 1, 0, kDsv4, 32, 5, 900, 200, false},
+    {kManyHeads, kSegments, 64, 4, 0, kDsv4, 64, 3, 1200, 200, false},
+    {kManyHeads, kSegments, 64, 1, 0, kDsv32, 128, 5, 1200, 0, false},
+    {kManyHeads, kParts, 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},  // no clusters
+    {kManyHeads, kParts, 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
+    {kManyHeads, kParts, 32, 5, 8, kDsv41, 40, 3, 128, 700, true, false, true},
+    {kManyHeads, kParts, 64, 3, 0, kDsv4, 128, 2, 100, 500, false, false, true},
+    {kManyHeads, kRuns, 32, 8, 0, kDsv32, 40, 3, 2400, 0, false},
+    {kManyHeads, kRuns, 64, 3, 0, kDsv4, 128, 2, 900, 300, false},
+    {kPortable, kSplit, 16, 3, 0, kDsv32, 16, 5, 900, 0, true},  // by parts, or by other CTAs
+    {kPortable, kSplit, 32, 12, 0, kDsv4, 32, 5, 600, 500, true},
+    {kPortable, kSplit, 64, 2, 0, kDsv32, 40, 10, 900, 0, true},
+    {kPortable, kSplit, 64, 9, 0, kDsv4, 100, 5, 700, 200, false, true},
+    {kPortable, kSplit, 64, 3, 0, kDsv41, 64, 5, 300, 900, true, false, true},
+    {kPortable, kSplit, 32, 1, 0, kDsv32Nope, 64, 10, 400, 0, true},
+    {kPortable, kSplit, 32, 2, 0, kBf16, 40, 5, 500, 0, true},
+    {kPortable, kSplit, 16, 1, 0, kFp8E4m3, 64, 5, 500, 0, true},
 };
+constexpr bool is_a_variant(const Case& c) {
+  const KvPair layouts{c.layout, c.fp4_extra ? kDsv41Fp4 : c.layout};
+  return std::any_of(std::begin(kVariants), std::end(kVariants), [&](const Variant& v) {
+    return v.kernel == c.kernel && v.schedule == c.schedule && v.heads == c.cta_heads &&
+           (c.producers == 0 || v.producers == c.producers) && v.reads(layouts);
+  });
+}
+static_assert(std::all_of(std::begin(kCases), std::end(kCases), is_a_variant));
+
 constexpr int kWalkCtas = 2;  // of a walk, but for bf16_tiles, whose cases fill the device
 constexpr int kNumRows = 512, kPageSize = 64;
 
@@ -262,7 +272,7 @@ EntryPages random_entry_pages(Device& device, int max_entries) {
 }
 
 Plan plan_of(const Case& c, const SparseAttentionParams& p) {
-  Plan plan = forced_plan({c.kernel, c.schedule, c.cta_heads, c.splits, c.producers}, p,
+  Plan plan = forced_plan({name(c.kernel), name(c.schedule), c.cta_heads, c.splits, c.producers}, p,
                           {compute_major(), num_processors()});
   if (shares_tiles(plan)) plan.ctas = static_cast<int>(2 * num_entry_tiles(p) + 1);
   else if (plan.variant.schedule == Schedule::kWalk && plan.variant.kernel != Kernel::kBf16Tiles)
@@ -319,7 +329,7 @@ bool run(const Case& c) {
   SparseAttentionParams p{};
   p.layout = c.layout, p.extra_layout = extra, p.num_tokens = c.tokens, p.num_q_heads = c.heads;
   p.num_scopes = c.extra_topk > 0 ? 2 : 1;
-  const bool plain_rows = std::string(c.kernel) == "bf16_tiles" && !c.is_window && p.num_scopes == 1;
+  const bool plain_rows = c.kernel == kBf16Tiles && !c.is_window && p.num_scopes == 1;
   p.scopes[0] = random_scope(device, l, plain_rows ? 1 : kPageSize, c.tokens, c.topk);
   if (p.num_scopes > 1) p.scopes[1] = random_scope(device, kv_layout(extra), 2, c.tokens, c.extra_topk);
   if (c.is_window) p.is_window = true, p.window = random_window(device, c.tokens, c.topk);
