@@ -16,13 +16,15 @@ __device__ inline void mbarrier_arrive(uint32_t bar) {
 __device__ inline void mbarrier_arrive_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
+// A build for racecheck, which does not follow all that orders accesses.
+#if MLA_FP8_RACECHECK
+inline constexpr bool kForRacecheck = true;
+#else
+inline constexpr bool kForRacecheck = false;
+#endif
 // Where a phase counts warps, each arrives kWarpArrivals times: one lane for all, past __syncwarp. racecheck
 // takes what the others did for unordered, so every lane arrives in a build for it.
-#if MLA_FP8_RACECHECK
-inline constexpr int kWarpArrivals = 32;
-#else
-inline constexpr int kWarpArrivals = 1;
-#endif
+inline constexpr int kWarpArrivals = kForRacecheck ? 32 : 1;
 __device__ inline void mbarrier_arrive_warp(uint32_t bar, int lane) {
   __syncwarp();
   if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(bar);

@@ -134,6 +134,9 @@ class Consumer {
   __device__ __forceinline__ void attend(int block) {
     const int first = block * kMembers, mine = first + member_;
     wait_full(mine);
+    // Before others' rows are read there is a barrier of the team, whose members have waited for them.
+    if constexpr (kForRacecheck && R::kMixed)
+      for (int member = 0; member < kMembers; ++member) wait_full(first + member);
     const uint32_t rows = ring_.stage(mine % C::kStages);
     RowScales<R> scales[2];  // of keys g and g + 8
     Block b;
