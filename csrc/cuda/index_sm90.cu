@@ -132,9 +132,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
     return;
   }
-  barriers.init(args.boxes.are_used, S::kShares);
+  barriers.init(threadIdx.x, args.boxes.are_used, S::kShares);
   const Memory m = dynamic_memory(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4);
-  if constexpr (S::kFp4) barriers.init_magnitudes();
+  if constexpr (S::kFp4)
+    if (threadIdx.x < kGroup) barriers.init_magnitudes(threadIdx.x);
   if (threadIdx.x < kConsumers) load_queries<S::kHeads, S::kUnitRows>(p.problem.queries, unit, m);
   __syncthreads();
   const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);

@@ -68,16 +68,17 @@ struct Barriers {
   static constexpr int kLeastShift = -20, kShifts = 27;
   uint64_t magnitudes[kShifts];
 
-  // By all threads, before a barrier. `shares`: warpgroups that multiply the same item.
-  __device__ __forceinline__ void init(bool are_boxes, int shares) {
-    if (const int s = threadIdx.x; s < kMostStages) {
+  // By kMostStages threads and more, each with a number, before a barrier of all. `shares`: warpgroups that
+  // multiply the same item.
+  __device__ __forceinline__ void init(int thread, bool are_boxes, int shares) {
+    if (const int s = thread; s < kMostStages) {
       mbarrier_init(shared_address(&full[s]), are_boxes ? kWarpArrivals : kWarpSize + kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), shares * kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
   }
-  __device__ __forceinline__ void init_magnitudes() {
-    for (int i = threadIdx.x; i < kShifts * 8; i += kThreads)
+  __device__ __forceinline__ void init_magnitudes(int thread) {  // of kGroup
+    for (int i = thread; i < kShifts * 8; i += kGroup)
       reinterpret_cast<uint8_t*>(magnitudes)[i] = e2m1_to_e4m3(i % 8, i / 8 + kLeastShift);
   }
 };
@@ -137,9 +138,8 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all consumers, or, of a unit without rows, some: then nothing is stored. Weights are halved for
-// twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and the one behind, then of those 8 further
-// on.
+// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
+// the one behind, then of those 8 further on.
 template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {
       const int i = threadIdx.x + k * kConsumers;
-      if (unit.num_rows > 0) store(to + swizzled(i / 8, i % 8), pieces[k]);
+      store(to + swizzled(i / 8, i % 8), pieces[k]);
     }
   } else {
 #pragma unroll 1  // it runs once: what counts is its length
@@ -177,12 +177,11 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
                          from_row * queries.q_scale_stride_row + 4 * from_head;
       alignas(16) uint8_t expanded[32];
       expand_e2m1(packed, E2m1Scales{s[0], s[1], s[2], s[3]}.shift(piece), expanded);
-      if (unit.num_rows == 0) continue;
       store(to + swizzled(line, 2 * piece), reinterpret_cast<const Words<4>*>(expanded)[0]);
       store(to + swizzled(line, 2 * piece + 1), reinterpret_cast<const Words<4>*>(expanded)[1]);
     }
   }
-  if (line < kLines && unit.num_rows > 0)
+  if (line < kLines)
     memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
 }

@@ -30,52 +30,36 @@ class Scan : ScanUnits {
       : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)) {}
 
   __device__ __forceinline__ void run() {
-    s_.ring.init(scan_.boxes.are_used, kShares);
-    if (threadIdx.x < 2) {
-      mbarrier_init(shared_address(&s_.unit_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&s_.unit_left[threadIdx.x]), kGroup / kWarpSize * kWarpArrivals);
-      mbarrier_init_fence();
-    }
-    if constexpr (kFp4) s_.ring.init_magnitudes();
-    else if (scan_.boxes.are_used && threadIdx.x == 0) prefetch_tensor_map(scan_.boxes.map);
-    if (threadIdx.x == 0) {
-      s_.units[1] = {};
-      s_.works[1] = {};
-      s_.works[1].tiles = 1;
-    }
+    // Barriers are needed when the share is known, and made meanwhile: it takes 1.5 us.
+    if (threadIdx.x < kConsumers) find_work(ShareTeam(s_, kConsumers));
+    else init(static_cast<int>(threadIdx.x) - kConsumers);
     __syncthreads();
-    if constexpr (!kRehearses) find_work(ShareTeam(s_, kThreads));
     if (threadIdx.x >= kConsumers) {
       give_up_registers<kProducerRegisters>();
       produce();
     } else {
+      if (threadIdx.x == 0) mbarrier_arrive(shared_address(&s_.unit_full[0]));
       take_registers<kConsumerRegisters>();
       consume();
     }
   }
 
  private:
-  // Kernels begin without their instructions, and wait for each few of them. So where rows are few, the first
-  // warpgroup alone finds the share; the second one meanwhile takes an item that has no keys and no rows
-  // through the ring, and the others load the queries of a unit without rows: when the first keys are known,
-  // what they run is there. Not where products fill the registers, nor for racecheck: it takes warps that
-  // have passed different barriers for unordered.
-#if MLA_FP8_RACECHECK
-  static constexpr bool kRehearses = false;
-#else
-  static constexpr bool kRehearses = kShares == 1 && kRows * kHeads <= 64;
-#endif
-  __device__ __forceinline__ bool has_rehearsal() const {
-    return kRehearses && p_.problem.rows.num_rows <= kGroup;
+  // By the producers.
+  __device__ __forceinline__ void init(int thread) const {
+    s_.ring.init(thread, scan_.boxes.are_used, kShares);
+    if (thread < 2) {
+      mbarrier_init(shared_address(&s_.unit_full[thread]), 1);
+      mbarrier_init(shared_address(&s_.unit_left[thread]), kGroup / kWarpSize * kWarpArrivals);
+      mbarrier_init_fence();
+    }
+    if constexpr (kFp4) s_.ring.init_magnitudes(thread);
+    else if (scan_.boxes.are_used && thread == kWarpSize) prefetch_tensor_map(scan_.boxes.map);
+    wait_for_previous_grid();
   }
 
   __device__ __forceinline__ void produce() const {
     Fetch fetch(p_.problem.keys, scan_.boxes, args_.page_size, memory_, s_.ring);
-    if constexpr (kRehearses) {
-      if (has_rehearsal() && threadIdx.x / kWarpSize == kConsumers / kWarpSize + 1)
-        fetch.fetch(s_.units[1], 0, 1);
-      wait_for_previous_grid();
-    }
     for (int i = 0;; ++i) {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i % 2];
@@ -90,33 +74,20 @@ class Scan : ScanUnits {
   __device__ __forceinline__ void consume() const {
     Math<kHeads, kRows, kShares, scan_stages(kUnitRows), kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
     int i = 0;
-    if constexpr (kRehearses) {
-      if (!has_rehearsal()) {
-        find_work(ShareTeam(s_, kConsumers));
-      } else if (threadIdx.x < kGroup) {
-        find_work(ShareTeam(s_, kGroup));
-        consumers_sync();
-      } else {
-        i = -1;
-      }
-    }
     int64_t counted = -1;  // the row whose keys are counted
     for (;; ++i) {
-      const bool is_rehearsal = kRehearses && i < 0;
-      if (!is_rehearsal) wait_for_unit(i);
+      wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
       if (work.tiles == 0) {
         prepare_next(i);
-      } else if (!is_rehearsal && takes_all(unit, p_.topk)) {
+      } else if (takes_all(unit, p_.topk)) {
         prepare_next(i);
         args_.answer_all(unit, RowTeam(s_, 1));
       } else {
-        if constexpr (kCounts)
-          if (!is_rehearsal) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
-        const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
-        if (!is_rehearsal || !scores) load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
-        if constexpr (!kRehearses)
+        if constexpr (kCounts) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
+        load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
+        if constexpr (kShares > 1 || kRows * kHeads > 64)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
         if (threadIdx.x < kIndexGroupRows) {
           s_.count[threadIdx.x] = 0;
@@ -124,22 +95,19 @@ class Scan : ScanUnits {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-        if (!is_rehearsal) {
-          prepare_next(i);
-          consumers_sync();
-        }
-        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) {
-          if (scores) keep_unit(math, unit, work, counted >= 0);
+        prepare_next(i);
+        consumers_sync();
+        if (s_.share.are_kept && !work.is_whole) {
+          keep_unit(math, unit, work, counted >= 0);
         } else {
           scan_unit(math, unit, work);
         }
-        if (!is_rehearsal && gathers() && work.is_earlier) {
+        if (gathers() && work.is_earlier) {
           consumers_sync();
           if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);
         }
       }
-      if (is_rehearsal) wait_for_previous_grid();
-      else if (work.unit_end >= s_.end) break;
+      if (work.unit_end >= s_.end) break;
       consumers_sync();
     }
     if constexpr (kCounts) {

@@ -66,7 +66,6 @@ class ScanUnits {
       s_.works[0] = {};
       s_.works[0].unit_end = end;
     }
-    mbarrier_arrive(shared_address(&s_.unit_full[0]));
   }
 
   __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
