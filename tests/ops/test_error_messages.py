@@ -91,6 +91,10 @@ DTYPES = {
     "no cache": (decode(kv_cache=None), "kv_cache must be a tensor, got None"),
     "no indices": (decode(indices=None), "indices must be a tensor, got None"),
     "lengths as a list": (decode(topk_length=[8, 8]), "topk_length must be a tensor, got [8, 8]"),
+    "more lengths than fit in a line": (
+        decode(topk_length=[*range(10000)]),
+        "topk_length must be a tensor, got [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ...]",
+    ),
     "a scale as a number": (with_scale(0.5), "scale must be a tensor, got 0.5"),
 }  # fmt: skip
 VALUES = {

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..layout import KV_LAYOUTS, KVLayout, get_layout
+from .checks import expect_at_least, expect_kind
 
 
 class PagedCache(NamedTuple):
@@ -58,6 +59,9 @@ class LayerCaches:
                     f"LayerCaches: {name} must be a PagedCache(data, page_size) or None, "
                     f"got {type(cache).__name__}"
                 )
+            if cache is not None:
+                expect_kind("LayerCaches", f"{name}.data", cache.data, Tensor)
+                expect_at_least("LayerCaches", f"{name}.page_size", cache.page_size, 1)
         if (self.entries is None) == (self.compress_ratio > 0) or self.compress_ratio < 0:
             raise ValueError(
                 "LayerCaches: compress_ratio must be positive with entries and 0 without, got "
