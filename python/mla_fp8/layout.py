@@ -33,6 +33,12 @@ class KVLayout:
     the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always written as powers of two), ``"e4m3"``
     (stored with each token, any value). ``extra_of`` names the layouts of a first cache that attention reads
     one of this layout next to, besides its own.
+
+    A token has ``nope_dim`` values in ``nope_format``, a scale for each ``tile_dim`` of them, and
+    ``rope_dim`` values in ``rope_format``. It begins every ``token_stride`` bytes of a page, with nope; its
+    rope is ``rope_offset`` bytes on. Its ``scale_bytes`` lie between if ``scale_inline``, else behind all
+    tokens of the page, whose size is a multiple of ``page_align``. Writers raise a tile's largest magnitude
+    to ``amax_floor`` and its scale to ``scale_floor``.
     """
 
     name: str

@@ -157,6 +157,12 @@ OF_OTHERS = {
         dequantize(torch.arange(3), zeros(4, 576)),
         "mla_fp8::dequantize_kv: out must have shape [3, 576], got [4, 576]",
     ),
+    "a list in place of a cache": (
+        lambda: mla_fp8.paged_attention_ragged(
+            zeros(2, 8, 128), [0], zeros(4, 4, 2, 128), ints(3), ints(2), ints(2), sm_scale=0.1
+        ),
+        "mla_fp8::paged_attention_ragged: k_cache must be a tensor, got [0]",
+    ),
     "a GPU that is none": (
         lambda: mla_fp8.index_topk_workspace(4, topk=64, num_sms=1 << 33),
         f"mla_fp8::index_topk_workspace: num_sms must be in [1, 65536], got {1 << 33}",

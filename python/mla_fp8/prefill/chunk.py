@@ -33,6 +33,7 @@ class SparsePrefillChunkCache:
     full_to_swa       [num_slots]                  int64
     query_start_loc   [num_requests + 1]           int32  optional: the rows of q, if not the whole chunk
     query_pos         [num_tokens]                 int32  optional: their positions
+    window_size                                           tokens of a window, its query's among them; 0: none
     ================  ===========================  =====  ================================================
 
     ``*_host`` are the lengths as the host knows them; they may be upper bounds, so a forward captured in a
@@ -42,6 +43,8 @@ class SparsePrefillChunkCache:
     :meth:`invalidate`, when one of the tensors above was written since (not seen in inference mode, where
     tensors have no version), and outside the CUDA graph capture that it was built in: a replay has written
     other numbers into it. Whoever replays a graph that writes the tensors above calls :meth:`invalidate`.
+
+    Raises ValueError naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -118,9 +121,10 @@ class SparsePrefillChunkCache:
         """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
 
         ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
-        entries of a token's past. ``strategy`` is auto, whole, selected or direct. ``query_groups``: so many
-        consecutive tokens choose mostly the same entries, nine tenths or so; ``direct`` then shares them
-        (:func:`mla_fp8.sparse_decode`) and is priced so. The other ways are the same with it.
+        entries of a token's past. ``strategy`` is auto, whole, selected or direct; q, sm_scale, attn_sink and
+        backend are as there. ``query_groups``: so many consecutive tokens choose mostly the same entries,
+        nine tenths or so; ``direct`` then shares them (:func:`mla_fp8.sparse_decode`) and is priced so. The
+        other ways are the same with it.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check_usable(q)
@@ -136,7 +140,7 @@ class SparsePrefillChunkCache:
     def predict(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None, *, query_groups: int = 1
     ) -> dict[str, float]:
-        """Nanoseconds of each strategy, as the cost table has it."""
+        """Nanoseconds of each strategy for these arguments of :meth:`attend`, as the cost table has it."""
         _check_groups(query_groups)
         return self._predict(q, layer, topk_indices, "auto", query_groups)
 

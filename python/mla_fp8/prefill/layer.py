@@ -72,6 +72,7 @@ class LayerCaches:
 
     @property
     def layout_of_entries(self) -> KVLayout:
+        """``entries_layout``, or the layout of both caches."""
         return get_layout(self.layout if self.entries_layout is None else self.entries_layout)
 
     @property

@@ -14,7 +14,8 @@ STRATEGIES = ("whole", "selected", "direct")
 class PrefillWorkspace:
     """Scratch rows for one stream, owned by the caller; a CUDA graph needs one of its own.
 
-    It also knows which chunk may use it: building a chunk cache makes the one before stale.
+    It also knows which chunk may use it: building a chunk cache makes the one before stale. ``head_dim_qk``
+    is that of the layers' layouts, ValueError for another.
     """
 
     def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
@@ -28,6 +29,7 @@ class PrefillWorkspace:
 
     @property
     def capacity(self) -> int:
+        """Rows that it holds now."""
         return len(self._rows)
 
     def reserve(self, num_rows: int) -> Tensor:
