@@ -76,9 +76,13 @@ def stream(command: list[str], show: Callable[[], None]) -> int:
     """Prints what the command prints, line by line. Returns its exit status."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            show()
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                show()
+        except BrokenPipeError:  # who reads has enough: the command shall not complain of that, too
+            process.kill()
+            raise
     return process.returncode
 
 
