@@ -33,47 +33,51 @@ def expect_kind(owner: str, name: str, x: object, kind: type) -> None:
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {shown(x)}")
 
 
-def expect_shape(owner: str, name: str, x: object, want: Sequence[int | None]) -> None:
-    """None in ``want`` is any size."""
+def expect_rows(owner: str, name: str, x: object, number: int, dim: int) -> None:
+    """A tensor of ``dim`` dimensions with so many rows."""
     expect_kind(owner, name, x, Tensor)
     assert isinstance(x, Tensor)  # for mypy
-    if not _fits(x, want):
-        raise ValueError(f"{owner}: {name} must have shape {_written(want)}, got {[*x.shape]}")
+    if x.dim() != dim or x.shape[0] != number:
+        raise ValueError(f"{owner}: {name} must have shape {_shape(number, dim)}, got {[*x.shape]}")
+
+
+_I32, _I64 = torch.int32, torch.int64
+# What a chunk's tables are made of, as the ops want it that read them: dtypes, dimensions, and how many more
+# than requests in the first one (None: any number).
+_SOURCES: dict[str, tuple[tuple[torch.dtype, ...], int, int | None]] = {
+    "seq_lens": ((_I32,), 1, 0),
+    "query_lens": ((_I32,), 1, 0),
+    "page_table": ((_I32,), 2, 0),
+    "req_pool_indices": ((_I64, _I32), 1, 0),
+    "req_to_token": ((_I32,), 2, None),
+    "full_to_swa": ((_I64,), 1, None),
+    "query_start_loc": ((_I32,), 1, 1),
+    "query_pos": ((_I32,), 1, None),
+}
 
 
 def expect_chunk(owner: str, sources: dict[str, Tensor | None]) -> None:
-    """What the tables of a chunk are made of, as the ops want it that read them."""
-    seq_lens = sources["seq_lens"]
+    """``seq_lens`` says how many requests there are, and on which device; only what has a default is None."""
     for name in ("seq_lens", "query_lens", "page_table"):
         expect_kind(owner, name, sources[name], Tensor)
+    seq_lens = sources["seq_lens"]
     assert seq_lens is not None
-    number = seq_lens.shape[0] if seq_lens.dim() else 0
-    wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]] = {
-        "seq_lens": ((torch.int32,), (None,)),
-        "query_lens": ((torch.int32,), (number,)),
-        "page_table": ((torch.int32,), (number, None)),
-        "req_pool_indices": ((torch.int64, torch.int32), (number,)),
-        "req_to_token": ((torch.int32,), (None, None)),
-        "full_to_swa": ((torch.int64,), (None,)),
-        "query_start_loc": ((torch.int32,), (number + 1,)),
-        "query_pos": ((torch.int32,), (None,)),
-    }
-    for name, (dtypes, want) in wanted.items():
+    requests, device = seq_lens.shape[0] if seq_lens.dim() else 0, seq_lens.device
+    for name, (dtypes, dim, more) in _SOURCES.items():
         x = sources[name]
         if x is None:
             continue
         expect_kind(owner, name, x, Tensor)
-        if x.dtype not in dtypes or x.device != seq_lens.device or not _fits(x, want):
+        fits = x.dtype in dtypes and x.device == device and x.dim() == dim
+        if not fits or (more is not None and x.shape[0] != requests + more):
             kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            first = None if more is None or name == "seq_lens" else requests + more
             raise ValueError(
-                f"{owner}: {name} must be {kinds} of shape {_written(want)} on {seq_lens.device}, "
+                f"{owner}: {name} must be {kinds} of shape {_shape(first, dim)} on {device}, "
                 f"got {x.dtype} of {[*x.shape]} on {x.device}"
             )
 
 
-def _fits(x: Tensor, want: Sequence[int | None]) -> bool:
-    return x.dim() == len(want) and all(w in (None, n) for w, n in zip(want, x.shape, strict=True))
-
-
-def _written(want: Sequence[int | None]) -> str:
-    return f"[{', '.join('*' if n is None else str(n) for n in want)}]"
+def _shape(first: int | None, dim: int) -> str:
+    """As a message has it; * is any size."""
+    return f"[{', '.join(['*' if first is None else str(first), *['*'] * (dim - 1)])}]"

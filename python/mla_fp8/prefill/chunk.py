@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arch import arch_of
 from ..dispatch import can_run
 from ..ops.build_swa_token_ids import build_swa_token_ids
-from .checks import check_strategy, expect_at_least, expect_chunk, expect_kind, expect_lengths, expect_shape
+from .checks import check_strategy, expect_at_least, expect_chunk, expect_kind, expect_lengths, expect_rows
 from .costs import predict
 from .layer import LayerCaches
 from .tables import Tables
@@ -174,7 +174,7 @@ class SparsePrefillChunkCache:
         for name, (tensor, version) in self._versions.items():
             if tensor._version != version:
                 raise RuntimeError(f"SparsePrefillChunkCache is stale: {name} was written after it was built")
-        expect_shape(_NAME, "q", q, (self.num_tokens, None, None))
+        expect_rows(_NAME, "q", q, self.num_tokens, 3)
 
     def _check_layer(self, layer: LayerCaches, topk_indices: Tensor | None) -> None:
         expect_kind(_NAME, "layer", layer, LayerCaches)
@@ -183,7 +183,7 @@ class SparsePrefillChunkCache:
                 "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
             )
         if topk_indices is not None:
-            expect_shape(_NAME, "topk_indices", topk_indices, (self.num_tokens, None))
+            expect_rows(_NAME, "topk_indices", topk_indices, self.num_tokens, 2)
 
 
 def _check_groups(query_groups: int) -> None:
