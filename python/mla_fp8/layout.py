@@ -99,26 +99,12 @@ class KVLayout:
         expect_sizes("KVLayout", num_pages, page_size)
         return torch.empty(num_pages, self.page_bytes(page_size), dtype=torch.uint8, device=device)
 
-    def _expect_pages(self, method: str, kv_cache: torch.Tensor, page_size: int) -> None:
-        """ValueError for a cache whose pages are not ``page_size`` rows: they would be read as others."""
-        shape, row_bytes = kv_cache.shape, self.bytes_per_token
-        if kv_cache.dim() == 2:
-            fits = shape[1] * kv_cache.element_size() == self.page_bytes(page_size)
-        else:
-            row = shape[-1] * kv_cache.element_size() if kv_cache.dim() else 0
-            fits = kv_cache.dim() in (3, 4) and (shape[1], row) == (page_size, row_bytes)
-        if not fits:
-            raise ValueError(
-                f"KVLayout.{method}: kv_cache must have pages of {self.page_bytes(page_size)} bytes "
-                f"({page_size} rows of layout {self.name}), got {kv_cache.dtype} of shape {[*shape]}"
-            )
-
     def flash_mla_view(self, kv_cache: torch.Tensor, page_size: int) -> torch.Tensor:
         """The cache as FlashMLA takes it: ``[num_pages, page_size, 1, bytes_per_token]``, same memory.
 
         ValueError for a cache of other pages.
         """
-        self._expect_pages("flash_mla_view", kv_cache, page_size)
+        expect_pages("KVLayout.flash_mla_view: kv_cache", self, kv_cache, page_size)
         shape = (len(kv_cache), page_size, 1, self.bytes_per_token)
         strides = (kv_cache.stride(0), self.bytes_per_token, self.bytes_per_token, 1)
         return kv_cache.as_strided(shape, strides)
@@ -131,7 +117,7 @@ class KVLayout:
         Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none, ``nope`` one
         element for two values of e2m1. ValueError for a cache of other pages.
         """
-        self._expect_pages("views", kv_cache, page_size)
+        expect_pages("KVLayout.views: kv_cache", self, kv_cache, page_size)
         kv_cache = kv_cache.view(torch.uint8)
 
         def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,6 +135,21 @@ class KVLayout:
             field(0, self.token_stride, nope_bytes, nope),
             field(scale_at, scale_stride, self.num_tiles * scale.itemsize, scale),
             field(self.rope_offset, self.token_stride, self.rope_dim * rope.itemsize, rope),
+        )
+
+
+def expect_pages(what: str, layout: KVLayout, kv_cache: torch.Tensor, page_size: int) -> None:
+    """ValueError for a cache whose pages are not ``page_size`` rows: they would be read as others."""
+    shape, itemsize = kv_cache.shape, kv_cache.element_size()
+    if kv_cache.dim() == 2:
+        fits = shape[1] * itemsize == layout.page_bytes(page_size)
+    else:
+        row = (shape[1], shape[-1] * itemsize) if kv_cache.dim() in (3, 4) else None
+        fits = row == (page_size, layout.bytes_per_token)
+    if not fits:
+        raise ValueError(
+            f"{what} must have pages of {layout.page_bytes(page_size)} bytes ({page_size} rows of layout "
+            f"{layout.name}), got {kv_cache.dtype} of shape {[*shape]}"
         )
 
 

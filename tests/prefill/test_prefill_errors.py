@@ -35,6 +35,8 @@ from mla_fp8 import LayerCaches, PagedCache, PrefillWorkspace, workspace_rows
         (lambda c: c.attend(c.build(), None, None), "layer must be a LayerCaches, got None"),
         (lambda c: c.attend(c.build(), c.layer(), [1, 2]), r"topk_indices must be a Tensor, got \[1, 2\]"),
         (lambda c: LayerCaches("dsv4", 4, PagedCache(c.layer().entries.data, 0)), "entries.page_size .* 0"),
+        (lambda c: LayerCaches("dsv41", window=c.layer().window), "window.data .* pages of 4608 bytes"),
+        (lambda c: LayerCaches("dsv4", 4, PagedCache(c.layer().entries.data, 8)), "entries.data must have"),
         (lambda c: LayerCaches("dsv4", 4, PagedCache([0], 64)), r"entries.data must be a Tensor, got \[0\]"),
         (
             lambda c: mla_fp8.SparsePrefillChunkCache(
