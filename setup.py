@@ -57,10 +57,20 @@ def torch_dir() -> str:
     return spec.submodule_search_locations[0]
 
 
+def asked(name: str) -> bool | None:
+    """What the environment says of MLA_FP8_<name>; None if nothing."""
+    variable = f"MLA_FP8_{name}"
+    value = os.environ.get(variable, "").upper()
+    known = {"": None} | dict.fromkeys(("1", "ON", "TRUE", "YES"), True)
+    known |= dict.fromkeys(("0", "OFF", "FALSE", "NO"), False)
+    if value not in known:
+        raise SystemExit(f"mla_fp8: {variable} must be 1 or 0, got {os.environ[variable]!r}")
+    return known[value]
+
+
 def wants_cuda() -> bool:
-    asked = os.environ.get("MLA_FP8_CUDA")
-    if asked is not None:
-        return asked.upper() in ("1", "ON", "TRUE", "YES")
+    if (wanted := asked("CUDA")) is not None:
+        return wanted
     found = shutil.which("nvcc") or os.environ.get("CUDACXX")
     print(f"mla_fp8: CUDA library {'is built with ' + found if found else 'is not built (no nvcc found)'}")
     return bool(found)
@@ -68,9 +78,7 @@ def wants_cuda() -> bool:
 
 class CMakeBuild(build_ext):
     def run(self) -> None:
-        tests, hip, sanitize = (
-            os.environ.get(f"MLA_FP8_{name}") == "1" for name in ("TESTS", "HIP", "SANITIZE")
-        )
+        tests, hip, sanitize = (asked(name) or False for name in ("TESTS", "HIP", "SANITIZE"))
         build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
         package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
         shutil.rmtree(package / "lib", ignore_errors=True)  # no stale library gets into this wheel

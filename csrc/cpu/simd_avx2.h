@@ -69,14 +69,6 @@ MLA_SIMD void store_u8(uint8_t* p, U32 x) {
   const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
-MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
-  F32* const out[2] = {first, second};
-  for (int i = 0; i < 2; ++i) {
-    const __m256 low = _mm256_unpacklo_ps(a.v[i], b.v[i]), high = _mm256_unpackhi_ps(a.v[i], b.v[i]);
-    out[i]->v[0] = _mm256_permute2f128_ps(low, high, 0x20);
-    out[i]->v[1] = _mm256_permute2f128_ps(low, high, 0x31);
-  }
-}
 MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
   F32* const out[2] = {even, odd};
   for (int i = 0; i < 2; ++i) {

@@ -61,14 +61,7 @@ MLA_SIMD void store_u8(uint8_t* p, U32 x) {
 MLA_SIMD void store_u16(uint16_t* p, U32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
 }
-// a[0] b[0] a[1] b[1] ... in 32 lanes.
-MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  first->v = _mm512_permutex2var_ps(a.v, low, b.v);
-  second->v = _mm512_permutex2var_ps(a.v, high, b.v);
-}
-// Its inverse: the lanes of even numbers of the 32, and of odd numbers.
+// Of a[0] b[0] a[1] b[1] ... in 32 lanes: the lanes of even numbers, and of odd numbers.
 MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
   const __m512i at = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   even->v = _mm512_permutex2var_ps(first.v, at, second.v);

@@ -68,13 +68,6 @@ void store_u8(uint8_t* p, U32 x) {
 MLA_SIMD void store_u16(uint16_t* p, U32 x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(x.v[i]);
 }
-MLA_SIMD void zip(F32 a, F32 b, F32* first, F32* second) {
-  for (int i = 0; i < kLanes; ++i) {
-    F32* const out = i < kLanes / 2 ? first : second;
-    out->v[2 * i % kLanes] = a.v[i];
-    out->v[2 * i % kLanes + 1] = b.v[i];
-  }
-}
 MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
   for (int i = 0; i < kLanes; ++i) {
     const F32& in = i < kLanes / 2 ? first : second;

@@ -6,7 +6,7 @@ INTRODUCTION = """\
 <!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
 # Layouts
 
-A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger than `page_bytes`. Slot
+A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger, a multiple of 16. Slot
 `page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
 A value is its stored number times the scale of its tile (or of its layer). `rope` is what a layout stores in
 another way than the rest (`nope`), not what a model rotates: V4.1 rotates the last 64 values of `dsv41`.

@@ -14,8 +14,9 @@ INTRODUCTION = """\
 
 Tensors come first and by position, the rest by keyword. Bad input raises before anything is written:
 `RuntimeError` names the argument, what was expected and what came. An index is data: outside its range it is
-masked, never followed. Each op is also `torch.ops.mla_fp8.<op>`, where `layout` is a number (`KVLayout.id`),
-and, if it returns tensors, `<op>_out`, which writes into given ones and allocates nothing.
+masked, never followed. `layout` says what a cached row looks like ([Layouts](layouts.md)), `page_size` how
+many of them a page holds. Each op is also `torch.ops.mla_fp8.<op>`, where `layout` is a number
+(`KVLayout.id`), and, if it returns tensors, `<op>_out`, which writes into given ones and allocates nothing.
 """
 BORDER = re.compile(r"=+(  +=+)+")
 
@@ -27,11 +28,11 @@ def inline(text: str) -> str:
 
 def cells(line: str, columns: list[slice]) -> list[str]:
     """The cells of one line; a text that crosses the gap between two columns spans them."""
-    found = [line[column].strip() for column in columns]
+    found = [line[column] for column in columns]
     for i, (left, right) in reversed(list(enumerate(pairwise(columns)))):
         if line[left.stop : right.start].strip():
-            found[i : i + 2] = [f"{line[left.start : right.start]}{found[i + 1]}".strip()]
-    return found
+            found[i : i + 2] = [f"{line[left.start : right.start]}{found[i + 1]}"]
+    return [cell.strip() for cell in found]
 
 
 def table(lines: list[str]) -> str:

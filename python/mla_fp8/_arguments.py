@@ -1,6 +1,17 @@
 """What wrappers check that the ops cannot."""
 
+import reprlib
+
 import torch
+
+_short = reprlib.Repr()
+_short.maxlist = _short.maxtuple = 16
+_short.maxother = _short.maxstring = 80
+
+
+def shown(x: object) -> str:
+    """As a message shows what came in place of a tensor: in a line, however much it holds."""
+    return " ".join(_short.repr(x).split())
 
 
 def all_given(op: str, **buffers: torch.Tensor | None) -> bool:
@@ -16,7 +27,7 @@ def need_tensors(op: str, **required: object) -> None:
     """RuntimeError for what is no tensor where Python code needs one before the op can look."""
     for name, x in required.items():
         if not isinstance(x, torch.Tensor):
-            raise RuntimeError(f"mla_fp8::{op}: {name} must be a tensor, got {x!r}")
+            raise RuntimeError(f"mla_fp8::{op}: {name} must be a tensor, got {shown(x)}")
 
 
 def expect_tensors(op: str, **optional: object) -> None:

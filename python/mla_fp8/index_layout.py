@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .layout import expect_sizes
+
 
 @dataclass(frozen=True)
 class IndexLayout:
@@ -31,6 +33,7 @@ class IndexLayout:
 
     def empty(self, num_pages: int, page_size: int, device: torch.device | str) -> torch.Tensor:
         """An uninitialised cache, ``[num_pages, page_bytes]`` uint8."""
+        expect_sizes("IndexLayout", num_pages, page_size)
         return torch.empty(num_pages, self.page_bytes(page_size), dtype=torch.uint8, device=device)
 
     def views(self, index_cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

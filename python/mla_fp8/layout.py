@@ -17,6 +17,13 @@ _DTYPES = {
 }
 
 
+def expect_sizes(owner: str, num_pages: int, page_size: int) -> None:
+    """ValueError for a cache that cannot be."""
+    for name, least, got in (("num_pages", 0, num_pages), ("page_size", 1, page_size)):
+        if got < least:
+            raise ValueError(f"{owner}.empty: {name} must be at least {least}, got {got}")
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The byte format of a latent KV cache: one row of the table in ``csrc/common/kv_layout.h``.
@@ -26,6 +33,12 @@ class KVLayout:
     the ops), ``"f32"`` or ``"ue8m0"`` (stored with each token, always written as powers of two), ``"e4m3"``
     (stored with each token, any value). ``extra_of`` names the layouts of a first cache that attention reads
     one of this layout next to, besides its own.
+
+    A token has ``nope_dim`` values in ``nope_format``, a scale for each ``tile_dim`` of them, and
+    ``rope_dim`` values in ``rope_format``. It begins every ``token_stride`` bytes of a page, with nope; its
+    rope is ``rope_offset`` bytes on. Its ``scale_bytes`` lie between if ``scale_inline``, else behind all
+    tokens of the page, whose size is a multiple of ``page_align``. Writers raise a tile's largest magnitude
+    to ``amax_floor`` and its scale to ``scale_floor``.
     """
 
     name: str
@@ -83,10 +96,15 @@ class KVLayout:
 
     def empty(self, num_pages: int, page_size: int, device: torch.device | str) -> torch.Tensor:
         """An uninitialised cache, ``[num_pages, page_bytes]`` uint8."""
+        expect_sizes("KVLayout", num_pages, page_size)
         return torch.empty(num_pages, self.page_bytes(page_size), dtype=torch.uint8, device=device)
 
     def flash_mla_view(self, kv_cache: torch.Tensor, page_size: int) -> torch.Tensor:
-        """The cache as FlashMLA takes it: ``[num_pages, page_size, 1, bytes_per_token]``, same memory."""
+        """The cache as FlashMLA takes it: ``[num_pages, page_size, 1, bytes_per_token]``, same memory.
+
+        ValueError for a cache of other pages.
+        """
+        expect_pages("KVLayout.flash_mla_view: kv_cache", self, kv_cache, page_size)
         shape = (len(kv_cache), page_size, 1, self.bytes_per_token)
         strides = (kv_cache.stride(0), self.bytes_per_token, self.bytes_per_token, 1)
         return kv_cache.as_strided(shape, strides)
@@ -97,9 +115,9 @@ class KVLayout:
         """Aliases (nope, scale, rope) of a ``[num_pages, page_bytes]`` cache, or of the engines' views of it.
 
         Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none, ``nope`` one
-        element for two values of e2m1.
+        element for two values of e2m1. ValueError for a cache of other pages.
         """
-
+        expect_pages("KVLayout.views: kv_cache", self, kv_cache, page_size)
         kv_cache = kv_cache.view(torch.uint8)
 
         def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,6 +135,21 @@ class KVLayout:
             field(0, self.token_stride, nope_bytes, nope),
             field(scale_at, scale_stride, self.num_tiles * scale.itemsize, scale),
             field(self.rope_offset, self.token_stride, self.rope_dim * rope.itemsize, rope),
+        )
+
+
+def expect_pages(what: str, layout: KVLayout, kv_cache: torch.Tensor, page_size: int) -> None:
+    """ValueError for a cache whose pages are not ``page_size`` rows: they would be read as others."""
+    shape, itemsize = kv_cache.shape, kv_cache.element_size()
+    if kv_cache.dim() == 2:
+        fits = shape[1] * itemsize == layout.page_bytes(page_size)
+    else:
+        row = (shape[1], shape[-1] * itemsize) if kv_cache.dim() in (3, 4) else None
+        fits = row == (page_size, layout.bytes_per_token)
+    if not fits:
+        raise ValueError(
+            f"{what} must have pages of {layout.page_bytes(page_size)} bytes ({page_size} rows of layout "
+            f"{layout.name}), got {kv_cache.dtype} of shape {[*shape]}"
         )
 
 

@@ -42,8 +42,11 @@ def record(path: str | Path, max_calls: int = 16) -> Iterator[recording.Recorder
     A CUDA graph shows its calls to nobody: turn graphs off while recording. ``recorder.missed`` counts the
     calls that were not kept: those made while a graph was captured, those beyond ``max_calls``, and
     ``paged_attention_ragged*``, which has one backend alone. The file is written also when the body raises.
+    OSError, before the body runs, if it cannot be.
     """
-    recording.save(path, [])  # what cannot be written is said before the model runs
+    with open(path, "ab"):  # what cannot be written is said before the model runs
+        pass
+    recording.save(path, [])
     recorder = recording.Recorder(max_calls)
     try:
         with recorder:

@@ -106,6 +106,8 @@ def test_a_soft_cap_and_zero_requests(device):
 @pytest.mark.parametrize(
     "change, message",
     [
+        ({"workspace_buffer": None}, "workspace_buffer must be a tensor, got None"),
+        ({"query": [1.0]}, "query must be a tensor, got [1.0]"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be auto or fp8 or fp8_e4m3, got 'fp8_e5m2'"),
         ({"kv_cache_dtype": "auto"}, "kv_cache_dtype must be fp8 for a cache of torch.float8_e4m3fn, got"),
         ({"kv_cache_layout": "SHD"}, "kv_cache_layout must be NHD or HND, got 'SHD'"),

@@ -218,7 +218,7 @@ def test_decode_takes_any_strides(layout, spread, device):
     cache = arguments["k_cache"]
     pages = torch.full((len(cache), cache.stride(0) + 576), 0xFF, dtype=torch.uint8, device=device)
     pages[:, :-576] = cache.as_strided((len(cache), cache.stride(0)), (cache.stride(0), 1))
-    arguments["k_cache"] = layout.flash_mla_view(pages, cache.shape[1])
+    arguments["k_cache"] = layout.flash_mla_view(pages[:, :-576], cache.shape[1])
     for got, expected in zip(flash_mla_with_kvcache(**arguments), want, strict=True):
         assert torch.equal(got, expected)
 
@@ -288,6 +288,9 @@ def test_dense_decode_and_bf16_caches_are_refused(dense, device):
     [
         (lambda a: {"q": None}, "q must be a tensor, got None"),
         (lambda a: {"k_cache": 3}, "k_cache must be a tensor, got 3"),
+        (lambda a: {"topk_length": [8] * 3}, "topk_length must be a tensor, got [8, 8, 8]"),
+        (lambda a: {"attn_sink": 0.5}, "attn_sink must be a tensor, got 0.5"),
+        (lambda a: {"extra_indices_in_kvcache": 1}, "extra_indices_in_kvcache must be a tensor, got 1"),
         (lambda a: {"head_dim_v": 576}, "head_dim_v must be 512, got 576"),
         (lambda a: {"q": a["q"][0]}, "q must have shape [*, *, *, *], got [2, 16, 576]"),
         (lambda a: {"k_cache": a["k_cache"][:, :, 0]}, "k_cache must have shape [*, *, 1, *], got"),
@@ -310,6 +313,7 @@ def test_wrong_decode_arguments_are_named(change, message, device):
         (lambda a: {"d_v": 576}, "d_v must be 512, got 576"),
         (lambda a: {"kv": None}, "kv must be a tensor, got None"),
         (lambda a: {"indices": [[0]]}, "indices must be a tensor, got [[0]]"),
+        (lambda a: {"attn_sink": [0.5]}, "attn_sink must be a tensor, got [0.5]"),
         (lambda a: {"kv": a["kv"].expand(-1, 2, -1)}, "kv must have shape [*, 1, 512], got"),
         (lambda a: {"indices": a["indices"][:, 0]}, "indices must have shape [6, 1, *], got [6, 100]"),
         (lambda a: {"kv": a["kv"].half()}, "kv must have dtype BFloat16, got Half"),

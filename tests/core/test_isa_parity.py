@@ -13,7 +13,6 @@ LAYOUTS = list(enumerate(core.KV_LAYOUTS))  # (id, layout)
 
 all_layouts = pytest.mark.parametrize("id, layout", LAYOUTS, ids=[x.name for x in core.KV_LAYOUTS])
 FIRST = [x for x in LAYOUTS if not x[1].extra_only]
-first_layouts = pytest.mark.parametrize("id, layout", FIRST, ids=[x.name for _, x in FIRST])
 simd_isas = pytest.mark.parametrize(
     "isa",
     [

@@ -1,11 +1,12 @@
 """Every public function under torch.compile: one graph, the same bits, arguments written in place."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from assertions import assert_same
-from op_samples import LAYOUT, SAMPLES, Size, sparse_prefill_entries, tensors_of
+from op_samples import LAYOUT, SAMPLES, Size, layout_id, sparse_prefill_entries, tensors_of
 
 import mla_fp8
 from mla_fp8.compat import aiter, flash_mla, sglang
@@ -94,6 +95,40 @@ def test_fullgraph_gives_the_same_at_every_size_in_one_process(name, dynamic, de
         want, got = function(*eager, **options), compiled(*traced, **options)
         assert_same(got, want)
         assert_same(tensors_of(traced), tensors_of(eager))
+
+
+def out_form(name, device):
+    """(torch.ops.mla_fp8.<name>_out, arguments for it with buffers of the right shapes)."""
+    op, wrapper = getattr(torch.ops.mla_fp8, f"{name}_out").default, getattr(mla_fp8, name)
+    tensors, options = SAMPLES[name](device)
+    given = dict(zip(inspect.signature(wrapper).parameters, tensors, strict=False)) | options
+    if "layout" in given:
+        given["layout"] = layout_id(given["layout"])
+    results = wrapper(*clones(tensors), **options)
+    results = [results] if isinstance(results, torch.Tensor) else results
+    schema = op._schema.arguments
+    written = [a.name for a in schema if a.alias_info is not None and a.name not in given]
+    buffers = [torch.full_like(x, 1, memory_format=torch.contiguous_format) for x in results]
+    given |= dict(zip(written, buffers, strict=False))
+    if device == "cuda" and name.startswith("index_topk"):
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        num_bytes = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], num_sms=num_sms)
+        given["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return op, {a.name: given[a.name] for a in schema if a.name in given}
+
+
+@pytest.mark.parametrize("name", [x for x in SAMPLES if hasattr(torch.ops.mla_fp8, f"{x}_out")])
+def test_an_out_form_is_one_graph_and_writes_the_same(name, device):
+    """Into contiguous buffers: torch traces no others by the name of ``out``."""
+    op, given = out_form(name, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    eager, traced = copy.deepcopy(given), copy.deepcopy(given)
+    op(**eager)
+    compiled(**traced)
+    for key in given:
+        if isinstance(given[key], torch.Tensor) and key != "workspace":
+            assert_same(traced[key], eager[key])
 
 
 def test_one_dynamic_graph_serves_every_number_of_tokens(device):

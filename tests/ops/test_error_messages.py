@@ -91,6 +91,10 @@ DTYPES = {
     "no cache": (decode(kv_cache=None), "kv_cache must be a tensor, got None"),
     "no indices": (decode(indices=None), "indices must be a tensor, got None"),
     "lengths as a list": (decode(topk_length=[8, 8]), "topk_length must be a tensor, got [8, 8]"),
+    "more lengths than fit in a line": (
+        decode(topk_length=[*range(10000)]),
+        "topk_length must be a tensor, got [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ...]",
+    ),
     "a scale as a number": (with_scale(0.5), "scale must be a tensor, got 0.5"),
 }  # fmt: skip
 VALUES = {
@@ -152,6 +156,12 @@ OF_OTHERS = {
     "a buffer of another size": (
         dequantize(torch.arange(3), zeros(4, 576)),
         "mla_fp8::dequantize_kv: out must have shape [3, 576], got [4, 576]",
+    ),
+    "a list in place of a cache": (
+        lambda: mla_fp8.paged_attention_ragged(
+            zeros(2, 8, 128), [0], zeros(4, 4, 2, 128), ints(3), ints(2), ints(2), sm_scale=0.1
+        ),
+        "mla_fp8::paged_attention_ragged: k_cache must be a tensor, got [0]",
     ),
     "a GPU that is none": (
         lambda: mla_fp8.index_topk_workspace(4, topk=64, num_sms=1 << 33),

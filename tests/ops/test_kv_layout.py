@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_fp8 import KV_LAYOUTS
+from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
 from mla_fp8.layout import get_layout
 
 # The columns of KVLayout, in its order.
@@ -112,6 +112,30 @@ def test_flash_mla_view_is_the_same_memory():
     view = layout.flash_mla_view(kv_cache, 64)
     assert view.shape == (3, 64, 1, 584) and view.data_ptr() == kv_cache.data_ptr()
     assert view.stride() == (37440 + 64, 584, 584, 1)
+
+
+@pytest.mark.parametrize("view", ["views", "flash_mla_view"])
+def test_a_cache_of_other_pages_has_no_views(view):
+    """Fewer rows to a page than it has would be read as those of another one."""
+    layout = KV_LAYOUTS["dsv4"]
+    pages = layout.empty(3, 64, "cpu")
+    wrong = [(pages, 32), (pages, 128), (pages[0], 64), (layout.flash_mla_view(pages, 64), 32)]
+    wrong.append((KV_LAYOUTS["dsv41"].empty(3, 64, "cpu"), 64))
+    for kv_cache, page_size in wrong:
+        message = rf"KVLayout.{view}: kv_cache must have pages of {layout.page_bytes(page_size)} bytes"
+        with pytest.raises(ValueError, match=message):
+            getattr(layout, view)(kv_cache, page_size)
+
+
+@pytest.mark.parametrize("layout", [KV_LAYOUTS["dsv4"], INDEX_LAYOUTS["index_fp8"]])
+def test_a_cache_that_cannot_be_is_refused(layout):
+    assert layout.empty(0, 1, "cpu").shape == (0, layout.page_bytes(1))
+    for sizes, named in (
+        ((-1, 64), "num_pages must be at least 0, got -1"),
+        ((2, 0), "page_size must be at"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            layout.empty(*sizes, "cpu")
 
 
 def test_a_layout_is_found_by_name_or_given_as_it_is():

@@ -276,36 +276,6 @@ def test_inference_tensors_have_no_version_and_are_not_watched(device):
         chunk.attend(cache, layer, chunk.topk_indices)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda c: c.build(seq_lens_host=[1]), r"seq_lens_host must be 6 lengths >= 0, got \[1\]"),
-        (lambda c: c.build(query_lens_host=[-1] * 6), "query_lens_host must be 6 lengths >= 0, got"),
-        (lambda c: c.attend(c.build(), c.layer(), None, "fast"), "must be one of auto, whole, selected, dir"),
-        (lambda c: c.attend(c.build(num_tokens=36), c.layer(), None), r"q must have shape \[36, \*"),
-        (lambda c: LayerCaches("dsv4"), "expected entries, window or both, got neither"),
-        (lambda c: LayerCaches("dsv4", 4, window=c.layer().window), "and 0 without, got 4 without entries"),
-        (lambda c: LayerCaches("dsv4", 4, (c.layer().entries.data, 4)), "entries must be a PagedCache"),
-        (lambda c: LayerCaches("dsv4", window=c.layer().window.data), "window must be a PagedCache"),
-        (lambda c: LayerCaches("dsv5", window=c.layer().window), "layout must be one of .* got 'dsv5'"),
-        (lambda c: c.attend(c.build(), c.layer(), c.topk_indices[0]), r"topk_indices .* \[37, \*"),
-        (lambda c: LayerCaches("dsv4", 0, entries=c.layer().entries), "got 0 with entries"),
-        (lambda c: workspace_rows([1], [1], window_size=1, compress_ratio=1, strategy="x"), "got 'x'"),
-        (
-            lambda c: mla_fp8.SparsePrefillChunkCache(
-                PrefillWorkspace(512, "cpu"), c.seq_lens_device, c.query_lens_device, c.page_table,
-                window_size=12, seq_lens_host=c.seq_lens, query_lens_host=c.query_lens,
-            ),
-            "expected req_pool_indices, req_to_token and full_to_swa with a window",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_named(make, message):
-    chunk = make_chunk("dsv4", "cpu")
-    with pytest.raises(ValueError, match=message):
-        make(chunk)
-
-
 @all_strategies
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attention_is_told_how_far_each_row_reaches(strategy, kind, device, monkeypatch):

@@ -66,6 +66,16 @@ def test_a_benchmark_that_fails_fails_the_run_but_not_the_others(tmp_path, monke
     assert "fine" in out and "failed: broken" in err
 
 
+def test_a_reader_who_has_enough_ends_the_benchmark_without_a_word(capfd):
+    def has_enough():
+        raise BrokenPipeError
+
+    endless = "import itertools\nfor i in itertools.count(): print(i, flush=True)"
+    with pytest.raises(BrokenPipeError):
+        bench.stream([sys.executable, "-c", endless], has_enough)
+    assert capfd.readouterr().err == ""
+
+
 def row(op: str, case: str, us: float, implementation: str = table.OURS, **other: object) -> table.Row:
     return table.Row(op, case, implementation, us, **other)
 

@@ -262,6 +262,14 @@ def test_ring_forgets_exactly_the_tokens_that_it_overwrote(device: str) -> None:
         assert held[held >= 0].unique().numel() == int((held >= 0).sum())  # no slot twice
 
 
+def test_requests_too_short_for_an_entry_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--heads", "1", "--tokens", "3", "--decode-steps", "1", "--out", str(tmp_path)]
+    assert main(["demo", *small]) == 0
+    assert "0 of 0 entries of 4 + window 128" in capsys.readouterr().out
+
+
 def test_text_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_bytes(b"too short")
     assert main(["demo", "--text", str(tmp_path / "short.txt")]) == 2

@@ -13,6 +13,7 @@ import mla_fp8
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs/gen"))
 import generate
+import ops
 
 README = (ROOT / "README.md").read_text()
 
@@ -149,6 +150,18 @@ def test_commits_that_documents_name_are_in_the_history() -> None:
     assert [pair for pair in sorted(named) if pair[1] not in known] == []
 
 
+def test_the_guide_has_the_indexers_workspace_as_the_op_does() -> None:
+    said = re.search(
+        r"with (\d+) SMs at most (\d+) MB for a `topk` of (\d+), (\d+) MB for (\d+)",
+        (DOCS / "guide/indexer.md").read_text(),
+    )
+    assert said is not None
+    sms, *pairs = map(int, said.groups())
+    for megabytes, topk in (pairs[:2], pairs[2:]):
+        num_bytes = mla_fp8.index_topk_workspace(2**31 - 1, topk=topk, num_sms=sms)
+        assert round(num_bytes / 1e6) == megabytes
+
+
 def test_third_party_names_what_is_pinned_with_its_version() -> None:
     pins = (ROOT / "ci/constraints.txt").read_text().split()
     text = (ROOT / "third_party/README.md").read_text()
@@ -158,6 +171,11 @@ def test_third_party_names_what_is_pinned_with_its_version() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_a_text_across_columns_of_a_docstring_keeps_its_words() -> None:
+    table = ops.table(["=====  ====  ====", "x      two bb c d", "y      [n]   int", "=====  ====  ===="])
+    assert "| `x` | two bb c d |  |" in table and "| `y` | [n] | int |" in table
 
 
 def test_a_part_that_nobody_writes_is_an_error() -> None:

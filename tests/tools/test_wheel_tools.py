@@ -191,3 +191,23 @@ def test_a_wheel_without_a_variant_does_not_get_into_the_index(tmp_path):
     path = path.rename(path.with_name(path.name.replace("+cpu", "")))
     with pytest.raises(ValueError, match="no local version label"):
         make_index.build([path], tmp_path / "site")
+
+
+def test_a_setting_of_the_build_that_is_neither_yes_nor_no_stops_it(tmp_path):
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        tmp_path,
+        "--build-temp",
+        tmp_path,
+    ]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MLA_FP8_HIP": "perhaps"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert result.stderr.strip().endswith("mla_fp8: MLA_FP8_HIP must be 1 or 0, got 'perhaps'")
+    assert not any(tmp_path.iterdir())

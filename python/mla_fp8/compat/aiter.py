@@ -7,6 +7,7 @@ ValueError, or RuntimeError from :func:`mla_fp8.paged_attention_ragged` under it
 
 import torch
 
+from .._arguments import need_tensors
 from ..ops.paged_attention_ragged import paged_attention_ragged as _paged_attention_ragged
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -51,6 +52,10 @@ def paged_attention_ragged(
     ``alibi_slopes``, ``fp8_out_scale`` and kv_cache_dtype fp8_e5m2 are refused; ``partition_size`` is AITER's
     own business.
     """
+    need_tensors(
+        "paged_attention_ragged", out=out, workspace_buffer=workspace_buffer, query=query,
+        key_cache=key_cache, value_cache=value_cache, kv_indptr=kv_indptr,
+    )  # fmt: skip
     _expect("kv_cache_layout", ("NHD", "HND"), kv_cache_layout)
     _expect("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"), kv_cache_dtype)
     _expect("alibi_slopes", (None,), alibi_slopes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._arguments import need_tensors
+from .._arguments import expect_tensors, need_tensors
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.sparse_decode import sparse_decode
 from ..ops.sparse_prefill import sparse_prefill
@@ -90,7 +90,11 @@ def flash_mla_with_kvcache(
             "flash_mla_with_kvcache: indices must be a tensor (dense decode is not here), got None"
         )
     name = "flash_mla_with_kvcache"
-    need_tensors(name, q=q, k_cache=k_cache)
+    need_tensors(name, q=q, k_cache=k_cache, indices=indices)
+    expect_tensors(
+        name, attn_sink=attn_sink, extra_k_cache=extra_k_cache, topk_length=topk_length,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+    )  # fmt: skip
     _expect(name, "causal", False, causal)
     _expect(name, "is_fp8_kvcache", True, is_fp8_kvcache)
     _expect(name, "head_dim_v", HEAD_DIM_V, head_dim_v)
@@ -148,6 +152,7 @@ def flash_mla_sparse_fwd(
     ===========  =========================  =====  ==========================================
     """
     need_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
+    expect_tensors("flash_mla_sparse_fwd", attn_sink=attn_sink, topk_length=topk_length)
     _expect("flash_mla_sparse_fwd", "d_v", HEAD_DIM_V, d_v)
     _expect_shape("flash_mla_sparse_fwd", [None] * 3, q=q)
     _expect_shape("flash_mla_sparse_fwd", [None, 1, q.shape[2]], kv=kv)

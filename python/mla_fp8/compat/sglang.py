@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._arguments import need_tensors
 from ..layout import KV_LAYOUTS, KVLayout
 from ..ops.build_swa_token_ids import build_swa_token_ids as _build_swa_token_ids
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices as _combine_topk_swa_indices
@@ -113,6 +114,7 @@ def combine_topk_swa_indices(
 
     ``out_indices`` need not hold -1 beforehand: whole rows are written.
     """
+    need_tensors("combine_topk_swa_indices", topk_indices=topk_indices)
     num_tokens = topk_indices.shape[0]
     if out_indices is None and out_lens is not None:
         out_indices = out_lens.new_empty((num_tokens, combined_width(topk, window_size)))

@@ -15,6 +15,7 @@ from .. import probes
 from ..compat import sglang_layer as for_sglang
 from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
+from . import sglang
 from .flash_mla_calls import take_over
 from .log import say_once
 
@@ -82,9 +83,7 @@ def register_sglang() -> None:
     reason = probes.why_not_call({"sglang.srt.environ": {}})
     if reason:
         _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
-        return
-    named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
-    if NAME in [name.strip() for name in named.split(",")]:
+    elif NAME in sglang.named():
         _take_over(SGLANG)
 
 

@@ -195,6 +195,7 @@ def register_query_groups() -> None:
 
 
 def named() -> list[str]:
+    """What SGLANG_PLUGINS names."""
     named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
     return [name.strip() for name in named.split(",")]
 

@@ -52,7 +52,7 @@ def compress_kv(
     first token, p + 1 - ratio, and where the table has none the row is not stored. Ratio 2 (width 1024: kv,
     score) and 128 (1024) pool the block itself, ratio 4 (2048: kv as previous, kv, score as previous, score)
     the block before through its "as previous" halves too; ratio 1 (512: kv) pools nothing. Per dim, the mean
-    of kv weighted by the softmax of score + ape; then RMSNorm, RoPE, :func:`quantize_kv`'s row.
+    of kv weighted by the softmax of score + ape; then RMSNorm with ``eps``, RoPE, :func:`quantize_kv`'s row.
     ``round_pooled``: bf16 after pooling, norm and RoPE each. Else float32 up to one rounding.
 
     The state holds the raw rows of the last tokens, position p in row ``p % depth``; online (ratio 128 alone)

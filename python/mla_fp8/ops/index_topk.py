@@ -145,8 +145,13 @@ def _buffers(
     """The arguments of the _out twin; None if the caller wants new tensors."""
     if positions is not None and lens is not None:
         return {"out_positions": positions, "out_slots": slots, "out_lens": lens, "workspace": workspace}
-    if (positions, slots, lens, workspace) != (None, None, None, None):
-        raise ValueError(f"mla_fp8.{op}: expected out_positions and out_lens with any buffer of the caller's")
+    needed = {"out_positions": positions, "out_lens": lens}
+    if any(x is not None for x in (positions, slots, lens, workspace)):
+        missing = " and no ".join(name for name, buffer in needed.items() if buffer is None)
+        raise ValueError(
+            f"mla_fp8.{op}: expected out_positions and out_lens with any buffer of the caller's, "
+            f"got no {missing}"
+        )
     return None
 
 

@@ -36,7 +36,8 @@ def k_norm_rope_insert(
     ============  ========================  ===============  =================================================
 
     The bytes are those of ``quantize_kv(bf16(rope(bf16(norm(kv)))))``, on every device. RMSNorm is float32
-    over all 512 (sixteen neighbours in order, then halves), times the nearest 1 / sqrt, times the weight.
+    over all 512 (squares of sixteen neighbours in order, then halves), times the nearest 1 / sqrt of their
+    mean plus ``eps``, times the weight.
     RoPE is float32 on the last 2 * half dims, pairs of neighbours: ``a cos - b sin, a sin + b cos``. How
     many dims rotate is the model's, not the layout's: V4 and V4.1 rotate 64 of 512, V3.2 all of
     ``k_rope``. Without ``k_rope`` a layout with 576 dims gets zeros there; then half must be 0.

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given, expect_tensors
+from .._arguments import all_given, expect_tensors, need_tensors
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import HEAD_DIM_V, KVLayout, get_layout
@@ -56,9 +56,10 @@ def paged_attention_ragged(
     num_tokens is num_requests * ``q_len``: the last query token of a request sees all its keys, each one
     before it one key less (the keys of the query tokens are in the cache). FP8 is e4m3fn or e4m3fnuz, as the
     dtype says; value = e4m3 * scale, never rounded. Scales must be finite and positive (checked on the CPU
-    only). An HND cache is passed as ``cache.transpose(1, 2)``. With ``logits_soft_cap`` the logits are
-    ``cap * tanh(logits / cap)``. lse does not include the sink. kv_indptr is clamped to the length of
-    kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches' own.
+    only). An HND cache is passed as ``cache.transpose(1, 2)``. A logit is ``sm_scale * (q . k)``, with
+    ``logits_soft_cap`` it is ``cap * tanh(logit / cap)``. lse does not include the sink. kv_indptr is clamped
+    to the length of kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches'
+    own.
 
     The keys of a request are worked on in ``num_splits`` parts (0: as many as fill the GPU, or many CPUs; at
     most 128). A given number makes the result independent of the batch. With ``out`` and ``lse`` nothing is
@@ -73,6 +74,7 @@ def paged_attention_ragged(
     )  # fmt: skip
     tensors = (q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len)
     if page_size is None:  # the op says what is wrong with a cache of another rank
+        need_tensors("paged_attention_ragged", k_cache=k_cache)
         page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     options = {
         "sm_scale": sm_scale,

@@ -102,7 +102,10 @@ def sparse_decode(
     ===========  =======================================  =====  ============================================
     q            [num_tokens, num_q_heads, head_dim_qk]   bf16   1 to 128 heads
     kv_cache     [num_pages, page_bytes]                  uint8  see :class:`mla_fp8.KVLayout`
-    indices      [num_tokens, topk]                       int32  slots; outside the cache (-1): masked
+    indices      [num_tokens, topk]                       int32  slots: page * page_size + row; outside the
+                                                                 cache (-1): masked
+    page_size                                                    rows of a page, any number of them
+    sm_scale                                                     a logit is sm_scale * (q . k)
     topk_length  [num_tokens]                             int32  only the first n indices count
     attn_sink    [num_q_heads]                            fp32   an extra logit without a value
     extra_*      a second cache with its own indices, page size and layout, attended to jointly

@@ -2,6 +2,7 @@
 predicted to be fastest."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -9,13 +10,15 @@ from torch import Tensor
 from ..arch import arch_of
 from ..dispatch import can_run
 from ..ops.build_swa_token_ids import build_swa_token_ids
+from .checks import check_strategy, expect_at_least, expect_chunk, expect_kind, expect_lengths, expect_rows
 from .costs import predict
 from .layer import LayerCaches
 from .tables import Tables
 from .ways import WAYS, fills_tiles, needs_no_indices
-from .workspace import STRATEGIES, PrefillWorkspace, capturing, check_strategy, num_window_rows
+from .workspace import STRATEGIES, PrefillWorkspace, capturing, num_window_rows
 
 MAX_QUERY_GROUP = 65536  # of the ops
+_NAME = "SparsePrefillChunkCache"
 
 
 class SparsePrefillChunkCache:
@@ -30,6 +33,7 @@ class SparsePrefillChunkCache:
     full_to_swa       [num_slots]                  int64
     query_start_loc   [num_requests + 1]           int32  optional: the rows of q, if not the whole chunk
     query_pos         [num_tokens]                 int32  optional: their positions
+    window_size                                           tokens of a window, its query's among them; 0: none
     ================  ===========================  =====  ================================================
 
     ``*_host`` are the lengths as the host knows them; they may be upper bounds, so a forward captured in a
@@ -39,6 +43,8 @@ class SparsePrefillChunkCache:
     :meth:`invalidate`, when one of the tensors above was written since (not seen in inference mode, where
     tensors have no version), and outside the CUDA graph capture that it was built in: a replay has written
     other numbers into it. Whoever replays a graph that writes the tensors above calls :meth:`invalidate`.
+
+    Raises ValueError naming the argument, what was expected and what came.
     """
 
     def __init__(
@@ -58,8 +64,16 @@ class SparsePrefillChunkCache:
         query_pos: Tensor | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        _expect_lengths(len(seq_lens), seq_lens_host=seq_lens_host, query_lens_host=query_lens_host)
-        _expect_table(len(seq_lens), page_table)
+        expect_kind(_NAME, "workspace", workspace, PrefillWorkspace)
+        expect_at_least(_NAME, "window_size", window_size, 0)
+        sources: dict[str, Tensor | None] = {
+            "seq_lens": seq_lens, "query_lens": query_lens, "page_table": page_table,
+            "req_pool_indices": req_pool_indices, "req_to_token": req_to_token, "full_to_swa": full_to_swa,
+            "query_start_loc": query_start_loc, "query_pos": query_pos,
+        }  # fmt: skip
+        expect_chunk(_NAME, sources)
+        expect_lengths(_NAME, "seq_lens_host", seq_lens_host, len(seq_lens))
+        expect_lengths(_NAME, "query_lens_host", query_lens_host, len(seq_lens))
         if query_start_loc is None:
             query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int()
         if not window_size:
@@ -82,11 +96,6 @@ class SparsePrefillChunkCache:
         )  # fmt: skip
         self.workspace, self.window_size, self.num_tokens = workspace, window_size, self.tables.num_tokens
         self._built_in_capture = capturing()
-        sources = {
-            "seq_lens": seq_lens, "query_lens": query_lens, "page_table": page_table,
-            "req_pool_indices": req_pool_indices, "req_to_token": req_to_token, "full_to_swa": full_to_swa,
-            "query_start_loc": query_start_loc, "query_pos": query_pos,
-        }  # fmt: skip
         self._versions = {
             name: (x, x._version) for name, x in sources.items() if x is not None and not x.is_inference()
         }
@@ -112,9 +121,10 @@ class SparsePrefillChunkCache:
         """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
 
         ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
-        entries of a token's past. ``strategy`` is auto, whole, selected or direct. ``query_groups``: so many
-        consecutive tokens choose mostly the same entries, nine tenths or so; ``direct`` then shares them
-        (:func:`mla_fp8.sparse_decode`) and is priced so. The other ways are the same with it.
+        entries of a token's past. ``strategy`` is auto, whole, selected or direct; q, sm_scale, attn_sink and
+        backend are as there. ``query_groups``: so many consecutive tokens choose mostly the same entries,
+        nine tenths or so; ``direct`` then shares them (:func:`mla_fp8.sparse_decode`) and is priced so. The
+        other ways are the same with it.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check_usable(q)
@@ -130,7 +140,7 @@ class SparsePrefillChunkCache:
     def predict(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None, *, query_groups: int = 1
     ) -> dict[str, float]:
-        """Nanoseconds of each strategy, as the cost table has it."""
+        """Nanoseconds of each strategy for these arguments of :meth:`attend`, as the cost table has it."""
         _check_groups(query_groups)
         return self._predict(q, layer, topk_indices, "auto", query_groups)
 
@@ -164,41 +174,20 @@ class SparsePrefillChunkCache:
         for name, (tensor, version) in self._versions.items():
             if tensor._version != version:
                 raise RuntimeError(f"SparsePrefillChunkCache is stale: {name} was written after it was built")
-        if q.dim() != 3 or len(q) != self.num_tokens:
-            raise ValueError(
-                f"SparsePrefillChunkCache: q must have shape [{self.num_tokens}, *, *], got {[*q.shape]}"
-            )
+        expect_rows(_NAME, "q", q, self.num_tokens, 3)
 
     def _check_layer(self, layer: LayerCaches, topk_indices: Tensor | None) -> None:
+        expect_kind(_NAME, "layer", layer, LayerCaches)
         if layer.window and not self.window_size:
             raise ValueError(
                 "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
             )
-        if topk_indices is not None and (topk_indices.dim() != 2 or len(topk_indices) != self.num_tokens):
-            raise ValueError(
-                f"SparsePrefillChunkCache: topk_indices must have shape [{self.num_tokens}, *], "
-                f"got {[*topk_indices.shape]}"
-            )
+        if topk_indices is not None:
+            expect_rows(_NAME, "topk_indices", topk_indices, self.num_tokens, 2)
 
 
 def _check_groups(query_groups: int) -> None:
-    if not 1 <= query_groups <= MAX_QUERY_GROUP:
+    if not isinstance(query_groups, Integral) or not 1 <= query_groups <= MAX_QUERY_GROUP:
         raise ValueError(
-            f"SparsePrefillChunkCache: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups}"
+            f"SparsePrefillChunkCache: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups!r}"
         )
-
-
-def _expect_table(num_requests: int, page_table: Tensor) -> None:
-    if page_table.dim() != 2 or len(page_table) != num_requests or page_table.dtype is not torch.int32:
-        raise ValueError(
-            f"SparsePrefillChunkCache: page_table must be int32 of shape [{num_requests}, *], "
-            f"got {page_table.dtype} of {[*page_table.shape]}"
-        )
-
-
-def _expect_lengths(num_requests: int, **lengths: Sequence[int]) -> None:
-    for name, values in lengths.items():
-        if len(values) != num_requests or min(values, default=0) < 0:
-            raise ValueError(
-                f"SparsePrefillChunkCache: {name} must be {num_requests} lengths >= 0, got {list(values)}"
-            )

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..layout import KV_LAYOUTS, KVLayout, get_layout
+from ..layout import KV_LAYOUTS, KVLayout, expect_pages, get_layout
+from .checks import expect_at_least, expect_kind
 
 
 class PagedCache(NamedTuple):
@@ -34,7 +35,7 @@ class LayerCaches:
     ==============  ============================================
 
     Raises ValueError for entries without a ratio, a ratio without entries, neither cache, or two layouts that
-    no call of attention reads together.
+    no call of attention reads together, and a cache whose pages are not of its layout.
     """
 
     layout: str | KVLayout
@@ -52,12 +53,8 @@ class LayerCaches:
                 f"LayerCaches: entries_layout must be {' or '.join(allowed)} with layout {layout.name}, "
                 f"got {of_entries.name}"
             )
-        for name, cache in (("entries", self.entries), ("window", self.window)):
-            if cache is not None and not isinstance(cache, PagedCache):
-                raise ValueError(
-                    f"LayerCaches: {name} must be a PagedCache(data, page_size) or None, "
-                    f"got {type(cache).__name__}"
-                )
+        _expect_cache("entries", self.entries, of_entries)
+        _expect_cache("window", self.window, layout)
         if (self.entries is None) == (self.compress_ratio > 0) or self.compress_ratio < 0:
             raise ValueError(
                 "LayerCaches: compress_ratio must be positive with entries and 0 without, got "
@@ -68,6 +65,7 @@ class LayerCaches:
 
     @property
     def layout_of_entries(self) -> KVLayout:
+        """``entries_layout``, or the layout of both caches."""
         return get_layout(self.layout if self.entries_layout is None else self.entries_layout)
 
     @property
@@ -87,3 +85,15 @@ class LayerCaches:
             entries and entries.num_slots,
             window and window.num_slots,
         )
+
+
+def _expect_cache(name: str, cache: PagedCache | None, layout: KVLayout) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, PagedCache):
+        raise ValueError(
+            f"LayerCaches: {name} must be a PagedCache(data, page_size) or None, got {type(cache).__name__}"
+        )
+    expect_kind("LayerCaches", f"{name}.data", cache.data, Tensor)
+    expect_at_least("LayerCaches", f"{name}.page_size", cache.page_size, 1)
+    expect_pages(f"LayerCaches: {name}.data", layout, cache.data, cache.page_size)

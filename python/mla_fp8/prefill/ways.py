@@ -28,7 +28,7 @@ def whole(
 ) -> Attended:  # fmt: skip
     """Dequantises all entries of the chunk's requests, and the window, and attends to those rows."""
     if needs_no_indices(tables, layer, q, topk_indices, options["backend"]):
-        kv = _gather(tables, workspace, layer, q)
+        kv = _gather(tables, workspace, layer)
         if layer.entries:
             options = options | {
                 "extra_kv_cache": kv, "extra_page_size": 1,
@@ -40,7 +40,7 @@ def whole(
             layout=row_layout(q), page_size=1, window_size=tables.window_size, **options,
         )  # fmt: skip
     rows, lens = tables.workspace_rows(layer, topk_indices)
-    return sparse_prefill(q, _gather(tables, workspace, layer, q), rows, topk_length=lens, **options)
+    return sparse_prefill(q, _gather(tables, workspace, layer), rows, topk_length=lens, **options)
 
 
 def selected(
@@ -122,7 +122,7 @@ def fills_tiles(layer: LayerCaches, q: Tensor, query_groups: int, backend: str) 
     return shares and query_groups * heads >= TILE_ROWS
 
 
-def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches, q: Tensor) -> Tensor:
+def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches) -> Tensor:
     """All entries of the requests, then the window's rows."""
     region = tables.region(layer.compress_ratio)
     kv = workspace.reserve(region.num_rows + (len(tables.swa_ids) if layer.window else 0))

@@ -5,21 +5,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..layout import KV_LAYOUTS
+from .checks import check_strategy, expect_at_least, expect_lengths
+
 STRATEGIES = ("whole", "selected", "direct")
 
 
 class PrefillWorkspace:
     """Scratch rows for one stream, owned by the caller; a CUDA graph needs one of its own.
 
-    It also knows which chunk may use it: building a chunk cache makes the one before stale.
+    It also knows which chunk may use it: building a chunk cache makes the one before stale. ``head_dim_qk``
+    is that of the layers' layouts, ValueError for another.
     """
 
     def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
+        known = sorted({layout.head_dim_qk for layout in KV_LAYOUTS.values()})
+        if head_dim_qk not in known:
+            raise ValueError(
+                f"PrefillWorkspace: head_dim_qk must be {' or '.join(map(str, known))}, got {head_dim_qk!r}"
+            )
         self._rows = torch.empty((0, head_dim_qk), dtype=torch.bfloat16, device=device)
         self.chunk: object = None  # that may use it
 
     @property
     def capacity(self) -> int:
+        """Rows that it holds now."""
         return len(self._rows)
 
     def reserve(self, num_rows: int) -> Tensor:
@@ -45,8 +55,18 @@ def workspace_rows(
     topk: int | None = None,
     strategy: str = "whole",
 ) -> int:
-    """Workspace rows that one layer needs. ``topk`` bounds ``selected``; None is all entries."""
+    """Workspace rows that one layer needs. ``topk`` bounds ``selected``; None is all entries.
+
+    Raises ValueError for negative numbers, or lengths that are not as many of both.
+    """
+    name = "workspace_rows"
     check_strategy(strategy, STRATEGIES)
+    expect_lengths(name, "seq_lens_host", seq_lens_host)
+    expect_lengths(name, "query_lens_host", query_lens_host, len(seq_lens_host))
+    expect_at_least(name, "window_size", window_size, 0)
+    expect_at_least(name, "compress_ratio", compress_ratio, 0)
+    if topk is not None:
+        expect_at_least(name, "topk", topk, 0)
     if strategy == "direct":
         return 0
     entries = num_entries(seq_lens_host, compress_ratio)
@@ -65,11 +85,6 @@ def num_window_rows(seq_lens_host: Sequence[int], query_lens_host: Sequence[int]
         return 0
     lengths = zip(seq_lens_host, query_lens_host, strict=True)
     return sum(min(n, queries + window_size - 1) for n, queries in lengths)
-
-
-def check_strategy(strategy: str, known: Sequence[str]) -> None:
-    if strategy not in known:
-        raise ValueError(f"mla_fp8: strategy must be one of {', '.join(known)}, got {strategy!r}")
 
 
 def capturing() -> bool:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .cli import seconds
+
 _PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a source tree at its top.
 FOLDER = next(
@@ -24,12 +26,15 @@ SCRIPTS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("benchmarks", nargs="*", metavar="NAME", help=f"default: all, {', '.join(SCRIPTS)}")
     parser.add_argument("--only", default="", help="run the cases whose label contains this")
-    parser.add_argument("--seconds", type=float, default=3.0, help="at most, per case and baseline")
-    parser.add_argument("--smoke", action="store_true", help="one sample of each case; writes nothing")
+    parser.add_argument(
+        "--seconds", type=seconds, default=3.0, help="at most, per case and baseline (default 3)"
+    )
+    written = parser.add_mutually_exclusive_group()
+    written.add_argument("--smoke", action="store_true", help="one sample of each case; writes nothing")
     parser.add_argument(
         "--out", type=Path, default=Path("bench_out"), help="folder of <device>.csv (default bench_out)"
     )
-    parser.add_argument("--plot", action="store_true", help="also draw the chart, <device>.png")
+    written.add_argument("--plot", action="store_true", help="also draw the chart, <device>.png")
 
 
 @contextlib.contextmanager
@@ -71,9 +76,13 @@ def stream(command: list[str], show: Callable[[], None]) -> int:
     """Prints what the command prints, line by line. Returns its exit status."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            show()
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                show()
+        except BrokenPipeError:  # who reads has enough: the command shall not complain of that, too
+            process.kill()
+            raise
     return process.returncode
 
 

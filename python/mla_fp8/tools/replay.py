@@ -21,7 +21,7 @@ from ..backends import reference as specification
 from ..backends.table import Backend, Problem
 from ..dispatch import candidates
 from . import recording
-from .cli import device
+from .cli import device, seconds
 from .recording import Call
 from .timing import time_us
 
@@ -33,9 +33,16 @@ HEADER = f"  {'backend':<17}{'us':>11}{'':>10}{'rms error':>12}{'max error':>12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of timing at most, per call and backend")
+    parser.add_argument("file", type=Path, help="that mla_fp8.testing.record wrote")
+    parser.add_argument(
+        "--device",
+        type=device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N (default: a GPU where there is one)",
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=1.0, help="of timing at most, per call and backend (default 1)"
+    )
 
 
 def exact(call: Call, device: str) -> tuple[Tensor, Tensor]:
@@ -147,6 +154,9 @@ def summary(calls: list[Call], verdicts: list[dict[str, Verdict]]) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """The exit status is 1 if a backend is off, 2 if the file cannot be read."""
+    if options.file.exists() and not options.file.is_file():
+        print(f"mla_fp8 replay: {options.file} is not a file", file=sys.stderr)
+        return 2
     try:
         calls = recording.load(options.file)
     except ImportError:

@@ -170,7 +170,10 @@ class LayerOps:
     def _select(
         self, x: Projected, batch: Batch, latent: Tensor, index_q: Tensor, index_q_scale: Tensor
     ) -> Tensor:
-        """[num_tokens, num_selected] int32 entries of each token's past: the best, or without topk all."""
+        """[num_tokens, num_selected] int32 entries of each token's past: the best, or without topk all.
+
+        With an indexer there is a column at least, of -1 before there is an entry.
+        """
         ratio, width = self.layer.ratio, self.layer.num_selected(self.max_len)
         if self.index is None:
             entries = torch.arange(width, device=batch.pos.device)
@@ -183,7 +186,7 @@ class LayerOps:
         )
         positions, _, _ = index_topk(
             index_q, x.index_weights, self.index, self.pages.page_table, batch.seq_lens,
-            layout=INDEX_LAYOUT, page_size=page_size, topk=width, q_scale=index_q_scale,
+            layout=INDEX_LAYOUT, page_size=page_size, topk=max(width, 1), q_scale=index_q_scale,
             query_start_loc=batch.query_start_loc, compress_ratio=ratio,
         )  # fmt: skip
         return positions

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", type=Path, help="file to read (default: an essay that comes with the package)"
     )
     parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4, V4.1 or V3.2")
-    parser.add_argument("--heads", type=int, default=8, help="query heads, 1 to 128 (default 8)")
+    parser.add_argument("--heads", type=at_least(1, 128), default=8, help="query heads, 1 to 128 (default 8)")
     parser.add_argument(
         "--tokens",
         type=at_least(len(_SHARES)),
@@ -38,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk", type=at_least(1), default=512, help="bytes of one request in a batch (default 512)"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", type=device, default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the chart")
+    parser.add_argument(
+        "--seed", type=at_least(0, 2**63 - 1), default=0, help="of the random weights (default 0)"
+    )
+    parser.add_argument("--device", type=device, default="cpu", help="cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo_out"), help="folder of the chart (default demo_out)"
+    )
 
 
 def make_workload(options: argparse.Namespace) -> Workload:
@@ -56,8 +60,6 @@ def make_workload(options: argparse.Namespace) -> Workload:
         raise ValueError(
             f"--text: expected more than {sum(lengths)} bytes for these options, got {len(text)}"
         )
-    if not 1 <= options.heads <= 128:
-        raise ValueError(f"--heads: expected 1 to 128, got {options.heads}")
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return Workload(
         spec=replace(MODELS[options.model], num_q_heads=options.heads),

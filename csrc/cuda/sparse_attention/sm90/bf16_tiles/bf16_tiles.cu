@@ -1,4 +1,4 @@
-// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a query
+// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a
 // query, or all heads of neighbours whose keys are mostly the same.
 //
 //   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled panels,

@@ -8,7 +8,7 @@
 //   survey             thread 0, once all others have met  early producers  maps[0]: may be read (split)
 //   survey full        the warps of a place for queries    all of it  maps[place][buffer]: may be read
 //   survey empty       the producers of that place         its warps  the same: may be filled
-//   kBarrierQ         consumers                          the same   q: is written (split)
+//   kBarrierQ          consumers                           the same   q: is written (split)
 //   kBarrierTeam + i   the warps of team i                 the same   weights, scales, block_max of a block
 //   kBarrierQuery + i  the warps of place i                the same   q, warp_stats (walk)
 #include <cstddef>
