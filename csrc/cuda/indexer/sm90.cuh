@@ -138,8 +138,8 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t and
-// the one behind, then of those 8 further on.
+// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
+// and the one behind, then of those 8 further on.
 template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
