@@ -44,6 +44,13 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 #endif
 }
 
+// Before that: the blocks of the next grid may come as this one's leave. They wait for its end.
+__device__ __forceinline__ void let_next_grid_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // The same around a kernel that may follow one which it does not depend on: that one has waited for what came
 // before. It must only not end first, for the next grid waits for this one alone.
 __device__ __forceinline__ void begin_grid(bool follows) {

@@ -20,6 +20,12 @@
 
 namespace mla_fp8::gpu {
 
+// An address that is found here, not where it is used.
+template <class T>
+__device__ __forceinline__ void keep_found(T*& address) {
+  asm volatile("" : "+l"(address));
+}
+
 // What a lane leaves at once, and what of it a lane of the second grid reads.
 struct F16Values {
   static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfQueryPart;
@@ -38,9 +44,20 @@ struct F16Values {
         pack_f16(x[4] * factor, x[5] * factor), pack_f16(x[6] * factor, x[7] * factor)};
     part[lanes * 16 + at] = static_cast<uint8_t>(exponent);
   }
-  __device__ static F16Values read(const uint8_t* part, int lanes, int at) {
-    return {reinterpret_cast<const uint4*>(part)[at], part[lanes * 16 + at]};
-  }
+  // Where that is in a part.
+  struct Place {
+    const uint8_t *values, *exponent;
+    __device__ Place(const uint8_t* part, int lanes, int at)
+        : values(part + at * 16), exponent(part + lanes * 16 + at) {
+      keep_found(values), keep_found(exponent);
+    }
+    // Of the part so many bytes further; zeros, without an access, if it is not there.
+    __device__ F16Values read(int offset, bool is_there) const {
+      F16Values x{{}, kLeastExponent};
+      if (is_there) x = {__ldcg(reinterpret_cast<const uint4*>(values + offset)), __ldcg(exponent + offset)};
+      return x;
+    }
+  };
   __device__ void add_to(float (&sum)[kCount], float weight) const {
     const float factor = weight * __uint_as_float((exponent - kLargest) << 23);
     const uint32_t words[] = {values.x, values.y, values.z, values.w};
@@ -64,11 +81,21 @@ struct F32Values {
     auto* const to = reinterpret_cast<float4*>(part);
     to[at] = {x[0], x[1], x[2], x[3]}, to[lanes + at] = {x[4], x[5], x[6], x[7]};
   }
-  __device__ static F32Values read(const uint8_t* part, int lanes, int at) {
-    const auto* const from = reinterpret_cast<const float4*>(part);
-    const float4 a = from[at], b = from[lanes + at];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-  }
+  struct Place {
+    const uint8_t *first, *second;
+    __device__ Place(const uint8_t* part, int lanes, int at)
+        : first(part + at * 16), second(part + (lanes + at) * 16) {
+      keep_found(first), keep_found(second);
+    }
+    __device__ F32Values read(int offset, bool is_there) const {
+      float4 a{}, b{};
+      if (is_there) {
+        a = __ldcg(reinterpret_cast<const float4*>(first + offset));
+        b = __ldcg(reinterpret_cast<const float4*>(second + offset));
+      }
+      return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    }
+  };
 };
 
 // A column: of each octet of heads the lanes with one t have heads 2t and 2t + 1.
@@ -78,11 +105,12 @@ class QueryPart {
   using Values = std::conditional_t<kHasRuns<C>, F32Values, F16Values>;
   static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // of a lane; of a column
   static constexpr int kLanes = kConsumerWarps * kColumns * kWarpSize;
+  static constexpr int kBytes = C::kHeads * Values::kFloatsOfHead * 4;
   static_assert(kLanes * kValues == C::kHeads * kHeadDimV);
 
   // The `number`-th of all.
   __device__ QueryPart(const SparseAttentionParams& p, int64_t number)
-      : base_(reinterpret_cast<uint8_t*>(p.workspace) + number * (C::kHeads * Values::kFloatsOfHead * 4)) {}
+      : base_(reinterpret_cast<uint8_t*>(p.workspace) + number * kBytes) {}
   // Of this CTA's query.
   __device__ static QueryPart of_run(const KernelParams& params, int run) {
     return {params.p, int64_t{params.splits.word(blockIdx.x)} * params.most_runs + run};
@@ -90,14 +118,14 @@ class QueryPart {
 
   // (base, sum) of a head.
   __device__ float2& stats(int head) const {
-    return reinterpret_cast<float2*>(base_ + C::kHeads * (Values::kFloatsOfHead - 2) * 4)[head];
+    return reinterpret_cast<float2*>(base_ + kBytes)[head - C::kHeads];
   }
   __device__ __forceinline__ void write(int value_warp, int column, int lane,
                                         const float (&x)[kValues]) const {
     Values::write(base_, kLanes, place(value_warp, column, lane), x);
   }
-  __device__ __forceinline__ Values read(int value_warp, int column, int lane) const {
-    return Values::read(base_, kLanes, place(value_warp, column, lane));
+  __device__ typename Values::Place values(int value_warp, int column, int lane) const {
+    return {base_, kLanes, place(value_warp, column, lane)};
   }
 
  private:
@@ -118,67 +146,76 @@ __device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
   }(std::make_integer_sequence<int, kMaxRuns>{});
 }
 
-// A warp: a column of a value warp.
+// A warp: a column of a value warp. What it does once all parts are there it has done before with none: then
+// its code is in the instruction cache, and where the parts lie is known.
 template <class C>
 __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
     merge_query_parts_kernel(const __grid_constant__ KernelParams params) {
   using Part = QueryPart<C>;
-  constexpr int kBlocksOfWarp = Part::kColumns / kPartsMergeWarps;
+  constexpr int kBlocksOfWarp = Part::kColumns / kPartsMergeWarps, kMost = kMostQueryParts;
+  static_assert(kMost == kWarpSize / 4);
   const SparseAttentionParams& p = params.p;
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
   const unsigned item = blockIdx.x / (kBlocksOfWarp * kConsumerWarps);
   const int value_warp = blockIdx.x / kBlocksOfWarp % kConsumerWarps;
   const int column = blockIdx.x % kBlocksOfWarp * kPartsMergeWarps + threadIdx.x / kWarpSize;
   const QueryHeads heads = heads_of_item<C>(params, item);
-  const int head = column / 2 * kOctetHeads + 2 * t + column % 2;
-  const int num_parts = C::Item::num_parts(params);
-  wait_for_previous_grid();
-  if (!heads.has_head(p, column / 2 * kOctetHeads)) return;
-  const auto part = [&](int i) { return Part(p, int64_t{item} * num_parts + i); };
-
-  static_assert(kMostQueryParts == kWarpSize / 4);
-  float2 stats = {kNoPartial, 0.0f};  // of part g
-  if (g < num_parts) stats = part(g).stats(head);
-  typename Part::Values x[kMostQueryParts];
-#pragma unroll
-  for (int i = 0; i < kMostQueryParts; ++i)
-    if (i < num_parts) x[i] = part(i).read(value_warp, column, lane);
-  const float max = max_over_g(stats.x), weight = fast_exp2(stats.x - max);
-  float weights[kMostQueryParts], sum[Part::kValues] = {}, total;
-#pragma unroll
-  for (int i = 0; i < kMostQueryParts; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
-  if constexpr (kHasRuns<C>) {
-    const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats.x != kNoPartial));
-    float sums[kMostQueryParts];
-#pragma unroll
-    for (int i = 0; i < kMostQueryParts; ++i) sums[i] = __shfl_sync(kFullWarp, stats.y * weight, 4 * i + t);
-    with_runs(runs, [&](auto num) {
-      total = sum_of_runs<num()>([&](int i) { return sums[i]; });
-#pragma unroll
-      for (int j = 0; j < Part::kValues; ++j)
-        sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
-    });
-  } else {
-    total = sum_over_g(stats.y * weight);
-#pragma unroll
-    for (int i = 0; i < kMostQueryParts; ++i)
-      if (i < num_parts) x[i].add_to(sum, weights[i]);
-  }
+  const int head = column / 2 * kOctetHeads + 2 * t + column % 2, first_chunk = value_warp / 4 * C::kChunks;
   const bool is_head = heads.has_head(p, head);
-  const int first_chunk = value_warp / 4 * C::kChunks;
-  const float factor = output_factor<typename C::R>(p, heads.first_head + head, max, total);
-  uint16_t* const out = p.out + heads.query * p.out_stride_token +
-                        (heads.first_head + head) * p.out_stride_head + first_chunk * kChunkDims +
-                        value_warp % 4 * 16;
+  const int num_parts = C::Item::num_parts(params);
+  const Part first(p, int64_t{item} * num_parts);
+  const typename Part::Values::Place values = first.values(value_warp, column, lane);
+  const uint8_t* stats_of_g = reinterpret_cast<const uint8_t*>(&first.stats(head)) + g * Part::kBytes;
+  uint16_t* out = p.out + heads.query * p.out_stride_token + (heads.first_head + head) * p.out_stride_head +
+                  first_chunk * kChunkDims + value_warp % 4 * 16;
+  keep_found(stats_of_g), keep_found(out);
+  let_next_grid_come();
+  if (!heads.has_head(p, column / 2 * kOctetHeads)) return;
+
+#pragma unroll 1
+  for (int parts = 0;; parts = num_parts) {
+    if (parts > 0) wait_for_previous_grid();
+    float2 stats = {kNoPartial, 0.0f};  // of part g
+    if (g < parts) stats = __ldcg(reinterpret_cast<const float2*>(stats_of_g));
+    typename Part::Values x[kMost];
 #pragma unroll
-  for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-    const bool is_bf16 = first_chunk + chunk >= C::R::kFp8Chunks;
-    const DimPair pair = pair_dims(is_bf16, g, output_value<C>(sum[2 * chunk], factor),
-                                   output_value<C>(sum[2 * chunk + 1], factor));
-    if (is_head) *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
+    for (int i = 0; i < kMost; ++i) x[i] = values.read(i * Part::kBytes, i < parts);
+    __syncwarp();  // all loads are under way before any is waited for
+    const float max = max_over_g(stats.x), weight = fast_exp2(stats.x - max);
+    float weights[kMost], sum[Part::kValues] = {}, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
+    if constexpr (kHasRuns<C>) {
+      const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats.x != kNoPartial));
+      float sums[kMost];
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) sums[i] = __shfl_sync(kFullWarp, stats.y * weight, 4 * i + t);
+      with_runs(runs, [&](auto num) {
+        total = sum_of_runs<num()>([&](int i) { return sums[i]; });
+#pragma unroll
+        for (int j = 0; j < Part::kValues; ++j)
+          sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
+      });
+    } else {
+      total = sum_over_g(stats.y * weight);
+#pragma unroll
+      for (int i = 0; i < kMost; ++i)
+        if (i < num_parts) x[i].add_to(sum, weights[i]);
+    }
+    const float factor = output_factor<typename C::R>(p, heads.first_head + head, max, total);
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+      const bool is_bf16 = first_chunk + chunk >= C::R::kFp8Chunks;
+      const DimPair pair = pair_dims(is_bf16, g, output_value<C>(sum[2 * chunk], factor),
+                                     output_value<C>(sum[2 * chunk + 1], factor));
+      if (is_head && parts > 0)
+        *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
+    }
+    if (parts == 0) continue;
+    if (value_warp == 0 && g == 0 && is_head)
+      write_head(p, heads.query, heads.first_head + head, max, total, -INFINITY);
+    break;
   }
-  if (value_warp == 0 && g == 0 && is_head)
-    write_head(p, heads.query, heads.first_head + head, max, total, -INFINITY);
 }
 
 template <class C>
