@@ -17,9 +17,10 @@ void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream)
   }
 }
 
-// The queries that go alone, usually none; then tiles of the others, for which there is no need to wait.
-void run_sharing(const SparseAttentionParams& p, const Sharing& sharing, gpuStream_t stream) {
-  Plan tiles = sharing.tiles, alone = sharing.alone;
+// The queries that go alone, usually none, and tiles of the others: in one launch, or one after
+// the other, where there is no need to wait.
+void run_sharing(const SparseAttentionParams& p, Sharing sharing, gpuStream_t stream) {
+  Plan &tiles = sharing.tiles, &alone = sharing.alone;
   const int32_t* lists = p.shared_keys;
   if (!lists) {
     auto* const own = reinterpret_cast<int32_t*>(p.workspace);
@@ -28,6 +29,7 @@ void run_sharing(const SparseAttentionParams& p, const Sharing& sharing, gpuStre
   }
   tiles.lists = alone.lists = lists;
   tiles.takes_lists = true;
+  if (sharing.is_one_launch) return launch_shared_tiles(p, sharing, stream);
   tiles.follows = true;
   run(p, alone, stream);
   run(p, tiles, stream);

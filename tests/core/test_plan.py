@@ -176,7 +176,10 @@ SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a grou
         400,
         (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12"),
     ),
+    ("decode", "dsv4", 128, 512, 8, 4, 128, (4, "many_heads split, 32 heads, 1 CTA a query")),
+    ("decode", "dsv32", 2048, 0, 8, 6, 64, (6, "many_heads split, 64 heads, 2 CTAs a query")),
     ("decode", "dsv32", 2048, 0, 8, 6, 32, (3, "many_heads split, 32 heads, 2 CTAs a query")),
+    ("decode", "dsv32", 2048, 0, 8, 6, 24, None),
     ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
     ("decode", "dsv4", 128, 512, 8, 1, 768, None),
     ("decode", "dsv4", 128, 512, 32, 2, 128, None),  # what two share, the making of lists costs
@@ -196,6 +199,23 @@ def test_neighbours_that_share_keys(op, layout, keys, extra_keys, heads, group, 
     assert (None if got is None else got[:2]) == want
     if got:
         assert 0 < got[3] <= 256
+
+
+@pytest.mark.parametrize(
+    "op, layout, keys, heads, group, groups, is_one",
+    [
+        ("decode", "dsv4", 640, 8, 6, 128, True), ("decode", "dsv4", 640, 8, 6, 132, True),
+        ("decode", "dsv4", 640, 8, 6, 192, False),  # more tiles than SMs
+        ("decode", "dsv32", 2048, 8, 4, 128, True), ("decode", "dsv32", 2048, 8, 6, 128, False),  # 64 rows
+        ("decode", "dsv4", 640, 16, 4, 128, False), ("decode", "dsv32", 2048, 8, 6, 64, False),
+        ("prefill", "dsv4", 640, 8, 8, 128, False),
+    ],
+)  # fmt: skip
+def test_tiles_and_those_alone_in_one_launch(op, layout, keys, heads, group, groups, is_one):
+    got = core.sharing(
+        op, layout=LAYOUTS.index(layout), queries=group * groups, heads=heads, keys=keys, query_groups=group
+    )
+    assert got[4] == is_one
 
 
 def test_the_chunk_cache_names_what_has_tiles_of_neighbours():

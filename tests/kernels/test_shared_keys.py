@@ -1,10 +1,12 @@
 """Tiles of queries that share keys, on Hopper: their lists, and every kernel that attends to them."""
 
+from dataclasses import replace
+
 import emulation
 import pytest
 import torch
 from assertions import assert_attention, assert_same
-from draft_cases import draft_case, plan_of
+from draft_cases import draft_case, plan_of, refilled
 from sparse_cases import Case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
@@ -105,6 +107,37 @@ def test_every_kernel_over_lists(layout, heads, group, num_q_heads, splits, over
     assert_same(case.run_by(**by, query_groups=group), got)
     out, max_logits, lse = case.run_by(**by, query_groups=group, max_logits=False)
     assert torch.equal(out, got[0]) and torch.equal(lse, got[2]) and max_logits.numel() == 0
+
+
+@packed_layouts
+@pytest.mark.parametrize(
+    "heads, group, num_q_heads, groups",
+    [(32, 8, 8, 4), (64, 7, 16, 4), (48, 6, 8, 49), (64, 8, 8, 49)],
+)
+@pytest.mark.parametrize("without_lists", ["some", "all"])
+def test_queries_alone_beside_tiles(layout, heads, group, num_q_heads, groups, without_lists, monkeypatch):
+    """With 8 heads in one launch, as there are no more tiles than SMs. A query that goes alone has the bits
+    of a call that shares nothing; the last group is short of a query."""
+    if heads == 48 and layout.name != "dsv4":
+        pytest.skip("tiles of 48 rows are of dsv4")
+    tiles = -(-group * num_q_heads // 64)
+    if groups <= 48 and group >= 4 * tiles:
+        tiles *= 2
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", f"{groups * tiles + 1}")
+    case = draft_case(layout, DEVICE, groups, group, num_q_heads=num_q_heads, topk=50, extra_topk=30)
+    case = case.tokens(slice(0, groups * group - 1))
+    every = 2 if without_lists == "some" else 1
+    scope = case.scopes[0]
+    twice = scope.indices.clone()
+    for first in range(0, len(twice), group * every):  # a list has no place for what counts twice
+        twice[first : first + group, :2] = 3
+    case = replace(case, scopes=[refilled(scope, twice, scope.length), *case.scopes[1:]])
+    out, _, lse = case.run_by(
+        kernel="many_heads", schedule="split", heads=heads, splits=1, query_groups=group, max_logits=False
+    )
+    assert_attention(case, (out, lse))
+    alone = torch.arange(len(twice)) // group % every == 0
+    assert_same([x[alone] for x in (out, lse)], [x[alone] for x in case.decode()])
 
 
 @packed_layouts

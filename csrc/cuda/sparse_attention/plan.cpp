@@ -90,18 +90,8 @@ Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
   if (const auto parts = plan_parts(op, p, all, num_sms)) return *parts;
-  Priced best = {all.plan, all.us * kMostOfOneLaunch};
-  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
-    const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
-    const int64_t queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
-    if (queries == 0 || queries == p.num_tokens) return;
-    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs +
-                      cheapest_split(p, p.num_tokens - queries, num_sms).us;
-    if (us >= best.us) return;
-    best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
-    best.plan.queries = queries;
-  });
-  return best.plan;
+  const Priced two = cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms);
+  return two.plan.queries > 0 ? two.plan : all.plan;
 }
 
 // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
@@ -217,19 +207,6 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // ---- queries that share keys ----------------------------------------------------------------------------
 
-double time_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
-  if (plan.variant.schedule == Schedule::kSplit) {
-    const Priced all = cheapest_split(p, p.num_tokens, num_sms);
-    const double hidden = std::max(price_of(*all.heads, p).us_per_byte - kSeenUsPerByte, 0.0);
-    return all.us - hidden * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
-  }
-  for (const WalkPrice& w : kWalkPrices)
-    if (w.heads == plan.variant.heads)
-      return static_cast<double>(p.num_tokens) / num_sms *
-             (w.fixed_us + w.ns_per_key * 1e-3 * static_cast<double>(num_keys(p)));
-  return 0.0;
-}
-
 // Of many_heads over lists, with room for a tile's heads; null where it cannot be.
 const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
   const int heads = p.num_q_heads;
@@ -245,8 +222,8 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
   const bool fits = tile > 1 && shape.entries > 0 && shape.entries <= kMaxListedEntries;
   return v && attends_to_lists(*v, p.layouts()) && fits ? v : nullptr;
 }
-Plan plan_alone(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  const Plan plan = op == Op::kDecode ? plan_decode(p, gpu.num_sms) : plan_prefill(p, gpu.num_sms);
+// Of one launch.
+Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
   return plan.queries > 0 ? cheapest_split(p, p.num_tokens, gpu.num_sms).plan : plan;
 }
 
@@ -258,8 +235,9 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
   SparseAttentionParams without_room = p;
   without_room.workspace_floats = 0;  // that is the lists'
-  Sharing best{.alone = plan_alone(op, without_room, gpu)};
-  const double alone_us = time_alone(best.alone, p, gpu.num_sms);
+  const Plan own = plan_sm90(op, without_room, gpu.num_sms);
+  Sharing best{.alone = plan_alone(own, p, gpu)};
+  const double alone_us = time_alone(own, p, gpu.num_sms);
   const auto tiles_of = [&](double new_keys) {  // with so many keys of a query
     SparseAttentionParams tiles = p;
     tiles.num_tokens = queries.count(), tiles.num_q_heads = v->heads;
@@ -271,10 +249,11 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
                                     [&](const ListPrice& price) { return price.rows == v->heads; });
   const HeadsClass price{v->kernel, v->heads, of_rows->price, {}, {}};
   const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
-  const double lists_us =
-      has_lists ? 0.0 : kListsUs + kListsUsPerEntry * static_cast<double>(p.num_tokens * num_keys(p));
-  if (tiles.us + kNobodyAloneUs + lists_us >= kMostOfQueriesAlone * alone_us) return {};
+  const double lists_us = has_lists ? 0.0 : time_of_lists(p, gpu.num_sms);
   best.tiles = tiles.plan;
+  best.is_one_launch = op == Op::kDecode && fits_one_launch(best, p);
+  const double nobody_us = best.is_one_launch ? 0.0 : kNobodyAloneUs;
+  if (tiles.us + nobody_us + lists_us >= kMostOfQueriesAlone * alone_us) return {};
   const auto splits = *std::find_if(std::begin(kSplitClasses), std::end(kSplitClasses),
                                     [&](auto& s) { return s.splits == tiles.plan.splits; });
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
@@ -381,7 +360,10 @@ std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAt
                                       const Gpu& gpu) {
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v || wanted.kernel != name(v->kernel) || wanted.heads < v->heads) return {};
-  return Sharing{.tiles = forced_plan(wanted, p, gpu), .alone = plan_alone(Op::kPrefill, p, gpu)};
+  Sharing sharing{.tiles = forced_plan(wanted, p, gpu),
+                  .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms), p, gpu)};
+  sharing.is_one_launch = !p.max_logits && fits_one_launch(sharing, p);
+  return sharing;
 }
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {

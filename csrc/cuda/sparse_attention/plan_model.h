@@ -167,4 +167,21 @@ inline Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, in
   return best;
 }
 
+// The first queries in full waves, the rest in a launch of its own: in less than `most_us`, or plan.queries
+// is 0.
+inline Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms) {
+  Priced best{{}, most_us};
+  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
+    const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
+    const int64_t queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
+    if (queries == 0 || queries == p.num_tokens) return;
+    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs +
+                      cheapest_split(p, p.num_tokens - queries, num_sms).us;
+    if (us >= best.us) return;
+    best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
+    best.plan.queries = queries;
+  });
+  return best;
+}
+
 }  // namespace mla_fp8::gpu::model

@@ -125,6 +125,8 @@ constexpr Case kCases[] = {
     {kManyHeads, kSplit, 64, 2, 0, kDsv4, 8, 22, 300, 100, true, false, false, false, 7},
     {kManyHeads, kSplit, 64, 4, 0, kDsv32, 16, 14, 400, 0, false, false, false, false, 4},
     {kManyHeads, kSplit, 64, 1, 0, kDsv32, 32, 7, 400, 0, true, false, false, false, 2},
+    {kManyHeads, kSplit, 48, 1, 0, kDsv4, 8, 15, 300, 100, false, false, false, false, 6},
+    {kManyHeads, kSplit, 64, 1, 0, kDsv32, 16, 14, 300, 0, false, false, false, false, 7},
     {kFewHeads, kSplit, 16, 6, 0, kDsv32, 16, 3, 2400, 0, false},  // clusters of six
     {kFewHeads, kSplit, 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
     {kManyHeads, kSplit, 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
@@ -290,15 +292,21 @@ void launch(const SparseAttentionParams& p, const Plan& plan) {
   }
 }
 
-// Tiles over lists, and the queries of those that have none by another kernel.
+// Tiles over lists, and the queries of those that have none: by another kernel, or in one launch.
 void launch_sharing(Device& device, const SparseAttentionParams& p, Plan tiles) {
+  const bool one = tiles.splits == 1 && !p.max_logits && p.num_q_heads <= 16;
   const char* const kernel = p.num_q_heads > 16 ? "many_heads" : "few_heads";
-  Plan alone = forced_plan({kernel, p.num_q_heads == 16 ? "split" : "walk", p.num_q_heads, 1, 0}, p,
+  Plan alone = forced_plan({kernel, p.num_q_heads == 16 && !one ? "split" : "walk", p.num_q_heads, 1, 0}, p,
                            {compute_major(), num_processors()});
   if (alone.variant.schedule == Schedule::kWalk) alone.ctas = kWalkCtas;
   int32_t* const lists = device.upload(std::vector<int32_t>(lists_size(p)));
   launch_shared_keys(p, 256, lists, nullptr);
-  tiles.lists = alone.lists = lists, tiles.takes_lists = tiles.follows = true;
+  tiles.lists = alone.lists = lists, tiles.takes_lists = true;
+  if (one) {
+    alone.ctas = static_cast<int>(SharedKeysShape(p).num_tiles) + 1;
+    return launch_shared_tiles(p, {.tiles = tiles, .alone = alone}, nullptr);
+  }
+  tiles.follows = true;
   launch(p, alone);
   launch(p, tiles);
 }

@@ -84,15 +84,16 @@ template <class C>  // and leave the result of each run
 inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
 
 template <class C>
-KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
-                          gpuStream_t stream) {
-  const bool walks = plan.variant.schedule == Schedule::kWalk;
-  const bool is_tile = plan.tile_queries > 1 || plan.takes_lists, shares = shares_tiles(plan);
-  const int head_blocks = is_tile ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+int blocks_of_heads(const SparseAttentionParams& p, const Plan& plan) {
+  return plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+}
+template <class C>
+KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
+  const bool shares = shares_tiles(plan);
+  const int head_blocks = blocks_of_heads<C>(p, plan);
+  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
   const SharedKeysShape shared(p);
-  const int64_t tiles =
-      plan.takes_lists ? shared.num_tiles : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
-  KernelParams params{
+  return {
       .p = p,
       .splits = Divider(plan.splits),
       .head_blocks = Divider(head_blocks),
@@ -108,6 +109,15 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
       .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
+}
+template <class C>
+KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
+                          gpuStream_t stream) {
+  const bool walks = plan.variant.schedule == Schedule::kWalk, shares = shares_tiles(plan);
+  KernelParams params = kernel_params<C>(p, plan);
+  const int64_t head_blocks = blocks_of_heads<C>(p, plan);
+  const int64_t tiles =
+      plan.takes_lists ? params.shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
   const auto launch_some = [&](int64_t items, int splits) {
     params.splits = Divider(splits);
     const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
@@ -243,7 +253,7 @@ inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
 // arrive at both barriers, too, and wait for kBarrierSurveyRead.
 template <class C>
 inline constexpr bool kFetchesFirst = kFetchesEarly<C> && kHasParts<C>;
-inline constexpr int kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9, kBarrierSurveyRead = 10;
+inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9, kBarrierSurveyRead = 10;
 template <class C>
 inline constexpr int kSurveyWarps =
     C::kThreads / kWarpSize - (kProducersAreEarly<C> || kFetchesFirst<C> ? C::kProducers : 0);
@@ -313,18 +323,58 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
 
 // ---- walk: a CTA goes through items ---------------------------------------------------------------------
 
+// The queries that go alone, in shared memory: of a grid whose CTAs take tiles the others walk through them.
+// CTAs past the last tile are among these.
+struct AloneQueries {
+  unsigned count, walker, walkers;  // this CTA is one of how many
+  uint16_t queries[kMostTilesBesideWalk * kMaxTileQueries];
+  uint32_t of_warps[kWarpSize];
+
+  // By all threads, one for each tile. A barrier comes before it is read.
+  template <int kThreads>
+  __device__ void find(const SharedKeys& shared, int warp, int lane) {
+    static_assert(kThreads >= kMostTilesBesideWalk);
+    const unsigned tile = warp * kWarpSize + lane;
+    const unsigned size = tile < shared.queries.count() ? shared.queries.size(tile) : 0;
+    const bool is_taken = size > 0 && shared.length(tile) >= 0;
+    const unsigned alone = is_taken ? 0 : size, up_to_here = warp_inclusive_sum(alone);
+    const unsigned taken = __popc(__ballot_sync(kFullWarp, is_taken));
+    const unsigned taken_before = __popc(__ballot_sync(kFullWarp, is_taken && tile < blockIdx.x));
+    if (lane == kWarpSize - 1) of_warps[warp] = up_to_here | taken << 12 | taken_before << 22;
+    block_barrier<kThreads>();
+    const uint32_t of_warp = lane < kThreads / kWarpSize ? of_warps[lane] : 0;
+    const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0);
+    const uint32_t all = __reduce_add_sync(kFullWarp, of_warp);
+    if (warp == 0 && lane == 0)
+      count = all & 0xfff, walker = blockIdx.x - (all >> 22), walkers = gridDim.x - (all >> 12 & 0x3ff);
+    uint16_t* const to = queries + (before & 0xfff) + up_to_here - alone;
+    const unsigned first = shared.queries.first(tile);
+    for (unsigned i = 0; i < alone; ++i) to[i] = static_cast<uint16_t>(first + i);
+  }
+};
+template <class C>
+inline constexpr bool kWalksBesideTiles = requires { C::kAlonePlace; };
+template <class C>
+__device__ __forceinline__ AloneQueries& alone_queries() {
+  extern __shared__ __align__(128) uint8_t smem[];
+  return *reinterpret_cast<AloneQueries*>(smem + C::kAlonePlace);
+}
+
 // One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
 template <class C>
 struct WalkItem : QueryHeads {
   // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
   __device__ static unsigned count(const KernelParams& params) {
-    return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
+    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().count;
+    else return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
   }
   __device__ static unsigned first(const KernelParams& params, int row) {
-    return skip(params, blockIdx.x + gridDim.x * row);
+    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().walker + alone_queries<C>().walkers * row;
+    else return skip(params, blockIdx.x + gridDim.x * row);
   }
   __device__ static unsigned next(const KernelParams& params, unsigned i) {
-    return skip(params, i + gridDim.x * C::kQueries);
+    if constexpr (kWalksBesideTiles<C>) return i + alone_queries<C>().walkers * C::kQueries;
+    else return skip(params, i + gridDim.x * C::kQueries);
   }
 
   // Whether this CTA has any item: by all threads, and a barrier of them.
@@ -336,9 +386,13 @@ struct WalkItem : QueryHeads {
     return named_barrier_any(0, C::kThreads, has);
   }
 
-  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(heads_of_item<C>(params, i)) {}
+  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(of(params, i)) {}
 
  private:
+  __device__ static QueryHeads of(const KernelParams& params, unsigned i) {
+    if constexpr (kWalksBesideTiles<C>) return {i < count(params) ? alone_queries<C>().queries[i] : 0, 0};
+    else return heads_of_item<C>(params, i);
+  }
   // From i on the first whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]

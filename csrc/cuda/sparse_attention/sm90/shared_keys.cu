@@ -32,6 +32,7 @@ constexpr unsigned kBucketsLog2 = 14, kBuckets = 1 << kBucketsLog2;
 static_assert(kBuckets >= 2 * kListPartEntries);
 constexpr uint32_t kFree = ~0u;  // no key: slot 2^31 - 1 of a second cache would be
 static_assert(kWarps == kWarpSize, "a lane a warp");
+constexpr int kMostOfAnSm = 116 * 1024;  // of its shared memory: two CTAs do not fit
 
 struct ListScope {
   const int32_t* indices;
@@ -261,11 +262,14 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
   int parts = 1;
   while (parts * kListPartEntries < shape.entries) parts *= 2;
   const int64_t places = shape.queries.tile * (units[0] + units[1]) * kUnit;
+  // Where there are enough SMs each CTA has one: two would come to those that the call before leaves first.
+  const bool lonely = shape.num_tiles * parts <= num_processors();
+  const auto bytes = static_cast<int>(sizeof(Smem) + places * sizeof(uint16_t));
   launch(shared_keys_kernel,
          {.grid = shape.num_tiles * parts,
           .block = kThreads,
           .stream = stream,
-          .smem = static_cast<int>(sizeof(Smem) + places * sizeof(uint16_t)),
+          .smem = lonely ? std::max(bytes, kMostOfAnSm) : bytes,
           .cluster = parts},
          ListParams{.scopes = {scope(p.scopes[0]), scope(last)},
                     .queries = shape.queries,

@@ -86,7 +86,7 @@ struct Query {
 // ---- one warp -------------------------------------------------------------------------------------------
 
 // kBarrierTeam + team, kBarrierQuery + row: below 16.
-enum NamedBarrier { kBarrierQ = 1, kBarrierTeam = 2, kBarrierQuery = 8 };
+enum NamedBarrier { kBarrierTeam = kBarrierQ + 1, kBarrierQuery = 8 };
 
 template <class C>
 class Consumer {

@@ -144,7 +144,7 @@ struct ManyHeadsRuns : ManyHeadsSplit<R, kOctets, 4, false, Tiles::kNone, false,
   using Item = RunItem;
 };
 
-enum SplitBarrier { kBarrierQ = 1, kBarrierWorkersQ, kBarrierLogits, kBarrierFinish, kBarrierStore };
+enum SplitBarrier { kBarrierWorkersQ = kBarrierQ + 1, kBarrierLogits, kBarrierFinish, kBarrierStore };
 
 // What the value warps share with one warpgroup of logits.
 template <class C>

@@ -1,0 +1,119 @@
+#pragma once
+// What a CTA of many_heads does with one item.
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/query.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/values.cuh"
+#include "cuda/sparse_attention/sm90/merge.cuh"
+#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+
+namespace mla_fp8::gpu {
+
+// By one thread.
+template <class C>
+__device__ void init_split(uint8_t* smem) {
+  Ring<C>{shared_address(smem)}.init();
+  BlockExchange<C>(smem).init();
+  mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
+  mbarrier_init_fence();
+}
+
+// By all, when the item is known.
+template <class C>
+__device__ __forceinline__ void attend_to_item(const KernelParams& params, typename C::Item& w, uint8_t* smem,
+                                               int warp, int lane) {
+  const int thread = threadIdx.x;
+  // Warp 0 has made the barrier for it. Where all have met since, warp 1 need not wait for the tile.
+  if (warp == (params.num_tiles > 0)) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
+  if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
+  if constexpr (C::kTiles == Tiles::kEntries) {
+    w.take_part();
+    w.source(params).fetch_pages(thread, C::kThreads);
+  }
+  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) {
+    __syncwarp();
+    if (!kHasParts<C> && params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
+    return;
+  }
+  KeySurvey survey;
+  if constexpr (kFetchesFirst<C>) {
+    if (warp >= kConsumerWarps + C::kLogitWarps) {
+      give_up_registers<C::kProducerRegisters>();
+      return run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+    }
+    survey_part<C>(params, w, smem, warp, lane, [] {});
+  } else if constexpr (C::kTiles == Tiles::kLists) {
+    survey = KeySurvey::of_valid(w.num_keys);
+    w.template take_share<C>(w.num_keys, params.splits);
+    w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
+  } else {
+    survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+  }
+  const bool split = !kHasParts<C> && params.num_splits() > 1;
+
+  if (!kFetchesFirst<C> && warp >= kConsumerWarps + C::kLogitWarps) {
+    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
+    __syncwarp();
+    if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
+  } else if (warp >= kConsumerWarps) {
+    set_registers<C::kLogitRegisters, C::kThreads>();
+    if constexpr (kFetchesFirst<C>) {
+      named_barrier_arrive(kBarrierSurveyed, C::kThreads);
+      named_barrier(kBarrierSurvey, C::kThreads);
+      named_barrier_arrive(kBarrierSurveyRead, C::kWorkers);
+      read_survey<C>(params, w, shared_address(smem), warp, lane);
+    } else {
+      help_to_expand<C>(smem, warp - kConsumerWarps, lane, w.num_blocks);
+    }
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
+    SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
+    __syncwarp();
+    if (split) cluster_sync_shared(), cluster_leave();
+  } else {
+    take_registers<C::kValueRegisters>();
+    const auto convert_query = [&] {
+      WgmmaQuery<C> q;
+      q.load_copied(params.p, w, smem, warp, lane);
+      named_barrier(kBarrierQ, kConsumerThreads);
+      q.store(params.p, smem, warp, lane);
+    };
+    if constexpr (kFetchesFirst<C>) {
+      named_barrier_arrive(kBarrierSurveyed, C::kThreads);
+      named_barrier_arrive(kBarrierSurvey, C::kThreads);
+      convert_query();
+      named_barrier_arrive(kBarrierWorkersQ, C::kWorkers);
+      named_barrier(kBarrierSurveyRead, C::kWorkers);
+      read_survey<C>(params, w, shared_address(smem), warp, lane);
+    } else {
+      convert_query();
+      named_barrier(kBarrierWorkersQ, C::kWorkers);
+    }
+    SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
+    if constexpr (kHasRuns<C>) values.run_and_leave(params, w);
+    else values.run(w);
+    if (split) {
+      values.write_partial();
+      __syncwarp();
+      cluster_sync_shared();
+      merge_splits<C>(params, w, smem, warp, lane);
+      __syncwarp();
+      cluster_leave();
+    } else if (w.is_whole(params)) {
+      values.store(params.p, w, thread);
+    } else {
+      if constexpr (kHasParts<C> && !kHasRuns<C>) values.leave(QueryPart<C>(params.p, blockIdx.x));
+      if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
+    }
+  }
+}
+
+}  // namespace mla_fp8::gpu
