@@ -253,7 +253,8 @@ inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
 // arrive at both barriers, too, and wait for kBarrierSurveyRead.
 template <class C>
 inline constexpr bool kFetchesFirst = kFetchesEarly<C> && kHasParts<C>;
-inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9, kBarrierSurveyRead = 10;
+inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9,
+                     kBarrierSurveyRead = 10;
 template <class C>
 inline constexpr int kSurveyWarps =
     C::kThreads / kWarpSize - (kProducersAreEarly<C> || kFetchesFirst<C> ? C::kProducers : 0);
