@@ -11,6 +11,8 @@
 
 namespace mla_fp8::gpu {
 
+inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
+
 #if MLA_FP8_PTX
 
 __device__ inline uint32_t shared_address(const void* p) {

@@ -43,7 +43,6 @@ inline constexpr int kMostStages = 16;
 MLA_HD constexpr int scan_stages(int unit_rows) { return (unit_rows == 1 ? 3 : 2) * kGroups; }
 // Where keys of e2m1 are expanded.
 MLA_HD constexpr int num_panels(bool is_fp4) { return is_fp4 ? kGroups : 0; }
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 // Of a thread, by role.
 inline constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
 // A block is launched with as many of all as its threads, rounded to eight, can share; more never come, and

@@ -23,7 +23,6 @@ inline constexpr int kConsumerWarps = 8;
 inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at once: M of an mma
 inline constexpr int kOctetHeads = 8;  // N of an mma
-inline constexpr int kMaxSmemBytes = 232448;
 
 // The lists of tiles of queries (ops/shared_keys.h), if there are any.
 struct SharedKeys {
@@ -42,7 +41,8 @@ struct SharedKeys {
 // A list of the positions of valid keys (list_positions), behind all else where there is room for it.
 template <class C>
 inline constexpr int kPositionsBytes =
-    !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSmemBytes ? kMapWords * kWarpSize * 2 : 0;
+    !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSharedBytes ? kMapWords * kWarpSize * 2
+                                                                               : 0;
 template <class C>
 __device__ __forceinline__ bool has_positions(unsigned length) {
   return kPositionsBytes<C> > 0 && part_size(length) == kWarpSize;

@@ -104,7 +104,8 @@ struct Bf16Tiles {
     uint64_t q_full, q_empty, weights_full[2], full[2][kPieces], empty[2][kParts], half_empty[2][2];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
-  static_assert(kSmemBytes <= 232448 && offsetof(Smem, masks) % 16 == 0 && offsetof(Smem, q_full) % 8 == 0);
+  static_assert(kSmemBytes <= kMaxSharedBytes && offsetof(Smem, masks) % 16 == 0 &&
+                offsetof(Smem, q_full) % 8 == 0);
 };
 
 // Rows of Q come in tiles of 64: tile_heads heads of each of tile_queries queries.

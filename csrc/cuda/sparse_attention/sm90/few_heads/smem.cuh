@@ -105,7 +105,7 @@ struct FewHeads {
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
   };
   static constexpr int kSmemBytes = sizeof(Smem);
-  static_assert(kSmemBytes <= kMaxSmemBytes && offsetof(Smem, weights_fp8) % 16 == 0);
+  static_assert(kSmemBytes <= kMaxSharedBytes && offsetof(Smem, weights_fp8) % 16 == 0);
 
   // Once the ring is empty the partial outputs lie over it, float [team][head][kHeadDimV].
   static constexpr int kOutPitch = kHeadDimV + 4;

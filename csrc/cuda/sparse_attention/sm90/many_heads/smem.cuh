@@ -123,7 +123,7 @@ struct ManyHeadsSplit {
     float run_sums[kMostRuns][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
-  static_assert(kSmemBytes <= kMaxSmemBytes);
+  static_assert(kSmemBytes <= kMaxSharedBytes);
 
   static constexpr int kOutPitch = kHeadDimV + 4, kStorePitch = kHeadDimV * 2 + 16;
   static_assert(kHeads * R::kDims * 2 <= sizeof(Smem::q), "Q lies there first as it came");
@@ -288,7 +288,7 @@ struct ManyHeadsWalk {
     uint64_t survey_barriers[2][2];         // full, empty
   };
   static constexpr int kSmemBytes = sizeof(Smem);
-  static_assert(kSmemBytes <= kMaxSmemBytes);
+  static_assert(kSmemBytes <= kMaxSharedBytes);
 };
 
 enum WalkBarrier { kBarrierAllLogits = 1, kBarrierLogitGroup };  // + group
