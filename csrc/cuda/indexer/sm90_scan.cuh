@@ -19,15 +19,17 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-template <int kHeads, int kRows, int kShares, bool kFp4, bool kCounts>
+template <int kHeads, int kRows, int kShares, bool kFp4, Keeping kKeeping>
 class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
+  static constexpr bool kMayKeep = kKeeping != Keeping::kNever, kCounts = kKeeping == Keeping::kCounted;
   // Of items whose keys are kept, where they begin: with fewer left it pays to wait for one code alone.
   static constexpr int kRoundsOfMany = 16;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
-      : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)) {}
+      : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4),
+                  kMayKeep) {}
 
   __device__ __forceinline__ void run() {
     s_.ring.init(scan_.boxes.are_used, kShares);
@@ -63,7 +65,7 @@ class Scan : ScanUnits {
 #if MLA_FP8_RACECHECK
   static constexpr bool kRehearses = false;
 #else
-  static constexpr bool kRehearses = kShares == 1 && kRows * kHeads <= 64;
+  static constexpr bool kRehearses = kMayKeep && kShares == 1 && kRows * kHeads <= 64;
 #endif
   __device__ __forceinline__ bool has_rehearsal() const {
     return kRehearses && p_.problem.rows.num_rows <= kGroup;
@@ -106,15 +108,11 @@ class Scan : ScanUnits {
       if (!is_rehearsal) wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
-      if (work.tiles == 0) {
-        prepare_next(i);
-      } else if (!is_rehearsal && takes_all(unit, p_.topk)) {
-        prepare_next(i);
-        args_.answer_all(unit, RowTeam(s_, 1));
-      } else {
+      const bool is_scored = is_rehearsal || (work.tiles > 0 && !takes_all(unit, p_.topk));
+      const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
+      if (is_scored) {
         if constexpr (kCounts)
           if (!is_rehearsal) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
-        const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
         if (!is_rehearsal || !scores) load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kRehearses)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
@@ -124,11 +122,11 @@ class Scan : ScanUnits {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-        if (!is_rehearsal) {
-          prepare_next(i);
-          consumers_sync();
-        }
-        if (is_rehearsal || (s_.share.are_kept && !work.is_whole)) {
+      }
+      if (!is_rehearsal) prepare_next(i);
+      if (is_scored) {
+        if (!is_rehearsal) consumers_sync();
+        if (is_rehearsal || (are_kept() && !work.is_whole)) {
           if (scores) keep_unit(math, unit, work, counted >= 0);
         } else {
           scan_unit(math, unit, work);
@@ -137,6 +135,8 @@ class Scan : ScanUnits {
           consumers_sync();
           if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);
         }
+      } else if (work.tiles > 0) {
+        args_.answer_all(unit, RowTeam(s_, 1));
       }
       if (is_rehearsal) wait_for_previous_grid();
       else if (work.unit_end >= s_.end) break;
@@ -255,7 +255,7 @@ class Scan : ScanUnits {
     for (int pair = 0; pair < TileMath::kPairs; ++pair)
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
-    const int least_rounds = s_.share.are_kept ? kRoundsOfMany : 1;
+    const int least_rounds = are_kept() ? kRoundsOfMany : 1;
     for (int first = 0;;) {
       const int tiles = min(scan_.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;
@@ -309,14 +309,6 @@ class Scan : ScanUnits {
     const int32_t topk = p_.topk;
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
     const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
-    if (is_first && is_last && work.is_whole) {
-      const ThreadKeys own(team, chunk);
-      const Survey found = own.survey(team);
-      team.stage_in(list(r));
-      answer_from(team, answer, own, found, slot, [](int32_t) { return 0; });
-      emit_end(team, p_, answer.row, min(found.count, topk));
-      return;
-    }
     // Where what several CTAs find of a row is brought together.
     uint64_t* left = work.is_earlier ? args_.earlier(s_.cta, r) : args_.list(s_.cta, r);
     uint64_t least = kLeastOrder;
@@ -325,6 +317,12 @@ class Scan : ScanUnits {
       const Survey found = own.survey(team);
       const bool shrinks = found.count > (is_last ? topk : list_capacity(topk));
       const uint64_t chosen = own.chosen(team, shrinks ? topk : INT32_MAX, found, least);
+      if (is_last && work.is_whole) {
+        team.stage_in(list(r));
+        answer_from(team, answer, own, chosen, slot, [](int32_t) { return 0; });
+        emit_end(team, p_, answer.row, min(found.count, topk));
+        return;
+      }
       start_list(team, 0);
       own.append(team, chosen, is_last ? left : list(r));
       end_list(team, r, shrinks, least, found.low, found.high);
