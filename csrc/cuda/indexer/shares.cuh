@@ -270,9 +270,10 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
 }
 
 // The same where each unit gets as many shares as each other one, at most `unit_shares`: what is left to find
-// is their size. Whether that is done: not where lengths differ so much that it does not pay, or keys are not
-// kept and a unit needs more than one. There are at most as many places as threads, all of requests that have
-// as many rows. The calling threads' first one writes what it finds.
+// is their size. Whether that is done: not where lengths differ so much that it does not pay, or keys that
+// have room in equal shares would have none, or have none and a unit needs more than one share. There are at
+// most as many places as threads, all of requests that have as many rows. The calling threads' first one
+// writes what it finds.
 template <class Team>
 __device__ __forceinline__ bool find_uniform_share(const Team& team, const ShareQuestion& question,
                                                    int32_t unit_shares, IndexShare& share,
@@ -293,12 +294,12 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
   const AlignedShares sizes{max(equal, 1), size};
-  const bool are_kept = shares * size <= question.most_kept,
+  const bool are_kept = shares * size <= question.most_kept, have_room = total <= question.most_kept,
              are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
   // A CTA that has all of a unit of several rows waits for no other, or leaves nothing to the merge.
   int32_t more = 0;
   if (each == 1 && question.group_rows > 1) more = !are_kept ? kMergeTiles : are_gathered ? kGatherTiles : 0;
-  if (!sizes.may_pay(num_ctas, more) || (!are_kept && each > 1)) return false;
+  if (!sizes.may_pay(num_ctas, more) || (!are_kept && (have_room || each > 1))) return false;
   if (team.thread() > 0) return true;
   share.per_cta = are_kept ? size : size + kChoiceSteps;
   share.total = shares * share.per_cta;

@@ -279,9 +279,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     keys.keys = reinterpret_cast<const uint32_t*>(held);
     const ThreadKeys own(team, keys);
     const Survey found = team.together(own.survey(team));
-    uint64_t least;
-    const uint64_t chosen = own.chosen(team, p.topk, found, least);
-    answer_from(team, answer, own, chosen, slot,
+    answer_from(team, answer, own, found, slot,
                 [&](int32_t own_count) { return team.sums(own_count).before; });
     if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
   }

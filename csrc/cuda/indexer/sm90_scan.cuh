@@ -108,11 +108,15 @@ class Scan : ScanUnits {
       if (!is_rehearsal) wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
-      const bool is_scored = is_rehearsal || (work.tiles > 0 && !takes_all(unit, p_.topk));
-      const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
-      if (is_scored) {
+      if (work.tiles == 0) {
+        prepare_next(i);
+      } else if (!is_rehearsal && takes_all(unit, p_.topk)) {
+        prepare_next(i);
+        args_.answer_all(unit, RowTeam(s_, 1));
+      } else {
         if constexpr (kCounts)
           if (!is_rehearsal) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
+        const bool scores = !is_rehearsal || threadIdx.x < 2 * kGroup;
         if (!is_rehearsal || !scores) load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kRehearses)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
@@ -122,10 +126,10 @@ class Scan : ScanUnits {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-      }
-      if (!is_rehearsal) prepare_next(i);
-      if (is_scored) {
-        if (!is_rehearsal) consumers_sync();
+        if (!is_rehearsal) {
+          prepare_next(i);
+          consumers_sync();
+        }
         if (is_rehearsal || (are_kept() && !work.is_whole)) {
           if (scores) keep_unit(math, unit, work, counted >= 0);
         } else {
@@ -135,8 +139,6 @@ class Scan : ScanUnits {
           consumers_sync();
           if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);
         }
-      } else if (work.tiles > 0) {
-        args_.answer_all(unit, RowTeam(s_, 1));
       }
       if (is_rehearsal) wait_for_previous_grid();
       else if (work.unit_end >= s_.end) break;
@@ -309,6 +311,14 @@ class Scan : ScanUnits {
     const int32_t topk = p_.topk;
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
     const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
+    if (is_first && is_last && work.is_whole) {
+      const ThreadKeys own(team, chunk);
+      const Survey found = own.survey(team);
+      team.stage_in(list(r));
+      answer_from(team, answer, own, found, slot, [](int32_t) { return 0; });
+      emit_end(team, p_, answer.row, min(found.count, topk));
+      return;
+    }
     // Where what several CTAs find of a row is brought together.
     uint64_t* left = work.is_earlier ? args_.earlier(s_.cta, r) : args_.list(s_.cta, r);
     uint64_t least = kLeastOrder;
@@ -317,12 +327,6 @@ class Scan : ScanUnits {
       const Survey found = own.survey(team);
       const bool shrinks = found.count > (is_last ? topk : list_capacity(topk));
       const uint64_t chosen = own.chosen(team, shrinks ? topk : INT32_MAX, found, least);
-      if (is_last && work.is_whole) {
-        team.stage_in(list(r));
-        answer_from(team, answer, own, chosen, slot, [](int32_t) { return 0; });
-        emit_end(team, p_, answer.row, min(found.count, topk));
-        return;
-      }
       start_list(team, 0);
       own.append(team, chosen, is_last ? left : list(r));
       end_list(team, r, shrinks, least, found.low, found.high);

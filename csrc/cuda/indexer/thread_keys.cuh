@@ -151,12 +151,14 @@ class ThreadKeys {
   int32_t column_, pieces_, first_piece_;
 };
 
-// Writes the answer of a row, the chosen keys; place_of(own) is the number of those in blocks of the team
-// before this one, which has `own`.
+// Writes the answer of a row; place_of(own) is the number of chosen ones in blocks of the team before this
+// one, which has `own`. `found` is of all blocks.
 template <class Team, class Slot, class PlaceOf>
 __device__ __forceinline__ void answer_from(const Team& team, const IndexAnswer& answer,
-                                            const ThreadKeys& keys, uint64_t chosen, const Slot& slot,
+                                            const ThreadKeys& keys, const Survey& found, const Slot& slot,
                                             const PlaceOf& place_of) {
+  uint64_t least;
+  const uint64_t chosen = keys.chosen(team, answer.p.topk, found, least);
   const int32_t own = __popcll(chosen), last = team_inclusive_sum(team, own);
   if (team.thread() == team.threads() - 1) team.scalars().kept = last;
   keys.write(chosen, team.staged() + last - own);
