@@ -17,6 +17,7 @@ using namespace sm90_index;
 
 constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 constexpr int kFewRows = 4, kNearKeysOfFew = 64 * 1024;
+constexpr int kTilesOfShortPrompts = 24;  // whose keys may have room, as those of 4096 rows of 4 K have
 
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
@@ -26,13 +27,15 @@ struct Sm90LogitsArgs {
 };
 
 // How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
-template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false, bool kIsCounting = false>
+template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false, Keeping kKeys = Keeping::kMaybe>
 struct Shape {
   static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
   static constexpr int kQueryLines = kHeads * kUnitRows;
-  static constexpr bool kFp4 = kIsFp4, kCounts = kIsCounting;  // keys of long rows
+  static constexpr bool kFp4 = kIsFp4;
+  static constexpr Keeping kKeeping = kKeys;
   using WithFp4 = Shape<kLines, kRowsEach, kParts, true>;
-  using Counting = Shape<kLines, kRowsEach, kParts, kIsFp4, true>;
+  template <Keeping kOther>
+  using With = Shape<kLines, kRowsEach, kParts, kIsFp4, kOther>;
 };
 // Runs fn(the shape for units of so many rows).
 template <class Fn>
@@ -52,7 +55,7 @@ void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
 int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   most = std::min(most, rows.num_rows);
   if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
-  if (num_heads > 32 && (rows.next_n == 5 || rows.next_n == 6)) most = std::min<int64_t>(most, 2);
+  if (num_heads > 32 && rows.next_n >= 5 && rows.next_n <= 8) most = std::min<int64_t>(most, 2);
   const int64_t units = (rows.next_n + most - 1) / most;
   return static_cast<int>((rows.next_n + units - 1) / units);
 }
@@ -100,7 +103,7 @@ KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4, S::kCounts>(args).run();
+  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4, S::kKeeping>(args).run();
 #endif
 }
 
@@ -234,7 +237,11 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     // One row of many heads: the consumers wait for the memory.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)
       if (rows.num_columns > near_keys)
-        return launch_scan(index_scan_sm90_kernel<typename S::Counting>, KeptKeys::most_tiles(own, true));
+        return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kCounted>>,
+                           KeptKeys::most_tiles(own, true));
+    if constexpr (S::kUnitRows == 2 && !S::kFp4)
+      if (are_many && most_gathered == 0 && most_tiles > kTilesOfShortPrompts)
+        return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kNever>>, 0);
     launch_scan(index_scan_sm90_kernel<S>, 0);
   });
   if (is_answered) return;

@@ -6,6 +6,7 @@ import torch
 from index_cases import ints, random_problem
 
 import mla_fp8
+from mla_fp8 import index_reference as reference
 
 pytestmark = pytest.mark.op("index_topk")
 
@@ -68,3 +69,52 @@ def test_drafts_that_are_several_units(num_requests, next_n, heads, topk, room, 
         out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
         problem.topk(topk, **out, workspace=workspace)
         assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(
+    ("lens", "next_n", "heads", "processors"),
+    [
+        ((10_300,), 8, 64, 4),  # four units of a request, by a CTA each
+        ((16_000, 15_500, 50, 15_800), 2, 64, 4),  # one takes all
+        ((14_000, 13_800, 13_900, 30, 13_700, 13_600), 2, 64, 7),  # and a CTA has none
+        ((12_300, 11_900, 12_100, 30, 12_200, 12_000), 2, 64, 7),  # room in equal shares alone
+        ((40_000, 300, 300, 300), 2, 64, 4),  # too different: equal shares of all tiles
+        ((5400, 5300), 4, 16, 2),
+        ((10_300, 10_100, 10_200), 3, 64, 3),
+    ],
+)
+def test_units_whose_keys_have_no_room(lens, next_n, heads, processors, device, monkeypatch):
+    """As many CTAs as units of about one length: each has all of one, and the merge has nothing to do."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", str(processors))
+    problem = random_problem(device, list(lens), heads=heads, next_n=next_n)
+    want = problem.want_topk(64)
+    more = max(21_000 // 64 - problem.page_table.shape[1], 0)  # so wide that rows are not units of their own
+    problem.page_table = torch.nn.functional.pad(problem.page_table, (0, more), value=-7)
+    sms = emulation.num_processors(device)  # of an emulated GPU as it is, not as it is here
+    sms = sms if device == "cuda" else min(sms, processors)
+    size = mla_fp8.index_topk_workspace(len(problem.q), topk=64, num_sms=sms)
+    for byte in (0x00, 0xA5):
+        workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
+        got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
+        out = dict(zip(("out_positions", "out_slots", "out_lens"), got, strict=True))
+        problem.topk(64, **out, workspace=workspace)
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("heads", [24, 64])
+def test_prompts_of_more_rows_than_are_gathered(heads, device, monkeypatch):
+    """They have kernels that keep no keys. Rows of several chunks, of one, and that take all."""
+    monkeypatch.setenv("FAKE_CUDA_PROCESSORS", "3")
+    seen = [11_500, 11_400, 11_300, 11_501, 3000, 2999, 100, 99, 2100, 0, 2049, 2048, 2500, 70]
+    seen = seen * (40 if device == "cuda" else 1)
+    options = {"row_lens": ints(seen, device)}
+    problem = random_problem(device, [11_501], heads=heads, next_n=len(seen), **options)
+    want = problem.want_topk(2048)
+    assert all(map(torch.equal, problem.topk(2048), want))
+    keys = reference.index_keys(problem.index_cache, problem.layout, problem.page_size)
+    slots = problem.slots()[3].long()
+    k, scale = keys[0].view(torch.uint8)[slots].view(torch.float8_e4m3fn), keys[1][slots]
+    end = options["row_lens"]
+    ragged = (problem.q, problem.weights, k, scale, torch.zeros_like(end), end)
+    got = mla_fp8.index_topk_ragged(*ragged, topk=2048, k_slots=slots)
+    assert all(map(torch.equal, got, want))

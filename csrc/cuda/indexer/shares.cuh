@@ -17,10 +17,10 @@ struct IndexShare {
   // Then, that each unit is answered by the CTA that begins it, and whether there are units without a scored
   // tile.
   bool are_gathered, are_others;
-  // Then, too, that each unit begins with a share; of which size of AlignedShares.
+  // That each unit begins with a share; of which size of AlignedShares.
   bool are_aligned;
   int size;
-  bool are_uniform;  // and has as many shares as each other one
+  bool are_uniform;  // and has as many shares as each other one; where keys are not kept, one
 };
 // A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone, or 12 where keys are
 // counted. So shares of kept keys may be somewhat larger than equal ones: the least of these sizes with which
@@ -38,9 +38,9 @@ struct AlignedShares {
     return equal <= kSmall ? number(total, num_shares - units / 2)
                            : number(number(total, units), num_shares / units);
   }
-  // For what it saves.
-  __device__ __forceinline__ bool may_pay(int32_t num_shares) const {
-    const int32_t most_more = equal <= kSmall ? 4 : 4 + equal / 32;
+  // For what it saves, which is `more` tiles more than of most units.
+  __device__ __forceinline__ bool may_pay(int32_t num_shares, int32_t more = 0) const {
+    const int32_t most_more = (equal <= kSmall ? 4 : 4 + equal / 32) + more;
     return equal > 0 && equal <= kMostTiles && num_shares <= kMostShares && wide <= equal + most_more;
   }
   __device__ __forceinline__ int32_t operator[](int i) const { return i == 0 ? equal : wide + i - 1; }
@@ -107,6 +107,9 @@ struct UnitPlaces {
            place.in_request;
   }
 };
+
+// What takes as long as so many tiles: to bring a unit together in the CTA that answers it, in the merge.
+inline constexpr int32_t kGatherTiles = 4, kMergeTiles = 32;
 
 // Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a
 // block.
@@ -259,7 +262,7 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   for (int64_t i = first; i < end; ++i) mine += chosen_of(tiles_of(i));
   const int64_t last = team.inclusive_sum(mine);
   if (team.thread() == threads - 1) {
-    share.are_kept = false;
+    share.are_kept = share.are_aligned = false;
     set_total(last);
   }
   team.sync();
@@ -267,7 +270,8 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
 }
 
 // The same where each unit gets as many shares as each other one, at most `unit_shares`: what is left to find
-// is their size. Whether that is done: not where lengths differ so much that it does not pay. There are at
+// is their size. Whether that is done: not where lengths differ so much that it does not pay, or keys that
+// have room in equal shares would have none, or have none and a unit needs more than one share. There are at
 // most as many places as threads, all of requests that have as many rows. The calling threads' first one
 // writes what it finds.
 template <class Team>
@@ -290,18 +294,24 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
   const AlignedShares sizes{max(equal, 1), size};
-  if (!sizes.may_pay(num_ctas) || shares * size > question.most_kept) return false;
+  const bool are_kept = shares * size <= question.most_kept, have_room = total <= question.most_kept,
+             are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
+  // A CTA that has all of a unit of several rows waits for no other, or leaves nothing to the merge.
+  int32_t more = 0;
+  if (each == 1 && question.group_rows > 1) more = !are_kept ? kMergeTiles : are_gathered ? kGatherTiles : 0;
+  if (!sizes.may_pay(num_ctas, more) || (!are_kept && (have_room || each > 1))) return false;
   if (team.thread() > 0) return true;
-  share.total = shares * size;
-  share.per_cta = size;
-  share.are_kept = share.are_aligned = share.are_uniform = true;
-  share.are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
+  share.per_cta = are_kept ? size : size + kChoiceSteps;
+  share.total = shares * share.per_cta;
+  share.are_kept = are_kept;
+  share.are_aligned = share.are_uniform = true;
+  share.are_gathered = are_gathered;
   share.are_others = false;
   share.index = question.cta;
   if (question.cta >= shares) return true;
   share.index = question.are_descending ? shares - 1 - question.cta : question.cta;
   const int32_t place = AlignedShares::number(share.index + 1, each) - 1;
-  share.first_step = int64_t{place} * (each * size);
+  share.first_step = place * each * share.per_cta;
   const auto [request, in_request] = places(place);
   set_even_unit<false>(question.rows, request, in_request + question.lane * question.group_rows,
                        question.group_rows, first_unit);

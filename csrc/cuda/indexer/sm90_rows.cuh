@@ -24,6 +24,9 @@ struct RowBins {
   static constexpr int kBits = 13, kShift = 32 - kBits, kBins = 1 << kBits;
   alignas(64) uint64_t bins[kBins];
 };
+// Whether a scan may keep keys, and counts those of long rows. Code that lies in a kernel costs where it does
+// not run: prompts of many rows have a kernel without.
+enum class Keeping { kNever, kMaybe, kCounted };
 struct KeptKeys {
   KeptRow* rows;
   uint32_t* keys;

@@ -19,15 +19,17 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-template <int kHeads, int kRows, int kShares, bool kFp4, bool kCounts>
+template <int kHeads, int kRows, int kShares, bool kFp4, Keeping kKeeping>
 class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
+  static constexpr bool kMayKeep = kKeeping != Keeping::kNever, kCounts = kKeeping == Keeping::kCounted;
   // Of items whose keys are kept, where they begin: with fewer left it pays to wait for one code alone.
   static constexpr int kRoundsOfMany = 16;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
-      : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4)) {}
+      : ScanUnits(args, dynamic_memory(scan_stages(kUnitRows), kHeads * kUnitRows, num_panels(kFp4), kFp4),
+                  kMayKeep) {}
 
   __device__ __forceinline__ void run() {
     // Barriers are needed when the share is known, and made meanwhile: it takes 1.5 us.
@@ -87,7 +89,7 @@ class Scan : ScanUnits {
       } else {
         if constexpr (kCounts) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
         load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
-        if constexpr (kShares > 1 || kRows * kHeads > 64)
+        if constexpr (!kMayKeep || kShares > 1 || kRows * kHeads > 64)
           prefetch_queries<kHeads, kUnitRows>(p_.problem.queries, row_behind(unit), p_.problem.rows.num_rows);
         if (threadIdx.x < kIndexGroupRows) {
           s_.count[threadIdx.x] = 0;
@@ -97,7 +99,7 @@ class Scan : ScanUnits {
         }
         prepare_next(i);
         consumers_sync();
-        if (s_.share.are_kept && !work.is_whole) {
+        if (are_kept() && !work.is_whole) {
           keep_unit(math, unit, work, counted >= 0);
         } else {
           scan_unit(math, unit, work);
@@ -223,7 +225,7 @@ class Scan : ScanUnits {
     for (int pair = 0; pair < TileMath::kPairs; ++pair)
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
-    const int least_rounds = s_.share.are_kept ? kRoundsOfMany : 1;
+    const int least_rounds = are_kept() ? kRoundsOfMany : 1;
     for (int first = 0;;) {
       const int tiles = min(scan_.chunk_tiles, work.tiles - first);
       const int32_t chunk_column = work.column + first * kTileKeys;

@@ -7,8 +7,8 @@ namespace mla_fp8::gpu::sm90_index {
 
 class ScanUnits {
  protected:
-  __device__ __forceinline__ ScanUnits(const ScanArgs& args, const Memory& memory)
-      : scan_(args), args_(args.topk), p_(args.topk.p), memory_(memory), s_(shared()) {}
+  __device__ __forceinline__ ScanUnits(const ScanArgs& args, const Memory& memory, bool may_keep)
+      : scan_(args), args_(args.topk), p_(args.topk.p), memory_(memory), s_(shared()), may_keep_(may_keep) {}
 
   // Of row r: its list, and a chunk's keys.
   __device__ __forceinline__ uint64_t* list(int r) const {
@@ -19,23 +19,32 @@ class ScanUnits {
     return reinterpret_cast<uint32_t*>(list(args_.group_rows)) + r * pitch();
   }
 
+  __device__ __forceinline__ bool are_kept() const { return may_keep_ && s_.share.are_kept; }
   // Whether each unit is answered by the CTA that begins it.
-  __device__ __forceinline__ bool gathers() const { return s_.share.are_kept && s_.share.are_gathered; }
+  __device__ __forceinline__ bool gathers() const { return are_kept() && s_.share.are_gathered; }
 
   // Whether the keys of long rows are counted.
   __device__ __forceinline__ bool are_binned() const {
-    return s_.share.are_kept && !gathers() && s_.share.total <= scan_.most_binned;
+    return are_kept() && !gathers() && s_.share.total <= scan_.most_binned;
   }
 
   // The share, and its first unit.
   __device__ __forceinline__ void find_work(const ShareTeam& team) const {
     wait_for_previous_grid();
-    const ShareQuestion question{
-        p_.problem.rows,           args_.places,    args_.ctas,          p_.topk,
-        args_.group_rows,          kTileKeys,       cta_of_lane(),       lane_of_cta(),
-        scan_.most_gathered > 0,   scan_.most_kept, scan_.most_gathered, reinterpret_cast<int32_t*>(keys(0)),
-        args_.group_rows * pitch()};
-    if (scan_.unit_shares == 0 ||
+    const ShareQuestion question{p_.problem.rows,
+                                 args_.places,
+                                 args_.ctas,
+                                 p_.topk,
+                                 args_.group_rows,
+                                 kTileKeys,
+                                 cta_of_lane(),
+                                 lane_of_cta(),
+                                 scan_.most_gathered > 0,
+                                 may_keep_ ? scan_.most_kept : 0,
+                                 scan_.most_gathered,
+                                 reinterpret_cast<int32_t*>(keys(0)),
+                                 args_.group_rows * pitch()};
+    if (!may_keep_ || scan_.unit_shares == 0 ||
         !find_uniform_share(team, question, scan_.unit_shares, s_.share, s_.units[0])) {
       find_share(team, question, s_.share, s_.units[0]);
       if (threadIdx.x == 0) s_.share.are_uniform = false;
@@ -48,8 +57,8 @@ class ScanUnits {
     if (threadIdx.x == kWarpSize) {
       args_.state(cta)->unit = -1;
       args_.state(cta)->per_cta = s_.share.per_cta;
-      args_.state(cta)->are_kept = s_.share.are_kept;
-      args_.state(cta)->are_answered = gathers();
+      args_.state(cta)->are_kept = are_kept();
+      args_.state(cta)->are_answered = gathers() || (s_.share.are_uniform && !are_kept());
       args_.state(cta)->are_binned = are_binned();
     }
     if (threadIdx.x > 0) return;
@@ -60,7 +69,7 @@ class ScanUnits {
     s_.end = end;
     if (begin < end) {
       set_work(0, s_.units[0], first_step + s_.share.first_step);
-      if (s_.share.are_kept && s_.share.are_aligned) s_.end = min(end, s_.works[0].unit_end);
+      if (s_.share.are_aligned) s_.end = min(end, s_.works[0].unit_end);
     } else {
       s_.units[0] = {};
       s_.works[0] = {};
@@ -69,11 +78,10 @@ class ScanUnits {
   }
 
   __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
-    const bool are_kept = s_.share.are_kept;
+    const bool are_kept = this->are_kept();
     const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
                   unit_tiles = are_kept ? scored : max(scored, int64_t{1}),
-                  place_tiles =
-                      args_.places.lanes > 1 ? max(tiles_of_request(unit.request), unit_tiles) : unit_tiles;
+                  place_tiles = lanes() > 1 ? max(tiles_of_request(unit.request), unit_tiles) : unit_tiles;
     const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
     ScanWork& work = s_.works[i % 2];
     work.unit_begin = unit_begin;
@@ -114,13 +122,13 @@ class ScanUnits {
     const int lane = threadIdx.x % kWarpSize;
     if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
     IndexUnit& next = s_.units[(i + 1) % 2];
-    const int64_t step = args_.places.lanes > 1 ? rows.next_n : 1;  // from row to row
+    const int64_t step = lanes() > 1 ? rows.next_n : 1;  // from row to row
     for (int64_t row = row_behind(s_.units[i % 2]);; row += kWarpSize * step) {
       const int64_t own = row + lane * step;
-      const uint32_t lanes = __ballot_sync(kFullWarp, own < rows.num_rows && is_next(own));
-      if (lanes == 0) continue;
+      const uint32_t found = __ballot_sync(kFullWarp, own < rows.num_rows && is_next(own));
+      if (found == 0) continue;
       if (lane == 0) {
-        const int64_t first = row + (__ffs(static_cast<int>(lanes)) - 1) * step;
+        const int64_t first = row + (__ffs(static_cast<int>(found)) - 1) * step;
         if (rows.k_start || rows.query_start_loc) {
           find_unit_here(rows, first, args_.group_rows, next);
         } else {
@@ -136,20 +144,19 @@ class ScanUnits {
   }
   // Of the unit that mostly comes next.
   __device__ __forceinline__ int64_t row_behind(const IndexUnit& unit) const {
-    return unit.first_row + (args_.places.lanes > 1 ? p_.problem.rows.next_n : unit.num_rows);
+    return unit.first_row + (lanes() > 1 ? p_.problem.rows.next_n : unit.num_rows);
   }
   // Whether a unit begins at the row, of which steps are shared.
   __device__ __forceinline__ bool is_next(int64_t row) const {
     const IndexRows& rows = p_.problem.rows;
     if (rows.k_start || rows.query_start_loc) {
       IndexUnit unit;
-      return find_unit_here(rows, row, args_.group_rows, unit) &&
-             !(s_.share.are_kept && takes_all(unit, p_.topk));
+      return find_unit_here(rows, row, args_.group_rows, unit) && !(are_kept() && takes_all(unit, p_.topk));
     }
     UnitPlaces::Place at;
     if (!args_.places.begins_at(row, at)) return false;
-    if (!s_.share.are_kept) return true;
-    if (args_.places.lanes > 1) return tiles_of_request(at.request) > 0;
+    if (!are_kept()) return true;
+    if (lanes() > 1) return tiles_of_request(at.request) > 0;
     return scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, p_.topk) > 0;
   }
   // Scored tiles of the longest unit.
@@ -175,15 +182,17 @@ class ScanUnits {
     }
   }
 
+  __device__ __forceinline__ int lanes() const { return may_keep_ ? args_.places.lanes : 1; }
   // CTAs of all lanes with the same share are neighbours.
-  __device__ __forceinline__ int lane_of_cta() const { return blockIdx.x % args_.places.lanes; }
-  __device__ __forceinline__ int cta_of_lane() const { return blockIdx.x / args_.places.lanes; }
+  __device__ __forceinline__ int lane_of_cta() const { return blockIdx.x % lanes(); }
+  __device__ __forceinline__ int cta_of_lane() const { return blockIdx.x / lanes(); }
 
   const ScanArgs& scan_;
   const IndexTopkArgs& args_;
   const IndexTopkParams& p_;
   const Memory memory_;
   ScanShared& s_;
+  const bool may_keep_;  // keys
 
  private:
   __device__ __forceinline__ static ScanShared& shared() {
