@@ -279,7 +279,8 @@ __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typ
   const unsigned length = w.source(params).length();
   const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
   if (survey.has_gaps && (kFetchesEarly<C> || has_positions<C>(length))) [[unlikely]] {
-    if (has_positions<C>(length) && warp < kSurveyWarps<C>)
+    constexpr bool kAllSurvey = kSurveyWarps<C> == C::kThreads / kWarpSize;
+    if (has_positions<C>(length) && (kAllSurvey || warp < kSurveyWarps<C>))
       list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
     if constexpr (requires { discard(); }) discard();
     block_barrier<C::kThreads>();
