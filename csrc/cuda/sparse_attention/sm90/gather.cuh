@@ -200,12 +200,10 @@ class EarlyStage : Gather<C> {
     const unsigned length = source.length();
     named_barrier(kBarrierBegin, kBeginThreads<C>);
     const unsigned looked_at = length - 1 - this->lane_ * (length / kWarpSize);
-    const auto is_usual = [&] { return are_valid(source, source.listed(looked_at)); };
-    if (source.has_pages() || (!kFetchesFirst<C> && !is_usual())) return false;
+    if (source.has_pages() || !are_valid(source, source.listed(looked_at))) return false;
     w.template take_share<C>(length, this->params_.splits);
     if (stage_ >= w.num_blocks * C::kBlockStages) return false;
     const auto key = source.listed(w.template first_rank<C>(stage_) + this->lane_ % kStageRows);
-    if (kFetchesFirst<C> && !is_usual()) return false;  // both loads are under way
     const typename Gather<C>::Place place = this->place_of(key);
     if (this->has_repeats(place, this->lane_ < kStageRows) || !are_valid(source, key)) [[unlikely]]
       return false;

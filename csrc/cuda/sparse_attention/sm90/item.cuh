@@ -245,19 +245,13 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
 // they begin before (sm90/mixed_gather.cuh), and wait for survey_barrier. All others meet at a barrier.
 template <class C>
 inline constexpr bool kProducersAreEarly = (C::kExpanders > 0 || C::kHelpedStages > 0) && !C::kWalks;
+template <class C>
+inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
 // Where producers fetch their first stages before the survey has ended (EarlyStage), they do not wait for
 // kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All arrive at both.
 template <class C>
 inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
-// Without clusters they do so first of all and survey nothing, and value warps convert Q meanwhile: these
-// arrive at both barriers, too, and wait for kBarrierSurveyRead.
-template <class C>
-inline constexpr bool kFetchesFirst = kFetchesEarly<C> && kHasParts<C>;
-inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9,
-                     kBarrierSurveyRead = 10;
-template <class C>
-inline constexpr int kSurveyWarps =
-    C::kThreads / kWarpSize - (kProducersAreEarly<C> || kFetchesFirst<C> ? C::kProducers : 0);
+inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9;
 template <class C>  // that pass kBarrierBegin: warp 0, which has made the barriers, and producers
 inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
 // `lane` for one role: where there are many roles, it would be spilled if all had it in common.
@@ -279,8 +273,7 @@ __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typ
   const unsigned length = w.source(params).length();
   const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
   if (survey.has_gaps && (kFetchesEarly<C> || has_positions<C>(length))) [[unlikely]] {
-    constexpr bool kAllSurvey = kSurveyWarps<C> == C::kThreads / kWarpSize;
-    if (has_positions<C>(length) && (kAllSurvey || warp < kSurveyWarps<C>))
+    if (has_positions<C>(length) && (!kProducersAreEarly<C> || warp < kSurveyWarps<C>))
       list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
     if constexpr (requires { discard(); }) discard();
     block_barrier<C::kThreads>();

@@ -181,14 +181,12 @@ class BlockLogits : protected LogitWarp<C> {
 
   // Once Q is there.
   __device__ void begin_row() {
-    if constexpr (!kFetchesFirst<C>) {  // else Q came with them
-      const int head = member_ * kWarpSize + lane_;
-      if (head < C::kHeads) {
-        const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
-        x_.head_state()[head] = {logit_scale<R>(p_, q_scale), 0.0f};
-      }
-      named_barrier(kBarrierLogits, kLogitThreads);
+    const int head = member_ * kWarpSize + lane_;
+    if (head < C::kHeads) {
+      const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
+      x_.head_state()[head] = {logit_scale<R>(p_, q_scale), 0.0f};
     }
+    named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       sum_[n][0] = sum_[n][1] = 0.0f;
@@ -462,7 +460,7 @@ class WideWalkLogits : BlockLogits<C> {
       WgmmaQuery<C, kPartHeads> q;
       q.load_copied(p_, item, x_.bytes, part, lane, row);
       named_barrier(kBarrierLogits, Base::kLogitThreads);
-      q.store(p_, x_.bytes, part, lane);
+      q.store(x_.bytes, part, lane);
     }
     named_barrier(kBarrierLogits, Base::kLogitThreads);
   }
@@ -537,7 +535,7 @@ class WalkLogits : LogitWarp<C> {
       WgmmaQuery<C> q;
       q.load(params_.p, item.query, item.first_head, warp_, lane);
       named_barrier(kBarrierAllLogits, C::kLogitThreads);
-      q.store(params_.p, x_.bytes, warp_, lane);
+      q.store(x_.bytes, warp_, lane);
     }
     if (next < WalkItem<C>::count(params_)) {
       const Keys keys(params_.p, WalkItem<C>(params_, next).query);

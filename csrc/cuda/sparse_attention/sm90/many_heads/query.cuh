@@ -77,8 +77,8 @@ struct WgmmaQuery {
           head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row) + octuple(i, lane)) : uint4{};
   }
 
-  // Scaled (q_factor); the factors go to q_scale, or what follows from them to head_state.
-  __device__ void store(const SparseAttentionParams& p, uint8_t* smem, int warp, int lane) const {
+  // Scaled (q_factor); the factors go to q_scale.
+  __device__ void store(uint8_t* smem, int warp, int lane) const {
     uint32_t largest = 0;
     const auto note = [&](uint32_t pair) { largest = larger_magnitudes(largest, pair); };
 #pragma unroll
@@ -90,11 +90,7 @@ struct WgmmaQuery {
     const int head = warp * kHeads + lane / kLanes;
     const float factor = q_factor(largest);
     if (head >= C::kHeads) return fence_proxy_async();
-    if (lane % kLanes == 0) {
-      if constexpr (kFetchesFirst<C>)
-        reinterpret_cast<float2*>(smem + MLA_SMEM(C, head_state))[head] = {logit_scale<R>(p, factor), 0.0f};
-      else reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
-    }
+    if (lane % kLanes == 0) reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale))[head] = factor;
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head.
     constexpr int kHalf = C::kQHalfBytes;

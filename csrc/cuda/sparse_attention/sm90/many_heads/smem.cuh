@@ -27,7 +27,6 @@ namespace mla_fp8::gpu {
 //   survey             thread 0, once all others early producers   maps[0]: may be read
 //                      have met
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
-//   kBarrierSurveyRead logits, past the survey   values (parts)    maps[0]: may be read; Q went first
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
 //   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free

@@ -45,12 +45,14 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     return;
   }
   KeySurvey survey;
-  if constexpr (kFetchesFirst<C>) {
+  if constexpr (kFetchesEarly<C>) {
+    survey_part<C>(params, w, smem, warp, lane, [] {});
     if (warp >= kConsumerWarps + C::kLogitWarps) {
       give_up_registers<C::kProducerRegisters>();
-      return run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+      run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+      return;
     }
-    survey_part<C>(params, w, smem, warp, lane, [] {});
+    survey = end_survey<C>(params, w, smem, warp, lane);
   } else if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
     w.template take_share<C>(w.num_keys, params.splits);
@@ -60,43 +62,24 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   }
   const bool split = !kHasParts<C> && params.num_splits() > 1;
 
-  if (!kFetchesFirst<C> && warp >= kConsumerWarps + C::kLogitWarps) {
+  if (!kFetchesEarly<C> && warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
-    if constexpr (kFetchesFirst<C>) {
-      named_barrier_arrive(kBarrierSurveyed, C::kThreads);
-      named_barrier(kBarrierSurvey, C::kThreads);
-      named_barrier_arrive(kBarrierSurveyRead, C::kWorkers);
-      read_survey<C>(params, w, shared_address(smem), warp, lane);
-    } else {
-      help_to_expand<C>(smem, warp - kConsumerWarps, lane, w.num_blocks);
-    }
+    help_to_expand<C>(smem, warp - kConsumerWarps, lane, w.num_blocks);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();
   } else {
     take_registers<C::kValueRegisters>();
-    const auto convert_query = [&] {
-      WgmmaQuery<C> q;
-      q.load_copied(params.p, w, smem, warp, lane);
-      named_barrier(kBarrierQ, kConsumerThreads);
-      q.store(params.p, smem, warp, lane);
-    };
-    if constexpr (kFetchesFirst<C>) {
-      named_barrier_arrive(kBarrierSurveyed, C::kThreads);
-      named_barrier_arrive(kBarrierSurvey, C::kThreads);
-      convert_query();
-      named_barrier_arrive(kBarrierWorkersQ, C::kWorkers);
-      named_barrier(kBarrierSurveyRead, C::kWorkers);
-      read_survey<C>(params, w, shared_address(smem), warp, lane);
-    } else {
-      convert_query();
-      named_barrier(kBarrierWorkersQ, C::kWorkers);
-    }
+    WgmmaQuery<C> q;
+    q.load_copied(params.p, w, smem, warp, lane);
+    named_barrier(kBarrierQ, kConsumerThreads);
+    q.store(smem, warp, lane);
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
     if constexpr (kHasRuns<C>) values.run_and_leave(params, w);
     else values.run(w);
