@@ -172,11 +172,13 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
   let_next_grid_come();
   if (!heads.has_head(p, column / 2 * kOctetHeads)) return;
 
-  // With CTAs of 64 heads going through it twice takes 1 to 8 % of a call, with 32 it saves as much.
-  constexpr bool kRehearses = C::kHeads < 64;
+  // Going through it twice takes 1 to 8 % of a call with CTAs of 64 heads, and where more blocks come than run
+  // at once; else it saves as much.
+  constexpr unsigned kMostItems = 40;
+  const bool rehearses = C::kHeads < 64 && gridDim.x <= kMostItems * kBlocksOfWarp * kConsumerWarps;
 #pragma unroll 1
-  for (int parts = kRehearses ? 0 : num_parts;; parts = num_parts) {
-    const bool is_rehearsal = kRehearses && parts == 0;
+  for (int parts = rehearses ? 0 : num_parts;; parts = num_parts) {
+    const bool is_rehearsal = parts == 0;
     if (!is_rehearsal) wait_for_previous_grid();
     float2 stats = {kNoPartial, 0.0f};  // of part g
     if (g < parts) stats = __ldcg(reinterpret_cast<const float2*>(stats_of_g));
