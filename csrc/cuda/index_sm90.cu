@@ -107,13 +107,14 @@ __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __gr
 #endif
 }
 
-__global__ void __launch_bounds__(kMergeThreads, 2)
+template <bool kAlone>
+__global__ void __launch_bounds__(kMergeThreads, kAlone ? 2 : 1)
     index_merge_sm90_kernel(const __grid_constant__ MergeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ MergeShared shared;
   extern __shared__ uint8_t raw[];
   auto* held = reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16);
-  merge(args, shared, held);
+  merge<kAlone>(args, shared, held);
 #endif
 }
 
@@ -192,14 +193,15 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   own.list_rows = own.group_rows;
   own.tile_keys = kTileKeys;
   const int64_t jobs = num_merge_jobs(own);
-  // As many blocks as run at once on an H200, on which this many clusters do, or twice as many if two blocks
-  // share a multiprocessor and its memory.
+  // Clusters of such a size run at once on an H200, of which a multiprocessor has room for one block. More
+  // jobs are blocks alone.
   constexpr struct {
     int size, at_once;
-  } kClusters[] = {{8, 15}, {4, 30}, {2, 66}, {1, 132}};
+  } kClusters[] = {{8, 15}, {4, 30}, {3, 39}, {2, 66}, {1, 132}};
   const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
-                                      [&](const auto& c) { return jobs <= 2 * c.at_once; });
-  const int entries = jobs <= cluster.at_once ? kMergeEntries : kMergeEntriesOfTwo;
+                                      [&](const auto& c) { return jobs <= c.at_once; });
+  const bool are_alone = jobs > cluster.at_once;
+  const int entries = are_alone ? kMergeEntriesOfTwo : kMergeEntries;
   // More keys of a row have no room in shared memory. Few rows that are counted are faster without it, too.
   const int room = cluster.size * std::min(2 * entries, ThreadKeys::most(kMergeThreads));
   const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;
@@ -245,13 +247,13 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     launch_scan(index_scan_sm90_kernel<S>, 0);
   });
   if (is_answered) return;
-  launch(index_merge_sm90_kernel,
+  launch(are_alone ? index_merge_sm90_kernel<true> : index_merge_sm90_kernel<false>,
          {.grid = jobs * cluster.size,
           .block = kMergeThreads,
           .stream = stream,
           .smem = entries * 8 + 16,
           .cluster = cluster.size},
-         MergeArgs{own, entries, near_keys, gathered_tiles});
+         MergeArgs{own, near_keys, gathered_tiles, rows.num_columns <= kGroupColumns});
 }
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {

@@ -45,6 +45,22 @@ def test_any_order_of_logits_is_selected_exactly(order, topk, device):
     problem.assert_exact(topk)
 
 
+
+
+def between(beyond, four=1):
+    """Random logits, but at columns that no even steps of four columns lead to, those of 4 p with a prime p and
+    of the `four`: from `beyond` on. Who looks at every so many keys for the range of all sees none of them."""
+
+    def logits(n):
+        fours = torch.arange(n) // 4
+        is_prime = fours > 1
+        for i in range(2, int((n / 4) ** 0.5) + 1):
+            is_prime &= (fours % i > 0) | (fours == i)
+        return torch.randn(n).where(~is_prime | (torch.arange(n) % 4 >= four), beyond + torch.rand(n))
+
+    return logits
+
+
 LONG_ORDERS = {
     "random": torch.randn,
     "ascending": lambda n: torch.arange(n).float(),
@@ -52,6 +68,10 @@ LONG_ORDERS = {
     "all equal": lambda n: torch.full((n,), 0.25),
     "two values": lambda n: (torch.arange(n) * 7 % 5 < 2).float(),
     "mostly NaN": lambda n: torch.full((n,), NAN).where(torch.arange(n) % 23 > 0, torch.randn(n)),
+    "some far above": between(1e4),
+    "many far above": between(1e4, 4),
+    "some far below": between(-1e4),
+    "some infinite": between(INF),
 }
 
 

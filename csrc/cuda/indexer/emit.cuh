@@ -9,6 +9,7 @@ struct IndexAnswer {
   const IndexTopkParams& p;
   int64_t row;
   const IndexRow& where;
+  bool is_rehearsed = false;  // all is done but writing
 };
 // Of what is chosen, all in columns [begin, end): it goes to places from `place` on.
 struct AnswerPart {
@@ -23,6 +24,7 @@ __device__ __forceinline__ void write_columns(const Team& team, const IndexAnswe
   constexpr int kAtOnce = 4;
   const IndexTopkParams& p = answer.p;
   const int threads = team.threads();
+  const int32_t written = answer.is_rehearsed ? 0 : count;
   const int32_t* staged = team.staged();
   int32_t* positions = p.positions + answer.row * p.positions_stride_row + place;
   int32_t* slots = p.slots ? p.slots + answer.row * p.slots_stride_row + place : nullptr;
@@ -35,7 +37,7 @@ __device__ __forceinline__ void write_columns(const Team& team, const IndexAnswe
     for (int j = 0; j < kAtOnce; ++j) found[j] = slots ? slot(answer.where, columns[j]) : 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j * threads >= count) break;
+      if (first + j * threads >= written) break;
       positions[first + j * threads] = columns[j] - answer.where.begin;
       if (slots) slots[first + j * threads] = found[j];
     }

@@ -21,19 +21,26 @@ struct LogitBins {
   // A float next to kWhole is a whole number, its last bits: one multiplication makes a bin. It is rounded
   // twice, by half a bin each, so two bins are left for that, and bin 0 for what is no candidate.
   static constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
-  float scale, to_whole;
+  static constexpr int kLow = 2;                // the bin that the range begins in
+  float scale, to_whole, last;
   bool divide;  // not where a range is empty or has no end, or in it is what has no logit
 
   __device__ __forceinline__ LogitBins(int bins, const Survey& found) {
     const float low = logit_of(found.low);
     scale = static_cast<float>(bins - 4) / (logit_of(found.high) - low);
-    const float offset = 2.0f - low * scale;
+    const float offset = kLow - low * scale;
     divide = scale > 0.0f && float_bits(scale) < kInfBits && fabsf(offset) < 1e6f;
     to_whole = kWhole + offset;
+    last = near_whole_of(bins - 1);
   }
   // Ascending, as each step of it is; bins next to kWhole as they lie.
   __device__ __forceinline__ float near_whole(uint32_t key) const {
     return fmaf(logit_of(key), scale, to_whole);
+  }
+  // The same of what may lie beyond the range: below it is bin 0, as what is no candidate, whose maximum with
+  // a number is that.
+  __device__ __forceinline__ float near_whole_or_end(uint32_t key) const {
+    return fminf(fmaxf(near_whole(key), kWhole), last);
   }
   __device__ __forceinline__ static uint32_t bin(float near_whole) {
     return float_bits(near_whole) - float_bits(kWhole);
@@ -43,13 +50,11 @@ struct LogitBins {
   }
 };
 
-// Of the kth.here orders that the team has put where its bins were, as scalars().kept counts, the
-// kth.remaining-th: each is compared with all others.
+// Of the kth.here orders that the team has put, the kth.remaining-th: each is compared with all others.
 template <class Team>
 __device__ __forceinline__ uint64_t kth_of_few(const Team& team, const KthBin& kth) {
   SelectScalars& s = team.scalars();
-  team.sync();
-  const uint64_t* all = team.gathered(reinterpret_cast<const uint64_t*>(team.bins()));
+  const uint64_t* all = team.all_few();
   // Eight lanes to a candidate, each of which compares it with an eighth of all.
   constexpr int kLanes = 8, kOfWarp = kWarpSize / kLanes;
   for (int first = team.thread() / kWarpSize * kOfWarp; first < kth.here; first += team.threads() / kLanes) {
@@ -75,7 +80,6 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& 
     const auto counts = [](uint64_t order) { return order >= kLeastOrder; };
     const KthBin kth = find_kth_bin(team, candidates, k, counts, bin_of);
     if (kth.here <= team.threads()) {
-      uint64_t* shared = reinterpret_cast<uint64_t*>(team.bins());
       take_from(team, candidates, [&](const Four& orders) {
         const auto kth_bin = static_cast<uint32_t>(kth.bin);
         FourPlaces places{};
@@ -88,7 +92,7 @@ __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& 
         if (places.here != 0) {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            if (places.here >> j & 1) shared[atomicAdd(&team.scalars().kept, 1)] = orders[j];
+            if (places.here >> j & 1) team.put_few(orders[j]);
         }
         return places;
       });

@@ -19,8 +19,8 @@ struct KthBin {
 //   thread(), threads(), sync()    of its own
 //   kBinsPerThread                 of a histogram, or words of a bitmap
 //   bins(), scalars(), staged()    its memory: of a histogram, SelectScalars, room for topk columns
-//   total(bins)                    the histogram of all candidates; the calling block may hold a part of them
-//   gathered(orders)               then, of all blocks, those of which each has scalars().kept
+//   put_few(order)                 among all that its threads put since kth_of_bins, at most a histogram's bytes
+//   all_few()                      those, once all have put theirs
 struct SelectScalars {
   uint64_t base;
   KthBin kth;
@@ -28,6 +28,17 @@ struct SelectScalars {
   uint32_t nowhere;  // is added to in place of a bin: where nothing is counted there is no branch
   alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
 };
+
+// The few of a team within a block: scalars().kept of them.
+template <class Team>
+__device__ __forceinline__ void put_where_bins_were(const Team& team, uint64_t order) {
+  reinterpret_cast<uint64_t*>(team.bins())[atomicAdd(&team.scalars().kept, 1)] = order;
+}
+template <class Team>
+__device__ __forceinline__ const uint64_t* few_where_bins_were(const Team& team) {
+  team.sync();
+  return reinterpret_cast<const uint64_t*>(team.bins());
+}
 
 // The threads of a block.
 template <int kN>
@@ -46,8 +57,8 @@ struct BlockTeam {
   __device__ __forceinline__ uint32_t* bins() const { return smem.bins; }
   __device__ __forceinline__ SelectScalars& scalars() const { return smem.scalars; }
   __device__ __forceinline__ int32_t* staged() const { return smem.staged; }
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
-  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const { return orders; }
+  __device__ __forceinline__ void put_few(uint64_t order) const { put_where_bins_were(*this, order); }
+  __device__ __forceinline__ const uint64_t* all_few() const { return few_where_bins_were(*this); }
 };
 
 // The sum of the threads up to and including this one. Behind the last call the team has met again: its sums
@@ -212,12 +223,13 @@ __device__ __forceinline__ void clear_bins(const Team& team) {
   for (int i = team.thread(); i < num_bins(team); i += team.threads()) team.bins()[i] = 0;
   team.sync();
 }
+// Behind it, scalars().kept is 0.
 template <class Team>
 __device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
   constexpr int kBinsPerThread = Team::kBinsPerThread;
   SelectScalars& s = team.scalars();
   team.sync();
-  const uint32_t* bins = team.total(team.bins());
+  const uint32_t* bins = team.bins();
   // Bins in descending order, kBinsPerThread neighbours to a thread.
   int32_t here[kBinsPerThread], own = 0;
   const int first = num_bins(team) - 1 - team.thread() * kBinsPerThread;

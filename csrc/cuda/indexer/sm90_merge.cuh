@@ -12,17 +12,23 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Entries that a CTA holds, alone on a multiprocessor or with another; of more it reads the workspace again.
-inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 10 * 1024;
+// Entries of 8 bytes that a CTA has room for, alone on a multiprocessor or, of clusters of one, with another;
+// of more candidates it reads the workspace again.
+inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 76 * kTileKeys / 2;
 inline constexpr int kAloneEntries =
     12 * 1024;  // or columns, up to which the first CTA of a cluster takes all
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int entries;        // that a CTA has room for, of 8 bytes
   int near_keys;      // of a row that has room in shared memory
   int most_gathered;  // tiles of a unit, if all units may have so many and be kept; else 0
+  bool are_short;     // no row has more columns than kGroupColumns
 };
+// A warpgroup has a quarter of a block's memory: room for the keys of a row, which may begin within a tile.
+inline constexpr int kGroupKeys = 2 * kMergeEntriesOfTwo / kMergeGroups,
+                     kGroupColumns = kGroupKeys - kTileKeys;
+static_assert(kGroupKeys % kTileKeys == 0 && kGroupKeys <= ThreadKeys::most(kGroup) &&
+              kMaxIndexTopk <= kGroupKeys);
 
 // Parts [first, last) of a job.
 struct ScatteredParts {
@@ -37,9 +43,8 @@ struct ScatteredParts {
 };
 
 // Of `total` candidates, the calling CTA's in columns [begin, end).
-template <class Candidates>
-__device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAnswer& row,
-                                       const ClusterTeam& team, const Candidates& candidates, int32_t total,
+template <class Team, class Candidates>
+__device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAnswer& row, const Team& team, const Candidates& candidates, int32_t total,
                                        int64_t begin, int64_t end) {
   const IndexTopkParams& p = args.p;
   uint64_t least = kLeastOrder;
@@ -62,11 +67,19 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAns
   if (team.rank == 0) emit_end(team, p, row.row, min(total, p.topk));
 }
 
+// Whose merge blocks are alone, without clusters, two of them on a multiprocessor.
+template <bool kAlone>
+__device__ __forceinline__ ClusterTeam<kAlone> merge_team(MergeShared& s) {
+  if constexpr (kAlone) return {s, 1, 0};
+  return {s, cluster_size(), cluster_rank()};
+}
+
 // Of a cluster of so many blocks.
 __device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
 // The k-th of a row whose keys the scan has counted: all blocks read that.
-__device__ __forceinline__ KthBin kth_of_row(const ClusterTeam& team, const RowBins& row, int32_t k) {
+template <class Team>
+__device__ __forceinline__ KthBin kth_of_row(const Team& team, const RowBins& row, int32_t k) {
   constexpr int kHalf = RowBins::kBins / 2,
                 kEach = kHalf / kMergeThreads;  // positive keys are the upper half
   SelectScalars& s = team.scalars();
@@ -106,8 +119,9 @@ __device__ __forceinline__ KthBin kth_of_row(const ClusterTeam& team, const RowB
 
 // Of a row of which few keys are in the k-th's bin, those by their upper bits: what is chosen is a bit of
 // `words`, one for each key of the calling CTA.
+template <class Team>
 __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const IndexAnswer& row,
-                                              const ClusterTeam& team, const FarKeys& keys, const KthBin& kth,
+                                              const Team& team, const FarKeys& keys, const KthBin& kth,
                                               int shift, uint32_t* words) {
   const int num_words = keys.all.count / 32;
   for (int i = threadIdx.x; i < num_words; i += kMergeThreads) words[i] = 0;
@@ -158,7 +172,8 @@ __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const
 
 // Of the keys in the bin that begins with the order `least`, the least and the largest one: where many are
 // equal, little is left to divide but their columns.
-__device__ __forceinline__ Survey survey_from(const ClusterTeam& team, const FarKeys& keys, uint64_t least,
+template <class Team>
+__device__ __forceinline__ Survey survey_from(const Team& team, const FarKeys& keys, uint64_t least,
                                               int shift) {
   const auto first = static_cast<uint32_t>(least >> 32),
              last = first | static_cast<uint32_t>((uint64_t{1} << (shift - 32)) - 1);
@@ -176,11 +191,12 @@ __device__ __forceinline__ Survey survey_from(const ClusterTeam& team, const Far
 }
 
 // The answer of a row whose keys are too many for shared memory: few of them are in the k-th's bin, or, from
-// that on, there are few, which the first CTA gets in its `list`. Bins are of the upper bits of keys: no pass
+// that on, there are few, which the first CTA gets in its `list` of so many `entries`. Bins are of the upper bits of keys: no pass
 // looks for a range first, and the scan may have counted them.
-__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row,
-                                           ClusterTeam team, const FarKeys& keys, const RowBins* counted,
-                                           uint64_t* list) {
+template <class Team>
+__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row, Team team,
+                                           const FarKeys& keys, const RowBins* counted,
+                                           uint64_t* list, int entries) {
   const int32_t topk = row.p.topk;
   int shift = RowBins::kShift;
   KthBin kth;
@@ -197,11 +213,11 @@ __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const In
     });
     kth = kth_of_bins(team, topk);
   }
-  if (kth.bin > 0 && kth.here <= MergeShared::kMostFew && keys.all.count <= merge_args.entries * 64)
+  if (kth.bin > 0 && kth.here <= MergeShared::kMostFew && keys.all.count <= entries * 64)
     return mark_and_emit(merge_args, row, team, keys, kth, shift, reinterpret_cast<uint32_t*>(list));
   shift += 32;  // of an order
   uint64_t least = max(static_cast<uint64_t>(kth.bin) << shift, kLeastOrder);
-  const int32_t room = merge_args.entries - topk;
+  const int32_t room = entries - topk;
   if (const int32_t others = kth.here - kth.remaining; others > room) {
     const Survey bin = survey_from(team, keys, least, shift);
     least = kth_bound(team, keys, kth.remaining, room, order_of(bin.low, row.where.end - 1),
@@ -217,7 +233,7 @@ __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const In
   });
   __syncthreads();
   const int32_t own = *count;
-  const ClusterTeam::Sums sums = team.sums(own);
+  const auto sums = team.sums(own);
   if (team.size > 1) {
     if (team.rank > 0)
       for (int i = threadIdx.x; i < own; i += kMergeThreads)
@@ -229,13 +245,33 @@ __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const In
   answer(merge_args.topk, row, team, CandidateList{list, sums.all}, sums.all, row.where.begin, row.where.end);
 }
 
-// The answers of rows whose keys were kept; `where` is the first one. Rows take turns among the clusters.
+// Keys all over a row: about the range of all.
+template <class Team>
+__device__ __forceinline__ Survey sample(const Team& team, const CandidateKeys& all) {
+  const int step = max(all.count / 4 / kMergeThreads, 1), i = static_cast<int>(threadIdx.x) * step;
+  uint4 four{};
+  if (4 * i < all.count) four = reinterpret_cast<const uint4*>(all.keys)[i];
+  const uint32_t read[] = {four.x, four.y, four.z, four.w};
+  Survey own{0, UINT32_MAX, 0};
+#pragma unroll
+  for (const uint32_t key : read) {
+    if (key == 0) continue;
+    own.low = min(own.low, key);
+    own.high = max(own.high, key);
+  }
+  return survey_of(team, own);
+}
+
+// The answers of rows whose keys were kept; `where` is the first one, whose keys are `own` if it was scored.
+// Rows take turns among the clusters.
+template <bool kAlone>
 __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint64_t* held,
-                                       IndexRow where) {
+                                       IndexRow where, const KeptRow& own) {
   const IndexTopkArgs& args = merge_args.topk;
   const IndexTopkParams& p = args.p;
   const KeptKeys kept(args);
-  const int size = cluster_size(), rank = cluster_rank();
+  const int size = merge_team<kAlone>(s).size, rank = merge_team<kAlone>(s).rank;
+  const bool has_pins = p.pin_first > 0 || p.pin_last > 0;
   const uint32_t bar = shared_address(&s.copied);
   if (threadIdx.x == 0) {
     mbarrier_init(bar, 1);
@@ -244,10 +280,10 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
   uint32_t phase = 0;
   const auto slot = [&](const IndexRow& where, int32_t column) { return args.slot(where, column); };
   for (int64_t row = first_row(size); row < p.problem.rows.num_rows; row += gridDim.x / size) {
-    const KeptRow first = kept.rows[row];  // of a row that was scored
     if (row > first_row(size)) where = find_row(p.problem.rows, row);
+    const KeptRow first = row == first_row(size) ? own : kept.rows[row];
     const IndexAnswer answer{p, row, where};
-    ClusterTeam team{s, size, rank};
+    ClusterTeam<kAlone> team{s, size, rank};
     __syncthreads();
     if (where.end - where.begin <= p.topk) {
       if (rank == 0)
@@ -262,11 +298,12 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
                        (end - begin) * kTileKeys, 1};
     if (tiles * kTileKeys > merge_args.near_keys) {
       RowBins* counted = args.state(0)->are_binned ? &kept.bins(row) : nullptr;
-      choose_far(merge_args, answer, team, {keys}, counted, held);
+      choose_far(merge_args, answer, team, {keys}, counted, held,
+                 kAlone ? kMergeEntriesOfTwo : kMergeEntries);
       if (counted != nullptr) {  // all blocks have read it
-        const int each = RowBins::kBins / size;
-        for (int i = 2 * threadIdx.x; i < each; i += 2 * kMergeThreads)
-          *reinterpret_cast<ulonglong2*>(counted->bins + rank * each + i) = {kSumWord, kSumWord};
+        const int last = RowBins::kBins / 2 * (rank + 1) / size;
+        for (int i = RowBins::kBins / 2 * rank / size + threadIdx.x; i < last; i += kMergeThreads)
+          reinterpret_cast<ulonglong2*>(counted->bins)[i] = {kSumWord, kSumWord};
       }
       continue;
     }
@@ -274,14 +311,69 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
       mbarrier_arrive_expect(bar, keys.count * 4);
       bulk_copy(shared_address(held), keys.keys, keys.count * 4, bar);
     }
+    // The range of what a few say, which all blocks read: what is beyond it may still be chosen.
+    const Survey range = has_pins ? Survey{0, UINT32_MAX, 0}
+                                  : sample(team, {kept.tile(first.tile), first.column, tiles * kTileKeys, 1});
     mbarrier_wait(bar, phase);
     phase ^= 1;
     keys.keys = reinterpret_cast<const uint32_t*>(held);
-    const ThreadKeys own(team, keys);
-    const Survey found = team.together(own.survey(team));
-    answer_from(team, answer, own, found, slot,
-                [&](int32_t own_count) { return team.sums(own_count).before; });
-    if (rank == 0) emit_end(team, p, row, min(found.count, p.topk));
+    const ThreadKeys mine(team, keys);
+    uint64_t chosen = 0, least = kLeastOrder;
+    int32_t total = p.topk;
+    const bool are_few_near = mine.choose_by_bins<true>(team, p.topk, range, least, chosen);
+    if (!are_few_near) {
+      const Survey found = team.together(mine.survey(team));
+      chosen = mine.chosen(team, p.topk, found, least);
+      total = min(found.count, p.topk);
+    }
+    write_chosen(team, answer, mine, chosen, slot, [&](int32_t count) {
+      return are_few_near ? team.chosen_before(least) : team.sums(count).before;
+    });
+    if (rank == 0) emit_end(team, p, row, total);
+  }
+}
+
+// The same where many rows are short: each is a warpgroup's, so that eight of a multiprocessor are under way,
+// as most of a row's time is the way from one step to the next.
+__device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
+  const IndexTopkArgs& args = merge_args.topk;
+  const IndexTopkParams& p = args.p;
+  const KeptKeys kept(args);
+  const int group = threadIdx.x / kGroup;
+  auto* keys = reinterpret_cast<uint32_t*>(held) + group * kGroupKeys;
+  const GroupTeam team{s, group, reinterpret_cast<int32_t*>(keys)};
+  const uint32_t bar = shared_address(&s.group_copied[group]);
+  if (team.thread() == 0) {
+    mbarrier_init(bar, 1);
+    mbarrier_init_fence();
+  }
+  uint32_t phase = 0;
+  const auto slot = [&](const IndexRow& where, int32_t column) { return args.slot(where, column); };
+#pragma unroll 1
+  for (int64_t row = int64_t{blockIdx.x} * kMergeGroups + group; row < p.problem.rows.num_rows;
+       row += int64_t{gridDim.x} * kMergeGroups) {
+    const KeptRow first = kept.rows[row];  // of a row that was scored
+    const IndexRow where = find_row(p.problem.rows, row);
+    const IndexAnswer answer{p, row, where};
+    fence_proxy_async();  // columns that lay where keys come
+    team.sync();
+    if (where.end - where.begin <= p.topk) {
+      emit_all(team, answer, [&](int32_t column) { return args.is_there(where, column); }, slot);
+      continue;
+    }
+    const int count = (where.end - first.column + kTileKeys - 1) / kTileKeys * kTileKeys;
+    if (team.thread() == 0) {
+      mbarrier_arrive_expect(bar, count * 4);
+      bulk_copy(shared_address(keys), kept.tile(first.tile), count * 4, bar);
+    }
+    mbarrier_wait(bar, phase);
+    phase ^= 1;
+    const ThreadKeys own(team, {keys, first.column, count, 1});
+    const Survey found = own.survey(team);
+    uint64_t least;
+    const uint64_t chosen = own.chosen(team, p.topk, found, least);
+    write_chosen(team, answer, own, chosen, slot, [](int32_t) { return 0; });
+    emit_end(team, p, row, min(found.count, p.topk));
   }
 }
 
@@ -299,9 +391,11 @@ __device__ __forceinline__ bool are_all_gathered(const MergeArgs& merge_args) {
   return !named_barrier_any(0, kMergeThreads, is_long);
 }
 
+template <bool kAlone>
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
+  constexpr int kEntries = kAlone ? kMergeEntriesOfTwo : kMergeEntries;
   const IndexTopkArgs& args = merge_args.topk;
-  ClusterTeam team{s, cluster_size(), cluster_rank()};
+  ClusterTeam<kAlone> team = merge_team<kAlone>(s);
   begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
   if (are_all_gathered(merge_args)) {  // the next grid gets the SMs, but for one
     if (blockIdx.x == 0) wait_for_previous_grid();
@@ -309,11 +403,15 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   }
   // What the caller gave: the scan has waited for the grids that it may come from.
   const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
-  cluster_arrive();
+  if constexpr (!kAlone) cluster_arrive();
   wait_for_previous_grid();
-  cluster_wait();  // all blocks have begun: they may be told something
-  if (args.state(0)->are_answered) return;
-  if (args.state(0)->are_kept) return choose(merge_args, s, held, where);
+  if constexpr (!kAlone) cluster_wait();  // all blocks have begun: they may be told something
+  const KeptRow own = KeptKeys(args).rows[first_row(team.size)];  // on its way with what the scan says of all
+  const bool are_kept = args.state(0)->are_kept, are_answered = args.state(0)->are_answered;
+  if (are_answered) return;
+  if constexpr (kAlone)
+    if (are_kept && merge_args.are_short) return choose_short(merge_args, s, held);
+  if (are_kept) return choose<kAlone>(merge_args, s, held, where, own);
   MergeJob job;
   if (!find_merge<kMergeThreads>(args, static_cast<int>(blockIdx.x) / team.size, job)) return;
   const int parts = job.num_parts(), i = threadIdx.x;
@@ -337,7 +435,7 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   __syncthreads();
   const IndexAnswer row{args.p, job.out_row, job.where};
   const int64_t begin_column = job.part_begin(args, first), end_column = job.part_begin(args, last);
-  if (s.own > merge_args.entries) {
+  if (s.own > kEntries) {
     const ScatteredParts scattered{args, job, first, last};
     return answer(args, row, team, scattered, s.total, begin_column, end_column);
   }

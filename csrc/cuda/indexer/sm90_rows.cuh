@@ -59,6 +59,7 @@ struct ScanWork {
   int32_t seen_begin, seen_end;  // columns that all rows of the unit see
   bool is_earlier;               // begun by another CTA
   bool is_whole;                 // it is answered here
+  bool is_rehearsed;             // there is none: see Scan::scan_unit
 };
 
 // The keys that a CTA leaves in the workspace for the one that begins the unit are there: a word of the state
@@ -201,8 +202,8 @@ class RowTeam {
   }
   __device__ __forceinline__ SelectScalars& scalars() const { return shared_.select[row()]; }
   __device__ __forceinline__ int32_t* staged() const { return staged_; }
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
-  __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const { return orders; }
+  __device__ __forceinline__ void put_few(uint64_t order) const { put_where_bins_were(*this, order); }
+  __device__ __forceinline__ const uint64_t* all_few() const { return few_where_bins_were(*this); }
 
  private:
   ScanShared& shared_;

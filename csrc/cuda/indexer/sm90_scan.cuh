@@ -81,7 +81,7 @@ class Scan : ScanUnits {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
-      if (work.tiles == 0) {
+      if (work.tiles == 0 && !is_rehearsed(work)) {
         prepare_next(i);
       } else if (takes_all(unit, p_.topk)) {
         prepare_next(i);
@@ -217,6 +217,12 @@ class Scan : ScanUnits {
                 });
   }
 
+  __device__ __forceinline__ static bool is_rehearsed(const ScanWork& work) {
+    return kMayKeep && work.is_rehearsed;
+  }
+  // The keys of the tiles of a unit, chunk by chunk, and what becomes of them. A CTA without a share answers
+  // for nobody, by keys of its own, while others score: instructions of the answer are in the L2 then, where
+  // behind other kernels each would come from memory for who answers.
   template <class TileMath>
   __device__ __forceinline__ void scan_unit(TileMath& math, const IndexUnit& unit,
                                             const ScanWork& work) const {
@@ -234,8 +240,12 @@ class Scan : ScanUnits {
                                      store_shared_4_if(to[pair] != 0, to[pair] + 4 * key + 4 * more, found);
                                    });
       const bool is_last = first + tiles == work.tiles;
-      consumers_sync();
       int there = tiles;
+      if (is_rehearsed(work)) {
+        there = 1;
+        if (threadIdx.x < kTileKeys) keys(0)[threadIdx.x] = order_key(static_cast<float>(threadIdx.x));
+      }
+      consumers_sync();
       if (gathers() && work.unit_tiles > tiles) {
         gather(unit, work);
         there = work.unit_tiles;
@@ -276,20 +286,21 @@ class Scan : ScanUnits {
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             const CandidateKeys& chunk, bool is_first, bool is_last) const {
-    const int32_t topk = p_.topk;
+    const int32_t topk = is_rehearsed(work) ? kTileKeys / 2 : p_.topk;
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
-    const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r]};
+    const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r], is_rehearsed(work)};
+    uint64_t least = kLeastOrder;
     if (is_first && is_last && work.is_whole) {
       const ThreadKeys own(team, chunk);
       const Survey found = own.survey(team);
       team.stage_in(list(r));
-      answer_from(team, answer, own, found, slot, [](int32_t) { return 0; });
-      emit_end(team, p_, answer.row, min(found.count, topk));
+      const uint64_t chosen = own.chosen(team, topk, found, least);
+      write_chosen(team, answer, own, chosen, slot, [](int32_t) { return 0; });
+      if (!is_rehearsed(work)) emit_end(team, p_, answer.row, min(found.count, topk));
       return;
     }
     // Where what several CTAs find of a row is brought together.
     uint64_t* left = work.is_earlier ? args_.earlier(s_.cta, r) : args_.list(s_.cta, r);
-    uint64_t least = kLeastOrder;
     if (is_first) {
       const ThreadKeys own(team, chunk);
       const Survey found = own.survey(team);

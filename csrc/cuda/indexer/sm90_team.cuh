@@ -2,32 +2,39 @@
 // Those who choose in the merge on Hopper: the threads of a cluster, and what they share.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/shared.cuh"
-#include "cuda/indexer/select.cuh"
+#include "cuda/indexer/sm90.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-inline constexpr int kMergeThreads = 512;
+inline constexpr int kMergeThreads = 512, kMergeGroups = kMergeThreads / kGroup;
 
 struct MergeShared {
   static constexpr int kBins = 2048, kMostBlocks = 8, kMostFew = kBins / 2;
+  static constexpr int kGroups = kMergeThreads / kWarpSize;  // of bins
   alignas(16) uint32_t bins[2][kBins];
   int32_t staged[kMaxIndexTopk];
   SelectScalars select;
   uint64_t copied;
+  // Of GroupTeam.
+  SelectScalars group_select[kMergeGroups];
+  uint64_t group_copied[kMergeGroups];
   int32_t total, own;  // candidates of the cluster, places of the block
   // What the blocks of the cluster have told this one, and how many candidates of the k-th's bin it has.
   Survey surveys[kMostBlocks];
   int32_t sums[kMostBlocks], few;
+  int32_t above_before, few_before;  // of kth_of_bins
+  uint32_t groups[2][kMostBlocks][kGroups];
 };
 
 // The threads of a cluster; each block has a histogram of its own candidates. A barrier of a cluster takes
 // most of a microsecond, so each exchange has one: what a block tells has a place of its own, and histograms
 // have two in turns. Whoever writes to a place again has passed the barrier of another exchange, behind all
 // who read there.
+template <bool kAlone>
 struct ClusterTeam {
   static constexpr int kMostBlocks = MergeShared::kMostBlocks;
+  static constexpr int kGroups = MergeShared::kGroups;
   static constexpr int kBinsPerThread = MergeShared::kBins / kMergeThreads;
-  static_assert(kBinsPerThread == 4);
   MergeShared& s;
   int size, rank;
   mutable int turn = 0;
@@ -38,33 +45,35 @@ struct ClusterTeam {
   __device__ __forceinline__ uint32_t* bins() const { return s.bins[turn]; }
   __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
   __device__ __forceinline__ int32_t* staged() const { return s.staged; }
-  // The four bins that kth_of_bins asks the calling thread for, of all blocks: nobody else asks for them.
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const {
-    if (size == 1) return bins;
-    cluster_sync();
-    const int first = MergeShared::kBins - 4 - 4 * threadIdx.x;
-    constexpr int kAtOnce = 4;  // loads in flight
-    uint4 sum{};
-#pragma unroll 1
-    for (int block = 0; block < size; block += kAtOnce) {
-      uint4 parts[kAtOnce]{};
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r)
-        if (block + r < size)
-          parts[r] = load_cluster_16(cluster_address(shared_address(bins + first), block + r));
-#pragma unroll
-      for (const uint4& part : parts) {
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
-      }
-    }
+  // The bin of the k-th among the candidates of all blocks. Blocks tell each other how many candidates they
+  // have in each group of bins; of the group that has the k-th the bins are fetched. To fetch all took 2 us
+  // more.
+  __device__ __forceinline__ KthBin kth_of_bins(int32_t k) const {
+    find_kth_of_bins(s, size, rank, turn, k);
     turn ^= 1;
-    *reinterpret_cast<uint4*>(s.bins[turn] + first) = sum;
-    return s.bins[turn];
+    return s.select.kth;
   }
-  // At most kMostFew, brought together where the last histogram was.
+  // The few go to all blocks, as it is known how many each has.
+  __device__ __forceinline__ void put_few(uint64_t order) const {
+    if constexpr (kAlone) return put_where_bins_were(*this, order);
+    const int place = s.few_before + atomicAdd(&s.select.kept, 1);
+    const uint32_t to = shared_address(reinterpret_cast<uint64_t*>(bins()) + place);
+#pragma unroll 1
+    for (int r = 0; r < size; ++r) store_cluster_8(cluster_address(to, r), order);
+  }
+  __device__ __forceinline__ const uint64_t* all_few() const {
+    meet(size);
+    return reinterpret_cast<const uint64_t*>(bins());
+  }
+  // Then, how many chosen ones the blocks before this one have: of the few those from `least` on.
+  __device__ __forceinline__ int32_t chosen_before(uint64_t least) const {
+    const int i = threadIdx.x;
+    if constexpr (kAlone) return 0;
+    return s.above_before +
+           __syncthreads_count(i < s.few_before && reinterpret_cast<const uint64_t*>(bins())[i] >= least);
+  }
+  // The same, at most kMostFew, where it is not known: scalars().kept of each block, brought together where
+  // the last histogram was.
   __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
     if (size == 1) return orders;
     if (threadIdx.x == 0) s.few = s.select.kept;
@@ -115,6 +124,83 @@ struct ClusterTeam {
   }
 
  private:
+  __device__ __forceinline__ static void find_kth_of_bins(MergeShared& s, int size, int rank, int turn,
+                                                       int32_t k) {
+    static_assert(kBinsPerThread == 4 && kGroups * kWarpSize == kMergeThreads && kGroups <= kWarpSize);
+    constexpr int kGroupBins = MergeShared::kBins / kGroups;  // a warp's
+    const int lane = threadIdx.x % kWarpSize;
+    __syncthreads();
+    const uint4 own = reinterpret_cast<const uint4*>(s.bins[turn])[threadIdx.x];
+    const uint32_t sum = lanes_sum(own.x + own.y + own.z + own.w);
+    if (lane < size)
+      store_cluster_4(
+          cluster_address(shared_address(&s.groups[turn][rank][threadIdx.x / kWarpSize]), lane), sum);
+    meet(size);
+    if (threadIdx.x < kWarpSize) {
+      // Both in descending order: groups, and four bins to a lane of the group that has the k-th.
+      uint32_t group_of[kMostBlocks];
+      int32_t here = 0;
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r) {
+        group_of[r] = r < size && lane < kGroups ? s.groups[turn][r][kGroups - 1 - lane] : 0;
+        here += static_cast<int32_t>(group_of[r]);
+      }
+      const int32_t upto = warp_inclusive_sum(here);
+      const uint32_t has_kth = __ballot_sync(kFullWarp, upto - here < k && k <= upto);
+      const int group_lane = max(__ffs(static_cast<int>(has_kth)) - 1, 0);
+      const int32_t above_group = __shfl_sync(kFullWarp, upto - here, group_lane);
+      const int first = (kGroups - group_lane) * kGroupBins - 4 - 4 * lane;
+      uint4 bins_of[kMostBlocks], all{};
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r) {
+        bins_of[r] = {};
+        if (r < size) bins_of[r] = load_cluster_16(cluster_address(shared_address(s.bins[turn] + first), r));
+      }
+#pragma unroll
+      for (const uint4& one : bins_of) all = {all.x + one.x, all.y + one.y, all.z + one.z, all.w + one.w};
+      // How many of a lane's four are in bins above the one at which `above` ends.
+      const auto total = static_cast<int32_t>(all.x + all.y + all.z + all.w);
+      int32_t above = above_group + warp_inclusive_sum(total) - total, in_bin = static_cast<int32_t>(all.w);
+      const uint32_t is_kth = __ballot_sync(kFullWarp, above < k && k <= above + total);
+      const int kth_lane = __ffs(static_cast<int>(is_kth)) - 1;
+      int skipped = 0;
+#pragma unroll
+      for (int i = 1; i < 4; ++i) {
+        if (skipped < i - 1 || above + in_bin >= k) continue;
+        above += in_bin;
+        in_bin = static_cast<int32_t>(i == 1 ? all.z : i == 2 ? all.y : all.x);
+        skipped = i;
+      }
+      if (lane == 0) s.select.kth = {0, k, 0};  // if there are fewer than k
+      __syncwarp();
+      if (lane == kth_lane && has_kth != 0) s.select.kth = {first + 3 - skipped, k - above, in_bin};
+      // Of the blocks before this one: candidates in bins above that of the k-th, and in it.
+      uint32_t own_above = 0, own_here = 0;
+#pragma unroll
+      for (int r = 0; r < kMostBlocks - 1; ++r) {
+        if (r >= rank) break;
+        const uint4 four = bins_of[r];
+        if (lane < group_lane) own_above += group_of[r];
+        if (lane < kth_lane) own_above += four.x + four.y + four.z + four.w;
+        if (lane != kth_lane) continue;
+        own_above += (skipped > 0 ? four.w : 0) + (skipped > 1 ? four.z : 0) + (skipped > 2 ? four.y : 0);
+        own_here += skipped == 0 ? four.w : skipped == 1 ? four.z : skipped == 2 ? four.y : four.x;
+      }
+      own_above = lanes_sum(own_above);
+      own_here = lanes_sum(own_here);
+      if (lane == 0) {
+        s.above_before = static_cast<int32_t>(own_above);
+        s.few_before = static_cast<int32_t>(own_here);
+        s.select.kept = 0;
+      }
+    }
+    __syncthreads();
+  }
+  // What blocks have told each other is there.
+  __device__ __forceinline__ static void meet(int size) {
+    if (size == 1) __syncthreads();
+    else cluster_sync();
+  }
   // To the block's place in all blocks.
   template <class T>
   __device__ __forceinline__ void tell(T* places, const T& own) const {
@@ -127,9 +213,27 @@ struct ClusterTeam {
   }
 };
 
+// The threads of a warpgroup, of a row of their own; where columns are put in order lay the keys.
+struct GroupTeam {
+  static constexpr int kBinsPerThread = 4;
+  static_assert(kBinsPerThread * kMergeThreads <= MergeShared::kBins);
+  MergeShared& s;
+  int group;
+  int32_t* staged_;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x % kGroup; }
+  __device__ __forceinline__ static constexpr int threads() { return kGroup; }
+  __device__ __forceinline__ static void sync() { group_sync(); }
+  __device__ __forceinline__ uint32_t* bins() const { return s.bins[0] + group * kBinsPerThread * kGroup; }
+  __device__ __forceinline__ SelectScalars& scalars() const { return s.group_select[group]; }
+  __device__ __forceinline__ int32_t* staged() const { return staged_; }
+  __device__ __forceinline__ void put_few(uint64_t order) const { put_where_bins_were(*this, order); }
+  __device__ __forceinline__ const uint64_t* all_few() const { return few_where_bins_were(*this); }
+};
+
 // A block of a cluster that chooses by itself, where columns are staged later.
 struct AloneTeam {
-  static constexpr int kBinsPerThread = ClusterTeam::kBinsPerThread;
+  static constexpr int kBinsPerThread = ClusterTeam<true>::kBinsPerThread;
   MergeShared& s;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
@@ -137,7 +241,11 @@ struct AloneTeam {
   __device__ __forceinline__ static void sync() { __syncthreads(); }
   __device__ __forceinline__ uint32_t* bins() const { return reinterpret_cast<uint32_t*>(s.staged); }
   __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
-  __device__ __forceinline__ const uint32_t* total(const uint32_t* bins) const { return bins; }
 };
+
+using gpu::kth_of_bins;
+__device__ __forceinline__ KthBin kth_of_bins(const ClusterTeam<false>& team, int32_t k) {
+  return team.kth_of_bins(k);
+}
 
 }  // namespace mla_fp8::gpu::sm90_index

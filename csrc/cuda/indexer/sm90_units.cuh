@@ -72,8 +72,13 @@ class ScanUnits {
       if (s_.share.are_aligned) s_.end = min(end, s_.works[0].unit_end);
     } else {
       s_.units[0] = {};
-      s_.works[0] = {};
-      s_.works[0].unit_end = end;
+      ScanWork& work = s_.works[0];
+      work = {};
+      work.unit_end = end;
+      if (!gathers() || s_.share.total == 0 || s_.share.are_others) return;
+      find_unit(p_.problem.rows, 0, 1, s_.units[0]);
+      work.is_whole = true;
+      work.is_rehearsed = s_.units[0].end >= max(p_.topk + 1, kTileKeys);
     }
   }
 
@@ -91,6 +96,7 @@ class ScanUnits {
     work.unit_tiles = static_cast<int>(unit_tiles);
     work.is_earlier = first > 0;
     work.is_whole = first == 0 && (are_kept ? gathers() : last == unit_tiles);
+    work.is_rehearsed = false;
     // Of uniform shares a unit's first one answers it also where it takes all that is there.
     if (s_.share.are_uniform && gathers() && unit_tiles == 0 && s_.begin == unit_begin) work.tiles = 1;
     work.seen_begin = unit.rows[0].begin;

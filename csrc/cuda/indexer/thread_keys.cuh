@@ -52,21 +52,11 @@ class ThreadKeys {
   __device__ __forceinline__ uint64_t chosen(const Team& team, int32_t k, const Survey& found,
                                              uint64_t& least) const {
     least = kLeastOrder;
+    uint64_t bits = 0;
     if (found.count > k) {
-      if (const LogitBins bins(num_bins(team), found); bins.divide) {
-        clear_bins(team);
-        const uint32_t own_bins = shared_address(team.bins());
-        each([&](int, const Keys& keys) {
-#pragma unroll
-          for (const uint32_t key : keys)  // a maximum with what is no number is the other
-            add_shared_1(own_bins + 4 * LogitBins::bin(fmaxf(bins.near_whole(key), LogitBins::kWhole)));
-        });
-        const KthBin kth = kth_of_bins(team, k);
-        if (kth.here <= team.threads()) return taken(team, bins, kth, least);
-      }
+      if (choose_by_bins<false>(team, k, found, least, bits)) return bits;
       least = kth_order(team, *this, k, uint64_t{found.low} << 32, uint64_t{found.high} << 32 | UINT32_MAX);
     }
-    uint64_t bits = 0;
     each([&](int piece, const Keys& keys) {
       uint32_t four = 0;
 #pragma unroll
@@ -75,6 +65,27 @@ class ThreadKeys {
       bits |= uint64_t{four} << 4 * piece;
     });
     return bits;
+  }
+
+  // The same where few have about the logit of the k-th, and more than k are there: whether that is so. If
+  // some lie beyond the range, the k-th must not, and nothing is pinned.
+  template <bool kBeyond, class Team>
+  __device__ __forceinline__ bool choose_by_bins(const Team& team, int32_t k, const Survey& range,
+                                                 uint64_t& least, uint64_t& bits) const {
+    const LogitBins bins(num_bins(team), range);
+    if (!bins.divide) return false;
+    clear_bins(team);
+    const uint32_t own_bins = shared_address(team.bins());
+    each([&](int, const Keys& keys) {
+#pragma unroll
+      for (const uint32_t key : keys)  // a maximum with what is no number is the other
+        add_shared_1(own_bins + 4 * LogitBins::bin(kBeyond ? bins.near_whole_or_end(key)
+                                                           : fmaxf(bins.near_whole(key), LogitBins::kWhole)));
+    });
+    const KthBin kth = kth_of_bins(team, k);
+    if (kth.bin < LogitBins::kLow || kth.here > team.threads()) return false;
+    bits = taken<kBeyond>(team, bins, kth, least);
+    return true;
   }
 
   // The columns of chosen ones, ascending.
@@ -117,7 +128,7 @@ class ThreadKeys {
   __device__ __forceinline__ uint64_t order(int i) const { return order_of(keys_[i], column_ + i); }
 
   // Those in bins above that of the k-th, and of that bin those not below the k-th.
-  template <class Team>
+  template <bool kBeyond, class Team>
   __device__ __forceinline__ uint64_t taken(const Team& team, const LogitBins& bins, const KthBin& kth,
                                             uint64_t& least) const {
     const float at = LogitBins::near_whole_of(kth.bin);
@@ -128,7 +139,7 @@ class ThreadKeys {
       float of[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        of[j] = bins.near_whole(keys[j]);
+        of[j] = kBeyond ? bins.near_whole_or_end(keys[j]) : bins.near_whole(keys[j]);
         any |= of[j] == at;
         if (of[j] > at) four |= 1u << j;
       }
@@ -138,9 +149,8 @@ class ThreadKeys {
       for (int j = 0; j < 4; ++j)
         if (of[j] == at) here |= uint64_t{1} << (4 * piece + j);
     });
-    uint64_t* few = reinterpret_cast<uint64_t*>(team.bins());
     for (uint64_t left = here; left != 0; left &= left - 1)
-      few[atomicAdd(&team.scalars().kept, 1)] = order(__ffsll(static_cast<int64_t>(left)) - 1);
+      team.put_few(order(__ffsll(static_cast<int64_t>(left)) - 1));
     least = kth_of_few(team, kth);
     for (uint64_t left = here; left != 0; left &= left - 1)
       if (order(__ffsll(static_cast<int64_t>(left)) - 1) >= least) above |= left & (0 - left);
@@ -151,14 +161,12 @@ class ThreadKeys {
   int32_t column_, pieces_, first_piece_;
 };
 
-// Writes the answer of a row; place_of(own) is the number of chosen ones in blocks of the team before this
-// one, which has `own`. `found` is of all blocks.
+// Writes what is chosen of a row; place_of(own) is the number of chosen ones in blocks of the team before
+// this one, which has `own`.
 template <class Team, class Slot, class PlaceOf>
-__device__ __forceinline__ void answer_from(const Team& team, const IndexAnswer& answer,
-                                            const ThreadKeys& keys, const Survey& found, const Slot& slot,
-                                            const PlaceOf& place_of) {
-  uint64_t least;
-  const uint64_t chosen = keys.chosen(team, answer.p.topk, found, least);
+__device__ __forceinline__ void write_chosen(const Team& team, const IndexAnswer& answer,
+                                             const ThreadKeys& keys, uint64_t chosen, const Slot& slot,
+                                             const PlaceOf& place_of) {
   const int32_t own = __popcll(chosen), last = team_inclusive_sum(team, own);
   if (team.thread() == team.threads() - 1) team.scalars().kept = last;
   keys.write(chosen, team.staged() + last - own);
