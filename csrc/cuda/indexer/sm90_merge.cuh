@@ -322,6 +322,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     int32_t total = p.topk;
     const bool are_few_near = mine.choose_by_bins<true>(team, p.topk, range, least, chosen);
     if (!are_few_near) {
+      team.sync();  // the sample has been read
       const Survey found = team.together(mine.survey(team));
       chosen = mine.chosen(team, p.topk, found, least);
       total = min(found.count, p.topk);
@@ -358,7 +359,7 @@ __device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeS
     fence_proxy_async();  // columns that lay where keys come
     team.sync();
     if (where.end - where.begin <= p.topk) {
-      emit_all(team, answer, [&](int32_t column) { return args.is_there(where, column); }, slot);
+      args.answer_all({row, where.request, 1, where.begin, where.end, {where}}, team);
       continue;
     }
     const int count = (where.end - first.column + kTileKeys - 1) / kTileKeys * kTileKeys;

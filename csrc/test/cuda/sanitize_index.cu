@@ -53,6 +53,11 @@ constexpr Case kCases[] = {
     {"32 heads, steps of two tiles", 32, 1, 2, 12000, 64, 512, 1},
     {"gathered keys, one row", 64, 1, 1, 1801, 1801, 200, 2, false, false, true},
     {"long rows, whose keys are counted", 64, 2, 1, 66000, 64, 2048, 7},
+    {"a rehearsal by who has no share", 64, 1, 1, 700, 64, 200, 6},
+    {"kept keys of a cluster", 64, 1, 1, 24000, 64, 2048, 8},
+    {"kept keys of a cluster, equal logits", 64, 1, 1, 24000, 64, 700, 8, false, true},
+    {"kept keys of many short rows", 16, 1, 280, 700, 64, 100, 67},
+    {"kept keys of many rows", 16, 1, 280, 4700, 64, 100, 67},
 };
 
 class Run {
