@@ -45,11 +45,9 @@ def test_any_order_of_logits_is_selected_exactly(order, topk, device):
     problem.assert_exact(topk)
 
 
-
-
 def between(beyond, four=1):
-    """Random logits, but at columns that no even steps of four columns lead to, those of 4 p with a prime p and
-    of the `four`: from `beyond` on. Who looks at every so many keys for the range of all sees none of them."""
+    """Random logits, but at columns 4 p + j with a prime p and j < `four`, to which no even steps of fours
+    lead: those are from `beyond` on. Who looks at every so many keys for their range sees none of them."""
 
     def logits(n):
         fours = torch.arange(n) // 4
