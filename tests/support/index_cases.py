@@ -1,5 +1,6 @@
 """Problems of the indexer: queries, paged keys, lengths; and what the specification says of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,3 +157,17 @@ def constant_keys_problem(device: str, values: Tensor, **options: Any) -> Proble
     e4m3[page, row] = stored.to(torch.float8_e4m3fn).to(device)
     scale[page, row, 0] = values.abs().to(device)
     return problem
+
+
+def between_steps(beyond: float, four: int = 1) -> Callable[[int], Tensor]:
+    """Random logits, but at columns 4 p + j with a prime p and j < `four`, to which no even steps of fours
+    lead: those are from `beyond` on. Who looks at every so many keys for their range sees none of them."""
+
+    def logits(n: int) -> Tensor:
+        fours = torch.arange(n) // 4
+        is_prime = fours > 1
+        for i in range(2, int((n / 4) ** 0.5) + 1):
+            is_prime &= (fours % i > 0) | (fours == i)
+        return torch.randn(n).where(~is_prime | (torch.arange(n) % 4 >= four), beyond + torch.rand(n))
+
+    return logits

@@ -19,8 +19,7 @@ struct KthBin {
 //   thread(), threads(), sync()    of its own
 //   kBinsPerThread                 of a histogram, or words of a bitmap
 //   bins(), scalars(), staged()    its memory: of a histogram, SelectScalars, room for topk columns
-//   put_few(order)                 among all that its threads put since kth_of_bins, at most a histogram's bytes
-//   all_few()                      those, once all have put theirs
+//   put_few(order), all_few()      what its threads put since kth_of_bins: no more bytes than a histogram
 struct SelectScalars {
   uint64_t base;
   KthBin kth;

@@ -3,32 +3,19 @@
 // all keys, it chooses for each row among its keys; else for each row that several CTAs scanned among what
 // they left. A row is a cluster's, each CTA with a part of the candidates in shared memory; one of few
 // candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
-#include "cuda/device/copy.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/indexer/merge.cuh"
-#include "cuda/indexer/sm90_rows.cuh"
-#include "cuda/indexer/sm90_team.cuh"
-#include "cuda/indexer/thread_keys.cuh"
+#include "cuda/indexer/sm90_merge_far.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Entries of 8 bytes that a CTA has room for, alone on a multiprocessor or, of clusters of one, with another;
-// of more candidates it reads the workspace again.
-inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 76 * kTileKeys / 2;
-inline constexpr int kAloneEntries =
-    12 * 1024;  // or columns, up to which the first CTA of a cluster takes all
+// Of a kernel whose blocks are alone: without clusters, two of them on a multiprocessor.
+template <bool kAlone>
+__device__ __forceinline__ ClusterTeam<kAlone> merge_team(MergeShared& s) {
+  if constexpr (kAlone) return {s, 1, 0};
+  return {s, cluster_size(), cluster_rank()};
+}
 
-struct MergeArgs {
-  IndexTopkArgs topk;
-  int near_keys;      // of a row that has room in shared memory
-  int most_gathered;  // tiles of a unit, if all units may have so many and be kept; else 0
-  bool are_short;     // no row has more columns than kGroupColumns
-};
-// A warpgroup has a quarter of a block's memory: room for the keys of a row, which may begin within a tile.
-inline constexpr int kGroupKeys = 2 * kMergeEntriesOfTwo / kMergeGroups,
-                     kGroupColumns = kGroupKeys - kTileKeys;
-static_assert(kGroupKeys % kTileKeys == 0 && kGroupKeys <= ThreadKeys::most(kGroup) &&
-              kMaxIndexTopk <= kGroupKeys);
+// Of a cluster of so many blocks.
+__device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
 // Parts [first, last) of a job.
 struct ScatteredParts {
@@ -41,209 +28,6 @@ struct ScatteredParts {
     for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_four);
   }
 };
-
-// Of `total` candidates, the calling CTA's in columns [begin, end).
-template <class Team, class Candidates>
-__device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAnswer& row, const Team& team, const Candidates& candidates, int32_t total,
-                                       int64_t begin, int64_t end) {
-  const IndexTopkParams& p = args.p;
-  uint64_t least = kLeastOrder;
-  if (total > p.topk) least = kth_surveyed(team, candidates, p.topk, team.together(survey(team, candidates)));
-  int32_t kept = min(total, p.topk), place = 0;
-  if (team.size > 1) {
-    int32_t own = 0;
-    candidates.visit(team, [&](const Four& orders) {
-#pragma unroll
-      for (const uint64_t order : orders) own += order >= least;
-    });
-    own = team_inclusive_sum(team, own);
-    if (threadIdx.x == kMergeThreads - 1) team.scalars().kept = own;
-    __syncthreads();
-    kept = team.scalars().kept;
-    place = team.sums(kept).before;
-  }
-  emit_from(team, row, candidates, least, {place, kept, begin, end},
-            [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
-  if (team.rank == 0) emit_end(team, p, row.row, min(total, p.topk));
-}
-
-// Whose merge blocks are alone, without clusters, two of them on a multiprocessor.
-template <bool kAlone>
-__device__ __forceinline__ ClusterTeam<kAlone> merge_team(MergeShared& s) {
-  if constexpr (kAlone) return {s, 1, 0};
-  return {s, cluster_size(), cluster_rank()};
-}
-
-// Of a cluster of so many blocks.
-__device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
-
-// The k-th of a row whose keys the scan has counted: all blocks read that.
-template <class Team>
-__device__ __forceinline__ KthBin kth_of_row(const Team& team, const RowBins& row, int32_t k) {
-  constexpr int kHalf = RowBins::kBins / 2,
-                kEach = kHalf / kMergeThreads;  // positive keys are the upper half
-  SelectScalars& s = team.scalars();
-  int32_t before = 0;
-  if (threadIdx.x == 0) s.kth = {0, k, 0};
-#pragma unroll 1
-  for (int end = RowBins::kBins; end > 0 && before < k; end -= kHalf) {
-    const int first = end - (threadIdx.x + 1) * kEach;
-    ulonglong2 words[kEach / 2];
-#pragma unroll
-    for (int i = 0; i < kEach / 2; ++i)
-      words[i] = *reinterpret_cast<const ulonglong2*>(row.bins + first + 2 * i);
-    int32_t counts[kEach], own = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      counts[i] = static_cast<int32_t>(sum_in(i % 2 == 0 ? words[i / 2].x : words[i / 2].y));
-      own += counts[i];
-    }
-    const int32_t last = before + team_inclusive_sum(team, own);
-    int32_t above = last - own;
-    if (above < k && k <= last) {
-#pragma unroll
-      for (int i = kEach - 1; i >= 0; --i) {
-        if (above < k && k <= above + counts[i]) s.kth = {first + i, k - above, counts[i]};
-        above += counts[i];
-      }
-    }
-    if (threadIdx.x == kMergeThreads - 1) s.kept = last;
-    team.sync();
-    before = s.kept;
-  }
-  team.sync();
-  if (threadIdx.x == 0) s.kept = 0;
-  team.sync();
-  return s.kth;
-}
-
-// Of a row of which few keys are in the k-th's bin, those by their upper bits: what is chosen is a bit of
-// `words`, one for each key of the calling CTA.
-template <class Team>
-__device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const IndexAnswer& row,
-                                              const Team& team, const FarKeys& keys, const KthBin& kth,
-                                              int shift, uint32_t* words) {
-  const int num_words = keys.all.count / 32;
-  for (int i = threadIdx.x; i < num_words; i += kMergeThreads) words[i] = 0;
-  team.sync();
-  auto* few = reinterpret_cast<uint64_t*>(team.bins());
-  int32_t* count = &team.scalars().kept;
-  const auto bin = static_cast<uint32_t>(kth.bin);
-  keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
-    uint32_t above = 0;
-    bool any = false;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      above |= static_cast<uint32_t>(four[j] >> shift > bin) << j;
-      any |= four[j] >> shift == bin;
-    }
-    if (above != 0) atomicOr(words + i / 32, above << i % 32);
-    if (!any) return;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (four[j] >> shift == bin) few[atomicAdd(count, 1)] = order_of(four[j], keys.all.column + i + j);
-  });
-  team.sync();
-  const int own_few = *count;
-  const uint64_t low = static_cast<uint64_t>(kth.bin) << (shift + 32);
-  const uint64_t least = kth_order(AloneTeam{team.s}, CandidateList{team.gathered(few), kth.here},
-                                   kth.remaining, low, low | ((uint64_t{1} << (shift + 32)) - 1));
-  for (int j = threadIdx.x; j < own_few; j += kMergeThreads) {
-    const int32_t i = column_of(few[j]) - keys.all.column;
-    if (few[j] >= least) atomicOr(words + i / 32, 1u << i % 32);
-  }
-  team.sync();
-  const int each = (num_words + kMergeThreads - 1) / kMergeThreads, first = threadIdx.x * each;
-  const int end = min(first + each, num_words);
-  int32_t own = 0;
-  for (int i = first; i < end; ++i) own += __popc(words[i]);
-  const int32_t last = team_inclusive_sum(team, own);
-  if (threadIdx.x == kMergeThreads - 1) *count = last;
-  int32_t* to = team.staged() + last - own;
-  for (int i = first; i < end; ++i)
-    for (uint32_t left = words[i]; left != 0; left &= left - 1)
-      *to++ = keys.all.column + 32 * i + __ffs(static_cast<int>(left)) - 1;
-  team.sync();
-  const int32_t chosen = *count;
-  write_columns(team, row, team.sums(chosen).before, chosen,
-                [&](const IndexRow& where, int32_t column) { return merge_args.topk.slot(where, column); });
-  if (team.rank == 0) emit_end(team, row.p, row.row, row.p.topk);
-}
-
-// Of the keys in the bin that begins with the order `least`, the least and the largest one: where many are
-// equal, little is left to divide but their columns.
-template <class Team>
-__device__ __forceinline__ Survey survey_from(const Team& team, const FarKeys& keys, uint64_t least,
-                                              int shift) {
-  const auto first = static_cast<uint32_t>(least >> 32),
-             last = first | static_cast<uint32_t>((uint64_t{1} << (shift - 32)) - 1);
-  Survey own{0, UINT32_MAX, 0};
-  keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
-#pragma unroll
-    for (const uint32_t key : four) {
-      if (key < first || key > last) continue;
-      own.low = min(own.low, key);
-      own.high = max(own.high, key);
-    }
-  });
-  team.sync();
-  return team.together(survey_of(team, own));
-}
-
-// The answer of a row whose keys are too many for shared memory: few of them are in the k-th's bin, or, from
-// that on, there are few, which the first CTA gets in its `list` of so many `entries`. Bins are of the upper bits of keys: no pass
-// looks for a range first, and the scan may have counted them.
-template <class Team>
-__device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row, Team team,
-                                           const FarKeys& keys, const RowBins* counted,
-                                           uint64_t* list, int entries) {
-  const int32_t topk = row.p.topk;
-  int shift = RowBins::kShift;
-  KthBin kth;
-  if (counted != nullptr) {
-    kth = kth_of_row(team, *counted, topk);
-  } else {
-    shift = 32 - 11;
-    static_assert(MergeShared::kBins == 1 << 11);
-    clear_bins(team);
-    const uint32_t own_bins = shared_address(team.bins());
-    keys.visit_keys(team, [&](int32_t, const uint32_t (&four)[4]) {
-#pragma unroll
-      for (const uint32_t key : four) add_shared_1(own_bins + 4 * (key >> shift));
-    });
-    kth = kth_of_bins(team, topk);
-  }
-  if (kth.bin > 0 && kth.here <= MergeShared::kMostFew && keys.all.count <= entries * 64)
-    return mark_and_emit(merge_args, row, team, keys, kth, shift, reinterpret_cast<uint32_t*>(list));
-  shift += 32;  // of an order
-  uint64_t least = max(static_cast<uint64_t>(kth.bin) << shift, kLeastOrder);
-  const int32_t room = entries - topk;
-  if (const int32_t others = kth.here - kth.remaining; others > room) {
-    const Survey bin = survey_from(team, keys, least, shift);
-    least = kth_bound(team, keys, kth.remaining, room, order_of(bin.low, row.where.end - 1),
-                      order_of(bin.high, row.where.begin));
-  }
-  int32_t* count = &team.scalars().kept;
-  keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (four[j] >= least >> 32)
-        if (const uint64_t order = order_of(four[j], keys.all.column + i + j); order >= least)
-          list[atomicAdd(count, 1)] = order;
-  });
-  __syncthreads();
-  const int32_t own = *count;
-  const auto sums = team.sums(own);
-  if (team.size > 1) {
-    if (team.rank > 0)
-      for (int i = threadIdx.x; i < own; i += kMergeThreads)
-        store_cluster_8(cluster_address(shared_address(list + sums.before + i), 0), list[i]);
-    cluster_sync();
-    if (team.rank > 0) return;
-    team.size = 1;
-  }
-  answer(merge_args.topk, row, team, CandidateList{list, sums.all}, sums.all, row.where.begin, row.where.end);
-}
 
 // Keys all over a row: about the range of all.
 template <class Team>

@@ -125,7 +125,7 @@ struct ClusterTeam {
 
  private:
   __device__ __forceinline__ static void find_kth_of_bins(MergeShared& s, int size, int rank, int turn,
-                                                       int32_t k) {
+                                                          int32_t k) {
     static_assert(kBinsPerThread == 4 && kGroups * kWarpSize == kMergeThreads && kGroups <= kWarpSize);
     constexpr int kGroupBins = MergeShared::kBins / kGroups;  // a warp's
     const int lane = threadIdx.x % kWarpSize;
@@ -133,8 +133,8 @@ struct ClusterTeam {
     const uint4 own = reinterpret_cast<const uint4*>(s.bins[turn])[threadIdx.x];
     const uint32_t sum = lanes_sum(own.x + own.y + own.z + own.w);
     if (lane < size)
-      store_cluster_4(
-          cluster_address(shared_address(&s.groups[turn][rank][threadIdx.x / kWarpSize]), lane), sum);
+      store_cluster_4(cluster_address(shared_address(&s.groups[turn][rank][threadIdx.x / kWarpSize]), lane),
+                      sum);
     meet(size);
     if (threadIdx.x < kWarpSize) {
       // Both in descending order: groups, and four bins to a lane of the group that has the k-th.

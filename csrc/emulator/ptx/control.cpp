@@ -107,26 +107,27 @@ void match_any(Warp& w, const Instruction& i) {
 // ---- barriers of a CTA ----------------------------------------------------------------------------------
 //
 // Warps arrive with all their lanes. extra: 's' to wait, 'a' to arrive only, 'o' to wait for whether any lane
-// says so.
+// says so, 'p' for how many do, of the whole block.
 
 void barrier(Warp& w, const Instruction& i) {
   if (w.active != w.alive()) return w.wait(Group::kLanesOf);
   const auto how = static_cast<char>(i.extra);
-  const int first = how == 'o';  // behind the result
+  const bool reduces = how == 'o' || how == 'p';
+  const int first = reduces;  // behind the result
   const uint64_t id = w.operand(i, first)[0];
   if (id >= 16) w.fail("barrier " + std::to_string(id));
   NamedBarrier& b = w.cta->barriers[id];
   Group& g = w.group();
   if (!g.has_arrived) {
-    const bool counted = how == 'o' || i.num_regs > 1;
+    const bool counted = how == 'o' || (!reduces && i.num_regs > 1);
     const unsigned expected =
         counted ? static_cast<unsigned>(w.operand(i, first + 1)[0]) : w.cta->warps_left * kLanes;
     if (b.arrived > 0 && b.expected != expected)
       w.fail("barrier " + std::to_string(id) + " of " + std::to_string(b.expected) + " and of " +
              std::to_string(expected) + " threads");
-    if (how == 'o') {
-      const uint64_t* p = w.operand(i, 3);
-      each_lane(w.active, [&](int l) { b.any |= (p[l] & 1) != 0; });
+    if (reduces) {
+      const uint64_t* p = w.operand(i, how == 'o' ? 3 : 2);
+      each_lane(w.active, [&](int l) { b.saying += p[l] & 1; });
     }
     b.expected = expected;
     b.arrived += kLanes;
@@ -135,7 +136,7 @@ void barrier(Warp& w, const Instruction& i) {
     g.generation = b.generation;
     if (b.arrived > expected) w.fail("more threads than barrier " + std::to_string(id) + " expects");
     if (b.arrived == expected) {
-      ++b.generation, b.arrived = 0, b.last_any = b.any, b.any = false;
+      ++b.generation, b.arrived = 0, b.last_saying = b.saying, b.saying = 0;
       if (races) races->end_phase(&b);
     }
     if (how == 'a') return;
@@ -144,7 +145,8 @@ void barrier(Warp& w, const Instruction& i) {
   if (b.generation == g.generation) return w.wait(Group::kBarrier);
   g.has_arrived = false;
   if (w.cta->cluster->races) w.cta->cluster->races->wait(w, &b);
-  if (how == 'o') each_lane(w.active, [&](int l) { w.result(i)[l] = b.last_any; });
+  if (reduces)
+    each_lane(w.active, [&](int l) { w.result(i)[l] = how == 'o' ? b.last_saying > 0 : b.last_saying; });
 }
 
 void proxy_fence(Warp& w, const Instruction&) {
@@ -193,9 +195,11 @@ Handler find_control(const Opcode& opcode, const Operands& operands, Instruction
   if (what == "barrier" && opcode[1] == "cluster")
     return opcode[2] == "arrive" ? cluster_arrive : cluster_wait;
   if (what == "bar" || what == "barrier") {
-    const bool reduces = has(opcode, "red") && has(opcode, "or");
-    if (!reduces && !has(opcode, "sync") && !has(opcode, "arrive")) return nullptr;
-    i.extra = static_cast<uint64_t>(reduces ? 'o' : has(opcode, "arrive") ? 'a' : 's');
+    char how = 0;
+    if (has(opcode, "red")) how = has(opcode, "or") ? 'o' : has(opcode, "popc") ? 'p' : 0;
+    else how = has(opcode, "sync") ? 's' : has(opcode, "arrive") ? 'a' : 0;
+    if (how == 0) return nullptr;
+    i.extra = static_cast<uint64_t>(how);
     return barrier;
   }
   if (what == "fence" && has(opcode, "proxy") && opcode[2] == "async") return proxy_fence;

@@ -36,7 +36,7 @@ struct Cluster;
 struct NamedBarrier {
   unsigned expected = 0, arrived = 0;
   uint64_t generation = 0;
-  bool any = false, last_any = false;  // barrier.red.or
+  unsigned saying = 0, last_saying = 0;  // lanes, of barrier.red
 };
 
 // What a product of a warpgroup reads of shared memory until somebody has waited for it: 16 bytes each.
