@@ -201,7 +201,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const auto& cluster = *std::find_if(std::begin(kClusters), std::end(kClusters) - 1,
                                       [&](const auto& c) { return jobs <= c.at_once; });
   const bool are_alone = jobs > cluster.at_once;
-  const int entries = are_alone ? kMergeEntriesOfTwo : kMergeEntries;
+  const int entries = merge_entries(are_alone);
   // More keys of a row have no room in shared memory. Few rows that are counted are faster without it, too.
   const int room = cluster.size * std::min(2 * entries, ThreadKeys::most(kMergeThreads));
   const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;

@@ -54,7 +54,8 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
   const IndexTopkArgs& args = merge_args.topk;
   const IndexTopkParams& p = args.p;
   const KeptKeys kept(args);
-  const int size = merge_team<kAlone>(s).size, rank = merge_team<kAlone>(s).rank;
+  const ClusterTeam<kAlone> all = merge_team<kAlone>(s);
+  const int size = all.size, rank = all.rank;
   const bool has_pins = p.pin_first > 0 || p.pin_last > 0;
   const uint32_t bar = shared_address(&s.copied);
   if (threadIdx.x == 0) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     if (row > first_row(size)) where = find_row(p.problem.rows, row);
     const KeptRow first = row == first_row(size) ? own : kept.rows[row];
     const IndexAnswer answer{p, row, where};
-    ClusterTeam<kAlone> team{s, size, rank};
+    ClusterTeam<kAlone> team = all;
     __syncthreads();
     if (where.end - where.begin <= p.topk) {
       if (rank == 0)
@@ -82,8 +83,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
                        (end - begin) * kTileKeys, 1};
     if (tiles * kTileKeys > merge_args.near_keys) {
       RowBins* counted = args.state(0)->are_binned ? &kept.bins(row) : nullptr;
-      choose_far(merge_args, answer, team, {keys}, counted, held,
-                 kAlone ? kMergeEntriesOfTwo : kMergeEntries);
+      choose_far(merge_args, answer, team, {keys}, counted, held, merge_entries(kAlone));
       if (counted != nullptr) {  // all blocks have read it
         const int last = RowBins::kBins / 2 * (rank + 1) / size;
         for (int i = RowBins::kBins / 2 * rank / size + threadIdx.x; i < last; i += kMergeThreads)
@@ -178,7 +178,6 @@ __device__ __forceinline__ bool are_all_gathered(const MergeArgs& merge_args) {
 
 template <bool kAlone>
 __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
-  constexpr int kEntries = kAlone ? kMergeEntriesOfTwo : kMergeEntries;
   const IndexTopkArgs& args = merge_args.topk;
   ClusterTeam<kAlone> team = merge_team<kAlone>(s);
   begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
@@ -220,7 +219,7 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   __syncthreads();
   const IndexAnswer row{args.p, job.out_row, job.where};
   const int64_t begin_column = job.part_begin(args, first), end_column = job.part_begin(args, last);
-  if (s.own > kEntries) {
+  if (s.own > merge_entries(kAlone)) {
     const ScatteredParts scattered{args, job, first, last};
     return answer(args, row, team, scattered, s.total, begin_column, end_column);
   }

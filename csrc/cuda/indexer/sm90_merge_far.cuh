@@ -12,7 +12,7 @@ namespace mla_fp8::gpu::sm90_index {
 
 // Entries of 8 bytes that a CTA has room for, alone on a multiprocessor or, of clusters of one, with another;
 // of more candidates it reads the workspace again.
-inline constexpr int kMergeEntries = 24 * 1024, kMergeEntriesOfTwo = 76 * kTileKeys / 2;
+MLA_HD constexpr int merge_entries(bool are_alone) { return are_alone ? 76 * kTileKeys / 2 : 24 * 1024; }
 inline constexpr int kAloneEntries =
     12 * 1024;  // or columns, up to which the first CTA of a cluster takes all
 
@@ -23,7 +23,7 @@ struct MergeArgs {
   bool are_short;     // no row has more columns than kGroupColumns
 };
 // A warpgroup has a quarter of a block's memory: room for the keys of a row, which may begin within a tile.
-inline constexpr int kGroupKeys = 2 * kMergeEntriesOfTwo / kMergeGroups,
+inline constexpr int kGroupKeys = 2 * merge_entries(true) / kMergeGroups,
                      kGroupColumns = kGroupKeys - kTileKeys;
 static_assert(kGroupKeys % kTileKeys == 0 && kGroupKeys <= ThreadKeys::most(kGroup) &&
               kMaxIndexTopk <= kGroupKeys);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const
   const int num_words = keys.all.count / 32;
   for (int i = threadIdx.x; i < num_words; i += kMergeThreads) words[i] = 0;
   team.sync();
-  auto* few = reinterpret_cast<uint64_t*>(team.bins());
+  const auto* few = reinterpret_cast<const uint64_t*>(team.bins());
   int32_t* count = &team.scalars().kept;
   const auto bin = static_cast<uint32_t>(kth.bin);
   keys.visit_keys(team, [&](int32_t i, const uint32_t (&four)[4]) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const
     if (!any) return;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      if (four[j] >> shift == bin) few[atomicAdd(count, 1)] = order_of(four[j], keys.all.column + i + j);
+      if (four[j] >> shift == bin) put_where_bins_were(team, order_of(four[j], keys.all.column + i + j));
   });
   team.sync();
   const int own_few = *count;

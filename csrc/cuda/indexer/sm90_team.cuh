@@ -46,10 +46,77 @@ struct ClusterTeam {
   __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
   __device__ __forceinline__ int32_t* staged() const { return s.staged; }
   // The bin of the k-th among the candidates of all blocks. Blocks tell each other how many candidates they
-  // have in each group of bins; of the group that has the k-th the bins are fetched. To fetch all took 2 us
-  // more.
+  // have in each group of bins; of the group that has the k-th the bins are fetched.
   __device__ __forceinline__ KthBin kth_of_bins(int32_t k) const {
-    find_kth_of_bins(s, size, rank, turn, k);
+    static_assert(kBinsPerThread == 4 && kGroups * kWarpSize == kMergeThreads && kGroups <= kWarpSize);
+    constexpr int kGroupBins = MergeShared::kBins / kGroups;  // a warp's
+    const int lane = threadIdx.x % kWarpSize;
+    __syncthreads();
+    const uint4 own = reinterpret_cast<const uint4*>(s.bins[turn])[threadIdx.x];
+    const uint32_t sum = lanes_sum(own.x + own.y + own.z + own.w);
+    if (lane < size)
+      store_cluster_4(cluster_address(shared_address(&s.groups[turn][rank][threadIdx.x / kWarpSize]), lane),
+                      sum);
+    meet();
+    if (threadIdx.x < kWarpSize) {
+      // Both in descending order: groups, and four bins to a lane of the group that has the k-th.
+      uint32_t group_of[kMostBlocks];
+      int32_t here = 0;
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r) {
+        group_of[r] = r < size && lane < kGroups ? s.groups[turn][r][kGroups - 1 - lane] : 0;
+        here += static_cast<int32_t>(group_of[r]);
+      }
+      const int32_t upto = warp_inclusive_sum(here);
+      const uint32_t has_kth = __ballot_sync(kFullWarp, upto - here < k && k <= upto);
+      const int group_lane = max(__ffs(static_cast<int>(has_kth)) - 1, 0);
+      const int32_t above_group = __shfl_sync(kFullWarp, upto - here, group_lane);
+      const int first = (kGroups - group_lane) * kGroupBins - 4 - 4 * lane;
+      uint4 bins_of[kMostBlocks], all{};
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r) {
+        bins_of[r] = {};
+        if (r < size) bins_of[r] = load_cluster_16(cluster_address(shared_address(s.bins[turn] + first), r));
+      }
+#pragma unroll
+      for (const uint4& one : bins_of) all = {all.x + one.x, all.y + one.y, all.z + one.z, all.w + one.w};
+      // How many of a lane's four are in bins above the one at which `above` ends.
+      const auto total = static_cast<int32_t>(all.x + all.y + all.z + all.w);
+      int32_t above = above_group + warp_inclusive_sum(total) - total, in_bin = static_cast<int32_t>(all.w);
+      const uint32_t is_kth = __ballot_sync(kFullWarp, above < k && k <= above + total);
+      const int kth_lane = __ffs(static_cast<int>(is_kth)) - 1;
+      int skipped = 0;
+#pragma unroll
+      for (int i = 1; i < 4; ++i) {
+        if (skipped < i - 1 || above + in_bin >= k) continue;
+        above += in_bin;
+        in_bin = static_cast<int32_t>(i == 1 ? all.z : i == 2 ? all.y : all.x);
+        skipped = i;
+      }
+      if (lane == 0) s.select.kth = {0, k, 0};  // if there are fewer than k
+      __syncwarp();
+      if (lane == kth_lane && has_kth != 0) s.select.kth = {first + 3 - skipped, k - above, in_bin};
+      // Of the blocks before this one: candidates in bins above that of the k-th, and in it.
+      uint32_t own_above = 0, own_here = 0;
+#pragma unroll
+      for (int r = 0; r < kMostBlocks - 1; ++r) {
+        if (r >= rank) break;
+        const uint4 four = bins_of[r];
+        if (lane < group_lane) own_above += group_of[r];
+        if (lane < kth_lane) own_above += four.x + four.y + four.z + four.w;
+        if (lane != kth_lane) continue;
+        own_above += (skipped > 0 ? four.w : 0) + (skipped > 1 ? four.z : 0) + (skipped > 2 ? four.y : 0);
+        own_here += skipped == 0 ? four.w : skipped == 1 ? four.z : skipped == 2 ? four.y : four.x;
+      }
+      own_above = lanes_sum(own_above);
+      own_here = lanes_sum(own_here);
+      if (lane == 0) {
+        s.above_before = static_cast<int32_t>(own_above);
+        s.few_before = static_cast<int32_t>(own_here);
+        s.select.kept = 0;
+      }
+    }
+    __syncthreads();
     turn ^= 1;
     return s.select.kth;
   }
@@ -62,7 +129,7 @@ struct ClusterTeam {
     for (int r = 0; r < size; ++r) store_cluster_8(cluster_address(to, r), order);
   }
   __device__ __forceinline__ const uint64_t* all_few() const {
-    meet(size);
+    meet();
     return reinterpret_cast<const uint64_t*>(bins());
   }
   // Then, how many chosen ones the blocks before this one have: of the few those from `least` on.
@@ -124,80 +191,8 @@ struct ClusterTeam {
   }
 
  private:
-  __device__ __forceinline__ static void find_kth_of_bins(MergeShared& s, int size, int rank, int turn,
-                                                          int32_t k) {
-    static_assert(kBinsPerThread == 4 && kGroups * kWarpSize == kMergeThreads && kGroups <= kWarpSize);
-    constexpr int kGroupBins = MergeShared::kBins / kGroups;  // a warp's
-    const int lane = threadIdx.x % kWarpSize;
-    __syncthreads();
-    const uint4 own = reinterpret_cast<const uint4*>(s.bins[turn])[threadIdx.x];
-    const uint32_t sum = lanes_sum(own.x + own.y + own.z + own.w);
-    if (lane < size)
-      store_cluster_4(cluster_address(shared_address(&s.groups[turn][rank][threadIdx.x / kWarpSize]), lane),
-                      sum);
-    meet(size);
-    if (threadIdx.x < kWarpSize) {
-      // Both in descending order: groups, and four bins to a lane of the group that has the k-th.
-      uint32_t group_of[kMostBlocks];
-      int32_t here = 0;
-#pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r) {
-        group_of[r] = r < size && lane < kGroups ? s.groups[turn][r][kGroups - 1 - lane] : 0;
-        here += static_cast<int32_t>(group_of[r]);
-      }
-      const int32_t upto = warp_inclusive_sum(here);
-      const uint32_t has_kth = __ballot_sync(kFullWarp, upto - here < k && k <= upto);
-      const int group_lane = max(__ffs(static_cast<int>(has_kth)) - 1, 0);
-      const int32_t above_group = __shfl_sync(kFullWarp, upto - here, group_lane);
-      const int first = (kGroups - group_lane) * kGroupBins - 4 - 4 * lane;
-      uint4 bins_of[kMostBlocks], all{};
-#pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r) {
-        bins_of[r] = {};
-        if (r < size) bins_of[r] = load_cluster_16(cluster_address(shared_address(s.bins[turn] + first), r));
-      }
-#pragma unroll
-      for (const uint4& one : bins_of) all = {all.x + one.x, all.y + one.y, all.z + one.z, all.w + one.w};
-      // How many of a lane's four are in bins above the one at which `above` ends.
-      const auto total = static_cast<int32_t>(all.x + all.y + all.z + all.w);
-      int32_t above = above_group + warp_inclusive_sum(total) - total, in_bin = static_cast<int32_t>(all.w);
-      const uint32_t is_kth = __ballot_sync(kFullWarp, above < k && k <= above + total);
-      const int kth_lane = __ffs(static_cast<int>(is_kth)) - 1;
-      int skipped = 0;
-#pragma unroll
-      for (int i = 1; i < 4; ++i) {
-        if (skipped < i - 1 || above + in_bin >= k) continue;
-        above += in_bin;
-        in_bin = static_cast<int32_t>(i == 1 ? all.z : i == 2 ? all.y : all.x);
-        skipped = i;
-      }
-      if (lane == 0) s.select.kth = {0, k, 0};  // if there are fewer than k
-      __syncwarp();
-      if (lane == kth_lane && has_kth != 0) s.select.kth = {first + 3 - skipped, k - above, in_bin};
-      // Of the blocks before this one: candidates in bins above that of the k-th, and in it.
-      uint32_t own_above = 0, own_here = 0;
-#pragma unroll
-      for (int r = 0; r < kMostBlocks - 1; ++r) {
-        if (r >= rank) break;
-        const uint4 four = bins_of[r];
-        if (lane < group_lane) own_above += group_of[r];
-        if (lane < kth_lane) own_above += four.x + four.y + four.z + four.w;
-        if (lane != kth_lane) continue;
-        own_above += (skipped > 0 ? four.w : 0) + (skipped > 1 ? four.z : 0) + (skipped > 2 ? four.y : 0);
-        own_here += skipped == 0 ? four.w : skipped == 1 ? four.z : skipped == 2 ? four.y : four.x;
-      }
-      own_above = lanes_sum(own_above);
-      own_here = lanes_sum(own_here);
-      if (lane == 0) {
-        s.above_before = static_cast<int32_t>(own_above);
-        s.few_before = static_cast<int32_t>(own_here);
-        s.select.kept = 0;
-      }
-    }
-    __syncthreads();
-  }
   // What blocks have told each other is there.
-  __device__ __forceinline__ static void meet(int size) {
+  __device__ __forceinline__ void meet() const {
     if (size == 1) __syncthreads();
     else cluster_sync();
   }
