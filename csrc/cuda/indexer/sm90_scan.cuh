@@ -286,7 +286,7 @@ class Scan : ScanUnits {
   // first chunk that is the last one needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             const CandidateKeys& chunk, bool is_first, bool is_last) const {
-    const int32_t topk = is_rehearsed(work) ? kTileKeys / 2 : p_.topk;
+    const int32_t topk = is_rehearsed(work) ? min(p_.topk, kTileKeys / 2) : p_.topk;
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
     const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r], is_rehearsed(work)};
     uint64_t least = kLeastOrder;

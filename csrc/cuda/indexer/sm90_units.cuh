@@ -78,7 +78,7 @@ class ScanUnits {
       if (!gathers() || s_.share.total == 0 || s_.share.are_others) return;
       find_unit(p_.problem.rows, 0, 1, s_.units[0]);
       work.is_whole = true;
-      work.is_rehearsed = s_.units[0].end >= max(p_.topk + 1, kTileKeys);
+      work.is_rehearsed = s_.units[0].end >= kTileKeys && !takes_all(s_.units[0], p_.topk);
     }
   }
 
