@@ -19,16 +19,19 @@ import torch
 import v4_model
 from report import each_once
 
-# By whose attention it is; index: ours, and our indexer; groups: ours, drafts in groups. mla_fp8_engines:
-# model.register, in every process.
+# By whose attention it is. index: ours, and our indexer. groups: ours, drafts in groups. layer: ours, and our
+# ops around it. whole: layer and index. mla_fp8_engines: model.register, in every process.
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
     "index": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_index_topk",
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_query_groups",
+    "layer": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops",
+    "whole": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops,mla_fp8_index_topk",
 }  # fmt: skip
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
+FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
 V4_CACHE = "dsv4"
 
 
@@ -46,6 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--multiprocessing", action="store_true", help="the engine in a process of its own")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
+    p.add_argument("--first-token", action="store_true", help="time short prompts instead of taking logprobs")
     p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
@@ -77,7 +81,7 @@ def options(args: argparse.Namespace, folder: str) -> dict:
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
-    elif args.who in ("ours", "exact", "index", "groups"):
+    elif args.who not in ("stock", "calls"):
         own["attention_backend"] = "CUSTOM"
     elif args.kv == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"
@@ -156,7 +160,9 @@ def turn(args: argparse.Namespace):
 
 
 def kernels(run) -> collections.Counter:
-    """Microseconds of each kernel in ``run()``, as `report.each_once` counts them."""
+    """Of each kernel in ``run()``: (name, "us") is its microseconds, as `report.each_once` counts them;
+    (name, "n") is its launches.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -164,7 +170,11 @@ def kernels(run) -> collections.Counter:
         run()
         torch.cuda.synchronize()
     on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return each_once((e.name[:200], e.time_range.start, e.time_range.end) for e in on_gpu)
+    times = each_once((e.name[:200], e.time_range.start, e.time_range.end) for e in on_gpu)
+    launches = collections.Counter(e.name[:200] for e in on_gpu)
+    found = collections.Counter({(name, "us"): us for name, us in times.items()})
+    found.update({(name, "n"): n for name, n in launches.items()})
+    return found
 
 
 def timed(llm, args: argparse.Namespace) -> dict:
@@ -188,12 +198,28 @@ def timed(llm, args: argparse.Namespace) -> dict:
         long.subtract(short)
         one["decode"] = per(long, DECODE_STEPS)
         result[str(batch)] = one
-        print("TIMED", batch, round(sum(one["decode"].values())), "us a step", flush=True)
+        print("TIMED", batch, round(sum(us for us, _ in one["decode"].values())), "us a step", flush=True)
     return result
 
 
-def per(times: collections.Counter, number: int) -> dict[str, float]:
-    return {name: us / number for name, us in times.items()}
+def per(found: collections.Counter, number: int) -> dict[str, tuple[float, float]]:
+    """(microseconds, launches) of each kernel, of one of ``number`` steps."""
+    return {
+        name: (us / number, found[name, "n"] / number) for (name, what), us in found.items() if what == "us"
+    }
+
+
+def first_token(llm, args: argparse.Namespace) -> dict:
+    """Milliseconds from a prompt of FIRST_TOKEN_PROMPT tokens, none of them cached, to its first token."""
+    times = []
+    for number in range(FIRST_TOKEN_RUNS):
+        ids = prompts([FIRST_TOKEN_PROMPT], seed=1000 + number)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        generate(llm, ids, 1)
+        times.append((time.perf_counter() - begin) * 1e3)
+    times = sorted(times[FIRST_TOKEN_RUNS // 4 :])  # the first compile and warm up
+    return {"median": times[len(times) // 2], "least": times[0]}
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -224,6 +250,9 @@ def run(args: argparse.Namespace) -> dict:
     if args.batches:
         with turn(args):
             result["timed"] = timed(llm, args)
+    elif args.first_token:
+        with turn(args):
+            result["first_token_ms"] = first_token(llm, args)
     else:
         result |= logprobs(llm, args)
     return result | {"calls": dict(calls), "layers": args.layers, "context": args.context}

@@ -13,7 +13,6 @@ code 1 if an engine failed, FlashMLA was called where it should not be, or logpr
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +83,7 @@ SGLANG_V4, SGLANG_V4_PAGES = SGLANG | {"kv": "sglang_v4"}, SGLANG | {"kv": "sgla
 SGLANG_V41, SGLANG_V41_ROWS = SGLANG | {"kv": "sglang_v41"}, SGLANG | {"kv": "sglang_v41_rows"}
 SGLANG_V41_ROWS_PAGES = SGLANG | {"kv": "sglang_v41_rows_pages"}
 TWO = ("--tensor-parallel", "2")
+ALL_OF_A_STEP = ("stock", "ours", "layer", "whole")
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
@@ -92,6 +92,32 @@ STEPS = {
     "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
     "speed16": Step("kernel times, 16 heads, batches to 128", sides(16, more=SPEED, label="speed")),
     "speed128": Step("kernel times, 128 heads, batches to 128", sides(128, more=SPEED, label="speed")),
+    "layer16": Step(
+        "where a step's time goes, 16 heads: with our ops around attention, and our indexer besides",
+        sides(16, who=ALL_OF_A_STEP, more=SPEED, label="speed"),
+        280,
+    ),
+    "layer128": Step(
+        "where a step's time goes, 128 heads", sides(128, who=ALL_OF_A_STEP, more=SPEED, label="speed"), 280
+    ),
+    "layer": Step(
+        "our ops around attention: graphs, 16 and 128 heads, exact attention; eager; speculation",
+        sides(16, 128, who=("stock", "layer", "whole", "exact"))
+        + sides(16, who=("layer",), more=("--eager",))
+        + sides(16, who=("layer", "whole"), more=("--mtp", "3")),
+        280,
+    ),
+    "first_token": Step(
+        "milliseconds to the first token of 64, eager, 16 heads",
+        sides(
+            16, who=ALL_OF_A_STEP, more=("--eager", "--layers", "16", "--first-token"), label="first_token"
+        ),
+    ),
+    "v4_layer": Step(
+        "DeepSeek V4, where a step's time goes, 16 heads",
+        sides(16, kv="dsv4", who=("stock", "calls", "layer"), more=SPEED, label="speed"),
+        280,
+    ),
     "heads": Step("graphs, FP8, 8 and 64 heads, and exact attention", sides(8, 64, who=ALL)),
     "speed8_64": Step("kernel times, 8 and 64 heads", sides(8, 64, more=SPEED, label="speed"), 280),
     "bf16": Step("graphs, bf16 cache, 16 and 128 heads, exact", sides(16, 128, kv="bfloat16", who=ALL)),
@@ -172,6 +198,19 @@ STEPS = {
         + sides(16, **PAGES, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
         280,
     ),
+    "sglang_layer": Step(
+        "SGLang: where a step's time goes, 16 and 128 heads",
+        sides(
+            16, 128, **SGLANG, who=("stock", "ours", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"
+        ),
+        320,
+    ),
+    "sglang_layer_right": Step(
+        "SGLang, our ops around attention: graphs, 16 heads, and exact attention; speculation",
+        sides(16, **SGLANG, who=("stock", "layer", "exact"))
+        + sides(16, **SGLANG, who=("layer",), more=("--mtp", "3")),
+        320,
+    ),
     "sglang_v4": Step(
         "SGLang, DeepSeek V4: graphs, 16 and 128 heads, and exact attention; eager",
         sides(16, 128, **SGLANG_V4, who=ALL) + sides(16, **SGLANG_V4, who=("ours",), more=("--eager",)),
@@ -222,17 +261,20 @@ def extract(archive: Path, site: Path) -> None:
 
 
 def site_of(archives: Path) -> Path:
-    """The unpacked engine, and what tells it of our plug-ins."""
+    """The unpacked engine, with TileLang if it was packed, and what tells the engine of our plug-ins."""
     site = WORK / archives.name
-    if not (site / ".done").exists():
-        shutil.rmtree(site, ignore_errors=True)
-        site.mkdir(parents=True)
-        with ProcessPoolExecutor() as pool:
-            list(pool.map(extract, sorted(archives.glob("*.tar.xz")), [site] * 8))
+    with ProcessPoolExecutor() as pool:
+        for folder in (archives, ROOT / ".engine-tilelang"):
+            done = site / f".done{folder.name}"
+            if folder.exists() and not done.exists():
+                site.mkdir(parents=True, exist_ok=True)
+                list(pool.map(extract, sorted(folder.glob("*.tar.xz")), [site] * 8))
+                done.touch()
+    if not (site / ".announced").exists():
         points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
         announce(site, "mla_fp8", points)
         announce(site, "mla_fp8_engines", OWN_PLUGINS)
-        (site / ".done").touch()
+        (site / ".announced").touch()
     return site
 
 
@@ -269,7 +311,7 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         out, log = results / f"{case.name}.json", results / f"{case.name}.log"
         out.unlink(missing_ok=True)  # of an earlier run
         command = case.command(out)
-        if "--batches" in case.more:
+        if "--batches" in case.more or "--first-token" in case.more:
             command += ["--turns", str(turns), "--of", str(len(cases))]
         with open(log, "w") as file:
             started[case.name] = subprocess.Popen(
@@ -300,6 +342,11 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
     return found
 
 
+def gpu_name() -> str:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("steps", nargs="+", choices=STEPS, metavar="STEP")
@@ -319,6 +366,7 @@ def main() -> int:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     problems = report.problems(found)
     (args.out / "engines.md").write_text(report.table(found, set(found)) + "\n")
+    (args.out / "engine_steps.csv").write_text(report.csv_of_steps(found, gpu_name()))
     with tarfile.open(args.out / "engines.tar.gz", "w:gz") as tar:
         tar.add(results, "results")
     print(report.table(found, {case.name for name in args.steps for case in STEPS[name].cases}))

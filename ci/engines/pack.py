@@ -2,8 +2,9 @@
 """Packs an engine for a GPU machine without a network: `pack.py --have NAMES [--engine sglang]`.
 
 The wheels without what a Hopper GPU and these models never load, and the packages they import that the
-machine lacks, as archives that `matrix.py` unpacks there: 40 MB of vLLM, 24 MB of SGLang. NAMES is that
-machine's `pip list --format=freeze`, or one name a line. torch, triton and what they need are the machine's.
+machine lacks, as archives that `matrix.py` unpacks there: 40 MB of vLLM, 24 MB of SGLang. TileLang, 36 MB,
+is what both take for V4's hyper-connections if it is there. NAMES is that machine's
+`pip list --format=freeze`, or one name a line. torch, triton and what they need are the machine's.
 """
 
 import argparse
@@ -51,6 +52,10 @@ ENGINES = {
             "sgl_kernel/sm100",
             *(f"sglang/srt/rust_extensions/{name}" for name in ("_bench", "_grpc", "_multimodal", "_server")),
         ),
+    ),
+    # Both engines' hyper-connections of V4; without it stand-ins in PyTorch take their place.
+    "tilelang": Engine(
+        (f"tilelang=={pins.TILELANG}",), "packages_tilelang.txt", ("tilelang/3rdparty/composable_kernel",)
     ),
 }  # fmt: skip
 STRIP_FROM = 300 << 10  # bytes of a library

@@ -1,48 +1,14 @@
 """What the engines of matrix.py found, as tables, and what is wrong with it."""
 
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
 
-# Kernels of attention by their names: the first that fits. Fills and copies are everybody's: they are a line
-# of their own, as the padding of query heads is among them.
-PARTS = (
-    ("indices", r"convert_req_index|remap|combine_topk|global_topk"),
-    (
-        "indexer",
-        r"mqa_logits|index_scan|index_merge|cp_gather_indexer"
-        r"|TopKUnified|topKPerRow|(persistent|sampled|cooperative)_topk",
-    ),
-    ("gather", r"gather_and_upconvert|gather_k_cache|dequantize"),
-    ("cache writes", r"concat_and_cache|concat_mla|fused_deepseek|fused_store"),
-    ("attention", r"mla_fp8|flash_mla|flash_fwd|_mla_|mla_|sparse_attn|sparse_decode|sparse_prefill|smxx::"),
-    ("fills, copies", r"FillFunctor|direct_copy|isneginf|masked_fill|CatArray|Memset|Memcpy DtoD"),
-)
-NOT_ATTENTION = r"mqa_logits|indexer|compress"
+import parts
+
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
 # Error of V4's layer where prompts are rows of bf16: docs/guide/engines.md has the reason.
 MOST_OF_STOCK_ROWS, ROWS_FROM_HEADS = 1.15, 64
-
-
-def part_of(kernel: str) -> str:
-    for part, pattern in PARTS:
-        unrelated = part == "attention" and re.search(NOT_ATTENTION, kernel)
-        if re.search(pattern, kernel) and not unrelated:
-            return part
-    return "other"
-
-
-def parts(kernels: dict[str, float]) -> dict[str, float]:
-    """Microseconds by part."""
-    total = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0.0)
-    for name, us in kernels.items():
-        total[part_of(name)] += us
-    return total
-
-
-def of_attention(kernels: dict[str, float]) -> float:
-    return sum(us for part, us in parts(kernels).items() if part in ("attention", "indices", "gather"))
 
 
 def summary(result: dict) -> str:
@@ -107,7 +73,7 @@ def table(found: dict[str, dict], shown: set[str]) -> str:
     layers = {name: result["v4"] for name, result in ran.items() if "v4" in result}
     ran = {name: result for name, result in ran.items() if name not in layers}
     parts_of_it = [
-        _engines(ran, shown), _speed(ran, shown), _indexer(ran, shown), _v4(layers), _kernels(ran, shown)
+        _engines(ran, shown), _steps(ran, shown), _first_tokens(ran, shown), _v4(layers)
     ]  # fmt: skip
     return "\n\n".join(filter(None, parts_of_it))
 
@@ -130,60 +96,64 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _speed(ran: dict[str, dict], shown: set[str]) -> str:
-    lines = [
-        "| us of a step | attention, a layer: stock | mla_fp8 | of stock "
-        "| fills, copies, a layer: stock | mla_fp8 | whole GPU: stock | mla_fp8 | of stock |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, ours in ran.items():
+def runs(ran: dict[str, dict]) -> dict[str, dict[str, dict]]:
+    """Of each engine that was timed, such as "16-fp8_ds_mla-speed", the results by whose kernels it ran."""
+    engines: dict[str, dict[str, dict]] = {}
+    for name, result in ran.items():
         who, _, label = name.partition("-")
-        stock = ran.get(stock_of(label))
-        compared = who in ("ours", "calls") and name in shown and stock is not None
-        if not compared or "timed" not in ours or "timed" not in stock:
-            continue
-        for batch, one in ours["timed"].items():
-            other = stock["timed"][batch]
-            layers = ours["layers"]
-            for phase in ("prefill", "decode"):
-                if phase in one:
-                    what = f"{label}, {phase}, {batch} x {ours.get('context', 4096)}"
-                    lines.append(_line(what, other[phase], one[phase], layers))
+        if "timed" in result:
+            engines.setdefault(label, {})[who] = result
+    for label, sides in engines.items():
+        stock = engines.get(stock_of(label).removeprefix("stock-"), {}).get("stock")
+        if stock:
+            sides.setdefault("stock", stock)
+    return engines
+
+
+def steps(ran: dict[str, dict]) -> Iterable[tuple[str, dict, dict[str, parts.Step]]]:
+    """(engine, {phase, requests, context}, by whose kernels: the step) of every step that was timed."""
+    for label, sides in runs(ran).items():
+        first = next(iter(sides.values()))
+        for batch, one in first["timed"].items():
+            for phase in one:
+                what = {"phase": phase, "requests": batch, "context": first.get("context", 4096)}
+                found = {
+                    who: parts.Step(result["timed"][batch][phase], result["layers"])
+                    for who, result in sides.items()
+                    if phase in result.get("timed", {}).get(batch, {})
+                }
+                yield label, what, found
+
+
+def _steps(ran: dict[str, dict], shown: set[str]) -> str:
+    tables = [
+        parts.table(f"{label}, {what['phase']}, {what['requests']} x {what['context']}", found)
+        for label, what, found in steps(ran)
+        if any(f"{who}-{label}" in shown for who in found)
+    ]
+    return "\n\n".join(tables)
+
+
+def _first_tokens(ran: dict[str, dict], shown: set[str]) -> str:
+    lines = ["| milliseconds to the first token | median | least |", "|---|---|---|"]
+    for name in sorted(shown & set(ran)):
+        if ms := ran[name].get("first_token_ms"):
+            lines.append(f"| {name} | {ms['median']:.2f} | {ms['least']:.2f} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def _indexer(ran: dict[str, dict], shown: set[str]) -> str:
-    """Our indexer beside vLLM's, with the same attention."""
-    lines = [
-        "| us of a step | indexer, a layer: logits and top-k | index_topk | of theirs "
-        "| whole GPU: with theirs | with index_topk | of theirs |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, ours in ran.items():
-        who, _, label = name.partition("-")
-        theirs = ran.get(f"ours-{label}") or ran.get(f"calls-{label}")
-        if who != "index" or name not in shown or "timed" not in ours or theirs is None:
-            continue
-        for batch, one in ours["timed"].items():
-            for phase, kernels in one.items():
-                both = theirs["timed"][batch][phase], kernels
-                a, b = (parts(each)["indexer"] / ours["layers"] for each in both)
-                c, d = (sum(each.values()) for each in both)
-                lines.append(
-                    f"| {label}, {phase}, {batch} x {ours.get('context', 4096)} | {a:.0f} | {b:.0f} "
-                    f"| {b / max(a, 1e-9):.2f} | {c:.0f} | {d:.0f} | {d / max(c, 1e-9):.2f} |"
-                )
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _line(label: str, stock: dict, ours: dict, layers: int) -> str:
-    a, b = of_attention(stock) / layers, of_attention(ours) / layers
-    whole = sum(stock.values()), sum(ours.values())
-    copies = [parts(kernels)["fills, copies"] / layers for kernels in (stock, ours)]
-    return (
-        f"| {label} | {a:.0f} | {b:.0f} | {b / max(a, 1e-9):.2f} | {copies[0]:.0f} | {copies[1]:.0f} "
-        f"| {whole[0]:.0f} | {whole[1]:.0f} | {whole[1] / max(whole[0], 1e-9):.2f} |"
-    )
+def csv_of_steps(found: dict[str, dict], gpu: str) -> str:
+    """Microseconds and launches of a layer by part, a line each: benchmarks/results/engine_steps.csv."""
+    lines = ["gpu,engine,phase,requests,context,who,part,us,launches"]
+    ran = {name: result for name, result in found.items() if result["ok"]}
+    for label, what, sides in steps(ran):
+        for who, step in sides.items():
+            lines += [
+                f"{gpu},{label},{what['phase']},{what['requests']},{what['context']},{who},{part},{us:.2f},{n:.2f}"
+                for part, (us, n) in step.parts.items()
+                if n
+            ]
+    return "\n".join(lines) + "\n"
 
 
 def _v4(layers: dict[str, list[dict]]) -> str:
@@ -212,18 +182,6 @@ def _most_of_stock(layer: dict) -> float:
     return MOST_OF_STOCK_ROWS if rows else MOST_OF_STOCK
 
 
-def _kernels(ran: dict[str, dict], shown: set[str], most: int = 7) -> str:
-    """The longest kernels of attention, so that a wrong pattern above shows."""
-    lines = []
-    for name in sorted(shown & set(ran)):
-        for batch, one in ran[name].get("timed", {}).items():
-            for phase in ("prefill", "decode"):
-                named = {n: us for n, us in one.get(phase, {}).items() if part_of(n) != "other"}
-                longest = sorted(named.items(), key=lambda item: -item[1])[:most]
-                lines += [f"{name} {phase} {batch}: {us:8.1f} us {part_of(n)}: {n[:90]}" for n, us in longest]
-    return "\n".join(["```", *lines, "```"]) if lines else ""
-
-
 def _wrong_with_indexer(name: str, result: dict) -> list[str]:
     logits, chosen = calls(result, "DeepGEMM"), calls(result, "mla_fp8.index_topk")
     wrong = [f"{name}: DeepGEMM's logits were made {logits} times, expected 0"] if logits else []
@@ -246,9 +204,9 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong.append(f"{name}: no drafts went as a group")
         if "_v41_rows" in name and not calls(result, "rows of 288 bytes"):
             wrong.append(f"{name}: no rows of 288 bytes")
-        if name.startswith("index-"):
+        if name.startswith(("index-", "whole-")):
             wrong += _wrong_with_indexer(name, result)
-        if name.startswith(("ours-", "calls-", "groups-", "index-")):
+        if not name.startswith(("stock-", "exact-")):
             exact = exact_of(name, found)
             _, _, engine = name.partition("-")
             other = stock_of(engine)
@@ -256,6 +214,13 @@ def problems(found: dict[str, dict]) -> list[str]:
             distances = difference(result, exact), difference(stock, exact_of(other, found))
             if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
                 wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")
+    ran = {name: result for name, result in found.items() if result["ok"]}
+    wrong += [
+        f"{who}-{label}, {what['phase']}, {what['requests']} x {what['context']}: {problem}"
+        for label, what, sides in steps(ran)
+        for who, step in sides.items()
+        if (problem := step.problem())
+    ]
     layers = {name: result["v4"] for name, result in found.items() if "v4" in result}
     wrong += [
         f"V4's layer, {ours}: error of stock {stock['error']:.2e}"

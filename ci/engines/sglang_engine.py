@@ -24,6 +24,7 @@ from engine import ACCURACY_LENGTHS, kernels, per, prompts, turn, write_result
 SGLANG_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_query_groups",
+    "layer": "mla_fp8_engines,mla_fp8,mla_fp8_layer_ops",
 }  # fmt: skip
 # By model what prompts attend to: bf16 rows, FP8 pages.
 PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
@@ -205,7 +206,7 @@ def times_of(runner: Runner, args: argparse.Namespace, number: int, size: int) -
         one["prefill"] = per(kernels(lambda: [runner.extend([prompt]) for prompt in ids[:2]]), 2)
     runner.decode(batch, TIMED_STEPS, g)
     one["decode"] = per(kernels(lambda: runner.decode(batch, TIMED_STEPS, g)), TIMED_STEPS)
-    print("TIMED", size, round(sum(one["decode"].values())), "us a step", flush=True)
+    print("TIMED", size, round(sum(us for us, _ in one["decode"].values())), "us a step", flush=True)
     return one
 
 

@@ -2,8 +2,8 @@
 
 | SGLang's own | not packed, because | in its place |
 |---|---|---|
-| hyper-connections in TileLang | 50 MB, a CUDA compiler at run time | its own in PyTorch, by switches |
-| Sinkhorn iterations in TileLang | the same | its own in Triton, which it has for other GPUs |
+| hyper-connections in TileLang, unless packed | 36 MB, a CUDA compiler at run time | its own in PyTorch |
+| Sinkhorn iterations in TileLang, unless packed | the same | its own in Triton, for other GPUs |
 | routed experts (FP4) | no part of attention | the shared expert alone |
 | FP8 weights | random weights have no scales | bf16, as for a model without quantization |
 
@@ -13,6 +13,7 @@ parallelism: on one GPU SGLang hands FlashMLA the heads that a model has, and Fl
 """
 
 import functools
+import importlib.util
 import json
 from importlib import import_module
 from pathlib import Path
@@ -24,8 +25,9 @@ RATIOS = (0, 4, 128)
 # Of V4.1's: the window alone, 1 and 2 with entries and an indexer of their own, 2 with those of the last.
 V41_RATIOS, V41_SOURCES = (0, 1, 2, 2), (1, 2)
 HEADS_OF_GROUP = 8  # of the grouped output projection, whatever the number of heads
+HAS_TILELANG = importlib.util.find_spec("tilelang") is not None
 # In the environment. Without torch.compile, which SGLang uses for its hyper-connections in PyTorch.
-SWITCHES = {
+SWITCHES = {} if HAS_TILELANG else {
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
     "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0", "TORCH_COMPILE_DISABLE": "1",
 }  # fmt: skip
@@ -68,8 +70,9 @@ def write_config(
 
 def register() -> None:
     """The replacements of the table above, before a model is made."""
-    mhc = import_module("sglang.kernels.ops.layernorm.mhc")
-    mhc.hc_split_sinkhorn = mhc._hc_split_sinkhorn_triton
+    if not HAS_TILELANG:
+        mhc = import_module("sglang.kernels.ops.layernorm.mhc")
+        mhc.hc_split_sinkhorn = mhc._hc_split_sinkhorn_triton
     deepseek_v2 = import_module("sglang.srt.models.deepseek_v2")
     model = import_module("sglang.srt.models.deepseek_v4")
     deepseek_v2.DeepseekV2MoE = _shared_expert(deepseek_v2)

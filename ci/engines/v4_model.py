@@ -2,7 +2,7 @@
 
 | vLLM's own | not packed, because | in its place |
 |---|---|---|
-| hyper-connections in TileLang | 50 MB, and a CUDA compiler at run time | vLLM's own in PyTorch |
+| hyper-connections in TileLang, unless packed | 36 MB, a CUDA compiler at run time | vLLM's own in PyTorch |
 | compressor in CuTe DSL | 95 MB | vLLM's Triton kernel for other GPUs: the same cache |
 | routed experts (FP4) | no part of attention | the shared expert alone |
 | FP8 weights | random weights have no scales | bf16, as for a model without quantization |
@@ -11,6 +11,7 @@ vLLM's own are: projections, rotation and norm of queries, cache writes, indexer
 gathers, attention, their metadata and graphs.
 """
 
+import importlib.util
 import json
 import sys
 import types
@@ -46,8 +47,9 @@ def register() -> None:
     sys.modules["vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl"] = _compressor()
     from vllm.models.deepseek_v4.nvidia import model
 
-    for function in (_pre_broadcast, _pre, _post_pre, _post, _head):
-        setattr(model, NAMES[function], function)
+    if importlib.util.find_spec("tilelang") is None:
+        for function in (_pre_broadcast, _pre, _post_pre, _post, _head):
+            setattr(model, NAMES[function], function)
     model.DeepseekV4MoE = _shared_expert(model)
     original = model.collect_moe_layers
     model.collect_moe_layers = lambda owner, layers, *args, **options: original(owner, (), *args, **options)

@@ -58,22 +58,30 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<...>", "attention"),
         ("void mla_fp8::sparse_decode_kernel<...>", "attention"),
         ("_convert_req_index_to_global_index_kernel", "indices"),
-        ("void vllm::cp_gather_and_upconvert_fp8_kv_cache_kernel(...)", "gather"),
-        ("void vllm::concat_and_cache_ds_mla_kernel<...>", "cache writes"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<...>>", "fills, copies"),
+        ("void vllm::cp_gather_and_upconvert_fp8_kv_cache_kernel(...)", "rows of pages"),
+        ("void vllm::concat_and_cache_ds_mla_kernel<...>", "keys and caches"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<...>>", "copies, fills"),
         ("void deep_gemm::sm90_fp8_paged_mqa_logits<...>", "indexer"),
         ("void vllm::topKPerRowPrefill<...>", "indexer"),
         ("void vllm::persistent::persistent_topk_kernel<...>", "indexer"),
         ("_combine_topk_swa_indices_kernel", "indices"),
         ("void mla_fp8::(anonymous namespace)::index_scan_sm90_kernel<64>", "indexer"),
         ("void mla_fp8::index_merge_kernel(...)", "indexer"),
-        ("nvjet_tst_128x64", "other"),
+        ("nvjet_tst_128x64", "GEMMs"),
+        ("_fused_q_kernel", "queries"),
+        ("void vllm::ConcatMLAQKernel<...>", "queries"),
+        ("_fused_norm_rope_kernel", "keys and caches"),
+        ("_fused_kv_compress_norm_rope_insert_sparse_attn", "keys and caches"),
+        ("sparse_mla_index_remap_kernel", "indices"),
+        ("void vllm::fused_add_rms_norm_kernel<...>", "norms, activation"),
+        ("mhc_pre_big_fuse_tilelang_kernel", "hyper-connections"),
+        ("a_kernel_of_nobody", "rest"),
     ],
 )
 def test_a_kernel_belongs_to_one_part(kernel, part, tools):
-    import report  # noqa: PLC0415
+    import parts  # noqa: PLC0415
 
-    assert report.part_of(kernel) == part
+    assert parts.part_of(kernel) == part
 
 
 def test_kernels_that_overlap_are_counted_once(tools):
@@ -121,17 +129,42 @@ def test_what_is_wrong_with_a_run_is_said(changed, problem, tools):
     assert report.table(found, set(found))
 
 
+def step(**kernels) -> dict:
+    """A step of two layers; the kernels' microseconds by name, two launches each."""
+    return {"layers": 2, "timed": {"8": {"decode": {name: [us, 2] for name, us in kernels.items()}}}}
+
+
+STOCK = step(flash_fwd_splitkv_mla=40.0, FillFunctor=8.0, nvjet=52.0)
+OURS = step(mla_fp8_sparse_decode=20.0, nvjet=52.0)
+
+
 def test_kernel_times_are_compared_per_layer(tools):
     import report  # noqa: PLC0415
 
-    stock = {"flash_fwd_splitkv_mla": 40.0, "FillFunctor": 8.0, "gemm": 52.0}
-    ours = {"mla_fp8::sparse_decode": 20.0, "gemm": 52.0}
-    found = {
-        f"{who}-16-fp8_ds_mla-speed": result(timed={"8": {"decode": kernels}})
-        for who, kernels in (("stock", stock), ("ours", ours))
-    }
-    line = "| 16-fp8_ds_mla-speed, decode, 8 x 4096 | 20 | 10 | 0.50 | 4 | 0 | 100 | 72 | 0.72 |"
-    assert line in report.table(found, set(found))
+    found = {f"{who}-16-speed": result(**one) for who, one in (("stock", STOCK), ("ours", OURS))}
+    table = report.table(found, set(found)).splitlines()
+    assert "| 16-speed, decode, 8 x 4096: us of a layer | stock | ours |" in table
+    for line in (
+        "| attention | 20.0 | 10.0 |",
+        "| copies, fills | 4.0 | 0.0 |",
+        "| GEMMs | 26.0 | 26.0 |",
+        "| whole GPU | 50.0 | 36.0 |",
+        "| launches of these, without norms | 2.0 | 1.0 |",
+    ):
+        assert line in table
+    assert any(line.startswith("| without GEMMs") and line.endswith(" | 24.0 | 10.0 |") for line in table)
+    csv = report.csv_of_steps(found, "a GPU")
+    assert "a GPU,16-speed,decode,8,4096,ours,attention,10.00,1.00\n" in csv
+
+
+@pytest.mark.parametrize("us, wrong", [(5.0, False), (6.0, True)])
+def test_a_step_whose_rest_is_above_a_twentieth_is_wrong(us, wrong, tools):
+    import report  # noqa: PLC0415
+
+    one = step(nvjet=100.0 - us, a_kernel_of_nobody=us)
+    found = {"stock-16-speed": result(**one)}
+    said = f"stock-16-speed, decode, 8 x 4096: 6% of the step belong to no part: {us} us a_kernel_of_nobody"
+    assert report.problems(found) == ([said] if wrong else [])
 
 
 INDEX = {"mla_fp8.index_topk_out": 5, "mla_fp8.sparse_decode_out": 5}
@@ -200,20 +233,6 @@ def test_v41s_rows_are_counted_and_compared_with_flash_mla_over_v4s(tools, monke
         name = "ours-16-sglang_v41_rows"
         ours = {name: result(prompt_logprobs=[[own[0][0] + distance]], calls=counted)}
         assert report.problems(found | ours) == [f"{name}: {each}" for each in problem]
-
-
-def test_indexers_are_compared_with_the_same_attention(tools):
-    import report  # noqa: PLC0415
-
-    theirs = {"deep_gemm::sm90_fp8_mqa_logits": 30.0, "vllm::topKPerRowPrefill": 10.0, "gemm": 60.0}
-    ours = {"mla_fp8::index_scan_sm90_kernel": 18.0, "mla_fp8::index_merge_sm90_kernel": 2.0, "gemm": 60.0}
-    for who, context in (("ours", 4096), ("calls", 65536)):
-        found = {
-            f"{name}-16-fp8_ds_mla-speed": result(timed={"8": {"prefill": kernels}}, context=context)
-            for name, kernels in ((who, theirs), ("index", ours))
-        }
-        line = f"| 16-fp8_ds_mla-speed, prefill, 8 x {context} | 20 | 10 | 0.50 | 100 | 80 | 0.80 |"
-        assert line in report.table(found, set(found))
 
 
 def test_every_step_of_the_matrix_names_engines_that_there_are(tools):
