@@ -9,7 +9,8 @@ PARTS = (
     ("experts", r"moe|expert|topkGating|grouped_topk|align_block"),
     (
         "sampling",
-        r"gumbel|argmax|ArgMax|topk_topp|[Ss]ampl(e|ing)_?|logprob|rejection_|_penalties_|_temperature_|_min_p_"
+        r"gumbel|argmax|ArgMax|topk_topp|[Ss]ampl(e|ing)_?|logprob|rejection_|_penalties_"
+        r"|_temperature_|_min_p_"
         r"|_bad_words_|_bias_kernel|SoftMax|softmax_warp|LogSoftMax|multinomial|RadixSort|bincount|_ranks_",
     ),
     (
@@ -21,7 +22,8 @@ PARTS = (
     (
         "indexer",
         r"mqa_logits|index_scan|index_merge|index_logits|cp_gather_indexer|TopKUnified|topKPerRow"
-        r"|(persistent|sampled|cooperative)_topk|topk_transform|fast_topk|FilteredTopK|RadixTopK|_upcast_logits"
+        r"|(persistent|sampled|cooperative)_topk|topk_transform|fast_topk|FilteredTopK|RadixTopK"
+        r"|_upcast_logits"
         r"|_block_scores|_finalize_candidates|_keylist|_mask_candidates|fp32_logits",
     ),
     (
@@ -44,18 +46,21 @@ PARTS = (
     (
         "attention",
         r"mla_fp8.*(attention|decode|prefill|few_heads|many_heads|bf16_tiles|merge|parts)|sparse_attn"
-        r"|flash_mla|flash_fwd|splitkv|sparse_(decode|prefill)|smxx::|sm90::(decode|prefill)|inv_rope|inverse_rope"
+        r"|flash_mla|flash_fwd|splitkv|sparse_(decode|prefill)|smxx::|sm90::(decode|prefill)|inv_rope"
+        r"|inverse_rope"
         r"|merge_attn|merge_state|mla_combine",
     ),
     (
         "GEMMs",
-        r"nvjet|gemm|Gemm|GEMM|gemv|cublas|cutlass|xmma|splitKreduce|splitK|_bmm|einsum|matmul|dot_kernel|ll_bf16",
+        r"nvjet|gemm|Gemm|GEMM|gemv|cublas|cutlass|xmma|splitKreduce|splitK|_bmm|einsum|matmul"
+        r"|dot_kernel|ll_bf16",
     ),
     ("norms, activation", r"[Rr]ms_?[Nn]orm|RMSNorm|[Ll]ayer_?[Nn]orm|act_and_mul|silu|swiglu|norm_kernel"),
     ("communication", r"all_?reduce|nccl|AllReduce|all_gather|cross_device"),
     (
         "copies, fills",
-        r"Memcpy|Memset|copy|FillFunctor|CatArray|masked_fill|index_elementwise|indexSelect|gather_kernel|scatter",
+        r"Memcpy|Memset|copy|FillFunctor|CatArray|masked_fill|index_elementwise|indexSelect"
+        r"|gather_kernel|scatter",
     ),
 )
 ALL = (*(part for part, _ in PARTS), "rest")

@@ -148,11 +148,8 @@ def csv_of_steps(found: dict[str, dict], gpu: str) -> str:
     ran = {name: result for name, result in found.items() if result["ok"]}
     for label, what, sides in steps(ran):
         for who, step in sides.items():
-            lines += [
-                f"{gpu},{label},{what['phase']},{what['requests']},{what['context']},{who},{part},{us:.2f},{n:.2f}"
-                for part, (us, n) in step.parts.items()
-                if n
-            ]
+            of = f"{gpu},{label},{what['phase']},{what['requests']},{what['context']},{who}"
+            lines += [f"{of},{part},{us:.2f},{n:.2f}" for part, (us, n) in step.parts.items() if n]
     return "\n".join(lines) + "\n"
 
 
