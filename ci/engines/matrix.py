@@ -107,6 +107,12 @@ STEPS = {
         + sides(16, who=("layer", "whole"), more=("--mtp", "3")),
         280,
     ),
+    "glm": Step(
+        "GLM-5.2: graphs, 16 heads, and exact attention; where a step's time goes",
+        sides(16, kv="glm52", who=("stock", "whole", "exact"))
+        + sides(16, kv="glm52", who=("stock", "ours", "whole"), more=SPEED, label="speed"),
+        280,
+    ),
     "first_token": Step(
         "milliseconds to the first token of 64, eager, 16 heads",
         sides(

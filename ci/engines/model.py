@@ -1,4 +1,4 @@
-"""A model with DeepSeek V3.2's attention and random weights, small in all other dimensions."""
+"""Models with DeepSeek V3.2's and GLM-5.2's attention and random weights, small in all other dimensions."""
 
 import collections
 import importlib.util
@@ -28,7 +28,15 @@ def register() -> None:
         v4_model.register()
 
 
-def write_config(folder: Path, heads: int, layers: int, max_length: int) -> None:
+# What GLM-5.2 has in another way; layers "S" of the pattern attend to what the last "F" has chosen.
+GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32, "indexer_rope_interleave": True,
+    "index_topk_pattern": "FSSSFS",
+}  # fmt: skip
+
+
+def write_config(folder: Path, heads: int, layers: int, max_length: int, glm: bool = False) -> None:
     config = {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16",
         "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 2048,
@@ -43,7 +51,7 @@ def write_config(folder: Path, heads: int, layers: int, max_length: int) -> None
         "rope_theta": 10000, "tie_word_embeddings": False, "attention_bias": False,
         "num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
         "use_cache": True,
-    }  # fmt: skip
+    } | (GLM if glm else {})  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
