@@ -1,220 +1,113 @@
-"""Drawings of the Hopper attention kernels: roles as boxes, what passes between them as arrows."""
-
-from dataclasses import dataclass
+"""Drawings of docs/guide/concepts.md: pages, rows and slots; indices; two caches."""
 
 import svg
 
-MEMORY, ROLE = "#d29922", "#3f83f8"  # shared memory; warps
-WIDTH = 760
+PAGE, USED, NONE = "#3f83f8", "#2da44e", "#e5484d"
+CELL = 26  # height of a row of a page
 
 
-@dataclass(frozen=True)
-class Box:
-    x: int
-    y: int
-    width: int
-    height: int
-    title: str
-    lines: tuple[str, ...] = ()
-    colour: str = ROLE
-
-    def drawn(self) -> list[str]:
-        place = f"x='{self.x}' y='{self.y}' width='{self.width}' height='{self.height}' rx='6'"
-        middle = self.x + self.width / 2
-        parts = [f"<rect {place} fill='{self.colour}' fill-opacity='0.15' stroke='{self.colour}'/>"]
-        parts.append(svg.text(middle, self.y + 19, self.title, 13, "middle", bold=True))
-        parts += [svg.text(middle, self.y + 36 + 15 * i, t, 11, "middle") for i, t in enumerate(self.lines)]
-        return parts
+def cell(x: float, y: float, width: float, words: str, colour: str, filled: bool = False) -> list[str]:
+    place = f"x='{x:g}' y='{y:g}' width='{width:g}' height='{CELL}'"
+    opacity = 0.45 if filled else 0.1
+    middle = x + width / 2
+    return [
+        f"<rect {place} fill='{colour}' fill-opacity='{opacity}' stroke='{colour}'/>",
+        svg.text(middle, y + 18, words, svg.SMALL, "middle"),
+    ]
 
 
-def arrow(points: list[tuple[int, int]], label: str = "", at: tuple[int, int] | None = None) -> list[str]:
-    path = " ".join(f"{x},{y}" for x, y in points)
-    style = f"fill='none' stroke='{svg.TEXT}' stroke-width='1.5' marker-end='url(#tip)'"
-    parts = [f"<polyline points='{path}' {style}/>"]
-    if label:
-        x, y = at or ((points[0][0] + points[-1][0]) // 2, points[0][1] - 6)
-        parts.append(svg.text(x, y, label, 11, "middle"))
+def page(x: float, y: float, width: float, title: str, rows: list[str], filled: set[int]) -> list[str]:
+    parts = [svg.text(x + width / 2, y - 7, title, svg.SMALL, "middle", bold=True)]
+    for i, words in enumerate(rows):
+        colour = USED if i in filled else PAGE
+        parts += cell(x, y + CELL * i, width, words, colour, i in filled)
     return parts
 
 
-def drawing(title: str, height: int, boxes: list[Box], arrows: list[list[str]]) -> str:
-    tip = f"<path d='M0,0 L8,4 L0,8 z' fill='{svg.TEXT}'/>"
-    marker = "<defs><marker id='tip' markerWidth='8' markerHeight='8' refX='7' refY='4' orient='auto'>"
-    parts = [f"{marker}{tip}</marker></defs>"]
-    for shape in (*(box.drawn() for box in boxes), *arrows):
-        parts += shape
-    return svg.document(WIDTH, height, title, parts)
+def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    ends = f"x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}'"
+    return f"<line {ends} stroke='{svg.TEXT}' stroke-width='1.5' marker-end='url(#tip)'/>"
 
 
-def few_heads() -> str:
-    boxes = [
-        Box(
-            4,
-            30,
-            178,
-            84,
-            "4 or 8 producer warps",
-            ("valid keys of the row", "index, address", "one bulk copy per row"),
-        ),
-        Box(
-            256,
-            30,
-            178,
-            84,
-            "ring",
-            ("16 slots of 16 rows", "as they lie in the cache", "shared memory"),
-            MEMORY,
-        ),
-        Box(
-            508,
-            30,
-            248,
-            174,
-            "8 consumer warps",
-            (
-                "teams of 2 G warps, each with blocks",
-                "of its own and an output of its own",
-                "",
-                "S = K Q: a warp 16 keys, all heads",
-                "softmax: one exchange in the team",
-                "O += V P: a warp 512 / 2 G dims,",
-                "all heads",
-                "K and V from the same raw rows",
-            ),
-        ),
-        Box(256, 150, 178, 54, "Q", ("shared memory, B operand",), MEMORY),
-        Box(508, 232, 248, 54, "merge, end of a row", ("teams, then CTAs of the row (decode)",)),
-    ]
-    arrows = [
-        arrow([(182, 58), (254, 58)], "rows"),
-        arrow([(434, 58), (506, 58)], "full"),
-        arrow([(506, 92), (436, 92)], "empty", (471, 107)),
-        arrow([(254, 92), (184, 92)], "empty", (219, 107)),
-        arrow([(434, 177), (506, 177)]),
-        arrow([(632, 204), (632, 230)]),
-    ]
-    return drawing("Roles of the kernel for few heads", 292, boxes, arrows)
+def tip() -> str:
+    shape = f"<path d='M0,0 L8,4 L0,8 z' fill='{svg.TEXT}'/>"
+    marker = "<marker id='tip' markerWidth='8' markerHeight='8' refX='7' refY='4' orient='auto'>"
+    return f"<defs>{marker}{shape}</marker></defs>"
 
 
-def many_heads() -> str:
-    boxes = [
-        Box(
-            4,
-            30,
-            178,
-            84,
-            "4 producer warps",
-            ("valid keys of the row", "index, address", "one bulk copy per row"),
-        ),
-        Box(
-            256,
-            30,
-            178,
-            84,
-            "ring",
-            ("12 or 16 slots of 16 rows", "as they lie in the cache", "shared memory"),
-            MEMORY,
-        ),
-        Box(
-            508,
-            30,
-            248,
-            84,
-            "2 value warpgroups",
-            ("O [256 dims x heads] += V P", "V through registers", "one block behind"),
-        ),
-        Box(
-            256,
-            190,
-            178,
-            84,
-            "logits warpgroups",
-            ("decode 1, prefill 2", "S = K Q, K through registers", "softmax; bases of the CTA"),
-        ),
-        Box(
-            508,
-            190,
-            248,
-            84,
-            "two buffers",
-            ("weights of a block, scales of V,", "change of base, end of a row", "shared memory"),
-            MEMORY,
-        ),
-        Box(4, 190, 178, 84, "Q", ("shared memory", "B operand"), MEMORY),
-    ]
-    arrows = [
-        arrow([(182, 58), (254, 58)], "rows"),
-        arrow([(434, 58), (506, 58)], "V"),
-        arrow([(506, 92), (436, 92)], "empty", (471, 107)),
-        arrow([(345, 114), (345, 188)], "K", (356, 152)),
-        arrow([(434, 232), (506, 232)], "P"),
-        arrow([(632, 190), (632, 116)], "P full, empty", (676, 152)),
-        arrow([(182, 232), (254, 232)]),
-    ]
-    return drawing("Roles of the kernel for many heads", 280, boxes, arrows)
+def pages() -> str:
+    """A cache of three pages of four rows, and where the seven tokens of a request are."""
+    tokens = {
+        8: "token 0",
+        9: "token 1",
+        10: "token 2",
+        11: "token 3",
+        0: "token 4",
+        1: "token 5",
+        2: "token 6",
+    }
+    parts = [tip(), svg.text(2, 18, "A cache is pages; a page is rows", svg.TITLE, bold=True)]
+    parts.append(svg.text(2, 38, "page_size = 4; slot = page x 4 + row", svg.SMALL))
+    for p in range(3):
+        rows = [f"slot {4 * p + r}" for r in range(4)]
+        filled = {r for r in range(4) if 4 * p + r in tokens}
+        parts += page(2 + 150 * p, 68, 136, f"page {p}", rows, filled)
+    parts.append(svg.text(2, 206, "A request of 7 tokens: its page table is [2, 0]", svg.HEAD, bold=True))
+    for i in range(4):
+        parts += cell(2 + 108 * i, 218, 104, f"token {i}", USED, True)
+        parts.append(svg.text(54 + 108 * i, 262, f"slot {8 + i}", svg.SMALL, "middle"))
+    for i in range(3):
+        parts += cell(2 + 108 * i, 276, 104, f"token {4 + i}", USED, True)
+        parts.append(svg.text(54 + 108 * i, 320, f"slot {i}", svg.SMALL, "middle"))
+    return svg.document(330, "Pages, rows and slots of a cache", parts)
 
 
-def bf16_tiles() -> str:
-    boxes = [
-        Box(
-            4,
-            90,
-            168,
-            114,
-            "gather",
-            (
-                "1 warpgroup",
-                "what comes next: Q, keys",
-                "cp.async of 16 bytes",
-                "or FP8 to bf16 (pairs)",
-                "an item ahead",
-            ),
-        ),
-        Box(
-            236, 30, 190, 70, "block 0, 64 rows", ("swizzled tiles of 64 x 64", "pieces of 128 dims"), MEMORY
-        ),
-        Box(236, 112, 190, 70, "Q, 64 rows", ("heads of a query, or all heads", "of neighbours"), MEMORY),
-        Box(236, 194, 190, 70, "block 1, 64 rows", ("its weights lie over", "rope keys"), MEMORY),
-        Box(
-            508,
-            30,
-            248,
-            100,
-            "math group 0",
-            (
-                "S = Q K of block 0, softmax",
-                "O += P V of both blocks,",
-                "dims 0 to 255",
-                "output of the item",
-            ),
-        ),
-        Box(
-            508,
-            164,
-            248,
-            100,
-            "math group 1",
-            (
-                "S = Q K of block 1, softmax",
-                "O += P V of both blocks,",
-                "dims 256 to 511",
-                "output of the item",
-            ),
-        ),
+def indices() -> str:
+    """A row of indices, two of which are -1, and the rows that they name."""
+    chosen = [9, 2, -1, 11, -1]
+    parts = [tip(), svg.text(2, 18, "Indices name slots; -1 names nothing", svg.TITLE, bold=True)]
+    parts.append(svg.text(2, 50, "One row of `indices`, for one query token:".replace("`", ""), svg.SMALL))
+    for i, slot in enumerate(chosen):
+        parts += cell(2 + 88 * i, 60, 84, str(slot), NONE if slot < 0 else USED, slot >= 0)
+    for p in range(3):
+        rows = [f"slot {4 * p + r}" for r in range(4)]
+        parts += page(
+            2 + 150 * p, 162, 136, f"page {p}", rows, {s - 4 * p for s in chosen if 4 * p <= s < 4 * p + 4}
+        )
+    for i, slot in enumerate(chosen):
+        if slot >= 0:
+            p = slot // 4
+            parts.append(arrow(44 + 88 * i, 88, 40 + 150 * p + (60 if slot == 11 else 0), 136))
+    parts.append(svg.text(2, 292, "Attention reads slots 9, 2 and 11, and nothing else.", svg.SMALL))
+    parts.append(svg.text(2, 312, "The result has the same bits without the two -1.", svg.SMALL))
+    return svg.document(322, "Indices name slots of a cache", parts)
+
+
+def two_caches() -> str:
+    """DeepSeek V4: a window of tokens and entries of four tokens in one softmax."""
+    parts = [tip(), svg.text(2, 18, "Two caches, one softmax (DeepSeek V4)", svg.TITLE, bold=True)]
+    parts.append(svg.text(2, 50, "tokens of a request", svg.SMALL))
+    for i in range(16):
+        colour, filled = (USED, True) if i >= 12 else (PAGE, False)
+        parts += [cell(2 + 27 * i, 60, 25, "", colour, filled)[0]]
+    for e in range(3):
+        parts.append(arrow(54 + 108 * e, 90, 54 + 108 * e, 124))
+        parts += cell(2 + 108 * e, 126, 104, f"entry {e}", PAGE, e != 1)
+    parts.append(arrow(378, 90, 378, 124))
+    parts += cell(326, 126, 104, "window", USED, True)
+    parts.append(svg.text(2, 176, "second cache: an entry", svg.SMALL))
+    parts.append(svg.text(2, 194, "stands for 4 tokens", svg.SMALL))
+    parts.append(svg.text(438, 176, "first cache:", svg.SMALL, "end"))
+    parts.append(svg.text(438, 194, "the last tokens", svg.SMALL, "end"))
+    parts.append(svg.text(110, 226, "an indexer chose entries 0 and 2", svg.SMALL, "middle"))
+    parts.append(arrow(110, 236, 170, 262))
+    parts.append(arrow(378, 204, 270, 262))
+    parts += [
+        svg.rectangle(120, 266, 200, 34, PAGE, 0.15),
+        svg.text(220, 288, "one softmax over both", svg.BODY, "middle", bold=True),
     ]
-    arrows = [
-        arrow([(172, 112), (204, 112), (204, 65), (234, 65)]),
-        arrow([(172, 147), (234, 147)]),
-        arrow([(172, 182), (204, 182), (204, 229), (234, 229)]),
-        arrow([(426, 65), (506, 65)], "K, V"),
-        arrow([(426, 229), (506, 229)], "K, V"),
-        arrow([(426, 85), (466, 85), (466, 190), (506, 190)], "V"),
-        arrow([(426, 209), (486, 209), (486, 110), (506, 110)]),
-        arrow([(600, 130), (600, 162)], "P", (590, 150)),
-        arrow([(664, 164), (664, 132)], "P", (676, 150)),
-    ]
-    return drawing("Roles of the kernel in bf16 tiles", 272, boxes, arrows)
+    return svg.document(308, "Window and entries are attended to in one softmax", parts)
 
 
 def images() -> dict[str, str]:
-    return {"few_heads.svg": few_heads(), "many_heads.svg": many_heads(), "bf16_tiles.svg": bf16_tiles()}
+    return {"pages.svg": pages(), "indices.svg": indices(), "two_caches.svg": two_caches()}

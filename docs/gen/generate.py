@@ -14,11 +14,13 @@ import accuracy
 import attempts
 import dispatch
 import drawings
+import engines
 import layouts
 import ops
 import performance
 import plans
 import prices
+import roles
 import support
 import tiles
 from results import ROOT
@@ -42,10 +44,10 @@ def filled(text: str, parts: dict[str, str]) -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file, as it should be."""
     made = ops.files() | layouts.files() | attempts.files()
-    for name, chart in (performance.images() | accuracy.images() | drawings.images()).items():
-        made[f"docs/img/{name}"] = chart
+    for module in (accuracy, drawings, engines, layouts, performance, roles):
+        made |= {f"docs/img/{name}": chart for name, chart in module.images().items()}
     parts = dict[str, str]()
-    for module in (accuracy, dispatch, performance, plans, prices, support, tiles):
+    for module in (accuracy, dispatch, engines, performance, plans, prices, support, tiles):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

@@ -1,5 +1,7 @@
 """docs/reference/layouts.md: the byte maps of all cache layouts, from the tables in the library."""
 
+import svg
+
 from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS, IndexLayout, KVLayout
 
 INTRODUCTION = """\
@@ -103,6 +105,25 @@ def document() -> str:
     maps = "\n\n".join(byte_map(layout) for layout in layouts)
     index = INDEX + "\n".join(map(index_row, INDEX_LAYOUTS.values()))
     return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n\n" + index + "\n"
+
+
+def chart() -> str:
+    """Bytes of a cached token or entry in one layer, of the models that a layout is for."""
+    models = {
+        "V3.2, GLM-5: a token in a layer": ("bf16", "dsv32", "fp8_e4m3"),
+        "V4, V4.1: a token or entry in a layer": ("bf16_512", "dsv4", "dsv41", "fp8_e4m3_512", "dsv41_fp4"),
+    }
+    groups = {
+        title: {name: float(KV_LAYOUTS[name].bytes_per_token) for name in names}
+        for title, names in models.items()
+    }
+    index = {layout.name: float(layout.bytes_per_entry) for layout in INDEX_LAYOUTS.values()}
+    groups["Index keys: a token or entry in a layer"] = index
+    return svg.bars("Memory of a cache, by layout", "bytes; bf16 and bf16_512 are without FP8", groups)
+
+
+def images() -> dict[str, str]:
+    return {"cache_memory.svg": chart()}
 
 
 def files() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import engines
 import results
 import summary
 import svg
@@ -106,20 +107,60 @@ def overview() -> str:
     return f"{table}\n\nSlower than FlashMLA: {sum(r < 1 for r in ratios)} of {len(ratios)} such cells."
 
 
+def strongest(device: str) -> dict[str, list[tuple[int, float, Case]]]:
+    """What is compared with the strongest peer there is for it: (heads, ratio, case), the worst first.
+
+    Prefill from pages is beside FlashMLA over a workspace of bf16 rows that is ready.
+    """
+    decode = [*matched(device, "sparse_decode", DECODE), *matched(device, REAL[0], DECODE)]
+    full = [(m, case) for m, case in matched(device, "sparse_prefill", PREFILL) if not m["layer"]]
+    rows = [*full, *matched(device, REAL[1], PREFILL)]
+    found = {
+        "decode": decode,
+        "prefill over bf16 rows": [(m, case) for m, case in rows if m["bf16"]],
+        "prefill from FP8 pages": [
+            (m, case) for m, case in full if not m["bf16"] and not m["layout"].startswith("bf16")
+        ],
+    }
+    return {
+        name: sorted(
+            ((int(m["heads"]), c.ratios["flash_mla"], c) for m, c in cases if "flash_mla" in c.peers),
+            key=lambda x: x[1],
+        )
+        for name, cases in found.items()
+    }
+
+
+def peers_table() -> str:
+    """README.md: the worst, the middle and the best case beside the strongest peer for each row."""
+    lines = engines.attention()
+    kinds = {
+        "decode": "`sparse_decode`",
+        "prefill over bf16 rows": "`sparse_prefill`",
+        "prefill from FP8 pages": "prefill from FP8 pages, FlashMLA over a ready bf16 workspace",
+    }
+    for name, cases in strongest(H100).items():
+        ratios = [f"{fixed(cases[i][1])}x" for i in (0, len(cases) // 2, -1)]
+        lines.append([f"{kinds[name]}, {len(cases)} cases", "H100", "SGLang 0.5.23", *ratios])
+    return markdown(["", "GPU", "FlashMLA of", "worst", "middle", "best"], lines)
+
+
 def speed_chart() -> str:
     groups = {}
-    for name, (peer, cases) in real_rows().items():
+    titles = {
+        "decode": "decode",
+        "prefill over bf16 rows": "prefill over bf16 rows",
+        "prefill from FP8 pages": "prefill from pages, FlashMLA over bf16 rows",
+    }
+    for name, cases in strongest(H100).items():
         rows = []
         for heads in HEADS:
-            of_heads = [c for c in cases if f" h{heads} " in c.label and peer in c.peers]
-            if of_heads:
-                ratios = sorted(c.ratios[peer] for c in of_heads)
-                middle = ratios[len(ratios) // 2]
-                rows.append(svg.Range(f"{heads} heads", ratios[0], middle, ratios[-1]))
-        if rows:
-            groups[f"sparse {name}"] = rows
-    title = "Times as fast as FlashMLA on an H200: worst, median and best cell"
-    return svg.ranges(title, groups, "as fast as FlashMLA")
+            ratios = [ratio for h, ratio, _ in cases if h == heads]
+            if ratios:
+                rows.append(svg.Range(f"{heads} heads", ratios[0], ratios[len(ratios) // 2], ratios[-1]))
+        groups[titles[name]] = rows
+    note = "H100; worst, middle and best case; at 1x both take as long"
+    return svg.ranges("Times as fast as SGLang's FlashMLA", note, groups)
 
 
 def decode_tables(device: str = GPU) -> Iterator[str]:
@@ -147,13 +188,16 @@ def decode_tables(device: str = GPU) -> Iterator[str]:
 
 
 def decode_chart() -> str:
-    panels: dict[str, dict[str, dict[str, float]]] = {}
-    for m, case in matched(GPU, "sparse_decode", DECODE):
-        if m["page"] or m["s_q"] or "flash_mla" not in case.peers:
+    names = {"dsv32": "V3.2", "dsv4": "V4"}
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for m, case in matched(H100, "sparse_decode", DECODE):
+        if m["page"] or m["s_q"] or m["layout"] not in names or "flash_mla" not in case.peers:
             continue
-        panel = panels.setdefault(f"{m['layout']}, {m['keys']} keys: batch", {})
-        panel.setdefault(f"{m['heads']} heads", {})[m["batch"]] = case.ratios["flash_mla"]
-    return svg.lines("Decode of full rows: times as fast as FlashMLA", panels, "FlashMLA")
+        keys = m["keys"].replace("+", " + ")
+        panel = panels.setdefault(f"{names[m['layout']]}, {keys} keys, by requests", {})
+        panel.setdefault(f"{m['heads']} heads", {})[int(m["batch"])] = case.ratios["flash_mla"]
+    note = "H100; every index is a key; at 1x both take as long"
+    return svg.lines("Decode: times as fast as SGLang's FlashMLA", note, panels)
 
 
 def prefill_tables(device: str = GPU) -> Iterator[str]:
@@ -218,20 +262,23 @@ def cache_table() -> str:
 
 def cache_chart() -> str:
     picked = {
-        "quantize_kv, 32 K tokens": ("quantize_kv", r"(\w+) tokens=32768 (\w+)"),
-        "dequantize_kv, 1 M slots": ("dequantize_kv", r"(\w+) slots=1048576 (\w+)"),
-        "combine_topk_swa_indices": ("combine_topk_swa_indices", r"(tokens=\d{4,}) (width=\d+)"),
-    }
+        "quantize_kv, 32768 tokens": ("quantize_kv", r"(\w+) tokens=32768 random"),
+        "dequantize_kv, 1 M slots": ("dequantize_kv", r"(\w+) slots=1048576 random"),
+        "combine_topk_swa_indices, 16 K tokens": (
+            "combine_topk_swa_indices", r"tokens=16384 (width=\d+)",
+        ),
+    }  # fmt: skip
     groups = {}
     for name, (op, pattern) in picked.items():
         found = {
-            " ".join(m.groups()).replace("paged", "in page order"): min(percent_of_copy(case), 110)
+            m[1]: min(percent_of_copy(case), 110)
             for label, case in of(GPU, op).items()
             if (m := re.fullmatch(pattern, label)) and not label.startswith("bf16")
         }
         if found:
             groups[name] = found
-    return svg.bars("Bandwidth on an H200, % of a device copy of the same bytes", groups, " %", 100)
+    note = "H200; % of a copy of as many bytes; slots in random order"
+    return svg.bars("How near cache ops come to a copy", note, groups, "{:.0f} %", 100)
 
 
 def cpu_tables() -> Iterator[str]:
@@ -330,6 +377,7 @@ def parts() -> dict[str, str]:
     """The generated parts of documents, by name."""
     return {
         "overview": overview(),
+        "peers": peers_table(),
         "decode": "\n\n".join(decode_tables()),
         "decode on an H100": "\n\n".join([*decode_tables(H100), *real_tables(H100, REAL[:1])]),
         "real rows": "\n\n".join(real_tables()),

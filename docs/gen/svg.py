@@ -1,13 +1,21 @@
-"""Charts as SVG: small, the same bytes from the same numbers, colours that read on white and on black."""
+"""Charts as SVG: small, the same bytes from the same numbers, colours that read on white and on black.
+
+Every chart is WIDTH units wide: a phone has about 360 pixels for them, a desktop SHOWN. Text keeps clear of
+other text, of bars and of upright lines (tests/tools/test_charts.py).
+"""
 
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+WIDTH, SHOWN = 440, 560
 TEXT, LINE, ONE = "#768390", "#76839055", "#d29922"
 COLOURS = ("#3f83f8", "#2da44e", "#bf5af2", "#e8590c", "#e5484d")
 FONT = "font-family='system-ui, sans-serif'"
+TITLE, HEAD, BODY, SMALL = 17, 15, 14, 13  # font sizes
+STEP = 24  # from one bar to the next
+LETTER = 0.62  # of the font size: how wide a letter is at most on average
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,9 @@ class Range:
     high: float
 
 
-def text(x: float, y: float, content: str, size: int = 12, anchor: str = "start", bold: bool = False) -> str:
+def text(
+    x: float, y: float, content: str, size: int = BODY, anchor: str = "start", bold: bool = False
+) -> str:
     weight = " font-weight='600'" if bold else ""
     place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'{weight}"
     return f"<text {place} fill='{TEXT}'>{html.escape(content)}</text>"
@@ -29,12 +39,22 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str = LINE, width: 
     return f"<line {ends} stroke='{colour}' stroke-width='{width}'/>"
 
 
-def document(width: int, height: float, title: str, parts: Iterable[str]) -> str:
-    head = (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height:.0f}' width='{width}' {FONT}"
-    )
+def rectangle(x: float, y: float, width: float, height: float, colour: str, opacity: float = 0.6) -> str:
+    place = f"x='{x:.1f}' y='{y:.1f}' width='{width:.1f}' height='{height:.1f}' rx='3'"
+    return f"<rect {place} fill='{colour}' fill-opacity='{opacity:g}'/>"
+
+
+def document(height: float, title: str, parts: Iterable[str], width: int = WIDTH, shown: int = SHOWN) -> str:
+    size = f"viewBox='0 0 {width} {height:.0f}' width='{shown}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {FONT}"
     body = "\n".join(parts)
     return f"{head} role='img'>\n<title>{html.escape(title)}</title>\n{body}\n</svg>\n"
+
+
+def heading(title: str, note: str) -> tuple[list[str], float]:
+    """The title with a smaller line under it, and where the chart may begin."""
+    parts = [text(2, 18, title, TITLE, bold=True)]
+    return (parts, 26.0) if not note else ([*parts, text(2, 38, note, SMALL)], 46.0)
 
 
 def log_axis(low: float, high: float, left: float, right: float) -> Callable[[float], float]:
@@ -57,85 +77,89 @@ def limits(values: Iterable[float]) -> tuple[float, float]:
     )
 
 
-def ranges(title: str, groups: Mapping[str, Sequence[Range]], one: str = "", unit: str = "x") -> str:
+def ranges(title: str, note: str, groups: Mapping[str, Sequence[Range]], unit: str = "x") -> str:
     """Horizontal bars from the lowest to the highest value on a logarithmic axis, a tick at the middle one.
 
-    `one` is written under the line at 1, which then stands out.
+    The line at 1x, if the unit is that, stands out.
     """
-    width, left, right, step = 760, 140, 632, 19
+    longest = max(len(row.label) for rows in groups.values() for row in rows)
+    left, right = 12 + LETTER * BODY * longest, WIDTH - 122
     low, high = limits(v for rows in groups.values() for r in rows for v in (r.low, r.high))
-    place, parts, y = log_axis(low, high, left, right), list[str](), 30.0
-    bottom = y + sum(26 + step * len(rows) for rows in groups.values())
-    parts.append(text(4, 16, title, 14, bold=True))
-    for value in powers_of_two(low, high):
-        colour, stroke = (ONE, 1.5) if one and value == 1 else (LINE, 1)
-        parts.append(line(place(value), y, place(value), bottom, colour, stroke))
-        parts.append(text(place(value), bottom + 16, f"{value:g}{unit}", 11, "middle"))
-    parts.append(text(place(1), bottom + 31, one, 11, "middle"))
+    place = log_axis(low, high, left, right)
+    ticks = powers_of_two(low, high)
+    ticks = ticks if len(ticks) < 6 else ticks[::2]
+    parts, y = heading(title, note)
     for colour, (name, rows) in zip(COLOURS, groups.items(), strict=False):
-        y += 18
-        parts.append(text(4, y, name, 12, bold=True))
-        y += 8
+        parts.append(text(2, y + 20, name, HEAD, bold=True))
+        y += 28
+        for value in ticks:
+            mark = (ONE, 2) if value == 1 and unit == "x" else (LINE, 1)
+            parts.append(line(place(value), y, place(value), y + STEP * len(rows), *mark))
         for row in rows:
             x1, x2 = place(row.low), place(row.high)
-            parts.append(text(left - 8, y + 12, row.label, 12, "end"))
-            bar = f"x='{x1:.1f}' y='{y + 3:.1f}' width='{max(2.0, x2 - x1):.1f}' height='11' rx='3'"
-            parts.append(f"<rect {bar} fill='{colour}' fill-opacity='0.55'/>")
-            parts.append(line(place(row.middle), y + 1, place(row.middle), y + 16, colour, 3))
-            parts.append(text(right + 10, y + 12, f"{row.low:.2f} to {row.high:.2f}{unit}", 11))
-            y += step
-    return document(width, bottom + (38 if one else 22), title, parts)
+            parts.append(text(left - 8, y + 17, row.label, BODY, "end"))
+            parts.append(rectangle(x1, y + 5, max(2.0, x2 - x1), 14, colour, 0.55))
+            parts.append(line(place(row.middle), y + 3, place(row.middle), y + 21, colour, 3))
+            parts.append(text(right + 8, y + 17, f"{row.low:.2f} to {row.high:.2f}{unit}", SMALL))
+            y += STEP
+    for value in ticks:
+        parts.append(text(place(value), y + 16, f"{value:g}{unit}", SMALL, "middle"))
+    return document(y + 24, title, parts)
 
 
-def lines(title: str, panels: dict[str, dict[str, dict[str, float]]], one: str) -> str:
-    """Panels of lines: {panel: {line: {x: value}}}, values on one logarithmic axis, a mark at 1."""
-    width, height, top, gap, left = 760, 300, 44, 34, 40
+def lines(title: str, note: str, panels: Mapping[str, Mapping[str, Mapping[int, float]]]) -> str:
+    """Panels under each other: {panel: {line: {x: value}}}, x ascending, values on one logarithmic axis."""
+    left, tall = 40.0, 170.0
     low, high = limits(v for curves in panels.values() for c in curves.values() for v in c.values())
-    place, parts = log_axis(low, high, height - 34, top), [text(4, 16, title, 14, bold=True)]
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
     colours = dict(zip(names, COLOURS, strict=False))
+    parts, y = heading(title, note)
     for i, name in enumerate(names):
-        x = width - 100 * (len(names) - i)
-        parts += [line(x, 33, x + 18, 33, colours[name], 3), text(x + 24, 37, name, 11)]
-    each = (width - left - gap * (len(panels) - 1) - 8) / len(panels)
-    for value in powers_of_two(low, high):
-        y = place(value)
-        parts.append(line(left, y, width - 8, y, ONE if value == 1 else LINE, 1.5 if value == 1 else 1))
-        parts.append(text(left - 6, y + 4, f"{value:g}x", 11, "end"))
-    parts.append(text(width - 10, place(1) - 5, one, 11, "end"))
-    for i, (panel, curves) in enumerate(panels.items()):
-        x0 = left + i * (each + gap)
-        ticks = list(dict.fromkeys(x for curve in curves.values() for x in curve))
-        at = {x: x0 + 14 + j * (each - 28) / max(1, len(ticks) - 1) for j, x in enumerate(ticks)}
-        parts += [text(x, height - 18, tick, 11, "middle") for tick, x in at.items()]
-        parts.append(text(x0 + each / 2, height - 3, panel, 11, "middle", bold=True))
+        x = 2 + i * (WIDTH - 4) / len(names)
+        parts += [line(x, y + 10, x + 14, y + 10, colours[name], 4), text(x + 18, y + 15, name, SMALL)]
+    y += 20
+    for panel, curves in panels.items():
+        parts.append(text(2, y + 22, panel, HEAD, bold=True))
+        top, bottom = y + 32, y + 32 + tall
+        place = log_axis(low, high, bottom, top)
+        for value in powers_of_two(low, high):
+            at = place(value)
+            mark = (ONE, 2) if value == 1 else (LINE, 1)
+            parts.append(line(left, at, WIDTH - 4, at, *mark))
+            parts.append(text(left - 6, at + 5, f"{value:g}x", SMALL, "end"))
+        ticks = sorted({x for curve in curves.values() for x in curve})
+        at_x = {x: left + 16 + j * (WIDTH - left - 40) / max(1, len(ticks) - 1) for j, x in enumerate(ticks)}
+        parts += [text(x, bottom + 18, str(tick), SMALL, "middle") for tick, x in at_x.items()]
         for name, curve in curves.items():
-            points = [(at[x], place(value)) for x, value in curve.items()]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            parts.append(
-                f"<polyline points='{path}' fill='none' stroke='{colours[name]}' stroke-width='2.5'/>"
-            )
-            parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{colours[name]}'/>" for x, y in points]
-    return document(width, height + 6, title, parts)
+            points = [(at_x[x], place(curve[x])) for x in sorted(curve)]
+            path = " ".join(f"{x:.1f},{py:.1f}" for x, py in points)
+            stroke = f"stroke='{colours[name]}' stroke-width='2.5'"
+            parts.append(f"<polyline points='{path}' fill='none' {stroke}/>")
+            parts += [
+                f"<circle cx='{x:.1f}' cy='{py:.1f}' r='3' fill='{colours[name]}'/>" for x, py in points
+            ]
+        y = bottom + 24
+    return document(y + 4, title, parts)
 
 
-def bars(title: str, groups: dict[str, dict[str, float]], unit: str, roof: float) -> str:
-    """Horizontal bars on a linear axis, with a line at `roof`."""
-    width, left, right, step = 760, 250, 690, 18
-    high = max(roof, *(v for bars_ in groups.values() for v in bars_.values())) * 1.02
-    parts, y = [text(4, 16, title, 14, bold=True)], 26.0
-    bottom = y + sum(20 + step * len(rows) for rows in groups.values())
-    x_roof = left + (right - left) * roof / high
-    parts.append(line(x_roof, y, x_roof, bottom, ONE, 1.5))
+def bars(
+    title: str, note: str, groups: Mapping[str, Mapping[str, float]], number: str = "{:.0f}", roof: float = 0
+) -> str:
+    """Horizontal bars on a linear axis that begins at 0; a line at `roof`."""
+    longest = max(len(label) for rows in groups.values() for label in rows)
+    widest = max(len(number.format(v)) for rows in groups.values() for v in rows.values())
+    left, right = 12 + LETTER * BODY * longest, WIDTH - 14 - LETTER * BODY * widest
+    high = max(roof, *(v for rows in groups.values() for v in rows.values()))
+    parts, y = heading(title, note)
     for colour, (name, rows) in zip(COLOURS, groups.items(), strict=False):
-        y += 16
-        parts.append(text(4, y, name, 12, bold=True))
-        y += 4
+        parts.append(text(2, y + 20, name, HEAD, bold=True))
+        y += 28
         for label, value in rows.items():
-            size = (right - left) * value / high
-            parts.append(text(left - 8, y + 12, label, 11, "end"))
-            bar = f"x='{left}' y='{y + 3:.1f}' width='{size:.1f}' height='11' rx='2'"
-            parts.append(f"<rect {bar} fill='{colour}' fill-opacity='0.7'/>")
-            parts.append(text(width - 8, y + 12, f"{value:.0f}{unit}", 11, "end"))
-            y += step
-    return document(width, bottom + 6, title, parts)
+            parts.append(text(left - 8, y + 17, label, BODY, "end"))
+            parts.append(rectangle(left, y + 4, (right - left) * value / high, 16, colour))
+            parts.append(text(WIDTH - 2, y + 17, number.format(value), BODY, "end"))
+            y += STEP
+        if roof:
+            at = left + (right - left) * roof / high
+            parts.append(line(at, y - STEP * len(rows), at, y, ONE, 2))
+    return document(y + 6, title, parts)

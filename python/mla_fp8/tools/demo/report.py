@@ -172,8 +172,8 @@ def draw(results: Results, folder: Path) -> Path | None:
         )
     names = [f"layer {i}\nratio {layer.ratio}" for i, layer in enumerate(spec.layers)]
     errors.set_xticks(range(len(names)), names)
-    errors.set(yscale="log", ylabel="rms error / rms output", title="Error of attention, same inputs")
-    errors.legend()
+    errors.set(ylabel="rms error / rms output", title="Error of attention, same inputs")
+    figure.legend(loc="outside lower left", ncols=len(spec.layouts))  # beside the bars, never over them
     mib = [results.runs[layout].cache_bytes / 2**20 for layout in spec.layouts]
     bars = sizes.barh(spec.layouts, mib)
     sizes.bar_label(bars, [f"{bytes_per_entry(layout)} B/entry" for layout in spec.layouts], padding=3)
