@@ -118,16 +118,38 @@ def test_policy_and_variants_are_frozen(name):
         assert list(TABLES[name]()) == [tuple(row) for row in csv.reader(file)]
 
 
-def test_every_variant_is_in_some_plan():
-    planned = set()
-    for name in ("plans.csv", "plans_of_entry_pages.csv", "plans_in_any_batch.csv"):
-        with (HERE / name).open(newline="") as file:
-            planned |= {row["plan"] for row in csv.DictReader(file)}
-    for kernel, schedule, heads, producers, _ in core.VARIANTS:
-        wanted = [f"{kernel} {schedule}, {heads} heads"]
-        if kernel == "few_heads":
-            wanted.append(f", {producers} producers")
-        assert any(all(part in plan for part in wanted) for plan in planned), wanted
+def planned_kernels():
+    """(kernel, schedule, heads, producers or None, layouts) of the plans of many problems on Hopper."""
+    layouts = {layout for variant in core.VARIANTS for layout in variant[4]}
+    queries = (1, 2, 4, 8, 16, 20, 32, 44, 64, 96, 128, 160, 256, 512, 1024, 4096)
+    found = set()
+    for layout, heads, count, invariant in product(layouts, HEADS, queries, (False, True)):
+        problem = {**ids(layout), "heads": heads, "queries": count, "batch_invariant": invariant}
+        for op, keys, extra in product(("decode", "prefill"), (128, 640, 2048), (0, 512)):
+            if "+" in layout and not extra:
+                continue
+            plan = core.plan(op, **problem, keys=keys, extra_keys=extra)
+            found.add((layout, plan))
+        if "+" not in layout:
+            entries = {"keys": 128, "extra_keys": 8192, "is_window": True, "has_entry_pages": True}
+            for requests in (1, 32):
+                found.add((layout, core.plan("prefill", **problem, **entries, requests=requests)))
+    kernels = set()
+    for layout, plan in found:
+        kernel, schedule, heads = re.match(r"(\w+) (\w+), (\d+) heads", plan).groups()
+        producers = re.search(r"(\d+) producers", plan)
+        kernels.add((kernel, schedule, int(heads), producers and int(producers[1]), layout))
+    return kernels
+
+
+def test_a_kernel_that_no_plan_names_is_not_compiled():
+    planned = planned_kernels()
+    for kernel, schedule, heads, producers, layouts in core.VARIANTS:
+        if kernel == "portable":  # of other GPUs
+            continue
+        for layout in layouts:
+            wanted = (kernel, schedule, heads, producers if kernel == "few_heads" else None, layout)
+            assert wanted in planned
 
 
 @pytest.mark.parametrize(
@@ -328,6 +350,11 @@ def test_a_query_is_split_as_far_as_the_workspace_has_room(parts, splits):
         (("many_heads", "runs", 64, 9), "dsv32", 64),
         (("many_heads", "runs", 32, 2), "dsv41+dsv41_fp4", 32),
         (("few_heads", "segments", 16, 1), "bf16", 16),
+        (("few_heads", "segments", 8, 1), "dsv32_nope", 8),
+        (("few_heads", "split", 8, 1, 4), "dsv41+dsv41_fp4", 8),
+        (("many_heads", "split", 32, 1, 4), "dsv41+dsv41_fp4", 32),
+        (("many_heads", "split", 48, 1), "dsv4", 8),
+        (("many_heads", "walk", 64, 1), "fp8_e4m3", 64),
         (("few_heads", "segments", 8, 1), "dsv41+dsv41_fp4", 8),
         (("many_heads", "split", 64, 32), "dsv32", 64),
         (("many_heads", "split", 64, 1), "bf16", 64),

@@ -94,6 +94,12 @@ Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   return two.plan.queries > 0 ? two.plan : all.plan;
 }
 
+const Variant* walk_variant(const SparseAttentionParams& p) {
+  const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
+  const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
+  return find_variant(kernel, Schedule::kWalk, heads, 0, p.layouts());
+}
+
 // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
 // where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
 // ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
@@ -108,13 +114,9 @@ bool walks(const SparseAttentionParams& p, int num_sms) {
   const int octets = ceil_div(p.num_q_heads, kOctet);
   const int64_t enough = !fp8 ? 7 : octets > 4 ? 48 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
   const int most = !fp8 ? 1 : p.layouts().is_mixed() || p.has_entry_pages ? 4 : 16;
-  return octets <= most && p.num_tokens * octets > enough * num_sms;
+  return octets <= most && p.num_tokens * octets > enough * num_sms && walk_variant(p);
 }
-Plan plan_walk(const SparseAttentionParams& p, int num_sms) {
-  const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
-  const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
-  return {variant(kernel, Schedule::kWalk, heads, p.layouts()), 1, num_sms};
-}
+Plan plan_walk(const SparseAttentionParams& p, int num_sms) { return {*walk_variant(p), 1, num_sms}; }
 
 // bf16 rows, keys that neighbours share or more than 16 heads; dsv4 or FP4 entries and more than 64 heads,
 // which two CTAs convert for each other (128 + 1024 keys of dsv4, 256 queries: 191.5 -> 177.5 us; 640 keys,
@@ -331,12 +333,14 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool parts = leaves_parts(v.schedule), split = v.schedule != Schedule::kWalk;
     const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
+    const bool has_kernel = tiles || attends_to_queries(v) || variant_of_lists(p, gpu);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
     const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
     const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
     const bool has_segments = num > 0 && !((segments || parts) && p.max_logits);
-    if (named && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) && own_kernels(p, gpu)) {
+    if (named && has_kernel && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) &&
+        own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
       if (segments) deal_runs(p, num, plan);
       if (tiles) plan.tile_queries = entry_tile_queries(p);

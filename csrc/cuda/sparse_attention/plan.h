@@ -4,6 +4,7 @@
 // query does not depend on what the other queries hold. But for queries that share keys: the bits of a tile
 // depend on its neighbours' keys, and where CTAs share tiles (sm90/many_heads/shares.cuh) on all lengths.
 #include <algorithm>
+#include <concepts>
 #include <iterator>
 #include <optional>
 #include <stdexcept>
@@ -36,9 +37,45 @@ enum class Schedule {
   kRuns,
 };
 
-// Cached rows that a kernel reads. Of two caches with different layouts the first says it: rows of the
-// second become rows like those. kPairs: of e4m3fn with rows of another layout.
-enum class Rows { kAll, kCoded, kE4m3fn, kE4m3fnAlone, kBf16, kE4m3fnOrBf16, kBf16OrDsv4, kDsv4, kPairs };
+// What a kernel reads: caches of one layout, and pairs of layouts. A bit for each KvLayoutId and for each of
+// kMixedPairs.
+struct Rows {
+  uint32_t layouts = 0, pairs = 0;
+
+  constexpr bool has(KvPair pair) const {
+    if (!pair.is_mixed()) return layouts >> static_cast<int>(pair.first) & 1;
+    for (size_t i = 0; i < std::size(kMixedPairs); ++i)
+      if (kMixedPairs[i].first == pair.first && kMixedPairs[i].extra == pair.extra) return pairs >> i & 1;
+    return false;
+  }
+  constexpr Rows operator|(Rows other) const { return {layouts | other.layouts, pairs | other.pairs}; }
+};
+constexpr Rows rows_of(std::same_as<KvLayoutId> auto... layouts) {
+  return {((1u << static_cast<int>(layouts)) | ...), 0};
+}
+constexpr Rows rows_in(Format nope_format) {  // all layouts of that format
+  Rows rows;
+  for (int i = 0; i < kNumKvLayouts; ++i)
+    if (kv_layout(static_cast<KvLayoutId>(i)).nope_format == nope_format) rows.layouts |= 1u << i;
+  return rows;
+}
+constexpr Rows pairs_in(Format nope_format) {  // all pairs whose first layout is of that format
+  Rows rows;
+  for (size_t i = 0; i < std::size(kMixedPairs); ++i)
+    if (kv_layout(kMixedPairs[i].first).nope_format == nope_format) rows.pairs |= 1u << i;
+  return rows;
+}
+inline constexpr Rows kBf16Rows = rows_in(Format::kBf16), kFp8Rows = rows_in(Format::kE4m3fn),
+                      kFp8Pairs = pairs_in(Format::kE4m3fn),
+                      kFnuzRows = rows_in(Format::kE4m3fnuz) | pairs_in(Format::kE4m3fnuz);
+inline constexpr Rows kDsv4Rows = rows_of(KvLayoutId::kDsv4);
+// FP8 layouts that were timed on Hopper. Of the others a schedule besides kSplit was never shown to gain.
+inline constexpr Rows kTimedFp8Rows = rows_of(KvLayoutId::kDsv32, KvLayoutId::kDsv4, KvLayoutId::kDsv41);
+// GLM-5.3-Flash sends prompts of dsv32_nope.
+inline constexpr Rows kPromptRows = kTimedFp8Rows | rows_of(KvLayoutId::kDsv32Nope);
+
+// 8 heads of up to six queries, 16 of three: no query alone has as many.
+inline constexpr int kHeadsOfTilesAlone = 48;
 
 // What of a kernel is known when it is compiled, besides the layout.
 struct Variant {
@@ -48,58 +85,38 @@ struct Variant {
   int producers;  // warps that gather
   Rows rows;
 
-  constexpr bool reads(KvPair pair) const {
-    if (rows == Rows::kAll) return can_attend(pair);
-    if (rows == Rows::kCoded) return can_attend(pair) && kv_layout(pair.first).nope_format != Format::kBf16;
-    const bool alone = rows == Rows::kBf16OrDsv4 || rows == Rows::kDsv4 || rows == Rows::kE4m3fnAlone;
-    if (pair.is_mixed() && (!can_attend(pair) || alone)) return false;
-    const KvLayoutId id = pair.first;
-    const bool e4m3fn = kv_layout(id).nope_format == Format::kE4m3fn;
-    const bool bf16 = kv_layout(id).nope_format == Format::kBf16;
-    switch (rows) {
-      case Rows::kAll:
-      case Rows::kCoded: return true;
-      case Rows::kE4m3fn:
-      case Rows::kE4m3fnAlone: return e4m3fn;
-      case Rows::kBf16: return bf16;
-      case Rows::kE4m3fnOrBf16: return e4m3fn || bf16;
-      case Rows::kBf16OrDsv4: return bf16 || id == KvLayoutId::kDsv4;
-      case Rows::kDsv4: return id == KvLayoutId::kDsv4;
-      case Rows::kPairs: return e4m3fn && pair.is_mixed();
-    }
-    return false;
-  }
+  constexpr bool reads(KvPair pair) const { return rows.has(pair); }
 };
 inline constexpr Variant kVariants[] = {
-    {Kernel::kPortable, Schedule::kSplit, 16, 8, Rows::kAll},
-    {Kernel::kPortable, Schedule::kSplit, 32, 8, Rows::kAll},
-    {Kernel::kPortable, Schedule::kSplit, 64, 8, Rows::kCoded},
-    {Kernel::kFewHeads, Schedule::kSplit, 8, 4, Rows::kE4m3fnOrBf16},
-    {Kernel::kFewHeads, Schedule::kSplit, 8, 8, Rows::kE4m3fnOrBf16},
-    {Kernel::kFewHeads, Schedule::kSplit, 16, 4, Rows::kE4m3fnOrBf16},
-    {Kernel::kFewHeads, Schedule::kSplit, 16, 8, Rows::kPairs},
-    {Kernel::kFewHeads, Schedule::kSplit, 32, 4, Rows::kBf16},
-    {Kernel::kFewHeads, Schedule::kSegments, 8, 8, Rows::kE4m3fnAlone},
-    {Kernel::kFewHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
-    {Kernel::kFewHeads, Schedule::kWalk, 8, 8, Rows::kE4m3fnOrBf16},
-    {Kernel::kFewHeads, Schedule::kWalk, 16, 8, Rows::kE4m3fn},
-    {Kernel::kManyHeads, Schedule::kSplit, 32, 4, Rows::kE4m3fn},
-    {Kernel::kManyHeads, Schedule::kSplit, 32, 8, Rows::kPairs},
-    {Kernel::kManyHeads, Schedule::kSplit, 48, 4, Rows::kDsv4},
-    {Kernel::kManyHeads, Schedule::kSplit, 64, 4, Rows::kE4m3fn},
-    {Kernel::kManyHeads, Schedule::kParts, 32, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kParts, 32, 8, Rows::kPairs},
-    {Kernel::kManyHeads, Schedule::kParts, 64, 4, Rows::kE4m3fn},
-    {Kernel::kManyHeads, Schedule::kSegments, 16, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kSegments, 32, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kSegments, 64, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kRuns, 32, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kRuns, 64, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kWalk, 32, 4, Rows::kE4m3fnAlone},
-    {Kernel::kManyHeads, Schedule::kWalk, 32, 8, Rows::kPairs},
-    {Kernel::kManyHeads, Schedule::kWalk, 64, 4, Rows::kE4m3fnAlone},
-    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kBf16OrDsv4},
-    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, Rows::kPairs},
+    {Kernel::kPortable, Schedule::kSplit, 16, 8, kFp8Rows | kFp8Pairs | kFnuzRows | kBf16Rows},
+    {Kernel::kPortable, Schedule::kSplit, 32, 8, kFp8Rows | kFp8Pairs | kFnuzRows | kBf16Rows},
+    {Kernel::kPortable, Schedule::kSplit, 64, 8, kFp8Rows | kFp8Pairs | kFnuzRows},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, 4, kFp8Rows | kBf16Rows},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, 8, kFp8Rows | kFp8Pairs | kBf16Rows},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, 4, kFp8Rows | kBf16Rows},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, 8, kFp8Pairs},
+    {Kernel::kFewHeads, Schedule::kSplit, 32, 4, kBf16Rows},
+    {Kernel::kFewHeads, Schedule::kSegments, 8, 8, kTimedFp8Rows},
+    {Kernel::kFewHeads, Schedule::kSegments, 16, 4, kTimedFp8Rows},
+    {Kernel::kFewHeads, Schedule::kWalk, 8, 8, kPromptRows | kFp8Pairs | kBf16Rows},
+    {Kernel::kFewHeads, Schedule::kWalk, 16, 8, kPromptRows | kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, 4, kFp8Rows},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, 8, kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kSplit, kHeadsOfTilesAlone, 4, kDsv4Rows},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, 4, kFp8Rows | kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kParts, 32, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kParts, 32, 8, kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kParts, 64, 4, kTimedFp8Rows | kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kSegments, 16, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kSegments, 32, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kSegments, 64, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kRuns, 32, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kRuns, 64, 4, kTimedFp8Rows},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, 4, kPromptRows},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, 8, kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kWalk, 64, 4, kPromptRows},
+    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, kBf16Rows | kDsv4Rows},
+    {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, kFp8Pairs},
 };
 
 struct Plan {
@@ -161,6 +178,9 @@ Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
+
+// Whether there is a kernel of queries that go alone.
+constexpr bool attends_to_queries(const Variant& v) { return v.heads != kHeadsOfTilesAlone; }
 
 // Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads, and single queries
 // with any. An octet of heads is of one query.

@@ -74,12 +74,12 @@ constexpr Case kCases[] = {
     {kFewHeads, kWalk, 8, 1, 0, kDsv4, 8, 30, 100, 60, true},
     {kFewHeads, kWalk, 16, 1, 0, kDsv32, 16, 16, 200, 0, true},
     {kFewHeads, kWalk, 16, 1, 0, kDsv4, 16, 16, 100, 60, true},
-    {kFewHeads, kWalk, 8, 1, 0, kFp8E4m3, 8, 30, 150, 0, true},
+    {kFewHeads, kWalk, 8, 1, 0, kDsv32Nope, 8, 30, 150, 0, true},
     {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 16, 280, 200, 0, true},
     {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 8, 280, 100, 60, true},
     {kManyHeads, kWalk, 32, 1, 0, kDsv32, 32, 8, 400, 0, true},
     {kManyHeads, kWalk, 32, 1, 0, kDsv4, 32, 8, 300, 100, true},
-    {kManyHeads, kWalk, 32, 1, 0, kFp8E4m3D512, 32, 8, 400, 0, true},
+    {kManyHeads, kWalk, 32, 1, 0, kDsv32Nope, 32, 8, 400, 0, true},
     {kManyHeads, kWalk, 32, 1, 0, kDsv32, 64, 6, 400, 0, true},
     {kManyHeads, kWalk, 32, 1, 0, kDsv4, 128, 4, 300, 100, true},
     {kBf16Tiles, kWalk, 64, 1, 0, kBf16, 64, 280, 200, 0, true},
@@ -133,7 +133,7 @@ constexpr Case kCases[] = {
     {kManyHeads, kSplit, 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
     {kManyHeads, kWalk, 64, 1, 0, kDsv32, 64, 7, 400, 0, true},  // wide walks
     {kManyHeads, kWalk, 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
-    {kManyHeads, kWalk, 64, 1, 0, kFp8E4m3, 64, 6, 70, 60, true, true},
+    {kManyHeads, kWalk, 64, 1, 0, kDsv32Nope, 64, 6, 70, 60, true, true},
     {kManyHeads, kSplit, 32, 0, 0, kDsv4, 8, 8, 300, 900, true, true, false, true},  // all CTAs share tiles
     {kManyHeads, kSplit, 48, 0, 0, kDsv4, 8, 12, 70, 600, false, true, false, true},
     {kManyHeads, kSplit, 64, 0, 0, kDsv4, 16, 16, 128, 600, true, true, false, true},

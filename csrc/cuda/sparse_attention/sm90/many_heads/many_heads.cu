@@ -164,8 +164,10 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
                                    ManyHeadsWideWalk<R, kOctets, kVariant.producers>, ManyHeadsWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
-    } else {
+    } else if constexpr (attends_to_queries(kVariant)) {
       split(constant<Tiles::kNone>{});
+    } else {
+      throw std::logic_error("mla_fp8: a kernel of tiles, for queries that go alone: " + to_string(plan));
     }
   });
 }
