@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up everything they need by themselves.
+# Targets set up everything that they need by themselves: `.venv`, and the libraries.
 #   PYTHON=...  the Python to use; if it has torch already (a GPU machine), that torch is used
 PYTHON ?= python3
 VENV := .venv
@@ -6,24 +6,61 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 JOBS ?= $(shell nproc)
 VARIANT ?= cpu
-# `make build` compiles for one GPU only, the one that is here, else Hopper; `make wheel` for all.
+# GPU libraries are compiled for one GPU only, the one that is here, else Hopper; `make wheel` for all.
 CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
-HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | head -1; ls /dev/kfd 2>/dev/null)
 FUZZ ?= --seconds 60
 # Beginnings of the names of the tests of the HIP library's ops.
 HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merge_attention norm_rope_insert \
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: headers demo test machine hip-tests engines fuzz lint format bench docs generate wheel install-test build build-demo clean
+.PHONY: help demo demo-all test test-op test-all test-slow headers machine hip-tests engines fuzz lint format bench docs \
+  generate wheel install-test build build-cpu clean
 
-demo: build-demo
+# ---- every day. Minutes are of two idle cores with nothing compiled yet, .venv not counted.
+
+help:  ## this list
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: build-demo  ## 2 min    a small model through every op on the CPU, each step checked against float64
 	$(BIN)/python -m mla_fp8 demo
 
-test: build
-	$(BIN)/python -m pytest
-	$(MAKE) -j2 --output-sync=target machine
+# One thread a process. A GPU that is here takes no part: ci/gpu_test.sh tests it.
+PYTEST = CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+  -n $(shell n=$(JOBS); echo $$((n < 16 ? n : 16))) --dist worksteal
+test: build-cpu  ## 5 min    the CPU library, and every test that needs no more but what takes long
+	$(PYTEST) -m "not slow and not gpu_library"
+
+test-op: build-cpu  ## 1/2 min  the tests of one op: make test-op OP=sparse_decode
+	$(PYTEST) -m "not slow" tests/ops -k $(or $(OP),$(error make test-op OP=..., such as OP=sparse_decode))
+
+test-all: build  ## 25 min   what `test` leaves out: GPU libraries, their code executed on the CPU, slow tests, all of the demo
+	$(MAKE) $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS) --output-sync=target) test-slow machine demo-all
+
+lint: $(STAMP)  ## 1 min    style, types, and the limits of CONTRIBUTING.md
+	@ci/need.sh ruff clang-format mypy
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CXX_SOURCES)
+	mypy
+	python ci/check_tree.py
+
+format: $(STAMP)  ##          formats what `lint` looks at
+	ruff check --fix-only .
+	ruff format .
+	clang-format -i $(CXX_SOURCES)
+
+# From the PATH where the Python of the virtual environment came with them.
+lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+# ---- parts of `test-all`
+
+test-slow: build
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu_library"
+
+demo-all: build
+	$(BIN)/python -m mla_fp8 demo --all --out build/demo
 
 # Every header of csrc/cuda compiles alone.
 headers: build
@@ -46,14 +83,15 @@ NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots 
 EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
-machine: $(addprefix machine-,$(MACHINES))
+machine: build $(addprefix machine-,$(MACHINES))
 
+# In CI every library is there: pytest says which one is not.
 machine-sm_%:
-	[ ! -e build/tests/libmla_fp8_emulated_cuda.so ] || $(EMULATED) --emulated sm_$* \
+	[ -z "$$CI" -a ! -e build/tests/libmla_fp8_emulated_cuda.so ] || $(EMULATED) --emulated sm_$* \
 	  tests/kernels/test_sparse_attention_cuda.py tests/kernels/test_shared_keys.py $(call tests_of,$(NVIDIA_OPS))
 
 machine-gfx%:
-	[ ! -e build/tests/libmla_fp8_emulated.so ] || $(EMULATED) --emulated gfx$* \
+	[ -z "$$CI" -a ! -e build/tests/libmla_fp8_emulated.so ] || $(EMULATED) --emulated gfx$* \
 	  tests/kernels/test_emulated_matches_cpu.py $(call tests_of,$(HIP_OPS))
 
 hip-tests:  # what ci/gpu_test.sh runs on an AMD GPU
@@ -65,31 +103,15 @@ fuzz: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python ci/fuzz.sh $(FUZZ)
 
 # The plug-ins in the Python modules of vLLM and SGLang; skipped where the package index cannot be reached.
-engines: build
+engines: build-cpu
 	$(BIN)/python ci/engines/probe.py
-
-# From the PATH where the Python of the virtual environment came with them.
-lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
-
-lint: $(STAMP)
-	@ci/need.sh ruff clang-format mypy
-	ruff check .
-	ruff format --check .
-	clang-format --dry-run -Werror $(CXX_SOURCES)
-	mypy
-	python ci/check_tree.py
-
-format: $(STAMP)
-	ruff check --fix-only .
-	ruff format .
-	clang-format -i $(CXX_SOURCES)
 
 bench: build
 	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
 
 # What is made from code and from benchmarks/results: reference, tables, charts, prices. After new results:
 # `benchmarks/merge.py FOLDER`, which does this too.
-generate: build
+generate: build-cpu
 	$(BIN)/python docs/gen/generate.py
 
 # The site, in build/docs; warnings are errors.
@@ -108,16 +130,20 @@ install-test: wheel
 	$(BIN)/python packaging/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
 	packaging/test_install.sh build/site/whl $(VARIANT)
 
-SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MAX_JOBS=$(JOBS) \
-  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py -q build_ext --inplace
+# One at a time.
+SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MLA_FP8_TESTS=1 MAX_JOBS=$(JOBS) \
+  PATH="$(CURDIR)/$(BIN):$$PATH" flock $(STAMP) $(BIN)/python setup.py -q build_ext --inplace
 
 # ninja rebuilds only what changed, so this runs every time. Offline, ziglang may be missing: no HIP library then.
 build: $(STAMP)
-	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) MLA_FP8_TESTS=1 $(SETUP)
+	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) $(SETUP)
 
-# For a first look without a GPU the kernels for CPUs alone; `build` adds the rest.
+# The CPU's library, and the module of tests/core. Libraries for GPUs that are there stay as they are.
+build-cpu: $(STAMP)
+	MLA_FP8_TARGETS="place_mla_fp8_cpu place__mla_fp8_core" $(SETUP)
+
 build-demo: $(STAMP)
-	$(if $(HAS_GPU)$(filter-out %_cpu.so,$(wildcard python/mla_fp8/lib/*.so)),$(MAKE) build,MLA_FP8_CUDA=0 $(SETUP))
+	MLA_FP8_TARGETS=place_mla_fp8_cpu $(SETUP)
 
 $(STAMP): ci/constraints.txt ci/setup_venv.sh
 	PYTHON="$(PYTHON)" sh ci/setup_venv.sh $(VENV)

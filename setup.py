@@ -10,6 +10,8 @@ torch >= 2.10. Build settings come as environment variables of the build:
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
 ``MLA_FP8_LOCAL``       local version label, such as ``cu130``
 ``MLA_FP8_HOME``        URL of the sources, for the links of the package's page
+``MLA_FP8_TARGETS``     CMake targets that are built alone, such as ``place_mla_fp8_cpu``; the build folder
+                        stays configured for the GPUs that it was configured for
 ``CMAKE_ARGS``          passed on to CMake
 ``MAX_JOBS``            parallel compile jobs
 """
@@ -78,10 +80,9 @@ def wants_cuda() -> bool:
 
 class CMakeBuild(build_ext):
     def run(self) -> None:
-        tests, hip, sanitize = (asked(name) or False for name in ("TESTS", "HIP", "SANITIZE"))
+        tests, sanitize = (asked(name) or False for name in ("TESTS", "SANITIZE"))
         build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
         package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
-        shutil.rmtree(package / "lib", ignore_errors=True)  # no stale library gets into this wheel
         cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
         if not cmake or not ninja:
             raise SystemExit("mla_fp8: cmake >= 3.25 and ninja must be on PATH (pip install cmake ninja)")
@@ -91,24 +92,26 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DPython3_EXECUTABLE={sys.executable}",
             f"-DMLA_FP8_TORCH_DIR={torch_dir()}",
-            f"-DMLA_FP8_CUDA={'ON' if wants_cuda() else 'OFF'}",
-            f"-DMLA_FP8_HIP={'ON' if hip else 'OFF'}",
             f"-DMLA_FP8_TESTS={'ON' if tests else 'OFF'}",
             f"-DMLA_FP8_SANITIZE={'ON' if sanitize else 'OFF'}",
-            f"-DCMAKE_INSTALL_PREFIX={package}",
+            f"-DMLA_FP8_PACKAGE_DIR={package}",
         ]  # fmt: skip
+        targets = os.environ.get("MLA_FP8_TARGETS", "").split()
+        gpus = {} if targets else {"CUDA": wants_cuda(), "HIP": asked("HIP") or False}
+        configure += [f"-DMLA_FP8_{name}={'ON' if on else 'OFF'}" for name, on in gpus.items()]
         if archs := os.environ.get("MLA_FP8_CUDA_ARCHS"):
             configure.append(f"-DMLA_FP8_CUDA_ARCHS={archs}")
         subprocess.check_call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         jobs = os.environ.get("MAX_JOBS")
-        subprocess.check_call([cmake, "--build", str(build), *(["-j", jobs] if jobs else [])])
-        strip = [] if sanitize else ["--strip"]
-        subprocess.check_call([cmake, "--install", str(build), "--component", "wheel", *strip])
-        if tests:
-            target = str(ROOT / "build/tests")
-            subprocess.check_call(
-                [cmake, "--install", str(build), "--component", "tests", "--prefix", target]
-            )
+        make = [cmake, "--build", str(build), *(["-j", jobs] if jobs else [])]
+        # Each library is put in its place as it is linked (cmake/PutInPlace.cmake). The CPU's comes first:
+        # every import needs it.
+        subprocess.check_call([*make, "--target", *(targets or ["place_mla_fp8_cpu"])])
+        if not targets:
+            subprocess.check_call(make)
+            for name, on in gpus.items():  # no stale library gets into this wheel
+                if not on:
+                    (package / f"lib/libmla_fp8_{name.lower()}.so").unlink(missing_ok=True)
 
     def get_outputs(self) -> list[str]:
         return []

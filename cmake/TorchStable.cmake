@@ -40,7 +40,7 @@ message(STATUS "mla_fp8: headers of torch ${torch_MAJOR}.${torch_MINOR}, loads i
 
 # An empty library with the right SONAME is enough to link against: at load time the name matches the copy that
 # `import torch` has mapped, so there is no RPATH either. Undefined symbols must stay allowed.
-file(WRITE "${CMAKE_BINARY_DIR}/torch_stub/stub.c" "/* the SONAME of libtorch.so, nothing else */\n")
+file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/torch_stub/stub.c" CONTENT "/* the SONAME of libtorch.so, nothing else */\n")
 add_library(mla_fp8_torch_stub SHARED "${CMAKE_BINARY_DIR}/torch_stub/stub.c")
 set_target_properties(mla_fp8_torch_stub PROPERTIES
   OUTPUT_NAME torch LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/torch_stub")

@@ -75,10 +75,8 @@ def test_a_cache_without_its_dimensions_is_refused():
         deep_gemm.fp8_paged_mqa_logits(arguments[0], arguments[1].flatten(1), *arguments[2:])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("deep_gemm") is None or not torch.cuda.is_available(),
-    reason="needs DeepGEMM and a GPU",
-)
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
+@pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None, reason="needs DeepGEMM")
 @pytest.mark.parametrize("next_n", [1, 2])
 def test_finite_logits_have_deep_gemms_bits(next_n):
     import deep_gemm as theirs  # noqa: PLC0415

@@ -220,7 +220,7 @@ def test_logits_that_nobody_computed_have_their_shape(engine):
     assert (engine.decode(keys, q[None], weights, lens, between=look) == -50).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
 @pytest.mark.parametrize("locked", [False, True])
 def test_decode_takes_its_memory_from_vllms_workspace(locked, engine, monkeypatch):
     """A graph holds vLLM's address; locked and too small, a tensor of our own."""
@@ -243,7 +243,7 @@ def test_decode_takes_its_memory_from_vllms_workspace(locked, engine, monkeypatc
     assert len(asked) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
 def test_a_graph_of_decode_is_replayed_with_other_lengths(engine):
     keys = Keys([500, 300], device="cuda")
     q, weights = keys.queries(2)

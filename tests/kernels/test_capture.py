@@ -10,7 +10,7 @@ import torch
 
 from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 
 PAGE_SIZE, NUM_PAGES = 64, 9
 LAYOUT = KV_LAYOUTS["dsv4"]

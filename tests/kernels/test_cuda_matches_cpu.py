@@ -10,7 +10,7 @@ from compress_cases import KIND_IDS, KINDS, Layer
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 HOSTILE = torch.tensor([INT_MIN, INT_MIN + 1, -(2**30), -1, 2**24, 2**30, INT_MAX - 1, INT_MAX])

@@ -9,7 +9,7 @@ from norm_rope_cases import insert_case, values
 
 from mla_fp8 import KV_LAYOUTS
 
-pytestmark = pytest.mark.skipif(not emulation.executes(), reason="needs --emulated (`make machine`)")
+pytestmark = pytest.mark.device(emulation.executes(), "an emulated GPU (`make machine`)")
 
 
 @pytest.fixture

@@ -25,11 +25,9 @@ except ModuleNotFoundError:  # pyelftools and msgpack: not on every GPU machine
 LIBRARY = _libraries.LIB_DIR / "libmla_fp8_hip.so"
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 
-needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="built without MLA_FP8_HIP")
+needs_library = pytest.mark.gpu_library(LIBRARY)
 needs_readers = pytest.mark.skipif(code_objects is None, reason="no pyelftools or msgpack")
-needs_emulation = pytest.mark.skipif(
-    not HIP_LIBRARY.exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
-)
+needs_emulation = pytest.mark.gpu_library(HIP_LIBRARY)
 
 
 def zig() -> Path | None:
@@ -177,6 +175,6 @@ def test_an_op_that_the_emulated_library_lacks_is_not_run_by_another():
     assert "Could not run 'mla_fp8_emulated::topk_to_slots'" in run_emulated(NO_INDEXER, "gfx942")
 
 
-@pytest.mark.skipif(torch.version.hip is None, reason="needs an AMD GPU and ROCm's torch")
+@pytest.mark.device(torch.version.hip is not None, "an AMD GPU with a ROCm torch")
 def test_library_is_loaded_under_rocm():
     assert _libraries.status["libmla_fp8_hip.so"] == "loaded"

@@ -17,9 +17,7 @@ SUPPORT = ROOT / "tests/support"
 LISTING = SUPPORT / "cdna_instructions.s"
 ARCHS = ("gfx942", "gfx950")
 
-pytestmark = pytest.mark.skipif(
-    not HIP_RUNTIME.exists(), reason="built without MLA_FP8_HIP and MLA_FP8_TESTS"
-)
+pytestmark = pytest.mark.gpu_library(HIP_RUNTIME)
 
 
 def zig() -> Path:

@@ -11,7 +11,7 @@ def free_gpu_bytes() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-pytestmark = pytest.mark.skipif(free_gpu_bytes() < 24 << 30, reason="needs a GPU with 24 GiB free")
+pytestmark = pytest.mark.device(free_gpu_bytes() >= 24 << 30, "a GPU with 24 GiB free")
 
 LAYOUT = KV_LAYOUTS["dsv4"]
 PAGE_SIZE = 256

@@ -170,7 +170,7 @@ def test_each_step_is_near_float64_and_no_step_knows_how_the_tokens_came(steps, 
     assert_near(projected.view(back.shape), back, 6e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
 def test_a_whole_layer_in_a_cuda_graph():
     tokens = random_tokens("cuda")
     eager, graphed = Layer("cuda"), Layer("cuda")

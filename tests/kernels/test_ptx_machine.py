@@ -12,9 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(
-    not emulation.CUDA_LIBRARY.exists(), reason="built without CUDA for 90a and MLA_FP8_TESTS"
-)
+pytestmark = pytest.mark.gpu_library(emulation.CUDA_LIBRARY)
 
 
 def run(*command: object, **environment: str) -> str:

@@ -12,7 +12,7 @@ from sparse_cases import Case, packed_layouts
 from mla_fp8 import KV_LAYOUTS
 
 DEVICE = emulation.hopper()
-pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a Hopper GPU")
+pytestmark = pytest.mark.device(DEVICE is not None, "a Hopper GPU")
 PARTS_FROM = 8192  # entries of a tile that one CTA takes
 
 

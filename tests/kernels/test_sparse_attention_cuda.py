@@ -18,7 +18,7 @@ from window_cases import make_entries_case, make_window_case
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
 DEVICE = emulation.hopper()
-pytestmark = pytest.mark.skipif(not DEVICE, reason="needs a Hopper GPU")
+pytestmark = pytest.mark.device(DEVICE is not None, "a Hopper GPU")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from sparse_cases import V4_SCOPES, Case, all_layouts, make_case, packed_layouts
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.testing import assert_as_accurate_as, assert_within_flash_mla_tolerance
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 
 
 def assert_right(case: Case, out: torch.Tensor, lse: torch.Tensor) -> None:

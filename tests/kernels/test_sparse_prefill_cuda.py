@@ -10,7 +10,7 @@ from sparse_cases import V4_SCOPES, all_layouts, make_case, packed_layouts
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

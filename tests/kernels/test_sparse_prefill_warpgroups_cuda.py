@@ -12,7 +12,7 @@ from sparse_cases import Case, make_case
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 row_layouts = pytest.mark.parametrize("name", ["bf16", "bf16_512"])
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -17,7 +17,12 @@ PACKAGES = _libraries.LIB_DIR.parents[1]
 LIBRARIES = sorted(_libraries.LIB_DIR.glob("*.so"))
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def of_cpu_or_gpu(path: Path) -> object:
+    marks = [] if path.name == "libmla_fp8_cpu.so" else [pytest.mark.gpu_library(path)]
+    return pytest.param(path, id=path.name, marks=marks)
+
+
+@pytest.mark.parametrize("library", map(of_cpu_or_gpu, LIBRARIES))
 def test_libraries_import_only_torchs_stable_symbols(library):
     assert check_symbols.check_library(library) == []
     assert any(check_symbols.TORCH_C.fullmatch(symbol) for symbol in check_symbols.imports(library))

@@ -83,6 +83,7 @@ FUNCTIONS = {name: (getattr(mla_fp8, name), sample) for name, sample in SAMPLES.
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(7)
 def test_fullgraph_gives_the_same_at_every_size_in_one_process(name, dynamic, device):
     """Tokens, heads, widths and lengths change from call to call."""
     function, sample = FUNCTIONS[name]

@@ -159,7 +159,7 @@ def test_an_unknown_layout_is_refused(device):
             )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
 @pytest.mark.parametrize(
     "function, make, argument",
     [(mla_fp8.dequantize_kv, slots_case, name) for name in ("slots", "out", "scale")]

@@ -1,5 +1,6 @@
 """index_logits against float64 over the stored numbers; where no entry is, -inf; what is wrong is refused."""
 
+import emulation
 import pytest
 import torch
 from error_cases import check_refused, misaligned
@@ -133,10 +134,10 @@ def test_a_buffer_of_the_caller(device):
     assert torch.equal(got, problem.logits(320)) and (wide[:, 320:] == 7.0).all()
 
 
+@pytest.mark.slow
+@pytest.mark.only(lambda device: not emulation.executes())
 def test_pages_beyond_2_to_the_31_bytes(device):
     """The last of 2.2 GB of pages."""
-    if device == "cpu" and torch.get_num_threads() < 2:
-        pytest.skip("slow on one thread")
     layout = mla_fp8.INDEX_LAYOUTS["index_fp8"]
     num_pages = (1 << 31) // layout.page_bytes(64) + 100
     cache = torch.empty(num_pages, layout.page_bytes(64), dtype=torch.uint8, device=device)

@@ -87,6 +87,7 @@ def test_candidates_are_thrown_away_exactly(order, next_n, topk, pin_last, devic
     [(1, 1, 300_000), (1, 2, 300_000), (1, 2, 30_000), (32, 1, 90_000), (5, 1, 60_000), (1, 8, 90_000),
      (3, 8, 50_000)],
 )  # fmt: skip
+@pytest.mark.sampled(6)
 def test_long_rows_are_chosen_from_exactly(order, requests, next_n, n, device):
     """Rows that a GPU divides among blocks, whose keys have room in shared memory or have none."""
     n = n if device == "cuda" or requests == 1 else n // 20

@@ -64,6 +64,7 @@ def test_bytes_are_those_of_norm_rope_and_quantize_kv(layout, page_size, num_tok
 @all_layouts
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32, None], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.sampled(5)
 def test_many_tokens_with_any_weight(layout, weight, dtype, device):
     check_k(insert_case(layout, device, 150, NUM_PAGES * 64, weight=weight, dtype=dtype), layout, 64, device)
 

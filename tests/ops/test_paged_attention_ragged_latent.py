@@ -125,6 +125,7 @@ several_queries = pytest.mark.parametrize(
 @every_layout
 @several_queries
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.sampled(7)
 def test_queries_of_a_request_share_its_keys(name, num_heads, q_len, num_splits, device):
     """Requests with fewer keys than queries, too, and the last keys in one part, or in two."""
     lengths = (70, 0, 3, 33, 97, 129)

@@ -153,7 +153,7 @@ def test_an_unknown_layout_is_refused(device):
             torch.ops.mla_fp8.quantize_kv(*tensors, layout=layout, page_size=64)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two devices")
+@pytest.mark.device(torch.cuda.is_available(), "a GPU")
 @pytest.mark.parametrize("argument", ["latent", "slot_mapping", "scale"])
 def test_tensors_must_be_on_the_caches_device(argument):
     arguments = case(KV_LAYOUTS["fp8_e4m3"], "cuda")

@@ -31,6 +31,7 @@ GROUPS = [(2, 8), (4, 8), (6, 8), (8, 8), (3, 16), (4, 16), (6, 16), (2, 32), (5
 @packed_layouts
 @pytest.mark.parametrize("group, num_q_heads", GROUPS)
 @pytest.mark.parametrize("overlap", [0.0, 0.9, 1.0])
+@pytest.mark.sampled(5)
 def test_agrees_with_float64_over_poisoned_caches(layout, group, num_q_heads, overlap, device):
     case = draft_case(
         layout, device, many(9, device), group, num_q_heads=num_q_heads, extra_topk=70, overlap=overlap

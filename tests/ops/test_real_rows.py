@@ -28,30 +28,28 @@ from window_cases import WindowCase, make_window_case, paged_layouts
 
 from mla_fp8 import KV_LAYOUTS, KVLayout
 
-every_head_count = pytest.mark.parametrize("num_q_heads", HEADS, indirect=True)
-some_head_counts = pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64, 128], indirect=True)
+every_head_count = pytest.mark.parametrize("num_q_heads", HEADS)
+some_head_counts = pytest.mark.parametrize("num_q_heads", [8, 16, 32, 64, 128])
 one_or_two_caches = pytest.mark.parametrize("extra_topk", [None, 70], ids=["one cache", "two caches"])
 row_layouts = pytest.mark.parametrize("name", ["bf16", "bf16_512"])
 
 
-@pytest.fixture
-def num_q_heads(request, device) -> int:
-    if device == "cpu" and request.param not in (8, 20):
-        pytest.skip("one kernel for any number of heads")
-    return request.param
+def runs(device: str, num_q_heads: int = 8, run: str = "decode", num_tokens: int = 9, **_: object) -> bool:
+    """The CPU has one kernel for any number of heads and of tokens, and none to be forced."""
+    on_cpu = num_q_heads in (8, 20) and run in ("decode", "prefill") and num_tokens == 9
+    return device != "cpu" or on_cpu
+
+
+pytestmark = pytest.mark.only.with_args(runs)
 
 
 @pytest.fixture(params=PAGED_RUNS)
-def run(request, device) -> Run:
-    if device == "cpu" and request.param not in ("decode", "prefill"):
-        pytest.skip("a kernel of GPUs")
+def run(request) -> Run:
     return PAGED_RUNS[request.param]
 
 
 @pytest.fixture(params=[9, 1100])
 def num_tokens(request, device) -> int:
-    if device == "cpu" and request.param != 9:
-        pytest.skip("one kernel for any number of tokens")
     return 2 * len(KINDS) if device == "cpu" else request.param
 
 
@@ -96,6 +94,7 @@ def check_neighbours(case: Case, run: Run) -> None:
 @all_layouts
 @every_head_count
 @one_or_two_caches
+@pytest.mark.sampled(5)
 def test_holes_give_the_bits_of_the_compacted_row_and_of_its_length(
     layout, num_q_heads, extra_topk, num_tokens, run, device
 ):
@@ -125,6 +124,7 @@ def test_rows_of_a_workspace(name, num_q_heads, check, num_tokens, device):
 @packed_layouts
 @some_head_counts
 @pytest.mark.parametrize("topk", [1, 15, 17, 63, 65, 333, 2049, 9001])
+@pytest.mark.sampled(5)
 def test_any_width(layout, num_q_heads, topk, run, device):
     shape = {"num_tokens": len(KINDS), "num_q_heads": num_q_heads, "num_slots": 3000}
     check_places(row_case(layout, device, topk=topk, **shape), run)
@@ -133,6 +133,7 @@ def test_any_width(layout, num_q_heads, topk, run, device):
 @pytest.mark.parametrize("layout", ["dsv32", "dsv4", "bf16"])
 @some_head_counts
 @pytest.mark.parametrize("topk", [2100, 8300])
+@pytest.mark.sampled(5)
 def test_few_keys_in_a_wide_row(layout, num_q_heads, topk, num_tokens, run, device):
     shape = {"num_tokens": min(num_tokens, 300), "num_q_heads": num_q_heads, "num_slots": 3000}
     case = row_case(KV_LAYOUTS[layout], device, topk=topk, **shape)

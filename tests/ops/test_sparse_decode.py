@@ -287,12 +287,12 @@ def test_opcheck(layout, device):
     torch.library.opcheck(OPS.sparse_decode_out.default, case.arguments(), out_options)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph(device):
     case = make_case(KV_LAYOUTS["dsv4"], device, extra=V4_SCOPES)
 
     def layer(q, kv_cache, indices):
-        out, lse = mla_fp8.sparse_decode(q * 1, kv_cache, indices, **case.options())
-        return out * 2, lse
+        return [t * 2 for t in mla_fp8.sparse_decode(q * 1, kv_cache, indices, **case.options())]
 
     got, want = torch.compile(layer, fullgraph=True)(*case.arguments()), layer(*case.arguments())
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from assertions import assert_attention, assert_same
 from sparse_cases import INT_MAX, INT_MIN, all_layouts, mixed_pairs
-from window_cases import make_entries_case, paged_layouts
+from window_cases import few_heads_on_cpu, make_entries_case, paged_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
@@ -60,10 +60,10 @@ def test_the_keys_of_index_rows_give_what_the_rows_give(layout, device):
 @paged_layouts
 @pytest.mark.parametrize("num_q_heads", [1, 5, 8, 12, 16, 24, 64, 100])
 @pytest.mark.parametrize("ratio", [4, 128])
+@few_heads_on_cpu
+@pytest.mark.sampled(3)
 def test_many_queries(layout, num_q_heads, ratio, device):
     """Tiles with the end of one request and the beginning of the next, and with other numbers of entries."""
-    if device == "cpu" and num_q_heads != 8:
-        pytest.skip("enough of it on the CPU")
     query_lens = [3, 700, 1, 2, 1500, 0, 333]
     case = make_entries_case(
         layout, device, query_lens=query_lens, seq_lens=[50, 700, 1, 600, 2000, 9, 300], ratio=ratio,
@@ -108,11 +108,10 @@ def test_lengths_are_the_querys_own(name, query_len, device):
 
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
 @pytest.mark.parametrize("num_q_heads", [8, 24, 64])
+@few_heads_on_cpu
 def test_nan_reaches_those_queries_only_that_attend_to_it(name, num_q_heads, device):
     """An entry that closes within a tile is none of the queries' before it."""
     layout, ratio = KV_LAYOUTS[name], 4
-    if device == "cpu" and num_q_heads > 8:
-        pytest.skip("enough of it on the CPU")
     case = make_entries_case(
         layout, device, query_lens=[700, 7], seq_lens=[800, 40], ratio=ratio, page_size=1, window_size=10,
         num_q_heads=num_q_heads, padding=0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from assertions import assert_attention
 from sparse_cases import INT_MAX, INT_MIN, V4_SCOPES, all_layouts, packed_layouts
-from window_cases import WindowCase, make_window_case, paged_layouts
+from window_cases import WindowCase, few_heads_on_cpu, make_window_case, paged_layouts
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
@@ -50,9 +50,9 @@ def test_window_and_selected_entries_are_one_softmax(layout, device):
 @paged_layouts
 @pytest.mark.parametrize("num_q_heads", [1, 5, 8, 12, 32, 64, 100])
 @pytest.mark.parametrize("extra", [None, V4_SCOPES], ids=["window only", "two caches"])
+@few_heads_on_cpu
+@pytest.mark.sampled(3)
 def test_many_queries(layout, num_q_heads, extra, device):
-    if device == "cpu" and num_q_heads != 8:
-        pytest.skip("enough of it on the CPU")
     query_lens = [3, 700, 1, 2, 1500, 0, 333]
     window = make_window_case(
         layout, device, query_lens=query_lens, seq_lens=[50, 700, 1, 600, 2000, 9, 300], window_size=128,
@@ -66,10 +66,10 @@ def test_many_queries(layout, num_q_heads, extra, device):
 @paged_layouts
 @pytest.mark.parametrize("num_q_heads", [8, 16, 64])
 @pytest.mark.parametrize("window_size", [1, 3, 100, 128, 200])
+@few_heads_on_cpu
+@pytest.mark.sampled(5)
 def test_windows_of_any_size_of_many_requests(layout, window_size, num_q_heads, device):
     """Requests of 0 to 9 queries, some with fewer tokens than those, and holes in their pages."""
-    if device == "cpu" and num_q_heads != 8:
-        pytest.skip("enough of it on the CPU")
     requests = 60 if emulation.executes() else 450
     query_lens = torch.randint(0, 10, (requests,)).tolist()
     more = torch.randint(-3, 90, (requests,)).tolist()
@@ -97,12 +97,11 @@ def test_no_requests_and_no_tokens(layout, device):
 @pytest.mark.parametrize("num_q_heads", [8, 64])
 @pytest.mark.parametrize("query_len", [4, 900])
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
+@few_heads_on_cpu
 def test_hostile_geometry_gives_finite_rows(name, query_len, num_q_heads, device):
     """No value of query_start_loc or seq_lens reaches memory that it should not."""
     layout = KV_LAYOUTS[name]
     lens = {"query_lens": [query_len] * 3, "seq_lens": [1000] * 3}
-    if device == "cpu" and num_q_heads != 8:
-        pytest.skip("enough of it on the CPU")
     window = make_window_case(layout, device, num_q_heads=num_q_heads, **lens)
     window.case.scopes[0].kv_cache.zero_()
     values = torch.tensor([INT_MIN, -5, 0, 3, INT_MAX], device=device).int()
@@ -130,10 +129,9 @@ def test_a_query_does_not_see_the_other_requests(device):
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
 @pytest.mark.parametrize("num_q_heads", [8, 24, 100])
 @pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.only(lambda device, num_q_heads, **_: device != "cpu" or num_q_heads <= 24)
 def test_nan_reaches_those_queries_only_that_attend_to_it(name, num_q_heads, page_size, device):
     """A key or a head of Q: neither the neighbours before nor those after it, tile or ring."""
-    if device == "cpu" and num_q_heads > 24:
-        pytest.skip("enough of it on the CPU")
     window = make_window_case(
         KV_LAYOUTS[name], device, query_lens=[1100, 7], seq_lens=[1200, 40], window_size=40,
         page_size=page_size, num_q_heads=num_q_heads, padding=0,

@@ -12,7 +12,7 @@ from mla_fp8.dispatch import select
 from mla_fp8.prefill import STRATEGIES
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.device(torch.cuda.is_available(), "a GPU")
 
 LENGTHS = [  # of the requests, and of their chunks; the first are the largest
     ([90, 40, 30, 33], [20, 10, 4, 9]),

@@ -15,6 +15,7 @@ from mla_fp8.prefill import STRATEGIES
     "layout",
     ["dsv4", "dsv41", "bf16_512", "fp8_e4m3_512", "dsv41+dsv41_fp4", "dsv4+dsv41_fp4", "dsv4_fnuz+dsv4"],
 )
+@pytest.mark.sampled(5)
 def test_attention_is_that_over_the_rows_listed_by_plain_loops(strategy, kind, layout, device):
     entries, window, indexed = LAYERS[kind]
     chunk = make_chunk(layout, device)

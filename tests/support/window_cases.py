@@ -11,6 +11,7 @@ from mla_fp8 import KV_LAYOUTS, KVLayout, reference
 
 PAGED = ("dsv32", "dsv4", "bf16", "bf16_512")
 paged_layouts = pytest.mark.parametrize("layout", [KV_LAYOUTS[name] for name in PAGED], ids=PAGED)
+few_heads_on_cpu = pytest.mark.only(lambda device, num_q_heads, **_: device != "cpu" or num_q_heads == 8)
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

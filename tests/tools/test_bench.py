@@ -23,6 +23,7 @@ def test_every_benchmark_is_known_by_its_op():
     assert {"quantize_kv", "dequantize_kv", "sparse_attention", "call_overhead"} <= set(bench.SCRIPTS)
 
 
+@pytest.mark.slow
 def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
     assert run("pad_q_heads", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
     printed = capsys.readouterr().out
@@ -40,6 +41,7 @@ def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
     assert re.search(r"^Worst: [\d.]+x (copy|torch) in pad_q_heads, tokens=", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_smoke_run_writes_nothing(tmp_path):
     assert run("pad_q_heads", "--smoke", "--out", tmp_path) == 0
     assert list(tmp_path.iterdir()) == []

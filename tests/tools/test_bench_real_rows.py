@@ -130,6 +130,7 @@ not_here = pytest.mark.skipif(
 
 @not_here
 @pytest.mark.parametrize("op", FORMS)
+@pytest.mark.slow
 def test_each_kind_runs_beside_flash_mla_and_is_summed_up(op, tmp_path, monkeypatch, capsys):
     peer_standins.flash_mla(monkeypatch)
     run(monkeypatch, op, "--csv", tmp_path, "--only", "h8 ", "--smoke")
@@ -152,6 +153,7 @@ def test_each_kind_runs_beside_flash_mla_and_is_summed_up(op, tmp_path, monkeypa
 
 @not_here
 @pytest.mark.parametrize("op", FORMS)
+@pytest.mark.slow
 def test_a_result_unlike_flash_mla_s_fails(op, monkeypatch):
     module = peer_standins.flash_mla(monkeypatch)
 
@@ -170,6 +172,7 @@ def test_a_result_unlike_flash_mla_s_fails(op, monkeypatch):
 
 @not_here
 @pytest.mark.parametrize("op", FORMS)
+@pytest.mark.slow
 def test_what_does_not_fit_the_limit_is_listed_and_keeps_its_rows(op, tmp_path, monkeypatch, capsys):
     run(monkeypatch, op, "--csv", tmp_path, "--only", "h8 ", "--smoke")
     (path,) = tmp_path.iterdir()
