@@ -45,9 +45,9 @@ def measure(model: str, device: str) -> list[Row]:
 
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    workload = run.make_workload(parser.parse_args(["--model", model, "--device", device]))
+    workload = run.make_workload(parser.parse_args(["--all", "--model", model, "--device", device]))
     with Recorder(max_calls=10_000) as recorder:
-        results = run.compute(workload, lambda what: print(what, flush=True))
+        results = run.compute(workload)
     name = device_name()
     common = {"device": name, "model": model}
     rows = [

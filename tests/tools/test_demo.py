@@ -49,7 +49,7 @@ def teacher_forced(workload: Workload) -> TeacherForced:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tables_and_exit_status(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *SMALL, "--model", model, "--out", str(tmp_path)]) == 0
+    assert main(["demo", *SMALL, "--all", "--model", model, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     verdict, tables = out.split("Chart: ")
     assert verdict.startswith("Passed: all bounds hold in ") and "VIOLATED" not in tables
@@ -58,9 +58,26 @@ def test_tables_and_exit_status(model: str, tmp_path: Path, capsys: pytest.Captu
         assert tables.count(f"{layout:<19}") == len(MODELS[model].layers) + 1
 
 
+def test_two_layouts_are_shown_unasked_and_progress_ends_with_the_last(tmp_path, capsys) -> None:
+    assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Passed: all bounds hold in 4 layers x 2 layouts ")
+    assert [out.count(f"\n  {layout:<19}layers err by ") for layout in MODELS["v4"].layouts] == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert "fnuz" not in out
+    *_, before, last = err.splitlines()
+    steps = re.match(r"\[(\d+)/(\d+), \d+ s\] bf16_512 alone", last)
+    assert steps and steps[1] == steps[2] and before.endswith("] dsv4 alone")
+
+
 def test_a_violated_bound_is_the_first_thing_said_and_fails_the_run(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(LayerError, "ok", property(lambda error: error.max_error == 0.0))
-    assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 1
+    assert main(["demo", *SMALL, "--all", "--out", str(tmp_path)]) == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     failed = r"FAILED: 20 bounds do not hold in 4 layers x 5 layouts \(\d+ s\). 1 is the bound:"
     assert re.fullmatch(failed, first)

@@ -5,14 +5,12 @@ matter to the next. Prints a line per case, and at the end a chart: a line per o
 """
 
 import argparse
-import contextlib
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from .cli import seconds
+from .cli import progress, seconds
 
 _PACKAGE = Path(__file__).parents[1]
 # In a wheel they are in the package, in a source tree at its top.
@@ -35,41 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("bench_out"), help="folder of <device>.csv (default bench_out)"
     )
     written.add_argument("--plot", action="store_true", help="also draw the chart, <device>.png")
-
-
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Says on stderr what is running and how many are done: a bar where someone watches and rich is
-    installed, else a line per benchmark."""
-    try:
-        from rich import progress as bars  # noqa: PLC0415
-        from rich.console import Console  # noqa: PLC0415
-    except ImportError:
-        watched = False
-    else:
-        watched = sys.stderr.isatty()
-    if not watched:
-        begin, said = time.monotonic(), set[str]()
-
-        def say(name: str, done: int) -> None:
-            if name not in said:
-                said.add(name)
-                print(f"[{done + 1}/{total}, {time.monotonic() - begin:.0f} s] {name}", file=sys.stderr)
-
-        yield say
-        return
-    columns = (bars.MofNCompleteColumn(), bars.BarColumn(), bars.TimeElapsedColumn())
-    # Refreshed by us, line by line: a thread that draws would take part in what is measured.
-    with bars.Progress(
-        *columns, bars.TextColumn("{task.description}"), console=Console(stderr=True), transient=True,
-        auto_refresh=False, redirect_stdout=sys.stdout.isatty(),
-    ) as bar:  # fmt: skip
-        task = bar.add_task("", total=total)
-
-        def show(name: str, done: int) -> None:
-            bar.update(task, description=name, completed=done, refresh=True)
-
-        yield show
 
 
 def stream(command: list[str], show: Callable[[], None]) -> int:
@@ -101,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     passed = ["--only", options.only, "--seconds", str(options.seconds)]
     passed += ["--smoke"] if options.smoke else ["--csv", str(options.out)]
     failed = []
-    with progress(len(names)) as show:
+    with progress([1] * len(names)) as show:
         for done, name in enumerate(names):
             show(name, done)
             command = [sys.executable, str(SCRIPTS[name]), *passed]

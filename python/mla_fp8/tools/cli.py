@@ -1,9 +1,12 @@
-"""What the commands of ``python -m mla_fp8`` share: arguments that argparse refuses with a sentence."""
+"""What the commands of ``python -m mla_fp8`` share: refusals of arguments, and progress."""
 
 import argparse
+import contextlib
 import math
 import re
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -46,6 +49,45 @@ def seconds(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of seconds of at least 0, got {text!r}")
     return number
+
+
+@contextlib.contextmanager
+def progress(weights: Sequence[float]) -> Iterator[Callable[[str, int], None]]:
+    """Says on stderr what runs: a bar where someone watches and rich is installed, else a line per name.
+
+    ``weights``: how long each step takes, in any unit. Yields ``show(name, number of steps that are done)``.
+    """
+    try:
+        from rich import progress as bars  # noqa: PLC0415
+        from rich.console import Console  # noqa: PLC0415
+    except ImportError:
+        watched = False
+    else:
+        watched = sys.stderr.isatty()
+    if not watched:
+        begin, said = time.monotonic(), set[str]()
+
+        def say(name: str, done: int) -> None:
+            if name not in said:
+                said.add(name)
+                print(
+                    f"[{done + 1}/{len(weights)}, {time.monotonic() - begin:.0f} s] {name}", file=sys.stderr
+                )
+
+        yield say
+        return
+    columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeElapsedColumn())
+    # Refreshed by us, line by line: a thread that draws would take part in what is measured.
+    with bars.Progress(
+        *columns, bars.TextColumn("{task.description}"), console=Console(stderr=True), transient=True,
+        auto_refresh=False, redirect_stdout=sys.stdout.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=sum(weights))
+
+        def show(name: str, done: int) -> None:
+            bar.update(task, description=name, completed=sum(weights[:done]), refresh=True)
+
+        yield show
 
 
 def plain(doc: str | None) -> str:

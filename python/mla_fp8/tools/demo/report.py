@@ -133,24 +133,25 @@ def layout_table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def where(device: str) -> str:
+def where(workload: Workload) -> str:
     """What was computed by what, for the reader who wonders."""
+    device = workload.device
     if device == "cpu":
         isa, threads = torch.ops.mla_fp8.cpu_isa(), torch.get_num_threads()
         machine = f"the CPU ({isa} kernels, {threads} threads)"
     else:
         machine = torch.cuda.get_device_name(device)
-    return "\n".join(
-        [
-            f"Ours, on {machine}, backend native:",
-            "  qk_norm_rope_insert, compress_kv, quantize_index_k, index_topk, topk_to_slots,",
-            "  build_swa_token_ids, combine_topk_swa_indices, dequantize_kv, dequantize_kv_paged,",
-            "  sparse_prefill, sparse_prefill_paged, sparse_decode, inverse_rope",
-            f"PyTorch {torch.__version__}, on {device}:",
-            "  embedding, projections and what adds them up; float64 of all of it",
-            "The fnuz layouts hold the encoding of AMD's gfx942; no AMD GPU takes part.",
-        ]
-    )
+    lines = [
+        f"Ours, on {machine}, backend native:",
+        "  qk_norm_rope_insert, compress_kv, quantize_index_k, index_topk, topk_to_slots,",
+        "  build_swa_token_ids, combine_topk_swa_indices, dequantize_kv, dequantize_kv_paged,",
+        "  sparse_prefill, sparse_prefill_paged, sparse_decode, inverse_rope",
+        f"PyTorch {torch.__version__}, on {device}:",
+        "  embedding, projections and what adds them up; float64 of all of it",
+    ]
+    if any("fnuz" in layout for layout in workload.spec.layouts):
+        lines.append("The fnuz layouts hold the encoding of AMD's gfx942; no AMD GPU takes part.")
+    return "\n".join(lines)
 
 
 def draw(results: Results, folder: Path) -> Path | None:

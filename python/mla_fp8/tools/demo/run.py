@@ -1,6 +1,7 @@
 """``python -m mla_fp8 demo``: real text through a paged FP8 cache, every layer checked against float64."""
 
 import argparse
+import itertools
 import sys
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..cli import at_least, device
+from ..cli import at_least, device, progress
 from . import report
 from .model import MODELS
 from .report import Answer, Results
@@ -25,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", type=Path, help="file to read (default: an essay that comes with the package)"
     )
     parser.add_argument("--model", choices=MODELS, default="v4", help="shapes of DeepSeek V4, V4.1 or V3.2")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every layout that can hold the model's latents, not one and bf16 (minutes on a CPU)",
+    )
     parser.add_argument("--heads", type=at_least(1, 128), default=8, help="query heads, 1 to 128 (default 8)")
     parser.add_argument(
         "--tokens",
@@ -60,9 +66,12 @@ def make_workload(options: argparse.Namespace) -> Workload:
         raise ValueError(
             f"--text: expected more than {sum(lengths)} bytes for these options, got {len(text)}"
         )
+    spec = replace(MODELS[options.model], num_q_heads=options.heads)
+    if not options.all:
+        spec = replace(spec, layouts=(spec.layouts[0], spec.layouts[-1]))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return Workload(
-        spec=replace(MODELS[options.model], num_q_heads=options.heads),
+        spec=spec,
         texts=[text[start : start + n] for start, n in zip(starts, lengths, strict=True)],
         prompt_lens=prompt_lens,
         chunk=options.chunk,
@@ -71,28 +80,21 @@ def make_workload(options: argparse.Namespace) -> Workload:
     )
 
 
-class Progress:
-    """Says on stderr what is going on; one line that moves if someone watches."""
-
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __call__(self, what: str) -> None:
-        start, end = ("\r\x1b[K", "") if sys.stderr.isatty() else ("", "\n")
-        print(f"{start}[{self.seconds:5.1f} s] {what}", end=end, file=sys.stderr, flush=True)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begin
+def costs(workload: Workload) -> list[int]:
+    """How long each batch of the float64 model takes, and then each layout alone, relative to each other."""
+    batches = [len(batch.pos) + 64 for _, batch in workload.batches()]
+    return [*batches, *[sum(batches) // 4] * len(workload.spec.layouts)]
 
 
-def compute(workload: Workload, progress: Progress) -> Results:
+def compute(workload: Workload) -> Results:
     teacher = TeacherForced(workload)
-    teacher.run(progress)
-    runs = {}
-    for layout in workload.spec.layouts:
-        progress(f"free-running: {layout}")
-        runs[layout] = run_free(workload, layout)
+    with progress(costs(workload)) as show:
+        count = itertools.count()
+        teacher.run(lambda what: show(what, next(count)))
+        runs = {}
+        for layout in workload.spec.layouts:
+            show(f"{layout} alone", next(count))
+            runs[layout] = run_free(workload, layout)
 
     # What comes next after each token of each batch, and which tokens were prefilled.
     following, prefilled = _next_bytes(workload)
@@ -132,17 +134,16 @@ def main(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"mla_fp8 demo: {error}", file=sys.stderr)
         return 2
-    progress = Progress()
+    begin = time.perf_counter()
     prompts, steps = workload.prompt_lens, options.decode_steps
-    results = compute(workload, progress)
-    progress("done\n")
+    results = compute(workload)
     try:
         chart = report.draw(results, options.out) or (
             "not drawn, matplotlib is not installed (pip install mla-fp8[plot])"
         )
     except OSError as error:  # a folder that was there, and cannot be written
         chart = f"not drawn, {error}"
-    print(report.verdict(results, progress.seconds))
+    print(report.verdict(results, time.perf_counter() - begin))
     print(f"Chart: {chart}")
     print(
         f"\nModel {options.model}: {len(workload.spec.layers)} layers, {options.heads} heads, "
@@ -151,6 +152,6 @@ def main(options: argparse.Namespace) -> int:
         f"Requests of {', '.join(map(str, prompts))} bytes, prefilled in chunks of {options.chunk}; "
         f"{steps} more bytes decoded"
     )
-    tables = report.where(options.device), report.layer_table(results), report.layout_table(results)
+    tables = report.where(workload), report.layer_table(results), report.layout_table(results)
     print("", *tables, sep="\n\n")
     return 1 if results.violations else 0

@@ -22,7 +22,7 @@ CHECKED_PER_BATCH = 32  # query tokens whose float64 rounding bound of attention
 STEPS = {
     "q": "normed and rotated query heads",
     "stored": "rows that are read back from the caches, the compressor's and index keys too",
-    "index": "how much better an entry was left out than one that was taken",
+    "index": "by how much the best entry that was left out is above the worst that was taken",
     "attention": "over what the caches hold",
     "epilogue": "the output, rotated back",
 }
@@ -103,7 +103,7 @@ class TeacherForced:
     def run(self, progress: Callable[[str], None]) -> None:
         workspace = self.workload.workspace()
         for phase, batch in self.workload.batches():
-            progress(f"teacher-forced: {phase} to position {max(batch.seq_lens_host)}")
+            progress(f"{phase} to position {max(batch.seq_lens_host)}, float64 beside each layout")
             self._pages.advance(batch)
             chunk = new_chunk(batch, self._pages, workspace) if phase == "prefill" else None
 
