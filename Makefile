@@ -127,7 +127,7 @@ wheel: $(STAMP)
 # A wheel as users get it: built, checked, put into an index, installed from there into an empty environment, used.
 install-test: wheel
 	rm -rf build/site
-	$(BIN)/python packaging/make_index.py dist/mla_fp8-*+$(VARIANT)-*.whl -o build/site
+	$(BIN)/python packaging/make_index.py dist/mla_fp8-*+$(VARIANT)[.-]*.whl -o build/site
 	packaging/test_install.sh build/site/whl $(VARIANT)
 
 # One at a time.

@@ -8,7 +8,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 ``MLA_FP8_HIP``         ``1``: build ``libmla_fp8_hip.so``; ziglang must be installed
 ``MLA_FP8_SANITIZE``    ``1``: with AddressSanitizer and UBSan, symbols kept; see ``ci/fuzz.sh``
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
-``MLA_FP8_LOCAL``       local version label, such as ``cu130``
+``MLA_FP8_LOCAL``       label of the variant in the version, such as ``cu130``
 ``MLA_FP8_HOME``        URL of the sources, for the links of the package's page
 ``MLA_FP8_TARGETS``     CMake targets that are built alone, such as ``place_mla_fp8_cpu``; the build folder
                         stays configured for the GPUs that it was configured for
@@ -18,6 +18,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "packaging"))
@@ -45,9 +47,8 @@ import sbom
 
 
 def version() -> str:
-    base = (ROOT / "version.txt").read_text().strip()
-    label = os.environ.get("MLA_FP8_LOCAL")
-    return f"{base}+{label}" if label else base
+    find = runpy.run_path(str(ROOT / "python/mla_fp8/_version.py"))["find"]
+    return str(find(os.environ.get("MLA_FP8_LOCAL", "")))
 
 
 def torch_dir() -> str:
@@ -129,6 +130,16 @@ class WithBenchmarks(build_py):
                 self.copy_file(str(script), str(target / script.name))
 
 
+class WithVersion(sdist):
+    """The sources outside of a checkout know their commit."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        target = Path(base_dir, "version.txt")
+        target.unlink()  # may be a link to the tree's
+        target.write_text(f"{version()}\n")
+
+
 class PlatformWheel(bdist_wheel):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -151,5 +162,10 @@ setup(
     long_description_content_type="text/markdown",
     project_urls=long_description.project_urls(),
     ext_modules=[Extension("mla_fp8._libraries", sources=[])],
-    cmdclass={"build_py": WithBenchmarks, "build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+    cmdclass={
+        "build_py": WithBenchmarks,
+        "build_ext": CMakeBuild,
+        "bdist_wheel": PlatformWheel,
+        "sdist": WithVersion,
+    },
 )

@@ -39,6 +39,8 @@ exec 9> "/tmp/mla_fp8_wheel.$variant.lock"
 flock 9
 rm -rf "$work" && mkdir -p "$work/src"
 git archive "$commit" | tar -x -C "$work/src"
+"$PYTHON" -c "import runpy, sys; print(runpy.run_path('python/mla_fp8/_version.py')['find'](commit=sys.argv[1]))" \
+  "$commit" > "$work/src/version.txt"
 umask 022
 export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct "$commit")} LC_ALL=C
 (
@@ -49,5 +51,5 @@ export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct "$commit
 PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m auditwheel repair --plat auto --exclude 'libtorch*.so' \
   -w "$work/repaired" "$work"/raw/*.whl 2>&1 | tail -1
 "$PYTHON" packaging/check_wheel.py "$work"/repaired/*.whl
-rm -f "$out"/mla_fp8-*+"$variant"-*.whl
+rm -f "$out"/mla_fp8-*+"$variant"[.-]*.whl
 cp "$work"/repaired/*.whl "$out"

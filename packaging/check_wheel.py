@@ -30,8 +30,10 @@ CONTENT = re.compile(r"mla_fp8/([\w/]+\.py|py\.typed|data/\w+\.txt)")
 
 
 def kind(version: str) -> str:
-    """``"cpu"``, ``"cu"`` or ``"rocm"`` of ``0.1.0+cu130``. Without a label it is CUDA's, as on PyPI."""
-    label = version.partition("+")[2] or "cu"
+    """``"cpu"``, ``"cu"`` or ``"rocm"`` of ``0.1.0+cu130``. Without a variant it is CUDA's, as on PyPI."""
+    label = (
+        re.sub(r"(^|\.)g[0-9a-f]{7,}$", "", version.partition("+")[2]) or "cu"
+    )  # without the commit's hash
     found = re.match(r"cpu|cu(?=\d|$)|rocm", label)
     if found is None:
         raise ValueError(f"unknown variant {label}")

@@ -7,6 +7,7 @@ to the files of the release; without it only their text stays, and no picture. R
 
 import os
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,8 @@ def project_urls() -> dict[str, str]:
 
 
 def long_description() -> str:
-    release = "v" + (ROOT / "version.txt").read_text().strip()
+    version = runpy.run_path(str(ROOT / "python/mla_fp8/_version.py"))["find"]()
+    release = version.partition("+g")[2] or f"v{version}"  # between releases the commit
     picture = rf"![\1]({home()}/raw/{release}/\2)" if home() else ""
     link = rf"[\1]({home()}/blob/{release}/\2)" if home() else r"\1"
     text = re.sub("!" + RELATIVE.pattern, picture, (ROOT / "README.md").read_text())

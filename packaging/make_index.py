@@ -2,11 +2,11 @@
 """A static package index (PEP 503, with PEP 658 metadata) of wheels, one per variant, for any web server.
 
   packaging/make_index.py dist/*.whl -o site
-  pip install mla-fp8 --extra-index-url https://HOST/whl/cu130
+  pip install mla-fp8 --index-url https://HOST/whl/cu130
 
-A variant is the local label of the version: site/whl/cpu, site/whl/cu130. CUDA 13's wheels serve every 13.x
-and are listed under cu131 and cu132 too. A wheel whose metadata says another version than its name is refused
-here, as pip would refuse it later.
+A variant is the first part of the local version label: site/whl/cpu, site/whl/cu130. CUDA 13's wheels serve
+every 13.x and are listed under cu131 and cu132 too. A wheel whose metadata says another version than its name
+is refused here, as pip would refuse it later.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 PROJECT = "mla-fp8"
+VARIANT = re.compile(r"cpu|cu\d+|rocm\d+")
 ALIASES = {"cu130": ("cu131", "cu132")}
 
 
@@ -40,10 +41,10 @@ def metadata_of(wheel: Path) -> bytes:
 
 
 def variant_of(wheel: Path) -> str:
-    label = wheel.name.split("-")[1].partition("+")[2]
-    if not label:
+    label = wheel.name.split("-")[1].partition("+")[2].partition(".")[0]  # behind it is the commit's hash
+    if not VARIANT.fullmatch(label):
         raise ValueError(
-            f"{wheel.name}: no local version label, so no variant (packaging/build_wheel.sh sets one)"
+            f"{wheel.name}: no variant in the local version label (packaging/build_wheel.sh sets one)"
         )
     return label
 

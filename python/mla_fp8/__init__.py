@@ -1,5 +1,7 @@
 """FP8 latent KV caches and sparse MLA attention for PyTorch, compiled ahead of time."""
 
+from typing import TYPE_CHECKING
+
 from . import _libraries, _version
 
 _libraries.load_all()
@@ -27,7 +29,16 @@ from .prefill import LayerCaches, PagedCache, PrefillWorkspace, SparsePrefillChu
 from .tools.doctor import doctor
 from .warmup import warmup
 
-__version__ = _version.find()
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":  # git is asked for it in a checkout: not in every import
+            return _version.find()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "INDEX_LAYOUTS",
     "KV_LAYOUTS",

@@ -22,7 +22,7 @@ def of_cpu_or_gpu(path: Path) -> object:
     return pytest.param(path, id=path.name, marks=marks)
 
 
-@pytest.mark.parametrize("library", map(of_cpu_or_gpu, LIBRARIES))
+@pytest.mark.parametrize("library", [of_cpu_or_gpu(path) for path in LIBRARIES])
 def test_libraries_import_only_torchs_stable_symbols(library):
     assert check_symbols.check_library(library) == []
     assert any(check_symbols.TORCH_C.fullmatch(symbol) for symbol in check_symbols.imports(library))
