@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kv_cache_cases import POISON, assert_same_values, distinct_slots, latents
-from prefill_cases import WINDOW_PAGE, make_chunk
+from prefill_cases import BEYOND, NEGATIVE, WINDOW_PAGE, make_chunk, negative
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, reference
@@ -162,10 +162,11 @@ def test_dequantize_of_v32_reads_slots_of_any_page_size(shape, device):
 def chunk_cache(chunk, **changes):
     """SGLang's cache of a chunk of prefill_cases, built as SGLang builds it."""
     spans = [range(n - q, n) for n, q in zip(chunk.seq_lens, chunk.query_lens, strict=True)]
+    query_lens = ints(negative(chunk.query_lens), chunk.device)
     arguments = {
         "seq_lens": chunk.seq_lens_device,
-        "extend_seq_lens": chunk.query_lens_device,
-        "query_lens": chunk.query_lens_device,
+        "extend_seq_lens": query_lens,
+        "query_lens": query_lens,
         "query_pos": ints([p for span in spans for p in span], chunk.device),
         "req_pool_indices": chunk.req_pool_indices,
         "req_to_token": chunk.req_to_token,
@@ -177,6 +178,7 @@ def chunk_cache(chunk, **changes):
         "total_swa": sum(
             min(n, q + chunk.window - 1) for n, q in zip(chunk.seq_lens, chunk.query_lens, strict=True)
         ),
+        "seq_lens_cpu": chunk.seq_lens,
     }
     return sglang.SparsePrefillChunkCache.build(**(arguments | changes))
 
@@ -223,10 +225,10 @@ def attend_as_sglang_does(chunk, cache, layer, inputs):
 
 
 CHUNKS = {
-    "c0": {"seq_lens": [90, 7, 30, 33], "query_lens": [20, 7, 2, 9]},
-    "c4": {"seq_lens": [90, 7, 30, 33], "query_lens": [20, 7, 2, 9]},
+    "c0": {"seq_lens": [90, 0, 7, 30, 33, 8], "query_lens": [20, 0, 7, 2, 9, 0]},
+    "c4": {"seq_lens": [90, 0, 7, 30, 33, 8], "query_lens": [20, 0, 7, 2, 9, 0]},
     "c128": {
-        "seq_lens": [700, 127, 128, 257], "query_lens": [20, 7, 2, 3], "ratio": 128, "page_tokens": 256,
+        "seq_lens": [700, 0, 127, 128, 257], "query_lens": [20, 0, 7, 2, 3], "ratio": 128, "page_tokens": 256,
         "max_len": 768,
     },
 }  # fmt: skip
@@ -237,7 +239,11 @@ CHUNKS = {
 def test_layers_of_a_chunk_attend_to_their_rows(kind, lengths, device):
     chunk = make_chunk("dsv4", device, **CHUNKS[kind])
     layer = chunk.layer(entries=kind != "c0")
-    cache = chunk_cache(chunk, seq_lens_cpu=chunk.seq_lens if lengths == "known" else None)
+    from_device = {
+        "seq_lens": ints(negative(chunk.seq_lens), device),
+        "seq_lens_cpu": None,
+    }
+    cache = chunk_cache(chunk, **({} if lengths == "known" else from_device))
     if kind == "c0":
         inputs = (cache.swa_token_ids[:0], cache.c0_combined_indices, cache.c0_combined_lens)
     else:
@@ -267,6 +273,27 @@ def test_layers_share_what_does_not_change_and_reuse_the_rest(device):
     assert torch.equal(second[0], kept[0]) and not torch.equal(second[1], kept[1])
 
 
+@pytest.mark.parametrize("queries", [0, 3])
+def test_garbage_lengths_shift_no_other_request(queries, device):
+    """Nor does a chunk of requests without a query fail."""
+    chunk = make_chunk("dsv4", device, seq_lens=[30, 20], query_lens=[0, queries])
+    wants = {}
+    for seq_len in (0, 30, *NEGATIVE, *BEYOND):
+        for query_len in (0, *NEGATIVE):
+            changes = {
+                "seq_lens": ints([seq_len, 20], device),
+                "query_lens": ints([query_len, queries], device),
+            }
+            cache = chunk_cache(chunk, **changes)
+            four = cache.ensure_compressed(4, metadata(chunk).page_table, 4)
+            every = cache.ensure_c128(torch.zeros(queries, 1, dtype=torch.int32, device=device))
+            cache.combine_compressed(4, chunk.topk_indices)
+            found = [four.compressed_base, four.combined_indices, four.combined_lens, every.combined_lens]
+            want = wants.setdefault(min(max(seq_len, 0), 30), found)
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert [x[0].tolist() for x in wants.values()] == [[0, 0], [0, 7]]
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
@@ -278,6 +305,14 @@ def test_layers_share_what_does_not_change_and_reuse_the_rest(device):
         (
             lambda c, m: chunk_cache(c, max_seq_len=700).ensure_c128(m.page_indices[:, :2]),
             "c128_page_indices must have at least 5 columns, got 2",
+        ),
+        (
+            lambda c, m: chunk_cache(c).ensure_compressed(4, m.page_table[:2], 4),
+            "page_table must have at least 38 rows, got 2",
+        ),
+        (
+            lambda c, m: chunk_cache(c, seq_lens_cpu=[1]),
+            r"seq_lens_cpu must be 6 lengths in \[0, 2\^31\), got \[1\]",
         ),
     ],
 )

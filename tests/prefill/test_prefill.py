@@ -1,8 +1,11 @@
 """A prefill chunk attends to the right rows in all three ways, and a stale chunk cache says so."""
 
+import functools
+import itertools
+
 import pytest
 import torch
-from prefill_cases import LAYERS, all_strategies, assert_right, make_chunk
+from prefill_cases import BEYOND, LAYERS, NEGATIVE, all_strategies, assert_right, make_chunk
 
 import mla_fp8
 from mla_fp8 import LayerCaches, PrefillWorkspace, workspace_rows
@@ -94,7 +97,7 @@ def test_lengths_at_the_boundaries_of_groups_and_pages(strategy, seq_lens, devic
 def test_lengths_shorter_than_the_host_promised(strategy, device):
     """As in a CUDA graph that is replayed: the host's numbers are those of the capture."""
     chunk = make_chunk("dsv4", device)
-    chunk.set_lengths([61, 5, 2, 1, 0, 17], [13, 5, 2, 1, 0, 4])
+    chunk.set_lengths([61, 5, 2, 0, 0, 17], [13, 5, 0, 0, 0, 4])
     layer = chunk.layer()
     got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
     live = sum(chunk.live_query_lens)
@@ -103,29 +106,49 @@ def test_lengths_shorter_than_the_host_promised(strategy, device):
 
 
 @all_strategies
-def test_lengths_beyond_those_that_the_host_promised_reach_no_other_rows(strategy, device):
-    """No illegal access, and what the promise covers is right."""
-    chunk = make_chunk("dsv4", device, seq_lens=[40, 20], query_lens=[8, 4])
-    chunk.set_lengths([40, 90], [8, 4])
-    layer = chunk.layer()
-    got = chunk.attend(chunk.build(), layer, chunk.topk_indices, strategy)
-    want = chunk.expected(layer, chunk.topk_indices)
-    assert_right([x[:8] for x in got], [x[:8] for x in want])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("spoilt", [0, 1])
+@pytest.mark.parametrize("host", [(0, 0), (21, 0), (21, 6)], ids=["no request", "no query", "queries"])
+def test_garbage_lengths_of_a_request_change_no_other(strategy, kind, spoilt, host, device):
+    """Each garbage number counts as 0 or as what the host promised: the bits are those of that number."""
+    entries, window, indexed = LAYERS[kind]
+    lengths = [[40, 30, 20], [8, 5, 4]]
+    for length, promised in zip(lengths, host, strict=True):
+        length[spoilt] = promised
+    chunk = make_chunk("dsv4", device, seq_lens=lengths[0], query_lens=lengths[1])
+    layer, topk_indices = chunk.layer(entries=entries, window=window), chunk.topk_indices if indexed else None
+    device_lengths = [torch.tensor(x, dtype=torch.int32, device=device) for x in lengths]
+
+    def attend(*numbers):
+        chunk.seq_lens_device, chunk.query_lens_device = (x.clone() for x in device_lengths)
+        chunk.seq_lens_device[spoilt], chunk.query_lens_device[spoilt] = numbers
+        return chunk.attend(chunk.build(), layer, topk_indices, strategy)
+
+    wants = {}
+    for numbers in itertools.product(*((*NEGATIVE, n, *BEYOND) for n in host)):
+        counted = tuple(min(max(n, 0), most) for n, most in zip(numbers, host, strict=True))
+        if counted not in wants:
+            wants[counted] = attend(*counted)
+        for a, b in zip(attend(*numbers), wants[counted], strict=True):
+            assert torch.equal(a, b), numbers
+    assert_right(wants[host], chunk.expected(layer, topk_indices))
 
 
 @all_strategies
-@pytest.mark.parametrize("indexed", [True, False])
-@pytest.mark.parametrize("promised, lengths", [([40, 6], [40, 90]), ([6, 40], [90, 40]), ([0, 2], [9, 95])])
-def test_a_window_beyond_what_the_host_promised_is_no_row(strategy, indexed, promised, lengths, device):
-    """The window itself is longer then, and there is no row for its end."""
-    chunk = make_chunk("dsv4", device, seq_lens=promised, query_lens=[8, 4])
-    chunk.set_lengths(lengths, [8, 4])
-    layer, topk_indices = chunk.layer(), chunk.topk_indices if indexed else None
-    got = chunk.attend(chunk.build(), layer, topk_indices, strategy)
-    assert got[0].isfinite().all()
-    if promised[0] == lengths[0]:
-        want = chunk.expected(layer, topk_indices)
+@pytest.mark.parametrize("name", ["query_start_loc", "query_pos"])
+def test_garbage_in_the_rows_of_q_reaches_nothing(strategy, name, device):
+    """No illegal access; tokens whose request and position are right are right."""
+    chunk = make_chunk("dsv4", device, seq_lens=[40, 30], query_lens=[8, 5])
+    layer = chunk.layer()
+    want = chunk.expected(layer, chunk.topk_indices)
+    starts = torch.tensor([0, 8, 13], dtype=torch.int32, device=device)
+    pos = torch.tensor([*range(32, 40), *range(25, 30)], dtype=torch.int32, device=device)
+    for number in (*NEGATIVE, *BEYOND):
+        given = {"query_start_loc": starts.clone(), "query_pos": pos.clone()}
+        given[name][-1] = number
+        got = chunk.attend(chunk.build(**given), layer, chunk.topk_indices, strategy)
         assert_right([x[:8] for x in got], [x[:8] for x in want])
+        assert got[0].isfinite().all()
 
 
 @all_strategies
@@ -358,3 +381,30 @@ def test_keys_without_an_indexer_are_found_by_geometry_unless_queries_are_out_of
     cache = chunk.build(query_pos=pos)
     assert_right(chunk.attend(cache, layer, None, strategy), chunk.expected(layer, None))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": torch.zeros(3)}, r"q must have shape \[37, \*, 512\], got \[3\]"),
+        ({"q": None}, "q must be a Tensor, got None"),
+        ({"q": torch.zeros(37, 4, 576).bfloat16()}, r"q must have shape .* got \[37, 4, 576\]"),
+        ({"q": torch.zeros(37, 4, 512)}, "q must be bfloat16, got float32"),
+        ({"topk_indices": torch.zeros(37, 4).long()}, "topk_indices must be int32, got int64"),
+        ({"topk_indices": torch.zeros(36, 4).int()}, r"topk_indices must have shape \[37, \*\]"),
+        ({"layer": None}, "layer must be a LayerCaches, got None"),
+        ({"query_groups": 0}, "query_groups must be in"),
+    ],
+    ids=str,
+)
+def test_predict_refuses_what_attend_refuses(change, message):
+    chunk = make_chunk("dsv4", "cpu")
+    cache = chunk.build()
+    arguments = {"q": chunk.q, "layer": chunk.layer(), "topk_indices": chunk.topk_indices, "query_groups": 1}
+    cache.predict(**arguments)
+    for call in (cache.predict, functools.partial(cache.attend, sm_scale=1.0)):
+        with pytest.raises(ValueError, match=f"^SparsePrefillChunkCache: {message}"):
+            call(**(arguments | change))
+    cache.invalidate()
+    with pytest.raises(RuntimeError, match="is stale: it was invalidated"):
+        cache.predict(**arguments)

@@ -10,8 +10,11 @@ from mla_fp8 import LayerCaches, PagedCache, PrefillWorkspace, workspace_rows
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda c: c.build(seq_lens_host=[1]), r"seq_lens_host must be 6 lengths >= 0, got \[1\]"),
-        (lambda c: c.build(query_lens_host=[-1] * 6), "query_lens_host must be 6 lengths >= 0, got"),
+        (lambda c: c.build(seq_lens_host=[1]), r"seq_lens_host must be 6 lengths in \[0, 2\^31\), got \[1\]"),
+        (lambda c: c.build(query_lens_host=[-1] * 6), r"query_lens_host must be 6 lengths in .*, got \[-1"),
+        (lambda c: c.build(query_lens_host=[2**31] * 6), r"query_lens_host must be 6 lengths in .* \[21"),
+        (lambda c: c.build(seq_lens_host=[9.5] * 6), r"seq_lens_host must be a list of lengths, got \[9.5"),
+        (lambda c: c.build(num_tokens=-1), "num_tokens must be a whole number of at least 0, got -1"),
         (lambda c: c.attend(c.build(), c.layer(), None, "fast"), "must be one of auto, whole, selected, dir"),
         (lambda c: c.attend(c.build(num_tokens=36), c.layer(), None), r"q must have shape \[36, \*"),
         (lambda c: LayerCaches("dsv4"), "expected entries, window or both, got neither"),

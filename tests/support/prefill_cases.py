@@ -29,11 +29,25 @@ def assert_right(got, want):
 
 WINDOW_PAGE = 8
 FNUZ_NAN, NAN = 0x80, 0xFF
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+NEGATIVE, BEYOND = (-1, -50, INT_MIN), (INT_MAX, INT_MAX - 50, 1 << 30)
+
+
+def negative(lengths: list[int]) -> list[int]:
+    """The same lengths, with a negative number for each 0."""
+    return [n or NEGATIVE[r % 3] for r, n in enumerate(lengths)]
+
+
+def garbage(lengths: list[int], host: list[int]) -> list[int]:
+    """What a device may hold in place of these: of 0 any negative number, of the host's any above."""
+    pairs = zip(negative(lengths), host, strict=True)
+    return [BEYOND[r % 3] if n == most else n for r, (n, most) in enumerate(pairs)]
 
 
 @dataclass
 class Chunk:
-    """Requests that have ``seq_lens`` tokens, of which the last ``query_lens`` are the chunk."""
+    """Requests that have ``seq_lens`` tokens, of which the last ``query_lens`` are the chunk: the host
+    says so, the device's lengths are garbage."""
 
     layout: KVLayout
     device: str
@@ -82,10 +96,12 @@ class Chunk:
         self.sm_scale = dim**-0.5 / SIZE
 
     def set_lengths(self, seq_lens: list[int], query_lens: list[int]) -> None:
-        """New device lengths, in new tensors; the caches hold what these lengths hold and NaN elsewhere."""
+        """New lengths, on the device garbage wherever that counts as these, in new tensors. The caches hold
+        what these lengths hold and NaN elsewhere."""
         self.live_seq_lens, self.live_query_lens = seq_lens, query_lens
+        device = garbage(seq_lens, self.seq_lens), garbage(query_lens, self.query_lens)
         self.seq_lens_device, self.query_lens_device = (
-            torch.tensor(x, dtype=torch.int32, device=self.device) for x in (seq_lens, query_lens)
+            torch.tensor(x, dtype=torch.int32, device=self.device) for x in device
         )
 
     def lose_slots(self, seed: int) -> None:

@@ -18,6 +18,8 @@ from ..ops.build_swa_token_ids import build_swa_token_ids as _build_swa_token_id
 from ..ops.combine_topk_swa_indices import combine_topk_swa_indices as _combine_topk_swa_indices
 from ..ops.combine_topk_swa_indices import combined_width
 from ..ops.dequantize_kv import dequantize_kv
+from ..prefill.checks import expect_lengths
+from ..prefill.lengths import bounded_lengths
 
 # SGLang's names of the layouts of V4 and V4.1 (its KVLayout).
 LAYOUTS = {"v4": "dsv4", "v41": "dsv41", "v41_fp4": "dsv41_fp4"}
@@ -142,7 +144,7 @@ def build_swa_token_ids(
     as in older versions of SGLang, it is read from the device, which waits for it.
     """
     if total_swa is None:
-        gathered = torch.minimum(seq_lens, extend_seq_lens + (swa_window - 1)).clamp_min(0)
+        gathered = torch.minimum(seq_lens, extend_seq_lens.long() + (swa_window - 1)).clamp_min(0)
         total_swa = int(gathered.sum())
     return _build_swa_token_ids(
         seq_lens, extend_seq_lens, req_pool_indices, req_to_token, full_to_swa,
@@ -205,21 +207,29 @@ class SparsePrefillChunkCache:
     ) -> "SparsePrefillChunkCache":
         """Without ``seq_lens_cpu`` the lengths are read from the device, which waits for it.
 
-        ``request_window_layout``, of SGLang's own window buffers, has to be None (ValueError).
+        A length on the device that is negative counts as 0, a ``seq_len`` above that of ``seq_lens_cpu`` as
+        that one. ``request_window_layout``, of SGLang's own window buffers, has to be None (ValueError).
         """
         if request_window_layout is not None:
             raise ValueError("SparsePrefillChunkCache: request_window_layout must be None")
-        swa = build_swa_token_ids(
+        if seq_lens_cpu is None:
+            seq_lens_cpu = seq_lens.clamp_min(0).tolist()
+        seq_lens_cpu = expect_lengths("SparsePrefillChunkCache", "seq_lens_cpu", seq_lens_cpu, len(seq_lens))
+        seq_lens = bounded_lengths(seq_lens, seq_lens_cpu)
+        query_lens = bounded_lengths(query_lens, [num_qo_tokens] * len(query_lens))
+        ids, first_pos, gather_lens, offsets = build_swa_token_ids(
             seq_lens, extend_seq_lens, req_pool_indices, req_to_token, full_to_swa, swa_window_size, total_swa
         )
+        # Past total_swa there is no row: a request that has no room for its window has none.
+        swa = ids, first_pos, gather_lens.where(offsets[1:] <= len(ids), 0), offsets
         cache = cls(
             len(seq_lens), num_qo_tokens, max_seq_len, swa_window_size, swa_page_size, seq_lens,
-            torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int(), query_pos, *swa,
-            seq_lens_cpu=seq_lens.tolist() if seq_lens_cpu is None else list(map(int, seq_lens_cpu)),
+            torch.nn.functional.pad(query_lens.cumsum(0).clamp_max(num_qo_tokens), (1, 0)).int(),
+            query_pos, *swa, seq_lens_cpu=seq_lens_cpu,
         )  # fmt: skip
         no_topk, no_base = query_pos.new_empty(num_qo_tokens, 0), torch.zeros_like(seq_lens)
         cache.c0_combined_indices, cache.c0_combined_lens = cache._combine(
-            no_topk, CompressedGather(swa[0], no_base, swa[3][:-1]), compress_ratio=1
+            no_topk, CompressedGather(ids, no_base, offsets[:-1]), compress_ratio=1
         )
         return cache
 
@@ -249,7 +259,7 @@ class SparsePrefillChunkCache:
                     f"{c128_page_indices.shape[1]}"
                 )
             last = (self.query_start_loc[1:] - 1).clamp_min(0).long()
-            slots = c128_page_indices[:, :longest].index_select(0, last)
+            slots = self._rows_of_queries("c128_page_indices", c128_page_indices)[:, :longest][last]
             base = torch.arange(self.num_reqs, dtype=torch.int32, device=slots.device) * longest
             swa_base = self.num_reqs * longest + self.swa_offsets[:-1]
             gather = CompressedGather(slots.flatten().clamp_min(0).int(), base, swa_base)
@@ -275,13 +285,23 @@ class SparsePrefillChunkCache:
             base = ends - self.seq_lens // compress_ratio
             row = torch.arange(sum(lengths), dtype=torch.int32, device=ends.device)
             request = torch.searchsorted(ends, row, right=True).clamp_max(self.num_reqs - 1)
-            query = self.query_start_loc[request].clamp_max(self.num_qo_tokens - 1)
+            pages = self._rows_of_queries("page_table", page_table)
+            query = self.query_start_loc[request].clamp_max(len(pages) - 1)
             pos = row - base[request]
-            slot = page_table[query, pos // c_page_size] * c_page_size + pos % c_page_size
+            slot = pages[query, pos // c_page_size] * c_page_size + pos % c_page_size
             self.compressed[compress_ratio] = CompressedGather(
                 slot.clamp_min(0).int(), base, sum(lengths) + self.swa_offsets[:-1]
             )
         return self.compressed[compress_ratio]
+
+    def _rows_of_queries(self, name: str, table: torch.Tensor) -> torch.Tensor:
+        """A row for each query, and a row of no slot for a chunk without queries."""
+        if len(table) < self.num_qo_tokens:
+            raise ValueError(
+                f"SparsePrefillChunkCache: {name} must have at least {self.num_qo_tokens} rows, "
+                f"got {len(table)}"
+            )
+        return table if len(table) else table.new_full((1, table.shape[1]), -1)
 
     def combine_compressed(
         self, compress_ratio: int, sparse_raw_indices: torch.Tensor

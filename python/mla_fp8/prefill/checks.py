@@ -1,6 +1,7 @@
 """What a chunk cache, its workspace and its layers refuse, by the caller's names: ValueError throughout."""
 
-from collections.abc import Sequence, Sized
+import operator
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 import torch
@@ -19,13 +20,19 @@ def expect_at_least(owner: str, name: str, x: object, minimum: int) -> None:
         raise ValueError(f"{owner}: {name} must be a whole number of at least {minimum}, got {shown(x)}")
 
 
-def expect_lengths(owner: str, name: str, lengths: Sequence[int], number: int | None = None) -> None:
+MAX_LENGTH = 2**31 - 1  # of the ops' int32
+
+
+def expect_lengths(owner: str, name: str, lengths: Iterable[object], number: int | None = None) -> list[int]:
     """So many of them on the host, or as many as there are."""
-    if not isinstance(lengths, Sized):  # NumPy's arrays are no Sequence
-        raise ValueError(f"{owner}: {name} must be a list of lengths, got {shown(lengths)}")
-    number = len(lengths) if number is None else number
-    if len(lengths) != number or min(lengths, default=0) < 0:
-        raise ValueError(f"{owner}: {name} must be {number} lengths >= 0, got {shown(list(lengths))}")
+    try:
+        found = [operator.index(n) for n in lengths]  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{owner}: {name} must be a list of lengths, got {shown(lengths)}") from None
+    number = len(found) if number is None else number
+    if len(found) != number or not all(0 <= n <= MAX_LENGTH for n in found):
+        raise ValueError(f"{owner}: {name} must be {number} lengths in [0, 2^31), got {shown(found)}")
+    return found
 
 
 def expect_kind(owner: str, name: str, x: object, kind: type) -> None:
@@ -33,12 +40,15 @@ def expect_kind(owner: str, name: str, x: object, kind: type) -> None:
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {shown(x)}")
 
 
-def expect_rows(owner: str, name: str, x: object, number: int, dim: int) -> None:
-    """A tensor of ``dim`` dimensions with so many rows."""
+def expect_rows(owner: str, name: str, x: object, dtype: torch.dtype, *shape: int | None) -> None:
+    """A tensor of that dtype and shape; None is any size."""
     expect_kind(owner, name, x, Tensor)
     assert isinstance(x, Tensor)  # for mypy
-    if x.dim() != dim or x.shape[0] != number:
-        raise ValueError(f"{owner}: {name} must have shape {_shape(number, dim)}, got {[*x.shape]}")
+    fits = x.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{owner}: {name} must have shape {_shape(*shape)}, got {[*x.shape]}")
+    if x.dtype != dtype:
+        raise ValueError(f"{owner}: {name} must be {_kind(dtype)}, got {_kind(x.dtype)}")
 
 
 _I32, _I64 = torch.int32, torch.int64
@@ -70,14 +80,18 @@ def expect_chunk(owner: str, sources: dict[str, Tensor | None]) -> None:
         expect_kind(owner, name, x, Tensor)
         fits = x.dtype in dtypes and x.device == device and x.dim() == dim
         if not fits or (more is not None and x.shape[0] != requests + more):
-            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            kinds = " or ".join(map(_kind, dtypes))
             first = None if more is None or name == "seq_lens" else requests + more
             raise ValueError(
-                f"{owner}: {name} must be {kinds} of shape {_shape(first, dim)} on {device}, "
+                f"{owner}: {name} must be {kinds} of shape {_shape(first, *[None] * (dim - 1))} on {device}, "
                 f"got {x.dtype} of {[*x.shape]} on {x.device}"
             )
 
 
-def _shape(first: int | None, dim: int) -> str:
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(*shape: int | None) -> str:
     """As a message has it; * is any size."""
-    return f"[{', '.join(['*' if first is None else str(first), *['*'] * (dim - 1)])}]"
+    return f"[{', '.join('*' if n is None else str(n) for n in shape)}]"

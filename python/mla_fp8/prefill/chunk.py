@@ -13,6 +13,7 @@ from ..ops.build_swa_token_ids import build_swa_token_ids
 from .checks import check_strategy, expect_at_least, expect_chunk, expect_kind, expect_lengths, expect_rows
 from .costs import predict
 from .layer import LayerCaches
+from .lengths import bounded_lengths
 from .tables import Tables
 from .ways import WAYS, fills_tiles, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, num_window_rows
@@ -37,7 +38,8 @@ class SparsePrefillChunkCache:
     ================  ===========================  =====  ================================================
 
     ``*_host`` are the lengths as the host knows them; they may be upper bounds, so a forward captured in a
-    CUDA graph may be replayed with shorter requests. ``num_tokens`` (rows of q) is their sum by default.
+    CUDA graph may be replayed with shorter requests. A length on the device that is negative counts as 0, one
+    above the host's as the host's. ``num_tokens`` (rows of q) is the sum of ``query_lens_host`` by default.
 
     The cache is stale, and its use raises RuntimeError, once a newer chunk was built on the workspace, after
     :meth:`invalidate`, when one of the tensors above was written since (not seen in inference mode, where
@@ -72,8 +74,12 @@ class SparsePrefillChunkCache:
             "query_start_loc": query_start_loc, "query_pos": query_pos,
         }  # fmt: skip
         expect_chunk(_NAME, sources)
-        expect_lengths(_NAME, "seq_lens_host", seq_lens_host, len(seq_lens))
-        expect_lengths(_NAME, "query_lens_host", query_lens_host, len(seq_lens))
+        seq_lens_host = expect_lengths(_NAME, "seq_lens_host", seq_lens_host, len(seq_lens))
+        query_lens_host = expect_lengths(_NAME, "query_lens_host", query_lens_host, len(seq_lens))
+        if num_tokens is not None:
+            expect_at_least(_NAME, "num_tokens", num_tokens, 0)
+        seq_lens = bounded_lengths(seq_lens, seq_lens_host)
+        query_lens = bounded_lengths(query_lens, query_lens_host)
         if query_start_loc is None:
             query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).int()
         if not window_size:
@@ -88,11 +94,10 @@ class SparsePrefillChunkCache:
                 seq_lens, query_lens, req_pool_indices, req_to_token, full_to_swa, window_size=window_size,
                 capacity=num_window_rows(seq_lens_host, query_lens_host, window_size),
             )  # fmt: skip
-            # Lengths beyond those that the host promised: a request that has no room for its window has none.
-            swa = ids, gather_lens.where(offsets[1:] <= len(ids), 0), offsets
+            swa = ids, gather_lens, offsets
         self.tables = Tables(
             window_size, sum(query_lens_host) if num_tokens is None else num_tokens, seq_lens, page_table,
-            query_start_loc, query_pos, list(seq_lens_host), list(query_lens_host), *swa,
+            query_start_loc, query_pos, seq_lens_host, query_lens_host, *swa,
         )  # fmt: skip
         self.workspace, self.window_size, self.num_tokens = workspace, window_size, self.tables.num_tokens
         self._built_in_capture = capturing()
@@ -127,9 +132,7 @@ class SparsePrefillChunkCache:
         other ways are the same with it.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
-        self._check_usable(q)
-        self._check_layer(layer, topk_indices)
-        _check_groups(query_groups)
+        self._check(q, layer, topk_indices, query_groups)
         if strategy == "auto":
             strategy = self._choose(q, layer, topk_indices, backend, query_groups)
         options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
@@ -140,14 +143,16 @@ class SparsePrefillChunkCache:
     def predict(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None = None, *, query_groups: int = 1
     ) -> dict[str, float]:
-        """Nanoseconds of each strategy for these arguments of :meth:`attend`, as the cost table has it."""
-        _check_groups(query_groups)
+        """Nanoseconds of each strategy for these arguments of :meth:`attend`, as the cost table has it.
+
+        Refuses what :meth:`attend` refuses.
+        """
+        self._check(q, layer, topk_indices, query_groups)
         return self._predict(q, layer, topk_indices, "auto", query_groups)
 
     def _predict(
         self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, backend: str, query_groups: int
     ) -> dict[str, float]:
-        self._check_layer(layer, topk_indices)
         by_geometry = needs_no_indices(self.tables, layer, q, topk_indices, backend)
         grouped = fills_tiles(layer, q, query_groups, backend)
         arch = arch_of(q.device.type, q.device.index)
@@ -161,7 +166,8 @@ class SparsePrefillChunkCache:
             del nanoseconds["direct"]
         return min(nanoseconds, key=nanoseconds.__getitem__)
 
-    def _check_usable(self, q: Tensor) -> None:
+    def _check(self, q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, query_groups: int) -> None:
+        """Whether the cache may be used, and with these arguments."""
         if self.workspace.chunk is not self:
             raise RuntimeError(
                 "SparsePrefillChunkCache is stale: it was invalidated, or a newer chunk uses its workspace"
@@ -174,20 +180,14 @@ class SparsePrefillChunkCache:
         for name, (tensor, version) in self._versions.items():
             if tensor._version != version:
                 raise RuntimeError(f"SparsePrefillChunkCache is stale: {name} was written after it was built")
-        expect_rows(_NAME, "q", q, self.num_tokens, 3)
-
-    def _check_layer(self, layer: LayerCaches, topk_indices: Tensor | None) -> None:
         expect_kind(_NAME, "layer", layer, LayerCaches)
         if layer.window and not self.window_size:
             raise ValueError(
                 "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
             )
+        dim = layer.layout_of_entries.head_dim_qk  # of the window's layout as well
+        expect_rows(_NAME, "q", q, torch.bfloat16, self.num_tokens, None, dim)
         if topk_indices is not None:
-            expect_rows(_NAME, "topk_indices", topk_indices, self.num_tokens, 2)
-
-
-def _check_groups(query_groups: int) -> None:
-    if not isinstance(query_groups, Integral) or not 1 <= query_groups <= MAX_QUERY_GROUP:
-        raise ValueError(
-            f"SparsePrefillChunkCache: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups!r}"
-        )
+            expect_rows(_NAME, "topk_indices", topk_indices, torch.int32, self.num_tokens, None)
+        if not isinstance(query_groups, Integral) or not 1 <= query_groups <= MAX_QUERY_GROUP:
+            raise ValueError(f"{_NAME}: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups!r}")

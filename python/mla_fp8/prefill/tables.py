@@ -34,7 +34,7 @@ class Tables:
 
     window_size: int
     num_tokens: int  # rows of q
-    seq_lens: Tensor  # [num_requests] int32
+    seq_lens: Tensor  # [num_requests] int32, each in [0, seq_lens_host[r]]
     page_table: Tensor  # [num_requests, max_pages] int32, of the caches of entries
     query_start_loc: Tensor  # [num_requests + 1] int32
     query_pos: Tensor | None  # [num_tokens] int32
@@ -82,9 +82,7 @@ class Tables:
         def make() -> Region:
             room = num_entries(self.seq_lens_host, ratio)
             lens = self.seq_lens // ratio if ratio else torch.zeros_like(self.seq_lens)
-            offsets = (lens.cumsum(0) - lens).clamp_max(room).int()
-            # Lengths beyond those that the host promised must not reach into the window's rows.
-            return Region(room, torch.minimum(lens, room - offsets), offsets)
+            return Region(room, lens, (lens.cumsum(0) - lens).int())
 
         return self._once("region", ratio, make=make)  # type: ignore[no-any-return]
 
@@ -196,9 +194,9 @@ class Tables:
         0 of a token of no request."""
 
         def make() -> Tensor:
-            begin = self.query_start_loc - self.query_start_loc[:1]
-            token = torch.arange(self.num_tokens, dtype=torch.int32, device=begin.device)
-            past = torch.zeros_like(token)
+            begin = self.query_start_loc.long() - self.query_start_loc[:1]
+            token = torch.arange(self.num_tokens, device=begin.device)
+            past = torch.zeros_like(token, dtype=torch.int32)
             if len(self.seq_lens) == 0:
                 return past
             request = torch.searchsorted(begin[1:], token, right=True)

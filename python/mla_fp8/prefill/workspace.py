@@ -61,8 +61,8 @@ def workspace_rows(
     """
     name = "workspace_rows"
     check_strategy(strategy, STRATEGIES)
-    expect_lengths(name, "seq_lens_host", seq_lens_host)
-    expect_lengths(name, "query_lens_host", query_lens_host, len(seq_lens_host))
+    seq_lens_host = expect_lengths(name, "seq_lens_host", seq_lens_host)
+    query_lens_host = expect_lengths(name, "query_lens_host", query_lens_host, len(seq_lens_host))
     expect_at_least(name, "window_size", window_size, 0)
     expect_at_least(name, "compress_ratio", compress_ratio, 0)
     if topk is not None:
