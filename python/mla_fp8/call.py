@@ -38,7 +38,10 @@ class Window(NamedTuple):
 
 
 class SparseCall(NamedTuple):
-    """A call of one of OPS; a tuple, as the compiler looks through those."""
+    """A call of one of OPS; a tuple, as the compiler looks through those.
+
+    What the wrappers ask of it is a field or a method: torch 2.10 does not trace a tuple's properties.
+    """
 
     op: str
     q: Tensor  # [num_tokens, num_q_heads, head_dim_qk] bf16
@@ -75,15 +78,13 @@ class SparseCall(NamedTuple):
 
     @property
     def layout(self) -> KVLayout:
-        """Of the first cache."""
+        """Of the first cache; for backends, which the compiler does not trace."""
         return self.scopes[0].layout
 
-    @property
     def layout_name(self) -> str:
         """Of all caches: ``"dsv41"``, ``"dsv41 + dsv41_fp4"``."""
-        return " + ".join(dict.fromkeys(scope.layout.name for scope in self.scopes))
+        return " + ".join(dict.fromkeys([scope.layout.name for scope in self.scopes]))
 
-    @property
     def features(self) -> tuple[str, ...]:
         """What the call wants of FEATURES."""
         two_caches = ("two caches",) if len(self.scopes) > 1 else ()
@@ -96,7 +97,7 @@ class SparseCall(NamedTuple):
         if self.op == "sparse_prefill":
             return given | {"kv": main.kv, "indices": main.indices, "topk_length": main.length}
         given |= {
-            "kv_cache": main.kv, "page_size": main.page_size, "layout": self.layout.id, "scale": self.scale,
+            "kv_cache": main.kv, "page_size": main.page_size, "layout": main.layout.id, "scale": self.scale,
         }  # fmt: skip
         if self.window is None:
             given |= {"indices": main.indices, "topk_length": main.length}

@@ -246,7 +246,7 @@ def attend(call: SparseCall, backend: str) -> Any:
     need_tensors(call.op, q=call.q)
     expect_tensors(call.op, topk_length=length, attn_sink=call.attn_sink, scale=call.scale)
     refuse_gradients(call.op, **given)
-    adapter = _adapter(call.op, call.q, call.layout_name, backend, call.features)
+    adapter = _adapter(call.op, call.q, call.layout_name(), backend, call.features())
     if adapter == "native":
         return getattr(torch.ops.mla_fp8, call.op)(**given)
     return getattr(opaque.ops, call.op)(adapter=adapter, **given)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Calls every op with random hostile values until the time is up, and checks each result against an oracle.
+"""Calls ops and chunk caches with random hostile values until the time is up; an oracle checks each result.
 
     python tests/fuzz/fuzz.py --seconds 60 --seed 0    `make fuzz` does, on a library with sanitizers
     python tests/fuzz/fuzz.py --seed 1234 --calls 1    one call again
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_cases
+import fuzz_chunk_cases
 import fuzz_compress_cases
 import fuzz_index_cases
 import fuzz_layer_cases
@@ -53,6 +54,9 @@ OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
 OPS |= {name: getattr(fuzz_index_cases, name) for name in INDEX}
 OPS["compress_kv"] = fuzz_compress_cases.compress_kv
+FUNCTIONS = {name: getattr(mla_fp8, name) for name in OPS}
+OPS["chunk_cache"] = fuzz_chunk_cases.chunk_cache
+FUNCTIONS["chunk_cache"] = fuzz_chunk_cases.attend_to_chunk
 REFUSALS = (RuntimeError, ValueError, TypeError, OverflowError)
 
 
@@ -63,6 +67,8 @@ def make_call(seed: int, op: str | None = None) -> tuple[Call, Random]:
 
 def spoilt(r: Random, value: Any) -> Any:
     """A value that the argument may not take. No size is one that memory might be found for."""
+    if isinstance(value, list):
+        return r.pick(None, 7, [*value, 0], [*value[1:], -1], [*value[1:], 2**31], [*value[1:], 1.5])
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return r.pick(None, "fp8", 3, torch.zeros(2))
     if isinstance(value, int):
@@ -83,7 +89,7 @@ def spoilt(r: Random, value: Any) -> Any:
 
 
 def run(call: Call) -> tuple[Tensor, ...]:
-    results = getattr(mla_fp8, call.op)(**call.arguments)
+    results = FUNCTIONS[call.op](**call.arguments)
     return results if isinstance(results, tuple) else (results,)
 
 

@@ -65,7 +65,7 @@ def backends(call: Call, device: str) -> dict[Backend, str | None]:
     """Those that have the op, and why they cannot run the call."""
     given = call.sparse("cpu")
     arch = arch_of(torch.device(device).type, None)
-    problem = Problem(call.op, arch, given.layout_name, given.q.shape[1], frozenset(given.features))
+    problem = Problem(call.op, arch, given.layout_name(), given.q.shape[1], frozenset(given.features()))
     return {backend: backend.why_not(problem) for backend in candidates(problem)}
 
 
