@@ -37,8 +37,7 @@ parallel=$("$PYTHON" -c 'import os, xdist; print(f"-n {min(16, os.cpu_count())}"
 logs=$(mktemp -d)
 report() {
   printf '\n== The report: to be pasted into an issue, as code\n'
-  git log -1 --format='commit %h of %cs' 2> /dev/null || true
-  "$PYTHON" -m mla_fp8 doctor | sed '/^kernels$/,/^$/d; /^backends$/,$d'
+  "$PYTHON" -m mla_fp8 doctor
   for log in tests memcheck racecheck initcheck; do
     [ -e "$logs/$log" ] || continue
     echo "$log"

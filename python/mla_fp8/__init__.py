@@ -1,10 +1,19 @@
 """FP8 latent KV caches and sparse MLA attention for PyTorch, compiled ahead of time."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from . import _libraries, _version
 
-_libraries.load_all()
+try:
+    _libraries.load_all()
+except ImportError as error:
+    if sys.argv[:2] != ["-m", "doctor"]:
+        raise
+    from .tools import environment  # `python -m mla_fp8 doctor` says what is wrong, without a traceback
+
+    print(environment.of_a_failure(error, sys.argv))
+    sys.exit(1)
 
 from .index_layout import INDEX_LAYOUTS, IndexLayout
 from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype

@@ -14,16 +14,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m mla_fp8", description=plain(__doc__))
     parser.add_argument("--version", action="version", version=f"mla_fp8 {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what is loaded, what runs where, and why the rest does not")
+    about = "what works on this machine, and why the rest does not"
+    doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
     for name, module in (("demo", demo), ("bench", bench), ("replay", replay)):
         about = plain(module.__doc__).partition(": ")[2]  # behind the command line
         module.add_arguments(commands.add_parser(name, help=about.splitlines()[0], description=about))
     options = parser.parse_args(arguments)
-    runs = {"demo": demo.main, "bench": bench.main, "replay": replay.main}
-    if options.command in runs:
-        return runs[options.command](options)
-    print(doctor.doctor())
-    return 0
+    runs = {"doctor": doctor.main, "demo": demo.main, "bench": bench.main, "replay": replay.main}
+    return runs[options.command](options)
 
 
 if __name__ == "__main__":

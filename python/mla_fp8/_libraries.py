@@ -27,6 +27,7 @@ def load_all() -> None:
     try:
         _load("libmla_fp8_cpu.so")  # defines every schema, so it comes first
     except OSError as error:
+        status["libmla_fp8_cpu.so"] = f"failed to load: {reason(error)}"
         raise ImportError(
             f"mla_fp8: cannot load libmla_fp8_cpu.so into torch {torch.__version__}: {reason(error)}. "
             "In a source tree `make build` builds it; elsewhere reinstall mla-fp8"

@@ -61,7 +61,7 @@ PREFERENCES: tuple[Preference, ...] = (
         OPS, ("gfx90a", "gfx942", "gfx950"),
     ),
 )  # fmt: skip
-_DEFAULT = Preference((), "native before others", OPS, ())
+_DEFAULT = Preference((), "the default", OPS, ())
 
 
 def preference(p: Problem) -> Preference:

@@ -1,36 +1,37 @@
 """What of the package works on this machine, and why the rest does not."""
 
-import platform
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from .. import _libraries, _version
+from .. import _libraries, _version, reference
 from ..arch import arch_of
 from ..backends.table import NATIVE, TABLE, Problem
 from ..call import OPS
 from ..dispatch import preference, select
 from ..index_layout import INDEX_LAYOUTS
 from ..layout import KV_LAYOUTS
+from ..ops.quantize_kv import quantize_kv
+from ..ops.sparse_decode import sparse_decode
+from . import environment
 
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}  # ROCm uses CUDA's
+
+
+MAX_ERROR = 0.07  # twice what the cache's rounding costs in the step that doctor takes
+_LONG = ("kernels", "backends", "layouts")  # printed if asked for
 
 
 def collect() -> dict[str, dict[str, str]]:
     """The report by section: ``{"libraries": {"libmla_fp8_cpu.so": "loaded", ...}, ...}``."""
     return {
-        "versions": {
-            "mla_fp8": _version.find() + (" (source tree)" if _version.in_source_tree() else ""),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda of torch": torch.version.cuda or "none",
-            "hip of torch": torch.version.hip or "none",
-        },
+        "versions": environment.versions(),
         "libraries": dict(_libraries.status),
-        "devices": _devices(),
-        "kernels": _kernels(),
+        "devices": environment.devices(),
         "taken for sparse attention": _taken(),
+        "kernels": _kernels(),
         "backends": _backends(),
         "layouts": {
             name: f"{layout.bytes_per_token} bytes per token, head_dim_qk {layout.head_dim_qk}"
@@ -40,19 +41,61 @@ def collect() -> dict[str, dict[str, str]]:
     }
 
 
-def doctor() -> str:
-    """A plain-text report: libraries, devices, which ops have kernels where, which backends can run, and what
-    to do next."""
-    sections = [
-        "\n".join([section, *(f"  {name:<36}{what}" for name, what in rows.items())])
-        for section, rows in collect().items()
-    ]
-    return "\n\n".join([*sections, "\n".join(["next", *(f"  {line}" for line in next_steps())])])
+def verdict() -> tuple[bool, str]:
+    """Whether a decode step is right on each device that has kernels, and a sentence that says so."""
+    right: list[str] = []
+    wrong: list[str] = []
+    for device, name in _devices_with_kernels().items():
+        try:
+            error = _error_of_a_decode_step(device)
+        except RuntimeError as failure:
+            wrong.append(f"{name} fails: {str(failure).splitlines()[0]}")
+            continue
+        if error <= MAX_ERROR:
+            right.append(name)
+        else:
+            wrong.append(f"{name} errs by {error:.0%}, at most {MAX_ERROR:.0%} is right")
+    works = f"works on {' and on '.join(right)}" if right else "does not work here"
+    unused = [step.partition(":")[0] for step in _about_libraries()]
+    return not wrong, "; ".join([f"mla_fp8 {_version.find()} {works}", *wrong, *unused])
+
+
+def doctor(verbose: bool = False) -> str:
+    """A plain-text report: the verdict, libraries, devices, what sparse attention takes, and what to do next.
+
+    ``verbose``: also which ops have kernels where, which backends can run, and the layouts.
+    """
+    return _text(verdict()[1], verbose)
+
+
+def _text(says: str, verbose: bool) -> str:
+    report = collect()
+    if not verbose:
+        report = {section: rows for section, rows in report.items() if section not in _LONG}
+    return environment.as_text(says, report, next_steps())
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the report. The exit status is 1 if a device with kernels gives a wrong result."""
+    right, says = verdict()
+    print(
+        environment.as_json(right, says, collect(), next_steps())
+        if options.json
+        else _text(says, options.verbose)
+    )
+    return 0 if right else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also kernels, backends and layouts, one by one"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, for a program")
 
 
 def next_steps() -> list[str]:
     """What to do about kernels that this machine could run and does not have, then what to try."""
-    steps = [*_about_library("cuda", "NVIDIA", "/dev/nvidiactl"), *_about_library("hip", "AMD", "/dev/kfd")]
+    steps = _about_libraries()
     on_gpu = torch.cuda.is_available() and not steps
     if on_gpu and torch.version.hip:
         without = ", ".join(op for op, where in _kernels().items() if "cuda" not in where.split(", "))
@@ -72,6 +115,10 @@ def next_steps() -> list[str]:
         "python -m mla_fp8 bench: how fast the ops are here, next to the peers that are installed",
         "docs/start.md: a first decode step; docs/guide/engines.md: vLLM and SGLang",
     ]
+
+
+def _about_libraries() -> list[str]:
+    return [*_about_library("cuda", "NVIDIA", "/dev/nvidiactl"), *_about_library("hip", "AMD", "/dev/kfd")]
 
 
 def _about_library(built_for: str, vendor: str, node: str) -> Iterator[str]:
@@ -97,15 +144,29 @@ def _about_library(built_for: str, vendor: str, node: str) -> Iterator[str]:
         yield f"no GPU is visible: the kernels for {vendor} GPUs are loaded and wait for one"
 
 
-def _devices() -> dict[str, str]:
-    isa = torch.ops.mla_fp8.cpu_isa()
-    devices = {"cpu": f"{platform.machine()}, {isa} kernels, {torch.get_num_threads()} threads"}
-    for i in range(torch.cuda.device_count()):
-        devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, {arch_of('cuda', i)}"
-    if len(devices) == 1:
-        built = torch.version.cuda or torch.version.hip
-        devices["cuda"] = "no GPU is visible" if built else "this torch was built for the CPU alone"
-    return devices
+def _devices_with_kernels() -> dict[str, str]:
+    """The devices that sparse_decode has kernels for, as a sentence names them."""
+    has = _kernels()["sparse_decode"].split(", ")
+    found = {"cpu": f"the CPU ({torch.ops.mla_fp8.cpu_isa()} kernels)"}
+    for i in range(torch.cuda.device_count() if "cuda" in has else 0):
+        found[f"cuda:{i}"] = f"cuda:{i} ({torch.cuda.get_device_name(i)}, {arch_of('cuda', i)})"
+    return found
+
+
+def _error_of_a_decode_step(device: str) -> float:
+    """A step of two tokens over a small cache, relative to float64 over what the cache was written from."""
+    layout, generator = KV_LAYOUTS["dsv4"], torch.Generator().manual_seed(0)
+    latent = torch.randn(256, layout.head_dim_qk, generator=generator).bfloat16().to(device)
+    q = torch.randn(2, 16, layout.head_dim_qk, generator=generator).bfloat16().to(device)
+    indices = torch.randint(256, (2, 64), generator=generator, dtype=torch.int32).to(device)
+    kv_cache = layout.empty(4, 64, device)
+    quantize_kv(latent, torch.arange(256, device=device), kv_cache, layout=layout, page_size=64)
+    scale = layout.head_dim_qk**-0.5
+    out, _ = sparse_decode(
+        q, kv_cache, indices, layout=layout, page_size=64, sm_scale=scale, backend="native"
+    )
+    exact, _, _ = reference.sparse_attention(q.double(), [(latent.double(), indices, None)], sm_scale=scale)
+    return float((out.double() - exact).norm() / exact.norm())
 
 
 def _kernels() -> dict[str, str]:
