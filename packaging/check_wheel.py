@@ -26,7 +26,7 @@ MEGABYTES = {"cpu": 2, "cu": 20, "rocm": 20}
 MAY_NEED = re.compile(
     r"(libtorch|libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux[\w-]*)\.so[.\d]*"
 )
-CONTENT = re.compile(r"mla_fp8/([\w/]+\.py|py\.typed|data/\w+\.txt)")
+CONTENT = re.compile(r"mla_fp8(_plugins)?/([\w/]+\.py|py\.typed|data/\w+\.txt)")
 
 
 def kind(version: str) -> str:

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import flashmla
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
+import mla_fp8_plugins
 from mla_fp8.compat import vllm as compat
 from mla_fp8.integrations import attend, drafts, layer_ops, vllm_indexer, vllm_v4
 from mla_fp8.integrations import vllm as plugin
@@ -41,7 +42,7 @@ def plugins():
     """Loaded twice, as a vLLM may do it."""
     vllm.envs.VLLM_PLUGINS = ["mla_fp8", "mla_fp8_flash_mla", drafts.NAME, vllm_indexer.NAME]
     for _ in range(2):
-        plugin.register()
+        mla_fp8_plugins.vllm()
         plugin.register_flash_mla_calls()
         plugin.register_query_groups()
         vllm_indexer.register()

@@ -11,6 +11,7 @@ from draft_cases import draft_case, without_lengths
 from sparse_cases import exact_latents
 
 import mla_fp8
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.integrations import drafts, flash_mla_calls, sglang, vllm, vllm_v4
 from mla_fp8.ops.sparse_decode import shared_keys_shape
@@ -87,7 +88,7 @@ def step(device, requests=None, queries=DRAFTS):
 
 def backend(monkeypatch, names=VLLM_NAMES):
     engine_standins.vllm(monkeypatch, names)
-    vllm.register()
+    mla_fp8_plugins.vllm()
     vllm.register_flash_mla_calls()
     for _ in range(2):
         vllm.register_query_groups()
@@ -165,6 +166,22 @@ def test_a_layer_alone_with_its_indexer_makes_lists_in_the_call(monkeypatch, see
     impl.index_group = SimpleNamespace(num_layers=1)
     attended(impl, step("cpu"))
     assert groups(seen) == [("sparse_decode", DRAFTS)]
+
+
+@pytest.mark.parametrize("ranks, shape", [(2, (1, -1)), (2, (-1, DRAFTS)), (1, (1, -1)), (1, (-1, DRAFTS))])
+def test_rows_of_different_requests_go_alone(ranks, shape, monkeypatch, seen, device):
+    """With context in parallel vLLM passes all tokens of a step as the queries of one request."""
+    b, impl = step(device, requests=2), backend(monkeypatch)(HEADS, 0.1)
+    impl.dcp_world_size = ranks
+    slots = impl._convert_logical_to_physical_topk(
+        b.positions, b.metadata, block_stride_rows=None, return_valid_counts=False
+    )
+    q, slots = (x.view(*shape, *x.shape[1:]) for x in (b.q, slots))
+    out, lse = impl._fp8_flash_mla_kernel(q, b.cache, slots, object())
+    exact, _, exact_lse = b.exact
+    assert_within_flash_mla_tolerance(out.flatten(0, 1), lse.mT.flatten(0, 1), exact, exact_lse)
+    together = ranks == 1 and shape[0] != 1
+    assert groups(seen) == [("sparse_decode", DRAFTS if together else 1)]
 
 
 # FlashMLA's calls

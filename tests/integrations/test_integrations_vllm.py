@@ -12,6 +12,7 @@ import torch
 from sparse_cases import V4_SCOPES, exact_latents, make_case, packed_layouts
 
 import mla_fp8
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS, reference
 from mla_fp8.integrations import attend, vllm, vllm_v4
 from mla_fp8.testing import assert_within_flash_mla_tolerance
@@ -31,8 +32,8 @@ def nothing_was_made_yet(caplog):
 def resolved(monkeypatch):
     """The backend as vLLM finds it: by the path that was registered."""
     engine = engine_standins.vllm(monkeypatch)
-    vllm.register()
-    vllm.register()  # vLLM calls it in every process, perhaps twice
+    mla_fp8_plugins.vllm()
+    mla_fp8_plugins.vllm()  # vLLM calls it in every process, perhaps twice
     ((member, path),) = engine.registered.items()
     assert member.name == "CUSTOM"
     return by_path(path)
@@ -194,10 +195,10 @@ def test_a_vllm_whose_interface_changed_is_refused_with_a_sentence(spoil, messag
     module = engine.modules["vllm.v1.attention.backends.mla.flashmla_sparse"]
     module.FlashMLASparseImpl = type("FlashMLASparseImpl", (), dict(vars(engine_standins.FlashMLASparseImpl)))
     spoil(module.FlashMLASparseImpl)
-    vllm.register()
-    (record,) = caplog.records
-    assert "not offered to vLLM 0.99 as a backend" in record.getMessage() and message in record.getMessage()
-    assert not engine.registered
+    mla_fp8_plugins.vllm()
+    (path,) = engine.registered.values()
+    with pytest.raises(ImportError, match=f"cannot be an attention backend of vLLM 0.99: .*{message}"):
+        by_path(path)
 
 
 def test_calls_with_a_parameter_that_we_do_not_know_are_not_taken_over(monkeypatch, caplog):

@@ -17,6 +17,15 @@ class AttentionBackendEnum(enum.Enum):
     FLASHMLA_SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
     CUSTOM = None
 
+    def is_overridden(self):
+        return self in registered
+
+    def get_path(self):
+        return registered.get(self, self.value)
+
+
+registered = {}  # of AttentionBackendEnum
+
 
 class FlashMLASparseBackend:
     supported_kv_cache_dtypes = ("auto", "bfloat16", "fp8_ds_mla", "fp8", "nvfp4_ds_mla")
@@ -146,7 +155,7 @@ def copied(function):
 
 def vllm(monkeypatch, plugins=None) -> SimpleNamespace:
     """vLLM with its registry, its FlashMLA backend, and FlashMLA's functions where vLLM keeps them."""
-    registered = {}
+    registered.clear()
 
     def register_backend(backend, class_path=None, is_mamba=False):
         registered[backend] = class_path

@@ -85,6 +85,19 @@ def test_the_reference_says_how_an_object_is_made() -> None:
     assert "| `attend(q, layer, topk_indices=None, *, sm_scale" in signatures
 
 
+def test_install_lines_ask_one_index_for_our_name() -> None:
+    """No public index holds it: whoever takes the name there would be installed with an extra index."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = {x: ROOT / x for x in files.stdout.split() if not x.startswith("tests/")}
+    asked = re.compile(
+        r"^.*(mla[-_]fp8\b.*--extra-index-url|--extra-index-url.*\bmla[-_]fp8\b).*$", re.MULTILINE
+    )
+    found = {
+        x: asked.findall(path.read_text(errors="replace")) for x, path in texts.items() if path.is_file()
+    }
+    assert {x: lines for x, lines in found.items() if lines} == {}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_files_lead_somewhere(path: Path) -> None:
     text = path.read_text()

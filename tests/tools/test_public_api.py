@@ -19,7 +19,7 @@ MODULES = (
     "mla_fp8.testing",
 )  # fmt: skip
 OF_DISPATCH = ("explain",)  # the rest serves the ops
-CALLS = ("mla_fp8.integrations.sglang:register", "mla_fp8.integrations.vllm:register",
+CALLS = ("mla_fp8.integrations.sglang:register",
          "mla_fp8.integrations.vllm:register_flash_mla_calls", "mla_fp8.__main__:main")  # fmt: skip
 
 

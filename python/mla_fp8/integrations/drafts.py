@@ -88,8 +88,12 @@ def step(group: Group) -> Iterator[None]:
 
 
 def of_call(batch: int, s_q: int) -> Group:
-    """Of a call of FlashMLA."""
-    if not switched_on():
+    """Of a call of FlashMLA.
+
+    A batch of one says nothing of requests: vLLM passes all tokens of a step so, where prompts and decode are
+    mixed or context is parallel. One request's drafts are too few for a group to pay.
+    """
+    if not switched_on() or (batch == 1 and s_q > 1):
         return ALONE
     group = _current.get()
     if s_q == 1 and group is not None:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from mla_fp8_plugins import named_in_sglang, named_in_vllm
+
 from .. import probes
 from ..compat import sglang_layer as for_sglang
 from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
-from . import sglang
 from .flash_mla_calls import take_over
 from .log import say_once
 
@@ -74,7 +75,7 @@ def register_vllm() -> None:
     reason = probes.why_not_call({"vllm.envs": {}})
     if reason:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
-    elif NAME in (import_module("vllm.envs").VLLM_PLUGINS or ()):
+    elif NAME in named_in_vllm():
         _take_over(VLLM)
 
 
@@ -83,7 +84,7 @@ def register_sglang() -> None:
     reason = probes.why_not_call({"sglang.srt.environ": {}})
     if reason:
         _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
-    elif NAME in sglang.named():
+    elif NAME in named_in_sglang():
         _take_over(SGLANG)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mla_fp8_plugins import UNUSED, named_in_sglang
+
 from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
@@ -160,8 +162,8 @@ def register() -> None:
     if reason:
         _LOGGER.warning("mla_fp8 is not used in SGLang%s: %s", _version(), reason)
         return
-    if "mla_fp8" not in named():
-        _LOGGER.info("mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it")
+    if "mla_fp8" not in named_in_sglang():
+        _LOGGER.info(UNUSED)
         return
     padded = {model: why_not_methods(model) for model in METHODS}
     hooks = dict(HOOKS)
@@ -180,7 +182,7 @@ def register() -> None:
 
 def register_query_groups() -> None:
     """Entry point: drafts of a request go as a group if SGLANG_PLUGINS names ``mla_fp8_query_groups``."""
-    if probes.why_not_call({"sglang.srt.environ": {}}) or drafts.NAME not in named():
+    if drafts.NAME not in named_in_sglang():
         return
     drafts.switch(True)
     module, name, attribute = DRAFTS.rsplit(".", 2)
@@ -192,12 +194,6 @@ def register_query_groups() -> None:
         "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; of V4%s",
         f" not: {reason}" if reason else "",
     )
-
-
-def named() -> list[str]:
-    """What SGLANG_PLUGINS names."""
-    named = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
-    return [name.strip() for name in named.split(",")]
 
 
 def why_not() -> str | None:

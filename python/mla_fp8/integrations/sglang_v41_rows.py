@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from mla_fp8_plugins import named_in_sglang
+
 from .. import probes
 from ..compat.sglang import LAYOUTS
 from ..layout import KV_LAYOUTS
@@ -51,7 +53,7 @@ def _select_dsv4_kv_layout(original: Callable[[], Any]) -> Any:
 
 def register() -> None:
     """Entry point: SGLang's pools have V4.1's rows if SGLANG_PLUGINS names :data:`NAME`, or says why not."""
-    if probes.why_not_call({_ENVIRON: {}}) or NAME not in sglang.named():
+    if NAME not in named_in_sglang():
         return
     reason = why_not()
     if reason:
@@ -70,7 +72,7 @@ def register() -> None:
 
 def why_not() -> str | None:
     """The first thing that keeps SGLang from these rows here, or None."""
-    if "mla_fp8" not in sglang.named():
+    if "mla_fp8" not in named_in_sglang():
         return "SGLANG_PLUGINS has to name mla_fp8, too, which reads these rows"
     reason = sglang.why_not() or sglang.why_not_methods("V4") or probes.why_not_call(_NEEDS)
     if reason:

@@ -1,6 +1,6 @@
 """vLLM: sparse MLA models (DeepSeek V3.2, GLM-5, DeepSeek V4 and V4.1) on our kernels.
 
-Entry points of the group ``vllm.general_plugins``:
+Entry points of the group ``vllm.general_plugins``, which mla_fp8_plugins loads:
 
 ``mla_fp8``            offers a backend: `--attention-backend CUSTOM`, for DeepSeek V3.2 and GLM-5. Every head
                        count as it is, caches as of FLASHMLA_SPARSE: bf16, or FP8 (`--kv-cache-dtype fp8`).
@@ -20,14 +20,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from mla_fp8_plugins import named_in_vllm
+
 from .. import probes
 from . import drafts, flash_mla_calls, log, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
-_REGISTRY = "vllm.v1.attention.backends.registry"
 _CALLS = "vllm.v1.attention.ops.flashmla"
 _NEEDS: probes.Needs = {
-    _REGISTRY: {"register_backend": ("backend", "class_path"), "AttentionBackendEnum.CUSTOM": ()},
     "vllm.logger": {"init_logger": ("name",)},
     vllm_sparse.MODULE: {
         "FlashMLASparseBackend.get_impl_cls": (),
@@ -51,23 +51,13 @@ _HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], set[str]]] = {
 }  # fmt: skip
 
 
-def register() -> None:
-    """Entry point: offers the backend, or logs why not. Re-entrant, never raises for a missing vLLM."""
-    reason = why_not()
-    if reason:
-        _LOGGER.warning("mla_fp8 is not offered to vLLM%s as a backend: %s", _version(), reason)
-        return
-    registry = import_module(_REGISTRY)
-    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, f"{__name__}.SparseBackend")
-
-
 def register_flash_mla_calls() -> None:
     """Entry point: takes over FlashMLA's sparse calls if VLLM_PLUGINS names ``mla_fp8_flash_mla``."""
     reason = why_not_calls()
     if reason:
         _LOGGER.warning("mla_fp8 does not take over FlashMLA's calls in vLLM%s: %s", _version(), reason)
         return
-    if "mla_fp8_flash_mla" not in (import_module("vllm.envs").VLLM_PLUGINS or ()):
+    if "mla_fp8_flash_mla" not in named_in_vllm():
         return
     hooks = {name: hook for name, (hook, *_) in _HOOKS.items()}
     if not flash_mla_calls.take_over(import_module(_CALLS), hooks):
@@ -89,7 +79,7 @@ def register_query_groups() -> None:
     Re-entrant.
     """
     reason = probes.why_not_call({"vllm.envs": {}, "vllm.logger": {"init_logger": ()}})
-    if reason or drafts.NAME not in (import_module("vllm.envs").VLLM_PLUGINS or ()) or drafts.switched_on():
+    if reason or drafts.NAME not in named_in_vllm() or drafts.switched_on():
         return
     drafts.switch(True)
     layers = {model: vllm_v4.why_not(model, vllm_v4.DRAFTS) for model in vllm_v4.MODULES}
@@ -133,8 +123,14 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """``SparseBackend``, made of vLLM's class when vLLM asks for it."""
+    """``SparseBackend``, made of vLLM's class when vLLM asks for it.
+
+    ImportError for a vLLM without what it builds on.
+    """
     if name != "SparseBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    reason = why_not()
+    if reason:
+        raise ImportError(f"mla_fp8 cannot be an attention backend of vLLM{_version()}: {reason}")
     globals()[name] = backend = vllm_sparse.make_backend(__name__)
     return backend

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mla_fp8_plugins import named_in_vllm
+
 from .. import probes
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk_workspace
@@ -305,7 +307,7 @@ def why_not() -> str | None:
 
 def register() -> None:
     """Entry point: takes over the indexer if VLLM_PLUGINS names us, or logs why not. Re-entrant."""
-    if probes.why_not_call({"vllm.envs": {}}) or NAME not in (import_module("vllm.envs").VLLM_PLUGINS or ()):
+    if NAME not in named_in_vllm():
         return
     reason = why_not()
     if reason:

@@ -63,7 +63,7 @@ class SparseImpl:
     ) -> tuple[Tensor, Tensor]:
         batch, s_q, heads, _ = q.shape
         slots = topk_indices.flatten(0, 1)
-        group = drafts.of_call(batch, s_q)
+        group = drafts.ALONE if self.dcp_world_size > 1 else drafts.of_call(batch, s_q)
         out, lse = _over_pages(q.flatten(0, 1), kv_c_and_k_pe_cache, slots, self.softmax_scale, group)
         return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
 

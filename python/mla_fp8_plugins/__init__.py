@@ -1,0 +1,67 @@
+"""Entry points that vLLM and SGLang load in each of their processes, whether anybody asked for them or not.
+
+So they import neither torch nor mla_fp8, whose GPU library takes time and memory. Those of
+:mod:`mla_fp8.integrations` are imported once the engine's list of plug-ins names them. vLLM's backend needs
+no list: its path is left where vLLM looks backends up, and imported when somebody chooses it.
+"""
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+
+BACKEND = "mla_fp8.integrations.vllm.SparseBackend"
+UNUSED = "mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it"
+_REGISTRY = "vllm.v1.attention.backends.registry"
+
+
+def vllm() -> None:
+    """Offers the backend CUSTOM, unless another package has that name, or logs why not. Re-entrant."""
+    try:
+        registry = import_module(_REGISTRY)
+        custom = registry.AttentionBackendEnum.CUSTOM
+        path = custom.get_path() if custom.is_overridden() else BACKEND
+        if path == BACKEND:
+            registry.register_backend(custom, BACKEND)
+            return
+        reason = f"CUSTOM is {path} already"
+    except (ImportError, AttributeError) as error:
+        reason = f"{_REGISTRY} is not as expected ({error})"
+    logging.getLogger("mla_fp8").warning("mla_fp8 is not offered to vLLM as a backend: %s", reason)
+
+
+def named_in_vllm() -> list[str]:
+    """What VLLM_PLUGINS names; nothing without vLLM."""
+    try:
+        return import_module("vllm.envs").VLLM_PLUGINS or []
+    except ImportError:
+        return []
+
+
+def named_in_sglang() -> list[str]:
+    """What SGLANG_PLUGINS names; nothing without SGLang."""
+    try:
+        names = import_module("sglang.srt.environ").envs.SGLANG_PLUGINS.get() or ""
+    except ImportError:
+        return []
+    return [name.strip() for name in names.split(",")]
+
+
+def _entry_point(named: Callable[[], list[str]], name: str, module: str, register: str) -> Callable[[], None]:
+    def load() -> None:
+        if name in named():
+            getattr(import_module(f"mla_fp8.integrations.{module}"), register)()
+        elif name == "mla_fp8":
+            logging.getLogger("sglang.mla_fp8").info(UNUSED)
+
+    return load
+
+
+vllm_flash_mla = _entry_point(named_in_vllm, "mla_fp8_flash_mla", "vllm", "register_flash_mla_calls")
+vllm_query_groups = _entry_point(named_in_vllm, "mla_fp8_query_groups", "vllm", "register_query_groups")
+vllm_layer_ops = _entry_point(named_in_vllm, "mla_fp8_layer_ops", "layer_ops", "register_vllm")
+vllm_index_topk = _entry_point(named_in_vllm, "mla_fp8_index_topk", "vllm_indexer", "register")
+
+sglang = _entry_point(named_in_sglang, "mla_fp8", "sglang", "register")
+sglang_query_groups = _entry_point(named_in_sglang, "mla_fp8_query_groups", "sglang", "register_query_groups")
+sglang_layer_ops = _entry_point(named_in_sglang, "mla_fp8_layer_ops", "layer_ops", "register_sglang")
+sglang_v41_rows = _entry_point(named_in_sglang, "mla_fp8_v41_rows", "sglang_v41_rows", "register")
