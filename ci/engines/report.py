@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import parts
 
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
-# Error of V4's layer where prompts are rows of bf16: docs/guide/engines.md has the reason.
+# Error of V4's layer where prompts are rows of bf16: docs/notebook/engines.md has the reason.
 MOST_OF_STOCK_ROWS, ROWS_FROM_HEADS = 1.15, 64
 
 

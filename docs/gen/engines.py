@@ -25,7 +25,7 @@ def of(engine: str, model: str = "") -> list[Step]:
 
 
 def cell(step: Step) -> str:
-    return f"{step['step_ratio']} ({float(step['step_us']) / 1e3:.2f} ms)"
+    return f"{step['step_ratio']} ({float(step['step_us']) / 1e3:.2f})"
 
 
 def table(engine: str, heads: tuple[str, ...] = ("16", "128")) -> str:
@@ -44,7 +44,7 @@ def table(engine: str, heads: tuple[str, ...] = ("16", "128")) -> str:
         ]
         for (model, layout, n), found in lines.items()
     ]
-    return markdown(["model", "heads on the GPU", *STEPS], rows)
+    return markdown(["model", "heads", *STEPS], rows)
 
 
 def attention() -> list[list[str]]:
@@ -57,9 +57,7 @@ def attention() -> list[list[str]]:
             if bool(s["requests"]) == wanted
         )
         ends = [f"{ratios[i]:.1f}x" for i in (0, len(ratios) // 2, -1)]
-        rows.append(
-            [f"attention of a layer in vLLM, {name}, {len(ratios)} steps", "H200", "vLLM 0.33.0", *ends]
-        )
+        rows.append([f"a layer in vLLM, {name}, {len(ratios)} steps", "H200", "vLLM 0.33.0", *ends])
     return rows
 
 

@@ -137,7 +137,7 @@ def peers_table() -> str:
     kinds = {
         "decode": "`sparse_decode`",
         "prefill over bf16 rows": "`sparse_prefill`",
-        "prefill from FP8 pages": "prefill from FP8 pages, FlashMLA over a ready bf16 workspace",
+        "prefill from FP8 pages": "prefill from FP8 pages, beside a ready workspace",
     }
     for name, cases in strongest(H100).items():
         ratios = [f"{fixed(cases[i][1])}x" for i in (0, len(cases) // 2, -1)]

@@ -1,6 +1,6 @@
 """What the ways through a prefill layer cost on Hopper, for python/mla_fp8/prefill/costs.py.
 
-Every price is fitted to the results, by least squares of relative errors. docs/guide/prefill.md says which
+Every price is fitted to the results, by least squares of relative errors. docs/notebook/guide.md says which
 cases each is from, and has the tables of what follows from them.
 """
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-WIDTH, SHOWN = 440, 560
+WIDTH, SHOWN = 440, 500
 TEXT, LINE, ONE = "#768390", "#76839055", "#d29922"
 COLOURS = ("#3f83f8", "#2da44e", "#bf5af2", "#e8590c", "#e5484d")
 FONT = "font-family='system-ui, sans-serif'"

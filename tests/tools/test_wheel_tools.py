@@ -70,7 +70,7 @@ def test_the_readme_of_a_wheel_has_no_relative_link(home, monkeypatch):
     assert not long_description.RELATIVE.search(text)
     release = mla_fp8.__version__.partition("+g")[2] or f"v{mla_fp8.__version__}"
     assert (f"https://host/owner/mla_fp8/blob/{release}/" in text) == bool(home)
-    assert "](docs/guide/engines.md)" not in text and "Engines" in text
+    assert "](docs/guide/vllm.md)" not in text and "vLLM" in text
     assert (f"/raw/{release}/" in text and "docs/img/speed.svg" in text) == bool(home)
     assert all(
         url.startswith("https://host/owner/mla_fp8") for url in long_description.project_urls().values()

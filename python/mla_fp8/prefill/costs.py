@@ -8,7 +8,7 @@ PerHeads = tuple[tuple[int, float], ...]  # (up to so many heads, nanoseconds); 
 
 @dataclass(frozen=True)
 class Costs:
-    """Nanoseconds. docs/guide/prefill.md says where each was measured."""
+    """Nanoseconds. docs/notebook/guide.md says where each was measured."""
 
     row: float  # gather and dequantise one row into the workspace
     reference: float  # find the distinct rows: per index, and per row of the region

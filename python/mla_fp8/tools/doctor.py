@@ -113,7 +113,7 @@ def next_steps() -> list[str]:
         *steps,
         f"python -m mla_fp8 demo{device}: every layer of a small model, checked against float64",
         "python -m mla_fp8 bench: how fast the ops are here, next to the peers that are installed",
-        "docs/start.md: a first decode step; docs/guide/engines.md: vLLM and SGLang",
+        "docs/start.md: a first decode step; docs/guide/vllm.md, docs/guide/sglang.md: in an engine",
     ]
 
 
