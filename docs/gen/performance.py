@@ -134,14 +134,9 @@ def strongest(device: str) -> dict[str, list[tuple[int, float, Case]]]:
 def peers_table() -> str:
     """README.md: the worst, the middle and the best case beside the strongest peer for each row."""
     lines = engines.attention()
-    kinds = {
-        "decode": "`sparse_decode`",
-        "prefill over bf16 rows": "`sparse_prefill`",
-        "prefill from FP8 pages": "prefill from FP8 pages, beside a ready workspace",
-    }
     for name, cases in strongest(H100).items():
         ratios = [f"{fixed(cases[i][1])}x" for i in (0, len(cases) // 2, -1)]
-        lines.append([f"{kinds[name]}, {len(cases)} cases", "H100", "SGLang 0.5.23", *ratios])
+        lines.append([f"{name}, {len(cases)} cases", "H100", "SGLang 0.5.23", *ratios])
     return markdown(["", "GPU", "FlashMLA of", "worst", "middle", "best"], lines)
 
 
