@@ -16,7 +16,7 @@ from sparse_cases import make_case
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, _libraries, dispatch
 from mla_fp8.backends import packages, table
-from mla_fp8.backends.table import NATIVE, TABLE, Problem
+from mla_fp8.backends.table import NATIVE, TABLE, Backend, Problem
 from mla_fp8.call import FEATURES, OPS
 from mla_fp8.dispatch import PREFERENCES, candidates, explain, preference
 
@@ -25,7 +25,15 @@ TWO_CACHES = frozenset({"two caches"})
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs/gen"))
-from dispatch import not_built
+from support import registered
+
+
+def not_built(backend: Backend, problem: Problem) -> str | None:
+    """As on a machine that has every package and our library for its device: the ops that are not in it."""
+    device = "cpu" if problem.arch == "cpu" else "hip" if problem.arch.startswith("gfx") else "cuda"
+    if backend.needs_kernel and problem.op not in registered(f"MLA_FP8_{device.upper()}_OPS"):
+        return f"libmla_fp8_{device}.so has no {problem.op}"
+    return None
 
 
 def taken(problem: Problem, missing=not_built) -> str:
