@@ -6,6 +6,7 @@ are kept in build/engines. Without the index, and with nothing kept, this says s
 """
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -70,17 +71,26 @@ def engine(name: str, version: str) -> Path:
     return fetched(CACHE / f"{name}-{version}", fetch)
 
 
-def packages() -> Path:
-    """What the engines import besides torch, for the Python that runs this."""
-    name = f"packages-{sys.implementation.cache_tag}"
-    return fetched(
-        CACHE / name, lambda folder: pip("install", "-qq", "--no-deps", "-t", folder, *pins.packages())
-    )
+def packages(name: str) -> Path:
+    """What the engine imports besides torch, for the Python that runs this."""
+    wanted = pins.packages(pins.FILES[name])
+    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
+    folder = CACHE / f"packages-{name}-{sys.implementation.cache_tag}-{digest}"
+    return fetched(folder, lambda folder: pip("install", "-qq", "--no-deps", "-t", folder, *wanted))
+
+
+def pins_are_the_engines(name: str) -> bool:
+    """Whether the newest version allows the packages that it is tested with."""
+    (metadata,) = engine(name, pins.NEWEST[name]).glob("*.dist-info/METADATA")
+    found = pins.contradictions(metadata.read_text(), pins.packages(pins.FILES[name]))
+    for line in found:
+        print(f"ci/engines/{pins.FILES[name]} has {line} (Requires-Dist of {name} {pins.NEWEST[name]})")
+    return not found
 
 
 def run(name: str, version: str) -> bool:
     ours = ("python", "tests/support", "tests/integrations", "ci/engines")
-    paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ours)]
+    paths = [engine(name, version), packages(name), *(pins.ROOT / x for x in ours)]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     test = pins.ROOT / "ci/engines" / f"test_in_{name}.py"
     command = [
@@ -117,13 +127,15 @@ def main() -> int:
     engines = [(name, version) for name, versions in wanted.items() for version in versions]
     try:
         with ThreadPoolExecutor() as pool:
-            waiting = [pool.submit(packages), *(pool.submit(engine, *each) for each in engines)]
+            waiting = [pool.submit(packages, name) for name in wanted]
+            waiting += [pool.submit(engine, *each) for each in engines]
             for one in waiting:
                 one.result()
     except Unreachable as error:
         print(f"engines: skipped, the package index cannot be reached ({error})")
         return 0
-    passed = [run(*each) for each in engines]  # all of them, also after a failure
+    passed = [pins_are_the_engines(name) for name in wanted]
+    passed += [run(*each) for each in engines]  # all of them, also after a failure
     return not all(passed)
 
 

@@ -235,6 +235,18 @@ def test_v41s_rows_are_counted_and_compared_with_flash_mla_over_v4s(tools, monke
         assert report.problems(found | ours) == [f"{name}: {each}" for each in problem]
 
 
+def test_pins_that_an_engine_does_not_allow_are_found(tools):
+    import pins  # noqa: PLC0415
+
+    metadata = (
+        "Metadata-Version: 2.4\nRequires-Dist: Some_Package>=2\nRequires-Dist: other==1.0\n"
+        'Requires-Dist: extra==1; extra == "all"\nRequires-Dist: old==1; python_version < "3"\n'
+        "\nRequires-Dist: text==1\n"
+    )
+    pinned = ["some-package==1.9", "other==1.0", "extra==2", "old==2", "text==2", "unheard-of==1"]
+    assert pins.contradictions(metadata, pinned) == ["Some_Package==1.9, it names >=2"]
+
+
 def test_every_step_of_the_matrix_names_engines_that_there_are(tools):
     pytest.importorskip("tomllib")
     import engine  # noqa: PLC0415
