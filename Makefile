@@ -15,7 +15,7 @@ HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merg
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
 CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
 
-.PHONY: help demo demo-all test test-op test-all test-slow headers machine hip-tests engines fuzz lint format bench docs \
+.PHONY: help demo demo-all test test-op test-all test-slow test-slow-cpu headers machine hip-tests engines fuzz lint format bench docs \
   generate wheel install-test build build-cpu clean
 
 # ---- every day. Minutes are of two idle cores with nothing compiled yet, .venv not counted.
@@ -59,6 +59,9 @@ lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test-slow: build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu_library"
 
+test-slow-cpu: build-cpu  # where no GPU library is built
+	$(PYTEST) -m "slow and not gpu_library"
+
 demo-all: build
 	$(BIN)/python -m mla_fp8 demo --all --out build/demo
 
@@ -80,7 +83,7 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NVIDIA_OPS = nope_envelope query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent
 endif
 NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots real_rows query_groups nope_envelope
-EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k "not ($(NOT_EMULATED))"
+EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
 machine: build $(addprefix machine-,$(MACHINES))
