@@ -6,8 +6,8 @@ FlashMLA takes 64 or 128 heads: fewer are padded; `flash_mla` is its kernels alo
 with the copies that a user pays. Errors are relative to float64 over the dequantised rows. Indices are
 uniform over a million rows, and launches rotate over several sets of them, so rows come from HBM.
 
-`--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's; without
-FlashMLA, and on a CPU, which runs nothing else of this, the first rows with float64.
+`--real-rows` runs only what engines send (row_kinds.py), and compares every result with FlashMLA's, without
+FlashMLA the first rows with float64. A CPU runs these cases only if they are asked for.
 
 `--batch-invariant` runs only what that costs: beside the plan that a call takes without it, whose results it
 compares.
@@ -116,6 +116,12 @@ def shapes() -> Iterator[Shape]:
         yield Shape("dsv32_nope", heads, batch, 2048)
     for heads, batch in itertools.product(HEADS, (32, 128)):
         yield Shape("dsv4", heads, batch, 128, 256, 512, extra_layout="dsv41_fp4")
+
+
+def cpu_shapes() -> Iterator[Shape]:
+    for batch, heads in itertools.product((1, 8), HEADS):
+        yield Shape("dsv32", heads, batch, 2048)
+        yield Shape("dsv4", heads, batch, 128, 256, 512)
 
 
 def real_shapes() -> Iterator[Shape]:
@@ -321,9 +327,8 @@ if __name__ == "__main__":
         title = "sparse_decode_batch_invariant"
         run(title, invariant_shapes(), invariant_work, rounds=INVARIANT_ROUNDS, options=options)
         raise SystemExit
-    if not CUDA:
-        print("bench_sparse_decode: real rows only; all else needs an NVIDIA GPU")
-    elif not options.real_rows:
-        run("sparse_decode", shapes(), work, options=options)
-    title = "sparse_decode_real_rows"
-    run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)
+    if not options.real_rows:
+        run("sparse_decode", shapes() if CUDA else cpu_shapes(), work, options=options)
+    if CUDA or options.real_rows:
+        title = "sparse_decode_real_rows"
+        run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)

@@ -22,7 +22,7 @@ import torch
 from bench_sparse_decode import CUDA, DEVICE, RATIO, REAL_ROUNDS, dequantized
 from flashmla import find_flash_mla
 from row_kinds import RowKind, selected, windows
-from sparse_prefill_shapes import WINDOW, Shape, real_shapes, shapes
+from sparse_prefill_shapes import WINDOW, Shape, cpu_shapes, real_shapes, shapes
 from summary import markdown
 from table import OURS
 
@@ -297,9 +297,8 @@ def work(shape: Shape) -> Work:
 if __name__ == "__main__":
     torch.manual_seed(0)
     options = arguments("sparse_prefill", real_rows=True)
-    if not CUDA:
-        print("bench_sparse_prefill: real rows only; all else needs an NVIDIA GPU")
-    elif not options.real_rows:
-        run("sparse_prefill", shapes(), work, options=options)
-    title = "sparse_prefill_real_rows"
-    run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)
+    if not options.real_rows:
+        run("sparse_prefill", shapes() if CUDA else cpu_shapes(), work, options=options)
+    if CUDA or options.real_rows:
+        title = "sparse_prefill_real_rows"
+        run(title, real_shapes(), work, rounds=REAL_ROUNDS, options=options, summary=markdown)

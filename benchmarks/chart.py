@@ -1,4 +1,5 @@
 """A line per op and peer of a CSV of results: how many times as long the peer takes, worst, median and best.
+Then a line per op: its times, and its share of what this machine's memory or matrix units give.
 
 python benchmarks/chart.py benchmarks/results/nvidia_h200.csv          prints it
 python benchmarks/chart.py --png benchmarks/results/nvidia_h200.csv    writes nvidia_h200.png next to it
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from table import Row, by_op, read_csv
+from table import Row, by_op, percent, read_csv
 
 TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
 COLUMNS = 8  # of the text, from a tick to the next
@@ -47,14 +48,49 @@ def spans(rows: Iterable[Row]) -> list[Span]:
     return found
 
 
+@dataclass(frozen=True)
+class Times:
+    """Our own times in all cases of an op."""
+
+    op: str
+    shortest: float  # us
+    longest: float
+    share: float  # median of the ceiling, in %
+    cases: int
+
+    @property
+    def says(self) -> str:
+        cases = f"{self.cases} cases" if self.cases > 1 else "1 case"
+        us = f"{self.shortest:,.0f}" + (f" to {self.longest:,.0f}" if self.cases > 1 else "")
+        of_ceiling = f", {percent(self.share)} of the ceiling" if self.share else ""
+        return f"{us} us in {cases}{of_ceiling}"
+
+
+def times(rows: Iterable[Row]) -> list[Times]:
+    found = []
+    for op, cases in by_op(rows).items():
+        us = [case.ours.us for case in cases]
+        share = statistics.median(case.percent_of_ceiling for case in cases)
+        found.append(Times(op, min(us), max(us), share, len(cases)))
+    return found
+
+
 def column(ratio: float) -> int:
     """Where a ratio stands in the text; what is beyond the ticks, at their ends."""
     clamped = min(max(ratio, TICKS[0]), TICKS[-1])
     return round(COLUMNS * math.log2(clamped / TICKS[0]))
 
 
-def text(found: list[Span]) -> str:
-    """For a terminal: dashes from the worst to the best, o the median, | one."""
+def text(found: list[Span], own: list[Times]) -> str:
+    """For a terminal: the peers if there are any, then each op by itself."""
+    margin = max(len(each.op) for each in own) + 2
+    lines = ["Times of each op; the ceiling is a copy or a matrix product of the same size", ""]
+    lines += [f"{each.op:<{margin}}{each.says}" for each in own]
+    return "\n".join(([of_peers(found), ""] if found else []) + lines)
+
+
+def of_peers(found: list[Span]) -> str:
+    """Dashes from the worst to the best, o the median, | one."""
     names = [f"{span.op}, {span.peer}" for span in found]
     margin = max(map(len, names)) + 2
     scale = "".join(f"{f'1/{round(1 / x)}' if x < 1 else x:<{COLUMNS}}" for x in TICKS)
@@ -99,14 +135,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--png", action="store_true", help="write a picture next to each file")
+    parser.add_argument("--ops", help="these alone, with commas between them (default: all of a file)")
     options = parser.parse_args()
     for path in options.files:
-        found = spans(read_csv(path))
-        if not found:
-            print(f"{path}: nothing to compare, no case has a peer")
+        rows = read_csv(path)
+        if options.ops is not None:
+            rows = [row for row in rows if row.op in options.ops.split(",")]
+        if not rows:
+            print(f"{path}: no results")
             continue
-        print(text(found))
-        if options.png:
+        found = spans(rows)
+        print(text(found, times(rows)))
+        if options.png and not found:
+            print("no picture is drawn, which is of peers: no case has one")
+        elif options.png:
             draw(found, path.stem.replace("_", " "), path.with_suffix(".png"))
             print(f"written to {path.with_suffix('.png')}")
 

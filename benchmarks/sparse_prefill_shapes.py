@@ -107,6 +107,12 @@ def shapes() -> Iterator[Shape]:
             yield Shape("dsv4", h, 256, 1024, WINDOW, 32 << 10, bf16=bf16, layer=True)
 
 
+def cpu_shapes() -> Iterator[Shape]:
+    for h in HEADS:
+        yield Shape("dsv32", h, 16, 2048, 0, 4 << 10)
+        yield Shape("dsv4", h, 16, 512, WINDOW, 4 << 10)
+
+
 def real_shapes() -> Iterator[Shape]:
     """Heads innermost: they share their indices."""
     kinds = [kind for kind in ROW_KINDS if kind.s_q == 1]

@@ -73,6 +73,11 @@ class Case:
         return 100 * self.rows[CEILING].us / self.ours.us if CEILING in self.rows else 0.0
 
 
+def percent(share: float) -> str:
+    """Of a ceiling. Above it are what lies in a cache, and what ran while the machine was less busy."""
+    return f"{share:.0f}%" if share < 100.5 else ">100%"
+
+
 def cases(rows: Iterable[Row]) -> list[Case]:
     """In the order of their first rows."""
     found: dict[tuple[str, str], Case] = {}

@@ -1,10 +1,13 @@
 """``python -m mla_fp8 bench``: the table, the CSV that grows run by run, the chart."""
 
+import argparse
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from mla_fp8.__main__ import main
 from mla_fp8.tools import bench
@@ -13,6 +16,8 @@ sys.path.insert(0, str(bench.FOLDER))
 import chart
 import merge
 import table
+
+import harness
 
 
 def run(*arguments: object) -> int:
@@ -154,11 +159,75 @@ def test_the_chart_has_dashes_from_worst_to_best_and_the_median():
     peers = [row("op", case, us, "peer") for case, us in zip("abc", (5.0, 20.0, 80.0), strict=True)]
     (span,) = chart.spans(ours + peers)
     assert (span.worst, span.median, span.best, span.worst_case) == (0.5, 2.0, 8.0, "a")
-    *_, scale, line, _, worst = chart.text([span]).splitlines()
+    *_, scale, line, _, worst = chart.of_peers([span]).splitlines()
     at = {mark: scale.index(mark) for mark in ("1/2", " 1 ", " 2 ", " 8 ")}
     assert line[at["1/2"]] == "-" and line[at[" 2 "] + 1] == "o" and line[at[" 8 "] + 1] == "-"
     assert line[at["1/2"] : at[" 8 "] + 2].count("-") == at[" 8 "] + 1 - at["1/2"]
     assert line.endswith("  2.00x, 0.50 to 8.00 in 3 cases") and worst == "Worst: 0.50x peer in op, a"
+
+
+def test_the_chart_has_each_op_that_ran_with_and_without_peers():
+    rows = [row("alone", "x", 2_000, bytes=1), row("alone", "x", 500, table.CEILING), row("alone", "y", 10)]
+    (own,) = chart.times(rows)
+    assert own.says == "10 to 2,000 us in 2 cases, 12% of the ceiling"
+    assert chart.text([], [own]).splitlines()[-1] == "alone  10 to 2,000 us in 2 cases, 12% of the ceiling"
+    rows += [row("b", "x", 10), row("b", "x", 20, "peer"), row("b", "x", 15, table.CEILING)]
+    said = chart.text(chart.spans(rows), chart.times(rows))
+    assert said.count("peer") == 2 and said.endswith("\nb      10 us in 1 case, >100% of the ceiling")
+
+
+def test_the_chart_of_a_run_has_what_it_ran(tmp_path, monkeypatch, capfd):
+    """And not what earlier runs left in the folder."""
+    code = f"import sys; sys.path.insert(0, {str(bench.FOLDER)!r}); import table; from pathlib import Path\n"
+    code += (
+        "table.write_csv(Path(sys.argv[-1], 'x.csv'), [table.Row('{}', 'c', 'mla_fp8', {})], whole_op=True)\n"
+    )
+    scripts = {}
+    for name, us in (("a", 1), ("b", 2)):
+        scripts[name] = tmp_path / f"{name}.py"
+        scripts[name].write_text(code.format(name, us))
+    monkeypatch.setattr(bench, "SCRIPTS", scripts)
+    out = tmp_path / "out"
+    assert run("a", "--out", out) == 0
+    assert capfd.readouterr().out.endswith("\n\na  1 us in 1 case\n")
+    assert run("b", "--out", out) == 0
+    assert capfd.readouterr().out.endswith("\n\nb  2 us in 1 case\n")
+    assert [row.op for row in table.read_csv(out / "x.csv")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ([], ["--seconds", "0.2", "--limit", "27.0"]),
+        (["--seconds", "1"], ["--seconds", "1.0", "--limit", "27.0"]),
+        (["--all"], ["--seconds", "3.0"]),
+    ],
+)
+def test_a_cpu_measures_for_a_minute_unless_asked_for_all(asked, passed, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(bench, "SCRIPTS", {"a": Path("a.py"), "b": Path("b.py")})
+    monkeypatch.setattr(bench, "stream", lambda command, show: commands.append(command) or 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(*asked, "--out", tmp_path) == 0
+    assert [command[2:-2] for command in commands] == [["--only", "", *passed]] * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    commands.clear()
+    assert run("--out", tmp_path) == 0 and commands[0][2:-2] == ["--only", "", "--seconds", "3.0"]
+
+
+def test_a_case_with_inputs_is_not_made_where_it_is_left_out(monkeypatch, capsys):
+    made = []
+
+    def works():
+        for i in range(5):
+            made.append(i)
+            yield harness.Work(f"case {i}", lambda: None)
+
+    options = argparse.Namespace(only="", limit=0.0, smoke=True, seconds=0.0, csv=None)
+    monkeypatch.setattr(harness, "ceilings", lambda: {"clone": 1.0, "copy_": 1.0, "matmul": 1.0})
+    harness.run("op", works(), options=options)
+    assert made == [0]
+    assert capsys.readouterr().out == "not run within 0 s: case 0, and what comes behind it\n"
 
 
 def test_the_chart_keeps_what_is_off_its_scale_at_the_ends():

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from .cli import progress, seconds
 
 _PACKAGE = Path(__file__).parents[1]
@@ -20,12 +22,19 @@ FOLDER = next(
 )
 SCRIPTS = {path.stem.removeprefix("bench_"): path for path in sorted(FOLDER.glob("bench_*.py"))}
 
+CPU_SECONDS, OVERHEAD = 60, 3  # of a run on a CPU; of a process, before its first case
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("benchmarks", nargs="*", metavar="NAME", help=f"default: all, {', '.join(SCRIPTS)}")
     parser.add_argument("--only", default="", help="run the cases whose label contains this")
     parser.add_argument(
-        "--seconds", type=seconds, default=3.0, help="at most, per case and baseline (default 3)"
+        "--all",
+        action="store_true",
+        help="every case, also on a CPU, which runs the first of each for a minute",
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, help="at most, per case and baseline (default 3; for a CPU's minute 0.2)"
     )
     written = parser.add_mutually_exclusive_group()
     written.add_argument("--smoke", action="store_true", help="one sample of each case; writes nothing")
@@ -49,6 +58,14 @@ def stream(command: list[str], show: Callable[[], None]) -> int:
     return process.returncode
 
 
+def results(folder: Path) -> dict[Path, set[tuple[str, str]]]:
+    """The rows of each table of a folder, as they are written, with their ops."""
+    return {
+        path: {(line.partition(",")[0], line) for line in path.read_text().splitlines()[1:]}
+        for path in folder.glob("*.csv")
+    }
+
+
 def main(options: argparse.Namespace) -> int:
     """The exit status is 1 if a benchmark failed, 2 for bad arguments."""
     names = options.benchmarks or list(SCRIPTS)
@@ -61,8 +78,13 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         print(f"mla_fp8 bench: --out: {error}", file=sys.stderr)
         return 2
-    passed = ["--only", options.only, "--seconds", str(options.seconds)]
+    short = not (options.all or torch.cuda.is_available())
+    each = options.seconds if options.seconds is not None else 0.2 if short else 3.0
+    passed = ["--only", options.only, "--seconds", str(each)]
+    if short:
+        passed += ["--limit", str(max(CPU_SECONDS / len(names) - OVERHEAD, 1))]
     passed += ["--smoke"] if options.smoke else ["--csv", str(options.out)]
+    before = results(options.out)
     failed = []
     with progress([1] * len(names)) as show:
         for done, name in enumerate(names):
@@ -71,11 +93,15 @@ def main(options: argparse.Namespace) -> int:
             if stream(command, lambda name=name, done=done: show(name, done)) != 0:  # type: ignore[misc]
                 failed.append(name)
             print(flush=True)
-    tables = [] if options.smoke else sorted(map(str, options.out.glob("*.csv")))
-    if tables:
-        png = ["--png"] if options.plot else []
-        if stream([sys.executable, str(FOLDER / "chart.py"), *png, *tables], lambda: None) != 0:
+    for table in [] if options.smoke else sorted(options.out.glob("*.csv")):
+        ran = sorted(
+            {op for op, row in results(options.out)[table] if (op, row) not in before.get(table, set())}
+        )
+        command = [sys.executable, str(FOLDER / "chart.py"), *(["--png"] if options.plot else [])]
+        if ran and stream([*command, "--ops", ",".join(ran), str(table)], lambda: None) != 0:
             failed.append("chart")
+    if short and not options.smoke:
+        print("A minute's worth of cases; --all runs every one.", file=sys.stderr)
     if failed:
         print(f"mla_fp8 bench: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
