@@ -56,8 +56,8 @@ lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # ---- parts of `test-all`
 
-test-slow: build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu_library"
+test-slow: build  # on two threads each
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "slow or gpu_library"
 
 test-slow-cpu: build-cpu  # where no GPU library is built
 	$(PYTEST) -m "slow and not gpu_library"

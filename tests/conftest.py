@@ -1,6 +1,7 @@
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import emulation
@@ -82,6 +83,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def seed() -> None:
     """Every test draws the same numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def several_threads() -> Iterator[None]:
+    """`make test` gives a process one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=available_devices())

@@ -157,6 +157,7 @@ def test_hostile_values_never_reach_outside_the_tables(seed, device):
         check(case | {name: hostile(case[name]) for name in names})
 
 
+@pytest.mark.usefixtures("several_threads")
 def test_many_ids_on_several_threads(device):
     check(make_case([900, 2, 1100, 0, 1000], [700, 1, 900, 0, 1000], device=device))
 

@@ -248,6 +248,7 @@ def test_hostile_values_never_reach_another_request_or_outside_the_buffers(seed,
         check(case | {name: hostile(case[name])})
 
 
+@pytest.mark.usefixtures("several_threads")
 def test_many_tokens_on_several_threads(device):
     """Enough rows to be split, requests that cross the splits."""
     lens = [3, 0, 700, 1, 1, 0, 640, 255]

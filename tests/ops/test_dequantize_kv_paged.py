@@ -70,6 +70,7 @@ def test_the_last_tokens_of_each_request_go_to_its_rows(layout, page_size, devic
 
 
 @all_layouts
+@pytest.mark.usefixtures("several_threads")
 def test_many_tokens_over_several_threads(layout, device):
     kv_cache, kwargs = filled_cache(layout, 64, device)
     table = torch.randperm(NUM_PAGES).repeat(3, 1).tolist()

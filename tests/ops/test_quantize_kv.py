@@ -54,6 +54,7 @@ def test_bytes_match_the_reference(layout, page_size, num_tokens, device):
 @all_layouts
 @pytest.mark.parametrize("dtype", SOURCES)
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.usefixtures("several_threads")
 def test_many_tokens_of_every_dtype(layout, dtype, slot_dtype, device):
     """Enough rows for several threads; a row of each magnitude that bf16 knows, subnormals too."""
     latent = torch.randn(300, layout.head_dim_qk, device=device)
