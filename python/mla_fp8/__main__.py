@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_arguments(commands.add_parser("doctor", help=about, description=about))
     for name, module in (("demo", demo), ("bench", bench), ("replay", replay)):
         about = plain(module.__doc__).partition(": ")[2]  # behind the command line
-        module.add_arguments(commands.add_parser(name, help=about.splitlines()[0], description=about))
+        module.add_arguments(commands.add_parser(name, help=about.partition("\n")[0], description=about))
     options = parser.parse_args(arguments)
     runs = {"doctor": doctor.main, "demo": demo.main, "bench": bench.main, "replay": replay.main}
     return runs[options.command](options)

@@ -1,5 +1,8 @@
 """What `python -m mla_fp8` says to who gets it wrong: one sentence and status 2, never a traceback."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -62,3 +65,14 @@ def test_a_folder_that_cannot_be_made_is_named_before_any_work(command, capsys, 
 def test_a_folder_is_no_recording(capsys, tmp_path):
     assert main(["replay", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"mla_fp8 replay: {tmp_path} is not a file\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["doctor"], ["demo", "--help"], ["replay", "nothing"]], ids=str
+)
+def test_commands_run_without_docstrings(command):
+    """As under PYTHONOPTIMIZE=2: a help text that is missing costs no command."""
+    run = [sys.executable, "-OO", "-m", "mla_fp8", *command]
+    result = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == (2 if command[0] == "replay" else 0)

@@ -1,5 +1,6 @@
 """Recorded calls are self-contained, small, and give the same bits again; replay tells right from wrong."""
 
+import functools
 import re
 
 import pytest
@@ -274,6 +275,7 @@ def test_replay_lists_every_backend_and_fails_when_one_is_off(tmp_path, capsys, 
 
     right = mla_fp8.sparse_decode
 
+    @functools.wraps(right)
     def off(*tensors, backend, **options):
         out, lse = right(*tensors, **options, backend=backend)
         return out * 1.02 if backend == "native" else out, lse

@@ -5,8 +5,10 @@ a cache only the pages that the call may read are kept, and the indices renamed 
 serving engine with a cache of many GB is a file of a few MB.
 """
 
+import inspect
 import json
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._arguments import shown
 from ..call import OPS, SparseCall
 from ..layout import KVLayout, get_layout, layout_of_id
 
@@ -66,21 +69,42 @@ def save(path: str | Path, calls: list[Call]) -> None:
 
 
 def load(path: str | Path) -> list[Call]:
-    """Raises ValueError if the file holds no recorded calls."""
+    """Raises ValueError, which names the call, if the file holds anything else than recorded calls."""
     from safetensors import safe_open  # noqa: PLC0415
 
     with safe_open(path, framework="pt") as file:
         header = (file.metadata() or {}).get(_KEY)
         if header is None:
             raise ValueError(f"{path} was not written by mla_fp8.testing.record")
-        tensors: dict[int, dict[str, Tensor]] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for key in file.keys():  # noqa: SIM118 (not a dict)
-            number, name = key.split(".", 1)
+            number, _, name = key.partition(".")
             mapped = file.get_tensor(key)  # at any address; kernels want theirs aligned
-            tensors.setdefault(int(number), {})[name] = mapped.clone()
-    return [
-        Call(call["op"], tensors.get(i, {}), call["options"]) for i, call in enumerate(json.loads(header))
-    ]
+            tensors.setdefault(number, {})[name] = mapped.clone()
+    calls = json.loads(header)
+    if not isinstance(calls, list):
+        raise ValueError(f"{path}: its header must be a list of calls, got {shown(calls)}")
+    return [_call(f"{path}: call {i}", call, tensors.get(str(i), {})) for i, call in enumerate(calls)]
+
+
+def _call(where: str, call: Any, tensors: dict[str, Tensor]) -> Call:
+    """ValueError for one that is no call of its op."""
+    op, options = (call.get(n) for n in ("op", "options")) if isinstance(call, dict) else (None, None)
+    if op not in OPS:
+        raise ValueError(f"{where}: op must be one of {', '.join(OPS)}, got {shown(op)}")
+    if not isinstance(options, dict):
+        raise ValueError(f"{where}: options must be given by name, got {shown(options)}")
+    parameters = inspect.signature(getattr(import_module("mla_fp8"), op)).parameters
+    given = tensors | options
+    unknown = [name for name in given if name not in parameters or name == "backend"]
+    missing = [n for n, p in parameters.items() if p.default is p.empty and given.get(n) is None]
+    if unknown or missing:
+        what = f"has no {unknown[0]}" if unknown else f"needs {missing[0]}"
+        raise ValueError(f"{where}: {op} {what}, got {', '.join(given) or 'nothing'}")
+    for name in ("layout", "extra_layout"):
+        if options.get(name) is not None:
+            get_layout(options[name])
+    return Call(op, tensors, options)
 
 
 def referenced(

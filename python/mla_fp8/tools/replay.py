@@ -122,9 +122,11 @@ def replay(call: Call, device: str, seconds: float) -> dict[str, Verdict]:
     for name, run in list(runs.items()):
         try:
             verdicts[name] = verdict(run(), want)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             reasons[name] = f"raised {error}"
             del runs[name]
+            if not runs:
+                raise
     us = time_us(runs, seconds=seconds, host=device == "cpu")
     best = min(us.values(), default=0.0)
     for backend in table:
@@ -153,7 +155,7 @@ def summary(calls: list[Call], verdicts: list[dict[str, Verdict]]) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """The exit status is 1 if a backend is off, 2 if the file cannot be read."""
+    """The exit status is 1 if a backend is off, 2 if the file cannot be read or holds what is no call."""
     if options.file.exists() and not options.file.is_file():
         print(f"mla_fp8 replay: {options.file} is not a file", file=sys.stderr)
         return 2
@@ -172,10 +174,17 @@ def main(options: argparse.Namespace) -> int:
         return 2
     verdicts = []
     for i, call in enumerate(calls):
-        print(f"call {i}: {call}")
-        if shared := recording.shared_by_neighbours(call):
-            print(f"  {shared}")
-        print(HEADER)
-        verdicts.append(replay(call, options.device, options.seconds))
+        try:
+            print(f"call {i}: {call}")
+            if shared := recording.shared_by_neighbours(call):
+                print(f"  {shared}")
+            print(HEADER)
+            verdicts.append(replay(call, options.device, options.seconds))
+        except Exception as error:  # of the call: what a backend raises is its line of the table
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(
+                f"mla_fp8 replay: {options.file}: call {i} is no call of {call.op}: {said}", file=sys.stderr
+            )
+            return 2
     print(summary(calls, verdicts))
     return 1 if any(v.complaints for found in verdicts for v in found.values()) else 0
