@@ -57,7 +57,7 @@ PREFERENCES: tuple[Preference, ...] = (
     ),
     Preference(("flashmla_kv", "flashmla_sparse"), _UNTUNED, OPS, ("sm100", "sm103")),
     Preference(
-        ("native",), "as no other is taken there unasked; it has run emulated only",
+        ("native",), "the only one by default on this GPU; tested in an emulator, never on hardware",
         OPS, ("gfx90a", "gfx942", "gfx950"),
     ),
 )  # fmt: skip
