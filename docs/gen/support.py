@@ -1,36 +1,36 @@
-"""The table of ops of README.md: what csrc/registration.h has for which device, and what ran there."""
+"""The table of ops of docs/support.md: what csrc/registration.h has for which device, and what ran there."""
 
 import re
 
 from results import ROOT, markdown
 
-# What the ops of a line do, and what their kernels on NVIDIA GPUs other than Hopper are.
+# What the ops of a line do, and how they were tested on NVIDIA GPUs other than Hopper.
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("write a cache, read it back", "the same", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
+    ("write a cache, read it back", "emulated", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
     (
-        "from projections to a cache and query heads: norm, RoPE, quantise; and back", "the same",
+        "from projections to a cache and query heads: norm, RoPE, quantise; and back", "emulated",
         ("k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize"),
     ),
     (
-        "indices and lengths for prefill", "the same",
+        "indices and lengths for prefill", "emulated",
         ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged"),
     ),
-    ("attend to selected slots of one or two FP8 caches", "portable", ("sparse_decode",)),
+    ("attend to selected slots of one or two FP8 caches", "emulated, portable kernel", ("sparse_decode",)),
     (
-        "the same for prompts: from pages, from bf16 rows, over sliding windows", "portable",
+        "attend in prompts: from bf16 rows, from pages, over sliding windows", "emulated, portable kernel",
         ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"),
     ),
     (
-        "attend to all keys of a list of pages", "the same",
+        "attend to all keys of a list of pages", "emulated",
         ("paged_attention_ragged", "paged_attention_ragged_latent"),
     ),
     (
         "index keys into a cache; the indexer's logits and their exact top-k; positions to slots; keys that "
-        "neighbours share", "portable",
+        "neighbours share", "emulated, portable kernel",
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
          "topk_to_slots", "plan_shared_keys"),
     ),
-    ("join two results; pad heads", "the same", ("merge_attention_states", "pad_q_heads")),
+    ("join two results; pad heads", "emulated", ("merge_attention_states", "pad_q_heads")),
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
@@ -58,7 +58,7 @@ def table() -> str:
         states = [
             "ran" if set(ops) <= cpu else "",
             ("compiled" if NOT_RUN & set(ops) else "ran") if set(ops) <= cuda else "",
-            f"{other}: emulated" if set(ops) <= cuda else "",
+            other if set(ops) <= cuda else "",
             "emulated" if set(ops) <= hip else "no kernel",
         ]
         rows.append([", ".join(f"`{op}`" for op in ops), what, *states])

@@ -45,7 +45,7 @@ class Preference:
         )
 
 
-_UNTUNED = "no kernel of native is tuned for it, none has run there"
+_UNTUNED = "our kernels are not tuned for this GPU and have not run on it"
 PREFERENCES: tuple[Preference, ...] = (
     Preference(
         ("native",), "faster than FlashMLA in nearly every case measured (docs/performance.md)",
