@@ -290,14 +290,14 @@ def test_a_choice_of_auto_that_is_not_native_is_logged_once(monkeypatch, caplog)
             dispatch.select(problem, "flashmla_kv")
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "sparse_decode on sm100, dsv4: flashmla_kv (no kernel of native is tuned"
+        "sparse_decode on sm100, dsv4: flashmla_kv (our kernels are not tuned"
     )
 
 
 def test_explain_says_what_is_taken_what_could_be_and_why_not():
     problem = Problem("sparse_decode", "sm100", "dsv4", 16, TWO_CACHES)
     lines = explain(problem, missing=not_built).splitlines()
-    assert lines[0].startswith("  flashmla_kv      taken: no kernel of native is tuned")
+    assert lines[0].startswith("  flashmla_kv      taken: our kernels are not tuned")
     assert "  native           could" in lines and len(lines) == len(
         [b for b in TABLE if "sparse_decode" in b.ops]
     )
