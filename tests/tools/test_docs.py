@@ -11,10 +11,12 @@ import pytest
 import mla_fp8
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs/gen"))
+sys.path[:0] = [str(ROOT / "docs/gen"), str(ROOT / "ci/engines")]
+import engines
 import generate
 import ops
 import performance
+import pins
 from results import fixed
 
 DOCS = ROOT / "docs"
@@ -207,3 +209,22 @@ def test_the_guide_has_the_numbers_of_the_results() -> None:
     assert f"faster in {sum(r > 1 for r in indexer)} of {len(indexer)} cases" in (
         (DOCS / "guide/indexer.md").read_text()
     )
+
+
+def test_shares_of_engine_steps_are_those_of_their_times() -> None:
+    """Times of the file are whole microseconds, its shares were taken before they were rounded."""
+    steps = engines.read()
+    assert len(steps) > 40
+    for step in steps:
+        for kind in ("step", "attention"):
+            theirs, ours = (float(step[f"{who}{kind}_us"]) for who in ("flashmla_", ""))
+            low, high = (ours - 0.5) / (theirs + 0.5), (ours + 0.5) / (theirs - 0.5)
+            assert low - 0.005 <= float(step[f"{kind}_ratio"]) <= high + 0.005, step
+
+
+def test_engine_pages_name_the_versions_that_are_tested() -> None:
+    text = (DOCS / "guide/vllm.md").read_text()
+    assert f"vLLM {pins.VLLM[0].removesuffix('.0')} to {pins.VLLM[-1].removesuffix('.0')}." in text
+    assert f"SGLang {pins.SGLANG[-1]}." in (DOCS / "guide/sglang.md").read_text()
+    support = (DOCS / "support.md").read_text()
+    assert all(version in support for version in (pins.VLLM[0], pins.VLLM[-1], *pins.SGLANG))
