@@ -98,8 +98,9 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
   "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None, Tensor? extra_page_table=None"
-#define SPARSE_PREFILL_OUTPUTS \
-  "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None"
+#define SPARSE_PREFILL_OUTPUTS                                                           \
+  "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None, " \
+  "bool allocate_workspace=False"
 #define KERNEL_ARGUMENTS                                                                                \
   "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
   "int producers=0"
@@ -182,7 +183,8 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(sparse_prefill_window, WINDOW_ARGUMENTS, "(Tensor out, Tensor max_logits, Tensor lse)",
                SPARSE_PREFILL_OUTPUTS)
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
-               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None")
+               "(Tensor out, Tensor lse)",
+               "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None, bool allocate_workspace=False")
   DEF_WITH_OUT(plan_shared_keys,
                "Tensor indices, *, int query_groups, int num_q_heads, int layout, int num_slots, "
                "Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "

@@ -135,8 +135,9 @@ void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor&
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &topk_length
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
-#define MLA_SPARSE_PREFILL_OUTPUTS \
-  Tensor out, const OptionalTensor &max_logits, Tensor lse, const OptionalTensor &workspace
+#define MLA_SPARSE_PREFILL_OUTPUTS                                                           \
+  Tensor out, const OptionalTensor &max_logits, Tensor lse, const OptionalTensor &workspace, \
+      bool allocate_workspace
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 
 #define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \
@@ -159,7 +160,7 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
-                       const OptionalTensor& workspace);
+                       const OptionalTensor& workspace, bool allocate_workspace);
 #define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                 \
   const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots, \
       const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                          \

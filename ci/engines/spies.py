@@ -13,10 +13,12 @@ import torch
 
 CALLS = collections.Counter()
 _SAVED: list[Path] = []  # files that hold CALLS
-OURS = (
-    "sparse_decode_out", "sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out",
-    "index_topk_out", "index_topk_ragged_out",
-)  # fmt: skip
+OURS = [
+    f"{op}{form}"
+    for op in ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
+               "index_topk", "index_topk_ragged")
+    for form in ("", "_out")
+]  # fmt: skip
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 LOGITS = "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"  # there, of DeepGEMM
 
@@ -156,10 +158,10 @@ def exact_attention() -> None:
             )
         return attend_exactly(q, scopes, sm_scale, out, attn_sink)
 
-    def over_rows(q, kv, indices, *, sm_scale, topk_length=None, attn_sink=None, out=None):
+    def over_rows(q, kv, indices, *, sm_scale, topk_length=None, attn_sink=None, out=None, max_logits=False):
         scope = Scope(lambda slots: kv[slots], len(kv), indices, topk_length)
         result, lse = attend_exactly(q, [scope], sm_scale, out, attn_sink)
-        return result, lse, lse
+        return (result, lse, lse) if max_logits else (result, lse)
 
     attend.over_pages, attend.over_rows = over_pages, over_rows
 

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 
 namespace mla_fp8 {
@@ -19,6 +21,12 @@ std::string shape_string(const Dims& dims) {
   return out.str();
 }
 
+constexpr size_t kMaxDims = 4;  // of what ops allocate
+
+int32_t code_of(ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
 // scalar_type() throws on dtypes newer than the target torch, so dtypes are compared as raw codes.
 int32_t dtype_code(const Tensor& t) {
   int32_t code = -1;
@@ -26,9 +34,30 @@ int32_t dtype_code(const Tensor& t) {
   return code;
 }
 
+// As Python writes it: "torch.int32".
+std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Byte: return "torch.uint8";
+    case ScalarType::Char: return "torch.int8";
+    case ScalarType::Short: return "torch.int16";
+    case ScalarType::Int: return "torch.int32";
+    case ScalarType::Long: return "torch.int64";
+    case ScalarType::Half: return "torch.float16";
+    case ScalarType::Float: return "torch.float32";
+    case ScalarType::Double: return "torch.float64";
+    case ScalarType::ComplexHalf: return "torch.complex32";
+    case ScalarType::ComplexFloat: return "torch.complex64";
+    case ScalarType::ComplexDouble: return "torch.complex128";
+    default: break;  // the rest have one name in both languages, but for capitals
+  }
+  std::string name = toString(dtype);
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return "torch." + name;
+}
+
 std::string dtype_string(const Tensor& t) {
   try {
-    return toString(t.scalar_type());
+    return dtype_name(t.scalar_type());
   } catch (const std::exception&) { return "dtype code " + std::to_string(dtype_code(t)); }
 }
 
@@ -49,14 +78,23 @@ std::string torch_error() {
 }  // namespace
 
 Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
-  try {
-    return torch::stable::new_empty(like, {shape.begin(), shape.size()}, dtype);
-  } catch (const std::exception&) {
-    std::ostringstream message;
-    message << "mla_fp8: cannot allocate a result or workspace of shape " << shape_string(shape)
-            << " and dtype " << toString(dtype) << " on " << device_string(like) << ": " << torch_error();
-    throw std::runtime_error(message.str());
-  }
+  const int64_t* const sizes = shape.begin();
+  const size_t dim = shape.size();
+  int64_t strides[kMaxDims];
+  for (size_t d = dim; d-- > 0;)
+    strides[d] = d + 1 == dim ? 1 : strides[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
+  int32_t type = -1, index = -1;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  AtenTensorHandle made = nullptr;
+  // Not torch::stable::new_empty, which looks an op up by its name at every call.
+  if (aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes, strides, code_of(dtype), type, index,
+                               &made) == AOTI_TORCH_SUCCESS)
+    return Tensor(made);
+  std::ostringstream message;
+  message << "mla_fp8: cannot allocate a result or workspace of shape " << shape_string(shape)
+          << " and dtype " << dtype_name(dtype) << " on " << device_string(like) << ": " << torch_error();
+  throw std::runtime_error(message.str());
 }
 
 Arg::Arg(const char* op, const char* name, const Tensor& tensor)
@@ -68,9 +106,7 @@ Arg::Arg(const char* op, const char* name, const Tensor& tensor)
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides_));
 }
 
-bool Arg::is(ScalarType want) const {
-  return dtype_ == torch::stable::detail::to<int32_t>(torch::stable::detail::from(want));
-}
+bool Arg::is(ScalarType want) const { return dtype_ == code_of(want); }
 
 Dtype Arg::float_dtype() const {
   return is(ScalarType::BFloat16) ? Dtype::kBf16 : is(ScalarType::Half) ? Dtype::kF16 : Dtype::kF32;
@@ -92,7 +128,7 @@ const Arg& Arg::dtype(std::initializer_list<ScalarType> any_of) const {
   for (ScalarType want : any_of)
     if (is(want)) return *this;
   std::string wanted;
-  for (ScalarType want : any_of) wanted += (wanted.empty() ? "" : " or ") + std::string(toString(want));
+  for (ScalarType want : any_of) wanted += (wanted.empty() ? "" : " or ") + dtype_name(want);
   fail("must have dtype ", wanted, ", got ", dtype_string(t_));
 }
 
@@ -189,7 +225,7 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
   const int64_t itemsize = arg.itemsize();
   const int64_t page_bytes = l.page_bytes(page_size), token_bytes = l.bytes_per_token();
   that(token_bytes % itemsize == 0, name, " must have a one-byte dtype for layout ", l.name,
-       ", got BFloat16");
+       ", got torch.bfloat16");
   const int64_t dim = arg.dim();
   if (dim == 3 || dim == 4) {
     if (dim == 3) arg.shape({-1, page_size, token_bytes / itemsize});

@@ -25,7 +25,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::initializer_list<int64_t>;  // -1 = any size
 
-// One checked tensor argument. Every failed check throws "mla_fp8::op: name must ..., got ...".
+// One checked tensor argument. Every failed check throws "mla_fp8.op: name must ..., got ...".
 class Arg {
  public:
   Arg(const char* op, const char* name, const Tensor& tensor);
@@ -50,7 +50,7 @@ class Arg {
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {
     std::ostringstream message;
-    message << "mla_fp8::" << op_ << ": " << name_ << ' ';
+    message << "mla_fp8." << op_ << ": " << name_ << ' ';
     ((message << parts), ...);
     throw std::runtime_error(message.str());
   }
@@ -86,7 +86,7 @@ class Check {
   void that(bool condition, const Parts&... parts) const {
     if (condition) return;
     std::ostringstream message;
-    message << "mla_fp8::" << op_ << ": ";
+    message << "mla_fp8." << op_ << ": ";
     ((message << parts), ...);
     throw std::runtime_error(message.str());
   }

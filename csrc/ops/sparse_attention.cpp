@@ -132,9 +132,19 @@ int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int6
   return sparse_attention_floats(num_tokens, num_q_heads, num_sms, batch_invariant);
 }
 
+namespace {
+
+// What an op takes for its workspace: the caller's tensor, or null where it is to allocate one that it needs.
+const OptionalTensor* workspace_of(const OptionalTensor& workspace, bool allocate_workspace) {
+  return allocate_workspace && !workspace ? nullptr : &workspace;
+}
+
+}  // namespace
+
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
-                       const OptionalTensor& workspace) {
-  decode(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, nullptr}, &workspace);
+                       const OptionalTensor& workspace, bool allocate_workspace) {
+  decode(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, nullptr},
+         workspace_of(workspace, allocate_workspace));
 }
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
   auto [out, lse] = new_outputs(Check("sparse_decode"), q);
@@ -143,7 +153,8 @@ TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
 }
 
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, max_logits ? &*max_logits : nullptr}, &workspace);
+  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, max_logits ? &*max_logits : nullptr},
+                workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
@@ -153,7 +164,8 @@ ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
 }
 
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_window(MLA_WINDOW_PASS, {out, lse, max_logits ? &*max_logits : nullptr}, &workspace);
+  prefill_window(MLA_WINDOW_PASS, {out, lse, max_logits ? &*max_logits : nullptr},
+                 workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
@@ -164,7 +176,7 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
 
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
   prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, max_logits ? &*max_logits : nullptr},
-          &workspace);
+          workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill"), q);

@@ -1,24 +1,53 @@
-"""docs/reference/ops.md: the ops, from the signatures and docstrings of the public functions."""
+"""docs/reference/ops.md: the public functions and classes, from their signatures and docstrings."""
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
-from itertools import pairwise
 
 import mla_fp8
 
-OPS_MODULES = "mla_fp8.ops."
 INTRODUCTION = """\
 <!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
 # Ops
 
-Tensors come first and by position, the rest by keyword. Bad input raises before anything is written:
-`RuntimeError` names the argument, what was expected and what came. An index is data: outside its range it is
-masked, never followed. `layout` says what a cached row looks like ([Layouts](layouts.md)), `page_size` how
-many of them a page holds. Each op is also `torch.ops.mla_fp8.<op>`, where `layout` is a number
-(`KVLayout.id`), and, if it returns tensors, `<op>_out`, which writes into given ones and allocates nothing.
+Every function below is `mla_fp8.<name>`. Tensors come first and by position, the rest by keyword. `TypeError`,
+`ValueError` or `RuntimeError` names the argument, what was expected and what came, before anything is
+written. An index is data: outside its range it is masked, never followed. What is marked experimental may
+change in a minor version; the rest is stable.
+
+Each op is also `torch.ops.mla_fp8.<name>`, for C++ and for exported programs, where `layout` is a number
+(`KVLayout.id`). Its `_out` form writes into given tensors and allocates nothing.
 """
-BORDER = re.compile(r"=+(  +=+)+")
+# In the order in which one reads them.
+GROUPS = {
+    "Caches": (
+        "KVLayout", "quantize_kv", "dequantize_kv", "dequantize_kv_paged", "resolve_kv_cache_dtype",
+        "hisparse_backend",
+    ),
+    "Attention": (
+        "sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
+        "sparse_attention_workspace", "explain", "merge_attention_states", "plan_shared_keys", "pad_q_heads",
+        "paged_attention_ragged", "paged_attention_ragged_latent",
+    ),
+    "Prefill of a chunk": (
+        "SparsePrefillChunkCache", "LayerCaches", "PagedCache", "PrefillWorkspace", "workspace_rows",
+        "build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged",
+    ),
+    "Indexer": (
+        "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_ragged",
+        "topk_to_slots", "index_logits", "index_logits_ragged",
+    ),
+    "Around a layer": (
+        "k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize",
+    ),
+    "Tools": ("doctor", "warmup"),
+}  # fmt: skip
+TABLES = {"KV_LAYOUTS", "INDEX_LAYOUTS"}  # of the page on layouts
+ALL = "TypeError, ValueError, RuntimeError"
+AS_ELSEWHERE = re.compile(r"^As :func:`\w+`\. ?")  # which the introduction says of all
+SECTIONS = ("Args:", "Returns:", "Raises:")
+WIDTH = 76  # of code, as the site shows it without a scroll bar
 
 
 def inline(text: str) -> str:
@@ -26,103 +55,94 @@ def inline(text: str) -> str:
     return re.sub(r":\w+:`~?(?:mla_fp8\.)?([\w.]+)`", r"`\1`", text).replace("``", "`")
 
 
-def cells(line: str, columns: list[slice]) -> list[str]:
-    """The cells of one line; a text that crosses the gap between two columns spans them."""
-    found = [line[column] for column in columns]
-    for i, (left, right) in reversed(list(enumerate(pairwise(columns)))):
-        if line[left.stop : right.start].strip():
-            found[i : i + 2] = [f"{line[left.start : right.start]}{found[i + 1]}"]
-    return [cell.strip() for cell in found]
+def items(lines: list[str]) -> list[str]:
+    """Those of a section: a line that is indented more goes on with the one before."""
+    found = list[str]()
+    for line in lines:
+        if line.startswith(" "):
+            found[-1] += " " + line.strip()
+        elif line:
+            found.append(line)
+    return found
 
 
-def table(lines: list[str]) -> str:
-    """A simple table of reStructuredText as Markdown; without a header it is one of arguments."""
-    starts = [match.span() for match in re.finditer("=+", lines[0])]
-    columns = [slice(begin, end) for begin, end in starts[:-1]] + [slice(starts[-1][0], None)]
-    width, rows = len(columns), list[list[str]]()
-    for row in (cells(line, columns) for line in lines if not BORDER.fullmatch(line)):
-        if row[0] or not rows:
-            rows.append(row + [""] * (width - len(row)))
-        else:  # the row before goes on
-            rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], row, strict=True)]
-    heads = ["argument", "shape", "dtype", ""] if width == 4 else [""] * width
-    if sum(bool(BORDER.fullmatch(line)) for line in lines) == 3:
-        heads, *rows = rows
-    body = ["| " + " | ".join([code(row[0]), *row[1:]]) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(heads) + " |", "|---" * width + "|", *map(inline, body)])
-
-
-def code(text: str) -> str:
-    return f"`{text}`" if text and "`" not in text else text
+def section(title: str, lines: list[str]) -> str:
+    if title == "Returns:":
+        return f"**Returns:** {inline(' '.join(lines))}"
+    named = dict[str, list[str]]()  # what is said once of several arguments
+    for name, _, text in (item.partition(": ") for item in items(lines)):
+        named.setdefault(text, []).append(name)
+    if title == "Args:":
+        return "\n".join(f"- {', '.join(f'`{x}`' for x in names)}: {inline(t)}" for t, names in named.items())
+    told = [(", ".join(names), AS_ELSEWHERE.sub("", text)) for text, names in named.items()]
+    raised = " ".join(
+        f"{names}: {inline(text)}" if names != ALL else inline(text) for names, text in told if text
+    )
+    return f"**Raises:** {raised}" if raised else ""
 
 
 def markdown(docstring: str) -> str:
-    lines, parts, paragraph = inspect.cleandoc(docstring).splitlines(), list[str](), list[str]()
-    i = 0
-    while i < len(lines):
-        if BORDER.fullmatch(lines[i]):
-            end = next((j for j in range(i, len(lines)) if not lines[j].strip()), len(lines))
-            parts.append(table(lines[i:end]))
-            i = end - 1
-        elif lines[i].strip():
-            paragraph.append(lines[i])
-        following = lines[i + 1] if i + 1 < len(lines) else ""
-        if paragraph and (not following.strip() or BORDER.fullmatch(following)):
-            parts.append(inline("\n".join(paragraph)))
-            paragraph = []
-        i += 1
-    return "\n\n".join(parts)
+    """A docstring in Google's style."""
+    parts = list[str]()
+    for block in inspect.cleandoc(docstring).split("\n\n"):
+        title, _, rest = block.partition("\n")
+        if title in SECTIONS:
+            parts.append(section(title, textwrap.dedent(rest).splitlines()))
+        else:
+            parts.append(inline(block))
+    return "\n\n".join(filter(None, parts))
 
 
-def signature(name: str, function: object) -> str:
-    """As one would write it, one argument per line, without the module names of types."""
+def arguments(function: object) -> str:
+    """``a, *, b=1``: without types, which the docstring has."""
     parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    lines, keyword = [], False
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
-            lines.append("*")
-            keyword = True
-        text = re.sub(r"\b(?:torch|collections\.abc|mla_fp8(?:\.[a-z_]+)+)\.(?=[A-Z])", "", str(parameter))
-        lines.append(text.replace("'", '"'))
-    inside = "".join(f"\n    {line}," for line in lines)
-    return f"{name}({inside}\n)" if lines else f"{name}()"
+    bare = [x.replace(annotation=x.empty) for x in parameters if x.name != "self"]
+    return str(inspect.Signature(bare)).removeprefix("(").removesuffix(")").replace("'", '"')
+
+
+def call(name: str, function: object) -> str:
+    inside = textwrap.fill(arguments(function), WIDTH - 4)
+    whole = f"{name}({inside})"
+    return whole if len(whole) <= WIDTH else f"{name}(\n{textwrap.indent(inside, '    ')},\n)"
 
 
 def entry(name: str, function: object) -> str:
-    block = f"```python\n{signature(name, function)}\n```"
-    return f"## {name}\n\n{block}\n\n{markdown(function.__doc__ or '')}\n"
-
-
-def call(method: object) -> str:
-    """``(a, *, b=1)``: a method's parameters without their types."""
-    parameters = inspect.signature(method).parameters.values()  # type: ignore[arg-type]
-    bare = [x.replace(annotation=x.empty) for x in parameters if x.name != "self"]
-    return str(inspect.Signature(bare))
+    return f"### {name}\n\n```python\n{call(name, function)}\n```\n\n{markdown(function.__doc__ or '')}\n"
 
 
 def class_entry(name: str, kind: type) -> str:
     """How it is made, unless a table has all there are; its docstring; a line per method and property."""
-    lines = []
+    parts = []
+    if "id" not in kind.__annotations__:
+        parts.append(f"```python\n{call(name, kind)}\n```")
+    parts.append(markdown(kind.__doc__ or ""))
+    members, long = [], []
     for member, value in vars(kind).items():
         of_instances = not isinstance(value, property)
         function = getattr(value, "__func__", value) if of_instances else value.fget
-        if inspect.isfunction(function) and not member.startswith("_") and function.__doc__:
-            text = inline(" ".join(inspect.cleandoc(function.__doc__).split()))
-            lines.append(f"| `{member}{call(function) if of_instances else ''}` | {text} |")
-    listing = "\n".join(["| | |", "|---|---|", *lines]) if lines else ""
-    made = "" if "id" in kind.__annotations__ else f"```python\n{signature(name, kind)}\n```\n\n"
-    return f"## {name}\n\n{made}{markdown(kind.__doc__ or '')}\n\n{listing}\n"
+        if not inspect.isfunction(function) or member.startswith("_") or not function.__doc__:
+            continue
+        title = f"{member}({arguments(function)})" if of_instances else member
+        text = markdown(function.__doc__)
+        if "\n\n" in text:
+            long.append(f"#### `{title}`\n\n{text}")
+        else:
+            members.append(f"- `{title}`: {' '.join(text.split())}")
+    parts += ["\n".join(members)] if members else []
+    return f"### {name}\n\n" + "\n\n".join([*parts, *long]) + "\n"
 
 
-def sections() -> Iterator[str]:
-    public = {name: getattr(mla_fp8, name) for name in sorted(mla_fp8.__all__)}
-    functions = {name: x for name, x in public.items() if inspect.isfunction(x)}
-    ops = {name: x for name, x in functions.items() if x.__module__.startswith(OPS_MODULES)}
-    yield from (entry(*item) for item in ops.items())
-    yield "# Around the ops\n"
-    yield from (entry(*item) for item in functions.items() if item[0] not in ops)
-    yield from (class_entry(*item) for item in public.items() if inspect.isclass(item[1]))
+def entries() -> Iterator[str]:
+    listed = {name for names in GROUPS.values() for name in names}
+    public = set(mla_fp8.__all__) - TABLES
+    if listed != public:
+        raise SystemExit(f"docs/gen/ops.py: names without a group, or gone: {sorted(listed ^ public)}")
+    for title, names in GROUPS.items():
+        yield f"## {title}\n"
+        for name in names:
+            found = getattr(mla_fp8, name)
+            yield class_entry(name, found) if inspect.isclass(found) else entry(name, found)
 
 
 def files() -> dict[str, str]:
-    return {"docs/reference/ops.md": "\n".join([INTRODUCTION, *sections()])}
+    return {"docs/reference/ops.md": "\n".join([INTRODUCTION, *entries()])}

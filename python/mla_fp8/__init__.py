@@ -15,6 +15,7 @@ except ImportError as error:
     print(environment.of_a_failure(error, sys.argv))
     sys.exit(1)
 
+from .dispatch import explain
 from .index_layout import INDEX_LAYOUTS, IndexLayout
 from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
@@ -64,6 +65,7 @@ __all__ = [
     "dequantize_kv",
     "dequantize_kv_paged",
     "doctor",
+    "explain",
     "hisparse_backend",
     "index_logits",
     "index_logits_ragged",

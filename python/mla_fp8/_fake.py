@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._torch_private import schema_of
 from .layout import HEAD_DIM_V
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,12 +52,12 @@ def fake_returns_nothing(*ops: str) -> None:
 
 def _check_devices(namespace: str, op: str, *args: object, **options: object) -> None:
     """One meta tensor brings a call here whose others hold data: a mismatch like any other."""
-    schema = getattr(getattr(torch.ops, namespace), op).default._schema
+    schema = schema_of(getattr(getattr(torch.ops, namespace), op))
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | options
     (first, x), *others = ((name, x) for name, x in given.items() if isinstance(x, torch.Tensor))
     for name, other in others:
         if other.device != x.device:
             raise RuntimeError(
-                f"{namespace}::{op.removesuffix('_out')}: {name} must be on {x.device} like {first}, "
+                f"mla_fp8.{op.removesuffix('_out')}: {name} must be on {x.device} like {first}, "
                 f"got {other.device}"
             )

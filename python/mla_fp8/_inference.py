@@ -3,16 +3,19 @@
 import torch
 from torch.autograd import forward_ad
 
+from ._torch_private import may_have_tangents, op_names
+
+__all__ = ["refuse_gradients"]
+
 # torch's own default would let results of torch.ops.mla_fp8.* claim a gradient, and give zeros for it.
 _library = torch.library.Library("mla_fp8", "IMPL")
-for _op in torch._C._dispatch_get_all_op_names():
-    if _op.startswith("mla_fp8::"):
-        _library.impl(_op.removeprefix("mla_fp8::"), torch.library.fallthrough_kernel, "Autograd")
+for _op in op_names("mla_fp8"):
+    _library.impl(_op, torch.library.fallthrough_kernel, "Autograd")
 
 
 def refuse_gradients(op: str, **arguments: object) -> None:
     """RuntimeError if autograd follows a tensor of them, backward (unless under ``no_grad``) or forward."""
-    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    backward, forward = torch.is_grad_enabled(), may_have_tangents()
     if not (backward or forward):
         return
     for name, x in arguments.items():  # what is no tensor at all is the op's to refuse

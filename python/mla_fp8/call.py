@@ -63,7 +63,7 @@ class SparseCall(NamedTuple):
         kv = given["kv"] if op == "sparse_prefill" else given["kv_cache"]
         layout = find_layout(given["layout"]) if "layout" in given else row_layout(given["q"])
         main = Scope(kv, layout, given.get("page_size", 1), given.get("indices"), given.get("topk_length"))
-        parts = {name: given.get(name) for name in _EXTRA}
+        parts = {name: given.get(name) for name in EXTRA}
         if parts["extra_layout"] is not None:
             parts["extra_layout"] = find_layout(parts["extra_layout"])
         extra = second_scope(op, layout, *parts.values())
@@ -90,32 +90,9 @@ class SparseCall(NamedTuple):
         two_caches = ("two caches",) if len(self.scopes) > 1 else ()
         return (*two_caches, "batch_invariant") if self.batch_invariant else two_caches
 
-    def arguments(self) -> dict[str, Any]:
-        """By name, as ``torch.ops.mla_fp8.<op>`` takes them."""
-        main = self.scopes[0]
-        given: dict[str, Any] = {"q": self.q, "sm_scale": self.sm_scale, "attn_sink": self.attn_sink}
-        if self.op == "sparse_prefill":
-            return given | {"kv": main.kv, "indices": main.indices, "topk_length": main.length}
-        given |= {
-            "kv_cache": main.kv, "page_size": main.page_size, "layout": main.layout.id, "scale": self.scale,
-        }  # fmt: skip
-        if self.window is None:
-            given |= {"indices": main.indices, "topk_length": main.length}
-            given |= {"query_groups": self.query_groups, "shared_keys": self.shared_keys}
-        else:
-            given |= dict(zip(_WINDOW, self.window, strict=True))
-        if self.op == "sparse_decode":
-            given["batch_invariant"] = self.batch_invariant
-        for scope in self.scopes[1:]:
-            given |= dict(zip(_EXTRA, scope, strict=True))
-            if self.window is None:
-                del given["extra_page_table"]
-            given["extra_layout"] = scope.layout.id if scope.layout.name != main.layout.name else None
-        return given
 
-
-# The fields of a second scope and of a window, by the names of the ops' arguments.
-_EXTRA = (
+# A second scope and a window, by the names of the ops' arguments.
+EXTRA = (
     "extra_kv_cache", "extra_layout", "extra_page_size", "extra_indices", "extra_topk_length",
     "extra_page_table",
 )  # fmt: skip
@@ -150,11 +127,11 @@ def second_scope(
         if op == "sparse_prefill_window":
             got = got.replace("no indices", "no indices (and no extra_page_table)")
         raise RuntimeError(
-            f"mla_fp8::{op}: extra_kv_cache, extra_indices and extra_page_size must be given together, "
+            f"mla_fp8.{op}: extra_kv_cache, extra_indices and extra_page_size must be given together, "
             f"got {got}"
         )
     name, got = ("extra_topk_length", "a tensor") if layout is None else ("extra_layout", layout.name)
-    raise RuntimeError(f"mla_fp8::{op}: {name} must be None without extra_kv_cache, got {got}")
+    raise RuntimeError(f"mla_fp8.{op}: {name} must be None without extra_kv_cache, got {got}")
 
 
 def _check_entry_pages(
@@ -165,8 +142,8 @@ def _check_entry_pages(
     if any(part is None for part, _ in parts):
         got = ", ".join(f"no {name.removeprefix('a ')}" if part is None else name for part, name in parts)
         raise RuntimeError(
-            f"mla_fp8::{op}: extra_kv_cache, extra_page_table, extra_page_size and extra_topk_length must be "
+            f"mla_fp8.{op}: extra_kv_cache, extra_page_table, extra_page_size and extra_topk_length must be "
             f"given together, got {got}"
         )
     if indices is not None:
-        raise RuntimeError(f"mla_fp8::{op}: extra_indices must be None with extra_page_table, got a tensor")
+        raise RuntimeError(f"mla_fp8.{op}: extra_indices must be None with extra_page_table, got a tensor")

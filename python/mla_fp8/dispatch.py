@@ -12,17 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ._arguments import expect_tensors, need_tensors
+from ._arguments import call_in, call_op
 from ._inference import refuse_gradients
+from ._torch_private import constant_to_the_compiler
 from .arch import arch_of
 from .backends import opaque
 from .backends.table import NATIVE, TABLE, Backend, Problem
-from .call import OPS, SparseCall
+from .call import EXTRA, OPS, second_scope
 from .kv_cache_dtype import BACKENDS, NAMES, meanings, resolve_kv_cache_dtype
-from .layout import KV_LAYOUTS, KVLayout, get_layout, row_layout
+from .layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout, get_layout, row_layout
+
+__all__ = ["explain"]
 
 _LOGGER = logging.getLogger(__name__)
+MAX_HEADS = 128  # of every kernel
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,80 @@ def candidates(p: Problem) -> list[Backend]:
 
 
 def explain(
+    op: str,
+    *,
+    layout: str | KVLayout,
+    num_heads: int,
+    device: torch.device | str,
+    extra_layout: str | KVLayout | None = None,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+) -> str:
+    """Which backend would serve a call of attention, and why not the others.
+
+    Args:
+        op: ``"sparse_decode"``, ``"sparse_prefill"``, ``"sparse_prefill_paged"`` or
+            ``"sparse_prefill_window"``.
+        layout: Of the cache, a name of ``KV_LAYOUTS``; for ``sparse_prefill`` that of its rows, ``"bf16"``
+            or ``"bf16_512"``.
+        num_heads: Query heads on this device, 1 to 128.
+        device: Where the tensors are, such as ``"cuda"`` or ``"cpu"``.
+        extra_layout: Of the second cache, if there is one.
+        batch_invariant: Whether the call asks for it.
+        backend: As in the call.
+
+    Returns:
+        A line for the problem, then one for each backend that has the op, in the order in which they are
+        asked: ``taken``, ``could``, or the first reason why it cannot.
+
+    Raises:
+        ValueError: For an op, a layout, a number of heads or a backend that is none, and for a device that
+            this process does not see.
+    """
+    problem = _problem(op, layout, num_heads, device, extra_layout, batch_invariant)
+    backends = candidates(problem)
+    _check_backend("explain", backend, backends)
+    return f"{problem}; backend={backend!r}\n{reasons(problem, backend)}"
+
+
+def _problem(
+    op: str, layout: str | KVLayout, num_heads: int, device: torch.device | str,
+    extra_layout: str | KVLayout | None, batch_invariant: bool,
+) -> Problem:  # fmt: skip
+    if op not in OPS:
+        raise ValueError(f"mla_fp8.explain: op must be one of {', '.join(OPS)}, got {op!r}")
+    first, features = get_layout(layout), list[str]()
+    name = first.name
+    if op == "sparse_prefill" and (first.nope_format != "bf16" or extra_layout is not None):
+        rows = " or ".join(x.name for x in KV_LAYOUTS.values() if x.nope_format == "bf16")
+        raise ValueError(f"mla_fp8.explain: layout must be {rows} alone for sparse_prefill, got {name}")
+    if extra_layout is not None:
+        extra, features = get_layout(extra_layout), ["two caches"]
+        possible = [x.name for x in KV_LAYOUTS.values() if x == first or name in x.extra_of]
+        if extra.name not in possible:
+            raise ValueError(
+                f"mla_fp8.explain: extra_layout must be {' or '.join(possible)} with layout {name}, "
+                f"got {extra.name}"
+            )
+        name = name if extra == first else f"{name} + {extra.name}"
+    features += ["batch_invariant"] if batch_invariant else []
+    if not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_HEADS:
+        raise ValueError(f"mla_fp8.explain: num_heads must be in [1, {MAX_HEADS}], got {num_heads!r}")
+    return Problem(op, _arch(device), name, num_heads, frozenset(features))
+
+
+def _arch(device: torch.device | str) -> str:
+    try:
+        found = torch.device(device)
+        return arch_of(found.type, found.index)
+    except (RuntimeError, AssertionError, TypeError) as error:  # no such name, no such GPU, no driver
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"mla_fp8.explain: device must be one of this process, got {device!r} ({why})"
+        ) from None
+
+
+def reasons(
     p: Problem, backend: str = "auto", missing: Callable[[Backend, Problem], str | None] | None = None
 ) -> str:
     """One line per backend that has the op: whether it is taken, could be, or why it cannot."""
@@ -98,23 +177,26 @@ def _is_asked_for(b: Backend, backend: str) -> bool:
     return backend == b.name or (b.only_asked_for is None and backend in ("auto", b.adapter))
 
 
-@functools.cache
+def _check_backend(op: str, backend: str, backends: list[Backend]) -> None:
+    names = dict.fromkeys([*(b.name for b in backends), *(b.adapter for b in backends)])
+    if backend not in ("auto", *names):
+        raise ValueError(f"mla_fp8.{op}: backend must be auto or one of {', '.join(names)}, got {backend!r}")
+
+
+@functools.lru_cache(maxsize=4096)
 def select(p: Problem, backend: str = "auto") -> Backend:
     """The first backend that fits, or the one asked for. ValueError with every reason if there is none."""
     backends = candidates(p)
-    names = dict.fromkeys([*(b.name for b in backends), *(b.adapter for b in backends)])
-    if backend not in ("auto", *names):
-        raise ValueError(
-            f"mla_fp8.{p.op}: backend must be auto or one of {', '.join(names)}, got {backend!r}"
-        )
+    _check_backend(p.op, backend, backends)
     for b in backends:
         if _is_asked_for(b, backend) and b.why_not(p) is None:
             if backend == "auto" and b is not NATIVE:
                 _LOGGER.info("%s on %s, %s: %s (%s)", p.op, p.arch, p.layout, b.name, preference(p).why)
             return b
-    raise ValueError(f"mla_fp8.{p.op}: backend={backend!r} cannot run {p}:\n{explain(p, backend)}")
+    raise ValueError(f"mla_fp8.{p.op}: backend={backend!r} cannot run {p}:\n{reasons(p, backend)}")
 
 
+@constant_to_the_compiler
 def select_name(
     op: str,
     device_type: str,
@@ -130,7 +212,7 @@ def select_name(
     return _select_name(op, device_type, device_index, layout, num_q_heads, features, backend)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _select_name(
     op: str,
     device_type: str,
@@ -157,6 +239,7 @@ def _selected_heads(num_q_heads: int) -> int:
     return next((bound for bound in _HEAD_BOUNDS if num_q_heads <= bound), num_q_heads)
 
 
+@constant_to_the_compiler
 def layout_name(name: str, backend: str, head_dim_qk: int, row_bytes: int | None, fnuz: bool) -> str:
     """The layout that an engine's ``kv_cache_dtype`` means to the backend; a constant to the compiler."""
     known = next((b.adapter for b in TABLE if b.name == backend and b.name not in BACKENDS), backend)
@@ -166,11 +249,6 @@ def layout_name(name: str, backend: str, head_dim_qk: int, row_bytes: int | None
     except ValueError as error:
         said = str(error).partition(": ")[2]
         raise ValueError(f"mla_fp8: layout {name!r} does not fit this cache: {said}") from None
-
-
-# All that torch.compiler.assume_constant_result does, which would import the compiler (a second) with us.
-select_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-layout_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def layout_of(
@@ -238,18 +316,75 @@ def can_run(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple
     return True
 
 
-def attend(call: SparseCall, backend: str) -> Any:
-    """The call by the backend that is asked for, or by the first that fits: (out, lse) of sparse_decode,
-    (out, max_logits, lse) of the others."""
-    given = call.arguments()
-    length = call.scopes[0].length
-    need_tensors(call.op, q=call.q)
-    expect_tensors(call.op, topk_length=length, attn_sink=call.attn_sink, scale=call.scale)
-    refuse_gradients(call.op, **given)
-    adapter = _adapter(call.op, call.q, call.layout_name(), backend, call.features())
+def attend(
+    op: str,
+    given: dict[str, Any],
+    backend: str,
+    *,
+    outputs: dict[str, Tensor | None],
+    max_logits: bool = False,
+) -> Any:
+    """The call by the backend that is asked for, or by the first that fits.
+
+    ``given`` are the arguments of ``torch.ops.mla_fp8.<op>``, with layouts as the caller names them.
+    ``outputs`` are the caller's out, lse and workspace. Returns (out, lse), with ``max_logits`` as the op
+    does: (out, max_logits, lse).
+    """
+    q = given["q"]
+    layout, features = _resolve_layouts(op, given, backend)
+    given = {name: x for name, x in given.items() if x is not None}  # None costs the op more than nothing
+    refuse_gradients(op, **given, **outputs)
+    adapter = _adapter(op, q, layout, backend, features)
+    out, lse, workspace = outputs["out"], outputs["lse"], outputs["workspace"]
+    as_the_op = out is None and lse is None and workspace is None and max_logits == (op != "sparse_decode")
+    if as_the_op or q.dim() != 3:  # which the op refuses
+        return _call(op, adapter, given)
+    if adapter != "native":
+        results = _call(op, adapter, given)
+        out = results[0] if out is None else out.copy_(results[0])
+        lse = results[-1] if lse is None else lse.copy_(results[-1])
+        return (out, results[1], lse) if max_logits else (out, lse)
+    if out is None:
+        out = q.new_empty((q.shape[0], q.shape[1], HEAD_DIM_V))
+    if lse is None:
+        lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
+    largest = torch.empty_like(lse) if max_logits else None
+    if op != "sparse_decode":
+        given["max_logits"] = largest
+    if workspace is None:
+        given["allocate_workspace"] = True
+    else:
+        given["workspace"] = workspace
+    call_op(f"{op}_out", **given, out=out, lse=lse)
+    return (out, lse) if largest is None else (out, largest, lse)
+
+
+def _call(op: str, adapter: str, given: dict[str, Any]) -> Any:
     if adapter == "native":
-        return getattr(torch.ops.mla_fp8, call.op)(**given)
-    return getattr(opaque.ops, call.op)(adapter=adapter, **given)
+        return call_op(op, **given)
+    return call_in(opaque.ops, op, adapter=adapter, **given)
+
+
+def _resolve_layouts(op: str, given: dict[str, Any], backend: str) -> tuple[str, tuple[str, ...]]:
+    """(the caches' layouts by name, the features that the call wants); puts layouts' ids into ``given``."""
+    q = given["q"]
+    if op == "sparse_prefill":
+        return row_layout(q).name, ()
+    layout = layout_of(given["layout"], q, given["kv_cache"], given["page_size"], backend)
+    given["layout"], name = layout.id, layout.name
+    features: tuple[str, ...] = ()
+    parts = [given.get(part) for part in EXTRA]
+    if any(part is not None for part in parts):
+        kv_cache, extra_layout, page_size, *rest = parts
+        extra = extra_layout_of(extra_layout, q, kv_cache, page_size, backend)
+        (scope,) = second_scope(op, layout, kv_cache, extra, page_size, *rest)
+        features = ("two caches",)
+        given["extra_layout"] = None
+        if scope.layout.name != name:
+            given["extra_layout"], name = scope.layout.id, f"{name} + {scope.layout.name}"
+    if given.get("batch_invariant"):
+        features = (*features, "batch_invariant")
+    return name, features
 
 
 def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...]) -> str:

@@ -1,6 +1,8 @@
 """Layouts of caches of index keys, read from csrc/common/index_layout.h through the library."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -13,7 +15,8 @@ class IndexLayout:
 
     A cache is ``[num_pages, page_bytes(page_size)]`` uint8, the values of a page before its scales, or the
     engines' view of the same memory, ``[num_pages, page_size, 1, bytes_per_entry]``. ``index_fp8`` has 128
-    e4m3fn and a float32 per entry, ``index_fp4`` 128 e2m1 and a ue8m0 per 32 of them.
+    e4m3fn and a float32 per entry, ``index_fp4`` 128 e2m1 and a ue8m0 per 32 of them. ``id`` is append-only,
+    as that of :class:`KVLayout`.
     """
 
     name: str
@@ -55,7 +58,7 @@ class IndexLayout:
         return values, scales
 
 
-def _read_table() -> tuple[dict[str, IndexLayout], int]:
+def _read_table() -> tuple[Mapping[str, IndexLayout], int]:
     header, *rows = (line.split() for line in torch.ops.mla_fp8.index_layout_table().splitlines())
     if header != ["name", "value_bytes", "scale_bytes", "amax_floor", "index_dim"]:
         raise ImportError(f"mla_fp8: the library's index layouts have columns {header}; rebuild the package")
@@ -63,7 +66,7 @@ def _read_table() -> tuple[dict[str, IndexLayout], int]:
         name: IndexLayout(name, int(value), int(scale), float(floor), i)
         for i, (name, value, scale, floor, _) in enumerate(rows)
     }
-    return layouts, int(rows[0][-1])
+    return MappingProxyType(layouts), int(rows[0][-1])
 
 
 INDEX_LAYOUTS, INDEX_DIM = _read_table()

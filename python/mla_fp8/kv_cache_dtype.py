@@ -76,24 +76,25 @@ HISPARSE = ("flashmla_sparse", "flashmla_kv")
 def resolve_kv_cache_dtype(
     name: str, backend: str, head_dim_qk: int, row_bytes: int | None = None, *, fnuz: bool = False
 ) -> KVLayout:
-    """The one layout that ``kv_cache_dtype=name`` means to ``backend``; an FP8 one is logged, once.
+    """Find the one layout that an engine's ``kv_cache_dtype`` means to a backend; an FP8 one is logged, once.
 
-    ==============  ========================================================================
-    name            layout
-    ==============  ========================================================================
-    `auto`          what the backend reads, in this order: packed, plain, bf16
-    `bfloat16`      bf16; refused by a backend that reads FP8 only, never quantised for it
-    `fp8`           packed, or plain where the backend does not read packed
-    `fp8_e4m3`      plain, or packed where the backend does not read plain
-    `fp8_ds_mla`    packed
-    ==============  ========================================================================
+    Packed is ``dsv32`` or ``dsv4``, plain is ``fp8_e4m3`` (one scale per layer), each by ``head_dim_qk``. A
+    cache is never converted. A V4.1 cache with the bytes of ``dsv4`` is one. Those of ``dsv41`` and
+    ``dsv32_nope`` are refused under any name but the layout's own, as nothing else tells them apart.
 
-    Packed is `dsv32` or `dsv4`, plain is `fp8_e4m3` (one scale per layer), each by ``head_dim_qk``.
-    ``row_bytes``, the bytes of one token in an existing cache, must be those of a layout that the name can
-    mean to the backend, and that layout is taken. They cannot tell e4m3fn from e4m3fnuz: ``fnuz`` does,
-    with a backend that reads both (a bf16 cache holds neither). Nor can they tell `dsv41` from `dsv32_nope`:
-    their bytes under any of these names are refused, the layout's own name is needed. (A V4.1 cache with the
-    bytes of `dsv4` is one.)
+    Args:
+        name: ``"auto"``: packed, plain or bf16, the first that the backend reads. ``"bfloat16"``: bf16.
+            ``"fp8"``: packed, or plain. ``"fp8_e4m3"``: plain, or packed. ``"fp8_ds_mla"``: packed.
+        backend: A name of the dispatch table.
+        head_dim_qk: 512 or 576.
+        row_bytes: Bytes of one token in an existing cache: the layout is one with as many.
+        fnuz: Whether FP8 is e4m3fnuz, which bytes do not tell.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If there is none, or more than one: with what the backend reads.
     """
     _check_one_of("name", name, NAMES)
     _check_one_of("backend", backend, BACKENDS)
@@ -129,9 +130,19 @@ def meanings(name: str, head_dim_qk: int, *, fnuz: bool = False) -> list[KVLayou
 
 
 def hisparse_backend(layout: str | KVLayout, backend: str = "auto") -> str:
-    """The FlashMLA family that serves a HiSparse cache on CUDA: the cache decides, a wrong choice is refused.
+    """Find the FlashMLA family that serves a HiSparse cache on CUDA.
 
-    bf16 goes to `flashmla_sparse`, packed FP8 to `flashmla_kv` (SGLang #23013); neither reads the other's.
+    The cache decides: bf16 goes to ``flashmla_sparse``, packed FP8 to ``flashmla_kv`` (SGLang #23013).
+
+    Args:
+        layout: Of the cache.
+        backend: ``"auto"``, or one of the two.
+
+    Returns:
+        The name of the family.
+
+    Raises:
+        ValueError: For one that does not read the layout.
     """
     layout = get_layout(layout)
     _check_one_of("backend", backend, ("auto", *HISPARSE), "hisparse_backend")

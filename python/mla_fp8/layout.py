@@ -1,7 +1,8 @@
 """KV cache layouts, read from csrc/common/kv_layout.h through the library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ def expect_sizes(owner: str, num_pages: int, page_size: int) -> None:
     """ValueError for a cache that cannot be."""
     for name, least, got in (("num_pages", 0, num_pages), ("page_size", 1, page_size)):
         if got < least:
-            raise ValueError(f"{owner}.empty: {name} must be at least {least}, got {got}")
+            raise ValueError(f"mla_fp8.{owner}.empty: {name} must be at least {least}, got {got}")
 
 
 @dataclass(frozen=True)
 class KVLayout:
     """The byte format of a latent KV cache: one row of the table in ``csrc/common/kv_layout.h``.
+
+    ``id`` is the ``layout`` argument of ``torch.ops.mla_fp8.*``. Numbers are append-only: a number never
+    changes its meaning, and a new layout gets a new one. What ``torch.export`` or AOTInductor saved stays
+    right.
 
     A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or FlashMLA's view of it (``flash_mla_view``).
     ``scale_format`` is ``"none"``, ``"per_layer"`` (one float32 outside the cache, the ``scale`` argument of
@@ -104,7 +109,7 @@ class KVLayout:
 
         ValueError for a cache of other pages.
         """
-        expect_pages("KVLayout.flash_mla_view: kv_cache", self, kv_cache, page_size)
+        expect_pages("mla_fp8.KVLayout.flash_mla_view: kv_cache", self, kv_cache, page_size)
         shape = (len(kv_cache), page_size, 1, self.bytes_per_token)
         strides = (kv_cache.stride(0), self.bytes_per_token, self.bytes_per_token, 1)
         return kv_cache.as_strided(shape, strides)
@@ -117,7 +122,7 @@ class KVLayout:
         Each is ``[num_pages, page_size, n]``; ``scale`` has n = 0 where the layout stores none, ``nope`` one
         element for two values of e2m1. ValueError for a cache of other pages.
         """
-        expect_pages("KVLayout.views: kv_cache", self, kv_cache, page_size)
+        expect_pages("mla_fp8.KVLayout.views: kv_cache", self, kv_cache, page_size)
         kv_cache = kv_cache.view(torch.uint8)
 
         def field(offset: int, stride: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +158,7 @@ def expect_pages(what: str, layout: KVLayout, kv_cache: torch.Tensor, page_size:
         )
 
 
-def _read_table() -> dict[str, KVLayout]:
+def _read_table() -> Mapping[str, KVLayout]:
     header, *rows = (line.split() for line in torch.ops.mla_fp8.kv_layout_table().splitlines())
     columns = fields(KVLayout)[:-1]
     if header != [f.name for f in columns]:
@@ -161,11 +166,12 @@ def _read_table() -> dict[str, KVLayout]:
     kinds: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
     kinds[tuple[str, ...]] = lambda v: () if v == "-" else tuple(v.split(","))
     parsed = [[kinds[f.type](v) for f, v in zip(columns, row, strict=True)] for row in rows]
-    return {values[0]: KVLayout(*values, id=i) for i, values in enumerate(parsed)}  # type: ignore[misc]
+    return MappingProxyType({values[0]: KVLayout(*values, id=i) for i, values in enumerate(parsed)})  # type: ignore[misc]
 
 
-KV_LAYOUTS: dict[str, KVLayout] = _read_table()
+KV_LAYOUTS: Mapping[str, KVLayout] = _read_table()  # read-only
 HEAD_DIM_V = next(iter(KV_LAYOUTS.values())).head_dim_v  # of every layout
+_BY_ID = tuple(KV_LAYOUTS.values())
 _ROWS = [layout for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"]
 
 
@@ -190,4 +196,4 @@ def row_layout(q: torch.Tensor) -> KVLayout:
 
 def layout_of_id(number: int) -> KVLayout:
     """The layout that ``torch.ops.mla_fp8.*`` knows by this number."""
-    return list(KV_LAYOUTS.values())[number]
+    return _BY_ID[number]

@@ -297,8 +297,8 @@ def test_dense_decode_and_bf16_caches_are_refused(dense, device):
         (lambda a: {"q": a["q"][..., :512]}, "a row of k_cache must be 576 with"),
         (lambda a: {"indices": a["indices"][:2]}, "indices must have shape [3, 2, *], got [2, 2, 100]"),
         (lambda a: {"topk_length": a["topk_length"][:1]}, "topk_length must have shape [3], got [1]"),
-        (lambda a: {"q": a["q"].float()}, "q must have dtype BFloat16, got Float"),
-        (lambda a: {"indices": a["indices"].long()}, "indices must have dtype Int, got Long"),
+        (lambda a: {"q": a["q"].float()}, "q must have dtype torch.bfloat16, got torch.float32"),
+        (lambda a: {"indices": a["indices"].long()}, "indices must have dtype torch.int32, got torch.int64"),
         (lambda a: {"extra_k_cache": a["k_cache"]}, "must be given together"),
     ],
 )  # fmt: skip
@@ -316,7 +316,7 @@ def test_wrong_decode_arguments_are_named(change, message, device):
         (lambda a: {"attn_sink": [0.5]}, "attn_sink must be a tensor, got [0.5]"),
         (lambda a: {"kv": a["kv"].expand(-1, 2, -1)}, "kv must have shape [*, 1, 512], got"),
         (lambda a: {"indices": a["indices"][:, 0]}, "indices must have shape [6, 1, *], got [6, 100]"),
-        (lambda a: {"kv": a["kv"].half()}, "kv must have dtype BFloat16, got Half"),
+        (lambda a: {"kv": a["kv"].half()}, "kv must have dtype torch.bfloat16, got torch.float16"),
         (lambda a: {"topk_length": a["topk_length"][:2]}, "topk_length must have shape [6], got [2]"),
     ],
 )  # fmt: skip

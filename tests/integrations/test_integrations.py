@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import engine_standins
 import pytest
@@ -12,7 +11,7 @@ from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS, probes
-from mla_fp8.integrations import attend, drafts, flash_mla_calls, layer_ops, log, sglang, vllm
+from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, log, sglang, vllm
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -164,62 +163,27 @@ def test_tokens_of_a_request_that_share_its_length_are_rows_of_their_own(device)
     assert_within_flash_mla_tolerance(out.view(6, 16, 512), lse.mT.reshape(6, 16), exact, exact_lse)
 
 
-@pytest.mark.parametrize(
-    "num_tokens, num_q_heads, batch_invariant, op",
-    [
-        (255, 16, False, "sparse_decode_out"),
-        (256, 16, False, "sparse_prefill_paged_out"),
-        (256, 16, True, "sparse_decode_out"),
-        (256, 32, False, "sparse_decode_out"),
-    ],
-)
-def test_a_prompt_of_few_heads_is_read_straight_from_the_pages(
-    num_tokens, num_q_heads, batch_invariant, op, monkeypatch
-):
+@pytest.mark.parametrize("num_tokens", [6, 256])
+@pytest.mark.parametrize("into", [False, True], ids=["new", "out"])
+def test_every_batch_is_read_straight_from_the_pages_by_one_op(num_tokens, into, monkeypatch):
+    """Which allocates the workspace that its plan asks for, and nothing else if the engine has an output."""
     torch.manual_seed(0)
-    case = make_case(KV_LAYOUTS["dsv32"], "cpu", num_tokens=num_tokens, num_q_heads=num_q_heads, topk=16)
+    case = make_case(KV_LAYOUTS["dsv32"], "cpu", num_tokens=num_tokens, num_q_heads=16, topk=16)
     called, ops = [], torch.ops.mla_fp8
 
     class Ops:
         def __getattr__(self, name):
-            called.append(name)
-            return getattr(ops, name)
+            def spied(*args, **options):
+                called.append((name, options.get("allocate_workspace")))
+                return getattr(ops, name)(*args, **options)
+
+            return spied
 
     monkeypatch.setattr(torch.ops, "mla_fp8", Ops())
     options = {k: x for k, x in case.options().items() if x is not None}
-    out, lse = attend.over_pages(*case.arguments(), **options, batch_invariant=batch_invariant)
+    given = case.q.new_full((num_tokens, 16, 512), float("nan")) if into else None
+    out, lse = attend.over_pages(*case.arguments(), **options, out=given)
     exact, _, exact_lse = case.expected()
-    assert called == [op]
+    assert called == [("sparse_decode_out", True) if into else ("sparse_decode", None)]
+    assert (out is given) == into
     assert_within_flash_mla_tolerance(out, lse, exact, exact_lse)
-
-
-@pytest.mark.parametrize(
-    "num_tokens, num_q_heads, batch_invariant, has_room",
-    [
-        (1, 128, False, True), (66, 17, False, True), (67, 17, False, False), (8, 16, False, False),
-        (8, 128, True, True), (33, 128, True, True), (34, 65, False, False), (256, 128, False, False),
-    ],
-)  # fmt: skip
-def test_few_tokens_of_many_heads_bring_a_workspace_on_hopper(
-    num_tokens, num_q_heads, batch_invariant, has_room, monkeypatch
-):
-    """Without one they would be decoded in clusters, which leave SMs without work."""
-    calls = []
-    ops = SimpleNamespace(sparse_decode_out=lambda *args, **options: calls.append(options))
-    hopper = SimpleNamespace(multi_processor_count=132)
-    room = attend.sparse_attention_workspace(num_tokens, num_q_heads=num_q_heads, num_sms=132)
-    monkeypatch.setattr(attend, "sparse_attention_workspace", lambda *args, **options: room)
-    monkeypatch.setattr(torch.ops, "mla_fp8", ops)
-    monkeypatch.setattr(attend, "arch_of", lambda *device: "sm90")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
-    q = torch.empty(num_tokens, num_q_heads, 576, dtype=torch.bfloat16, device="meta")
-    indices = torch.empty(num_tokens, 2048, dtype=torch.int32, device="meta")
-    options = {"page_size": 64, "sm_scale": 1.0, "batch_invariant": batch_invariant}
-    attend.over_pages(q, q, indices, layout=KV_LAYOUTS["dsv32"], **options)
-    workspace = calls[0]["workspace"]
-    assert (workspace is not None) == has_room
-    if has_room:
-        assert workspace.numel() == room
-    attend.over_pages(q, q, indices, layout=KV_LAYOUTS["dsv32"], **options, group=drafts.Group(2))
-    grouped = calls[1]["workspace"]  # as much at least: a plan may let the drafts go alone
-    assert not has_room or grouped.numel() >= room

@@ -36,7 +36,7 @@ def off_again(caplog):
 def seen(monkeypatch):
     """The ops that were called, and what of a group they got."""
     calls = []
-    for name in ("sparse_decode_out", "sparse_prefill_paged_out", "plan_shared_keys"):
+    for name in ("sparse_decode", "sparse_decode_out", "plan_shared_keys"):
         op = getattr(torch.ops.mla_fp8, name)
 
         def spied(*args, op=op, name=name, **options):

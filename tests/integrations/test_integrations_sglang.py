@@ -132,7 +132,7 @@ def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks
 def test_v32_prefill_over_rows_has_the_heads_that_are_there(packed, rows, hooks, device, monkeypatch, caplog):
     """And says that pages are faster, where they are and rows were gathered from them."""
     log.say_once.cache_clear()
-    monkeypatch.setattr(attend, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(sglang, "_PROMPT_ROWS", rows)
     case = make_case(KV_LAYOUTS["bf16"], device, page_size=1)
     s = case.scopes[0]
     options = {"sm_scale": case.sm_scale, "topk_length": s.length, "attn_sink": case.attn_sink}

@@ -196,35 +196,47 @@ def strided(t):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("seq_lens", lambda t: t.long(), "seq_lens must have dtype Int, got Long"),
+        ("seq_lens", lambda t: t.long(), "seq_lens must have dtype torch.int32, got torch.int64"),
         ("seq_lens", lambda t: t[0], r"seq_lens must have shape \[\*\], got \[\]"),
         ("seq_lens", strided, "seq_lens must be contiguous"),
-        ("extend_seq_lens", lambda t: t.long(), "extend_seq_lens must have dtype Int, got Long"),
+        (
+            "extend_seq_lens",
+            lambda t: t.long(),
+            "extend_seq_lens must have dtype torch.int32, got torch.int64",
+        ),
         ("extend_seq_lens", lambda t: t[1:], r"extend_seq_lens must have shape \[2\], got \[1\]"),
         ("extend_seq_lens", strided, "extend_seq_lens must be contiguous"),
-        ("req_pool_indices", lambda t: t.short(), "req_pool_indices must have dtype Long or Int, got Short"),
+        (
+            "req_pool_indices",
+            lambda t: t.short(),
+            "req_pool_indices must have dtype torch.int64 or torch.int32, got torch.int16",
+        ),
         ("req_pool_indices", lambda t: t[1:], r"req_pool_indices must have shape \[2\], got \[1\]"),
         ("req_pool_indices", strided, "req_pool_indices must be contiguous"),
-        ("req_to_token", lambda t: t.long(), "req_to_token must have dtype Int, got Long"),
+        ("req_to_token", lambda t: t.long(), "req_to_token must have dtype torch.int32, got torch.int64"),
         ("req_to_token", lambda t: t[0], r"req_to_token must have shape \[\*, \*\], got \[1100\]"),
         ("req_to_token", lambda t: t[:, ::2], "req_to_token must have stride 1 in its last dimension, got 2"),
-        ("full_to_swa", lambda t: t.int(), "full_to_swa must have dtype Long, got Int"),
+        ("full_to_swa", lambda t: t.int(), "full_to_swa must have dtype torch.int64, got torch.int32"),
         ("full_to_swa", lambda t: t[None], r"full_to_swa must have shape \[\*\], got \[1, 5000\]"),
         ("full_to_swa", lambda t: t[::2], "full_to_swa must be contiguous"),
         ("window_size", lambda n: 0, r"window_size must be in \[1, 2147483647\], got 0"),
         ("window_size", lambda n: 2**31, r"window_size must be in \[1, 2147483647\], got 2147483648"),
         ("capacity", lambda n: -1, r"capacity must be in \[0, 2147483647\], got -1"),
         ("capacity", lambda n: 2**31, r"capacity must be in \[0, 2147483647\], got 2147483648"),
-        ("out_ids", lambda t: t.long(), "out_ids must have dtype Int, got Long"),
+        ("out_ids", lambda t: t.long(), "out_ids must have dtype torch.int32, got torch.int64"),
         ("out_ids", lambda t: t[1:], r"out_ids must have shape \[247\], got \[246\]"),
         ("out_ids", strided, "out_ids must be contiguous"),
-        ("out_first_pos", lambda t: t.long(), "out_first_pos must have dtype Int, got Long"),
+        ("out_first_pos", lambda t: t.long(), "out_first_pos must have dtype torch.int32, got torch.int64"),
         ("out_first_pos", lambda t: t[1:], r"out_first_pos must have shape \[2\], got \[1\]"),
         ("out_first_pos", strided, "out_first_pos must be contiguous"),
-        ("out_gather_lens", lambda t: t.long(), "out_gather_lens must have dtype Int, got Long"),
+        (
+            "out_gather_lens",
+            lambda t: t.long(),
+            "out_gather_lens must have dtype torch.int32, got torch.int64",
+        ),
         ("out_gather_lens", lambda t: t[1:], r"out_gather_lens must have shape \[2\], got \[1\]"),
         ("out_gather_lens", strided, "out_gather_lens must be contiguous"),
-        ("out_offsets", lambda t: t.long(), "out_offsets must have dtype Int, got Long"),
+        ("out_offsets", lambda t: t.long(), "out_offsets must have dtype torch.int32, got torch.int64"),
         ("out_offsets", lambda t: t[1:], r"out_offsets must have shape \[3\], got \[2\]"),
         ("out_offsets", strided, "out_offsets must be contiguous"),
     ],
@@ -235,7 +247,7 @@ def test_errors_say_expected_and_got_and_nothing_is_written(name, change, messag
     _, out = poisoned(case)
     arguments = case | out
     arguments[name] = change(arguments[name])
-    with pytest.raises(RuntimeError, match="mla_fp8::build_swa_token_ids: " + message):
+    with pytest.raises(RuntimeError, match="mla_fp8.build_swa_token_ids: " + message):
         mla_fp8.build_swa_token_ids(**arguments)
     assert all((x == POISON).all() for x in out.values())
 

@@ -299,29 +299,33 @@ def strided(t):
 
 
 INPUT_ERRORS = [
-    ("topk_indices", lambda t: t.long(), "topk_indices must have dtype Int, got Long"),
+    ("topk_indices", lambda t: t.long(), "topk_indices must have dtype torch.int32, got torch.int64"),
     ("topk_indices", lambda t: t[0], r"topk_indices must have shape \[\*, \*\], got \[21\]"),
     ("topk_indices", lambda t: t.repeat(1, 2)[:, ::2], "topk_indices must have stride 1 in its last dim"),
     ("topk_indices", lambda t: t[:, :15], "topk_indices must have at least topk = 16 columns, got 15"),
-    ("query_start_loc", lambda t: t.long(), "query_start_loc must have dtype Int, got Long"),
+    ("query_start_loc", lambda t: t.long(), "query_start_loc must have dtype torch.int32, got torch.int64"),
     ("query_start_loc", lambda t: t[1:], r"query_start_loc must have shape \[3\], got \[2\]"),
     ("query_start_loc", strided, "query_start_loc must be contiguous"),
-    ("seq_lens", lambda t: t.long(), "seq_lens must have dtype Int, got Long"),
+    ("seq_lens", lambda t: t.long(), "seq_lens must have dtype torch.int32, got torch.int64"),
     ("seq_lens", lambda t: t[:, None], r"seq_lens must have shape \[\*\], got \[2, 1\]"),
     ("seq_lens", strided, "seq_lens must be contiguous"),
-    ("gather_lens", lambda t: t.short(), "gather_lens must have dtype Int, got Short"),
+    ("gather_lens", lambda t: t.short(), "gather_lens must have dtype torch.int32, got torch.int16"),
     ("gather_lens", lambda t: t[1:], r"gather_lens must have shape \[2\], got \[1\]"),
     ("gather_lens", strided, "gather_lens must be contiguous"),
-    ("compressed_base", lambda t: t.long(), "compressed_base must have dtype Int, got Long"),
+    ("compressed_base", lambda t: t.long(), "compressed_base must have dtype torch.int32, got torch.int64"),
     ("compressed_base", lambda t: t[1:], r"compressed_base must have shape \[2\], got \[1\]"),
     ("compressed_base", strided, "compressed_base must be contiguous"),
-    ("swa_base", lambda t: t.long(), "swa_base must have dtype Int, got Long"),
+    ("swa_base", lambda t: t.long(), "swa_base must have dtype torch.int32, got torch.int64"),
     ("swa_base", lambda t: t[1:], r"swa_base must have shape \[2\], got \[1\]"),
     ("swa_base", strided, "swa_base must be contiguous"),
-    ("query_pos", lambda t: t.long(), "query_pos must have dtype Int, got Long"),
+    ("query_pos", lambda t: t.long(), "query_pos must have dtype torch.int32, got torch.int64"),
     ("query_pos", lambda t: t[1:], r"query_pos must have shape \[5\], got \[4\]"),
     ("query_pos", strided, "query_pos must be contiguous"),
-    ("compressed_lens", lambda t: t.float(), "compressed_lens must have dtype Int, got Float"),
+    (
+        "compressed_lens",
+        lambda t: t.float(),
+        "compressed_lens must have dtype torch.int32, got torch.float32",
+    ),
     ("compressed_lens", lambda t: t[1:], r"compressed_lens must have shape \[2\], got \[1\]"),
     ("compressed_lens", strided, "compressed_lens must be contiguous"),
     ("window_size", lambda n: -1, "window_size must be at least 0, got -1"),
@@ -335,7 +339,7 @@ INPUT_ERRORS = [
     ("topk", lambda n: 22, "topk_indices must have at least topk = 22 columns, got 21"),
 ]
 OUT_ERRORS = [
-    ("out_indices", lambda t: t.long(), "out_indices must have dtype Int, got Long"),
+    ("out_indices", lambda t: t.long(), "out_indices must have dtype torch.int32, got torch.int64"),
     ("out_indices", lambda t: t[1:], r"out_indices must have shape \[5, 256\], got \[4, 256\]"),
     ("out_indices", lambda t: t.mT.contiguous().mT, "out_indices must have stride 1 in its last dimension"),
     (
@@ -343,15 +347,15 @@ OUT_ERRORS = [
         lambda t: t[:1].expand(5, -1),
         "out_indices must have its rows one after another and not overlap itself, got stride 0",
     ),
-    ("out_lens", lambda t: t.long(), "out_lens must have dtype Int, got Long"),
+    ("out_lens", lambda t: t.long(), "out_lens must have dtype torch.int32, got torch.int64"),
     ("out_lens", lambda t: t[1:], r"out_lens must have shape \[5\], got \[4\]"),
     ("out_lens", strided, "out_lens must be contiguous"),
 ]
 RAGGED_OUT_ERRORS = [
-    ("out_indptr", lambda t: t.long(), "out_indptr must have dtype Int, got Long"),
+    ("out_indptr", lambda t: t.long(), "out_indptr must have dtype torch.int32, got torch.int64"),
     ("out_indptr", lambda t: t[1:], r"out_indptr must have shape \[6\], got \[5\]"),
     ("out_indptr", strided, "out_indptr must be contiguous"),
-    ("out_indices", lambda t: t.long(), "out_indices must have dtype Int, got Long"),
+    ("out_indices", lambda t: t.long(), "out_indices must have dtype torch.int32, got torch.int64"),
     ("out_indices", lambda t: t[1:], r"out_indices must have shape \[720\], got \[719\]"),
     ("out_indices", strided, "out_indices must be contiguous"),
 ]
@@ -369,7 +373,7 @@ def test_errors_say_expected_and_got_and_nothing_is_written(op, name, change, me
     *_, out = (poisoned if op == OP else poisoned_ragged)(case)
     arguments = case | out
     arguments[name] = change(arguments[name])
-    with pytest.raises(RuntimeError, match=f"mla_fp8::{op}: {message}"):
+    with pytest.raises(RuntimeError, match=f"mla_fp8.{op}: {message}"):
         getattr(mla_fp8, op)(**arguments)
     assert all((x == POISON).all() for x in out.values())
 

@@ -112,8 +112,7 @@ def out_form(name, device):
     buffers = [torch.full_like(x, 1, memory_format=torch.contiguous_format) for x in results]
     given |= dict(zip(written, buffers, strict=False))
     if device == "cuda" and name.startswith("index_topk"):
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        num_bytes = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], num_sms=num_sms)
+        num_bytes = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device)
         given["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return op, {a.name: given[a.name] for a in schema if a.name in given}
 

@@ -33,16 +33,16 @@ def case(device, ratio=4, layout="dsv4"):
 
 
 ERRORS = [
-    ("kv_score", lambda x: x.bfloat16(), "kv_score must have dtype Float, got BFloat16"),
+    ("kv_score", lambda x: x.bfloat16(), "kv_score must have dtype torch.float32, got torch.bfloat16"),
     ("kv_score", lambda x: x[:, :1024], "kv_score must have shape [*, 2048], got [5, 1024]"),
     ("kv_score", transposed, "kv_score must have stride 1 in its last dimension, got 5"),
     ("kv_score", misaligned, "kv_score must be 16-byte aligned, got an address that is 4 past"),
-    ("query_start_loc", lambda x: x.long(), "query_start_loc must have dtype Int, got Long"),
+    ("query_start_loc", lambda x: x.long(), "query_start_loc must have dtype torch.int32, got torch.int64"),
     ("query_start_loc", lambda x: x[:0], "query_start_loc must have at least 1 element, got 0"),
     ("start_pos", lambda x: x[:1], "start_pos must have shape [2], got [1]"),
-    ("start_pos", lambda x: x.long(), "start_pos must have dtype Int, got Long"),
+    ("start_pos", lambda x: x.long(), "start_pos must have dtype torch.int32, got torch.int64"),
     ("state", lambda x: None, "state must be given for ratio 4, got None"),
-    ("state", lambda x: x.bfloat16(), "state must have dtype Float, got BFloat16"),
+    ("state", lambda x: x.bfloat16(), "state must have dtype torch.float32, got torch.bfloat16"),
     ("state", lambda x: x[:, :, :1024], "state must have shape [*, *, 2048], got [4, 8, 1024]"),
     ("state", lambda x: x[:, :7], "state must have at least 8 rows per slot for ratio 4, got 7"),
     (
@@ -50,16 +50,28 @@ ERRORS = [
         lambda x: x[:1].expand(4, -1, -1),
         "state must have its rows one after another and not overlap",
     ),
-    ("state_slots", lambda x: x.short(), "state_slots must have dtype Long or Int, got Short"),
+    (
+        "state_slots",
+        lambda x: x.short(),
+        "state_slots must have dtype torch.int64 or torch.int32, got torch.int16",
+    ),
     ("state_slots", lambda x: x[:1], "state_slots must have shape [2], got [1]"),
     ("ape", lambda x: x[:2], "ape must have shape [4, 1024], got [2, 1024]"),
-    ("ape", lambda x: x.bfloat16(), "ape must have dtype Float, got BFloat16"),
-    ("norm_weight", lambda x: x.half(), "norm_weight must have dtype BFloat16 or Float, got Half"),
+    ("ape", lambda x: x.bfloat16(), "ape must have dtype torch.float32, got torch.bfloat16"),
+    (
+        "norm_weight",
+        lambda x: x.half(),
+        "norm_weight must have dtype torch.bfloat16 or torch.float32, got torch.float16",
+    ),
     ("norm_weight", lambda x: x[:448], "norm_weight must have shape [512], got [448]"),
-    ("cos", lambda x: x.double(), "cos must have dtype Float, got Double"),
+    ("cos", lambda x: x.double(), "cos must have dtype torch.float32, got torch.float64"),
     ("sin", lambda x: x[:, :16], "sin must have shape [9, 32], got [9, 16]"),
     ("slot_mapping", lambda x: x[:4], "slot_mapping must have shape [5], got [4]"),
-    ("slot_mapping", lambda x: x.float(), "slot_mapping must have dtype Long or Int, got Float"),
+    (
+        "slot_mapping",
+        lambda x: x.float(),
+        "slot_mapping must have dtype torch.int64 or torch.int32, got torch.float32",
+    ),
     ("kv_cache", lambda x: x[:, :-1], "kv_cache must have shape [*, "),
     ("ratio", lambda x: 8, "ratio must be 1, 2, 4 or 128, got 8"),
     ("layout", lambda x: "dsv32", "layout must have rows of 512 dims, got dsv32"),
@@ -67,7 +79,7 @@ ERRORS = [
     ("eps", lambda x: float("nan"), "eps must be finite, got nan"),
     ("eps", lambda x: -1.0, "eps must not be negative, got -1"),
     ("scale", lambda x: torch.ones(1), "scale must be None for layout dsv4, got a tensor"),
-    ("out_latent", lambda x: x.float(), "out_latent must have dtype BFloat16, got Float"),
+    ("out_latent", lambda x: x.float(), "out_latent must have dtype torch.bfloat16, got torch.float32"),
     ("out_latent", lambda x: x[:4], "out_latent must have shape [5, 512], got [4, 512]"),
     ("out_latent", misaligned, "out_latent must be 16-byte aligned"),
 ]
@@ -78,7 +90,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(argument, spoil, m
     arguments = case(device)
     spoilt = spoil(arguments[argument])
     arguments[argument] = spoilt.to(device) if isinstance(spoilt, torch.Tensor) else spoilt
-    check_refused(mla_fp8.compress_kv, arguments, f"mla_fp8::compress_kv: {message}")
+    check_refused(mla_fp8.compress_kv, arguments, f"mla_fp8.compress_kv: {message}")
 
 
 def test_ratios_without_a_state_or_a_bias_refuse_one(device):

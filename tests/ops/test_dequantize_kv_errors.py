@@ -124,16 +124,16 @@ def spoilt(case, argument, spoil, device):
 @error_cases({"dsv4": SLOTS_FORM, "fp8_e4m3": SCALE})
 def test_bad_arguments_of_the_slots_form_are_refused(layout, argument, spoil, message, device):
     arguments = spoilt(slots_case(KV_LAYOUTS[layout], device), argument, spoil, device)
-    check_refused(mla_fp8.dequantize_kv, arguments, f"mla_fp8::dequantize_kv: {message}")
+    check_refused(mla_fp8.dequantize_kv, arguments, f"mla_fp8.dequantize_kv: {message}")
     if argument != "out":
         del arguments["out"]
-        check_refused(mla_fp8.dequantize_kv, arguments, f"mla_fp8::dequantize_kv: {message}")
+        check_refused(mla_fp8.dequantize_kv, arguments, f"mla_fp8.dequantize_kv: {message}")
 
 
 @error_cases({"dsv4": PAGED_FORM, "fp8_e4m3": SCALE})
 def test_bad_arguments_of_the_paged_form_are_refused(layout, argument, spoil, message, device):
     arguments = spoilt(paged_case(KV_LAYOUTS[layout], device), argument, spoil, device)
-    check_refused(mla_fp8.dequantize_kv_paged, arguments, f"mla_fp8::dequantize_kv_paged: {message}")
+    check_refused(mla_fp8.dequantize_kv_paged, arguments, f"mla_fp8.dequantize_kv_paged: {message}")
 
 
 def test_num_rows_must_not_be_negative(device):

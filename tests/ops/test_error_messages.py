@@ -49,7 +49,7 @@ def dequantize(slots: torch.Tensor, out: torch.Tensor | None = None) -> Callable
 
 
 LAYOUTS = ", ".join(KV_LAYOUTS)
-DECODE, PREFILL, QUANTIZE = "mla_fp8::sparse_decode: ", "mla_fp8::sparse_prefill: ", "mla_fp8::quantize_kv: "
+DECODE, PREFILL, QUANTIZE = "mla_fp8.sparse_decode: ", "mla_fp8.sparse_prefill: ", "mla_fp8.quantize_kv: "
 PAGE = 32 * KV_LAYOUTS["dsv32"].bytes_per_token
 PACKED, ROW = KV_LAYOUTS["dsv32"].bytes_per_token, KV_LAYOUTS["bf16"].bytes_per_token
 
@@ -75,18 +75,29 @@ SHAPES = {
     "a scale per page": (with_scale(torch.ones(4)), "scale must have 1 element, got 4"),
 }  # fmt: skip
 DTYPES = {
-    "q in fp16": (decode(q=zeros(2, 16, 576, dtype=torch.float16)), "q must have dtype BFloat16, got Half"),
+    "q in fp16": (
+        decode(q=zeros(2, 16, 576, dtype=torch.float16)),
+        "q must have dtype torch.bfloat16, got torch.float16",
+    ),
     "indices in int64": (
-        decode(indices=zeros(2, 8, dtype=torch.int64)), "indices must have dtype Int, got Long",
+        decode(indices=zeros(2, 8, dtype=torch.int64)),
+        "indices must have dtype torch.int32, got torch.int64",
     ),
     "lengths in int64": (
-        decode(topk_length=zeros(2, dtype=torch.int64)), "topk_length must have dtype Int, got Long",
+        decode(topk_length=zeros(2, dtype=torch.int64)),
+        "topk_length must have dtype torch.int32, got torch.int64",
     ),
-    "a sink in bf16": (decode(attn_sink=zeros(16)), "attn_sink must have dtype Float, got BFloat16"),
+    "a sink in bf16": (
+        decode(attn_sink=zeros(16)),
+        "attn_sink must have dtype torch.float32, got torch.bfloat16",
+    ),
     "a cache in float32": (
         decode(kv_cache=torch.zeros(4, 64 * 164)),
-        "kv_cache must have dtype Byte or Char or Float8_e4m3fn or Float8_e4m3fnuz or BFloat16, got Float",
+        "kv_cache must have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn or "
+        "torch.float8_e4m3fnuz or torch.bfloat16, got torch.float32",
     ),
+}  # fmt: skip
+KINDS = {
     "no queries": (decode(q=None), "q must be a tensor, got None"),
     "no cache": (decode(kv_cache=None), "kv_cache must be a tensor, got None"),
     "no indices": (decode(indices=None), "indices must be a tensor, got None"),
@@ -96,6 +107,8 @@ DTYPES = {
         "topk_length must be a tensor, got [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ...]",
     ),
     "a scale as a number": (with_scale(0.5), "scale must be a tensor, got 0.5"),
+    "a page size that is not whole": (decode(page_size=64.0), "page_size must be an int, got 64.0"),
+    "a workspace that is a size": (decode(workspace=1 << 20), "workspace must be a tensor, got 1048576"),
 }  # fmt: skip
 VALUES = {
     "no scale": (with_scale(None), "scale must be given for layout fp8_e4m3, got None"),
@@ -151,25 +164,19 @@ OF_OTHERS = {
     ),
     "slots that are no integers": (
         quantize(zeros(3, 576), torch.ones(3)),
-        QUANTIZE + "slot_mapping must have dtype Long or Int, got Float",
+        QUANTIZE + "slot_mapping must have dtype torch.int64 or torch.int32, got torch.float32",
     ),
     "a buffer of another size": (
         dequantize(torch.arange(3), zeros(4, 576)),
-        "mla_fp8::dequantize_kv: out must have shape [3, 576], got [4, 576]",
+        "mla_fp8.dequantize_kv: out must have shape [3, 576], got [4, 576]",
     ),
-    "a list in place of a cache": (
-        lambda: mla_fp8.paged_attention_ragged(
-            zeros(2, 8, 128), [0], zeros(4, 4, 2, 128), ints(3), ints(2), ints(2), sm_scale=0.1
-        ),
-        "mla_fp8::paged_attention_ragged: k_cache must be a tensor, got [0]",
-    ),
-    "a GPU that is none": (
-        lambda: mla_fp8.index_topk_workspace(4, topk=64, num_sms=1 << 33),
-        f"mla_fp8::index_topk_workspace: num_sms must be in [1, 65536], got {1 << 33}",
+    "fewer rows than none": (
+        lambda: mla_fp8.index_topk_workspace(-1, topk=64, device="cpu"),
+        "mla_fp8.index_topk_workspace: num_rows must be at least 0, got -1",
     ),
     "more tokens than there can be": (
-        lambda: mla_fp8.sparse_attention_workspace(1 << 62, num_q_heads=1, num_sms=1),
-        f"mla_fp8::sparse_attention_workspace: num_tokens must be in [0, {(1 << 31) - 1}], got {1 << 62}",
+        lambda: mla_fp8.sparse_attention_workspace(1 << 62, num_q_heads=1, device="cpu"),
+        f"mla_fp8.sparse_attention_workspace: num_tokens must be in [0, {(1 << 31) - 1}], got {1 << 62}",
     ),
     "a gradient is wanted": (
         decode(q=zeros(2, 16, 576).requires_grad_()),
@@ -238,11 +245,27 @@ RUNTIME = {
     name: (call, DECODE + text) for part in (SHAPES, DTYPES, VALUES) for name, (call, text) in part.items()
 }
 RUNTIME |= OF_OTHERS
+WRONG_KINDS = {name: (call, DECODE + text) for name, (call, text) in KINDS.items()} | {
+    "a list in place of a cache": (
+        lambda: mla_fp8.paged_attention_ragged(
+            zeros(2, 8, 128), [0], zeros(4, 4, 2, 128), ints(3), ints(2), ints(2), sm_scale=0.1
+        ),
+        "mla_fp8.paged_attention_ragged: k_cache must be a tensor, got [0]",
+    ),
+}
 
 
 @pytest.mark.parametrize(("call", "text"), RUNTIME.values(), ids=RUNTIME)
 def test_a_wrong_argument_is_named_with_what_was_expected_and_what_came(call, text):
     with pytest.raises(RuntimeError) as error:
+        call()
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_what_is_no_tensor_or_no_whole_number_is_a_type_error_in_one_line(call, text):
+    """torch would print the whole schema."""
+    with pytest.raises(TypeError) as error:
         call()
     assert str(error.value) == text
 
@@ -256,7 +279,6 @@ def test_a_choice_that_is_none_is_answered_with_those_that_are(call, text):
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_none_for_a_tensor_is_named(name, device):
-    """torch hands it on as a tensor without dimensions, strides or memory to ask for."""
     function = getattr(mla_fp8, name)
     tensors, options = SAMPLES[name](device)
     parameters = inspect.signature(function).parameters.values()
@@ -265,5 +287,5 @@ def test_none_for_a_tensor_is_named(name, device):
     assert required
     for i in required:
         given = [None if i == j else x for j, x in enumerate(tensors)]
-        with pytest.raises(RuntimeError, match=rf"^mla_fp8::{name}: \w+ must be a tensor, got None$"):
+        with pytest.raises(TypeError, match=rf"^mla_fp8\.{name}: \w+ must be a tensor, got None$"):
             function(*given, **options)

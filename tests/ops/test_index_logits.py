@@ -161,7 +161,8 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"q": torch.zeros(2, 16, 128)}, "q must have dtype Float8_e4m3fn or Byte, got Float"),
+        ({"q": torch.zeros(2, 16, 128)},
+         "q must have dtype torch.float8_e4m3fn or torch.uint8, got torch.float32"),
         ({"q": lambda x: x[..., :64]}, "q must have shape [*, *, 128], got [2, 16, 64]"),
         ({"q": lambda x: x.repeat(1, 5, 1)}, "q must have 1 to 64 heads, got 80"),
         ({"q": lambda x: x[:, ::2]}, "q must have its heads one after another, got a stride of 256 bytes"),
@@ -169,11 +170,12 @@ def arguments(**changes):
          "q must be 16-byte aligned"),
         ({"q": torch.zeros(2, 16, 64, dtype=torch.uint8)}, "q_scale must be given for q in e2m1, got None"),
         ({"weights": lambda x: x[:, :8]}, "weights must have shape [2, 16], got [2, 8]"),
-        ({"weights": lambda x: x.half()}, "weights must have dtype Float or BFloat16, got Half"),
+        ({"weights": lambda x: x.half()},
+         "weights must have dtype torch.float32 or torch.bfloat16, got torch.float16"),
         ({"q_scale": torch.zeros(2, 16, 4)}, "q_scale must have shape [2, 16], got [2, 16, 4]"),
         ({"index_cache": lambda x: x[:3, :-4]},
          "index_cache must have shape [*, 8448], got [3, 8444] (a page is 64 rows of layout index_fp8)"),
-        ({"page_table": lambda x: x.long()}, "page_table must have dtype Int, got Long"),
+        ({"page_table": lambda x: x.long()}, "page_table must have dtype torch.int32, got torch.int64"),
         ({"page_table": lambda x: x.repeat(1, 1 << 17)}, "page_table must have at most 262144 columns"),
         ({"seq_lens": None}, "seq_lens must be given without row_lens, got None"),
         ({"seq_lens": lambda x: x[:1]}, "seq_lens must have shape [2], got [1]"),
@@ -196,7 +198,7 @@ def arguments(**changes):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(changes, message):
-    check_refused(mla_fp8.index_topk, arguments(**changes), f"mla_fp8::index_topk: {message}")
+    check_refused(mla_fp8.index_topk, arguments(**changes), f"mla_fp8.index_topk: {message}")
 
 
 def test_half_of_the_buffers_is_an_error():
@@ -209,12 +211,24 @@ def test_half_of_the_buffers_is_an_error():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"k": torch.zeros(9, 128)}, "k must have dtype Float8_e4m3fn or Byte, got Float"),
+        (
+            {"k": torch.zeros(9, 128)},
+            "k must have dtype torch.float8_e4m3fn or torch.uint8, got torch.float32",
+        ),
         ({"k_scale": torch.zeros(8)}, "k_scale must have shape [9], got [8]"),
-        ({"k": torch.zeros(9, 64, dtype=torch.uint8)}, "k_scale must have dtype Byte or Int, got Float"),
-        ({"k_start": torch.zeros(2, dtype=torch.int64)}, "k_start must have dtype Int, got Long"),
+        (
+            {"k": torch.zeros(9, 64, dtype=torch.uint8)},
+            "k_scale must have dtype torch.uint8 or torch.int32, got torch.float32",
+        ),
+        (
+            {"k_start": torch.zeros(2, dtype=torch.int64)},
+            "k_start must have dtype torch.int32, got torch.int64",
+        ),
         ({"k_end": ints([1], "cpu")}, "k_end must have shape [2], got [1]"),
-        ({"k_slots": torch.zeros(9)}, "k_slots must have dtype Int or Long, got Float"),
+        (
+            {"k_slots": torch.zeros(9)},
+            "k_slots must have dtype torch.int32 or torch.int64, got torch.float32",
+        ),
     ],
 )
 def test_what_is_wrong_with_gathered_keys_is_refused(changes, message):
@@ -223,4 +237,4 @@ def test_what_is_wrong_with_gathered_keys_is_refused(changes, message):
         "k": torch.zeros(9, 128).to(torch.float8_e4m3fn), "k_scale": torch.zeros(9),
         "k_start": ints([0, 0], "cpu"), "k_end": ints([9, 9], "cpu"), "topk": 4,
     }  # fmt: skip
-    check_refused(mla_fp8.index_topk_ragged, given | changes, f"mla_fp8::index_topk_ragged: {message}")
+    check_refused(mla_fp8.index_topk_ragged, given | changes, f"mla_fp8.index_topk_ragged: {message}")

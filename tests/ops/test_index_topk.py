@@ -250,7 +250,7 @@ def test_keys_of_long_rows_are_counted(order, lens, processors, device, monkeypa
     many.q[:, :2] = alone.q
     many.weights[:, :2] = alone.weights
     want = many.want_topk(2048)
-    size = mla_fp8.index_topk_workspace(rows, topk=2048, num_sms=emulation.num_processors(device))
+    size = torch.ops.mla_fp8.index_topk_workspace(rows, 2048, emulation.num_processors(device))
     for byte, calls in ((0x00, 1), (0xA5, 2)):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
         for _ in range(calls):
@@ -365,7 +365,7 @@ def test_buffers_of_the_caller_are_filled_whole(device):
     lens = torch.full((2,), 1 << 30, dtype=torch.int32, device=device)
     sms = emulation.num_processors(device)
     workspace = torch.full(
-        (mla_fp8.index_topk_workspace(2, topk=64, num_sms=sms),), 0xFF, dtype=torch.uint8, device=device
+        (torch.ops.mla_fp8.index_topk_workspace(2, 64, sms),), 0xFF, dtype=torch.uint8, device=device
     )
     out = {"out_positions": positions[:, :64], "out_lens": lens, "workspace": workspace}
     got = problem.topk(64, **out, out_slots=slots[:, :64])
@@ -391,6 +391,6 @@ def test_no_rows(device):
 
 
 def test_the_workspace_does_not_depend_on_the_context():
-    bytes_of = mla_fp8.index_topk_workspace
-    assert bytes_of(1 << 20, topk=2048, num_sms=132) == bytes_of(4, topk=2048, num_sms=132) <= 26 << 20
-    assert bytes_of(1, topk=512, num_sms=132) < bytes_of(2, topk=512, num_sms=132)
+    bytes_of = torch.ops.mla_fp8.index_topk_workspace
+    assert bytes_of(1 << 20, 2048, 132) == bytes_of(4, 2048, 132) <= 26 << 20
+    assert bytes_of(1, 512, 132) < bytes_of(2, 512, 132)

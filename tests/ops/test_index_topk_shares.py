@@ -29,7 +29,7 @@ def test_rows_of_short_contexts_are_shared_by_ctas(kind, next_n, heads, device):
         lens = [700] * count
     problem = random_problem(device, lens, heads=heads, next_n=next_n)
     want = problem.want_topk(128)
-    size = mla_fp8.index_topk_workspace(len(problem.q), topk=128, num_sms=sms)
+    size = torch.ops.mla_fp8.index_topk_workspace(len(problem.q), 128, sms)
     for byte in (0x00, 0xA5):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_drafts_that_are_several_units(num_requests, next_n, heads, topk, room, 
         problem.page_table, (0, max(room // 64 - problem.page_table.shape[1], 0)), value=-7
     )
     sms = emulation.num_processors(device)
-    size = mla_fp8.index_topk_workspace(len(problem.q), topk=topk, num_sms=sms)
+    size = torch.ops.mla_fp8.index_topk_workspace(len(problem.q), topk, sms)
     for byte in (0x00, 0xA5):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
         got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]
@@ -93,7 +93,7 @@ def test_units_whose_keys_have_no_room(lens, next_n, heads, processors, device, 
     problem.page_table = torch.nn.functional.pad(problem.page_table, (0, more), value=-7)
     sms = emulation.num_processors(device)  # of an emulated GPU as it is, not as it is here
     sms = sms if device == "cuda" else min(sms, processors)
-    size = mla_fp8.index_topk_workspace(len(problem.q), topk=64, num_sms=sms)
+    size = torch.ops.mla_fp8.index_topk_workspace(len(problem.q), 64, sms)
     for byte in (0x00, 0xA5):
         workspace = torch.full((size,), byte, dtype=torch.uint8, device=device)
         got = [torch.full(x.shape, 7, dtype=torch.int32, device=device) for x in want]

@@ -182,15 +182,19 @@ def error_case(device):
 
 GROUPED = {"num_groups": 2, "tile": 128}
 HEADS_ERRORS = [
-    ("o", lambda x: x.float(), "o must have dtype BFloat16, got Float"),
+    ("o", lambda x: x.float(), "o must have dtype torch.bfloat16, got torch.float32"),
     ("o", lambda x: x[0], "o must have shape [*, *, *], got [8, 512]"),
     ("o", misaligned, "o must be 16-byte aligned, got an address that is 2 past"),
     ("o", lambda x: x[..., :56], "o must have a multiple of 8 as its last dimension, at least 64"),
     ("o", lambda x: x.mT.contiguous().mT, "o must have stride 1 in its last dimension, got 8"),
     ("cos", lambda x: x[:, :3], "sin must have shape [9, 3], got [9, 32]"),
-    ("sin", lambda x: x.double(), "sin must have dtype Float, got Double"),
+    ("sin", lambda x: x.double(), "sin must have dtype torch.float32, got torch.float64"),
     ("positions", lambda x: x[:4], "positions must have shape [5], got [4]"),
-    ("positions", lambda x: x.float(), "positions must have dtype Long or Int, got Float"),
+    (
+        "positions",
+        lambda x: x.float(),
+        "positions must have dtype torch.int64 or torch.int32, got torch.float32",
+    ),
 ]
 GROUP_ERRORS = [
     ("num_groups", lambda x: 3, "num_groups must divide 8 (the heads of o), got 3"),
@@ -205,8 +209,8 @@ def test_bad_arguments_are_refused(argument, spoil, message, device):
     arguments = error_case(device)
     arguments[argument] = spoil(arguments[argument])
     out = torch.full((5, 8, 512), 7.0, device=device).bfloat16()
-    check_refused(mla_fp8.inverse_rope, arguments | {"out": out}, f"mla_fp8::inverse_rope: {message}")
-    message = f"mla_fp8::inverse_rope_quantize: {message}"
+    check_refused(mla_fp8.inverse_rope, arguments | {"out": out}, f"mla_fp8.inverse_rope: {message}")
+    message = f"mla_fp8.inverse_rope_quantize: {message}"
     check_refused(mla_fp8.inverse_rope_quantize, arguments | GROUPED, message)
 
 
@@ -214,7 +218,7 @@ def test_bad_arguments_are_refused(argument, spoil, message, device):
 def test_bad_groups_and_tiles_are_refused(argument, spoil, message, device):
     arguments = error_case(device) | GROUPED
     arguments[argument] = spoil(arguments[argument])
-    check_refused(mla_fp8.inverse_rope_quantize, arguments, f"mla_fp8::inverse_rope_quantize: {message}")
+    check_refused(mla_fp8.inverse_rope_quantize, arguments, f"mla_fp8.inverse_rope_quantize: {message}")
 
 
 def test_bad_buffers_are_refused(device):
@@ -222,7 +226,7 @@ def test_bad_buffers_are_refused(device):
     out = torch.full((5, 8, 512), 7.0, device=device).bfloat16()
     o = arguments["o"]
     for spoilt, message in (
-        (out.float(), "out must have dtype BFloat16, got Float"),
+        (out.float(), "out must have dtype torch.bfloat16, got torch.float32"),
         (out[:, :4], "out must have shape [5, 8, 512], got [5, 4, 512]"),
         (misaligned(out), "out must be 16-byte aligned"),
         (out[:, :1].expand(-1, 8, -1), "out must have its rows one after another and not overlap itself"),
@@ -234,10 +238,10 @@ def test_bad_buffers_are_refused(device):
     scale = torch.zeros(5, 2, 16, device=device)
     grouped = arguments | GROUPED | {"out": codes, "out_scale": scale}
     for name, spoilt, message in (
-        ("out", codes.view(torch.uint8), "out must have dtype Float8_e4m3fn, got Byte"),
+        ("out", codes.view(torch.uint8), "out must have dtype torch.float8_e4m3fn, got torch.uint8"),
         ("out", codes[:, :1], "out must have shape [5, 2, 2048], got [5, 1, 2048]"),
         ("out", codes[:1].expand(5, -1, -1), "out must not overlap itself, got stride 0 in dimension 0"),
-        ("out_scale", scale.double(), "out_scale must have dtype Float, got Double"),
+        ("out_scale", scale.double(), "out_scale must have dtype torch.float32, got torch.float64"),
         ("out_scale", scale[..., :4], "out_scale must have shape [5, 2, 16], got [5, 2, 4]"),
         ("out_scale", scale[:, :, :1].expand(-1, -1, 16), "out_scale must not overlap itself, got stride 0"),
     ):

@@ -161,19 +161,23 @@ def test_compiles_as_one_graph(device):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("out_a", lambda t: t.double(), "out_a must have dtype BFloat16 or Half or Float, got Double"),
+        (
+            "out_a",
+            lambda t: t.double(),
+            "out_a must have dtype torch.bfloat16 or torch.float16 or torch.float32, got torch.float64",
+        ),
         ("out_a", lambda t: t[0], r"out_a must have shape \[\*, \*, \*\], got \[3, 512\]"),
         ("out_a", lambda t: t[..., ::2], "out_a must have stride 1 in its last dimension, got 2"),
-        ("out_b", lambda t: t.half(), "out_b must have dtype BFloat16, got Half"),
+        ("out_b", lambda t: t.half(), "out_b must have dtype torch.bfloat16, got torch.float16"),
         ("out_b", lambda t: t[:, 1:], r"out_b must have shape \[5, 3, 512\], got \[5, 2, 512\]"),
         ("out_b", lambda t: t.mT.contiguous().mT, "out_b must have stride 1 in its last dimension, got 3"),
-        ("lse_a", lambda t: t.half(), "lse_a must have dtype Float, got Half"),
+        ("lse_a", lambda t: t.half(), "lse_a must have dtype torch.float32, got torch.float16"),
         ("lse_a", lambda t: t.mT, r"lse_a must have shape \[5, 3\], got \[3, 5\]"),
         ("lse_a", lambda t: t.mT.contiguous().mT, "lse_a must be contiguous"),
-        ("lse_b", lambda t: t.double(), "lse_b must have dtype Float, got Double"),
+        ("lse_b", lambda t: t.double(), "lse_b must have dtype torch.float32, got torch.float64"),
         ("lse_b", lambda t: t[1:], r"lse_b must have shape \[5, 3\], got \[4, 3\]"),
         ("lse_b", lambda t: t.mT.contiguous().mT, "lse_b must be contiguous"),
-        ("out", lambda t: t.float(), "out must have dtype BFloat16, got Float"),
+        ("out", lambda t: t.float(), "out must have dtype torch.bfloat16, got torch.float32"),
         ("out", lambda t: t[1:], r"out must have shape \[5, 3, 512\], got \[4, 3, 512\]"),
         ("out", lambda t: t.mT.contiguous().mT, "out must have stride 1 in its last dimension, got 3"),
         (
@@ -181,7 +185,7 @@ def test_compiles_as_one_graph(device):
             lambda t: t[:1].expand(5, 3, 512),
             "out must have its rows one after another and not overlap itself, got stride 0",
         ),
-        ("lse", lambda t: t.half(), "lse must have dtype Float, got Half"),
+        ("lse", lambda t: t.half(), "lse must have dtype torch.float32, got torch.float16"),
         ("lse", lambda t: t[1:], r"lse must have shape \[5, 3\], got \[4, 3\]"),
         ("lse", lambda t: t.mT.contiguous().mT, "lse must be contiguous"),
     ],
@@ -190,7 +194,7 @@ def test_errors_say_expected_and_got_and_nothing_is_written(name, change, messag
     states = make_states(device=device)
     arguments = dict(zip(("out_a", "lse_a", "out_b", "lse_b"), states, strict=True)) | buffers(*states)
     arguments[name] = change(arguments[name])
-    with pytest.raises(RuntimeError, match="mla_fp8::merge_attention_states: " + message):
+    with pytest.raises(RuntimeError, match="mla_fp8.merge_attention_states: " + message):
         mla_fp8.merge_attention_states(**arguments)
     assert arguments["out"].isnan().all() and arguments["lse"].isnan().all()
 

@@ -131,12 +131,12 @@ def test_bad_arguments_are_refused_before_anything_is_written(layout, argument, 
     arguments[argument] = spoilt.to(device) if isinstance(spoilt, torch.Tensor) else spoilt
     if argument == "cos":
         arguments["sin"] = spoilt.float().to(device) if spoilt.dim() == 2 else arguments["sin"]
-    check_refused(mla_fp8.qk_norm_rope_insert, arguments, f"mla_fp8::qk_norm_rope_insert: {message}")
+    check_refused(mla_fp8.qk_norm_rope_insert, arguments, f"mla_fp8.qk_norm_rope_insert: {message}")
     if argument in ("q", "num_heads", "out_q"):
         return
     for name in ("q", "norm_q", "num_heads", "out_q"):
         del arguments[name]
-    check_refused(mla_fp8.k_norm_rope_insert, arguments, f"mla_fp8::k_norm_rope_insert: {message}")
+    check_refused(mla_fp8.k_norm_rope_insert, arguments, f"mla_fp8.k_norm_rope_insert: {message}")
 
 
 @pytest.mark.parametrize("half", [3, 30, 132])

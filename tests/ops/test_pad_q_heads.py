@@ -94,19 +94,23 @@ def test_opcheck_and_compile(with_sink, device):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("q", lambda t: t.float(), "q must have dtype BFloat16 or Half, got Float"),
+        ("q", lambda t: t.float(), "q must have dtype torch.bfloat16 or torch.float16, got torch.float32"),
         ("q", lambda t: t[0], r"q must have shape \[\*, \*, \*\], got \[8, 64\]"),
         ("q", lambda t: t[..., ::2], "q must have stride 1 in its last dimension, got 2"),
-        ("attn_sink", lambda t: t.double(), "attn_sink must have dtype Float, got Double"),
+        ("attn_sink", lambda t: t.double(), "attn_sink must have dtype torch.float32, got torch.float64"),
         ("attn_sink", lambda t: t[1:], r"attn_sink must have shape \[8\], got \[7\]"),
         ("attn_sink", lambda t: t.repeat(2)[::2], "attn_sink must be contiguous"),
         ("num_heads", lambda n: 7, r"num_heads must be at least 8 \(the heads of q\), got 7"),
         ("num_heads", lambda n: -1, "num_heads must be at least 8"),
         ("num_heads", lambda n: 32, r"out_q must have shape \[3, 32, 64\], got \[3, 16, 64\]"),
-        ("out_q", lambda t: t.half(), "out_q must have dtype BFloat16, got Half"),
+        ("out_q", lambda t: t.half(), "out_q must have dtype torch.bfloat16, got torch.float16"),
         ("out_q", lambda t: t[:2], r"out_q must have shape \[3, 16, 64\], got \[2, 16, 64\]"),
         ("out_q", lambda t: t.mT.contiguous().mT, "out_q must be contiguous"),
-        ("out_attn_sink", lambda t: t.half(), "out_attn_sink must have dtype Float, got Half"),
+        (
+            "out_attn_sink",
+            lambda t: t.half(),
+            "out_attn_sink must have dtype torch.float32, got torch.float16",
+        ),
         ("out_attn_sink", lambda t: t[:8], r"out_attn_sink must have shape \[16\], got \[8\]"),
         ("out_attn_sink", lambda t: t.repeat(2)[::2], "out_attn_sink must be contiguous"),
     ],
@@ -115,7 +119,7 @@ def test_errors_say_expected_and_got_and_nothing_is_written(name, change, messag
     q = random_bits(3, 8, 64, dtype=torch.bfloat16, device=device)
     arguments = {"q": q, "attn_sink": torch.randn(8, device=device), "num_heads": 16} | buffers(q, 16)
     arguments[name] = change(arguments[name])
-    with pytest.raises(RuntimeError, match="mla_fp8::pad_q_heads: " + message):
+    with pytest.raises(RuntimeError, match="mla_fp8.pad_q_heads: " + message):
         mla_fp8.pad_q_heads(**arguments)
     assert arguments["out_q"].isnan().all() and arguments["out_attn_sink"].isnan().all()
 
@@ -130,7 +134,7 @@ def test_an_allocation_that_fails_says_what_and_why():
     """torch 2.13 tells why; one before it has printed it. It is more than a process can address."""
     q = torch.zeros(0, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(
-        RuntimeError, match=r"cannot allocate .* shape \[70368744177664\] and dtype Float on cpu"
+        RuntimeError, match=r"cannot allocate .* shape \[70368744177664\] and dtype torch.float32 on cpu"
     ) as raised:
         mla_fp8.pad_q_heads(q, None, num_heads=2**46)
     tells = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 13)

@@ -15,7 +15,7 @@ def wrong(name, message, change):
 
 # Argument, what the message says, how a good value becomes a bad one (FP8, 7 requests, 8 / 2 heads).
 ERRORS = [
-    wrong("q", "q must have dtype BFloat16 or Half, got Float", lambda t: t.float()),
+    wrong("q", "q must have dtype torch.bfloat16 or torch.float16, got torch.float32", lambda t: t.float()),
     wrong("q", r"q must have shape \[\*, \*, \*\], got \[7, 512\]", lambda t: t.flatten(1)),
     wrong("q", "q must have stride 1 in its last dimension, got 2", lambda t: t.repeat(1, 1, 2)[..., ::2]),
     wrong(
@@ -31,31 +31,37 @@ ERRORS = [
         lambda t: t[..., :48],
     ),
     wrong("k_cache", r"k_cache must have shape .*, got \[\d+, 16\]", lambda t: t[..., 0, 0]),
-    wrong("k_cache", "k_cache must have dtype BFloat16 or Float8_e4m3fn or .*, got Half", lambda t: t.half()),
-    wrong("k_cache", "k_cache must have dtype .*, got Float8_e5m2", lambda t: t.to(torch.float8_e5m2)),
+    wrong(
+        "k_cache",
+        "k_cache must have dtype torch.bfloat16 or torch.float8_e4m3fn or .*, got torch.float16",
+        lambda t: t.half(),
+    ),
+    wrong("k_cache", "k_cache must have dtype .*, got torch.float8_e5m2", lambda t: t.to(torch.float8_e5m2)),
     wrong("k_cache", "k_cache must have at least 1 head, got 0", lambda t: t[:, :, :0]),
     wrong("k_cache", "k_cache must have stride 1 in its last", lambda t: t.mT.contiguous().mT),
-    wrong("v_cache", "v_cache must have dtype Float8_e4m3fn, got BFloat16", lambda t: t.bfloat16()),
+    wrong(
+        "v_cache", "v_cache must have dtype torch.float8_e4m3fn, got torch.bfloat16", lambda t: t.bfloat16()
+    ),
     wrong("v_cache", r"v_cache must have shape \[\d+, 16, 2, \*\], got \[\d+, 16, 1", lambda t: t[:, :, :1]),
     wrong("v_cache", "v_cache must have a last dimension that is a multiple of 16", lambda t: t[..., :8]),
-    wrong("kv_indptr", "kv_indptr must have dtype Int, got Long", lambda t: t.long()),
+    wrong("kv_indptr", "kv_indptr must have dtype torch.int32, got torch.int64", lambda t: t.long()),
     wrong("kv_indptr", "kv_indptr must have at least 1 element, got 0", lambda t: t[:0]),
     wrong("q", r"q must have 7 tokens \(kv_indptr has 7 requests, q_len is 1\), got 6", lambda t: t[:6]),
     wrong("q_len", r"q must have 14 tokens \(kv_indptr has 7 requests, q_len is 2\), got 7", lambda n: 2),
     wrong("q_len", r"q_len must be in \[1, \d+\], got 0", lambda n: 0),
     wrong("num_splits", r"num_splits must be in \[0, 128\] \(0 chooses\), got -1", lambda n: -1),
     wrong("num_splits", r"num_splits must be in \[0, 128\] \(0 chooses\), got 129", lambda n: 129),
-    wrong("workspace", "workspace must have dtype Float, got BFloat16", lambda t: t.bfloat16()),
+    wrong("workspace", "workspace must have dtype torch.float32, got torch.bfloat16", lambda t: t.bfloat16()),
     wrong("workspace", "workspace must be contiguous", lambda t: t[::2]),
     wrong("attn_sink", r"attn_sink must have shape \[8\], got \[7\]", lambda t: t[:7]),
-    wrong("attn_sink", "attn_sink must have dtype Float, got Half", lambda t: t.half()),
+    wrong("attn_sink", "attn_sink must have dtype torch.float32, got torch.float16", lambda t: t.half()),
     wrong("kv_indptr", "kv_indptr must be contiguous", lambda t: t.repeat_interleave(2)[::2]),
-    wrong("kv_indices", "kv_indices must have dtype Int, got Short", lambda t: t.short()),
+    wrong("kv_indices", "kv_indices must have dtype torch.int32, got torch.int16", lambda t: t.short()),
     wrong("kv_indices", r"kv_indices must have shape \[\*\], got", lambda t: t[None]),
     wrong("kv_last_page_len", r"kv_last_page_len must have shape \[7\], got \[8\]", lambda t: t.new_zeros(8)),
     wrong("k_scale", "k_scale must be given for an FP8 cache, got None", lambda t: None),
     wrong("v_scale", "v_scale must be given for an FP8 cache, got None", lambda t: None),
-    wrong("k_scale", "k_scale must have dtype Float, got Double", lambda t: t.double()),
+    wrong("k_scale", "k_scale must have dtype torch.float32, got torch.float64", lambda t: t.double()),
     wrong("k_scale", r"k_scale must have 1 or 2 elements .*, got 3", lambda t: t.new_ones(3)),
     wrong("sm_scale", "sm_scale must be finite, got nan", lambda x: NAN),
     wrong("sm_scale", r"sm_scale must be finite as a float32, got 1e\+300", lambda x: 1e300),
@@ -63,14 +69,14 @@ ERRORS = [
     wrong("logits_soft_cap", "logits_soft_cap must be finite, got inf", lambda x: float("inf")),
     wrong("logits_soft_cap", "logits_soft_cap must be at least 0 .*, got -1", lambda x: -1.0),
     wrong("logits_soft_cap", "logits_soft_cap must be at least 0 .*, got nan", lambda x: NAN),
-    wrong("out", "out must have dtype BFloat16, got Half", lambda t: t.half()),
+    wrong("out", "out must have dtype torch.bfloat16, got torch.float16", lambda t: t.half()),
     wrong("out", r"out must have shape \[7, 8, 64\], got \[7, 8, 48\]", lambda t: t[..., :48]),
     wrong(
         "out",
         "out must have its rows one after another and not overlap itself, got stride 0",
         lambda t: t[:1].expand(7, 8, 64),
     ),
-    wrong("lse", "lse must have dtype Float, got Double", lambda t: t.double()),
+    wrong("lse", "lse must have dtype torch.float32, got torch.float64", lambda t: t.double()),
     wrong("lse", r"lse must have shape \[7, 8\], got \[7, 4\]", lambda t: t[:, :4]),
     wrong("lse", "lse must be contiguous", lambda t: t.repeat(1, 2)[:, ::2]),
 ]
@@ -103,7 +109,7 @@ def call_with(args, options, **changed):
 @pytest.mark.parametrize("name, change, message", ERRORS)
 def test_errors_say_expected_and_got_before_anything_is_written(name, change, message, device):
     args, options = make_case(device, torch.float8_e4m3fn)
-    with pytest.raises(RuntimeError, match=f"mla_fp8::paged_attention_ragged: .*{message}"):
+    with pytest.raises(RuntimeError, match=f"mla_fp8.paged_attention_ragged: .*{message}"):
         call_with(args, options, **{name: change})
 
 

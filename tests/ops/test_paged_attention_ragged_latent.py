@@ -207,14 +207,14 @@ def wrong(name, message, change):
 
 
 ERRORS = [
-    wrong("q", "q must have dtype BFloat16, got Half", lambda t: t.half()),
+    wrong("q", "q must have dtype torch.bfloat16, got torch.float16", lambda t: t.half()),
     wrong("q", r"q must have shape \[\*, \*, 576\], got \[6, 16, 512\]", lambda t: t[..., :512]),
-    wrong("kv_cache", "kv_cache must have dtype Byte or .*, got Float", lambda t: t.float()),
+    wrong("kv_cache", "kv_cache must have dtype torch.uint8 or .*, got torch.float32", lambda t: t.float()),
     wrong(
         "layout", r"kv_cache must have shape \[\*, 10496\], got \[20, 9216\]", lambda t: KV_LAYOUTS["dsv32"]
     ),
     wrong("scale", "scale must be given for layout fp8_e4m3, got None", lambda t: None),
-    wrong("kv_indices", "kv_indices must have dtype Int, got Long", lambda t: t.long()),
+    wrong("kv_indices", "kv_indices must have dtype torch.int32, got torch.int64", lambda t: t.long()),
     wrong("q_len", r"q must have 18 tokens \(kv_indptr has 6 requests, q_len is 3\), got 6", lambda n: 3),
 ]
 
@@ -225,7 +225,7 @@ def test_errors_say_expected_and_got(name, change, message, device):
     names = ("q", "kv_cache", "kv_indptr", "kv_indices", "kv_last_page_len")
     arguments = dict(zip(names, args, strict=True)) | options
     arguments[name] = change(arguments[name])
-    with pytest.raises(RuntimeError, match=f"mla_fp8::paged_attention_ragged_latent: .*{message}"):
+    with pytest.raises(RuntimeError, match=f"mla_fp8.paged_attention_ragged_latent: .*{message}"):
         mla_fp8.paged_attention_ragged_latent(**arguments)
 
 

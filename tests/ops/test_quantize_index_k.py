@@ -142,14 +142,16 @@ def with_slots(**changes):
     "changes, message",
     [
         ({"k": torch.zeros(4, 64)}, "k must have shape [*, 128], got [4, 64]"),
-        ({"k": torch.zeros(4, 128).double()}, "k must have dtype BFloat16 or Half or Float, got Double"),
+        ({"k": torch.zeros(4, 128).double()},
+         "k must have dtype torch.bfloat16 or torch.float16 or torch.float32, got torch.float64"),
         ({"k": torch.zeros(2, 128)}, "slot_mapping must have at most 2 entries (the rows of k), got 4"),
         ({"k": torch.zeros(4, 130)[:, 1:129]}, "k must be 16-byte aligned"),
-        ({"slot_mapping": torch.zeros(4)}, "slot_mapping must have dtype Long or Int, got Float"),
+        ({"slot_mapping": torch.zeros(4)},
+         "slot_mapping must have dtype torch.int64 or torch.int32, got torch.float32"),
         ({"page_size": 32}, "index_cache must have shape [*, 4224], got [2, 8448]"),
         ({"page_size": 0}, "page_size must be in [1, 16777216], got 0"),
         ({"index_cache": torch.zeros(2, 8448)},
-         "index_cache must have dtype Byte or Char or Float8_e4m3fn, got Float"),
+         "index_cache must have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn, got torch.float32"),
         ({"scale_format": "fp32"}, "scale_format must be ue8m0 or f32, got fp32"),
         ({"scale_format": "f32", "layout": "index_fp4"},
          "scale_format must be ue8m0 for layout index_fp4, got f32"),
@@ -159,4 +161,4 @@ def with_slots(**changes):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(changes, message):
-    check_refused(mla_fp8.quantize_index_k, with_slots(**changes), f"mla_fp8::quantize_index_k: {message}")
+    check_refused(mla_fp8.quantize_index_k, with_slots(**changes), f"mla_fp8.quantize_index_k: {message}")

@@ -103,7 +103,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(layout, argument, 
     arguments = case(KV_LAYOUTS[layout], device)
     spoilt = spoil(arguments[argument])
     arguments[argument] = spoilt.to(device) if isinstance(spoilt, torch.Tensor) else spoilt
-    check_refused(mla_fp8.quantize_kv, arguments, f"mla_fp8::quantize_kv: {message}")
+    check_refused(mla_fp8.quantize_kv, arguments, f"mla_fp8.quantize_kv: {message}")
 
 
 @pytest.mark.parametrize("spoil, must, got", ROPE_ERRORS)

@@ -168,7 +168,7 @@ def test_what_is_refused(changes, message, device):
         ({"topk_length": torch.zeros(7).int()}, "topk_length must have shape [8], got [7]"),
         (
             {"extra_indices": torch.zeros(8, 5), "extra_num_slots": 5},
-            "extra_indices must have dtype Int, got Float",
+            "extra_indices must have dtype torch.int32, got torch.float32",
         ),
         (
             {"extra_indices": torch.zeros(9, 5).int(), "extra_num_slots": 5},

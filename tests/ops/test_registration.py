@@ -51,8 +51,7 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
         known = {argument.name for argument in schemas()[name].arguments}
         options = {key: value for key, value in options.items() if key in known}
         if functional.startswith("index_topk") and device == "cuda":
-            sms = torch.cuda.get_device_properties(0).multi_processor_count
-            size = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], num_sms=sms)
+            size = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device)
             options["workspace"] = torch.zeros(size, dtype=torch.uint8, device=device)
     return tensors, options
 

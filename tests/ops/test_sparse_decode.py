@@ -304,14 +304,14 @@ def wrong(name, change, message):
 
 NAMES = ("q", "kv_cache", "indices")
 ERRORS = [
-    wrong("q", lambda t: t.float(), "q must have dtype BFloat16, got Float"),
+    wrong("q", lambda t: t.float(), "q must have dtype torch.bfloat16, got torch.float32"),
     wrong("q", lambda t: t[0], r"q must have shape \[\*, \*, 512\], got \[16, 512\]"),
     wrong("q", lambda t: t[..., :500], r"q must have shape \[\*, \*, 512\], got \[6, 16, 500\]"),
     wrong("q", lambda t: t.repeat(1, 9, 1), "q must have 1 to 128 heads, got 144"),
     wrong("q", lambda t: t[:, :0], "q must have 1 to 128 heads, got 0"),
     wrong("q", lambda t: t.mT.contiguous().mT, "q must have stride 1 in its last dimension"),
     wrong("q", lambda t: t.new_zeros(6, 16, 513)[..., 1:], "q must be 16-byte aligned"),
-    wrong("kv_cache", lambda t: t.float(), "kv_cache must have dtype Byte or Char or"),
+    wrong("kv_cache", lambda t: t.float(), "kv_cache must have dtype torch.uint8 or torch.int8 or"),
     wrong(
         "kv_cache",
         lambda t: t[:, :-1],
@@ -319,7 +319,7 @@ ERRORS = [
     ),
     wrong("kv_cache", lambda t: t.view(-1)[1:-575].as_strided((2, t.shape[1]), (t.shape[1], 1)), "aligned"),
     wrong("kv_cache", lambda t: t[0], "kv_cache must have shape"),
-    wrong("indices", lambda t: t.long(), "indices must have dtype Int, got Long"),
+    wrong("indices", lambda t: t.long(), "indices must have dtype torch.int32, got torch.int64"),
     wrong("indices", lambda t: t[:5], r"indices must have shape \[6, \*\], got \[5, 100\]"),
     wrong("indices", lambda t: t[None], "indices must have shape"),
     wrong("indices", lambda t: t.mT.contiguous().mT, "indices must have stride 1 in its last"),
@@ -329,19 +329,19 @@ ERRORS = [
     wrong("sm_scale", lambda _: float("nan"), "sm_scale must be finite, got nan"),
     wrong("sm_scale", lambda _: 1e300, r"sm_scale must be finite as a float32, got 1e\+300"),
     wrong("topk_length", lambda t: t[:5], r"topk_length must have shape \[6\], got \[5\]"),
-    wrong("topk_length", lambda t: t.long(), "topk_length must have dtype Int, got Long"),
+    wrong("topk_length", lambda t: t.long(), "topk_length must have dtype torch.int32, got torch.int64"),
     wrong("topk_length", lambda t: t.repeat(2)[::2], "topk_length must be contiguous"),
     wrong("attn_sink", lambda t: t[:4], r"attn_sink must have shape \[16\], got \[4\]"),
-    wrong("attn_sink", lambda t: t.double(), "attn_sink must have dtype Float, got Double"),
+    wrong("attn_sink", lambda t: t.double(), "attn_sink must have dtype torch.float32, got torch.float64"),
     wrong("extra_kv_cache", lambda _: None, "must be given together"),
     wrong("extra_kv_cache", lambda t: t[:, 1:], "extra_kv_cache must have shape"),
-    wrong("extra_indices", lambda t: t.short(), "extra_indices must have dtype Int, got Short"),
+    wrong("extra_indices", lambda t: t.short(), "extra_indices must have dtype torch.int32, got torch.int16"),
     wrong("extra_indices", lambda t: t[:2], "extra_indices must have shape"),
     wrong("extra_topk_length", lambda t: t[:2], "extra_topk_length must have shape"),
     wrong("extra_page_size", lambda _: None, "must be given together"),
     wrong("extra_page_size", lambda _: -3, "page_size must be in"),
     wrong("scale", lambda _: torch.ones(1), "scale must be None for layout dsv4, got a tensor"),
-    wrong("out", lambda t: t.half(), "out must have dtype BFloat16, got Half"),
+    wrong("out", lambda t: t.half(), "out must have dtype torch.bfloat16, got torch.float16"),
     wrong("out", lambda t: t[..., :511], r"out must have shape \[6, 16, 512\], got"),
     wrong(
         "out",
@@ -350,7 +350,7 @@ ERRORS = [
     ),
     wrong("lse", lambda t: t.mT.contiguous(), r"lse must have shape \[6, 16\], got \[16, 6\]"),
     wrong("lse", lambda t: t.mT.contiguous().mT, "lse must be contiguous"),
-    wrong("workspace", lambda t: t.half(), "workspace must have dtype Float, got Half"),
+    wrong("workspace", lambda t: t.half(), "workspace must have dtype torch.float32, got torch.float16"),
     wrong("workspace", lambda t: t[::2], "workspace must be contiguous"),
 ]
 

@@ -153,20 +153,20 @@ def test_compiles_to_one_graph(device):
 
 
 ERRORS = [
-    ("q", lambda t: t.half(), "q must have dtype BFloat16, got Half"),
+    ("q", lambda t: t.half(), "q must have dtype torch.bfloat16, got torch.float16"),
     ("q", lambda t: t[..., :320], "q must have a last dimension of 512 or 576, got 320"),
-    ("kv", lambda t: t.float(), "kv must have dtype BFloat16, got Float"),
+    ("kv", lambda t: t.float(), "kv must have dtype torch.bfloat16, got torch.float32"),
     ("kv", lambda t: t[:, :512], r"kv must have shape \[\*, 576\], got \[\d+, 512\]"),
     ("kv", lambda t: t.mT.contiguous().mT, "kv must have stride 1 in its last dimension"),
     ("kv", lambda t: torch.nn.functional.pad(t, (0, 1))[:, :-1], "kv must be 16-byte aligned in every row"),
-    ("indices", lambda t: t.long(), "indices must have dtype Int, got Long"),
+    ("indices", lambda t: t.long(), "indices must have dtype torch.int32, got torch.int64"),
     ("indices", lambda t: t[1:], r"indices must have shape \[6, \*\], got \[5, 100\]"),
     ("sm_scale", lambda _: -1e39, r"sm_scale must be finite as a float32, got -1e\+39"),
     ("sm_scale", lambda _: float("inf"), "sm_scale must be finite, got inf"),
-    ("attn_sink", lambda t: t.half(), "attn_sink must have dtype Float, got Half"),
+    ("attn_sink", lambda t: t.half(), "attn_sink must have dtype torch.float32, got torch.float16"),
     ("topk_length", lambda t: t[:, None], r"topk_length must have shape \[6\], got \[6, 1\]"),
     ("out", lambda t: t[:, :8], r"out must have shape \[6, 16, 512\], got \[6, 8, 512\]"),
-    ("max_logits", lambda t: t.double(), "max_logits must have dtype Float, got Double"),
+    ("max_logits", lambda t: t.double(), "max_logits must have dtype torch.float32, got torch.float64"),
     ("lse", lambda t: t[None], r"lse must have shape \[6, 16\], got \[1, 6, 16\]"),
 ]
 

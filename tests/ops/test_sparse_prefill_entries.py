@@ -188,10 +188,14 @@ def test_reference_backend_agrees(device):
 
 TOGETHER = "extra_kv_cache, extra_page_table, extra_page_size and extra_topk_length must be given together"
 ERRORS = [
-    ("extra_page_table", lambda t: t.long(), "extra_page_table must have dtype Int, got Long"),
+    ("extra_page_table", lambda t: t.long(), "extra_page_table must have dtype torch.int32, got torch.int64"),
     ("extra_page_table", lambda t: t[1:], r"extra_page_table must have shape \[5, \*\], got \[4, \d+\]"),
     ("extra_page_table", lambda t: t.T, "extra_page_table must have"),
-    ("extra_topk_length", lambda t: t.long(), "extra_topk_length must have dtype Int, got Long"),
+    (
+        "extra_topk_length",
+        lambda t: t.long(),
+        "extra_topk_length must have dtype torch.int32, got torch.int64",
+    ),
     ("extra_topk_length", lambda t: t[1:], r"extra_topk_length must have shape \[51\], got \[50\]"),
     ("extra_topk_length", lambda _: None, TOGETHER + ", got a cache, a page size, no lengths"),
     ("extra_kv_cache", lambda _: None, TOGETHER + ", got no cache, a page size, lengths"),

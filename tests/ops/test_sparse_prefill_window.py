@@ -207,13 +207,13 @@ def test_a_length_that_is_garbage_costs_no_more_than_its_pages(window_size, reac
 
 
 ERRORS = [
-    ("page_table", lambda t: t.long(), "page_table must have dtype Int, got Long"),
+    ("page_table", lambda t: t.long(), "page_table must have dtype torch.int32, got torch.int64"),
     ("page_table", lambda t: t[0], r"page_table must have shape \[\*, \*\], got \[\d+\]"),
     ("query_start_loc", lambda t: t[1:], r"query_start_loc must have shape \[6\], got \[5\]"),
-    ("seq_lens", lambda t: t.long(), "seq_lens must have dtype Int, got Long"),
+    ("seq_lens", lambda t: t.long(), "seq_lens must have dtype torch.int32, got torch.int64"),
     ("window_size", lambda _: 0, "window_size must be at least 1, got 0"),
     ("page_size", lambda _: 0, "page_size must be in"),
-    ("q", lambda t: t.half(), "q must have dtype BFloat16, got Half"),
+    ("q", lambda t: t.half(), "q must have dtype torch.bfloat16, got torch.float16"),
     ("extra_indices", lambda _: None, "extra_kv_cache, extra_indices and extra_page_size must be given"),
 ]
 

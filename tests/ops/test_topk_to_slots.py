@@ -82,7 +82,7 @@ def test_it_agrees_with_index_topk_and_fills_wide_buffers(device):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"positions": torch.zeros(3, 4)}, "positions must have dtype Int, got Float"),
+        ({"positions": torch.zeros(3, 4)}, "positions must have dtype torch.int32, got torch.float32"),
         ({"page_table": torch.zeros(3, dtype=torch.int32)}, "page_table must have shape [*, *], got [3]"),
         ({"page_size": 0}, "page_size must be in [1, 16777216], got 0"),
         ({"next_n": 0}, "next_n must be at least 1, got 0"),
@@ -95,4 +95,4 @@ def test_it_agrees_with_index_topk_and_fills_wide_buffers(device):
 )  # fmt: skip
 def test_what_is_wrong_is_refused(changes, message):
     given = {"positions": ints([[0] * 4] * 3, "cpu"), "page_table": ints([[0]] * 3, "cpu"), "page_size": 16}
-    check_refused(mla_fp8.topk_to_slots, given | changes, f"mla_fp8::topk_to_slots: {message}")
+    check_refused(mla_fp8.topk_to_slots, given | changes, f"mla_fp8.topk_to_slots: {message}")

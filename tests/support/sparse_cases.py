@@ -111,7 +111,7 @@ class Case:
     def workspace(self) -> torch.Tensor:
         """As much as any GPU has use for, so that an _out form splits as the functional form does."""
         tokens, heads = self.q.shape[:2]
-        size = mla_fp8.sparse_attention_workspace(tokens, num_q_heads=heads, num_sms=512)
+        size = torch.ops.mla_fp8.sparse_attention_workspace(tokens, heads, 512)
         return self.q.new_full((size,), float("nan"), dtype=torch.float32)
 
     def prefill_into_nan(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._fake import attention_outputs, fake_of
+from .._torch_private import schema_of
 from ..call import OPS, SparseCall
 from ..layout import layout_of_id
 from . import ADAPTERS
@@ -17,7 +18,7 @@ _library = torch.library.Library("mla_fp8_backends", "DEF")
 
 def _define(op: str) -> None:
     """The op with the schema of ours, and the name of the adapter."""
-    schema = getattr(torch.ops.mla_fp8, op).default._schema
+    schema = schema_of(getattr(torch.ops.mla_fp8, op))
     text = str(schema).removeprefix("mla_fp8::")
     _library.define(text.replace("*, ", "*, str adapter, ", 1))
     names = [argument.name for argument in schema.arguments]
@@ -41,7 +42,7 @@ def _check_scale(call: SparseCall) -> None:
     if wanted == (call.scale is None):
         must, got = ("given", "None") if wanted else ("None", "a tensor")
         raise RuntimeError(
-            f"mla_fp8::{call.op}: scale must be {must} for layout {call.layout.name}, got {got}"
+            f"mla_fp8.{call.op}: scale must be {must} for layout {call.layout.name}, got {got}"
         )
 
 

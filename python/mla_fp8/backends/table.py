@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from .. import _libraries
+from .._torch_private import has_kernel
 from ..call import FEATURES, OPS
 from ..layout import KV_LAYOUTS
 from . import aiter, flash_mla, flashinfer, flashinfer_sm90, flashinfer_sm120
@@ -139,7 +138,7 @@ def probe(backend: Backend, p: Problem) -> str | None:
             return reason
     if backend.needs_kernel:
         key = _DISPATCH_KEYS.get(p.arch, "CUDA")
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_fp8::{p.op}", key):
+        if not has_kernel(p.op, key):
             library = f"libmla_fp8_{'hip' if p.arch.startswith('gfx') else key.lower()}.so"
             if _libraries.status.get(library) == "loaded":
                 return f"{library} has no {p.op}"

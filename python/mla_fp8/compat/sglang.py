@@ -211,10 +211,13 @@ class SparsePrefillChunkCache:
         that one. ``request_window_layout``, of SGLang's own window buffers, has to be None (ValueError).
         """
         if request_window_layout is not None:
-            raise ValueError("SparsePrefillChunkCache: request_window_layout must be None")
+            raise ValueError(
+                "mla_fp8.compat.sglang.SparsePrefillChunkCache: request_window_layout must be None"
+            )
         if seq_lens_cpu is None:
             seq_lens_cpu = seq_lens.clamp_min(0).tolist()
-        seq_lens_cpu = expect_lengths("SparsePrefillChunkCache", "seq_lens_cpu", seq_lens_cpu, len(seq_lens))
+        name = "mla_fp8.compat.sglang.SparsePrefillChunkCache"
+        seq_lens_cpu = expect_lengths(name, "seq_lens_cpu", seq_lens_cpu, len(seq_lens))
         seq_lens = bounded_lengths(seq_lens, seq_lens_cpu)
         query_lens = bounded_lengths(query_lens, [num_qo_tokens] * len(query_lens))
         ids, first_pos, gather_lens, offsets = build_swa_token_ids(
@@ -255,7 +258,8 @@ class SparsePrefillChunkCache:
             longest = max(self.max_seq_len // 128, 1)
             if longest > c128_page_indices.shape[1]:
                 raise ValueError(
-                    f"SparsePrefillChunkCache: c128_page_indices must have at least {longest} columns, got "
+                    "mla_fp8.compat.sglang.SparsePrefillChunkCache: c128_page_indices must have at least "
+                    f"{longest} columns, got "
                     f"{c128_page_indices.shape[1]}"
                 )
             last = (self.query_start_loc[1:] - 1).clamp_min(0).long()
@@ -278,7 +282,8 @@ class SparsePrefillChunkCache:
             lengths = [n // compress_ratio for n in self.seq_lens_cpu]
             if max(lengths, default=0) > page_table.shape[1] * c_page_size:
                 raise ValueError(
-                    f"SparsePrefillChunkCache: page_table must reach {max(lengths)} entries of "
+                    f"mla_fp8.compat.sglang.SparsePrefillChunkCache: page_table must reach {max(lengths)} "
+                    "entries of "
                     f"c{compress_ratio}, got {page_table.shape[1]} pages of {c_page_size}"
                 )
             ends = (self.seq_lens // compress_ratio).cumsum(0).int()

@@ -92,9 +92,11 @@ def prefill(
     out: Tensor | None = None,
 ) -> Triple:
     """flash_mla_sparse_fwd."""
-    return attend.over_rows(
-        q, kv[:, 0], indices[:, 0], sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length, out=out
-    )
+    out, max_logits, lse = attend.over_rows(
+        q, kv[:, 0], indices[:, 0], sm_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length, out=out,
+        max_logits=True,
+    )  # fmt: skip
+    return out, max_logits, lse
 
 
 def why_not_ours(given: dict[str, Any]) -> str | None:

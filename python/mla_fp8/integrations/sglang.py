@@ -30,6 +30,7 @@ _V4_LAYER = "sglang.srt.models.deepseek_v4"
 _V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 _PACKED = KV_LAYOUTS["dsv32"]
 MAX_HEADS = 128
+_PROMPT_ROWS, _PROMPT_HEADS = 256, 16  # from so many rows on, up to so many heads
 _FASTER = (
     "mla_fp8: with so few query heads prompts are faster straight from the FP8 pages: "
     "--dsa-prefill-backend flashmla_kv"
@@ -63,7 +64,8 @@ def _forward_flashmla_sparse(
     """V3.2 over bf16 rows: heads as they are."""
     if topk_length is not None and len(topk_length) != len(q_all):
         topk_length = None  # of other rows
-    if self.dsa_kv_cache_store_fp8 and attend.is_prefill(*q_all.shape[:2]):
+    is_prompt = len(q_all) >= _PROMPT_ROWS and q_all.shape[1] <= _PROMPT_HEADS
+    if self.dsa_kv_cache_store_fp8 and is_prompt:
         say_once(_FASTER)
     options: dict[str, Any] = {"sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink}
     return attend.over_rows(q_all, kv_cache[:, 0], page_table_1, **options)[0]

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 from mla_fp8_plugins import named_in_vllm
 
 from .. import probes
+from .._torch_private import without_torch_function
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk_workspace
 from .flash_mla_calls import around, take_over
@@ -73,7 +74,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func in _OF_SHAPE and args[0].made is None:
                 return func(*args, **(kwargs or {}))
             by = getattr(func, "__name__", str(func))
@@ -211,8 +212,7 @@ def _scratch(rows: int, topk: int, device: torch.device, *, captured: bool) -> t
     """
     if device.type == "cpu":
         return torch.empty(rows, dtype=torch.int32), None
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    size = index_topk_workspace(rows, topk=topk, num_sms=sms)
+    size = index_topk_workspace(rows, topk=topk, device=device)
     if captured:
         try:
             manager = import_module(_WORKSPACE).current_workspace_manager()

@@ -19,6 +19,7 @@ from . import attend, drafts, log
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
 _PACKED = KV_LAYOUTS["dsv32"]
+_PROMPT_ROWS = 256  # of a bf16 cache: from here on `sparse_prefill` is as fast or faster than `sparse_decode`
 
 
 class SparseImpl:
@@ -83,9 +84,9 @@ class SparseImpl:
             "out": None if out is None else out[:, : q.shape[1]],
         }  # fmt: skip
         indices = topk_indices.view(len(q), -1)
-        if len(q) < attend.PREFILL_ROWS:
+        if len(q) < _PROMPT_ROWS:
             return attend.over_pages(q, rows, indices, layout=row_layout(q), page_size=1, **options)
-        result, _, lse = attend.over_rows(q, rows, indices, **options)
+        result, lse = attend.over_rows(q, rows, indices, **options)
         return result, lse
 
 

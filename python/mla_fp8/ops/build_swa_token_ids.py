@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
 
@@ -18,24 +18,31 @@ def build_swa_token_ids(
     out_gather_lens: torch.Tensor | None = None,
     out_offsets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The SWA-cache slots of the tokens that a chunk's windows reach, request after request.
+    """Find the window cache's slots of the tokens that a chunk's windows reach, request after request.
 
-    ================  ===========================  ==============  ========================================
-    seq_lens          [num_requests]               int32           tokens cached, those of the chunk too
-    extend_seq_lens   [num_requests]               int32           tokens of the chunk
-    req_pool_indices  [num_requests]               int64 or int32  rows of req_to_token
-    req_to_token      [num_pool_rows, max_tokens]  int32           position -> slot; any row stride
-    full_to_swa       [num_slots]                  int64           slot -> slot of the SWA cache
-    ================  ===========================  ==============  ========================================
+    Request r has ``gather_lens[r] = min(seq_len, extend_len + window_size - 1)`` ids from ``ids[offsets[r]]``
+    on, those of positions ``first_pos[r] = seq_len - gather_len`` and after. An id is -1 where a table does
+    not hold the entry, and behind the last request.
 
-    Request r contributes ``gather_lens[r] = min(seq_len, extend_len + window_size - 1)`` ids, from position
-    ``first_pos[r] = seq_len - gather_len`` on, at ``ids[offsets[r]]``. An id is -1 where a table does not
-    hold the entry, and so are those behind the last request. ``capacity``, the length of ids, comes from
-    lengths that the caller knows on the host; ids past it are dropped.
+    Args:
+        seq_lens: [num_requests] int32: tokens that are cached, those of the chunk too.
+        extend_seq_lens: [num_requests] int32: tokens of the chunk.
+        req_pool_indices: [num_requests] int64 or int32: rows of ``req_to_token``.
+        req_to_token: [num_pool_rows, max_tokens] int32, any row stride: from position to slot.
+        full_to_swa: [num_slots] int64: from slot to slot of the window's cache.
+        window_size: Tokens of a window, its query's among them.
+        capacity: Length of ids, from lengths that the caller knows on the host. Ids past it are dropped.
+        out_ids: [capacity] int32: with the next three, the results.
+        out_first_pos: [num_requests] int32.
+        out_gather_lens: [num_requests] int32.
+        out_offsets: [num_requests + 1] int32.
 
-    Returns (ids [capacity], first_pos [num_requests], gather_lens [num_requests], offsets [num_requests +
-    1]), all int32: the ``out_*`` buffers if they are given. Raises RuntimeError naming the argument, what was
-    expected and what came; ValueError for some of the buffers without the others.
+    Returns:
+        (ids, first_pos, gather_lens, offsets), all int32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for some of the buffers
+            without the others.
     """
     inputs = (seq_lens, extend_seq_lens, req_pool_indices, req_to_token, full_to_swa)
     options = {"window_size": window_size, "capacity": capacity}
@@ -46,8 +53,8 @@ def build_swa_token_ids(
         "out_offsets": out_offsets,
     }
     if not all_given("build_swa_token_ids", **buffers):
-        return torch.ops.mla_fp8.build_swa_token_ids(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.build_swa_token_ids_out(*inputs, **options, **buffers)
+        return call_op("build_swa_token_ids", *inputs, **options)  # type: ignore[no-any-return]
+    call_op("build_swa_token_ids_out", *inputs, **options, **buffers)
     return tuple(buffers.values())  # type: ignore[return-value]
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
 _WIDTH_ALIGNMENT = 128
@@ -27,29 +27,36 @@ def combine_topk_swa_indices(
     out_indices: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's rows of the attention workspace: its topk entries, then its sliding window.
+    """Name each token's rows of an attention workspace: its chosen entries, then its sliding window.
 
-    ================  =======================  =====  =====================================================
-    topk_indices      [num_tokens, >= topk]    int32  request-local; negative: a hole
-    query_start_loc   [num_requests + 1]       int32  first token of each request; element 0 is subtracted
-    seq_lens          [num_requests]           int32  tokens cached, the queries too
-    gather_lens       [num_requests]           int32  how many of the last ones are in the workspace
-    compressed_base   [num_requests]           int32  first workspace row of the compressed tokens
-    swa_base          [num_requests]           int32  first workspace row of the gathered tokens
-    query_pos         [num_tokens]             int32  optional; else the queries are the last tokens
-    compressed_lens   [num_requests]           int32  optional; entries past it are holes
-    out_indices       [num_tokens, width]      int32  optional; any row stride
-    out_lens          [num_tokens]             int32  optional, with out_indices
-    ================  =======================  =====  =====================================================
+    A token at position p has ``min((p + 1) // compress_ratio, topk)`` entries of ``topk_indices`` plus
+    ``compressed_base``, then the gathered rows of positions p - window_size + 1 to p, then -1. A position
+    outside [0, seq_len) and a token of no request have -1 everywhere.
 
-    All inputs but topk_indices are contiguous. ``width`` is topk + window_size rounded up to 128. A token at
-    position p has ``min((p + 1) // compress_ratio, topk)`` entries of topk_indices plus compressed_base, then
-    the gathered ones of positions p - window_size + 1 .. p, then -1; its length counts holes, which keep
-    their columns. A position outside [0, seq_len) and a token of no request have -1 everywhere and length 0.
-    query_start_loc must not decrease.
+    Args:
+        topk_indices: [num_tokens, >= topk] int32: entries of the token's request. A negative one is a hole,
+            which keeps its column.
+        query_start_loc: [num_requests + 1] int32: the first token of each request. Element 0 is subtracted.
+            Must not decrease.
+        seq_lens: [num_requests] int32: tokens that are cached, the queries too.
+        gather_lens: [num_requests] int32: how many of the last ones are in the workspace.
+        compressed_base: [num_requests] int32: the first workspace row of a request's entries.
+        swa_base: [num_requests] int32: the first workspace row of its gathered tokens.
+        window_size: Tokens of a window, its query's among them.
+        compress_ratio: Tokens that an entry stands for.
+        topk: Columns of ``topk_indices`` that count.
+        query_pos: [num_tokens] int32: positions of the tokens, if they are not the last of their request.
+        compressed_lens: [num_requests] int32: entries past it are holes.
+        out_indices: [num_tokens, width] int32, any row stride: with ``out_lens``, the results.
+        out_lens: [num_tokens] int32.
 
-    Returns (indices, lens). Raises RuntimeError naming the argument, what was expected and what came;
-    ValueError for one of the two buffers without the other.
+    Returns:
+        (indices, lens): [num_tokens, width] int32, topk + window_size columns rounded up to 128, and how many
+        count, holes too.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     inputs = (topk_indices, query_start_loc, seq_lens, gather_lens, compressed_base, swa_base)
     options = {
@@ -60,10 +67,8 @@ def combine_topk_swa_indices(
         "compressed_lens": compressed_lens,
     }
     if not all_given("combine_topk_swa_indices", out_indices=out_indices, out_lens=out_lens):
-        return torch.ops.mla_fp8.combine_topk_swa_indices(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.combine_topk_swa_indices_out(
-        *inputs, **options, out_indices=out_indices, out_lens=out_lens
-    )
+        return call_op("combine_topk_swa_indices", *inputs, **options)  # type: ignore[no-any-return]
+    call_op("combine_topk_swa_indices_out", *inputs, **options, out_indices=out_indices, out_lens=out_lens)
     assert out_indices is not None and out_lens is not None  # for mypy
     return out_indices, out_lens
 
@@ -84,11 +89,18 @@ def combine_topk_swa_indices_ragged(
     out_indptr: torch.Tensor | None = None,
     out_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of :func:`combine_topk_swa_indices` without their holes, one after another (CSR).
+    """Name the rows of :func:`combine_topk_swa_indices` without holes, one token after another (CSR).
 
-    Token t has ``indices[indptr[t] : indptr[t + 1]]``; indptr is [num_tokens + 1], indices
-    [num_tokens * (topk + window_size)], which has to fit int32, with -1 behind the last row; both are int32
-    and contiguous. Returns (indptr, indices), ``out_indptr`` and ``out_indices`` if they are given.
+    Args:
+        topk_indices: As in :func:`combine_topk_swa_indices`, and so are all that are not listed here.
+        out_indptr: [num_tokens + 1] int32, contiguous: with ``out_indices``, the results.
+        out_indices: [num_tokens * (topk + window_size)] int32, contiguous. The size must fit int32.
+
+    Returns:
+        (indptr, indices): token t has ``indices[indptr[t] : indptr[t + 1]]``; -1 behind the last row.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`combine_topk_swa_indices`.
     """
     inputs = (topk_indices, query_start_loc, seq_lens, gather_lens, compressed_base, swa_base)
     options = {
@@ -99,9 +111,13 @@ def combine_topk_swa_indices_ragged(
         "compressed_lens": compressed_lens,
     }
     if not all_given("combine_topk_swa_indices_ragged", out_indptr=out_indptr, out_indices=out_indices):
-        return torch.ops.mla_fp8.combine_topk_swa_indices_ragged(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.combine_topk_swa_indices_ragged_out(
-        *inputs, **options, out_indptr=out_indptr, out_indices=out_indices
+        return call_op("combine_topk_swa_indices_ragged", *inputs, **options)  # type: ignore[no-any-return]
+    call_op(
+        "combine_topk_swa_indices_ragged_out",
+        *inputs,
+        **options,
+        out_indptr=out_indptr,
+        out_indices=out_indices,
     )
     assert out_indptr is not None and out_indices is not None  # for mypy
     return out_indptr, out_indices

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout, layout_of_id
@@ -15,25 +15,30 @@ def dequantize_kv(
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gather ``slots`` of a paged cache as bf16 rows.
+    """Gather slots of a paged cache as bf16 rows.
 
-    ========  =======================  =================  ================================================
-    kv_cache  [num_pages, page_bytes]  uint8 (or a view)  see :class:`mla_fp8.KVLayout`
-    slots     [n]                      int64 or int32     page * page_size + row; outside the cache: zeros
-    scale     one element              fp32               the layer's scale: ``fp8_e4m3*`` only
-    out       [n, head_dim_qk]         bf16               optional; any row stride (a slice of a workspace)
-    ========  =======================  =================  ================================================
+    A value is e4m3 * scale in float32, rounded once to bf16. Rope of ``dsv32`` and ``dsv4`` is bit-exact.
 
-    value = e4m3 * scale in float32, rounded once to bf16; rope of ``dsv32`` and ``dsv4`` is bit-exact.
-    Returns ``out``. Raises RuntimeError naming the argument, what was expected and what came.
+    Args:
+        kv_cache: As in :func:`quantize_kv`.
+        slots: [n] int64 or int32: page * page_size + row. A slot outside the cache gives zeros.
+        layout: Of the cache.
+        page_size: Rows of a page.
+        scale: As in :func:`quantize_kv`.
+        out: [n, head_dim_qk] bfloat16, any row stride: the result, if the caller has memory for it.
+
+    Returns:
+        [n, head_dim_qk] bfloat16: ``out``, or a new tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
-    expect_tensors("dequantize_kv", scale=scale)
     refuse_gradients("dequantize_kv", kv_cache=kv_cache, scale=scale, out=out)
     layout = get_layout(layout)
     options = {"layout": layout.id, "page_size": page_size, "scale": scale}
     if out is None:
-        return torch.ops.mla_fp8.dequantize_kv(kv_cache, slots, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.dequantize_kv_out(kv_cache, slots, **options, out=out)
+        return call_op("dequantize_kv", kv_cache, slots, **options)  # type: ignore[no-any-return]
+    call_op("dequantize_kv_out", kv_cache, slots, **options, out=out)
     return out
 
 
@@ -50,24 +55,31 @@ def dequantize_kv_paged(
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gather the last ``gather_lens[r]`` tokens of each request as bf16 rows, without materialising slots.
-
-    ===========  =========================  =================  ========================================
-    kv_cache     [num_pages, page_bytes]    uint8 (or a view)  see :class:`mla_fp8.KVLayout`
-    page_table   [num_requests, max_pages]  int32              pages outside the cache give zeros
-    seq_lens     [num_requests]             int32              tokens cached
-    gather_lens  [num_requests]             int32              how many of the last ones to gather
-    row_offsets  [num_requests]             int32              first row of the request in ``out``
-    scale        one element                fp32               ``fp8_e4m3*`` only
-    out          [num_rows, head_dim_qk]    bf16               optional, any row stride
-    ===========  =========================  =================  ========================================
+    """Gather the last tokens of each request as bf16 rows, by its pages.
 
     Position ``seq_lens[r] - gather_lens[r] + j`` of request r goes to row ``row_offsets[r] + j``. Rows
-    outside ``out`` are dropped; rows of no request keep what ``out`` held, and are zero when ``num_rows``
-    is given instead. Exactly one of ``num_rows`` and ``out`` is required (ValueError). Requests may not
-    share rows.
+    outside the result are dropped. Requests may not share rows.
+
+    Args:
+        kv_cache: As in :func:`quantize_kv`.
+        page_table: [num_requests, max_pages] int32. A page outside the cache gives zeros.
+        seq_lens: [num_requests] int32: tokens that are cached.
+        gather_lens: [num_requests] int32: how many of the last ones to gather.
+        row_offsets: [num_requests] int32: the first row of each request in the result.
+        layout: Of the cache.
+        page_size: Rows of a page.
+        num_rows: Of a new result. Rows of no request are zero in it.
+        scale: As in :func:`quantize_kv`.
+        out: [num_rows, head_dim_qk] bfloat16, any row stride, in place of ``num_rows``. Rows of no request
+            keep what they hold.
+
+    Returns:
+        [num_rows, head_dim_qk] bfloat16.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for both or neither of
+            ``num_rows`` and ``out``.
     """
-    expect_tensors("dequantize_kv_paged", scale=scale)
     refuse_gradients("dequantize_kv_paged", kv_cache=kv_cache, scale=scale, out=out)
     layout = get_layout(layout)
     tensors = (kv_cache, page_table, seq_lens, gather_lens, row_offsets)
@@ -76,8 +88,8 @@ def dequantize_kv_paged(
         got = "neither" if out is None else "both"
         raise ValueError(f"mla_fp8.dequantize_kv_paged: expected exactly one of num_rows and out, got {got}")
     if out is None:
-        return torch.ops.mla_fp8.dequantize_kv_paged(*tensors, **options, num_rows=num_rows)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.dequantize_kv_paged_out(*tensors, **options, out=out)
+        return call_op("dequantize_kv_paged", *tensors, **options, num_rows=num_rows)  # type: ignore[no-any-return]
+    call_op("dequantize_kv_paged_out", *tensors, **options, out=out)
     return out
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import IndexLayout, get_index_layout
@@ -28,43 +28,38 @@ def index_logits(
     compress_ratio: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of the lightning indexer: what each row (query token) gives to each entry that it sees.
+    """Find the logits of the lightning indexer: of each row (a query token) and each entry that it sees.
 
-    ===============  ==============================  ===================  ===================================
-    q                [num_rows, heads, 128]          e4m3fn               1 to 64 heads one after another,
-                                                                          16-byte aligned rows; or
-                                                                          [num_requests, next_n, heads, 128]
-    (as e2m1)        [num_rows, heads, 64]           uint8                needs ``q_scale``
-    weights          [num_rows, heads]               fp32 or bf16
-    index_cache      [num_pages, page_bytes]         one-byte dtype       see :class:`mla_fp8.IndexLayout`; or
-                                                                          [num_pages, page_size, 1,
-                                                                          bytes_per_entry]; 4-byte aligned
-    page_table       [num_requests, max_pages]       int32                at most 2^24 entries a request; of
-                                                                          pages outside the cache: absent
-    seq_lens         [num_requests]                  int32                tokens, those of the rows included;
-                                                                          None with ``row_lens``
-    q_scale          [num_rows, heads]               fp32                 optional: multiplied into weights
-    (of e2m1)        [num_rows, heads, 4] or         uint8 or             ue8m0 of 32 elements each
-                     [num_rows, heads]               int32
-    row_lens         [num_rows]                      int32                optional: entries that each row sees
-    query_start_loc  [num_requests + 1]              int32                first row of each request; element 0
-                                                                          is subtracted; else it is row //
-                                                                          ``next_n``
-    out              [num_rows, width]               fp32                 optional; any row stride
-    ===============  ==============================  ===================  ===================================
+    Experimental. ``logit = k_scale * sum over heads of weight * relu(q . k)``, with the stored numbers of
+    both. Row j of a request's m rows sees ``seq_lens - m + 1 + j`` tokens, and ``// compress_ratio`` entries:
+    none if that is negative, at most what its row of ``page_table`` has. What it does not see, and an entry
+    of no page, has -inf. On each device a logit depends on its row and its entry alone, bit for bit. Every
+    NaN is the same one, and there is no -0.
 
-    ``logit = k_scale * sum over heads of weight * relu(q . k)`` with the stored numbers of both. Row j of a
-    request's m rows sees ``seq_lens - m + 1 + j`` tokens, that is ``// compress_ratio`` entries: none if
-    that is negative, at most what its row of page_table has. What a row does not see, and absent entries,
-    have -inf. On each device a logit depends on its row and its entry alone, bit for bit; every NaN is the
-    same one, and there is no -0.
+    Args:
+        q: [num_rows, heads, 128] float8_e4m3fn, 1 to 64 heads, 16-byte aligned rows; or [num_requests,
+            next_n, heads, 128]. As e2m1: [num_rows, heads, 64] uint8, with ``q_scale``.
+        weights: [num_rows, heads] float32 or bfloat16.
+        index_cache: As in :func:`quantize_index_k`, 4-byte aligned.
+        page_table: [num_requests, max_pages] int32, at most 2^24 entries a request.
+        seq_lens: [num_requests] int32: tokens, those of the rows too; None with ``row_lens``.
+        layout: Of the cache: a name of ``INDEX_LAYOUTS``.
+        page_size: Entries of a page.
+        width: Columns of the result.
+        q_scale: [num_rows, heads] float32: multiplied into the weights. Of e2m1: [num_rows, heads, 4] uint8,
+            or [num_rows, heads] int32: ue8m0 of 32 elements each.
+        row_lens: [num_rows] int32: entries that each row sees, in place of the rule above.
+        query_start_loc: [num_requests + 1] int32: the first row of each request. Element 0 is subtracted.
+        next_n: Rows of a request, without ``query_start_loc``.
+        compress_ratio: Tokens that an entry stands for.
+        out: [num_rows, width] float32, any row stride: the result, if the caller has memory for it.
 
-    Returns the logits. Raises RuntimeError naming the argument, what was expected and what came;
-    ValueError for an unknown layout name.
+    Returns:
+        [num_rows, width] float32.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
-    expect_tensors(
-        "index_logits", q_scale=q_scale, row_lens=row_lens, query_start_loc=query_start_loc, out=out
-    )
     refuse_gradients("index_logits", q=q, weights=weights, q_scale=q_scale, out=out)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
     options = {
@@ -78,8 +73,8 @@ def index_logits(
         "width": width,
     }
     if out is None:
-        return torch.ops.mla_fp8.index_logits(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.index_logits_out(*inputs, **options, out=out)
+        return call_op("index_logits", *inputs, **options)  # type: ignore[no-any-return]
+    call_op("index_logits_out", *inputs, **options, out=out)
     return out
 
 
@@ -94,28 +89,33 @@ def index_logits_ragged(
     q_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`index_logits` over gathered keys: row r sees keys ``k_start[r]`` .. ``k_end[r] - 1``.
+    """Find the logits of :func:`index_logits` over gathered keys: row r sees k_start[r] to k_end[r] - 1.
 
-    ==============  =======================  =================  ===========================================
-    k               [num_keys, 128]          e4m3fn             rows 16-byte aligned; at most 2^24 keys
-    (as e2m1)       [num_keys, 64]           uint8
-    k_scale         [num_keys]               fp32
-    (of e2m1)       [num_keys, 4] or         uint8 or int32     ue8m0 of 32 elements each
-                    [num_keys]
-    k_start, k_end  [num_rows]               int32              clamped to [0, num_keys]
-    out             [num_rows, num_keys]     fp32               optional; any row stride
-    ==============  =======================  =================  ===========================================
+    Experimental.
 
-    q, weights and q_scale are those of :func:`index_logits`. Returns the logits, -inf outside the range.
+    Args:
+        q: As in :func:`index_logits`, and so are ``weights`` and ``q_scale``.
+        k: [num_keys, 128] float8_e4m3fn, 16-byte aligned rows, at most 2^24 keys; or e2m1: [num_keys, 64]
+            uint8.
+        k_scale: [num_keys] float32. Of e2m1: [num_keys, 4] uint8, or [num_keys] int32: ue8m0 of 32 elements
+            each.
+        k_start: [num_rows] int32, clamped to [0, num_keys].
+        k_end: As ``k_start``.
+        out: [num_rows, num_keys] float32, any row stride.
+
+    Returns:
+        [num_rows, num_keys] float32, -inf outside the range.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
-    expect_tensors("index_logits_ragged", q_scale=q_scale, out=out)
     refuse_gradients(
         "index_logits_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale, out=out
     )
     inputs = (q, weights, k, k_scale, k_start, k_end)
     if out is None:
-        return torch.ops.mla_fp8.index_logits_ragged(*inputs, q_scale=q_scale)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.index_logits_ragged_out(*inputs, q_scale=q_scale, out=out)
+        return call_op("index_logits_ragged", *inputs, q_scale=q_scale)  # type: ignore[no-any-return]
+    call_op("index_logits_ragged_out", *inputs, q_scale=q_scale, out=out)
     return out
 
 

@@ -1,20 +1,34 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
+from ..arch import num_processors
 from ..index_layout import IndexLayout, get_index_layout
 from .index_logits import flat_queries
 
 Chosen = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
-def index_topk_workspace(num_rows: int, *, topk: int, num_sms: int) -> int:
-    """Bytes of workspace that ``index_topk`` needs with buffers of the caller, on a GPU of ``num_sms``.
+def index_topk_workspace(num_rows: int, *, topk: int, device: torch.device | str) -> int:
+    """Size of the ``workspace`` that :func:`index_topk` needs with the caller's buffers.
 
-    It does not depend on the context; on CPUs none is needed.
+    Experimental.
+
+    Args:
+        num_rows: Rows of q.
+        topk: Entries that are chosen for each row.
+        device: Where the call runs.
+
+    Returns:
+        A number of bytes, which does not depend on the context; 0 on a CPU.
+
+    Raises:
+        RuntimeError: For numbers out of range, or a GPU that this process does not see.
     """
-    return torch.ops.mla_fp8.index_topk_workspace(num_rows, topk, num_sms)  # type: ignore[no-any-return]
+    processors = num_processors(device)
+    size = call_op("index_topk_workspace", num_rows, topk, max(processors, 1))
+    return size if processors else 0
 
 
 def index_topk(
@@ -41,35 +55,35 @@ def index_topk(
     out_lens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> Chosen:
-    """The ``topk`` best entries of each row by :func:`index_logits`, exactly, without logits in memory.
+    """Choose the ``topk`` best entries of each row by :func:`index_logits`, exactly, without logits.
 
-    ===============  ==========================  =====  ====================================================
-    slot_page_table  [num_requests, pages]       int32  optional: of the cache that slots are wanted of, in
-                                                        pages of ``slot_page_size``; else page_table
-    out_positions    [num_rows, topk]            int32  optional; any row stride
-    out_slots        [num_rows, topk]            int32  optional, with out_positions; without it none are
-                                                        found
-    out_lens         [num_rows]                  int32  optional, with out_positions
-    workspace        [index_topk_workspace()]    uint8  with out_positions, on GPUs
-    ===============  ==========================  =====  ====================================================
+    Experimental. The order is total: the first ``pin_first`` and the last ``pin_last`` entries that a row
+    sees, then larger logits, NaN last; equal ones by position, the lower first. An entry of no page is never
+    chosen. A row that sees fewer than ``topk`` gets them all. On each device the choice is that of its own
+    index_logits: it does not depend on other rows, on pages, or on how the work is split.
 
-    The other arguments are those of :func:`index_logits`; topk is at most 4096. The order is total: the
-    first ``pin_first`` and the last ``pin_last`` entries that a row sees, then larger logits, NaN last;
-    equal ones by position, the lower first. An absent entry is never chosen. A row that sees fewer than
-    ``topk`` gets them all. On each device the choice is exactly that of its own index_logits: it does not
-    depend on other rows, on pages, or on how the work is split.
+    Args:
+        q: As in :func:`index_logits`, and so are all that are not listed here.
+        topk: At most 4096.
+        pin_first: Entries of the beginning that are always chosen.
+        pin_last: Entries of the end that are always chosen.
+        slot_page_table: [num_requests, pages] int32, of the cache whose slots are wanted; by default
+            ``page_table``.
+        slot_page_size: Rows of a page there.
+        out_positions: [num_rows, topk] int32, any row stride: with ``out_lens``, the results.
+        out_slots: [num_rows, topk] int32. Without it none are found.
+        out_lens: [num_rows] int32.
+        workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU.
 
-    Returns (positions, slots, lens): positions ascending, then -1; ``page_table[request, p // page_size] *
-    page_size + p % page_size`` for each, -1 where that table has no page; how many there are. Attention
-    takes them as they are: ``sparse_decode(indices=slots, topk_length=lens)``.
+    Returns:
+        (positions, slots, lens). Positions ascend, then -1. A slot is ``page_table[request, p // page_size] *
+        page_size + p % page_size``, -1 where that table has no page. lens says how many there are. Attention
+        takes them as they are: ``sparse_decode(indices=slots, topk_length=lens)``.
 
-    Raises RuntimeError naming the argument, what was expected and what came; ValueError for an unknown
-    layout name, or for out_positions without out_lens.
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for a buffer without
+            ``out_positions`` and ``out_lens``.
     """
-    expect_tensors(
-        "index_topk", q_scale=q_scale, row_lens=row_lens, query_start_loc=query_start_loc,
-        slot_page_table=slot_page_table, workspace=workspace,
-    )  # fmt: skip
     refuse_gradients("index_topk", q=q, weights=weights, q_scale=q_scale)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
     options = {
@@ -88,8 +102,8 @@ def index_topk(
     }
     out = _buffers("index_topk", out_positions, out_slots, out_lens, workspace)
     if out is None:
-        return torch.ops.mla_fp8.index_topk(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.index_topk_out(*inputs, **options, **out)
+        return call_op("index_topk", *inputs, **options)  # type: ignore[no-any-return]
+    call_op("index_topk_out", *inputs, **options, **out)
     assert out_positions is not None and out_lens is not None  # for mypy
     return out_positions, out_slots, out_lens
 
@@ -112,12 +126,24 @@ def index_topk_ragged(
     out_lens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> Chosen:
-    """:func:`index_topk` over the keys of :func:`index_logits_ragged`.
+    """Do :func:`index_topk` over the keys of :func:`index_logits_ragged`.
 
-    Positions are relative to ``k_start`` (clamped). Slots are ``k_slots[k_start + position]``, of an int32 or
-    int64 tensor ``[num_keys]`` (-1 for what int32 does not hold), or ``k_start + position`` without it.
+    Experimental.
+
+    Args:
+        q: As in :func:`index_logits_ragged`, and so are ``weights``, ``k``, ``k_scale``, ``k_start``,
+            ``k_end`` and ``q_scale``.
+        topk: As in :func:`index_topk`, and so are all that are not listed here.
+        k_slots: [num_keys] int32 or int64: the slot of each key (-1 for what int32 does not hold), in place
+            of its number.
+
+    Returns:
+        (positions, slots, lens) as :func:`index_topk`. Positions count from ``k_start`` (clamped), slots are
+        ``k_slots[k_start + position]``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`index_topk`.
     """
-    expect_tensors("index_topk_ragged", q_scale=q_scale, k_slots=k_slots, workspace=workspace)
     refuse_gradients("index_topk_ragged", q=q, weights=weights, k=k, k_scale=k_scale, q_scale=q_scale)
     inputs = (q, weights, k, k_scale, k_start, k_end)
     options = {
@@ -129,8 +155,8 @@ def index_topk_ragged(
     }
     out = _buffers("index_topk_ragged", out_positions, out_slots, out_lens, workspace)
     if out is None:
-        return torch.ops.mla_fp8.index_topk_ragged(*inputs, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.index_topk_ragged_out(*inputs, **options, **out)
+        return call_op("index_topk_ragged", *inputs, **options)  # type: ignore[no-any-return]
+    call_op("index_topk_ragged_out", *inputs, **options, **out)
     assert out_positions is not None and out_lens is not None  # for mypy
     return out_positions, out_slots, out_lens
 

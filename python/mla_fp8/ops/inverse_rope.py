@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given, expect_tensors
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 
@@ -15,24 +15,27 @@ def inverse_rope(
 ) -> torch.Tensor:
     """Rotate the last dims of attention's output back by the queries' positions.
 
-    =========  ============================  ==============  ================================================
-    o          [num_tokens, num_heads, dim]  bf16            any strides of tokens and heads
-    cos, sin   [max_pos, half]               fp32            any strides; half 0: nothing is rotated
-    positions  [num_tokens]                  int64 or int32  of the queries; outside the table: zeros
-    out        [num_tokens, num_heads, dim]  bf16            optional; o itself, or memory apart from it
-    =========  ============================  ==============  ================================================
-
     Where V is the whole latent (V4, V4.1) its last dims carry the keys' rotation. Pairs of neighbours in
-    float32, each product rounded, then the sum, then bf16: ``a cos + b sin, b cos - a sin``. In place only
-    the rotated dims are touched. half is a multiple of 4, at most 128.
+    float32, each product rounded, then the sum, then bf16: ``a cos + b sin, b cos - a sin``.
 
-    Returns ``out``. Raises RuntimeError naming the argument, what was expected and what came.
+    Args:
+        o: [num_tokens, num_heads, dim] bfloat16, any strides of tokens and heads.
+        cos: As in :func:`k_norm_rope_insert`.
+        sin: As in :func:`k_norm_rope_insert`.
+        positions: [num_tokens] int64 or int32, of the queries. A token outside the table has zeros.
+        out: [num_tokens, num_heads, dim] bfloat16: the result; o itself, whose other dims stay, or memory
+            apart from it.
+
+    Returns:
+        [num_tokens, num_heads, dim] bfloat16.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
-    expect_tensors("inverse_rope", out=out)
     refuse_gradients("inverse_rope", o=o, cos=cos, sin=sin, out=out)
     if out is None:
-        return torch.ops.mla_fp8.inverse_rope(o, cos, sin, positions)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.inverse_rope_out(o, cos, sin, positions, out=out)
+        return call_op("inverse_rope", o, cos, sin, positions)  # type: ignore[no-any-return]
+    call_op("inverse_rope_out", o, cos, sin, positions, out=out)
     return out
 
 
@@ -48,33 +51,34 @@ def inverse_rope_quantize(
     out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`inverse_rope`, then e4m3 with a scale per tile, as the grouped output projection takes them.
+    """Do :func:`inverse_rope`, then quantise to e4m3 with a scale per tile, as a grouped projection takes it.
 
-    ============  ===================================  ====  ================================================
-    num_groups                                               of num_heads / num_groups consecutive heads each
-    tile                                                     32 or 128 consecutive values share a scale
-    power_of_two                                             scales round up to powers of two
-    out           [num_tokens, num_groups, D]          e4m3  optional; any strides of tokens and groups
-    out_scale     [num_tokens, num_groups, D // tile]  fp32  optional, with out; any strides
-    ============  ===================================  ====  ================================================
+    A tile's scale is ``max(amax, 1e-10) / 448`` of its bf16 values, NaN and infinities left out, or the
+    smallest power of two that is no smaller. Values are divided by it, rounded to the nearest even and
+    saturated. NaN stays NaN.
 
-    D is num_heads / num_groups * dim. The scale of a tile is ``max(amax, 1e-10) / 448`` of its bf16 values,
-    NaN and infinities left out, or the smallest power of two that is no smaller; values are divided by it,
-    rounded to the nearest even and saturated. NaN stays NaN.
+    Args:
+        o: As in :func:`inverse_rope`, and so are ``cos``, ``sin`` and ``positions``.
+        num_groups: Groups of num_heads / num_groups consecutive heads each. A group's row has D = num_heads /
+            num_groups * dim values.
+        tile: How many consecutive values share a scale, 32 or 128.
+        power_of_two: Whether scales are rounded up to powers of two.
+        out: [num_tokens, num_groups, D] float8_e4m3fn, any strides of tokens and groups.
+        out_scale: [num_tokens, num_groups, D // tile] float32, any strides, with ``out``.
 
-    Without buffers the results are laid out as DeepGEMM reads them: values ``[G, T, D]`` in memory, scales
-    with strides (1, D // tile * T4, T4), T4 being num_tokens rounded up to 4; what pads them is 0.
+    Returns:
+        (out, out_scale). New ones are laid out as DeepGEMM reads them: values [G, T, D] in memory, scales
+        with strides (1, D // tile * T4, T4), T4 being num_tokens rounded up to 4; what pads them is 0.
 
-    Returns (out, out_scale). Raises as :func:`inverse_rope` does; ValueError for one buffer alone.
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
-    expect_tensors("inverse_rope_quantize", out=out, out_scale=out_scale)
     refuse_gradients("inverse_rope_quantize", o=o, cos=cos, sin=sin, out_scale=out_scale)
     options = {"num_groups": num_groups, "tile": tile, "power_of_two": power_of_two}
     if not all_given("inverse_rope_quantize", out=out, out_scale=out_scale):
-        return torch.ops.mla_fp8.inverse_rope_quantize(o, cos, sin, positions, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.inverse_rope_quantize_out(
-        o, cos, sin, positions, **options, out=out, out_scale=out_scale
-    )
+        return call_op("inverse_rope_quantize", o, cos, sin, positions, **options)  # type: ignore[no-any-return]
+    call_op("inverse_rope_quantize_out", o, cos, sin, positions, **options, out=out, out_scale=out_scale)
     assert out is not None and out_scale is not None  # for mypy
     return out, out_scale
 

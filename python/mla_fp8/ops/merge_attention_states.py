@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 
@@ -16,27 +16,32 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join two attention results over disjoint keys into that over all of them.
 
-    ============  ===========================  ==================  ============================
-    out_a, out_b  [num_tokens, num_heads, d]   bf16, fp16 or fp32  any strides of tokens, heads
-    lse_a, lse_b  [num_tokens, num_heads]      fp32                natural log, contiguous
-    out           [num_tokens, num_heads, d]   that of out_a       optional
-    lse           [num_tokens, num_heads]      fp32                optional, with out
-    ============  ===========================  ==================  ============================
+    A side whose lse is -inf adds nothing, whatever its out holds, and the other side's bits are the result.
+    Where both are -inf, out is 0 and lse -inf. FlashMLA's +inf for nothing makes NaN here. Computed in
+    float32, rounded once.
 
-    A side whose lse is -inf contributes nothing, whatever its out holds, and the other side's bits are
-    returned; where both are -inf, out is 0 and lse -inf. FlashMLA's +inf for nothing makes NaN here. Computed
-    in float32, rounded once.
+    Args:
+        out_a: [num_tokens, num_heads, d] bfloat16, float16 or float32, any strides of tokens and heads.
+        lse_a: [num_tokens, num_heads] float32, contiguous, a natural logarithm.
+        out_b: As ``out_a``.
+        lse_b: As ``lse_a``.
+        out: [num_tokens, num_heads, d] of out_a's dtype: with ``lse``, the results.
+        lse: [num_tokens, num_heads] float32.
 
-    Returns (out, lse). Raises RuntimeError naming the argument, what was expected and what came; ValueError
-    for one of the two buffers without the other.
+    Returns:
+        (out, lse).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     refuse_gradients(
         "merge_attention_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse
     )
     sides = (out_a, lse_a, out_b, lse_b)
     if not all_given("merge_attention_states", out=out, lse=lse):
-        return torch.ops.mla_fp8.merge_attention_states(*sides)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.merge_attention_states_out(*sides, out=out, lse=lse)
+        return call_op("merge_attention_states", *sides)  # type: ignore[no-any-return]
+    call_op("merge_attention_states_out", *sides, out=out, lse=lse)
     assert out is not None and lse is not None  # for mypy
     return out, lse
 

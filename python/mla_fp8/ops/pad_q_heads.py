@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 
@@ -13,27 +13,32 @@ def pad_q_heads(
     out_q: torch.Tensor | None = None,
     out_attn_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pad the heads of ``q`` with zeros to ``num_heads``, and ``attn_sink`` with -inf, in one launch.
+    """Pad the heads of ``q`` with zeros, and ``attn_sink`` with -inf, in one launch.
 
-    =============  =================================  ============  =======================================
-    q              [num_tokens, num_q_heads, dim]     bf16 or fp16  any strides of tokens and heads
-    attn_sink      [num_q_heads] or None              fp32
-    num_heads                                                       at least ``num_q_heads``
-    out_q          [num_tokens, num_heads, dim]       that of q     optional, contiguous
-    out_attn_sink  [num_heads]                        fp32          with out_q; all -inf if there is no sink
-    =============  =================================  ============  =======================================
+    For a kernel of others that takes only some numbers of heads. Its output and lse are sliced to ``[:,
+    :num_q_heads]``.
 
-    For a kernel that takes only some head counts: its output and lse are sliced to ``[:, :num_q_heads]``.
-    Returns (q, attn_sink) padded; None for ``attn_sink`` if None came. Raises RuntimeError naming the
-    argument, what was expected and what came; ValueError for one of the two buffers without the other.
+    Args:
+        q: [num_tokens, num_q_heads, dim] bfloat16 or float16, any strides of tokens and heads.
+        attn_sink: [num_q_heads] float32, or None.
+        num_heads: Heads of the result, at least num_q_heads.
+        out_q: [num_tokens, num_heads, dim] of q's dtype, contiguous: with ``out_attn_sink``, the results.
+        out_attn_sink: [num_heads] float32; all -inf if there is no sink.
+
+    Returns:
+        (q, attn_sink), padded. attn_sink is None if None came.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     refuse_gradients("pad_q_heads", q=q, attn_sink=attn_sink, out_q=out_q, out_attn_sink=out_attn_sink)
     if all_given("pad_q_heads", out_q=out_q, out_attn_sink=out_attn_sink):
-        torch.ops.mla_fp8.pad_q_heads_out(
-            q, attn_sink, num_heads=num_heads, out_q=out_q, out_attn_sink=out_attn_sink
+        call_op(
+            "pad_q_heads_out", q, attn_sink, num_heads=num_heads, out_q=out_q, out_attn_sink=out_attn_sink
         )
     else:
-        out_q, out_attn_sink = torch.ops.mla_fp8.pad_q_heads(q, attn_sink, num_heads=num_heads)
+        out_q, out_attn_sink = call_op("pad_q_heads", q, attn_sink, num_heads=num_heads)
     assert out_q is not None  # for mypy
     return out_q, None if attn_sink is None else out_attn_sink
 

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given, expect_tensors, need_tensors
+from .._arguments import all_given, call_op, need_tensors
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import HEAD_DIM_V, KVLayout, get_layout
@@ -38,36 +38,44 @@ def paged_attention_ragged(
 ) -> Pair:
     """Attend the last tokens of each request to the keys in its own list of pages.
 
-    ================  ===========================================  =============  =========================
-    q                 [num_tokens, num_q_heads, head_dim]          bf16 or fp16   a multiple of the KV heads
-    k_cache           [num_pages, page_size, num_kv_heads, dim]    q's or FP8     dim: a multiple of 16 up to
-    v_cache           the same with its own dim                    k_cache's      256; rows 16-byte aligned
-    kv_indptr         [num_requests + 1]                           int32          into kv_indices
-    kv_indices        [n]                                          int32          pages; outside: masked
-    kv_last_page_len  [num_requests]                               int32          rows of the last page
-    k_scale, v_scale  1 or num_kv_heads elements                   fp32           FP8 caches only, required
-    attn_sink         [num_q_heads]                                fp32           a logit without a value
-    out               [num_tokens, num_q_heads, v_cache's dim]     q's            0 where nothing is attended
-    lse               [num_tokens, num_q_heads]                    fp32           natural log, -inf there
-    workspace         num_splits * num_tokens * num_q_heads        fp32           only with out and lse
-                      * (v_cache's dim + 1) elements
-    ================  ===========================================  =============  =========================
+    The last query token of a request sees all its keys, each one before it one key less: the keys of the
+    query tokens are in the cache. A logit is ``sm_scale * (q . k)``. FP8 is e4m3fn or e4m3fnuz, as the dtype
+    says; a value is e4m3 * scale, never rounded.
 
-    num_tokens is num_requests * ``q_len``: the last query token of a request sees all its keys, each one
-    before it one key less (the keys of the query tokens are in the cache). FP8 is e4m3fn or e4m3fnuz, as the
-    dtype says; value = e4m3 * scale, never rounded. Scales must be finite and positive (checked on the CPU
-    only). An HND cache is passed as ``cache.transpose(1, 2)``. A logit is ``sm_scale * (q . k)``, with
-    ``logits_soft_cap`` it is ``cap * tanh(logit / cap)``. lse does not include the sink. kv_indptr is clamped
-    to the length of kv_indices, kv_last_page_len to [0, page_size]; ``page_size`` is by default the caches'
-    own.
+    Args:
+        q: [num_requests * q_len, num_q_heads, head_dim] bfloat16 or float16. The heads are a multiple of the
+            cache's.
+        k_cache: [num_pages, page_size, num_kv_heads, head_dim] of q's dtype or FP8, 16-byte aligned rows;
+            head_dim a multiple of 16, at most 256. An HND cache is passed as ``cache.transpose(1, 2)``.
+        v_cache: The same with a head_dim of its own.
+        kv_indptr: [num_requests + 1] int32, into ``kv_indices``; clamped to its length.
+        kv_indices: [n] int32: pages. Those outside the cache are masked.
+        kv_last_page_len: [num_requests] int32: rows of the last page, clamped to [0, page_size].
+        sm_scale: Of logits.
+        page_size: Rows of a page, by default the caches' own.
+        k_scale: 1 or num_kv_heads elements, float32, finite and positive (checked on a CPU): required for an
+            FP8 cache, else None.
+        v_scale: As ``k_scale``.
+        logits_soft_cap: A logit x becomes ``cap * tanh(x / cap)``; 0: it stays.
+        attn_sink: [num_q_heads] float32, an extra logit without a value.
+        q_len: Query tokens of a request.
+        num_splits: Parts that the keys of a request are worked on in, at most 128; 0: as many as fill the
+            device. With a given number the result does not depend on the batch.
+        out: [num_tokens, num_q_heads, head_dim of v_cache] of q's dtype: with ``lse``, the results. Nothing
+            is allocated then.
+        lse: [num_tokens, num_q_heads] float32.
+        workspace: float32, num_splits * num_tokens * num_q_heads * (head_dim of v_cache + 1) elements, with
+            ``out`` and ``lse``. Without it there is one part.
 
-    The keys of a request are worked on in ``num_splits`` parts (0: as many as fill the GPU, or many CPUs; at
-    most 128). A given number makes the result independent of the batch. With ``out`` and ``lse`` nothing is
-    allocated: without a ``workspace`` there is one part. Returns ``(out, lse)``. Raises RuntimeError naming
-    the argument, what was expected and what came; ValueError for one of the two, or a workspace, alone.
+    Returns:
+        (out, lse). out is 0 and lse -inf where a token attends to nothing. lse is a natural logarithm, and
+        leaves the sink out.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for ``out``, ``lse`` or a
+            workspace alone.
     """
     given = _given("paged_attention_ragged", out, lse, workspace)
-    expect_tensors("paged_attention_ragged", k_scale=k_scale, v_scale=v_scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged", q=q, k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale,
         attn_sink=attn_sink, out=out, lse=lse,
@@ -87,8 +95,8 @@ def paged_attention_ragged(
         "num_splits": num_splits,
     }
     if not given:
-        return torch.ops.mla_fp8.paged_attention_ragged(*tensors, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.paged_attention_ragged_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
+        return call_op("paged_attention_ragged", *tensors, **options)  # type: ignore[no-any-return]
+    call_op("paged_attention_ragged_out", *tensors, **options, out=out, lse=lse, workspace=workspace)
     assert out is not None and lse is not None  # for mypy
     return out, lse
 
@@ -112,21 +120,25 @@ def paged_attention_ragged_latent(
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> Pair:
-    """:func:`paged_attention_ragged` over a latent cache: one vector per token, V is its beginning.
+    """Do :func:`paged_attention_ragged` over a latent cache: one vector per token, whose beginning is V.
 
-    ================  ===========================================  =============  =========================
-    q                 [num_tokens, num_q_heads, head_dim_qk]       bf16           num_requests * q_len tokens
-    kv_cache          [num_pages, page_bytes]                      any 1-byte     or FlashMLA's 4-D view
-    scale             1 element                                    fp32           fp8_e4m3 layouts, required
-    out               [num_tokens, num_q_heads, 512]               bf16           0 where nothing is attended
-    workspace         num_splits * num_tokens * num_q_heads        fp32           only with out and lse
-                      * 514 elements
-    ================  ===========================================  =============  =========================
+    Args:
+        q: [num_requests * q_len, num_q_heads, head_dim_qk] bfloat16.
+        kv_cache: As in :func:`quantize_kv`.
+        kv_indptr: As in :func:`paged_attention_ragged`, and so are all that are not listed here.
+        layout: Of the cache.
+        page_size: Rows of a page.
+        scale: As in :func:`quantize_kv`.
+        out: [num_tokens, num_q_heads, 512] bfloat16.
+        workspace: float32, num_splits * num_tokens * num_q_heads * 514 elements.
 
-    The other arguments, and the result, are those of :func:`paged_attention_ragged`.
+    Returns:
+        As :func:`paged_attention_ragged`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`paged_attention_ragged`.
     """
     given = _given("paged_attention_ragged_latent", out, lse, workspace)
-    expect_tensors("paged_attention_ragged_latent", scale=scale, attn_sink=attn_sink)
     refuse_gradients(
         "paged_attention_ragged_latent", q=q, kv_cache=kv_cache, scale=scale, attn_sink=attn_sink, out=out,
         lse=lse,
@@ -142,10 +154,9 @@ def paged_attention_ragged_latent(
         "q_len": q_len,
         "num_splits": num_splits,
     }
-    op = torch.ops.mla_fp8
     if not given:
-        return op.paged_attention_ragged_latent(*tensors, **options)  # type: ignore[no-any-return]
-    op.paged_attention_ragged_latent_out(*tensors, **options, out=out, lse=lse, workspace=workspace)
+        return call_op("paged_attention_ragged_latent", *tensors, **options)  # type: ignore[no-any-return]
+    call_op("paged_attention_ragged_latent_out", *tensors, **options, out=out, lse=lse, workspace=workspace)
     assert out is not None and lse is not None  # for mypy
     return out, lse
 

@@ -1,5 +1,6 @@
 import torch
 
+from .._arguments import call_op
 from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import IndexLayout, get_index_layout
@@ -17,29 +18,31 @@ def quantize_index_k(
     hadamard: bool = False,
     reciprocal: bool = False,
 ) -> None:
-    """Quantise index keys and store them in ``index_cache``, in place.
+    """Quantise index keys and store them in the indexer's cache, in place.
 
-    ============  ==========================  ==================  ==========================================
-    k             [num_tokens, 128]           bf16, fp16 or fp32  16-byte aligned rows
-    slot_mapping  [n], n <= num_tokens        int64 or int32      page * page_size + row; outside the cache:
-                                                                  skipped; rows of k past n are padding
-    index_cache   [num_pages, page_bytes]     one-byte dtype      see :class:`mla_fp8.IndexLayout`; or
-                                                                  [num_pages, page_size, 1, bytes_per_entry]
-    ============  ==========================  ==================  ==========================================
-
-    k is rounded to bf16 first; ``hadamard`` then rotates it (Walsh-Hadamard times 128^-0.5, in float,
-    rounded to bf16 again). ``scale_format="ue8m0"``: the smallest power of two with ``amax / largest <=
+    Experimental. k is rounded to bf16 first. ``"ue8m0"``: the smallest power of two with ``amax / largest <=
     scale``, of 128 elements in ``index_fp8``, of 32 in ``index_fp4``, and ``x / scale`` to nearest even.
-    ``"f32"`` (``index_fp8``): ``amax / 448``, and ``x / scale``, or with ``reciprocal`` ``x * (1 / scale)``,
-    as SGLang's writer has it. amax is at least ``amax_floor``, by default 1e-4 or, in ``index_fp4``,
-    6 * 2^-126. Infinities saturate, and neither they nor NaN enter a scale; NaN stays NaN, in ``index_fp4``
-    it makes the scale of its 32 NaN. No two keys may share a slot.
+    ``"f32"`` (``index_fp8``): ``amax / 448`` and ``x / scale``. Infinities saturate, and neither they nor NaN
+    enter a scale. NaN stays NaN; in ``index_fp4`` it makes the scale of its 32 NaN.
 
-    Raises RuntimeError naming the argument, what was expected and what came, before anything is written;
-    ValueError for an unknown layout name.
+    Args:
+        k: [num_tokens, 128] bfloat16, float16 or float32, 16-byte aligned rows.
+        slot_mapping: As in :func:`quantize_kv`.
+        index_cache: [num_pages, page_bytes] of a one-byte dtype, or [num_pages, page_size, 1,
+            bytes_per_entry]; see :class:`mla_fp8.IndexLayout`.
+        layout: Of the cache: a name of ``INDEX_LAYOUTS``.
+        page_size: Entries of a page.
+        scale_format: ``"ue8m0"`` or ``"f32"``.
+        amax_floor: The least amax, by default 1e-4, in ``index_fp4`` 6 * 2^-126.
+        hadamard: Rotate k first: Walsh-Hadamard times 128^-0.5, in float32, rounded to bf16 again.
+        reciprocal: With ``"f32"``, ``x * (1 / scale)`` in place of ``x / scale``, as SGLang's writer has it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
     refuse_gradients("quantize_index_k", k=k, index_cache=index_cache)
-    torch.ops.mla_fp8.quantize_index_k(
+    call_op(
+        "quantize_index_k",
         k,
         slot_mapping,
         index_cache,

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op
 from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout
@@ -17,33 +17,37 @@ def quantize_kv(
     rope: torch.Tensor | None = None,
     fp8_max: float | None = None,
 ) -> None:
-    """Quantise ``latent`` and store it in ``kv_cache``, in place.
+    """Quantise latents and store them in the cache, in place.
 
-    ============  ==========================  ==================  ==========================================
-    latent        [num_tokens, head_dim_qk]   bf16, fp16 or fp32  nope, then rope; or nope alone
-    slot_mapping  [n], n <= num_tokens        int64 or int32      page * page_size + row; outside the cache:
-                                                                  skipped; latent rows past n are padding
-    kv_cache      [num_pages, page_bytes]     uint8 (or a view)   see :class:`mla_fp8.KVLayout`
-    scale         one element                 fp32                the layer's scale: ``fp8_e4m3*`` only
-    rope          [num_tokens, rope_dim]      that of latent      if given, ``latent`` is the nope part
-    ============  ==========================  ==================  ==========================================
+    The latent is rounded to bf16 first. Layouts with scales of tiles: a tile of nope gets the smallest power
+    of two with ``amax / fp8_max <= scale``, with the floors of the engines' writers; rope is stored as it is.
+    In ``dsv41`` and ``dsv32_nope`` all 512 elements are quantised, rotated ones too. ``dsv41_fp4``: a tile's
+    scale is the e4m3 nearest to ``amax / 6``, its codes those of the quotients. ``fp8_e4m3*``: everything is
+    divided by ``scale``. NaN stays NaN (FP4 has none: its tile becomes NaN), infinities saturate; neither
+    enters a scale.
 
-    The latent is rounded to bf16 first. Layouts with scales of tiles: each tile of nope gets the smallest
-    power-of-two scale with ``amax / fp8_max <= scale`` (floors as the engines' writers have them), rope is
-    stored as it is; in ``dsv41`` and ``dsv32_nope`` all 512 elements are nope, rotated ones too. A ``latent``
-    of nope alone has a rope of zeros in ``dsv32``: models without RoPE in the rows of those that have it.
-    ``dsv41_fp4``: a tile's scale is the e4m3 nearest to ``amax / 6``, its codes those of the quotients.
-    ``fp8_e4m3``: everything is divided by ``scale``. NaN stays NaN (FP4 has none: its tile becomes NaN),
-    infinities saturate; neither enters a scale. ``fp8_max`` is the largest magnitude written, by default the
-    format's own (448, fnuz 240); some fnuz caches are written with 224. No two tokens may share a slot.
+    Args:
+        latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope. Or nope alone: with
+            ``rope``, or in ``dsv32`` for a model without RoPE, whose rope is stored as zeros.
+        slot_mapping: [n] int64 or int32, n <= num_tokens. Slots: page * page_size + row. A token whose slot
+            is outside the cache is skipped, and so are those past n. No two tokens may share a slot.
+        kv_cache: [num_pages, page_bytes] uint8, or an engine's view of it; see :class:`mla_fp8.KVLayout`.
+        layout: Of the cache: a name of ``KV_LAYOUTS``.
+        page_size: Rows of a page.
+        scale: 1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.
+        rope: [num_tokens, rope_dim] of latent's dtype. ``latent`` is then nope alone.
+        fp8_max: The largest magnitude written, by default the format's own (448, fnuz 240). Some fnuz caches
+            are written with 224.
 
-    Raises RuntimeError naming the argument, what was expected and what came, before anything is written;
-    ValueError for an unknown layout name.
+    Raises:
+        TypeError: For what is no tensor, or no number.
+        ValueError: For an unknown layout.
+        RuntimeError: For any other argument: its name, what was expected, what came. Nothing is written then.
     """
-    expect_tensors("quantize_kv", scale=scale, rope=rope)
     refuse_gradients("quantize_kv", latent=latent, kv_cache=kv_cache, scale=scale, rope=rope)
     layout = get_layout(layout)
-    torch.ops.mla_fp8.quantize_kv(
+    call_op(
+        "quantize_kv",
         latent,
         slot_mapping,
         kv_cache,

@@ -1,28 +1,39 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op, need_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
-from ..call import Scope, SparseCall, second_scope
-from ..dispatch import attend, extra_layout_of, layout_of
+from ..arch import num_processors
+from ..dispatch import attend
 from ..layout import KVLayout, get_layout
+
+__all__ = ["plan_shared_keys", "sparse_attention_workspace", "sparse_decode"]
 
 
 def sparse_attention_workspace(
-    num_tokens: int, *, num_q_heads: int, num_sms: int, batch_invariant: bool = False
+    num_tokens: int, *, num_q_heads: int, device: torch.device | str, batch_invariant: bool = False
 ) -> int:
-    """fp32 elements of ``workspace`` that ``sparse_decode_out`` and ``sparse_prefill*_out`` have use for.
+    """Size of a ``workspace`` that is large enough for any call of attention with so many tokens.
 
-    ``torch.ops.mla_fp8.sparse_*_out`` allocate nothing. Where the portable kernel runs, small batches are
-    fast only if several CTAs share a token's keys. They meet in the caller's ``workspace``: as many as it has
-    room for, without one a single CTA. With ``batch_invariant`` a workspace that is too small raises
-    RuntimeError. ``num_sms`` is the GPU's. On Hopper the portable kernel runs for ``_fnuz`` layouts alone,
-    but ``sparse_prefill_window_out`` with ``extra_page_table`` has use for a workspace, too, and so has
-    ``sparse_decode_out`` for a few tokens of 17 heads and more: up to 1.3 times as fast with it. On AMD GPUs
-    a kernel like the portable one runs for all layouts.
+    With ``workspace=`` no call of :func:`sparse_decode`, :func:`sparse_prefill`,
+    :func:`sparse_prefill_paged` or :func:`sparse_prefill_window` allocates one. Most shapes need none. Those
+    that do let several CTAs share a token's keys, and meet in the workspace: a smaller one is used as far as
+    it goes, and costs speed alone.
+
+    Args:
+        num_tokens: Rows of q.
+        num_q_heads: Query heads, 1 to 128.
+        device: Where the call runs.
+        batch_invariant: Whether the call asks for it. A workspace that is too small then raises.
+
+    Returns:
+        A number of float32 elements; 0 on a CPU.
+
+    Raises:
+        RuntimeError: For numbers out of range, or a GPU that this process does not see.
     """
-    return torch.ops.mla_fp8.sparse_attention_workspace(  # type: ignore[no-any-return]
-        num_tokens, num_q_heads, num_sms, batch_invariant
-    )
+    processors = num_processors(device)
+    size = call_op("sparse_attention_workspace", num_tokens, num_q_heads, max(processors, 1), batch_invariant)
+    return size if processors else 0  # of a CPU the numbers are checked all the same
 
 
 def plan_shared_keys(
@@ -38,28 +49,35 @@ def plan_shared_keys(
     extra_num_slots: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The lists of keys that ``sparse_decode(..., query_groups=)`` makes, for layers with the same indices.
+    """Make the lists of keys that the tokens of a group share, once for all layers with these indices.
 
-    =================  =====================  =====  =======================================================
-    indices            [num_tokens, topk]     int32  and lengths: as :func:`sparse_decode` gets them
-    query_groups                                     2 or more consecutive tokens of a request
-    num_slots                                        of the cache: its pages times their size
-    extra_num_slots                                  of the second cache, with ``extra_indices``
-    out                [num_tiles, words]     int32  optional; contiguous
-    =================  =====================  =====  =======================================================
+    Experimental. ``sparse_decode(..., query_groups=)`` makes them in every call without ``shared_keys``.
 
-    A group's tokens are cut into tiles of at most 64 / num_q_heads and 8 tokens, or smaller ones where there
-    are few groups. The result has a line for each tile. Column 0 is the length of its list, or -1 where its
-    tokens go alone (all do on a CPU and on NVIDIA GPUs but Hopper's; for AMD's there is no kernel). From
-    column 4 on come the slots, each once, those of the second cache with the sign bit. Behind the room for
-    all of them each has a byte, whose bit i says that the tile's token i attends to it.
+    Args:
+        indices: [num_tokens, topk] int32, as :func:`sparse_decode` gets them.
+        query_groups: How many consecutive tokens are a group, 2 or more.
+        num_q_heads: Query heads.
+        layout: Of the cache.
+        num_slots: Rows of the cache: its pages times their size.
+        topk_length: [num_tokens] int32.
+        extra_indices: [num_tokens, extra_topk] int32, of a second cache.
+        extra_topk_length: [num_tokens] int32.
+        extra_num_slots: Rows of the second cache, with ``extra_indices``.
+        out: [num_tiles, words] int32, contiguous: the result, if the caller has memory for it.
 
-    Returns the lists. Raises RuntimeError naming the argument, what was expected and what came.
+    Returns:
+        [num_tiles, words] int32, a line for each tile. A group is cut into tiles of at most
+        64 / num_q_heads and 8 tokens, or fewer where there are few groups. Column 0 is the length of the
+        list, or -1 where the tile's tokens go alone (all do but on Hopper). From column 4 on come the slots,
+        each once, those of the second cache with the sign bit; then a byte for each, whose bit i says that
+        token i of the tile attends to it.
+
+    Raises:
+        TypeError: For what is no tensor.
+        ValueError: For an unknown layout.
+        RuntimeError: For any other argument: its name, what was expected, what came. On AMD GPUs, which have
+            no kernel for it.
     """
-    expect_tensors(
-        "plan_shared_keys", topk_length=topk_length, extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length, out=out,
-    )  # fmt: skip
     options = {
         "query_groups": query_groups,
         "num_q_heads": num_q_heads,
@@ -71,8 +89,8 @@ def plan_shared_keys(
         "extra_num_slots": extra_num_slots,
     }
     if out is None:
-        return torch.ops.mla_fp8.plan_shared_keys(indices, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.plan_shared_keys_out(indices, **options, out=out)
+        return call_op("plan_shared_keys", indices, **options)  # type: ignore[no-any-return]
+    call_op("plan_shared_keys_out", indices, **options, out=out)
     return out
 
 
@@ -95,57 +113,64 @@ def sparse_decode(
     batch_invariant: bool = False,
     query_groups: int = 1,
     shared_keys: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend each query token to the cache slots that it selected. Returns ``(out, lse)``.
+    """Attend each query token to the cache slots that it selected.
 
-    ===========  =======================================  =====  ============================================
-    q            [num_tokens, num_q_heads, head_dim_qk]   bf16   1 to 128 heads
-    kv_cache     [num_pages, page_bytes]                  uint8  see :class:`mla_fp8.KVLayout`
-    indices      [num_tokens, topk]                       int32  slots: page * page_size + row; outside the
-                                                                 cache (-1): masked
-    page_size                                                    rows of a page, any number of them
-    sm_scale                                                     a logit is sm_scale * (q . k)
-    topk_length  [num_tokens]                             int32  only the first n indices count
-    attn_sink    [num_q_heads]                            fp32   an extra logit without a value
-    extra_*      a second cache with its own indices, page size and layout, attended to jointly
-    scale        one element                              fp32   the layer's scale: ``fp8_e4m3*`` only
-    shared_keys  :func:`plan_shared_keys`                 int32  of these indices, for several layers
-    out          [num_tokens, num_q_heads, 512]           bf16   0 where nothing is attended
-    lse          [num_tokens, num_q_heads]                fp32   natural log, sink excluded, -inf if nothing
-    ===========  =======================================  =====  ============================================
+    There is no plan to make before. With ``out``, ``lse`` and ``workspace`` nothing is allocated; what is
+    missing of them is.
 
-    ``extra_layout`` is by default that of the first cache. It may also be ``dsv41_fp4``, next to ``dsv41`` or
-    ``dsv4``, and ``dsv4`` next to ``dsv4_fnuz``: see ``KVLayout.extra_of``.
+    Args:
+        q: [num_tokens, num_q_heads, head_dim_qk] bfloat16, 1 to 128 heads.
+        kv_cache: [num_pages, page_bytes] uint8, or an engine's view of it; see :class:`mla_fp8.KVLayout`.
+        indices: [num_tokens, topk] int32. Slots: page * page_size + row. Those outside the cache, such as
+            -1, are masked.
+        layout: Of the cache: a name of ``KV_LAYOUTS``, or an engine's, such as ``"fp8_ds_mla"``.
+        page_size: Rows of a page, any number.
+        sm_scale: A logit is sm_scale * (q . k).
+        topk_length: [num_tokens] int32. Only the first n indices of a token count.
+        attn_sink: [num_q_heads] float32, an extra logit without a value.
+        extra_kv_cache: A second cache, in the same softmax.
+        extra_indices: [num_tokens, extra_topk] int32, of the second cache.
+        extra_topk_length: [num_tokens] int32, of ``extra_indices``.
+        extra_page_size: Rows of a page of the second cache.
+        extra_layout: Of the second cache, by default that of the first, or one whose ``extra_of`` names it.
+        scale: 1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.
+        batch_invariant: A token's result does not depend on how many tokens there are, nor on its place
+            among them. Always so on a CPU.
+        query_groups: Experimental. So many consecutive tokens, the drafts of a request, have mostly the same
+            keys, which are then fetched once. It is a hint, for 8, 16 or 32 heads over ``dsv4`` or
+            ``dsv32`` on Hopper; elsewhere, and with ``batch_invariant``, nothing changes.
+        shared_keys: Experimental. What :func:`plan_shared_keys` made of these indices.
+        out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.
+        lse: [num_tokens, num_q_heads] float32, contiguous.
+        workspace: float32, of :func:`sparse_attention_workspace` elements.
+        backend: ``"auto"``, or a name that :func:`explain` lists. Others than ours allocate in any case.
 
-    There is nothing to plan ahead. What several CTAs do for a row is merged in the launch. The portable
-    kernel, and Hopper's for a few tokens of 17 heads and more, merge in a second launch, through a workspace
-    that is allocated here.
+    Returns:
+        (out, lse). out is 0 and lse -inf where a token attends to nothing. lse is a natural logarithm, and
+        leaves the sink out.
 
-    ``query_groups``: so many consecutive tokens, the drafts of a request, have mostly the same keys. With 8,
-    16 or 32 heads over ``dsv4`` or ``dsv32`` pages a Hopper GPU then fetches and converts a key once for up
-    to 64 / num_q_heads of them; tokens that share too few go alone. The lists that this takes are made in
-    the call, or once for several by :func:`plan_shared_keys`. Elsewhere, and with ``batch_invariant``, it
-    changes nothing. A token's last bits then depend on the keys of its group, on no other.
-
-    Without groups a row's result never depends on what the other rows hold. With ``batch_invariant`` (always
-    so on the CPU) it depends neither on how many rows there are nor on its place among them.
-
-    ``layout`` may be an engine's name such as ``"fp8_ds_mla"``. ``backend`` is a name of the dispatch table.
-    Raises ValueError with every reason if that cannot run this, RuntimeError naming the argument for bad
-    input.
+    Raises:
+        TypeError: For what is no tensor, or no whole number.
+        ValueError: For an unknown layout, or a backend that cannot run this: with every reason.
+        RuntimeError: For any other argument: its name, what was expected, what came.
     """
-    name, layout = "sparse_decode", layout_of(layout, q, kv_cache, page_size, backend)
-    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
-    extra = second_scope(
-        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
-    )
-    main = Scope(kv_cache, layout, page_size, indices, topk_length)
-    expect_tensors(name, shared_keys=shared_keys)
-    call = SparseCall(
-        name, q, (main, *extra), sm_scale, attn_sink, scale, None, batch_invariant, query_groups, shared_keys
-    )
-    return attend(call, backend)  # type: ignore[no-any-return]
+    name = "sparse_decode"
+    need_tensors(name, q=q, kv_cache=kv_cache)
+    given = {
+        "q": q, "kv_cache": kv_cache, "indices": indices, "layout": layout, "page_size": page_size,
+        "sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink,
+        "extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices,
+        "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
+        "extra_layout": extra_layout, "scale": scale, "batch_invariant": batch_invariant or None,
+        "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
+    }  # fmt: skip
+    outputs = {"out": out, "lse": lse, "workspace": workspace}
+    return attend(name, given, backend, outputs=outputs)  # type: ignore[no-any-return]
 
 
 fake("sparse_decode")(attention_outputs(2))

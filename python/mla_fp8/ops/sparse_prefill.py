@@ -1,10 +1,13 @@
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import need_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
-from ..call import Scope, SparseCall, Window, second_scope
-from ..dispatch import attend, extra_layout_of, layout_of
-from ..layout import KVLayout, row_layout
+from ..dispatch import attend
+from ..layout import KVLayout
+
+__all__ = ["sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"]
+
+Attended = tuple[torch.Tensor, ...]  # of three, or two
 
 
 def sparse_prefill(
@@ -15,27 +18,46 @@ def sparse_prefill(
     sm_scale: float,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    return_max_logits: bool = True,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend each query token to rows of a bf16 workspace. Returns ``(out, max_logits, lse)``.
+) -> Attended:
+    """Attend each query token to rows of a bf16 workspace.
 
-    ===========  =======================================  =====  ==========================================
-    q            [num_tokens, num_q_heads, head_dim_qk]   bf16   1 to 128 heads, head_dim_qk 512 or 576
-    kv           [num_rows, head_dim_qk]                  bf16   any row stride; V is the first 512 columns
-    indices      [num_tokens, width]                      int32  rows; outside ``kv`` (-1): masked
-    topk_length  [num_tokens]                             int32  only the first n indices count
-    attn_sink    [num_q_heads]                            fp32   an extra logit without a value
-    out          [num_tokens, num_q_heads, 512]           bf16   0 where nothing is attended
-    max_logits   [num_tokens, num_q_heads]                fp32   largest sm_scale * q.k, -inf if nothing
-    lse          [num_tokens, num_q_heads]                fp32   natural log, sink excluded, -inf if nothing
-    ===========  =======================================  =====  ==========================================
+    Args:
+        q: [num_tokens, num_q_heads, head_dim_qk] bfloat16, 1 to 128 heads, head_dim_qk 512 or 576.
+        kv: [num_rows, head_dim_qk] bfloat16, any row stride. V is the first 512 columns.
+        indices: [num_tokens, width] int32, rows of ``kv``. Those outside it, such as -1, are masked.
+        sm_scale: A logit is sm_scale * (q . k).
+        attn_sink: [num_q_heads] float32, an extra logit without a value.
+        topk_length: [num_tokens] int32. Only the first n indices of a token count.
+        out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.
+        lse: [num_tokens, num_q_heads] float32, contiguous.
+        workspace: float32, of :func:`sparse_attention_workspace` elements. With ``out`` and ``lse`` and
+            without largest logits nothing is allocated.
+        return_max_logits: Whether the largest logits are wanted. Without them calls may be faster.
+        backend: ``"auto"``, or a name that :func:`explain` lists. Others than ours allocate in any case.
 
-    Raises RuntimeError naming the argument, what was expected and what came; ValueError for a ``backend``
-    that cannot run this.
+    Returns:
+        (out, max_logits, lse), or (out, lse) with ``return_max_logits=False``. out is 0 where a token attends
+        to nothing. max_logits is the largest sm_scale * (q . k), lse a natural logarithm; both leave the
+        sink out, are [num_tokens, num_q_heads] float32, and -inf where a token attends to nothing.
+
+    Raises:
+        TypeError: For what is no tensor.
+        ValueError: For a backend that cannot run this: with every reason.
+        RuntimeError: For any other argument: its name, what was expected, what came.
     """
-    rows = Scope(kv, row_layout(q), 1, indices, topk_length)
-    call = SparseCall("sparse_prefill", q, (rows,), sm_scale, attn_sink)
-    return attend(call, backend)  # type: ignore[no-any-return]
+    name = "sparse_prefill"
+    need_tensors(name, q=q)
+    given = {
+        "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "attn_sink": attn_sink,
+        "topk_length": topk_length,
+    }  # fmt: skip
+    outputs = {"out": out, "lse": lse, "workspace": workspace}
+    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_paged(
@@ -56,24 +78,38 @@ def sparse_prefill_paged(
     scale: torch.Tensor | None = None,
     query_groups: int = 1,
     shared_keys: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    return_max_logits: bool = True,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`sparse_prefill` straight from packed pages: no workspace, one or two caches in one softmax.
+) -> Attended:
+    """Attend each query token to cache slots, as :func:`sparse_prefill` does to rows: no bf16 copy is made.
 
-    Arguments as in :func:`mla_fp8.sparse_decode`, results as in :func:`sparse_prefill`. Neighbours in a
-    prompt choose mostly the same keys, too: with 8 heads ``query_groups=8`` fills a tile.
+    Args:
+        q: As in :func:`sparse_decode`, and so are all that are not listed here.
+        query_groups: Experimental. So many neighbours in a prompt choose mostly the same keys. With 8 heads
+            8 fill a tile.
+        return_max_logits: As in :func:`sparse_prefill`.
+
+    Returns:
+        As :func:`sparse_prefill`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`sparse_decode`.
     """
-    name, layout = "sparse_prefill_paged", layout_of(layout, q, kv_cache, page_size, backend)
-    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
-    extra = second_scope(
-        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length
-    )
-    main = Scope(kv_cache, layout, page_size, indices, topk_length)
-    expect_tensors(name, shared_keys=shared_keys)
-    call = SparseCall(
-        name, q, (main, *extra), sm_scale, attn_sink, scale, None, False, query_groups, shared_keys
-    )
-    return attend(call, backend)  # type: ignore[no-any-return]
+    name = "sparse_prefill_paged"
+    need_tensors(name, q=q, kv_cache=kv_cache)
+    given = {
+        "q": q, "kv_cache": kv_cache, "indices": indices, "layout": layout, "page_size": page_size,
+        "sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink,
+        "extra_kv_cache": extra_kv_cache, "extra_indices": extra_indices,
+        "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
+        "extra_layout": extra_layout, "scale": scale,
+        "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
+    }  # fmt: skip
+    outputs = {"out": out, "lse": lse, "workspace": workspace}
+    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_window(
@@ -95,36 +131,51 @@ def sparse_prefill_window(
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     extra_page_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    return_max_logits: bool = True,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`sparse_prefill_paged` over each token's sliding window: a page table instead of indices.
+) -> Attended:
+    """Attend each query token to its sliding window, which a page table names, and to chosen entries.
 
-    =================  =========================  =====  ==================================================
-    kv_cache           [num_pages, page_bytes]    uint8  of the window; see :class:`mla_fp8.KVLayout`
-    page_table         [num_requests, max_pages]  int32  pages of positions 0, page_size, ..; no page: masked
-    query_start_loc    [num_requests + 1]         int32  first query of each request; element 0 is subtracted
-    seq_lens           [num_requests]             int32  tokens of each request, its queries the last of them
-    extra_page_table   [num_requests, max_pages]  int32  in place of ``extra_indices``: pages of a request's
-                                                         entries 0, extra_page_size, ..; no page: masked
-    extra_topk_length  [num_tokens]               int32  with it required: the query's first n entries count
-    =================  =========================  =====  ==================================================
+    A query at position p attends to positions max(p - window_size + 1, 0) to p of its own request, and to
+    entries of a second cache, in one softmax. Entries are named by ``extra_indices``. Layers that attend to
+    all entries of their past (V4's of ratio 128) name them by ``extra_page_table``; no index is then written
+    or read. A token of no request has no keys but those of ``extra_indices``.
 
-    A query at position p attends to positions ``max(p - window_size + 1, 0) .. p`` of its own request and to
-    ``extra_indices`` of ``extra_kv_cache``, in one softmax. Layers that attend to every compressed entry of
-    their past (V4's of ratio 128) name the entries by ``extra_page_table``: ``extra_topk_length`` is then
-    ``(p + 1) // ratio``, and no index is written or read. Tokens of no request have no keys of either kind,
-    but those of ``extra_indices``. Other arguments and results as in :func:`sparse_prefill_paged`.
+    Args:
+        q: As in :func:`sparse_decode`, and so are all that are not listed here.
+        kv_cache: The cache of the window.
+        page_table: [num_requests, max_pages] int32: the pages of positions 0, page_size, 2 * page_size ... of
+            a request. A number that is no page is masked.
+        query_start_loc: [num_requests + 1] int32: the first token of each request. Element 0 is subtracted.
+        seq_lens: [num_requests] int32: tokens of each request. Its queries are the last of them.
+        window_size: Tokens of a window, its query's among them.
+        extra_page_table: [num_requests, max_pages] int32, in place of ``extra_indices``: the pages of entries
+            0, extra_page_size ... of a request.
+        extra_topk_length: [num_tokens] int32, required with ``extra_page_table``: the query's first n
+            entries count, which are (p + 1) // ratio.
+        return_max_logits: As in :func:`sparse_prefill`.
+
+    Returns:
+        As :func:`sparse_prefill`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`sparse_decode`.
     """
-    name, layout = "sparse_prefill_window", layout_of(layout, q, kv_cache, page_size, backend)
-    extra_kind = extra_layout_of(extra_layout, q, extra_kv_cache, extra_page_size, backend)
-    extra = second_scope(
-        name, layout, extra_kv_cache, extra_kind, extra_page_size, extra_indices, extra_topk_length,
-        extra_page_table,
-    )  # fmt: skip
-    window = Window(page_table, query_start_loc, seq_lens, window_size)
-    main = Scope(kv_cache, layout, page_size, None)
-    call = SparseCall(name, q, (main, *extra), sm_scale, attn_sink, scale, window)
-    return attend(call, backend)  # type: ignore[no-any-return]
+    name = "sparse_prefill_window"
+    need_tensors(name, q=q, kv_cache=kv_cache)
+    given = {
+        "q": q, "kv_cache": kv_cache, "page_table": page_table, "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens, "layout": layout, "page_size": page_size, "window_size": window_size,
+        "sm_scale": sm_scale, "attn_sink": attn_sink, "extra_kv_cache": extra_kv_cache,
+        "extra_indices": extra_indices, "extra_topk_length": extra_topk_length,
+        "extra_page_size": extra_page_size, "extra_layout": extra_layout, "scale": scale,
+        "extra_page_table": extra_page_table,
+    }  # fmt: skip
+    outputs = {"out": out, "lse": lse, "workspace": workspace}
+    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):

@@ -1,6 +1,6 @@
 import torch
 
-from .._arguments import all_given, expect_tensors
+from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
 
@@ -17,30 +17,33 @@ def topk_to_slots(
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions that :func:`index_topk` chose as slots of a cache that is attended to.
+    """Turn positions that :func:`index_topk` chose into slots of a cache that is attended to.
 
-    ==============  =======================  =====  =======================================================
-    positions       [num_rows, k]            int32  of a request; negative: a hole, which keeps its column
-    page_table      [num_requests, pages]    int32  pages of ``page_size`` tokens; negative: no page
-    row_to_request  [num_rows]               int32  optional; else row // ``next_n``. A request that does
-                                                    not exist: -1 everywhere, length 0
-    token_lens      [num_rows]               int32  optional: tokens that each row sees
-    lens            [num_rows]               int32  optional: how many columns of positions count; else up
-                                                    to the last one that is not negative
-    out_slots       [num_rows, width]        int32  optional; any row stride
-    out_lens        [num_rows]               int32  optional, with out_slots
-    ==============  =======================  =====  =======================================================
+    Experimental. A position p becomes ``page_table[request, p // page_size] * page_size + p % page_size``, or
+    -1 where there is no page. Where a position stands for ``group_size`` tokens, it becomes those of tokens
+    ``p * group_size`` and on. With ``token_lens`` the tokens after the last whole group follow.
 
-    A position p becomes ``page_table[request, p // page_size] * page_size + p % page_size``, or -1 where
-    there is no page. Where a position stands for ``group_size`` tokens, p becomes those of tokens
-    ``p * group_size`` and on. With ``token_lens`` the tokens after the last whole group,
-    ``token_lens % group_size``, follow. Then comes -1; a row's length counts what is before it, holes too.
-    ``width`` is k * group_size, with ``token_lens`` plus group_size - 1.
+    Args:
+        positions: [num_rows, k] int32, of a request. A negative one is a hole, which keeps its column.
+        page_table: [num_requests, pages] int32. A negative page is none.
+        page_size: Rows of a page.
+        row_to_request: [num_rows] int32. A row of a request that does not exist has -1 everywhere.
+        next_n: Rows of a request, without ``row_to_request``.
+        group_size: Tokens that a position stands for.
+        token_lens: [num_rows] int32: tokens that each row sees.
+        lens: [num_rows] int32: how many columns of ``positions`` count; by default those up to the last one
+            that is not negative.
+        out_slots: [num_rows, width] int32, any row stride: with ``out_lens``, the results.
+        out_lens: [num_rows] int32.
 
-    Returns (slots, lens). Raises RuntimeError naming the argument, what was expected and what came;
-    ValueError for one of the two buffers without the other.
+    Returns:
+        (slots, lens): [num_rows, width] int32, k * group_size columns, with ``token_lens`` group_size - 1
+        more, and how many count, holes too.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
-    expect_tensors("topk_to_slots", row_to_request=row_to_request, token_lens=token_lens, lens=lens)
     options = {
         "page_size": page_size,
         "row_to_request": row_to_request,
@@ -50,10 +53,8 @@ def topk_to_slots(
         "lens": lens,
     }
     if not all_given("topk_to_slots", out_slots=out_slots, out_lens=out_lens):
-        return torch.ops.mla_fp8.topk_to_slots(positions, page_table, **options)  # type: ignore[no-any-return]
-    torch.ops.mla_fp8.topk_to_slots_out(
-        positions, page_table, **options, out_slots=out_slots, out_lens=out_lens
-    )
+        return call_op("topk_to_slots", positions, page_table, **options)  # type: ignore[no-any-return]
+    call_op("topk_to_slots_out", positions, page_table, **options, out_slots=out_slots, out_lens=out_lens)
     assert out_slots is not None and out_lens is not None  # for mypy
     return out_slots, out_lens
 

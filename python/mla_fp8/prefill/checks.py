@@ -1,4 +1,5 @@
-"""What a chunk cache, its workspace and its layers refuse, by the caller's names: ValueError throughout."""
+"""What a chunk cache, its workspace and its layers refuse, by the caller's names: TypeError for an object of
+another type, ValueError for the rest."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -37,7 +38,7 @@ def expect_lengths(owner: str, name: str, lengths: Iterable[object], number: int
 
 def expect_kind(owner: str, name: str, x: object, kind: type) -> None:
     if not isinstance(x, kind):
-        raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {shown(x)}")
+        raise TypeError(f"{owner}: {name} must be a {kind.__name__}, got {shown(x)}")
 
 
 def expect_rows(owner: str, name: str, x: object, dtype: torch.dtype, *shape: int | None) -> None:

@@ -7,6 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from .._torch_private import version_of
 from ..arch import arch_of
 from ..dispatch import can_run
 from ..ops.build_swa_token_ids import build_swa_token_ids
@@ -19,34 +20,38 @@ from .ways import WAYS, fills_tiles, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, num_window_rows
 
 MAX_QUERY_GROUP = 65536  # of the ops
-_NAME = "SparsePrefillChunkCache"
+_NAME = "mla_fp8.SparsePrefillChunkCache"
 
 
 class SparsePrefillChunkCache:
-    """A chunk's geometry, window slots and layer-invariant index rows, for all layers of one forward.
+    """A chunk's geometry, window slots and index rows, computed once for all layers of one forward.
 
-    ================  ===========================  =====  ================================================
-    seq_lens          [num_requests]               int32  tokens cached, those of the chunk too
-    query_lens        [num_requests]               int32  tokens of the chunk
-    page_table        [num_requests, max_pages]    int32  pages of the caches of entries
-    req_pool_indices  [num_requests]               int64  with a window: see :func:`build_swa_token_ids`
-    req_to_token      [num_pool_rows, max_tokens]  int32
-    full_to_swa       [num_slots]                  int64
-    query_start_loc   [num_requests + 1]           int32  optional: the rows of q, if not the whole chunk
-    query_pos         [num_tokens]                 int32  optional: their positions
-    window_size                                           tokens of a window, its query's among them; 0: none
-    ================  ===========================  =====  ================================================
+    It is stale, and its use raises RuntimeError: once a newer chunk was built on the workspace; after
+    :meth:`invalidate`; when one of the tensors below was written since (not seen in inference mode, where
+    tensors have no version); and outside the CUDA graph capture that it was built in, since a replay has
+    written other numbers into it. Whoever replays a graph that writes these tensors calls
+    :meth:`invalidate`.
 
-    ``*_host`` are the lengths as the host knows them; they may be upper bounds, so a forward captured in a
-    CUDA graph may be replayed with shorter requests. A length on the device that is negative counts as 0, one
-    above the host's as the host's. ``num_tokens`` (rows of q) is the sum of ``query_lens_host`` by default.
+    Args:
+        workspace: A :class:`PrefillWorkspace`.
+        seq_lens: [num_requests] int32: tokens that are cached, those of the chunk too. A negative one counts
+            as 0, one above the host's as the host's.
+        query_lens: [num_requests] int32: tokens of the chunk, bounded in the same way.
+        page_table: [num_requests, max_pages] int32: pages of the caches of entries.
+        req_pool_indices: With a window, and so are the next two: as in :func:`build_swa_token_ids`.
+        req_to_token: [num_pool_rows, max_tokens] int32.
+        full_to_swa: [num_slots] int64.
+        window_size: Tokens of a window, its query's among them; 0: no layer has one.
+        seq_lens_host: ``seq_lens`` as the host knows them, or upper bounds: a CUDA graph may be replayed with
+            shorter requests.
+        query_lens_host: ``query_lens`` as the host knows them, or upper bounds.
+        query_start_loc: [num_requests + 1] int32: the rows of q, if they are not the whole chunk.
+        query_pos: [num_tokens] int32: their positions.
+        num_tokens: Rows of q, by default the sum of ``query_lens_host``.
 
-    The cache is stale, and its use raises RuntimeError, once a newer chunk was built on the workspace, after
-    :meth:`invalidate`, when one of the tensors above was written since (not seen in inference mode, where
-    tensors have no version), and outside the CUDA graph capture that it was built in: a replay has written
-    other numbers into it. Whoever replays a graph that writes the tensors above calls :meth:`invalidate`.
-
-    Raises ValueError naming the argument, what was expected and what came.
+    Raises:
+        TypeError: For an argument of another type.
+        ValueError: For any other argument: its name, what was expected, what came.
     """
 
     def __init__(
@@ -86,8 +91,7 @@ class SparsePrefillChunkCache:
             swa = query_start_loc[:0], torch.zeros_like(seq_lens), torch.zeros_like(query_start_loc)
         elif req_pool_indices is None or req_to_token is None or full_to_swa is None:
             raise ValueError(
-                "SparsePrefillChunkCache: expected req_pool_indices, req_to_token and full_to_swa with "
-                "a window, got None"
+                f"{_NAME}: expected req_pool_indices, req_to_token and full_to_swa with a window, got None"
             )
         else:
             ids, _, gather_lens, offsets = build_swa_token_ids(
@@ -101,9 +105,7 @@ class SparsePrefillChunkCache:
         )  # fmt: skip
         self.workspace, self.window_size, self.num_tokens = workspace, window_size, self.tables.num_tokens
         self._built_in_capture = capturing()
-        self._versions = {
-            name: (x, x._version) for name, x in sources.items() if x is not None and not x.is_inference()
-        }
+        self._versions = {name: (x, version_of(x)) for name, x in sources.items() if x is not None}
         workspace.chunk = self
 
     def invalidate(self) -> None:
@@ -122,14 +124,24 @@ class SparsePrefillChunkCache:
         strategy: str = "auto",
         backend: str = "auto",
         query_groups: int = 1,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer's attention: (out, max_logits, lse) of :func:`mla_fp8.sparse_prefill`.
+    ) -> tuple[Tensor, ...]:
+        """Attend in one layer.
 
-        ``topk_indices`` [num_tokens, topk] int32 are request-local entries, negative: none; None selects all
-        entries of a token's past. ``strategy`` is auto, whole, selected or direct; q, sm_scale, attn_sink and
-        backend are as there. ``query_groups``: so many consecutive tokens choose mostly the same entries,
-        nine tenths or so; ``direct`` then shares them (:func:`mla_fp8.sparse_decode`) and is priced so. The
-        other ways are the same with it.
+        Args:
+            q: As in :func:`mla_fp8.sparse_prefill`, and so are ``sm_scale``, ``attn_sink`` and ``backend``.
+            layer: The layer's caches.
+            topk_indices: [num_tokens, topk] int32: entries of the token's request, negative: none. None: all
+                entries of its past.
+            strategy: ``"auto"``, ``"whole"``, ``"selected"`` or ``"direct"``.
+            query_groups: Experimental. So many consecutive tokens choose mostly the same entries, nine tenths
+                or so. ``"direct"`` then shares them.
+
+        Returns:
+            (out, max_logits, lse), as :func:`mla_fp8.sparse_prefill`.
+
+        Raises:
+            RuntimeError: If the chunk is stale.
+            TypeError, ValueError: For an argument of another type, or another value.
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check(q, layer, topk_indices, query_groups)
@@ -170,21 +182,19 @@ class SparsePrefillChunkCache:
         """Whether the cache may be used, and with these arguments."""
         if self.workspace.chunk is not self:
             raise RuntimeError(
-                "SparsePrefillChunkCache is stale: it was invalidated, or a newer chunk uses its workspace"
+                f"{_NAME}: the chunk is stale: it was invalidated, or a newer chunk uses its workspace"
             )
         if capturing() != self._built_in_capture:
             raise RuntimeError(
-                "SparsePrefillChunkCache is stale: build and use must be inside the same CUDA graph capture, "
-                "or both outside"
+                f"{_NAME}: the chunk is stale: build and use must be inside the same CUDA graph capture, or "
+                "both outside"
             )
         for name, (tensor, version) in self._versions.items():
-            if tensor._version != version:
-                raise RuntimeError(f"SparsePrefillChunkCache is stale: {name} was written after it was built")
+            if version_of(tensor) != version:
+                raise RuntimeError(f"{_NAME}: the chunk is stale: {name} was written after it was built")
         expect_kind(_NAME, "layer", layer, LayerCaches)
         if layer.window and not self.window_size:
-            raise ValueError(
-                "SparsePrefillChunkCache: window_size must be positive for a layer with a window, got 0"
-            )
+            raise ValueError(f"{_NAME}: window_size must be positive for a layer with a window, got 0")
         dim = layer.layout_of_entries.head_dim_qk  # of the window's layout as well
         expect_rows(_NAME, "q", q, torch.bfloat16, self.num_tokens, None, dim)
         if topk_indices is not None:

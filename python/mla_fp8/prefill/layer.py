@@ -25,17 +25,18 @@ class PagedCache(NamedTuple):
 class LayerCaches:
     """The caches of one layer: ``entries`` (one for ``compress_ratio`` tokens), ``window``, or both.
 
-    ==============  ============================================
-    layout          of both caches, but for ``entries_layout``
-    compress_ratio  tokens that an entry stands for; 0: no entries
-    entries         V4's compressed entries, or with ratio 1 all tokens
-    window          the last tokens, all of which a query attends to
-    scale           one element, fp32: ``fp8_e4m3*`` only
-    entries_layout  of ``entries``, where it is another
-    ==============  ============================================
+    Args:
+        layout: Of both caches, but for ``entries_layout``.
+        compress_ratio: Tokens that an entry stands for; 0: no entries.
+        entries: V4's compressed entries, or with ratio 1 all tokens.
+        window: The last tokens, all of which a query attends to.
+        scale: 1 element, float32, for ``fp8_e4m3*`` layouts alone.
+        entries_layout: Of ``entries``, where it is another.
 
-    Raises ValueError for entries without a ratio, a ratio without entries, neither cache, or two layouts that
-    no call of attention reads together, and a cache whose pages are not of its layout.
+    Raises:
+        TypeError: For what is no :class:`PagedCache`.
+        ValueError: For entries without a ratio, a ratio without entries, neither cache, two layouts that no
+            call of attention reads together, or a cache whose pages are not of its layout.
     """
 
     layout: str | KVLayout
@@ -50,18 +51,19 @@ class LayerCaches:
         if of_entries != layout and layout.name not in of_entries.extra_of:
             allowed = [x.name for x in KV_LAYOUTS.values() if layout == x or layout.name in x.extra_of]
             raise ValueError(
-                f"LayerCaches: entries_layout must be {' or '.join(allowed)} with layout {layout.name}, "
+                f"mla_fp8.LayerCaches: entries_layout must be {' or '.join(allowed)} with layout "
+                f"{layout.name}, "
                 f"got {of_entries.name}"
             )
         _expect_cache("entries", self.entries, of_entries)
         _expect_cache("window", self.window, layout)
         if (self.entries is None) == (self.compress_ratio > 0) or self.compress_ratio < 0:
             raise ValueError(
-                "LayerCaches: compress_ratio must be positive with entries and 0 without, got "
+                "mla_fp8.LayerCaches: compress_ratio must be positive with entries and 0 without, got "
                 f"{self.compress_ratio} {'without' if self.entries is None else 'with'} entries"
             )
         if self.entries is None and self.window is None:
-            raise ValueError("LayerCaches: expected entries, window or both, got neither")
+            raise ValueError("mla_fp8.LayerCaches: expected entries, window or both, got neither")
 
     @property
     def layout_of_entries(self) -> KVLayout:
@@ -91,9 +93,10 @@ def _expect_cache(name: str, cache: PagedCache | None, layout: KVLayout) -> None
     if cache is None:
         return
     if not isinstance(cache, PagedCache):
-        raise ValueError(
-            f"LayerCaches: {name} must be a PagedCache(data, page_size) or None, got {type(cache).__name__}"
+        raise TypeError(
+            f"mla_fp8.LayerCaches: {name} must be a PagedCache(data, page_size) or None, got "
+            f"{type(cache).__name__}"
         )
-    expect_kind("LayerCaches", f"{name}.data", cache.data, Tensor)
-    expect_at_least("LayerCaches", f"{name}.page_size", cache.page_size, 1)
-    expect_pages(f"LayerCaches: {name}.data", layout, cache.data, cache.page_size)
+    expect_kind("mla_fp8.LayerCaches", f"{name}.data", cache.data, Tensor)
+    expect_at_least("mla_fp8.LayerCaches", f"{name}.page_size", cache.page_size, 1)
+    expect_pages(f"mla_fp8.LayerCaches: {name}.data", layout, cache.data, cache.page_size)

@@ -18,7 +18,7 @@ from .layer import LayerCaches
 from .tables import Tables, with_none
 from .workspace import PrefillWorkspace
 
-Attended = tuple[Tensor, Tensor, Tensor]
+Attended = tuple[Tensor, ...]  # out, max_logits, lse
 _TILE_HEADS, _TILE_LAYOUTS = (8, 16, 32), ("dsv4", "dsv32")  # as plan.cpp; tested
 
 

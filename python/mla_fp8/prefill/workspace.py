@@ -14,15 +14,22 @@ STRATEGIES = ("whole", "selected", "direct")
 class PrefillWorkspace:
     """Scratch rows for one stream, owned by the caller; a CUDA graph needs one of its own.
 
-    It also knows which chunk may use it: building a chunk cache makes the one before stale. ``head_dim_qk``
-    is that of the layers' layouts, ValueError for another.
+    It also knows which chunk may use it: building a chunk cache makes the one before stale.
+
+    Args:
+        head_dim_qk: Of the layers' layouts: 512 or 576.
+        device: Where the rows are.
+
+    Raises:
+        ValueError: For another head_dim_qk.
     """
 
     def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
         known = sorted({layout.head_dim_qk for layout in KV_LAYOUTS.values()})
         if head_dim_qk not in known:
             raise ValueError(
-                f"PrefillWorkspace: head_dim_qk must be {' or '.join(map(str, known))}, got {head_dim_qk!r}"
+                f"mla_fp8.PrefillWorkspace: head_dim_qk must be {' or '.join(map(str, known))}, got "
+                f"{head_dim_qk!r}"
             )
         self._rows = torch.empty((0, head_dim_qk), dtype=torch.bfloat16, device=device)
         self.chunk: object = None  # that may use it
@@ -37,7 +44,8 @@ class PrefillWorkspace:
         if num_rows > self.capacity:
             if capturing():
                 raise RuntimeError(
-                    f"PrefillWorkspace: expected {num_rows} rows to be reserved before the capture of a CUDA "
+                    f"mla_fp8.PrefillWorkspace: expected {num_rows} rows to be reserved before the capture "
+                    "of a CUDA "
                     f"graph, got {self.capacity}; see workspace_rows()"
                 )
             size = (max(num_rows, self.capacity * 3 // 2), self._rows.shape[1])
@@ -55,11 +63,23 @@ def workspace_rows(
     topk: int | None = None,
     strategy: str = "whole",
 ) -> int:
-    """Workspace rows that one layer needs. ``topk`` bounds ``selected``; None is all entries.
+    """Find how many workspace rows one layer needs.
 
-    Raises ValueError for negative numbers, or lengths that are not as many of both.
+    Args:
+        seq_lens_host: Tokens of each request that are cached, those of the chunk too.
+        query_lens_host: Tokens of the chunk.
+        window_size: Tokens of a window; 0: none.
+        compress_ratio: Tokens that an entry stands for; 0: no entries.
+        topk: Chosen entries of a token, which bound ``"selected"``; None: all of its past.
+        strategy: ``"whole"``, ``"selected"`` or ``"direct"``, which needs none.
+
+    Returns:
+        A number of rows, for ``PrefillWorkspace.reserve``.
+
+    Raises:
+        ValueError: For negative numbers, or lengths that are not as many of both.
     """
-    name = "workspace_rows"
+    name = "mla_fp8.workspace_rows"
     check_strategy(strategy, STRATEGIES)
     seq_lens_host = expect_lengths(name, "seq_lens_host", seq_lens_host)
     query_lens_host = expect_lengths(name, "query_lens_host", query_lens_host, len(seq_lens_host))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .. import _libraries, _version, reference
+from .._torch_private import has_kernel, op_names
 from ..arch import arch_of
 from ..backends.table import NATIVE, TABLE, Problem
 from ..call import OPS
@@ -61,9 +62,13 @@ def verdict() -> tuple[bool, str]:
 
 
 def doctor(verbose: bool = False) -> str:
-    """A plain-text report: the verdict, libraries, devices, what sparse attention takes, and what to do next.
+    """Write a report: the verdict, libraries, devices, what sparse attention takes, and what to do next.
 
-    ``verbose``: also which ops have kernels where, which backends can run, and the layouts.
+    Args:
+        verbose: Also which ops have kernels where, which backends can run, and the layouts.
+
+    Returns:
+        Plain text.
     """
     return _text(verdict()[1], verbose)
 
@@ -171,12 +176,10 @@ def _error_of_a_decode_step(device: str) -> float:
 
 def _kernels() -> dict[str, str]:
     """For each op (its ``_out`` twin goes with it): the devices that a loaded library has a kernel for."""
-    ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_fp8::"))
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     loaded = {
-        op.removeprefix("mla_fp8::"): [device for device, key in _DISPATCH_KEYS.items() if has(op, key)]
-        for op in ops
-        if not (has(op, "CompositeExplicitAutograd") or op.endswith("_out") or op.startswith("mla_fp8::_"))
+        op: [device for device, key in _DISPATCH_KEYS.items() if has_kernel(op, key)]
+        for op in op_names("mla_fp8")
+        if not (has_kernel(op, "CompositeExplicitAutograd") or op.endswith("_out") or op.startswith("_"))
     }
     return {op: ", ".join(devices) or "no kernel is loaded" for op, devices in loaded.items()}
 
