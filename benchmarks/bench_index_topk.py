@@ -238,8 +238,7 @@ def work(case: Case, device: str) -> Work:
     shape = (rows, case.topk)
     positions, slots = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
     lens = torch.empty(rows, dtype=torch.int32, device=device)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
-    size = mla_fp8.index_topk_workspace(rows, topk=case.topk, num_sms=sms)
+    size = mla_fp8.index_topk_workspace(rows, topk=case.topk, device=device)
     out = {"out_positions": positions, "out_slots": slots, "out_lens": lens}
     out["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
     keywords = {"layout": layout, "page_size": PAGE, "next_n": per_request}

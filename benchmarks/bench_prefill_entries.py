@@ -76,14 +76,10 @@ def filled(num_rows: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def without_max_logits(q: torch.Tensor, *tensors: torch.Tensor, **options: object) -> torch.Tensor:
     """:func:`mla_fp8.sparse_prefill_window` from FP8 pages, the form that the plug-ins call."""
-    out, lse = q.new_empty(*q.shape[:2], 512), q.new_empty(q.shape[:2], dtype=torch.float32)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count if CUDA else 1
-    floats = mla_fp8.sparse_attention_workspace(len(q), num_q_heads=q.shape[1], num_sms=sms)
-    torch.ops.mla_fp8.sparse_prefill_window_out(
-        q, *tensors, layout=LAYOUT.id, window_size=WINDOW, page_size=WINDOW_PAGE, extra_page_size=PAGE,
-        **options, out=out, max_logits=None, lse=lse, workspace=lse.new_empty(floats),
-    )  # fmt: skip
-    return out
+    return mla_fp8.sparse_prefill_window(
+        q, *tensors, layout=LAYOUT, window_size=WINDOW, page_size=WINDOW_PAGE, extra_page_size=PAGE,
+        **options, return_max_logits=False, backend="native",
+    )[0]  # fmt: skip
 
 
 class Problem:

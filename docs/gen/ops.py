@@ -11,10 +11,10 @@ INTRODUCTION = """\
 <!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
 # Ops
 
-Every function below is `mla_fp8.<name>`. Tensors come first and by position, the rest by keyword. `TypeError`,
-`ValueError` or `RuntimeError` names the argument, what was expected and what came, before anything is
-written. An index is data: outside its range it is masked, never followed. What is marked experimental may
-change in a minor version; the rest is stable.
+Every function below is `mla_fp8.<name>`. Tensors come first and by position, the rest by keyword.
+`TypeError`, `ValueError` or `RuntimeError` names the argument, what was expected and what came, before
+anything is written. An index is data: outside its range it is masked, never followed. What is marked
+experimental may change in a minor version; the rest is stable.
 
 Each op is also `torch.ops.mla_fp8.<name>`, for C++ and for exported programs, where `layout` is a number
 (`KVLayout.id`). Its `_out` form writes into given tensors and allocates nothing.

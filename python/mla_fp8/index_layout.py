@@ -8,6 +8,8 @@ import torch
 
 from .layout import expect_sizes
 
+__all__ = ["INDEX_LAYOUTS", "IndexLayout"]
+
 
 @dataclass(frozen=True)
 class IndexLayout:

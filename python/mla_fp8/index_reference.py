@@ -7,6 +7,8 @@ from torch.nn.functional import pad
 from .index_layout import INDEX_DIM, IndexLayout
 from .reference import E2M1, e2m1_codes, to_bf16, to_fp8
 
+__all__ = ["index_logits", "index_topk", "quantize_index_k", "topk_to_slots"]
+
 NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
 
 

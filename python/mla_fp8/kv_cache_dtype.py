@@ -16,6 +16,8 @@ import torch
 from .backends.table import TABLE
 from .layout import KV_LAYOUTS, KVLayout, get_layout
 
+__all__ = ["hisparse_backend", "resolve_kv_cache_dtype"]
+
 _LOGGER = logging.getLogger(__name__)
 
 # Engines tell formats apart by their scales: stored with each token, one per layer, none. Those with scales

@@ -7,6 +7,8 @@ from torch.nn.functional import pad
 from .layout import HEAD_DIM_V, KVLayout
 from .reference import quantize_kv, to_bf16, to_fp8
 
+__all__ = ["compress_kv", "inverse_rope", "inverse_rope_quantize", "k_norm_rope_insert", "prepare_q"]
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """float32. Sixteen neighbours are squared and added in order (fma), then halves of the 32 sums."""

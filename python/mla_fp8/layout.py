@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["KV_LAYOUTS", "KVLayout"]
+
 _DTYPES = {
     "bf16": torch.bfloat16,
     "e4m3fn": torch.float8_e4m3fn,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .tools import recording
 
+__all__ = ["assert_as_accurate_as", "assert_within_flash_mla_tolerance", "record"]
+
 
 def assert_as_accurate_as(out: Tensor, rounded: Tensor, exact: Tensor, factor: float = 2.0) -> None:
     """``out`` may err from ``exact`` (float64) at most ``factor`` times as much as PyTorch's ``rounded``."""

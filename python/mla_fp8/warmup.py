@@ -1,5 +1,7 @@
 import torch
 
+__all__ = ["warmup"]
+
 
 def warmup(device: "torch.device | str | int | None" = None) -> None:
     """Load all kernels, as a first call of each op would.

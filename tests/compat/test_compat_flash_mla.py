@@ -8,7 +8,7 @@ import pytest
 import torch
 from assertions import assert_attention, assert_same
 from draft_cases import draft_case, plan_of, without_lengths
-from error_cases import check_refused
+from error_cases import check_refused, named
 from sparse_cases import V4_SCOPES, Case, make_case, packed_layouts
 
 from mla_fp8 import KV_LAYOUTS
@@ -304,7 +304,7 @@ def test_dense_decode_and_bf16_caches_are_refused(dense, device):
 )  # fmt: skip
 def test_wrong_decode_arguments_are_named(change, message, device):
     arguments = decode_arguments(decode_case(KV_LAYOUTS["dsv32"], device))
-    check_refused(flash_mla_with_kvcache, arguments | change(arguments), message, (ValueError, RuntimeError))
+    check_refused(flash_mla_with_kvcache, arguments | change(arguments), message, named(message))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_wrong_decode_arguments_are_named(change, message, device):
 )  # fmt: skip
 def test_wrong_prefill_arguments_are_named(change, message, device):
     arguments = prefill_arguments(prefill_case("bf16_512", device))
-    check_refused(flash_mla_sparse_fwd, arguments | change(arguments), message, (ValueError, RuntimeError))
+    check_refused(flash_mla_sparse_fwd, arguments | change(arguments), message, named(message))
 
 
 def the_package():

@@ -14,8 +14,9 @@ PAGE = KV_LAYOUTS["dsv4"].page_bytes(64)
 CACHE = [
     (
         lambda x: x.double(),
-        "have dtype Byte or Char or Float8_e4m3fn or Float8_e4m3fnuz or BFloat16",
-        "Double",
+        "have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn or torch.float8_e4m3fnuz or "
+        "torch.bfloat16",
+        "torch.float64",
     ),
     (
         lambda x: x[:, :-1],
@@ -29,8 +30,8 @@ CACHE = [
 ]
 PAGE_SIZE = [(lambda x, v=v: v, "be in [1, 16777216]", str(v)) for v in (0, -1, 1 << 40)]
 OUT = [
-    (lambda x: x.float(), "have dtype BFloat16", "Float"),
-    (lambda x: x.half(), "have dtype BFloat16", "Half"),
+    (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
+    (lambda x: x.half(), "have dtype torch.bfloat16", "torch.float16"),
     (transposed, "have stride 1 in its last dimension", "5"),
     (
         lambda x: x[:1].expand(5, -1),
@@ -44,7 +45,7 @@ UNWANTED_SCALE = [(lambda x: torch.ones(1), "be None for layout dsv4", "a tensor
 SCALE = {
     "scale": [
         (lambda x: None, "be given for layout fp8_e4m3", "None"),
-        (lambda x: x.half(), "have dtype Float", "Half"),
+        (lambda x: x.half(), "have dtype torch.float32", "torch.float16"),
         (lambda x: x.expand(2), "have 1 element", "2"),
         (lambda x: x.repeat(0), "have 1 element", "0"),
     ]
@@ -53,7 +54,7 @@ SCALE = {
 
 def per_request(bad):
     return [
-        (lambda x: x.long(), "have dtype Int", "Long"),
+        (lambda x: x.long(), "have dtype torch.int32", "torch.int64"),
         (lambda x: x[:-1], f"have shape [{NUM_REQUESTS}]", "[2]"),
         (lambda x: x[None], f"have shape [{NUM_REQUESTS}]", "[1, 3]"),
         (lambda x: x.repeat_interleave(2)[::2], "be contiguous", "shape [3] with strides [2]"),
@@ -63,8 +64,8 @@ def per_request(bad):
 SLOTS_FORM = {
     "kv_cache": CACHE,
     "slots": [
-        (lambda x: x.short(), "have dtype Long or Int", "Short"),
-        (lambda x: x.float(), "have dtype Long or Int", "Float"),
+        (lambda x: x.short(), "have dtype torch.int64 or torch.int32", "torch.int16"),
+        (lambda x: x.float(), "have dtype torch.int64 or torch.int32", "torch.float32"),
         (lambda x: x[None], "have shape [*]", "[1, 5]"),
         (lambda x: x.repeat_interleave(2)[::2], "be contiguous", "shape [5] with strides [2]"),
     ],
@@ -79,7 +80,7 @@ SLOTS_FORM = {
 PAGED_FORM = {
     "kv_cache": CACHE,
     "page_table": [
-        (lambda x: x.long(), "have dtype Int", "Long"),
+        (lambda x: x.long(), "have dtype torch.int32", "torch.int64"),
         (lambda x: x[0], "have shape [*, *]", "[4]"),
         (transposed, "have stride 1 in its last dimension", "3"),
     ],

@@ -39,8 +39,15 @@ PAGE_BYTES = {  # page size 1, 2, 64, 128, 256
 
 
 def test_the_layouts_and_their_ids_are_frozen():
+    """Ids are append-only, as exported programs hold them: a new layout is a row at the end of FROZEN."""
     assert list(KV_LAYOUTS) == [row[0] for row in ROWS]
     assert [layout.id for layout in KV_LAYOUTS.values()] == list(range(len(ROWS)))
+
+
+def test_nobody_can_change_the_table_of_layouts():
+    for table in (KV_LAYOUTS, INDEX_LAYOUTS):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            table["mine"] = next(iter(table.values()))
 
 
 @pytest.mark.parametrize("id", range(len(ROWS)), ids=[row[0] for row in ROWS])

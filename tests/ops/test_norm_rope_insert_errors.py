@@ -35,16 +35,16 @@ def case(layout, device):
 
 PAGE = KV_LAYOUTS["dsv4"].page_bytes(64)
 TABLE = [
-    (lambda x: x.double(), "have dtype Float", "Double"),
-    (lambda x: x.bfloat16(), "have dtype Float", "BFloat16"),
+    (lambda x: x.double(), "have dtype torch.float32", "torch.float64"),
+    (lambda x: x.bfloat16(), "have dtype torch.float32", "torch.bfloat16"),
 ]
 SLOTS = [
-    (lambda x: x.short(), "have dtype Long or Int", "Short"),
+    (lambda x: x.short(), "have dtype torch.int64 or torch.int32", "torch.int16"),
     (lambda x: x.repeat_interleave(2)[::2], "be contiguous", "shape [5] with strides [2]"),
 ]
 ERRORS = {
     "q": [
-        (lambda x: x.float(), "have dtype BFloat16", "Float"),
+        (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
         (lambda x: x[:4], "have shape [5, *, *]", "[4, 8, 512]"),
         (lambda x: x[:, 0], "have shape [5, *, *]", "[5, 512]"),
         (lambda x: x.mT.contiguous().mT, "have stride 1 in its last dimension", "8"),
@@ -66,14 +66,14 @@ ERRORS = {
         ),
     ],
     "kv": [
-        (lambda x: x.float(), "have dtype BFloat16", "Float"),
+        (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
         (lambda x: x[:, :448], "have shape [*, 512]", "[5, 448]"),
         (transposed, "have stride 1 in its last dimension", "5"),
         (misaligned, "be 16-byte aligned", "an address that is 2 past"),
         (odd_rows, "be 16-byte aligned in every row", "a stride of 1032 bytes"),
     ],
     "kv_weight": [
-        (lambda x: x.half(), "have dtype BFloat16 or Float", "Half"),
+        (lambda x: x.half(), "have dtype torch.bfloat16 or torch.float32", "torch.float16"),
         (lambda x: x[:448], "have shape [512]", "[448]"),
         (lambda x: x.repeat_interleave(2)[::2], "be contiguous", "shape [512] with strides [2]"),
         (misaligned, "be 16-byte aligned", "an address that is 4 past"),
@@ -102,7 +102,7 @@ ERRORS = {
     "num_heads": [(lambda x: 7, "be at least 8 (the heads of q)", "7")],
     "scale": [(lambda x: torch.ones(1), "be None for layout dsv4", "a tensor")],
     "out_q": [
-        (lambda x: x.float(), "have dtype BFloat16", "Float"),
+        (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
         (lambda x: x[:, :7], "have shape [5, 8, 512]", "[5, 7, 512]"),
         (misaligned, "be 16-byte aligned", "an address that is 2 past"),
         (
@@ -114,7 +114,7 @@ ERRORS = {
 }
 V32_ERRORS = {
     "k_rope": [
-        (lambda x: x.float(), "have dtype BFloat16", "Float"),
+        (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
         (lambda x: x[:, :32], "have shape [5, 64]", "[5, 32]"),
         (lambda x: x[:4], "have shape [5, 64]", "[4, 64]"),
         (misaligned, "be 16-byte aligned", "an address that is 2 past"),

@@ -28,11 +28,14 @@ def case(layout, device):
 
 PAGE, PAGE_32 = (KV_LAYOUTS["dsv4"].page_bytes(size) for size in (64, 32))
 TOKEN = KV_LAYOUTS["dsv4"].bytes_per_token
-FLOATS, BYTES = "BFloat16 or Half or Float", "Byte or Char or Float8_e4m3fn or Float8_e4m3fnuz or BFloat16"
+FLOATS, BYTES = (
+    "torch.bfloat16 or torch.float16 or torch.float32",
+    "torch.uint8 or torch.int8 or torch.float8_e4m3fn or torch.float8_e4m3fnuz or torch.bfloat16",
+)
 ERRORS = {  # argument: how it is spoilt, what it must be, what came
     "latent": [
-        (lambda x: x.double(), f"have dtype {FLOATS}", "Double"),
-        (lambda x: x.int(), f"have dtype {FLOATS}", "Int"),
+        (lambda x: x.double(), f"have dtype {FLOATS}", "torch.float64"),
+        (lambda x: x.int(), f"have dtype {FLOATS}", "torch.int32"),
         (lambda x: x[:, :-64], "have shape [*, 512]", "[5, 448]"),
         (lambda x: x[None], "have shape [*, 512]", "[1, 5, 512]"),
         (transposed, "have stride 1 in its last dimension", "5"),
@@ -40,14 +43,14 @@ ERRORS = {  # argument: how it is spoilt, what it must be, what came
         (odd_rows, "be 16-byte aligned in every row", "a stride of 1032 bytes"),
     ],
     "slot_mapping": [
-        (lambda x: x.short(), "have dtype Long or Int", "Short"),
-        (lambda x: x.float(), "have dtype Long or Int", "Float"),
+        (lambda x: x.short(), "have dtype torch.int64 or torch.int32", "torch.int16"),
+        (lambda x: x.float(), "have dtype torch.int64 or torch.int32", "torch.float32"),
         (lambda x: x[None], "have shape [*]", "[1, 5]"),
         (lambda x: x.repeat_interleave(2)[::2], "be contiguous", "shape [5] with strides [2]"),
         (lambda x: x.repeat(2)[:6], "have at most 5 entries (the rows of latent)", "6"),
     ],
     "kv_cache": [
-        (lambda x: x.float(), f"have dtype {BYTES}", "Float"),
+        (lambda x: x.float(), f"have dtype {BYTES}", "torch.float32"),
         (lambda x: x[:, :-1], f"have shape [*, {PAGE}]", f"[7, {PAGE - 1}]"),
         (lambda x: x[0], f"have shape [*, {PAGE}]", f"[{PAGE}]"),
         (lambda x: x[:, :640].unflatten(1, (64, 10)), f"have shape [*, 64, {TOKEN}]", "[7, 64, 10]"),
@@ -80,7 +83,7 @@ ERRORS = {  # argument: how it is spoilt, what it must be, what came
 UNIFORM_ERRORS = {
     "scale": [
         (lambda x: None, "be given for layout fp8_e4m3", "None"),
-        (lambda x: x.double(), "have dtype Float", "Double"),
+        (lambda x: x.double(), "have dtype torch.float32", "torch.float64"),
         (lambda x: x.expand(2), "have 1 element", "2"),
     ]
 }
@@ -89,7 +92,7 @@ BF16_ERRORS = {
     "fp8_max": [(lambda x: 224.0, "be None for layout bf16", "224")],
 }
 ROPE_ERRORS = [
-    (lambda x: x.float(), "have dtype BFloat16", "Float"),
+    (lambda x: x.float(), "have dtype torch.bfloat16", "torch.float32"),
     (lambda x: x[:, :-1], "have shape [5, 64]", "[5, 63]"),
     (lambda x: x[:-1], "have shape [5, 64]", "[4, 64]"),
     (transposed, "have stride 1 in its last dimension", "5"),

@@ -24,10 +24,19 @@ def error_cases(tables: dict[str, dict[str, Rows]]) -> pytest.MarkDecorator:
     )
 
 
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def named(message: str, otherwise: Errors = (ValueError, RuntimeError)) -> Errors:
+    """The error that says so: TypeError for what is no tensor."""
+    return TypeError if " must be a tensor, got " in message else otherwise
+
+
 def check_refused(
-    function: Callable[..., Any], arguments: dict[str, Any], message: str, error: type = RuntimeError
+    function: Callable[..., Any], arguments: dict[str, Any], message: str, error: Errors | None = None
 ) -> None:
     """The call raises, and nothing that was passed has changed."""
+    error = named(message, RuntimeError) if error is None else error
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     before = [x.clone() for x in tensors]
     with pytest.raises(error, match=re.escape(message)):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mla_fp8
 
@@ -157,7 +158,7 @@ def test_the_guide_has_the_indexers_workspace_as_the_op_does() -> None:
     assert said is not None
     sms, *pairs = map(int, said.groups())
     for megabytes, topk in (pairs[:2], pairs[2:]):
-        num_bytes = mla_fp8.index_topk_workspace(2**31 - 1, topk=topk, num_sms=sms)
+        num_bytes = torch.ops.mla_fp8.index_topk_workspace(2**31 - 1, topk, sms)
         assert round(num_bytes / 1e6) == megabytes
 
 

@@ -7,18 +7,17 @@ import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import mla_fp8
 
-# Documented modules besides mla_fp8 itself, which says what is public by __all__.
+# Documented modules besides mla_fp8 itself. Each says what is public by __all__.
 MODULES = (
-    "mla_fp8.compat.aiter", "mla_fp8.compat.deep_gemm", "mla_fp8.compat.flash_mla", "mla_fp8.compat.sglang",
+    "mla_fp8.compat.aiter", "mla_fp8.compat.deep_gemm", "mla_fp8.compat.flash_mla", "mla_fp8.compat.fp4_rows",
+    "mla_fp8.compat.sglang",
     "mla_fp8.compat.sglang_layer", "mla_fp8.compat.vllm",
-    "mla_fp8.dispatch", "mla_fp8.index_reference", "mla_fp8.layer_reference", "mla_fp8.reference",
+    "mla_fp8.index_reference", "mla_fp8.layer_reference", "mla_fp8.reference",
     "mla_fp8.testing",
 )  # fmt: skip
-OF_DISPATCH = ("explain",)  # the rest serves the ops
 CALLS = ("mla_fp8.integrations.sglang:register",
          "mla_fp8.integrations.vllm:register_flash_mla_calls", "mla_fp8.__main__:main")  # fmt: skip
 
@@ -43,18 +42,11 @@ def members(name: str, value: object) -> Iterator[str]:
         yield name
 
 
-def own_names(module: ModuleType) -> list[str]:
-    if module.__name__ == "mla_fp8.dispatch":
-        return list(OF_DISPATCH)
-    defined = {n: x for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
-    return [name for name in defined if not name.startswith("_")]
-
-
 def listing() -> list[str]:
     lines = [line for name in mla_fp8.__all__ for line in members(f"mla_fp8.{name}", getattr(mla_fp8, name))]
     for name in MODULES:
         module = import_module(name)
-        for own in own_names(module):
+        for own in module.__all__:
             lines += members(f"{name}.{own}", getattr(module, own))
     for module, _, function in (call.partition(":") for call in CALLS):
         lines += members(f"{module}.{function}", getattr(import_module(module), function))

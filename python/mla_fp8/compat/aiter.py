@@ -10,6 +10,8 @@ import torch
 from .._arguments import need_tensors
 from ..ops.paged_attention_ragged import paged_attention_ragged as _paged_attention_ragged
 
+__all__ = ["paged_attention_ragged"]
+
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MAX_SPLITS = 128
 

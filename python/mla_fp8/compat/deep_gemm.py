@@ -11,6 +11,8 @@ import torch
 from ..index_layout import INDEX_LAYOUTS
 from ..ops.index_logits import index_logits, index_logits_ragged
 
+__all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
+
 _LAYOUT = INDEX_LAYOUTS["index_fp8"]
 
 

@@ -15,6 +15,8 @@ from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.sparse_decode import sparse_decode
 from ..ops.sparse_prefill import sparse_prefill
 
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
 # The names of SGLang's fork. Rows of 528 bytes are of three formats: V41, V32_NO_ROPE, and V4.1's of FlashMLA
 # itself since its release of 2026-09-30, which we do not have. So they have to be named.
 _FORMATS = {

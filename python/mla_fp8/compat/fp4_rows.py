@@ -21,6 +21,8 @@ from .. import reference
 from ..layout import KVLayout, get_layout
 from ..ops.quantize_kv import quantize_kv
 
+__all__ = ["Fp4Rows", "convert_kv"]
+
 NOPE_DIM, ROPE_DIM = 448, 64
 CODE_BYTES, ROPE_BYTES = NOPE_DIM // 2, ROPE_DIM * 2
 ROWS_AT_ONCE = 1 << 16  # bounds the memory of what is between the caches

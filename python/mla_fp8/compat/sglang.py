@@ -21,6 +21,17 @@ from ..ops.dequantize_kv import dequantize_kv
 from ..prefill.checks import expect_lengths
 from ..prefill.lengths import bounded_lengths
 
+__all__ = [
+    "CompressedGather",
+    "SparsePrefillChunkCache",
+    "build_swa_token_ids",
+    "combine_topk_swa_indices",
+    "dequantize_k_cache_paged",
+    "dequantize_k_cache_paged_dsa",
+    "dequantize_k_cache_paged_dsv4",
+    "dsv4_kv_layouts",
+]
+
 # SGLang's names of the layouts of V4 and V4.1 (its KVLayout).
 LAYOUTS = {"v4": "dsv4", "v41": "dsv41", "v41_fp4": "dsv41_fp4"}
 

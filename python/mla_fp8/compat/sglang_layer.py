@@ -16,6 +16,15 @@ from ..ops.inverse_rope import inverse_rope
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .sglang import LAYOUTS
 
+__all__ = [
+    "c1_decode_norm_rope_store",
+    "c2_decode_norm_rope_store",
+    "c2_prefill_norm_rope_store",
+    "fused_k_norm_rope_flashmla",
+    "fused_q_norm_rope",
+    "fused_rope_inplace",
+]
+
 
 def _tables(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = torch.view_as_real(freqs_cis)

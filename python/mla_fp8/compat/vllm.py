@@ -13,6 +13,15 @@ from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 
+__all__ = [
+    "fused_deepseek_v4_kv_norm_rope_quant_insert",
+    "fused_deepseek_v4_kv_rope_quant_insert",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+    "fused_inv_rope_fp8_quant",
+    "fused_save_compress_norm",
+    "rope_quant_insert",
+]
+
 
 def _tables(cos_sin_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     half = cos_sin_cache.shape[-1] // 2

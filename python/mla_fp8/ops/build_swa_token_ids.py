@@ -3,6 +3,8 @@ import torch
 from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
+__all__ = ["build_swa_token_ids"]
+
 
 def build_swa_token_ids(
     seq_lens: torch.Tensor,

@@ -3,6 +3,8 @@ import torch
 from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
+__all__ = ["combine_topk_swa_indices", "combine_topk_swa_indices_ragged"]
+
 _WIDTH_ALIGNMENT = 128
 
 

@@ -5,6 +5,8 @@ from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout
 
+__all__ = ["compress_kv"]
+
 
 def compress_kv(
     kv_score: torch.Tensor,

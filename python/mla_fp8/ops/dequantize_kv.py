@@ -5,6 +5,8 @@ from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout, layout_of_id
 
+__all__ = ["dequantize_kv", "dequantize_kv_paged"]
+
 
 def dequantize_kv(
     kv_cache: torch.Tensor,

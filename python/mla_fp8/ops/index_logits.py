@@ -5,6 +5,8 @@ from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import IndexLayout, get_index_layout
 
+__all__ = ["index_logits", "index_logits_ragged"]
+
 
 def flat_queries(q: torch.Tensor) -> torch.Tensor:
     """``[requests, next_n, heads, dim]`` as rows; what is not of four dimensions as it is."""

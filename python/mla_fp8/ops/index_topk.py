@@ -7,6 +7,8 @@ from ..arch import num_processors
 from ..index_layout import IndexLayout, get_index_layout
 from .index_logits import flat_queries
 
+__all__ = ["index_topk", "index_topk_ragged", "index_topk_workspace"]
+
 Chosen = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 

@@ -4,6 +4,8 @@ from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 
+__all__ = ["inverse_rope", "inverse_rope_quantize"]
+
 
 def inverse_rope(
     o: torch.Tensor,

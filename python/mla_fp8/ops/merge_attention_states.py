@@ -4,6 +4,8 @@ from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 
+__all__ = ["merge_attention_states"]
+
 
 def merge_attention_states(
     out_a: torch.Tensor,

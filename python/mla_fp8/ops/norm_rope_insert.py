@@ -5,6 +5,8 @@ from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import KVLayout, get_layout
 
+__all__ = ["k_norm_rope_insert", "qk_norm_rope_insert"]
+
 
 def k_norm_rope_insert(
     kv: torch.Tensor,

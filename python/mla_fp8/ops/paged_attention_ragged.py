@@ -5,6 +5,8 @@ from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..layout import HEAD_DIM_V, KVLayout, get_layout
 
+__all__ = ["paged_attention_ragged", "paged_attention_ragged_latent"]
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

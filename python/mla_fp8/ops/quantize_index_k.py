@@ -5,6 +5,8 @@ from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import IndexLayout, get_index_layout
 
+__all__ = ["quantize_index_k"]
+
 
 def quantize_index_k(
     k: torch.Tensor,

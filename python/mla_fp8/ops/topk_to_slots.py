@@ -3,6 +3,8 @@ import torch
 from .._arguments import all_given, call_op
 from .._fake import fake, fake_returns_nothing
 
+__all__ = ["topk_to_slots"]
+
 
 def topk_to_slots(
     positions: torch.Tensor,

@@ -38,7 +38,8 @@ def expect_lengths(owner: str, name: str, lengths: Iterable[object], number: int
 
 def expect_kind(owner: str, name: str, x: object, kind: type) -> None:
     if not isinstance(x, kind):
-        raise TypeError(f"{owner}: {name} must be a {kind.__name__}, got {shown(x)}")
+        expected = "tensor" if kind is Tensor else kind.__name__
+        raise TypeError(f"{owner}: {name} must be a {expected}, got {shown(x)}")
 
 
 def expect_rows(owner: str, name: str, x: object, dtype: torch.dtype, *shape: int | None) -> None:

@@ -19,6 +19,8 @@ from .tables import Tables
 from .ways import WAYS, fills_tiles, needs_no_indices
 from .workspace import STRATEGIES, PrefillWorkspace, capturing, num_window_rows
 
+__all__ = ["SparsePrefillChunkCache"]
+
 MAX_QUERY_GROUP = 65536  # of the ops
 _NAME = "mla_fp8.SparsePrefillChunkCache"
 

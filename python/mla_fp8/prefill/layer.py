@@ -8,6 +8,8 @@ from torch import Tensor
 from ..layout import KV_LAYOUTS, KVLayout, expect_pages, get_layout
 from .checks import expect_at_least, expect_kind
 
+__all__ = ["LayerCaches", "PagedCache"]
+
 
 class PagedCache(NamedTuple):
     """The pages of one cache, ``data`` [num_pages, page_bytes], with ``page_size`` rows each."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from ..layout import KV_LAYOUTS
 from .checks import check_strategy, expect_at_least, expect_lengths
 
+__all__ = ["PrefillWorkspace", "workspace_rows"]
+
 STRATEGIES = ("whole", "selected", "direct")
 
 
