@@ -304,7 +304,7 @@ def explain(**changes) -> str:
 def test_explain_has_the_problem_and_a_line_for_each_backend():
     first, *lines = explain().splitlines()
     assert first == "sparse_decode on cpu, dsv32, 16 heads; backend='auto'"
-    assert lines[0].split() == ["native", "taken:", "native", "before", "others"]
+    assert lines[0].split()[:2] == ["native", "taken:"]
     assert len(lines) == len([b for b in TABLE if "sparse_decode" in b.ops])
     asked = explain(backend="reference", extra_layout="dsv32", batch_invariant=True)
     assert asked.startswith("sparse_decode on cpu, dsv32, 16 heads, batch_invariant, two caches; ")
