@@ -66,6 +66,7 @@ def test_everything_generated_is_up_to_date() -> None:
 def test_the_page_on_support_lists_every_public_op() -> None:
     not_ops = {
         "doctor",
+        "explain",
         "hisparse_backend",
         "index_topk_workspace",
         "resolve_kv_cache_dtype",
@@ -84,8 +85,8 @@ def test_the_reference_says_how_an_object_is_made() -> None:
     public = {name: getattr(mla_fp8, name) for name in mla_fp8.__all__}
     made = {name for name, x in public.items() if inspect.isclass(x)} - {"KVLayout", "IndexLayout"}
     signatures = (DOCS / "reference/ops.md").read_text()
-    assert {name for name in made if f"```python\n{name}(\n" in signatures} == made
-    assert "| `attend(q, layer, topk_indices=None, *, sm_scale" in signatures
+    assert {name for name in made if f"```python\n{name}(" in signatures} == made
+    assert "#### `attend(q, layer, topk_indices=None, *, sm_scale" in signatures
 
 
 def test_install_lines_ask_one_index_for_our_name() -> None:
@@ -175,9 +176,54 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in found)
 
 
-def test_a_text_across_columns_of_a_docstring_keeps_its_words() -> None:
-    table = ops.table(["=====  ====  ====", "x      two bb c d", "y      [n]   int", "=====  ====  ===="])
-    assert "| `x` | two bb c d |  |" in table and "| `y` | [n] | int |" in table
+def documented(section: str, docstring: str) -> list[str]:
+    """Names in a section of a docstring in Google's style."""
+    found = re.search(rf"^{section}:\n((?:    .*\n?)+)", inspect.cleandoc(docstring), re.MULTILINE)
+    return re.findall(r"^    ([\w, ]+): ", found[1], re.MULTILINE) if found else []
+
+
+FUNCTIONS = [name for name in mla_fp8.__all__ if inspect.isfunction(getattr(mla_fp8, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_docstring_has_every_argument_the_result_and_the_errors(name: str) -> None:
+    function = getattr(mla_fp8, name)
+    text = function.__doc__
+    args, parameters = documented("Args", text), inspect.signature(function).parameters
+    assert [x for x in parameters if x in args] == args  # of the function, in its order
+    elsewhere = set(re.findall(r"``(\w+)``", " ".join(re.findall(r"so are ([^.]*)", text))))
+    if "that are not listed here" not in text:
+        assert set(args) | elsewhere >= set(parameters)
+    assert ("\nReturns:\n" in inspect.cleandoc(text)) == (
+        inspect.signature(function).return_annotation is not None
+    )
+    assert name == "doctor" or documented("Raises", text)
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    text = ops.markdown(
+        """Do it, see :func:`mla_fp8.sparse_decode`.
+
+        Args:
+            a: [n] int32: one thing
+                in two lines.
+            b: As in :func:`x`.
+            c: As in :func:`x`.
+
+        Returns:
+            The
+            sum.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for none.
+        """
+    )
+    assert text.split("\n\n") == [
+        "Do it, see `sparse_decode`.",
+        "- `a`: [n] int32: one thing in two lines.\n- `b`, `c`: As in `x`.",
+        "**Returns:** The sum.",
+        "**Raises:** ValueError for none.",
+    ]
 
 
 def test_a_part_that_nobody_writes_is_an_error() -> None:

@@ -152,10 +152,10 @@ def sparse_prefill_window(
         query_start_loc: [num_requests + 1] int32: the first token of each request. Element 0 is subtracted.
         seq_lens: [num_requests] int32: tokens of each request. Its queries are the last of them.
         window_size: Tokens of a window, its query's among them.
-        extra_page_table: [num_requests, max_pages] int32, in place of ``extra_indices``: the pages of entries
-            0, extra_page_size ... of a request.
         extra_topk_length: [num_tokens] int32, required with ``extra_page_table``: the query's first n
             entries count, which are (p + 1) // ratio.
+        extra_page_table: [num_requests, max_pages] int32, in place of ``extra_indices``: the pages of entries
+            0, extra_page_size ... of a request.
         return_max_logits: As in :func:`sparse_prefill`.
 
     Returns:
