@@ -7,18 +7,10 @@ from torch.nn.functional import pad
 from .layout import HEAD_DIM_V, KVLayout
 
 __all__ = [
-    "build_swa_token_ids",
-    "combine_topk_swa_indices",
-    "dequantize_cache",
-    "dequantize_kv",
-    "dequantize_kv_paged",
-    "merge_attention_states",
-    "pad_q_heads",
-    "paged_attention_ragged",
-    "paged_attention_ragged_latent",
-    "quantize_kv",
-    "sparse_attention",
-]
+    "build_swa_token_ids", "combine_topk_swa_indices", "dequantize_cache", "dequantize_kv",
+    "dequantize_kv_paged", "merge_attention_states", "pad_q_heads", "paged_attention_ragged",
+    "paged_attention_ragged_latent", "quantize_kv", "sparse_attention",
+]  # fmt: skip
 
 
 def tile_scales(nope: Tensor, layout: KVLayout, largest: float) -> Tensor:
