@@ -101,9 +101,12 @@ def arguments(function: object) -> str:
 
 
 def call(name: str, function: object) -> str:
-    inside = textwrap.fill(arguments(function), WIDTH - 4)
-    whole = f"{name}({inside})"
-    return whole if len(whole) <= WIDTH else f"{name}(\n{textwrap.indent(inside, '    ')},\n)"
+    """On one line, or in lines of WIDTH; one argument a line where ruff takes it for code and formats it."""
+    text = arguments(function)
+    if len(whole := f"{name}({text})") <= WIDTH:
+        return whole
+    inside = textwrap.fill(text, WIDTH - 4) if "*" in text else text.replace(", ", ",\n")
+    return f"{name}(\n{textwrap.indent(inside, '    ')},\n)"
 
 
 def entry(name: str, function: object) -> str:
