@@ -4,7 +4,8 @@ The libraries use neither CPython's C API nor libtorch's C++ ABI, so one wheel s
 torch >= 2.10. Build settings come as environment variables of the build:
 
 ``MLA_FP8_CUDA``        ``1`` or ``0``: build ``libmla_fp8_cuda.so`` (default: if nvcc is found)
-``MLA_FP8_CUDA_ARCHS``  such as ``90a`` or ``80;90a`` (default: all)
+``MLA_FP8_CUDA_ARCHS``  ``all``, as wheels have, or such as ``90a`` or ``80;90a`` (default: those of the GPUs
+                        that are here, all if there are none)
 ``MLA_FP8_HIP``         ``1``: build ``libmla_fp8_hip.so``; ziglang must be installed
 ``MLA_FP8_SANITIZE``    ``1``: with AddressSanitizer and UBSan, symbols kept; see ``ci/fuzz.sh``
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
@@ -18,6 +19,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -79,6 +81,32 @@ def wants_cuda() -> bool:
     return bool(found)
 
 
+def cuda_archs() -> str:
+    """The CUDA architectures to build for, as CMake takes them."""
+    if asked_for := os.environ.get("MLA_FP8_CUDA_ARCHS"):
+        return asked_for
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        found = []
+    numbers = {
+        int(capability.replace(".", "")) for capability in found if re.fullmatch(r"\d+\.\d", capability)
+    }
+    return ";".join("90a" if number == 90 else str(number) for number in sorted(numbers)) or "all"
+
+
+# Minutes of one core of a server, with nothing in ccache.
+CPU_MINUTES, HIP_MINUTES = 2, 4
+CUDA_MINUTES = {"90a": 9, "all": 25}  # of other architectures, whose kernels are fewer:
+CUDA_MINUTES_OF_OTHERS = 4
+
+
+def expected_minutes(archs: str, hip: bool, jobs: int) -> int:
+    cuda = sum(CUDA_MINUTES.get(arch, CUDA_MINUTES_OF_OTHERS) for arch in archs.split(";") if arch)
+    return -(-(CPU_MINUTES + cuda + HIP_MINUTES * hip) // jobs)
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
         tests, sanitize = (asked(name) or False for name in ("TESTS", "SANITIZE"))
@@ -100,10 +128,15 @@ class CMakeBuild(build_ext):
         targets = os.environ.get("MLA_FP8_TARGETS", "").split()
         gpus = {} if targets else {"CUDA": wants_cuda(), "HIP": asked("HIP") or False}
         configure += [f"-DMLA_FP8_{name}={'ON' if on else 'OFF'}" for name, on in gpus.items()]
-        if archs := os.environ.get("MLA_FP8_CUDA_ARCHS"):
+        archs = cuda_archs() if gpus.get("CUDA") else ""
+        if archs:
             configure.append(f"-DMLA_FP8_CUDA_ARCHS={archs}")
-        subprocess.check_call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         jobs = os.environ.get("MAX_JOBS")
+        if not targets:
+            kernels = ["CPUs", *([f"CUDA ({archs})"] if archs else []), *(["HIP"] if gpus["HIP"] else [])]
+            minutes = expected_minutes(archs, gpus["HIP"], int(jobs or os.cpu_count() or 1))
+            print(f"mla_fp8: kernels for {', '.join(kernels)}; the first build takes about {minutes} min")
+        subprocess.check_call(configure + shlex.split(os.environ.get("CMAKE_ARGS", "")))
         make = [cmake, "--build", str(build), *(["-j", jobs] if jobs else [])]
         # Each library is put in its place as it is linked (cmake/PutInPlace.cmake). The CPU's comes first:
         # every import needs it.

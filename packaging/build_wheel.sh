@@ -18,10 +18,10 @@ variant=${1:?variant: cpu, cu126, cu128, cu129, cu130, rocm6 or rocm7}
 out=$(mkdir -p "${2:-dist}" && cd "${2:-dist}" && pwd)
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v python3)}
 
-cuda=0 hip=0 cmake_args="-DMLA_FP8_WERROR=ON -DMLA_FP8_RELEASE=ON ${CMAKE_ARGS:-}"
+cuda=0 hip=0 archs=all cmake_args="-DMLA_FP8_WERROR=ON -DMLA_FP8_RELEASE=ON ${CMAKE_ARGS:-}"
 case $variant in
   cpu) ;;
-  cu126) cuda=1; cmake_args+=" -DMLA_FP8_CUDA_ARCHS=80;89;90a" ;;  # the compiler knows no newer ones
+  cu126) cuda=1 archs="80;89;90a" ;;  # the compiler knows no newer ones
   cu128 | cu129 | cu130) cuda=1 ;;
   rocm6 | rocm7) hip=1 ;;
   *) echo "unknown variant $variant" >&2; exit 2 ;;
@@ -45,8 +45,8 @@ umask 022
 export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct "$commit")} LC_ALL=C
 (
   cd "$work/src"
-  PATH="$(dirname "$PYTHON"):$PATH" MLA_FP8_LOCAL=$variant MLA_FP8_CUDA=$cuda MLA_FP8_HIP=$hip CMAKE_ARGS=$cmake_args \
-    "$PYTHON" -m pip wheel -q --no-build-isolation --no-deps -w "$work/raw" .
+  PATH="$(dirname "$PYTHON"):$PATH" MLA_FP8_LOCAL=$variant MLA_FP8_CUDA=$cuda MLA_FP8_CUDA_ARCHS=$archs \
+    MLA_FP8_HIP=$hip CMAKE_ARGS=$cmake_args "$PYTHON" -m pip wheel -q --no-build-isolation --no-deps -w "$work/raw" .
 )
 PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m auditwheel repair --plat auto --exclude 'libtorch*.so' \
   -w "$work/repaired" "$work"/raw/*.whl 2>&1 | tail -1

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import emulation
 import torch
-from plant_bugs import address_of, writable
 from sparse_cases import case_over, filled_scope
 
 import mla_fp8
@@ -46,25 +46,37 @@ def problems(layout: str, heads: int) -> list[Callable[..., tuple]]:
     return [case_over([scope], heads).run_by for scope in scopes]
 
 
-def target(content: bytes, at: int) -> bytes:
-    """The GPU of the PTX in whose text a byte lies."""
-    return content[content.rindex(b".target ", 0, at) :].split(maxsplit=2)[1]
+def ptx_texts(library: ctypes.CDLL) -> Iterator[ctypes.Array]:
+    """The PTX that the machine has loaded, as it lies in memory: a text for each source file."""
+    library.fake_cuda_ptx.restype = ctypes.c_void_p
+    size = ctypes.c_size_t()
+    for number in count():
+        address = library.fake_cuda_ptx(ctypes.c_size_t(number), ctypes.byref(size))
+        if not address:
+            return
+        yield (ctypes.c_char * size.value).from_address(address)
+
+
+def kernel_in(texts: list[ctypes.Array], pattern: str) -> ctypes.Array:
+    """The text of the first kernel whose name has the pattern, as it lies in memory."""
+    for text in texts:
+        content = text.raw
+        for m in re.finditer(rb"\.entry (\w+)\(", content):
+            if re.search(pattern.encode(), m[1]):
+                end = content.index(b"\n}\n", m.start())
+                return (ctypes.c_char * (end - m.start())).from_buffer(text, m.start())
+    raise LookupError(f"no kernel is called {pattern}")
 
 
 def main() -> None:
-    library = emulation.CUDA_LIBRARY
-    content = library.read_bytes()
     emulation.load(emulation.HOPPER)
-    forget = ctypes.CDLL(str(library)).fake_cuda_forget_kernels
+    library = ctypes.CDLL(str(emulation.CUDA_LIBRARY))
+    forget = library.fake_cuda_forget_kernels
+    texts = list(ptx_texts(library))
     found: dict[str, dict[str, list[int]]] = {}
     for name, (pattern, layout, heads, (per_cta, splits, producers)) in KERNELS.items():
-        entry = pattern.format(int(mla_fp8.KV_LAYOUTS[layout].id)).encode()
-        begin = next(
-            m.start()
-            for m in re.finditer(rb"\.entry (\w+)\(", content)
-            if re.search(entry, m[1]) and target(content, m.start()) == emulation.HOPPER.encode()
-        )
-        end = content.index(b"\n}\n", begin)
+        text = kernel_in(texts, pattern.format(int(mla_fp8.KV_LAYOUTS[layout].id)))
+        content = text.raw
         run_by = problems(layout, heads)
 
         def results(
@@ -85,12 +97,9 @@ def main() -> None:
 
         right = results()
         assert right is not None
-        address = address_of(library, begin)
-        writable(address, end - begin)
-        text = (ctypes.c_char * (end - begin)).from_address(address)
         found[name] = {bug: [0, 0] for bug in BUGS}
         for bug, instruction in BUGS.items():
-            for m in re.finditer(instruction, content[begin:end]):
+            for m in re.finditer(instruction, content):
                 text[m.start() : m.end()] = b" " * len(m[0])
                 got = results()
                 same = got is not None and all(map(torch.equal, got, right))
@@ -98,7 +107,7 @@ def main() -> None:
                 if not same:
                     found[name][bug][0] += 1
                 elif os.environ.get("VERBOSE"):
-                    line = content[begin : begin + m.start()].count(b"\n")
+                    line = content[: m.start()].count(b"\n")
                     print(name, bug, "line", line, "not seen", file=sys.stderr)
                 found[name][bug][1] += 1
     print(json.dumps(found))

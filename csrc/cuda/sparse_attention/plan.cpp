@@ -285,6 +285,10 @@ std::string to_string(const Plan& plan) {
   return out.str();
 }
 
+std::logic_error no_such_kernel(const Plan& plan) {
+  return std::logic_error("mla_fp8: no such kernel: " + to_string(plan));
+}
+
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   if (shares_tiles(plan)) {
     const int rows = std::min(plan.tile_queries * p.num_q_heads, plan.variant.heads);

@@ -4,6 +4,7 @@
 // query does not depend on what the other queries hold. But for queries that share keys: the bits of a tile
 // depend on its neighbours' keys, and where CTAs share tiles (sm90/many_heads/shares.cuh) on all lengths.
 #include <algorithm>
+#include <bit>
 #include <concepts>
 #include <iterator>
 #include <optional>
@@ -37,32 +38,35 @@ enum class Schedule {
   kRuns,
 };
 
-// What a kernel reads: caches of one layout, and pairs of layouts. A bit for each KvLayoutId and for each of
-// kMixedPairs.
+// What a kernel reads, a set: each layout alone is a kind of rows, and each of kMixedPairs.
 struct Rows {
-  uint32_t layouts = 0, pairs = 0;
+  uint32_t kinds = 0;  // a bit each
 
-  constexpr bool has(KvPair pair) const {
-    if (!pair.is_mixed()) return layouts >> static_cast<int>(pair.first) & 1;
-    for (size_t i = 0; i < std::size(kMixedPairs); ++i)
-      if (kMixedPairs[i].first == pair.first && kMixedPairs[i].extra == pair.extra) return pairs >> i & 1;
-    return false;
+  static constexpr int kind(KvPair pair) {  // of a pair that can_attend
+    int i = kNumKvLayouts;
+    if (!pair.is_mixed()) return static_cast<int>(pair.first);
+    for (const KvPair& p : kMixedPairs)
+      if (p.first != pair.first || p.extra != pair.extra) ++i;
+      else break;
+    return i;
   }
-  constexpr Rows operator|(Rows other) const { return {layouts | other.layouts, pairs | other.pairs}; }
+  constexpr bool has(KvPair pair) const { return can_attend(pair) && kinds >> kind(pair) & 1; }
+  constexpr Rows operator|(Rows other) const { return {kinds | other.kinds}; }
 };
 constexpr Rows rows_of(std::same_as<KvLayoutId> auto... layouts) {
-  return {((1u << static_cast<int>(layouts)) | ...), 0};
+  return {((1u << Rows::kind({layouts, layouts})) | ...)};
 }
 constexpr Rows rows_in(Format nope_format) {  // all layouts of that format
   Rows rows;
   for (int i = 0; i < kNumKvLayouts; ++i)
-    if (kv_layout(static_cast<KvLayoutId>(i)).nope_format == nope_format) rows.layouts |= 1u << i;
+    if (const auto id = static_cast<KvLayoutId>(i); kv_layout(id).nope_format == nope_format)
+      rows = rows | rows_of(id);
   return rows;
 }
 constexpr Rows pairs_in(Format nope_format) {  // all pairs whose first layout is of that format
   Rows rows;
-  for (size_t i = 0; i < std::size(kMixedPairs); ++i)
-    if (kv_layout(kMixedPairs[i].first).nope_format == nope_format) rows.pairs |= 1u << i;
+  for (const KvPair& pair : kMixedPairs)
+    if (kv_layout(pair.first).nope_format == nope_format) rows.kinds |= 1u << Rows::kind(pair);
   return rows;
 }
 inline constexpr Rows kBf16Rows = rows_in(Format::kBf16), kFp8Rows = rows_in(Format::kE4m3fn),
@@ -153,6 +157,7 @@ inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 2;
 inline constexpr int kFloatsOfRun = kHeadDimV + 2, kMostQueryParts = 8;
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
+std::logic_error no_such_kernel(const Plan& plan);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"
 
 // Floats that the plan's splits leave for each other in global memory, and the plan with no more splits than
@@ -275,17 +280,28 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
+// An instance of a kernel: a variant over a layout or a pair that it reads. Kernels with many are compiled in
+// slices, each a translation unit (CMakeLists.txt): slice s has the instances s, s + kSlices, ...
+constexpr int instance_number(size_t variant, KvPair pair) {
+  int number = 0;
+  for (size_t i = 0; i < variant; ++i)
+    if (kVariants[i].kernel == kVariants[variant].kernel) number += std::popcount(kVariants[i].rows.kinds);
+  return number + std::popcount(kVariants[variant].rows.kinds & ((1u << Rows::kind(pair)) - 1));
+}
+
 // Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for what the plan and the
-// problem name; the variant is an index of kVariants, without a second cache its layout is that of the first.
-// So a kernel is compiled for its rows of that table and the layouts that they read, for no others.
-template <Kernel kKernel, class Fn>
-void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
+// problem name, if the slice has it; the variant is an index of kVariants, without a second cache its layout is
+// that of the first. So a kernel is compiled for its rows of that table and what they read, for nothing else.
+template <Kernel kKernel, int kSlice, int kSlices, class Fn>
+bool with_variant_of_slice(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;
   bool found = false;
   with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
     const auto run_if_named = [&](auto i) {
       constexpr Variant kVariant = kVariants[i()];
-      if constexpr (kVariant.kernel == kKernel && kVariant.reads({id(), extra()})) {
+      constexpr KvPair kPair{id(), extra()};
+      if constexpr (kVariant.kernel == kKernel && kVariant.reads(kPair) &&
+                    instance_number(i(), kPair) % kSlices == kSlice) {
         if (v.schedule != kVariant.schedule || v.heads != kVariant.heads || v.producers != kVariant.producers)
           return;
         found = true;
@@ -296,7 +312,14 @@ void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
       (run_if_named(constant<i>{}), ...);
     }(std::make_index_sequence<std::size(kVariants)>{});
   });
-  if (!found) throw std::logic_error("mla_fp8: no such kernel: " + to_string(plan));
+  return found;
 }
+template <Kernel kKernel, class Fn>
+void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
+  if (!with_variant_of_slice<kKernel, 0, 1>(p, plan, fn)) throw no_such_kernel(plan);
+}
+// Whether the slice has the plan's instance, which then runs.
+template <Kernel kKernel, int kSlice>
+bool launch_slice(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
 }  // namespace mla_fp8::gpu

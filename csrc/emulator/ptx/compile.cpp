@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cctype>
 #include <type_traits>
+#include <utility>
 
 #include "emulator/ptx/program.h"
 #include "emulator/ptx/text.h"
@@ -313,7 +314,8 @@ class Compiler {
 }  // namespace
 
 // Directives of a line each; the others end with a semicolon or a body.
-void load(Module& module, std::string_view text) {
+void load(Module& module, std::string ptx) {
+  const std::string_view text = module.texts.emplace_back(std::move(ptx));
   static constexpr const char* kLines[] = {".version", ".target", ".address_size", ".file", ".loc"};
   for (Reader r{text}; !r.ends();) {
     if (r.take(';')) continue;

@@ -7,13 +7,16 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "emulator/machine/allocations.h"
 #include "emulator/ptx/async.h"
+#include "emulator/ptx/fat_binary.h"
 
 namespace {
 
@@ -43,6 +46,7 @@ struct Registry {
     ptx::Module* module;
     std::string name;
   };
+  std::deque<ptx::Module> modules;  // live as long as the process
   std::map<const void*, Function> functions;
   std::map<const void*, int> shared_bytes;  // that a function may have
   std::mutex mutex;
@@ -52,35 +56,6 @@ Registry& registry() {  // constructors of other files come first
   return r;
 }
 thread_local std::string failure;
-
-// A fat binary: its header, then for each image a header and its bytes. Only PTX is wanted; it is not packed.
-struct FatBinaryHeader {
-  uint32_t magic;
-  uint16_t version, header_bytes;
-  uint64_t bytes;
-};
-struct ImageHeader {
-  uint16_t kind, version;
-  uint32_t header_bytes;
-  uint64_t bytes;
-  uint32_t packed_bytes, unknown;
-  uint16_t minor, major;
-  uint32_t arch;
-};
-void load_fat_binary(ptx::Module& module, const char* data) {
-  FatBinaryHeader header;
-  std::memcpy(&header, data, sizeof header);
-  if (header.magic != 0xba55ed50) throw std::runtime_error("no fat binary");
-  const char* const end = data + header.header_bytes + header.bytes;
-  for (const char* at = data + header.header_bytes; at < end;) {
-    ImageHeader image;
-    std::memcpy(&image, at, sizeof image);
-    if (image.kind == 1 && image.arch == gpu().arch)
-      ptx::load(module,
-                std::string_view(at + image.header_bytes, strnlen(at + image.header_bytes, image.bytes)));
-    at += image.header_bytes + image.bytes;
-  }
-}
 
 template <class F>
 cudaError_t guarded(F f) {
@@ -121,9 +96,10 @@ void** __cudaRegisterFatBinary(void* wrapper) {
     const char* data;
     void* file;
   };
-  auto* module = new ptx::Module;  // lives as long as the process
-  load_fat_binary(*module, static_cast<const Wrapper*>(wrapper)->data);
-  return reinterpret_cast<void**>(module);
+  ptx::Module& module = registry().modules.emplace_back();
+  for (std::string& text : ptx::texts_in_fat_binary(static_cast<const Wrapper*>(wrapper)->data, gpu().arch))
+    ptx::load(module, std::move(text));
+  return reinterpret_cast<void**>(&module);
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
@@ -223,7 +199,14 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
   });
 }
 
-// For tests that change the PTX in memory: kernels are compiled anew.
+// For tests that change the PTX in memory: the text of a source file, null behind the last one.
+__attribute__((visibility("default"))) char* fake_cuda_ptx(size_t number, size_t* bytes) {
+  for (ptx::Module& module : registry().modules)
+    for (std::string& text : module.texts)
+      if (number-- == 0) return *bytes = text.size(), text.data();
+  return nullptr;
+}
+// Then kernels are compiled anew.
 __attribute__((visibility("default"))) void fake_cuda_forget_kernels() {
   const std::lock_guard lock(registry().mutex);
   for (auto& [host, function] : registry().functions) function.module->compiled.clear();

@@ -2,6 +2,7 @@
 // PTX as the machine executes it: registers as numbers, labels as places, one function per instruction.
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -61,6 +62,7 @@ inline uint32_t static_bytes(const Kernel& k) {
 
 // The PTX of one source file. Kernels are compiled when they are launched first.
 struct Module {
+  std::deque<std::string> texts;  // which the code below is part of
   struct Code {
     std::string_view text;  // (results) name (parameters) ... { body }
     uint32_t line;
@@ -72,7 +74,7 @@ struct Module {
   std::map<std::string, std::string> opcodes;
 };
 
-void load(Module& module, std::string_view text);  // which lives as long as the module
+void load(Module& module, std::string ptx);
 const Kernel& compile(Module& module, const std::string& name);
 void share_registers(Kernel& kernel, size_t num_regs);
 

@@ -248,8 +248,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 }  // namespace
 
-void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kFewHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
+template <>
+bool launch_slice<Kernel::kFewHeads, MLA_SLICE>(const SparseAttentionParams& p, const Plan& plan,
+                                                gpuStream_t stream) {
+  const auto run = [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
@@ -261,7 +263,8 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
     using C = FewHeads<R, kOctets, kProducers, kWalks ? 4 / kOctets : 1, kSegments>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
-  });
+  };
+  return with_variant_of_slice<Kernel::kFewHeads, MLA_SLICE, MLA_SLICES>(p, plan, run);
 }
 
 }  // namespace mla_fp8::gpu

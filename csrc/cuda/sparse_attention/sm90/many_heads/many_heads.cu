@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 }  // namespace
 
-void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  with_variant<Kernel::kManyHeads>(p, plan, [&](auto variant, auto layout, auto extra) {
+template <>
+bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p, const Plan& plan,
+                                                 gpuStream_t stream) {
+  const auto run = [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
@@ -167,9 +169,10 @@ void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStre
     } else if constexpr (attends_to_queries(kVariant)) {
       split(constant<Tiles::kNone>{});
     } else {
-      throw std::logic_error("mla_fp8: a kernel of tiles, for queries that go alone: " + to_string(plan));
+      throw no_such_kernel(plan);  // of tiles alone
     }
-  });
+  };
+  return with_variant_of_slice<Kernel::kManyHeads, MLA_SLICE, MLA_SLICES>(p, plan, run);
 }
 
 }  // namespace mla_fp8::gpu
