@@ -110,8 +110,11 @@ def expected_minutes(archs: str, hip: bool, jobs: int) -> int:
 class CMakeBuild(build_ext):
     def run(self) -> None:
         tests, sanitize = (asked(name) or False for name in ("TESTS", "SANITIZE"))
-        build = Path(os.environ.get("MLA_FP8_BUILD_DIR", Path(self.build_temp) / "cmake")).resolve()
-        package = ROOT / "python/mla_fp8" if self.inplace else Path(self.build_lib).resolve() / "mla_fp8"
+        # `pip install -e` builds in a folder that stays: the next one compiles what has changed alone.
+        temporary = ROOT / "build/editable" if self.editable_mode else Path(self.build_temp) / "cmake"
+        build = Path(os.environ.get("MLA_FP8_BUILD_DIR", temporary)).resolve()
+        in_tree = self.inplace or self.editable_mode
+        package = ROOT / "python/mla_fp8" if in_tree else Path(self.build_lib).resolve() / "mla_fp8"
         cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
         if not cmake or not ninja:
             raise SystemExit("mla_fp8: cmake >= 3.25 and ninja must be on PATH (pip install cmake ninja)")

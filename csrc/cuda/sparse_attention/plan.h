@@ -290,8 +290,8 @@ constexpr int instance_number(size_t variant, KvPair pair) {
 }
 
 // Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for what the plan and the
-// problem name, if the slice has it; the variant is an index of kVariants, without a second cache its layout is
-// that of the first. So a kernel is compiled for its rows of that table and what they read, for nothing else.
+// problem name, if the slice has it; the variant is an index of kVariants, without a second cache its layout
+// is that of the first. So a kernel is compiled for its rows of that table and what they read.
 template <Kernel kKernel, int kSlice, int kSlices, class Fn>
 bool with_variant_of_slice(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;
