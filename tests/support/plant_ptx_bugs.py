@@ -27,8 +27,18 @@ BUGS = {
 }
 # A part of the kernel's name, its layout, heads, and its plan.
 KERNELS = {
-    "few_heads": ("few_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEELi2ELi4E", "dsv32", 16, (16, 2, 4)),
-    "many_heads": ("many_heads_split_kernel.*RowI.*IdE{}EEELi8ELi4ELb0E.*TilesE0E", "dsv4", 64, (64, 2, 4)),
+    "few_heads": (
+        "few_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEELi2ELi4ELi1ELb0E",
+        "dsv32",
+        16,
+        (16, 2, 4),
+    ),
+    "many_heads": (
+        "many_heads_split_kernel.*RowI.*IdE{}EEELi8ELi4ELb0E.*TilesE0ELb0ELb0E",
+        "dsv4",
+        64,
+        (64, 2, 4),
+    ),
 }
 
 
