@@ -59,14 +59,14 @@ lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test-slow: build  # on two threads each
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "slow or gpu_library"
 
-test-slow-cpu: build-cpu  # where no GPU library is built
+test-slow-cpu: build-cpu  ## 4 min    slow tests of the CPU library
 	$(PYTEST) -m "slow and not gpu_library"
 
-demo-all: build
+demo-all: build  ## 2 min    the demo with every layout
 	$(BIN)/python -m mla_fp8 demo --all --out build/demo
 
 # Every header of csrc/cuda compiles alone.
-headers: build
+headers: build  ## 10 min   every header of csrc/cuda compiles alone
 	$(BIN)/cmake --build build/cmake --target mla_fp8_headers
 
 # The GPU libraries' tests without a GPU, of those that were built: AMD's machine code and NVIDIA's PTX are executed
@@ -86,7 +86,7 @@ NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk quantize_index_k topk_to_slots 
 EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
-machine: build $(addprefix machine-,$(MACHINES))
+machine: build $(addprefix machine-,$(MACHINES))  ## 10 min   GPU libraries' code, executed on the CPU: four lists of tests
 
 # In CI every library is there: pytest says which one is not.
 machine-sm_%:
@@ -102,33 +102,33 @@ hip-tests:  # what ci/gpu_test.sh runs on an AMD GPU
 
 # Random calls with hostile values against an oracle, on a library with sanitizers.
 #   make fuzz FUZZ="--seconds 3600 --seed 7"
-fuzz: $(STAMP)
+fuzz: $(STAMP)  ## 4 min    random calls under sanitizers
 	PYTHON=$(CURDIR)/$(BIN)/python ci/fuzz.sh $(FUZZ)
 
 # The plug-ins in the Python modules of vLLM and SGLang; skipped where the package index cannot be reached.
-engines: build-cpu
+engines: build-cpu  ## 3 min    the plug-ins in the sources of vLLM and SGLang
 	$(BIN)/python ci/engines/probe.py
 
-bench: build
+bench: build  ##          every benchmark of the GPU that is here
 	$(BIN)/python -m mla_fp8 bench --out benchmarks/results
 
 # What is made from code and from benchmarks/results: reference, tables, charts, prices. After new results:
 # `benchmarks/merge.py FOLDER`, which does this too.
-generate: build-cpu
+generate: build-cpu  ## 1/2 min  documents that are made from code and results
 	$(BIN)/python docs/gen/generate.py
 
 # The site, in build/docs; warnings are errors.
-docs: $(STAMP)
+docs: $(STAMP)  ## 1/2 min  the site, in build/docs
 	$(BIN)/pip install -q -c ci/constraints.txt mkdocs mkdocs-material
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
 # The wheel of a variant (packaging/build_wheel.sh), checked, in dist/.
-wheel: $(STAMP)
+wheel: $(STAMP)  ## 2 min    the wheel of a variant, in dist/: make wheel VARIANT=cpu
 	@PATH="$(CURDIR)/$(BIN):$$PATH" ci/need.sh cmake ninja auditwheel patchelf
 	PYTHON=$(CURDIR)/$(BIN)/python packaging/build_wheel.sh $(VARIANT)
 
 # A wheel as users get it: built, checked, put into an index, installed from there into an empty environment, used.
-install-test: wheel
+install-test: wheel  ## 3 min    a wheel as users get it
 	rm -rf build/site
 	$(BIN)/python packaging/make_index.py dist/mla_fp8-*+$(VARIANT)[.-]*.whl -o build/site
 	packaging/test_install.sh build/site/whl $(VARIANT)
@@ -138,7 +138,7 @@ SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MLA_FP8
   PATH="$(CURDIR)/$(BIN):$$PATH" flock $(STAMP) $(BIN)/python setup.py -q build_ext --inplace
 
 # ninja rebuilds only what changed, so this runs every time. Offline, ziglang may be missing: no HIP library then.
-build: $(STAMP)
+build: $(STAMP)  ## 10 min   all libraries: for CPUs, for the GPU that is here or Hopper, for AMD
 	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) $(SETUP)
 
 # The CPU's library, and the module of tests/core. Libraries for GPUs that are there stay as they are.
