@@ -24,6 +24,7 @@ def register() -> None:
     """An entry point of vllm.general_plugins."""
     without_cutedsl()
     random_weights()
+    name_triton_kernels()
     if os.environ.get(V4) == "1":
         v4_model.register()
 
@@ -101,6 +102,22 @@ def random_weights() -> None:
 
     for module in (weight_utils, dummy_loader):
         module.initialize_single_dummy_weight = initialize
+
+
+def name_triton_kernels() -> None:
+    """Many of vLLM's kernels in Triton are methods named ``kernel``: profiles show their classes in its place."""
+    from vllm.model_executor.warmup import jit_warmup_triton_helper
+
+    def name(cls, **unused) -> None:
+        kernel = cls.__dict__.get("kernel")
+        kernel = getattr(kernel, "__func__", kernel)  # a staticmethod's
+        if hasattr(kernel, "repr"):
+            kernel.repr = lambda _, name=cls.__name__: name
+
+    base = jit_warmup_triton_helper.VllmTritonJitKernel
+    for cls in base.__subclasses__():
+        name(cls)
+    base.__init_subclass__ = classmethod(name)
 
 
 def without_cutedsl() -> None:

@@ -1,76 +1,74 @@
 """What the kernels of an engine's step are for, by their names, and where a step's time goes."""
 
+import functools
 import re
 
-# The first pattern that fits names the part. Names are those of vLLM 0.33, SGLang 0.5.23, DeepGEMM, FlashMLA,
-# cuBLAS and PyTorch; ours begin with mla_fp8. The order matters: a name says more in front than behind.
-PARTS = (
-    ("hyper-connections", r"mhc|\bhc_|_hc_|sinkhorn|prenorm_gemm"),
-    ("experts", r"moe|expert|topkGating|grouped_topk|align_block"),
-    (
-        "sampling",
-        r"gumbel|argmax|ArgMax|topk_topp|[Ss]ampl(e|ing)_?|logprob|rejection_|_penalties_"
-        r"|_temperature_|_min_p_"
-        r"|_bad_words_|_bias_kernel|SoftMax|softmax_warp|LogSoftMax|multinomial|RadixSort|bincount|_ranks_",
+# The first list with a word of the kernel's name says the part: words are regular expressions over the name
+# in snake_case. Names are those of vLLM 0.33, SGLang 0.5.23, DeepGEMM, FlashMLA, cuBLAS and PyTorch; ours begin
+# with mla_fp8.
+PARTS = {
+    "hyper-connections": ("mhc", r"\bhc_", "_hc_", "sinkhorn", "prenorm_gemm"),
+    "experts": ("moe", "expert", "topk_gating", "grouped_topk", "align_block"),
+    "sampling": (
+        "gumbel", "arg_?max", "topk_topp", "sampl", "logprob", "rejection_", "_penalties_", "_temperature_",
+        "_min_p_", "_bad_words_", "_bias_kernel", "soft_?max", "multinomial", "radix_sort", "bincount",
+        "_ranks_",
     ),
-    (
-        "inputs of a step",
-        r"_prepare_|_compute_slot_mappings|_gather_block_tables|_post_update|slot_mapping|req_to_token"
-        r"|get_mla_metadata|metadata|seqlen|seq_lens|_expand_idx_mapping|_expand_page|block_table|embed"
-        r"|_combine_sampled|position|_local_seq|write_req|_swa_meta|paged_mqa_logits_meta|compute_.*_loc",
+    "inputs of a step": (
+        "_prepare_", "slot_mapping", "block_table", "_post_update", "req_to_token", "metadata", "seqlen",
+        "seq_lens", "_expand_idx_mapping", "_expand_page", "embed", "position", "_local_seq", "write_req",
+        "swa_meta", "compute_swa_indices", "_apply_write", "_zero_kv_blocks", "_token_request_mapping",
+        "compute_.*_loc",
     ),
-    (
-        "indexer",
-        r"mqa_logits|index_scan|index_merge|index_logits|cp_gather_indexer|TopKUnified|topKPerRow"
-        r"|(persistent|sampled|cooperative)_topk|topk_transform|fast_topk|FilteredTopK|RadixTopK"
-        r"|_upcast_logits"
-        r"|_block_scores|_finalize_candidates|_keylist|_mask_candidates|fp32_logits",
+    "indexer": (
+        "mqa_logits", "index_scan", "index_merge", "index_logits", "gather_indexer", "topk_?unified",
+        "top_?kper_row", "(persistent|sampled|cooperative)_topk", "topk_transform", "fast_topk",
+        "filtered_topk", "radix_topk", "_upcast_logits", "_block_scores", "_finalize_candidates",
+        "_keylist", "_mask_candidates", "fp32_logits",
     ),
-    (
-        "queries",
-        r"_fused_q_kernel|ConcatMLAQ|concat_mla_absorb_q|hadamard|act_quant|fused_indexer_q|q_norm_rope"
-        r"|prepare_queries|pad_q_heads|QNormRope|indexer_q|FusedRope|rope_inplace|rotary|_q_kv_norm_quant",
+    "queries": (
+        "fused_q_kernel", "concat_mlaq", "concat_mla_absorb_q", "hadamard", "act_quant",
+        "indexer_q(?!uant)", "q_?norm_rope", "prepare_queries", "pad_q_heads", "rope_inplace", "fused_rope",
+        "rotary", "_q_kv_norm_quant",
     ),
-    ("rows of pages", r"gather_and_upconvert|gather_k_cache|dequantize"),
-    (
-        "keys and caches",
-        r"norm_rope|NormRope|concat_and_cache|concat_mla|fused_deepseek|fused_store|compress|prepare_keys"
-        r"|set_mla_kv|set_k_and_s|quantize_kv|quantize_index_k|quantize_and_insert|indexer_k|index_k(?!ernel)"
-        r"|rope_(plain|quant)_insert|_store_latent|save_ring|store_cache|quant_k_cache|k_cache|kv_buffer",
+    "rows of pages": ("gather_and_upconvert", "gather_k_?cache", "dequanti[sz]e"),
+    "keys and caches": (
+        "norm_rope", "concat_and_cache", "concat_mla", "fused_store", "compress", "partial_states",
+        "prepare_keys", "set_mla_kv", "set_k_and_s", "quantize_kv", "quantize_index_k",
+        "quantize_and_insert", "indexer_k", "index_k(?!ernel)", "rope_(plain|quant)_insert",
+        "_store_latent", "save_ring", "store_cache", "quant_k_cache", "k_cache", "kv_buffer",
     ),
-    (
-        "indices",
-        r"convert_req_index|remap|combine_topk|global_topk|topk_to_slots|topk_lens|build_swa|plan_shared"
-        r"|short_context_topk|transform_index|pack_topk|translate|create_.*_indices|safe_lengths",
+    "indices": (
+        "convert_req_index", "remap", "combine_topk", "global_topk", "topk_to_slots", "topk_lens",
+        "build_swa", "plan_shared", "short_context_topk", "transform_index", "pack_topk", "translate",
+        "create_.*_indices", "safe_lengths",
     ),
-    (
-        "attention",
-        r"mla_fp8.*(attention|decode|prefill|few_heads|many_heads|bf16_tiles|merge|parts)|sparse_attn"
-        r"|flash_mla|flash_fwd|splitkv|sparse_(decode|prefill)|smxx::|sm90::(decode|prefill)|inv_rope"
-        r"|inverse_rope"
-        r"|merge_attn|merge_state|mla_combine",
+    "attention": (
+        "mla_fp8.*(attention|decode|prefill|few_heads|many_heads|bf16_tiles|merge|parts)", "sparse_attn",
+        "flash_mla", "flash_fwd", "splitkv", "sparse_(decode|prefill)", "smxx::", "sm90::(decode|prefill)",
+        "inv(erse)?_rope", "merge_attn", "merge_state", "mla_combine",
     ),
-    (
-        "GEMMs",
-        r"nvjet|gemm|Gemm|GEMM|gemv|cublas|cutlass|xmma|splitKreduce|splitK|_bmm|einsum|matmul"
-        r"|dot_kernel|ll_bf16",
+    "GEMMs": (
+        "nvjet", "gemm", "gemv", "cublas", "cutlass", "xmma", "split_?k", "_bmm", "einsum", "matmul",
+        "dot_kernel",
     ),
-    ("norms, activation", r"[Rr]ms_?[Nn]orm|RMSNorm|[Ll]ayer_?[Nn]orm|act_and_mul|silu|swiglu|norm_kernel"),
-    ("communication", r"all_?reduce|nccl|AllReduce|all_gather|cross_device"),
-    (
-        "copies, fills",
-        r"Memcpy|Memset|copy|FillFunctor|CatArray|masked_fill|index_elementwise|indexSelect"
-        r"|gather_kernel|scatter",
+    "norms, activation": ("rms_?norm", "layer_?norm", "act_and_mul", "silu", "swiglu", "norm_kernel"),
+    "communication": ("all_?reduce", "nccl", "all_gather", "cross_device"),
+    "copies, fills": (
+        "memcpy", "memset", "copy", "fill_?functor", "cat_?array", "masked_fill", "index_elementwise",
+        "index_select", "gather_kernel", "scatter",
     ),
-)
-ALL = (*(part for part, _ in PARTS), "rest")
+}  # fmt: skip
+ALL = (*PARTS, "rest")
 # The rest of a layer: what this package may change, beside what it cannot.
 NOT_OURS = ("GEMMs", "experts", "hyper-connections", "communication", "sampling", "inputs of a step")
 MOST_OF_REST = 0.05
 
 
+@functools.cache
 def part_of(kernel: str) -> str:
-    return next((part for part, pattern in PARTS if re.search(pattern, kernel)), "rest")
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kernel).lower()
+    return next((part for part, words in PARTS.items() if re.search("|".join(words), snake)), "rest")
 
 
 class Step:
