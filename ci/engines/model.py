@@ -105,7 +105,7 @@ def random_weights() -> None:
 
 
 def name_triton_kernels() -> None:
-    """Many of vLLM's kernels in Triton are methods named ``kernel``: profiles show their classes in its place."""
+    """Many of vLLM's kernels in Triton are methods named ``kernel``. Profiles show their classes instead."""
     from vllm.model_executor.warmup import jit_warmup_triton_helper
 
     def name(cls, **unused) -> None:

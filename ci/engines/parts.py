@@ -4,8 +4,8 @@ import functools
 import re
 
 # The first list with a word of the kernel's name says the part: words are regular expressions over the name
-# in snake_case. Names are those of vLLM 0.33, SGLang 0.5.23, DeepGEMM, FlashMLA, cuBLAS and PyTorch; ours begin
-# with mla_fp8.
+# in snake_case. Names are those of vLLM 0.33, SGLang 0.5.23, DeepGEMM, FlashMLA, cuBLAS and PyTorch. Ours
+# begin with mla_fp8.
 PARTS = {
     "hyper-connections": ("mhc", r"\bhc_", "_hc_", "sinkhorn", "prenorm_gemm"),
     "experts": ("moe", "expert", "topk_gating", "grouped_topk", "align_block"),
