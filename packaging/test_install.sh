@@ -24,7 +24,7 @@ for python in "$@"; do
     PIP_FIND_LINKS='' "$venv" -m pip install -q --disable-pip-version-check --index-url "file://$index/$variant" mla-fp8
     "$venv" - "$begin" "$variant" < "$checks"
     "$venv" -m mla_fp8 doctor > doctor.txt
-    sed -n '/^libraries/,/^$/p' doctor.txt
+    sed -n '1p; /^libraries/,/^$/p' doctor.txt
     [ "${DEMO:-0}" = 0 ] || "$venv" -m mla_fp8 demo --out "$work/demo" 2>/dev/null | sed -n 1p
   )
 done

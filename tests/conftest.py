@@ -22,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", config.getoption("--shard")):
+    shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("--shard"))
+    if shard is None or int(shard[1]) > int(shard[2]):
         raise pytest.UsageError(f"--shard: expected I/N, such as 1/4, got {config.getoption('--shard')!r}")
     if gpu := config.getoption("--emulated"):
         if not emulation.library(gpu).exists():
