@@ -275,3 +275,11 @@ def test_engine_pages_name_the_versions_that_are_tested() -> None:
     assert f"SGLang {pins.SGLANG[-1]}." in (DOCS / "guide/sglang.md").read_text()
     support = (DOCS / "support.md").read_text()
     assert all(version in support for version in (pins.VLLM[0], pins.VLLM[-1], *pins.SGLANG))
+
+
+def test_the_start_page_has_the_minutes_that_a_build_announces() -> None:
+    text, setup = (DOCS / "start.md").read_text(), (ROOT / "setup.py").read_text()
+    cpu, hip = re.search(r"^CPU_MINUTES, HIP_MINUTES = (\d+), (\d+)$", setup, re.MULTILINE).groups()
+    hopper, every = re.search(r'^CUDA_MINUTES = {"90a": (\d+), "all": (\d+)}', setup, re.MULTILINE).groups()
+    assert f"They take {cpu} minutes of one core" in text and f"and take {hip} minutes" in text
+    assert f"Hopper takes {hopper} minutes of one core, all {every}." in text
