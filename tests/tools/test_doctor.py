@@ -124,6 +124,7 @@ def test_the_report_is_there_where_the_cpu_library_is_not(without_library):
         ("1.2.0.dev7+cu130.g0123abcd", "0123abcd"),
         ("1.2.0.dev7+g0123abcd", "0123abcd"),
         ("1.2.0+cpu", "that of release 1.2.0+cpu"),
+        ("unknown", "unknown"),
     ],
 )
 def test_an_installed_package_knows_its_commit(version, says, monkeypatch):

@@ -59,8 +59,8 @@ def commit() -> str:
         changed = _version.git("status", "--porcelain", "--untracked-files=no")
         return found + (", with changes" if changed else "")
     version = _version.find()
-    found = version.rpartition("g")[2]
-    return found if re.fullmatch(r".*[+.]g[0-9a-f]{7,40}", version) else f"that of release {version}"
+    short = re.search(r"[+.]g([0-9a-f]{7,40})$", version)
+    return short[1] if short else "unknown" if version == "unknown" else f"that of release {version}"
 
 
 def devices() -> dict[str, str]:
