@@ -71,11 +71,11 @@ def engine(name: str, version: str) -> Path:
     return fetched(CACHE / f"{name}-{version}", fetch)
 
 
-def packages(name: str) -> Path:
-    """What the engine imports besides torch, for the Python that runs this."""
-    wanted = pins.packages(pins.FILES[name])
+def packages() -> Path:
+    """What the engines import besides torch, for the Python that runs this; SGLang's file is for 3.12."""
+    wanted = pins.packages(pins.FILES["vllm"])
     digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
-    folder = CACHE / f"packages-{name}-{sys.implementation.cache_tag}-{digest}"
+    folder = CACHE / f"packages-{sys.implementation.cache_tag}-{digest}"
     return fetched(folder, lambda folder: pip("install", "-qq", "--no-deps", "-t", folder, *wanted))
 
 
@@ -90,7 +90,7 @@ def pins_are_the_engines(name: str) -> bool:
 
 def run(name: str, version: str) -> bool:
     ours = ("python", "tests/support", "tests/integrations", "ci/engines")
-    paths = [engine(name, version), packages(name), *(pins.ROOT / x for x in ours)]
+    paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ours)]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     test = pins.ROOT / "ci/engines" / f"test_in_{name}.py"
     command = [
@@ -127,8 +127,7 @@ def main() -> int:
     engines = [(name, version) for name, versions in wanted.items() for version in versions]
     try:
         with ThreadPoolExecutor() as pool:
-            waiting = [pool.submit(packages, name) for name in wanted]
-            waiting += [pool.submit(engine, *each) for each in engines]
+            waiting = [pool.submit(packages), *(pool.submit(engine, *each) for each in engines)]
             for one in waiting:
                 one.result()
     except Unreachable as error:
