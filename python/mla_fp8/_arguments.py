@@ -2,13 +2,14 @@
 
 import re
 import reprlib
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from ._torch_private import schema_of
 
-__all__ = ["all_given", "call_in", "call_op", "expect_tensors", "need_tensors", "shown"]
+__all__ = ["all_given", "call_op", "expect_tensors", "need_tensors", "raise_named", "shown"]
 
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = 16
@@ -23,25 +24,25 @@ def shown(x: object) -> str:
 
 
 def call_op(name: str, /, *args: object, **options: object) -> Any:
-    """``torch.ops.mla_fp8.<name>``."""
-    return call_in(torch.ops.mla_fp8, name, *args, **options)
-
-
-def call_in(namespace: Any, name: str, /, *args: object, **options: object) -> Any:
-    """An op of that namespace. TypeError in one line for an argument of another kind: torch says more."""
+    """``torch.ops.mla_fp8.<name>``. TypeError for an argument of another kind, in a line: torch says more."""
     try:
-        return getattr(namespace, name)(*args, **options)
+        return getattr(torch.ops.mla_fp8, name)(*args, **options)
     except RuntimeError as error:
-        _raise_named(getattr(namespace, name), name.removesuffix("_out"), error, args, options)
+        raise_named(torch.ops.mla_fp8, name, error, args, options)
 
 
-def _raise_named(
-    op: Any, name: str, error: RuntimeError, args: tuple[object, ...], options: dict[str, object]
+def raise_named(
+    namespace: Any,
+    name: str,
+    error: RuntimeError,
+    args: tuple[object, ...],
+    options: Mapping[str, object],
 ) -> NoReturn:
-    said = str(error)
+    """What an op of the namespace raised, in our words where torch found an argument of another kind."""
+    op, name, said = getattr(namespace, name), name.removesuffix("_out"), str(error)
     if found := _OF_TORCH.search(said):
         kinds = {x.name: str(x.type) for x in schema_of(op).arguments}
-        given = dict(zip(kinds, args, strict=False)) | options
+        given = {**dict(zip(kinds, args, strict=False)), **options}
         argument = found[1]
         kind = kinds[argument].removeprefix("Optional[").removesuffix("]")
         expected, got = _KINDS.get(kind, kind), shown(given.get(argument))

@@ -5,7 +5,7 @@ from torch.autograd import forward_ad
 
 from ._torch_private import may_have_tangents, op_names
 
-__all__ = ["refuse_gradients"]
+__all__ = ["refuse_gradients", "refuse_gradients_of"]
 
 # torch's own default would let results of torch.ops.mla_fp8.* claim a gradient, and give zeros for it.
 _library = torch.library.Library("mla_fp8", "IMPL")
@@ -15,6 +15,10 @@ for _op in op_names("mla_fp8"):
 
 def refuse_gradients(op: str, **arguments: object) -> None:
     """RuntimeError if autograd follows a tensor of them, backward (unless under ``no_grad``) or forward."""
+    refuse_gradients_of(op, arguments)
+
+
+def refuse_gradients_of(op: str, arguments: dict[str, object]) -> None:
     backward, forward = torch.is_grad_enabled(), may_have_tangents()
     if not (backward or forward):
         return

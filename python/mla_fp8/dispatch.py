@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import call_in, call_op
-from ._inference import refuse_gradients
+from ._arguments import raise_named
+from ._inference import refuse_gradients_of
 from ._torch_private import constant_to_the_compiler
 from .arch import arch_of
 from .backends import opaque
@@ -209,19 +209,6 @@ def select_name(
     """The adapter that serves a call with these properties; a constant to the compiler."""
     if not isinstance(backend, str):
         raise ValueError(f"mla_fp8.{op}: backend must be a name, got {backend!r}")
-    return _select_name(op, device_type, device_index, layout, num_q_heads, features, backend)
-
-
-@functools.lru_cache(maxsize=4096)
-def _select_name(
-    op: str,
-    device_type: str,
-    device_index: int | None,
-    layout: str,
-    num_q_heads: int,
-    features: tuple[str, ...],
-    backend: str,
-) -> str:
     p = Problem(op, arch_of(device_type, device_index), layout, num_q_heads, frozenset(features))
     return select(p, backend).adapter
 
@@ -234,8 +221,6 @@ _HEAD_BOUNDS = sorted(_HEADS)
 def _selected_heads(num_q_heads: int) -> int:
     """The number of heads to select by. The compiler gets the largest number that the tables treat alike: a
     graph is then guarded by a range of heads, not by one number of them."""
-    if not torch.compiler.is_compiling():
-        return num_q_heads
     return next((bound for bound in _HEAD_BOUNDS if num_q_heads <= bound), num_q_heads)
 
 
@@ -252,8 +237,8 @@ def layout_name(name: str, backend: str, head_dim_qk: int, row_bytes: int | None
 
 
 def layout_of(
-    layout: str | KVLayout, q: torch.Tensor, kv_cache: torch.Tensor, page_size: int, backend: str,
-    *, extra: bool = False,
+    layout: str | KVLayout | None, q: torch.Tensor, kv_cache: torch.Tensor, page_size: int | None,
+    backend: str, *, extra: bool = False,
 ) -> KVLayout:  # fmt: skip
     """The layout, or the one that an engine's name for it (``"fp8_ds_mla"``, ...) means for this cache."""
     if not isinstance(layout, str) or layout in KV_LAYOUTS or layout not in NAMES:
@@ -321,72 +306,90 @@ def attend(
     given: dict[str, Any],
     backend: str,
     *,
-    outputs: dict[str, Tensor | None],
+    out: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
     max_logits: bool = False,
 ) -> Any:
     """The call by the backend that is asked for, or by the first that fits.
 
-    ``given`` are the arguments of ``torch.ops.mla_fp8.<op>``, with layouts as the caller names them.
-    ``outputs`` are the caller's out, lse and workspace. Returns (out, lse), with ``max_logits`` as the op
-    does: (out, max_logits, lse).
+    ``given`` are the arguments of ``torch.ops.mla_fp8.<op>``, with layouts as the caller names them. Returns
+    (out, lse), with ``max_logits`` as the op does: (out, max_logits, lse).
+
+    What is looked up here depends on shapes, and is cached: with little work on a GPU, a call takes as long
+    as the host does (benchmarks/bench_call_overhead.py).
     """
     q = given["q"]
-    layout, features = _resolve_layouts(op, given, backend)
     given = {name: x for name, x in given.items() if x is not None}  # None costs the op more than nothing
-    refuse_gradients(op, **given, **outputs)
+    if op == "sparse_prefill":
+        layout, features = row_layout(q).name, _NO_FEATURES
+    else:
+        layout, features = _resolve_layouts(op, given, backend)
+    refuse_gradients_of(op, given)
     adapter = _adapter(op, q, layout, backend, features)
-    out, lse, workspace = outputs["out"], outputs["lse"], outputs["workspace"]
-    as_the_op = out is None and lse is None and workspace is None and max_logits == (op != "sparse_decode")
-    if as_the_op or q.dim() != 3:  # which the op refuses
+    into = out is not None or lse is not None or workspace is not None
+    if (not into and max_logits == (op != "sparse_decode")) or q.dim() != 3:  # which the op refuses
         return _call(op, adapter, given)
+    refuse_gradients_of(op, {"out": out, "lse": lse})
     if adapter != "native":
         results = _call(op, adapter, given)
         out = results[0] if out is None else out.copy_(results[0])
         lse = results[-1] if lse is None else lse.copy_(results[-1])
         return (out, results[1], lse) if max_logits else (out, lse)
-    if out is None:
-        out = q.new_empty((q.shape[0], q.shape[1], HEAD_DIM_V))
-    if lse is None:
-        lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
-    largest = torch.empty_like(lse) if max_logits else None
+    given["out"] = q.new_empty((q.shape[0], q.shape[1], HEAD_DIM_V)) if out is None else out
+    given["lse"] = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32) if lse is None else lse
     if op != "sparse_decode":
-        given["max_logits"] = largest
+        given["max_logits"] = torch.empty_like(given["lse"]) if max_logits else None
     if workspace is None:
         given["allocate_workspace"] = True
     else:
         given["workspace"] = workspace
-    call_op(f"{op}_out", **given, out=out, lse=lse)
-    return (out, lse) if largest is None else (out, largest, lse)
+    _call(f"{op}_out", adapter, given)
+    return (given["out"], given["max_logits"], given["lse"]) if max_logits else (given["out"], given["lse"])
 
 
 def _call(op: str, adapter: str, given: dict[str, Any]) -> Any:
-    if adapter == "native":
-        return call_op(op, **given)
-    return call_in(opaque.ops, op, adapter=adapter, **given)
+    ours = torch.ops.mla_fp8
+    try:
+        if adapter == "native":
+            return getattr(ours, op)(**given)
+        return getattr(opaque.ops, op)(adapter=adapter, **given)
+    except RuntimeError as error:
+        raise_named(ours if adapter == "native" else opaque.ops, op, error, (), given)
+
+
+_NO_FEATURES: tuple[str, ...] = ()
 
 
 def _resolve_layouts(op: str, given: dict[str, Any], backend: str) -> tuple[str, tuple[str, ...]]:
     """(the caches' layouts by name, the features that the call wants); puts layouts' ids into ``given``."""
-    q = given["q"]
-    if op == "sparse_prefill":
-        return row_layout(q).name, ()
-    layout = layout_of(given["layout"], q, given["kv_cache"], given["page_size"], backend)
-    given["layout"], name = layout.id, layout.name
-    features: tuple[str, ...] = ()
-    parts = [given.get(part) for part in EXTRA]
-    if any(part is not None for part in parts):
-        kv_cache, extra_layout, page_size, *rest = parts
+    layout = layout_of(given.get("layout"), given["q"], given["kv_cache"], given.get("page_size"), backend)
+    given["layout"], name, features = layout.id, layout.name, _NO_FEATURES
+    if (
+        "extra_kv_cache" in given or "extra_indices" in given or "extra_page_size" in given
+        or "extra_layout" in given or "extra_topk_length" in given or "extra_page_table" in given
+    ):  # fmt: skip
+        q, (kv_cache, extra_layout, page_size, *rest) = given["q"], map(given.get, EXTRA)
         extra = extra_layout_of(extra_layout, q, kv_cache, page_size, backend)
         (scope,) = second_scope(op, layout, kv_cache, extra, page_size, *rest)
         features = ("two caches",)
-        given["extra_layout"] = None
+        given.pop("extra_layout", None)
         if scope.layout.name != name:
             given["extra_layout"], name = scope.layout.id, f"{name} + {scope.layout.name}"
-    if given.get("batch_invariant"):
-        features = (*features, "batch_invariant")
-    return name, features
+    return name, (*features, "batch_invariant") if "batch_invariant" in given else features
 
 
 def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...]) -> str:
-    num_q_heads = _selected_heads(q.shape[1]) if q.dim() > 1 else 0
-    return select_name(op, q.device.type, q.device.index, layout, num_q_heads, features, backend)
+    device, num_q_heads = q.device, q.size(1) if q.dim() > 1 else 0
+    if torch.compiler.is_compiling() or not isinstance(backend, str):
+        heads = _selected_heads(num_q_heads)
+        return select_name(op, device.type, device.index, layout, heads, features, backend)
+    return _selected_on(op, device, layout, num_q_heads, features, backend)
+
+
+@functools.lru_cache(maxsize=4096)
+def _selected_on(
+    op: str, device: torch.device, layout: str, num_q_heads: int, features: tuple[str, ...], backend: str
+) -> str:
+    """:func:`select_name`, as fast as it can be asked."""
+    return select_name(op, device.type, device.index, layout, num_q_heads, features, backend)

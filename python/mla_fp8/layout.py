@@ -177,7 +177,7 @@ _BY_ID = tuple(KV_LAYOUTS.values())
 _ROWS = [layout for layout in KV_LAYOUTS.values() if layout.nope_format == "bf16"]
 
 
-def get_layout(layout: "str | KVLayout") -> KVLayout:
+def get_layout(layout: "str | KVLayout | None") -> KVLayout:
     """The layout of that name. Raises ValueError, listing the known names, if there is none."""
     if isinstance(layout, KVLayout):
         return layout

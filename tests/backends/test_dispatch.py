@@ -46,10 +46,10 @@ def taken(problem: Problem, missing=not_built) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_selected_yet():
-    for cached in (packages.locate, dispatch.select, dispatch._select_name):
+    for cached in (packages.locate, dispatch.select, dispatch._selected_on):
         cached.cache_clear()
     yield
-    for cached in (packages.locate, dispatch.select, dispatch._select_name):
+    for cached in (packages.locate, dispatch.select, dispatch._selected_on):
         cached.cache_clear()
 
 
@@ -317,8 +317,9 @@ def test_selection_hears_of_what_a_call_wants(name, features, monkeypatch):
     """A backend without batch_invariant would give other bits in another batch."""
     tensors, options = SAMPLES[name]("cpu")
     wanted = []
+    select_name = dispatch.select_name
     monkeypatch.setattr(
-        dispatch, "select_name", lambda *args: wanted.append(set(args[5])) or dispatch._select_name(*args)
+        dispatch, "select_name", lambda *args: wanted.append(set(args[5])) or select_name(*args)
     )
     plain = {key: x for key, x in options.items() if not key.startswith("extra_")}
     getattr(mla_fp8, name)(*tensors, **plain)

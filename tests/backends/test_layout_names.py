@@ -53,13 +53,14 @@ def test_an_engines_name_resolves_to_what_the_backend_reads():
         ("q", torch.tensor(1.0), "q must have shape"),
         ("kv_cache", None, "kv_cache must be a tensor, got None"),
         ("kv_cache", torch.tensor(1.0), "kv_cache must have dtype"),
-        ("page_size", "64", "page_size"),
+        ("page_size", "64", "page_size must be an int, got '64'"),
     ],
 )
 def test_beside_an_engines_name_too_a_wrong_argument_is_named(name, value, text):
     given = {"q": torch.zeros(1, 8, 512).bfloat16(), "kv_cache": KV_LAYOUTS["dsv4"].empty(2, 64, "cpu")}
     given |= {"indices": torch.zeros(1, 4, dtype=torch.int32), "page_size": 64} | {name: value}
-    with pytest.raises(RuntimeError, match=text):
+    kind = RuntimeError if isinstance(value, torch.Tensor) else TypeError
+    with pytest.raises(kind, match=text):
         mla_fp8.sparse_decode(**given, layout="fp8", sm_scale=1.0)
 
 

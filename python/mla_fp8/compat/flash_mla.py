@@ -6,14 +6,15 @@ Bad input raises ValueError, or RuntimeError from the op (:func:`mla_fp8.sparse_
 :func:`mla_fp8.sparse_prefill`) under its own argument names.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .._arguments import expect_tensors, need_tensors
+from .._arguments import need_tensors
+from ..dispatch import attend
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
-from ..ops.sparse_decode import sparse_decode
-from ..ops.sparse_prefill import sparse_prefill
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -24,6 +25,10 @@ _FORMATS = {
     for name, layout in {"V32": "dsv32", "V4": "dsv4", "V41": "dsv41", "V32_NO_ROPE": "dsv32_nope"}.items()
 }
 _ALIGNMENT = 16  # bytes, of the rows that our ops read
+_ANY = -1  # of a shape
+_FOUR, _PAGES = (_ANY,) * 4, (_ANY, _ANY, 1, _ANY)
+_INF, _NAN = float("inf"), float("nan")
+_DECODE, _PREFILL = "mla_fp8.flash_mla_with_kvcache", "mla_fp8.flash_mla_sparse_fwd"
 
 
 @dataclass
@@ -88,47 +93,50 @@ def flash_mla_with_kvcache(
     ``causal``) and bf16 caches are refused with ValueError.
     """
     if indices is None:
-        raise ValueError(
-            "flash_mla_with_kvcache: indices must be a tensor (dense decode is not here), got None"
-        )
-    name = "flash_mla_with_kvcache"
-    need_tensors(name, q=q, k_cache=k_cache, indices=indices)
-    expect_tensors(
-        name, attn_sink=attn_sink, extra_k_cache=extra_k_cache, topk_length=topk_length,
-        extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
-    )  # fmt: skip
-    _expect(name, "causal", False, causal)
-    _expect(name, "is_fp8_kvcache", True, is_fp8_kvcache)
-    _expect(name, "head_dim_v", HEAD_DIM_V, head_dim_v)
-    _expect_shape(name, [None] * 4, q=q)
-    _expect_shape(name, [None, None, 1, None], k_cache=k_cache, extra_k_cache=extra_k_cache)
+        raise ValueError(f"{_DECODE}: indices must be a tensor (dense decode is not here), got None")
+    if causal or not is_fp8_kvcache or head_dim_v != HEAD_DIM_V:
+        _expect(_DECODE, "causal", False, causal)
+        _expect(_DECODE, "is_fp8_kvcache", True, is_fp8_kvcache)
+        _expect(_DECODE, "head_dim_v", HEAD_DIM_V, head_dim_v)
+    if not (_is(q, 4) and _is(k_cache, 4) and _is(indices, 3)) or indices.shape[:2] != q.shape[:2]:
+        _expect_tensors(_DECODE, q=q, k_cache=k_cache, indices=indices)
+        _expect_shape(_DECODE, "q", q, _FOUR)
+        _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
+        _expect_shape(_DECODE, "indices", indices, (*q.shape[:2], _ANY))
     batch, s_q, heads, head_dim = q.shape
-    per_query = {"indices": indices, "extra_indices_in_kvcache": extra_indices_in_kvcache}
-    _expect_shape(name, [batch, s_q, None], **per_query)
-    _expect_shape(name, [batch], topk_length=topk_length, extra_topk_length=extra_topk_length)
-    extra_indices = extra_indices_in_kvcache
-    if extra_indices is not None:
-        extra_indices = index_rows(extra_indices.flatten(0, 1))
-    layout = _layout(head_dim, k_cache, kv_format)
-    out, lse = sparse_decode(
-        aligned(q.flatten(0, 1)),
-        k_cache,
-        index_rows(indices.flatten(0, 1)),
-        layout=layout,
-        page_size=k_cache.shape[1],
-        sm_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        topk_length=_per_token(topk_length, s_q),
-        attn_sink=None if attn_sink is None else attn_sink.contiguous(),
-        extra_kv_cache=extra_k_cache,
-        extra_indices=extra_indices,
-        extra_topk_length=_per_token(extra_topk_length, s_q),
-        extra_page_size=None if extra_k_cache is None else extra_k_cache.shape[1],
-        extra_layout=None if extra_k_cache is None else _extra_layout(layout, extra_k_cache),
-        query_groups=query_groups,
-        shared_keys=shared_keys,
-        backend="native",
-    )
-    return out.view(batch, s_q, heads, HEAD_DIM_V), _empty_is_plus_inf(lse).view(batch, s_q, heads).mT
+    _, page_size, one, row_elements = k_cache.shape
+    if one != 1:
+        _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
+    layout = _layout(head_dim, row_elements * k_cache.element_size(), kv_format)
+    given: dict[str, object] = {
+        "q": aligned(q.flatten(0, 1)), "kv_cache": k_cache, "indices": index_rows(indices.flatten(0, 1)),
+        "layout": layout, "page_size": page_size,
+        "sm_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
+    }  # fmt: skip
+    if topk_length is not None:
+        _expect_shape(_DECODE, "topk_length", topk_length, (batch,))
+        given["topk_length"] = _per_token(topk_length, s_q)
+    if attn_sink is not None:
+        _expect_tensors(_DECODE, attn_sink=attn_sink)
+        given["attn_sink"] = attn_sink.contiguous()
+    if extra_indices_in_kvcache is not None:
+        _expect_shape(_DECODE, "extra_indices_in_kvcache", extra_indices_in_kvcache, (batch, s_q, _ANY))
+        given["extra_indices"] = index_rows(extra_indices_in_kvcache.flatten(0, 1))
+    if extra_topk_length is not None:
+        _expect_shape(_DECODE, "extra_topk_length", extra_topk_length, (batch,))
+        given["extra_topk_length"] = _per_token(extra_topk_length, s_q)
+    if extra_k_cache is not None:
+        _expect_shape(_DECODE, "extra_k_cache", extra_k_cache, _PAGES)
+        row_bytes = extra_k_cache.shape[3] * extra_k_cache.element_size()
+        given["extra_kv_cache"], given["extra_page_size"] = extra_k_cache, extra_k_cache.shape[1]
+        given["extra_layout"] = _extra_layout(layout, row_bytes)
+    if query_groups != 1 or shared_keys is not None:
+        given["query_groups"], given["shared_keys"] = query_groups, shared_keys
+    out, lse = attend("sparse_decode", given, "native", out=None, lse=None, workspace=None)
+    lse = _empty_is_plus_inf(lse)
+    if s_q == 1:  # a view less
+        return out.unsqueeze(1), lse.unsqueeze(2)
+    return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
 
 
 def flash_mla_sparse_fwd(
@@ -153,20 +161,23 @@ def flash_mla_sparse_fwd(
     lse          [s_q, heads]               fp32   +inf if nothing
     ===========  =========================  =====  ==========================================
     """
-    need_tensors("flash_mla_sparse_fwd", q=q, kv=kv, indices=indices)
-    expect_tensors("flash_mla_sparse_fwd", attn_sink=attn_sink, topk_length=topk_length)
-    _expect("flash_mla_sparse_fwd", "d_v", HEAD_DIM_V, d_v)
-    _expect_shape("flash_mla_sparse_fwd", [None] * 3, q=q)
-    _expect_shape("flash_mla_sparse_fwd", [None, 1, q.shape[2]], kv=kv)
-    _expect_shape("flash_mla_sparse_fwd", [q.shape[0], 1, None], indices=indices)
-    out, max_logits, lse = sparse_prefill(
-        aligned(q),
-        aligned(kv[:, 0]),
-        index_rows(indices[:, 0]),
-        sm_scale=sm_scale,
-        attn_sink=None if attn_sink is None else attn_sink.contiguous(),
-        topk_length=None if topk_length is None else topk_length.contiguous(),
-        backend="native",
+    _expect(_PREFILL, "d_v", HEAD_DIM_V, d_v)
+    fits = _is(q, 3) and _is(kv, 3) and _is(indices, 3) and kv.shape[1:] == (1, q.shape[2])
+    if not fits or indices.shape[:2] != (q.shape[0], 1):
+        _expect_tensors(_PREFILL, q=q, kv=kv, indices=indices)
+        _expect_shape(_PREFILL, "q", q, (_ANY, _ANY, _ANY))
+        _expect_shape(_PREFILL, "kv", kv, (_ANY, 1, q.shape[2]))
+        _expect_shape(_PREFILL, "indices", indices, (q.shape[0], 1, _ANY))
+    given: dict[str, object] = {
+        "q": aligned(q), "kv": aligned(kv.squeeze(1)), "indices": index_rows(indices.squeeze(1)),
+        "sm_scale": sm_scale,
+    }  # fmt: skip
+    for name, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
+        if x is not None:
+            _expect_tensors(_PREFILL, **{name: x})
+            given[name] = x.contiguous()
+    out, max_logits, lse = attend(
+        "sparse_prefill", given, "native", out=None, lse=None, workspace=None, max_logits=True
     )
     return out, max_logits, _empty_is_plus_inf(lse)
 
@@ -176,25 +187,44 @@ def _expect(function: str, what: str, want: object, got: object) -> None:
         raise ValueError(f"{function}: {what} must be {want}, got {got}")
 
 
-def _expect_shape(function: str, want: list[int | None], **tensors: torch.Tensor | None) -> None:
-    """None in ``want`` is any size."""
-    for name, x in tensors.items():
-        if x is not None and (
-            x.dim() != len(want) or any(w not in (None, n) for w, n in zip(want, x.shape, strict=True))
-        ):
-            shape = ", ".join("*" if w is None else str(w) for w in want)
-            raise ValueError(f"{function}: {name} must have shape [{shape}], got {[*x.shape]}")
+def _is(x: object, dim: int) -> bool:
+    """Whether it is a tensor of so many dimensions; the functions below say what is wrong with one."""
+    return isinstance(x, torch.Tensor) and x.dim() == dim
 
 
-def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLayout:
+def _expect_tensors(function: str, **tensors: object) -> None:
+    for x in tensors.values():
+        if not isinstance(x, torch.Tensor):
+            need_tensors(function.removeprefix("mla_fp8."), **tensors)
+
+
+def _expect_shape(function: str, name: str, x: torch.Tensor, want: tuple[int, ...]) -> None:
+    """_ANY in ``want`` is any size."""
+    _expect_tensors(function, **{name: x})
+    if x.dim() != len(want) or any(w not in (_ANY, n) for w, n in zip(want, x.shape, strict=True)):
+        known = ", ".join("*" if w == _ANY else str(w) for w in want)
+        raise ValueError(f"{function}: {name} must have shape [{known}], got {[*x.shape]}")
+
+
+def _looked_up_once(function: Callable[..., KVLayout]) -> Callable[..., KVLayout]:
+    """Decorator: kept by its arguments; the compiler, which sees through no cache, calls it."""
+    kept = functools.lru_cache(maxsize=256)(function)
+
+    @functools.wraps(function)
+    def look_up(*args: object) -> KVLayout:
+        return function(*args) if torch.compiler.is_compiling() else kept(*args)
+
+    return look_up
+
+
+@_looked_up_once
+def _layout(head_dim: int, row_bytes: int, kv_format: str | None) -> KVLayout:
     """That of the name or, without one, the only one with the size of the cache's rows."""
     if kv_format not in (None, *_FORMATS):
         raise ValueError(
-            f"flash_mla_with_kvcache: kv_format must be None or one of {', '.join(_FORMATS)}, "
-            f"got {kv_format!r}"
+            f"{_DECODE}: kv_format must be None or one of {', '.join(_FORMATS)}, got {kv_format!r}"
         )
     possible = _FORMATS.values() if kv_format is None else (_FORMATS[kv_format],)
-    row_bytes = k_cache.shape[-1] * k_cache.element_size()
     found = {
         name: layout
         for name, layout in _FORMATS.items()
@@ -202,39 +232,41 @@ def _layout(head_dim: int, k_cache: torch.Tensor, kv_format: str | None) -> KVLa
     }
     if len(found) > 1:
         raise ValueError(
-            f"flash_mla_with_kvcache: kv_format must be {' or '.join(found)} for rows of {row_bytes} bytes, "
-            "got None (V4.1's rows of FlashMLA since 2026-09-30, vLLM 0.33 and SGLang's V41_NEW are neither)"
+            f"{_DECODE}: kv_format must be {' or '.join(found)} for rows of {row_bytes} bytes, got None "
+            "(V4.1's rows of FlashMLA since 2026-09-30, vLLM 0.33 and SGLang's V41_NEW are neither)"
         )
     if found:
         return next(iter(found.values()))
     known = " or ".join(dict.fromkeys(f"{x.head_dim_qk} with {x.bytes_per_token} bytes" for x in possible))
     raise ValueError(
-        f"flash_mla_with_kvcache: head_dim of q and the bytes of a row of k_cache must be {known}, "
+        f"{_DECODE}: head_dim of q and the bytes of a row of k_cache must be {known}, "
         f"got {head_dim} with {row_bytes} bytes"
     )
 
 
-def _extra_layout(first: KVLayout, extra_k_cache: torch.Tensor) -> KVLayout:
+@_looked_up_once
+def _extra_layout(first: KVLayout, row_bytes: int) -> KVLayout:
     """Of those that may stand next to the first cache's, the one with the size of the second one's rows."""
-    row_bytes = extra_k_cache.shape[-1] * extra_k_cache.element_size()
     possible = [first, *(x for x in KV_LAYOUTS.values() if first.name in x.extra_of)]
     for layout in possible:
         if row_bytes == layout.bytes_per_token:
             return layout
     known = " or ".join(f"{x.bytes_per_token} ({x.name})" for x in possible)
     raise ValueError(
-        f"flash_mla_with_kvcache: a row of extra_k_cache must have {known} bytes next to {first.name}, "
-        f"got {row_bytes}"
+        f"{_DECODE}: a row of extra_k_cache must have {known} bytes next to {first.name}, got {row_bytes}"
     )
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """``x``, copied unless its last dimension is contiguous and its rows start at multiples of 16 bytes."""
-    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     # PyTorch aligns storages. An offset into one cannot be traced: in compiled code that is left to the op.
-    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
-    if x.stride(-1) == 1 and all(n * x.element_size() % _ALIGNMENT == 0 for n in (offset, *steps)):
-        return x
+    itemsize = x.element_size()
+    if torch.compiler.is_compiling() or x.storage_offset() * itemsize % _ALIGNMENT == 0:
+        if x.is_contiguous() and x.shape[-1] * itemsize % _ALIGNMENT == 0:
+            return x
+        steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+        if x.stride(-1) == 1 and all(n * itemsize % _ALIGNMENT == 0 for n in steps):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -242,9 +274,10 @@ def index_rows(indices: torch.Tensor) -> torch.Tensor:
     return indices if indices.stride(-1) == 1 else indices.contiguous()
 
 
-def _per_token(length: torch.Tensor | None, s_q: int) -> torch.Tensor | None:
-    return None if length is None else length[:, None].expand(-1, s_q).flatten().contiguous()
+def _per_token(length: torch.Tensor, s_q: int) -> torch.Tensor:
+    return length.contiguous() if s_q == 1 else length.repeat_interleave(s_q)
 
 
 def _empty_is_plus_inf(lse: torch.Tensor) -> torch.Tensor:
-    return lse.masked_fill(lse.isneginf(), float("inf"))
+    """In place, in one launch; NaN and everything finite stay."""
+    return lse.nan_to_num_(nan=_NAN, posinf=_INF, neginf=_INF)

@@ -160,7 +160,8 @@ def sparse_decode(
         RuntimeError: For any other argument: its name, what was expected, what came.
     """
     name = "sparse_decode"
-    need_tensors(name, q=q, kv_cache=kv_cache)
+    if not (isinstance(q, torch.Tensor) and isinstance(kv_cache, torch.Tensor)):
+        need_tensors(name, q=q, kv_cache=kv_cache)
     given = {
         "q": q, "kv_cache": kv_cache, "indices": indices, "layout": layout, "page_size": page_size,
         "sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink,
@@ -169,8 +170,7 @@ def sparse_decode(
         "extra_layout": extra_layout, "scale": scale, "batch_invariant": batch_invariant or None,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
     }  # fmt: skip
-    outputs = {"out": out, "lse": lse, "workspace": workspace}
-    return attend(name, given, backend, outputs=outputs)  # type: ignore[no-any-return]
+    return attend(name, given, backend, out=out, lse=lse, workspace=workspace)  # type: ignore[no-any-return]
 
 
 fake("sparse_decode")(attention_outputs(2))

@@ -51,13 +51,13 @@ def sparse_prefill(
         RuntimeError: For any other argument: its name, what was expected, what came.
     """
     name = "sparse_prefill"
-    need_tensors(name, q=q)
+    if not isinstance(q, torch.Tensor):
+        need_tensors(name, q=q)
     given = {
         "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "attn_sink": attn_sink,
         "topk_length": topk_length,
     }  # fmt: skip
-    outputs = {"out": out, "lse": lse, "workspace": workspace}
-    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
+    return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_paged(
@@ -99,7 +99,8 @@ def sparse_prefill_paged(
         TypeError, ValueError, RuntimeError: As :func:`sparse_decode`.
     """
     name = "sparse_prefill_paged"
-    need_tensors(name, q=q, kv_cache=kv_cache)
+    if not (isinstance(q, torch.Tensor) and isinstance(kv_cache, torch.Tensor)):
+        need_tensors(name, q=q, kv_cache=kv_cache)
     given = {
         "q": q, "kv_cache": kv_cache, "indices": indices, "layout": layout, "page_size": page_size,
         "sm_scale": sm_scale, "topk_length": topk_length, "attn_sink": attn_sink,
@@ -108,8 +109,7 @@ def sparse_prefill_paged(
         "extra_layout": extra_layout, "scale": scale,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
     }  # fmt: skip
-    outputs = {"out": out, "lse": lse, "workspace": workspace}
-    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
+    return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 def sparse_prefill_window(
@@ -165,7 +165,8 @@ def sparse_prefill_window(
         TypeError, ValueError, RuntimeError: As :func:`sparse_decode`.
     """
     name = "sparse_prefill_window"
-    need_tensors(name, q=q, kv_cache=kv_cache)
+    if not (isinstance(q, torch.Tensor) and isinstance(kv_cache, torch.Tensor)):
+        need_tensors(name, q=q, kv_cache=kv_cache)
     given = {
         "q": q, "kv_cache": kv_cache, "page_table": page_table, "query_start_loc": query_start_loc,
         "seq_lens": seq_lens, "layout": layout, "page_size": page_size, "window_size": window_size,
@@ -174,8 +175,7 @@ def sparse_prefill_window(
         "extra_page_size": extra_page_size, "extra_layout": extra_layout, "scale": scale,
         "extra_page_table": extra_page_table,
     }  # fmt: skip
-    outputs = {"out": out, "lse": lse, "workspace": workspace}
-    return attend(name, given, backend, outputs=outputs, max_logits=return_max_logits)  # type: ignore[no-any-return]
+    return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
 for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):
