@@ -140,6 +140,27 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor q, Tensor kv, " NORM_ROPE_INSERT_ARGUMENTS
                "bool norm_q, Tensor? k_rope=None, SymInt? num_heads=None, Tensor? scale=None",
                "Tensor", "Tensor(b!) out_q")
+  DEF(prepare_keys,
+      "Tensor kv, Tensor? kv_weight, Tensor cos, Tensor sin, Tensor positions, Tensor slot_mapping, "
+      "Tensor(a!) kv_cache, Tensor? k_rope=None, Tensor? q_a=None, Tensor? q_a_weight=None, "
+      "Tensor? index_k=None, Tensor? index_k_weight=None, Tensor? index_k_bias=None, "
+      "Tensor? index_cos=None, Tensor? index_sin=None, Tensor? index_slot_mapping=None, "
+      "Tensor(b!)? index_cache=None, *, int layout, int page_size, float eps, Tensor? scale=None, "
+      "int index_layout=0, int? index_page_size=None, float index_eps=1e-06, bool index_neox=False, "
+      "bool index_rope_first=False, bool hadamard=False, str scale_format=\"ue8m0\", "
+      "float? amax_floor=None, bool reciprocal=False, Tensor(c!)? out_q_a=None, Tensor(d!)? out_kv=None, "
+      "Tensor(e!)? out_k_rope=None",
+      "()")
+  DEF_WITH_OUT(
+      prepare_queries,
+      "Tensor? q_pe, Tensor? index_q, Tensor? index_weights, Tensor cos, Tensor sin, Tensor positions, "
+      "Tensor? index_cos=None, Tensor? index_sin=None, *, "
+      "bool neox=False, bool index_neox=False, bool index_rope_first=False, bool hadamard=False, "
+      "int layout=0, str scale_format=\"ue8m0\", float? amax_floor=None, bool reciprocal=False, "
+      "float weight_scale=1.0, float head_scale=1.0",
+      "(Tensor q_pe, Tensor index_q, Tensor index_weights, Tensor index_scale)",
+      "Tensor(a!)? out_q_pe, Tensor(b!)? out_index_q, Tensor(c!)? out_index_weights, "
+      "Tensor(d!)? out_index_scale")
   DEF_WITH_OUT(dequantize_kv,
                "Tensor kv_cache, Tensor slots, *, int layout, int page_size, Tensor? scale=None", "Tensor",
                "Tensor(a!) out")

@@ -32,6 +32,8 @@
 #define MLA_FP8_INDEX_OPS(X)                                \
   X(plan_shared_keys) X(plan_shared_keys_out)               \
   X(quantize_index_k)                                       \
+  X(prepare_keys)                                           \
+  X(prepare_queries) X(prepare_queries_out)                 \
   X(topk_to_slots) X(topk_to_slots_out)                     \
   X(index_logits) X(index_logits_out)                       \
   X(index_logits_ragged) X(index_logits_ragged_out)         \
@@ -91,6 +93,31 @@ void dequantize_kv_paged_out(const Tensor& kv_cache, const Tensor& page_table, c
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+void prepare_keys(const Tensor& kv, const OptionalTensor& kv_weight, const Tensor& cos, const Tensor& sin,
+                  const Tensor& positions, const Tensor& slot_mapping, Tensor kv_cache,
+                  const OptionalTensor& k_rope, const OptionalTensor& q_a, const OptionalTensor& q_a_weight,
+                  const OptionalTensor& index_k, const OptionalTensor& index_k_weight,
+                  const OptionalTensor& index_k_bias, const OptionalTensor& index_cos,
+                  const OptionalTensor& index_sin, const OptionalTensor& index_slot_mapping,
+                  OptionalTensor index_cache, int64_t layout, int64_t page_size, double eps,
+                  const OptionalTensor& scale, int64_t index_layout, std::optional<int64_t> index_page_size,
+                  double index_eps, bool index_neox, bool index_rope_first, bool hadamard,
+                  std::string scale_format, std::optional<double> amax_floor, bool reciprocal,
+                  const OptionalTensor& out_q_a, const OptionalTensor& out_kv,
+                  const OptionalTensor& out_k_rope);
+
+#define MLA_PREPARE_QUERIES_ARGUMENTS                                                                    \
+  const OptionalTensor &q_pe, const OptionalTensor &index_q, const OptionalTensor &index_weights,        \
+      const Tensor &cos, const Tensor &sin, const Tensor &positions, const OptionalTensor &index_cos,    \
+      const OptionalTensor &index_sin, bool neox, bool index_neox, bool index_rope_first, bool hadamard, \
+      int64_t layout, std::string scale_format, std::optional<double> amax_floor, bool reciprocal,       \
+      double weight_scale, double head_scale
+FourTensors prepare_queries(MLA_PREPARE_QUERIES_ARGUMENTS);
+void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, const OptionalTensor& out_q_pe,
+                         const OptionalTensor& out_index_q, const OptionalTensor& out_index_weights,
+                         const OptionalTensor& out_index_scale);
 
 #define MLA_COMBINE_ARGUMENTS                                                                                \
   const Tensor &topk_indices, const Tensor &query_start_loc, const Tensor &seq_lens,                         \
@@ -102,9 +129,9 @@ void combine_topk_swa_indices_out(MLA_COMBINE_ARGUMENTS, Tensor out_indices, Ten
 TwoTensors combine_topk_swa_indices_ragged(MLA_COMBINE_ARGUMENTS);
 void combine_topk_swa_indices_ragged_out(MLA_COMBINE_ARGUMENTS, Tensor out_indptr, Tensor out_indices);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> build_swa_token_ids(
-    const Tensor& seq_lens, const Tensor& extend_seq_lens, const Tensor& req_pool_indices,
-    const Tensor& req_to_token, const Tensor& full_to_swa, int64_t window_size, int64_t capacity);
+FourTensors build_swa_token_ids(const Tensor& seq_lens, const Tensor& extend_seq_lens,
+                                const Tensor& req_pool_indices, const Tensor& req_to_token,
+                                const Tensor& full_to_swa, int64_t window_size, int64_t capacity);
 void build_swa_token_ids_out(const Tensor& seq_lens, const Tensor& extend_seq_lens,
                              const Tensor& req_pool_indices, const Tensor& req_to_token,
                              const Tensor& full_to_swa, int64_t window_size, int64_t capacity, Tensor out_ids,

@@ -46,4 +46,12 @@ static_assert(index_layout(IndexLayoutId::kIndexFp8).bytes_per_entry() == 132);
 static_assert(index_layout(IndexLayoutId::kIndexFp4).bytes_per_entry() == 68);
 static_assert(index_layout(IndexLayoutId::kIndexFp4).scale_bytes == kIndexDim / kE2m1Tile);
 
+// How writers find the scale of 128 elements of e4m3: a power of two; amax / 448, by which they divide, or
+// with whose reciprocal they multiply. e2m1 has powers of two.
+enum class IndexScaleFormat : int32_t { kUe8m0, kF32, kF32Reciprocal };
+struct IndexScaling {
+  IndexScaleFormat format;
+  float amax_floor;
+};
+
 }  // namespace mla_fp8

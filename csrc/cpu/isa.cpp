@@ -36,6 +36,8 @@ std::span<const IsaKernels> isa_table() {
    isa::paged_attention_ragged, \
    isa::merge_ragged_splits,    \
    isa::quantize_index_k,       \
+   isa::prepare_keys,           \
+   isa::prepare_queries,        \
    isa::stage_index_query,      \
    isa::stage_index_keys,       \
    isa::index_tile},
@@ -105,6 +107,18 @@ void norm_rope_insert(const NormRopeInsertParams& p) {
   const auto kernel = best_isa().norm_rope_insert;
   parallel_for(tokens, ceil_div(kMinRows, 1 + p.num_heads),
                [&](int64_t begin, int64_t end) { kernel(p, streamed, begin, end); });
+}
+
+void prepare_keys(const PrepareKeysParams& p) {
+  const auto kernel = best_isa().prepare_keys;
+  parallel_for(p.latents.num_tokens, kMinRows / 2,
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+void prepare_queries(const PrepareQueriesParams& p) {
+  const auto kernel = best_isa().prepare_queries;
+  parallel_for(p.num_tokens, ceil_div(kMinRows, p.num_heads + p.num_index_heads),
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 void compress_kv(const CompressKvParams& p) {

@@ -11,6 +11,8 @@
 #include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
 #include "ops/paged_attention_ragged.h"
+#include "ops/prepare_keys.h"
+#include "ops/prepare_queries.h"
 #include "ops/quantize_index_k.h"
 #include "ops/quantize_kv.h"
 #include "ops/sparse_attention.h"
@@ -92,6 +94,8 @@ struct StagedIndexKeys {
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
   void merge_ragged_splits(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);          \
   void quantize_index_k(const QuantizeIndexKParams& params, int64_t begin, int64_t end);                   \
+  void prepare_keys(const PrepareKeysParams& params, int64_t begin, int64_t end);                          \
+  void prepare_queries(const PrepareQueriesParams& params, int64_t begin, int64_t end);                    \
   void stage_index_query(const IndexQueries& queries, int64_t row, StagedIndexQuery& to);                  \
   void stage_index_keys(const IndexKeys& keys, int64_t request, int64_t first, int count,                  \
                         StagedIndexKeys& to);                                                              \
@@ -115,6 +119,8 @@ struct IsaKernels {
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
   decltype(&plain::merge_ragged_splits) merge_ragged_splits;
   decltype(&plain::quantize_index_k) quantize_index_k;
+  decltype(&plain::prepare_keys) prepare_keys;
+  decltype(&plain::prepare_queries) prepare_queries;
   decltype(&plain::stage_index_query) stage_index_query;
   decltype(&plain::stage_index_keys) stage_index_keys;
   decltype(&plain::index_tile) index_tile;

@@ -9,11 +9,12 @@ namespace mla_fp8::cpu::MLA_ISA {
 constexpr int kSquares = kHeadDimV / 2;
 static_assert(kSquares == kLanes * kLanes);
 
+// 1 / sqrt(x). Through double the nearest float, for every mantissa (tried, all 2^24).
+MLA_SIMD float inverse_root(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
+
 // From the sums of squares that are left.
 MLA_SIMD float rms_factor(F32 squares, float eps) {
-  const float mean = reduce_add(squares) * (1.0f / kHeadDimV);
-  // Through double the nearest float, for every mantissa (tried, all 2^24).
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean + eps)));
+  return inverse_root(reduce_add(squares) * (1.0f / kHeadDimV) + eps);
 }
 
 // 1 / sqrt(mean of the squares + eps) of 512 elements. The squares of sixteen neighbours are added in order,
@@ -130,6 +131,27 @@ MLA_SIMD void rotate(const uint16_t* src, int half, const Rotation& r, uint16_t*
   memcpy(rest, src + 2 * i, 4 * static_cast<size_t>(half - i));
   store_words(rest, rotate_words(load_words(rest), r, i));
   memcpy(dst + 2 * i, rest, 4 * static_cast<size_t>(half - i));
+}
+
+// (a c - b s, a s + b c) of elements i and i + half, each rounded to bf16; in place if src is dst.
+MLA_SIMD void rotate_halves(const uint16_t* src, int half, const Rotation& r, uint16_t* dst) {
+  for (int i = 0; i < half; i += kLanes) {
+    const int count = std::min(kLanes, half - i);
+    uint16_t pairs[2][kLanes] = {};
+    for (int k = 0; k < 2; ++k)
+      memcpy(pairs[k], src + k * half + i, sizeof(uint16_t) * static_cast<size_t>(count));
+    const F32 a = load_bf16(pairs[0]), b = load_bf16(pairs[1]), c = load(r.cos + i), s = load(r.sin + i);
+    store_u16(pairs[0], to_bf16(sub(mul(a, c), mul(b, s))));
+    store_u16(pairs[1], to_bf16(add(mul(a, s), mul(b, c))));
+    for (int k = 0; k < 2; ++k)
+      memcpy(dst + k * half + i, pairs[k], sizeof(uint16_t) * static_cast<size_t>(count));
+  }
+}
+
+// By halves, or pairs of neighbours.
+MLA_SIMD void rotate_pairs(const uint16_t* src, bool is_neox, int half, const Rotation& r, uint16_t* dst) {
+  if (is_neox) rotate_halves(src, half, r, dst);
+  else rotate(src, half, r, dst);
 }
 
 // A head rotated, its first dims as they are; zeros without a rotation. `streamed`: see stream() in simd.h.

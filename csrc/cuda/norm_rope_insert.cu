@@ -5,8 +5,7 @@
 #include "ops/norm_rope_insert.h"
 
 #include "cuda/device/launch.cuh"
-#include "cuda/norm_rope.cuh"
-#include "cuda/write_row.cuh"
+#include "cuda/insert_latent.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -24,62 +23,6 @@ inline constexpr int kHeadPasses = 4;     // chunks of a lane, in flight at once
 inline constexpr int kHeadsInFlight = 2;  // of a warp that norms them: as many chunks
 inline constexpr int kMaxHeadSteps = 16;  // of a warp
 static_assert(2 * kMaxRopeHalf <= kPassDim);
-
-// The bf16 words of a latent's pass, normed and rotated.
-template <KvLayoutId kId>
-__device__ __forceinline__ void insert_latent(const NormRopeInsertArgs& args, int64_t token) {
-  using C = LatentChunks<kId>;
-  constexpr KvLayout kL = C::kL;
-  const NormRopeInsertParams& p = args.p;
-  const int lane = threadIdx.x % kWarpSize;
-  wait_for_previous_grid();
-  const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
-  const int64_t mate =
-      load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_insert ? token ^ 1 : token);
-  const Position position = load_position(p.table, token);
-  const bool is_alone = mate != slot + 1 && mate != slot - 1;
-  Words<4> x[C::kPasses];
-#pragma unroll
-  for (int pass = 0; pass < C::kPasses; ++pass) {
-    const int element = C::element(pass, lane);
-    if (pass < kNormPasses) {
-      x[pass] = load_if<4>(p.kv + token * p.kv_stride_token + element, true);
-    } else {
-      const bool wanted = element < C::kDim && p.k_rope != nullptr;
-      x[pass] = load_if<4>(p.k_rope + token * p.k_rope_stride_token + (element - kHeadDimV), wanted);
-    }
-  }
-  Weights8 weight[kNormPasses]{};
-  if (p.kv_weight != nullptr)
-#pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass)
-      weight[pass] = {p.kv_weight, p.weight_is_float, C::element(pass, lane)};
-  constexpr int kLast = C::kPasses - 1;  // what is rotated lies in it
-  const int element = C::element(kLast, lane), pair = (element - C::kDim + p.table.dim()) / 2;
-  const bool is_rotated = element < C::kDim && element >= C::kDim - p.table.dim();
-  const CacheRow to = find_row(p, args.page_size, slot);
-  if (!to.valid || !position.valid) return;
-  Rotation rotation{};
-  if (is_rotated) rotation = load_rotation(p.table, position.at, pair);
-  if (is_alone) prefetch_partial_sectors<kId>(to, p.page_size);
-
-  if (p.kv_weight != nullptr) {
-    Floats8 v[kNormPasses];
-#pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) v[pass] = unpack8(x[pass]);
-    const float factor = rms_factor(v, p.eps);
-#pragma unroll
-    for (int pass = 0; pass < kNormPasses; ++pass) {
-      const Floats8 w = weight[pass].unpack(p.weight_is_float);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) v[pass].x[i] = __fmul_rn(__fmul_rn(v[pass].x[i], factor), w.x[i]);
-      x[pass] = pack8(v[pass]);
-    }
-  }
-  if (is_rotated) x[kLast] = pack8(rotate8(unpack8(x[kLast]), rotation));
-  const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
-  write_row<kId>(to, p.page_size, layer_scale, format_max(kL.nope_format), x);
-}
 
 // Norm and RoPE of `count` heads of a token, kHeadsInFlight at once.
 __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_t token, int64_t first,
@@ -196,7 +139,7 @@ __global__ void __launch_bounds__(kInsertBlock, kInsertBlocksPerSm)
   const int warp = threadIdx.x / kWarpSize;
   if (blockIdx.x < args.kv_blocks) {
     const int64_t token = int64_t{blockIdx.x} * kInsertWarps + warp;
-    if (token < p.num_insert) insert_latent<kId>(args, token);
+    if (token < p.num_insert) insert_latent<kId, false>(p, args.page_size, token);
     return;
   }
   const int64_t unit = (blockIdx.x - args.kv_blocks) * kInsertWarps + warp;

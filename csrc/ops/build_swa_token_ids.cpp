@@ -63,9 +63,9 @@ void build_swa_token_ids_out(const Tensor& seq_lens, const Tensor& extend_seq_le
   MLA_LAUNCH(build_swa_token_ids, seq_lens, params);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> build_swa_token_ids(
-    const Tensor& seq_lens, const Tensor& extend_seq_lens, const Tensor& req_pool_indices,
-    const Tensor& req_to_token, const Tensor& full_to_swa, int64_t window_size, int64_t capacity) {
+FourTensors build_swa_token_ids(const Tensor& seq_lens, const Tensor& extend_seq_lens,
+                                const Tensor& req_pool_indices, const Tensor& req_to_token,
+                                const Tensor& full_to_swa, int64_t window_size, int64_t capacity) {
   const Check check("build_swa_token_ids");
   check(seq_lens, "seq_lens").shape({-1});
   check_sizes(check, window_size, capacity);

@@ -61,6 +61,33 @@ IndexLayoutId check_index_layout(const Check& check, int64_t layout) {
   return static_cast<IndexLayoutId>(layout);
 }
 
+IndexScaling check_index_scaling(const Check& check, IndexLayoutId layout, const std::string& scale_format,
+                                 std::optional<double> amax_floor, bool reciprocal) {
+  const IndexLayout l = index_layout(layout);
+  const bool is_f32 = scale_format == "f32";
+  check.that(is_f32 || scale_format == "ue8m0", "scale_format must be ue8m0 or f32, got ", scale_format);
+  check.that(!is_f32 || layout == IndexLayoutId::kIndexFp8, "scale_format must be ue8m0 for layout ", l.name,
+             ", got f32");
+  check.that(!reciprocal || is_f32, "reciprocal must be False unless scale_format is f32, got True");
+  // Within these, the scale and its reciprocal are normal floats.
+  const double least = l.value_max * 0x1p-126, most = l.value_max;
+  const double floor = amax_floor.value_or(l.amax_floor);
+  check.that(floor >= least && floor <= most, "amax_floor must be in [", least, ", ", most, "], got ", floor);
+  const auto format = !is_f32      ? IndexScaleFormat::kUe8m0
+                      : reciprocal ? IndexScaleFormat::kF32Reciprocal
+                                   : IndexScaleFormat::kF32;
+  return {format, static_cast<float>(floor)};
+}
+
+void check_index_rope(const Check& check, const char* name, const RopeTable& table, bool is_neox,
+                      const char* of) {
+  const int64_t half = table.half;
+  check.that(2 * half <= kIndexDim, name, " must have at most ", kIndexDim / 2, " columns for ", of, ", got ",
+             half);
+  check.that(!is_neox || half == kIndexRopeHalf || half == 0, name, " must have ", kIndexRopeHalf,
+             " columns or none for ", of, " by halves, got ", half);
+}
+
 IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayoutId layout,
                                  int64_t page_size) {
   const IndexLayout l = index_layout(layout);

@@ -2,6 +2,7 @@
 // The arguments that the ops of the indexer share, checked.
 #include "common/torch.h"
 #include "ops/index_topk.h"
+#include "ops/rope_table.h"
 
 namespace mla_fp8 {
 
@@ -12,6 +13,12 @@ struct IndexCacheView {
 };
 
 IndexLayoutId check_index_layout(const Check& check, int64_t layout);
+// Of a writer's options.
+IndexScaling check_index_scaling(const Check& check, IndexLayoutId layout, const std::string& scale_format,
+                                 std::optional<double> amax_floor, bool reciprocal);
+// Which dims of the indexer's heads or keys can be rotated: `table` is called `name`, they `of`.
+void check_index_rope(const Check& check, const char* name, const RopeTable& table, bool is_neox,
+                      const char* of);
 // `t` is [num_pages, page_bytes] or [num_pages, page_size, 1, bytes_per_entry], of any one-byte dtype; pages
 // may lie further apart.
 IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayoutId layout,

@@ -1,13 +1,10 @@
 // k_norm_rope_insert and qk_norm_rope_insert: one set of checks, one kernel.
-#include "ops/norm_rope_insert.h"
-
+#include "ops/norm_rope_checks.h"
 #include "ops/rope_checks.h"
-#include "registration.h"
 
 namespace mla_fp8 {
-namespace {
 
-NormRopeInsertParams check_kv(const Check& check, MLA_K_NORM_ROPE_INSERT_ARGUMENTS) {
+NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_ARGUMENTS) {
   const KvLayoutId id = check.layout(layout);
   const KvLayout l = kv_layout(id);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
@@ -75,6 +72,8 @@ NormRopeInsertParams check_kv(const Check& check, MLA_K_NORM_ROPE_INSERT_ARGUMEN
   };
 }
 
+namespace {
+
 void check_q(const Check& check, const Tensor& q, const Tensor& kv_cache, bool norm_q,
              std::optional<int64_t> num_heads, NormRopeInsertParams& params) {
   const Arg arg = check(q, "q");
@@ -131,15 +130,15 @@ void run(NormRopeInsertParams params, [[maybe_unused]] const Tensor& kv_cache) {
 }  // namespace
 
 void k_norm_rope_insert(MLA_K_NORM_ROPE_INSERT_ARGUMENTS) {
-  run(check_kv(Check("k_norm_rope_insert"), kv, kv_weight, cos, sin, positions, slot_mapping, kv_cache,
-               layout, page_size, eps, k_rope, scale),
+  run(check_latents(Check("k_norm_rope_insert"), kv, kv_weight, cos, sin, positions, slot_mapping, kv_cache,
+                    layout, page_size, eps, k_rope, scale),
       kv_cache);
 }
 
 void qk_norm_rope_insert_out(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS, Tensor out_q) {
   const Check check("qk_norm_rope_insert");
-  NormRopeInsertParams params = check_kv(check, kv, kv_weight, cos, sin, positions, slot_mapping, kv_cache,
-                                         layout, page_size, eps, k_rope, scale);
+  NormRopeInsertParams params = check_latents(check, kv, kv_weight, cos, sin, positions, slot_mapping,
+                                              kv_cache, layout, page_size, eps, k_rope, scale);
   check_q(check, q, kv_cache, norm_q, num_heads, params);
   check_out_q(check, out_q, kv_cache, params);
   run(params, kv_cache);
@@ -147,8 +146,8 @@ void qk_norm_rope_insert_out(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS, Tensor out_q) {
 
 Tensor qk_norm_rope_insert(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS) {
   const Check check("qk_norm_rope_insert");
-  NormRopeInsertParams params = check_kv(check, kv, kv_weight, cos, sin, positions, slot_mapping, kv_cache,
-                                         layout, page_size, eps, k_rope, scale);
+  NormRopeInsertParams params = check_latents(check, kv, kv_weight, cos, sin, positions, slot_mapping,
+                                              kv_cache, layout, page_size, eps, k_rope, scale);
   check_q(check, q, kv_cache, norm_q, num_heads, params);
   Tensor out_q = new_empty(q, {params.num_tokens, params.num_heads, params.head_dim}, ScalarType::BFloat16);
   check_out_q(check, out_q, kv_cache, params);

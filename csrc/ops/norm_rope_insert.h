@@ -28,6 +28,10 @@ struct NormRopeInsertParams {
   uint8_t* kv_cache;   // [num_pages, page_bytes]
   int64_t kv_cache_stride_page;
 
+  // prepare_keys alone: bf16 that the row was made of, [num_tokens, ..] like kv and k_rope; null: not kept.
+  uint16_t *out_kv, *out_k_rope;
+  int64_t out_kv_stride_token, out_k_rope_stride_token;
+
   int64_t num_q_heads, num_heads;  // in, out: the rest of out_q is zeros; 0: there is no q
   int64_t head_dim;                // of q and out_q; kHeadDimV if they are normed
   bool norm_q;                     // without a weight

@@ -10,7 +10,6 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
                       bool hadamard, bool reciprocal) {
   const Check check("quantize_index_k");
   const IndexLayoutId id = check_index_layout(check, layout);
-  const IndexLayout l = index_layout(id);
   const IndexCacheView cache = check_index_cache(check, index_cache, id, page_size);
   const Arg key = check(k, "k");
   key.same_device_as(index_cache, "index_cache")
@@ -27,15 +26,7 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
   check.that(num_tokens <= k.size(0), "slot_mapping must have at most ", k.size(0),
              " entries (the rows of k), got ", num_tokens);
 
-  const bool is_f32 = scale_format == "f32";
-  check.that(is_f32 || scale_format == "ue8m0", "scale_format must be ue8m0 or f32, got ", scale_format);
-  check.that(!is_f32 || id == IndexLayoutId::kIndexFp8, "scale_format must be ue8m0 for layout ", l.name,
-             ", got f32");
-  check.that(!reciprocal || is_f32, "reciprocal must be False unless scale_format is f32, got True");
-  // Within these, the scale and its reciprocal are normal floats.
-  const double least = l.value_max * 0x1p-126, most = l.value_max;
-  const double floor = amax_floor.value_or(l.amax_floor);
-  check.that(floor >= least && floor <= most, "amax_floor must be in [", least, ", ", most, "], got ", floor);
+  const IndexScaling scaling = check_index_scaling(check, id, scale_format, amax_floor, reciprocal);
   if (num_tokens == 0 || cache.num_pages == 0) return;
 
   const QuantizeIndexKParams params{
@@ -48,10 +39,7 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
       .k_stride_token = k.stride(0),
       .slot_mapping = slot_mapping.const_data_ptr(),
       .slots_are_int64 = slots.is(ScalarType::Long),
-      .scale_format = !is_f32      ? IndexScaleFormat::kUe8m0
-                      : reciprocal ? IndexScaleFormat::kF32Reciprocal
-                                   : IndexScaleFormat::kF32,
-      .amax_floor = static_cast<float>(floor),
+      .scaling = scaling,
       .hadamard = hadamard,
       .kv_cache = cache.data,
       .kv_cache_stride_page = cache.stride_page,

@@ -5,8 +5,6 @@
 
 namespace mla_fp8 {
 
-enum class IndexScaleFormat : int32_t { kUe8m0, kF32, kF32Reciprocal };
-
 // Writes key i into slot slot_mapping[i] of a cache of index keys; slots outside [0, num_slots) are skipped.
 struct QuantizeIndexKParams {
   IndexLayoutId layout;
@@ -18,8 +16,7 @@ struct QuantizeIndexKParams {
   int64_t k_stride_token;
   const void* slot_mapping;  // [num_tokens] int64 or int32, slot = page * page_size + row
   bool slots_are_int64;
-  IndexScaleFormat scale_format;
-  float amax_floor;
+  IndexScaling scaling;
   bool hadamard;
 
   uint8_t* kv_cache;  // [num_pages, page_bytes]

@@ -5,8 +5,9 @@
 
 namespace mla_fp8 {
 
-inline constexpr int kMaxRopeHalf = 128;  // pairs: half of a latent's dims
-inline constexpr int kRopeStep = 8;       // rotated dims come in multiples of this: a vector of bf16
+inline constexpr int kMaxRopeHalf = 128;   // pairs: half of a latent's dims
+inline constexpr int kIndexRopeHalf = 32;  // of RoPE by halves in a head or key of the indexer
+inline constexpr int kRopeStep = 8;        // rotated dims come in multiples of this: a vector of bf16
 
 // cos and sin of each position for the pairs of neighbours (2i, 2i + 1) that a token rotates, float32. The
 // rotated dims are the last 2 * half. A position outside [0, max_pos) has no rotation; with half 0 nothing is

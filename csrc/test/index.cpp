@@ -1,7 +1,9 @@
 // The CPU kernels of the indexer by instruction set: the writer of keys, and the logits of one request.
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "test/core.h"
@@ -30,12 +32,66 @@ void quantize_index_k(const IsaKernels& isa, const Array<float>& k, Array<uint8_
       .k_stride_token = kIndexDim,
       .slot_mapping = slots.data(),
       .slots_are_int64 = true,
-      .scale_format = static_cast<IndexScaleFormat>(scale_format),
-      .amax_floor = amax_floor,
+      .scaling = {static_cast<IndexScaleFormat>(scale_format), amax_floor},
       .hadamard = hadamard,
       .kv_cache = index_cache.mutable_data(),
   };
   isa.quantize_index_k(params, 0, n);
+}
+
+// Attention's q_pe [tokens, heads, 2 * half] and the indexer's q [tokens, heads, 128] as bf16 bits, token t
+// at position t. Returns q_pe rotated, the codes, scales of e2m1, and the weights.
+py::tuple prepare_queries(const IsaKernels& isa, const Array<uint16_t>& q_pe, const Array<uint16_t>& index_q,
+                          const Array<float>& cos, const Array<float>& sin, bool is_neox, bool is_first,
+                          bool hadamard, int layout, int scale_format) {
+  const auto id = static_cast<IndexLayoutId>(layout);
+  const IndexLayout l = index_layout(id);
+  const py::ssize_t tokens = index_q.shape(0), heads = index_q.shape(1), half = cos.shape(1);
+  if (index_q.ndim() != 3 || q_pe.ndim() != 3 || index_q.shape(2) != kIndexDim || q_pe.shape(2) != 2 * half ||
+      cos.shape(0) != tokens || sin.shape(1) != half)
+    throw py::value_error("prepare_queries: shapes");
+  const py::ssize_t pe_heads = q_pe.shape(1);
+  Array<uint16_t> out_pe({tokens, pe_heads, 2 * half});
+  Array<uint8_t> codes({tokens, heads, py::ssize_t{l.value_bytes}}), scales({tokens, heads, py::ssize_t{4}});
+  Array<float> weights({tokens, heads}), out_weights({tokens, heads});
+  std::fill_n(weights.mutable_data(), weights.size(), 0.3f);
+  std::fill_n(scales.mutable_data(), scales.size(), uint8_t{0});
+  std::vector<int64_t> positions(tokens);
+  std::iota(positions.begin(), positions.end(), 0);
+  const RopeTable table{cos.data(), sin.data(),       half, 1, half, 1, tokens, static_cast<int>(half),
+                        false,      positions.data(), true};
+  const PrepareQueriesParams params{
+      .num_tokens = tokens,
+      .num_heads = pe_heads,
+      .table = table,
+      .is_neox = is_neox,
+      .q_pe = q_pe.data(),
+      .q_pe_stride_token = pe_heads * 2 * half,
+      .q_pe_stride_head = 2 * half,
+      .out_q_pe = out_pe.mutable_data(),
+      .out_q_pe_stride_token = pe_heads * 2 * half,
+      .out_q_pe_stride_head = 2 * half,
+      .num_index_heads = heads,
+      .index_table = table,
+      .index_is_neox = is_neox,
+      .index_first_dim = is_first ? 0 : kIndexDim - 2 * static_cast<int>(half),
+      .hadamard = hadamard,
+      .layout = id,
+      .scaling = {static_cast<IndexScaleFormat>(scale_format), l.amax_floor},
+      .index_q = index_q.data(),
+      .index_q_stride_token = heads * kIndexDim,
+      .index_q_stride_head = kIndexDim,
+      .out_index_q = codes.mutable_data(),
+      .out_index_scale = scales.mutable_data(),
+      .index_weights = weights.data(),
+      .weights_are_float = true,
+      .index_weights_stride_token = heads,
+      .out_index_weights = out_weights.mutable_data(),
+      .weight_scale = 0.7f,
+      .head_scale = 0.1f,
+  };
+  isa.prepare_queries(params, 0, tokens);
+  return py::make_tuple(out_pe, codes, scales, out_weights);
 }
 
 // q [heads, 128 or 64] bytes with weights; entries of one page. Returns their logits.
@@ -85,6 +141,9 @@ void bind_index(py::module_& m) {
   m.def("quantize_index_k", &quantize_index_k, py::arg("isa"), py::arg("k").noconvert(),
         py::arg("index_cache").noconvert(), py::kw_only(), py::arg("layout"), py::arg("scale_format"),
         py::arg("amax_floor"), py::arg("hadamard"));
+  m.def("prepare_queries", &prepare_queries, py::arg("isa"), py::arg("q_pe").noconvert(),
+        py::arg("index_q").noconvert(), py::arg("cos"), py::arg("sin"), py::kw_only(), py::arg("is_neox"),
+        py::arg("is_first"), py::arg("hadamard"), py::arg("layout"), py::arg("scale_format"));
   m.def("index_logits", &index_logits, py::arg("isa"), py::arg("q").noconvert(),
         py::arg("weights").noconvert(), py::arg("q_scale"), py::arg("index_cache").noconvert(), py::kw_only(),
         py::arg("layout"), py::arg("num_entries"));

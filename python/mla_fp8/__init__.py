@@ -30,6 +30,8 @@ from .ops.merge_attention_states import merge_attention_states
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
+from .ops.prepare_keys import prepare_keys
+from .ops.prepare_queries import PreparedQueries, prepare_queries
 from .ops.quantize_index_k import quantize_index_k
 from .ops.quantize_kv import quantize_kv
 from .ops.sparse_decode import plan_shared_keys, sparse_attention_workspace, sparse_decode
@@ -57,6 +59,7 @@ __all__ = [
     "LayerCaches",
     "PagedCache",
     "PrefillWorkspace",
+    "PreparedQueries",
     "SparsePrefillChunkCache",
     "build_swa_token_ids",
     "combine_topk_swa_indices",
@@ -80,6 +83,8 @@ __all__ = [
     "paged_attention_ragged",
     "paged_attention_ragged_latent",
     "plan_shared_keys",
+    "prepare_keys",
+    "prepare_queries",
     "qk_norm_rope_insert",
     "quantize_index_k",
     "quantize_kv",

@@ -36,21 +36,31 @@ def quantize_index_k(
     scale_format: str = "ue8m0", amax_floor: float | None = None, hadamard: bool = False,
     reciprocal: bool = False,
 ) -> None:  # fmt: skip
-    x = to_bf16(k)[: len(slot_mapping)].float()
+    options = {"scale_format": scale_format, "amax_floor": amax_floor, "hadamard": hadamard}
+    row = k[: len(slot_mapping)]
+    codes, scale = encode(row, layout=layout, reciprocal=reciprocal, **options)  # type: ignore[arg-type]
+    stored = (slot_mapping >= 0) & (slot_mapping < len(index_cache) * page_size)
+    at = (slot_mapping[stored] // page_size, slot_mapping[stored] % page_size)
+    values, scales = layout.views(index_cache, page_size)
+    values[at], scales[at] = codes[stored], scale[stored]
+
+
+def encode(
+    x: Tensor, *, layout: IndexLayout, scale_format: str, amax_floor: float | None, hadamard: bool,
+    reciprocal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Values and scales of the layout of rows ``[n, 128]``."""
+    x = to_bf16(x).float()
     x = rotate(x) if hadamard else x
     tiles = x.unflatten(-1, (1 if layout.name == "index_fp8" else 4, -1))
     amax = torch.where(tiles.isfinite(), tiles.abs(), 0.0).amax(-1)
     amax = amax.clamp_min(layout.amax_floor if amax_floor is None else amax_floor)
-    stored = (slot_mapping >= 0) & (slot_mapping < len(index_cache) * page_size)
-    at = (slot_mapping[stored] // page_size, slot_mapping[stored] % page_size)
-    values, scales = layout.views(index_cache, page_size)
     if layout.name == "index_fp4":
-        values[at], scales[at] = (written[stored] for written in encode_e2m1(tiles, amax))
-        return
+        return encode_e2m1(tiles, amax)
     exponent = power_of_two_at_least(amax / 448.0)
     scale = amax / 448.0 if scale_format == "f32" else power_of_two(exponent).float()
     quotient = x * (1.0 / scale) if reciprocal else x / scale
-    values[at], scales[at] = to_fp8(quotient, torch.float8_e4m3fn, 448.0)[stored], scale[stored]
+    return to_fp8(quotient, torch.float8_e4m3fn, 448.0), scale
 
 
 def encode_e2m1(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,13 @@
 """The specification of a layer's ops around attention: every rounding and its order, in plain PyTorch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .index_layout import IndexLayout
+from .index_reference import encode, quantize_index_k
 from .layout import HEAD_DIM_V, KVLayout
 from .reference import quantize_kv, to_bf16, to_fp8
 
@@ -19,6 +23,55 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         total = total[..., : total.shape[-1] // 2] + total[..., total.shape[-1] // 2 :]
     y = x.float() * (total / x.shape[-1] + eps).double().rsqrt().float()  # the nearest float32
     return y if weight is None else y * weight.float()
+
+
+def rms_norm_of_any(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """float32, of any number of columns up to a multiple of 8.
+
+    The squares of eight neighbours, and of those 256 further on, are added in order (fma), then halves of the
+    32 sums; the mean is a quotient.
+    """
+    whole = pad(x.float(), (0, -x.shape[-1] % 256)).unflatten(-1, (-1, 32, 8)).transpose(-3, -2).flatten(-2)
+    total = x.new_zeros(*x.shape[:-1], 32).float()
+    for i in range(whole.shape[-1]):
+        total = (total.double() + whole[..., i].double().square()).float()
+    mean = halves(total) / x.shape[-1]
+    return x.float() * (mean + eps).double().rsqrt().float() * weight.float()
+
+
+def halves(x: Tensor) -> Tensor:
+    """The sum ``[..., 1]`` of the last columns: first and second half, again and again."""
+    while x.shape[-1] > 1:
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return x
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """float32 of 128 columns, every step rounded. A sum is a tree over eight neighbours, then halves."""
+
+    def mean(y: Tensor) -> Tensor:
+        y = y.unflatten(-1, (-1, 8))
+        for _ in range(3):
+            y = y[..., ::2] + y[..., 1::2]
+        return halves(y[..., 0]) / 128
+
+    centred = x.float() - mean(x.float())
+    y = centred * (mean(centred * centred) + eps).double().rsqrt().float() * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+def prepare_index_k(
+    k: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
+    slot_mapping: Tensor, index_cache: Tensor, *, eps: float, neox: bool, rope_first: bool,
+    layout: IndexLayout, page_size: int, **options: Any,
+) -> None:  # fmt: skip
+    """LayerNorm -> bf16 -> RoPE -> bf16 -> :func:`index_reference.quantize_index_k`."""
+    normed = to_bf16(layer_norm(k, weight, bias, eps))[:, None]
+    first = 0 if rope_first else k.shape[-1] - 2 * cos.shape[-1]
+    turned = rotated_dims(normed, cos, sin, positions, neox=neox, first=first)[:, 0]
+    known = known_positions(cos, positions)[: len(slot_mapping)]
+    slots = slot_mapping.long().where(known, -1)
+    quantize_index_k(turned, slots, index_cache, layout=layout, page_size=page_size, **options)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -45,6 +98,39 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, inverse: 
     turned = to_bf16(rope(x[..., x.shape[-1] - 2 * half :], cos[at], sin[at], inverse=inverse))
     result = torch.cat([x[..., : x.shape[-1] - 2 * half], turned], -1)
     return result.masked_fill(~known.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def rotated_dims(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, neox: bool, first: int = 0
+) -> Tensor:
+    """bf16 ``x [T, heads, D]`` with the dims from ``first`` on rotated and rounded, as many as the table has.
+
+    Neox: pairs are i and i + half of them; else neighbours. Zeros where the table has no such position.
+    """
+    half = cos.shape[-1]
+    before, part, behind = x.split([first, 2 * half, x.shape[-1] - first - 2 * half], -1)
+    order = torch.arange(2 * half).view(2, half).T.flatten() if neox else torch.arange(2 * half)
+    turned = rotated(part[..., order], cos, sin, positions)[..., order.argsort()]
+    whole = torch.cat([before, turned, behind], -1)
+    return whole.masked_fill(~known_positions(cos, positions).view(-1, 1, 1), 0)
+
+
+def prepare_index_q(
+    index_q: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, neox: bool,
+    rope_first: bool, layout: IndexLayout, scale_format: str = "ue8m0", amax_floor: float | None = None,
+    hadamard: bool = False, reciprocal: bool = False, weight_scale: float = 1.0, head_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(values, weights, scales of e2m1): RoPE -> bf16 -> :func:`index_reference.encode` of each head."""
+    first = 0 if rope_first else index_q.shape[-1] - 2 * cos.shape[-1]
+    turned = rotated_dims(index_q, cos, sin, positions, neox=neox, first=first).flatten(0, 1)
+    options = {"layout": layout, "scale_format": scale_format, "amax_floor": amax_floor}
+    codes, scale = encode(turned, hadamard=hadamard, reciprocal=reciprocal, **options)  # type: ignore[arg-type]
+    codes, scale = codes.view(*weights.shape, -1), scale.view(*weights.shape, -1)
+    by_weight_scale = weights.float() * torch.tensor(weight_scale).float()
+    if layout.name == "index_fp8":
+        by_weight_scale = by_weight_scale * scale[..., 0]
+    product = by_weight_scale * torch.tensor(head_scale).float()
+    return codes, product, scale if layout.name == "index_fp4" else None
 
 
 def known_positions(cos: Tensor, positions: Tensor) -> Tensor:

@@ -38,6 +38,33 @@ def test_quantize_index_k_gives_the_same_bytes(isa, mode, layout, scale_format, 
     np.testing.assert_array_equal(written(isa, mode, *options), written(PLAIN, mode, *options))
 
 
+def queries(isa, mode, half: int, **options) -> list[np.ndarray]:
+    r = np.random.default_rng(2)
+    bits = [r.integers(0, 1 << 16, (40, heads, dim), np.uint16) for heads, dim in ((3, 2 * half), (5, 128))]
+    for x, part in zip(bits, (8, 30), strict=True):  # some of one magnitude, the others of any
+        x[:part] = x[:part] & 0x80FF | 0x3F00
+    cos, sin = r.normal(size=(2, 40, half)).astype(np.float32)
+    with mode():
+        found = core.prepare_queries(isa, *bits, cos, sin, **options)
+    return [x.view(np.uint32) if x.dtype == np.float32 else x for x in found]
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("half, is_neox", [(8, False), (32, False), (32, True), (48, False)])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("layout, scale_format", [(FP8, UE8M0), (FP8, F32), (FP8, RECIPROCAL), (FP4, UE8M0)])
+def test_prepare_queries_gives_the_same_bits(
+    isa, mode, half, is_neox, is_first, hadamard, layout, scale_format
+):
+    options = {"is_neox": is_neox, "is_first": is_first, "hadamard": hadamard, "layout": layout}
+    options["scale_format"] = scale_format
+    want = queries(PLAIN, mode, half, **options)
+    for got, expected in zip(queries(isa, mode, half, **options), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def logits(isa, mode, heads: int, layout: int, fp4_query: bool, hostile: bool) -> np.ndarray:
     r = np.random.default_rng(1)
     value_bytes, scale_bytes = BYTES[layout]

@@ -40,7 +40,14 @@ OTHERS = (
     "pad_q_heads",
     "merge_attention_states",
 )
-LAYER = ("k_norm_rope_insert", "qk_norm_rope_insert", "inverse_rope", "inverse_rope_quantize")
+LAYER = (
+    "k_norm_rope_insert",
+    "qk_norm_rope_insert",
+    "prepare_keys",
+    "prepare_queries",
+    "inverse_rope",
+    "inverse_rope_quantize",
+)
 INDEX = (
     "quantize_index_k",
     "index_logits",

@@ -64,6 +64,21 @@ def insert_inputs(seed):
     }
 
 
+def query_inputs(seed):
+    inputs, n = insert_inputs(seed), 100
+    return {
+        "positions": inputs["positions"],
+        "cos": inputs["cos"],
+        "sin": inputs["sin"],
+        "q_pe": torch.randn(n, 16, 64).bfloat16(),
+        "index_q": torch.randn(n, 64, 128).bfloat16(),
+        "index_weights": torch.randn(n, 64),
+        "out_q_pe": poison(n, 16, 64, dtype=torch.bfloat16),
+        "out_index_q": poison(n, 64, 128, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "out_index_weights": poison(n, 64, dtype=torch.float32),
+    }
+
+
 def inverse_inputs(seed):
     inputs = insert_inputs(seed)
     more = {
@@ -232,6 +247,14 @@ CASES = [
         insert_inputs,
         op("qk_norm_rope_insert_out", **CACHE, eps=1e-6, norm_q=True, num_heads=16),
         ("kv_cache", "out_q"),
+    ),
+    Case(
+        "prepare_queries",
+        query_inputs,
+        op(
+            "prepare_queries_out", index_neox=True, index_rope_first=True, hadamard=True, out_index_scale=None
+        ),
+        ("out_q_pe", "out_index_q", "out_index_weights"),
     ),
     Case(
         "inverse_rope_quantize",

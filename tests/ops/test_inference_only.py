@@ -25,6 +25,8 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "paged_attention_ragged_latent": "q",
     "merge_attention_states": "out_a",
     "quantize_index_k": "k",
+    "prepare_keys": "kv",
+    "prepare_queries": "q_pe",
     "index_logits": "q",
     "index_logits_ragged": "q",
     "index_topk": "q",

@@ -45,7 +45,7 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
             is_result = argument.name not in inputs and not argument.has_default_value()
             if is_result and argument.alias_info and argument.alias_info.is_write:
                 result = next(results)
-                poison = 448 if result.dtype is torch.float8_e4m3fn else 1 << 30
+                poison = {torch.float8_e4m3fn: 448, torch.uint8: 0xA5}.get(result.dtype, 1 << 30)
                 options = options | {argument.name: result.clone().fill_(poison)}
         assert next(results, None) is None
         known = {argument.name for argument in schemas()[name].arguments}

@@ -61,6 +61,28 @@ def qk_norm_rope_insert(device: str, size: Size = SIZE) -> Call:
     return (q, *tensors), options | {"norm_q": True, "num_heads": 2 * size.heads}
 
 
+def prepare_keys(device: str, size: Size = SIZE) -> Call:
+    n = size.num_tokens
+    cos, sin = torch.rand(2, 9, 32, device=device)
+    cache = KV_LAYOUTS["dsv32"].empty(NUM_PAGES, PAGE_SIZE, device).zero_()
+    index_cache = INDEX_LAYOUTS["index_fp8"].empty(NUM_PAGES, PAGE_SIZE, device).zero_()
+    tensors = (bf16(n, 512, device=device), torch.rand(512, device=device), cos, sin)
+    tensors += (torch.arange(n, device=device) % 10, torch.arange(n, device=device) - 1, cache)
+    queries = (bf16(n, 64, device=device), torch.rand(64, device=device))
+    index = (bf16(n, 128, device=device), *torch.rand(2, 128, device=device))
+    options = {"index_cache": index_cache, "index_neox": True, "index_rope_first": True, "eps": 1e-6}
+    options["out_q_a"] = bf16(n, 64, device=device)
+    return (*tensors, bf16(n, 64, device=device), *queries, *index), OPTIONS | options | {"layout": "dsv32"}
+
+
+def prepare_queries(device: str, size: Size = SIZE) -> Call:
+    n = size.num_tokens
+    cos, sin = torch.rand(2, 9, 32, device=device)
+    index = (bf16(n, size.heads, 128, device=device), torch.randn(n, size.heads, device=device))
+    tensors = (bf16(n, 16, 64, device=device), *index, cos, sin, torch.arange(n, device=device) % 10)
+    return tensors, {"index_neox": True, "index_rope_first": True, "layout": "index_fp4"}
+
+
 def dequantize_kv(device: str, size: Size = SIZE) -> Call:
     slots = torch.arange(size.num_tokens, device=device) - 1
     return (kv_cache(device), slots), OPTIONS
@@ -233,6 +255,8 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "quantize_kv": quantize_kv,
     "k_norm_rope_insert": k_norm_rope_insert,
     "qk_norm_rope_insert": qk_norm_rope_insert,
+    "prepare_keys": prepare_keys,
+    "prepare_queries": prepare_queries,
     "dequantize_kv": dequantize_kv,
     "dequantize_kv_paged": dequantize_kv_paged,
     "combine_topk_swa_indices": combine_topk_swa_indices,
