@@ -12,6 +12,10 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize"),
     ),
     (
+        "what lies between a layer's projections: norms, RoPE, both caches' writes; queries", "emulated",
+        ("prepare_keys", "prepare_queries"),
+    ),
+    (
         "indices and lengths for prefill", "emulated",
         ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged"),
     ),

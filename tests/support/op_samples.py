@@ -247,8 +247,8 @@ def topk_to_slots(device: str, size: Size = SIZE) -> Call:
 NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
-        ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "topk_to_slots", "plan_shared_keys"), ("cuda",)
+        ("prepare_keys", "prepare_queries", "quantize_index_k", "index_logits", "index_logits_ragged",
+         "index_topk", "index_topk_ragged", "topk_to_slots", "plan_shared_keys"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
