@@ -39,7 +39,8 @@ GROUPS = {
         "topk_to_slots", "index_logits", "index_logits_ragged",
     ),
     "Around a layer": (
-        "k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize",
+        "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",
+        "compress_kv", "inverse_rope", "inverse_rope_quantize",
     ),
     "Tools": ("doctor", "warmup"),
 }  # fmt: skip

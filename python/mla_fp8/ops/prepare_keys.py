@@ -1,10 +1,12 @@
 import torch
 
-from .._arguments import expect_tensors, need_tensors
+from .._arguments import call_op, expect_tensors
 from .._fake import fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import IndexLayout, get_index_layout
 from ..layout import KVLayout, get_layout
+
+__all__ = ["prepare_keys"]
 
 
 def prepare_keys(
@@ -43,41 +45,58 @@ def prepare_keys(
     out_kv: torch.Tensor | None = None,
     out_k_rope: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """What lies between a layer's first projections and its second ones, in one launch (V3.2, GLM-5).
+    """Prepare the keys of a layer between its first projections and its second ones, in one launch.
 
-    :func:`mla_fp8.k_norm_rope_insert` of the latents; RMSNorm of q_a, the queries' latents; and of the
-    indexer's keys LayerNorm, RoPE and :func:`mla_fp8.quantize_index_k`. The arguments are those of the two
-    ops, and
+    Experimental; for V3.2 and GLM-5. :func:`k_norm_rope_insert` of the latents; RMSNorm of ``q_a``, the
+    queries' latents; and of the indexer's keys LayerNorm, RoPE and :func:`quantize_index_k`.
 
-    ==================  ======================  ============  ==============================================
-    q_a                 [num_tokens, n]         bf16          optional; any row stride; n a multiple of 8, at
-                                                              most 2048
-    q_a_weight          [n]                     bf16 or fp32  with q_a
-    index_k             [num_tokens, 128]       bf16          optional; any row stride
-    index_k_weight      [128]                   bf16 or fp32  LayerNorm's, with index_k
-    index_k_bias        [128]                   as the        optional
-                                                weight
-    index_cos           [max_pos, half]         fp32          the indexer's tables, by default cos and sin
-    index_slot_mapping  [n], n <= num_tokens    as            by default slot_mapping
-                                                slot_mapping
-    index_cache                                               with index_k; pages of ``index_page_size``, by
-                                                              default ``page_size``
-    out_q_a             as q_a                  bf16          optional: q_a itself, or memory apart from it
-    out_kv, out_k_rope  [num_tokens, 512 / 64]  bf16          optional: the latent and the rotated rest as
-                                                              they were before they were quantised, of tokens
-                                                              without a slot too
-    ==================  ======================  ============  ==============================================
+    RMSNorm of ``q_a`` is float32: the squares of eight neighbours, and of those 256 further on, in order,
+    then halves of 32 sums; the mean is a quotient. LayerNorm is float32: a sum of 128 is a tree over eight
+    neighbours, then halves of sixteen; ``(x - mean) / sqrt(mean of squares + index_eps) * weight + bias``,
+    each step rounded, and the result to bf16. RoPE of the keys is that of :func:`prepare_queries`. A token
+    whose position is outside a table is not stored there.
 
-    RMSNorm of q_a is float32: a lane's squares, those of eight neighbours and of those 256 further on, in
-    order, then halves of 32 sums; the mean by division. LayerNorm is float32: sums of 128 are a tree over
-    eight neighbours, then halves of sixteen; ``(x - mean) * 1 / sqrt(mean of squares + index_eps) * weight +
-    bias``, each step rounded, and the result to bf16. RoPE of the keys, and ``index_neox`` and
-    ``index_rope_first``, are those of :func:`mla_fp8.prepare_queries`. A token whose position is outside a
-    table is not stored there, and has zeros in out_kv and out_k_rope.
+    Args:
+        kv: As in :func:`k_norm_rope_insert`.
+        kv_weight: As in :func:`k_norm_rope_insert`.
+        cos: As in :func:`k_norm_rope_insert`.
+        sin: As in :func:`k_norm_rope_insert`.
+        positions: As in :func:`k_norm_rope_insert`.
+        slot_mapping: As in :func:`k_norm_rope_insert`.
+        kv_cache: As in :func:`k_norm_rope_insert`.
+        k_rope: As in :func:`k_norm_rope_insert`.
+        q_a: [num_tokens, n] bfloat16, any row stride; n is a multiple of 8, at most 2048.
+        q_a_weight: [n] bfloat16 or float32, of RMSNorm, with ``q_a``.
+        index_k: [num_tokens, 128] bfloat16, any row stride.
+        index_k_weight: [128] bfloat16 or float32, of LayerNorm, with ``index_k``.
+        index_k_bias: [128] of the weight's dtype, or None.
+        index_cos: The indexer's ``cos``, by default that of attention.
+        index_sin: The indexer's ``sin``, with ``index_cos``.
+        index_slot_mapping: Of the index cache, by default ``slot_mapping``.
+        index_cache: As in :func:`quantize_index_k`, with ``index_k``.
+        layout: Of the cache.
+        page_size: Rows of a page.
+        eps: Of both RMSNorms.
+        scale: As in :func:`quantize_kv`.
+        index_layout: Of the index cache.
+        index_page_size: Entries of its pages, by default ``page_size``.
+        index_eps: Of LayerNorm.
+        index_neox: As in :func:`prepare_queries`.
+        index_rope_first: As in :func:`prepare_queries`.
+        hadamard: As in :func:`quantize_index_k`.
+        scale_format: As in :func:`quantize_index_k`.
+        amax_floor: As in :func:`quantize_index_k`.
+        reciprocal: As in :func:`quantize_index_k`.
+        out_q_a: As ``q_a``: the result; q_a itself, or memory apart from it.
+        out_kv: [num_tokens, 512] bfloat16, any row stride: the latent as it was before it was quantised, of
+            tokens without a slot too; zeros where the table has no such position.
+        out_k_rope: [num_tokens, 64] bfloat16, the same of ``k_rope``, with ``out_kv``.
 
-    Returns q_a normed, ``out_q_a`` if it is given; None without q_a. Raises RuntimeError naming the argument,
-    what was expected and what came, before anything is written; ValueError for an unknown layout name, and
-    for index_k without ``index_neox`` or ``index_rope_first``.
+    Returns:
+        q_a normed, [num_tokens, n] bfloat16; None without ``q_a``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
     given = {
         "k_rope": k_rope, "q_a": q_a, "q_a_weight": q_a_weight, "index_k": index_k,
@@ -85,8 +104,7 @@ def prepare_keys(
         "index_sin": index_sin, "index_slot_mapping": index_slot_mapping, "index_cache": index_cache,
     }  # fmt: skip
     kept = {"out_kv": out_kv, "out_k_rope": out_k_rope}
-    expect_tensors("prepare_keys", kv_weight=kv_weight, scale=scale, **given, out_q_a=out_q_a, **kept)
-    need_tensors("prepare_keys", kv=kv)
+    expect_tensors("prepare_keys", q_a=q_a)
     refuse_gradients(
         "prepare_keys", kv=kv, kv_weight=kv_weight, cos=cos, sin=sin, kv_cache=kv_cache, scale=scale, **given,
         out_q_a=out_q_a, **kept,
@@ -98,7 +116,8 @@ def prepare_keys(
         )
     if q_a is not None and out_q_a is None:
         out_q_a = torch.empty_like(q_a, memory_format=torch.contiguous_format)
-    torch.ops.mla_fp8.prepare_keys(
+    call_op(
+        "prepare_keys",
         kv,
         kv_weight,
         cos,

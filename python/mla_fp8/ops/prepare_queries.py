@@ -2,10 +2,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._arguments import expect_tensors
+from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS, IndexLayout, get_index_layout
+
+__all__ = ["PreparedQueries", "prepare_queries"]
 
 
 class PreparedQueries(NamedTuple):
@@ -42,47 +44,55 @@ def prepare_queries(
     out_index_weights: torch.Tensor | None = None,
     out_index_scale: torch.Tensor | None = None,
 ) -> PreparedQueries:
-    """The queries of a layer behind their projections, in one launch: attention's and the indexer's.
+    """Prepare the queries of a layer behind their projections: attention's and the indexer's, in one launch.
 
-    ====================  ==============================  =============  =====================================
-    q_pe                  [num_tokens, heads, 2 * half]   bf16           or None; any strides of tokens and
-                                                                         heads: the end of each head of q
-    index_q               [num_tokens, index_heads, 128]  bf16           or None; as q_pe; 1 to 64 heads
-    index_weights         [num_tokens, index_heads]       bf16 or fp32   with index_q; any stride of tokens
-    cos, sin              [max_pos, half]                 fp32           any strides
-    positions             [num_tokens]                    int64, int32   outside a table: zeros there
-    index_cos, index_sin  [max_pos, half]                 fp32           the indexer's, by default cos and sin
-    out_q_pe              as q_pe                         bf16           optional; any strides: q_pe itself,
-                                                                         or the end of q [.., 576]
-    out_index_q           [.., 128], or [.., 64] of FP4   e4m3fn, uint8  optional, contiguous
-    out_index_weights     as index_weights                fp32           optional, contiguous
-    out_index_scale       [num_tokens, index_heads, 4]    uint8          optional, contiguous; of FP4 alone
-    ====================  ==============================  =============  =====================================
+    Experimental. RoPE is float32 as in :func:`k_norm_rope_insert`, each result rounded to bf16. All of
+    ``q_pe`` is rotated; of the indexer's 128 dims 2 * half are. The indexer's queries are then rotated by
+    ``hadamard`` and quantised as :func:`quantize_index_k` does keys: the values are those of that op. In
+    ``index_fp8`` a head has one scale, which goes into its weight: ``index_weights * weight_scale * scale *
+    head_scale``, multiplied in this order in float32. In ``index_fp4`` scales are a result.
+    :func:`index_topk` takes the results as they are.
 
-    RoPE is float32 as in :func:`mla_fp8.k_norm_rope_insert`, each result rounded to bf16. ``neox``: pairs are
-    elements i and i + half of what is rotated; else neighbours. All of q_pe is rotated, a multiple of 16
-    dims. Of the indexer's 128 dims the first 2 * half are (``index_rope_first``: V3.2, GLM-5), or the last
-    (V4, V4.1); with ``index_neox`` (V3.2) half is 32. ``index_neox`` and ``index_rope_first`` have no
-    default: a model that rotates otherwise would be fluent and wrong.
+    Args:
+        q_pe: [num_tokens, num_heads, 2 * half] bfloat16 or None, any strides of tokens and heads: the end of
+            each head of q. A multiple of 16 dims.
+        index_q: [num_tokens, index_heads, 128] bfloat16 or None, any strides of tokens and heads; 1 to 64
+            heads.
+        index_weights: [num_tokens, index_heads] bfloat16 or float32, any stride of tokens; with ``index_q``.
+        cos: As in :func:`k_norm_rope_insert`.
+        sin: As in :func:`k_norm_rope_insert`.
+        positions: [num_tokens] int64 or int32. A token outside a table has zeros.
+        index_cos: The indexer's ``cos``, by default that of attention.
+        index_sin: The indexer's ``sin``, with ``index_cos``.
+        neox: Whether RoPE of ``q_pe`` takes pairs i and i + half; else it takes neighbours.
+        index_neox: The same of the indexer: True of V3.2, and half is then 32. Without a default, for a model
+            that rotates otherwise is fluent and wrong.
+        index_rope_first: Whether the first of the 128 dims are rotated (V3.2, GLM-5), or the last (V4, V4.1).
+            Without a default.
+        hadamard: As in :func:`quantize_index_k`.
+        layout: Of the index cache: ``"index_fp8"`` or ``"index_fp4"``.
+        scale_format: As in :func:`quantize_index_k`.
+        amax_floor: As in :func:`quantize_index_k`.
+        reciprocal: As in :func:`quantize_index_k`.
+        weight_scale: Multiplied into the weights before the scale.
+        head_scale: Multiplied into the weights behind the scale.
+        out_q_pe: As ``q_pe``, any strides: the result; q_pe itself, or memory apart from it, as the last
+            columns of heads whose first ones a GEMM writes.
+        out_index_q: [num_tokens, index_heads, 128] float8_e4m3fn, of FP4 [.., 64] uint8, contiguous.
+        out_index_weights: [num_tokens, index_heads] float32, contiguous.
+        out_index_scale: [num_tokens, index_heads, 4] uint8, contiguous, of FP4.
 
-    index_q then goes through ``hadamard``, ``layout``, ``scale_format``, ``amax_floor`` and ``reciprocal`` as
-    keys through :func:`mla_fp8.quantize_index_k`: the values are those of that op. In ``index_fp8`` a head
-    has one scale, which goes into its weight: ``index_weights * weight_scale * scale * head_scale``,
-    multiplied in this order in float32. In ``index_fp4`` scales are a result, and not in the weights.
-    :func:`mla_fp8.index_topk` takes the results as they are.
+    Returns:
+        (q_pe, index_q, index_weights, index_scale). None for what was not asked for.
 
-    Returns (q_pe, index_q, index_weights, index_scale): buffers of the caller's where given, None for what
-    was not asked for. Raises RuntimeError naming the argument, what was expected and what came, before
-    anything is written; ValueError for an unknown layout name, and for index_q without ``index_neox`` or
-    ``index_rope_first``.
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
     """
     index = {"index_cos": index_cos, "index_sin": index_sin}
-    given = {"q_pe": q_pe, "index_q": index_q, "index_weights": index_weights} | index
     out = {
         "out_q_pe": out_q_pe, "out_index_q": out_index_q, "out_index_weights": out_index_weights,
         "out_index_scale": out_index_scale,
     }  # fmt: skip
-    expect_tensors("prepare_queries", **given, **out)
     refuse_gradients(
         "prepare_queries", q_pe=q_pe, index_q=index_q, index_weights=index_weights, cos=cos, sin=sin,
         out_q_pe=out_q_pe, out_index_weights=out_index_weights,
@@ -107,10 +117,10 @@ def prepare_queries(
     }
     tensors = (q_pe, index_q, index_weights, cos, sin, positions, *index.values())
     if all(x is None for x in out.values()):
-        results = torch.ops.mla_fp8.prepare_queries(*tensors, **options)
+        results = call_op("prepare_queries", *tensors, **options)
     else:
         results = _buffers(found, q_pe, index_q, *out.values())
-        torch.ops.mla_fp8.prepare_queries_out(*tensors, **options, **dict(zip(out, results, strict=True)))
+        call_op("prepare_queries_out", *tensors, **options, **dict(zip(out, results, strict=True)))
     asked = (q_pe, index_q, index_q, index_q if found is INDEX_LAYOUTS["index_fp4"] else None)
     return PreparedQueries(*(x if y is not None else None for x, y in zip(results, asked, strict=True)))
 
