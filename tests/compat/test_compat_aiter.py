@@ -115,7 +115,7 @@ def test_a_soft_cap_and_zero_requests(device):
         ({"fp8_out_scale": torch.ones(1)}, "fp8_out_scale must be None, got"),
         ({"k_scale": None}, "k_scale must be the layer's scale with an FP8 cache, got None"),
         ({"v_scale": None}, "v_scale must be the layer's scale with an FP8 cache, got None"),
-        ({"block_size": 8}, "k_cache must have shape [*, 8, *, 64], got [23, 16, 2, 64]"),
+        ({"block_size": 8}, "key_cache must have shape [*, 8, *, 64], got [23, 16, 2, 64]"),
     ],
 )
 def test_wrong_arguments_are_named_and_nothing_is_written(change, message, device):

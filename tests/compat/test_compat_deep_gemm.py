@@ -71,7 +71,7 @@ def test_the_schedule_has_deep_gemms_shape(device):
 
 def test_a_cache_without_its_dimensions_is_refused():
     _, arguments = paged_call("cpu", [100], 1)
-    with pytest.raises(RuntimeError, match="q and fused_kv_cache must have 4 dimensions, got"):
+    with pytest.raises(RuntimeError, match="q and kv_cache must have 4 dimensions, got"):
         deep_gemm.fp8_paged_mqa_logits(arguments[0], arguments[1].flatten(1), *arguments[2:])
 
 
@@ -92,6 +92,97 @@ def test_finite_logits_have_deep_gemms_bits(next_n):
     assert torch.equal(got[seen], want[:, :width][seen])
 
 
-def test_parameters_are_named_as_the_engines_name_them():
-    names = list(inspect.signature(deep_gemm.fp8_paged_mqa_logits).parameters)
-    assert names[:3] == ["q", "fused_kv_cache", "weights"] and names[-1] == "clean_logits"
+def test_parameters_are_named_as_deep_gemm_names_them():
+    """Of its bindings; engines pass by position, or the cache by its older name."""
+    options = ["clean_logits", "logits_dtype", "indices"]
+    for function in (deep_gemm.fp8_paged_mqa_logits, deep_gemm.fp8_fp4_paged_mqa_logits):
+        names = ["q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta"]
+        assert [*inspect.signature(function).parameters] == [*names, "max_context_len", *options]
+    for function in (deep_gemm.fp8_mqa_logits, deep_gemm.fp8_fp4_mqa_logits):
+        names = ["q", "kv", "weights", "cu_seq_len_k_start", "cu_seq_len_k_end", "clean_logits"]
+        assert [*inspect.signature(function).parameters] == [*names, "max_seqlen_k", "logits_dtype"]
+
+
+@pytest.mark.parametrize("cache", ["kv_cache", "fused_kv_cache"])
+def test_every_argument_by_its_name(cache, device):
+    problem, (q, pages, weights, lens, table, _, width) = paged_call(device, [700, 64], 2)
+    plan = deep_gemm.get_paged_mqa_logits_metadata(lens, PAGE, deep_gemm.get_num_sms(), indices=None)
+    given = {
+        "q": q, cache: pages, "weights": weights, "context_lens": lens, "block_table": table,
+        "schedule_meta": plan, "max_context_len": width, "clean_logits": True, "indices": None,
+    }  # fmt: skip
+    want = problem.logits()
+    assert torch.equal(deep_gemm.fp8_paged_mqa_logits(**given), want)
+    rounded = deep_gemm.fp8_paged_mqa_logits(**given, logits_dtype=torch.bfloat16)
+    assert rounded.dtype is torch.bfloat16 and torch.equal(rounded, want.bfloat16())
+    with pytest.raises(ValueError, match="indices must be None, got Tensor"):
+        deep_gemm.fp8_paged_mqa_logits(**(given | {"indices": lens}))
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_lengths_may_be_a_slice_of_a_buffer(next_n, device):
+    """vLLM #40987."""
+    _, arguments = paged_call(device, [700, 300], next_n)
+    lens = ints([[5, 300], [0, 299]], device)[:, :next_n].contiguous()
+    want = deep_gemm.fp8_paged_mqa_logits(*arguments[:3], lens, *arguments[4:])
+    buffer = torch.full((5, 9), -7, dtype=torch.int32, device=device)
+    buffer[:2, :next_n] = lens
+    got = deep_gemm.fp8_paged_mqa_logits(*arguments[:3], buffer[:2, :next_n], *arguments[4:])
+    assert torch.equal(got, want)
+    if next_n == 1:
+        got = deep_gemm.fp8_paged_mqa_logits(*arguments[:3], buffer[:2, 0], *arguments[4:])
+        assert torch.equal(got, want)
+
+
+def gathered(device, rows=20, keys=300):
+    q, scale = quantized_queries(torch.randn(rows, 32, 128, device=device))
+    k = torch.randn(keys, 128, device=device).to(torch.float8_e4m3fn)
+    weights = torch.randn(rows, 32, device=device) * scale
+    return q, (k, torch.rand(keys, device=device)), weights
+
+
+@pytest.mark.parametrize("width", [1, 64, 300])
+def test_compressed_logits_begin_at_each_rows_first_key(width, device):
+    q, kv, weights = gathered(device)
+    start, end = ints(torch.arange(20) * 15 - 9, device), ints(torch.arange(20) * 15 + 40, device)
+    end[3], start[5] = -(2**31), 2**31 - 1
+    whole = deep_gemm.fp8_mqa_logits(q, kv, weights, start, end, clean_logits=True, max_seqlen_k=0)
+    got = deep_gemm.fp8_mqa_logits(q, kv, weights, start, end, False, max_seqlen_k=width)
+    assert got.shape == (20, width)
+    for row, (a, b) in enumerate(zip(start.clamp_min(0).tolist(), end.clamp_max(300).tolist(), strict=True)):
+        want = whole[row, a:b][:width]
+        assert torch.equal(got[row, : len(want)], want) and got[row, len(want) :].isneginf().all()
+
+
+def test_fp4_queries_and_keys(device):
+    """As the ops have them, whose numbers other tests hold against the reference."""
+    byte = lambda *shape: torch.randint(0, 256, shape, device=device).byte()  # noqa: E731
+    scale = lambda *shape: torch.randint(120, 130, (*shape, 4), device=device).byte()  # noqa: E731
+    q, q_scale, weights = byte(6, 32, 64), scale(6, 32), torch.randn(6, 32, device=device)
+    k, k_scale = byte(50, 64), scale(50)
+    start, end = ints([0, 3, 10, 0, 49, 50], device), ints([50, 9, 10, 1, 50, 50], device)
+    want = mla_fp8.index_logits_ragged(q, weights, k, k_scale, start, end, q_scale=q_scale)
+    packed = (q, q_scale.view(torch.int32)[..., 0]), (k, k_scale.view(torch.int32)[..., 0])
+    assert torch.equal(deep_gemm.fp8_fp4_mqa_logits(*packed, weights, start, end), want)
+    cache = byte(4, PAGE * 68)
+    cache[:, PAGE * 64 :] = 127
+    lens, table = ints([200, 130], device), ints([[0, 3, 1, 2], [2, 1, 3, 0]], device)
+    want = mla_fp8.index_logits(
+        q,
+        weights,
+        cache,
+        table,
+        lens,
+        layout="index_fp4",
+        page_size=PAGE,
+        width=256,
+        q_scale=q_scale,
+        next_n=3,
+    )
+    queries = q.view(2, 3, 32, 64), packed[0][1].view(2, 3, 32)
+    got = deep_gemm.fp8_fp4_paged_mqa_logits(
+        queries, cache.view(4, PAGE, 1, 68), weights, lens, table, None, 256
+    )
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="q must be a pair of queries and their scales or None, got Tensor"):
+        deep_gemm.fp8_fp4_mqa_logits(q, packed[1], weights, start, end)

@@ -68,6 +68,7 @@ def sparse_decode(call: SparseCall) -> Pair:
         return_lse_base="basee",
         **options,
     )
-    out, lse = out.view(len(q), -1, layout.head_dim_v), lse.view(len(q), -1)
+    num_tokens, heads, _ = queries.shape
+    out, lse = out.view(num_tokens, heads, layout.head_dim_v), lse.view(num_tokens, heads)
     out, lse = nothing_where(empty, out[:, : q.shape[1]], lse[:, : q.shape[1]])
     return apply_sink(out, lse, call.attn_sink), lse

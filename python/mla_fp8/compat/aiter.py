@@ -2,13 +2,14 @@
 
 What differs on purpose: an FP8 cache says its encoding by its dtype, its layer's scales are required, and the
 softmax weights are never rounded to FP8 (AITER #5642 does: about 15 % of their size). Bad input raises
-ValueError, or RuntimeError from :func:`mla_fp8.paged_attention_ragged` under its own argument names.
+ValueError, or the RuntimeError of :func:`mla_fp8.paged_attention_ragged`, with the caller's names.
 """
 
 import torch
 
 from .._arguments import need_tensors
 from ..ops.paged_attention_ragged import paged_attention_ragged as _paged_attention_ragged
+from ._names import caller_names
 
 __all__ = ["paged_attention_ragged"]
 
@@ -16,6 +17,10 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MAX_SPLITS = 128
 
 
+@caller_names(
+    q="query", k_cache="key_cache", v_cache="value_cache", kv_indices="kv_page_indices", sm_scale="scale",
+    kv_last_page_len="kv_last_page_lens", page_size="block_size", q_len="mtp", workspace="workspace_buffer",
+)  # fmt: skip
 def paged_attention_ragged(
     out: torch.Tensor,
     workspace_buffer: torch.Tensor,
@@ -58,6 +63,7 @@ def paged_attention_ragged(
         "paged_attention_ragged", out=out, workspace_buffer=workspace_buffer, query=query,
         key_cache=key_cache, value_cache=value_cache, kv_indptr=kv_indptr,
     )  # fmt: skip
+    _expect("number of dimensions of out", (3,), out.dim())
     _expect("kv_cache_layout", ("NHD", "HND"), kv_cache_layout)
     _expect("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"), kv_cache_dtype)
     _expect("alibi_slopes", (None,), alibi_slopes)

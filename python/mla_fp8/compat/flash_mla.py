@@ -2,8 +2,8 @@
 
 Its conventions: lse is a natural logarithm and **+inf** where nothing is attended (our ops give -inf); decode
 returns it as [batch, heads, seq]; inputs may have any strides. What our ops read in place is not copied.
-Bad input raises ValueError, or RuntimeError from the op (:func:`mla_fp8.sparse_decode`,
-:func:`mla_fp8.sparse_prefill`) under its own argument names.
+Bad input raises ValueError, or the RuntimeError of the op (:func:`mla_fp8.sparse_decode`,
+:func:`mla_fp8.sparse_prefill`), with the caller's names.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 from .._arguments import need_tensors
 from ..dispatch import attend
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
+from ._names import caller_names
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -44,6 +45,10 @@ def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta
     return FlashMLASchedMeta(), None
 
 
+@caller_names(
+    kv_cache="k_cache", extra_kv_cache="extra_k_cache", extra_indices="extra_indices_in_kvcache",
+    sm_scale="softmax_scale", page_size="k_cache", extra_page_size="extra_k_cache",
+)  # fmt: skip
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

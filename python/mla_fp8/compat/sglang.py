@@ -3,7 +3,7 @@
 Public versions differ: ``total_swa`` of build_swa_token_ids is optional, as the older ones lack it, and
 ``query_pos`` of combine_topk_swa_indices, the third argument in newer ones, is taken by keyword only.
 ``dequantize_k_cache_paged`` was the name of two functions in two modules; newer versions, and this module,
-tell them apart by the model. Bad input raises RuntimeError from the op, under our argument names.
+tell them apart by the model. Bad input raises the op's RuntimeError, with the caller's names.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,9 @@ from ..ops.combine_topk_swa_indices import combined_width
 from ..ops.dequantize_kv import dequantize_kv
 from ..prefill.checks import expect_lengths
 from ..prefill.lengths import bounded_lengths
+from ._names import caller_names
+
+_GATHER = caller_names(kv_cache="quant_k_cache", slots="page_table_1_flattened")
 
 __all__ = [
     "CompressedGather",
@@ -56,6 +59,7 @@ def dsv4_kv_layouts(
     return KV_LAYOUTS[LAYOUTS[kv_layout]], KV_LAYOUTS[LAYOUTS[entries]]
 
 
+@_GATHER
 def dequantize_k_cache_paged(
     quant_k_cache: torch.Tensor,
     page_table_1_flattened: torch.Tensor,
@@ -87,13 +91,14 @@ def dequantize_k_cache_paged(
 dequantize_k_cache_paged_dsv4 = dequantize_k_cache_paged
 
 
+@_GATHER
 def dequantize_k_cache_paged_dsa(
     quant_k_cache: torch.Tensor, page_table_1_flattened: torch.Tensor, group_size: int = 128
 ) -> torch.Tensor:
     """Gather tokens of a ``dsv32`` cache as bf16, [num_tokens, 1, 576]. See :func:`mla_fp8.dequantize_kv`.
 
-    ``quant_k_cache`` is [num_tokens, 1, row bytes] or [num_pages, page_size, 1, row bytes] e4m3fn,
-    contiguous, and ``group_size`` the elements of a scale: 128.
+    ``quant_k_cache`` is [num_tokens, 1, row bytes] or [num_pages, page_size, 1, row bytes] e4m3fn, its pages
+    at any distance, and ``group_size`` the elements of a scale: 128.
     """
     layout = KV_LAYOUTS["dsv32"]
     if group_size != layout.tile_dim:
@@ -104,8 +109,9 @@ def dequantize_k_cache_paged_dsa(
             "dequantize_k_cache_paged: quant_k_cache must have shape [num_tokens, 1, "
             f"{layout.bytes_per_token}] or [num_pages, page_size, 1, {layout.bytes_per_token}], got {shape}"
         )
-    rows = quant_k_cache.view(-1, layout.bytes_per_token).view(torch.uint8)
-    return dequantize_kv(rows, page_table_1_flattened, layout=layout, page_size=1)[:, None]
+    pages = quant_k_cache[:, None] if len(shape) == 3 else quant_k_cache
+    slots = page_table_1_flattened
+    return dequantize_kv(pages, slots, layout=layout, page_size=pages.shape[1])[:, None]
 
 
 def combine_topk_swa_indices(
@@ -140,6 +146,7 @@ def combine_topk_swa_indices(
     )  # fmt: skip
 
 
+@caller_names(window_size="swa_window", capacity="total_swa")
 def build_swa_token_ids(
     seq_lens: torch.Tensor,
     extend_seq_lens: torch.Tensor,

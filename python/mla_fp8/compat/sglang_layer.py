@@ -2,7 +2,7 @@
 
 ``freqs_cis`` is [max_pos, 32] complex64, for the compressors of ratio 1 and 2 the same as floats, [max_pos,
 64]. Ours round to bf16 between norm and RoPE and before quantising; what SGLang's window kernel quantises
-from float32 may be one code apart. Bad input raises RuntimeError from the op, under our argument names.
+from float32 may be one code apart. Bad input raises RuntimeError from the op, with the caller's names.
 
 The compressors store a row as it is, where SGLang rounds those of "v4" and "v41" through FP4 first. Those of
 ratio 4 and 128 are not here: they take bytes that SGLang's own planner writes.
@@ -14,6 +14,7 @@ from ..layout import KV_LAYOUTS
 from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
+from ._names import caller_names, expect_rows
 from .sglang import LAYOUTS
 
 __all__ = [
@@ -25,12 +26,21 @@ __all__ = [
     "fused_rope_inplace",
 ]
 
+_ROTATION = {"cos": "freqs_cis", "sin": "freqs_cis"}
+_COMPRESS = _ROTATION | {
+    "kv_score": "kv_input", "start_pos": "positions", "state": "kv_state", "kv_cache": "k_cache",
+    "out_latent": "out", "query_start_loc": "kv_input", "ratio": "layout",
+}  # fmt: skip
+
 
 def _tables(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not freqs_cis.is_complex():
+        raise ValueError(f"freqs_cis must be complex64 of shape [max_pos, 32], got {freqs_cis.dtype}")
     parts = torch.view_as_real(freqs_cis)
     return parts[..., 0], parts[..., 1]
 
 
+@caller_names(**_ROTATION, q="q_input", kv="q_input", out_q="q_output")
 def fused_q_norm_rope(
     q_input: torch.Tensor,
     q_output: torch.Tensor,
@@ -47,6 +57,7 @@ def fused_q_norm_rope(
     )  # fmt: skip
 
 
+@caller_names(**_ROTATION, slot_mapping="out_loc", kv_cache="kvcache", out_q="q")
 def fused_k_norm_rope_flashmla(
     kv: torch.Tensor,
     kv_weight: torch.Tensor,
@@ -71,6 +82,7 @@ def fused_k_norm_rope_flashmla(
         )
 
 
+@caller_names(**_ROTATION, o="q", out="q")
 def fused_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -84,6 +96,7 @@ def fused_rope_inplace(
         inverse_rope(x, cos, sin if inverse else -sin, positions, out=x)
 
 
+@caller_names(**_COMPRESS, slot_mapping="out_loc", state_slots="positions")
 def c1_decode_norm_rope_store(
     kv_input: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -107,6 +120,7 @@ def c1_decode_norm_rope_store(
     return out
 
 
+@caller_names(**_COMPRESS, slot_mapping="raw_out_loc", state_slots="req")
 def c2_decode_norm_rope_store(
     kv_input: torch.Tensor,
     kv_state: torch.Tensor,
@@ -130,6 +144,10 @@ def c2_decode_norm_rope_store(
     first row has ``raw_out_loc`` 0 is padding.
     """
     out = kv_input.new_empty(len(kv_input), 512, dtype=torch.bfloat16) if out is None else out
+    expect_rows(
+        "c2_decode_norm_rope_store", len(kv_input), kv_input.device,
+        positions=positions, req=req, raw_out_loc=raw_out_loc,
+    )  # fmt: skip
     starts = torch.arange(0, len(kv_input) + 1, draft_len, dtype=torch.int32, device=kv_input.device)
     first = slice(0, len(kv_input), draft_len)
     slots = torch.where(raw_out_loc[first] == 0, -1, req[first])
@@ -140,6 +158,7 @@ def c2_decode_norm_rope_store(
     return out
 
 
+@caller_names(**_COMPRESS, slot_mapping="raw_out_loc", state_slots="req")
 def c2_prefill_norm_rope_store(
     kv_input: torch.Tensor,
     kv_state: torch.Tensor,
@@ -162,13 +181,24 @@ def c2_prefill_norm_rope_store(
     ``extend_start_loc[i]`` on. Rows of no request are left alone.
     """
     out = kv_input.new_empty(len(kv_input), 512, dtype=torch.bfloat16) if out is None else out
-    if len(kv_input) == 0:
-        return out
+    expect_rows(
+        "c2_prefill_norm_rope_store", len(kv_input), kv_input.device,
+        positions=positions, req=req, raw_out_loc=raw_out_loc,
+    )  # fmt: skip
+    expect_rows(
+        "c2_prefill_norm_rope_store", 0, kv_input.device,
+        extend_start_loc=extend_start_loc, extend_seq_lens=extend_seq_lens,
+    )  # fmt: skip
+    if extend_start_loc.dim() != 1 or extend_start_loc.shape != extend_seq_lens.shape:
+        raise ValueError(
+            "c2_prefill_norm_rope_store: extend_start_loc and extend_seq_lens must have shape "
+            f"[num_requests], got {[*extend_start_loc.shape]} and {[*extend_seq_lens.shape]}"
+        )
     # What lies before each request, mostly nothing, is a request without a state.
     spans = torch.stack([extend_start_loc, extend_start_loc + extend_seq_lens], 1).flatten().int()
-    first = spans[::2].long().clamp_max(len(kv_input) - 1)
+    first, none = spans[::2].long().clamp(0, max(len(kv_input) - 1, 0)), torch.full_like(spans[::2], -1)
     start_pos, slots = (
-        torch.stack([torch.full_like(x[first], -1), x[first]], 1).flatten() for x in (positions, req)
+        torch.stack([none, x[first] if len(kv_input) else none], 1).flatten() for x in (positions, req)
     )
     _compress(
         kv_input, torch.cat([spans.new_zeros(1), spans]), start_pos, _rings(kv_state, ring_size), slots,

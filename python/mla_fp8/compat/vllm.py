@@ -2,8 +2,8 @@
 
 ``cos_sin_cache`` is [max_pos, 64] float32: 32 cosines, then 32 sines. Ours round to bf16 between norm and
 RoPE, and between RoPE and a cast, as the model does; vLLM's round once, and their elements may be one code
-apart. Bad input raises RuntimeError from the op, under our argument names. V4's own compressor is not here:
-its state is paged through block tables and holds scores with their bias.
+apart. Bad input raises the op's RuntimeError, with the caller's names. V4's own compressor is not here: its
+state is paged through block tables and holds scores with their bias.
 """
 
 import torch
@@ -12,6 +12,13 @@ from ..layout import KV_LAYOUTS
 from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
+from ._names import caller_names, expect_rows
+
+_ROTATION = {"cos": "cos_sin_cache", "sin": "cos_sin_cache"}
+_INSERT = _ROTATION | {
+    "positions": "position_ids", "kv_cache": "k_cache", "page_size": "cache_block_size",
+    "num_heads": "q_head_padded", "out_q": "q", "norm_q": "apply_q_norm", "kv_weight": "norm_weight",
+}  # fmt: skip
 
 __all__ = [
     "fused_deepseek_v4_kv_norm_rope_quant_insert",
@@ -28,6 +35,7 @@ def _tables(cos_sin_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return cos_sin_cache[..., :half], cos_sin_cache[..., half:]
 
 
+@caller_names(**_INSERT)
 def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -68,6 +76,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     return None if in_place else result
 
 
+@caller_names(**_INSERT)
 def fused_deepseek_v4_kv_rope_quant_insert(
     kv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -83,6 +92,7 @@ def fused_deepseek_v4_kv_rope_quant_insert(
     )  # fmt: skip
 
 
+@caller_names(**_INSERT)
 def fused_deepseek_v4_kv_norm_rope_quant_insert(
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -100,6 +110,7 @@ def fused_deepseek_v4_kv_norm_rope_quant_insert(
     )  # fmt: skip
 
 
+@caller_names(**_ROTATION, num_groups="n_groups", tile="quant_group_size")
 def fused_inv_rope_fp8_quant(
     o: torch.Tensor,
     positions: torch.Tensor,
@@ -124,16 +135,27 @@ def fused_inv_rope_fp8_quant(
             f"dimension of o ({o.shape[-1]}), rope_dim that of cos_sin_cache ({cos_sin_cache.shape[-1]}), "
             f"got {tma_aligned_scales}, {nope_dim} and {rope_dim}"
         )
-    heads = o[:, : n_groups * heads_per_group]
+    used = n_groups * heads_per_group
+    if o.dim() != 3 or o.shape[1] < used:
+        raise ValueError(
+            f"fused_inv_rope_fp8_quant: o must have shape [num_tokens, at least {used} heads, "
+            f"{nope_dim + rope_dim}], got {[*o.shape]}"
+        )
+    heads = o[:, :used]
     cos, sin = _tables(cos_sin_cache)
     if not quantize:
-        return inverse_rope(heads, cos, sin, positions).view(len(o), n_groups, -1), o.new_empty(0).float()
+        rotated = inverse_rope(heads, cos, sin, positions)
+        return rotated.view(len(o), n_groups, heads_per_group * o.shape[-1]), o.new_empty(0).float()
     return inverse_rope_quantize(heads, cos, sin, positions, num_groups=n_groups, tile=quant_group_size)
 
 
 _ROWS = {torch.bfloat16: "bf16_512", torch.float8_e4m3fn: "fp8_e4m3_512"}  # of caches without packed rows
 
 
+@caller_names(
+    start_pos="positions", state="state_cache", state_slots="slot_mapping", norm_weight="rms_norm_weight",
+    ratio="compress_ratio", eps="rms_norm_eps", out_latent="latent_out",
+)  # fmt: skip
 def fused_save_compress_norm(
     kv_score: torch.Tensor,
     positions: torch.Tensor,
@@ -157,16 +179,23 @@ def fused_save_compress_norm(
     if prev_rows is not None or prev_row_indices is not None:
         raise ValueError("fused_save_compress_norm: prev_rows must be None, got rows of other ranks")
     num_tokens, device = slot_mapping.numel(), kv_score.device
+    expect_rows(
+        "fused_save_compress_norm", num_tokens, device, kv_score=kv_score, positions=positions,
+        slot_mapping=slot_mapping, latent_out=latent_out,
+    )  # fmt: skip
     if compress_ratio == 1 or state_cache is None or query_start_loc is None:  # a request per token
         starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=device)
         start_pos = torch.where(slot_mapping >= 0, positions[:num_tokens], -1)
         state_slots = starts[:num_tokens]
     else:
         starts, capacity = query_start_loc.int(), state_cache.shape[1]
-        first = starts[:-1].long().clamp_max(max(num_tokens - 1, 0))  # a request may have no token
-        start_pos, slots = positions[first], slot_mapping[first]
+        first = starts[:-1].long().clamp(0, max(num_tokens - 1, 0))  # a request may have no token
+        if num_tokens:
+            start_pos, slots = positions[first], slot_mapping[first]
+        else:
+            start_pos = slots = torch.full_like(first, -1)
         state_slots = torch.where(slots >= 0, slots // capacity, -1)
-    nowhere, table = torch.full_like(slot_mapping, -1), kv_score.new_empty(1, 0)
+    nowhere, table = torch.full_like(slot_mapping, -1), torch.empty(1, 0, device=device)
     compress_kv(
         kv_score[:num_tokens], starts, start_pos.int(), state_cache if compress_ratio > 1 else None,
         state_slots, None, rms_norm_weight, table, table, nowhere,
@@ -175,6 +204,7 @@ def fused_save_compress_norm(
     )  # fmt: skip
 
 
+@caller_names(**_ROTATION, kv="latent", scale="fp8_scale", page_size="kv_cache")
 def rope_quant_insert(
     latent: torch.Tensor,
     positions: torch.Tensor,
@@ -196,6 +226,10 @@ def rope_quant_insert(
             "rope_quant_insert: kv_cache must have V4's rows, or be bfloat16 or float8_e4m3fn, "
             f"got rows of {kv_cache.shape[-1]} of {kv_cache.dtype}"
         )
+    device = latent.device
+    expect_rows(
+        "rope_quant_insert", slot_mapping.numel(), device, positions=positions, slot_mapping=slot_mapping
+    )
     at = positions[: slot_mapping.numel()]
     closes = (at + 1) % compress_ratio == 0
     k_norm_rope_insert(

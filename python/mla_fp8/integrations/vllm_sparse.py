@@ -83,7 +83,7 @@ class SparseImpl:
             "sm_scale": self.softmax_scale, "topk_length": topk_length,
             "out": None if out is None else out[:, : q.shape[1]],
         }  # fmt: skip
-        indices = topk_indices.view(len(q), -1)
+        indices = topk_indices.flatten(1)  # [tokens, 1, topk] of vLLM
         if len(q) < _PROMPT_ROWS:
             return attend.over_pages(q, rows, indices, layout=row_layout(q), page_size=1, **options)
         result, lse = attend.over_rows(q, rows, indices, **options)
