@@ -1,6 +1,6 @@
 // The entry points of sparse attention on a GPU: a plan, and the kernel that it names.
 #include "cuda/device/launch.cuh"
-#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/plan_memo.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -39,9 +39,10 @@ bool has_room(const SparseAttentionParams& p) {  // for lists
 }
 
 void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
-  if (const auto sharing = plan_sharing(op, p, this_gpu(), p.shared_keys != nullptr); sharing && has_room(p))
+  const Gpu gpu = this_gpu();
+  if (const auto sharing = planned_sharing(op, p, gpu); sharing && has_room(p))
     return run_sharing(p, *sharing, stream);
-  Plan first = plan(op, p, this_gpu());  // each query alone
+  Plan first = planned(op, p, gpu);  // each query alone
   if (first.queries == 0) return run(p, first, stream);
   run_plans(op, p.of_tokens(first.queries, p.num_tokens - first.queries), stream);
   first.follows = true;
@@ -72,10 +73,10 @@ void plan_shared_keys(const SparseAttentionParams& p, gpuStream_t stream) {
 }
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
-  return workspace_size(Op::kDecode, p, this_gpu());
+  return planned_workspace(Op::kDecode, p, this_gpu());
 }
 int64_t sparse_prefill_workspace(const SparseAttentionParams& p) {
-  return workspace_size(Op::kPrefill, p, this_gpu());
+  return planned_workspace(Op::kPrefill, p, this_gpu());
 }
 int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
   if (forced_sharing(x.wanted, x.params, this_gpu())) return lists_size(x.params);

@@ -1,5 +1,5 @@
 // cuda/sparse_attention/plan.h: which kernel runs which shapes.
-#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/plan_memo.h"
 
 #include <optional>
 
@@ -45,7 +45,7 @@ void bind_plans(py::module_& m) {
         p.window.num_requests = requests;
         p.workspace_floats = workspace.value_or(INT64_MAX);
         const auto plan =
-            gpu::plan(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
+            gpu::planned(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
         return gpu::to_string(gpu::within_workspace(plan, p));
       },
@@ -59,9 +59,10 @@ void bind_plans(py::module_& m) {
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
          int64_t query_groups, bool has_lists, int extra_layout) -> py::object {
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, false, false);
-        p.query_groups = query_groups;
+        const int32_t lists = 0;
+        p.query_groups = query_groups, p.shared_keys = has_lists ? &lists : nullptr;
         const auto sharing =
-            gpu::plan_sharing(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {9, 132}, has_lists);
+            gpu::planned_sharing(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {9, 132});
         if (!sharing) return py::none();
         return py::make_tuple(QueryTiles(queries, query_groups, heads).tile, gpu::to_string(sharing->tiles),
                               gpu::to_string(sharing->alone), sharing->most_shared, sharing->is_one_launch);
@@ -73,7 +74,7 @@ void bind_plans(py::module_& m) {
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,
          int compute_major, int num_sms) {
         const auto p = problem(layout, -1, queries, heads, keys, extra_keys, false, batch_invariant);
-        return std::pair(gpu::workspace_size(gpu::Op::kDecode, p, {compute_major, num_sms}),
+        return std::pair(gpu::planned_workspace(gpu::Op::kDecode, p, {compute_major, num_sms}),
                          sparse_attention_floats(queries, heads, num_sms, batch_invariant));
       },
       py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
