@@ -119,12 +119,13 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 #define TOPK_RESULTS "(Tensor positions, Tensor slots, Tensor lens)"
 #define TOPK_OUTPUTS                                                       \
   "Tensor(a!) out_positions, Tensor(b!)? out_slots, Tensor(c!) out_lens, " \
-  "Tensor(d!)? workspace=None"
+  "Tensor(d!)? workspace=None, Tensor(e!)? counters=None"
 
 STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
   m.def("index_layout_table() -> str");
   m.def("index_topk_workspace(int num_rows, int topk, int num_sms) -> int");
+  m.def("index_topk_counters(int num_sms) -> int");
   m.def(
       "sparse_attention_workspace(int num_tokens, int num_q_heads, int num_sms, bool batch_invariant=False) "
       "-> int");
@@ -258,7 +259,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd,
                           m){IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(index_topk_workspace)
-                                 IMPL(sparse_attention_workspace) IMPL(cpu_isa)}
+                                 IMPL(index_topk_counters) IMPL(sparse_attention_workspace) IMPL(cpu_isa)}
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
   MLA_FP8_CPU_OPS(IMPL)

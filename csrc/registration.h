@@ -252,13 +252,15 @@ void index_logits_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, Tensor out);
       std::optional<int64_t> slot_page_size
 #define MLA_RAGGED_TOPK_ARGUMENTS \
   int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &k_slots
-#define MLA_TOPK_OUTPUTS \
-  Tensor out_positions, const OptionalTensor &out_slots, Tensor out_lens, const OptionalTensor &workspace
+#define MLA_TOPK_OUTPUTS                                                                                   \
+  Tensor out_positions, const OptionalTensor &out_slots, Tensor out_lens, const OptionalTensor &workspace, \
+      const OptionalTensor &counters
 ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS);
 void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
 ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS);
 void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
 int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms);
+int64_t index_topk_counters(int64_t num_sms);
 int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
                                    bool batch_invariant);
 

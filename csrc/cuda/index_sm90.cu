@@ -1,5 +1,5 @@
-// The kernels of the indexer on Hopper: index_topk's scan and merge, and index_logits, whose logits are the
-// same (indexer/sm90.cuh).
+// The kernels of the indexer on Hopper: index_topk's scan and merge, before them one that clears what CTAs
+// count, and index_logits, whose logits are the same (indexer/sm90.cuh).
 
 #include <algorithm>
 #include <cmath>
@@ -15,10 +15,15 @@ namespace {
 
 using namespace sm90_index;
 
+constexpr int kClearThreads = 256;
 constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 constexpr int kFewRows = 4, kNearKeysOfFew = 64 * 1024;
 constexpr int kTilesOfShortPrompts = 24;  // whose keys may have room, as those of 4096 rows of 4 K have
 
+struct ClearArgs {
+  uint8_t* begin;
+  int64_t pieces;  // of sixteen bytes
+};
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
   IndexLogitsArgs logits;
@@ -99,6 +104,15 @@ KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
 }
 
 }  // namespace
+
+// Zeros for the counters of the scan and the merge behind it.
+__global__ void __launch_bounds__(kClearThreads)
+    index_clear_sm90_kernel(const __grid_constant__ ClearArgs args) {
+  let_next_grid_come();
+  wait_for_previous_grid();
+  const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
+  if (i < args.pieces) store(args.begin + 16 * i, Words<4>{});
+}
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
@@ -206,6 +220,22 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int room = cluster.size * std::min(2 * entries, ThreadKeys::most(kMergeThreads));
   const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;
   const int near_keys = are_few ? std::min(room, kNearKeysOfFew) : room;
+  // Where CTAs count: in the caller's counters, or behind all else in the workspace.
+  const int64_t arrival_bytes = own.num_ctas * int64_t{sizeof(IndexArrivals)},
+                all_bin_bytes = rows.num_rows * int64_t{sizeof(IndexRowBins)};
+  const bool counts_keys = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_columns > near_keys &&
+                           rows.num_rows <= IndexCounters::kMostRows &&
+                           (own.p.counters || all_bin_bytes < own.p.workspace_bytes / 2);
+  const int64_t bin_bytes = counts_keys ? all_bin_bytes : 0;
+  uint8_t *arrivals = own.p.counters, *bins = nullptr;
+  if (arrivals != nullptr) {
+    bins = arrivals + arrival_bytes;
+  } else {
+    own.p.workspace_bytes = own.p.workspace_bytes / 16 * 16 - arrival_bytes;
+    arrivals = own.p.workspace + own.p.workspace_bytes;
+    bins = arrivals - bin_bytes;
+  }
+  own.counters = {reinterpret_cast<IndexArrivals*>(arrivals), reinterpret_cast<IndexRowBins*>(bins)};
   bool is_answered = false;  // by the scan, whatever the lengths are
   int gathered_tiles = 0;    // of each unit, with which they are answered by the scan, too
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
@@ -218,7 +248,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
            own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room)
       ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
-    int32_t most_kept = KeptKeys::most_tiles(own);
+    int32_t most_kept = KeptKeys::most_tiles(own, 0);
     if (lanes > 1)
       most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
     const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
@@ -227,6 +257,12 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
     if (!rows.k_start && !rows.query_start_loc && own.places.count * most_gathered <= most_kept)
       gathered_tiles = most_gathered;
+    if (own.p.counters == nullptr && (counts_keys || (most_gathered > 0 && most_kept > 0))) {
+      const int64_t pieces = (bin_bytes + arrival_bytes) / 16;
+      launch(index_clear_sm90_kernel,
+             {.grid = (pieces + kClearThreads - 1) / kClearThreads, .block = kClearThreads, .stream = stream},
+             ClearArgs{bins, pieces});
+    }
     const auto launch_scan = [&](auto kernel, int32_t most_binned) {
       launch(kernel,
              {.grid = own.num_ctas,
@@ -238,9 +274,9 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     };
     // One row of many heads: the consumers wait for the memory.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)
-      if (rows.num_columns > near_keys)
+      if (counts_keys)
         return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kCounted>>,
-                           KeptKeys::most_tiles(own, true));
+                           KeptKeys::most_tiles(own, own.p.counters ? 0 : bin_bytes));
     if constexpr (S::kUnitRows == 2 && !S::kFp4)
       if (are_many && most_gathered == 0 && most_tiles > kTilesOfShortPrompts)
         return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kNever>>, 0);

@@ -93,7 +93,21 @@ int64_t workspace_bytes([[maybe_unused]] const Tensor& q, [[maybe_unused]] const
 #endif
 }
 
-void run(IndexTopkParams params, const Outputs& outputs, const OptionalTensor& workspace) {
+int64_t counter_words([[maybe_unused]] const Tensor& q) {
+#if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
+  const OnDeviceOf device(q);
+  return index_topk_counters(gpu::index_topk_ctas());
+#else
+  return 0;
+#endif
+}
+
+// What the kernels work with beside arguments and outputs.
+struct Scratch {
+  OptionalTensor workspace, counters;
+};
+
+void run(IndexTopkParams params, const Outputs& outputs, const Scratch& scratch) {
   if (params.problem.rows.num_rows == 0) return;
   params.positions = mutable_data<int32_t>(outputs.positions);
   params.positions_stride_row = outputs.positions.stride(0);
@@ -102,28 +116,36 @@ void run(IndexTopkParams params, const Outputs& outputs, const OptionalTensor& w
     params.slots_stride_row = outputs.slots->stride(0);
   }
   params.lens = mutable_data<int32_t>(outputs.lens);
-  if (workspace) {
-    params.workspace = mutable_data<uint8_t>(*workspace);
-    params.workspace_bytes = workspace->numel();
+  if (scratch.workspace) {
+    params.workspace = mutable_data<uint8_t>(*scratch.workspace);
+    params.workspace_bytes = scratch.workspace->numel();
   }
+  if (scratch.counters) params.counters = mutable_data<uint8_t>(*scratch.counters);
   MLA_LAUNCH(index_topk, outputs.positions, params);
 }
 
 void run_with_new_workspace(const Tensor& q, const IndexTopkParams& params, const Outputs& outputs) {
-  OptionalTensor workspace;
+  Scratch scratch;
   if (const int64_t bytes = workspace_bytes(q, params); bytes > 0)
-    workspace = new_empty(q, {bytes}, ScalarType::Byte);
-  run(params, outputs, workspace);
+    scratch.workspace = new_empty(q, {bytes}, ScalarType::Byte);
+  run(params, outputs, scratch);
 }
 
-void run_with_workspace(const Check& check, const Tensor& q, const IndexTopkParams& params,
-                        const Outputs& outputs, const OptionalTensor& workspace) {
+void run_with_scratch(const Check& check, const Tensor& q, const IndexTopkParams& params,
+                      const Outputs& outputs, const Scratch& scratch) {
+  const auto& [workspace, counters] = scratch;
   check_outputs(check, q, params.topk, outputs);
   if (workspace)
     check(*workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Byte}).contiguous().aligned(16);
   const int64_t needed = workspace_bytes(q, params), got = workspace ? workspace->numel() : 0;
   check.that(got >= needed, "workspace must have at least ", needed, " bytes, got ", got);
-  run(params, outputs, workspace);
+  if (counters) {
+    check(*counters, "counters").same_device_as(q, "q").dtype({ScalarType::Int}).contiguous().aligned(16);
+    const int64_t words = counter_words(q);
+    check.that(counters->numel() >= words, "counters must have at least ", words, " entries, got ",
+               counters->numel());
+  }
+  run(params, outputs, scratch);
 }
 
 }  // namespace
@@ -141,6 +163,11 @@ int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms) {
   return gpu::index_topk_workspace(num_rows, static_cast<int>(topk), static_cast<int>(num_sms));
 }
 
+int64_t index_topk_counters(int64_t num_sms) {
+  Check("index_topk_counters").within(num_sms, "num_sms", 1, kMaxProcessors);
+  return gpu::index_topk_counters(static_cast<int>(num_sms)) / static_cast<int64_t>(sizeof(int32_t));
+}
+
 ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS) {
   const IndexTopkParams params = check_paged(Check("index_topk"), MLA_PAGED_INDEX, topk, pin_first, pin_last,
                                              slot_page_table, slot_page_size);
@@ -153,7 +180,7 @@ void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOP
   const Check check("index_topk");
   const IndexTopkParams params =
       check_paged(check, MLA_PAGED_INDEX, topk, pin_first, pin_last, slot_page_table, slot_page_size);
-  run_with_workspace(check, q, params, {out_positions, out_slots, out_lens}, workspace);
+  run_with_scratch(check, q, params, {out_positions, out_slots, out_lens}, {workspace, counters});
 }
 
 ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS) {
@@ -167,7 +194,7 @@ ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUM
 void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS) {
   const Check check("index_topk_ragged");
   const IndexTopkParams params = check_ragged(check, MLA_RAGGED_INDEX, topk, pin_first, pin_last, k_slots);
-  run_with_workspace(check, q, params, {out_positions, out_slots, out_lens}, workspace);
+  run_with_scratch(check, q, params, {out_positions, out_slots, out_lens}, {workspace, counters});
 }
 
 }  // namespace mla_fp8

@@ -43,6 +43,7 @@ struct IndexTopkParams {
 
   uint8_t* workspace;  // on GPUs
   int64_t workspace_bytes;
+  uint8_t* counters;  // gpu::IndexCounters, all 0; or null: they lie in the workspace, whatever that holds
 
   MLA_HD bool is_pinned(const IndexRow& row, int32_t column) const {
     return column - row.begin < pin_first || row.end - column <= pin_last;
@@ -84,8 +85,20 @@ struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int32_t num_rows, begin;             // of the unit: rows, the first column
   bool are_kept, are_answered;         // the keys of all tiles, all rows; then only the next mean anything
   bool are_binned;                     // the keys of long rows are counted
-  uint64_t arrived;                    // sm90_rows.cuh
   IndexRow rows[kIndexGroupRows];
+};
+// What the CTAs of a call count together on Hopper. All are 0 before the call, and after it.
+struct alignas(16) IndexArrivals {  // of a unit, by the CTA that begins it
+  uint32_t shares;                  // whose keys are in the workspace
+};
+struct alignas(16) IndexRowBins {  // of a long row: how many of its keys have the same upper bits
+  static constexpr int kBits = 13, kShift = 32 - kBits, kBins = 1 << kBits;
+  uint32_t bins[kBins];
+};
+struct IndexCounters {
+  static constexpr int kMostRows = 64;  // whose keys are counted
+  IndexArrivals* arrivals;
+  IndexRowBins* bins;
 };
 // Entries of a kept list: a multiple of 16 bytes.
 MLA_HD constexpr int64_t index_kept_capacity(int topk) { return topk + topk % 2; }
@@ -93,6 +106,9 @@ constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas)
   const int64_t rows = num_rows < kIndexGroupRows ? num_rows : kIndexGroupRows;
   const int64_t entries = rows * (index_list_capacity(topk) + index_kept_capacity(topk));
   return num_ctas * (static_cast<int64_t>(sizeof(IndexCtaState)) + 8 * entries);
+}
+constexpr int64_t index_topk_counters(int num_ctas) {  // bytes
+  return num_ctas * int64_t{sizeof(IndexArrivals)} + IndexCounters::kMostRows * int64_t{sizeof(IndexRowBins)};
 }
 int index_topk_ctas();  // on the current device
 void index_topk(const IndexTopkParams& params, gpuStream_t stream);

@@ -35,8 +35,8 @@ GROUPS = {
         "build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged",
     ),
     "Indexer": (
-        "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_ragged",
-        "topk_to_slots", "index_logits", "index_logits_ragged",
+        "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_counters",
+        "index_topk_ragged", "topk_to_slots", "index_logits", "index_logits_ragged",
     ),
     "Around a layer": (
         "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",

@@ -16,6 +16,7 @@ from mla_fp8 import _libraries
 QUERIES = (  # no tensors
     "kv_layout_table",
     "index_layout_table",
+    "index_topk_counters",
     "index_topk_workspace",
     "sparse_attention_workspace",
     "cpu_isa",

@@ -32,7 +32,7 @@ def load(gpu: str) -> None:
         ctypes.CDLL(str(HIP_RUNTIME))  # the library finds it by its name, like torch's
     torch.ops.load_library(str(library(gpu)))
     emulated = torch.ops.mla_fp8_emulated
-    for name in ("sparse_attention_workspace", "index_topk_workspace"):  # of no device
+    for name in ("sparse_attention_workspace", "index_topk_workspace", "index_topk_counters"):  # of no device
         setattr(emulated, name, getattr(torch.ops.mla_fp8, name))
     torch.ops.mla_fp8 = emulated
 

@@ -68,6 +68,7 @@ def test_the_page_on_support_lists_every_public_op() -> None:
         "doctor",
         "explain",
         "hisparse_backend",
+        "index_topk_counters",
         "index_topk_workspace",
         "resolve_kv_cache_dtype",
         "sparse_attention_workspace",

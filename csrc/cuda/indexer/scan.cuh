@@ -20,6 +20,7 @@ struct IndexTopkArgs {
   Divider page_size, slot_page_size, ctas;
   UnitPlaces places;
   int group_rows, list_rows, num_ctas, tile_keys;
+  IndexCounters counters;  // on Hopper
 
   __device__ __forceinline__ IndexCtaState* state(int cta) const {
     return reinterpret_cast<IndexCtaState*>(p.workspace) + cta;
@@ -211,10 +212,9 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexTopkParams& p = args.p;
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
-  find_share(
-      ShareBlock<kThreads>{},
-      {rows, args.places, args.ctas, p.topk, args.group_rows, kTileKeys, cta, 0, false, 0, 0, nullptr, 0},
-      smem.share, smem.unit);
+  find_share(ShareBlock<kThreads>{},
+             {rows, args.places, args.ctas, p.topk, args.group_rows, kTileKeys, cta, 0, 0, 0, nullptr, 0},
+             smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
   const IndexUnit& unit = smem.unit;

@@ -12,10 +12,9 @@ namespace mla_fp8::gpu {
 struct IndexShare {
   int64_t total, per_cta;
   int64_t first_step;  // of the unit that the share begins in
-  int index;           // of the share: the CTA's, or, where shares go from the last one on, another
   bool are_kept;
-  // Then, that each unit is answered by the CTA that begins it, and whether there are units without a scored
-  // tile.
+  // Then, that each unit is answered by one of the CTAs that scan it, and whether there are units without a
+  // scored tile.
   bool are_gathered, are_others;
   // That each unit begins with a share; of which size of AlignedShares.
   bool are_aligned;
@@ -123,7 +122,6 @@ struct ShareQuestion {
   const Divider& num_ctas;
   int topk, group_rows, tile_keys;
   int cta, lane;
-  bool are_descending;               // the first CTA has the last share that is not empty
   int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
   int32_t* known;
   int room;
@@ -147,8 +145,8 @@ struct ShareBlock {
 template <class Team>
 __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
                                            IndexUnit& first_unit) {
-  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, lane, are_descending, most_kept,
-               most_gathered, known, room] = question;
+  const auto& [rows, places, num_ctas, topk, group_rows, tile_keys, cta, lane, most_kept, most_gathered,
+               known, room] = question;
   constexpr int32_t kNone = -1;  // tiles of a place where no unit begins
   const int threads = team.threads();
   const auto tiles_at = [&](int64_t place) {
@@ -173,21 +171,13 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     if (each == 1) return only;
     return are_known ? known[place] : tiles_at(place);
   };
-  const auto set_index = [&](int64_t shares) {
-    share.index = are_descending && cta < shares ? static_cast<int>(shares) - 1 - cta : cta;
-  };
-  // The share of `last` steps in all, and where it begins: the calling thread has `mine` of them, to `last`.
   const auto set_total = [&](int64_t total) {
     share.total = total;
     share.per_cta = num_ctas(total + num_ctas.divisor() - 1);
-    share.index = cta;
-    if (!are_descending || total == 0) return;
-    const int64_t last = total - 1;  // a division of 64 bits is a call
-    set_index(1 + (last <= UINT32_MAX ? static_cast<uint32_t>(last) / static_cast<uint32_t>(share.per_cta)
-                                      : last / share.per_cta));
   };
+  // Where the share begins: the calling thread has `mine` steps of all, to `last`.
   const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
-    const int64_t begin = share.index * share.per_cta;
+    const int64_t begin = cta * share.per_cta;
     if (begin < last - mine || begin >= last) return;
     last -= mine;
     for (int64_t i = first; i < end; ++i) {
@@ -244,7 +234,6 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
           share.size = i;
           share.per_cta = size;
           share.total = shares * size;
-          set_index(shares);
         }
       }
       team.sync();
@@ -290,13 +279,13 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   const auto equal =
       static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
   const int32_t size = max(AlignedShares::number(longest, unit_shares), 1);
-  // None that is empty for all: the first share of all, whose CTA answers, is to begin early.
+  // None that is empty for all.
   const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
   const AlignedShares sizes{max(equal, 1), size};
   const bool are_kept = shares * size <= question.most_kept, have_room = total <= question.most_kept,
              are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
-  // A CTA that has all of a unit of several rows waits for no other, or leaves nothing to the merge.
+  // A CTA that has all of a unit of several rows gathers no keys, or leaves nothing to the merge.
   int32_t more = 0;
   if (each == 1 && question.group_rows > 1) more = !are_kept ? kMergeTiles : are_gathered ? kGatherTiles : 0;
   if (!sizes.may_pay(num_ctas, more) || (!are_kept && (have_room || each > 1))) return false;
@@ -307,10 +296,8 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   share.are_aligned = share.are_uniform = true;
   share.are_gathered = are_gathered;
   share.are_others = false;
-  share.index = question.cta;
   if (question.cta >= shares) return true;
-  share.index = question.are_descending ? shares - 1 - question.cta : question.cta;
-  const int32_t place = AlignedShares::number(share.index + 1, each) - 1;
+  const int32_t place = AlignedShares::number(question.cta + 1, each) - 1;
   share.first_step = place * each * share.per_cta;
   const auto [request, in_request] = places(place);
   set_even_unit<false>(question.rows, request, in_request + question.lane * question.group_rows,

@@ -82,12 +82,12 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     CandidateKeys keys{kept.tile(first.tile + begin), first.column + begin * kTileKeys,
                        (end - begin) * kTileKeys, 1};
     if (tiles * kTileKeys > merge_args.near_keys) {
-      RowBins* counted = args.state(0)->are_binned ? &kept.bins(row) : nullptr;
+      IndexRowBins* counted = args.state(0)->are_binned ? args.counters.bins + row : nullptr;
       choose_far(merge_args, answer, team, {keys}, counted, held, merge_entries(kAlone));
       if (counted != nullptr) {  // all blocks have read it
-        const int last = RowBins::kBins / 2 * (rank + 1) / size;
-        for (int i = RowBins::kBins / 2 * rank / size + threadIdx.x; i < last; i += kMergeThreads)
-          reinterpret_cast<ulonglong2*>(counted->bins)[i] = {kSumWord, kSumWord};
+        const int last = IndexRowBins::kBins / 4 * (rank + 1) / size;
+        for (int i = IndexRowBins::kBins / 4 * rank / size + threadIdx.x; i < last; i += kMergeThreads)
+          store(counted->bins + 4 * i, Words<4>{});
       }
       continue;
     }

@@ -56,25 +56,22 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAns
 
 // The k-th of a row whose keys the scan has counted: all blocks read that.
 template <class Team>
-__device__ __forceinline__ KthBin kth_of_row(const Team& team, const RowBins& row, int32_t k) {
-  constexpr int kHalf = RowBins::kBins / 2,
-                kEach = kHalf / kMergeThreads;  // positive keys are the upper half
+__device__ __forceinline__ KthBin kth_of_row(const Team& team, const IndexRowBins& row, int32_t k) {
+  constexpr int kHalf = IndexRowBins::kBins / 2;  // positive keys are the upper one
+  constexpr int kEach = kHalf / kMergeThreads;
   SelectScalars& s = team.scalars();
   int32_t before = 0;
   if (threadIdx.x == 0) s.kth = {0, k, 0};
 #pragma unroll 1
-  for (int end = RowBins::kBins; end > 0 && before < k; end -= kHalf) {
+  for (int end = IndexRowBins::kBins; end > 0 && before < k; end -= kHalf) {
     const int first = end - (threadIdx.x + 1) * kEach;
-    ulonglong2 words[kEach / 2];
+    static_assert(kEach == 8);
+    const auto* words = reinterpret_cast<const int4*>(row.bins + first);
+    const int4 low = words[0], high = words[1];
+    const int32_t counts[kEach] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    int32_t own = 0;
 #pragma unroll
-    for (int i = 0; i < kEach / 2; ++i)
-      words[i] = *reinterpret_cast<const ulonglong2*>(row.bins + first + 2 * i);
-    int32_t counts[kEach], own = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      counts[i] = static_cast<int32_t>(sum_in(i % 2 == 0 ? words[i / 2].x : words[i / 2].y));
-      own += counts[i];
-    }
+    for (const int32_t count : counts) own += count;
     const int32_t last = before + team_inclusive_sum(team, own);
     int32_t above = last - own;
     if (above < k && k <= last) {
@@ -172,10 +169,10 @@ __device__ __forceinline__ Survey survey_from(const Team& team, const FarKeys& k
 // bits of keys: no pass looks for a range first, and the scan may have counted them.
 template <class Team>
 __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row, Team team,
-                                           const FarKeys& keys, const RowBins* counted, uint64_t* list,
+                                           const FarKeys& keys, const IndexRowBins* counted, uint64_t* list,
                                            int entries) {
   const int32_t topk = row.p.topk;
-  int shift = RowBins::kShift;
+  int shift = IndexRowBins::kShift;
   KthBin kth;
   if (counted != nullptr) {
     kth = kth_of_row(team, *counted, topk);

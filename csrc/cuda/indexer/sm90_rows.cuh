@@ -19,32 +19,24 @@ MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
 struct KeptRow {
   int32_t tile, column;  // the first one's
 };
-// How many keys of a long row have the same upper bits: then the merge reads the keys once.
-struct RowBins {
-  static constexpr int kBits = 13, kShift = 32 - kBits, kBins = 1 << kBits;
-  alignas(64) uint64_t bins[kBins];
-};
-// Whether a scan may keep keys, and counts those of long rows. Code that lies in a kernel costs where it does
-// not run: prompts of many rows have a kernel without.
+// Whether a scan may keep keys, and counts those of long rows: then the merge reads these once. Code that
+// lies in a kernel costs where it does not run: prompts of many rows have a kernel without.
 enum class Keeping { kNever, kMaybe, kCounted };
 struct KeptKeys {
   KeptRow* rows;
   uint32_t* keys;
-  RowBins* bins_end;  // the first row's lie before, if there is room
 
   __device__ __forceinline__ explicit KeptKeys(const IndexTopkArgs& args) {
     rows = reinterpret_cast<KeptRow*>(args.list(0, 0));
     keys = reinterpret_cast<uint32_t*>(rows + (args.p.problem.rows.num_rows + 1) / 2 * 2);
-    bins_end = reinterpret_cast<RowBins*>(args.p.workspace + args.p.workspace_bytes / 64 * 64);
   }
-  __device__ __forceinline__ RowBins& bins(int64_t row) const { return *(bins_end - 1 - row); }
   __device__ __forceinline__ uint32_t* tile(int32_t i) const { return keys + int64_t{i} * kTileKeys; }
-  // That a workspace has room for, each for all rows of a unit.
-  static int32_t most_tiles(const IndexTopkArgs& args, bool are_binned = false) {
+  // That a workspace has room for, each for all rows of a unit, if its last bytes are for others.
+  static int32_t most_tiles(const IndexTopkArgs& args, int64_t last_bytes) {
     const int64_t rows = args.p.problem.rows.num_rows;
-    int64_t bytes = args.p.workspace_bytes - args.num_ctas * int64_t{sizeof(IndexCtaState)} -
-                    (rows + 1) / 2 * 2 * int64_t{sizeof(KeptRow)};
-    if (are_binned) bytes -= 64 + rows * int64_t{sizeof(RowBins)};
+    const int64_t bytes = args.p.workspace_bytes - last_bytes -
+                          args.num_ctas * int64_t{sizeof(IndexCtaState)} -
+                          (rows + 1) / 2 * 2 * int64_t{sizeof(KeptRow)};
     const int64_t tiles = bytes / (kTileKeys * int64_t{sizeof(uint32_t)}) / args.group_rows;
     return static_cast<int32_t>(std::clamp<int64_t>(tiles, 0, kMostKeptTiles - 1));
   }
@@ -58,60 +50,23 @@ struct ScanWork {
   int unit_tiles;                // of all CTAs
   int32_t seen_begin, seen_end;  // columns that all rows of the unit see
   bool is_earlier;               // begun by another CTA
-  bool is_whole;                 // it is answered here
+  bool is_whole;                 // it is all of the unit, and answered without others' keys
   bool is_rehearsed;             // there is none: see Scan::scan_unit
 };
 
-// The keys that a CTA leaves in the workspace for the one that begins the unit are there: a word of the state
-// becomes a number that is nowhere else, until the other has seen it, so nothing has to be cleared before a
-// call. Shares descend among CTAs, which begin in their order: whoever waits, waits for one that has begun
-// before it, and had these keys to find before all else.
-inline constexpr uint64_t kArrived = 0x9e3779b97f4a7c15;
-__device__ __forceinline__ void tell_arrival(uint64_t* word) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(kArrived) : "memory");
+// Says that the keys of one of a unit's `shares` are in the workspace: the calling thread's, and those of the
+// threads that it has met at a barrier. True for the caller that comes last: then the keys of all are there.
+// Nobody waits, so it does not matter which CTAs have begun.
+__device__ __forceinline__ bool arrives_last(IndexArrivals& arrivals, uint32_t shares) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(&arrivals.shares)
+               : "memory");
+  if (before + 1 < shares) return false;
+  arrivals.shares = 0;
+  return true;
 }
-__device__ __forceinline__ void take_arrival(uint64_t* word) {
-  uint64_t found;
-  do {
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(word) : "memory");
-  } while (found != kArrived);
-  *word = 0;
-}
-
-// Words of the workspace to which the CTAs of a call add: the upper bits say, by a number that is nowhere
-// else, that the lower ones are a sum, so nothing has to be cleared before a call, or waited for. The merge
-// makes them 0 again.
-inline constexpr int kSumBits = 24;
-inline constexpr uint64_t kSumMask = (uint64_t{1} << kSumBits) - 1;
-// No key of a logit has these upper bits, so what kept keys leave is none.
-inline constexpr uint64_t kSumWord = uint64_t{0xffc5a39bd6} << kSumBits;
-__device__ __forceinline__ bool is_sum(uint64_t word) { return (word & ~kSumMask) == kSumWord; }
-__device__ __forceinline__ uint32_t sum_in(uint64_t word) { return is_sum(word) ? word & kSumMask : 0; }
-// An addition, of nothing or more, on its way until it is ended.
-class WordAddition {
- public:
-  __device__ __forceinline__ WordAddition(uint64_t* word, uint32_t more)
-      : at_(reinterpret_cast<unsigned long long*>(word)),
-        more_(more),
-        found_(more > 0 ? atomicAdd(at_, more_) : kSumWord) {}
-  // Where the word was no sum, what was added is put in its place; or another has done that: it is added
-  // again.
-  __device__ __forceinline__ void end() const {
-    if (is_sum(found_)) return;
-    uint64_t found = found_ + more_;
-    do {
-      const uint64_t expected = found;
-      found = atomicCAS(at_, expected, kSumWord + more_);
-      if (found == expected) return;
-    } while (!is_sum(found));
-    atomicAdd(at_, more_);
-  }
-
- private:
-  unsigned long long* at_;
-  unsigned long long more_, found_;
-};
 
 struct ScanShared {
   static constexpr int kBinsPerThread = 4;
@@ -124,6 +79,7 @@ struct ScanShared {
   ScanWork works[2];                               // of those units
   int64_t begin, end;                              // the CTA's share
   int cta;                                         // its number among all shares
+  bool answers;                                    // it has arrived last
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
   uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above

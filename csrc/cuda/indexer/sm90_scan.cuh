@@ -2,8 +2,8 @@
 // The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column
 // that a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all
 // tiles, they go there, and the merge chooses; or, where units are few and none is longer than a chunk, the
-// CTA that begins a unit has its own keys in shared memory, gathers those of the others, and answers. Else
-// the keys of a chunk of columns lie in shared memory. Behind a chunk the consumers meet, and the best of
+// CTA whose keys of a unit come last gathers those of all, and answers: no CTA waits for another. Else the
+// keys of a chunk of columns lie in shared memory. Behind a chunk the consumers meet, and the best of
 // each row's list and of the chunk become its list. A unit that ends in its first chunk has no list: its
 // answer is found in the chunk itself. Producers go on with the next unit meanwhile.
 //
@@ -99,15 +99,12 @@ class Scan : ScanUnits {
         }
         prepare_next(i);
         consumers_sync();
-        if (are_kept() && !work.is_whole) {
+        bool answers = true;
+        if (is_shared(work)) {
           keep_unit(math, unit, work, counted >= 0);
-        } else {
-          scan_unit(math, unit, work);
+          answers = gathers() && answers_last(work);
         }
-        if (gathers() && work.is_earlier) {
-          consumers_sync();
-          if (threadIdx.x == 0) tell_arrival(&args_.state(s_.cta)->arrived);
-        }
+        if (answers) scan_unit(math, unit, work);
       }
       if (work.unit_end >= s_.end) break;
       consumers_sync();
@@ -173,23 +170,16 @@ class Scan : ScanUnits {
   __device__ __forceinline__ void turn_bins(int64_t& counted, int64_t row) const {
     if (counted >= 0) add_bins(counted);
     else if (row >= 0)
-      for (int i = threadIdx.x; i < RowBins::kBins / 4; i += kConsumers)
+      for (int i = threadIdx.x; i < IndexRowBins::kBins / 4; i += kConsumers)
         store(own_bins() + 4 * i, Words<4>{});
     counted = row;
   }
   __device__ __forceinline__ void add_bins(int64_t row) const {
-    uint64_t* to = KeptKeys(args_).bins(row).bins;
-#pragma unroll 1
-    for (int first = threadIdx.x; first < RowBins::kBins; first += 4 * kConsumers) {
-      const auto added = [&](int j) {  // on their way together
-        return WordAddition(to + first + j * kConsumers, own_bins()[first + j * kConsumers]);
-      };
-      const WordAddition all[] = {added(0), added(1), added(2), added(3)};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        all[j].end();
-        own_bins()[first + j * kConsumers] = 0;
-      }
+    uint32_t* to = args_.counters.bins[row].bins;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < IndexRowBins::kBins; i += kConsumers) {
+      if (const uint32_t own = own_bins()[i]; own > 0) atomicAdd(to + i, own);
+      own_bins()[i] = 0;
     }
   }
 
@@ -213,16 +203,32 @@ class Scan : ScanUnits {
                   if (to[pair] == nullptr) return;
                   to[pair][key + more] = found;
                   if constexpr (kCounts)
-                    if (is_counted) add_shared_1(bins + (found >> RowBins::kShift) * 4);
+                    if (is_counted) add_shared_1(bins + (found >> IndexRowBins::kShift) * 4);
                 });
   }
 
   __device__ __forceinline__ static bool is_rehearsed(const ScanWork& work) {
     return kMayKeep && work.is_rehearsed;
   }
-  // The keys of the tiles of a unit, chunk by chunk, and what becomes of them. A CTA without a share answers
-  // for nobody, by keys of its own, while others score: instructions of the answer are in the L2 then, where
-  // behind other kernels each would come from memory for who answers.
+  // Whether the keys of the unit go to the workspace, for who answers it.
+  __device__ __forceinline__ bool is_shared(const ScanWork& work) const {
+    return are_kept() && !work.is_whole;
+  }
+  // Whether the CTA is the last one of a unit to have its keys in the workspace: then it answers.
+  __device__ __forceinline__ bool answers_last(const ScanWork& work) const {
+    const auto each = static_cast<int32_t>(s_.share.per_cta),
+               begin = static_cast<int32_t>(s_.begin - work.unit_begin);  // of the CTA's share in the unit
+    const int32_t before = AlignedShares::number(max(begin, 0), each),
+                  from_here = AlignedShares::number(work.unit_tiles - begin, each);
+    consumers_sync();
+    if (threadIdx.x == 0)
+      s_.answers = arrives_last(args_.counters.arrivals[s_.cta - before], before + from_here);
+    consumers_sync();
+    return s_.answers;
+  }
+  // The keys of the tiles of a unit, chunk by chunk, or all at once from the workspace, and what becomes of
+  // them. A CTA without a share answers for nobody, by keys of its own, while others score: instructions of
+  // the answer are in the L2 then, where behind other kernels each would come from memory for who answers.
   template <class TileMath>
   __device__ __forceinline__ void scan_unit(TileMath& math, const IndexUnit& unit,
                                             const ScanWork& work) const {
@@ -233,53 +239,46 @@ class Scan : ScanUnits {
         to[pair] = shared_address(keys(r) + TileMath::first_key() + TileMath::key());
     const int least_rounds = are_kept() ? kRoundsOfMany : 1;
     for (int first = 0;;) {
-      const int tiles = min(scan_.chunk_tiles, work.tiles - first);
-      const int32_t chunk_column = work.column + first * kTileKeys;
-      score<(kRows * kHeads > 64)>(math, unit, work, chunk_column, tiles, least_rounds,
-                                   [&](int pair, int key, int more, uint32_t found) {
-                                     store_shared_4_if(to[pair] != 0, to[pair] + 4 * key + 4 * more, found);
-                                   });
-      const bool is_last = first + tiles == work.tiles;
-      int there = tiles;
-      if (is_rehearsed(work)) {
-        there = 1;
-        if (threadIdx.x < kTileKeys) keys(0)[threadIdx.x] = order_key(static_cast<float>(threadIdx.x));
-      }
-      consumers_sync();
-      if (gathers() && work.unit_tiles > tiles) {
+      int tiles = min(scan_.chunk_tiles, work.tiles - first);
+      int32_t column = work.column + first * kTileKeys;
+      if (is_shared(work)) {
+        tiles = work.unit_tiles;
+        column = unit.begin;
         gather(unit, work);
-        there = work.unit_tiles;
+      } else if (is_rehearsed(work)) {
+        tiles = 1;
+        if (threadIdx.x < kTileKeys) keys(0)[threadIdx.x] = order_key(static_cast<float>(threadIdx.x));
+      } else {
+        score<(kRows * kHeads > 64)>(math, unit, work, column, tiles, least_rounds,
+                                     [&](int pair, int key, int more, uint32_t found) {
+                                       store_shared_4_if(to[pair] != 0, to[pair] + 4 * key + 4 * more, found);
+                                     });
       }
+      const bool is_last = are_kept() || first + tiles == work.tiles;
+      consumers_sync();
       RowTeam team(s_, unit.num_rows);
       if (const int r = team.row(); r < unit.num_rows)
-        end_chunk(team, r, unit, work, {keys(r), chunk_column, there * kTileKeys, s_.threshold[r]},
-                  first == 0, is_last);
+        end_chunk(team, r, unit, work, {keys(r), column, tiles * kTileKeys, s_.threshold[r]}, first == 0,
+                  is_last);
       consumers_sync();
       if (is_last) break;
       first += tiles;
     }
-    if (!work.is_whole && threadIdx.x == 0)
+    if (!are_kept() && !work.is_whole && threadIdx.x == 0)
       write_state(*args_.state(s_.cta), unit, work.is_earlier, work.unit_begin,
                   num_tiles(unit, kTileKeys, p_.topk), s_.count);
   }
 
-  // The keys of the tiles of a unit behind those of this CTA, which begins it: a thread waits for each of the
-  // CTAs that go on with it.
+  // All keys of a unit.
   __device__ __forceinline__ void gather(const IndexUnit& unit, const ScanWork& work) const {
-    const auto last = static_cast<int>((static_cast<uint32_t>(work.unit_begin + work.unit_tiles) - 1) /
-                                       static_cast<uint32_t>(s_.share.per_cta));
-    const int cta = s_.cta + 1 + static_cast<int>(threadIdx.x);
-    if (cta <= last) take_arrival(&args_.state(cta)->arrived);
-    consumers_sync();
-    const int pieces = (work.unit_tiles - work.tiles) * kTileKeys / 4;  // of sixteen bytes
+    const int pieces = work.unit_tiles * kTileKeys / 4;  // of sixteen bytes
     for (int r = 0; r < unit.num_rows; ++r) {
-      const uint32_t* from = KeptKeys(args_).tile(kept_tile(work, r) + work.tiles);
-      uint32_t* to = keys(r) + work.tiles * kTileKeys;
+      const uint32_t* from = KeptKeys(args_).tile(kept_tile(work, r));
+      uint32_t* to = keys(r);
 #pragma unroll 4
       for (int i = threadIdx.x; i < pieces; i += kConsumers)
         store(to + 4 * i, load_if<4>(from + 4 * i, true));
     }
-    consumers_sync();
   }
 
   // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
@@ -290,7 +289,7 @@ class Scan : ScanUnits {
     const auto slot = [&](const IndexRow& where, int32_t c) { return args_.slot(where, c); };
     const IndexAnswer answer{p_, unit.first_row + r, unit.rows[r], is_rehearsed(work)};
     uint64_t least = kLeastOrder;
-    if (is_first && is_last && work.is_whole) {
+    if (is_first && is_last && (are_kept() || work.is_whole)) {
       const ThreadKeys own(team, chunk);
       const Survey found = own.survey(team);
       team.stage_in(list(r));

@@ -20,7 +20,7 @@ class ScanUnits {
   }
 
   __device__ __forceinline__ bool are_kept() const { return may_keep_ && s_.share.are_kept; }
-  // Whether each unit is answered by the CTA that begins it.
+  // Whether each unit is answered by one of the CTAs that scan it.
   __device__ __forceinline__ bool gathers() const { return are_kept() && s_.share.are_gathered; }
 
   // Whether the keys of long rows are counted.
@@ -39,7 +39,6 @@ class ScanUnits {
                                  kTileKeys,
                                  cta_of_lane(),
                                  lane_of_cta(),
-                                 scan_.most_gathered > 0,
                                  may_keep_ ? scan_.most_kept : 0,
                                  scan_.most_gathered,
                                  reinterpret_cast<int32_t*>(keys(0)),
@@ -53,7 +52,7 @@ class ScanUnits {
     // Shares of a lane are those behind the lanes before, steps too.
     const int64_t first_share = lane_of_cta() * args_.ctas.divisor(),
                   first_step = first_share * s_.share.per_cta;
-    const int cta = static_cast<int>(first_share) + s_.share.index;
+    const int cta = static_cast<int>(first_share) + cta_of_lane();
     if (threadIdx.x == kWarpSize) {
       args_.state(cta)->unit = -1;
       args_.state(cta)->per_cta = s_.share.per_cta;
@@ -95,7 +94,7 @@ class ScanUnits {
     work.tiles = static_cast<int>(max(last - first, int64_t{0}));
     work.unit_tiles = static_cast<int>(unit_tiles);
     work.is_earlier = first > 0;
-    work.is_whole = first == 0 && (are_kept ? gathers() : last == unit_tiles);
+    work.is_whole = first == 0 && last == unit_tiles && (!are_kept || gathers());
     work.is_rehearsed = false;
     // Of uniform shares a unit's first one answers it also where it takes all that is there.
     if (s_.share.are_uniform && gathers() && unit_tiles == 0 && s_.begin == unit_begin) work.tiles = 1;
@@ -178,7 +177,7 @@ class ScanUnits {
     mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
     const UnitPlaces& places = args_.places;
 #pragma unroll 1
-    for (int64_t place = s_.share.index; place < places.count; place += args_.ctas.divisor()) {
+    for (int64_t place = cta_of_lane(); place < places.count; place += args_.ctas.divisor()) {
       consumers_sync();
       IndexUnit& unit = s_.units[0];
       const int64_t row = places.row(place) + lane_of_cta() * args_.group_rows;

@@ -1,10 +1,12 @@
 // The CUDA runtime, as far as this project's library calls it, on a GPU that this computer plays: the
 // library's own host code registers its PTX and launches. Linked into the library in place of cudart.
 // FAKE_CUDA_ARCH: which GPU (90); FAKE_CUDA_SEED: the order of warps and copies (0: in order, at once);
-// FAKE_CUDA_PROCESSORS: SMs (those of an A100 or an H200).
+// FAKE_CUDA_PROCESSORS: SMs (those of an A100 or an H200); FAKE_CUDA_DESCENDING: the last cluster of a grid
+// begins first; FAKE_CUDA_MOST_CLUSTERS: a launch of more is killed behind so many.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -194,6 +196,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
                    .cluster = cluster,
                    .dynamic_shared = static_cast<unsigned>(config->dynamicSmemBytes),
                    .seed = environment("FAKE_CUDA_SEED", 0),
+                   .is_descending = environment("FAKE_CUDA_DESCENDING", 0) != 0,
+                   .most_clusters = environment("FAKE_CUDA_MOST_CLUSTERS", UINT_MAX),
                    .memory = &memory});
     return cudaSuccess;
   });

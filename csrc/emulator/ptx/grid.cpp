@@ -172,7 +172,7 @@ bool Warp::run(int instructions) {
 }
 
 void run_grid(const Launch& launch) {
-  const unsigned clusters = launch.grid / launch.cluster;
+  const unsigned all = launch.grid / launch.cluster, clusters = std::min(all, launch.most_clusters);
   std::atomic<unsigned> next{0};
   std::exception_ptr error;
   std::mutex mutex;
@@ -180,7 +180,7 @@ void run_grid(const Launch& launch) {
     const FloatMode mode;
     Cluster c;
     for (unsigned i = next++; i < clusters; i = next++) try {
-        run_cluster(launch, i, c);
+        run_cluster(launch, launch.is_descending ? all - 1 - i : i, c);
       } catch (...) {
         const std::lock_guard lock(mutex);
         if (!error) error = std::current_exception();
@@ -188,11 +188,12 @@ void run_grid(const Launch& launch) {
       }
   };
   std::vector<std::jthread> threads;
-  for (unsigned t = 1; t < std::min(clusters, std::thread::hardware_concurrency()); ++t)
-    threads.emplace_back(work);
+  const unsigned at_once = launch.is_descending ? 1 : std::thread::hardware_concurrency();
+  for (unsigned t = 1; t < std::min(clusters, at_once); ++t) threads.emplace_back(work);
   work();
   threads.clear();
   if (error) std::rethrow_exception(error);
+  if (clusters < all) throw std::runtime_error("killed: no more clusters begin");
 }
 
 }  // namespace emulator::ptx

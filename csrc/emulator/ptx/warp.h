@@ -26,7 +26,9 @@ struct Launch {
   const Kernel* kernel;
   const char* params;
   unsigned grid, block, cluster, dynamic_shared;
-  unsigned seed;  // 0: warps in order and copies at once; else a random order, copies late
+  unsigned seed;           // 0: warps in order and copies at once; else a random order, copies late
+  bool is_descending;      // the last cluster begins first, and ends before another begins
+  unsigned most_clusters;  // behind which the launch is killed
   const Allocations::Snapshot* memory;
 };
 

@@ -32,7 +32,7 @@ from mla_fp8_plugins import named_in_vllm
 from .. import probes
 from .._torch_private import without_torch_function
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
-from ..ops.index_topk import index_topk_workspace
+from ..ops.index_topk import index_topk_counters, index_topk_workspace
 from .flash_mla_calls import around, take_over
 from .log import say_once
 
@@ -43,6 +43,7 @@ _WORKSPACE = "vllm.v1.worker.workspace"
 _LAYOUT = INDEX_LAYOUTS["index_fp8"]
 _MAX_TOPK, _MAX_HEADS = 4096, 64  # of index_topk
 _LOGGER = logging.getLogger("mla_fp8")
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # of device and stream
 
 
 class Logits(Tensor):
@@ -130,6 +131,7 @@ def fp8_fp4_paged_mqa_logits(
             out_slots=None,
             out_lens=chosen,
             workspace=workspace,
+            counters=_counters(queries.device),
         )
 
     return Logits.of(rows, max_model_len, original, choose)
@@ -166,6 +168,7 @@ def fp8_fp4_mqa_logits(
             out_slots=None,
             out_lens=chosen,
             workspace=workspace,
+            counters=_counters(queries.device),
         )
 
     return Logits.of(len(queries), len(keys), original, choose)
@@ -222,6 +225,19 @@ def _scratch(rows: int, topk: int, device: torch.device, *, captured: bool) -> t
             say_once("mla_fp8: index_topk allocates its workspace: vLLM's is smaller")
     lens = torch.empty(rows, dtype=torch.int32, device=device)
     return lens, torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _counters(device: torch.device) -> Tensor | None:
+    """What index_topk counts with, of the current stream: calls of one stream come one after the other.
+
+    A graph that is captured before its stream has any gets none: it would fill them at each replay.
+    """
+    if device.type == "cpu":
+        return None
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _COUNTERS and not torch.cuda.is_current_stream_capturing():
+        _COUNTERS[key] = torch.zeros(index_topk_counters(device), dtype=torch.int32, device=device)
+    return _COUNTERS.get(key)
 
 
 def around_logits(

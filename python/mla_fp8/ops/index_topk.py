@@ -7,7 +7,7 @@ from ..arch import num_processors
 from ..index_layout import IndexLayout, get_index_layout
 from .index_logits import flat_queries
 
-__all__ = ["index_topk", "index_topk_ragged", "index_topk_workspace"]
+__all__ = ["index_topk", "index_topk_counters", "index_topk_ragged", "index_topk_workspace"]
 
 Chosen = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
@@ -33,6 +33,24 @@ def index_topk_workspace(num_rows: int, *, topk: int, device: torch.device | str
     return size if processors else 0
 
 
+def index_topk_counters(device: torch.device | str) -> int:
+    """Size of the ``counters`` that :func:`index_topk` takes, whatever the rows are.
+
+    Experimental.
+
+    Args:
+        device: Where the call runs.
+
+    Returns:
+        A number of int32 entries; 0 on a CPU.
+
+    Raises:
+        RuntimeError: For a GPU that this process does not see.
+    """
+    processors = num_processors(device)
+    return call_op("index_topk_counters", processors) if processors else 0
+
+
 def index_topk(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -56,6 +74,7 @@ def index_topk(
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Chosen:
     """Choose the ``topk`` best entries of each row by :func:`index_logits`, exactly, without logits.
 
@@ -75,7 +94,12 @@ def index_topk(
         out_positions: [num_rows, topk] int32, any row stride: with ``out_lens``, the results.
         out_slots: [num_rows, topk] int32. Without it none are found.
         out_lens: [num_rows] int32.
-        workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU.
+        workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU. It may hold
+            anything. One call at a time uses it: two streams need two.
+        counters: int32, of :func:`index_topk_counters` entries, with ``workspace``: zeros, and zeros again
+            after each call, so ``torch.zeros`` once is enough. One call at a time uses them; zero them again
+            if a call did not end. Without them a call on Hopper takes up to 1 us more, in which it clears a
+            part of its workspace.
 
     Returns:
         (positions, slots, lens). Positions ascend, then -1. A slot is ``page_table[request, p // page_size] *
@@ -102,7 +126,7 @@ def index_topk(
         "slot_page_table": slot_page_table,
         "slot_page_size": slot_page_size,
     }
-    out = _buffers("index_topk", out_positions, out_slots, out_lens, workspace)
+    out = _buffers("index_topk", out_positions, out_slots, out_lens, workspace, counters)
     if out is None:
         return call_op("index_topk", *inputs, **options)  # type: ignore[no-any-return]
     call_op("index_topk_out", *inputs, **options, **out)
@@ -127,6 +151,7 @@ def index_topk_ragged(
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> Chosen:
     """Do :func:`index_topk` over the keys of :func:`index_logits_ragged`.
 
@@ -155,7 +180,7 @@ def index_topk_ragged(
         "pin_first": pin_first,
         "pin_last": pin_last,
     }
-    out = _buffers("index_topk_ragged", out_positions, out_slots, out_lens, workspace)
+    out = _buffers("index_topk_ragged", out_positions, out_slots, out_lens, workspace, counters)
     if out is None:
         return call_op("index_topk_ragged", *inputs, **options)  # type: ignore[no-any-return]
     call_op("index_topk_ragged_out", *inputs, **options, **out)
@@ -169,12 +194,16 @@ def _buffers(
     slots: torch.Tensor | None,
     lens: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    counters: torch.Tensor | None,
 ) -> dict[str, torch.Tensor | None] | None:
     """The arguments of the _out twin; None if the caller wants new tensors."""
     if positions is not None and lens is not None:
-        return {"out_positions": positions, "out_slots": slots, "out_lens": lens, "workspace": workspace}
+        return {
+            "out_positions": positions, "out_slots": slots, "out_lens": lens, "workspace": workspace,
+            "counters": counters,
+        }  # fmt: skip
     needed = {"out_positions": positions, "out_lens": lens}
-    if any(x is not None for x in (positions, slots, lens, workspace)):
+    if any(x is not None for x in (positions, slots, lens, workspace, counters)):
         missing = " and no ".join(name for name, buffer in needed.items() if buffer is None)
         raise ValueError(
             f"mla_fp8.{op}: expected out_positions and out_lens with any buffer of the caller's, "
