@@ -1,5 +1,7 @@
 """What the engines of matrix.py found, as tables, and what is wrong with it."""
 
+import csv
+import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -96,6 +98,9 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n".join(lines)
 
 
+ORDER = ("stock", "ours", "calls", "groups", "index", "layer", "whole", "exact")
+
+
 def runs(ran: dict[str, dict]) -> dict[str, dict[str, dict]]:
     """Of each engine that was timed, such as "16-fp8_ds_mla-speed", the results by whose kernels it ran."""
     engines: dict[str, dict[str, dict]] = {}
@@ -118,9 +123,9 @@ def steps(ran: dict[str, dict]) -> Iterable[tuple[str, dict, dict[str, parts.Ste
             for phase in one:
                 what = {"phase": phase, "requests": batch, "context": first.get("context", 4096)}
                 found = {
-                    who: parts.Step(result["timed"][batch][phase], result["layers"])
-                    for who, result in sides.items()
-                    if phase in result.get("timed", {}).get(batch, {})
+                    who: parts.Step(sides[who]["timed"][batch][phase], sides[who]["layers"])
+                    for who in sorted(sides, key=ORDER.index)
+                    if phase in sides[who].get("timed", {}).get(batch, {})
                 }
                 yield label, what, found
 
@@ -142,15 +147,34 @@ def _first_tokens(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+# The models of engine.py's and sglang_engine.py's ``--kv``.
+MODELS = {
+    "fp8_ds_mla": "V3.2",
+    "glm52": "GLM-5.2",
+    "dsv4": "V4",
+    "sglang": "V3.2",
+    "sglang_pages": "V3.2, FP8 pages",
+    "sglang_v4": "V4",
+    "sglang_v41": "V4.1",
+    "sglang_v41_rows": "V4.1, own rows",
+}
+COLUMNS = ["gpu", "engine", "model", "heads", "phase", "requests", "context", "who", "part", "us", "launches"]
+
+
 def csv_of_steps(found: dict[str, dict], gpu: str) -> str:
-    """Microseconds and launches of a layer by part, a line each: benchmarks/results/engine_steps.csv."""
-    lines = ["gpu,engine,phase,requests,context,who,part,us,launches"]
+    """Microseconds and launches of a layer by part, a line each: docs/data/step_parts.csv."""
+    file = io.StringIO()
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(COLUMNS)
     ran = {name: result for name, result in found.items() if result["ok"]}
     for label, what, sides in steps(ran):
+        heads, kv, *_ = label.split("-")
         for who, step in sides.items():
-            of = f"{gpu},{label},{what['phase']},{what['requests']},{what['context']},{who}"
-            lines += [f"{of},{part},{us:.2f},{n:.2f}" for part, (us, n) in step.parts.items() if n]
-    return "\n".join(lines) + "\n"
+            result = ran.get(f"{who}-{label}") or ran[stock_of(label)]
+            engine = f"vLLM {result['vllm']}" if "vllm" in result else f"SGLang {result['sglang']}"
+            of = gpu, engine, MODELS[kv], heads, what["phase"], what["requests"], what["context"], who
+            lines.writerows([*of, part, f"{us:.2f}", f"{n:.2f}"] for part, (us, n) in step.parts.items() if n)
+    return file.getvalue()
 
 
 def _v4(layers: dict[str, list[dict]]) -> str:

@@ -21,6 +21,7 @@ import performance
 import plans
 import prices
 import roles
+import steps
 import support
 import tiles
 from results import ROOT
@@ -44,10 +45,10 @@ def filled(text: str, parts: dict[str, str]) -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file, as it should be."""
     made = ops.files() | layouts.files() | attempts.files()
-    for module in (accuracy, drawings, engines, layouts, performance, roles):
+    for module in (accuracy, drawings, engines, layouts, performance, roles, steps):
         made |= {f"docs/img/{name}": chart for name, chart in module.images().items()}
     parts = dict[str, str]()
-    for module in (accuracy, dispatch, engines, performance, plans, prices, support, tiles):
+    for module in (accuracy, dispatch, engines, performance, plans, prices, steps, support, tiles):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 WIDTH, SHOWN = 440, 500
 TEXT, LINE, ONE = "#768390", "#76839055", "#d29922"
 COLOURS = ("#3f83f8", "#2da44e", "#bf5af2", "#e8590c", "#e5484d")
+PARTS = ("#3f83f8", "#bf5af2", "#e5484d", "#e8590c", "#d29922", "#2da44e", "#768390", "#0e8a9a")
 FONT = "font-family='system-ui, sans-serif'"
 TITLE, HEAD, BODY, SMALL = 17, 15, 14, 13  # font sizes
 STEP = 24  # from one bar to the next
@@ -140,6 +141,41 @@ def lines(title: str, note: str, panels: Mapping[str, Mapping[str, Mapping[int, 
             ]
         y = bottom + 24
     return document(y + 4, title, parts)
+
+
+def stacked(title: str, note: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Bars of parts behind each other, {group: {bar: {part: value}}}, on a linear axis for each group.
+
+    A legend names the parts; the sum stands behind each bar.
+    """
+    names = list(dict.fromkeys(p for rows in groups.values() for bar in rows.values() for p in bar))
+    colours = dict(zip(names, PARTS, strict=False))
+    longest = max(len(label) for rows in groups.values() for label in rows)
+    left, right = 12 + LETTER * BODY * longest, WIDTH - 60
+    parts, y = heading(title, note)
+    x = 2.0
+    for name in names:
+        wide = 26 + LETTER * SMALL * len(name)
+        if x + wide > WIDTH:
+            x, y = 2.0, y + 20
+        parts += [rectangle(x, y + 4, 12, 12, colours[name], 0.8), text(x + 17, y + 15, name, SMALL)]
+        x += wide
+    y += 20
+    for group, rows in groups.items():
+        parts.append(text(2, y + 22, group, HEAD, bold=True))
+        y += 30
+        high = max(sum(bar.values()) for bar in rows.values())
+        for label, bar in rows.items():
+            parts.append(text(left - 8, y + 17, label, BODY, "end"))
+            at = left
+            for name, value in bar.items():
+                wide = (right - left) * value / high
+                if wide >= 0.5:  # what nobody would see
+                    parts.append(rectangle(at, y + 4, wide, 16, colours[name], 0.8))
+                at += wide
+            parts.append(text(WIDTH - 2, y + 17, f"{sum(bar.values()):.0f}", BODY, "end"))
+            y += STEP
+    return document(y + 6, title, parts)
 
 
 def bars(

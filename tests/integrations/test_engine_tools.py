@@ -141,9 +141,12 @@ OURS = step(mla_fp8_sparse_decode=20.0, nvjet=52.0)
 def test_kernel_times_are_compared_per_layer(tools):
     import report  # noqa: PLC0415
 
-    found = {f"{who}-16-speed": result(**one) for who, one in (("stock", STOCK), ("ours", OURS))}
+    found = {
+        f"{who}-16-fp8_ds_mla-speed": result(**one, vllm="0")
+        for who, one in (("stock", STOCK), ("ours", OURS))
+    }
     table = report.table(found, set(found)).splitlines()
-    assert "| 16-speed, decode, 8 x 4096: us of a layer | stock | ours |" in table
+    assert "| 16-fp8_ds_mla-speed, decode, 8 x 4096: us of a layer | stock | ours |" in table
     for line in (
         "| attention | 20.0 | 10.0 |",
         "| copies, fills | 4.0 | 0.0 |",
@@ -154,7 +157,7 @@ def test_kernel_times_are_compared_per_layer(tools):
         assert line in table
     assert any(line.startswith("| without GEMMs") and line.endswith(" | 24.0 | 10.0 |") for line in table)
     csv = report.csv_of_steps(found, "a GPU")
-    assert "a GPU,16-speed,decode,8,4096,ours,attention,10.00,1.00\n" in csv
+    assert "a GPU,vLLM 0,V3.2,16,decode,8,4096,ours,attention,10.00,1.00\n" in csv
 
 
 @pytest.mark.parametrize("us, wrong", [(5.0, False), (6.0, True)])

@@ -51,7 +51,7 @@ BUDGET = {
     "docs/reference/ops.md": 6950,
 }
 # Pages of what came later than the table: at most 700 words each, not part of the sum.
-ADDED: dict[str, int] = {}
+ADDED: dict[str, int] = {"docs/guide/step.md": 700}
 # Pages that are not rewritten yet, with about the words that they have: none may grow. A page leaves this
 # table when it is rewritten; the rules below hold for all others.
 NOT_YET = {

@@ -1,0 +1,103 @@
+"""Where the time of an engine's step goes: tables and charts from docs/data/step_parts.csv.
+
+A line is a part of a layer in one step: all kernels that belong to it by ci/engines/parts.py, in microseconds
+(`us`) and `launches`. `who` is `stock` for the engine as it is; the others name what of this package ran.
+"""
+
+import csv
+import re
+from collections import defaultdict
+
+import svg
+from results import ROOT, markdown
+
+SOURCE = ROOT / "docs/data/step_parts.csv"
+# What a reader sees of the parts; the rest is no layer's.
+SHOWN = {
+    "attention": ("attention",),
+    "indexer": ("indexer",),
+    "queries": ("queries",),
+    "keys, caches": ("keys and caches", "rows of pages", "indices"),
+    "copies": ("copies, fills",),
+    "norms": ("norms, activation",),
+    "GEMMs": ("GEMMs",),
+    "hyper-connections": ("hyper-connections",),
+}
+WHO = {
+    "stock": "FlashMLA",
+    "ours": "mla_fp8",
+    "calls": "mla_fp8",
+    "layer": "+ layer ops",
+    "whole": "+ index_topk",
+}
+Bar = dict[str, float]
+Case = tuple[str, str, str, str, str]  # engine, model, heads, phase, requests
+
+
+def read() -> dict[Case, dict[str, dict[str, tuple[float, float]]]]:
+    """By case and by whose kernels: (microseconds, launches) of each part of a layer."""
+    found: dict[Case, dict[str, dict[str, tuple[float, float]]]] = defaultdict(lambda: defaultdict(dict))
+    with SOURCE.open(newline="") as file:
+        for line in csv.DictReader(file):
+            case = tuple(line[name] for name in ("engine", "model", "heads", "phase", "requests"))
+            found[case][line["who"]][line["part"]] = float(line["us"]), float(line["launches"])
+    return found
+
+
+def bar(parts: dict[str, tuple[float, float]]) -> Bar:
+    shown = {name: sum(parts.get(p, (0.0, 0.0))[0] for p in of) for name, of in SHOWN.items()}
+    return {name: us for name, us in shown.items() if us > 0}
+
+
+def named(case: Case) -> str:
+    _, _, heads, phase, requests = case
+    what = "prefill of 4096 tokens" if phase == "prefill" else f"decode, {requests} requests"
+    return f"{what}, {heads} heads"
+
+
+def models() -> dict[tuple[str, str], list[Case]]:
+    found = defaultdict(list)
+    for case in read():
+        found[case[:2]].append(case)
+    return found
+
+
+def stem(engine: str, model: str) -> str:
+    return re.sub("[.,-]", "", f"step_{engine.partition(' ')[0]}_{model}".lower()).replace(" ", "_")
+
+
+def images() -> dict[str, str]:
+    cases, made = read(), {}
+    for (engine, model), of in models().items():
+        groups = {
+            named(case): {WHO[who]: bar(parts) for who, parts in cases[case].items()}
+            for case in of
+            if case[4] != "32"
+        }
+        title, note = f"A layer of {model} in {engine.split()[0]}", "microseconds of a layer on the whole GPU"
+        made[f"{stem(engine, model)}.svg"] = svg.stacked(title, note, groups)
+    return made
+
+
+def table() -> str:
+    """A line for each step: what is no GEMM and no hyper-connection, by whose kernels."""
+    rows = []
+    for case, sides in read().items():
+        mine = {
+            who: sum(us for p, us in bar(parts).items() if p not in NOT_OURS) for who, parts in sides.items()
+        }
+        stock, *others = mine.items()
+        cells = [f"{us:.0f} ({us / stock[1]:.2f})" for _, us in others]
+        engine, model, *_ = case
+        rows.append(
+            [f"{model} in {engine}", named(case), f"{stock[1]:.0f}", *cells, *[""] * (3 - len(cells))]
+        )
+    head = ["", "a layer of a step", "FlashMLA, us", "mla_fp8 (of it)", "with layer ops", "and index_topk"]
+    return markdown(head, rows)
+
+
+NOT_OURS = ("GEMMs", "hyper-connections")
+
+
+def parts() -> dict[str, str]:
+    return {"step parts": table()}
