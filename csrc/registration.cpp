@@ -49,9 +49,71 @@ std::string index_layout_table() {
 }
 #endif
 
+namespace {
+
+// torch counts the writes of each tensor (`_version`), for autograd and for whoever keeps what was derived
+// from it. Its own ops count theirs before the kernel is reached; the C API has no call for that. A copy of a
+// tensor onto itself counts a write and does nothing else: no launch, no byte moved. Tensors of inference
+// mode have no version, and torch would refuse to count outside of that mode. Both calls: 0.15 us.
+void count_write(const Tensor& t) {
+  StableIValue argument_then_result = torch::stable::detail::from(t);
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::is_inference", "", &argument_then_result, TORCH_ABI_VERSION));
+  if (!torch::stable::detail::to<bool>(argument_then_result))
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(t.get(), t.get(), 0));
+}
+
+template <class Parameter>
+void count_write_if_written([[maybe_unused]] const std::remove_cvref_t<Parameter>& argument) {
+  if constexpr (std::is_same_v<Parameter, Tensor>) count_write(argument);
+  if constexpr (std::is_same_v<Parameter, OptionalTensor>)
+    if (argument) count_write(*argument);
+}
+
+// While it lives, autograd follows nothing.
+class NoGrad {
+ public:
+  NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { set(false); }
+  ~NoGrad() { set(true); }
+  NoGrad(const NoGrad&) = delete;
+
+ private:
+  void set(bool enabled) const {
+    if (was_enabled_) aoti_torch_grad_mode_set_enabled(enabled);
+  }
+  const bool was_enabled_;
+};
+
+// An op as torch calls it: it runs, then what it wrote has a new version. A refused call wrote nothing.
+template <auto* op>
+struct Versioned;
+template <class Result, class... Parameters, Result (*op)(Parameters...)>
+struct Versioned<op> {
+  static constexpr bool kWrites =
+      ((std::is_same_v<Parameters, Tensor> || std::is_same_v<Parameters, OptionalTensor>) || ...);
+
+  static Result call(Parameters... arguments) {
+    if constexpr (!kWrites) {
+      return op(arguments...);
+    } else if constexpr (std::is_void_v<Result>) {
+      op(arguments...);
+      count(arguments...);
+    } else {
+      Result result = op(arguments...);
+      count(arguments...);
+      return result;
+    }
+  }
+  static void count(const std::remove_cvref_t<Parameters>&... arguments) {
+    const NoGrad no_grad;
+    (count_write_if_written<Parameters>(arguments), ...);
+  }
+};
+
+}  // namespace
 }  // namespace mla_fp8
 
-#define IMPL(op) m.impl(#op, TORCH_BOX(&mla_fp8::op));
+#define IMPL(op) m.impl(#op, TORCH_BOX(&mla_fp8::Versioned<&mla_fp8::op>::call));
 
 #if MLA_FP8_EMULATED
 #define MLA_FP8_LIBRARY mla_fp8_emulated
@@ -133,7 +195,7 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
 
   DEF(quantize_kv,
       "Tensor latent, Tensor slot_mapping, Tensor(a!) kv_cache, *, int layout, int page_size, "
-      "Tensor? scale=None, Tensor? rope=None, float? fp8_max=None",
+      "Tensor? scale=None, Tensor? rope=None, float? fp8_max=None, bool zero_rope=False",
       "()")
   DEF(k_norm_rope_insert, "Tensor kv, " NORM_ROPE_INSERT_ARGUMENTS "Tensor? k_rope=None, Tensor? scale=None",
       "()")

@@ -1,6 +1,6 @@
 #pragma once
 // Which ops each library implements, and their C++ entry points (ops/*.cpp), argument for argument the
-// schemas.
+// schemas. A tensor by value is one that the op writes, a tensor by reference one that it only reads.
 #include <string>
 #include <tuple>
 
@@ -65,16 +65,16 @@ void _warmup(const Tensor& device_of);
 
 void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cache, int64_t layout,
                  int64_t page_size, const OptionalTensor& scale, const OptionalTensor& rope,
-                 std::optional<double> fp8_max);
+                 std::optional<double> fp8_max, bool zero_rope);
 
-#define MLA_K_NORM_ROPE_INSERT_ARGUMENTS                                                           \
-  const Tensor &kv, const OptionalTensor &kv_weight, const Tensor &cos, const Tensor &sin,         \
-      const Tensor &positions, const Tensor &slot_mapping, const Tensor &kv_cache, int64_t layout, \
+#define MLA_K_NORM_ROPE_INSERT_ARGUMENTS                                                    \
+  const Tensor &kv, const OptionalTensor &kv_weight, const Tensor &cos, const Tensor &sin,  \
+      const Tensor &positions, const Tensor &slot_mapping, Tensor kv_cache, int64_t layout, \
       int64_t page_size, double eps, const OptionalTensor &k_rope, const OptionalTensor &scale
 void k_norm_rope_insert(MLA_K_NORM_ROPE_INSERT_ARGUMENTS);
 #define MLA_QK_NORM_ROPE_INSERT_ARGUMENTS                                                                   \
   const Tensor &q, const Tensor &kv, const OptionalTensor &kv_weight, const Tensor &cos, const Tensor &sin, \
-      const Tensor &positions, const Tensor &slot_mapping, const Tensor &kv_cache, int64_t layout,          \
+      const Tensor &positions, const Tensor &slot_mapping, Tensor kv_cache, int64_t layout,                 \
       int64_t page_size, double eps, bool norm_q, const OptionalTensor &k_rope,                             \
       std::optional<int64_t> num_heads, const OptionalTensor &scale
 Tensor qk_norm_rope_insert(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS);
@@ -142,11 +142,10 @@ void pad_q_heads_out(const Tensor& q, const OptionalTensor& attn_sink, int64_t n
                      Tensor out_attn_sink);
 
 void compress_kv(const Tensor& kv_score, const Tensor& query_start_loc, const Tensor& start_pos,
-                 const OptionalTensor& state, const Tensor& state_slots, const OptionalTensor& ape,
+                 OptionalTensor state, const Tensor& state_slots, const OptionalTensor& ape,
                  const Tensor& norm_weight, const Tensor& cos, const Tensor& sin, const Tensor& slot_mapping,
-                 const Tensor& kv_cache, int64_t ratio, int64_t layout, int64_t page_size, double eps,
-                 bool online, bool round_pooled, const OptionalTensor& scale,
-                 const OptionalTensor& out_latent);
+                 Tensor kv_cache, int64_t ratio, int64_t layout, int64_t page_size, double eps, bool online,
+                 bool round_pooled, const OptionalTensor& scale, OptionalTensor out_latent);
 
 Tensor inverse_rope(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions);
 void inverse_rope_out(const Tensor& o, const Tensor& cos, const Tensor& sin, const Tensor& positions,
@@ -162,9 +161,8 @@ void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor&
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &topk_length
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
-#define MLA_SPARSE_PREFILL_OUTPUTS                                                           \
-  Tensor out, const OptionalTensor &max_logits, Tensor lse, const OptionalTensor &workspace, \
-      bool allocate_workspace
+#define MLA_SPARSE_PREFILL_OUTPUTS \
+  Tensor out, OptionalTensor max_logits, Tensor lse, OptionalTensor workspace, bool allocate_workspace
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 
 #define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \
@@ -187,7 +185,7 @@ ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS);
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
-                       const OptionalTensor& workspace, bool allocate_workspace);
+                       OptionalTensor workspace, bool allocate_workspace);
 #define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                 \
   const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots, \
       const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                          \
@@ -207,7 +205,7 @@ ThreeTensors _sparse_attention_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_K
       const OptionalTensor &attn_sink, int64_t q_len, int64_t num_splits
 TwoTensors paged_attention_ragged(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS);
 void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out, Tensor lse,
-                                const OptionalTensor& workspace);
+                                OptionalTensor workspace);
 
 #define MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS                                                        \
   const Tensor &q, const Tensor &kv_cache, const Tensor &kv_indptr, const Tensor &kv_indices,              \
@@ -216,7 +214,7 @@ void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out
       int64_t num_splits
 TwoTensors paged_attention_ragged_latent(MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS);
 void paged_attention_ragged_latent_out(MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS, Tensor out, Tensor lse,
-                                       const OptionalTensor& workspace);
+                                       OptionalTensor workspace);
 
 TwoTensors merge_attention_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                   const Tensor& lse_b);
@@ -252,9 +250,9 @@ void index_logits_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, Tensor out);
       std::optional<int64_t> slot_page_size
 #define MLA_RAGGED_TOPK_ARGUMENTS \
   int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &k_slots
-#define MLA_TOPK_OUTPUTS                                                                                   \
-  Tensor out_positions, const OptionalTensor &out_slots, Tensor out_lens, const OptionalTensor &workspace, \
-      const OptionalTensor &counters
+#define MLA_TOPK_OUTPUTS                                                                     \
+  Tensor out_positions, OptionalTensor out_slots, Tensor out_lens, OptionalTensor workspace, \
+      OptionalTensor counters
 ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS);
 void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
 ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS);

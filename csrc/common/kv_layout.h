@@ -77,6 +77,11 @@ struct KvLayout {
   int page_align;     // bytes
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
+  // Whether a row has something in this format: values, rope or scales.
+  constexpr bool holds(Format f) const {
+    return nope_format == f || (rope_dim > 0 && rope_format == f) ||
+           (scale_format == ScaleFormat::kE4m3 && f == Format::kE4m3fn);
+  }
   MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
   // Attention reads it as the second cache of a call only.
   MLA_HD constexpr bool extra_only() const { return nope_format == Format::kE2m1; }

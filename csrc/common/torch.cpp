@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <iterator>
+#include <vector>
 
 namespace mla_fp8 {
 namespace {
@@ -24,6 +26,9 @@ std::string shape_string(const Dims& dims) {
 constexpr size_t kMaxDims = 4;  // of what ops allocate
 
 int32_t code_of(ScalarType dtype) {
+  // The C API of the oldest torch has no function for these two, but torch's own numbers.
+  if (dtype == ScalarType::Float8_e8m0fnu || dtype == ScalarType::Float4_e2m1fn_x2)
+    return static_cast<int32_t>(dtype);
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
@@ -58,7 +63,7 @@ std::string dtype_name(ScalarType dtype) {
 std::string dtype_string(const Tensor& t) {
   try {
     return dtype_name(t.scalar_type());
-  } catch (const std::exception&) { return "dtype code " + std::to_string(dtype_code(t)); }
+  } catch (const std::exception&) { return dtype_name(static_cast<ScalarType>(dtype_code(t))); }
 }
 
 std::string device_string(const Tensor& t) {
@@ -73,6 +78,18 @@ std::string torch_error() {
   static What* const what =
       reinterpret_cast<What*>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
   return what ? what() : "torch printed the reason to stderr";
+}
+
+constexpr Format kFormats[] = {Format::kBf16, Format::kE4m3fn, Format::kE4m3fnuz, Format::kE2m1};
+
+ScalarType dtype_of(Format f) {
+  switch (f) {
+    case Format::kBf16: return ScalarType::BFloat16;
+    case Format::kE4m3fn: return ScalarType::Float8_e4m3fn;
+    case Format::kE4m3fnuz: return ScalarType::Float8_e4m3fnuz;
+    case Format::kE2m1: return ScalarType::Float4_e2m1fn_x2;
+  }
+  return ScalarType::Byte;
 }
 
 }  // namespace
@@ -127,9 +144,22 @@ const Arg& Arg::same_device_as(const Tensor& other, const char* other_name) cons
 const Arg& Arg::dtype(std::initializer_list<ScalarType> any_of) const {
   for (ScalarType want : any_of)
     if (is(want)) return *this;
+  fail_dtype({any_of.begin(), any_of.size()}, "");
+}
+
+const Arg& Arg::cache_of(const char* layout, std::span<const ScalarType> numbers) const {
+  if (is(ScalarType::Byte) || is(ScalarType::Char)) return *this;
+  for (ScalarType number : numbers)
+    if (is(number)) return *this;
+  std::vector<ScalarType> any_of = {ScalarType::Byte, ScalarType::Char};
+  any_of.insert(any_of.end(), numbers.begin(), numbers.end());
+  fail_dtype(any_of, std::string(" for layout ") + layout);
+}
+
+void Arg::fail_dtype(std::span<const ScalarType> any_of, const std::string& where) const {
   std::string wanted;
   for (ScalarType want : any_of) wanted += (wanted.empty() ? "" : " or ") + dtype_name(want);
-  fail("must have dtype ", wanted, ", got ", dtype_string(t_));
+  fail("must have dtype ", wanted, where, ", got ", dtype_string(t_));
 }
 
 const Arg& Arg::shape(Shape want) const {
@@ -151,15 +181,17 @@ const Arg& Arg::contiguous() const {
   return *this;
 }
 
+bool Arg::is_empty() const { return std::find(sizes_, sizes_ + dim_, 0) != sizes_ + dim_; }
+
 const Arg& Arg::last_dim_contiguous() const {
+  if (is_empty()) return *this;
   if (sizes_[dim_ - 1] > 1 && strides_[dim_ - 1] != 1)
     fail("must have stride 1 in its last dimension, got ", strides_[dim_ - 1]);
   return *this;
 }
 
 const Arg& Arg::aligned(int64_t bytes) const {
-  for (int64_t d = 0; d < dim_; ++d)
-    if (sizes_[d] == 0) return *this;
+  if (is_empty()) return *this;
   const auto address = reinterpret_cast<uintptr_t>(t_.const_data_ptr());
   if (address % bytes != 0)
     fail("must be ", bytes, "-byte aligned, got an address that is ", address % bytes, " past");
@@ -171,12 +203,21 @@ const Arg& Arg::aligned(int64_t bytes) const {
 }
 
 const Arg& Arg::rows_disjoint() const {
-  int64_t extent = dim_ ? sizes_[dim_ - 1] : 1;
-  for (int64_t d = dim_ - 2; d >= 0; --d) {
+  if (is_empty()) return *this;
+  constexpr int64_t kMostDims = 4;
+  int64_t inner_first[kMostDims], count = 0;  // dimensions by stride
+  for (int64_t d = dim_ - 2; d >= 0 && count < kMostDims; --d) {
     if (sizes_[d] <= 1) continue;
+    int64_t at = count++;
+    for (; at > 0 && strides_[inner_first[at - 1]] > strides_[d]; --at) inner_first[at] = inner_first[at - 1];
+    inner_first[at] = d;
+  }
+  int64_t extent = dim_ ? sizes_[dim_ - 1] : 1;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t d = inner_first[i];
     if (strides_[d] < extent)
-      fail("must have its rows one after another and not overlap itself, got stride ", strides_[d],
-           " in dimension ", d, ", expected at least ", extent);
+      fail("must not overlap itself, got stride ", strides_[d], " in dimension ", d, ", expected at least ",
+           extent);
     extent = strides_[d] * sizes_[d];
   }
   return *this;
@@ -215,22 +256,24 @@ KvLayoutId Check::extra_layout(int64_t layout, KvLayoutId first) const {
   return first;
 }
 
-KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const {
+KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size,
+                            const char* page_size_name) const {
   const KvLayout l = kv_layout(layout);
-  within(page_size, "page_size", 1, kMaxPageSize);
+  within(page_size, page_size_name, 1, kMaxPageSize);
 
   const Arg arg = (*this)(t, name);
-  arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn, ScalarType::Float8_e4m3fnuz,
-             ScalarType::BFloat16});
+  ScalarType numbers[std::size(kFormats)];
+  size_t count = 0;
+  for (Format f : kFormats)
+    if (l.holds(f)) numbers[count++] = dtype_of(f);
+  arg.cache_of(l.name, {numbers, count});
   const int64_t itemsize = arg.itemsize();
   const int64_t page_bytes = l.page_bytes(page_size), token_bytes = l.bytes_per_token();
-  that(token_bytes % itemsize == 0, name, " must have a one-byte dtype for layout ", l.name,
-       ", got torch.bfloat16");
   const int64_t dim = arg.dim();
   if (dim == 3 || dim == 4) {
     if (dim == 3) arg.shape({-1, page_size, token_bytes / itemsize});
     if (dim == 4) arg.shape({-1, page_size, 1, token_bytes / itemsize});
-    if (page_size > 1 && arg.stride(1) * itemsize != token_bytes)
+    if (page_size > 1 && !arg.is_empty() && arg.stride(1) * itemsize != token_bytes)
       arg.fail("must have a stride of ", token_bytes, " bytes in dimension 1, got ",
                arg.stride(1) * itemsize);
   } else if (dim != 2 || arg.size(1) != page_bytes / itemsize) {
@@ -247,7 +290,7 @@ KvCacheView Check::kv_cache(const Tensor& t, const char* name, KvLayoutId layout
   if (num_pages > 1 && stride_page % kAlignment != 0)
     arg.fail("must be ", kAlignment, "-byte aligned in every page, got a page stride of ", stride_page,
              " bytes");
-  return {static_cast<uint8_t*>(t.mutable_data_ptr()), stride_page, num_pages * page_size};
+  return {data<uint8_t>(t), stride_page, num_pages * page_size};
 }
 
 const float* Check::scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const {

@@ -2,6 +2,7 @@
 // The only header that includes torch, and only its stable C ABI: argument checks and launches for ops/.
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -32,12 +33,15 @@ class Arg {
 
   const Arg& same_device_as(const Tensor& other, const char* other_name) const;
   const Arg& dtype(std::initializer_list<ScalarType> any_of) const;
+  // A cache: raw bytes may be of any layout, a dtype of numbers has to be that of something in its rows.
+  const Arg& cache_of(const char* layout, std::span<const ScalarType> numbers) const;
   const Arg& shape(Shape want) const;
   const Arg& contiguous() const;
   const Arg& last_dim_contiguous() const;
   // The address of every row (all dimensions but the last) is a multiple of `bytes`: vector loads and stores.
   const Arg& aligned(int64_t bytes) const;
-  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing.
+  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing. Any dimension
+  // may be the outer one in memory.
   const Arg& rows_disjoint() const;
 
   bool is(ScalarType want) const;
@@ -45,6 +49,8 @@ class Arg {
   int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d]; }
   int64_t stride(int64_t d) const { return strides_[d]; }
+  // Strides of a tensor without elements say nothing: torch.from_numpy makes them 0.
+  bool is_empty() const;
   int64_t itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
 
   template <class... Parts>
@@ -58,6 +64,8 @@ class Arg {
   [[noreturn]] void fail_page_shape(int64_t page_elements, int64_t page_size, const char* layout) const;
 
  private:
+  [[noreturn]] void fail_dtype(std::span<const ScalarType> any_of, const std::string& where) const;
+
   const char *op_, *name_;
   const Tensor& t_;
   // Asked for once: each question to a tensor is a call into torch, and small ops are bound by those.
@@ -71,7 +79,7 @@ inline constexpr int64_t kMaxProcessors = int64_t{1} << 16;  // of a GPU that a 
 
 // Where a paged latent cache lies in memory, once checked.
 struct KvCacheView {
-  uint8_t* data;
+  const uint8_t* data;
   int64_t stride_page;  // bytes
   int64_t num_slots;
 };
@@ -102,9 +110,10 @@ class Check {
   // Of the caches of one call of attention.
   KvLayoutId first_layout(int64_t layout) const;
   KvLayoutId extra_layout(int64_t layout, KvLayoutId first) const;
-  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it, in
-  // any dtype of the cache's bytes; the page stride may exceed page_bytes.
-  KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size) const;
+  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it,
+  // typed as bytes or as numbers that the layout has; the page stride may exceed page_bytes.
+  KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size,
+                       const char* page_size_name = "page_size") const;
   // The per-layer scale: required by the uniform FP8 layouts, refused by the others; null if there is none.
   const float* scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const;
 

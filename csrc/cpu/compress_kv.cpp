@@ -169,7 +169,10 @@ void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t,
   finish(p, pooled, t, close);
 }
 
-// One token more in max, sum and mean [3][512]: strictly one after another.
+MLA_SIMD Mask is_zero(F32 sum) { return equal(bits(sum), set1(uint32_t{0})); }  // no score has a weight yet
+
+// One token more in max, sum and mean [3][512]: strictly one after another. The mean of no weight is 0, or NaN
+// as 0 times a value may be.
 MLA_SIMD void fold(float* running, const float* row, const float* bias, bool begins) {
   for (int d = 0; d < kHeadDimV; d += kLanes) {
     const WindowRow at{row, row + kHeadDimV, bias};
@@ -181,7 +184,8 @@ MLA_SIMD void fold(float* running, const float* row, const float* bias, bool beg
       const F32 old = mul(load(running + kHeadDimV + d), weight_of(before, top));
       const F32 weight = weight_of(score, top);
       sum = add(old, weight);
-      mean = div(fma(kv, weight, mul(load(running + 2 * kHeadDimV + d), old)), sum);
+      const F32 value = fma(kv, weight, mul(load(running + 2 * kHeadDimV + d), old));
+      mean = div(value, select(is_zero(sum), set1(1.0f), sum));
     }
     store(running + d, top);
     store(running + kHeadDimV + d, sum);
@@ -198,7 +202,10 @@ void fold_block(const CompressKvParams& p, const CompressRequest& r, int64_t fir
     fold(running, input_row(p, r, q), bias, q % p.ratio == 0);
     if (r.is_kept(q, p.depth)) memcpy(state_row(p, r, q), running, sizeof running);
     if (CompressRequest::closes(q, p.ratio)) {
-      memcpy(pooled, running + 2 * kHeadDimV, sizeof pooled);
+      for (int d = 0; d < kHeadDimV; d += kLanes) {  // as a softmax of nothing but -inf
+        const Mask is_none = is_zero(load(running + kHeadDimV + d));
+        store(pooled + d, select(is_none, set1(NAN), load(running + 2 * kHeadDimV + d)));
+      }
       finish(p, pooled, r.first + q - r.start, q);
     }
   }

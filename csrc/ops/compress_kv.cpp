@@ -102,11 +102,10 @@ void check_outputs(const Check& check, const Tensor& slot_mapping, const Optiona
 }  // namespace
 
 void compress_kv(const Tensor& kv_score, const Tensor& query_start_loc, const Tensor& start_pos,
-                 const OptionalTensor& state, const Tensor& state_slots, const OptionalTensor& ape,
+                 OptionalTensor state, const Tensor& state_slots, const OptionalTensor& ape,
                  const Tensor& norm_weight, const Tensor& cos, const Tensor& sin, const Tensor& slot_mapping,
-                 const Tensor& kv_cache, int64_t ratio, int64_t layout, int64_t page_size, double eps,
-                 bool online, bool round_pooled, const OptionalTensor& scale,
-                 const OptionalTensor& out_latent) {
+                 Tensor kv_cache, int64_t ratio, int64_t layout, int64_t page_size, double eps, bool online,
+                 bool round_pooled, const OptionalTensor& scale, OptionalTensor out_latent) {
   const Check check("compress_kv");
   check.that(ratio == 1 || ratio == 2 || ratio == 4 || ratio == 128, "ratio must be 1, 2, 4 or 128, got ",
              ratio);
@@ -125,7 +124,7 @@ void compress_kv(const Tensor& kv_score, const Tensor& query_start_loc, const Te
       .num_slots = cache.num_slots,
       .page_size = page_size,
       .scale = check.scale(scale, id, kv_cache),
-      .kv_cache = cache.data,
+      .kv_cache = mutable_data<uint8_t>(kv_cache),
       .kv_cache_stride_page = cache.stride_page,
   };
   check.that(params.eps >= 0, "eps must not be negative, got ", eps);

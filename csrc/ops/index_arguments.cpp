@@ -5,17 +5,30 @@
 namespace mla_fp8 {
 namespace {
 
+// Whether values are pairs of e2m1, by the dtypes that engines have those bytes in, and not e4m3fn.
+bool are_e2m1(const Arg& values) {
+  return !values
+              .dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte, ScalarType::Char,
+                      ScalarType::Float4_e2m1fn_x2})
+              .is(ScalarType::Float8_e4m3fn);
+}
+
+// Whether the ue8m0 of a head or a key come as one int32, and not as bytes.
+bool are_ints(const Arg& scales) {
+  return scales.dtype({ScalarType::Byte, ScalarType::Int, ScalarType::Char, ScalarType::Float8_e8m0fnu})
+      .is(ScalarType::Int);
+}
+
 IndexQueries check_queries(const Check& check, const Tensor& q, const Tensor& weights,
                            const OptionalTensor& q_scale) {
   const Arg arg = check(q, "q");
-  arg.dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte});
-  const bool is_fp4 = arg.is(ScalarType::Byte);
+  const bool is_fp4 = are_e2m1(arg);
   const int64_t head_bytes = is_fp4 ? kIndexDim / 2 : kIndexDim;
   arg.shape({-1, -1, head_bytes}).last_dim_contiguous();
   const int64_t rows = q.size(0), heads = q.size(1);
   check.that(heads >= 1 && heads <= kMaxIndexHeads, "q must have 1 to ", kMaxIndexHeads, " heads, got ",
              heads);
-  if (heads > 1 && arg.stride(1) != head_bytes)
+  if (heads > 1 && !arg.is_empty() && arg.stride(1) != head_bytes)
     arg.fail("must have its heads one after another, got a stride of ", arg.stride(1), " bytes, expected ",
              head_bytes);
   arg.aligned(16);
@@ -31,10 +44,9 @@ IndexQueries check_queries(const Check& check, const Tensor& q, const Tensor& we
     const Arg scale = check(*q_scale, "q_scale");
     scale.same_device_as(q, "q");
     if (!is_fp4) scale.dtype({ScalarType::Float}).shape({rows, heads}).last_dim_contiguous();
-    else if (scale.dtype({ScalarType::Byte, ScalarType::Int}).is(ScalarType::Int))
-      scale.shape({rows, heads}).last_dim_contiguous();
+    else if (are_ints(scale)) scale.shape({rows, heads}).last_dim_contiguous();
     else if (scale.shape({rows, heads, kIndexScaleBytes}).last_dim_contiguous();
-             heads > 1 && scale.stride(1) != kIndexScaleBytes)
+             heads > 1 && !scale.is_empty() && scale.stride(1) != kIndexScaleBytes)
       scale.fail("must have its heads one after another, got a stride of ", scale.stride(1), ", expected ",
                  kIndexScaleBytes);
     scale_stride = scale.stride(0) * scale.itemsize();
@@ -93,11 +105,13 @@ IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayou
   const IndexLayout l = index_layout(layout);
   check.within(page_size, "page_size", 1, kMaxPageSize);
   const Arg arg = check(t, "index_cache");
-  arg.dtype({ScalarType::Byte, ScalarType::Char, ScalarType::Float8_e4m3fn});
+  const ScalarType values =
+      layout == IndexLayoutId::kIndexFp8 ? ScalarType::Float8_e4m3fn : ScalarType::Float4_e2m1fn_x2;
+  arg.cache_of(l.name, {&values, 1});
   const int64_t page_bytes = l.page_bytes(page_size), entry_bytes = l.bytes_per_entry();
   if (arg.dim() == 4) {
     arg.shape({-1, page_size, 1, entry_bytes});
-    if (page_size > 1 && arg.stride(1) != entry_bytes)
+    if (page_size > 1 && !arg.is_empty() && arg.stride(1) != entry_bytes)
       arg.fail("must have a stride of ", entry_bytes, " bytes in dimension 1, got ", arg.stride(1));
   } else if (arg.dim() != 2 || arg.size(1) != page_bytes) {
     arg.fail_page_shape(page_bytes, page_size, l.name);
@@ -113,7 +127,7 @@ IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayou
   check.that(num_pages <= std::numeric_limits<int32_t>::max() / page_size, "index_cache must have at most ",
              std::numeric_limits<int32_t>::max(), " slots, as slots are int32, got ", num_pages, " pages of ",
              page_size);
-  return {static_cast<uint8_t*>(t.mutable_data_ptr()), stride_page, num_pages, page_size};
+  return {data<uint8_t>(t), stride_page, num_pages, page_size};
 }
 
 const int32_t* check_ints(const Check& check, const Tensor& t, const char* name, int64_t size,
@@ -177,15 +191,15 @@ IndexProblem check_index_problem(const Check& check, const PagedIndexArguments& 
 IndexProblem check_index_problem(const Check& check, const RaggedIndexArguments& a) {
   const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale);
   const Arg k = check(a.k, "k");
-  k.same_device_as(a.q, "q").dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte});
-  const IndexLayoutId layout = k.is(ScalarType::Byte) ? IndexLayoutId::kIndexFp4 : IndexLayoutId::kIndexFp8;
+  k.same_device_as(a.q, "q");
+  const IndexLayoutId layout = are_e2m1(k) ? IndexLayoutId::kIndexFp4 : IndexLayoutId::kIndexFp8;
   k.shape({-1, index_layout(layout).value_bytes}).last_dim_contiguous().aligned(16);
   const int64_t num_keys = k.size(0), rows = queries.num_rows;
   check.that(num_keys <= kMaxIndexEntries, "k must have at most ", kMaxIndexEntries, " rows, got ", num_keys);
   const Arg scale = check(a.k_scale, "k_scale");
   scale.same_device_as(a.q, "q");
   if (layout == IndexLayoutId::kIndexFp8) scale.dtype({ScalarType::Float}).shape({num_keys});
-  else if (scale.dtype({ScalarType::Byte, ScalarType::Int}).is(ScalarType::Int)) scale.shape({num_keys});
+  else if (are_ints(scale)) scale.shape({num_keys});
   else scale.shape({num_keys, kIndexScaleBytes});
   scale.contiguous();
   return {

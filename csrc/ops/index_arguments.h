@@ -7,7 +7,7 @@
 namespace mla_fp8 {
 
 struct IndexCacheView {
-  uint8_t* data;
+  const uint8_t* data;
   int64_t stride_page;  // bytes
   int64_t num_pages, page_size;
 };
@@ -19,8 +19,8 @@ IndexScaling check_index_scaling(const Check& check, IndexLayoutId layout, const
 // Which dims of the indexer's heads or keys can be rotated: `table` is called `name`, they `of`.
 void check_index_rope(const Check& check, const char* name, const RopeTable& table, bool is_neox,
                       const char* of);
-// `t` is [num_pages, page_bytes] or [num_pages, page_size, 1, bytes_per_entry], of any one-byte dtype; pages
-// may lie further apart.
+// `t` is [num_pages, page_bytes] or [num_pages, page_size, 1, bytes_per_entry], typed as bytes or as the
+// layout's values; pages may lie further apart.
 IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayoutId layout,
                                  int64_t page_size);
 // An int32 tensor of this size, contiguous, on the device of `like`.

@@ -1,5 +1,7 @@
 #include "ops/index_topk.h"
 
+#include <algorithm>
+
 #include "ops/index_arguments.h"
 #include "registration.h"
 
@@ -18,8 +20,9 @@ void check_options(const Check& check, IndexTopkParams& params, int64_t topk, in
   check.at_least(pin_first, "pin_first", 0);
   check.at_least(pin_last, "pin_last", 0);
   params.topk = static_cast<int>(topk);
-  params.pin_first = pin_first;
-  params.pin_last = pin_last;
+  // Of more pins than topk the first stay, then the last of the last.
+  params.pin_first = std::min(pin_first, topk);
+  params.pin_last = std::min(pin_last, topk - params.pin_first);
 }
 
 IndexTopkParams check_paged(const Check& check, const PagedIndexArguments& a, int64_t topk, int64_t pin_first,
@@ -74,7 +77,11 @@ void check_outputs(const Check& check, const Tensor& q, int64_t topk, const Outp
         .rows_disjoint();
   };
   rows(outputs.positions, "out_positions");
-  if (outputs.slots) rows(*outputs.slots, "out_slots");
+  if (outputs.slots) {
+    rows(*outputs.slots, "out_slots");
+    check.that(q.size(0) == 0 || data<int32_t>(*outputs.slots) != data<int32_t>(outputs.positions),
+               "out_slots must lie apart from out_positions, got its address");
+  }
   check_ints(check, outputs.lens, "out_lens", q.size(0), q, "q");
 }
 

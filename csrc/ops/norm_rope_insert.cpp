@@ -67,12 +67,20 @@ NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_AR
       .slot_mapping = slot_mapping.const_data_ptr(),
       .slots_are_int64 = slots.is(ScalarType::Long),
       .scale = layer_scale,
-      .kv_cache = cache.data,
+      .kv_cache = mutable_data<uint8_t>(kv_cache),
       .kv_cache_stride_page = cache.stride_page,
   };
 }
 
 namespace {
+
+// A latent for each query: said of kv before its positions, of which there are as many as queries, are blamed.
+void check_rows(const Check& check, const Tensor& q, const Tensor& kv, const Tensor& positions) {
+  const Arg queries = check(q, "q"), latents = check(kv, "kv"), at = check(positions, "positions");
+  if (queries.dim() == 3 && at.dim() == 1 && latents.dim() == 2 && queries.size(0) == at.size(0) &&
+      latents.size(0) != at.size(0))
+    latents.shape({at.size(0), kHeadDimV});
+}
 
 void check_q(const Check& check, const Tensor& q, const Tensor& kv_cache, bool norm_q,
              std::optional<int64_t> num_heads, NormRopeInsertParams& params) {
@@ -113,7 +121,7 @@ void check_out_q(const Check& check, const Tensor& out_q, const Tensor& kv_cache
   params.out_q = mutable_data<uint16_t>(out_q);
   params.out_q_stride_token = out.stride(0);
   params.out_q_stride_head = out.stride(1);
-  if (params.out_q == params.q && params.num_tokens * params.head_dim > 0) {
+  if (params.out_q == params.q && params.num_tokens * params.num_q_heads * params.head_dim > 0) {
     check.that(params.num_heads == params.num_q_heads, "out_q must not be q where heads are added, got ",
                params.num_heads, " heads for ", params.num_q_heads);
     const bool same = (params.num_tokens <= 1 || params.q_stride_token == params.out_q_stride_token) &&
@@ -137,6 +145,7 @@ void k_norm_rope_insert(MLA_K_NORM_ROPE_INSERT_ARGUMENTS) {
 
 void qk_norm_rope_insert_out(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS, Tensor out_q) {
   const Check check("qk_norm_rope_insert");
+  check_rows(check, q, kv, positions);
   NormRopeInsertParams params = check_latents(check, kv, kv_weight, cos, sin, positions, slot_mapping,
                                               kv_cache, layout, page_size, eps, k_rope, scale);
   check_q(check, q, kv_cache, norm_q, num_heads, params);
@@ -146,6 +155,7 @@ void qk_norm_rope_insert_out(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS, Tensor out_q) {
 
 Tensor qk_norm_rope_insert(MLA_QK_NORM_ROPE_INSERT_ARGUMENTS) {
   const Check check("qk_norm_rope_insert");
+  check_rows(check, q, kv, positions);
   NormRopeInsertParams params = check_latents(check, kv, kv_weight, cos, sin, positions, slot_mapping,
                                               kv_cache, layout, page_size, eps, k_rope, scale);
   check_q(check, q, kv_cache, norm_q, num_heads, params);

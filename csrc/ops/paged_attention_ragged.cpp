@@ -27,8 +27,9 @@ const float* check_scale(const Check& check, const OptionalTensor& scale, const 
   if (!is_fp8) return nullptr;
   check(*scale, name).same_device_as(q, "q").dtype({ScalarType::Float}).contiguous();
   const int64_t count = scale->numel();
-  check.that(count == 1 || count == num_kv_heads, name, " must have 1 or ", num_kv_heads,
-             " elements (per layer or per KV head), got ", count);
+  if (num_kv_heads == 1) check.that(count == 1, name, " must have 1 element, got ", count);
+  check.that(count == 1 || count == num_kv_heads, name, " must have 1 element or ", num_kv_heads,
+             " (a KV head each), got ", count);
   const float* values = data<float>(*scale);
   if (scale->is_cpu())  // on a GPU reading it would be a sync: documented there as a precondition
     for (int64_t i = 0; i < count; ++i)
@@ -246,7 +247,7 @@ void run_with_new_workspace(const Tensor& q, PagedAttentionRaggedParams& params)
    num_splits, out,       lse}
 
 void paged_attention_ragged_out(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS, Tensor out, Tensor lse,
-                                const OptionalTensor& workspace) {
+                                OptionalTensor workspace) {
   const Check check("paged_attention_ragged");
   PagedAttentionRaggedParams params =
       check_caches(check, MLA_RAGGED_PASS, k_cache, v_cache, page_size, k_scale, v_scale);
@@ -267,7 +268,7 @@ TwoTensors paged_attention_ragged(MLA_PAGED_ATTENTION_RAGGED_ARGUMENTS) {
 }
 
 void paged_attention_ragged_latent_out(MLA_PAGED_ATTENTION_RAGGED_LATENT_ARGUMENTS, Tensor out, Tensor lse,
-                                       const OptionalTensor& workspace) {
+                                       OptionalTensor workspace) {
   const Check check("paged_attention_ragged_latent");
   PagedAttentionRaggedParams params =
       check_latent(check, MLA_RAGGED_PASS, kv_cache, layout, page_size, scale);

@@ -41,7 +41,7 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
       .slots_are_int64 = slots.is(ScalarType::Long),
       .scaling = scaling,
       .hadamard = hadamard,
-      .kv_cache = cache.data,
+      .kv_cache = mutable_data<uint8_t>(index_cache),
       .kv_cache_stride_page = cache.stride_page,
   };
   MLA_LAUNCH(quantize_index_k, index_cache, params);

@@ -6,19 +6,20 @@ namespace mla_fp8 {
 
 void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cache, int64_t layout,
                  int64_t page_size, const OptionalTensor& scale, const OptionalTensor& rope,
-                 std::optional<double> fp8_max) {
+                 std::optional<double> fp8_max, bool zero_rope) {
   const Check check("quantize_kv");
   const KvLayoutId id = check.layout(layout);
   const KvLayout l = kv_layout(id);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
 
-  // One tensor holds nope then rope, or `latent` is the nope part alone and `rope` comes apart. Rows of dsv32
-  // without either have zeros there: models without RoPE in the layout of those that have it.
+  // One tensor holds nope then rope, or `latent` is the nope part alone and `rope` comes apart, or is zeros.
+  check.that(!zero_rope || (l.scale_inline() && l.rope_dim > 0), "zero_rope must be False for layout ",
+             l.name, ", got True");
+  check.that(!zero_rope || !rope, "rope must be None with zero_rope, got a tensor");
   const Arg latent_arg = check(latent, "latent");
-  const bool nope_alone = l.scale_inline() && latent_arg.dim() == 2 && latent_arg.size(1) == l.nope_dim;
   latent_arg.same_device_as(kv_cache, "kv_cache")
       .dtype({ScalarType::BFloat16, ScalarType::Half, ScalarType::Float})
-      .shape({-1, rope || nope_alone ? l.nope_dim : l.head_dim_qk()})
+      .shape({-1, rope || zero_rope ? l.nope_dim : l.head_dim_qk()})
       .last_dim_contiguous()
       .aligned(16);
   if (rope)
@@ -64,13 +65,13 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
       .dtype = latent_arg.float_dtype(),
       .nope = latent.const_data_ptr(),
       .nope_stride_token = latent.stride(0),
-      .rope = !rope && nope_alone ? nullptr : data<uint8_t>(rope_source) + (rope ? 0 : l.nope_dim * itemsize),
+      .rope = zero_rope ? nullptr : data<uint8_t>(rope_source) + (rope ? 0 : l.nope_dim * itemsize),
       .rope_stride_token = rope_source.stride(0),
       .slot_mapping = slot_mapping.const_data_ptr(),
       .slots_are_int64 = slots.is(ScalarType::Long),
       .scale = layer_scale,
       .fp8_max = fp8_max ? static_cast<float>(*fp8_max) : limit,
-      .kv_cache = cache.data,
+      .kv_cache = mutable_data<uint8_t>(kv_cache),
       .kv_cache_stride_page = cache.stride_page,
   };
   MLA_LAUNCH(quantize_kv, kv_cache, params);

@@ -22,8 +22,9 @@ struct QueryTiles {
 
   QueryTiles() = default;
   MLA_HD QueryTiles(int64_t queries, int64_t group_size, int num_q_heads)
-      : num_queries(static_cast<unsigned>(queries)),
-        group(group_size > 1 ? static_cast<unsigned>(group_size) : 1) {
+      : num_queries(static_cast<unsigned>(queries)), group(1) {
+    if (group_size > 1) group = static_cast<unsigned>(group_size < queries ? group_size : queries);
+    if (group == 0) group = 1;
     const unsigned most = num_q_heads <= 8 ? kMaxTileQueries : num_q_heads >= 64 ? 1 : 64 / num_q_heads;
     of_group = ceil_div(group, most);
     if (count() <= kFewTiles && group >= 4 * of_group) of_group *= 2;  // in place of CTAs that share a tile

@@ -109,8 +109,8 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
              extra_layout.value_or(0));
   if (!extra_kv_cache) return;
   if (extra_layout) params.extra_layout = check.extra_layout(*extra_layout, params.layout);
-  const KvCacheView extra =
-      check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.extra_layout, *extra_page_size);
+  const KvCacheView extra = check.kv_cache(*extra_kv_cache, "extra_kv_cache", params.extra_layout,
+                                           *extra_page_size, "extra_page_size");
   check(*extra_kv_cache, "extra_kv_cache").same_device_as(q, "q");
   params.num_scopes = 2;
   params.has_entry_pages = page_table != nullptr;

@@ -112,7 +112,7 @@ void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const Optiona
       .shape({-1, q.size(2)})
       .last_dim_contiguous()
       .aligned(16);
-  const KvCacheView rows{mutable_data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
+  const KvCacheView rows{data<uint8_t>(kv), 2 * kv.stride(0), kv.size(0)};
   params.scopes[0] =
       check_scope(check, rows, 1, q, "q", indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
@@ -142,7 +142,7 @@ const OptionalTensor* workspace_of(const OptionalTensor& workspace, bool allocat
 }  // namespace
 
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
-                       const OptionalTensor& workspace, bool allocate_workspace) {
+                       OptionalTensor workspace, bool allocate_workspace) {
   decode(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, nullptr},
          workspace_of(workspace, allocate_workspace));
 }

@@ -44,9 +44,10 @@ class IndexLayout:
     def views(self, index_cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Aliases of a ``[num_pages, page_bytes]`` cache: values and scales, ``[num_pages, page_size, n]``.
 
-        ``index_fp8``: e4m3fn of 128 and float32 of 1; ``index_fp4``: uint8 of 64 and of 4.
+        ``index_fp8``: e4m3fn of 128 and float32 of 1; ``index_fp4``: uint8 of 64 and of 4. The engines' view
+        of a cache will do. ValueError for a cache of other pages or of another layout's dtype.
         """
-
+        self._expect_pages(index_cache, page_size)
         index_cache = index_cache.view(torch.uint8)
 
         def field(offset: int, num_bytes: int) -> torch.Tensor:
@@ -58,6 +59,17 @@ class IndexLayout:
         if self.value_bytes == INDEX_DIM:
             return values.view(torch.float8_e4m3fn), scales.view(torch.float32)
         return values, scales
+
+    def _expect_pages(self, index_cache: torch.Tensor, page_size: int) -> None:
+        numbers = torch.float8_e4m3fn if self.value_bytes == INDEX_DIM else torch.float4_e2m1fn_x2
+        got = [*index_cache.shape]
+        rows = ([self.page_bytes(page_size)], [page_size, 1, self.bytes_per_entry])
+        if index_cache.dtype not in (torch.uint8, torch.int8, numbers) or got[1:] not in rows:
+            raise ValueError(
+                f"IndexLayout.views: index_cache must be uint8, int8 or {numbers} with pages of "
+                f"{self.page_bytes(page_size)} bytes ({page_size} entries of layout {self.name}), got "
+                f"{index_cache.dtype} of shape {got}"
+            )
 
 
 def _read_table() -> tuple[Mapping[str, IndexLayout], int]:

@@ -94,8 +94,9 @@ def index_keys(index_cache: Tensor, layout: IndexLayout, page_size: int) -> tupl
 def logits_of(q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor, q_scale: Tensor | None) -> Tensor:
     """``[rows, keys]`` float64: k_scale * sum over heads of weight * relu(q . k)."""
     w = weights.float()
-    if q.dtype is torch.uint8 and q_scale is not None:
-        q, scale = expand_e2m1(q, q_scale.contiguous().view(torch.uint8).view(*q.shape[:2], 4))
+    if q.dtype is not torch.float8_e4m3fn and q_scale is not None:  # e2m1
+        exponents = q_scale.contiguous().view(torch.uint8).view(*q.shape[:2], 4)
+        q, scale = expand_e2m1(q.view(torch.uint8), exponents)
         w = w * scale
     elif q_scale is not None:
         w = w * q_scale
@@ -158,6 +159,8 @@ def index_topk(
 
     Returns positions ``[rows, topk]``, ascending, then -1, and their numbers. NaN comes last.
     """
+    pin_first = min(pin_first, topk)
+    pin_last = min(pin_last, topk - pin_first)
     positions = torch.full((len(logits), topk), -1, dtype=torch.int32, device=logits.device)
     lens = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
     for row, exists in enumerate(present):

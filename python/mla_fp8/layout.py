@@ -145,8 +145,26 @@ class KVLayout:
         )
 
 
+_BYTES = (torch.uint8, torch.int8)
+
+
+def wrong_dtype(layout: KVLayout, kv_cache: torch.Tensor) -> str | None:
+    """What is wrong with the dtype of a cache, if anything: bytes may be of any layout, numbers have to be of
+    a format that the layout has."""
+    held = [_DTYPES[layout.nope_format]]
+    held += [_DTYPES[layout.rope_format]] if layout.rope_dim else []
+    held += [_DTYPES["e4m3"]] if layout.scale_format == "e4m3" else []
+    if kv_cache.dtype in (*_BYTES, *held):
+        return None
+    names = " or ".join(str(dtype) for dtype in dict.fromkeys((*_BYTES, *held)))
+    return f"must have dtype {names} for layout {layout.name}, got {kv_cache.dtype}"
+
+
 def expect_pages(what: str, layout: KVLayout, kv_cache: torch.Tensor, page_size: int) -> None:
-    """ValueError for a cache whose pages are not ``page_size`` rows: they would be read as others."""
+    """ValueError for a cache whose pages are not ``page_size`` rows, or whose dtype is of another layout: it
+    would be read as what it is not."""
+    if wrong := wrong_dtype(layout, kv_cache):
+        raise ValueError(f"{what} {wrong}")
     shape, itemsize = kv_cache.shape, kv_cache.element_size()
     if kv_cache.dim() == 2:
         fits = shape[1] * itemsize == layout.page_bytes(page_size)

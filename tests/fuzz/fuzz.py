@@ -4,9 +4,10 @@
     python tests/fuzz/fuzz.py --seconds 60 --seed 0    `make fuzz` does, on a library with sanitizers
     python tests/fuzz/fuzz.py --seed 1234 --calls 1    one call again
 
-Most calls are valid, whatever their indices and lengths hold: their results are those of ``fuzz_oracle``. The
-others have one argument spoilt: they are taken, or raise an error that says something and leave the inputs as
-they were. The seed of the first call that fails is printed, the exit status is 1.
+Most calls are valid, whatever their indices and lengths hold: their results are those of ``fuzz_oracle``,
+what they write has a new version. Some have a cache of a dtype that its layout does not have, and are
+refused. The others have one argument spoilt: they are taken, or raise an error that says something and leave
+the inputs as they were. The seed of the first call that fails is printed, the exit status is 1.
 """
 
 import argparse
@@ -100,6 +101,57 @@ def run(call: Call) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+ONE_BYTE = (
+    torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float4_e2m1fn_x2,
+)  # fmt: skip
+CACHES = {"kv_cache": "layout", "extra_kv_cache": "extra_layout", "index_cache": "layout"}
+
+
+def held(layout: str) -> set[torch.dtype]:
+    """The one-byte dtypes that a cache of this layout may have."""
+    fp4, e4m3fn = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+    numbers = {"dsv41_fp4": {fp4, e4m3fn}, "index_fp4": {fp4}, "bf16": set(), "bf16_512": set()}
+    usual = {torch.float8_e4m3fnuz if layout.endswith("_fnuz") else e4m3fn}
+    return {torch.uint8, torch.int8, *numbers.get(layout, usual)}
+
+
+def retyped(r: Random, arguments: dict[str, Any]) -> str | None:
+    """Gives each cache a dtype. Returns the name of one whose dtype its layout does not have."""
+    wrong = None
+    for name, layout in CACHES.items():
+        if isinstance(arguments.get(name), Tensor):
+            dtype = r.pick(torch.uint8, *ONE_BYTE)
+            arguments[name] = arguments[name].view(dtype)
+            if dtype not in held(arguments.get(layout) or arguments["layout"]):
+                wrong = wrong or name
+    return wrong
+
+
+def written(op: str, tensors: dict[str, Tensor]) -> set[str]:
+    """The arguments in whose memory the op writes."""
+    forms = (getattr(torch.ops.mla_fp8, name, None) for name in (op, f"{op}_out"))
+    arguments = [x for form in forms if form for x in form.default._schema.arguments]
+    names = {x.name for x in arguments if x.alias_info and x.alias_info.is_write} & set(tensors)
+    memory = {tensors[name].untyped_storage()._cdata for name in names}
+    return {key for key, x in tensors.items() if x.untyped_storage()._cdata in memory}
+
+
+def check_valid(call: Call, wrong: str | None) -> None:
+    """A call with a cache of the wrong dtype is refused. What another writes has a new version after it."""
+    tensors = {key: x for key, x in call.arguments.items() if isinstance(x, Tensor)}
+    versions = {key: x._version for key, x in tensors.items()}
+    try:
+        results = run(call)
+    except REFUSALS as error:
+        assert wrong and f"{wrong} must have dtype" in str(error), f"refused: {error}"
+        assert versions == {key: x._version for key, x in tensors.items()}, "a refused call counts as a write"
+        return
+    assert wrong is None, f"{wrong} as {call.arguments[wrong].dtype} is taken for {call.arguments['layout']}"
+    changed = {key for key, x in tensors.items() if x._version != versions[key]}
+    assert changed == written(call.op, tensors), f"new versions of {changed}"
+    call.check(results)
+
+
 def bytes_of(x: Any) -> Tensor | None:
     if not isinstance(x, Tensor) or x.is_meta:
         return None
@@ -110,7 +162,7 @@ def check(seed: int, op: str | None = None) -> str:
     """The op that was called. Raises whatever is wrong."""
     call, r = make_call(seed, op)
     if r.often(0.8):
-        call.check(run(call))
+        check_valid(call, retyped(Random(seed), call.arguments))
         return call.op
     name = r.pick(*call.arguments)
     call.arguments[name] = spoilt(r, call.arguments[name])

@@ -89,7 +89,8 @@ def queries(r: Random, rows: int) -> tuple[Array, Array]:
 
 
 def choose(logits: Array, present: Array, topk: int, first: int, last: int) -> list[int]:
-    n = len(logits)
+    n, first = len(logits), min(first, topk)
+    last = min(last, topk - first)
     ranked = sorted(
         (int(i) for i in np.flatnonzero(present)),
         key=lambda i: (not (i < first or i >= n - last), 0 if i < first or i >= n - last else -logits[i], i),

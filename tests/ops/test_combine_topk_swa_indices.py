@@ -345,7 +345,7 @@ OUT_ERRORS = [
     (
         "out_indices",
         lambda t: t[:1].expand(5, -1),
-        "out_indices must have its rows one after another and not overlap itself, got stride 0",
+        "out_indices must not overlap itself, got stride 0",
     ),
     ("out_lens", lambda t: t.long(), "out_lens must have dtype torch.int32, got torch.int64"),
     ("out_lens", lambda t: t[1:], r"out_lens must have shape \[5\], got \[4\]"),

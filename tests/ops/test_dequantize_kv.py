@@ -160,8 +160,11 @@ def test_out_may_be_a_slice_of_a_workspace(layout, device):
 
 
 @all_layouts
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16])
-def test_the_cache_may_be_typed_and_in_flash_mla_view(layout, dtype, device):
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_the_cache_may_be_typed_and_in_flash_mla_view(layout, as_numbers, device):
+    dtype = torch.int8
+    if as_numbers:
+        dtype = layout.fp8_dtype or (torch.bfloat16 if layout.rope_dim else torch.float4_e2m1fn_x2)
     kv_cache, slots = random_cache(layout, 64, device, gap=64), distinct_slots(33, NUM_PAGES * 64, device)
     kwargs = options(layout, 64, device)
     want = mla_fp8.dequantize_kv(kv_cache, slots, **kwargs)

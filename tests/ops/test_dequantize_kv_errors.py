@@ -14,8 +14,7 @@ PAGE = KV_LAYOUTS["dsv4"].page_bytes(64)
 CACHE = [
     (
         lambda x: x.double(),
-        "have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn or torch.float8_e4m3fnuz or "
-        "torch.bfloat16",
+        "have dtype torch.uint8 or torch.int8 or torch.bfloat16 or torch.float8_e4m3fn for layout dsv4",
         "torch.float64",
     ),
     (
@@ -35,7 +34,7 @@ OUT = [
     (transposed, "have stride 1 in its last dimension", "5"),
     (
         lambda x: x[:1].expand(5, -1),
-        "have its rows one after another and not overlap itself",
+        "not overlap itself",
         "stride 0 in dimension 0, expected at least 512",
     ),
     (misaligned, "be 16-byte aligned", "an address that is 2 past"),

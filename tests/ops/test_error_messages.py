@@ -93,8 +93,8 @@ DTYPES = {
     ),
     "a cache in float32": (
         decode(kv_cache=torch.zeros(4, 64 * 164)),
-        "kv_cache must have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn or "
-        "torch.float8_e4m3fnuz or torch.bfloat16, got torch.float32",
+        "kv_cache must have dtype torch.uint8 or torch.int8 or torch.bfloat16 or "
+        "torch.float8_e4m3fn for layout dsv32, got torch.float32",
     ),
 }  # fmt: skip
 KINDS = {

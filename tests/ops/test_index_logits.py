@@ -1,5 +1,7 @@
 """index_logits against float64 over the stored numbers; where no entry is, -inf; what is wrong is refused."""
 
+from dataclasses import replace
+
 import emulation
 import pytest
 import torch
@@ -50,6 +52,37 @@ def test_fp4_queries(layout, as_int, device):
     problem.q, scale = fp4_queries(torch.randn(4, 32, 128, device=device))
     problem.options["q_scale"] = scale.view(torch.int32)[..., 0] if as_int else scale
     assert_logits(problem)
+
+
+E2M1 = (torch.int8, torch.float4_e2m1fn_x2)  # DeepGEMM's dtype of them, and torch's
+UE8M0 = (torch.int8, torch.float8_e8m0fnu)
+
+
+def test_fp4_of_any_dtype_is_the_same_bytes(device):
+    problem = random_problem(device, [70, 130], heads=8, layout="index_fp4", page_size=16)
+    problem.q, scale = fp4_queries(torch.randn(2, 8, 128, device=device))
+    problem.options |= {"q_scale": scale}
+    want = problem.topk(33), problem.logits(140)
+    for dtype in E2M1:
+        typed = replace(problem, q=problem.q.view(dtype), index_cache=problem.index_cache.view(dtype))
+        assert all(map(torch.equal, (*typed.topk(33), typed.logits(140)), (*want[0], want[1])))
+    for dtype in UE8M0:
+        typed = replace(problem, options=problem.options | {"q_scale": scale.view(dtype)})
+        assert torch.equal(typed.logits(140), want[1])
+
+
+def test_fp4_keys_of_any_dtype_are_the_same_bytes(device):
+    q, scale = fp4_queries(torch.randn(3, 8, 128, device=device))
+    k, k_scale = (x[:, 0].contiguous() for x in fp4_queries(torch.randn(50, 1, 128, device=device)))
+    weights, start = torch.randn(3, 8, device=device), ints([0, 7, 9], device)
+    end = ints([50, 33, 9], device)
+
+    def logits(k, k_scale):
+        return mla_fp8.index_logits_ragged(q, weights, k, k_scale, start, end, q_scale=scale)
+
+    want = logits(k, k_scale)
+    assert all(torch.equal(logits(k.view(dtype), k_scale), want) for dtype in E2M1)
+    assert all(torch.equal(logits(k, k_scale.view(dtype)), want) for dtype in UE8M0)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
@@ -161,8 +194,7 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"q": torch.zeros(2, 16, 128)},
-         "q must have dtype torch.float8_e4m3fn or torch.uint8, got torch.float32"),
+        ({"q": torch.zeros(2, 16, 128)}, "q must have dtype torch.float8_e4m3fn or torch.uint8"),
         ({"q": lambda x: x[..., :64]}, "q must have shape [*, *, 128], got [2, 16, 64]"),
         ({"q": lambda x: x.repeat(1, 5, 1)}, "q must have 1 to 64 heads, got 80"),
         ({"q": lambda x: x[:, ::2]}, "q must have its heads one after another, got a stride of 256 bytes"),
@@ -213,12 +245,12 @@ def test_half_of_the_buffers_is_an_error():
     [
         (
             {"k": torch.zeros(9, 128)},
-            "k must have dtype torch.float8_e4m3fn or torch.uint8, got torch.float32",
+            "k must have dtype torch.float8_e4m3fn or torch.uint8 or torch.int8 or torch.float4_e2m1fn_x2",
         ),
         ({"k_scale": torch.zeros(8)}, "k_scale must have shape [9], got [8]"),
         (
             {"k": torch.zeros(9, 64, dtype=torch.uint8)},
-            "k_scale must have dtype torch.uint8 or torch.int32, got torch.float32",
+            "k_scale must have dtype torch.uint8 or torch.int32 or torch.int8 or torch.float8_e8m0fnu",
         ),
         (
             {"k_start": torch.zeros(2, dtype=torch.int64)},

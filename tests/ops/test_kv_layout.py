@@ -105,7 +105,10 @@ def test_a_cache_of_any_dtype_has_the_same_fields(name):
     """Engines type a cache of bf16 rows as bf16, and may keep other things between its pages."""
     layout = KV_LAYOUTS[name]
     pages = torch.randint(256, (4, layout.page_bytes(6) + 64), dtype=torch.uint8)[1:, :-64]
-    dtypes = [torch.int8, torch.float8_e4m3fn] + [torch.bfloat16] * (layout.page_bytes(6) % 2 == 0)
+    numbers = [layout.fp8_dtype] if layout.fp8_dtype else []
+    dtypes = [torch.int8, *numbers] + [torch.bfloat16] * (
+        layout.rope_format == "bf16" and layout.rope_dim > 0
+    )
     for typed in (pages.view(dtype) for dtype in dtypes):
         for view, same in zip(layout.views(typed, 6), layout.views(pages, 6), strict=True):
             assert view.dtype == same.dtype and view.shape == same.shape and view.stride() == same.stride()

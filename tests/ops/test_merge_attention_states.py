@@ -183,7 +183,7 @@ def test_compiles_as_one_graph(device):
         (
             "out",
             lambda t: t[:1].expand(5, 3, 512),
-            "out must have its rows one after another and not overlap itself, got stride 0",
+            "out must not overlap itself, got stride 0",
         ),
         ("lse", lambda t: t.half(), "lse must have dtype torch.float32, got torch.float16"),
         ("lse", lambda t: t[1:], r"lse must have shape \[5, 3\], got \[4, 3\]"),

@@ -28,7 +28,7 @@ def written(latent: torch.Tensor, name: str, **options) -> torch.Tensor:
 @dtypes
 def test_the_bytes_of_rope_are_zero_and_the_others_those_of_a_row_with_it(name, dtype, device):
     latent = torch.randn(TOKENS, 512, device=device).to(dtype)
-    got = written(latent, name)
+    got = written(latent, name, zero_rope=True)
     assert torch.equal(got, written(torch.nn.functional.pad(latent, (0, 64)), name))
     assert torch.equal(got, written(latent, name, rope=latent.new_zeros(TOKENS, 64)))
     layout = KV_LAYOUTS[name]
@@ -41,11 +41,11 @@ def test_the_reference_writes_the_same(name, device):
     latent, want = torch.randn(TOKENS, 512, device=device).bfloat16(), cache(name, device)
     slots = torch.arange(TOKENS, device=device)
     reference.quantize_kv(latent, slots, want, layout=KV_LAYOUTS[name], page_size=PAGE_SIZE)
-    assert torch.equal(written(latent, name), want)
+    assert torch.equal(written(latent, name, zero_rope=True), want)
 
 
-def test_other_layouts_want_the_whole_latent(device):
-    for name, width in (("dsv4", 448), ("fp8_e4m3", 512), ("bf16", 512)):
+def test_a_latent_without_rope_is_refused_unless_zeros_are_asked_for(device):
+    for name, width in (("dsv32", 512), ("dsv32_fnuz", 512), ("dsv4", 448), ("fp8_e4m3", 512), ("bf16", 512)):
         layout = KV_LAYOUTS[name]
         kv_cache = cache(name, device)
         scale = torch.ones(1, device=device) if layout.needs_scale else None
@@ -56,6 +56,24 @@ def test_other_layouts_want_the_whole_latent(device):
                 page_size=PAGE_SIZE, scale=scale,
             )  # fmt: skip
         assert (kv_cache == 0xA5).all()
+
+
+@layouts
+def test_zeros_are_asked_for_in_place_of_a_rope(name, device):
+    latent = torch.zeros(TOKENS, 576, device=device).bfloat16()
+    with pytest.raises(RuntimeError, match=r"latent must have shape \[\*, 512\], got \[11, 576\]"):
+        written(latent, name, zero_rope=True)
+    with pytest.raises(RuntimeError, match="rope must be None with zero_rope, got a tensor"):
+        written(latent[:, :512], name, zero_rope=True, rope=latent[:, 512:])
+
+
+@pytest.mark.parametrize("name", [n for n, x in KV_LAYOUTS.items() if n not in ("dsv32", "dsv32_fnuz")])
+def test_rows_of_other_layouts_have_no_zeros_to_ask_for(name, device):
+    layout = KV_LAYOUTS[name]
+    latent = torch.zeros(TOKENS, layout.nope_dim, device=device).bfloat16()
+    scale = torch.ones(1, device=device) if layout.needs_scale else None
+    with pytest.raises(RuntimeError, match=f"zero_rope must be False for layout {name}, got True"):
+        written(latent, name, zero_rope=True, scale=scale)
 
 
 @pytest.mark.op("sparse_decode")

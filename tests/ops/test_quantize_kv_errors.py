@@ -30,7 +30,7 @@ PAGE, PAGE_32 = (KV_LAYOUTS["dsv4"].page_bytes(size) for size in (64, 32))
 TOKEN = KV_LAYOUTS["dsv4"].bytes_per_token
 FLOATS, BYTES = (
     "torch.bfloat16 or torch.float16 or torch.float32",
-    "torch.uint8 or torch.int8 or torch.float8_e4m3fn or torch.float8_e4m3fnuz or torch.bfloat16",
+    "torch.uint8 or torch.int8 or torch.bfloat16 or torch.float8_e4m3fn for layout dsv4",
 )
 ERRORS = {  # argument: how it is spoilt, what it must be, what came
     "latent": [

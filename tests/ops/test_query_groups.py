@@ -103,6 +103,18 @@ def test_nan_reaches_those_queries_only_that_attend_to_it(layout, device):
 
 
 @pytest.mark.op("plan_shared_keys")
+def test_there_are_as_many_lists_as_the_tokens_want(device):
+    """Not as a group of 65,536 of them would: 640 MB for one token."""
+    indices = torch.zeros(3, 2048, dtype=torch.int32, device=device)
+    options = {"num_q_heads": 8, "layout": "dsv4", "num_slots": 10}
+    for tokens in (1, 2, 3):
+        for group in (2, 3, 8, 1 << 16):
+            lists = mla_fp8.plan_shared_keys(indices[:tokens], query_groups=group, **options)
+            on_meta = mla_fp8.plan_shared_keys(indices[:tokens].to("meta"), query_groups=group, **options)
+            assert lists.shape == on_meta.shape and lists.nbytes <= tokens * 2048 * 10
+
+
+@pytest.mark.op("plan_shared_keys")
 @packed_layouts
 def test_a_plan_serves_several_layers(layout, device):
     group = 4

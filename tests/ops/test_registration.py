@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from op_samples import NO_KERNEL, SAMPLES, layout_id
+from op_samples import NO_KERNEL, SAMPLES, op_call, schemas
 
 import mla_fp8
 from mla_fp8 import _libraries
@@ -23,38 +23,8 @@ QUERIES = (  # no tensors
 )
 
 
-def schemas() -> dict[str, torch.FunctionSchema]:
-    found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("mla_fp8::"))
-    return {s.name.removeprefix("mla_fp8::"): s for s in sorted(found, key=lambda s: s.name)}
-
-
 OPS = [name for name in schemas() if name not in QUERIES and not name.startswith("_")]
 every_op = pytest.mark.parametrize("name", OPS)
-
-
-def op_call(name: str, device: str) -> tuple[tuple, dict]:
-    """The sample as arguments of the op itself; an _out twin gets poisoned buffers for its results."""
-    functional = name.removesuffix("_out")
-    tensors, options = SAMPLES[functional](device)
-    if "layout" in options:
-        options = options | {"layout": layout_id(options["layout"])}
-    if name != functional:
-        results = getattr(torch.ops.mla_fp8, functional)(*tensors, **options)
-        results = iter(results if isinstance(results, tuple) else (results,))
-        inputs = {argument.name for argument in schemas()[functional].arguments}  # a cache is written too
-        for argument in schemas()[name].arguments:
-            is_result = argument.name not in inputs and not argument.has_default_value()
-            if is_result and argument.alias_info and argument.alias_info.is_write:
-                result = next(results)
-                poison = {torch.float8_e4m3fn: 448, torch.uint8: 0xA5}.get(result.dtype, 1 << 30)
-                options = options | {argument.name: result.clone().fill_(poison)}
-        assert next(results, None) is None
-        known = {argument.name for argument in schemas()[name].arguments}
-        options = {key: value for key, value in options.items() if key in known}
-        if functional.startswith("index_topk") and device == "cuda":
-            size = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device)
-            options["workspace"] = torch.zeros(size, dtype=torch.uint8, device=device)
-    return tensors, options
 
 
 def test_schemas_are_frozen():

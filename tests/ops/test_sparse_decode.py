@@ -346,7 +346,7 @@ ERRORS = [
     wrong(
         "out",
         lambda t: t[:1].expand(6, 16, 512),
-        "out must have its rows one after another and not overlap itself",
+        "out must not overlap itself",
     ),
     wrong("lse", lambda t: t.mT.contiguous(), r"lse must have shape \[6, 16\], got \[16, 6\]"),
     wrong("lse", lambda t: t.mT.contiguous().mT, "lse must be contiguous"),

@@ -14,15 +14,20 @@ struct alignas(16) FoldShared {
   PooledShared pooled;
 };
 
+// While no score has a weight, all being -inf, sum is 0, and mean 0 or, as 0 times a value may be, NaN.
 struct Running {
   float top, sum, mean;
+
+  // Of a block: NaN without a weight, as a softmax is.
+  __device__ __forceinline__ float result() const { return sum == 0.0f ? bits_float(0x7fffffff) : mean; }
 };
 
 __device__ __forceinline__ Running fold(const Running& before, float kv, float score) {
   const float top = larger(score, before.top);
   const float old = __fmul_rn(before.sum, weight_of(before.top, top)), weight = weight_of(score, top);
   const float sum = __fadd_rn(old, weight);
-  return {top, sum, __fdiv_rn(fmaf(kv, weight, __fmul_rn(before.mean, old)), sum)};
+  const float value = fmaf(kv, weight, __fmul_rn(before.mean, old));
+  return {top, sum, __fdiv_rn(value, sum == 0.0f ? 1.0f : sum)};
 }
 
 // Which tokens' values go into the state: from position `from` on, but `skip`.
@@ -171,7 +176,7 @@ __device__ __forceinline__ float fold_block(const CompressKvArgs& args, const Co
   for (bool is_late = false;; is_late = true) {
     x = fold_tokens(args, r, x, from, to, dim, kept);
     if (is_late) break;
-    mean = x.mean;
+    mean = x.result();
     if (from != r.start || !has_late) break;
     from = late - late % kBlockRatio;
     to = late + 1;
@@ -194,7 +199,7 @@ __device__ __forceinline__ Words<kPoolDims> fold_single(const CompressKvArgs& ar
   const auto biases = load_if<kPoolDims>(bias, p.ape != nullptr);
   Words<kPoolDims> top = load_if<kPoolDims>(before, !begins),
                    sum = load_if<kPoolDims>(before + kHeadDimV, !begins),
-                   mean = load_if<kPoolDims>(before + 2 * kHeadDimV, !begins);
+                   mean = load_if<kPoolDims>(before + 2 * kHeadDimV, !begins), result;
 #pragma unroll
   for (int i = 0; i < kPoolDims; ++i) {
     const float score =
@@ -205,12 +210,13 @@ __device__ __forceinline__ Words<kPoolDims> fold_single(const CompressKvArgs& ar
     top[i] = float_bits(x.top);
     sum[i] = float_bits(x.sum);
     mean[i] = float_bits(x.mean);
+    result[i] = float_bits(x.result());
   }
   float* const to = state_row(args, r, r.start) + d;
   store(to, top);
   store(to + kHeadDimV, sum);
   store(to + 2 * kHeadDimV, mean);
-  return mean;
+  return result;
 }
 
 template <int kCluster>
@@ -234,9 +240,9 @@ __global__ void __launch_bounds__(kFoldThreads<kCluster>, kCluster > 1 ? 1 : 3)
     };
     if (kCluster == 1 && r.count == 1) {
       static_assert(kCluster > 1 || kFoldThreads<kCluster> * kPoolDims == kHeadDimV);
-      const auto mean = fold_single(args, r);
+      const auto result = fold_single(args, r);
       if (!closes) return;
-      *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled.dims[threadIdx.x * kPoolDims]) = mean;
+      *reinterpret_cast<Words<kPoolDims>*>(&shared.pooled.dims[threadIdx.x * kPoolDims]) = result;
       finish();
       __syncthreads();  // before `pooled` is written again
       return;

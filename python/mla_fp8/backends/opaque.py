@@ -9,7 +9,7 @@ import torch
 from .._fake import attention_outputs, fake_of
 from .._torch_private import schema_of
 from ..call import OPS, SparseCall
-from ..layout import layout_of_id
+from ..layout import layout_of_id, wrong_dtype
 from . import ADAPTERS
 
 ops = torch.ops.mla_fp8_backends  # each with the arguments of ours, and adapter=
@@ -30,10 +30,32 @@ def _implementation(op: str, names: list[str]) -> Callable[..., Any]:
     def run(*tensors: torch.Tensor, adapter: str, **options: Any) -> Any:
         given = dict(zip(names, tensors, strict=False)) | options
         call = SparseCall.of(op, given, layout_of_id)
+        _check_dtypes(call)
+        _check_shapes(call)
         _check_scale(call)
         return getattr(ADAPTERS[adapter], op)(call)
 
     return run
+
+
+def _check_dtypes(call: SparseCall) -> None:
+    """As our own kernels do: other packages would take the cache's bytes for what the layout says."""
+    names = ("kv" if call.op == "sparse_prefill" else "kv_cache", "extra_kv_cache")
+    for name, scope in zip(names, call.scopes, strict=False):
+        if wrong := wrong_dtype(scope.layout, scope.kv):
+            raise RuntimeError(f"mla_fp8::{call.op}: {name} {wrong}")
+
+
+def _check_shapes(call: SparseCall) -> None:
+    """Of indices and lengths: broadcast, they would be of other tokens."""
+    tokens = call.q.shape[0]
+    for prefix, scope in zip(("", "extra_"), call.scopes, strict=False):
+        for name, x, dims in (("indices", scope.indices, 2), ("topk_length", scope.length, 1)):
+            if x is not None and (x.dim() != dims or x.shape[0] != tokens):
+                shape = f"[{tokens}{', *' * (dims - 1)}]"
+                raise RuntimeError(
+                    f"mla_fp8::{call.op}: {prefix}{name} must have shape {shape}, got {[*x.shape]}"
+                )
 
 
 def _check_scale(call: SparseCall) -> None:

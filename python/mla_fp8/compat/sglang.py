@@ -78,6 +78,8 @@ def dequantize_k_cache_paged(
             f"dequantize_k_cache_paged: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
         )
     ours = KV_LAYOUTS[LAYOUTS[layout]]
+    if quant_k_cache.dtype is torch.bfloat16:  # SGLang's pool of bytes
+        quant_k_cache = quant_k_cache.view(torch.uint8)
     if out is not None and (out.dim() != 3 or out.shape[1] != 1):
         raise ValueError(
             f"dequantize_k_cache_paged: out must have shape [num_tokens, 1, {ours.head_dim_qk}], "

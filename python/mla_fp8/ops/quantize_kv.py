@@ -18,6 +18,7 @@ def quantize_kv(
     scale: torch.Tensor | None = None,
     rope: torch.Tensor | None = None,
     fp8_max: float | None = None,
+    zero_rope: bool = False,
 ) -> None:
     """Quantise latents and store them in the cache, in place.
 
@@ -29,8 +30,8 @@ def quantize_kv(
     enters a scale.
 
     Args:
-        latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope. Or nope alone: with
-            ``rope``, or in ``dsv32`` for a model without RoPE, whose rope is stored as zeros.
+        latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope. Nope alone with
+            ``rope`` or ``zero_rope``.
         slot_mapping: [n] int64 or int32, n <= num_tokens. Slots: page * page_size + row. A token whose slot
             is outside the cache is skipped, and so are those past n. No two tokens may share a slot.
         kv_cache: [num_pages, page_bytes] uint8, or an engine's view of it; see :class:`mla_fp8.KVLayout`.
@@ -40,6 +41,8 @@ def quantize_kv(
         rope: [num_tokens, rope_dim] of latent's dtype. ``latent`` is then nope alone.
         fp8_max: The largest magnitude written, by default the format's own (448, fnuz 240). Some fnuz caches
             are written with 224.
+        zero_rope: ``latent`` is nope alone, and the rope is stored as zeros: a model without RoPE in the rows
+            of those that have it. For ``dsv32`` and ``dsv32_fnuz`` alone.
 
     Raises:
         TypeError: For what is no tensor, or no number.
@@ -58,6 +61,7 @@ def quantize_kv(
         scale=scale,
         rope=rope,
         fp8_max=fp8_max,
+        zero_rope=zero_rope,
     )
 
 

@@ -188,6 +188,7 @@ def shared_keys_shape(
     if extra_indices is not None:
         keys += extra_indices.shape[1]
     query_groups, num_q_heads = max(1, query_groups), max(1, num_q_heads)  # tracing refuses no numbers
+    query_groups = torch.sym_min(query_groups, torch.sym_max(num_tokens, 1))
     groups = -(-num_tokens // query_groups)
     tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
     if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:
