@@ -48,7 +48,7 @@ ERRORS = [
     (
         "state",
         lambda x: x[:1].expand(4, -1, -1),
-        "state must have its rows one after another and not overlap",
+        "state must not overlap itself",
     ),
     (
         "state_slots",

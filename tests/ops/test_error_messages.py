@@ -67,6 +67,17 @@ SHAPES = {
         decode(page_size=32),
         f"kv_cache must have shape [*, {PAGE}], got [4, {2 * PAGE}] (a page is 32 rows of layout dsv32)",
     ),
+    "no page size of the second cache": (
+        decode(extra_kv_cache=cache(), extra_indices=ints(2, 8), extra_page_size=0),
+        "extra_page_size must be in [1, 16777216], got 0",
+    ),
+    "a length that the specification is asked with": (
+        decode(topk_length=torch.tensor(1, dtype=torch.int32), backend="reference"),
+        "topk_length must have shape [2], got []",
+    ),
+    "indices that the specification is asked with": (
+        decode(indices=ints(1, 8), backend="reference"), "indices must have shape [2, *], got [1, 8]",
+    ),
     "no page size": (decode(page_size=0), "page_size must be in [1, 16777216], got 0"),
     "lengths of other tokens": (decode(topk_length=ints(3)), "topk_length must have shape [2], got [3]"),
     "a sink of all ranks": (

@@ -231,7 +231,7 @@ def test_bad_buffers_are_refused(device):
         (misaligned(out), "out must be 16-byte aligned"),
         (out[:, :1].expand(-1, 8, -1), "out must not overlap itself"),
         (o.flatten().as_strided((5, 8, 512), (4096, 512, 1))[:, :8].view(40, 512)[:5, None].expand(5, 8, 512),
-         "out must have its rows"),
+         "out must not overlap itself"),
     ):  # fmt: skip
         check_refused(mla_fp8.inverse_rope, arguments | {"out": spoilt}, message)
     codes = torch.zeros(5, 2, 2048, device=device).to(torch.float8_e4m3fn)

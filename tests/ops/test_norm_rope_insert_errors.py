@@ -178,3 +178,14 @@ def test_norm_q_has_no_default(device):
     arguments = case(KV_LAYOUTS["dsv4"], device)
     del arguments["norm_q"]
     check_refused(mla_fp8.qk_norm_rope_insert, arguments, "norm_q", TypeError)
+
+
+def test_too_few_latents_for_the_queries_are_those_to_blame(device):
+    """Not the positions, of which there are as many as queries."""
+    q, kv = torch.zeros(6, 2, 512, device=device).bfloat16(), torch.zeros(5, 512, device=device).bfloat16()
+    cos, sin = torch.ones(2, 9, 32, device=device)
+    at, cache = torch.arange(6, device=device), KV_LAYOUTS["dsv4"].empty(1, 64, device)
+    with pytest.raises(RuntimeError, match=r"kv must have shape \[6, 512\], got \[5, 512\]"):
+        mla_fp8.qk_norm_rope_insert(
+            q, kv, None, cos, sin, at, at[:5], cache, layout="dsv4", page_size=64, eps=0.0, norm_q=True
+        )

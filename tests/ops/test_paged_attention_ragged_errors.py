@@ -62,7 +62,7 @@ ERRORS = [
     wrong("k_scale", "k_scale must be given for an FP8 cache, got None", lambda t: None),
     wrong("v_scale", "v_scale must be given for an FP8 cache, got None", lambda t: None),
     wrong("k_scale", "k_scale must have dtype torch.float32, got torch.float64", lambda t: t.double()),
-    wrong("k_scale", r"k_scale must have 1 or 2 elements .*, got 3", lambda t: t.new_ones(3)),
+    wrong("k_scale", r"k_scale must have 1 element or 2 .*, got 3", lambda t: t.new_ones(3)),
     wrong("sm_scale", "sm_scale must be finite, got nan", lambda x: NAN),
     wrong("sm_scale", r"sm_scale must be finite as a float32, got 1e\+300", lambda x: 1e300),
     wrong("logits_soft_cap", r"logits_soft_cap must be finite as a float32, got 1e\+300", lambda x: 1e300),

@@ -43,7 +43,7 @@ def _check_dtypes(call: SparseCall) -> None:
     names = ("kv" if call.op == "sparse_prefill" else "kv_cache", "extra_kv_cache")
     for name, scope in zip(names, call.scopes, strict=False):
         if wrong := wrong_dtype(scope.layout, scope.kv):
-            raise RuntimeError(f"mla_fp8::{call.op}: {name} {wrong}")
+            raise RuntimeError(f"mla_fp8.{call.op}: {name} {wrong}")
 
 
 def _check_shapes(call: SparseCall) -> None:
@@ -54,7 +54,7 @@ def _check_shapes(call: SparseCall) -> None:
             if x is not None and (x.dim() != dims or x.shape[0] != tokens):
                 shape = f"[{tokens}{', *' * (dims - 1)}]"
                 raise RuntimeError(
-                    f"mla_fp8::{call.op}: {prefix}{name} must have shape {shape}, got {[*x.shape]}"
+                    f"mla_fp8.{call.op}: {prefix}{name} must have shape {shape}, got {[*x.shape]}"
                 )
 
 
