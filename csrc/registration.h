@@ -105,8 +105,7 @@ void prepare_keys(const Tensor& kv, const OptionalTensor& kv_weight, const Tenso
                   const OptionalTensor& scale, int64_t index_layout, std::optional<int64_t> index_page_size,
                   double index_eps, bool index_neox, bool index_rope_first, bool hadamard,
                   std::string scale_format, std::optional<double> amax_floor, bool reciprocal,
-                  const OptionalTensor& out_q_a, const OptionalTensor& out_kv,
-                  const OptionalTensor& out_k_rope);
+                  OptionalTensor out_q_a, OptionalTensor out_kv, OptionalTensor out_k_rope);
 
 #define MLA_PREPARE_QUERIES_ARGUMENTS                                                                    \
   const OptionalTensor &q_pe, const OptionalTensor &index_q, const OptionalTensor &index_weights,        \
@@ -115,9 +114,8 @@ void prepare_keys(const Tensor& kv, const OptionalTensor& kv_weight, const Tenso
       int64_t layout, std::string scale_format, std::optional<double> amax_floor, bool reciprocal,       \
       double weight_scale, double head_scale
 FourTensors prepare_queries(MLA_PREPARE_QUERIES_ARGUMENTS);
-void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, const OptionalTensor& out_q_pe,
-                         const OptionalTensor& out_index_q, const OptionalTensor& out_index_weights,
-                         const OptionalTensor& out_index_scale);
+void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, OptionalTensor out_q_pe, OptionalTensor out_index_q,
+                         OptionalTensor out_index_weights, OptionalTensor out_index_scale);
 
 #define MLA_COMBINE_ARGUMENTS                                                                                \
   const Tensor &topk_indices, const Tensor &query_start_loc, const Tensor &seq_lens,                         \

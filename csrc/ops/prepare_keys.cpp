@@ -124,7 +124,7 @@ IndexKeyParams check_index_k(const Check& check, const IndexKeyArguments& a, con
       .scaling = check_index_scaling(check, id, a.scale_format, a.amax_floor, a.reciprocal),
       .slot_mapping = slots.const_data_ptr(),
       .slots_are_int64 = slots_arg.is(ScalarType::Long),
-      .kv_cache = cache.data,
+      .kv_cache = mutable_data<uint8_t>(*a.cache),
       .kv_cache_stride_page = cache.stride_page,
   };
 }
@@ -154,8 +154,7 @@ void prepare_keys(const Tensor& kv, const OptionalTensor& kv_weight, const Tenso
                   const OptionalTensor& scale, int64_t index_layout, std::optional<int64_t> index_page_size,
                   double index_eps, bool index_neox, bool index_rope_first, bool hadamard,
                   std::string scale_format, std::optional<double> amax_floor, bool reciprocal,
-                  const OptionalTensor& out_q_a, const OptionalTensor& out_kv,
-                  const OptionalTensor& out_k_rope) {
+                  OptionalTensor out_q_a, OptionalTensor out_kv, OptionalTensor out_k_rope) {
   const Check check("prepare_keys");
   PrepareKeysParams p{.latents = check_latents(check, kv, kv_weight, cos, sin, positions, slot_mapping,
                                                kv_cache, layout, page_size, eps, k_rope, scale)};

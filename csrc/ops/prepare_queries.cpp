@@ -133,9 +133,8 @@ void run(const PrepareQueriesParams& params, [[maybe_unused]] const Tensor& posi
   q_pe, index_q, index_weights, cos, sin, positions, index_cos, index_sin, neox, index_neox, \
       index_rope_first, hadamard, layout, scale_format, amax_floor, reciprocal, weight_scale, head_scale
 
-void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, const OptionalTensor& out_q_pe,
-                         const OptionalTensor& out_index_q, const OptionalTensor& out_index_weights,
-                         const OptionalTensor& out_index_scale) {
+void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, OptionalTensor out_q_pe, OptionalTensor out_index_q,
+                         OptionalTensor out_index_weights, OptionalTensor out_index_scale) {
   const Check check("prepare_queries");
   PrepareQueriesParams params = check_inputs(check, PASSED);
   check_out_q_pe(check, out_q_pe, positions, params);

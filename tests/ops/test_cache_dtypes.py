@@ -68,7 +68,8 @@ def test_every_op_refuses_the_other_encoding(name, key, device):
     names = [x.name for x in getattr(torch.ops.mla_fp8, name).default._schema.arguments]
     arguments = dict(zip(names, tensors, strict=False)) | options
     arguments[key] = typed(arguments[key], FNUZ)
-    message = rf"{key} must have dtype torch.uint8 or .* for layout {options['layout']}, got .*e4m3fnuz"
+    layout = "index_fp8" if key == "index_cache" else options["layout"]
+    message = rf"{key} must have dtype torch.uint8 or .* for layout {layout}, got .*e4m3fnuz"
     before = arguments[key].view(torch.uint8).clone()
     with pytest.raises(RuntimeError, match=message):
         getattr(mla_fp8, name)(**arguments)

@@ -22,6 +22,9 @@ def given(name: str, device: str) -> dict[str, object]:
         arguments["workspace"] = torch.zeros(1 << 20, dtype=dtype, device=device)
     if name == "compress_kv":
         arguments["out_latent"] = torch.zeros(len(tensors[0]), 512, dtype=torch.bfloat16, device=device)
+    for out, like in (("out_q_a", "q_a"), ("out_kv", "kv"), ("out_k_rope", "k_rope")):
+        if name == "prepare_keys":
+            arguments[out] = torch.zeros_like(arguments[like])
     for out, like in (("max_logits", "lse"), ("out_slots", "out_positions")):
         if out in names and out not in arguments:
             arguments[out] = torch.zeros_like(arguments[like])
