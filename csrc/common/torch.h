@@ -40,8 +40,8 @@ class Arg {
   const Arg& last_dim_contiguous() const;
   // The address of every row (all dimensions but the last) is a multiple of `bytes`: vector loads and stores.
   const Arg& aligned(int64_t bytes) const;
-  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing. Any dimension
-  // may be the outer one in memory.
+  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing. Any
+  // dimension may be the outer one in memory.
   const Arg& rows_disjoint() const;
 
   bool is(ScalarType want) const;

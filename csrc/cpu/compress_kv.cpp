@@ -171,8 +171,8 @@ void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t,
 
 MLA_SIMD Mask is_zero(F32 sum) { return equal(bits(sum), set1(uint32_t{0})); }  // no score has a weight yet
 
-// One token more in max, sum and mean [3][512]: strictly one after another. The mean of no weight is 0, or NaN
-// as 0 times a value may be.
+// One token more in max, sum and mean [3][512]: strictly one after another. The mean of no weight is 0, or
+// NaN as 0 times a value may be.
 MLA_SIMD void fold(float* running, const float* row, const float* bias, bool begins) {
   for (int d = 0; d < kHeadDimV; d += kLanes) {
     const WindowRow at{row, row + kHeadDimV, bias};

@@ -74,7 +74,7 @@ NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_AR
 
 namespace {
 
-// A latent for each query: said of kv before its positions, of which there are as many as queries, are blamed.
+// A latent for each query: else kv is named, and not its positions, of which each query has one.
 void check_rows(const Check& check, const Tensor& q, const Tensor& kv, const Tensor& positions) {
   const Arg queries = check(q, "q"), latents = check(kv, "kv"), at = check(positions, "positions");
   if (queries.dim() == 3 && at.dim() == 1 && latents.dim() == 2 && queries.size(0) == at.size(0) &&
