@@ -141,3 +141,12 @@ def test_counting_puts_nothing_into_a_graph(name):
     with torch.cuda.graph(graph):
         call(**arguments)
     graph.replay()
+
+
+@pytest.mark.parametrize("name", ["sparse_decode", "sparse_prefill", "dequantize_kv", "index_logits"])
+def test_what_is_only_read_stays_a_lazy_clone(name):
+    """A mutable pointer to one would copy all of a cache."""
+    arguments = given(name, "cpu")
+    lazy = {key: torch._lazy_clone(x) for key, x in arguments.items() if isinstance(x, torch.Tensor)}
+    getattr(torch.ops.mla_fp8, name)(**arguments | lazy)
+    assert all(torch._C._is_cow_tensor(x) for x in lazy.values())
