@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import mla_fp8
 
+OPS_MODULES = "mla_fp8.ops."
 INTRODUCTION = """\
 <!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
 # Ops
@@ -15,6 +16,10 @@ Every function below is `mla_fp8.<name>`. Tensors come first and by position, th
 `TypeError`, `ValueError` or `RuntimeError` names the argument, what was expected and what came, before
 anything is written. An index is data: outside its range it is masked, never followed. What is marked
 experimental may change in a minor version; the rest is stable.
+
+`layout` is that of the cache, a name of `KV_LAYOUTS` ([Layouts](layouts.md)). `page_size` is how many rows a
+page holds, `eps` that of RMSNorm. `scale` is 1 float32, the layer's scale, for `fp8_e4m3*` layouts alone. An
+`out` is the result, if the caller has memory for it.
 
 Each op is also `torch.ops.mla_fp8.<name>`, for C++ and for exported programs, where `layout` is a number
 (`KVLayout.id`). Its `_out` form writes into given tensors and allocates nothing.
@@ -46,7 +51,12 @@ GROUPS = {
 }  # fmt: skip
 TABLES = {"KV_LAYOUTS", "INDEX_LAYOUTS"}  # of the page on layouts
 ALL = "TypeError, ValueError, RuntimeError"
-AS_ELSEWHERE = re.compile(r"^As :func:`\w+`\. ?")  # which the introduction says of all
+# What the introduction says of all.
+AS_ELSEWHERE = re.compile(
+    r"^(As :func:`\w+`|For what is no tensor[^.]*"
+    r"|For any other argument: its name, what was expected, what came)\. ?(Nothing is written then\.)?"
+)
+SAID_ONCE = {"Of the cache.", "Rows of a page.", "Of RMSNorm."}  # in the introduction
 SECTIONS = ("Args:", "Returns:", "Raises:")
 WIDTH = 76  # of code, as the site shows it without a scroll bar
 
@@ -74,6 +84,7 @@ def section(title: str, lines: list[str]) -> str:
     for name, _, text in (item.partition(": ") for item in items(lines)):
         named.setdefault(text, []).append(name)
     if title == "Args:":
+        named = {text: names for text, names in named.items() if text not in SAID_ONCE}
         return "\n".join(f"- {', '.join(f'`{x}`' for x in names)}: {inline(t)}" for t, names in named.items())
     told = [(", ".join(names), AS_ELSEWHERE.sub("", text)) for text, names in named.items()]
     raised = " ".join(

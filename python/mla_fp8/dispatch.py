@@ -104,12 +104,11 @@ def explain(
         backend: As in the call.
 
     Returns:
-        A line for the problem, then one for each backend that has the op, in the order in which they are
-        asked: ``taken``, ``could``, or the first reason why it cannot.
+        A line for the problem, then one for each backend that has the op, in order: ``taken``, ``could``, or
+        the first reason why it cannot.
 
     Raises:
-        ValueError: For an op, a layout, a number of heads or a backend that is none, and for a device that
-            this process does not see.
+        ValueError: For what is none of these, and a device that this process does not see.
     """
     problem = _problem(op, layout, num_heads, device, extra_layout, batch_invariant)
     backends = candidates(problem)

@@ -80,9 +80,8 @@ def resolve_kv_cache_dtype(
 ) -> KVLayout:
     """Find the one layout that an engine's ``kv_cache_dtype`` means to a backend; an FP8 one is logged, once.
 
-    Packed is ``dsv32`` or ``dsv4``, plain is ``fp8_e4m3`` (one scale per layer), each by ``head_dim_qk``. A
-    cache is never converted. A V4.1 cache with the bytes of ``dsv4`` is one. Those of ``dsv41`` and
-    ``dsv32_nope`` are refused under any name but the layout's own, as nothing else tells them apart.
+    Packed is ``dsv32`` or ``dsv4``, plain is ``fp8_e4m3`` (one scale per layer), each by ``head_dim_qk``.
+    Bytes of ``dsv41`` and ``dsv32_nope`` are refused under any name but the layout's own.
 
     Args:
         name: ``"auto"``: packed, plain or bf16, the first that the backend reads. ``"bfloat16"``: bf16.

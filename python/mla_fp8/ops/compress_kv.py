@@ -38,11 +38,10 @@ def compress_kv(
     bits are the same on every device.
 
     The state holds the raw rows of the last tokens, position p in row ``p % depth``; online: max, sum and
-    mean after each token, in another order of additions, 6 KiB a row. One call over positions [a, b) gives
-    the bits of every chain of calls over them, rejected drafts in between included, if depth is at least
-    window - 1 + n. n is the most tokens of a call that are rejected, at least 1. The window is 2 tokens for
-    ratio 2, 8 for 4, 128 for 128; online, depth is at least n + 1. At a prefix hit of length a, rows of
-    positions a - window + 1 to a - 1 must be in the state.
+    mean after each token, in another order of additions. One call over positions [a, b) gives the bits of
+    every chain of calls over them, rejected drafts included, if depth is at least window - 1 + n, online n +
+    1. The window is 2 tokens for ratio 2, 8 for 4, 128 for 128; n is the most tokens of a call that are
+    rejected, at least 1. At a prefix hit of length a the state must hold positions a - window + 1 to a - 1.
 
     Args:
         kv_score: [num_tokens, width] float32, ratio 1 also bfloat16, any row stride: rows of all requests.

@@ -70,7 +70,7 @@ def inverse_rope_quantize(
 
     Returns:
         (out, out_scale). New ones are laid out as DeepGEMM reads them: values [G, T, D] in memory, scales
-        with strides (1, D // tile * T4, T4), T4 being num_tokens rounded up to 4; what pads them is 0.
+        with strides (1, D // tile * T4, T4). T4 is num_tokens rounded up to 4; what pads them is 0.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the

@@ -40,9 +40,8 @@ def paged_attention_ragged(
 ) -> Pair:
     """Attend the last tokens of each request to the keys in its own list of pages.
 
-    The last query token of a request sees all its keys, each one before it one key less: the keys of the
-    query tokens are in the cache. A logit is ``sm_scale * (q . k)``. FP8 is e4m3fn or e4m3fnuz, as the dtype
-    says; a value is e4m3 * scale, never rounded.
+    The last query token of a request sees all its keys, each one before it one key less. FP8 is e4m3fn or
+    e4m3fnuz, as the dtype says; a value is e4m3 * scale, never rounded.
 
     Args:
         q: [num_requests * q_len, num_q_heads, head_dim] bfloat16 or float16. The heads are a multiple of the
@@ -50,13 +49,12 @@ def paged_attention_ragged(
         k_cache: [num_pages, page_size, num_kv_heads, head_dim] of q's dtype or FP8, 16-byte aligned rows;
             head_dim a multiple of 16, at most 256. An HND cache is passed as ``cache.transpose(1, 2)``.
         v_cache: The same with a head_dim of its own.
-        kv_indptr: [num_requests + 1] int32, into ``kv_indices``; clamped to its length.
+        kv_indptr: [num_requests + 1] int32, into ``kv_indices``, clamped to its length.
         kv_indices: [n] int32: pages. Those outside the cache are masked.
         kv_last_page_len: [num_requests] int32: rows of the last page, clamped to [0, page_size].
-        sm_scale: Of logits.
+        sm_scale: A logit is sm_scale * (q . k).
         page_size: Rows of a page, by default the caches' own.
-        k_scale: 1 or num_kv_heads elements, float32, finite and positive (checked on a CPU): required for an
-            FP8 cache, else None.
+        k_scale: 1 or num_kv_heads elements, float32, finite and positive: for an FP8 cache, else None.
         v_scale: As ``k_scale``.
         logits_soft_cap: A logit x becomes ``cap * tanh(x / cap)``; 0: it stays.
         attn_sink: [num_q_heads] float32, an extra logit without a value.

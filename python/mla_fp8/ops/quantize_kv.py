@@ -22,12 +22,11 @@ def quantize_kv(
 ) -> None:
     """Quantise latents and store them in the cache, in place.
 
-    The latent is rounded to bf16 first. Layouts with scales of tiles: a tile of nope gets the smallest power
-    of two with ``amax / fp8_max <= scale``, with the floors of the engines' writers; rope is stored as it is.
-    In ``dsv41`` and ``dsv32_nope`` all 512 elements are quantised, rotated ones too. ``dsv41_fp4``: a tile's
-    scale is the e4m3 nearest to ``amax / 6``, its codes those of the quotients. ``fp8_e4m3*``: everything is
-    divided by ``scale``. NaN stays NaN (FP4 has none: its tile becomes NaN), infinities saturate; neither
-    enters a scale.
+    The latent is rounded to bf16 first. A tile of nope gets the smallest power of two with
+    ``amax / fp8_max <= scale``, with the floors of the engines' writers; rope is stored as it is. In
+    ``dsv41`` and ``dsv32_nope`` all 512 elements are quantised, rotated ones too. ``dsv41_fp4``: a scale is
+    the e4m3 nearest to ``amax / 6``. ``fp8_e4m3*``: everything is divided by ``scale``. NaN stays NaN (FP4
+    has none: its tile becomes NaN), infinities saturate; neither enters a scale.
 
     Args:
         latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope. Nope alone with

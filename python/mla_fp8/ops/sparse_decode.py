@@ -66,11 +66,10 @@ def plan_shared_keys(
         out: [num_tiles, words] int32, contiguous: the result, if the caller has memory for it.
 
     Returns:
-        [num_tiles, words] int32, a line for each tile. A group is cut into tiles of at most
-        64 / num_q_heads and 8 tokens, or fewer where there are few groups. Column 0 is the length of the
-        list, or -1 where the tile's tokens go alone (all do but on Hopper). From column 4 on come the slots,
-        each once, those of the second cache with the sign bit; then a byte for each, whose bit i says that
-        token i of the tile attends to it.
+        [num_tiles, words] int32, a line for each tile of at most 64 / num_q_heads and 8 tokens of a group.
+        Column 0 is the length of the list, or -1 where the tile's tokens go alone, as all do but on Hopper.
+        From column 4 on come the slots, each once, those of the second cache with the sign bit. Then comes a
+        byte for each, whose bit i says that token i of the tile attends to it.
 
     Raises:
         TypeError: For what is no tensor.

@@ -28,11 +28,10 @@ _NAME = "mla_fp8.SparsePrefillChunkCache"
 class SparsePrefillChunkCache:
     """A chunk's geometry, window slots and index rows, computed once for all layers of one forward.
 
-    It is stale, and its use raises RuntimeError: once a newer chunk was built on the workspace; after
-    :meth:`invalidate`; when one of the tensors below was written since (not seen in inference mode, where
-    tensors have no version); and outside the CUDA graph capture that it was built in, since a replay has
-    written other numbers into it. Whoever replays a graph that writes these tensors calls
-    :meth:`invalidate`.
+    Its use raises RuntimeError once it is stale. It is after :meth:`invalidate`, or once a newer chunk was
+    built on the workspace. It is when one of the tensors below was written since, which nobody sees in
+    inference mode. And it is outside the CUDA graph capture that it was built in, as a replay has written
+    other numbers into it. Whoever replays a graph that writes these tensors calls :meth:`invalidate`.
 
     Args:
         workspace: A :class:`PrefillWorkspace`.
