@@ -4,7 +4,7 @@
 #   SANITIZER=...  compute-sanitizer, if it is not on PATH
 #   TOOLS=...      default: memcheck initcheck racecheck, the last from 2026.4 on (PyPI: nvidia-cuda-sanitizer-api):
 #                  2025.3 of CUDA 13.0 does not see that bar.sync orders. Not synccheck, which wants all warps of a
-#                  block to come to a barrier at the same instruction (docs/kernels/sanitizers.md)
+#                  block to come to a barrier at the same instruction (docs/kernels/emulators.md)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${BUILD:-build/cmake} sanitizer=${SANITIZER:-compute-sanitizer} shards=8

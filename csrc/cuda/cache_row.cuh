@@ -11,7 +11,7 @@ inline constexpr int kChunk = 8;                     // elements of one lane in 
 inline constexpr int kPassDim = kChunk * kWarpSize;  // elements of one pass
 
 // One latent per warp and four warps per block: the DRAM likes few bytes in flight per warp, many warps and
-// blocks in order (docs/kernels/cache_ops.md).
+// blocks in order (docs/kernels/overview.md).
 inline constexpr int kLatentsPerBlock = 4;
 inline constexpr int kLatentBlock = kLatentsPerBlock * kWarpSize;
 

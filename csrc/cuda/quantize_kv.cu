@@ -1,6 +1,6 @@
 // quantize_kv on CUDA: one warp per token finds the scale of each tile, encodes, and writes the cache row.
 // Traffic per token: reads head_dim_qk elements, writes bytes_per_token. HBM-bound;
-// docs/kernels/cache_ops.md has the measurements behind the shape.
+// docs/notebook/kernels/cache_ops.md has the measurements behind the shape.
 
 #include "ops/quantize_kv.h"
 

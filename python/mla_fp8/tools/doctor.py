@@ -111,7 +111,7 @@ def next_steps() -> list[str]:
         arch = arch_of("cuda", None)
         steps.append(
             f"{arch}: no kernel of sparse attention is tuned for it, and none of this package has run on "
-            "one; docs/kernels/portable.md says how fast an H200 is by the portable kernel"
+            "one; docs/kernels/portable_and_hip.md says how fast an H200 is by the portable kernel"
         )
     device = " --device cuda" if on_gpu and not torch.version.hip else ""
     return [

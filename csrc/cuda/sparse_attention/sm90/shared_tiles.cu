@@ -1,5 +1,5 @@
 // Tiles of queries that share keys and, in the same grid, the queries of tiles that have no list, usually
-// none (docs/kernels/tiles.md).
+// none (docs/kernels/hopper.md).
 //
 //   a CTA whose tile has a list   attends to it, as many_heads does
 //   all others                    walk through the queries that go alone, as few_heads does

@@ -11,7 +11,7 @@
 //
 // Bound: power, in long runs; then shared memory, 33 clocks per key (512 dims) and 36 (576), as QK reads Q
 // and K at its full rate, and the tensor cores, 32 and 34. It takes about 40: a block's way through its
-// buffer, of which there are two (docs/kernels/bf16_tiles.md).
+// buffer, of which there are two (docs/kernels/hopper.md).
 #include <algorithm>
 
 #include "cuda/device/cluster.cuh"

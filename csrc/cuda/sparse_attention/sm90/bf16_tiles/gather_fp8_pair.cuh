@@ -8,7 +8,7 @@
 // bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
 // All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
 // invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
-// spilled register waits for all others (docs/kernels/bf16_tiles.md).
+// spilled register waits for all others (docs/notebook/kernels/bf16_tiles.md).
 #include <type_traits>
 
 #include "cuda/device/cluster.cuh"

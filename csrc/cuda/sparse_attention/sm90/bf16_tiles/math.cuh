@@ -114,7 +114,7 @@ class TileMath {
 
   // S = Q K^T of this group's block; the second group starts when the first has issued its own, whose weights
   // are needed earlier. No proxy fence: what cp.async wrote is in shared memory once its barrier completes,
-  // and a fence per piece costs 3 to 7 % (docs/kernels/bf16_tiles.md).
+  // and a fence per piece costs 3 to 7 % (docs/notebook/kernels/bf16_tiles.md).
   __device__ void multiply_keys(bool in_turn) {
     if (kGroup == 1 && in_turn) named_barrier(kBarrierTurn, 2 * kGroupThreads);
     const uint64_t q = wgmma_panel_descriptor(smem_.q_panel(0));

@@ -1,5 +1,5 @@
 // Sparse MLA attention for Hopper with few heads in a CTA: 8, 16, of bf16 rows also 32. One team of warps,
-// three schedules (docs/kernels/few_heads.md).
+// three schedules (docs/kernels/hopper.md).
 //
 //   all warps              survey the keys of the query (split); the CTAs of a query share the valid ones
 //   4 or 8 producer warps  index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 stages
@@ -256,7 +256,7 @@ bool launch_slice<Kernel::kFewHeads, MLA_SLICE>(const SparseAttentionParams& p, 
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    // In walks of 16 heads half of the producers; of 8 heads they do both (docs/kernels/two_layouts.md).
+    // In walks of 16 heads half of the producers; of 8 heads they do both (docs/kernels/hopper.md).
     constexpr int kExpanders = kSegments || kVariant.producers < 8 || (kWalks && kOctets == 1) ? 0 : 4;
     using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || kWalks)>;
     constexpr int kProducers = kVariant.producers - (kWalks ? R::kExpanders : 0);

@@ -1,7 +1,7 @@
 #pragma once
 // The warps of a team: Q, the loop over blocks, both products and the softmax between them. Both products
 // take their K / V operand straight from the raw rows in shared memory (fragments:
-// docs/kernels/few_heads.md).
+// docs/kernels/hopper.md).
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/global.cuh"

@@ -1,6 +1,6 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Six schedules (docs/kernels/many_heads.md).
+// beside the products of another. Six schedules (docs/kernels/hopper.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
