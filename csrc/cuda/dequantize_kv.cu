@@ -1,6 +1,6 @@
 // dequantize_kv on CUDA: one warp per row gathers one token of the cache and writes it as bf16. Traffic per
-// token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound; docs/notebook/kernels/cache_ops.md has the
-// measurements behind the shape.
+// token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound;
+// docs/notebook/kernels/cache_ops.md has the measurements behind the shape.
 
 #include "ops/dequantize_kv.h"
 
