@@ -81,12 +81,8 @@ class Scan : ScanUnits {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
-      if (work.tiles == 0 && !is_rehearsed(work)) {
-        prepare_next(i);
-      } else if (takes_all(unit, p_.topk)) {
-        prepare_next(i);
-        args_.answer_all(unit, RowTeam(s_, 1));
-      } else {
+      const bool has_work = work.tiles > 0 || is_rehearsed(work), is_short = takes_all(unit, p_.topk);
+      if (has_work && !is_short) {
         if constexpr (kCounts) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
         load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
         if constexpr (!kMayKeep || kShares > 1 || kRows * kHeads > 64)
@@ -97,7 +93,10 @@ class Scan : ScanUnits {
           s_.high[threadIdx.x] = 0;
           s_.threshold[threadIdx.x] = 1;
         }
-        prepare_next(i);
+      }
+      prepare_next(i);  // behind the loads of queries
+      if (has_work && is_short) args_.answer_all(unit, RowTeam(s_, 1));
+      if (has_work && !is_short) {
         consumers_sync();
         bool answers = true;
         if (is_shared(work)) {
