@@ -28,11 +28,11 @@ def cell(step: Step) -> str:
     return f"{step['step_ratio']} ({float(step['step_us']) / 1e3:.2f})"
 
 
-def table(engine: str, heads: tuple[str, ...] = ("16", "128")) -> str:
+def table(engine: str, heads: tuple[str, ...] = ("16", "128"), gpu: str = "") -> str:
     """A line per model, layout and number of heads: the time of a step, of FlashMLA's."""
     lines: dict[tuple[str, str, str], Step | dict[str, str]] = {}
     for step in of(engine):
-        if step["heads"] in heads:
+        if step["heads"] in heads and step["gpu"].startswith(gpu):
             line = lines.setdefault((step["model"], step["layout"], step["heads"]), {})
             line[step["requests"]] = cell(step)
     several = {model for model, *_ in lines if len({layout for m, layout, _ in lines if m == model}) > 1}
@@ -77,7 +77,11 @@ def chart() -> str:
 
 
 def parts() -> dict[str, str]:
-    return {"vllm steps": table("vLLM"), "sglang steps": table("SGLang")}
+    return {
+        "vllm steps": table("vLLM"),
+        "sglang steps": table("SGLang"),
+        "sglang steps on an H100": table("SGLang", gpu="H100"),
+    }
 
 
 def images() -> dict[str, str]:

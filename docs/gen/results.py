@@ -1,4 +1,4 @@
-"""The measured results, and what every document makes of them: cells, ranges, commits."""
+"""The measured results, and what documents make of them: cells and tables."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import table
 from table import Case
 
 GPU, CPU = "nvidia_h200", "amd_epyc_2_threads"
-H100 = "nvidia_h100_80gb_hbm3"  # sparse_decode alone
+H100 = "nvidia_h100_80gb_hbm3"
 ON_CPU = re.compile(  # bench_sparse_attention.py: 8 query tokens
     r"(?P<form>decode|prefill_paged|prefill) [\w+]+ h(?P<heads>\d+) topk (?P<topk>\d+)(?:\+(?P<extra>\d+))?"
 )
@@ -47,27 +47,9 @@ def matched(device: str, op: str, pattern: re.Pattern[str]) -> list[tuple[re.Mat
     return found
 
 
-def commits(cases: Iterable[Case]) -> str:
-    """Of our rows, as they follow each other in the file."""
-    return ", ".join(f"`{commit}`" for commit in dict.fromkeys(case.ours.commit for case in cases) if commit)
-
-
-def flash_mla_builds(cases: Iterable[Case]) -> str:
-    rows = (row for case in cases for name, row in case.peers.items() if "flash_mla" in name)
-    return " and ".join(f"`{build}`" for build in dict.fromkeys(row.commit for row in rows))
-
-
 def fixed(ratio: float) -> str:
     """Two decimals below 2, one above: as much as a repeated run confirms."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
-
-
-def span(values: Iterable[float], unit: str = "x") -> str:
-    found = sorted(values)
-    if not found:
-        return ""
-    low, high = fixed(found[0]), fixed(found[-1])
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
 def cell(case: Case | None, *peers: str) -> str:
@@ -83,18 +65,3 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     head = list(head)
     rows = [head, ["---"] * len(head), *map(list, lines)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def folded(summary: str, content: str) -> str:
-    """A long table that a click opens, on the site and where Markdown is shown."""
-    return f'<details markdown="1"><summary>{summary}</summary>\n\n{content}\n\n</details>'
-
-
-def errors(cases: Iterable[Case]) -> str:
-    """`ours 1.6e-3 to 2.2e-3, FlashMLA 1.8e-3 to 2.1e-3`."""
-    cases, parts = list(cases), []
-    for name, label in ((table.OURS, "ours"), ("flash_mla", "FlashMLA")):
-        found = [c.rows[name].error for c in cases if name in c.rows and c.rows[name].error is not None]
-        if found:
-            parts.append(f"{label} {min(found):.1e} to {max(found):.1e}")
-    return ", ".join(parts)

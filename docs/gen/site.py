@@ -1,11 +1,14 @@
 """A hook of MkDocs: files at the top of the tree become pages, with their links as seen from docs/.
 
-The search does not find the notebook, and every page says the version.
+The search does not find the notebook, and every page says the version. The files of benchmarks/results are
+part of the site.
 """
 
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -21,8 +24,17 @@ def on_config(config: "MkDocsConfig") -> None:
     config.copyright = f"mla_fp8 {(ROOT / 'version.txt').read_text().strip()}, Apache-2.0"
 
 
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    for path in sorted((ROOT / "benchmarks/results").glob("*.csv")):
+        files.append(File.generated(config, f"data/results/{path.name}", abs_src_path=str(path)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     if page.file.src_uri.startswith("notebook/"):
         page.meta["search"] = {"exclude": True}
     found = ALL_OF.fullmatch(markdown)
+    markdown = markdown.replace(
+        "](../benchmarks/results/", "](data/results/"
+    )  # of pages beside docs/index.md
     return markdown if found is None else (ROOT / found[1]).read_text().replace("](docs/", "](")

@@ -60,7 +60,6 @@ NOT_YET = {
     "docs/guide/accuracy.md": 1200,
     "docs/guide/rocm.md": 1350,
     "docs/packaging.md": 900,
-    "docs/performance.md": 10600,
     "docs/reference/layouts.md": 950,
 }
 STUBS = ("docs/changelog.md", "docs/contributing.md", "docs/security.md")  # a file at the top of the tree
