@@ -140,6 +140,15 @@ def test_ops_called_directly_and_their_out_forms_are_recorded(device, tmp_path):
     assert first.op == second.op == "sparse_decode" and set(first.tensors) == set(second.tensors)
 
 
+def test_a_call_into_the_callers_memory_is_recorded_as_one_that_can_be_made_again(device, tmp_path):
+    tensors, options = decode_call("dsv4", device)
+    want = mla_fp8.sparse_decode(*tensors, **options)
+    with record(tmp_path / "calls"):
+        mla_fp8.sparse_decode(*tensors, **options, out=torch.zeros_like(want[0]))
+    (call,) = recording.load(tmp_path / "calls")
+    assert mla_fp8.sparse_decode(**call.arguments(device))[0].equal(want[0])
+
+
 def test_calls_that_other_backends_serve_are_recorded(tmp_path):
     tensors, options = decode_call("dsv4", "cpu")
     options |= {"layout": KV_LAYOUTS["dsv4"].id}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._arguments import shown
+from .._torch_private import schema_of
 from ..call import OPS, SparseCall
 from ..layout import KVLayout, get_layout, layout_of_id
 
@@ -199,14 +200,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))  # first: it checks its arguments
-        op = func._schema.name.split("::")[1].removesuffix("_out")
+        op = func.name().split("::")[1].removesuffix("_out")
         if op in OPS + COUNTED and func.namespace in ("mla_fp8", "mla_fp8_backends"):
             capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if op in COUNTED or capturing or len(self.calls) == self.max_calls:
                 self.missed += 1
             else:
-                arguments = func._schema.arguments
-                inputs = [a.name for a in arguments if not a.alias_info and a.name != "adapter"]
+                # Of the op itself: what an _out form, or one of another backend, has besides is no input.
+                inputs = [a.name for a in schema_of(getattr(torch.ops.mla_fp8, op)).arguments]
                 given = dict(zip(inputs, args, strict=False)) | (kwargs or {})
                 self.calls.append(extract(op, {name: given[name] for name in inputs if name in given}))
         return result
