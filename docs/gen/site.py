@@ -20,7 +20,9 @@ ALL_OF = re.compile(r"<!-- all of (\S+) -->\n")
 
 
 def on_config(config: "MkDocsConfig") -> None:
-    """The foot of each page says the version."""
+    """The foot of each page says the version. Pages link to their sources if their home is known."""
+    if not config.repo_url:
+        config.edit_uri = None
     config.copyright = f"mla_fp8 {(ROOT / 'version.txt').read_text().strip()}, Apache-2.0"
 
 
