@@ -23,7 +23,7 @@ BUDGET = {
     "README.md": 1000,
     "SECURITY.md": 300,
     "CONTRIBUTING.md": 1100,
-    "CHANGELOG.md": 500,
+    "CHANGELOG.md": 650,
     "docs/index.md": 350,
     "docs/start.md": 700,
     "docs/support.md": 750,
@@ -47,7 +47,7 @@ BUDGET = {
     "docs/kernels/portable_and_hip.md": 950,
     "docs/kernels/indexer.md": 1070,
     "docs/kernels/emulators.md": 850,
-    "docs/reference/layouts.md": 1250,
+    "docs/reference/layouts.md": 1000,
     "docs/reference/ops.md": 6950,
 }
 # Pages of what came later than the table: at most 700 words each, not part of the sum.
@@ -55,7 +55,6 @@ ADDED: dict[str, int] = {"docs/guide/step.md": 700}
 # Pages that are not rewritten yet, with about the words that they have: none may grow. A page leaves this
 # table when it is rewritten; the rules below hold for all others.
 NOT_YET = {
-    "CHANGELOG.md": 1200,
     "CONTRIBUTING.md": 1550,
     "docs/guide/accuracy.md": 1200,
     "docs/guide/rocm.md": 1350,
