@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures docs/accuracy.csv: the errors of every layout and every backend on the activations of the demo.
+"""Measures docs/data/accuracy.csv: errors of every layout and every backend on the activations of the demo.
 
   python docs/gen/accuracy.py [--device cuda]          replaces the rows of this device
 
@@ -22,7 +22,7 @@ import svg
 if TYPE_CHECKING:
     from mla_fp8.tools.recording import Call
 
-TARGET = Path(__file__).resolve().parents[2] / "docs/accuracy.csv"
+TARGET = Path(__file__).resolve().parents[2] / "docs/data/accuracy.csv"
 COLUMNS = ["device", "model", "what", "layout", "backend", "layer", "rms_error"]
 Row = dict[str, str]
 CALLS, TOKENS = 12, 16
@@ -88,37 +88,6 @@ def some_of(calls: "list[Call]") -> "Iterator[Call]":
             yield replace(call, tensors=call.tensors | few)
 
 
-def tables(rows: list[Row]) -> str:
-    """Markdown: errors by layer and layout, then by op, layout and backend, for each device and model."""
-    parts = []
-    for device, model in dict.fromkeys((row["device"], row["model"]) for row in rows):
-        here = [row for row in rows if (row["device"], row["model"]) == (device, model)]
-        layers = sorted({row["layer"] for row in here if row["layer"]})
-        parts.append(f"## Shapes of {model}, {device}")
-        lines = [
-            "| layout | " + " | ".join(f"layer {i}" for i in layers) + " |",
-            "|---" * (len(layers) + 1) + "|",
-        ]
-        for layout in dict.fromkeys(row["layout"] for row in here if row["what"] == "layer"):
-            by_layer = {
-                r["layer"]: float(r["rms_error"]) for r in here if r["layout"] == layout and r["layer"]
-            }
-            lines.append(f"| `{layout}` | " + " | ".join(f"{by_layer[i]:.2%}" for i in layers) + " |")
-        parts.append("\n".join(lines))
-        calls = [row for row in here if row["what"] != "layer"]
-        backends = list(dict.fromkeys(row["backend"] for row in calls))
-        by_call: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-        for row in calls:
-            by_call[row["what"], row["layout"]][row["backend"]] = float(row["rms_error"])
-        lines = [f"| op | cache | {' | '.join(f'`{name}`' for name in backends)} |"]
-        lines.append("|---" * (len(backends) + 2) + "|")
-        for (op, layout), errors in by_call.items():
-            cells = (f"{errors[name]:.2%}" if name in errors else "" for name in backends)
-            lines.append(f"| `{op}` | {layout} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
 def by_layout() -> dict[str, list[float]]:
     """Errors of the layers' outputs in percent, of all devices."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -136,10 +105,6 @@ def chart() -> str:
             groups[title].append(svg.Range(name, e[0], e[len(e) // 2], e[-1]))
     note = "root mean square, from the best to the worst layer of the demo"
     return svg.ranges("What a layout costs a layer's output", note, groups, unit=" %")
-
-
-def parts() -> dict[str, str]:
-    return {"accuracy": tables(read())}
 
 
 def images() -> dict[str, str]:

@@ -47,7 +47,7 @@ def outputs() -> dict[Path, str]:
     for module in (accuracy, drawings, engines, layouts, performance, roles, steps):
         made |= {f"docs/img/{name}": chart for name, chart in module.images().items()}
     parts = dict[str, str]()
-    for module in (accuracy, dispatch, engines, performance, prices, steps, support, tiles):
+    for module in (dispatch, engines, performance, prices, steps, support, tiles):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

@@ -8,12 +8,17 @@ INTRODUCTION = """\
 <!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
 # Layouts
 
-A cache is `[num_pages, page_bytes]` bytes; its page stride may be larger, a multiple of 16. Slot
-`page * page_size + row` is one token. Offsets are in bytes, `P` is the page size, `r` the row.
-A value is its stored number times the scale of its tile (or of its layer). `rope` is what a layout stores in
-another way than the rest (`nope`), not what a model rotates: V4.1 rotates the last 64 values of `dsv41`.
-Others also store V4.1's rows in [another arrangement](../guide/caches.md#choose-a-layout) of as many bytes,
-which is none of these layouts.
+A layout says which bytes of a cache hold which values of a token. This page has the byte map of each one;
+[Caches](../guide/caches.md) says which to choose.
+
+A cache is `[num_pages, page_bytes]` bytes. Pages may lie apart, at multiples of 16 bytes. A token is row `r`
+of a page, and its slot is `page * page_size + r`. Offsets are in bytes; `P` is the page size.
+
+A value is its stored number times the scale of its tile, or of its layer. Here `nope` and `rope` name two
+ways of storing, not what a model rotates: V4.1 rotates the last 64 values of `dsv41`, which are all `nope`.
+
+Other packages store V4.1's rows in [another arrangement](../guide/caches.md#choose-a-layout) of as many
+bytes. None of these layouts is that one.
 
 | layout | head_dim_qk | bytes per token | scales | page of 1 / 2 / 64 / 256 tokens |
 |---|---|---|---|---|
@@ -62,9 +67,9 @@ def byte_map(layout: KVLayout) -> str:
         notes.append(f"A page is padded to a multiple of {layout.page_align} bytes.")
     if layout.nope_format == "e2m1":
         notes.append(
-            "Element 2k is the low half of byte k. Writers take the e4m3 nearest to amax / 6 (nearest even), "
-            f"from {layout.scale_floor:g} to 448, and the codes nearest to the quotients by it; NaN in a "
-            "tile makes its scale NaN and its codes 0. For the second cache of a call only."
+            "Element 2k is the low half of byte k. For the second cache of a call only. The scale is the "
+            f"e4m3 nearest to amax / 6 (nearest even), from {layout.scale_floor:g} to 448. Codes are nearest "
+            "to the quotients by it. NaN in a tile makes its scale NaN and its codes 0."
         )
     elif layout.num_tiles:
         notes.append(
