@@ -8,7 +8,7 @@ CELL = 26  # height of a row of a page
 
 def cell(x: float, y: float, width: float, words: str, colour: str, filled: bool = False) -> list[str]:
     place = f"x='{x:g}' y='{y:g}' width='{width:g}' height='{CELL}'"
-    opacity = 0.45 if filled else 0.1
+    opacity = 0.22 if filled else 0.06
     middle = x + width / 2
     return [
         f"<rect {place} fill='{colour}' fill-opacity='{opacity}' stroke='{colour}'/>",
