@@ -88,11 +88,16 @@ def pins_are_the_engines(name: str) -> bool:
     return not found
 
 
-def run(name: str, version: str) -> bool:
+def files(name: str, version: str) -> list[str]:
+    """The tests of a version: that of the layer knows the newest one's source alone."""
+    return [f"test_in_{name}.py", *([f"test_layer_in_{name}.py"] if version == pins.NEWEST[name] else [])]
+
+
+def run(name: str, version: str, file: str) -> bool:
     ours = ("python", "tests/support", "tests/integrations", "ci/engines")
     paths = [engine(name, version), packages(), *(pins.ROOT / x for x in ours)]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
-    test = pins.ROOT / "ci/engines" / f"test_in_{name}.py"
+    test = pins.ROOT / "ci/engines" / file
     command = [
         sys.executable,
         "-m",
@@ -111,7 +116,10 @@ def run(name: str, version: str) -> bool:
         command, cwd=pins.ROOT, env=environment, capture_output=True, text=True, check=False, timeout=170
     )
     lines = done.stdout.strip().splitlines()
-    print(f"{name} {version}: {lines[-1] if lines else 'nothing'}, {time.time() - begin:.0f} s", flush=True)
+    print(
+        f"{name} {version}, {file}: {lines[-1] if lines else 'nothing'}, {time.time() - begin:.0f} s",
+        flush=True,
+    )
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-3000:])
     return done.returncode == 0
@@ -134,7 +142,9 @@ def main() -> int:
         print(f"engines: skipped, the package index cannot be reached ({error})")
         return 0
     passed = [pins_are_the_engines(name) for name in wanted]
-    passed += [run(*each) for each in engines]  # all of them, also after a failure
+    passed += [
+        run(*each, file) for each in engines for file in files(*each)
+    ]  # all of them, also after a failure
     return not all(passed)
 
 

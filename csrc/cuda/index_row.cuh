@@ -91,9 +91,7 @@ __device__ __forceinline__ Words<2> index_quotients(const Words<4>& x, float sca
   for (int i = 0; i < 4; ++i) {
     const float2 v = unpack<Dtype::kBf16>(x[i]);
     const float low = reciprocal ? v.x * factor : v.x / scale, high = reciprocal ? v.y * factor : v.y / scale;
-    const uint32_t pair = float_to_e4m3<Format::kE4m3fn>(low) | uint32_t{float_to_e4m3<Format::kE4m3fn>(high)}
-                                                                    << 8;
-    codes[i / 2] |= pair << (i % 2 * 16);
+    codes[i / 2] |= uint32_t{pack_e4m3<Format::kE4m3fn>({low, high})} << (i % 2 * 16);
   }
   return codes;
 }
@@ -139,16 +137,7 @@ __device__ __forceinline__ IndexCodes<IndexLayoutId::kIndexFp4> encode_index_fp4
     const float amax = bf16_to_float(static_cast<uint16_t>(lanes_max<kTileLanes>(finite_amax8(row.x[c]))));
     const bool nan = lanes_max<kTileLanes>(has_nan(row.x[c])) != 0;
     const uint8_t exponent = tile_scale_exponent(amax, scaling.amax_floor, 0.0f, kMax);
-    const float factor = ue8m0_reciprocal(exponent);
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 v = unpack<Dtype::kBf16>(row.x[c][i]);
-      const uint32_t low = float_to_e2m1(v.x * factor, kE2m1OfNan),
-                     high = float_to_e2m1(v.y * factor, kE2m1OfNan);
-      word |= (low | high << 4) << (8 * i);
-    }
-    codes.chunk[c] = {word};
+    codes.chunk[c] = encode_e2m1x8_by(row.x[c], kE2m1ToHalf * ue8m0_reciprocal(exponent));
     four |= uint32_t{nan ? uint8_t{255} : exponent} << (8 * c);
   }
   four <<= (threadIdx.x & kTileLanes) != 0 ? 16 : 0;

@@ -1,6 +1,7 @@
 """What another package must have for us: named things with the parameters that we pass, compared in both
 directions where we take its place. An installed version is probed, never looked up."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
@@ -76,3 +77,17 @@ def find(holder: Any, path: str) -> Any:
     for part in path.split("."):
         holder = getattr(holder, part, None)
     return holder
+
+
+def why_not_rewrite(theirs: Callable[..., Any], known: Mapping[str, str]) -> str | None:
+    """Why a function whose steps ours takes one by one is none that we have read, or None.
+
+    ``known``: the version of each source that we have, by the first 16 hex digits of its SHA-256.
+    """
+    function = inspect.unwrap(theirs)
+    try:
+        digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        digest = "no source"
+    found = known.get(digest)
+    return None if found else f"{function.__qualname__} is not that of {', '.join(known.values())} ({digest})"

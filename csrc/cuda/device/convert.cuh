@@ -8,6 +8,8 @@
 
 namespace mla_fp8::gpu {
 
+inline constexpr float kE2m1ToHalf = 0x1p-14f;  // between an e2m1 and the half with its bits
+
 // A bf16, twice.
 __device__ __forceinline__ uint32_t both_bf16(float value) { return (float_bits(value) >> 16) * 0x10001u; }
 
@@ -147,12 +149,9 @@ __device__ __forceinline__ uint32_t finite_amax8x2(const Words<4>& x, const Word
   return larger_bf16x2(__byte_perm(of_x, of_y, 0x5410), __byte_perm(of_x, of_y, 0x7632));
 }
 
-// The codes of eight bf16 x / scale, of an e4m3 scale > 0; of a NaN scale 0. The bits of a half of 2^-14
-// times a value are its e2m1 with nine more bits, so rounding is an addition. And an approximate quotient
-// will do: an exact one that is no tie is off it by 2^-8 or more, and a tie is a half (tried, all mantissas
-// of both).
-__device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
-  const float factor = __fdividef(0x1p-14f, scale);
+// The codes of eight bf16 x / scale, factor being kE2m1ToHalf / scale; of NaN the largest. The bits of a half
+// of 2^-14 times a value are its e2m1 with nine more bits, so rounding is an addition.
+__device__ __forceinline__ Words<1> encode_e2m1x8_by(const Words<4>& x, float factor) {
   uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -164,10 +163,27 @@ __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale
     a |= halves >> 12 & 0x00080008u;
     codes |= ((a | a >> 12) & 0xffu) << 8 * i;
   }
-  return {scale == scale ? codes : 0u};
+  return {codes};
+}
+// Of an e4m3 scale > 0; of a NaN scale 0. An approximate quotient will do: an exact one that is no tie is off
+// it by 2^-8 or more, and a tie is a half (tried, all mantissas of both).
+__device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
+  const Words<1> codes = encode_e2m1x8_by(x, __fdividef(kE2m1ToHalf, scale));
+  return {scale == scale ? codes[0] : 0u};
 }
 
 #else  // the code of common/dtype.h and hip/e4m3.h, which those instructions agree with
+
+__device__ __forceinline__ Words<1> encode_e2m1x8_by(const Words<4>& x, float factor) {
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = {bits_float(x[i] << 16), bits_float(x[i] & 0xffff0000u)};
+    const float by = factor / kE2m1ToHalf;
+    codes |= (float_to_e2m1(v.x * by, 7) | uint32_t{float_to_e2m1(v.y * by, 7)} << 4) << (8 * i);
+  }
+  return {codes};
+}
 
 template <Dtype kDtype>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {

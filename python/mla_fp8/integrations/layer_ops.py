@@ -1,9 +1,10 @@
 """The ops around attention in engines, in place of the engines' own. Off unless the engine's list of plug-ins
-names ``mla_fp8_layer_ops``: no engine has been timed with them, and their roundings differ (compat/vllm.py,
+names ``mla_fp8_layer_ops``: roundings differ (vllm_layer.py, sglang_layer.py, compat/vllm.py,
 compat/sglang_layer.py).
 
-Functions that engines have in Python, of DeepSeek V4 and V4.1. SGLang's compressors of ratio 1 and 2 stay its
-own, as they round rows through FP4; so do both engines' of V4, whose states ours does not read.
+Layers of DeepSeek V3.2 and GLM-5 between their projections (vllm_layer.py, sglang_layer.py), and functions
+of DeepSeek V4 and V4.1 that engines have in Python. SGLang's compressors of ratio 1 and 2 stay its own, as
+they round rows through FP4; so do both engines' of V4, whose states ours does not read.
 """
 
 import logging
@@ -17,6 +18,7 @@ from .. import probes
 from ..compat import sglang_layer as for_sglang
 from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
+from . import sglang_layer, vllm_layer
 from .flash_mla_calls import take_over
 from .log import say_once
 
@@ -77,6 +79,11 @@ def register_vllm() -> None:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
     elif NAME in named_in_vllm():
         _take_over(VLLM)
+        reason = vllm_layer.why_not()
+        if reason:
+            say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay vLLM's: {reason}")
+        elif vllm_layer.take_over():
+            say_once("mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses")
 
 
 def register_sglang() -> None:
@@ -86,6 +93,14 @@ def register_sglang() -> None:
         _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
     elif NAME in named_in_sglang():
         _take_over(SGLANG)
+        reason = sglang_layer.why_not()
+        if reason:
+            say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay SGLang's: {reason}")
+            return
+        registry = import_module("sglang.srt.plugins.hook_registry")
+        for target, hook in sglang_layer.HOOKS.items():
+            registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+        say_once("mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses")
 
 
 def why_not(module: str, name: str, ours: Callable[..., Any]) -> str | None:

@@ -18,6 +18,7 @@ memory                 of vLLM's workspace where a graph may be captured: decode
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
@@ -319,6 +320,12 @@ def why_not() -> str | None:
             return f"{name} {reason}"
     same = module.ops is import_module(_CALLS)
     return None if same else f"{MODULE}.ops is not {_CALLS}"
+
+
+def serves() -> bool:
+    """Whether the indexer's top-k is ours: it writes whole rows, -1 behind what it chose."""
+    module = sys.modules.get(MODULE)
+    return bool(getattr(getattr(module, "get_indexer_topk", None), "taken_over_by_mla_fp8", False))
 
 
 def register() -> None:
