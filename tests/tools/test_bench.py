@@ -30,7 +30,7 @@ def test_every_benchmark_is_known_by_its_op():
 
 @pytest.mark.slow
 def test_rows_are_printed_written_and_drawn(tmp_path, capsys):
-    assert run("pad_q_heads", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
+    assert run("pad_q_heads", "--all", "--only", "128", "--seconds", 0, "--out", tmp_path, "--plot") == 0
     printed = capsys.readouterr().out
     written, picture = sorted(tmp_path.iterdir())
     cases = table.cases(table.read_csv(written))
