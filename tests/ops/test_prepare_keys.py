@@ -269,7 +269,7 @@ ROW = torch.zeros(3, 2112, dtype=torch.bfloat16)
         ({"index_k_weight": None}, "index_k_weight must be given with index_k, and not without it"),
         ({"index_cache": None}, "index_cache must be given with index_k, and not without it"),
         ({"index_k_bias": torch.ones(128).bfloat16()},
-         "index_k_bias must have dtype Float, got BFloat16"),
+         "index_k_bias must have dtype torch.float32, got torch.bfloat16"),
         ({"index_k": None, "index_k_weight": None, "index_cache": None},
          "index_k_bias, index_cos and index_slot_mapping must be None without index_k"),
         ({"index_cos": torch.zeros(9, 32)}, "index_sin must be given with index_cos"),
@@ -288,7 +288,7 @@ ROW = torch.zeros(3, 2112, dtype=torch.bfloat16)
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(changes, message):
-    check_refused(mla_fp8.prepare_keys, with_arguments(**changes), f"mla_fp8::prepare_keys: {message}")
+    check_refused(mla_fp8.prepare_keys, with_arguments(**changes), f"mla_fp8.prepare_keys: {message}")
 
 
 @pytest.mark.parametrize("missing", ["index_neox", "index_rope_first"])

@@ -254,12 +254,13 @@ BF16 = torch.zeros(3, 4, 576, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"positions": torch.zeros(3)}, "positions must have dtype Long or Int, got Float"),
+        ({"positions": torch.zeros(3)},
+         "positions must have dtype torch.int64 or torch.int32, got torch.float32"),
         ({"positions": torch.zeros(3, 1).long()}, "positions must have shape [*], got [3, 1]"),
-        ({"cos": torch.zeros(9, 32).bfloat16()}, "cos must have dtype Float, got BFloat16"),
+        ({"cos": torch.zeros(9, 32).bfloat16()}, "cos must have dtype torch.float32, got torch.bfloat16"),
         ({"sin": torch.zeros(9, 31)}, "sin must have shape [9, 32], got [9, 31]"),
         ({"q_pe": BF16[..., :32]}, "q_pe must have shape [3, *, 64], got [3, 4, 32]"),
-        ({"q_pe": torch.zeros(3, 4, 64)}, "q_pe must have dtype BFloat16, got Float"),
+        ({"q_pe": torch.zeros(3, 4, 64)}, "q_pe must have dtype torch.bfloat16, got torch.float32"),
         ({"q_pe": BF16[..., 1:65]}, "q_pe must be 16-byte aligned"),
         ({"cos": torch.zeros(9, 4), "sin": torch.zeros(9, 4), "index_neox": False},
          "cos must have a multiple of 8 columns for q_pe, at least as many, got 4"),
@@ -281,21 +282,21 @@ BF16 = torch.zeros(3, 4, 576, dtype=torch.bfloat16)
         ({"out_q_pe": BF16[..., :64]}, "out_q_pe must have shape [3, 2, 64], got [3, 4, 64]"),
         ({"out_q_pe": torch.zeros(3, 1, 64, dtype=torch.bfloat16).expand(3, 2, 64)}, "out_q_pe must"),
         ({"out_index_q": torch.zeros(3, 4, 128, dtype=torch.uint8)},
-         "out_index_q must have dtype Float8_e4m3fn, got Byte"),
+         "out_index_q must have dtype torch.float8_e4m3fn, got torch.uint8"),
         ({"out_index_weights": torch.zeros(3, 8)[:, ::2]}, "out_index_weights must be contiguous"),
         ({"layout": "index_fp4", "out_index_scale": torch.zeros(3, 4, 1, dtype=torch.uint8)},
          "out_index_scale must have shape [3, 4, 4], got [3, 4, 1]"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_is_written(changes, message):
-    check_refused(mla_fp8.prepare_queries, with_arguments(**changes), f"mla_fp8::prepare_queries: {message}")
+    check_refused(mla_fp8.prepare_queries, with_arguments(**changes), f"mla_fp8.prepare_queries: {message}")
 
 
 def test_q_pe_with_other_strides_than_the_output_at_its_address_is_refused():
     x = torch.zeros(3, 4, 64, dtype=torch.bfloat16)
     changes = {"q_pe": x[:, :2], "out_q_pe": x.flatten(0, 1)[:6].view(3, 2, 64)}
     message = "out_q_pe must be q_pe itself or lie apart from it, got its address with other strides"
-    check_refused(mla_fp8.prepare_queries, with_arguments(**changes), f"mla_fp8::prepare_queries: {message}")
+    check_refused(mla_fp8.prepare_queries, with_arguments(**changes), f"mla_fp8.prepare_queries: {message}")
 
 
 @pytest.mark.parametrize("missing", ["index_neox", "index_rope_first"])

@@ -151,7 +151,8 @@ def with_slots(**changes):
         ({"page_size": 32}, "index_cache must have shape [*, 4224], got [2, 8448]"),
         ({"page_size": 0}, "page_size must be in [1, 16777216], got 0"),
         ({"index_cache": torch.zeros(2, 8448)},
-         "index_cache must have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn, got torch.float32"),
+         "index_cache must have dtype torch.uint8 or torch.int8 or torch.float8_e4m3fn for layout index_fp8, "
+         "got torch.float32"),
         ({"scale_format": "fp32"}, "scale_format must be ue8m0 or f32, got fp32"),
         ({"scale_format": "f32", "layout": "index_fp4"},
          "scale_format must be ue8m0 for layout index_fp4, got f32"),
