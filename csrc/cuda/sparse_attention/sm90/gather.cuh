@@ -8,6 +8,7 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -176,13 +177,8 @@ class Gather {
   }
 };
 
-template <class C>
-class MixedGather;  // sm90/mixed_gather.cuh
-template <class C>
-using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
-
-// A producer's first stage, fetched before it is known which keys of the row are valid: as if all were, which
-// they mostly are. `full` ends its phase only when the producer arrives there, which it does once it knows.
+// A producer's first stage, fetched before it is known which keys of the query are valid: as if all were,
+// which they mostly are. `full` ends its phase when the producer arrives there, which it does once it knows.
 template <class C>
 class EarlyStage : Gather<C> {
  public:
@@ -193,8 +189,8 @@ class EarlyStage : Gather<C> {
   __device__ EarlyStage(const KernelParams& params, uint8_t* smem, int producer, int lane)
       : Gather<C>(params, smem, lane), stage_(producer) {}
 
-  // Whether it does: not where one of 32 places all over the row is invalid, its last one among them. A short
-  // context fails so, and most rows with holes.
+  // Whether it does: not where one of 32 entries all over the query's is invalid, the last one among them. A
+  // short context fails so, and most queries with holes.
   __device__ __forceinline__ bool fetch(Item w) const {
     const Source source = w.source(this->params_);
     const unsigned length = source.length();
@@ -239,7 +235,7 @@ class EarlyStage : Gather<C> {
   const int stage_;
 };
 
-// The producers of a CTA that works on one row, of one layout (of two: sm90/mixed_gather.cuh).
+// The producers of a CTA that works on one query, of one layout (of two: sm90/mixed_gather.cuh).
 template <class C>
 class SplitProducer : Gather<C> {
  public:
@@ -253,8 +249,8 @@ class SplitProducer : Gather<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
-  // A usual row has a loop of its own, without the code of other rows: jumps over code that is cold cost.
-  // From its second stage on, if the first has come early; then it is a usual row.
+  // A usual query has a loop of its own, without the code of others: jumps over code that is cold cost. From
+  // its second stage on, if the first has come early; then it is a usual query.
   __device__ void run(bool has_first = false) {
     const typename Item::Source source = w_.source(this->params_);
     if constexpr (kFetchesEarly<C>) {
@@ -284,7 +280,7 @@ class SplitProducer : Gather<C> {
       now = next;
     }
   }
-  // Of usual rows and of those whose positions are listed, without a jump before the first copies. (In
+  // Of usual queries and of those whose positions are listed, without a jump before the first copies. (In
   // kernels of 32 heads and more, which wait for instructions to issue, this took 1 to 4 % longer.)
   __device__ __forceinline__ void run_listed(const typename Item::Source& source, bool has_first) {
     // Known to be uniform: else an arrival of copies is a loop over lanes.
@@ -312,7 +308,7 @@ class SplitProducer : Gather<C> {
   const int warp_;
 };
 
-// A producer once it has surveyed its part of the row. Nobody waits for its copies.
+// A producer once it has surveyed its part of the query. Nobody waits for its copies.
 template <class C>
 __device__ __forceinline__ void run_early(const KernelParams& params, typename C::Item& w, uint8_t* smem,
                                           int producer, int lane) {
@@ -336,68 +332,5 @@ __device__ __forceinline__ int rank_in_query(int place, int num_blocks) {
   if constexpr (!C::R::kMixed) return place;
   return (num_blocks - 1 - place / C::kBlockKeys) * C::kBlockKeys + place % C::kBlockKeys;
 }
-
-// The producers of a walk: item after item, each fills stages of one team.
-template <class C>
-class WalkProducer : GatherOf<C> {
- public:
-  static constexpr int kTeamProducers = C::kProducers / C::kTeams;
-  static constexpr int kStagesPerBlock = C::kBlockStages / kTeamProducers;  // of this producer
-  static_assert(C::kProducers % C::kTeams == 0 && C::kBlockStages % kTeamProducers == 0);
-
-  __device__ WalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : GatherOf<C>(params, smem, lane),
-        warp_(warp),
-        team_(warp / kTeamProducers),
-        first_(warp % kTeamProducers),
-        smem_(smem) {}
-
-  __device__ void run() {
-    const WalkSurveys<C> surveys(smem_, row());
-    int i = 0;  // stages so far
-    for (unsigned item = WalkItem<C>::first(this->params_, row()), n = 0;
-         C::R::kMixed || item < WalkItem<C>::count(this->params_);
-         item = WalkItem<C>::next(this->params_, item), ++n) {
-      if constexpr (C::R::kMixed) {
-        const bool is_item = item < WalkItem<C>::count(this->params_);
-        this->finish_until([&] { return is_item && surveys.is_there(n); });
-        if (!is_item) break;
-      }
-      const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
-      const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
-      // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
-      int place = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
-      KeySource::Key next{-1, 0};
-      for (bool has_next = false;; place = place_after(place)) {
-        const KeySource::Key key = next;
-        const int num_keys = has_next ? valid_keys.num_keys() - rank_of_next : 0;
-        const bool fetches = has_next;
-        has_next = place / C::kBlockKeys * C::kBlockKeys < valid_keys.num_keys();
-        if (has_next) {
-          rank_of_next = rank_in_query<C>(place, ceil_div(valid_keys.num_keys(), C::kBlockKeys));
-          next = this->find(valid_keys, KeySource(this->p_, keys), rank_of_next);
-        }
-        if (fetches) {
-          const int block = i / kStagesPerBlock * C::kTeams + team_;
-          this->fetch(block * C::kBlockStages + first_ + i % kStagesPerBlock * kTeamProducers, key, num_keys);
-          ++i;
-        }
-        if (!has_next) break;
-      }
-      surveys.release(n, this->lane_);
-    }
-  }
-
- private:
-  __device__ int row() const { return team_ / C::kQueryTeams; }
-  __device__ int place_after(int place) const {
-    place += kTeamProducers * kStageRows;
-    const bool past_block = place % C::kBlockKeys == first_ * kStageRows;
-    return past_block ? place + (C::kQueryTeams - 1) * C::kBlockKeys : place;
-  }
-
-  const int warp_, team_, first_;
-  uint8_t* const smem_;
-};
 
 }  // namespace mla_fp8::gpu

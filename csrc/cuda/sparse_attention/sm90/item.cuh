@@ -1,146 +1,16 @@
 #pragma once
-// An item of few_heads and many_heads, a query and some of its heads: how items are launched, found and
-// surveyed, and how their heads end.
-#include <algorithm>
-#include <bit>
-#include <cmath>
+// The item of a CTA that takes one, a query and some of its heads: which it is, how its keys are surveyed.
 #include <cstddef>
 
 #include "cuda/device/cluster.cuh"
-#include "cuda/device/convert.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/math.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
-
-inline constexpr int kConsumerWarps = 8;
-inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
-inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at once: M of an mma
-inline constexpr int kOctetHeads = 8;  // N of an mma
-
-// The lists of tiles of queries (ops/shared_keys.h), if there are any.
-struct SharedKeys {
-  const int32_t* lists;
-  int64_t words;  // of a list
-  int capacity;
-  QueryTiles queries;
-
-  __device__ const int32_t* list(unsigned tile) const { return lists + tile * words; }
-  __device__ int length(unsigned tile) const { return min(__ldg(list(tile)), capacity); }
-  __device__ __forceinline__ bool has(int64_t query) const {
-    return lists && length(queries.of(static_cast<unsigned>(query))) >= 0;
-  }
-};
-
-// A list of the positions of valid keys (list_positions), behind all else where there is room for it.
-template <class C>
-inline constexpr int kPositionsBytes =
-    !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSharedBytes ? kMapWords * kWarpSize * 2
-                                                                               : 0;
-template <class C>
-__device__ __forceinline__ bool has_positions(unsigned length) {
-  return kPositionsBytes<C> > 0 && part_size(length) == kWarpSize;
-}
-template <class C>
-__device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
-  return smem + C::kSmemBytes;
-}
-
-struct KernelParams {
-  SparseAttentionParams p;
-  Divider splits;                 // CTAs of one cluster, which share a query's keys
-  Divider head_blocks;            // CTAs of kHeads heads for one query
-  bool follows;                   // plan.h
-  int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
-  int most_runs;                  // of a query, whatever keys are valid
-  // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
-  int tile_queries;  // else 1
-  int64_t first_tile;
-  int num_tiles, tile_rows, share_ctas;  // whose keys so many CTAs share (shares.cuh), else 0
-  Divider page_size[2];                  // of each scope
-  SharedKeys shared;                     // whose queries one launch takes, and the next one leaves out
-
-  __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
-  __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
-};
-
-// The end of a block that finds nothing to do. One of them sees to what end_grid() does.
-__device__ __forceinline__ void leave_grid(bool follows) {
-  if (blockIdx.x == 0) end_grid(follows);
-}
-
-template <class C>
-inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
-
-template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
-inline constexpr bool kHasParts = requires { requires C::kParts; };
-template <class C>  // and leave the result of each run
-inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
-
-template <class C>
-int blocks_of_heads(const SparseAttentionParams& p, const Plan& plan) {
-  return plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
-}
-template <class C>
-KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
-  const bool shares = shares_tiles(plan);
-  const int head_blocks = blocks_of_heads<C>(p, plan);
-  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
-  const SharedKeysShape shared(p);
-  return {
-      .p = p,
-      .splits = Divider(plan.splits),
-      .head_blocks = Divider(head_blocks),
-      .follows = plan.follows,
-      .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
-      .run_blocks = plan.run_blocks,
-      .most_runs = plan.most_runs,
-      .tile_queries = plan.tile_queries,
-      .first_tile = 0,
-      .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
-      .tile_rows = std::min(plan.tile_queries * p.num_q_heads, C::kHeads),
-      .share_ctas = shares ? plan.ctas : 0,
-      .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
-      .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
-  };
-}
-template <class C>
-KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
-                          gpuStream_t stream) {
-  const bool walks = plan.variant.schedule == Schedule::kWalk, shares = shares_tiles(plan);
-  KernelParams params = kernel_params<C>(p, plan);
-  const int64_t head_blocks = blocks_of_heads<C>(p, plan);
-  const int64_t tiles =
-      plan.takes_lists ? params.shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
-  const auto launch_some = [&](int64_t items, int splits) {
-    params.splits = Divider(splits);
-    const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
-    launch(kernel,
-           {.grid = walks    ? walking
-                    : shares ? plan.ctas
-                             : items * splits,
-            .block = C::kThreads,
-            .stream = stream,
-            .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = kHasParts<C> ? 1 : splits},
-           params);
-  };
-  if (plan.last_tiles > 0) {
-    params.first_tile = tiles - plan.last_tiles;
-    launch_some(plan.last_tiles, plan.last_splits);
-    params.first_tile = 0, params.follows = true;
-  }
-  launch_some((tiles - plan.last_tiles) * head_blocks, plan.splits);
-  return params;
-}
-
-// ---- split: a cluster of CTAs takes an item -------------------------------------------------------------
 
 // A query and some of its heads.
 struct QueryHeads {
@@ -222,8 +92,8 @@ __device__ typename C::Item find_item(const KernelParams& params) {
   else return item;
 }
 
-// Of a row with gaps, of parts of 32: the position of each valid key, 2 bytes, in the order of ranks. By all
-// warps from the row's map, once: to look a rank up in the map takes a thousand clocks.
+// Of a query whose keys have gaps, of parts of 32: the position of each valid key, 2 bytes, in the order of
+// ranks. By all warps from the query's map, once: to look a rank up in the map takes a thousand clocks.
 template <int kWarps>
 __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t list, int warp, int lane) {
   const int before = warp_inclusive_sum(survey.in_lane) - survey.in_lane;
@@ -251,8 +121,23 @@ inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarl
 // kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All arrive at both.
 template <class C>
 inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
-inline constexpr int kBarrierQ = 1, kBarrierSurvey = 7, kBarrierSurveyed = 8, kBarrierBegin = 9;
-template <class C>  // that pass kBarrierBegin: warp 0, which has made the barriers, and producers
+
+// Named barriers by their ids; 0 is that of all threads. A kernel numbers its own from kBarrierOfKernel on.
+// Walks, which survey otherwise, may have all from there (few_heads/team.cuh, many_heads/smem.cuh).
+enum NamedBarrier {
+  kBarrierQ = 1,
+  kBarrierOfKernel,  // up to 6
+  kBarrierSurvey = 7,
+  // Of producers that fetch early: one layout (EarlyStage), or two (MixedProducer), never both.
+  kBarrierSurveyed = 8,
+  kBarrierBegin = 9,
+  kBarrierMixedBegin = 8,
+  kBarrierTurn = 8,  // + producer, from the second on: its turn has come
+  kNumBarriers = 16,
+};
+template <
+    class
+    C>  // that pass kBarrierBegin or kBarrierMixedBegin: warp 0, which has made the barriers, and producers
 inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
 // `lane` for one role: where there are many roles, it would be spilled if all had it in common.
 template <class C>
@@ -265,7 +150,7 @@ __device__ __forceinline__ int lane_of_role(int lane) {
 }
 
 // What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid
-// keys, of which the CTA takes its share. `discard`: what early producers do in a row with gaps, before
+// keys, of which the CTA takes its share. `discard`: what early producers do where keys have gaps, before
 // anyone looks at what they have fetched.
 template <class C, class Discard = std::nullptr_t>
 __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
@@ -314,230 +199,6 @@ __device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, ty
                                                   uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
   survey_part<C>(params, w, smem, warp, lane, meanwhile);
   return end_survey<C>(params, w, smem, warp, lane);
-}
-
-// ---- walk: a CTA goes through items ---------------------------------------------------------------------
-
-// The queries that go alone, in shared memory: of a grid whose CTAs take tiles the others walk through them.
-// CTAs past the last tile are among these.
-struct AloneQueries {
-  unsigned count, walker, walkers;  // this CTA is one of how many
-  uint16_t queries[kMostTilesBesideWalk * kMaxTileQueries];
-  uint32_t of_warps[kWarpSize];
-
-  // By all threads, one for each tile. A barrier comes before it is read.
-  template <int kThreads>
-  __device__ void find(const SharedKeys& shared, int warp, int lane) {
-    static_assert(kThreads >= kMostTilesBesideWalk);
-    const unsigned tile = warp * kWarpSize + lane;
-    const unsigned size = tile < shared.queries.count() ? shared.queries.size(tile) : 0;
-    const bool is_taken = size > 0 && shared.length(tile) >= 0;
-    const unsigned alone = is_taken ? 0 : size, up_to_here = warp_inclusive_sum(alone);
-    const unsigned taken = __popc(__ballot_sync(kFullWarp, is_taken));
-    const unsigned taken_before = __popc(__ballot_sync(kFullWarp, is_taken && tile < blockIdx.x));
-    if (lane == kWarpSize - 1) of_warps[warp] = up_to_here | taken << 12 | taken_before << 22;
-    block_barrier<kThreads>();
-    const uint32_t of_warp = lane < kThreads / kWarpSize ? of_warps[lane] : 0;
-    const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0);
-    const uint32_t all = __reduce_add_sync(kFullWarp, of_warp);
-    if (warp == 0 && lane == 0)
-      count = all & 0xfff, walker = blockIdx.x - (all >> 22), walkers = gridDim.x - (all >> 12 & 0x3ff);
-    uint16_t* const to = queries + (before & 0xfff) + up_to_here - alone;
-    const unsigned first = shared.queries.first(tile);
-    for (unsigned i = 0; i < alone; ++i) to[i] = static_cast<uint16_t>(first + i);
-  }
-};
-template <class C>
-inline constexpr bool kWalksBesideTiles = requires { C::kAlonePlace; };
-template <class C>
-__device__ __forceinline__ AloneQueries& alone_queries() {
-  extern __shared__ __align__(128) uint8_t smem[];
-  return *reinterpret_cast<AloneQueries*>(smem + C::kAlonePlace);
-}
-
-// One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
-template <class C>
-struct WalkItem : QueryHeads {
-  // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
-  __device__ static unsigned count(const KernelParams& params) {
-    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().count;
-    else return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
-  }
-  __device__ static unsigned first(const KernelParams& params, int row) {
-    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().walker + alone_queries<C>().walkers * row;
-    else return skip(params, blockIdx.x + gridDim.x * row);
-  }
-  __device__ static unsigned next(const KernelParams& params, unsigned i) {
-    if constexpr (kWalksBesideTiles<C>) return i + alone_queries<C>().walkers * C::kQueries;
-    else return skip(params, i + gridDim.x * C::kQueries);
-  }
-
-  // Whether this CTA has any item: by all threads, and a barrier of them.
-  __device__ static bool has_any(const KernelParams& params) {
-    bool has = !params.shared.lists;
-    if (!has)
-      for (unsigned i = blockIdx.x + gridDim.x * threadIdx.x; i < count(params); i += gridDim.x * C::kThreads)
-        has |= !params.shared.has(params.head_blocks.word(i));
-    return named_barrier_any(0, C::kThreads, has);
-  }
-
-  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(of(params, i)) {}
-
- private:
-  __device__ static QueryHeads of(const KernelParams& params, unsigned i) {
-    if constexpr (kWalksBesideTiles<C>) return {i < count(params) ? alone_queries<C>().queries[i] : 0, 0};
-    else return heads_of_item<C>(params, i);
-  }
-  // From i on the first whose query goes alone.
-  __device__ static unsigned skip(const KernelParams& params, unsigned i) {
-    if (params.shared.lists) [[unlikely]]
-      while (i < count(params) && params.shared.has(params.head_blocks.word(i))) i += gridDim.x * C::kQueries;
-    return i;
-  }
-};
-
-// The warps that work on a query survey the keys of a later one, for themselves and its producers. A place
-// for queries has two buffers for that.
-template <class C>
-class WalkSurveys {
- public:
-  static constexpr int kWarps = C::kSurveyWarps, kReaders = C::kSurveyReaders;  // of a place
-
-  __device__ WalkSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
-
-  __device__ void init() const {
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_init(full(i), kWarps * kWarpArrivals);
-      mbarrier_init(empty(i), kReaders * kWarpArrivals);
-    }
-  }
-  // By each of the warps that work on the place's i-th query.
-  __device__ void write(int i, const SparseAttentionParams& p, const Keys& keys, int warp, int lane) const {
-    wait_until_free<2>(empty(i), i);
-    survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, map(i), [] {});
-    mbarrier_arrive_warp(full(i), lane);
-  }
-  __device__ KeySurvey read(int i, int lane) const {
-    wait_until_full<2>(full(i), i);
-    return {map(i), load_shared_4(map(i) + kMapLength), lane};
-  }
-  __device__ bool is_there(int i) const { return __all_sync(kFullWarp, mbarrier_test(full(i), i / 2 & 1)); }
-  __device__ uint32_t map(int i) const {
-    return smem_ + MLA_SMEM(C, maps) + (place_ * 2 + i % 2) * kMapBytes;
-  }
-  // By each of its readers: of producers once they have found all keys.
-  __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
-
- private:
-  __device__ uint32_t full(int i) const {
-    return smem_ + MLA_SMEM(C, survey_barriers) + (place_ * 2 + i % 2) * 16;
-  }
-  __device__ uint32_t empty(int i) const { return full(i) + 8; }
-
-  const uint32_t smem_;
-  const int place_;
-};
-
-// ---- the scale of a head's Q ----------------------------------------------------------------------------
-
-// Q is f16 for e4m3 dims and bf16 for the others, each head times a power of two that brings |q| below 2^14.
-// `largest`: the bits of the head's largest |q|, a bf16.
-__device__ inline float q_factor(uint32_t largest) {
-  return power_of_two(14 - max(exponent_above(largest << 16), -100));
-}
-// Of two bf16 x and what was there, the bits of the largest |x|, still two.
-__device__ inline uint32_t larger_magnitudes(uint32_t largest, uint32_t x) {
-  return __vmaxu2(largest, x & 0x7fff7fffu);
-}
-__device__ inline uint32_t larger_of_two(uint32_t x) { return max(x & 0xffff, x >> 16); }
-// Of a pair of Q, for e4m3 dims or for others.
-__device__ inline uint32_t q_pair(uint32_t pair, float factor, bool fp8) {
-  const float2 x = unpack<Dtype::kBf16>(pair);
-  return fp8 ? pack_f16(x.x * factor, x.y * factor) : pack_bf16(x.x * factor, x.y * factor);
-}
-// What turns products with such a Q into logits (log2).
-template <class R>
-__device__ float logit_scale(const SparseAttentionParams& p, float q_factor) {
-  return p.sm_scale * kLog2E * (R::kUniformFp8 ? *p.scale : 1.0f) * reciprocal(q_factor);
-}
-
-// ---- the lazy softmax, and the end of a head ------------------------------------------------------------
-
-// Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more
-// than 2^8, so a weight is at most 2^15.
-inline constexpr float kLazyLog2 = 8.0f;
-inline constexpr float kWeightLog2 = 7.0f;
-inline constexpr float kNoMax = -1e30f;
-// (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
-inline constexpr float kNoPartial = -3e38f;
-// The base of a head whose largest logit is this.
-template <class C>
-__device__ float base_for(float largest) {
-  return kHasSegments<C> ? rintf(largest) : largest;
-}
-
-// The factor of a head's output, from the base and the sum of its weights.
-template <class R>
-__device__ float output_factor(const SparseAttentionParams& p, int head, float base, float sum) {
-  if (head >= p.num_q_heads || sum == 0.0f) return 0.0f;
-  const float sink = p.attn_sink ? fast_exp2(p.attn_sink[head] * kLog2E - base + kWeightLog2) : 0.0f;
-  return __fdividef(R::kUniformFp8 ? *p.scale : 1.0f, sum + sink);
-}
-__device__ inline void write_head(const SparseAttentionParams& p, int64_t query, int head, float base,
-                                  float sum, float largest) {
-  if (head >= p.num_q_heads) return;
-  const int64_t at = query * p.num_q_heads + head;
-  p.lse[at] = sum == 0.0f ? -INFINITY : (log2f(sum) + base - kWeightLog2) * kLn2;
-  if (p.max_logits) p.max_logits[at] = largest * kLn2;
-}
-// Both, of a head of an item (its query, its first head). `largest` is its largest logit; only prefill
-// needs it.
-template <class R, class Item>
-__device__ float finish_head(const SparseAttentionParams& p, const Item& item, int head_in_item, float base,
-                             float sum, float largest = -INFINITY) {
-  if (!item.has_head(p, head_in_item)) return 0.0f;
-  const int head = item.head_of(p, head_in_item);
-  write_head(p, item.query_of(p, head_in_item), head, base, sum, largest);
-  return output_factor<R>(p, head, base, sum);
-}
-
-// A head's output in units of four dims.
-inline constexpr int kOutQuads = kHeadDimV / 4;
-
-template <class Item>
-__device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item, int head_in_item) {
-  const int64_t query = item.query_of(p, head_in_item);
-  const int head = item.head_of(p, head_in_item);
-  return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token + head * p.out_stride_head);
-}
-template <class C>
-__device__ float output_value(float x, float factor) {
-  return kHasSegments<C> && fabsf(x) < 0x1p-100f ? 0.0f : x * factor;
-}
-template <class C>
-__device__ uint2 to_bf16(float4 x, float factor) {
-  const auto value = [&](float y) { return output_value<C>(y, factor); };
-  return {pack_bf16(value(x.x), value(x.y)), pack_bf16(value(x.z), value(x.w))};
-}
-
-__device__ inline void add(float4& a, const float4& b, float factor = 1.0f) {
-  a.x = fmaf(b.x, factor, a.x), a.y = fmaf(b.y, factor, a.y);
-  a.z = fmaf(b.z, factor, a.z), a.w = fmaf(b.w, factor, a.w);
-}
-__device__ inline void add(float& a, float b) { a += b; }
-__device__ inline float4 scaled(const float4& x, float factor) {
-  return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
-}
-// f(first) and the kCount - 1 after it, added up as a binary tree does.
-template <int kCount, class Fn>
-__device__ __forceinline__ auto tree_sum(Fn&& f, int first = 0) {
-  if constexpr (kCount == 1) {
-    return f(first);
-  } else {
-    auto sum = tree_sum<kCount / 2>(f, first);
-    add(sum, tree_sum<kCount / 2>(f, first + kCount / 2));
-    return sum;
-  }
 }
 
 }  // namespace mla_fp8::gpu

@@ -13,6 +13,7 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -324,48 +325,6 @@ class StageExpander {
   static constexpr int kLog2OneUnit = 7;  // 128 * 448, the largest scale, is an f16
 
   const Ring<C> ring_;
-  const int lane_;
-};
-
-// Such warps in a walk: item after item, the stages of a team.
-template <class C>
-class WalkExpander {
- public:
-  __device__ WalkExpander(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : params_(params),
-        team_(warp / kTeamWarps),
-        warp_(warp % kTeamWarps),
-        surveys_(smem, team_),
-        expander_(smem, lane),
-        lane_(lane) {}
-
-  __device__ void run() const {
-    int first = 0, row = 0;  // of the team: stages, items so far
-#pragma unroll 1
-    for (unsigned i = WalkItem<C>::first(params_, team_); i < WalkItem<C>::count(params_);
-         i = WalkItem<C>::next(params_, i), ++row) {
-      const int num_keys = surveys_.read(row, lane_).num_keys;
-      surveys_.release(row, lane_);
-      const int end = first + ceil_div(num_keys, C::kBlockKeys) * C::kBlockStages;
-      for (int stage = first + warp_; stage < end; stage += kTeamWarps) expander_.take(in_ring(stage));
-      first = end;
-    }
-  }
-
- private:
-  static constexpr int kTeamWarps = C::kExpanders / C::kTeams;
-  static_assert(C::kExpanders % C::kTeams == 0 && C::kQueryTeams == 1);
-  static_assert(C::kBlockStages % kTeamWarps == 0, "the next item's first stage is that of the first warp");
-  // Teams have blocks in turn.
-  __device__ int in_ring(int stage) const {
-    constexpr int kBlock = C::kBlockStages;
-    return (stage / kBlock * C::kTeams + team_) * kBlock + stage % kBlock;
-  }
-
-  const KernelParams& params_;
-  const int team_, warp_;
-  const WalkSurveys<C> surveys_;
-  const StageExpander<C> expander_;
   const int lane_;
 };
 

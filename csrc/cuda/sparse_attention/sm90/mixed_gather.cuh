@@ -9,8 +9,10 @@
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/mixed_expand.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -178,7 +180,7 @@ class MixedGather : protected Gather<C> {
   int num_pending_ = 0;
 };
 
-// The producers of a CTA that works on one row: a lane looks up a key of two stages.
+// The producers of a CTA that works on one query: a lane looks up a key of two stages.
 template <class C>
 class MixedProducer : MixedGather<C> {
  public:
@@ -187,15 +189,15 @@ class MixedProducer : MixedGather<C> {
   __device__ MixedProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : MixedGather<C>(params, smem, lane), warp_(warp) {}
 
-  // Of a row that is surveyed.
+  // Of a query that is surveyed.
   __device__ void run(const Item& w, const KeySurvey& survey) {
     const ValidKeys<MapInShared> valid_keys = keys_of(survey);
     const typename Item::Source source = w.source(this->params_);
     run(w, valid_keys, {}, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
 
-  // While others survey it: fetches as if all keys were valid, which they mostly are. A usual row has a loop
-  // of its own, as SplitProducer's.
+  // While others survey it: fetches as if all keys were valid, which they mostly are. A usual query has a
+  // loop of its own, as SplitProducer's.
   __device__ void run_early(Item& w) {
     Early early = fetch_early(w);
     mbarrier_wait(this->ring_.survey(), 0);
@@ -214,7 +216,7 @@ class MixedProducer : MixedGather<C> {
     run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
   // The barriers that it waits for are made: by the warp that makes them.
-  __device__ static void let_begin() { named_barrier_arrive(kBarrierBegin, kBeginThreads); }
+  __device__ static void let_begin() { named_barrier_arrive(kBarrierMixedBegin, kBeginThreads<C>); }
 
  private:
   // Rows of the first two stages; whether the first one's are on their way.
@@ -222,9 +224,8 @@ class MixedProducer : MixedGather<C> {
     typename MixedGather<C>::Rows rows{};
     bool is_there = false;
   };
-  enum { kBarrierBegin = 8, kBarrierTurn = 8 };  // + producer, from the second on: its turn has come
-  static constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize, kTurnThreads = 2 * kWarpSize;
-  static_assert(kBarrierTurn + C::kProducers <= 16 && C::kProducers <= C::kStages);
+  static constexpr int kTurnThreads = 2 * kWarpSize;
+  static_assert(kBarrierTurn + C::kProducers <= kNumBarriers && C::kProducers <= C::kStages);
   static_assert(C::kProducers % C::kBlockStages == 0, "its next stage is in another block, before this one");
 
   __device__ ValidKeys<MapInShared> keys_of(const KeySurvey& survey) const {
@@ -257,7 +258,7 @@ class MixedProducer : MixedGather<C> {
       rank = rank_of_lane(w, warp_);
       key = source.listed(known(rank, num_keys - 1));
     }
-    named_barrier(kBarrierBegin, kBeginThreads);
+    named_barrier(kBarrierMixedBegin, kBeginThreads<C>);
     if (!is_listed) return {};
     const int num_stages = w.num_blocks * C::kBlockStages;
     Early early{this->look_up(this->word_of(key), counts(rank, num_keys - 1))};
@@ -302,86 +303,5 @@ class MixedProducer : MixedGather<C> {
 
   const int warp_;
 };
-
-// The producers of a walk beside warps that expand: each has two stages of every block of a team, whose keys
-// it looks up at once. Those of the next block are found before these are fetched.
-template <class C>
-class MixedWalkProducer : MixedGather<C> {
- public:
-  __device__ MixedWalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : MixedGather<C>(params, smem, lane),
-        team_(warp / kTeamProducers),
-        first_(warp % kTeamProducers),
-        in_block_((lane / kStageRows * kTeamProducers + first_) * kStageRows + lane % kStageRows),
-        surveys_(smem, team_) {}
-
-  __device__ void run() {
-    int i = team_ * C::kBlockStages + first_;  // the next stage in the ring's sequence
-    unsigned n = 0;
-    for (unsigned item = WalkItem<C>::first(this->params_, team_); item < WalkItem<C>::count(this->params_);
-         item = WalkItem<C>::next(this->params_, item), ++n) {
-      const Keys keys(this->p_, WalkItem<C>(this->params_, item).query);
-      const KeySource source(this->p_, keys);
-      const ValidKeys<MapInShared> valid_keys(surveys_.read(n, this->lane_), {surveys_.map(n)});
-      const int last = valid_keys.num_keys() - 1;
-      const auto find = [&](int rank) { return this->word_of(valid_keys.find(source, min(rank, last))); };
-      // The last block first, as by rank_in_query.
-      int rank = last / C::kBlockKeys * C::kBlockKeys + in_block_;
-      uint32_t key = last < 0 ? 0 : find(rank);
-#pragma unroll 1
-      for (; last >= 0 && rank >= 0; i += C::kTeams * C::kBlockStages) {
-        const typename MixedGather<C>::Rows rows = this->look_up(key, rank <= last);
-        rank -= C::kBlockKeys;
-        if (rank >= 0) key = find(rank);
-        this->fetch(MixedGather<C>::Turn::of(i), rows, 0);
-        this->fetch(MixedGather<C>::Turn::of(i + kTeamProducers), rows, kStageRows);
-      }
-      surveys_.release(n, this->lane_);
-    }
-  }
-
- private:
-  static constexpr int kTeamProducers = C::kProducers / C::kTeams;
-  static_assert(C::kQueryTeams == 1 && C::kBlockStages == 2 * kTeamProducers);
-
-  const int team_, first_, in_block_;
-  const WalkSurveys<C> surveys_;
-};
-
-// The warps of a CTA with one query that do not compute, but for early producers.
-template <class C>
-__device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
-                                              const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
-  if constexpr (C::kExpanders > 0) {
-    give_up_registers<C::kExpanderRegisters>();
-    StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
-  } else if constexpr (!kProducersAreEarly<C>) {
-    give_up_registers<C::kProducerRegisters>();
-    if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
-    else SplitProducer<C>(params, w, survey, smem, warp, lane).run();
-  }
-}
-// These: true if this warp is one. They survey nothing and give up their registers at once, for which the
-// consumers wait.
-template <class C>
-__device__ __forceinline__ bool run_early_producers(const KernelParams& params, typename C::Item& w,
-                                                    uint8_t* smem, int warp, int lane) {
-  if constexpr (kProducersAreEarly<C>) {
-    if (warp >= 0 && warp < C::kProducers) {
-      give_up_registers<C::kProducerRegisters>();
-      MixedProducer<C>(params, smem, warp, lane_of_role<C>(lane)).run_early(w);
-      return true;
-    }
-  }
-  return false;
-}
-// After the barriers are made, by warp 0.
-template <class C>
-__device__ __forceinline__ void let_producers_begin(int warp) {
-  if constexpr (kProducersAreEarly<C>)
-    if (warp == 0) MixedProducer<C>::let_begin();
-  if constexpr (kFetchesEarly<C>)
-    if (warp == 0) named_barrier_arrive(kBarrierBegin, kBeginThreads<C>);
-}
 
 }  // namespace mla_fp8::gpu

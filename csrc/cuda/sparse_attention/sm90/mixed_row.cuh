@@ -19,7 +19,7 @@
 #include "cuda/device/math.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

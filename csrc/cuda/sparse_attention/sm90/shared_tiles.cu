@@ -14,9 +14,11 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/few_heads/walk.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -67,7 +67,7 @@ bool is_plain_selection(const SparseAttentionParams& p) {
          (s.page_size == 1 || s.kv_cache_stride_page == s.page_size * kv_layout(p.layout).token_stride());
 }
 
-template <KvLayoutId kId, TileKeys kKeys, KvLayoutId kExtraId = kId>
+template <KvLayoutId kId, KeysOfTile kKeys, KvLayoutId kExtraId = kId>
 void launch_variant(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
   using C = Bf16Tiles<kId, kKeys, kExtraId>;
   constexpr int kCluster = C::kPair ? 2 : 1;
@@ -95,15 +95,15 @@ void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStre
   with_variant<Kernel::kBf16Tiles>(p, plan, [&](auto, auto layout, auto extra) {
     constexpr KvLayoutId kId = layout();
     if constexpr (kv_layout(kId).nope_format != Format::kBf16) {
-      launch_variant<kId, TileKeys::kPair, extra()>(p, plan, stream);
+      launch_variant<kId, KeysOfTile::kPair, extra()>(p, plan, stream);
     } else {
-      if (p.has_entry_pages) return launch_variant<kId, TileKeys::kEntries>(p, plan, stream);
-      if (is_plain_selection(p)) return launch_variant<kId, TileKeys::kSelected>(p, plan, stream);
-      if (tile_queries(p) > 1) return launch_variant<kId, TileKeys::kNeighbours>(p, plan, stream);
+      if (p.has_entry_pages) return launch_variant<kId, KeysOfTile::kEntries>(p, plan, stream);
+      if (is_plain_selection(p)) return launch_variant<kId, KeysOfTile::kSelected>(p, plan, stream);
+      if (tile_queries(p) > 1) return launch_variant<kId, KeysOfTile::kNeighbours>(p, plan, stream);
       if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // of the layout that windows are used with
         if (is_window_alone(p) && p.window.window_size <= kRingKeys)
-          return launch_variant<kId, TileKeys::kRing>(p, plan, stream);
-      launch_variant<kId, TileKeys::kAny>(p, plan, stream);
+          return launch_variant<kId, KeysOfTile::kRing>(p, plan, stream);
+      launch_variant<kId, KeysOfTile::kAny>(p, plan, stream);
     }
   });
 }

@@ -213,13 +213,13 @@ class TileGather {
               rows.at[i] + panel * C::kPanelDims * 2, rows.valid[i]);
   }
 
-  __device__ const uint8_t* q_row(const TileItem& item, QueryHead place) const {
+  __device__ const uint8_t* q_row(const RowTile& item, QueryHead place) const {
     const SparseAttentionParams& p = params_.p;
     return reinterpret_cast<const uint8_t*>(p.q + (item.query + place.query) * p.q_stride_token +
                                             (item.first_head + place.head) * p.q_stride_head);
   }
   // Tells the other warpgroups what comes next, too. Whether something does.
-  __device__ bool fetch_q(const TileItem& item, int count) const {
+  __device__ bool fetch_q(const RowTile& item, int count) const {
     Rows<kRows> rows;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -237,7 +237,7 @@ class TileGather {
     return item.num_queries > 0;
   }
   // Into the L2.
-  __device__ void prefetch_q(const TileItem& item) const {
+  __device__ void prefetch_q(const RowTile& item) const {
     if (chunk_ >= 4 || item.length == 0) return;
     const QueryHead place = query_head<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
     if (item.has(place, params_.p.num_q_heads)) bulk_prefetch_l2(q_row(item, place), C::kDims * 2);

@@ -50,7 +50,7 @@ class PairGather : TileGather<C> {
     LookUp after = look_up(ahead);
     unsigned num_items = 0, num_blocks[2] = {0, 0};  // so far
     for (int64_t tile = blockIdx.x;; tile += gridDim.x) {
-      const TileSource item = Tiles<C>(params_).source(tile);
+      const TileSource item = RowTiles<C>(params_).source(tile);
       if (!this->fetch_q(item, num_items++)) break;
       for (int block = 0; block < C::num_blocks(item.length); ++block) {
         const int buffer = block % 2, parity = (num_blocks[buffer]++ & 1) ^ 1;
@@ -101,7 +101,7 @@ class PairGather : TileGather<C> {
   // From `tile` on, the first item that has keys.
   __device__ Cursor first_item(int64_t tile) const {
     for (;; tile += gridDim.x) {
-      const TileSource item = Tiles<C>(params_).source(tile);
+      const TileSource item = RowTiles<C>(params_).source(tile);
       const int num_blocks = C::num_blocks(item.length);
       if (num_blocks > 0 || item.num_queries == 0) return {item, 0, num_blocks};
     }

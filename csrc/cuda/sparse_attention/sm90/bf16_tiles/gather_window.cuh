@@ -22,14 +22,14 @@ class WindowGather : TileGather<C> {
     const int64_t end = first_item(blockIdx.x + 1);
     int count = 0;
     for (int64_t i = first_item(blockIdx.x); i < end; ++i) {
-      const TileItem item = move_to(i);
+      const RowTile item = move_to(i);
       this->fetch_q(item, count++);
       if (i + 1 < end) this->prefetch_q({query(i + 1), 1, first_head(i + 1), 1});
       if (item.length > 0) fetch_keys();
       is_next_here_ = false;
       if (i + 1 < end && query(i + 1) != item.query && item.length > 0 && query_.queries > 1) fetch_ahead();
     }
-    this->fetch_q(TileItem{}, count);
+    this->fetch_q(RowTile{}, count);
     cp_async_wait_all();
   }
 
@@ -45,7 +45,7 @@ class WindowGather : TileGather<C> {
   }
 
   // Which query the item is, and how its keys differ from the last one's.
-  __device__ TileItem move_to(int64_t i) {
+  __device__ RowTile move_to(int64_t i) {
     const int64_t to = query(i);
     if (has_keys_ && to == last_query_) {
       change_ = Change::kNone;

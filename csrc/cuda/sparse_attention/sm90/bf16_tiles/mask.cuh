@@ -33,7 +33,7 @@ __device__ inline bool has_no_number(uint32_t bf16x2) {
 // masked logits that are no number, bit 2n + i for column 8n + 2 (lane % 4) + i. `values`: tiles of kKeys
 // rows.
 template <int kKeys, int kPanels>
-__device__ void clear_values(uint8_t* values, uint32_t suspects, int lane) {
+__device__ void clear_keys(uint8_t* values, uint32_t suspects, int lane) {
   for (int key = 0; key < kKeys; ++key) {
     const bool suspect = lane % 4 == key % 8 / 2 && suspects >> (key / 8 * 2 + key % 2) & 1;
     if (!__any_sync(kFullWarp, suspect)) continue;

@@ -31,7 +31,7 @@ class TileMath {
   __device__ void run() {
     for (;; parity_ ^= 1) {
       mbarrier_wait(smem_.q_full(), parity_);
-      const TileItem item = smem_.item();
+      const RowTile item = smem_.item();
       if (item.num_queries == 0) break;
       if (item.length == 0) {
         arrive(smem_.q_empty());
@@ -56,7 +56,7 @@ class TileMath {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int query = min(query_head<C>(params_, row_ + 8 * r).query, item.num_queries - 1);
-          last_entry_[r] = first_entry_ + Tiles<C>::num_slots(params_.p.scopes[1], item.query + query) - 1;
+          last_entry_[r] = first_entry_ + RowTiles<C>::num_slots(params_.p.scopes[1], item.query + query) - 1;
         }
       }
       const int num_blocks = C::num_blocks(item.length);
@@ -322,7 +322,7 @@ class TileMath {
     if (suspects) [[unlikely]]
       for (int turn = 0; turn < kGroupWarps; ++turn) {  // warps may suspect the same key
         if (row_ / 16 == turn)
-          clear_values<C::keys(kGroup), C::kValuePanels>(
+          clear_keys<C::keys(kGroup), C::kValuePanels>(
               bytes_ + MLA_SMEM(C, blocks) + kGroup * C::kFirstBlockBytes, suspects_, lane_);
         fence_proxy_async();  // before a product of any warp reads them
         named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);
@@ -363,7 +363,7 @@ class TileMath {
   }
 
   // Normalises and stores this group's dims; the first group also the statistics.
-  __device__ void finish(const TileItem& item, int num_blocks) {
+  __device__ void finish(const RowTile& item, int num_blocks) {
     const SparseAttentionParams& p = params_.p;
     float factor[2];
 #pragma unroll

@@ -13,13 +13,13 @@ struct TileOutput {
   const TileSmem<C> smem;
   const int warp, lane;
 
-  __device__ uint16_t* out_row(const TileItem& item, QueryHead place) const {
+  __device__ uint16_t* out_row(const RowTile& item, QueryHead place) const {
     const SparseAttentionParams& p = params.p;
     return p.out + (item.query + place.query) * p.out_stride_token +
            (item.first_head + place.head) * p.out_stride_head + kGroup * (kHeadDimV / 2);
   }
   // In pieces, through shared memory for whole lines; while those of one are read, the next is found.
-  __device__ void store(const TileItem& item, const float (&o)[32][4], const float (&factor)[2]) const {
+  __device__ void store(const RowTile& item, const float (&o)[32][4], const float (&factor)[2]) const {
     constexpr int kChunks = C::kPieceDims / 8, kRows = kWarpSize / kChunks;  // of 16 bytes; that a warp loads
     constexpr int kStores = C::kPieceDims / 32, kLoads = 8 / kRows, kPieces = kHeadDimV / C::kPieceDims;
     const int row = lane / kChunks, column = lane % kChunks;
@@ -65,7 +65,7 @@ struct TileOutput {
       }
     }
   }
-  __device__ void store_nothing(const TileItem& item) const {
+  __device__ void store_nothing(const RowTile& item) const {
     const SparseAttentionParams& p = params.p;
     const int thread = warp * kWarpSize + lane;
     for (int i = thread; i < C::kHeads * 32; i += kGroupThreads) {

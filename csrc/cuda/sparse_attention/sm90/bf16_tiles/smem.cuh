@@ -18,7 +18,7 @@ inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 // first entries of their request, by its pages; the window of one query, in a ring of keys that moves on with
 // the queries; whatever else one query does, in bf16 or, for a pair of CTAs with 64 heads each, in pages of
 // codes.
-enum class TileKeys { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
+enum class KeysOfTile { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 
 //   barrier              arrivals of a phase          waits   protects
 //   q_full               the gather, and the item     math    q, item: may be read
@@ -32,15 +32,15 @@ enum class TileKeys { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 //   kBarrierGather       the gather                   same    map
 
 // Q and K blocks are panels of 64 rows x 64 dims, swizzled (wgmma.cuh).
-template <KvLayoutId kId_, TileKeys kKeys, KvLayoutId kExtraId_ = kId_>
+template <KvLayoutId kId_, KeysOfTile kKeys, KvLayoutId kExtraId_ = kId_>
 struct Bf16Tiles {
   static constexpr KvLayoutId kId = kId_, kExtraId = kExtraId_;  // of both caches
-  static constexpr bool kSelected = kKeys == TileKeys::kSelected;
-  static constexpr bool kEntries = kKeys == TileKeys::kEntries;
-  static constexpr bool kNeighbours = kKeys == TileKeys::kNeighbours || kEntries;
-  static constexpr bool kRing = kKeys == TileKeys::kRing;
-  static constexpr bool kPair = kKeys == TileKeys::kPair;
-  static constexpr bool kAny = kKeys == TileKeys::kAny || kPair;
+  static constexpr bool kSelected = kKeys == KeysOfTile::kSelected;
+  static constexpr bool kEntries = kKeys == KeysOfTile::kEntries;
+  static constexpr bool kNeighbours = kKeys == KeysOfTile::kNeighbours || kEntries;
+  static constexpr bool kRing = kKeys == KeysOfTile::kRing;
+  static constexpr bool kPair = kKeys == KeysOfTile::kPair;
+  static constexpr bool kAny = kKeys == KeysOfTile::kAny || kPair;
   static constexpr bool kCounted = kSelected || (kAny && !kPair);  // invalid keys are left out
   static constexpr int kDims = kv_layout(kId).head_dim_qk();
   static constexpr int kHeads = 64;
@@ -99,7 +99,7 @@ struct Bf16Tiles {
     float2 handover[2][2][kHeads];  // (sum, base) [parity of the item][group]: what a group tells the other
     float largest[2][kHeads];       // logits [parity] of the second group
     uint8_t masks[2][16];           // KeyMask
-    uint64_t item[3];               // TileItem
+    uint64_t item[3];               // RowTile
     uint8_t map[kCounted ? kMapBytes : 0];  // of the next item's valid keys
     uint64_t q_full, q_empty, weights_full[2], full[2][kPieces], empty[2][kParts], half_empty[2][2];
   };
@@ -131,7 +131,7 @@ __device__ QueryHead query_head(const TileParams& params, unsigned row) {
 // The queries of a tile that have keys in common, and how many keys: those of one query, or of the windows of
 // neighbours in one request, and then the entries of the neighbour that has most. The last of the neighbours
 // attends up to the windows' last key, the one before it up to the one before that.
-struct TileItem {
+struct RowTile {
   int64_t query;
   int num_queries, first_head, length;  // no queries: there is nothing left to do
   int first_length = 0;                 // of them the first are keys of the first cache
@@ -155,14 +155,14 @@ struct TileSmem {
 
   // By address: through pointers the compiler loses sight of what is uniform, and every arrival of the gather
   // on a barrier becomes a loop.
-  __device__ void set_item(const TileItem& item) const {
+  __device__ void set_item(const RowTile& item) const {
     store_shared_8(smem + MLA_SMEM(C, item), item.query);
     store_shared_8(smem + MLA_SMEM(C, item) + 8, item.num_queries | static_cast<uint64_t>(item.first_head)
                                                                         << 32);
     store_shared_8(smem + MLA_SMEM(C, item) + 16,
                    static_cast<unsigned>(item.length) | static_cast<uint64_t>(item.first_length) << 32);
   }
-  __device__ TileItem item() const {
+  __device__ RowTile item() const {
     const uint2 query = load_shared_8(smem + MLA_SMEM(C, item)),
                 tokens_head = load_shared_8(smem + MLA_SMEM(C, item) + 8),
                 lengths = load_shared_8(smem + MLA_SMEM(C, item) + 16);
@@ -215,7 +215,7 @@ struct TileSmem {
 };
 
 // Where the gather finds the keys of an item. `length` is the number of valid ones once they are counted.
-struct TileSource : TileItem {
+struct TileSource : RowTile {
   int64_t tile;
   int num_entries;
   unsigned first_position;  // of a window
@@ -225,9 +225,9 @@ struct TileSource : TileItem {
 
 // The tiles, in their order.
 template <class C>
-class Tiles {
+class RowTiles {
  public:
-  __device__ explicit Tiles(const TileParams& params) : params_(params) {}
+  __device__ explicit RowTiles(const TileParams& params) : params_(params) {}
   __device__ int64_t first_query(int64_t tile) const {
     return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_queries;
   }
@@ -316,7 +316,7 @@ class TileItems {
   }
 
   const TileParams& params_;
-  const Tiles<C> tiles_;
+  const RowTiles<C> tiles_;
   TileSource now_;
 };
 

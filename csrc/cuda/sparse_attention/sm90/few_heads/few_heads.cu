@@ -47,9 +47,13 @@
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/merge.cuh"
-#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/mixed_expand.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/producers.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -11,6 +11,7 @@
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -18,6 +18,7 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {

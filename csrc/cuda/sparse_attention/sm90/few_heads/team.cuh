@@ -15,6 +15,8 @@
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -85,17 +87,19 @@ struct Query {
 
 // ---- one warp -------------------------------------------------------------------------------------------
 
-// kBarrierTeam + team, kBarrierQuery + row: below 16.
-enum NamedBarrier { kBarrierTeam = kBarrierQ + 1, kBarrierQuery = 8 };
+enum FewHeadsBarrier {
+  kBarrierTeam = kBarrierOfKernel,  // + team
+  kBarrierQuery = 8,                // + place of a walk
+};
 
 template <class C>
 class Consumer {
  public:
   using R = typename C::R;
   static constexpr int kOctets = C::kOctets, kMembers = C::kMembers;
-  static_assert(!C::kShared || kBarrierTeam + C::kTeams <= kBarrierQuery,
+  static_assert(!C::kShared || kBarrierTeam + C::kTeams <= (C::kWalks ? kBarrierQuery : kBarrierSurvey),
                 "a warp alone has no team to wait for");
-  static_assert(kBarrierQuery + C::kQueries <= 16);
+  static_assert(kBarrierQuery + C::kQueries <= kNumBarriers);
 
   __device__ Consumer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : p_(params.p),
@@ -113,7 +117,8 @@ class Consumer {
   }
 
   __device__ void init() {
-    const float* q_scale = reinterpret_cast<const float*>(smem_ + MLA_SMEM(C, q_scale)) + row() * C::kHeads;
+    const float* q_scale =
+        reinterpret_cast<const float*>(smem_ + MLA_SMEM(C, q_scale)) + query_place() * C::kHeads;
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
 #pragma unroll
@@ -228,9 +233,10 @@ class Consumer {
 
   __device__ int team() const { return team_; }
   __device__ int member() const { return member_; }
-  __device__ int row() const { return C::kQueries > 1 ? team_ / C::kQueryTeams : 0; }  // of the CTA's rows
+  // Of the queries that the CTA has at once.
+  __device__ int query_place() const { return C::kQueries > 1 ? team_ / C::kQueryTeams : 0; }
 
-  // What merges and ends of rows read and scale.
+  // What merges and ends of queries read and scale.
   float out_[C::kChunks][4][kOctets][4];     // O^T: 64-dim chunk, 16-dim tile of it, octet of heads, fragment
   float max_[kOctets][2], sum_[kOctets][2];  // of heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
 
@@ -343,7 +349,7 @@ class Consumer {
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
   }
-  // No shuffle and no shared memory: a lane keeps those of its own keys until the end of the row.
+  // No shuffle and no shared memory: a lane keeps those of its own keys until the end of the query.
   __device__ void note_largest(const Block& b) {
     const float back = static_cast<int>(__float_as_uint(b.unscale) >> 23) - 127;  // -e
 #pragma unroll
@@ -382,7 +388,7 @@ class Consumer {
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
-  __device__ uint32_t q_address() const { return ring_.smem + MLA_SMEM(C, q) + row() * C::kQBytes; }
+  __device__ uint32_t q_address() const { return ring_.smem + MLA_SMEM(C, q) + query_place() * C::kQBytes; }
 
   const SparseAttentionParams& p_;
   uint8_t* const smem_;

@@ -10,14 +10,17 @@
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
+#include "cuda/sparse_attention/sm90/walk_producers.cuh"
 
 namespace mla_fp8::gpu {
 
 // ---- the end of an item ---------------------------------------------------------------------------------
 //
-// The end of a row: its team finishes O; of two teams, which add up their parts, each half of the value dims.
+// The end of a query: its team finishes O. Two teams add up their parts, and each finishes half of the value
+// dims.
 
 template <class C>
 class WalkFinish {
@@ -33,12 +36,12 @@ class WalkFinish {
         g_(lane / 4),
         t_(lane % 4) {}
 
-  __device__ static void barrier(int row) { named_barrier(kBarrierQuery + row, kQueryWarps * kWarpSize); }
+  __device__ static void barrier(int place) { named_barrier(kBarrierQuery + place, kQueryWarps * kWarpSize); }
 
-  // All warps of the row.
+  // All warps of the query.
   __device__ void run(int64_t query, int first_head) {
     o_.write_stats(smem_);
-    barrier(o_.row());  // Q has been read, too
+    barrier(o_.query_place());  // Q has been read, too
     scale(query, first_head);
     // O goes through where Q was, in two parts. The second overwrites what its writer has just read.
     if constexpr (C::kQueryTeams == 2) {
@@ -57,7 +60,7 @@ class WalkFinish {
 
   // Both teams' sums are known: weights become fractions. Writes lse and max_logits.
   __device__ void scale(int64_t query, int first_head) {
-    const int first_warp = o_.row() * kQueryWarps;
+    const int first_warp = o_.query_place() * kQueryWarps;
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       const int pair = n * kOctetHeads / 2 + t_;
@@ -100,7 +103,7 @@ class WalkFinish {
 
   // The first team finishes the first half of a warp's chunks. `mine`: to send from; then `theirs` is read.
   __device__ void exchange(int part, int mine, int theirs) {
-    uint8_t* const area = smem_ + MLA_SMEM(C, q) + o_.row() * C::kQBytes;
+    uint8_t* const area = smem_ + MLA_SMEM(C, q) + o_.query_place() * C::kQBytes;
     const auto place = [&](int warp, int i) {
       return reinterpret_cast<float4*>(area + warp % kQueryWarps * kPartBytes) + i * kWarpSize + lane_;
     };
@@ -112,7 +115,7 @@ class WalkFinish {
         *place(mine, i * kOctets + n) =
             second_ ? float4{a[0], a[1], a[2], a[3]} : float4{b[0], b[1], b[2], b[3]};
       }
-    barrier(o_.row());
+    barrier(o_.query_place());
 #pragma unroll
     for (int i = 0; i < kPartTiles; ++i)
 #pragma unroll
@@ -169,7 +172,7 @@ struct FewHeadsWalk {
   // By one thread.
   __device__ static void init(uint8_t* smem) {
     Ring<C>{shared_address(smem)}.init();
-    for (int row = 0; row < C::kQueries; ++row) WalkSurveys<C>(smem, row).init();
+    for (int place = 0; place < C::kQueries; ++place) WalkSurveys<C>(smem, place).init();
     mbarrier_init_fence();
   }
   // By all, a barrier later.
@@ -190,11 +193,11 @@ struct FewHeadsWalk {
       take_registers<C::kConsumerRegisters>();
       Consumer<C> consumer(params, smem, warp, lane);
       WalkFinish<C> finish(params, consumer, smem, lane);
-      const int row = consumer.row(), warp_in_place = warp % kQueryWarps;
+      const int place = consumer.query_place(), warp_in_place = warp % kQueryWarps;
       int block = consumer.team();  // in the ring's sequence
-      const WalkSurveys<C> surveys(smem, row);
-      // Row n of the place; before it the keys of row n + 1 are surveyed.
-      unsigned i = 0, ahead = WalkItem<C>::first(params, row);
+      const WalkSurveys<C> surveys(smem, place);
+      // Query n of the place; before it the keys of query n + 1 are surveyed.
+      unsigned i = 0, ahead = WalkItem<C>::first(params, place);
       for (int n = -1; n < 0 || i < WalkItem<C>::count(params);
            ++n, i = ahead, ahead = WalkItem<C>::next(params, ahead)) {
         const WalkItem<C> item(params, i), next(params, ahead);
@@ -205,10 +208,11 @@ struct FewHeadsWalk {
         if (n >= 0) q.load(params.p, item.query, item.first_head, warp_in_place, lane);
         if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.query), warp_in_place, lane);
         if (n < 0) continue;
-        finish.barrier(row);  // the place of Q is free again
-        q.store(smem + MLA_SMEM(C, q) + row * C::kQBytes,
-                reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)) + row * C::kHeads, warp_in_place, lane);
-        finish.barrier(row);
+        finish.barrier(place);  // the place of Q is free again
+        q.store(smem + MLA_SMEM(C, q) + place * C::kQBytes,
+                reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)) + place * C::kHeads, warp_in_place,
+                lane);
+        finish.barrier(place);
         consumer.init();
         if (has_next) q.prefetch(params.p, next.query, next.first_head, warp_in_place, lane);
         const int num_keys = surveys.read(n, lane).num_keys;

@@ -11,11 +11,14 @@
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -180,7 +183,7 @@ class BlockLogits : protected LogitWarp<C> {
   __device__ bool finds_largest() const { return C::kFindsLargest && (!C::kWalks || p_.max_logits); }
 
   // Once Q is there.
-  __device__ void begin_row() {
+  __device__ void begin_query() {
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
@@ -221,7 +224,7 @@ class BlockLogits : protected LogitWarp<C> {
 
   // Calls fn(head, base, sum, largest logit) for each head of the CTA, by one of its lanes.
   template <class Fn>
-  __device__ __forceinline__ void end_row(Fn&& fn) {
+  __device__ __forceinline__ void end_query(Fn&& fn) {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2];
@@ -305,8 +308,8 @@ class SplitLogits : BlockLogits<C> {
       : Base(params, smem, warp, lane), w_(w) {}
 
   __device__ void run() {
-    this->begin_row();
-    // (base, sum) and largest logit of each head; for a row of one split the output's factor, not the sum.
+    this->begin_query();
+    // (base, sum) and largest logit of each head; for a query of one split the output's factor, not the sum.
     const auto finish = [&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
@@ -322,7 +325,7 @@ class SplitLogits : BlockLogits<C> {
     } else {
 #pragma unroll 1
       for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
-      this->end_row(finish);
+      this->end_query(finish);
     }
     named_barrier(kBarrierFinish, C::kWorkers);
   }
@@ -397,7 +400,7 @@ class SplitLogits : BlockLogits<C> {
       for (int run = w_.with_keys; run < params_.most_runs; ++run) stats(run) = {kNoPartial, 0.0f};
   }
 
-  // As end_row.
+  // As end_query.
   template <class Fn>
   __device__ __forceinline__ void end_runs(Fn&& fn) const {
     const int head = member_ * kWarpSize + lane_;
@@ -424,59 +427,59 @@ class WideWalkLogits : BlockLogits<C> {
       : Base(params, smem, warp, lane), surveys_(smem, 0), ends_(smem) {}
 
   __device__ void run() {
-    int block = 0, row = 0;
+    int block = 0, number = 0;  // of the query among the CTA's
     unsigned i = WalkItem<C>::first(params_, 0);
     copy_query(i);
 #pragma unroll 1
-    for (; i < WalkItem<C>::count(params_); ++row) {
+    for (; i < WalkItem<C>::count(params_); ++number) {
       const WalkItem<C> item(params_, i);
       i = WalkItem<C>::next(params_, i);
-      convert_query(item, row);
-      this->begin_row();
-      const int end = block + ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
-      surveys_.release(row, lane_);
+      convert_query(item, number);
+      this->begin_query();
+      const int end = block + ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
+      surveys_.release(number, lane_);
 #pragma unroll 1
       for (; block < end; ++block) this->attend(block, [] {});
       copy_query(i);
-      end_item(item, row);
+      end_item(item, number);
     }
   }
 
  private:
   using Base::lane_, Base::member_, Base::p_, Base::params_, Base::x_;
 
-  // By one warp, when all are done with the Q before: the next one, as it is, while this row ends.
+  // By one warp, when all are done with the Q before: the next one, as it is, while this query ends.
   __device__ void copy_query(unsigned i) const {
     if (member_ == 0 && i < WalkItem<C>::count(params_))
       WgmmaQuery<C>::copy_octets(p_, WalkItem<C>(params_, i), x_.smem, lane_);
   }
   // In its place to wgmma's order, two octets at a time: registers are short.
-  __device__ void convert_query(const WalkItem<C>& item, int row) const {
-    int lane = lane_;  // else all addresses of Q would be found once, before the first row, and spilled
+  __device__ void convert_query(const WalkItem<C>& item, int number) const {
+    int lane = lane_;  // else all addresses of Q would be found once, before the first query, and spilled
     asm volatile("" : "+r"(lane));
     constexpr int kPartHeads = 4, kParts = C::kHeads / kPartHeads;
 #pragma unroll 1
     for (int part = member_; part < kParts; part += C::kLogitWarps) {
       WgmmaQuery<C, kPartHeads> q;
-      q.load_copied(p_, item, x_.bytes, part, lane, row);
+      q.load_copied(p_, item, x_.bytes, part, lane, number);
       named_barrier(kBarrierLogits, Base::kLogitThreads);
       q.store(x_.bytes, part, lane);
     }
     named_barrier(kBarrierLogits, Base::kLogitThreads);
   }
 
-  __device__ void end_item(const WalkItem<C>& item, int row) {
-    wait_until_free<2>(ends_.empty(row), row);
-    this->end_row([&](int in_cta, float base, float sum, float largest) {
+  __device__ void end_item(const WalkItem<C>& item, int number) {
+    wait_until_free<2>(ends_.empty(number), number);
+    this->end_query([&](int in_cta, float base, float sum, float largest) {
       const int head = item.first_head + in_cta;
       write_head(p_, item.query, head, base, sum, largest);
-      ends_.factors(row)[in_cta] = output_factor<typename C::R>(p_, head, base, sum);
+      ends_.factors(number)[in_cta] = output_factor<typename C::R>(p_, head, base, sum);
     });
-    mbarrier_arrive_warp(ends_.full(row), lane_);
+    mbarrier_arrive_warp(ends_.full(number), lane_);
   }
 
   const WalkSurveys<C> surveys_;
-  const RowEnds<C> ends_;
+  const QueryEnds<C> ends_;
 };
 
 // One of the logits warps: 16 keys of every kLogitGroups-th block.
@@ -497,16 +500,16 @@ class WalkLogits : LogitWarp<C> {
 
   __device__ void run() {
     int entry = 0, block = 0;
-    int ended = -1;  // an entry of this warp's to pass on: the end of the row before
+    int ended = -1;  // an entry of this warp's to pass on: the end of the query before
     float factor = 0.0f;
     unsigned i = 0, ahead = WalkItem<C>::first(params_, 0);
 #pragma unroll 1
-    for (int row = -1; row < 0 || i < WalkItem<C>::count(params_);
-         ++row, i = ahead, ahead = WalkItem<C>::next(params_, ahead)) {
+    for (int number = -1; number < 0 || i < WalkItem<C>::count(params_);
+         ++number, i = ahead, ahead = WalkItem<C>::next(params_, ahead)) {
       const WalkItem<C> item(params_, i);
-      begin_item(item, row, ahead);
-      if (row < 0) continue;
-      const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
+      begin_item(item, number, ahead);
+      if (number < 0) continue;
+      const int num_blocks = ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
       if (ended >= 0) pass_end(ended, factor);
 #pragma unroll 1
       for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
@@ -525,13 +528,13 @@ class WalkLogits : LogitWarp<C> {
   __device__ float2& pair_of(float* per_head, int n) const {
     return reinterpret_cast<float2*>(per_head)[n * kOctetHeads / 2 + t_];
   }
-  // Q to shared memory once all are done with the row before; row -1 is none. Then the keys of the next row
-  // are surveyed.
-  __device__ void begin_item(const WalkItem<C>& item, int row, unsigned next) {
-    // Else all addresses of Q would be found once, before the first row, and spilled.
+  // Q to shared memory once all are done with the query before; number -1 is none. Then the keys of the next
+  // query are surveyed.
+  __device__ void begin_item(const WalkItem<C>& item, int number, unsigned next) {
+    // Else all addresses of Q would be found once, before the first query, and spilled.
     int lane = lane_;
     asm volatile("" : "+r"(lane));
-    if (row >= 0) {
+    if (number >= 0) {
       WgmmaQuery<C> q;
       q.load(params_.p, item.query, item.first_head, warp_, lane);
       named_barrier(kBarrierAllLogits, C::kLogitThreads);
@@ -539,9 +542,9 @@ class WalkLogits : LogitWarp<C> {
     }
     if (next < WalkItem<C>::count(params_)) {
       const Keys keys(params_.p, WalkItem<C>(params_, next).query);
-      surveys_.write(row + 1, params_.p, keys, warp_, lane_);
+      surveys_.write(number + 1, params_.p, keys, warp_, lane_);
     }
-    if (row < 0) return;
+    if (number < 0) return;
     named_barrier(kBarrierAllLogits, C::kLogitThreads);
     const int head = warp_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -643,8 +646,8 @@ class WalkLogits : LogitWarp<C> {
   }
 
   // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
-  // there: the value warps may still have two blocks to do. `first_group` had the row's first block: sums are
-  // added in an order that does not depend on which that was.
+  // there: the value warps may still have two blocks to do. `first_group` had the query's first block:
+  // sums are added in an order that does not depend on which that was.
   __device__ float end_item(const WalkItem<C>& item, int entry, int first_group) {
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {

@@ -48,7 +48,11 @@
 #include "cuda/sparse_attention/sm90/many_heads/split.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
 #include "cuda/sparse_attention/sm90/merge.cuh"
-#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/producers.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
+#include "cuda/sparse_attention/sm90/walk_producers.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -87,7 +91,7 @@ __device__ __forceinline__ void walk(const KernelParams& params) {
     Exchange(smem).init();
     WalkSurveys<C>(smem, 0).init();
     if constexpr (C::kLogitGroups == 1) {
-      RowEnds<C>(smem).init();
+      QueryEnds<C>(smem).init();
       mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
     }
     mbarrier_init_fence();

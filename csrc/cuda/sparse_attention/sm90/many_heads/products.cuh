@@ -6,8 +6,8 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

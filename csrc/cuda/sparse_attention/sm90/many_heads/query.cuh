@@ -6,7 +6,8 @@
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {
 

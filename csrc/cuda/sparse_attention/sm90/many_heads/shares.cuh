@@ -14,7 +14,8 @@
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -10,6 +10,7 @@
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {
@@ -104,7 +105,7 @@ struct ManyHeadsSplit {
     float q_scale[kHeads];
     float2 stats[kWalks ? 0 : kHeads];
     float largest[kFindsLargest && !kWalks ? kHeads : 0];                      // logit
-    float factors[kWalks ? 2 : 0][kHeads];                                     // of a row's output
+    float factors[kWalks ? 2 : 0][kHeads];                                     // of a query's output
     float2 lane_largest[kFindsLargest ? kLogitWarps : 0][kOctets][kWarpSize];  // of two heads
     uint8_t valid[kStages][kStageRows];
     alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // of a query's valid keys
@@ -143,7 +144,8 @@ struct ManyHeadsRuns : ManyHeadsSplit<R, kOctets, 4, false, Tiles::kNone, false,
   using Item = RunItem;
 };
 
-enum SplitBarrier { kBarrierWorkersQ = kBarrierQ + 1, kBarrierLogits, kBarrierFinish, kBarrierStore };
+enum SplitBarrier { kBarrierWorkersQ = kBarrierOfKernel, kBarrierLogits, kBarrierFinish, kBarrierStore };
+static_assert(kBarrierStore < kBarrierSurvey);
 
 // What the value warps share with one warpgroup of logits.
 template <class C>
@@ -194,21 +196,21 @@ struct BlockExchange {
 // warpgroup of logits.
 template <class R_, int kOctets_, int kProducers_>
 struct ManyHeadsWideWalk : ManyHeadsSplit<R_, kOctets_, kProducers_, true, Tiles::kNone, true> {
-  static constexpr int kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
+  static constexpr int kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
   static constexpr int kSurveyWarps = kConsumerWarps;
   static constexpr int kSurveyReaders = ManyHeadsWideWalk::kThreads / kWarpSize;
 };
 
-// The end of a row, through buffer row % 2.
+// The end of a query, through buffer number % 2: `number` counts the CTA's.
 template <class C>
-struct RowEnds {
+struct QueryEnds {
   uint8_t* bytes;
   uint32_t smem;
-  __device__ explicit RowEnds(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
-  __device__ uint32_t full(int row) const { return smem + MLA_SMEM(C, end_barriers) + row % 2 * 16; }
-  __device__ uint32_t empty(int row) const { return full(row) + 8; }
-  __device__ float* factors(int row) const {
-    return reinterpret_cast<float*>(bytes + MLA_SMEM(C, factors)) + row % 2 * C::kHeads;
+  __device__ explicit QueryEnds(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
+  __device__ uint32_t full(int number) const { return smem + MLA_SMEM(C, end_barriers) + number % 2 * 16; }
+  __device__ uint32_t empty(int number) const { return full(number) + 8; }
+  __device__ float* factors(int number) const {
+    return reinterpret_cast<float*>(bytes + MLA_SMEM(C, factors)) + number % 2 * C::kHeads;
   }
   __device__ void init() const {
     for (int i = 0; i < 2; ++i) {
@@ -231,7 +233,7 @@ struct RowEnds {
 //   kBarrierLogitGroup + i  logits warpgroup i    the same           warp_max, head_state, factors
 
 // What passes from the logits to the value warps, in order: the weights of a block, of one whose bases have
-// moved, or the end of a row.
+// moved, or the end of a query.
 enum class Step : int { kBlock, kRescaled, kEnd };
 
 template <class R_>
@@ -252,7 +254,7 @@ struct ManyHeadsWalk {
                 kLaunchRegisters * (3 + kLogitGroups));
   static constexpr int kChunks = 4;  // of V per warpgroup
 
-  static constexpr int kTeams = 1, kQueries = 1, kQueryTeams = 1;  // to WalkProducer: one row, one team
+  static constexpr int kTeams = 1, kQueries = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
   static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
   static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;

@@ -14,7 +14,9 @@
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
 #include "cuda/sparse_attention/sm90/merge.cuh"
-#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/mixed_expand.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/producers.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -10,10 +10,13 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -367,24 +370,24 @@ class WideWalkValues : BlockValues<C> {
   // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction
   // cache.
   __device__ void run() {
-    unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the item of row, and that of row + 2
+    unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the items of queries `number` and `number` + 2
     int block = 0;
 #pragma unroll 1
-    for (int row = -2; row < 0 || i < WalkItem<C>::count(params_); ++row) {
-      if (row >= 0) {
-        const int num_blocks = ceil_div(surveys_.read(row, lane_).num_keys, C::kBlockKeys);
-        surveys_.release(row, lane_);
+    for (int number = -2; number < 0 || i < WalkItem<C>::count(params_); ++number) {
+      if (number >= 0) {
+        const int num_blocks = ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
+        surveys_.release(number, lane_);
         this->clear();
         this->attend(block, num_blocks);
         block += num_blocks;
-        wait_until_full<2>(ends_.full(row), row);
-        this->store_item(params_.p, WalkItem<C>(params_, i), ends_.factors(row));
-        mbarrier_arrive_warp(ends_.empty(row), lane_);
+        wait_until_full<2>(ends_.full(number), number);
+        this->store_item(params_.p, WalkItem<C>(params_, i), ends_.factors(number));
+        mbarrier_arrive_warp(ends_.empty(number), lane_);
         i = WalkItem<C>::next(params_, i);
       }
       if (ahead >= WalkItem<C>::count(params_)) continue;
       const Keys keys(params_.p, WalkItem<C>(params_, ahead).query);
-      surveys_.write(row + 2, params_.p, keys, warp_in_cta_, lane_);
+      surveys_.write(number + 2, params_.p, keys, warp_in_cta_, lane_);
       ahead = WalkItem<C>::next(params_, ahead);
     }
   }
@@ -394,7 +397,7 @@ class WideWalkValues : BlockValues<C> {
 
   const KernelParams& params_;
   const WalkSurveys<C> surveys_;
-  const RowEnds<C> ends_;
+  const QueryEnds<C> ends_;
   const int warp_in_cta_;
 };
 

@@ -1,0 +1,137 @@
+#pragma once
+// What a launch of few_heads or many_heads passes to its CTAs, and how their items are launched.
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/plan.h"
+
+namespace mla_fp8::gpu {
+
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
+inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at once: M of an mma
+inline constexpr int kOctetHeads = 8;  // N of an mma
+
+// The lists of tiles of queries (ops/shared_keys.h), if there are any.
+struct SharedKeys {
+  const int32_t* lists;
+  int64_t words;  // of a list
+  int capacity;
+  QueryTiles queries;
+
+  __device__ const int32_t* list(unsigned tile) const { return lists + tile * words; }
+  __device__ int length(unsigned tile) const { return min(__ldg(list(tile)), capacity); }
+  __device__ __forceinline__ bool has(int64_t query) const {
+    return lists && length(queries.of(static_cast<unsigned>(query))) >= 0;
+  }
+};
+
+// A list of the positions of valid keys (list_positions), behind all else where there is room for it.
+template <class C>
+inline constexpr int kPositionsBytes =
+    !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSharedBytes ? kMapWords * kWarpSize * 2
+                                                                               : 0;
+template <class C>
+__device__ __forceinline__ bool has_positions(unsigned length) {
+  return kPositionsBytes<C> > 0 && part_size(length) == kWarpSize;
+}
+template <class C>
+__device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
+  return smem + C::kSmemBytes;
+}
+
+struct KernelParams {
+  SparseAttentionParams p;
+  Divider splits;                 // CTAs of one cluster, which share a query's keys
+  Divider head_blocks;            // CTAs of kHeads heads for one query
+  bool follows;                   // plan.h
+  int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
+  int most_runs;                  // of a query, whatever keys are valid
+  // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
+  int tile_queries;  // else 1
+  int64_t first_tile;
+  int num_tiles, tile_rows, share_ctas;  // whose keys so many CTAs share (shares.cuh), else 0
+  Divider page_size[2];                  // of each scope
+  SharedKeys shared;                     // whose queries one launch takes, and the next one leaves out
+
+  __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
+  __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
+};
+
+// The end of a block that finds nothing to do. One of them sees to what end_grid() does.
+__device__ __forceinline__ void leave_grid(bool follows) {
+  if (blockIdx.x == 0) end_grid(follows);
+}
+
+template <class C>
+inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
+
+template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
+inline constexpr bool kHasParts = requires { requires C::kParts; };
+template <class C>  // and leave the result of each run
+inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
+
+template <class C>
+int blocks_of_heads(const SparseAttentionParams& p, const Plan& plan) {
+  return plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+}
+template <class C>
+KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
+  const bool shares = shares_tiles(plan);
+  const int head_blocks = blocks_of_heads<C>(p, plan);
+  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+  const SharedKeysShape shared(p);
+  return {
+      .p = p,
+      .splits = Divider(plan.splits),
+      .head_blocks = Divider(head_blocks),
+      .follows = plan.follows,
+      .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
+      .run_blocks = plan.run_blocks,
+      .most_runs = plan.most_runs,
+      .tile_queries = plan.tile_queries,
+      .first_tile = 0,
+      .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
+      .tile_rows = std::min(plan.tile_queries * p.num_q_heads, C::kHeads),
+      .share_ctas = shares ? plan.ctas : 0,
+      .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
+      .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
+  };
+}
+template <class C>
+KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
+                          gpuStream_t stream) {
+  const bool walks = plan.variant.schedule == Schedule::kWalk, shares = shares_tiles(plan);
+  KernelParams params = kernel_params<C>(p, plan);
+  const int64_t head_blocks = blocks_of_heads<C>(p, plan);
+  const int64_t tiles =
+      plan.takes_lists ? params.shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+  const auto launch_some = [&](int64_t items, int splits) {
+    params.splits = Divider(splits);
+    const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
+    launch(kernel,
+           {.grid = walks    ? walking
+                    : shares ? plan.ctas
+                             : items * splits,
+            .block = C::kThreads,
+            .stream = stream,
+            .smem = C::kSmemBytes + kPositionsBytes<C>,
+            .cluster = kHasParts<C> ? 1 : splits},
+           params);
+  };
+  if (plan.last_tiles > 0) {
+    params.first_tile = tiles - plan.last_tiles;
+    launch_some(plan.last_tiles, plan.last_splits);
+    params.first_tile = 0, params.follows = true;
+  }
+  launch_some((tiles - plan.last_tiles) * head_blocks, plan.splits);
+  return params;
+}
+
+}  // namespace mla_fp8::gpu

@@ -1,0 +1,170 @@
+#pragma once
+// The warps of a walk that do not compute: producers, of two layouts also warps that expand.
+#include <type_traits>
+
+#include "cuda/device/mbarrier.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
+#include "cuda/sparse_attention/sm90/mixed_expand.cuh"
+#include "cuda/sparse_attention/sm90/mixed_gather.cuh"
+#include "cuda/sparse_attention/sm90/params.cuh"
+#include "cuda/sparse_attention/sm90/walk_item.cuh"
+
+namespace mla_fp8::gpu {
+
+template <class C>
+using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
+
+// The producers of a walk: item after item, each fills stages of one team.
+template <class C>
+class WalkProducer : GatherOf<C> {
+ public:
+  static constexpr int kTeamProducers = C::kProducers / C::kTeams;
+  static constexpr int kStagesPerBlock = C::kBlockStages / kTeamProducers;  // of this producer
+  static_assert(C::kProducers % C::kTeams == 0 && C::kBlockStages % kTeamProducers == 0);
+
+  __device__ WalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : GatherOf<C>(params, smem, lane),
+        warp_(warp),
+        team_(warp / kTeamProducers),
+        first_(warp % kTeamProducers),
+        smem_(smem) {}
+
+  __device__ void run() {
+    const WalkSurveys<C> surveys(smem_, query_place());
+    int i = 0;  // stages so far
+    for (unsigned item = WalkItem<C>::first(this->params_, query_place()), n = 0;
+         C::R::kMixed || item < WalkItem<C>::count(this->params_);
+         item = WalkItem<C>::next(this->params_, item), ++n) {
+      if constexpr (C::R::kMixed) {
+        const bool is_item = item < WalkItem<C>::count(this->params_);
+        this->finish_until([&] { return is_item && surveys.is_there(n); });
+        if (!is_item) break;
+      }
+      const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
+      const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
+      // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
+      int place = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
+      KeySource::Key next{-1, 0};
+      for (bool has_next = false;; place = place_after(place)) {
+        const KeySource::Key key = next;
+        const int num_keys = has_next ? valid_keys.num_keys() - rank_of_next : 0;
+        const bool fetches = has_next;
+        has_next = place / C::kBlockKeys * C::kBlockKeys < valid_keys.num_keys();
+        if (has_next) {
+          rank_of_next = rank_in_query<C>(place, ceil_div(valid_keys.num_keys(), C::kBlockKeys));
+          next = this->find(valid_keys, KeySource(this->p_, keys), rank_of_next);
+        }
+        if (fetches) {
+          const int block = i / kStagesPerBlock * C::kTeams + team_;
+          this->fetch(block * C::kBlockStages + first_ + i % kStagesPerBlock * kTeamProducers, key, num_keys);
+          ++i;
+        }
+        if (!has_next) break;
+      }
+      surveys.release(n, this->lane_);
+    }
+  }
+
+ private:
+  __device__ int query_place() const { return team_ / C::kQueryTeams; }
+  __device__ int place_after(int place) const {
+    place += kTeamProducers * kStageRows;
+    const bool past_block = place % C::kBlockKeys == first_ * kStageRows;
+    return past_block ? place + (C::kQueryTeams - 1) * C::kBlockKeys : place;
+  }
+
+  const int warp_, team_, first_;
+  uint8_t* const smem_;
+};
+
+// The producers of a walk beside warps that expand: each has two stages of every block of a team, whose keys
+// it looks up at once. Those of the next block are found before these are fetched.
+template <class C>
+class MixedWalkProducer : MixedGather<C> {
+ public:
+  __device__ MixedWalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : MixedGather<C>(params, smem, lane),
+        team_(warp / kTeamProducers),
+        first_(warp % kTeamProducers),
+        in_block_((lane / kStageRows * kTeamProducers + first_) * kStageRows + lane % kStageRows),
+        surveys_(smem, team_) {}
+
+  __device__ void run() {
+    int i = team_ * C::kBlockStages + first_;  // the next stage in the ring's sequence
+    unsigned n = 0;
+    for (unsigned item = WalkItem<C>::first(this->params_, team_); item < WalkItem<C>::count(this->params_);
+         item = WalkItem<C>::next(this->params_, item), ++n) {
+      const Keys keys(this->p_, WalkItem<C>(this->params_, item).query);
+      const KeySource source(this->p_, keys);
+      const ValidKeys<MapInShared> valid_keys(surveys_.read(n, this->lane_), {surveys_.map(n)});
+      const int last = valid_keys.num_keys() - 1;
+      const auto find = [&](int rank) { return this->word_of(valid_keys.find(source, min(rank, last))); };
+      // The last block first, as by rank_in_query.
+      int rank = last / C::kBlockKeys * C::kBlockKeys + in_block_;
+      uint32_t key = last < 0 ? 0 : find(rank);
+#pragma unroll 1
+      for (; last >= 0 && rank >= 0; i += C::kTeams * C::kBlockStages) {
+        const typename MixedGather<C>::Rows rows = this->look_up(key, rank <= last);
+        rank -= C::kBlockKeys;
+        if (rank >= 0) key = find(rank);
+        this->fetch(MixedGather<C>::Turn::of(i), rows, 0);
+        this->fetch(MixedGather<C>::Turn::of(i + kTeamProducers), rows, kStageRows);
+      }
+      surveys_.release(n, this->lane_);
+    }
+  }
+
+ private:
+  static constexpr int kTeamProducers = C::kProducers / C::kTeams;
+  static_assert(C::kQueryTeams == 1 && C::kBlockStages == 2 * kTeamProducers);
+
+  const int team_, first_, in_block_;
+  const WalkSurveys<C> surveys_;
+};
+
+// Warps that do nothing but expand, in a walk: item after item, the stages of a team.
+template <class C>
+class WalkExpander {
+ public:
+  __device__ WalkExpander(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        team_(warp / kTeamWarps),
+        warp_(warp % kTeamWarps),
+        surveys_(smem, team_),
+        expander_(smem, lane),
+        lane_(lane) {}
+
+  __device__ void run() const {
+    int first = 0, number = 0;  // of the team: stages, items so far
+#pragma unroll 1
+    for (unsigned i = WalkItem<C>::first(params_, team_); i < WalkItem<C>::count(params_);
+         i = WalkItem<C>::next(params_, i), ++number) {
+      const int num_keys = surveys_.read(number, lane_).num_keys;
+      surveys_.release(number, lane_);
+      const int end = first + ceil_div(num_keys, C::kBlockKeys) * C::kBlockStages;
+      for (int stage = first + warp_; stage < end; stage += kTeamWarps) expander_.take(in_ring(stage));
+      first = end;
+    }
+  }
+
+ private:
+  static constexpr int kTeamWarps = C::kExpanders / C::kTeams;
+  static_assert(C::kExpanders % C::kTeams == 0 && C::kQueryTeams == 1);
+  static_assert(C::kBlockStages % kTeamWarps == 0, "the next item's first stage is that of the first warp");
+  // Teams have blocks in turn.
+  __device__ int in_ring(int stage) const {
+    constexpr int kBlock = C::kBlockStages;
+    return (stage / kBlock * C::kTeams + team_) * kBlock + stage % kBlock;
+  }
+
+  const KernelParams& params_;
+  const int team_, warp_;
+  const WalkSurveys<C> surveys_;
+  const StageExpander<C> expander_;
+  const int lane_;
+};
+
+}  // namespace mla_fp8::gpu
