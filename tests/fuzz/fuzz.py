@@ -104,7 +104,7 @@ def run(call: Call) -> tuple[Tensor, ...]:
 ONE_BYTE = (
     torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float4_e2m1fn_x2,
 )  # fmt: skip
-CACHES = {"kv_cache": "layout", "extra_kv_cache": "extra_layout", "index_cache": "layout"}
+CACHES = {"kv_cache": "layout", "extra_kv_cache": "extra_layout", "index_cache": "index_layout"}
 
 
 def held(layout: str) -> set[torch.dtype]:
