@@ -96,8 +96,11 @@ def test_pages_may_lie_apart(layout, device):
 
 
 @all_layouts
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16])
-def test_the_cache_may_be_typed_and_in_flash_mla_view(layout, dtype, device):
+@pytest.mark.parametrize("typed", [False, True], ids=["bytes", "typed"])
+def test_the_cache_may_be_typed_and_in_flash_mla_view(layout, typed, device):
+    """By its FP8 dtype or bf16; test_cache_dtypes.py has every dtype, and those that are refused."""
+    has_bf16 = layout.fp8_dtype is None and layout.name.startswith("bf16")
+    dtype = (torch.bfloat16 if has_bf16 else layout.fp8_dtype or torch.float8_e4m3fn) if typed else torch.int8
     latent, slots = latents(layout, 19, device), distinct_slots(19, NUM_PAGES * 64, device)
     options = {"layout": layout, "page_size": 64, "scale": layer_scale(layout, device)}
     expected = poisoned_cache(layout, NUM_PAGES, 64, device)

@@ -310,10 +310,10 @@ def test_keys_without_an_indexer_are_found_by_geometry_unless_queries_are_out_of
     "change, message",
     [
         ({"q": torch.zeros(3)}, r"q must have shape \[37, \*, 512\], got \[3\]"),
-        ({"q": None}, "q must be a Tensor, got None"),
+        ({"q": None}, "q must be a tensor, got None"),
         ({"q": torch.zeros(37, 4, 576).bfloat16()}, r"q must have shape .* got \[37, 4, 576\]"),
-        ({"q": torch.zeros(37, 4, 512)}, "q must be bfloat16, got float32"),
-        ({"topk_indices": torch.zeros(37, 4).long()}, "topk_indices must be int32, got int64"),
+        ({"q": torch.zeros(37, 4, 512)}, "q must be torch.bfloat16, got torch.float32"),
+        ({"topk_indices": torch.zeros(37, 4).long()}, "topk_indices must be torch.int32, got torch.int64"),
         ({"topk_indices": torch.zeros(36, 4).int()}, r"topk_indices must have shape \[37, \*\]"),
         ({"layer": None}, "layer must be a LayerCaches, got None"),
         ({"query_groups": 0}, "query_groups must be in"),
@@ -325,8 +325,9 @@ def test_predict_refuses_what_attend_refuses(change, message):
     cache = chunk.build()
     arguments = {"q": chunk.q, "layer": chunk.layer(), "topk_indices": chunk.topk_indices, "query_groups": 1}
     cache.predict(**arguments)
+    refusal = TypeError if None in change.values() else ValueError
     for call in (cache.predict, functools.partial(cache.attend, sm_scale=1.0)):
-        with pytest.raises(ValueError, match=f"^SparsePrefillChunkCache: {message}"):
+        with pytest.raises(refusal, match=f"^mla_fp8.SparsePrefillChunkCache: {message}"):
             call(**(arguments | change))
     cache.invalidate()
     with pytest.raises(RuntimeError, match="is stale: it was invalidated"):

@@ -73,5 +73,7 @@ def test_a_table_of_other_requests_is_refused(device):
     chunk = make_chunk("dsv4", device)
     table = chunk.page_table
     for chunk.page_table in (table[:-1], table[0], table.long()):
-        with pytest.raises(ValueError, match=r"page_table must be int32 of shape \[6, \*\] on .*, got torch"):
+        with pytest.raises(
+            ValueError, match=r"page_table must be torch.int32 of shape \[6, \*\] on .*, got torch"
+        ):
             chunk.build()

@@ -50,7 +50,7 @@ def expect_rows(owner: str, name: str, x: object, dtype: torch.dtype, *shape: in
     if not fits:
         raise ValueError(f"{owner}: {name} must have shape {_shape(*shape)}, got {[*x.shape]}")
     if x.dtype != dtype:
-        raise ValueError(f"{owner}: {name} must be {_kind(dtype)}, got {_kind(x.dtype)}")
+        raise ValueError(f"{owner}: {name} must be {dtype}, got {x.dtype}")
 
 
 _I32, _I64 = torch.int32, torch.int64
@@ -82,16 +82,12 @@ def expect_chunk(owner: str, sources: dict[str, Tensor | None]) -> None:
         expect_kind(owner, name, x, Tensor)
         fits = x.dtype in dtypes and x.device == device and x.dim() == dim
         if not fits or (more is not None and x.shape[0] != requests + more):
-            kinds = " or ".join(map(_kind, dtypes))
+            kinds = " or ".join(map(str, dtypes))
             first = None if more is None or name == "seq_lens" else requests + more
             raise ValueError(
                 f"{owner}: {name} must be {kinds} of shape {_shape(first, *[None] * (dim - 1))} on {device}, "
                 f"got {x.dtype} of {[*x.shape]} on {x.device}"
             )
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(*shape: int | None) -> str:

@@ -145,7 +145,7 @@ struct ManyHeadsRuns : ManyHeadsSplit<R, kOctets, 4, false, Tiles::kNone, false,
 };
 
 enum SplitBarrier { kBarrierWorkersQ = kBarrierOfKernel, kBarrierLogits, kBarrierFinish, kBarrierStore };
-static_assert(kBarrierStore < kBarrierSurvey);
+static_assert(int{kBarrierStore} < int{kBarrierSurvey});
 
 // What the value warps share with one warpgroup of logits.
 template <class C>
