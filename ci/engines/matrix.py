@@ -102,14 +102,15 @@ STEPS = {
     ),
     "layer": Step(
         "our ops around attention: graphs, 16 and 128 heads, exact attention; eager; speculation",
-        sides(16, 128, who=("stock", "layer", "whole", "exact"))
+        sides(16, 128, who=("stock", "layer", "whole"))
+        + sides(16, 128, kv="bfloat16", who=("exact",))
         + sides(16, who=("layer",), more=("--eager",))
         + sides(16, who=("layer", "whole"), more=("--mtp", "3")),
         280,
     ),
     "glm": Step(
         "GLM-5.2: graphs, 16 heads, and exact attention; where a step's time goes",
-        sides(16, kv="glm52", who=("stock", "whole", "exact"))
+        sides(16, kv="glm52", who=("stock", "ours", "exact"))
         + sides(16, kv="glm52", who=("stock", "ours", "whole"), more=SPEED, label="speed"),
         280,
     ),

@@ -129,6 +129,23 @@ def test_what_is_wrong_with_a_run_is_said(changed, problem, tools):
     assert report.table(found, set(found))
 
 
+@pytest.mark.parametrize("distance, wrong", [(0.4, False), (0.6, True)])
+def test_who_writes_rows_is_compared_with_attention_over_bf16_rows_where_all_keys_are_chosen(
+    distance, wrong, tools
+):
+    import report  # noqa: PLC0415
+
+    behind = [-9.0] * 5  # where another choice of keys is no error
+    found = {
+        "exact-16-bfloat16-eager": result(prompt_logprobs=[[-1.0] * report.TOPK + behind]),
+        "exact-16-fp8_ds_mla-eager": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
+        "stock-16-fp8_ds_mla": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
+        "layer-16-fp8_ds_mla": result(prompt_logprobs=[[-1.0 - distance] * (report.TOPK + 5)]),
+    }
+    said = "layer-16-fp8_ds_mla: 0.6000 to exact attention, stock is at 0.5000"
+    assert report.problems(found) == ([said] if wrong else [])
+
+
 def step(**kernels) -> dict:
     """A step of two layers; the kernels' microseconds by name, two launches each."""
     return {"layers": 2, "timed": {"8": {"decode": {name: [us, 2] for name, us in kernels.items()}}}}
