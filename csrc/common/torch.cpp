@@ -97,20 +97,24 @@ ScalarType dtype_of(Format f) {
 Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
   const int64_t* const sizes = shape.begin();
   const size_t dim = shape.size();
-  int64_t strides[kMaxDims];
-  for (size_t d = dim; d-- > 0;)
-    strides[d] = d + 1 == dim ? 1 : strides[d + 1] * std::max<int64_t>(sizes[d + 1], 1);
+  int64_t strides[kMaxDims], elements = 1;
+  bool fits = true;  // sizes are data: their product may not be a number
+  for (size_t d = dim; d-- > 0;) {
+    strides[d] = elements;
+    fits = fits && !__builtin_mul_overflow(elements, std::max<int64_t>(sizes[d], 1), &elements);
+  }
   int32_t type = -1, index = -1;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   AtenTensorHandle made = nullptr;
   // Not torch::stable::new_empty, which looks an op up by its name at every call.
-  if (aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes, strides, code_of(dtype), type, index,
-                               &made) == AOTI_TORCH_SUCCESS)
+  if (fits && aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes, strides, code_of(dtype), type, index,
+                                       &made) == AOTI_TORCH_SUCCESS)
     return Tensor(made);
   std::ostringstream message;
   message << "mla_fp8: cannot allocate a result or workspace of shape " << shape_string(shape)
-          << " and dtype " << dtype_name(dtype) << " on " << device_string(like) << ": " << torch_error();
+          << " and dtype " << dtype_name(dtype) << " on " << device_string(like) << ": "
+          << (fits ? torch_error() : "more elements than 2^63 - 1");
   throw std::runtime_error(message.str());
 }
 

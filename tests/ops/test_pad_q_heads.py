@@ -149,3 +149,11 @@ def test_one_buffer_without_the_other_is_refused(device):
     ):
         mla_fp8.pad_q_heads(q, None, num_heads=16, out_q=out_q)
     assert out_q.isnan().all()
+
+
+def test_heads_that_no_memory_holds_are_refused(device):
+    q = torch.zeros(2, 3, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(
+        RuntimeError, match=r"cannot allocate .* \[2, 9223372036854775807, 64\] .*: more elements"
+    ):
+        mla_fp8.pad_q_heads(q, None, num_heads=2**63 - 1)
