@@ -38,7 +38,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN: set[str] = {"prepare_keys", "prepare_queries"}
+NOT_RUN: set[str] = set()
 
 
 def registered(macro: str) -> set[str]:
