@@ -349,6 +349,11 @@ def test_the_layers_call_the_function_that_is_ours():
 def test_decode_takes_its_memory_from_vllms_workspace_while_that_is_large_enough(monkeypatch):
     """A tensor without memory stands for a GPU's; vLLM's workspace is on the CPU."""
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+
+    def of_132_sms(rows, *, topk, device):
+        return torch.ops.mla_fp8.index_topk_workspace(rows, topk, 132)
+
+    monkeypatch.setattr(vllm_indexer, "index_topk_workspace", of_132_sms)
     workspace, gpu = v32_indexer.workspace, torch.device("meta")
     workspace.init_workspace_manager(torch.device("cpu"))
     for rows, locked in ((5, False), (3, False), (3, True), (4096, True)):
