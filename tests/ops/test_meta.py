@@ -48,3 +48,12 @@ def test_a_meta_buffer_for_results_is_a_wrong_device(device):
     out = torch.empty(len(slots), 512, dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match=f"mla_fp8.dequantize_kv: out must be on {device}.* got meta"):
         mla_fp8.dequantize_kv(cache, slots, **options, out=out)
+
+
+@pytest.mark.parametrize("group", [2, 3, 8, 1 << 16])
+def test_meta_tokens_have_as_many_lists_as_others(group, device):
+    indices = torch.zeros(3, 2048, dtype=torch.int32, device=device)
+    options = {"query_groups": group, "num_q_heads": 8, "layout": "dsv4", "num_slots": 10}
+    for tokens in (1, 2, 3):
+        lists = mla_fp8.plan_shared_keys(indices[:tokens], **options)
+        assert mla_fp8.plan_shared_keys(indices[:tokens].to("meta"), **options).shape == lists.shape

@@ -110,8 +110,7 @@ def test_there_are_as_many_lists_as_the_tokens_want(device):
     for tokens in (1, 2, 3):
         for group in (2, 3, 8, 1 << 16):
             lists = mla_fp8.plan_shared_keys(indices[:tokens], query_groups=group, **options)
-            on_meta = mla_fp8.plan_shared_keys(indices[:tokens].to("meta"), query_groups=group, **options)
-            assert lists.shape == on_meta.shape and lists.nbytes <= tokens * 2048 * 10
+            assert lists.nbytes <= tokens * 2048 * 10
 
 
 @pytest.mark.op("plan_shared_keys")
