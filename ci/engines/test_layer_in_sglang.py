@@ -28,7 +28,7 @@ LAYERS, INDEXER = import_module(sglang_layer._LAYERS), import_module(sglang_laye
 POOL = import_module(sglang_layer._POOL)
 PAGE, TOPK, LENS, LAYER = 64, 128, (40, 70), 5
 ROW, ENTRY = KV_LAYOUTS["dsv32"], INDEX_LAYOUTS["index_fp8"]
-FP8 = 0.08  # of what three bits of mantissa err; a wrong rotation errs more than 0.5
+FP8 = 0.1  # of what three bits of mantissa err; a wrong rotation errs more than 0.5
 CHOSEN = "the choice"
 
 

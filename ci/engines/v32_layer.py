@@ -15,9 +15,10 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 class Weights:
-    """``neox``: how the indexer rotates."""
+    """``neox``: how the indexer rotates. They and what is drawn after them are alike in every run."""
 
     def __init__(self, neox: bool, table: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
         self.neox, self.scale = neox, (NOPE + ROPE) ** -0.5
         self.qkv_a = random(HIDDEN, QA + LATENT + ROPE, scale=HIDDEN**-0.5)
         self.q_b = random(QA, HEADS * (NOPE + ROPE), scale=QA**-0.5)
