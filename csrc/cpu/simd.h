@@ -19,7 +19,8 @@
 #include <emmintrin.h>
 #endif
 
-#ifdef __SANITIZE_ADDRESS__  // checks of all that is inlined take minutes to compile
+// Plain C++ and the address sanitizer's checks take minutes to compile if everything is inlined.
+#if defined(__SANITIZE_ADDRESS__) || !(MLA_SIMD_AVX512 || MLA_SIMD_AVX2)
 #define MLA_SIMD static inline
 #else
 #define MLA_SIMD static inline __attribute__((always_inline))
