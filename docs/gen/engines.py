@@ -80,7 +80,6 @@ def parts() -> dict[str, str]:
     return {
         "vllm steps": table("vLLM"),
         "sglang steps": table("SGLang"),
-        "sglang steps on an H100": table("SGLang", gpu="H100"),
     }
 
 

@@ -8,8 +8,8 @@ INTRODUCTION = """\
 <!-- written by docs/gen/layouts.py from csrc/common/kv_layout.h -->
 # Layouts
 
-A layout says which bytes of a cache hold which values of a token. This page has the byte map of each one;
-[Caches](../guide/caches.md) says which to choose.
+A layout says which bytes of a cache hold which values of a token. [Caches](../guide/caches.md) says which to
+choose.
 
 A cache is `[num_pages, page_bytes]` bytes. Pages may lie apart, at multiples of 16 bytes. A token is row `r`
 of a page, and its slot is `page * page_size + r`. Offsets are in bytes; `P` is the page size.
@@ -17,11 +17,12 @@ of a page, and its slot is `page * page_size + r`. Offsets are in bytes; `P` is 
 A value is its stored number times the scale of its tile, or of its layer. Here `nope` and `rope` name two
 ways of storing, not what a model rotates: V4.1 rotates the last 64 values of `dsv41`, which are all `nope`.
 
-Other packages store V4.1's rows in [another arrangement](../guide/caches.md#choose-a-layout) of as many
-bytes. None of these layouts is that one.
+Scales that are powers of two are the smallest that is at least amax / (largest value), with the floors named
+below. A layout with `_fnuz` has the bytes of the one without it, in e4m3fnuz. V4.1's rows in [another
+arrangement](../guide/caches.md#choose-a-layout) of as many bytes are none of these layouts.
 
-| layout | head_dim_qk | bytes per token | scales | page of 1 / 2 / 64 / 256 tokens |
-|---|---|---|---|---|
+| layout | also | head_dim_qk | bytes per token | scales | page of 64 tokens |
+|---|---|---|---|---|---|
 """
 SCALES = {
     "none": "none",
@@ -32,10 +33,21 @@ SCALES = {
 }
 
 
+def twin(layout: KVLayout) -> KVLayout | None:
+    """The same bytes in e4m3fnuz; an error if they are not the same."""
+    other = KV_LAYOUTS.get(f"{layout.name}_fnuz")
+    if other is not None and [x.replace("fnuz", "fn") for x in map(str, fields(other))] != [
+        *map(str, fields(layout))
+    ]:
+        raise SystemExit(f"docs/gen/layouts.py: {other.name} has other bytes than {layout.name}")
+    return other
+
+
 def summary(layout: KVLayout) -> str:
-    pages = " / ".join(str(layout.page_bytes(page_size)) for page_size in (1, 2, 64, 256))
+    also = f"`{other.name}`" if (other := twin(layout)) else ""
     scales = SCALES[layout.scale_format].format(layout.tile_dim)
-    return f"| `{layout.name}` | {layout.head_dim_qk} | {layout.bytes_per_token} | {scales} | {pages} |"
+    numbers = f"{layout.head_dim_qk} | {layout.bytes_per_token} | {scales} | {layout.page_bytes(64)}"
+    return f"| `{layout.name}` | {also} | {numbers} |"
 
 
 def fields(layout: KVLayout) -> list[tuple[str, int, str]]:
@@ -68,19 +80,14 @@ def byte_map(layout: KVLayout) -> str:
     if layout.nope_format == "e2m1":
         notes.append(
             "Element 2k is the low half of byte k. For the second cache of a call only. The scale is the "
-            f"e4m3 nearest to amax / 6 (nearest even), from {layout.scale_floor:g} to 448. Codes are nearest "
+            f"e4m3 nearest to amax / 6 (nearest even), from {layout.scale_floor:g} to 448, codes are nearest "
             "to the quotients by it. NaN in a tile makes its scale NaN and its codes 0."
         )
     elif layout.num_tiles:
-        notes.append(
-            "Writers take the smallest power of two that is at least amax / (largest value), "
-            + (f"amax at least {layout.amax_floor:g}." if layout.amax_floor else "")
-            + (
-                f"the scale at least {layout.scale_floor:g} before it is rounded up."
-                if layout.scale_floor
-                else ""
-            )
-        )
+        if layout.amax_floor:
+            notes.append(f"amax is at least {layout.amax_floor:g}.")
+        if layout.scale_floor:
+            notes.append(f"The scale is at least {layout.scale_floor:g} before it is rounded up.")
     table = ["| offset in page | bytes | content |", "|---|---|---|", *rows]
     return "\n".join([f"## {layout.name}", "", *table, *([""] if notes else []), *notes])
 
@@ -106,7 +113,7 @@ def index_row(layout: IndexLayout) -> str:
 
 
 def document() -> str:
-    layouts = list(KV_LAYOUTS.values())
+    layouts = [layout for layout in KV_LAYOUTS.values() if not layout.name.endswith("_fnuz")]
     maps = "\n\n".join(byte_map(layout) for layout in layouts)
     index = INDEX + "\n".join(map(index_row, INDEX_LAYOUTS.values()))
     return INTRODUCTION + "\n".join(map(summary, layouts)) + "\n\n" + maps + "\n\n" + index + "\n"

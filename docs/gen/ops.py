@@ -12,18 +12,47 @@ INTRODUCTION = """\
 <!-- written by docs/gen/ops.py from the docstrings in python/mla_fp8 -->
 # Ops
 
-Every function below is `mla_fp8.<name>`. Tensors come first and by position, the rest by keyword.
-`TypeError`, `ValueError` or `RuntimeError` names the argument, what was expected and what came, before
-anything is written. An index is data: outside its range it is masked, never followed. What is marked
-experimental may change in a minor version; the rest is stable.
+Every function below is `mla_fp8.<name>`. Tensors come first and by position, the rest by keyword. What is
+marked experimental may change in a minor version; the rest is stable.
 
-`layout` is that of the cache, a name of `KV_LAYOUTS` ([Layouts](layouts.md)). `page_size` is how many rows a
-page holds, `eps` that of RMSNorm. `scale` is 1 float32, the layer's scale, for `fp8_e4m3*` layouts alone. An
-`out` is the result, if the caller has memory for it.
+Wrong arguments raise before anything is written. `TypeError`, `ValueError` or `RuntimeError` names the
+argument, what was expected and what came. ValueError is for an unknown layout, and for one of several
+buffers without the others; RuntimeError for a GPU that is not there. An index is data: outside its range it
+is masked, never followed.
 
-Each op is also `torch.ops.mla_fp8.<name>`, for C++ and for exported programs, where `layout` is a number
-(`KVLayout.id`). Its `_out` form writes into given tensors and allocates nothing.
+An `out` or `out_*` is memory for a result, and the result itself. Each op is also `torch.ops.mla_fp8.<name>`,
+for C++ and for exported programs, where `layout` is a number (`KVLayout.id`). Its `_out` form allocates
+nothing.
+
+## Arguments of many ops
+
+An argument that an op takes but does not list is one of these:
+
 """
+# Told once. The texts are those of docstrings, where each op has them again for help().
+SHARED = {
+    "kv_cache": "[num_pages, page_bytes] uint8, or an engine's view of it; see :class:`mla_fp8.KVLayout`.",
+    "slot_mapping": "[n] int64 or int32, n <= num_tokens. Slots: page * page_size + row. A token whose slot "
+    "is outside the cache is skipped, and so are those past n. No two tokens may share a slot.",
+    "layout": "Of the cache: a name of [`KV_LAYOUTS`](layouts.md), of index keys one of `INDEX_LAYOUTS`.",
+    "page_size": "Rows of a page.",
+    "scale": "1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.",
+    "eps": "Of RMSNorm.",
+    "cos": "[max_pos, half] float32, any strides. half is a multiple of 4, at most 128; with half 0 nothing "
+    "is rotated, and ``positions`` are not looked at. Of one table t [max_pos, 64], cos and sin are "
+    "``t[:, :32], t[:, 32:]``, or if they alternate ``t[:, 0::2], t[:, 1::2]``.",
+    "sin": "As ``cos``.",
+    "sm_scale": "A logit is sm_scale * (q . k).",
+    "topk_length": "[num_tokens] int32. Only the first n indices of a token count.",
+    "attn_sink": "[num_q_heads] float32, an extra logit without a value.",
+    "window_size": "Tokens of a window, its query's among them.",
+    "compress_ratio": "Tokens that an entry stands for.",
+    "query_start_loc": "[num_requests + 1] int32: the first row of each request. Element 0 is subtracted.",
+    "out": "[num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.",
+    "lse": "[num_tokens, num_q_heads] float32, contiguous.",
+    "backend": '``"auto"``, or a name that :func:`explain` lists. Others than ours allocate in any case.',
+    "device": "Where the call runs.",
+}
 # In the order in which one reads them.
 GROUPS = {
     "Caches": (
@@ -56,8 +85,20 @@ AS_ELSEWHERE = re.compile(
     r"^(As :func:`\w+`|For what is no tensor[^.]*"
     r"|For any other argument: its name, what was expected, what came)\. ?(Nothing is written then\.)?"
 )
-SAID_ONCE = {"Of the cache.", "Rows of a page.", "Of RMSNorm."}  # in the introduction
+RAISED_BY_ALL = (
+    "For an unknown layout.",
+    "ValueError for one buffer without the other.",
+    "For an argument of another type.",
+    "For a GPU that is not there.",
+    "For numbers out of range, or a GPU that is not there.",
+)
+SAID_ONCE = {  # other texts of what SHARED has
+    "Of the cache.", "Of the cache: a name of ``KV_LAYOUTS``.", "Of the cache: a name of ``INDEX_LAYOUTS``.",
+    "Entries of a page.",
+}  # fmt: skip
+AS_IN = re.compile(r"As in :func:`\w+`\.")
 SECTIONS = ("Args:", "Returns:", "Raises:")
+OF_OURS = {"geometry", "layout_name"}  # members that only this package reads
 WIDTH = 76  # of code, as the site shows it without a scroll bar
 
 
@@ -77,6 +118,21 @@ def items(lines: list[str]) -> list[str]:
     return found
 
 
+def is_shared(name: str, text: str) -> bool:
+    return name in SHARED and (text in (SHARED[name], *SAID_ONCE) or bool(AS_IN.fullmatch(text)))
+
+
+def listed(names: list[str], text: str) -> str:
+    return f"- {', '.join(f'`{x}`' for x in names)}: {inline(text)}"
+
+
+def raised_here(text: str) -> str:
+    text = AS_ELSEWHERE.sub("", text)
+    for known in RAISED_BY_ALL:
+        text = text.replace(known, "")
+    return text.strip()
+
+
 def section(title: str, lines: list[str]) -> str:
     if title == "Returns:":
         return f"**Returns:** {inline(' '.join(lines))}"
@@ -84,9 +140,9 @@ def section(title: str, lines: list[str]) -> str:
     for name, _, text in (item.partition(": ") for item in items(lines)):
         named.setdefault(text, []).append(name)
     if title == "Args:":
-        named = {text: names for text, names in named.items() if text not in SAID_ONCE}
-        return "\n".join(f"- {', '.join(f'`{x}`' for x in names)}: {inline(t)}" for t, names in named.items())
-    told = [(", ".join(names), AS_ELSEWHERE.sub("", text)) for text, names in named.items()]
+        left = {text: [x for x in names if not is_shared(x, text)] for text, names in named.items()}
+        return "\n".join(listed(names, text) for text, names in left.items() if names)
+    told = [(", ".join(names), raised_here(text)) for text, names in named.items()]
     raised = " ".join(
         f"{names}: {inline(text)}" if names != ALL else inline(text) for names, text in told if text
     )
@@ -135,7 +191,12 @@ def class_entry(name: str, kind: type) -> str:
     for member, value in vars(kind).items():
         of_instances = not isinstance(value, property)
         function = getattr(value, "__func__", value) if of_instances else value.fget
-        if not inspect.isfunction(function) or member.startswith("_") or not function.__doc__:
+        if (
+            not inspect.isfunction(function)
+            or member.startswith("_")
+            or member in OF_OURS
+            or not function.__doc__
+        ):
             continue
         title = f"{member}({arguments(function)})" if of_instances else member
         text = markdown(function.__doc__)
@@ -160,4 +221,8 @@ def entries() -> Iterator[str]:
 
 
 def files() -> dict[str, str]:
-    return {"docs/reference/ops.md": "\n".join([INTRODUCTION, *entries()])}
+    named = dict[str, list[str]]()
+    for name, text in SHARED.items():
+        named.setdefault(text, []).append(name)
+    shared = "".join(f"{listed(names, text)}\n" for text, names in named.items())
+    return {"docs/reference/ops.md": "\n".join([INTRODUCTION + shared, *entries()])}

@@ -63,5 +63,5 @@ def cell(case: Case | None, *peers: str) -> str:
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     head = list(head)
-    rows = [head, ["---"] * len(head), *map(list, lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    first, *rest = (f"| {' | '.join(row)} |" for row in [head, *map(list, lines)])
+    return "\n".join([first, "|---" * len(head) + "|", *rest])

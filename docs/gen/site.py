@@ -1,7 +1,7 @@
 """A hook of MkDocs: files at the top of the tree become pages, with their links as seen from docs/.
 
-The search does not find the notebook, and every page says the version. The files of benchmarks/results are
-part of the site.
+The search does not find the notebook, and every page says the version. The files of benchmarks/results and
+examples are part of the site.
 """
 
 import re
@@ -27,8 +27,10 @@ def on_config(config: "MkDocsConfig") -> None:
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    for path in sorted((ROOT / "benchmarks/results").glob("*.csv")):
-        files.append(File.generated(config, f"data/results/{path.name}", abs_src_path=str(path)))
+    for folder, pattern in (("benchmarks/results", "*.csv"), ("examples", "*.py")):
+        for path in sorted((ROOT / folder).glob(pattern)):
+            place = f"data/{path.parent.name}/{path.name}"
+            files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
 
 
@@ -36,7 +38,6 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     if page.file.src_uri.startswith("notebook/"):
         page.meta["search"] = {"exclude": True}
     found = ALL_OF.fullmatch(markdown)
-    markdown = markdown.replace(
-        "](../benchmarks/results/", "](data/results/"
-    )  # of pages beside docs/index.md
+    markdown = markdown.replace("](../benchmarks/results/", "](data/results/")  # of pages beside index.md
+    markdown = markdown.replace("](../../examples/", "](../data/examples/")  # of pages in docs/guide
     return markdown if found is None else (ROOT / found[1]).read_text().replace("](docs/", "](")

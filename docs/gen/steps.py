@@ -81,8 +81,9 @@ def images() -> dict[str, str]:
 
 def table() -> str:
     """A line for each step: what is no GEMM and no hyper-connection, by whose kernels."""
-    rows = []
-    for case, sides in read().items():
+    rows, found = [], read()
+    engines = {case[0] for case in found}
+    for case, sides in found.items():
         mine = {
             who: sum(us for p, us in bar(parts).items() if p not in NOT_OURS) for who, parts in sides.items()
         }
@@ -90,9 +91,22 @@ def table() -> str:
         cells = [f"{us:.0f} ({us / stock[1]:.2f})" for _, us in others]
         engine, model, *_ = case
         rows.append(
-            [f"{model} in {engine}", named(case), f"{stock[1]:.0f}", *cells, *[""] * (3 - len(cells))]
+            [
+                model if len(engines) == 1 else f"{model} in {engine}",
+                named(case),
+                f"{stock[1]:.0f}",
+                *cells,
+                *[""] * (3 - len(cells)),
+            ]
         )
-    head = ["", "a layer of a step", "FlashMLA, us", "mla_fp8 (of it)", "with layer ops", "and index_topk"]
+    head = [
+        "",
+        f"a layer of a step{f' in {engines.pop()}' if len(engines) == 1 else ''}",
+        "FlashMLA, us",
+        "mla_fp8 (of it)",
+        "with layer ops",
+        "and index_topk",
+    ]
     return markdown(head, rows)
 
 

@@ -8,29 +8,28 @@ from results import ROOT, markdown
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("write a cache, read it back", "emulated", ("quantize_kv", "dequantize_kv", "dequantize_kv_paged")),
     (
-        "from projections to a cache and query heads: norm, RoPE, quantise; and back", "emulated",
+        "norm, RoPE, quantise, and back", "emulated",
         ("k_norm_rope_insert", "qk_norm_rope_insert", "compress_kv", "inverse_rope", "inverse_rope_quantize"),
     ),
     (
-        "what lies between a layer's projections: norms, RoPE, both caches' writes; queries", "emulated",
+        "all between a layer's projections", "emulated",
         ("prepare_keys", "prepare_queries"),
     ),
     (
-        "indices and lengths for prefill", "emulated",
+        "indices for prefill", "emulated",
         ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged"),
     ),
-    ("attend to selected slots of one or two FP8 caches", "emulated, portable kernel", ("sparse_decode",)),
+    ("attend in decode", "emulated, portable kernel", ("sparse_decode",)),
     (
-        "attend in prompts: from bf16 rows, from pages, over sliding windows", "emulated, portable kernel",
+        "attend in prompts", "emulated, portable kernel",
         ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"),
     ),
     (
-        "attend to all keys of a list of pages", "emulated",
+        "attend to whole pages", "emulated",
         ("paged_attention_ragged", "paged_attention_ragged_latent"),
     ),
     (
-        "index keys into a cache; the indexer's logits and their exact top-k; positions to slots; keys that "
-        "neighbours share", "emulated, portable kernel",
+        "the indexer; keys that neighbours share", "emulated, portable kernel",
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
          "topk_to_slots", "plan_shared_keys"),
     ),

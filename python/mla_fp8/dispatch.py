@@ -95,20 +95,19 @@ def explain(
     Args:
         op: ``"sparse_decode"``, ``"sparse_prefill"``, ``"sparse_prefill_paged"`` or
             ``"sparse_prefill_window"``.
-        layout: Of the cache, a name of ``KV_LAYOUTS``; for ``sparse_prefill`` that of its rows, ``"bf16"``
-            or ``"bf16_512"``.
+        layout: Of the cache; for ``sparse_prefill`` that of its rows, ``"bf16"`` or ``"bf16_512"``.
         num_heads: Query heads on this device, 1 to 128.
-        device: Where the tensors are, such as ``"cuda"`` or ``"cpu"``.
-        extra_layout: Of the second cache, if there is one.
-        batch_invariant: Whether the call asks for it.
+        device: Where the call runs.
+        extra_layout: As in the call.
+        batch_invariant: As in the call.
         backend: As in the call.
 
     Returns:
-        A line for the problem, then one for each backend that has the op, in order: ``taken``, ``could``, or
-        the first reason why it cannot.
+        A line for the problem, then one per backend that has the op, in order: ``taken``, ``could``, or why
+        it cannot.
 
     Raises:
-        ValueError: For what is none of these, and a device that this process does not see.
+        ValueError: For what is none of these.
     """
     problem = _problem(op, layout, num_heads, device, extra_layout, batch_invariant)
     backends = candidates(problem)

@@ -15,10 +15,9 @@ __all__ = ["INDEX_LAYOUTS", "IndexLayout"]
 class IndexLayout:
     """The byte format of a cache of index keys: one row of the table in ``csrc/common/index_layout.h``.
 
-    A cache is ``[num_pages, page_bytes(page_size)]`` uint8, the values of a page before its scales, or the
-    engines' view of the same memory, ``[num_pages, page_size, 1, bytes_per_entry]``. ``index_fp8`` has 128
-    e4m3fn and a float32 per entry, ``index_fp4`` 128 e2m1 and a ue8m0 per 32 of them. ``id`` is append-only,
-    as that of :class:`KVLayout`.
+    A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or the engines' view of that memory,
+    ``[num_pages, page_size, 1, bytes_per_entry]``. ``index_fp8`` has 128 e4m3fn and a float32 per entry,
+    ``index_fp4`` 128 e2m1 and a ue8m0 per 32 of them. ``id`` is append-only.
     """
 
     name: str

@@ -78,24 +78,24 @@ HISPARSE = ("flashmla_sparse", "flashmla_kv")
 def resolve_kv_cache_dtype(
     name: str, backend: str, head_dim_qk: int, row_bytes: int | None = None, *, fnuz: bool = False
 ) -> KVLayout:
-    """Find the one layout that an engine's ``kv_cache_dtype`` means to a backend; an FP8 one is logged, once.
+    """Find the one layout that an engine's ``kv_cache_dtype`` means to a backend. An FP8 one is logged once.
 
-    Packed is ``dsv32`` or ``dsv4``, plain is ``fp8_e4m3`` (one scale per layer), each by ``head_dim_qk``.
-    Bytes of ``dsv41`` and ``dsv32_nope`` are refused under any name but the layout's own.
+    Packed is ``dsv32`` or ``dsv4``, plain is ``fp8_e4m3``, each by ``head_dim_qk``. Bytes of ``dsv41`` and
+    ``dsv32_nope`` need the layout's own name.
 
     Args:
         name: ``"auto"``: packed, plain or bf16, the first that the backend reads. ``"bfloat16"``: bf16.
             ``"fp8"``: packed, or plain. ``"fp8_e4m3"``: plain, or packed. ``"fp8_ds_mla"``: packed.
         backend: A name of the dispatch table.
         head_dim_qk: 512 or 576.
-        row_bytes: Bytes of one token in an existing cache: the layout is one with as many.
+        row_bytes: Bytes of a token in an existing cache, which the layout must have.
         fnuz: Whether FP8 is e4m3fnuz, which bytes do not tell.
 
     Returns:
         The layout.
 
     Raises:
-        ValueError: If there is none, or more than one: with what the backend reads.
+        ValueError: If there is none, or more than one.
     """
     _check_one_of("name", name, NAMES)
     _check_one_of("backend", backend, BACKENDS)

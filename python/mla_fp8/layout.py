@@ -31,21 +31,20 @@ def expect_sizes(owner: str, num_pages: int, page_size: int) -> None:
 class KVLayout:
     """The byte format of a latent KV cache: one row of the table in ``csrc/common/kv_layout.h``.
 
-    ``id`` is the ``layout`` of ``torch.ops.mla_fp8.*``. Numbers are append-only: one never changes its
-    meaning, so what ``torch.export`` saved stays right.
+    ``id`` is the ``layout`` of ``torch.ops.mla_fp8.*``. Numbers are append-only, so what ``torch.export``
+    saved stays right.
 
     A cache is ``[num_pages, page_bytes(page_size)]`` uint8, or FlashMLA's view of it (``flash_mla_view``).
-    ``extra_of`` names the layouts of a first cache that attention reads one of this layout next to, apart
-    from its own.
+    ``extra_of`` names the layouts of a first cache beside which attention reads this one, apart from its own.
 
-    A token has ``nope_dim`` values in ``nope_format``, a scale for each ``tile_dim`` of them, and
-    ``rope_dim`` values in ``rope_format``. It begins every ``token_stride`` bytes of a page, with nope; its
-    rope is ``rope_offset`` bytes on. Its ``scale_bytes`` lie between if ``scale_inline``, else behind all
-    tokens of the page, whose size is a multiple of ``page_align``. Writers raise a tile's largest magnitude
+    A token has ``nope_dim`` values in ``nope_format``, a scale per ``tile_dim`` of them, and ``rope_dim``
+    values in ``rope_format``. A page, whose size is a multiple of ``page_align``, has one every
+    ``token_stride`` bytes: nope first, rope ``rope_offset`` bytes on. The ``scale_bytes`` of a token lie
+    between if ``scale_inline``, else behind all tokens of the page. Writers raise a tile's largest magnitude
     to ``amax_floor`` and its scale to ``scale_floor``.
 
-    ``scale_format`` is ``"none"`` or ``"per_layer"``: one float32 outside the cache, the ops' ``scale``. Or
-    it is stored with each token: ``"f32"`` and ``"ue8m0"``, always powers of two, or ``"e4m3"``, any value.
+    ``scale_format``: ``"none"``; ``"per_layer"``, the ops' ``scale``; or stored with tokens, ``"f32"`` and
+    ``"ue8m0"`` as powers of two, ``"e4m3"`` as any value.
     """
 
     name: str

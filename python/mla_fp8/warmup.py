@@ -6,8 +6,8 @@ __all__ = ["warmup"]
 def warmup(device: "torch.device | str | int | None" = None) -> None:
     """Load all kernels, as a first call of each op would.
 
-    On ROCm call it before a graph is captured: loading is no operation for a stream under capture. Elsewhere
-    there is nothing to load.
+    On ROCm call it before a graph is captured, which does not allow loading. Elsewhere there is nothing to
+    load.
 
     Args:
         device: By default the current GPU, if there is one.

@@ -1,6 +1,7 @@
 """How documents are written: words per page by a table, short sentences, the answer first, few tables.
 
-A word is what stands between blanks and has a letter or a digit. The notebook is free of all of this.
+A page's words are counted as `wc -w` does: what stands between blanks, signs of tables and lists too. The
+notebook is free of all of this.
 """
 
 import inspect
@@ -16,42 +17,43 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs/gen"))
 import ops
 
-MOST = 30_000  # all of BUDGET
+MOST = 30_000  # all of BUDGET, and the stubs
 # What a page may have. An op that is new may have 250 words of the reference.
-OPS_COUNTED = 28
+OPS_COUNTED = 31
 BUDGET = {
-    "README.md": 1000,
-    "SECURITY.md": 300,
-    "CONTRIBUTING.md": 1000,
-    "CHANGELOG.md": 650,
-    "docs/index.md": 350,
-    "docs/start.md": 700,
-    "docs/support.md": 750,
-    "docs/packaging.md": 450,
-    "docs/performance.md": 1400,
-    "docs/guide/concepts.md": 800,
-    "docs/guide/caches.md": 650,
-    "docs/guide/layer.md": 650,
-    "docs/guide/indexer.md": 650,
-    "docs/guide/decode.md": 750,
-    "docs/guide/prefill.md": 900,
-    "docs/guide/backends.md": 650,
-    "docs/guide/vllm.md": 950,
-    "docs/guide/sglang.md": 900,
-    "docs/guide/migration.md": 650,
-    "docs/guide/troubleshooting.md": 750,
-    "docs/guide/accuracy.md": 550,
-    "docs/guide/rocm.md": 480,
-    "docs/kernels/overview.md": 1150,
-    "docs/kernels/hopper.md": 1650,
-    "docs/kernels/portable_and_hip.md": 950,
-    "docs/kernels/indexer.md": 1070,
-    "docs/kernels/emulators.md": 850,
-    "docs/reference/layouts.md": 950,
-    "docs/reference/ops.md": 6950,
+    "README.md": 990,
+    "SECURITY.md": 244,
+    "CONTRIBUTING.md": 1051,
+    "CHANGELOG.md": 591,
+    "docs/index.md": 313,
+    "docs/start.md": 690,
+    "docs/support.md": 800,
+    "docs/packaging.md": 449,
+    "docs/performance.md": 1586,
+    "docs/guide/concepts.md": 742,
+    "docs/guide/caches.md": 658,
+    "docs/guide/layer.md": 449,
+    "docs/guide/step.md": 639,
+    "docs/guide/indexer.md": 657,
+    "docs/guide/decode.md": 748,
+    "docs/guide/prefill.md": 921,
+    "docs/guide/backends.md": 698,
+    "docs/guide/vllm.md": 876,
+    "docs/guide/sglang.md": 866,
+    "docs/guide/migration.md": 630,
+    "docs/guide/troubleshooting.md": 682,
+    "docs/guide/accuracy.md": 540,
+    "docs/guide/rocm.md": 431,
+    "docs/kernels/overview.md": 1103,
+    "docs/kernels/hopper.md": 1596,
+    "docs/kernels/portable_and_hip.md": 959,
+    "docs/kernels/indexer.md": 1076,
+    "docs/kernels/emulators.md": 781,
+    "docs/reference/layouts.md": 928,
+    "docs/reference/ops.md": 7274,
 }
 # Pages of what came later than the table: at most 700 words each, not part of the sum.
-ADDED: dict[str, int] = {"docs/guide/step.md": 700}
+ADDED: dict[str, int] = {}
 STUBS = ("docs/changelog.md", "docs/contributing.md", "docs/security.md")  # a file at the top of the tree
 GUIDE = ("docs/guide/", "docs/index.md", "docs/start.md", "docs/support.md")
 HISTORY = (
@@ -76,8 +78,14 @@ def text_of(name: str) -> str:
     return COMMENT.sub("", (ROOT / name).read_text())
 
 
-def words(text: str) -> int:
-    return sum(any(c.isalnum() for c in word) for word in text.split())
+def counted(name: str) -> int:
+    """As `wc -w` has it."""
+    return len((ROOT / name).read_text().split())
+
+
+def words(sentence: str) -> int:
+    """What has a letter or a digit."""
+    return sum(any(c.isalnum() for c in word) for word in sentence.split())
 
 
 def blocks(text: str) -> list[str]:
@@ -108,7 +116,7 @@ def tables(text: str) -> list[int]:
 
 
 def test_the_budgets_are_thirty_thousand_words() -> None:
-    assert sum(BUDGET.values()) <= MOST
+    assert sum(BUDGET.values()) + sum(map(counted, STUBS)) <= MOST
     assert all(most <= 700 for most in ADDED.values())
     assert not BUDGET.keys() & ADDED.keys()
 
@@ -124,7 +132,7 @@ def test_a_page_is_within_its_budget(name: str) -> None:
         functions = [getattr(mla_fp8, x) for x in mla_fp8.__all__]
         public = [x for x in functions if inspect.isfunction(x) and x.__module__.startswith(ops.OPS_MODULES)]
         most += 250 * max(0, len(public) - OPS_COUNTED)
-    assert words(text_of(name)) <= most
+    assert counted(name) <= most
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -23,8 +23,8 @@ def build_swa_token_ids(
     """Find the window cache's slots of the tokens that a chunk's windows reach, request after request.
 
     Request r has ``gather_lens[r] = min(seq_len, extend_len + window_size - 1)`` ids from ``ids[offsets[r]]``
-    on, those of positions ``first_pos[r] = seq_len - gather_len`` and after. An id is -1 where a table does
-    not hold the entry, and behind the last request.
+    on, from position ``first_pos[r] = seq_len - gather_len`` on. An id is -1 where a table lacks the entry,
+    and behind the last request.
 
     Args:
         seq_lens: [num_requests] int32: tokens that are cached, those of the chunk too.
@@ -33,8 +33,8 @@ def build_swa_token_ids(
         req_to_token: [num_pool_rows, max_tokens] int32, any row stride: from position to slot.
         full_to_swa: [num_slots] int64: from slot to slot of the window's cache.
         window_size: Tokens of a window, its query's among them.
-        capacity: Length of ids, from lengths that the caller knows on the host. Ids past it are dropped.
-        out_ids: [capacity] int32: with the next three, the results.
+        capacity: Length of ids, from the host's lengths. Ids past it are dropped.
+        out_ids: [capacity] int32, with the next three.
         out_first_pos: [num_requests] int32.
         out_gather_lens: [num_requests] int32.
         out_offsets: [num_requests + 1] int32.
@@ -43,8 +43,8 @@ def build_swa_token_ids(
         (ids, first_pos, gather_lens, offsets), all int32.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for some of the buffers
-            without the others.
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     inputs = (seq_lens, extend_seq_lens, req_pool_indices, req_to_token, full_to_swa)
     options = {"window_size": window_size, "capacity": capacity}

@@ -47,9 +47,9 @@ def combine_topk_swa_indices(
         window_size: Tokens of a window, its query's among them.
         compress_ratio: Tokens that an entry stands for.
         topk: Columns of ``topk_indices`` that count.
-        query_pos: [num_tokens] int32: positions of the tokens, if they are not the last of their request.
+        query_pos: [num_tokens] int32: positions, if they are not a request's last.
         compressed_lens: [num_requests] int32: entries past it are holes.
-        out_indices: [num_tokens, width] int32, any row stride: with ``out_lens``, the results.
+        out_indices: [num_tokens, width] int32, any row stride; with ``out_lens``.
         out_lens: [num_tokens] int32.
 
     Returns:
@@ -95,7 +95,7 @@ def combine_topk_swa_indices_ragged(
 
     Args:
         topk_indices: As in :func:`combine_topk_swa_indices`, and so are all that are not listed here.
-        out_indptr: [num_tokens + 1] int32, contiguous: with ``out_indices``, the results.
+        out_indptr: [num_tokens + 1] int32, contiguous; with ``out_indices``.
         out_indices: [num_tokens * (topk + window_size)] int32, contiguous. The size must fit int32.
 
     Returns:

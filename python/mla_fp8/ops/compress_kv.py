@@ -40,8 +40,8 @@ def compress_kv(
     The state holds the raw rows of the last tokens, position p in row ``p % depth``; online: max, sum and
     mean after each token, in another order of additions. One call over positions [a, b) gives the bits of
     every chain of calls over them, rejected drafts included, if depth is at least window - 1 + n, online n +
-    1. The window is 2 tokens for ratio 2, 8 for 4, 128 for 128; n is the most tokens of a call that are
-    rejected, at least 1. At a prefix hit of length a the state must hold positions a - window + 1 to a - 1.
+    1. The window has 2 tokens for ratio 2, 8 for 4, 128 for 128; n is the most rejected tokens of a call, at
+    least 1. At a prefix hit of length a the state must hold positions a - window + 1 to a - 1.
 
     Args:
         kv_score: [num_tokens, width] float32, ratio 1 also bfloat16, any row stride: rows of all requests.
@@ -52,13 +52,13 @@ def compress_kv(
         start_pos: [num_requests] int32: the position of a request's first row.
         state: [num_states, depth, width] float32, online [num_states, depth, 1536]; None for ratio 1.
         state_slots: [num_requests] int64 or int32. A request whose slot is outside the state is skipped. No
-            two requests may share one.
+            two may share one.
         ape: [ratio, width / 2] float32, added to scores of ratios 4 and 128, or None.
         norm_weight: [512] bfloat16 or float32, of RMSNorm.
         cos: As in :func:`k_norm_rope_insert`.
         sin: As in :func:`k_norm_rope_insert`.
-        slot_mapping: [num_tokens] int64 or int32: the slot of the row that a token closes; not looked at
-            elsewhere. A row whose slot is outside the cache is not stored.
+        slot_mapping: [num_tokens] int64 or int32: the slot of the row that a token closes, outside the cache
+            not stored; not looked at for other tokens.
         kv_cache: [num_pages, page_bytes] uint8, of a layout with 512 dims.
         ratio: 1, 2, 4 or 128.
         layout: Of the cache.

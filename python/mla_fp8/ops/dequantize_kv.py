@@ -27,10 +27,10 @@ def dequantize_kv(
         layout: Of the cache.
         page_size: Rows of a page.
         scale: As in :func:`quantize_kv`.
-        out: [n, head_dim_qk] bfloat16, any row stride: the result, if the caller has memory for it.
+        out: [n, head_dim_qk] bfloat16, any row stride.
 
     Returns:
-        [n, head_dim_qk] bfloat16: ``out``, or a new tensor.
+        [n, head_dim_qk] bfloat16.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.
@@ -66,14 +66,14 @@ def dequantize_kv_paged(
         kv_cache: As in :func:`quantize_kv`.
         page_table: [num_requests, max_pages] int32. A page outside the cache gives zeros.
         seq_lens: [num_requests] int32: tokens that are cached.
-        gather_lens: [num_requests] int32: how many of the last ones to gather.
+        gather_lens: [num_requests] int32: how many of these to gather, the last ones.
         row_offsets: [num_requests] int32: the first row of each request in the result.
         layout: Of the cache.
         page_size: Rows of a page.
-        num_rows: Of a new result. Rows of no request are zero in it.
+        num_rows: Of a new result, where rows of no request are zero.
         scale: As in :func:`quantize_kv`.
         out: [num_rows, head_dim_qk] bfloat16, any row stride, in place of ``num_rows``. Rows of no request
-            keep what they hold.
+            stay.
 
     Returns:
         [num_rows, head_dim_qk] bfloat16.

@@ -33,10 +33,10 @@ def index_logits(
     """Find the logits of the lightning indexer: of each row (a query token) and each entry that it sees.
 
     Experimental. ``logit = k_scale * sum over heads of weight * relu(q . k)``, with the stored numbers of
-    both. Row j of a request's m rows sees ``seq_lens - m + 1 + j`` tokens, and ``// compress_ratio`` entries:
-    none if that is negative, at most what its row of ``page_table`` has. What it does not see, and an entry
-    of no page, has -inf. On each device a logit depends on its row and its entry alone, bit for bit. Every
-    NaN is the same one, and there is no -0.
+    both. Row j of a request's m rows sees ``seq_lens - m + 1 + j`` tokens, ``// compress_ratio`` entries:
+    none if negative, at most what ``page_table`` has. What it does not see, and an entry of no page, has
+    -inf. On each device a logit depends on its row and its entry alone, bit for bit. Every NaN is the same
+    one, and there is no -0.
 
     Args:
         q: [num_rows, heads, 128] float8_e4m3fn, 1 to 64 heads, 16-byte aligned rows; or [num_requests,
@@ -44,7 +44,7 @@ def index_logits(
         weights: [num_rows, heads] float32 or bfloat16.
         index_cache: As in :func:`quantize_index_k`, 4-byte aligned.
         page_table: [num_requests, max_pages] int32, at most 2^24 entries a request.
-        seq_lens: [num_requests] int32: tokens, those of the rows too; None with ``row_lens``.
+        seq_lens: [num_requests] int32: tokens, the rows' too; None with ``row_lens``.
         layout: Of the cache: a name of ``INDEX_LAYOUTS``.
         page_size: Entries of a page.
         width: Columns of the result.
@@ -54,7 +54,7 @@ def index_logits(
         query_start_loc: [num_requests + 1] int32: the first row of each request. Element 0 is subtracted.
         next_n: Rows of a request, without ``query_start_loc``.
         compress_ratio: Tokens that an entry stands for.
-        out: [num_rows, width] float32, any row stride: the result, if the caller has memory for it.
+        out: [num_rows, width] float32, any row stride.
 
     Returns:
         [num_rows, width] float32.
@@ -99,8 +99,7 @@ def index_logits_ragged(
         q: As in :func:`index_logits`, and so are ``weights`` and ``q_scale``.
         k: [num_keys, 128] float8_e4m3fn, 16-byte aligned rows, at most 2^24 keys; or e2m1: [num_keys, 64]
             uint8.
-        k_scale: [num_keys] float32. Of e2m1: [num_keys, 4] uint8, or [num_keys] int32: ue8m0 of 32 elements
-            each.
+        k_scale: [num_keys] float32. Of e2m1 as ``q_scale``: [num_keys, 4] uint8, or [num_keys] int32.
         k_start: [num_rows] int32, clamped to [0, num_keys].
         k_end: As ``k_start``.
         out: [num_rows, num_keys] float32, any row stride.

@@ -26,7 +26,7 @@ def index_topk_workspace(num_rows: int, *, topk: int, device: torch.device | str
         A number of bytes, which does not depend on the context; 0 on a CPU.
 
     Raises:
-        RuntimeError: For numbers out of range, or a GPU that this process does not see.
+        RuntimeError: For numbers out of range, or a GPU that is not there.
     """
     processors = num_processors(device)
     size = call_op("index_topk_workspace", num_rows, topk, max(processors, 1))
@@ -45,7 +45,7 @@ def index_topk_counters(device: torch.device | str) -> int:
         A number of int32 entries; 0 on a CPU.
 
     Raises:
-        RuntimeError: For a GPU that this process does not see.
+        RuntimeError: For a GPU that is not there.
     """
     processors = num_processors(device)
     return call_op("index_topk_counters", processors) if processors else 0
@@ -80,35 +80,34 @@ def index_topk(
 
     Experimental. The order is total: the first ``pin_first`` and the last ``pin_last`` entries that a row
     sees, then larger logits, NaN last; equal ones by position, the lower first. An entry of no page is never
-    chosen. A row that sees fewer than ``topk`` gets them all. On each device the choice is that of its own
-    index_logits: it does not depend on other rows, on pages, or on how the work is split.
+    chosen. A row that sees fewer than ``topk`` gets them all. The choice is that of the device's own
+    index_logits, whatever other rows and pages are.
 
     Args:
         q: As in :func:`index_logits`, and so are all that are not listed here.
         topk: At most 4096.
-        pin_first: Entries of the beginning that are always chosen.
-        pin_last: Entries of the end that are always chosen.
+        pin_first: First entries that are always chosen.
+        pin_last: Last entries that are always chosen.
         slot_page_table: [num_requests, pages] int32, of the cache whose slots are wanted; by default
             ``page_table``.
         slot_page_size: Rows of a page there.
-        out_positions: [num_rows, topk] int32, any row stride: with ``out_lens``, the results.
+        out_positions: [num_rows, topk] int32, any row stride; with ``out_lens``.
         out_slots: [num_rows, topk] int32. Without it none are found.
         out_lens: [num_rows] int32.
-        workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU. It may hold
+        workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU; holds
             anything. One call at a time uses it: two streams need two.
-        counters: int32, of :func:`index_topk_counters` entries, with ``workspace``: zeros, and zeros again
-            after each call, so ``torch.zeros`` once is enough. One call at a time uses them; zero them again
-            if a call did not end. Without them a call on Hopper takes up to 1 us more, in which it clears a
-            part of its workspace.
+        counters: int32, of :func:`index_topk_counters` entries, with ``workspace``: ``torch.zeros`` once, as
+            each call leaves zeros; zero them again if a call did not end. One call at a time uses them.
+            Without them a call on Hopper takes up to 1 us more.
 
     Returns:
         (positions, slots, lens). Positions ascend, then -1. A slot is ``page_table[request, p // page_size] *
-        page_size + p % page_size``, -1 where that table has no page. lens says how many there are. Attention
-        takes them as they are: ``sparse_decode(indices=slots, topk_length=lens)``.
+        page_size + p % page_size``, -1 where there is no page. lens says how many there are. They are
+        ``indices`` and ``topk_length`` of :func:`sparse_decode`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for a buffer without
-            ``out_positions`` and ``out_lens``.
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     refuse_gradients("index_topk", q=q, weights=weights, q_scale=q_scale)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)

@@ -17,16 +17,15 @@ def inverse_rope(
 ) -> torch.Tensor:
     """Rotate the last dims of attention's output back by the queries' positions.
 
-    Where V is the whole latent (V4, V4.1) its last dims carry the keys' rotation. Pairs of neighbours in
-    float32, each product rounded, then the sum, then bf16: ``a cos + b sin, b cos - a sin``.
+    For models whose V carries the keys' rotation (V4, V4.1). Pairs of neighbours in float32, each product
+    rounded, then the sum, then bf16: ``a cos + b sin, b cos - a sin``.
 
     Args:
         o: [num_tokens, num_heads, dim] bfloat16, any strides of tokens and heads.
         cos: As in :func:`k_norm_rope_insert`.
         sin: As in :func:`k_norm_rope_insert`.
         positions: [num_tokens] int64 or int32, of the queries. A token outside the table has zeros.
-        out: [num_tokens, num_heads, dim] bfloat16: the result; o itself, whose other dims stay, or memory
-            apart from it.
+        out: [num_tokens, num_heads, dim] bfloat16; o itself, whose other dims stay, or memory apart from it.
 
     Returns:
         [num_tokens, num_heads, dim] bfloat16.
@@ -61,8 +60,7 @@ def inverse_rope_quantize(
 
     Args:
         o: As in :func:`inverse_rope`, and so are ``cos``, ``sin`` and ``positions``.
-        num_groups: Groups of num_heads / num_groups consecutive heads each. A group's row has D = num_heads /
-            num_groups * dim values.
+        num_groups: Groups of consecutive heads. A group's row has D = num_heads / num_groups * dim values.
         tile: How many consecutive values share a scale, 32 or 128.
         power_of_two: Whether scales are rounded up to powers of two.
         out: [num_tokens, num_groups, D] float8_e4m3fn, any strides of tokens and groups.

@@ -18,16 +18,15 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join two attention results over disjoint keys into that over all of them.
 
-    A side whose lse is -inf adds nothing, whatever its out holds, and the other side's bits are the result.
-    Where both are -inf, out is 0 and lse -inf. FlashMLA's +inf for nothing makes NaN here. Computed in
-    float32, rounded once.
+    Where a side's lse is -inf the result is the other side's bits, and where both are, out is 0 and lse -inf.
+    FlashMLA's +inf for nothing makes NaN. Computed in float32, rounded once.
 
     Args:
         out_a: [num_tokens, num_heads, d] bfloat16, float16 or float32, any strides of tokens and heads.
         lse_a: [num_tokens, num_heads] float32, contiguous, a natural logarithm.
         out_b: As ``out_a``.
         lse_b: As ``lse_a``.
-        out: [num_tokens, num_heads, d] of out_a's dtype: with ``lse``, the results.
+        out: [num_tokens, num_heads, d] of out_a's dtype, with ``lse``.
         lse: [num_tokens, num_heads] float32.
 
     Returns:

@@ -26,9 +26,8 @@ def k_norm_rope_insert(
     """Norm latents, rotate them, quantise and store them in the cache: one launch, in place.
 
     The bytes are those of ``quantize_kv(bf16(rope(bf16(norm(kv)))))``, on every device. RMSNorm is float32
-    over all 512 (squares of sixteen neighbours in order, then halves), times the nearest 1 / sqrt of their
-    mean plus ``eps``, times the weight. RoPE is float32 on the last 2 * half dims, pairs of neighbours: ``a
-    cos - b sin, a sin + b cos``. How many dims rotate is the model's: V4 and V4.1 rotate 64 of 512, V3.2 all
+    over all 512, with the order of additions of ``mla_fp8.layer_reference``. RoPE is float32 on the last 2 *
+    half dims, pairs of neighbours: ``a cos - b sin, a sin + b cos``. V4 and V4.1 rotate 64 of 512, V3.2 all
     of ``k_rope``.
 
     Args:
@@ -100,11 +99,11 @@ def qk_norm_rope_insert(
         q: [num_tokens, num_q_heads, dim] bfloat16, any strides of tokens and heads.
         kv: As in :func:`k_norm_rope_insert`, and so are all that are not listed here.
         norm_q: RMSNorm of each head, without a weight (V4); dim is then 512. V4.1 and V3.2: False.
-        num_heads: Heads of the result, at least num_q_heads, the default. Those that q has not are zero.
-        out_q: [num_tokens, num_heads, dim] bfloat16: the result; q itself, or memory apart from it.
+        num_heads: Heads of the result, at least num_q_heads, the default. Those beyond are zero.
+        out_q: [num_tokens, num_heads, dim] bfloat16; q itself, or memory apart from it.
 
     Returns:
-        [num_tokens, num_heads, dim] bfloat16: ``out_q``, or a new tensor.
+        [num_tokens, num_heads, dim] bfloat16.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`quantize_kv`.

@@ -17,14 +17,13 @@ def pad_q_heads(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Pad the heads of ``q`` with zeros, and ``attn_sink`` with -inf, in one launch.
 
-    For a kernel of others that takes only some numbers of heads. Its output and lse are sliced to ``[:,
-    :num_q_heads]``.
+    For a kernel of others; slice its output and lse to ``[:, :num_q_heads]``.
 
     Args:
         q: [num_tokens, num_q_heads, dim] bfloat16 or float16, any strides of tokens and heads.
         attn_sink: [num_q_heads] float32, or None.
         num_heads: Heads of the result, at least num_q_heads.
-        out_q: [num_tokens, num_heads, dim] of q's dtype, contiguous: with ``out_attn_sink``, the results.
+        out_q: [num_tokens, num_heads, dim] of q's dtype, contiguous; with ``out_attn_sink``.
         out_attn_sink: [num_heads] float32; all -inf if there is no sink.
 
     Returns:

@@ -41,7 +41,7 @@ def paged_attention_ragged(
     """Attend the last tokens of each request to the keys in its own list of pages.
 
     The last query token of a request sees all its keys, each one before it one key less. FP8 is e4m3fn or
-    e4m3fnuz, as the dtype says; a value is e4m3 * scale, never rounded.
+    e4m3fnuz, as the dtype says, times the scale.
 
     Args:
         q: [num_requests * q_len, num_q_heads, head_dim] bfloat16 or float16. The heads are a multiple of the
@@ -59,21 +59,20 @@ def paged_attention_ragged(
         logits_soft_cap: A logit x becomes ``cap * tanh(x / cap)``; 0: it stays.
         attn_sink: [num_q_heads] float32, an extra logit without a value.
         q_len: Query tokens of a request.
-        num_splits: Parts that the keys of a request are worked on in, at most 128; 0: as many as fill the
-            device. With a given number the result does not depend on the batch.
-        out: [num_tokens, num_q_heads, head_dim of v_cache] of q's dtype: with ``lse``, the results. Nothing
-            is allocated then.
-        lse: [num_tokens, num_q_heads] float32.
+        num_splits: Parts of a request's keys, at most 128; 0: as many as fill the device. With a given number
+            the result does not depend on the batch.
+        out: [num_tokens, num_q_heads, head_dim of v_cache] of q's dtype, with ``lse``. Nothing is allocated
+            then.
+        lse: [num_tokens, num_q_heads] float32, contiguous.
         workspace: float32, num_splits * num_tokens * num_q_heads * (head_dim of v_cache + 1) elements, with
-            ``out`` and ``lse``. Without it there is one part.
+            ``out``. Without it there is one part.
 
     Returns:
-        (out, lse). out is 0 and lse -inf where a token attends to nothing. lse is a natural logarithm, and
-        leaves the sink out.
+        As :func:`sparse_decode`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for ``out``, ``lse`` or a
-            workspace alone.
+        TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
+            other.
     """
     given = _given("paged_attention_ragged", out, lse, workspace)
     refuse_gradients(
@@ -120,7 +119,7 @@ def paged_attention_ragged_latent(
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> Pair:
-    """Do :func:`paged_attention_ragged` over a latent cache: one vector per token, whose beginning is V.
+    """Do :func:`paged_attention_ragged` over a latent cache.
 
     Args:
         q: [num_requests * q_len, num_q_heads, head_dim_qk] bfloat16.

@@ -48,13 +48,11 @@ def prepare_keys(
     """Prepare the keys of a layer between its first projections and its second ones, in one launch.
 
     Experimental; for V3.2 and GLM-5. :func:`k_norm_rope_insert` of the latents; RMSNorm of ``q_a``, the
-    queries' latents; and of the indexer's keys LayerNorm, RoPE and :func:`quantize_index_k`.
+    queries' latents; LayerNorm, RoPE and :func:`quantize_index_k` of the indexer's keys.
 
-    RMSNorm of ``q_a`` is float32: the squares of eight neighbours, and of those 256 further on, in order,
-    then halves of 32 sums; the mean is a quotient. LayerNorm is float32: a sum of 128 is a tree over eight
-    neighbours, then halves of sixteen; ``(x - mean) / sqrt(mean of squares + index_eps) * weight + bias``,
-    each step rounded, and the result to bf16. RoPE of the keys is that of :func:`prepare_queries`. A token
-    whose position is outside a table is not stored there.
+    Norms are float32, with the order of additions of ``mla_fp8.layer_reference``. LayerNorm is ``(x - mean) /
+    sqrt(mean of squares + index_eps) * weight + bias``, each step rounded, and the result to bf16. RoPE of
+    the keys is that of :func:`prepare_queries`. A token outside a table is not stored.
 
     Args:
         kv: As in :func:`k_norm_rope_insert`.
@@ -88,8 +86,8 @@ def prepare_keys(
         amax_floor: As in :func:`quantize_index_k`.
         reciprocal: As in :func:`quantize_index_k`.
         out_q_a: As ``q_a``: the result; q_a itself, or memory apart from it.
-        out_kv: [num_tokens, 512] bfloat16, any row stride: the latent as it was before it was quantised, of
-            tokens without a slot too; zeros where the table has no such position.
+        out_kv: [num_tokens, 512] bfloat16, any row stride: the latent before it was quantised, of tokens
+            without a slot too; zeros where the table has no such position.
         out_k_rope: [num_tokens, 64] bfloat16, the same of ``k_rope``, with ``out_kv``.
 
     Returns:

@@ -47,11 +47,10 @@ def prepare_queries(
     """Prepare the queries of a layer behind their projections: attention's and the indexer's, in one launch.
 
     Experimental. RoPE is float32 as in :func:`k_norm_rope_insert`, each result rounded to bf16. All of
-    ``q_pe`` is rotated; of the indexer's 128 dims 2 * half are. The indexer's queries are then rotated by
-    ``hadamard`` and quantised as :func:`quantize_index_k` does keys: the values are those of that op. In
-    ``index_fp8`` a head has one scale, which goes into its weight: ``index_weights * weight_scale * scale *
-    head_scale``, multiplied in this order in float32. In ``index_fp4`` scales are a result.
-    :func:`index_topk` takes the results as they are.
+    ``q_pe`` is rotated, and 2 * half of the indexer's 128 dims. The indexer's queries are then quantised as
+    :func:`quantize_index_k` does keys. In ``index_fp8`` a head has one scale, which goes into its weight:
+    ``index_weights * weight_scale * scale * head_scale``, multiplied in this order in float32. In
+    ``index_fp4`` scales are a result. :func:`index_topk` takes the results as they are.
 
     Args:
         q_pe: [num_tokens, num_heads, 2 * half] bfloat16 or None, any strides of tokens and heads: the end of
@@ -65,7 +64,7 @@ def prepare_queries(
         index_cos: The indexer's ``cos``, by default that of attention.
         index_sin: The indexer's ``sin``, with ``index_cos``.
         neox: Whether RoPE of ``q_pe`` takes pairs i and i + half; else it takes neighbours.
-        index_neox: The same of the indexer: True of V3.2, and half is then 32. Without a default, for a model
+        index_neox: The same of the indexer: True of V3.2, and half is then 32. Without a default: a model
             that rotates otherwise is fluent and wrong.
         index_rope_first: Whether the first of the 128 dims are rotated (V3.2, GLM-5), or the last (V4, V4.1).
             Without a default.
@@ -76,8 +75,8 @@ def prepare_queries(
         reciprocal: As in :func:`quantize_index_k`.
         weight_scale: Multiplied into the weights before the scale.
         head_scale: Multiplied into the weights behind the scale.
-        out_q_pe: As ``q_pe``, any strides: the result; q_pe itself, or memory apart from it, as the last
-            columns of heads whose first ones a GEMM writes.
+        out_q_pe: As ``q_pe``, any strides; q_pe itself, or memory apart from it, such as the last columns of
+            heads whose first ones a GEMM writes.
         out_index_q: [num_tokens, index_heads, 128] float8_e4m3fn, of FP4 [.., 64] uint8, contiguous.
         out_index_weights: [num_tokens, index_heads] float32, contiguous.
         out_index_scale: [num_tokens, index_heads, 4] uint8, contiguous, of FP4.

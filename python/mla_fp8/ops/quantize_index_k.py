@@ -24,8 +24,8 @@ def quantize_index_k(
 
     Experimental. k is rounded to bf16 first. ``"ue8m0"``: the smallest power of two with ``amax / largest <=
     scale``, of 128 elements in ``index_fp8``, of 32 in ``index_fp4``, and ``x / scale`` to nearest even.
-    ``"f32"`` (``index_fp8``): ``amax / 448`` and ``x / scale``. Infinities saturate, and neither they nor NaN
-    enter a scale. NaN stays NaN; in ``index_fp4`` it makes the scale of its 32 NaN.
+    ``"f32"`` (``index_fp8``): ``amax / 448`` and ``x / scale``. Infinities and NaN are as in
+    :func:`quantize_kv`.
 
     Args:
         k: [num_tokens, 128] bfloat16, float16 or float32, 16-byte aligned rows.

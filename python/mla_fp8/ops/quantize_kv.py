@@ -22,26 +22,25 @@ def quantize_kv(
 ) -> None:
     """Quantise latents and store them in the cache, in place.
 
-    The latent is rounded to bf16 first. A tile of nope gets the smallest power of two with
-    ``amax / fp8_max <= scale``, with the floors of the engines' writers; rope is stored as it is. In
-    ``dsv41`` and ``dsv32_nope`` all 512 elements are quantised, rotated ones too. ``dsv41_fp4``: a scale is
-    the e4m3 nearest to ``amax / 6``. ``fp8_e4m3*``: everything is divided by ``scale``. NaN stays NaN (FP4
-    has none: its tile becomes NaN), infinities saturate; neither enters a scale.
+    The latent is rounded to bf16 first. A tile of nope gets the smallest power of two with ``amax / fp8_max
+    <= scale``, with the floors of the engines' writers; rope is stored as it is. ``dsv41`` and ``dsv32_nope``
+    quantise all 512 elements. ``dsv41_fp4``: a scale is the e4m3 nearest to ``amax / 6``. ``fp8_e4m3*``:
+    everything is divided by ``scale``. NaN stays NaN (FP4: its tile becomes NaN), infinities saturate;
+    neither enters a scale.
 
     Args:
-        latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope. Nope alone with
-            ``rope`` or ``zero_rope``.
+        latent: [num_tokens, head_dim_qk] bfloat16, float16 or float32: nope, then rope.
         slot_mapping: [n] int64 or int32, n <= num_tokens. Slots: page * page_size + row. A token whose slot
             is outside the cache is skipped, and so are those past n. No two tokens may share a slot.
         kv_cache: [num_pages, page_bytes] uint8, or an engine's view of it; see :class:`mla_fp8.KVLayout`.
         layout: Of the cache: a name of ``KV_LAYOUTS``.
         page_size: Rows of a page.
         scale: 1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.
-        rope: [num_tokens, rope_dim] of latent's dtype. ``latent`` is then nope alone.
-        fp8_max: The largest magnitude written, by default the format's own (448, fnuz 240). Some fnuz caches
-            are written with 224.
-        zero_rope: ``latent`` is nope alone, and the rope is stored as zeros: a model without RoPE in the rows
-            of those that have it. For ``dsv32`` and ``dsv32_fnuz`` alone.
+        rope: [num_tokens, rope_dim] of latent's dtype; ``latent`` is then nope alone.
+        fp8_max: The largest magnitude written, by default the format's own (448, fnuz 240; some fnuz caches
+            have 224).
+        zero_rope: ``latent`` is nope alone, and the rope is stored as zeros, of a model without RoPE. For
+            ``dsv32`` and ``dsv32_fnuz`` alone.
 
     Raises:
         TypeError: For what is no tensor, or no number.

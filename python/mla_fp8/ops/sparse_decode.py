@@ -12,24 +12,22 @@ __all__ = ["plan_shared_keys", "sparse_attention_workspace", "sparse_decode"]
 def sparse_attention_workspace(
     num_tokens: int, *, num_q_heads: int, device: torch.device | str, batch_invariant: bool = False
 ) -> int:
-    """Size of a ``workspace`` that is large enough for any call of attention with so many tokens.
+    """Size of a ``workspace`` for any call of attention with so many tokens.
 
-    With ``workspace=`` no call of :func:`sparse_decode`, :func:`sparse_prefill`,
-    :func:`sparse_prefill_paged` or :func:`sparse_prefill_window` allocates one. Most shapes need none. Those
-    that do let several CTAs share a token's keys, and meet in the workspace: a smaller one is used as far as
-    it goes, and costs speed alone.
+    For :func:`sparse_decode` and the ``sparse_prefill*`` ops. Most shapes need none. In those that do, CTAs
+    that share a token's keys meet in it: a smaller one is used as far as it goes, and costs speed alone.
 
     Args:
         num_tokens: Rows of q.
         num_q_heads: Query heads, 1 to 128.
         device: Where the call runs.
-        batch_invariant: Whether the call asks for it. A workspace that is too small then raises.
+        batch_invariant: As in the call. A workspace that is too small then raises.
 
     Returns:
         A number of float32 elements; 0 on a CPU.
 
     Raises:
-        RuntimeError: For numbers out of range, or a GPU that this process does not see.
+        RuntimeError: For numbers out of range, or a GPU that is not there.
     """
     processors = num_processors(device)
     size = call_op("sparse_attention_workspace", num_tokens, num_q_heads, max(processors, 1), batch_invariant)
@@ -49,27 +47,27 @@ def plan_shared_keys(
     extra_num_slots: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Make the lists of keys that the tokens of a group share, once for all layers with these indices.
+    """Make the lists of keys that the tokens of a group share, for all layers with these indices.
 
     Experimental. ``sparse_decode(..., query_groups=)`` makes them in every call without ``shared_keys``.
 
     Args:
-        indices: [num_tokens, topk] int32, as :func:`sparse_decode` gets them.
+        indices: As in :func:`sparse_decode`.
         query_groups: How many consecutive tokens are a group, 2 or more.
         num_q_heads: Query heads.
         layout: Of the cache.
         num_slots: Rows of the cache: its pages times their size.
-        topk_length: [num_tokens] int32.
-        extra_indices: [num_tokens, extra_topk] int32, of a second cache.
-        extra_topk_length: [num_tokens] int32.
+        topk_length: As in :func:`sparse_decode`.
+        extra_indices: As in :func:`sparse_decode`.
+        extra_topk_length: As in :func:`sparse_decode`.
         extra_num_slots: Rows of the second cache, with ``extra_indices``.
-        out: [num_tiles, words] int32, contiguous: the result, if the caller has memory for it.
+        out: [num_tiles, words] int32, contiguous.
 
     Returns:
-        [num_tiles, words] int32, a line for each tile of at most 64 / num_q_heads and 8 tokens of a group.
-        Column 0 is the length of the list, or -1 where the tile's tokens go alone, as all do but on Hopper.
-        From column 4 on come the slots, each once, those of the second cache with the sign bit. Then comes a
-        byte for each, whose bit i says that token i of the tile attends to it.
+        [num_tiles, words] int32, a line per tile of at most 64 / num_q_heads and 8 tokens of a group. Column
+        0 is the length of the list, or -1 where the tile's tokens go alone, as all do but on Hopper. From
+        column 4 on come the slots, each once, those of the second cache with the sign bit. Then comes a byte
+        for each, whose bit i says that token i of the tile attends to it.
 
     Raises:
         TypeError: For what is no tensor.
@@ -119,8 +117,7 @@ def sparse_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend each query token to the cache slots that it selected.
 
-    There is no plan to make before. With ``out``, ``lse`` and ``workspace`` nothing is allocated; what is
-    missing of them is.
+    With ``out``, ``lse`` and ``workspace`` nothing is allocated.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim_qk] bfloat16, 1 to 128 heads.
@@ -138,10 +135,10 @@ def sparse_decode(
         extra_page_size: Rows of a page of the second cache.
         extra_layout: Of the second cache, by default that of the first, or one whose ``extra_of`` names it.
         scale: 1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.
-        batch_invariant: A token's result does not depend on how many tokens there are, nor on its place
-            among them. Always so on a CPU.
+        batch_invariant: A token's result does not depend on the others, nor on its place among them. Always
+            so on a CPU.
         query_groups: Experimental. So many consecutive tokens, the drafts of a request, have mostly the same
-            keys, which are then fetched once. It is a hint, for 8, 16 or 32 heads over ``dsv4`` or
+            keys, which are then fetched once. It is a hint for 8, 16 or 32 heads over ``dsv4`` or
             ``dsv32`` on Hopper; elsewhere, and with ``batch_invariant``, nothing changes.
         shared_keys: Experimental. What :func:`plan_shared_keys` made of these indices.
         out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.

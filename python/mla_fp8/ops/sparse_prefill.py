@@ -35,15 +35,15 @@ def sparse_prefill(
         topk_length: [num_tokens] int32. Only the first n indices of a token count.
         out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.
         lse: [num_tokens, num_q_heads] float32, contiguous.
-        workspace: float32, of :func:`sparse_attention_workspace` elements. With ``out`` and ``lse`` and
-            without largest logits nothing is allocated.
-        return_max_logits: Whether the largest logits are wanted. Without them calls may be faster.
+        workspace: float32, of :func:`sparse_attention_workspace` elements. With ``out``, ``lse`` and no
+            max_logits nothing is allocated.
+        return_max_logits: Without them calls may be faster.
         backend: ``"auto"``, or a name that :func:`explain` lists. Others than ours allocate in any case.
 
     Returns:
-        (out, max_logits, lse), or (out, lse) with ``return_max_logits=False``. out is 0 where a token attends
-        to nothing. max_logits is the largest sm_scale * (q . k), lse a natural logarithm; both leave the
-        sink out, are [num_tokens, num_q_heads] float32, and -inf where a token attends to nothing.
+        (out, max_logits, lse), or (out, lse) with ``return_max_logits=False``. max_logits is the largest
+        logit, lse a natural logarithm, both [num_tokens, num_q_heads] float32 without the sink. Where a token
+        attends to nothing out is 0, and they are -inf.
 
     Raises:
         TypeError: For what is no tensor.
@@ -140,20 +140,20 @@ def sparse_prefill_window(
     """Attend each query token to its sliding window, which a page table names, and to chosen entries.
 
     A query at position p attends to positions max(p - window_size + 1, 0) to p of its own request, and to
-    entries of a second cache, in one softmax. Entries are named by ``extra_indices``. Layers that attend to
-    all entries of their past (V4's of ratio 128) name them by ``extra_page_table``; no index is then written
-    or read. A token of no request has no keys but those of ``extra_indices``.
+    entries of a second cache, in one softmax. ``extra_indices`` names the entries. Layers that attend to all
+    entries of their past (V4's of ratio 128) give ``extra_page_table`` instead. A token of no request has no
+    keys but those of ``extra_indices``.
 
     Args:
         q: As in :func:`sparse_decode`, and so are all that are not listed here.
         kv_cache: The cache of the window.
         page_table: [num_requests, max_pages] int32: the pages of positions 0, page_size, 2 * page_size ... of
             a request. A number that is no page is masked.
-        query_start_loc: [num_requests + 1] int32: the first token of each request. Element 0 is subtracted.
+        query_start_loc: [num_requests + 1] int32: the first row of each request. Element 0 is subtracted.
         seq_lens: [num_requests] int32: tokens of each request. Its queries are the last of them.
         window_size: Tokens of a window, its query's among them.
-        extra_topk_length: [num_tokens] int32, required with ``extra_page_table``: the query's first n
-            entries count, which are (p + 1) // ratio.
+        extra_topk_length: [num_tokens] int32, required with ``extra_page_table``: the query's first n entries
+            count, (p + 1) // ratio of them.
         extra_page_table: [num_requests, max_pages] int32, in place of ``extra_indices``: the pages of entries
             0, extra_page_size ... of a request.
         return_max_logits: As in :func:`sparse_prefill`.

@@ -21,9 +21,9 @@ def topk_to_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn positions that :func:`index_topk` chose into slots of a cache that is attended to.
 
-    Experimental. A position p becomes ``page_table[request, p // page_size] * page_size + p % page_size``, or
-    -1 where there is no page. Where a position stands for ``group_size`` tokens, it becomes those of tokens
-    ``p * group_size`` and on. With ``token_lens`` the tokens after the last whole group follow.
+    Experimental. A slot is that of :func:`index_topk`. Where a position stands for ``group_size`` tokens, it
+    becomes the slots of tokens ``p * group_size`` and on. With ``token_lens`` the tokens after the last whole
+    group follow.
 
     Args:
         positions: [num_rows, k] int32, of a request. A negative one is a hole, which keeps its column.
@@ -33,9 +33,9 @@ def topk_to_slots(
         next_n: Rows of a request, without ``row_to_request``.
         group_size: Tokens that a position stands for.
         token_lens: [num_rows] int32: tokens that each row sees.
-        lens: [num_rows] int32: how many columns of ``positions`` count; by default those up to the last one
-            that is not negative.
-        out_slots: [num_rows, width] int32, any row stride: with ``out_lens``, the results.
+        lens: [num_rows] int32: how many columns of ``positions`` count; by default up to the last that is not
+            negative.
+        out_slots: [num_rows, width] int32, any row stride; with ``out_lens``.
         out_lens: [num_rows] int32.
 
     Returns:

@@ -26,12 +26,12 @@ _NAME = "mla_fp8.SparsePrefillChunkCache"
 
 
 class SparsePrefillChunkCache:
-    """A chunk's geometry, window slots and index rows, computed once for all layers of one forward.
+    """A chunk's geometry, window slots and index rows, once for all layers of a forward.
 
-    Its use raises RuntimeError once it is stale. It is after :meth:`invalidate`, or once a newer chunk was
-    built on the workspace. It is when one of the tensors below was written since, which nobody sees in
-    inference mode. And it is outside the CUDA graph capture that it was built in, as a replay has written
-    other numbers into it. Whoever replays a graph that writes these tensors calls :meth:`invalidate`.
+    Its use raises RuntimeError once it is stale: after :meth:`invalidate`, once a newer chunk was built on
+    the workspace, or once one of the tensors below was written. Nobody sees such writes in inference mode. It
+    is also stale outside the CUDA graph capture that it was built in. Whoever replays a graph that writes
+    these tensors calls :meth:`invalidate`.
 
     Args:
         workspace: A :class:`PrefillWorkspace`.
@@ -39,13 +39,13 @@ class SparsePrefillChunkCache:
             as 0, one above the host's as the host's.
         query_lens: [num_requests] int32: tokens of the chunk, bounded in the same way.
         page_table: [num_requests, max_pages] int32: pages of the caches of entries.
-        req_pool_indices: With a window, and so are the next two: as in :func:`build_swa_token_ids`.
-        req_to_token: [num_pool_rows, max_tokens] int32.
-        full_to_swa: [num_slots] int64.
+        req_pool_indices: As in :func:`build_swa_token_ids`, with a window.
+        req_to_token: As in :func:`build_swa_token_ids`, with a window.
+        full_to_swa: As in :func:`build_swa_token_ids`, with a window.
         window_size: Tokens of a window, its query's among them; 0: no layer has one.
         seq_lens_host: ``seq_lens`` as the host knows them, or upper bounds: a CUDA graph may be replayed with
             shorter requests.
-        query_lens_host: ``query_lens`` as the host knows them, or upper bounds.
+        query_lens_host: ``query_lens`` in the same way.
         query_start_loc: [num_requests + 1] int32: the rows of q, if they are not the whole chunk.
         query_pos: [num_tokens] int32: their positions.
         num_tokens: Rows of q, by default the sum of ``query_lens_host``.
@@ -131,11 +131,11 @@ class SparsePrefillChunkCache:
         Args:
             q: As in :func:`mla_fp8.sparse_prefill`, and so are ``sm_scale``, ``attn_sink`` and ``backend``.
             layer: The layer's caches.
-            topk_indices: [num_tokens, topk] int32: entries of the token's request, negative: none. None: all
-                entries of its past.
+            topk_indices: [num_tokens, topk] int32: entries of the token's request, a negative one is none. By
+                default all entries of its past.
             strategy: ``"auto"``, ``"whole"``, ``"selected"`` or ``"direct"``.
-            query_groups: Experimental. So many consecutive tokens choose mostly the same entries, nine tenths
-                or so. ``"direct"`` then shares them.
+            query_groups: Experimental. So many consecutive tokens choose mostly the same entries, which
+                ``"direct"`` then shares.
 
         Returns:
             (out, max_logits, lse), as :func:`mla_fp8.sparse_prefill`.

@@ -37,8 +37,8 @@ class LayerCaches:
 
     Raises:
         TypeError: For what is no :class:`PagedCache`.
-        ValueError: For entries without a ratio, a ratio without entries, or neither cache. For two layouts
-            that no call reads together, or a cache whose pages are not of its layout.
+        ValueError: For entries without a ratio, a ratio without entries, or neither cache; two layouts that
+            no call reads together; pages of another layout.
     """
 
     layout: str | KVLayout

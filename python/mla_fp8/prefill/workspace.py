@@ -16,14 +16,12 @@ STRATEGIES = ("whole", "selected", "direct")
 class PrefillWorkspace:
     """Scratch rows for one stream, owned by the caller; a CUDA graph needs one of its own.
 
-    It also knows which chunk may use it: building a chunk cache makes the one before stale.
-
     Args:
         head_dim_qk: Of the layers' layouts: 512 or 576.
         device: Where the rows are.
 
     Raises:
-        ValueError: For another head_dim_qk.
+        ValueError: For another number.
     """
 
     def __init__(self, head_dim_qk: int, device: torch.device | str) -> None:
@@ -68,18 +66,18 @@ def workspace_rows(
     """Find how many workspace rows one layer needs.
 
     Args:
-        seq_lens_host: Tokens of each request that are cached, those of the chunk too.
+        seq_lens_host: Tokens of each request, those of the chunk too.
         query_lens_host: Tokens of the chunk.
         window_size: Tokens of a window; 0: none.
         compress_ratio: Tokens that an entry stands for; 0: no entries.
-        topk: Chosen entries of a token, which bound ``"selected"``; None: all of its past.
+        topk: Chosen entries of a token; None: all of its past.
         strategy: ``"whole"``, ``"selected"`` or ``"direct"``, which needs none.
 
     Returns:
         A number of rows, for ``PrefillWorkspace.reserve``.
 
     Raises:
-        ValueError: For negative numbers, or lengths that are not as many of both.
+        ValueError: For negative numbers, or unequal numbers of lengths.
     """
     name = "mla_fp8.workspace_rows"
     check_strategy(strategy, STRATEGIES)

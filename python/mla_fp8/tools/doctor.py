@@ -62,7 +62,7 @@ def verdict() -> tuple[bool, str]:
 
 
 def doctor(verbose: bool = False) -> str:
-    """Write a report: the verdict, libraries, devices, what sparse attention takes, and what to do next.
+    """Write a report: the verdict, libraries, devices, backends, and what to do next.
 
     Args:
         verbose: Also which ops have kernels where, which backends can run, and the layouts.
