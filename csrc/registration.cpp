@@ -160,9 +160,10 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
   "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None, Tensor? extra_page_table=None"
+// batch_invariant has no largest logits, which the functional ops return.
 #define SPARSE_PREFILL_OUTPUTS                                                           \
   "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None, " \
-  "bool allocate_workspace=False"
+  "bool allocate_workspace=False, bool batch_invariant=False"
 #define KERNEL_ARGUMENTS                                                                                \
   "bool max_logits=True, str kernel=\"portable\", str schedule=\"split\", int heads=16, int splits=1, " \
   "int producers=0"

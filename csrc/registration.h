@@ -159,8 +159,9 @@ void inverse_rope_quantize_out(const Tensor& o, const Tensor& cos, const Tensor&
   const Tensor &q, const Tensor &kv, const Tensor &indices, double sm_scale, \
       const OptionalTensor &attn_sink, const OptionalTensor &topk_length
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
-#define MLA_SPARSE_PREFILL_OUTPUTS \
-  Tensor out, OptionalTensor max_logits, Tensor lse, OptionalTensor workspace, bool allocate_workspace
+#define MLA_SPARSE_PREFILL_OUTPUTS                                                                      \
+  Tensor out, OptionalTensor max_logits, Tensor lse, OptionalTensor workspace, bool allocate_workspace, \
+      bool batch_invariant
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 
 #define MLA_PAGED_SPARSE_ARGUMENTS                                                                   \

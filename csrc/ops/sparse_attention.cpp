@@ -24,6 +24,17 @@ void use_workspace(const Check& check, const Tensor& q, const Tensor& workspace,
   params.workspace_floats = workspace.numel();
 }
 
+// From here on a plan may take other kernels (cuda/sparse_attention/plan.cpp).
+constexpr int64_t kMaxInvariantQueries = int64_t{1} << 20;
+
+void set_batch_invariant(const Check& check, bool batch_invariant, SparseAttentionParams& params) {
+  params.batch_invariant = batch_invariant;
+  if (!batch_invariant) return;
+  check.that(params.num_tokens < kMaxInvariantQueries, "q must have fewer than ", kMaxInvariantQueries,
+             " tokens with batch_invariant, got ", params.num_tokens);
+  check.that(!params.max_logits, "max_logits must be None with batch_invariant, got a tensor");
+}
+
 }  // namespace
 
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
@@ -79,25 +90,29 @@ void decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, const Outputs& out
             const OptionalTensor* workspace) {
   const Check check("sparse_decode");
   SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, outputs);
-  params.batch_invariant = batch_invariant;
+  set_batch_invariant(check, batch_invariant, params);
   MLA_LAUNCH_SPARSE(sparse_decode, check, q, params, workspace);
 }
 
-void prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs, const OptionalTensor* workspace) {
+void prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
+                   const OptionalTensor* workspace) {
   const Check check("sparse_prefill_paged");
   SparseAttentionParams params = check_paged(check, MLA_PAGED_SPARSE_PASS, outputs);
+  set_batch_invariant(check, batch_invariant, params);
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }
 
-void prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, const Outputs& outputs,
+void prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
                     const OptionalTensor* workspace) {
   const Check check("sparse_prefill_window");
   SparseAttentionParams params = check_window(check, MLA_WINDOW_PASS, outputs);
+  set_batch_invariant(check, batch_invariant, params);
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }
 
 // bf16 rows are a cache of pages of one row.
-void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const OptionalTensor* workspace) {
+void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
+             const OptionalTensor* workspace) {
   const Check check("sparse_prefill");
   check(q, "q").shape({-1, -1, -1});
   const int64_t small = kv_layout(KvLayoutId::kBf16D512).head_dim_qk();
@@ -116,6 +131,7 @@ void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, const Outputs& outputs, const Optiona
   params.scopes[0] =
       check_scope(check, rows, 1, q, "q", indices, "indices", topk_length, "topk_length", q.size(0));
   params.num_scopes = 1;
+  set_batch_invariant(check, batch_invariant, params);
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }
 
@@ -153,35 +169,35 @@ TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant) {
 }
 
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, max_logits ? &*max_logits : nullptr},
+  prefill_paged(MLA_PAGED_SPARSE_PASS, batch_invariant, {out, lse, max_logits ? &*max_logits : nullptr},
                 workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_paged"), q);
   Tensor max_logits = new_max_logits(q);
-  prefill_paged(MLA_PAGED_SPARSE_PASS, {out, lse, &max_logits}, nullptr);
+  prefill_paged(MLA_PAGED_SPARSE_PASS, false, {out, lse, &max_logits}, nullptr);
   return {out, max_logits, lse};
 }
 
 void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill_window(MLA_WINDOW_PASS, {out, lse, max_logits ? &*max_logits : nullptr},
+  prefill_window(MLA_WINDOW_PASS, batch_invariant, {out, lse, max_logits ? &*max_logits : nullptr},
                  workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill_window"), q);
   Tensor max_logits = new_max_logits(q);
-  prefill_window(MLA_WINDOW_PASS, {out, lse, &max_logits}, nullptr);
+  prefill_window(MLA_WINDOW_PASS, false, {out, lse, &max_logits}, nullptr);
   return {out, max_logits, lse};
 }
 
 void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS) {
-  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, max_logits ? &*max_logits : nullptr},
-          workspace_of(workspace, allocate_workspace));
+  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, batch_invariant,
+          {out, lse, max_logits ? &*max_logits : nullptr}, workspace_of(workspace, allocate_workspace));
 }
 ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   auto [out, lse] = new_outputs(Check("sparse_prefill"), q);
   Tensor max_logits = new_max_logits(q);
-  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, {out, lse, &max_logits}, nullptr);
+  prefill(q, kv, indices, sm_scale, attn_sink, topk_length, false, {out, lse, &max_logits}, nullptr);
   return {out, max_logits, lse};
 }
 

@@ -320,12 +320,14 @@ def attend(
     q = given["q"]
     given = {name: x for name, x in given.items() if x is not None}  # None costs the op more than nothing
     if op == "sparse_prefill":
-        layout, features = row_layout(q).name, _NO_FEATURES
+        layout, features = row_layout(q).name, _features_of(given)
     else:
         layout, features = _resolve_layouts(op, given, backend)
     refuse_gradients_of(op, given)
     adapter = _adapter(op, q, layout, backend, features)
     into = out is not None or lse is not None or workspace is not None
+    if op != "sparse_decode" and (adapter != "native" or q.dim() != 3):
+        given.pop("batch_invariant", None)  # of our _out forms
     if (not into and max_logits == (op != "sparse_decode")) or q.dim() != 3:  # which the op refuses
         return _call(op, adapter, given)
     refuse_gradients_of(op, {"out": out, "lse": lse})
@@ -374,7 +376,11 @@ def _resolve_layouts(op: str, given: dict[str, Any], backend: str) -> tuple[str,
         given.pop("extra_layout", None)
         if scope.layout.name != name:
             given["extra_layout"], name = scope.layout.id, f"{name} + {scope.layout.name}"
-    return name, (*features, "batch_invariant") if "batch_invariant" in given else features
+    return name, (*features, *_features_of(given))
+
+
+def _features_of(given: dict[str, Any]) -> tuple[str, ...]:  # but for a second cache
+    return ("batch_invariant",) if "batch_invariant" in given else _NO_FEATURES
 
 
 def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...]) -> str:

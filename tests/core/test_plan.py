@@ -286,14 +286,21 @@ def test_no_problem_takes_more_than_three_launches(problem):
     raise AssertionError(problem)
 
 
-@given(problems, problems)
-def test_batch_invariant_plans_know_keys_and_heads_alone(a, b):
+@given(problems, problems, st.booleans(), st.booleans())
+def test_batch_invariant_plans_know_keys_and_heads_alone(a, b, is_window, has_entry_pages):
     """Heads up to the next of 8, 16, 32 and 64, or more. Who shares segments changes no bits: how many CTAs,
-    and in many_heads of how many heads each."""
+    and in many_heads of how many heads each. Of layouts that have them the number of keys does not count."""
     b |= {name: a[name] for name in ("layout", "keys", "extra_keys")}
+    if LAYOUTS[a["layout"]] in ("dsv32", "dsv4", "dsv41") and a["keys"] < 1 << 25:
+        b |= {"keys": b["keys"] % (1 << 25), "extra_keys": 8192 - b["extra_keys"]}
     b["heads"] = {8: 5, 16: 11, 32: 29}.get(next((n for n in (8, 16, 32) if a["heads"] <= n), 64), 77)
     a["queries"], b["queries"] = (min(x["queries"], (1 << 20) - 1) for x in (a, b))
-    a, b = (core.plan("decode", batch_invariant=True, **x) for x in (a, b))
+    of_window = {
+        "is_window": is_window,
+        "has_entry_pages": is_window and b["extra_keys"] > 0 and has_entry_pages,
+    }
+    a = core.plan("decode", batch_invariant=True, **a)
+    b = core.plan("prefill", batch_invariant=True, **b, **of_window)
     if re.search(" segments?(,|$)", a):
         a, b = (x.replace("many_heads runs", "many_heads segments") for x in (a, b))
         a, b = (re.sub(r", \d+ CTAs? a query|(?<=many_heads segments), \d+ heads", "", x) for x in (a, b))
@@ -309,7 +316,7 @@ def test_other_gpus_take_the_portable_kernel(problem, op, major):
 def test_the_portable_kernel_in_any_batch_knows_neither_queries_nor_heads_nor_sms(problem, major):
     same = problem | {"queries": 3, "heads": 5, "num_sms": 70}
     options = {"compute_major": major, "batch_invariant": True}
-    assert core.plan("decode", **problem, **options) == core.plan("decode", **same, **options)
+    assert core.plan("decode", **problem, **options) == core.plan("prefill", **same, **options)
 
 
 @given(problems, st.booleans(), st.sampled_from([8, 9, 12]))

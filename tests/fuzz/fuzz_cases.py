@@ -185,6 +185,11 @@ def extra_cache(
     return arguments | ({"extra_layout": extra.layout.name} if mixed else {}), [rows]
 
 
+def in_any_batch(r: Random, op: str) -> dict[str, bool]:  # some calls
+    options = {"batch_invariant": True, "return_max_logits": False}
+    return {} if r.often() else {name: x for name, x in options.items() if op != "sparse_decode" or x}
+
+
 def sparse_paged(r: Random, op: str) -> Call:
     cache, num_tokens = Cache(r, r.pick(*LAYOUTS)), r.pick(0, 1, 2, 5)
     q = queries(r, cache.layout.dim, num_tokens)
@@ -192,21 +197,14 @@ def sparse_paged(r: Random, op: str) -> Call:
     arguments, rows = listed(r, cache, num_tokens, "")
     extra, more = extra_cache(r, cache, num_tokens)
     arguments = {
-        "q": from_bits(q),
-        "kv_cache": cache.tensor,
-        **arguments,
-        **extra,
-        **cache.options(),
-        "sm_scale": sm_scale,
-        "attn_sink": None if sink is None else tensor(sink),
-    }
+        "q": from_bits(q), "kv_cache": cache.tensor, **arguments, **extra, **cache.options(),
+        "sm_scale": sm_scale, "attn_sink": None if sink is None else tensor(sink), **in_any_batch(r, op),
+    }  # fmt: skip
     return Call(op, arguments, sparse_check(q, [rows, *more], sm_scale, sink))
 
 
 def sparse_decode(r: Random) -> Call:
-    call = sparse_paged(r, "sparse_decode")
-    call.arguments["batch_invariant"] = r.often()
-    return call
+    return sparse_paged(r, "sparse_decode")
 
 
 def sparse_prefill_paged(r: Random) -> Call:
@@ -232,7 +230,7 @@ def sparse_prefill(r: Random) -> Call:
         "q": from_bits(q), "kv": from_bits(wide)[:, :dim], "indices": int32(indices).view(num_tokens, topk),
         "sm_scale": sm_scale, "attn_sink": None if sink is None else tensor(sink),
     }  # fmt: skip
-    return Call("sparse_prefill", arguments, sparse_check(q, [rows], sm_scale, sink))
+    return Call("sparse_prefill", arguments | in_any_batch(r, ""), sparse_check(q, [rows], sm_scale, sink))
 
 
 BF16_POISON = 0xFFFF
@@ -273,7 +271,7 @@ def sparse_prefill_window(r: Random) -> Call:
         "attn_sink": None if sink is None else tensor(sink),
     }
     check = sparse_check(q, [[cache.rows(x) for x in slots], *more], sm_scale, sink)
-    return Call("sparse_prefill_window", arguments, check)
+    return Call("sparse_prefill_window", arguments | in_any_batch(r, ""), check)
 
 
 def ragged_pages(r: Random, num_pages: int, num_requests: int) -> tuple[list[int], list[int], list[int]]:

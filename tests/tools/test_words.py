@@ -24,7 +24,7 @@ BUDGET = {
     "README.md": 990,
     "SECURITY.md": 244,
     "CONTRIBUTING.md": 1051,
-    "CHANGELOG.md": 591,
+    "CHANGELOG.md": 561,
     "docs/index.md": 313,
     "docs/start.md": 690,
     "docs/support.md": 800,
@@ -50,7 +50,7 @@ BUDGET = {
     "docs/kernels/indexer.md": 1076,
     "docs/kernels/emulators.md": 781,
     "docs/reference/layouts.md": 928,
-    "docs/reference/ops.md": 7274,
+    "docs/reference/ops.md": 7304,
 }
 # Pages of what came later than the table: at most 700 words each, not part of the sum.
 ADDED: dict[str, int] = {}

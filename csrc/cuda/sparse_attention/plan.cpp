@@ -158,7 +158,9 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecod
   return plan_split(op, p, num_sms);
 }
 
+// With batch_invariant that of decode: where a query is in a prompt and in a step, its bits are the same.
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
+  if (p.batch_invariant) return plan_decode(p, num_sms, Op::kPrefill);
   if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   if (p.has_entry_pages) {
@@ -341,12 +343,12 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
     const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
-    const int num = segments ? forced_segments(p, v, wanted.splits) : 1;
-    const bool has_segments = num > 0 && !((segments || parts) && p.max_logits);
+    const bool has_segments =
+        (!segments || can_share_segments(v, wanted.splits)) && !((segments || parts) && p.max_logits);
     if (named && has_kernel && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) &&
         own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      if (segments) deal_runs(p, num, plan);
+      if (segments) deal_runs(p, plan);
       if (tiles) plan.tile_queries = entry_tile_queries(p);
       if (wanted.splits == 0) {
         plan.splits = 1;

@@ -17,24 +17,18 @@ namespace mla_fp8::gpu::model {
 struct Segments {
   int most_heads;
   Kernel kernel;
-  int64_t least_keys;  // of a segment
-  int most;            // a power of two
-  int run_blocks;      // plan.h
+  int run_blocks;  // plan.h
 };
 // Of more than 32 heads a result that waits costs as much as several blocks.
-inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 80, 8, 2},
-                                         {16, Kernel::kFewHeads, 80, 8, 2},
-                                         {32, Kernel::kManyHeads, 64, 8, 2},
-                                         {INT_MAX, Kernel::kManyHeads, 128, 8, 0}};
+inline constexpr Segments kSegments[] = {{8, Kernel::kFewHeads, 2},
+                                         {16, Kernel::kFewHeads, 2},
+                                         {32, Kernel::kManyHeads, 2},
+                                         {INT_MAX, Kernel::kManyHeads, 0}};
+// Whatever width lists have: the runs follow from the keys that are valid.
+inline constexpr int kSegmentsOfQuery = 8;
 inline const Segments& segments_of(const SparseAttentionParams& p) {
   return *std::find_if(std::begin(kSegments), std::end(kSegments),
                        [&](const Segments& s) { return p.num_q_heads <= s.most_heads; });
-}
-inline int num_segments(const SparseAttentionParams& p) {
-  const Segments& by = segments_of(p);
-  int segments = 1;
-  while (segments < by.most && num_keys(p) >= 2 * segments * by.least_keys) segments *= 2;
-  return segments;
 }
 // Of a query whose keys are all valid, as sm90/segments.cuh deals them.
 struct Runs {
@@ -51,18 +45,17 @@ inline Runs runs_of(const SparseAttentionParams& p, int block_keys, unsigned mos
 struct SegmentCtas {
   Kernel kernel;
   int heads;
-  int most;  // runs of a team, and CTAs of a query
   int block_keys, teams;
   Price price;
   double us_of_run, us_of_waiting;  // of a team's run, and of a result that waits in local memory
   bool first_waits_in_registers;
 };
 inline constexpr SegmentCtas kSegmentCtas[] = {
-    {Kernel::kFewHeads, 8, 8, 32, 4, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
-    {Kernel::kFewHeads, 16, 8, 64, 2, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
-    {Kernel::kManyHeads, 16, 8, 64, 1, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
-    {Kernel::kManyHeads, 32, 8, 64, 1, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
-    {Kernel::kManyHeads, 64, 8, 64, 1, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
+    {Kernel::kFewHeads, 8, 32, 4, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
+    {Kernel::kFewHeads, 16, 64, 2, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
+    {Kernel::kManyHeads, 16, 64, 1, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
+    {Kernel::kManyHeads, 32, 64, 1, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
+    {Kernel::kManyHeads, 64, 64, 1, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
 
 // Calls fn(variant, its CTAs) for what has the bits of the problem's segments, the fewest heads first.
 template <class Fn>
@@ -75,21 +68,15 @@ void for_each_segment_variant(const SparseAttentionParams& p, Fn&& fn) {
       fn(*v, c);
   }
 }
-// Of a query that a test shares among so many, in a cluster at least one for each; 0: it cannot be.
-inline int forced_segments(const SparseAttentionParams& p, const Variant& v, int splits) {
-  if (v.schedule == Schedule::kRuns) return num_segments(p);
-  const SegmentCtas& ctas =
-      *std::find_if(std::begin(kSegmentCtas), std::end(kSegmentCtas),
-                    [&](const SegmentCtas& c) { return c.kernel == v.kernel && c.heads == v.heads; });
-  if (splits < 1 || splits > ctas.most || !std::has_single_bit(static_cast<unsigned>(splits))) return 0;
-  const int segments = std::max(num_segments(p), splits);
-  return segments / splits > ctas.most ? 0 : segments;
+// Whether the CTAs of a query, as many as a test asks for, can have its segments: in a cluster all as many.
+inline bool can_share_segments(const Variant& v, int splits) {
+  return v.schedule == Schedule::kRuns || (splits > 0 && kSegmentsOfQuery % splits == 0);
 }
-// The model's time of CTAs that take at most so many segments of a query.
+// The model's time.
 inline double time_of_segments(const SparseAttentionParams& p, const SegmentCtas& ctas, const SplitClass& s,
-                               int segments, int num_sms) {
+                               int num_sms) {
   const HeadsClass price{ctas.kernel, ctas.heads, ctas.price, {}, {}};
-  const Runs all = runs_of(p, ctas.block_keys, static_cast<unsigned>(segments * ctas.teams));
+  const Runs all = runs_of(p, ctas.block_keys, static_cast<unsigned>(kSegmentsOfQuery * ctas.teams));
   const int64_t runs = ceil_div(all.count, int64_t{s.splits} * ctas.teams);  // of a team
   const int64_t blocks =
       std::min(ceil_div(all.count, int64_t{s.splits}) * ceil_div(all.blocks, all.count), all.blocks);
@@ -102,19 +89,19 @@ inline double time_of_segments(const SparseAttentionParams& p, const SegmentCtas
              (static_cast<double>(runs) * ctas.us_of_run + static_cast<double>(waiting) * ctas.us_of_waiting);
 }
 // Fewer keys may be dealt to more runs.
-inline int most_runs(const SparseAttentionParams& p, int segments) {
+inline int most_runs(const SparseAttentionParams& p) {
   const int64_t blocks = ceil_div(num_keys(p), int64_t{64});
   int most = 1;
-  if (blocks > kMostQueryParts * kMostQueryParts) return segments;
+  if (blocks > kMostQueryParts * kMostQueryParts) return kSegmentsOfQuery;
   for (int some = 1; some <= static_cast<int>(blocks); ++some)
     most = std::max(most, ceil_div(some, longest_run(some, segments_of(p).run_blocks,
-                                                     std::countr_zero(static_cast<unsigned>(segments)))));
+                                                     std::countr_zero(unsigned{kSegmentsOfQuery}))));
   return most;
 }
 
-inline void deal_runs(const SparseAttentionParams& p, int segments, Plan& plan) {
-  plan.segments = segments, plan.run_blocks = segments_of(p).run_blocks;
-  plan.most_runs = most_runs(p, segments);
+inline void deal_runs(const SparseAttentionParams& p, Plan& plan) {
+  plan.segments = kSegmentsOfQuery, plan.run_blocks = segments_of(p).run_blocks;
+  plan.most_runs = most_runs(p);
 }
 
 // CTAs of many_heads without clusters, which leave runs to a second grid: as kSegmentCtas, of a run that a
@@ -143,12 +130,11 @@ inline bool have_room(const SparseAttentionParams& p, const Plan& plan, int num_
 // Null where there are no segments. Rows may be full or have few valid keys: what counts is how much longer
 // both take than they could, full ones, which count twice, and a quarter of one.
 inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, int num_sms) {
-  const int segments = num_segments(p);
   const bool may_leave_runs = may_have_parts(op, p, num_sms) && segments_of(p).kernel == Kernel::kManyHeads;
   SparseAttentionParams quarter = p;
   for (KvScope& scope : quarter.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
   Plan dealt{};
-  deal_runs(p, segments, dealt);
+  deal_runs(p, dealt);
   const auto plan_of = [&](const Variant& v, int ctas) {
     Plan plan = dealt;
     plan.variant = v, plan.splits = ctas;
@@ -157,15 +143,15 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
   const auto each = [&](auto&& fn) {
     for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
       for (const SplitClass& s : kSplitClasses)
-        if (segments % s.splits == 0)
-          fn(plan_of(v, s.splits), time_of_segments(p, ctas, s, segments, num_sms),
-             time_of_segments(quarter, ctas, s, segments, num_sms));
+        if (kSegmentsOfQuery % s.splits == 0)
+          fn(plan_of(v, s.splits), time_of_segments(p, ctas, s, num_sms),
+             time_of_segments(quarter, ctas, s, num_sms));
     });
     for (const RunCtas& c : kRunCtas) {
       const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kRuns, c.heads, 0, p.layouts());
       if (!may_leave_runs || !v || c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;
       const int64_t items = p.num_tokens * ceil_div(p.num_q_heads, c.heads);
-      const auto most = static_cast<int>(runs_of(p, 64, static_cast<unsigned>(segments)).count);
+      const auto most = static_cast<int>(runs_of(p, 64, kSegmentsOfQuery).count);
       for (int ctas = kLeastCtasOfRuns; ctas <= std::min<int64_t>(most, num_sms / items); ++ctas)
         if (const Plan plan = plan_of(*v, ctas); have_room(p, plan, num_sms))
           fn(plan, time_of_runs(p, c, plan, num_sms), time_of_runs(quarter, c, plan, num_sms));

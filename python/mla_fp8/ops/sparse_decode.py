@@ -135,8 +135,8 @@ def sparse_decode(
         extra_page_size: Rows of a page of the second cache.
         extra_layout: Of the second cache, by default that of the first, or one whose ``extra_of`` names it.
         scale: 1 element, float32: the layer's scale, for ``fp8_e4m3*`` layouts alone.
-        batch_invariant: A token's result does not depend on the others, nor on its place among them. Always
-            so on a CPU.
+        batch_invariant: A token's bits depend on its query, its keys in their order and the number of heads
+            alone, in all four ops. Always so on a CPU.
         query_groups: Experimental. So many consecutive tokens, the drafts of a request, have mostly the same
             keys, which are then fetched once. It is a hint for 8, 16 or 32 heads over ``dsv4`` or
             ``dsv32`` on Hopper; elsewhere, and with ``batch_invariant``, nothing changes.

@@ -18,6 +18,7 @@ def sparse_prefill(
     sm_scale: float,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -33,6 +34,7 @@ def sparse_prefill(
         sm_scale: A logit is sm_scale * (q . k).
         attn_sink: [num_q_heads] float32, an extra logit without a value.
         topk_length: [num_tokens] int32. Only the first n indices of a token count.
+        batch_invariant: As in :func:`sparse_decode`, with ``return_max_logits=False``.
         out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.
         lse: [num_tokens, num_q_heads] float32, contiguous.
         workspace: float32, of :func:`sparse_attention_workspace` elements. With ``out``, ``lse`` and no
@@ -55,7 +57,7 @@ def sparse_prefill(
         need_tensors(name, q=q)
     given = {
         "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "attn_sink": attn_sink,
-        "topk_length": topk_length,
+        "topk_length": topk_length, "batch_invariant": _asked(name, batch_invariant, return_max_logits),
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
@@ -76,6 +78,7 @@ def sparse_prefill_paged(
     extra_page_size: int | None = None,
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     query_groups: int = 1,
     shared_keys: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -90,6 +93,7 @@ def sparse_prefill_paged(
         q: As in :func:`sparse_decode`, and so are all that are not listed here.
         query_groups: Experimental. So many neighbours in a prompt choose mostly the same keys. With 8 heads
             8 fill a tile.
+        batch_invariant: As in :func:`sparse_prefill`.
         return_max_logits: As in :func:`sparse_prefill`.
 
     Returns:
@@ -108,6 +112,7 @@ def sparse_prefill_paged(
         "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
         "extra_layout": extra_layout, "scale": scale,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
+        "batch_invariant": _asked(name, batch_invariant, return_max_logits),
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
@@ -131,6 +136,7 @@ def sparse_prefill_window(
     extra_layout: str | KVLayout | None = None,
     scale: torch.Tensor | None = None,
     extra_page_table: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -156,6 +162,7 @@ def sparse_prefill_window(
             count, (p + 1) // ratio of them.
         extra_page_table: [num_requests, max_pages] int32, in place of ``extra_indices``: the pages of entries
             0, extra_page_size ... of a request.
+        batch_invariant: As in :func:`sparse_prefill`.
         return_max_logits: As in :func:`sparse_prefill`.
 
     Returns:
@@ -174,8 +181,17 @@ def sparse_prefill_window(
         "extra_indices": extra_indices, "extra_topk_length": extra_topk_length,
         "extra_page_size": extra_page_size, "extra_layout": extra_layout, "scale": scale,
         "extra_page_table": extra_page_table,
+        "batch_invariant": _asked(name, batch_invariant, return_max_logits),
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
+
+
+def _asked(name: str, batch_invariant: bool, return_max_logits: bool) -> bool | None:
+    if batch_invariant and return_max_logits:
+        raise ValueError(
+            f"mla_fp8.{name}: return_max_logits must be False with batch_invariant, got {return_max_logits!r}"
+        )
+    return batch_invariant or None
 
 
 for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):

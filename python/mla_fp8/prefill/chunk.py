@@ -23,6 +23,8 @@ __all__ = ["SparsePrefillChunkCache"]
 
 MAX_QUERY_GROUP = 65536  # of the ops
 _NAME = "mla_fp8.SparsePrefillChunkCache"
+# Whose bits do not depend on the width of a query's list: as plan_segments.h, and on a CPU all.
+_OF_ANY_WIDTH = ("dsv32", "dsv4", "dsv41")
 
 
 class SparsePrefillChunkCache:
@@ -125,6 +127,7 @@ class SparsePrefillChunkCache:
         strategy: str = "auto",
         backend: str = "auto",
         query_groups: int = 1,
+        batch_invariant: bool = False,
     ) -> tuple[Tensor, ...]:
         """Attend in one layer.
 
@@ -136,9 +139,10 @@ class SparsePrefillChunkCache:
             strategy: ``"auto"``, ``"whole"``, ``"selected"`` or ``"direct"``.
             query_groups: Experimental. So many consecutive tokens choose mostly the same entries, which
                 ``"direct"`` then shares.
+            batch_invariant: As in :func:`mla_fp8.sparse_decode`, by ``"direct"``.
 
         Returns:
-            (out, max_logits, lse), as :func:`mla_fp8.sparse_prefill`.
+            (out, max_logits, lse), as :func:`mla_fp8.sparse_prefill`; with ``batch_invariant`` (out, lse).
 
         Raises:
             RuntimeError: If the chunk is stale.
@@ -146,9 +150,12 @@ class SparsePrefillChunkCache:
         """
         check_strategy(strategy, ("auto", *STRATEGIES))
         self._check(q, layer, topk_indices, query_groups)
+        options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
+        if batch_invariant:
+            _check_batch_invariant(q, layer, topk_indices, strategy)
+            strategy, options = "direct", options | {"batch_invariant": True, "return_max_logits": False}
         if strategy == "auto":
             strategy = self._choose(q, layer, topk_indices, backend, query_groups)
-        options = {"sm_scale": sm_scale, "attn_sink": attn_sink, "backend": backend}
         if strategy == "direct":
             options["query_groups"] = query_groups
         return WAYS[strategy](self.tables, self.workspace, layer, q, topk_indices, options)
@@ -202,3 +209,14 @@ class SparsePrefillChunkCache:
             expect_rows(_NAME, "topk_indices", topk_indices, torch.int32, self.num_tokens, None)
         if not isinstance(query_groups, Integral) or not 1 <= query_groups <= MAX_QUERY_GROUP:
             raise ValueError(f"{_NAME}: query_groups must be in [1, {MAX_QUERY_GROUP}], got {query_groups!r}")
+
+
+def _check_batch_invariant(q: Tensor, layer: LayerCaches, topk_indices: Tensor | None, strategy: str) -> None:
+    if strategy not in ("auto", "direct"):
+        raise ValueError(f"{_NAME}: strategy must be auto or direct with batch_invariant, got {strategy!r}")
+    arch, layout = arch_of(q.device.type, q.device.index), layer.layout_name
+    of_any_width = arch == "cpu" or (arch == "sm90" and layout in _OF_ANY_WIDTH)
+    if layer.entries and topk_indices is None and not of_any_width:  # as wide as the longest request's
+        raise ValueError(
+            f"{_NAME}: topk_indices must be given with batch_invariant for {layout} on {arch}, got None"
+        )
