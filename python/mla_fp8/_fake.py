@@ -45,9 +45,27 @@ def attention_outputs(number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def fake_returns_nothing(*ops: str) -> None:
-    """The ops that write into arguments have no outputs to describe."""
+    """The ops that write into arguments have no outputs to describe, and refuse lazy negative views there."""
     for op in ops:
         fake(op)(lambda *args, **kwargs: None)
+        _library.impl(op, functools.partial(_without_negative_views, op), "Negative")
+
+
+def _without_negative_views(op: str, *args: object, **options: object) -> None:
+    """Computes inputs that are lazy negative views. torch's own fallback fails after outputs were written."""
+    function = getattr(torch.ops.mla_fp8, op)
+    arguments = schema_of(function).arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | options
+    for argument in arguments:
+        x = given.get(argument.name)
+        if isinstance(x, torch.Tensor) and x.is_neg():
+            if argument.is_write:
+                raise ValueError(
+                    f"mla_fp8.{op.removesuffix('_out')}: {argument.name} must hold its own values, "
+                    "got a lazy negative view (Tensor.resolve_neg)"
+                )
+            given[argument.name] = x.resolve_neg()
+    function(**given)
 
 
 def _check_devices(namespace: str, op: str, *args: object, **options: object) -> None:

@@ -118,3 +118,30 @@ def test_no_heads_in_memory_of_another_stride(device):
         q, kv.bfloat16(), None, cos, sin, at, at, cache, layout=layout, page_size=8, eps=1e-6, norm_q=True
     )
     assert result.shape == (6, 0, 512)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name.endswith("_out")])
+def test_an_output_that_is_a_lazy_negative_view_is_refused_before_anything_is_written(name):
+    tensors, options = op_call(name, "cpu")
+    names = [argument.name for argument in schemas()[name].arguments]
+    given = dict(zip(names, tensors, strict=False)) | options
+    outputs = [a.name for a in schemas()[name].arguments if a.alias_info and a.alias_info.is_write]
+    outputs = [x for x in outputs if isinstance(given.get(x), torch.Tensor)]
+    before = {x: given[x].clone() for x in outputs}
+    last = outputs[-1]
+    lazy = torch._neg_view(given[last])
+    with pytest.raises(
+        ValueError, match=rf"mla_fp8\.\w+: {last} must hold its own values, got a lazy negative view"
+    ):
+        getattr(torch.ops.mla_fp8, name)(**given | {last: lazy})
+    for x in outputs:
+        assert torch.equal(
+            given[x].contiguous().view(torch.uint8), before[x].contiguous().view(torch.uint8)
+        ), x
+
+
+def test_an_input_that_is_a_lazy_negative_view_is_computed():
+    out, lse = torch.empty(1, 2, 64), torch.empty(1, 2)
+    a, b, zero = torch.ones(1, 2, 64), torch.full((1, 2, 64), 3.0), torch.zeros(1, 2)
+    mla_fp8.merge_attention_states(torch._neg_view(a), zero, b, zero, out=out, lse=lse)
+    assert torch.equal(out, torch.ones(1, 2, 64))
