@@ -10,6 +10,7 @@ without_gpu.pretend_vllm()
 
 from types import SimpleNamespace
 
+import engine_standins
 import pytest
 import torch
 import v32_layer
@@ -19,11 +20,13 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers import sparse_attn_indexer as indexer_layer
 from vllm.v1.attention.backends.mla import flashmla_sparse, indexer
 from vllm.v1.worker import workspace
+from vllm_prompt_cases import prompts_of_many_heads
 
 import mla_fp8_plugins
 from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
-from mla_fp8.integrations import layer_ops, vllm_indexer, vllm_layer, vllm_sparse
+from mla_fp8.integrations import layer_ops, vllm_indexer, vllm_layer, vllm_slots, vllm_sparse
 from mla_fp8.integrations import vllm as plugin
+from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 attention = pytest.importorskip(vllm_layer.MODULE)
 
@@ -70,11 +73,17 @@ class Step:
             need_to_return_lse_for_decode=False, pcp_dcp_kv_gather=False,
         )  # fmt: skip
         impl.topk_indices_buffer = self.buffer
-        monkeypatch.setattr(flashmla_sparse, "triton_convert_req_index_to_global_index", convert)
         monkeypatch.setattr(
-            kind, "_convert_logical_to_physical_topk",
-            lambda self, topk, m, **options: convert(m.req_id_per_token[: len(topk)], m.block_table, topk),
+            flashmla_sparse, "triton_convert_req_index_to_global_index",
+            lambda *args, **options: self.converted.append(args[2]) or convert(*args, **options),
         )  # fmt: skip
+        self.converted = []
+
+        def convert_once(impl, topk, m, **options):
+            self.converted.append(topk)
+            return convert(m.req_id_per_token[: len(topk)], m.block_table, topk)
+
+        monkeypatch.setattr(kind, "_convert_logical_to_physical_topk", convert_once)
         table = SimpleNamespace(cos_sin_cache=w.table, is_neox_style=False)
         self.layer = layer = attention.DeepseekV32Attention.__new__(attention.DeepseekV32Attention)
         torch.nn.Module.__init__(layer)
@@ -119,7 +128,7 @@ class Step:
             seq_lens=lens, max_seq_len=256, slot_mapping=slots, num_decodes=n, num_decode_tokens=n,
             num_prefills=0, num_prefill_tokens=0, prefill=None,
             decode=indexer.DeepSeekV32IndexerDecodeMetadata(
-                block_table=self.table[requests], seq_lens=lens[:, None],
+                block_table=self.table[requests] if prompts else self.table, seq_lens=lens[:, None],
                 decode_lens=torch.ones(n, dtype=torch.int32), requires_padding=False,
                 schedule_metadata=torch.empty(0),
             ),
@@ -221,6 +230,39 @@ def test_nobody_concatenates(monkeypatch):
     assert seen[0].shape == (2, HEADS, LATENT + ROPE) and seen[0].is_contiguous()
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_nobody_converts_positions_of_decode(layers, monkeypatch):
+    """Attention's slots are those that index_topk found, of all layers of a group; unless the choice is of
+    another table, of other rows, or was moved."""
+    step, seen = Step(monkeypatch, Weights(True)), []
+    impl, converted, of = step.layer.impl, step.converted, vllm_slots.of
+    impl.index_group = SimpleNamespace(
+        num_layers=layers, set_logical_topk_ready=lambda layer: None, prepare_for_batch=lambda layer, m: None
+    )
+    impl.index_group_index = 0
+    over = vllm_sparse.attend.over_pages
+    monkeypatch.setattr(
+        vllm_sparse.attend,
+        "over_pages",
+        lambda *args, **o: seen.append(args[2]) or over(*args, **o),
+    )
+    for hidden, tokens, prompts in batches():
+        requests, positions = torch.tensor(tokens).T.contiguous()
+        converted.clear()
+        step.run(torch.stack([hidden[r][p] for r, p in tokens]), requests, positions, prompts)
+        assert len(converted) == prompts
+        assert torch.equal(seen[-1], convert(requests, step.table, step.buffer[: len(tokens)]))
+    table, rows = step.table, len(seen[-1])
+    again = of(impl.index_group, rows, table, PAGE)
+    assert (again is None) == (layers == 1)
+    assert of(impl.index_group, rows + 1, table, PAGE) is of(impl.index_group, rows, table[1:], PAGE) is None
+    vllm_slots.room(step.buffer[:rows], table, PAGE)
+    with pytest.raises(AttributeError):  # of None
+        indexer_layer.unpack_seq_triton(None, None)
+    vllm_slots.take(impl.index_group)
+    assert of(impl.index_group, rows, table, PAGE) is None
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
@@ -240,6 +282,21 @@ def test_what_a_layer_refuses_stays_vllms(changes, reason, monkeypatch):
         lambda *args: called.append(args) or "theirs", layer, None, torch.zeros(1).bfloat16()
     )
     assert out == "theirs" and len(called) == 1
+
+
+def test_prompts_of_many_heads_are_written_where_vllm_reads_them(monkeypatch):
+    kind = vllm_sparse.make_backend(plugin.__name__).get_impl_cls()
+    assert kind.knows_prompts
+    impl = kind.__new__(kind)
+    vars(impl).update(softmax_scale=0.1, dcp_world_size=1, index_group=None)
+    torch.manual_seed(0)
+    b = prompts_of_many_heads(impl, "cpu")
+    convert = engine_standins.triton_convert_req_index_to_global_index
+    for name, x in (b.replaced | {convert.__name__: convert}).items():
+        monkeypatch.setattr(flashmla_sparse, name, x)
+    out, lse = impl._forward_fp8_kv_separate_prefill_decode(*b.arguments)
+    assert lse is None and out.data_ptr() == b.out.data_ptr()
+    assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
 
 
 def test_the_layer_is_of_a_version_that_we_know():

@@ -152,7 +152,7 @@ def test_rows_of_fp8_caches_keep_keys_behind_a_hole(method, prompts, block_size,
 
 
 def test_what_needs_vllms_own_way_goes_it(monkeypatch):
-    """Context parallelism merges results by lse; prompts with many heads go through vLLM's workspace."""
+    """Context parallelism merges results by lse; steps for prompts of many heads may be another version's."""
     b = paged_batch(9, "cpu")
     impl = resolved(monkeypatch).get_impl_cls()(64, 0.1)
     both = impl._forward_fp8_kv_mixed_batch, impl._forward_fp8_kv_separate_prefill_decode

@@ -59,13 +59,19 @@ def triton_convert_req_index_to_global_index(
     NUM_TOPK_TOKENS=2048,
     BLOCK_STRIDE_ROWS=None,
     return_valid_counts=False,
+    HAS_PREFILL_WORKSPACE=False,
+    prefill_workspace_request_ids=None,
+    prefill_workspace_starts=None,
 ):
-    """Slots of positions, -1 where it was; asked for, how many are valid, too."""
+    """Slots of positions, -1 where it was; asked for, how many are valid, too. Of prompts: rows."""
     assert BLOCK_STRIDE_ROWS is None
     assert token_indices.shape[1] == NUM_TOPK_TOKENS and len(req_id) == len(token_indices)
     valid = token_indices >= 0
     safe = token_indices.where(valid, 0).long()
     slots = block_table[req_id[:, None].long(), safe // BLOCK_SIZE] * BLOCK_SIZE + safe % BLOCK_SIZE
+    if HAS_PREFILL_WORKSPACE:
+        ids = prefill_workspace_request_ids[: len(slots), None].long()
+        slots = slots.where(ids < 0, prefill_workspace_starts[ids.clamp_min(0)] + safe)
     slots = slots.where(valid, -1).int()
     return (slots, valid.sum(1).int()) if return_valid_counts else slots
 

@@ -10,8 +10,8 @@ positions. Whoever else asks for the logits, as V4.1's candidate blocks do, gets
 keys of decode         vLLM's cache as it is: the keys of a page, then their scales; any distance of pages
 keys of a chunk        vLLM's gather, of which each row sees cu_seqlen_ks to cu_seqlen_ke
 lengths                vLLM's on the device, one of a row or one of a request; 0 for rows that pad a graph
-positions              within the request, ascending, then -1, into vLLM's buffer; attention makes slots of
-                       them, as of vLLM's
+positions              within the request, ascending, then -1, into vLLM's buffer; of decode their slots
+                       besides (vllm_slots.py). Of others attention makes slots, as of vLLM's
 memory                 of vLLM's workspace where a graph may be captured: decode
 =====================  ======================================================================================
 """
@@ -34,6 +34,7 @@ from .. import probes
 from .._torch_private import without_torch_function
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk_counters, index_topk_workspace
+from . import vllm_slots
 from .flash_mla_calls import around, take_over
 from .log import say_once
 
@@ -129,7 +130,7 @@ def fp8_fp4_paged_mqa_logits(
             next_n=next_n,
             topk=topk,
             out_positions=out,
-            out_slots=None,
+            out_slots=vllm_slots.room(out, block_tables, kv_cache.shape[1]),
             out_lens=chosen,
             workspace=workspace,
             counters=_counters(queries.device),

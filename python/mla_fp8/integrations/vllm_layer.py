@@ -25,7 +25,7 @@ from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import prepare_queries
-from . import vllm_indexer, vllm_sparse
+from . import vllm_indexer, vllm_slots, vllm_sparse
 from .flash_mla_calls import around
 from .log import say_once
 
@@ -50,7 +50,10 @@ _NEEDS: probes.Needs = {
         ),
         "get_forward_context": (), "get_attention_context": ("layer_name",),
     },
-    vllm_sparse.MODULE: {"FlashMLASparseImpl.forward_mqa": ("q",)},
+    vllm_sparse.MODULE: {
+        "FlashMLASparseImpl.forward_mqa": ("q",), "FlashMLASparseImpl.record_logical_topk_ready": (),
+    },
+    vllm_indexer.MODULE: {"unpack_seq_triton": ()},
     "vllm.utils.deep_gemm": {"mqa_logits_use_mx_scales": ()},
 }  # fmt: skip
 
@@ -76,6 +79,9 @@ def take_over() -> bool:
         return False
     layer.forward = wrapped
     impl.forward_mqa = around(impl.forward_mqa, forward_mqa)
+    indexer = import_module(vllm_indexer.MODULE)
+    indexer.unpack_seq_triton = around(indexer.unpack_seq_triton, vllm_slots.void)  # type: ignore[attr-defined]
+    vllm_slots.switch(True)
     return True
 
 

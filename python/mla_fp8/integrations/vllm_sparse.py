@@ -1,9 +1,9 @@
 """vLLM's sparse MLA backend (DeepSeek V3.2, GLM-5) with our kernels: mixed in before vLLM's own classes.
 
-Taken over: the kernels, the padding of query heads around them, and for FP8 caches the way to them, so that
-prompts of few heads are read straight from the pages. vLLM's own: indexer,
-cache writes, dense attention of short prompts, the gather before prefill with many heads, and what context
-parallelism does with the results.
+Taken over: the kernels, the padding of query heads around them, and for FP8 caches the way to them. Prompts
+of few heads are read straight from the pages; of many heads from rows that vLLM gathers, into vLLM's output.
+vLLM's own: indexer, cache writes, dense attention of short prompts, and what context parallelism does with
+the results.
 """
 
 import functools
@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .. import probes
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend, drafts, log
+from . import attend, drafts, log, vllm_slots
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
 _PACKED = KV_LAYOUTS["dsv32"]
+KNOWN = {"f4b45639050f9df0": "0.33.0"}  # sources of the method that _attend_prompts does step by step
 _PROMPT_ROWS = 256  # of a bf16 cache: from here on `sparse_prefill` is as fast or faster than `sparse_decode`
 
 
@@ -26,6 +28,7 @@ class SparseImpl:
     """Methods in place of those of vLLM's FlashMLASparseImpl."""
 
     theirs: ClassVar[ModuleType]
+    knows_prompts: ClassVar[bool]  # whether the steps of vLLM's method for prompts of many heads are known
     softmax_scale: float
     dcp_world_size: int
 
@@ -53,11 +56,12 @@ class SparseImpl:
         group = getattr(self, "index_group", None)
         on_host = isinstance(group, self.theirs.HiSparseMLAIndexGroup)
         prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens
-        if prompts or on_host or self.dcp_world_size > 1:
+        if on_host or self.dcp_world_size > 1 or (prompts and not self.knows_prompts):
             return super()._forward_fp8_kv_separate_prefill_decode(  # type: ignore[misc, no-any-return]
                 q, kv_c_and_k_pe_cache, topk_indices, attn_metadata
             )
-        return _attend_slots(self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata), None
+        attend_to = _attend_prompts if prompts else _attend_slots
+        return attend_to(self, q, kv_c_and_k_pe_cache, topk_indices, attn_metadata), None
 
     def _fp8_flash_mla_kernel(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, topk_indices: Tensor, kernel_metadata: object
@@ -104,10 +108,18 @@ def make_backend(module: str) -> type:
 
     class Impl(SparseImpl, found.FlashMLASparseImpl):  # type: ignore[misc, name-defined]
         theirs = found
+        knows_prompts = (
+            probes.why_not_rewrite(found.FlashMLASparseImpl._forward_fp8_kv_separate_prefill_decode, KNOWN)
+            is None
+        )
 
         def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
             super().__init__(num_heads, *args, **options)
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
+
+        def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
+            vllm_slots.take(self.index_group)
+            super().record_logical_topk_ready()
 
     class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
         supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
@@ -124,9 +136,12 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
     """All tokens as rows of their own. vLLM leaves -1 where it is: its counts of slots are no lengths."""
     group = drafts.ALONE
     if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
-        slots = impl._convert_logical_to_physical_topk(
-            topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
-        )
+        group_of_layers = getattr(impl, "index_group", None)
+        slots = vllm_slots.of(group_of_layers, len(q), metadata.block_table, metadata.block_size)
+        if slots is None:
+            slots = impl._convert_logical_to_physical_topk(
+                topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
+            )
         group = _group_of_step(impl, len(q), metadata)
     else:
         slots = impl.theirs.triton_convert_req_index_to_global_index(
@@ -138,6 +153,36 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
             return_valid_counts=False,
         )
     return _over_pages(q, kv_cache, slots, impl.softmax_scale, group)[0]
+
+
+def _attend_prompts(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
+    """vLLM's steps without its copies: decode over the pages, prompts over rows, each into its place in the
+    output, which lies in vLLM's workspace."""
+    theirs, parts = impl.theirs, metadata.fp8_extra_metadata
+    _, gathered, *_, out = theirs.current_workspace_manager().get_simultaneous(*impl.workspace_specs)
+    out = out[: len(q)]
+    slots, lens = theirs.triton_convert_req_index_to_global_index(
+        metadata.req_id_per_token[: len(topk_indices)],
+        metadata.block_table,
+        topk_indices,
+        BLOCK_SIZE=metadata.block_size,
+        NUM_TOPK_TOKENS=topk_indices.shape[1],
+        HAS_PREFILL_WORKSPACE=True,
+        prefill_workspace_request_ids=parts.prefill.request_ids,
+        prefill_workspace_starts=parts.prefill.workspace_starts,
+        return_valid_counts=True,
+    )
+    decodes = parts.num_decode_tokens
+    if decodes > 0:
+        group = drafts.of_call(parts.num_decodes, decodes // parts.num_decodes)
+        _over_pages(q[:decodes], kv_cache, slots[:decodes], impl.softmax_scale, group, out[:decodes])
+    for chunk in parts.prefill.chunks:
+        rows, tokens = gathered[: chunk.chunk_tot_seqlen], chunk.tokens_slice
+        theirs.ops.cp_gather_and_upconvert_fp8_kv_cache(
+            kv_cache, rows, chunk.block_table, chunk.workspace_starts, len(chunk.block_table)
+        )
+        impl._bf16_flash_mla_kernel(q[tokens], rows, slots[tokens], lens[tokens], out=out[tokens])
+    return out  # type: ignore[no-any-return]
 
 
 def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
@@ -152,11 +197,13 @@ def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
 
 
 def _over_pages(
-    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, group: drafts.Group
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, group: drafts.Group,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return attend.over_pages(
-        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale, group=group
-    )
+        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale, group=group,
+        out=out,
+    )  # fmt: skip
 
 
 @functools.cache
