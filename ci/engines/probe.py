@@ -89,8 +89,9 @@ def pins_are_the_engines(name: str) -> bool:
 
 
 def files(name: str, version: str) -> list[str]:
-    """The tests of a version: that of the layer knows the newest one's source alone."""
-    return [f"test_in_{name}.py", *([f"test_layer_in_{name}.py"] if version == pins.NEWEST[name] else [])]
+    """The tests of a version: those of layers and of the same bits know the newest one's source alone."""
+    of_newest = [f"test_layer_in_{name}.py", f"test_same_bits_in_{name}.py"]
+    return [f"test_in_{name}.py", *(of_newest if version == pins.NEWEST[name] else [])]
 
 
 def run(name: str, version: str, file: str) -> bool:

@@ -46,6 +46,10 @@ class FlashMLASparseBackend:
     def supports_compute_capability(cls, capability):
         return capability.major in (9, 10)
 
+    @classmethod
+    def supports_batch_invariance(cls):
+        return False
+
 
 class HiSparseMLAIndexGroup:
     pass

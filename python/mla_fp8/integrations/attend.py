@@ -9,6 +9,7 @@ from ..compat.flash_mla import aligned, index_rows
 from ..layout import KVLayout
 from ..ops.sparse_decode import plan_shared_keys, sparse_decode
 from ..ops.sparse_prefill import sparse_prefill, sparse_prefill_window
+from . import same_bits
 from .drafts import ALONE, Group
 
 __all__ = ["over_pages", "over_rows", "over_windows"]
@@ -30,6 +31,7 @@ def over_pages(
     Prompts, too: over pages its plan is that of :func:`mla_fp8.sparse_prefill_paged` for them.
     """
     q, indices = aligned(q), index_rows(indices)
+    batch_invariant = batch_invariant or same_bits.on()
     if group.queries > 1 and not batch_invariant and _knows_shared_keys(q):
         options["query_groups"] = group.queries
         if group.layers is not None:
@@ -49,8 +51,15 @@ def over_rows(
     max_logits: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """(out, lse) of :func:`mla_fp8.sparse_prefill`, or (out, max_logits, lse), written into ``out``."""
+    """(out, lse) of :func:`mla_fp8.sparse_prefill`, or (out, max_logits, lse), written into ``out``.
+
+    With batch_invariant there are no largest logits: None.
+    """
     q, kv, indices = aligned(q), aligned(kv), index_rows(indices)
+    if same_bits.on():
+        options |= {"batch_invariant": True, "return_max_logits": False}
+        out, lse = sparse_prefill(q, kv, indices, **options, out=out, backend="native")
+        return (out, None, lse) if max_logits else (out, lse)  # type: ignore[return-value]
     return sparse_prefill(q, kv, indices, **options, out=out, return_max_logits=max_logits, backend="native")
 
 
@@ -60,7 +69,7 @@ def over_windows(
     """:func:`mla_fp8.sparse_prefill_window`; ``out`` is written in place."""
     sparse_prefill_window(
         aligned(q), kv_cache, *geometry, layout=layout, **options, out=out, return_max_logits=False,
-        backend="native",
+        batch_invariant=same_bits.on(), backend="native",
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from mla_fp8_plugins import named_in_vllm
 
 from .. import probes
-from . import drafts, flash_mla_calls, log, vllm_sparse, vllm_v4
+from . import drafts, flash_mla_calls, log, vllm_same_bits, vllm_sparse, vllm_v4
 
 _LOGGER = logging.getLogger(__name__)
 _CALLS = "vllm.v1.attention.ops.flashmla"
@@ -66,6 +66,7 @@ def register_flash_mla_calls() -> None:
     for model, refused in layers.items():
         if not refused:
             vllm_v4.take_over(model)
+            vllm_same_bits.prepare(model)
     said = "heads as they are, prefill of few heads straight from the pages"
     log.logger().info(
         "mla_fp8 serves FlashMLA's sparse calls; %s",

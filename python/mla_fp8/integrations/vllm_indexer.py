@@ -337,6 +337,11 @@ def register() -> None:
     if reason:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
         return
+    take_over_indexer()
+
+
+def take_over_indexer() -> None:
+    """Re-entrant; where there is no reason why not."""
     module: ModuleType = import_module(MODULE)
     for name, (ours, _) in _LOGITS.items():
         setattr(module, name, around(getattr(module, name), functools.partial(around_logits, ours)))

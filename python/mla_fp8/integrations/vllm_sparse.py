@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import probes
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend, drafts, log, vllm_slots
+from . import attend, drafts, log, same_bits, vllm_same_bits, vllm_slots
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
@@ -55,7 +55,7 @@ class SparseImpl:
     ) -> tuple[Tensor, Tensor | None]:
         group = getattr(self, "index_group", None)
         on_host = isinstance(group, self.theirs.HiSparseMLAIndexGroup)
-        prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens
+        prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens and not same_bits.on()
         if on_host or self.dcp_world_size > 1 or (prompts and not self.knows_prompts):
             return super()._forward_fp8_kv_separate_prefill_decode(  # type: ignore[misc, no-any-return]
                 q, kv_c_and_k_pe_cache, topk_indices, attn_metadata
@@ -101,10 +101,15 @@ class SparseBackend:
     def supports_compute_capability(cls, capability: Any) -> bool:
         return bool(capability.major >= 8)
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
 
 def make_backend(module: str) -> type:
     """The backend as a class that vLLM finds by ``module`` and its name."""
     found = import_module(MODULE)
+    vllm_same_bits.prepare("DeepSeek V3.2")
 
     class Impl(SparseImpl, found.FlashMLASparseImpl):  # type: ignore[misc, name-defined]
         theirs = found
@@ -114,6 +119,8 @@ def make_backend(module: str) -> type:
         )
 
         def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
+            if same_bits.asked():
+                vllm_same_bits.attend_to_short_prompts_as_to_others()
             super().__init__(num_heads, *args, **options)
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 

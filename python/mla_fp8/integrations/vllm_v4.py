@@ -15,8 +15,9 @@ from torch import Tensor
 from .. import probes
 from ..layout import KV_LAYOUTS
 from ..ops.topk_to_slots import topk_to_slots
-from . import attend, drafts
+from . import attend, drafts, same_bits
 from .flash_mla_calls import around
+from .log import say_once
 
 MODULES = {
     "DeepSeek V4": "vllm.models.deepseek_v4.nvidia.flashmla",
@@ -25,7 +26,7 @@ MODULES = {
 LAYER = "DeepseekV4FlashMLAAttention"
 HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernel which writes the queries is compiled for
 # Up to here a prompt's keys are read from the pages as they are; above, vLLM's bf16 workspace is faster.
-MAX_HEADS_FROM_PAGES = 32
+MAX_HEADS_FROM_PAGES, MAX_HEADS = 32, HEADS[-1]
 # Of V4's layers that attend to every compressed entry of the past, without an indexer.
 EVERY_ENTRY = 128
 _LAYOUT = KV_LAYOUTS["dsv4"]
@@ -50,7 +51,10 @@ def forward_prefill(
     swa_metadata: Any,
 ) -> None:
     packed = swa_k_cache.shape[-1] * swa_k_cache.element_size() == _LAYOUT.bytes_per_token
-    if q.shape[1] > MAX_HEADS_FROM_PAGES or not packed or swa_metadata.prefill_left_visible is not None:
+    most_heads = MAX_HEADS if same_bits.on() else MAX_HEADS_FROM_PAGES
+    if q.shape[1] > most_heads or not packed or swa_metadata.prefill_left_visible is not None:
+        if same_bits.on():
+            say_once("mla_fp8: prompts of V4 with images, or over other rows, have other bits than decode")
         original(self, q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata)
         return
     first, num_tokens = swa_metadata.num_decodes, swa_metadata.num_prefill_tokens

@@ -1,0 +1,50 @@
+"""vLLM with VLLM_BATCH_INVARIANT=1 (same_bits.py): its refusals of sparse MLA, the indexer, short prompts."""
+
+from importlib import import_module
+
+from .. import probes
+from . import log, same_bits, vllm_indexer
+
+_INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
+# By model, the classes of its caches that vLLM refuses in this mode. What belongs to them, if anything, is
+# done for each token alone; attention of V4 is by FlashMLA's calls, and so ours.
+BACKENDS = {
+    "DeepSeek V3.2": (_INDEXER,),
+    **{
+        model: (
+            _INDEXER,
+            "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWABackend",
+            f"vllm.models.{package}.compressor.CompressorBackend",
+            f"vllm.models.{package}.sparse_mla.DeepseekV4SparseMLABackend",
+        )
+        for model, package in (("DeepSeek V4", "deepseek_v4"), ("DeepSeek V4.1", "deepseek_v41"))
+    },
+}
+
+
+def prepare(model: str) -> None:
+    """What vLLM refuses of a model whose attention is ours is lifted; its indexer is taken over. Re-entrant.
+
+    Nothing, without the switch. A vLLM that lacks what this builds on keeps its refusal, and says so.
+    """
+    if not same_bits.asked():
+        return
+    reason = probes.why_not_call(_needs(model)) or vllm_indexer.why_not()
+    if reason:
+        log.say_once(f"mla_fp8: {model} stays refused with VLLM_BATCH_INVARIANT: {reason}")
+        return
+    vllm_indexer.take_over_indexer()
+    for path in BACKENDS[model]:
+        module, _, name = path.rpartition(".")
+        getattr(import_module(module), name).supports_batch_invariance = classmethod(lambda cls: True)
+
+
+def _needs(model: str) -> probes.Needs:
+    paths = [path.rpartition(".") for path in BACKENDS[model]]
+    return {module: {f"{name}.supports_batch_invariance": ()} for module, _, name in paths}
+
+
+def attend_to_short_prompts_as_to_others() -> None:
+    """vLLM takes dense attention where no prompt of a batch has more keys than are chosen."""
+    config = import_module("vllm.config").get_current_vllm_config()
+    config.attention_config.sparse_mla_force_mqa = True
