@@ -319,10 +319,11 @@ def attend(
     """
     q = given["q"]
     given = {name: x for name, x in given.items() if x is not None}  # None costs the op more than nothing
-    if op == "sparse_prefill":
-        layout, features = row_layout(q).name, _features_of(given)
-    else:
-        layout, features = _resolve_layouts(op, given, backend)
+    layout, features = (
+        (row_layout(q).name, _NO_FEATURES) if op == "sparse_prefill" else _resolve_layouts(op, given, backend)
+    )
+    if "batch_invariant" in given:
+        features = (*features, "batch_invariant")
     refuse_gradients_of(op, given)
     adapter = _adapter(op, q, layout, backend, features)
     into = out is not None or lse is not None or workspace is not None
@@ -348,6 +349,21 @@ def attend(
     return (given["out"], given["max_logits"], given["lse"]) if max_logits else (given["out"], given["lse"])
 
 
+def attend_as_given(
+    op: str, given: dict[str, Any], layout: str, features: tuple[str, ...] = ()
+) -> tuple[Tensor, ...] | None:
+    """What our op returns for ``given``, with layouts by id; None where something is wrong, or in a form that
+    the op does not take. :func:`attend` then says what, or takes it converted.
+    """
+    q = given["q"]
+    try:
+        refuse_gradients_of(op, given)
+        _selected_on(op, q.device, layout, q.size(1), features, "native")
+        return getattr(torch.ops.mla_fp8, op)(**given)  # type: ignore[no-any-return]
+    except (RuntimeError, ValueError):
+        return None
+
+
 def _call(op: str, adapter: str, given: dict[str, Any]) -> Any:
     ours = torch.ops.mla_fp8
     try:
@@ -362,7 +378,7 @@ _NO_FEATURES: tuple[str, ...] = ()
 
 
 def _resolve_layouts(op: str, given: dict[str, Any], backend: str) -> tuple[str, tuple[str, ...]]:
-    """(the caches' layouts by name, the features that the call wants); puts layouts' ids into ``given``."""
+    """(the caches' layouts by name, the features that they are); puts layouts' ids into ``given``."""
     layout = layout_of(given.get("layout"), given["q"], given["kv_cache"], given.get("page_size"), backend)
     given["layout"], name, features = layout.id, layout.name, _NO_FEATURES
     if (
@@ -376,11 +392,7 @@ def _resolve_layouts(op: str, given: dict[str, Any], backend: str) -> tuple[str,
         given.pop("extra_layout", None)
         if scope.layout.name != name:
             given["extra_layout"], name = scope.layout.id, f"{name} + {scope.layout.name}"
-    return name, (*features, *_features_of(given))
-
-
-def _features_of(given: dict[str, Any]) -> tuple[str, ...]:  # but for a second cache
-    return ("batch_invariant",) if "batch_invariant" in given else _NO_FEATURES
+    return name, features
 
 
 def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tuple[str, ...]) -> str:

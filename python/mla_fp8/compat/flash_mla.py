@@ -9,11 +9,12 @@ Bad input raises ValueError, or the RuntimeError of the op (:func:`mla_fp8.spars
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .._arguments import need_tensors
-from ..dispatch import attend
+from ..dispatch import attend, attend_as_given
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ._names import caller_names
 
@@ -29,6 +30,8 @@ _ALIGNMENT = 16  # bytes, of the rows that our ops read
 _ANY = -1  # of a shape
 _FOUR, _PAGES = (_ANY,) * 4, (_ANY, _ANY, 1, _ANY)
 _INF, _NAN = float("inf"), float("nan")
+_TWO_CACHES = ("two caches",)
+_SMALL_ROWS, _LARGE_ROWS = KV_LAYOUTS["bf16_512"], KV_LAYOUTS["bf16"]
 _DECODE, _PREFILL = "mla_fp8.flash_mla_with_kvcache", "mla_fp8.flash_mla_sparse_fwd"
 
 
@@ -45,10 +48,6 @@ def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta
     return FlashMLASchedMeta(), None
 
 
-@caller_names(
-    kv_cache="k_cache", extra_kv_cache="extra_k_cache", extra_indices="extra_indices_in_kvcache",
-    sm_scale="softmax_scale", page_size="k_cache", extra_page_size="extra_k_cache",
-)  # fmt: skip
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -103,7 +102,7 @@ def flash_mla_with_kvcache(
         _expect(_DECODE, "causal", False, causal)
         _expect(_DECODE, "is_fp8_kvcache", True, is_fp8_kvcache)
         _expect(_DECODE, "head_dim_v", HEAD_DIM_V, head_dim_v)
-    if not (_is(q, 4) and _is(k_cache, 4) and _is(indices, 3)) or indices.shape[:2] != q.shape[:2]:
+    if not (_is(q, 4) and _is(k_cache, 4) and _is(indices, 3)):
         _expect_tensors(_DECODE, q=q, k_cache=k_cache, indices=indices)
         _expect_shape(_DECODE, "q", q, _FOUR)
         _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
@@ -113,32 +112,29 @@ def flash_mla_with_kvcache(
     if one != 1:
         _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
     layout = _layout(head_dim, row_elements * k_cache.element_size(), kv_format)
-    given: dict[str, object] = {
-        "q": aligned(q.flatten(0, 1)), "kv_cache": k_cache, "indices": index_rows(indices.flatten(0, 1)),
-        "layout": layout, "page_size": page_size,
+    given: dict[str, Any] = {
+        "q": q.squeeze(1) if s_q == 1 else q.flatten(0, 1), "kv_cache": k_cache,
+        "indices": _per_token("indices", indices, batch, s_q), "layout": layout.id, "page_size": page_size,
         "sm_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
     }  # fmt: skip
     if topk_length is not None:
-        _expect_shape(_DECODE, "topk_length", topk_length, (batch,))
-        given["topk_length"] = _per_token(topk_length, s_q)
+        given["topk_length"] = _lengths("topk_length", topk_length, batch, s_q)
     if attn_sink is not None:
-        _expect_tensors(_DECODE, attn_sink=attn_sink)
-        given["attn_sink"] = attn_sink.contiguous()
+        given["attn_sink"] = attn_sink
+    extra = None
     if extra_indices_in_kvcache is not None:
-        _expect_shape(_DECODE, "extra_indices_in_kvcache", extra_indices_in_kvcache, (batch, s_q, _ANY))
-        given["extra_indices"] = index_rows(extra_indices_in_kvcache.flatten(0, 1))
+        given["extra_indices"] = _per_token("extra_indices_in_kvcache", extra_indices_in_kvcache, batch, s_q)
     if extra_topk_length is not None:
-        _expect_shape(_DECODE, "extra_topk_length", extra_topk_length, (batch,))
-        given["extra_topk_length"] = _per_token(extra_topk_length, s_q)
+        given["extra_topk_length"] = _lengths("extra_topk_length", extra_topk_length, batch, s_q)
     if extra_k_cache is not None:
         _expect_shape(_DECODE, "extra_k_cache", extra_k_cache, _PAGES)
-        row_bytes = extra_k_cache.shape[3] * extra_k_cache.element_size()
         given["extra_kv_cache"], given["extra_page_size"] = extra_k_cache, extra_k_cache.shape[1]
-        given["extra_layout"] = _extra_layout(layout, row_bytes)
+        extra = _extra_layout(layout, extra_k_cache.shape[3] * extra_k_cache.element_size())
+        if extra is not layout:
+            given["extra_layout"] = extra.id
     if query_groups != 1 or shared_keys is not None:
         given["query_groups"], given["shared_keys"] = query_groups, shared_keys
-    out, lse = attend("sparse_decode", given, "native", out=None, lse=None, workspace=None)
-    lse = _empty_is_plus_inf(lse)
+    out, lse = _attend("sparse_decode", given, layout, extra)
     if s_q == 1:  # a view less
         return out.unsqueeze(1), lse.unsqueeze(2)
     return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
@@ -166,25 +162,78 @@ def flash_mla_sparse_fwd(
     lse          [s_q, heads]               fp32   +inf if nothing
     ===========  =========================  =====  ==========================================
     """
-    _expect(_PREFILL, "d_v", HEAD_DIM_V, d_v)
-    fits = _is(q, 3) and _is(kv, 3) and _is(indices, 3) and kv.shape[1:] == (1, q.shape[2])
-    if not fits or indices.shape[:2] != (q.shape[0], 1):
+    if d_v != HEAD_DIM_V:
+        _expect(_PREFILL, "d_v", HEAD_DIM_V, d_v)
+    if not (_is(q, 3) and _is(kv, 3) and _is(indices, 3)) or kv.shape[1] != 1 or indices.shape[1] != 1:
         _expect_tensors(_PREFILL, q=q, kv=kv, indices=indices)
         _expect_shape(_PREFILL, "q", q, (_ANY, _ANY, _ANY))
         _expect_shape(_PREFILL, "kv", kv, (_ANY, 1, q.shape[2]))
         _expect_shape(_PREFILL, "indices", indices, (q.shape[0], 1, _ANY))
-    given: dict[str, object] = {
-        "q": aligned(q), "kv": aligned(kv.squeeze(1)), "indices": index_rows(indices.squeeze(1)),
-        "sm_scale": sm_scale,
+    given: dict[str, Any] = {
+        "q": q, "kv": kv.squeeze(1), "indices": indices.squeeze(1), "sm_scale": sm_scale,
     }  # fmt: skip
-    for name, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
-        if x is not None:
-            _expect_tensors(_PREFILL, **{name: x})
-            given[name] = x.contiguous()
-    out, max_logits, lse = attend(
-        "sparse_prefill", given, "native", out=None, lse=None, workspace=None, max_logits=True
+    if attn_sink is not None:
+        given["attn_sink"] = attn_sink
+    if topk_length is not None:
+        given["topk_length"] = topk_length
+    out, max_logits, lse = _attend(
+        "sparse_prefill", given, _SMALL_ROWS if q.size(2) == HEAD_DIM_V else _LARGE_ROWS
     )
-    return out, max_logits, _empty_is_plus_inf(lse)
+    return out, max_logits, lse
+
+
+def _attend(
+    op: str, given: dict[str, Any], layout: KVLayout, extra: KVLayout | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The op's results, lse as FlashMLA has it. What the op does not read as it lies is copied, then."""
+    results = None
+    if not torch.compiler.is_compiling():
+        name = layout.name if extra is None or extra is layout else f"{layout.name} + {extra.name}"
+        results = attend_as_given(op, given, name, () if extra is None else _TWO_CACHES)
+    if results is None:
+        results = (_attend_to_rows if op == "sparse_prefill" else _attend_to_pages)(given, layout, extra)
+    # Nothing attended: +inf, in place and in one launch; NaN and everything finite stay.
+    results[-1].nan_to_num_(_NAN, _INF, _INF)
+    return results
+
+
+@caller_names(
+    kv_cache="k_cache", extra_kv_cache="extra_k_cache", extra_indices="extra_indices_in_kvcache",
+    sm_scale="softmax_scale", page_size="k_cache", extra_page_size="extra_k_cache",
+)  # fmt: skip
+def _attend_to_pages(
+    given: dict[str, Any], layout: KVLayout, extra: KVLayout | None
+) -> tuple[torch.Tensor, ...]:
+    given = _converted(_DECODE, given) | {"layout": layout, "extra_layout": extra}
+    return attend("sparse_decode", given, "native", out=None, lse=None, workspace=None)  # type: ignore[no-any-return]
+
+
+def _attend_to_rows(given: dict[str, Any], *unused: object) -> tuple[torch.Tensor, ...]:
+    given, op = _converted(_PREFILL, given), "sparse_prefill"
+    return attend(op, given, "native", out=None, lse=None, workspace=None, max_logits=True)  # type: ignore[no-any-return]
+
+
+def _converted(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Copies of what the op would not read in place."""
+    for name, convert in _CONVERT.items():
+        if name in given:
+            _expect_tensors(function, **{name: given[name]})
+            given[name] = convert(given[name])
+    return given
+
+
+def _per_token(name: str, x: torch.Tensor, batch: int, s_q: int) -> torch.Tensor:
+    """``x [batch, s_q, n]`` with a row for each query token."""
+    if not _is(x, 3) or x.size(0) != batch or x.size(1) != s_q:
+        _expect_shape(_DECODE, name, x, (batch, s_q, _ANY))
+    return x.squeeze(1) if s_q == 1 else x.flatten(0, 1)
+
+
+def _lengths(name: str, x: torch.Tensor, batch: int, s_q: int) -> torch.Tensor:
+    """``x [batch]`` for each query token."""
+    if not _is(x, 1) or x.size(0) != batch:
+        _expect_shape(_DECODE, name, x, (batch,))
+    return x if s_q == 1 else x.repeat_interleave(s_q)
 
 
 def _expect(function: str, what: str, want: object, got: object) -> None:
@@ -279,10 +328,8 @@ def index_rows(indices: torch.Tensor) -> torch.Tensor:
     return indices if indices.stride(-1) == 1 else indices.contiguous()
 
 
-def _per_token(length: torch.Tensor, s_q: int) -> torch.Tensor:
-    return length.contiguous() if s_q == 1 else length.repeat_interleave(s_q)
-
-
-def _empty_is_plus_inf(lse: torch.Tensor) -> torch.Tensor:
-    """In place, in one launch; NaN and everything finite stay."""
-    return lse.nan_to_num_(nan=_NAN, posinf=_INF, neginf=_INF)
+_CONVERT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("q", "kv"), aligned),
+    **dict.fromkeys(("indices", "extra_indices"), index_rows),
+    **dict.fromkeys(("topk_length", "extra_topk_length", "attn_sink"), torch.Tensor.contiguous),
+}

@@ -57,7 +57,7 @@ def sparse_prefill(
         need_tensors(name, q=q)
     given = {
         "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "attn_sink": attn_sink,
-        "topk_length": topk_length, "batch_invariant": _asked(name, batch_invariant, return_max_logits),
+        "topk_length": topk_length, "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
@@ -112,7 +112,7 @@ def sparse_prefill_paged(
         "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
         "extra_layout": extra_layout, "scale": scale,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
-        "batch_invariant": _asked(name, batch_invariant, return_max_logits),
+        "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
@@ -181,17 +181,18 @@ def sparse_prefill_window(
         "extra_indices": extra_indices, "extra_topk_length": extra_topk_length,
         "extra_page_size": extra_page_size, "extra_layout": extra_layout, "scale": scale,
         "extra_page_table": extra_page_table,
-        "batch_invariant": _asked(name, batch_invariant, return_max_logits),
+        "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
 
-def _asked(name: str, batch_invariant: bool, return_max_logits: bool) -> bool | None:
-    if batch_invariant and return_max_logits:
+def _asked(name: str, return_max_logits: bool) -> bool:
+    """batch_invariant."""
+    if return_max_logits:
         raise ValueError(
             f"mla_fp8.{name}: return_max_logits must be False with batch_invariant, got {return_max_logits!r}"
         )
-    return batch_invariant or None
+    return True
 
 
 for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):
