@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.dsa import dsa_indexer, dsa_indexer_metadata, d
 from sglang.srt.layers.attention.dsv4 import indexer as v4_indexer
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from mla_fp8.integrations import same_bits, sglang_same_bits
+from mla_fp8.integrations import replay, same_bits, sglang_same_bits
 from mla_fp8.integrations import sglang as plugin
 
 TOPK = 128
@@ -148,6 +148,31 @@ def test_v32_chooses_by_index_topk_in_prompts(kind, pool):
         metadata(problem, row_lens, starts, **options),
     )
     assert torch.equal(got[:-2], want) and (got[-2:] == -1).all()
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_choices_are_recorded_and_played_back(prompts, pool):
+    starts = torch.tensor([0, 3, 6, 9]).int() if prompts else None
+    problem = random_problem("cpu", [700, 64, 300], heads=16, next_n=3)
+    row_lens = (problem.seq_lens[:, None] - 2 + torch.arange(3)).flatten().int()
+    positions, slots, _ = problem.want_topk(TOPK)
+    kept = []
+    replay.record(lambda layer, chosen, requests: kept.append((layer, chosen.clone(), requests)))
+    q, weights = padded(problem)
+    made = metadata(problem, row_lens, starts)
+    ways = dsa_indexer.Indexer
+    arguments = Indexer(problem.index_cache), *((False,) if prompts else ()), None, 7, q, weights, made
+    choose = ways._get_topk_ragged if prompts else ways._get_topk_paged
+    assert torch.equal(choose(*arguments)[:-2], slots)
+    ((layer, recorded, requests),) = kept
+    assert layer == "7" and requests.tolist() == [0] * 3 + [1] * 3 + [2] * 3
+    assert torch.equal(recorded, positions)
+    replay.play(lambda layer, chosen, requests: chosen.copy_(positions))
+    problem.index_cache.zero_()  # another choice, but for the list
+    got = choose(*arguments)
+    replay.record(None)
+    replay.play(None)
+    assert torch.equal(got[:-2], slots)
 
 
 def test_without_the_switch_sglangs_own_method_runs(pool):

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_fp8_plugins
-from mla_fp8.integrations import attend, same_bits, vllm_indexer, vllm_same_bits
+from mla_fp8.integrations import attend, replay, same_bits, vllm_indexer, vllm_same_bits
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -117,3 +117,72 @@ def test_prompts_of_v4_have_the_bits_of_its_decode(ratio, heads, invariant, monk
     scenario = v4_layer.Scenario(v4_layer.V4, ratio, heads, [300, 5], [(7, 600)], torch.device("cpu"))
     torch.testing.assert_close(scenario.attend().double(), scenario.exact(), rtol=2e-2, atol=2e-2)
     assert sorted(invariant) == [("sparse_decode", True), ("sparse_prefill_window", True)]
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("ratio", v4_layer.V4.width)
+def test_tokens_of_v4_have_their_bits_as_drafts_and_in_prompts(ratio, heads, monkeypatch):
+    convert = engine_standins.compute_global_topk_indices_and_lens
+    monkeypatch.setattr(v4_layer.v4, convert.__name__, convert)
+    cpu = torch.device("cpu")
+    drafts = v4_layer.Scenario(v4_layer.V4, ratio, heads, [300, 90], [], cpu, drafts=4)
+    prompts = v4_layer.Scenario(v4_layer.V4, ratio, heads, [], [(4, 300), (4, 90)], cpu)
+    assert torch.equal(drafts.q, prompts.q) and torch.equal(drafts.chosen, prompts.chosen)
+    assert torch.equal(drafts.attend(), prompts.attend())
+
+
+@pytest.fixture
+def hooks():
+    yield replay
+    replay.record(None)
+    replay.play(None)
+
+
+def test_choices_of_v32_are_recorded_and_played_back(backend, hooks, monkeypatch):
+    kind = backend.get_impl_cls()
+    impl, other = kind.__new__(kind), kind.__new__(kind)
+    group, buffer = (
+        SimpleNamespace(set_logical_topk_ready=lambda index: None),
+        torch.arange(12).view(3, 4).int(),
+    )
+    for x in (impl, other):
+        vars(x).update(index_group=group, index_group_index=0, _indexer=None, _topk_indices_buffer=buffer)
+    layers = {
+        "model.layers.3.attn": SimpleNamespace(impl=impl, indexer=object(), skip_topk=False),
+        "model.layers.4.attn": SimpleNamespace(impl=other, indexer=None),
+    }
+    metadata = SimpleNamespace(num_actual_tokens=2, req_id_per_token=torch.tensor([0, 1, 7]).int())
+    context = SimpleNamespace(
+        attn_metadata=dict.fromkeys(layers, metadata), no_compile_layers=layers, cudagraph_runtime_mode=None
+    )
+    monkeypatch.setattr(import_module("vllm.forward_context"), "get_forward_context", lambda: context)
+    seen = []
+    hooks.record(lambda *choice: seen.append((choice[0], *(x.clone() for x in choice[1:]))))
+    hooks.play(lambda layer, positions, requests: positions.copy_(positions.flip(1)))
+    impl.record_logical_topk_ready()
+    other.record_logical_topk_ready()  # has the choice of the layer before
+    ((layer, positions, requests),) = seen
+    assert layer == "model.layers.3.attn" and requests.tolist() == [0, 1]
+    assert positions.tolist() == [[3, 2, 1, 0], [7, 6, 5, 4]]
+    assert buffer.tolist() == [*positions.tolist(), [8, 9, 10, 11]]
+    context.attn_metadata = None  # a profiling run
+    impl.record_logical_topk_ready()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_what_is_played_back_in_v4_is_what_attention_gets(drafts, hooks, monkeypatch):
+    convert = engine_standins.compute_global_topk_indices_and_lens
+    monkeypatch.setattr(v4_layer.v4, convert.__name__, convert)
+    cpu = torch.device("cpu")
+    scenario = v4_layer.Scenario(v4_layer.V4, 4, 16, [3000, 500], [(7, 2600)], cpu, drafts=drafts)
+    want, kept = scenario.attend().clone(), []
+    hooks.record(lambda layer, positions, requests: kept.append((layer, positions.clone(), requests)))
+    assert torch.equal(scenario.attend(), want)
+    ((layer, positions, requests),) = kept
+    assert layer == "layer" and torch.equal(positions, scenario.chosen)
+    assert requests.tolist() == scenario.request
+    scenario.chosen[:] = -1  # what another indexer chose
+    assert not torch.equal(scenario.attend(), want)
+    hooks.play(lambda layer, choice, requests: choice.copy_(positions))
+    assert torch.equal(scenario.attend(), want)

@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import probes
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk
-from . import same_bits
+from ..ops.topk_to_slots import topk_to_slots
+from . import replay, same_bits
 from .flash_mla_calls import take_over
 from .log import say_once
 from .vllm_indexer import Logits
@@ -108,6 +109,14 @@ def _choose(
         layout=_LAYOUT, page_size=_PAGE, topk=indexer.index_topk, pin_first=indexer.num_init_tokens,
         pin_last=indexer.num_local_tokens, **geometry,
     )  # fmt: skip
+    if replay.wanted():
+        request = torch.arange(rows, dtype=torch.int32, device=q.device)
+        if "query_start_loc" in geometry:
+            request = torch.searchsorted(geometry["query_start_loc"][1:], request, right=True, out_int32=True)
+        elif rows != requests:
+            request //= geometry["next_n"]
+        replay.chosen(str(layer_id), positions, request)
+        slots, _ = topk_to_slots(positions, table, page_size=_PAGE, row_to_request=request)
     backend = import_module("sglang.srt.layers.attention.dsa.dsa_topk_backend")
     chosen = positions
     if backend.envs.SGLANG_DSA_FUSE_TOPK.get() and not metadata.force_unfused_topk:

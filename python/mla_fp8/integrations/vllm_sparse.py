@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import probes
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend, drafts, log, same_bits, vllm_same_bits, vllm_slots
+from . import attend, drafts, log, replay, same_bits, vllm_same_bits, vllm_slots
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
@@ -126,6 +126,8 @@ def make_backend(module: str) -> type:
 
         def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
             vllm_slots.take(self.index_group)
+            if replay.wanted() and _choice(self):
+                vllm_slots.take(self.index_group)  # no slots: they were of other positions
             super().record_logical_topk_ready()
 
     class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
@@ -137,6 +139,21 @@ def make_backend(module: str) -> type:
 
     Backend.__module__, Backend.__qualname__, Backend.__name__ = module, "SparseBackend", "SparseBackend"
     return Backend
+
+
+def _choice(impl: Any) -> bool:
+    """A layer's choice, if it has an indexer and the step is no profiling run: whether it was replaced."""
+    context = import_module("vllm.forward_context").get_forward_context()
+    layers: dict[str, Any] = context.no_compile_layers
+    name = next((name for name, x in layers.items() if getattr(x, "impl", None) is impl), None)
+    if name is None or not isinstance(context.attn_metadata, dict):
+        return False
+    if getattr(layers[name], "indexer", None) is None or getattr(layers[name], "skip_topk", False):
+        return False
+    metadata = context.attn_metadata[name]
+    rows = metadata.num_actual_tokens
+    positions: Tensor = impl.topk_indices_buffer
+    return replay.chosen(name, positions[:rows], metadata.req_id_per_token[:rows])
 
 
 def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:

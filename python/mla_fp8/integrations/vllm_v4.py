@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import probes
 from ..layout import KV_LAYOUTS
 from ..ops.topk_to_slots import topk_to_slots
-from . import attend, drafts, same_bits
+from . import attend, drafts, replay, same_bits
 from .flash_mla_calls import around
 from .log import say_once
 
@@ -29,6 +29,7 @@ HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernel which writes the queries is c
 MAX_HEADS_FROM_PAGES, MAX_HEADS = 32, HEADS[-1]
 # Of V4's layers that attend to every compressed entry of the past, without an indexer.
 EVERY_ENTRY = 128
+INDEXED = 4  # the ratio of those with one
 _LAYOUT = KV_LAYOUTS["dsv4"]
 
 
@@ -159,9 +160,24 @@ def _layers_with_these_slots(layer: Any, swa_metadata: Any, attn_metadata: Any) 
     return drafts.Layers(swa_metadata, ratio, (source, id(attn_metadata)), id(layer))
 
 
+def forward_mqa(
+    original: Callable[..., None], self: Any, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor
+) -> None:
+    """Behind the choice of a layer of ratio 4."""
+    if replay.wanted() and self.compress_ratio == INDEXED:
+        metadata = import_module(type(self).__module__).get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            swa = metadata[self.swa_cache_layer.prefix]
+            rows = swa.num_decode_tokens + swa.num_prefill_tokens
+            requests = swa.token_to_req_indices[:rows].where(swa.is_valid_token[:rows], -1)
+            replay.chosen(self.prefix, self.topk_indices_buffer[:rows], requests)
+    original(self, q, kv, positions, output)
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "get_padded_num_q_heads": get_padded_num_q_heads,
     "_forward_prefill": forward_prefill,
+    "forward_mqa": forward_mqa,
 }
 # With drafts.py switched on.
 DRAFTS: dict[str, Callable[..., Any]] = {"_forward_decode": forward_decode}
@@ -170,6 +186,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "_forward_prefill": (
         "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
     ),
+    "forward_mqa": ("q", "kv", "positions", "output"),
     "_forward_decode": ("q", "kv_cache", "swa_metadata", "attn_metadata", "swa_only", "output"),
 }  # fmt: skip
 
