@@ -349,21 +349,6 @@ def attend(
     return (given["out"], given["max_logits"], given["lse"]) if max_logits else (given["out"], given["lse"])
 
 
-def attend_as_given(
-    op: str, given: dict[str, Any], layout: str, features: tuple[str, ...] = ()
-) -> tuple[Tensor, ...] | None:
-    """What our op returns for ``given``, with layouts by id; None where something is wrong, or in a form that
-    the op does not take. :func:`attend` then says what, or takes it converted.
-    """
-    q = given["q"]
-    try:
-        refuse_gradients_of(op, given)
-        _selected_on(op, q.device, layout, q.size(1), features, "native")
-        return getattr(torch.ops.mla_fp8, op)(**given)  # type: ignore[no-any-return]
-    except (RuntimeError, ValueError):
-        return None
-
-
 def _call(op: str, adapter: str, given: dict[str, Any]) -> Any:
     ours = torch.ops.mla_fp8
     try:
@@ -400,11 +385,11 @@ def _adapter(op: str, q: torch.Tensor, layout: str, backend: str, features: tupl
     if torch.compiler.is_compiling() or not isinstance(backend, str):
         heads = _selected_heads(num_q_heads)
         return select_name(op, device.type, device.index, layout, heads, features, backend)
-    return _selected_on(op, device, layout, num_q_heads, features, backend)
+    return selected_on(op, device, layout, num_q_heads, features, backend)
 
 
 @functools.lru_cache(maxsize=4096)
-def _selected_on(
+def selected_on(
     op: str, device: torch.device, layout: str, num_q_heads: int, features: tuple[str, ...], backend: str
 ) -> str:
     """:func:`select_name`, as fast as it can be asked."""

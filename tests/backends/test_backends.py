@@ -41,7 +41,7 @@ def row_id(row) -> str:
 @pytest.fixture(autouse=True)
 def nothing_is_located_yet():
     def forget():
-        for cached in (packages.locate, dispatch.select, dispatch._selected_on):
+        for cached in (packages.locate, dispatch.select, dispatch.selected_on):
             cached.cache_clear()
 
     forget()

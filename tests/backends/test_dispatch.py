@@ -46,10 +46,10 @@ def taken(problem: Problem, missing=not_built) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_selected_yet():
-    for cached in (packages.locate, dispatch.select, dispatch._selected_on):
+    for cached in (packages.locate, dispatch.select, dispatch.selected_on):
         cached.cache_clear()
     yield
-    for cached in (packages.locate, dispatch.select, dispatch._selected_on):
+    for cached in (packages.locate, dispatch.select, dispatch.selected_on):
         cached.cache_clear()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from .._arguments import need_tensors
-from ..dispatch import attend, attend_as_given
+from .._inference import refuse_gradients_of
+from ..dispatch import attend, selected_on
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ._names import caller_names
 
@@ -30,6 +31,7 @@ _ALIGNMENT = 16  # bytes, of the rows that our ops read
 _ANY = -1  # of a shape
 _FOUR, _PAGES = (_ANY,) * 4, (_ANY, _ANY, 1, _ANY)
 _INF, _NAN = float("inf"), float("nan")
+_NO_FEATURES: tuple[str, ...] = ()
 _TWO_CACHES = ("two caches",)
 _SMALL_ROWS, _LARGE_ROWS = KV_LAYOUTS["bf16_512"], KV_LAYOUTS["bf16"]
 _DECODE, _PREFILL = "mla_fp8.flash_mla_with_kvcache", "mla_fp8.flash_mla_sparse_fwd"
@@ -186,15 +188,27 @@ def _attend(
     op: str, given: dict[str, Any], layout: KVLayout, extra: KVLayout | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The op's results, lse as FlashMLA has it. What the op does not read as it lies is copied, then."""
-    results = None
-    if not torch.compiler.is_compiling():
-        name = layout.name if extra is None or extra is layout else f"{layout.name} + {extra.name}"
-        results = attend_as_given(op, given, name, () if extra is None else _TWO_CACHES)
+    results = None if torch.compiler.is_compiling() else _as_given(op, given, layout, extra)
     if results is None:
         results = (_attend_to_rows if op == "sparse_prefill" else _attend_to_pages)(given, layout, extra)
     # Nothing attended: +inf, in place and in one launch; NaN and everything finite stay.
     results[-1].nan_to_num_(_NAN, _INF, _INF)
     return results
+
+
+def _as_given(
+    op: str, given: dict[str, Any], layout: KVLayout, extra: KVLayout | None
+) -> tuple[torch.Tensor, ...] | None:
+    """The op's results; None where something is wrong, or in a form that the op does not take."""
+    q, name, features = given["q"], layout.name, _NO_FEATURES
+    if extra is not None:
+        name, features = name if extra is layout else f"{name} + {extra.name}", _TWO_CACHES
+    try:
+        refuse_gradients_of(op, given)
+        selected_on(op, q.device, name, q.size(1), features, "native")
+        return getattr(torch.ops.mla_fp8, op)(**given)  # type: ignore[no-any-return]
+    except (RuntimeError, ValueError):
+        return None
 
 
 @caller_names(

@@ -57,7 +57,8 @@ def sparse_prefill(
         need_tensors(name, q=q)
     given = {
         "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "attn_sink": attn_sink,
-        "topk_length": topk_length, "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
+        "topk_length": topk_length,
+        "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]
 
