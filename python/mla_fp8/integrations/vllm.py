@@ -67,6 +67,8 @@ def register_flash_mla_calls() -> None:
         if not refused:
             vllm_v4.take_over(model)
             vllm_same_bits.prepare(model)
+        if not vllm_v4.why_not(model, vllm_v4.REPLAY):
+            vllm_v4.take_over(model, vllm_v4.REPLAY)
     said = "heads as they are, prefill of few heads straight from the pages"
     log.logger().info(
         "mla_fp8 serves FlashMLA's sparse calls; %s",

@@ -177,8 +177,8 @@ def forward_mqa(
 METHODS: dict[str, Callable[..., Any]] = {
     "get_padded_num_q_heads": get_padded_num_q_heads,
     "_forward_prefill": forward_prefill,
-    "forward_mqa": forward_mqa,
 }
+REPLAY: dict[str, Callable[..., Any]] = {"forward_mqa": forward_mqa}  # replay.py
 # With drafts.py switched on.
 DRAFTS: dict[str, Callable[..., Any]] = {"_forward_decode": forward_decode}
 _NEEDED: dict[str, tuple[str, ...]] = {
