@@ -212,6 +212,16 @@ STEPS = {
         ),
         320,
     ),
+    "sglang_layer16": Step(
+        "SGLang as it is by default, 16 heads over FP8 pages: where a step's time goes",
+        sides(16, **PAGES, who=("stock", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        320,
+    ),
+    "sglang_layer128": Step(
+        "SGLang, 128 heads over rows: where a step's time goes",
+        sides(128, **SGLANG, who=("stock", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        320,
+    ),
     "sglang_layer_right": Step(
         "SGLang, our ops around attention: graphs, 16 heads, and exact attention; speculation",
         sides(16, **SGLANG, who=("stock", "layer", "exact"))

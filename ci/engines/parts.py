@@ -102,6 +102,16 @@ class Step:
         named = sorted((us, name) for name, (us, _) in self.kernels.items() if part_of(name) == part)
         return [f"{us:.1f} us {name[:90]}" for us, name in named[::-1][:most]]
 
+    def named(self) -> list[str]:
+        """Every kernel that is counted in `launches`, with its launches and microseconds in a layer."""
+        counted = [part for part in ALL if part not in (*NOT_OURS, "norms, activation")]
+        return [
+            f"{part}: {name[:90]}, {n / self.layers:.2f} x, {us / self.layers:.2f} us"
+            for part in counted
+            for name, (us, n) in sorted(self.kernels.items())
+            if n and part_of(name) == part
+        ]
+
     def problem(self) -> str | None:
         rest, whole = self.parts["rest"][0], self.whole
         if rest <= MOST_OF_REST * whole:

@@ -140,11 +140,15 @@ def steps(ran: dict[str, dict]) -> Iterable[tuple[str, dict, dict[str, parts.Ste
 
 
 def _steps(ran: dict[str, dict], shown: set[str]) -> str:
-    tables = [
-        parts.table(f"{label}, {what['phase']}, {what['requests']} x {what['context']}", found)
-        for label, what, found in steps(ran)
-        if any(f"{who}-{label}" in shown for who in found)
-    ]
+    tables, named = [], set()
+    for label, what, found in steps(ran):
+        if not any(f"{who}-{label}" in shown for who in found):
+            continue
+        title = f"{label}, {what['phase']}, {what['requests']} x {what['context']}"
+        tables.append(parts.table(title, found))
+        if what["phase"] == "decode" and label not in named:  # of one batch: they are the same in others
+            named.add(label)
+            tables += ["\n".join([f"{who}-{title}:", *step.named()]) for who, step in found.items()]
     return "\n\n".join(tables)
 
 

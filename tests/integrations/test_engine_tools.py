@@ -173,6 +173,9 @@ def test_kernel_times_are_compared_per_layer(tools):
     ):
         assert line in table
     assert any(line.startswith("| without GEMMs") and line.endswith(" | 24.0 | 10.0 |") for line in table)
+    names = table[table.index("stock-16-fp8_ds_mla-speed, decode, 8 x 4096:") + 1 :]
+    assert names[0] == "attention: flash_fwd_splitkv_mla, 1.00 x, 20.00 us"
+    assert names[1] == "copies, fills: FillFunctor, 1.00 x, 4.00 us"
     csv = report.csv_of_steps(found, "a GPU")
     assert "a GPU,vLLM 0,V3.2,16,decode,8,4096,ours,attention,10.00,1.00\n" in csv
 

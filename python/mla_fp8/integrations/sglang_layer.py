@@ -30,6 +30,7 @@ from ..index_layout import INDEX_DIM
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
 from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import PreparedQueries, prepare_queries
+from .layer_refusals import ROPE_DIM, Refusals, first, of_dims
 from .log import say_once
 
 _LAYERS = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
@@ -41,7 +42,6 @@ _CAPTURE = "sglang.srt.model_executor.runner"
 _LAYOUTS = {x.bytes_per_token: x for x in (KV_LAYOUTS["dsv32"], KV_LAYOUTS["bf16"])}
 _WRITTEN = "mla_fp8_written"  # attribute of a ForwardBatch: layers whose rows are in the cache
 _READY = "mla_fp8_ready"  # attribute of an Indexer: what its next call is given
-ROPE_DIM, MOST_QA = 64, 2048
 KNOWN = {  # sources of what _prepare does step by step, and of what calls the Indexer's methods
     f"{_LAYERS}.DeepseekMLAForwardMixin.forward_absorb_prepare": {"0a545db9d4541b80": "0.5.23"},
     f"{_INDEXER}.Indexer.forward_cuda": {"89bb59f2898d287c": "0.5.23"},
@@ -83,7 +83,7 @@ def why_not_layer(self: Any) -> str | None:
     """What of this layer we do not know, or None. It does not change once weights are loaded."""
     rope: Any = self.rotary_emb
     indexer: Any = getattr(self, "indexer", None)
-    refusals: dict[str, Callable[[], bool]] = {
+    refusals: Refusals = {
         "attention without an indexer": lambda: not self.use_dsa,
         "queries without latents": lambda: self.q_lora_rank is None,
         "decode context parallelism": lambda: self.dcp_size > 1,
@@ -91,12 +91,7 @@ def why_not_layer(self: Any) -> str | None:
         "GGUF weights": lambda: getattr(self, "_kimi_split_gguf_kv_b", False),
         "an output gate": lambda: hasattr(self, "prepare_attention_output_gate"),
         f"weights of {self.w_kc.dtype}": lambda: self.w_kc.dtype not in (torch.bfloat16, torch.float8_e4m3fn),
-        f"latents of {self.kv_lora_rank} + {self.qk_rope_head_dim} dims": lambda: (
-            (self.kv_lora_rank, self.qk_rope_head_dim) != (HEAD_DIM_V, ROPE_DIM)
-        ),
-        f"queries' latents of {self.q_lora_rank} dims": lambda: (
-            self.q_lora_rank > MOST_QA or self.q_lora_rank % 8 != 0
-        ),
+        **of_dims(self.kv_lora_rank, self.qk_rope_head_dim, self.q_lora_rank),
         "no RoPE, or another": lambda: rope is None or rope.is_neox_style or not _is_table(rope),
         "another indexer": lambda: (
             type(indexer).__name__ != "Indexer"
@@ -106,7 +101,7 @@ def why_not_layer(self: Any) -> str | None:
         "RMSNorm of index keys": lambda: getattr(indexer.k_norm, "bias", None) is None,
         "weights of LoRA": lambda: bool(getattr(getattr(indexer, "weights_proj", None), "set_lora", False)),
     }  # fmt: skip
-    return next((reason for reason, refused in refusals.items() if refused()), None)
+    return first(refusals)
 
 
 def _is_table(rope: Any) -> bool:
@@ -118,7 +113,7 @@ def why_not_step(self: Any, hidden_states: Any, forward_batch: Any, llama_4_scal
     """What of this step we do not know, or None."""
     module = import_module(_LAYERS)
     pool = module.get_token_to_kv_pool()
-    refusals: dict[str, Callable[[], bool]] = {
+    refusals: Refusals = {
         "activations that are quantised": lambda: (
             not isinstance(hidden_states, Tensor) or hidden_states.dtype is not torch.bfloat16
         ),
@@ -139,7 +134,7 @@ def why_not_step(self: Any, hidden_states: Any, forward_batch: Any, llama_4_scal
             or self._fuse_rope_for_trtllm_mla(forward_batch)
         ),
     }
-    return next((reason for reason, refused in refusals.items() if refused()), None)
+    return first(refusals)
 
 
 def _row_bytes(pool: Any, layer_id: int) -> int:

@@ -27,6 +27,7 @@ from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import prepare_queries
 from . import vllm_indexer, vllm_slots, vllm_sparse
 from .flash_mla_calls import around
+from .layer_refusals import ROPE_DIM, Refusals, first, of_dims
 from .log import say_once
 
 MODULE = "vllm.models.deepseek_v32.attention"
@@ -35,7 +36,6 @@ _INDEX = INDEX_LAYOUTS["index_fp8"]
 _LAYOUTS = {
     "fp8_ds_mla": KV_LAYOUTS["dsv32"], "auto": KV_LAYOUTS["bf16"], "bfloat16": KV_LAYOUTS["bf16"],
 }  # fmt: skip
-MOST_QA = 2048  # columns of prepare_keys' q_a
 KNOWN = {  # sources of what _forward does step by step, and of what it hands on to
     f"{LAYER}.forward": {"9a56898869b40f89": "0.33.0"},
     f"{LAYER}._sparse_indexer_and_attn": {"72439f088e75d4db": "0.33.0"},
@@ -89,29 +89,27 @@ def why_not_layer(self: Any) -> str | None:
     """What of this layer we do not know, or None. It does not change once a layer is built."""
     impl = import_module(vllm_sparse.MODULE).FlashMLASparseImpl
     indexer = self.indexer
-    refusals = {
-        f"attention of {type(self.impl).__name__}": not isinstance(self.impl, impl),
-        "prefill context parallelism": self.use_pcp,
-        "decode context parallelism": getattr(self.impl, "dcp_world_size", 1) > 1,
-        "HiSparse": self.hisparse_cache is not None,
-        "FP8 queries": self._fp8_query,
-        f"caches of {self.kv_cache_dtype}": self.kv_cache_dtype not in _LAYOUTS,
-        f"latents of {self.kv_lora_rank} + {self.qk_rope_head_dim} dims": (
-            (self.kv_lora_rank, self.qk_rope_head_dim) != (HEAD_DIM_V, 64)
+    refusals: Refusals = {
+        f"attention of {type(self.impl).__name__}": lambda: not isinstance(self.impl, impl),
+        "prefill context parallelism": lambda: self.use_pcp,
+        "decode context parallelism": lambda: getattr(self.impl, "dcp_world_size", 1) > 1,
+        "HiSparse": lambda: self.hisparse_cache is not None,
+        "FP8 queries": lambda: self._fp8_query,
+        f"caches of {self.kv_cache_dtype}": lambda: self.kv_cache_dtype not in _LAYOUTS,
+        **of_dims(self.kv_lora_rank, self.qk_rope_head_dim, self.q_lora_rank),
+        "other RoPE of attention": lambda: (
+            self.rotary_emb.is_neox_style or self.rotary_emb.cos_sin_cache.shape[1] != ROPE_DIM
         ),
-        f"queries' latents of {self.q_lora_rank} dims": self.q_lora_rank > MOST_QA
-        or self.q_lora_rank % 8 != 0,
-        "other RoPE of attention": self.rotary_emb.is_neox_style
-        or self.rotary_emb.cos_sin_cache.shape[1] != 64,
     }
     if indexer is not None:
+        scales = import_module("vllm.utils.deep_gemm").mqa_logits_use_mx_scales
         refusals |= {
-            f"index keys of {indexer.head_dim} dims": indexer.head_dim != INDEX_DIM,
-            "another RoPE of the indexer": self.indexer_rope_emb.cos_sin_cache.shape[1] != 64,
-            "shuffled index keys": indexer.k_cache.uses_shuffled_layout,
-            "index scales of Blackwell": import_module("vllm.utils.deep_gemm").mqa_logits_use_mx_scales(),
+            f"index keys of {indexer.head_dim} dims": lambda: indexer.head_dim != INDEX_DIM,
+            "another RoPE of the indexer": lambda: self.indexer_rope_emb.cos_sin_cache.shape[1] != ROPE_DIM,
+            "shuffled index keys": lambda: indexer.k_cache.uses_shuffled_layout,
+            "index scales of Blackwell": scales,
         }
-    return next((reason for reason, refused in refusals.items() if refused), None)
+    return first(refusals)
 
 
 def forward(original: Any, self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
