@@ -283,4 +283,4 @@ def test_the_start_page_has_the_minutes_that_a_build_announces() -> None:
     cpu, hip = re.search(r"^CPU_MINUTES, HIP_MINUTES = (\d+), (\d+)$", setup, re.MULTILINE).groups()
     hopper, every = re.search(r'^CUDA_MINUTES = {"90a": (\d+), "all": (\d+)}', setup, re.MULTILINE).groups()
     assert f"They take {cpu} minutes of one core" in text and f"and take {hip} minutes" in text
-    assert f"Hopper takes {hopper} minutes of one core, all {every}." in text
+    assert f"On one core Hopper takes {hopper} minutes, all GPUs take {every}." in text

@@ -92,9 +92,9 @@ def sparse_prefill_paged(
 
     Args:
         q: As in :func:`sparse_decode`, and so are all that are not listed here.
+        batch_invariant: As in :func:`sparse_prefill`.
         query_groups: Experimental. So many neighbours in a prompt choose mostly the same keys. With 8 heads
             8 fill a tile.
-        batch_invariant: As in :func:`sparse_prefill`.
         return_max_logits: As in :func:`sparse_prefill`.
 
     Returns:
