@@ -30,7 +30,7 @@ from ..index_layout import INDEX_DIM
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
 from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import PreparedQueries, prepare_queries
-from .layer_refusals import ROPE_DIM, Refusals, first, of_dims
+from .layer_shared import ROPE_DIM, Refusals, first, of_dims, tables
 from .log import say_once
 
 _LAYERS = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
@@ -222,7 +222,7 @@ def _keys(
     if indexer is not None:
         if hasattr(pool, "invalidate_index_buffer_for_layer"):
             pool.invalidate_index_buffer_for_layer(self.layer_id)
-        index_cos, index_sin = _tables(indexer.rotary_emb)
+        index_cos, index_sin = tables(indexer.rotary_emb)
         more = {
             "index_k": index_k,
             "index_k_weight": indexer.k_norm.weight,
@@ -240,7 +240,7 @@ def _keys(
         }
     k_nope, k_rope = torch.empty_like(kv_a), torch.empty_like(k_pe)
     q_lora = prepare_keys(
-        kv_a, self.kv_a_layernorm.weight, *_tables(self.rotary_emb), positions, slots.contiguous(), rows,
+        kv_a, self.kv_a_layernorm.weight, *tables(self.rotary_emb), positions, slots.contiguous(), rows,
         k_pe, q_a, self.q_a_layernorm.weight, layout=_LAYOUTS[_row_bytes(pool, self.layer_id)], page_size=1,
         eps=self.kv_a_layernorm.variance_epsilon, out_kv=k_nope, out_k_rope=k_rope, **more,
     )  # fmt: skip
@@ -258,7 +258,7 @@ def _queries(
     if indexer is not None:
         weights = index_weights
         index_q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
-        index_cos, index_sin = _tables(indexer.rotary_emb)
+        index_cos, index_sin = tables(indexer.rotary_emb)
         fused = indexer.use_dsa_indexer_fusion
         constants = (indexer.n_heads**-0.5, indexer.softmax_scale)
         more = {
@@ -273,7 +273,7 @@ def _queries(
             "weight_scale": constants[0] * constants[1] if fused else constants[0],
             "head_scale": 1.0 if fused else constants[1],
         }
-    cos, sin = _tables(self.rotary_emb)
+    cos, sin = tables(self.rotary_emb)
     return prepare_queries(q_pe, index_q, weights, cos, sin, positions, out_q_pe=rotated, **more)
 
 
@@ -367,13 +367,6 @@ def concat_mla_absorb_q_general(original: Callable[..., Tensor], q_nope: Tensor,
     if not whole:
         return original(q_nope, q_rope)
     return q_nope.as_strided((*q_nope.shape[:2], dims), q_nope.stride())
-
-
-def _tables(rope: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin of SGLang's [positions, cos | sin]."""
-    table = rope.cos_sin_cache
-    half = table.shape[1] // 2
-    return table[:, :half], table[:, half:]
 
 
 HOOKS: dict[str, Callable[..., Any]] = {

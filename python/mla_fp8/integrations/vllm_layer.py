@@ -27,7 +27,7 @@ from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import prepare_queries
 from . import vllm_indexer, vllm_slots, vllm_sparse
 from .flash_mla_calls import around
-from .layer_refusals import ROPE_DIM, Refusals, first, of_dims
+from .layer_shared import ROPE_DIM, Refusals, first, of_dims, tables
 from .log import say_once
 
 MODULE = "vllm.models.deepseek_v32.attention"
@@ -187,7 +187,7 @@ def _keys(
     more: dict[str, Any] = {}
     if indexer is not None and context.attn_metadata is not None:
         cache = indexer.k_cache.kv_cache
-        index_cos, index_sin = _tables(self.indexer_rope_emb)
+        index_cos, index_sin = tables(self.indexer_rope_emb)
         more = {
             "index_k": index_k,
             "index_k_weight": indexer.k_norm.weight,
@@ -204,7 +204,7 @@ def _keys(
             "index_rope_first": True,
         }
     q_c = prepare_keys(
-        kv_c, self.kv_a_layernorm.weight, *_tables(self.rotary_emb), positions, slots, kv_cache, k_pe, q_c,
+        kv_c, self.kv_a_layernorm.weight, *tables(self.rotary_emb), positions, slots, kv_cache, k_pe, q_c,
         self.q_a_layernorm.weight, layout=layout, page_size=_page_size(kv_cache, layout),
         eps=self.kv_a_layernorm.variance_epsilon, out_kv=out_kv, out_k_rope=out_pe, **more,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _queries(
     if indexer is not None:
         weights = index_weights
         index_q = indexer.wq_b(q_c)[0].view(-1, indexer.n_head, indexer.head_dim)
-        index_cos, index_sin = _tables(self.indexer_rope_emb)
+        index_cos, index_sin = tables(self.indexer_rope_emb)
         more = {
             "index_cos": index_cos,
             "index_sin": index_sin,
@@ -230,7 +230,7 @@ def _queries(
             "weight_scale": indexer.softmax_scale,
             "head_scale": indexer.n_head**-0.5,
         }
-    cos, sin = _tables(self.rotary_emb)
+    cos, sin = tables(self.rotary_emb)
     return prepare_queries(q_pe, index_q, weights, cos, sin, positions, out_q_pe=rotated, **more)
 
 
@@ -240,15 +240,3 @@ def _of_tokens(slots: Tensor | None, otherwise: Tensor, num_tokens: int) -> Tens
 
 def _page_size(kv_cache: Tensor, layout: KVLayout) -> int:
     return kv_cache.shape[1] if kv_cache.dim() > 2 else 1
-
-
-def _tables(rope: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin of vLLM's [positions, cos | sin], which may be bf16: then of a copy, made once."""
-    table = rope.cos_sin_cache
-    if table.dtype is not torch.float32:
-        kept = vars(rope).get("mla_fp8_table")
-        if kept is None or kept[0] is not table:
-            kept = vars(rope)["mla_fp8_table"] = (table, table.float())
-        table = kept[1]
-    half = table.shape[1] // 2
-    return table[:, :half], table[:, half:]
