@@ -1,6 +1,6 @@
 """``batch_invariant=True``: a query's bits are those of its own keys, in any batch, chunk and op.
 
-docs/guide/same_bits.md has a table of the pairs; each yes there is a test here.
+docs/guide/same_bits.md has a table of the pairs; each yes there is a test here or in core/test_plan.py.
 """
 
 from dataclasses import replace
