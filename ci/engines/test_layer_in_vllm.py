@@ -237,8 +237,9 @@ def test_nobody_converts_positions_of_decode(layers, monkeypatch):
     step, seen = Step(monkeypatch, Weights(True)), []
     impl, converted, of = step.layer.impl, step.converted, vllm_slots.of
     impl.index_group = SimpleNamespace(
-        num_layers=layers, set_logical_topk_ready=lambda layer: None, prepare_for_batch=lambda layer, m: None
-    )
+        num_layers=layers, has_indexer=True, set_logical_topk_ready=lambda layer: None,
+        prepare_for_batch=lambda layer, m: None,
+    )  # fmt: skip
     impl.index_group_index = 0
     over = vllm_sparse.attend.over_pages
     monkeypatch.setattr(
@@ -251,6 +252,11 @@ def test_nobody_converts_positions_of_decode(layers, monkeypatch):
         converted.clear()
         step.run(torch.stack([hidden[r][p] for r, p in tokens]), requests, positions, prompts)
         assert len(converted) == prompts
+        if layers == 2 and not prompts:  # the other layer of the group, which has no indexer
+            impl.index_group_index, step.layer.skip_topk = 1, True
+            step.run(torch.stack([hidden[r][p] for r, p in tokens]), requests, positions, prompts)
+            impl.index_group_index, step.layer.skip_topk = 0, False
+            assert not converted and seen[-1] is seen[-2]
         assert torch.equal(seen[-1], convert(requests, step.table, step.buffer[: len(tokens)]))
     table, rows = step.table, len(seen[-1])
     again = of(impl.index_group, rows, table, PAGE)
@@ -259,7 +265,7 @@ def test_nobody_converts_positions_of_decode(layers, monkeypatch):
     vllm_slots.room(step.buffer[:rows], table, PAGE)
     with pytest.raises(AttributeError):  # of None
         indexer_layer.unpack_seq_triton(None, None)
-    vllm_slots.take(impl.index_group)
+    vllm_slots.take(impl.index_group, 0)
     assert of(impl.index_group, rows, table, PAGE) is None
 
 

@@ -37,27 +37,32 @@ def offered():
 
 def test_slots_are_those_of_the_group_that_took_them(offered):
     positions, table = offered
-    alone, both = SimpleNamespace(num_layers=1), SimpleNamespace(num_layers=2)
+    alone, both = (
+        SimpleNamespace(num_layers=1, has_indexer=True),
+        SimpleNamespace(num_layers=2, has_indexer=True),
+    )
     slots = vllm_slots.room(positions, table[:3], PAGE)
     assert slots.shape == positions.shape and slots.dtype is torch.int32
-    vllm_slots.take(both)
+    vllm_slots.take(both, 0)
     assert vllm_slots.of(both, 3, table, PAGE) is vllm_slots.of(both, 3, table, PAGE) is slots
     assert vllm_slots.of(alone, 3, table, PAGE) is None
-    vllm_slots.take(alone)  # nothing was offered since
+    vllm_slots.take(both, 1)  # a layer without an indexer
+    assert vllm_slots.of(both, 3, table, PAGE) is slots
+    vllm_slots.take(alone, 0)  # nothing was offered since
     assert vllm_slots.of(alone, 3, table, PAGE) is None
-    vllm_slots.take(both)
+    vllm_slots.take(both, 0)
     assert vllm_slots.of(both, 3, table, PAGE) is None
     slots = vllm_slots.room(positions, table, PAGE)
-    vllm_slots.take(alone)
+    vllm_slots.take(alone, 0)
     assert vllm_slots.of(alone, 3, table, PAGE) is slots
     assert vllm_slots.of(alone, 3, table, PAGE) is None  # its memory is free
 
 
 def test_slots_of_other_rows_pages_or_tables_are_not_used(offered):
     positions, table = offered
-    group = SimpleNamespace(num_layers=2)
+    group = SimpleNamespace(num_layers=2, has_indexer=True)
     vllm_slots.room(positions, table, PAGE)
-    vllm_slots.take(group)
+    vllm_slots.take(group, 0)
     for other in (
         (2, table, PAGE),
         (3, table.clone(), PAGE),
@@ -69,10 +74,10 @@ def test_slots_of_other_rows_pages_or_tables_are_not_used(offered):
 
 def test_what_moves_positions_voids_the_offer(offered):
     positions, table = offered
-    group = SimpleNamespace(num_layers=2)
+    group = SimpleNamespace(num_layers=2, has_indexer=True)
     vllm_slots.room(positions, table, PAGE)
     assert vllm_slots.void(lambda *args, **options: (args, options), 1, b=2) == ((1,), {"b": 2})
-    vllm_slots.take(group)
+    vllm_slots.take(group, 0)
     assert vllm_slots.of(group, 3, table, PAGE) is None
 
 

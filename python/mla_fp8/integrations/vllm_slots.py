@@ -46,11 +46,15 @@ def void(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return original(*args, **options)
 
 
-def take(group: Any) -> None:
-    """What was offered since the last layer, for the layers of ``group``."""
-    if group is not None:
+def take(group: Any, layer: int) -> None:
+    """What was offered since the last layer, for all of ``group``, by its layer with the indexer: the first.
+
+    The others leave it. vLLM's conversion is for a whole group as well, and by its first layer: all of them
+    have to attend to slots from here, or none.
+    """
+    if _state.on and group is not None and layer == 0 and group.has_indexer:
         setattr(group, _ATTRIBUTE, _state.offered)
-    _state.offered = None
+        _state.offered = None
 
 
 def of(group: Any, rows: int, page_table: Tensor, page_size: int) -> Tensor | None:

@@ -125,9 +125,9 @@ def make_backend(module: str) -> type:
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 
         def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
-            vllm_slots.take(self.index_group)
+            vllm_slots.take(self.index_group, self.index_group_index)
             if replay.wanted() and _choice(self):
-                vllm_slots.take(self.index_group)  # no slots: they were of other positions
+                vllm_slots.take(self.index_group, self.index_group_index)  # no slots: they were of other positions
             super().record_logical_topk_ready()
 
     class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
