@@ -127,7 +127,7 @@ def make_backend(module: str) -> type:
         def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
             vllm_slots.take(self.index_group, self.index_group_index)
             if replay.wanted() and _choice(self):
-                vllm_slots.take(self.index_group, self.index_group_index)  # no slots: they were of other positions
+                vllm_slots.take(self.index_group, self.index_group_index)  # none: other positions
             super().record_logical_topk_ready()
 
     class Backend(SparseBackend, found.FlashMLASparseBackend):  # type: ignore[misc, name-defined]
