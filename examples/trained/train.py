@@ -153,6 +153,8 @@ class Training:
                     self.seconds, kept = time.time() - begin, time.time()
                     self.keep()
             self.show(phase, time.time() - begin)
+            if self.phase and phase.enough <= 1 and self.right < phase.enough / 2:
+                raise SystemExit(f"not learnt in phase {phase.name}: {self.right:.3f} right")
             self.phase, self.step = self.phase + 1, 0
             self.seconds = time.time() - begin
             self.keep()

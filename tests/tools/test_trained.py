@@ -80,6 +80,15 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_a_phase_that_teaches_nothing_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopeless = replace(PHASES[0], name="hopeless", enough=0.9)
+    monkeypatch.setattr(train, "TINY", (PHASES[0], hopeless, *PHASES))
+    with pytest.raises(SystemExit, match=r"not learnt in phase hopeless: 0\.\d+ right"):
+        training(tmp_path).run()
+
+
 def test_the_checkpoint_has_the_names_and_shapes_of_deepseek_v32(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
 
