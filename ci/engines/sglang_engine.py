@@ -35,6 +35,7 @@ V4_PREFILL_OVER_ROWS = {
 }  # fmt: skip
 # In the environment of an engine's processes.
 WHO, CALLS, V4 = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS", model.V4
+WATCH = "MLA_FP8_ENGINE_WATCH"  # a folder, for same_bits.py
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL_GRAPHS = (256, 2048)
 CHUNK = 2048  # tokens of a step: longer prompts come in chunks
@@ -75,6 +76,10 @@ def register() -> None:
     if os.environ[V4] == "1":
         spies.count_sglang_rows()
     spies.save_calls(Path(os.environ[CALLS]))
+    if os.environ.get(WATCH):
+        import same_bits
+
+        same_bits.watch(Path(os.environ[WATCH]))
 
 
 def random_weights(module, *args, **options) -> None:
@@ -226,8 +231,8 @@ def run(args: argparse.Namespace) -> dict:
     return {"sglang": sglang.__version__, "layers": args.layers, "context": args.context} | found
 
 
-def main() -> None:
-    args = parse()
+def set_environment(args: argparse.Namespace) -> None:
+    """Of this process and the engine's."""
     os.environ["SGLANG_PLUGINS"] = SGLANG_PLUGINS[args.who] + (
         ",mla_fp8_v41_rows" if args.kv in V41_ROWS else ""
     )
@@ -241,7 +246,15 @@ def main() -> None:
         os.environ |= sglang_v4_model.SWITCHES
         os.environ["SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"] = V4_PREFILL_OVER_ROWS[args.kv]
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
-    ok = write_result(run, args)
+
+
+def main() -> None:
+    args = parse()
+    set_environment(args)
+    end(write_result(run, args))
+
+
+def end(ok: bool) -> None:
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
