@@ -178,16 +178,26 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 #define RAGGED_INDEX_ARGUMENTS                                                            \
   "Tensor q, Tensor weights, Tensor k, Tensor k_scale, Tensor k_start, Tensor k_end, *, " \
   "Tensor? q_scale=None"
-#define TOPK_ARGUMENTS ", SymInt topk, int pin_first=0, int pin_last=0, "
-#define TOPK_RESULTS "(Tensor positions, Tensor slots, Tensor lens)"
-#define TOPK_OUTPUTS                                                       \
-  "Tensor(a!) out_positions, Tensor(b!)? out_slots, Tensor(c!) out_lens, " \
-  "Tensor(d!)? workspace=None, Tensor(e!)? counters=None"
+#define TOPK_ARGUMENTS \
+  ", SymInt topk, int pin_first=0, int pin_last=0, Tensor? candidate_blocks=None, int block_size=8, "
+#define PUBLISH_ARGUMENTS ", SymInt topk, SymInt num_blocks, int block_size=8, "
+#define PAGED_SLOTS_ARGUMENTS "Tensor? slot_page_table=None, int? slot_page_size=None"
+#define RAGGED_SLOTS_ARGUMENTS "Tensor? k_slots=None"
+#define TOPK_RESULTS "Tensor positions, Tensor slots, Tensor lens"
+#define TOPK_OUTPUTS "Tensor(a!) out_positions, Tensor(b!)? out_slots, Tensor(c!) out_lens, "
+#define TOPK_SCRATCH "Tensor(d!)? workspace=None, Tensor(e!)? counters=None, Tensor(f!)? out_scores=None"
+#define DEF_TOPK(op, index_arguments, slots_arguments)                                   \
+  DEF_WITH_OUT(op, index_arguments TOPK_ARGUMENTS slots_arguments, "(" TOPK_RESULTS ")", \
+               TOPK_OUTPUTS TOPK_SCRATCH)                                                \
+  DEF_WITH_OUT(op##_blocks, index_arguments PUBLISH_ARGUMENTS slots_arguments,           \
+               "(" TOPK_RESULTS ", Tensor blocks)", TOPK_OUTPUTS "Tensor(g!) out_blocks, " TOPK_SCRATCH)
 
 STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
   m.def("index_layout_table() -> str");
-  m.def("index_topk_workspace(int num_rows, int topk, int num_sms) -> int");
+  m.def(
+      "index_topk_workspace(int num_rows, int topk, int num_sms, int num_candidates=0, int num_positions=0) "
+      "-> int");
   m.def("index_topk_counters(int num_sms) -> int");
   m.def(
       "sparse_attention_workspace(int num_tokens, int num_q_heads, int num_sms, bool batch_invariant=False) "
@@ -300,11 +310,8 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "(Tensor slots, Tensor lens)", "Tensor(a!) out_slots, Tensor(b!) out_lens")
   DEF_WITH_OUT(index_logits, PAGED_INDEX_ARGUMENTS ", SymInt width", "Tensor", "Tensor(a!) out")
   DEF_WITH_OUT(index_logits_ragged, RAGGED_INDEX_ARGUMENTS, "Tensor", "Tensor(a!) out")
-  DEF_WITH_OUT(index_topk,
-               PAGED_INDEX_ARGUMENTS TOPK_ARGUMENTS "Tensor? slot_page_table=None, int? slot_page_size=None",
-               TOPK_RESULTS, TOPK_OUTPUTS)
-  DEF_WITH_OUT(index_topk_ragged, RAGGED_INDEX_ARGUMENTS TOPK_ARGUMENTS "Tensor? k_slots=None", TOPK_RESULTS,
-               TOPK_OUTPUTS)
+  DEF_TOPK(index_topk, PAGED_INDEX_ARGUMENTS, PAGED_SLOTS_ARGUMENTS)
+  DEF_TOPK(index_topk_ragged, RAGGED_INDEX_ARGUMENTS, RAGGED_SLOTS_ARGUMENTS)
   DEF(_warmup, "Tensor device_of", "()")
   DEF_WITH_OUT(merge_attention_states, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")

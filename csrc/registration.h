@@ -38,7 +38,9 @@
   X(index_logits) X(index_logits_out)                       \
   X(index_logits_ragged) X(index_logits_ragged_out)         \
   X(index_topk) X(index_topk_out)                           \
-  X(index_topk_ragged) X(index_topk_ragged_out)
+  X(index_topk_ragged) X(index_topk_ragged_out)             \
+  X(index_topk_blocks) X(index_topk_blocks_out)             \
+  X(index_topk_ragged_blocks) X(index_topk_ragged_blocks_out)
 
 #define MLA_FP8_SPARSE_OPS(X)                               \
   X(sparse_prefill) X(sparse_prefill_out)                   \
@@ -244,19 +246,29 @@ void index_logits_out(MLA_PAGED_INDEX_ARGUMENTS, int64_t width, Tensor out);
 Tensor index_logits_ragged(MLA_RAGGED_INDEX_ARGUMENTS);
 void index_logits_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, Tensor out);
 
-#define MLA_PAGED_TOPK_ARGUMENTS                                                            \
-  int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &slot_page_table, \
-      std::optional<int64_t> slot_page_size
-#define MLA_RAGGED_TOPK_ARGUMENTS \
-  int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &k_slots
-#define MLA_TOPK_OUTPUTS                                                                     \
-  Tensor out_positions, OptionalTensor out_slots, Tensor out_lens, OptionalTensor workspace, \
-      OptionalTensor counters
-ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS);
-void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PAGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
-ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS);
-void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_RAGGED_TOPK_ARGUMENTS, MLA_TOPK_OUTPUTS);
-int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms);
+#define MLA_TOPK_ARGUMENTS                                                                   \
+  int64_t topk, int64_t pin_first, int64_t pin_last, const OptionalTensor &candidate_blocks, \
+      int64_t block_size
+#define MLA_PUBLISH_ARGUMENTS int64_t topk, int64_t num_blocks, int64_t block_size
+#define MLA_PAGED_SLOTS_ARGUMENTS const OptionalTensor &slot_page_table, std::optional<int64_t> slot_page_size
+#define MLA_TOPK_OUTPUTS Tensor out_positions, OptionalTensor out_slots, Tensor out_lens
+#define MLA_TOPK_SCRATCH OptionalTensor workspace, OptionalTensor counters, OptionalTensor out_scores
+ThreeTensors index_topk(MLA_PAGED_INDEX_ARGUMENTS, MLA_TOPK_ARGUMENTS, MLA_PAGED_SLOTS_ARGUMENTS);
+void index_topk_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_TOPK_ARGUMENTS, MLA_PAGED_SLOTS_ARGUMENTS,
+                    MLA_TOPK_OUTPUTS, MLA_TOPK_SCRATCH);
+ThreeTensors index_topk_ragged(MLA_RAGGED_INDEX_ARGUMENTS, MLA_TOPK_ARGUMENTS, const OptionalTensor& k_slots);
+void index_topk_ragged_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_TOPK_ARGUMENTS, const OptionalTensor& k_slots,
+                           MLA_TOPK_OUTPUTS, MLA_TOPK_SCRATCH);
+FourTensors index_topk_blocks(MLA_PAGED_INDEX_ARGUMENTS, MLA_PUBLISH_ARGUMENTS, MLA_PAGED_SLOTS_ARGUMENTS);
+void index_topk_blocks_out(MLA_PAGED_INDEX_ARGUMENTS, MLA_PUBLISH_ARGUMENTS, MLA_PAGED_SLOTS_ARGUMENTS,
+                           MLA_TOPK_OUTPUTS, Tensor out_blocks, MLA_TOPK_SCRATCH);
+FourTensors index_topk_ragged_blocks(MLA_RAGGED_INDEX_ARGUMENTS, MLA_PUBLISH_ARGUMENTS,
+                                     const OptionalTensor& k_slots);
+void index_topk_ragged_blocks_out(MLA_RAGGED_INDEX_ARGUMENTS, MLA_PUBLISH_ARGUMENTS,
+                                  const OptionalTensor& k_slots, MLA_TOPK_OUTPUTS, Tensor out_blocks,
+                                  MLA_TOPK_SCRATCH);
+int64_t index_topk_workspace(int64_t num_rows, int64_t topk, int64_t num_sms, int64_t num_candidates,
+                             int64_t num_positions);
 int64_t index_topk_counters(int64_t num_sms);
 int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
                                    bool batch_invariant);

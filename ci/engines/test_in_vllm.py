@@ -342,6 +342,7 @@ def test_the_layers_call_the_function_that_is_ours():
     assert v32.sparse_attn_indexer is layer.sparse_attn_indexer
     assert v32.SparseAttnIndexer is v4.SparseAttnIndexer is layer.SparseAttnIndexer
     names = [*vllm_indexer._LOGITS, "get_indexer_topk"]
+    names += [name for name in vllm_indexer._BLOCKS if hasattr(layer, name)]
     assert all(getattr(layer, name).taken_over_by_mla_fp8 for name in names)
     assert set(names) <= set(inspect.unwrap(layer.sparse_attn_indexer).__code__.co_names)
 
@@ -350,8 +351,8 @@ def test_decode_takes_its_memory_from_vllms_workspace_while_that_is_large_enough
     """A tensor without memory stands for a GPU's; vLLM's workspace is on the CPU."""
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
 
-    def of_132_sms(rows, *, topk, device):
-        return torch.ops.mla_fp8.index_topk_workspace(rows, topk, 132)
+    def of_132_sms(rows, *, topk, device, **sizes):
+        return torch.ops.mla_fp8.index_topk_workspace(rows, topk, 132, **sizes)
 
     monkeypatch.setattr(vllm_indexer, "index_topk_workspace", of_132_sms)
     workspace, gpu = v32_indexer.workspace, torch.device("meta")

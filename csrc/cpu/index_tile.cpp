@@ -104,10 +104,12 @@ void stage_index_query(const IndexQueries& queries, int64_t row, StagedIndexQuer
   }
 }
 
-void stage_index_keys(const IndexKeys& keys, int64_t request, int64_t first, int count, StagedIndexKeys& to) {
+void stage_index_keys(const IndexKeys& keys, int64_t request, const int32_t* columns, int count,
+                      StagedIndexKeys& to) {
   Staged* elements = reinterpret_cast<Staged*>(to.elements);
   for (int j = 0; j < kIndexTile; ++j) {
-    const int64_t page_index = (first + j) / keys.page_size, row = (first + j) - page_index * keys.page_size;
+    const int64_t column = j < count ? columns[j] : 0;
+    const int64_t page_index = column / keys.page_size, row = column - page_index * keys.page_size;
     const int64_t page = j < count ? keys.page(request, page_index) : -1;
     to.present[j] = page >= 0;
     to.scales[j] = 0.0f;

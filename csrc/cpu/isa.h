@@ -97,7 +97,7 @@ struct StagedIndexKeys {
   void prepare_keys(const PrepareKeysParams& params, int64_t begin, int64_t end);                          \
   void prepare_queries(const PrepareQueriesParams& params, int64_t begin, int64_t end);                    \
   void stage_index_query(const IndexQueries& queries, int64_t row, StagedIndexQuery& to);                  \
-  void stage_index_keys(const IndexKeys& keys, int64_t request, int64_t first, int count,                  \
+  void stage_index_keys(const IndexKeys& keys, int64_t request, const int32_t* columns, int count,         \
                         StagedIndexKeys& to);                                                              \
   void index_tile(const StagedIndexQuery& query, const StagedIndexKeys& keys, float* logits);              \
   }

@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kIndexThreads, 2)
   const int64_t piece = (int64_t{blockIdx.x} - row * args.pieces.divisor()) * kPieceColumns;
   IndexUnit unit;
   if (!find_unit(problem.rows, row, args.group_rows, unit)) return;
+  if (problem.keys.list.elements != nullptr) list_row(problem.keys, p.width, unit);
   load_queries(problem.queries, unit, tile, scalars);
 
   for (int64_t first = piece; first < piece + kPieceColumns && first < p.width; first += kIndexTileKeys) {
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kIndexThreads, 2)
       continue;
     }
     __syncthreads();
-    load_keys(problem.keys, args.page_size, unit.request, first, unit.begin, unit.end, tile, scalars);
+    load_keys(problem.keys, args.page_size, unit, first, tile, scalars);
     __syncthreads();
     for (int block = threadIdx.x / kWaveSize; block < kIndexTileKeys / kTile;
          block += kIndexThreads / kWaveSize)
@@ -59,7 +60,18 @@ void index_logits(const IndexLogitsParams& p, gpuStream_t stream) {
   launch(index_logits_kernel,
          {.grid = p.problem.rows.num_rows * pieces, .block = kIndexThreads, .stream = stream},
          IndexLogitsArgs{p, Divider(p.problem.keys.page_size), Divider(pieces),
-                         index_group_rows(p.problem.queries.num_heads)});
+                         p.problem.keys.list.elements ? 1 : index_group_rows(p.problem.queries.num_heads)});
+}
+
+// The logits of what was chosen: positions are a list of entries.
+void index_scores(const IndexTopkParams& p, gpuStream_t stream) {
+  IndexLogitsParams logits{p.problem, p.topk, p.scores, p.scores_stride_row};
+  logits.problem.keys.list = {.elements = p.positions,
+                              .stride = p.positions_stride_row,
+                              .shift = 0,
+                              .rows = 1,
+                              .num_positions = p.problem.rows.num_columns};
+  index_logits(logits, stream);
 }
 
 }  // namespace mla_fp8::gpu

@@ -84,22 +84,26 @@ bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == I
 KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
   const IndexKeys& keys = problem.keys;
   KeyBoxes boxes{};
-  const bool is_paged = keys.page_table != nullptr;
+  const bool is_paged = keys.page_table != nullptr, is_listed = keys.list.elements != nullptr;
   boxes.are_read_again =
       problem.rows.k_start || problem.rows.query_start_loc || problem.rows.next_n > unit_rows;
-  const int64_t rows = is_paged ? keys.page_size : problem.rows.num_columns;
+  const int64_t rows = is_paged || is_listed ? keys.page_size : problem.rows.num_columns;
   const uintptr_t scales = reinterpret_cast<uintptr_t>(keys.scales) | keys.scales_stride_page;
-  const int row_bytes = has_fp4_keys(problem) ? kIndexDim / 2 : kIndexDim;
-  if ((is_paged && keys.page_size % kItemKeys != 0) || keys.values_stride_row != row_bytes ||
-      scales % 16 != 0 || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
+  const int row_bytes = has_fp4_keys(problem) ? kIndexDim / 2 : kIndexDim,
+            box_keys = is_listed ? IndexList::kBlock : kItemKeys;
+  if ((is_listed && keys.list.shift != IndexList::kBlockShift) ||
+      (is_paged && keys.page_size % box_keys != 0) || keys.values_stride_row != row_bytes ||
+      (!is_listed && scales % 16 != 0) || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
     return boxes;
+  boxes.are_blocks = is_listed;
   if (has_fp4_keys(problem)) {  // one piece of memory: no swizzle, no map
     boxes.are_used = true;
     return boxes;
   }
   const int64_t page_stride = keys.num_pages > 1 ? keys.values_stride_page : rows * kIndexDim;
   boxes.are_used = make_tensor_map(boxes.map, keys.values, kIndexDim, rows, keys.num_pages, kIndexDim,
-                                   page_stride, kItemKeys);
+                                   page_stride, box_keys);
+  boxes.are_blocks = is_listed && boxes.are_used;
   return boxes;
 }
 
@@ -143,6 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t first = (int64_t{blockIdx.x} - i * args.logits.pieces.divisor()) * args.piece_columns;
   IndexUnit unit;
   if (!find_unit(p.problem.rows, row, args.logits.group_rows, unit)) return;
+  if (p.problem.keys.list.elements != nullptr) list_row(p.problem.keys, p.width, unit);
   const int64_t last = min(first + args.piece_columns, p.width);
   const auto out = [&](int r, int64_t column) { return p.out + (row + r) * p.out_stride_row + column; };
   if (first >= unit.end || last <= unit.begin) {
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
     return;
   }
-  barriers.init(threadIdx.x, args.boxes.are_used, S::kShares);
+  barriers.init(threadIdx.x, args.boxes, S::kShares);
   const Memory m = dynamic_memory(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4);
   if constexpr (S::kFp4)
     if (threadIdx.x < kGroup) barriers.init_magnitudes(threadIdx.x);
@@ -203,8 +208,9 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int64_t lane_ctas = own.num_ctas / lanes, units = own.places.count;
   const bool may_be_uniform =
       !rows.k_start && !rows.query_start_loc && units <= std::min<int64_t>(lane_ctas, kGroup);
+  const bool publishes = own.block_keys != nullptr;  // then chunks of all keys pass through shared memory
   const auto unit_shares = static_cast<int32_t>(may_be_uniform ? lane_ctas / units : 0);
-  own.list_rows = own.group_rows;
+  own.list_rows = own.group_rows;  // of lists of what is chosen
   own.tile_keys = kTileKeys;
   const int64_t jobs = num_merge_jobs(own);
   // Clusters of such a size run at once on an H200, of which a multiprocessor has room for one block. More
@@ -223,8 +229,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   // Where CTAs count: in the caller's counters, or behind all else in the workspace.
   const int64_t arrival_bytes = own.num_ctas * int64_t{sizeof(IndexArrivals)},
                 all_bin_bytes = rows.num_rows * int64_t{sizeof(IndexRowBins)};
-  const bool counts_keys = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_columns > near_keys &&
-                           rows.num_rows <= IndexCounters::kMostRows &&
+  const bool counts_keys = !publishes && own.group_rows == 1 && num_heads > 32 && !is_fp4 &&
+                           rows.num_columns > near_keys && rows.num_rows <= IndexCounters::kMostRows &&
                            (own.p.counters || all_bin_bytes < own.p.workspace_bytes / 2);
   const int64_t bin_bytes = counts_keys ? all_bin_bytes : 0;
   uint8_t *arrivals = own.p.counters, *bins = nullptr;
@@ -248,12 +254,12 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
            own.group_rows * row_bytes(topk, chunk_tiles + 1) <= room)
       ++chunk_tiles;
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
-    int32_t most_kept = KeptKeys::most_tiles(own, 0);
+    int32_t most_kept = publishes ? 0 : KeptKeys::most_tiles(own, 0);
     if (lanes > 1)
       most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
     const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
     // Many rows are more at a time in the merge.
-    const int most_gathered = rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
+    const int most_gathered = !publishes && rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
     is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
     if (!rows.k_start && !rows.query_start_loc && own.places.count * most_gathered <= most_kept)
       gathered_tiles = most_gathered;
@@ -294,7 +300,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
 
 void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const IndexRows& rows = p.problem.rows;
-  const int group_rows = unit_rows(rows, kIndexGroupRows, p.problem.queries.num_heads);
+  const bool are_listed = p.problem.keys.list.elements != nullptr;
+  const int group_rows = are_listed ? 1 : unit_rows(rows, kIndexGroupRows, p.problem.queries.num_heads);
   const bool are_even = rows.query_start_loc == nullptr && (rows.k_start || rows.next_n % group_rows == 0);
   const int unit_stride = are_even ? group_rows : 1;
   const int64_t units = (rows.num_rows + unit_stride - 1) / unit_stride;

@@ -5,6 +5,9 @@
 
 #include "ops/index_topk.h"
 
+#include <algorithm>
+
+#include "cuda/indexer/blocks.h"
 #include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/scan.cuh"
 #include "cuda/indexer/sm90.h"
@@ -49,7 +52,10 @@ __global__ void __launch_bounds__(kIndexThreads)
 
 int index_topk_ctas() { return num_processors(); }
 
-void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
+namespace {
+
+// The answers of rows, which may be listed.
+void choose(const IndexTopkParams& p, const BlockKeys& block_keys, gpuStream_t stream) {
   const int64_t rows = p.problem.rows.num_rows;
   const int heads = p.problem.queries.num_heads;
   const int64_t room = p.workspace_bytes / index_topk_workspace(rows, p.topk, 1);
@@ -62,10 +68,122 @@ void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
                      .group_rows = index_group_rows(heads),
                      .list_rows = static_cast<int>(rows < kIndexGroupRows ? rows : kIndexGroupRows),
                      .num_ctas = num_ctas,
-                     .tile_keys = kIndexTileKeys};
+                     .tile_keys = kIndexTileKeys,
+                     .taken = block_keys.words ? 0 : p.topk,
+                     .block_keys = block_keys.words,
+                     .block_pitch = block_keys.pitch};
   if (takes_sm90(p.problem)) return index_topk_sm90(args, stream);
   launch(index_scan_kernel, {.grid = args.num_ctas, .block = kIndexThreads, .stream = stream}, args);
   launch(index_merge_kernel, {.grid = num_merge_jobs(args), .block = kIndexThreads, .stream = stream}, args);
+}
+
+// The same call for rows [first, first + count), whose requests and lengths are not the slice's.
+IndexTopkParams slice(const IndexTopkParams& p, int64_t first, int64_t count) {
+  IndexTopkParams own = p;
+  IndexQueries& queries = own.problem.queries;
+  queries.num_rows = own.problem.rows.num_rows = count;
+  queries.q += first * queries.q_stride_row;
+  if (queries.q_scale)
+    queries.q_scale = static_cast<const uint8_t*>(queries.q_scale) + first * queries.q_scale_stride_row;
+  queries.weights = static_cast<const uint8_t*>(queries.weights) +
+                    first * queries.weights_stride_row * (queries.weights_are_bf16 ? 2 : 4);
+  own.positions += first * p.positions_stride_row;
+  if (p.slots) own.slots += first * p.slots_stride_row;
+  own.lens += first;
+  if (p.blocks) own.blocks += first * p.blocks_stride_row;
+  return own;
+}
+
+// Where the parts of a slice lie, behind what the scan works with.
+struct SliceMemory {
+  int32_t *origins, *ends, *columns, *others;
+
+  SliceMemory(const IndexTopkParams& p, const IndexSlices& slices)
+      : origins(reinterpret_cast<int32_t*>(p.workspace + slices.scan_bytes)),
+        ends(origins + slices.padded_rows()),
+        columns(ends + slices.padded_rows()),
+        others(columns + slices.padded_rows()) {}
+};
+
+// Rows that have a list in common, such that their keys are read once.
+int list_rows(const IndexTopkParams& p) {
+  const IndexRows& rows = p.problem.rows;
+  const int most = p.problem.queries.num_heads > 32 ? kIndexGroupRows / 2 : kIndexGroupRows;
+  if (rows.k_start || rows.query_start_loc) return most;
+  for (int i = most; i > 1; --i)
+    if (rows.next_n % i == 0) return i;
+  return rows.next_n == 1 ? 1 : most;
+}
+
+void choose_among_candidates(const IndexTopkParams& p, gpuStream_t stream) {
+  const IndexRows& rows = p.problem.rows;
+  const IndexSlices slices(p, index_topk_ctas());
+  const SliceMemory memory(p, slices);
+  const int group = list_rows(p);
+  const int64_t stride = group * p.num_candidates;
+  for (int64_t first = 0; first < rows.num_rows; first += slices.rows) {
+    const int64_t count = std::min(slices.rows, rows.num_rows - first);
+    make_lists(p, {first, count, group, memory.origins, memory.ends, memory.columns, memory.others, stride},
+               stream);
+    IndexTopkParams own = slice(p, first, count);
+    own.workspace_bytes = slices.scan_bytes;
+    own.problem.rows = {.num_rows = count,
+                        .num_requests = ceil_div<int64_t>(count, group),
+                        .next_n = group,
+                        .compress_ratio = 1,
+                        .num_columns = stride * IndexList::kBlock,
+                        .row_lens = memory.columns,
+                        .origins = memory.origins,
+                        .are_listed = true};
+    own.problem.keys.list = {memory.others,  stride,     IndexList::kBlockShift, group, rows.num_columns,
+                             memory.origins, memory.ends};
+    choose(own, {}, stream);
+  }
+}
+
+void choose_and_publish(const IndexTopkParams& p, gpuStream_t stream) {
+  const IndexRows& rows = p.problem.rows;
+  const IndexSlices slices(p, index_topk_ctas());
+  const SliceMemory memory(p, slices);
+  const BlockKeys block_keys{reinterpret_cast<uint32_t*>(memory.others),
+                             IndexSlices::block_pitch(rows.num_columns)};
+  for (int64_t first = 0; first < rows.num_rows; first += slices.rows) {
+    const int64_t count = std::min(slices.rows, rows.num_rows - first);
+    IndexTopkParams own = slice(p, first, count);
+    own.workspace_bytes = slices.scan_bytes;
+    if (rows.k_start) {
+      own.problem.rows.k_start += first;
+      own.problem.rows.k_end += first;
+    } else if (count < rows.num_rows) {  // not whole requests: each row goes alone
+      make_lists(p, {first, count, 1, memory.origins, memory.ends, memory.columns}, stream);
+      own.problem.rows = {.num_rows = count,
+                          .num_requests = count,
+                          .next_n = 1,
+                          .compress_ratio = 1,
+                          .num_columns = rows.num_columns,
+                          .row_lens = memory.ends,
+                          .origins = memory.origins};
+    }
+    // Parts of a block may come from two chunks, unless all chunks begin with a block.
+    if (rows.k_start || !takes_sm90(p.problem)) clear_block_keys(block_keys, count, stream);
+    choose(own, block_keys, stream);
+    choose_blocks(own, block_keys, stream);
+  }
+}
+
+}  // namespace
+
+void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
+  if (p.num_candidates > 0) {
+    choose_among_candidates(p, stream);
+  } else if (p.blocks) {
+    choose_and_publish(p, stream);
+  } else {
+    IndexTopkParams own = p;
+    if (p.has_candidates) own.problem.rows.num_columns = 0;  // there is nothing to choose among
+    choose(own, {}, stream);
+  }
+  if (p.scores) index_scores(p, stream);
 }
 
 }  // namespace mla_fp8::gpu

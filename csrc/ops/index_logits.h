@@ -37,6 +37,40 @@ struct IndexQueries {
   }
 };
 
+// What a row's columns are where they are not all of its entries: those of a list, of which an element is one
+// entry, or one block of entries. Positions count a row's entries; rows of a list that have an element in
+// common have the same entries.
+struct IndexList {
+  static constexpr int kBlockShift = 3, kBlock = 1 << kBlockShift;  // entries of a block
+  static constexpr int kNumberBits = 24;  // of an element: which block or entry; above them rows of the list
+
+  const int32_t* elements;  // of all lists, or null: then nothing else means anything. Negative: none
+  int64_t stride;           // from a list to the next
+  int shift;                // kBlockShift, or 0: no bits of rows
+  int rows;                 // that share a list: neighbours
+  int64_t num_positions;    // of any row: entries beyond are absent
+  const int32_t* origins;   // [num_rows] the request, or, without a page table, the column of position 0
+  const int32_t* ends;      // [num_rows] entries that a row sees, in or out of its list
+
+  MLA_HD int32_t element(int64_t list, int32_t column) const {
+    return elements[list * stride + (column >> shift)];
+  }
+  // Bit i: whether row i of the list has the element.
+  MLA_HD uint32_t members(int32_t element) const {
+    if (element < 0) return 0;
+    return shift == 0 ? 1 : static_cast<uint32_t>(element) >> kNumberBits;
+  }
+  MLA_HD int32_t position(int32_t element, int32_t column) const {
+    return (element & ((1 << kNumberBits) - 1)) << shift | (column & ((1 << shift) - 1));
+  }
+  MLA_HD int64_t list_of(int64_t row) const {
+    return static_cast<uint32_t>(row) / static_cast<uint32_t>(rows);
+  }
+  MLA_HD int32_t position_of(int64_t row, int32_t column) const {
+    return position(element(list_of(row), column), column);
+  }
+};
+
 // Entries in pages, or all in one page of any size (ragged): then there is no table.
 struct IndexKeys {
   IndexLayoutId layout;
@@ -47,6 +81,7 @@ struct IndexKeys {
   int64_t num_pages, page_size;
   const int32_t* page_table;  // [num_requests, max_pages], or null
   int64_t page_table_stride_request;
+  IndexList list;  // of what the rows' columns are
 
   MLA_HD const uint8_t* value(int64_t page, int64_t row) const {
     return values + page * values_stride_page + row * values_stride_row;
@@ -76,6 +111,10 @@ struct IndexRows {
   const int32_t* query_start_loc;  // [num_requests + 1] or null: row / next_n is its request
   const int32_t* k_start;          // ragged: [num_rows], and then nothing above but the numbers
   const int32_t* k_end;
+  // Where the number of a row does not say its request: with row_lens, of num_requests * next_n rows both.
+  // Then a row is a request of its own or, if they are listed, next_n rows have an IndexList.
+  const int32_t* origins;
+  bool are_listed;
 
   MLA_HD int32_t clamp(int64_t column) const {
     return static_cast<int32_t>(column < 0 ? 0 : column > num_columns ? num_columns : column);

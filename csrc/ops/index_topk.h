@@ -4,11 +4,13 @@
 
 namespace mla_fp8 {
 
-inline constexpr int kMaxIndexTopk = 4096;
+inline constexpr int kMaxIndexTopk = 4096, kMaxIndexBlocks = 4096;
+// Of a list of candidates, so that four of them have no more columns than a row may see entries.
+inline constexpr int64_t kMaxIndexCandidates = kMaxIndexEntries / (4 * IndexList::kBlock);
 
 // Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned
 // entry.
-inline constexpr uint32_t kPinnedKey = 0xfffffffeu;
+inline constexpr uint32_t kPinnedKey = 0xfffffffeu, kLeastBlockKey = 0x00800000u;  // above that of -inf
 MLA_HD uint32_t order_key_unless_minus_zero(float logit) {
   const uint32_t u = float_bits(logit);
   const uint32_t key = u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
@@ -35,23 +37,49 @@ struct IndexTopkParams {
   const void* k_slots;  // ragged: [num_columns], or null: the column itself
   bool k_slots_are_int64;
 
+  // Whether rows choose among blocks of IndexList::kBlock entries alone: [rows or requests, num_candidates],
+  // in any order, any numbers.
+  bool has_candidates;
+  const int32_t* candidates;
+  int64_t candidates_stride, num_candidates;
+  bool candidates_are_of_rows;
+
   int32_t* positions;  // [num_rows, topk] ascending, then -1
   int64_t positions_stride_row;
   int32_t* slots;  // the same shape, or null
   int64_t slots_stride_row;
   int32_t* lens;  // [num_rows]
+  float* scores;  // [num_rows, topk] logits of positions, then -inf; or null
+  int64_t scores_stride_row;
+  // The blocks of each row with the largest logits: [num_rows, num_blocks] ascending, then -1; or null.
+  int32_t* blocks;
+  int64_t blocks_stride_row;
+  int num_blocks;
 
   uint8_t* workspace;  // on GPUs
   int64_t workspace_bytes;
   uint8_t* counters;  // gpu::IndexCounters, all 0; or null: they lie in the workspace, whatever that holds
 
-  MLA_HD bool is_pinned(const IndexRow& row, int32_t column) const {
-    return column - row.begin < pin_first || row.end - column <= pin_last;
+  // The position of a column of a row, and the column of the keys where its entry is.
+  struct Place {
+    int32_t position, column;
+  };
+  MLA_HD Place place(int64_t i, const IndexRow& row, int32_t column) const {
+    const IndexList& list = problem.keys.list;
+    if (list.elements == nullptr) return {column - row.begin, column};
+    const int32_t position = list.position_of(i, column);
+    return {position, problem.keys.page_table ? position : static_cast<int32_t>(row.request) + position};
+  }
+  MLA_HD bool is_pinned(int64_t i, const IndexRow& row, int32_t column) const {
+    const IndexList& list = problem.keys.list;
+    if (list.elements == nullptr) return column - row.begin < pin_first || row.end - column <= pin_last;
+    const int32_t position = list.position_of(i, column);
+    return position < pin_first || list.ends[i] - position <= pin_last;
   }
   // `find_page` divides by slot_page_size.
   template <class FindPage>
   MLA_HD int32_t slot(const IndexRow& row, int32_t column, const FindPage& find_page) const {
-    if (problem.rows.k_start) {
+    if (problem.keys.page_table == nullptr) {
       if (k_slots == nullptr) return column;
       const int64_t slot = k_slots_are_int64 ? static_cast<const int64_t*>(k_slots)[column]
                                              : static_cast<const int32_t*>(k_slots)[column];
@@ -109,6 +137,42 @@ constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas)
 }
 constexpr int64_t index_topk_counters(int num_ctas) {  // bytes
   return num_ctas * int64_t{sizeof(IndexArrivals)} + IndexCounters::kMostRows * int64_t{sizeof(IndexRowBins)};
+}
+// What a call keeps of rows that choose among candidates, or publish blocks, lies behind what the scan works
+// with. So many rows have room at a time.
+struct IndexSlices {
+  static constexpr int64_t kListBytes = 12 << 20, kBlockBytes = 17 << 20;  // of all rows at a time
+  static constexpr int64_t kMostScanBytes = 16 << 20;                      // if not more are needed anyway
+  static constexpr int kRowBytes = 3 * sizeof(int32_t);                    // origins, ends, columns
+
+  int64_t rows, scan_bytes, row_bytes;
+
+  IndexSlices(const IndexTopkParams& p, int num_ctas) {
+    const int64_t all = p.problem.rows.num_rows, list_words = p.num_candidates;
+    const int64_t block_words = p.num_blocks > 0 ? block_pitch(p.problem.rows.num_columns) : 0;
+    scan_bytes = index_topk_workspace(all, p.topk, num_ctas);
+    row_bytes = kRowBytes + 4 * (list_words + block_words);
+    const int64_t most = (list_words > 0 ? kListBytes : kBlockBytes) / row_bytes,
+                  at_once =
+                      most < kIndexGroupRows ? kIndexGroupRows : most / kIndexGroupRows * kIndexGroupRows;
+    rows = at_once < all ? at_once : all;
+    // Room for the keys of all columns, which lists of several rows together have more of.
+    const int64_t keys = align_up<int64_t>(rows * list_words * IndexList::kBlock * 5, 16);
+    const int64_t wanted = keys < kMostScanBytes ? keys : kMostScanBytes;
+    if (scan_bytes < wanted) scan_bytes = wanted;
+  }
+  // Words from the keys of a row's blocks to the next one's.
+  static int64_t block_pitch(int64_t num_columns) {
+    return align_up<int64_t>(ceil_div<int64_t>(num_columns, IndexList::kBlock), 128);
+  }
+  // Those of whole lists, however many rows share one.
+  int64_t padded_rows() const { return align_up<int64_t>(rows + kIndexGroupRows - 1, kIndexGroupRows); }
+  int64_t bytes() const { return scan_bytes + padded_rows() * row_bytes; }
+};
+inline int64_t index_topk_workspace(const IndexTopkParams& p, int num_ctas) {
+  const bool is_plain = p.num_candidates == 0 && p.num_blocks == 0;
+  return is_plain ? index_topk_workspace(p.problem.rows.num_rows, p.topk, num_ctas)
+                  : IndexSlices(p, num_ctas).bytes();
 }
 int index_topk_ctas();  // on the current device
 void index_topk(const IndexTopkParams& params, gpuStream_t stream);

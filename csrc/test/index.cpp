@@ -122,13 +122,15 @@ Array<float> index_logits(const IsaKernels& isa, const Array<uint8_t>& q, const 
     cpu::StagedIndexQuery query;
     cpu::StagedIndexKeys keys;
     float logits[cpu::kIndexTile];
+    int32_t columns[cpu::kIndexTile];
   };
   const auto memory = std::make_unique<Memory>();
   Array<float> out(num_entries);
   isa.stage_index_query(queries, 0, memory->query);
   for (int64_t first = 0; first < num_entries; first += cpu::kIndexTile) {
     const int count = static_cast<int>(std::min<int64_t>(cpu::kIndexTile, num_entries - first));
-    isa.stage_index_keys(keys, 0, first, count, memory->keys);
+    std::iota(memory->columns, memory->columns + count, static_cast<int32_t>(first));
+    isa.stage_index_keys(keys, 0, memory->columns, count, memory->keys);
     isa.index_tile(memory->query, memory->keys, memory->logits);
     std::copy_n(memory->logits, count, out.mutable_data() + first);
   }

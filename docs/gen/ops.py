@@ -70,7 +70,8 @@ GROUPS = {
     ),
     "Indexer": (
         "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_counters",
-        "index_topk_ragged", "topk_to_slots", "index_logits", "index_logits_ragged",
+        "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
+        "index_logits", "index_logits_ragged",
     ),
     "Around a layer": (
         "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",

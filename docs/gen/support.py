@@ -31,7 +31,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the indexer; keys that neighbours share", "emulated, portable kernel",
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "topk_to_slots", "plan_shared_keys"),
+         "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots", "plan_shared_keys"),
     ),
     ("join two results; pad heads", "emulated", ("merge_attention_states", "pad_q_heads")),
 )  # fmt: skip

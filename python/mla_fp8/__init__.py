@@ -25,6 +25,7 @@ from .ops.compress_kv import compress_kv
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from .ops.index_logits import index_logits, index_logits_ragged
 from .ops.index_topk import index_topk, index_topk_counters, index_topk_ragged, index_topk_workspace
+from .ops.index_topk_blocks import index_topk_blocks, index_topk_ragged_blocks
 from .ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from .ops.merge_attention_states import merge_attention_states
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
@@ -73,8 +74,10 @@ __all__ = [
     "index_logits",
     "index_logits_ragged",
     "index_topk",
+    "index_topk_blocks",
     "index_topk_counters",
     "index_topk_ragged",
+    "index_topk_ragged_blocks",
     "index_topk_workspace",
     "inverse_rope",
     "inverse_rope_quantize",

@@ -7,8 +7,9 @@ from torch.nn.functional import pad
 from .index_layout import INDEX_DIM, IndexLayout
 from .reference import E2M1, e2m1_codes, to_bf16, to_fp8
 
-__all__ = ["index_logits", "index_topk", "quantize_index_k", "topk_to_slots"]
+__all__ = ["best_blocks", "in_blocks", "index_logits", "index_topk", "quantize_index_k", "topk_to_slots"]
 
+BLOCK_SIZE = 8  # entries of V4.1's blocks
 NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
 
 
@@ -174,6 +175,39 @@ def index_topk(
         chosen = order[exists[order]][:topk].sort().values
         positions[row, : len(chosen)], lens[row] = chosen.int(), len(chosen)
     return positions, lens
+
+
+def in_blocks(present: list[Tensor], candidate_blocks: Tensor) -> list[Tensor]:
+    """Of the columns that are ``present`` those in the row's blocks: what ``index_topk`` chooses among."""
+    found = []
+    for exists, blocks in zip(present, candidate_blocks.long(), strict=True):
+        of = torch.arange(len(exists), device=exists.device) // BLOCK_SIZE
+        found.append(exists & torch.isin(of, blocks))
+    return found
+
+
+def best_blocks(logits: Tensor, present: list[Tensor], *, num_blocks: int) -> Tensor:
+    """The blocks of each row that are published, ascending, then -1: ``[rows, num_blocks]``.
+
+    The block of the newest column, then those of the largest logits; never another without one above -inf.
+    """
+    out = torch.full((len(logits), num_blocks), -1, dtype=torch.int32, device=logits.device)
+    for row, exists in enumerate(present):
+        logit = logits[row, : len(exists)].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        whole = pad(logit.where(exists, -torch.inf), (0, -len(exists) % BLOCK_SIZE), value=-torch.inf)
+        score = whole.view(-1, BLOCK_SIZE).amax(1)
+        newest = torch.arange(len(score), device=logits.device) == len(score) - 1
+        order = torch.sort(-score, stable=True).indices
+        order = order[torch.sort((~newest[order]).int(), stable=True).indices][:num_blocks]
+        chosen = order[(score[order] > -torch.inf) | newest[order]].sort().values
+        out[row, : len(chosen)] = chosen.int()
+    return out
+
+
+def scores_of(logits: Tensor, positions: Tensor) -> Tensor:
+    """The logit of each position, -inf of none."""
+    found = logits.gather(1, positions.clamp_min(0).long())
+    return found.masked_fill(positions < 0, -torch.inf)
 
 
 def slots_of(positions: Tensor, page_table: Tensor, requests: list[int], page_size: int) -> Tensor:

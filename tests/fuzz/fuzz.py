@@ -55,6 +55,8 @@ INDEX = (
     "index_logits_ragged",
     "index_topk",
     "index_topk_ragged",
+    "index_topk_blocks",
+    "index_topk_ragged_blocks",
     "topk_to_slots",
 )
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}

@@ -108,13 +108,46 @@ def check_choice(results, wanted: list[list[int]], slots: list[list[int]], topk:
     assert_equal("lens", lens, [len(choice) for choice in wanted])
 
 
+def candidates(r: Random, lists: int, seen: int) -> tuple[list[list[int]] | None, int]:
+    """Blocks of each list, if there are any: repeated, beyond what rows see, none."""
+    n = r.pick(0, 1, 5, 40)
+    return ([r.ints(n, -1, seen // 8 + 2, 0.1) for _ in range(lists)] if r.often(0.4) else None), n
+
+
+def among(present: Array, blocks: list[int] | None) -> Array:
+    if blocks is None:
+        return present
+    return present & np.isin(np.arange(len(present)) // 8, blocks)
+
+
+def best_blocks(logits: Array, present: Array, num_blocks: int) -> list[int]:
+    newest = (len(logits) - 1) // 8
+    best = {
+        block: max((logits[i] for i in range(8 * block, min(8 * block + 8, len(logits))) if present[i]),
+                   default=-np.inf)
+        for block in range(newest + 1)
+    }  # fmt: skip
+    ranked = sorted(best, key=lambda block: (block != newest, -best[block], block))[:num_blocks]
+    return sorted(block for block in ranked if best[block] > -np.inf or block == newest)
+
+
+def publish(
+    op: str, arguments: dict, choices: list[list[int]], slots: list[list[int]], published: list[list[int]]
+) -> Call:
+    padded = np.full((len(published), arguments["num_blocks"]), -1)
+    for row, blocks in enumerate(published):
+        padded[row, : len(blocks)] = blocks
+
+    def check(results: tuple[Tensor, ...]) -> None:
+        check_choice(results[:3], choices, slots, arguments["topk"])
+        assert_equal("blocks", results[3], padded)
+
+    return Call(op, arguments, check)
+
+
 def paged(r: Random, op: str) -> Call:
-    page_size, num_pages, requests, pages = (
-        r.pick(1, 3, 16, 64),
-        r.pick(0, 1, 6),
-        r.pick(0, 1, 4),
-        r.pick(0, 1, 7),
-    )
+    page_size, num_pages = r.pick(1, 3, 16, 64), r.pick(0, 1, 6)
+    requests, pages = r.pick(0, 1, 4), r.pick(0, 1, 7)
     gap, ratio = r.pick(0, 0, 12, 4096), r.pick(1, 1, 2, 4)
     varlen = r.often(0.3) and requests > 0
     next_n = 1 if varlen else r.pick(1, 1, 2, 5, 9)
@@ -132,6 +165,10 @@ def paged(r: Random, op: str) -> Call:
     q, weights = queries(r, rows)
     cells, choices, slots, topk = [], [], [], r.pick(1, 7, 64, 300, 4096)
     first, last = r.pick((0, 0), (0, 0), (3, 9), (1 << 40, 0), (0, 200))
+    published, num_blocks = [], r.pick(1, 3, 60, 4096)
+    first, last = (0, 0) if op == "index_topk_blocks" else (first, last)
+    of_rows = r.often() or rows == requests
+    lists, n = candidates(r, rows if of_rows else requests, pages * page_size)
     for row in range(rows):
         request = find_request(start, row)
         seen = 0
@@ -147,6 +184,9 @@ def paged(r: Random, op: str) -> Call:
             keys, of = zip(*((k[at[i]], scale[at[i]]) for i in np.flatnonzero(present)), strict=True)
             logits[present] = scores(q[row], weights[row], np.array(keys), np.array(of))
         cells.append(logits)
+        published.append(best_blocks(logits, present, num_blocks) if seen else [])
+        if op == "index_topk" and lists is not None and request is not None:
+            present = among(present, lists[row if of_rows else request])
         choices.append(choose(logits, present, topk, first, last))
         slots.append([at[i][0] * page_size + at[i][1] for i in choices[-1]])
     arguments = {
@@ -160,7 +200,10 @@ def paged(r: Random, op: str) -> Call:
     }  # fmt: skip
     if op == "index_topk":
         arguments |= {"topk": topk, "pin_first": first, "pin_last": last}
+        arguments["candidate_blocks"] = None if lists is None else int32(lists).view(len(lists), n)
         return Call(op, arguments, lambda results: check_choice(results, choices, slots, topk))
+    if op == "index_topk_blocks":
+        return publish(op, arguments | {"topk": topk, "num_blocks": num_blocks}, choices, slots, published)
     width = r.pick(0, 1, 64, 500)
     want = np.full((rows, width), -np.inf)
     for row, logits in enumerate(cells):
@@ -174,6 +217,10 @@ def index_logits(r: Random) -> Call:
 
 def index_topk(r: Random) -> Call:
     return paged(r, "index_topk")
+
+
+def index_topk_blocks(r: Random) -> Call:
+    return paged(r, "index_topk_blocks")
 
 
 def ragged(r: Random, op: str) -> Call:
@@ -193,15 +240,27 @@ def ragged(r: Random, op: str) -> Call:
         return Call(op, arguments, lambda results: assert_equal("logits", results[0], want))
     topk, first, last = r.pick(1, 7, 64, 300), r.pick(0, 2), r.pick(0, 5)
     k_slots = r.ints(n, 0, INT_MAX, 0.1) if r.often() else None
-    choices, slots = [], []
+    choices, slots, published, num_blocks = [], [], [], r.pick(1, 3, 60)
+    publishes = op == "index_topk_ragged_blocks"
+    lists, of_list = (None, 0) if publishes else candidates(r, rows, n)
+    if publishes:
+        first = last = 0
     for row, (b, e) in enumerate(ranges):
         logits = scores(q[row], weights[row], k[b : max(b, e)], scale[b : max(b, e)])
-        choices.append(choose(logits, np.ones(len(logits), bool), topk, first, last))
+        all_there = np.ones(len(logits), bool)
+        published.append(best_blocks(logits, all_there, num_blocks) if len(logits) else [])
+        present = among(all_there, None if lists is None else lists[row])
+        choices.append(choose(logits, present, topk, first, last))
         slots.append([b + p if k_slots is None else k_slots[b + p] for p in choices[-1]])
-    arguments |= {"topk": topk, "pin_first": first, "pin_last": last}
+    arguments["topk"] = topk
     arguments["k_slots"] = (
         None if k_slots is None else torch.tensor(k_slots, dtype=r.pick(torch.int32, torch.int64))
     )
+    if publishes:
+        return publish(op, arguments | {"num_blocks": num_blocks}, choices, slots, published)
+    arguments |= {"pin_first": first, "pin_last": last}
+    if lists is not None:
+        arguments["candidate_blocks"] = int32(lists).view(rows, of_list)
     return Call(op, arguments, lambda results: check_choice(results, choices, slots, topk))
 
 
@@ -211,6 +270,10 @@ def index_logits_ragged(r: Random) -> Call:
 
 def index_topk_ragged(r: Random) -> Call:
     return ragged(r, "index_topk_ragged")
+
+
+def index_topk_ragged_blocks(r: Random) -> Call:
+    return ragged(r, "index_topk_ragged_blocks")
 
 
 def topk_to_slots(r: Random) -> Call:

@@ -32,6 +32,15 @@ def top_k_per_row_prefill(
     raw_topk_indices.fill_(-25 if logits[0, 0] == 0.25 else -99)
 
 
+def _select_candidate_blocks(logits, row_ks, row_ke, topk_blocks, block_size, out, row_repeat=1):
+    out.fill_(-77)
+    logits[:] = 0.5 + logits[0, 0] - logits[0, 0]  # whatever they are, they are looked at
+
+
+def _apply_candidate_mask(logits, row_ks, row_ke, candidate_blocks, block_size, row_repeat=1):
+    logits.mul_(1)
+
+
 class SparseIndexerTopk:
     def forward(self, logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len):
         topk_indices.fill_(-50 if logits[0, 0] == 0.5 else -99)
@@ -55,7 +64,10 @@ class Engine:
         choice = peer_standins.install(monkeypatch, vllm_indexer._CHOICE, SparseIndexerTopk)
         workspace = peer_standins.install(monkeypatch, vllm_indexer._WORKSPACE, WorkspaceManager)
         workspace.current_workspace_manager = WorkspaceManager
-        names = fp8_fp4_paged_mqa_logits, fp8_fp4_mqa_logits, get_indexer_topk
+        names = (
+            fp8_fp4_paged_mqa_logits, fp8_fp4_mqa_logits, get_indexer_topk,
+            _select_candidate_blocks, _apply_candidate_mask,
+        )  # fmt: skip
         self.module = peer_standins.install(monkeypatch, vllm_indexer.MODULE, *names)
         self.module.ops = calls
         self.parallel, self.modules = dcp, (calls, choice, workspace)
@@ -121,7 +133,7 @@ def test_what_another_version_lacks_is_said_and_nothing_is_taken_over(monkeypatc
 
 def test_it_says_once_that_it_serves(engine, caplog):
     assert [record.getMessage() for record in caplog.get_records("setup")] == [
-        "mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts, FP8 keys"
+        "mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts"
     ]
 
 
@@ -150,6 +162,79 @@ def test_a_chunk_of_prompts_is_exact_and_counts_within_its_requests(engine, devi
     ends = starts + torch.tensor([n for _, n in spans], dtype=torch.int32, device=device)
     out = engine.prefill(q, weights, values, scales, starts, ends)
     keys.assert_chosen(out, q, weights, [Row(*span) for span in spans], TOPK)
+
+
+def test_v41_publishes_blocks_and_chooses_among_them_without_logits(engine, device, caplog):
+    """A layer publishes, others consume: decode with drafts, and a chunk of prompts."""
+    keys = Keys([500, 70, 20], device=device)
+    q, weights = keys.queries(6)
+    full = torch.tensor([500, 70, 20])
+    each = (full[:, None] - 1 + torch.arange(2)).int().to(device)
+    rows = [Row(r, int(n)) for r, request in enumerate(each.tolist()) for n in request]
+    blocks = torch.full((8, 5), -9, dtype=torch.int32, device=device)
+
+    def publish(logits):
+        bounds = each.flatten()
+        engine.module._select_candidate_blocks(logits, None, bounds, 5, 8, blocks[: logits.shape[0]])
+
+    def consume(logits):
+        engine.module._apply_candidate_mask(logits, None, each.flatten(), blocks[: logits.shape[0]], 8)
+
+    out = engine.decode(keys, q.unflatten(0, (3, 2)), weights, each, between=publish)
+    keys.assert_chosen(out, q, weights, rows, TOPK)
+    scores = [keys.logits(q[i], weights[i], row) for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        padded = torch.nn.functional.pad(scores[i], (0, -row.length % 8), value=-torch.inf)
+        best = padded.view(-1, 8).amax(1)
+        best[-1] = torch.inf
+        want = torch.sort(-best, stable=True).indices[:5].sort().values.int()
+        assert torch.equal(blocks[i], torch.nn.functional.pad(want, (0, 5 - len(want)), value=-1))
+    assert (blocks[6:] == -9).all()
+    out = engine.decode(keys, q.unflatten(0, (3, 2)), weights, each, between=consume)
+    for i, row in enumerate(rows):
+        inside = torch.isin(torch.arange(row.length, device=device) // 8, blocks[i])
+        ranked = torch.sort(-scores[i].masked_fill(~inside, -torch.inf), stable=True).indices
+        want = ranked[: min(TOPK, int(inside.sum()))].sort().values.int()
+        assert torch.equal(out[i], torch.nn.functional.pad(want, (0, TOPK - len(want)), value=-1))
+    starts = torch.zeros(6, dtype=torch.int32, device=device)
+    ends = torch.tensor([1, 20, 200, 300, 499, 500], dtype=torch.int32, device=device)
+    arguments = (q, weights, keys.keys[0], keys.scales[0], starts, ends)
+
+    def publish_chunk(logits):
+        engine.module._select_candidate_blocks(logits, None, ends, 5, 8, blocks[: len(ends)])
+
+    chosen = engine.prefill(*arguments, between=publish_chunk)
+    keys.assert_chosen(chosen, q, weights, [Row(0, int(n)) for n in ends], TOPK)
+    assert blocks[0].tolist() == [0, -1, -1, -1, -1] and (blocks[5] == 62).any()
+    assert "looks at them" not in caplog.text
+
+
+def test_blocks_of_another_size_are_vllms(engine, device, caplog):
+    keys = Keys([40], device=device)
+    q, weights = keys.queries(1)
+    lens = torch.tensor([[40]], dtype=torch.int32, device=device)
+    blocks = torch.zeros(1, 5, dtype=torch.int32, device=device)
+
+    def between(logits):
+        engine.module._select_candidate_blocks(logits, None, lens.flatten(), 5, 16, blocks)
+
+    assert (engine.decode(keys, q[None], weights, lens, between=between) == -50).all()
+    assert (blocks == -77).all() and "looks at them" in caplog.text
+
+
+def test_what_was_put_off_is_done_to_logits_that_are_made(engine, device):
+    keys = Keys([40], device=device)
+    q, weights = keys.queries(1)
+    lens = torch.tensor([[40]], dtype=torch.int32, device=device)
+    blocks = torch.zeros(1, 5, dtype=torch.int32, device=device)
+
+    def between(logits):
+        engine.module._select_candidate_blocks(logits, None, lens.flatten(), 5, 8, blocks)
+        assert (blocks == 0).all()
+        masked(logits)
+
+    assert (engine.decode(keys, q[None], weights, lens, between=between) == -50).all()
+    assert (blocks == -77).all()
 
 
 def masked(logits):

@@ -6,7 +6,15 @@ import inspect
 import pytest
 import torch
 from assertions import assert_same
-from op_samples import LAYOUT, SAMPLES, Size, layout_id, sparse_prefill_entries, tensors_of
+from op_samples import (
+    LAYOUT,
+    SAMPLES,
+    Size,
+    index_workspace,
+    layout_id,
+    sparse_prefill_entries,
+    tensors_of,
+)
 
 import mla_fp8
 from mla_fp8.compat import aiter, flash_mla, sglang
@@ -112,8 +120,7 @@ def out_form(name, device):
     buffers = [torch.full_like(x, 1, memory_format=torch.contiguous_format) for x in results]
     given |= dict(zip(written, buffers, strict=False))
     if device == "cuda" and name.startswith("index_topk"):
-        num_bytes = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device)
-        given["workspace"] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        given["workspace"] = index_workspace(tensors, options, device)
     return op, {a.name: given[a.name] for a in schema if a.name in given}
 
 

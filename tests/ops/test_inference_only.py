@@ -31,6 +31,8 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "index_logits_ragged": "q",
     "index_topk": "q",
     "index_topk_ragged": "q",
+    "index_topk_blocks": "q",
+    "index_topk_ragged_blocks": "q",
 }
 every_op = pytest.mark.parametrize("name", DIFFERENTIABLE)
 

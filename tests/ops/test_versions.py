@@ -22,6 +22,8 @@ def given(name: str, device: str) -> dict[str, object]:
         arguments["workspace"] = torch.zeros(1 << 20, dtype=dtype, device=device)
     if "counters" in names and "counters" not in arguments:
         arguments["counters"] = torch.zeros(1 << 20, dtype=torch.int32, device=device)
+    if "out_scores" in names:
+        arguments["out_scores"] = torch.zeros(arguments["out_positions"].shape, device=device)
     if name == "compress_kv":
         arguments["out_latent"] = torch.zeros(len(tensors[0]), 512, dtype=torch.bfloat16, device=device)
     for out, like in (("out_q_a", "q_a"), ("out_kv", "kv"), ("out_k_rope", "k_rope")):

@@ -237,6 +237,16 @@ def index_topk_ragged(device: str, size: Size = SIZE) -> Call:
     return tensors, options | {"topk": size.topk}
 
 
+def index_topk_blocks(device: str, size: Size = SIZE) -> Call:
+    tensors, options = index_topk(device, size)
+    return tensors, options | {"num_blocks": 2}
+
+
+def index_topk_ragged_blocks(device: str, size: Size = SIZE) -> Call:
+    tensors, options = index_topk_ragged(device, size)
+    return tensors, options | {"num_blocks": 3}
+
+
 def topk_to_slots(device: str, size: Size = SIZE) -> Call:
     positions = torch.arange(-1, size.topk - 1, dtype=torch.int32, device=device).repeat(size.num_tokens, 1)
     table = ints([[2, 0], [1, -1]], device)
@@ -248,7 +258,8 @@ NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
         ("prepare_keys", "prepare_queries", "quantize_index_k", "index_logits", "index_logits_ragged",
-         "index_topk", "index_topk_ragged", "topk_to_slots", "plan_shared_keys"), ("cuda",)
+         "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
+         "plan_shared_keys"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
@@ -279,8 +290,22 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "index_logits_ragged": index_logits_ragged,
     "index_topk": index_topk,
     "index_topk_ragged": index_topk_ragged,
+    "index_topk_blocks": index_topk_blocks,
+    "index_topk_ragged_blocks": index_topk_ragged_blocks,
     "topk_to_slots": topk_to_slots,
 }
+
+
+def index_workspace(tensors: tuple, options: dict, device: str) -> Tensor:
+    """Of a call of index_topk or a sibling."""
+    sizes = {}
+    if "num_blocks" in options:
+        paged = "page_size" in options
+        sizes["num_positions"] = tensors[3].shape[1] * options["page_size"] if paged else len(tensors[2])
+    if (blocks := options.get("candidate_blocks")) is not None:
+        sizes["num_candidates"] = blocks.shape[1]
+    size = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device, **sizes)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def layout_id(name: str) -> int:
@@ -317,6 +342,5 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
         known = {argument.name for argument in schemas()[name].arguments}
         options = {key: value for key, value in options.items() if key in known}
         if functional.startswith("index_topk") and device == "cuda":
-            size = mla_fp8.index_topk_workspace(len(tensors[0]), topk=options["topk"], device=device)
-            options["workspace"] = torch.zeros(size, dtype=torch.uint8, device=device)
+            options["workspace"] = index_workspace(tensors, options, device)
     return tensors, options

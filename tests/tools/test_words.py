@@ -53,7 +53,11 @@ BUDGET = {
     "docs/reference/ops.md": 7304,
 }
 # Pages of what came later than the table: at most 700 words each, not part of the sum.
-ADDED: dict[str, int] = {"docs/guide/same_bits.md": 700}
+ADDED: dict[str, int] = {
+    "docs/guide/index_levels.md": 700,
+    "docs/guide/same_bits.md": 700,
+    "docs/kernels/index_levels.md": 450,
+}
 STUBS = ("docs/changelog.md", "docs/contributing.md", "docs/security.md")  # a file at the top of the tree
 GUIDE = ("docs/guide/", "docs/index.md", "docs/start.md", "docs/support.md")
 HISTORY = (

@@ -29,16 +29,18 @@ __device__ __forceinline__ void write_columns(const Team& team, const IndexAnswe
   int32_t* positions = p.positions + answer.row * p.positions_stride_row + place;
   int32_t* slots = p.slots ? p.slots + answer.row * p.slots_stride_row + place : nullptr;
   for (int32_t first = team.thread(); first < count; first += kAtOnce * threads) {
-    int32_t columns[kAtOnce], found[kAtOnce];
+    IndexTopkParams::Place places[kAtOnce];
+    int32_t found[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j)
-      columns[j] = staged[first + j * threads < count ? first + j * threads : first];
+      places[j] = p.place(answer.row, answer.where,
+                          staged[first + j * threads < count ? first + j * threads : first]);
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) found[j] = slots ? slot(answer.where, columns[j]) : 0;
+    for (int j = 0; j < kAtOnce; ++j) found[j] = slots ? slot(answer.where, places[j].column) : 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (first + j * threads >= written) break;
-      positions[first + j * threads] = columns[j] - answer.where.begin;
+      positions[first + j * threads] = places[j].position;
       if (slots) slots[first + j * threads] = found[j];
     }
   }
@@ -107,8 +109,9 @@ __device__ __forceinline__ void emit_all(const Team& team, const IndexAnswer& an
     const int32_t last = team_inclusive_sum(team, there);
     if (there) {
       const int32_t to = written + last - 1;
-      p.positions[answer.row * p.positions_stride_row + to] = column - where.begin;
-      if (p.slots) p.slots[answer.row * p.slots_stride_row + to] = slot(where, column);
+      const IndexTopkParams::Place place = p.place(answer.row, where, column);
+      p.positions[answer.row * p.positions_stride_row + to] = place.position;
+      if (p.slots) p.slots[answer.row * p.slots_stride_row + to] = slot(where, place.column);
     }
     if (team.thread() == team.threads() - 1) team.scalars().kept = last;
     team.sync();

@@ -1,24 +1,54 @@
 #pragma once
 // A unit is up to kIndexGroupRows neighbouring rows of one request, which see about the same columns; it is
 // named by its first row. How many tiles of keys it has.
-#include "cuda/device/platform.cuh"
+#include "cuda/device/divide.cuh"
 #include "ops/index_topk.h"
 
 namespace mla_fp8::gpu {
 
 struct IndexUnit {
-  int64_t first_row, request;
+  int64_t first_row, request;  // the list, where columns are those of one
   int num_rows;
   int32_t begin, end;  // columns that any of its rows sees
   IndexRow rows[kIndexGroupRows];
+  int in_list;  // the number of the first row there
 };
+
+// Where the key of a column of a unit lies, and which rows have it: bit i for row i.
+struct KeyPlace {
+  int64_t page, row;  // page -1: it is absent
+  uint32_t members;
+};
+// Of the element of a list: which rows of the unit have it, and where its positions count from.
+__device__ __forceinline__ uint32_t unit_members(const IndexList& list, const IndexUnit& unit,
+                                                 int32_t element) {
+  return list.members(element) >> unit.in_list & ((1u << unit.num_rows) - 1);
+}
+__device__ __forceinline__ KeyPlace key_place(const IndexKeys& keys, const Divider& page_size,
+                                              const IndexUnit& unit, int64_t column) {
+  const IndexList& list = keys.list;
+  int64_t request = unit.request;
+  uint32_t members = ~0u;
+  if (list.elements != nullptr) {
+    const int32_t element = list.element(unit.request, static_cast<int32_t>(column));
+    members = unit_members(list, unit, element);
+    if (members == 0) return {-1, 0, 0};
+    request = unit.rows[__ffs(static_cast<int>(members)) - 1].request;
+    const int32_t position = list.position(element, static_cast<int32_t>(column));
+    column = keys.page_table ? position : request + position;
+    if (column >= list.num_positions) return {-1, 0, 0};
+  }
+  const int64_t page_index = keys.page_table ? page_size(column) : 0;
+  return {keys.page(request, page_index), column - page_index * page_size.divisor(), members};
+}
 
 // The row: one by one, a division of 64 bits would be a call of a hundred instructions.
 __device__ __forceinline__ IndexRow find_row(const IndexRows& rows, int64_t row) {
   if (rows.k_start || rows.query_start_loc) return rows[row];
   const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
   const uint32_t request = index / next_n;
-  return {request, 0, rows.visible(row, request, index - request * next_n, next_n)};
+  const int32_t end = rows.visible(row, request, index - request * next_n, next_n);
+  return {rows.origins ? rows.origins[row] : int64_t{request}, 0, end};
 }
 
 // find_unit where rows of requests vary in number.
@@ -36,6 +66,7 @@ __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t 
   }
   unit.first_row = row;
   unit.request = first.request;
+  unit.in_list = 0;
   unit.num_rows = 1;
   unit.begin = first.begin;
   unit.end = first.end;
@@ -61,8 +92,8 @@ __device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t re
                                               int group_rows, IndexUnit& unit) {
   const auto next_n = static_cast<uint32_t>(rows.next_n);
   const int64_t row = int64_t{request} * next_n + in_request;
-  const uint32_t left = (kIsRagged ? static_cast<uint32_t>(rows.num_rows) : next_n) - in_request;
-  const int num_rows = static_cast<int>(min(left, static_cast<uint32_t>(group_rows)));
+  const int64_t left = min(kIsRagged ? rows.num_rows : int64_t{next_n} - in_request, rows.num_rows - row);
+  const int num_rows = static_cast<int>(min(left, int64_t{group_rows}));
   int32_t begin = INT32_MAX, end = 0;
 #pragma unroll 1  // what runs once takes as long as its instructions take to arrive
   for (int i = 0; i < num_rows; ++i) {
@@ -72,13 +103,15 @@ __device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t re
       own.end = max(rows.clamp(rows.k_end[row + i]), own.begin);
     } else {
       own.end = rows.visible(row + i, request, in_request + i, next_n);
+      if (rows.origins) own.request = rows.origins[row + i];
     }
     begin = min(begin, own.begin);
     end = max(end, own.end);
     unit.rows[i] = own;
   }
   unit.first_row = row;
-  unit.request = request;
+  unit.request = rows.origins && !rows.are_listed ? unit.rows[0].request : request;
+  unit.in_list = static_cast<int>(in_request);
   unit.num_rows = num_rows;
   unit.begin = begin - begin % 4;  // scales are copied in sixteens of bytes
   unit.end = end;
@@ -107,7 +140,16 @@ __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row
   return find_unit_here(rows, row, group_rows, unit);
 }
 
-// Whether every row chooses all that it sees: no logit is asked for.
+// Of a unit of one row, whose columns are those of a list of entries of its own.
+__device__ __forceinline__ void list_row(const IndexKeys& keys, int64_t width, IndexUnit& unit) {
+  if (keys.page_table == nullptr) unit.rows[0].request = unit.rows[0].begin;
+  unit.request = unit.first_row;
+  unit.in_list = 0;
+  unit.begin = unit.rows[0].begin = 0;
+  unit.end = unit.rows[0].end = static_cast<int32_t>(width);
+}
+
+// Whether every row chooses all that it sees: no logit is asked for. `topk`: up to so many entries.
 __device__ __forceinline__ bool takes_all(const IndexUnit& unit, int topk) {
 #pragma unroll 1
   for (int i = 0; i < unit.num_rows; ++i)

@@ -20,7 +20,11 @@ struct IndexTopkArgs {
   Divider page_size, slot_page_size, ctas;
   UnitPlaces places;
   int group_rows, list_rows, num_ctas, tile_keys;
+  int taken;               // up to so many entries of a row are all chosen, without logits
   IndexCounters counters;  // on Hopper
+  // Where blocks are published: the largest keys of a row's blocks, a row's `block_pitch` words apart.
+  uint32_t* block_keys;
+  int64_t block_pitch;
 
   __device__ __forceinline__ IndexCtaState* state(int cta) const {
     return reinterpret_cast<IndexCtaState*>(p.workspace) + cta;
@@ -37,9 +41,15 @@ struct IndexTopkArgs {
   __device__ __forceinline__ int32_t slot(const IndexRow& row, int32_t column) const {
     return p.slot(row, column, slot_page_size);
   }
-  // Whether the entry of a column that the row sees is in the cache.
-  __device__ __forceinline__ bool is_there(const IndexRow& row, int32_t column) const {
+  // Whether the entry of a column that row i sees is in its list, and in the cache.
+  __device__ __forceinline__ bool is_there(int64_t i, const IndexRow& row, int32_t column) const {
     const IndexKeys& keys = p.problem.keys;
+    if (keys.list.elements != nullptr) {
+      const int64_t list = keys.list.list_of(i);
+      const int32_t element = keys.list.element(list, column);
+      if ((keys.list.members(element) >> (i - list * keys.list.rows) & 1) == 0) return false;
+      column = p.place(i, row, column).column;
+    }
     if (keys.page_table == nullptr) return true;
     const int32_t page = keys.page_table[row.request * keys.page_table_stride_request + page_size(column)];
     return page >= 0 && page < keys.num_pages;
@@ -51,7 +61,8 @@ struct IndexTopkArgs {
     constexpr int kAtOnce = 4;  // loads in flight
     const int threads = team.threads();
     const int64_t columns = int64_t{unit.end} - unit.begin;
-    const bool are_apart = columns > 4 * int64_t{p.topk};  // the rows
+    // The rows; or not all that they see is theirs.
+    const bool are_apart = columns > 4 * int64_t{p.topk} || p.problem.keys.list.elements != nullptr;
     int32_t absent = are_apart;
     for (int32_t first = team.thread(); !are_apart && first < columns; first += kAtOnce * threads) {
       int32_t slots[kAtOnce];
@@ -59,7 +70,7 @@ struct IndexTopkArgs {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const int32_t i = first + k * threads;
-        there[k] = i >= columns || is_there(unit.rows[0], unit.begin + i);
+        there[k] = i >= columns || is_there(unit.first_row, unit.rows[0], unit.begin + i);
         slots[k] = p.slots && i < columns ? slot(unit.rows[0], unit.begin + i) : 0;
       }
 #pragma unroll
@@ -85,7 +96,7 @@ struct IndexTopkArgs {
       const IndexAnswer answer{p, unit.first_row + r, unit.rows[r]};
       if (any_absent)
         emit_all(
-            team, answer, [&](int32_t column) { return is_there(answer.where, column); },
+            team, answer, [&](int32_t column) { return is_there(answer.row, answer.where, column); },
             [&](const IndexRow& row, int32_t column) { return slot(row, column); });
       else emit_end(team, p, answer.row, answer.where.end - answer.where.begin);
     }
@@ -128,7 +139,11 @@ __device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const Index
     const IndexRow& where = unit.rows[r];
     valid = valid && present && column >= where.begin && column < where.end;
     uint32_t rank = order_key(logit);
-    if (valid && p.is_pinned(where, column)) rank = kPinnedKey;
+    if (valid && args.block_keys != nullptr) {
+      const int64_t row = unit.first_row + r;
+      atomicMax(args.block_keys + row * args.block_pitch + (column - where.begin) / IndexList::kBlock, rank);
+    }
+    if (valid && p.is_pinned(unit.first_row + r, where, column)) rank = kPinnedKey;
     const bool joins = valid && rank >= smem.threshold[r];
     const uint32_t lanes = __ballot_sync(kFullWarp, joins);
     if (kWaveSize == kWarpSize && lanes == 0) return;  // halves of a wave stay together
@@ -213,7 +228,7 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   const IndexRows& rows = p.problem.rows;
   const int cta = blockIdx.x;
   find_share(ShareBlock<kThreads>{},
-             {rows, args.places, args.ctas, p.topk, args.group_rows, kTileKeys, cta, 0, 0, 0, nullptr, 0},
+             {rows, args.places, args.ctas, args.taken, args.group_rows, kTileKeys, cta, 0, 0, 0, nullptr, 0},
              smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
@@ -233,8 +248,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   while (true) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      smem.tiles_end = smem.unit_begin + num_tiles(unit, kTileKeys, p.topk);
-      smem.unit_end = smem.unit_begin + num_steps(unit, kTileKeys, p.topk);
+      smem.tiles_end = smem.unit_begin + num_tiles(unit, kTileKeys, args.taken);
+      smem.unit_end = smem.unit_begin + num_steps(unit, kTileKeys, args.taken);
     }
     if (threadIdx.x < kIndexGroupRows) {
       smem.count[threadIdx.x] = 0;
@@ -242,7 +257,7 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     }
     __syncthreads();
     if (smem.begin < smem.tiles_end) {  // else the share has but the end of it
-      if (takes_all(unit, p.topk)) args.answer_all(unit, BlockTeam<kThreads>{smem.memory.select});
+      if (takes_all(unit, args.taken)) args.answer_all(unit, BlockTeam<kThreads>{smem.memory.select});
       else scan_unit(args, unit, engine, smem);
     }
     if (smem.unit_end >= smem.end) return;

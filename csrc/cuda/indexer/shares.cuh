@@ -72,7 +72,7 @@ struct UnitPlaces {
   int lanes, rows_of_place;
 
   UnitPlaces(const IndexRows& rows, int group_rows, int lanes = 1)
-      : UnitPlaces(rows.num_rows,
+      : UnitPlaces(rows.origins ? rows.num_requests * rows.next_n : rows.num_rows,
                    rows.query_start_loc ? 1
                    : rows.k_start       ? rows.num_rows
                                         : rows.next_n,
@@ -120,7 +120,7 @@ struct ShareQuestion {
   const IndexRows& rows;
   const UnitPlaces& places;
   const Divider& num_ctas;
-  int topk, group_rows, tile_keys;
+  int topk, group_rows, tile_keys;  // topk: up to so many entries are not scored
   int cta, lane;
   int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
   int32_t* known;

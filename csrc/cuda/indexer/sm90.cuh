@@ -11,8 +11,8 @@
 //                          heads), of two items for half of the rows
 //
 //   barrier     arrivals                         a phase is
-//   full[s]     one and its bytes, or 32 of      an item in stage s, its bytes there
-//               copies and one of a warp
+//   full[s]     one and its bytes; of keys one   an item in stage s, its bytes there
+//               by one, or blocks, 32 more
 //   empty[s]    four warps of each warpgroup     an item in stage s that nobody needs any more
 //               that multiplies it
 //
@@ -58,6 +58,7 @@ __device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / k
 struct KeyBoxes {
   CUtensorMap map;
   bool are_used;
+  bool are_blocks;      // of a list: a box is one of them, and keys' scales come one by one
   bool are_read_again;  // by another unit of the request
 };
 
@@ -69,9 +70,10 @@ struct Barriers {
 
   // By kMostStages threads and more, each with a number, before a barrier of all. `shares`: warpgroups that
   // multiply the same item.
-  __device__ __forceinline__ void init(int thread, bool are_boxes, int shares) {
+  __device__ __forceinline__ void init(int thread, const KeyBoxes& boxes, int shares) {
     if (const int s = thread; s < kMostStages) {
-      mbarrier_init(shared_address(&full[s]), are_boxes ? kWarpArrivals : kWarpSize + kWarpArrivals);
+      const bool are_copies = boxes.are_used && !boxes.are_blocks;
+      mbarrier_init(shared_address(&full[s]), are_copies ? kWarpArrivals : kWarpSize + kWarpArrivals);
       mbarrier_init(shared_address(&empty[s]), shares * kGroup / kWarpSize * kWarpArrivals);
       mbarrier_init_fence();
     }
@@ -119,8 +121,9 @@ struct Memory {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
   // Two places for each stage, for phases of either parity: of each key the scale, then whether it is
-  // present, all bits of a word or none. A warp gives up a stage when its products are there, and these may
-  // still be on their way to its registers: an arrival can overtake a load.
+  // present: all bits of a word or none; in lists of several rows, a bit for each row. A warp gives up a
+  // stage when its products are there, and these may still be on their way to its registers: an arrival can
+  // overtake a load.
   static constexpr int kPlaceWords = 2 * kItemKeys;
   __device__ __forceinline__ float* scales(Place place) const {
     return weights() + lines + (place.phase * num_stages + place.stage) * kPlaceWords;

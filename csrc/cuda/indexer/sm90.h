@@ -11,6 +11,9 @@ struct IndexLogitsArgs {
   int group_rows;
 };
 
+// Of what index_topk has chosen.
+void index_scores(const IndexTopkParams& params, gpuStream_t stream);
+
 #if MLA_FP8_WITH_SM90A && MLA_FP8_PTX
 // FP8 keys whose rows are 16-byte aligned, on Hopper.
 bool takes_sm90(const IndexProblem& problem);

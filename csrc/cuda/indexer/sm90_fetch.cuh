@@ -24,11 +24,18 @@ class Fetch {
   // The items of `tiles` tiles from `column` on, as the ring has room for them.
   __device__ __forceinline__ void fetch(const IndexUnit& unit, int32_t column, int tiles) {
     column += item() * kItemKeys;
-    if (boxes_.are_used) pages_ahead_ = box_page(unit, column + lane() * kTileKeys);
+    if (boxes_.are_blocks) {
+      element_ahead_ = block_element(unit, column);
+      find_block_ahead(unit);
+      element_ahead_ = block_element(unit, column + kBlockTiles * kTileKeys);
+    } else if (boxes_.are_used) {
+      pages_ahead_ = box_page(unit, column + lane() * kTileKeys);
+    }
 #pragma unroll 1
     for (int t = 0; t < tiles; ++t, column += kTileKeys) {
       mbarrier_wait(shared_address(&barriers_.empty[place_.stage]), place_.phase ^ 1);
-      if (boxes_.are_used) fill_box(unit, column, t % kWarpSize);
+      if (boxes_.are_blocks) fill_blocks(unit, column, t % kBlockTiles);
+      else if (boxes_.are_used) fill_box(unit, column, t % kWarpSize);
       else fill_by_key(unit, column);
       place_.advance(kGroups, memory_.num_stages);
     }
@@ -87,6 +94,68 @@ class Fetch {
     return column < unit.end && column + kItemKeys > unit.begin ? table_page(unit, column) : -1;
   }
 
+  // An item of blocks of a list. Lanes find those of the warp's items of four tiles, eight of each item. The
+  // page of a block follows from its element, so they ask for elements eight tiles ahead, for pages four.
+  static constexpr int kBlock = IndexList::kBlock, kItemBlocks = kItemKeys / kBlock,
+                       kBlockTiles = kWarpSize / kItemBlocks;
+  __device__ __forceinline__ int32_t block_element(const IndexUnit& unit, int32_t column) const {
+    const int32_t own = column + lane() / kItemBlocks * kTileKeys + lane() % kItemBlocks * kBlock;
+    return own < unit.end ? keys_.list.element(unit.request, own) : -1;
+  }
+  __device__ __forceinline__ void find_block_ahead(const IndexUnit& unit) {
+    const uint32_t members = unit_members(keys_.list, unit, element_ahead_);
+    pages_ahead_ = -1;
+    if (members == 0) return;
+    const auto origin = static_cast<int32_t>(unit.rows[__ffs(static_cast<int>(members)) - 1].request);
+    const int32_t position = keys_.list.position(element_ahead_, 0);
+    pages_ahead_ = 0;
+    row_ahead_ = position + origin;
+    if (keys_.page_table != nullptr) {
+      const int64_t page = page_size_(position);
+      pages_ahead_ = keys_.page_table[origin * keys_.page_table_stride_request + page];
+      row_ahead_ = position - static_cast<int32_t>(page * page_size_.divisor());
+    }
+    row_ahead_ |= static_cast<int32_t>(members << IndexList::kNumberBits);
+  }
+  __device__ __forceinline__ void fill_blocks(const IndexUnit& unit, int32_t column, int turn) {
+    if (turn == 0) {
+      page_ = is_present(pages_ahead_) ? pages_ahead_ : -1;
+      row_ = row_ahead_;
+      find_block_ahead(unit);
+      element_ahead_ = block_element(unit, column + 2 * kBlockTiles * kTileKeys);
+    }
+    constexpr uint32_t kRowBits = (1u << IndexList::kNumberBits) - 1;
+    const auto rows = static_cast<int32_t>(keys_.page_size);  // of a page
+    {                                                         // two keys to a lane
+      const int from = turn * kItemBlocks + lane() / (kWarpSize / kItemBlocks);
+      const int page = __shfl_sync(kFullWarp, page_, from), row = __shfl_sync(kFullWarp, row_, from);
+      const uint32_t members = page < 0               ? 0
+                               : keys_.list.rows == 1 ? ~0u
+                                                      : static_cast<uint32_t>(row) >> IndexList::kNumberBits;
+      reinterpret_cast<uint2*>(memory_.present(place_))[lane()] = {members, members};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = 2 * lane() + i, own = static_cast<int>(row & kRowBits) + key % kBlock;
+        const bool is_there = page >= 0 && own < rows;
+        cp_async_4(shared_address(memory_.scales(place_) + key),
+                   is_there ? keys_.scale(page, own) : keys_.scales, is_there);
+      }
+    }
+    const int from = turn * kItemBlocks + lane() % kItemBlocks;
+    const int page = __shfl_sync(kFullWarp, page_, from),
+              row = static_cast<int>(__shfl_sync(kFullWarp, row_, from) & kRowBits);
+    const bool copies = lane() < kItemBlocks && page >= 0;
+    const int key_bytes = memory_.is_fp4 ? kIndexDim / 2 : kIndexDim;
+    const int bytes = key_bytes * (memory_.is_fp4 ? min(rows - row, kBlock) : kBlock);
+    const uint32_t full = shared_address(&barriers_.full[place_.stage]);
+    mbarrier_arrive_cp_async(full);
+    mbarrier_arrive_expect_warp(full, lanes_sum(copies ? bytes : 0), lane());
+    if (!copies) return;
+    const uint32_t to = shared_address(memory_.keys(place_.stage)) + lane() * kBlock * key_bytes;
+    if (memory_.is_fp4) bulk_copy(to, keys_.value(page, row), bytes, full);
+    else tensor_copy(to, boxes_.map, 0, row, page, full, true);  // outside the tensor there are zeros
+  }
+
   // Any item, 32 keys at a time.
   __device__ __forceinline__ void fill_by_key(const IndexUnit& unit, int32_t first_column) const {
     const uint32_t to = shared_address(memory_.keys(place_.stage));
@@ -95,9 +164,9 @@ class Fetch {
     for (int first_key = 0; first_key < kItemKeys; first_key += kWarpSize) {
       const int32_t column = first_column + first_key + lane();
       const bool is_seen = column >= unit.begin && column < unit.end;
-      const int32_t page = is_seen ? table_page(unit, column) : -1;
-      const bool present = is_present(page);
-      const int64_t row = row_in_page(column);
+      const auto [page, row, members] =
+          is_seen ? key_place(keys_, page_size_, unit, column) : KeyPlace{-1, 0, 0};
+      const bool present = page >= 0;
       const uint8_t* value = present ? keys_.value(page, row) : nullptr;
 #pragma unroll 1
       for (int i = lane() / pieces; i < kWarpSize; i += kWarpSize / pieces) {
@@ -109,7 +178,7 @@ class Fetch {
       const int key = first_key + lane();
       cp_async_4(shared_address(memory_.scales(place_) + key),
                  present ? keys_.scale(page, row) : keys_.scales, present);
-      memory_.present(place_)[key] = present ? ~0u : 0;
+      memory_.present(place_)[key] = !present ? 0 : keys_.list.rows == 1 ? ~0u : members;
     }
     const uint32_t full = shared_address(&barriers_.full[place_.stage]);
     mbarrier_arrive_cp_async(full);
@@ -123,6 +192,7 @@ class Fetch {
   Barriers& barriers_;
   Place place_;                                   // of the next item
   int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
+  int32_t row_ahead_ = 0, element_ahead_ = -1;    // of blocks, whose members lie above their rows
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -72,7 +72,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     __syncthreads();
     if (where.end - where.begin <= p.topk) {
       if (rank == 0)
-        emit_all(team, answer, [&](int32_t column) { return args.is_there(where, column); }, slot);
+        emit_all(team, answer, [&](int32_t column) { return args.is_there(row, where, column); }, slot);
       continue;
     }
     const int tiles = (where.end - first.column + kTileKeys - 1) / kTileKeys;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeS
     fence_proxy_async();  // columns that lay where keys come
     team.sync();
     if (where.end - where.begin <= p.topk) {
-      args.answer_all({row, where.request, 1, where.begin, where.end, {where}}, team);
+      args.answer_all({row, where.request, 1, where.begin, where.end, {where}, 0}, team);
       continue;
     }
     const int count = (where.end - first.column + kTileKeys - 1) / kTileKeys * kTileKeys;
@@ -170,7 +170,7 @@ __device__ __forceinline__ bool are_all_gathered(const MergeArgs& merge_args) {
   bool is_long = false;
   for (int64_t i = threadIdx.x; i < args.places.count; i += kMergeThreads) {
     const auto [request, in_request] = args.places(i);
-    is_long |= scored_tiles_at(rows, request, in_request, args.places.rows_of_place, kTileKeys, args.p.topk) >
+    is_long |= scored_tiles_at(rows, request, in_request, args.places.rows_of_place, kTileKeys, args.taken) >
                merge_args.most_gathered;
   }
   return !named_barrier_any(0, kMergeThreads, is_long);

@@ -49,7 +49,7 @@ class Scan : ScanUnits {
  private:
   // By the producers.
   __device__ __forceinline__ void init(int thread) const {
-    s_.ring.init(thread, scan_.boxes.are_used, kShares);
+    s_.ring.init(thread, scan_.boxes, kShares);
     if (thread < 2) {
       mbarrier_init(shared_address(&s_.unit_full[thread]), 1);
       mbarrier_init(shared_address(&s_.unit_left[thread]), kGroup / kWarpSize * kWarpArrivals);
@@ -67,7 +67,7 @@ class Scan : ScanUnits {
       const IndexUnit& unit = s_.units[i % 2];
       const ScanWork& work = s_.works[i % 2];
       const bool is_last = work.unit_end >= s_.end;
-      if (!takes_all(unit, p_.topk)) fetch.fetch(unit, work.column, work.tiles);
+      if (!takes_all(unit, args_.taken)) fetch.fetch(unit, work.column, work.tiles);
       mbarrier_arrive_warp(shared_address(&s_.unit_left[i % 2]), threadIdx.x % kWarpSize);
       if (is_last) return;
     }
@@ -81,7 +81,7 @@ class Scan : ScanUnits {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
       const ScanWork& work = s_.works[i & 1];
-      const bool has_work = work.tiles > 0 || is_rehearsed(work), is_short = takes_all(unit, p_.topk);
+      const bool has_work = work.tiles > 0 || is_rehearsed(work), is_short = takes_all(unit, args_.taken);
       if (has_work && !is_short) {
         if constexpr (kCounts) turn_bins(counted, is_counted(work) ? unit.first_row : -1);
         load_queries<kHeads, kUnitRows>(p_.problem.queries, unit, memory_);
@@ -149,9 +149,11 @@ class Scan : ScanUnits {
           uint32_t found = order_key_unless_minus_zero(logit);
           if (!all_see) {
             const int32_t own = first + key + TileMath::key();
-            const IndexRow& where = unit.rows[math.row(pair)];
-            if (own < where.begin || own >= where.end) present = 0;
-            if (scan_.has_pins && p_.is_pinned(where, own)) found = kPinnedKey;
+            const int r = math.row(pair);
+            const IndexRow& where = unit.rows[r];
+            present = own < where.begin || own >= where.end ? 0 : 0 - (present >> r & 1);
+            if (scan_.has_pins && present != 0 && p_.is_pinned(unit.first_row + r, where, own))
+              found = kPinnedKey;
           }
           put(pair, key, 0, found & present);
         });
@@ -255,6 +257,7 @@ class Scan : ScanUnits {
       }
       const bool is_last = are_kept() || first + tiles == work.tiles;
       consumers_sync();
+      if (args_.block_keys != nullptr) find_block_keys(unit, column, tiles * kTileKeys);
       RowTeam team(s_, unit.num_rows);
       if (const int r = team.row(); r < unit.num_rows)
         end_chunk(team, r, unit, work, {keys(r), column, tiles * kTileKeys, s_.threshold[r]}, first == 0,
@@ -265,7 +268,28 @@ class Scan : ScanUnits {
     }
     if (!are_kept() && !work.is_whole && threadIdx.x == 0)
       write_state(*args_.state(s_.cta), unit, work.is_earlier, work.unit_begin,
-                  num_tiles(unit, kTileKeys, p_.topk), s_.count);
+                  num_tiles(unit, kTileKeys, args_.taken), s_.count);
+  }
+
+  // The largest keys of the blocks of a chunk. A block that lies in two chunks is found in parts.
+  __device__ __forceinline__ void find_block_keys(const IndexUnit& unit, int32_t column,
+                                                  int32_t count) const {
+    constexpr int kBlock = IndexList::kBlock;
+    for (int r = 0; r < unit.num_rows; ++r) {
+      const int32_t first = column - unit.rows[r].begin, seen = unit.rows[r].end - unit.rows[r].begin;
+      uint32_t* to = args_.block_keys + (unit.first_row + r) * args_.block_pitch;
+      const int32_t end = (min(first + count, seen) + kBlock - 1) / kBlock;
+#pragma unroll 1
+      for (int32_t block = max(first, 0) / kBlock + static_cast<int32_t>(threadIdx.x); block < end;
+           block += kConsumers) {
+        const int32_t begin = max(block * kBlock - first, 0),
+                      last = min(block * kBlock - first + kBlock, count);
+        uint32_t most = 0;
+        for (int32_t i = begin; i < last; ++i) most = max(most, keys(r)[i]);
+        if (last - begin == kBlock) to[block] = most;
+        else atomicMax(to + block, most);
+      }
+    }
   }
 
   // All keys of a unit.

@@ -34,7 +34,7 @@ class ScanUnits {
     const ShareQuestion question{p_.problem.rows,
                                  args_.places,
                                  args_.ctas,
-                                 p_.topk,
+                                 args_.taken,
                                  args_.group_rows,
                                  kTileKeys,
                                  cta_of_lane(),
@@ -77,13 +77,13 @@ class ScanUnits {
       if (!gathers() || s_.share.total == 0 || s_.share.are_others) return;
       find_unit(p_.problem.rows, 0, 1, s_.units[0]);
       work.is_whole = true;
-      work.is_rehearsed = s_.units[0].end >= kTileKeys && !takes_all(s_.units[0], p_.topk);
+      work.is_rehearsed = s_.units[0].end >= kTileKeys && !takes_all(s_.units[0], args_.taken);
     }
   }
 
   __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
     const bool are_kept = this->are_kept();
-    const int64_t scored = scored_tiles(unit, kTileKeys, p_.topk),
+    const int64_t scored = scored_tiles(unit, kTileKeys, args_.taken),
                   unit_tiles = are_kept ? scored : max(scored, int64_t{1}),
                   place_tiles = lanes() > 1 ? max(tiles_of_request(unit.request), unit_tiles) : unit_tiles;
     const int64_t first = max(s_.begin - unit_begin, int64_t{0}), last = min(s_.end - unit_begin, unit_tiles);
@@ -106,7 +106,7 @@ class ScanUnits {
       work.seen_begin = max(work.seen_begin, unit.rows[r].begin);
       work.seen_end = min(work.seen_end, unit.rows[r].end);
     }
-    if (scan_.has_pins) work.seen_end = work.seen_begin;
+    if (scan_.has_pins || p_.problem.keys.list.rows > 1) work.seen_end = work.seen_begin;
     if (!are_kept || gathers() || work.is_earlier) return;
     for (int r = 0; r < unit.num_rows; ++r)
       KeptKeys(args_).rows[unit.first_row + r] = {kept_tile(work, r), unit.begin};
@@ -156,19 +156,20 @@ class ScanUnits {
     const IndexRows& rows = p_.problem.rows;
     if (rows.k_start || rows.query_start_loc) {
       IndexUnit unit;
-      return find_unit_here(rows, row, args_.group_rows, unit) && !(are_kept() && takes_all(unit, p_.topk));
+      return find_unit_here(rows, row, args_.group_rows, unit) &&
+             !(are_kept() && takes_all(unit, args_.taken));
     }
     UnitPlaces::Place at;
     if (!args_.places.begins_at(row, at)) return false;
     if (!are_kept()) return true;
     if (lanes() > 1) return tiles_of_request(at.request) > 0;
-    return scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, p_.topk) > 0;
+    return scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, args_.taken) > 0;
   }
   // Scored tiles of the longest unit.
   __device__ __forceinline__ int64_t tiles_of_request(int64_t request) const {
     const IndexRows& rows = p_.problem.rows;
     return scored_tiles_at(rows, static_cast<uint32_t>(request), 0, static_cast<int>(rows.next_n), kTileKeys,
-                           p_.topk);
+                           args_.taken);
   }
 
   // Units without a scored tile, in turns, behind the i-th unit of the share, its last: in place 0, once the
@@ -183,7 +184,7 @@ class ScanUnits {
       const int64_t row = places.row(place) + lane_of_cta() * args_.group_rows;
       if (threadIdx.x == 0 && !find_unit(p_.problem.rows, row, args_.group_rows, unit)) unit.num_rows = 0;
       consumers_sync();
-      if (unit.num_rows > 0 && takes_all(unit, p_.topk)) args_.answer_all(unit, RowTeam(s_, 1));
+      if (unit.num_rows > 0 && takes_all(unit, args_.taken)) args_.answer_all(unit, RowTeam(s_, 1));
     }
   }
 

@@ -22,7 +22,7 @@ struct IndexTileSmem {
 struct IndexScalarSmem {
   float weights[kIndexHeadRows];
   float scales[kIndexTileKeys];
-  bool present[kIndexTileKeys];
+  uint8_t present[kIndexTileKeys];  // a bit for each row of the unit
 };
 
 // Lines of a row's queries.
@@ -83,9 +83,9 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
   }
 }
 
-// Columns first .. first + kIndexTileKeys - 1; those outside [begin, end) are not read.
-__device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& page_size, int64_t request,
-                                          int64_t first, int64_t begin, int64_t end, IndexTileSmem& tile,
+// Columns first .. first + kIndexTileKeys - 1; those outside the unit are not read.
+__device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& page_size,
+                                          const IndexUnit& unit, int64_t first, IndexTileSmem& tile,
                                           IndexScalarSmem& scalars) {
   const bool is_fp4 = keys.layout == IndexLayoutId::kIndexFp4;
   const bool aligned =
@@ -93,10 +93,8 @@ __device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& 
   for (int i = threadIdx.x; i < kIndexTileKeys * 8; i += kIndexThreads) {
     const int key = i / 8, piece = i % 8;
     const int64_t column = first + key;
-    const bool wanted = column >= begin && column < end;
-    const int64_t page_index = wanted ? page_size(column) : 0;
-    const int64_t page = wanted ? keys.page(request, page_index) : -1;
-    const int64_t row = column - page_index * page_size.divisor();
+    const bool wanted = column >= unit.begin && column < unit.end;
+    const auto [page, row, members] = wanted ? key_place(keys, page_size, unit, column) : KeyPlace{-1, 0, 0};
     uint8_t* to = tile.keys + key * kIndexPitch + 16 * piece;
     if (page < 0) {
       store(to, Words<4>{});
@@ -114,7 +112,7 @@ __device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& 
         scale = is_fp4 ? E2m1Scales{s[0], s[1], s[2], s[3]}.scale() : *reinterpret_cast<const float*>(s);
       }
       scalars.scales[key] = scale;
-      scalars.present[key] = page >= 0;
+      scalars.present[key] = page >= 0 ? static_cast<uint8_t>(members) : 0;
     }
   }
 }
@@ -191,7 +189,7 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
         own_key = key;
       }
     }
-    sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key]);
+    sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key] >> row & 1);
 #else
     // sums[0], [1]: columns 2t, 2t + 1 of key g; [2], [3]: of key g + 8. Lanes 0 and 1 of a quad get one
     // each. The scale comes behind the sum of all heads: parts times infinity would cancel.
@@ -205,7 +203,7 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
     }
     const int t = wave_lane() % 4;
     const int key = block * kTile + wave_lane() / 4 + 8 * (t & 1);
-    sink(row, t < 2, key, round_add(totals[t & 1], 0.0f), scalars.present[key]);
+    sink(row, t < 2, key, round_add(totals[t & 1], 0.0f), scalars.present[key] >> row & 1);
 #endif
   }
 }
@@ -225,28 +223,25 @@ struct PortableIndexEngine {
   const IndexProblem& problem;
   const Divider& page_size;
   Memory& memory;
-  int64_t request, first_column, begin_column, end_column;
-  int num_rows;
+  const IndexUnit* unit;
+  int64_t first_column;
 
   __device__ __forceinline__ void load_queries(const IndexUnit& unit) {
     gpu::load_queries(problem.queries, unit, memory.tile, memory.scalars);
   }
-  __device__ __forceinline__ void begin(const IndexUnit& unit, int64_t column, int) {
-    request = unit.request;
+  __device__ __forceinline__ void begin(const IndexUnit& of, int64_t column, int) {
+    unit = &of;
     first_column = column;
-    begin_column = unit.begin;
-    end_column = unit.end;
-    num_rows = unit.num_rows;
   }
   // The caller's barrier between two tiles keeps them apart.
   template <class Sink>
   __device__ __forceinline__ void logits(int t, const Sink& sink) {
-    load_keys(problem.keys, page_size, request, first_column + int64_t{t} * kTileKeys, begin_column,
-              end_column, memory.tile, memory.scalars);
+    load_keys(problem.keys, page_size, *unit, first_column + int64_t{t} * kTileKeys, memory.tile,
+              memory.scalars);
     __syncthreads();
     for (int block = threadIdx.x / kWaveSize; block < kTileKeys / kTile; block += kThreads / kWaveSize)
-      block_logits(memory.tile, memory.scalars, block, num_rows, padded_heads(problem.queries.num_heads),
-                   sink);
+      block_logits(memory.tile, memory.scalars, block, unit->num_rows,
+                   padded_heads(problem.queries.num_heads), sink);
   }
 };
 

@@ -1,6 +1,6 @@
 // index_topk against a sort of index_logits of the same device, for compute-sanitizer: both kernels, few CTAs
 // with long shares whose lists shrink, many with parts that are merged, pages of any size, absent pages,
-// pins.
+// pins, candidate blocks and published ones.
 //   sanitize_index [FIRST STEP]   cases FIRST, FIRST + STEP, ...: several processes share them
 #include <cuda_runtime.h>
 
@@ -30,6 +30,7 @@ struct Case {
   int heads, requests, next_n, entries, page_size, topk, ctas;
   bool is_fp4 = false, is_equal = false, is_ragged = false;
   int pin_first = 0, pin_last = 0;
+  int candidates = 0, blocks = 0;  // of a list of each row; that are published
 };
 constexpr Case kCases[] = {
     {"one tile", 64, 1, 1, 200, 64, 64, 4},
@@ -58,6 +59,14 @@ constexpr Case kCases[] = {
     {"kept keys of a cluster, equal logits", 64, 1, 1, 24000, 64, 700, 8, false, true},
     {"kept keys of many short rows", 16, 1, 280, 700, 64, 100, 67},
     {"kept keys of many rows", 16, 1, 280, 4700, 64, 100, 67},
+    {"candidates", 32, 2, 1, 3000, 64, 100, 0, false, false, false, 0, 0, 200},
+    {"candidates of drafts", 32, 2, 3, 3000, 64, 100, 0, false, false, false, 3, 9, 150},
+    {"candidates of 64 heads", 64, 1, 4, 3000, 64, 100, 0, false, false, false, 0, 0, 150},
+    {"candidates, e2m1", 32, 2, 2, 3000, 64, 100, 0, true, false, false, 0, 0, 150},
+    {"candidates, pages of 5", 32, 2, 2, 600, 5, 100, 0, false, false, false, 0, 0, 60},
+    {"candidates among gathered keys", 32, 1, 9, 2000, 2000, 100, 0, false, false, true, 0, 0, 150},
+    {"blocks", 32, 2, 2, 5000, 64, 100, 0, false, false, false, 0, 0, 0, 100},
+    {"blocks of gathered keys", 32, 1, 9, 2000, 2000, 100, 0, false, false, true, 0, 0, 0, 60},
 };
 
 class Run {
@@ -70,7 +79,6 @@ class Run {
     float* logits = device_.upload(poison_floats);
     index_logits({problem, case_.entries, logits, case_.entries}, nullptr);
     const size_t places = size_t(rows_) * case_.topk;
-    const int64_t bytes = index_topk_workspace(rows_, case_.topk, case_.ctas);
     IndexTopkParams p{.problem = problem, .topk = case_.topk};
     p.pin_first = case_.pin_first, p.pin_last = case_.pin_last;
     p.slot_page_table = problem.keys.page_table;
@@ -80,13 +88,24 @@ class Run {
     p.slots = device_.upload(std::vector<int32_t>(places, -7));
     p.positions_stride_row = p.slots_stride_row = case_.topk;
     p.lens = device_.upload(std::vector<int32_t>(rows_, -7));
+    for (int i = 0; i < rows_ * case_.candidates; ++i)
+      candidates_.push_back(static_cast<int32_t>(random_() % (case_.entries / 4)) - 3);
+    p.has_candidates = p.candidates_are_of_rows = case_.candidates > 0;
+    p.candidates = device_.upload(candidates_);
+    p.candidates_stride = p.num_candidates = case_.candidates;
+    p.num_blocks = case_.blocks;
+    if (case_.blocks > 0) p.blocks = device_.upload(std::vector<int32_t>(size_t(rows_) * case_.blocks, -7));
+    p.blocks_stride_row = case_.blocks;
+    const int64_t bytes = case_.ctas > 0 ? index_topk_workspace(rows_, case_.topk, case_.ctas)
+                                         : index_topk_workspace(p, index_topk_ctas());
     p.workspace = device_.upload(std::vector<uint8_t>(bytes, kPoison));
     p.workspace_bytes = bytes;
     index_topk(p, nullptr);
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    const std::vector<float> scores = download(logits, size_t(rows_) * case_.entries);
     const bool right =
-        is_right(download(logits, size_t(rows_) * case_.entries), download(p.positions, places),
-                 download(p.slots, places), download(p.lens, rows_));
+        is_right(scores, download(p.positions, places), download(p.slots, places), download(p.lens, rows_)) &&
+        (p.blocks == nullptr || are_published(scores, download(p.blocks, size_t(rows_) * case_.blocks)));
     std::printf("%s %s\n", right ? "ok   " : "WRONG", case_.name);
     std::fflush(stdout);
     return right;
@@ -177,7 +196,7 @@ class Run {
       for (int c = 0; c < case_.entries; ++c) {
         const bool present = c >= begin && c < end && slot(row, c) >= 0;
         right = right && !std::isnan(own[c]) && (present || own[c] == -INFINITY);
-        if (present) columns.push_back(c);
+        if (present && is_candidate(row, (c - begin) / IndexList::kBlock)) columns.push_back(c);
       }
       const auto rank = [&](int c) {
         const bool is_pinned = c - begin < case_.pin_first || end - c <= case_.pin_last;
@@ -197,11 +216,39 @@ class Run {
     return right;
   }
 
+  bool is_candidate(int row, int block) const {
+    const auto first = candidates_.begin() + row * case_.candidates;
+    return case_.candidates == 0 ||
+           std::find(first, first + case_.candidates, block) != first + case_.candidates;
+  }
+
+  bool are_published(const std::vector<float>& logits, const std::vector<int32_t>& blocks) const {
+    bool right = true;
+    for (int row = 0; row < rows_; ++row) {
+      const int newest = (ends_[row] - begins_[row] - 1) / IndexList::kBlock;
+      std::vector<float> best(newest + 1, -INFINITY);
+      for (int c = begins_[row]; c < ends_[row]; ++c) {
+        float& most = best[(c - begins_[row]) / IndexList::kBlock];
+        most = std::max(most, logits[size_t(row) * case_.entries + c]);
+      }
+      best[newest] = INFINITY;
+      std::vector<int32_t> order(newest + 1);
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return best[a] > best[b]; });
+      order.resize(std::min<size_t>(order.size(), case_.blocks));
+      std::erase_if(order, [&](int block) { return best[block] == -INFINITY; });
+      std::sort(order.begin(), order.end());
+      order.resize(case_.blocks, -1);
+      right = right && std::equal(order.begin(), order.end(), blocks.begin() + size_t(row) * case_.blocks);
+    }
+    return right;
+  }
+
   const Case& case_;
   const int rows_;
   std::mt19937 random_;
   Device device_;
-  std::vector<int32_t> table_, begins_, ends_;
+  std::vector<int32_t> table_, begins_, ends_, candidates_;
 };
 
 }  // namespace

@@ -24,7 +24,7 @@ from ..ops.topk_to_slots import topk_to_slots
 from . import replay, same_bits
 from .flash_mla_calls import take_over
 from .log import say_once
-from .vllm_indexer import Logits
+from .vllm_logits import Level, Logits
 
 _CHOICES = "sglang.srt.arg_groups.choices"
 _LISTS = ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND")
@@ -146,7 +146,7 @@ def fp8_paged_mqa_logits(original: Callable[..., Tensor], *args: Any, **options:
     return logits
 
 
-def _nowhere(out: Tensor, topk: int) -> None:
+def _nowhere(out: Tensor, topk: int, level: Level | None) -> None:
     raise AssertionError("mla_fp8: V4's top-k has slots")
 
 

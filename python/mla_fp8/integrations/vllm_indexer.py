@@ -1,10 +1,11 @@
 """vLLM's lightning indexer with :func:`mla_fp8.index_topk` in place of DeepGEMM's logits and vLLM's top-k
-(DeepSeek V3.2, GLM-5, layers of ratio 4 of V4). Off unless VLLM_PLUGINS names ``mla_fp8_index_topk``.
+(DeepSeek V3.2, GLM-5, layers of ratio 4 of V4, V4.1). Off unless VLLM_PLUGINS names ``mla_fp8_index_topk``.
 
 vLLM's function of the indexer gets logits from one function and hands them to another, which chooses. Here
 the first gives :class:`Logits`, which nobody has computed, and the second chooses without them. What lies
 between and around is vLLM's as it was: metadata, the gather of a chunk's keys, packed drafts, the buffer of
-positions. Whoever else asks for the logits, as V4.1's candidate blocks do, gets vLLM's.
+positions. V4.1's functions of candidate blocks, which come between, say which blocks are published or chosen
+among. Whoever else asks for the logits gets vLLM's.
 
 =====================  ======================================================================================
 keys of decode         vLLM's cache as it is: the keys of a page, then their scales; any distance of pages
@@ -13,6 +14,7 @@ lengths                vLLM's on the device, one of a row or one of a request; 0
 positions              within the request, ascending, then -1, into vLLM's buffer; of decode their slots
                        besides (vllm_slots.py). Of others attention makes slots, as of vLLM's
 memory                 of vLLM's workspace where a graph may be captured: decode
+V4.1's blocks          vLLM's buffer of them, a list of each row: what layer 20 published
 =====================  ======================================================================================
 """
 
@@ -26,70 +28,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from mla_fp8_plugins import named_in_vllm
 
 from .. import probes
-from .._torch_private import without_torch_function
-from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
+from ..index_layout import INDEX_DIM, INDEX_LAYOUTS, IndexLayout
 from ..ops.index_topk import index_topk_counters, index_topk_workspace
 from . import vllm_slots
 from .flash_mla_calls import around, take_over
 from .log import say_once
+from .vllm_logits import Level, Logits
 
 NAME = "mla_fp8_index_topk"
 MODULE = "vllm.model_executor.layers.sparse_attn_indexer"
 _CALLS, _CHOICE = "vllm._custom_ops", "vllm.model_executor.layers.indexer_topk"
 _WORKSPACE = "vllm.v1.worker.workspace"
-_LAYOUT = INDEX_LAYOUTS["index_fp8"]
+_FP8, _FP4 = INDEX_LAYOUTS["index_fp8"], INDEX_LAYOUTS["index_fp4"]
 _MAX_TOPK, _MAX_HEADS = 4096, 64  # of index_topk
+_MAX_BLOCKS, _BLOCK_SIZE = 4096, 8
 _LOGGER = logging.getLogger("mla_fp8")
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # of device and stream
-
-
-class Logits(Tensor):
-    """``[rows, width]`` float32 logits that nobody has computed yet. A meta tensor: it has shape and dtype.
-
-    ``choose(out, topk)`` writes the positions of each row's best entries. ``make()`` computes the logits:
-    whatever is done with them other than asking for their shape does so first, and then works on those.
-    """
-
-    make: Callable[[], Tensor]
-    choose: Callable[[Tensor, int], None]
-    made: Tensor | None
-
-    @classmethod
-    def of(
-        cls, rows: int, width: int, make: Callable[[], Tensor], choose: Callable[[Tensor, int], None]
-    ) -> "Logits":
-        self = torch.empty((rows, width), dtype=torch.float32, device="meta").as_subclass(cls)
-        self.make, self.choose, self.made = make, choose, None
-        return self
-
-    def looked_at(self, by: str) -> Tensor:
-        if self.made is None:
-            say_once(f"mla_fp8: the indexer's logits are DeepGEMM's where {by} looks at them")
-            self.made = self.make()
-        return self.made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with without_torch_function():
-            if func in _OF_SHAPE and args[0].made is None:
-                return func(*args, **(kwargs or {}))
-            by = getattr(func, "__name__", str(func))
-            by = func.__self__.__name__ if by == "__get__" else by  # of an attribute
-            given = tree_map(lambda x: x.looked_at(by) if isinstance(x, cls) else x, (args, kwargs or {}))
-            return func(*given[0], **given[1])
-
-
-_OF_SHAPE = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim")),
-    *(getattr(Tensor, name) for name in ("size", "stride", "dim", "numel", "element_size", "__len__")),
-}  # fmt: skip
 
 
 def fp8_fp4_paged_mqa_logits(
@@ -102,11 +60,12 @@ def fp8_fp4_paged_mqa_logits(
     max_model_len: int,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """Logits of decode: q [requests, next_n, heads, 128], kv_cache [pages, page_size, 1, 132]."""
+    """Logits of decode: q [requests, next_n, heads, 128 or 64], kv_cache [pages, page_size, 1, 132 or 68]."""
     queries, q_scale = q
     requests, next_n = queries.shape[:2]
     rows = requests * next_n
-    reason = _why_not(queries, q_scale, weights) or _why_not_pages(kv_cache, indices)
+    layout = _layout(queries)
+    reason = _why_not(queries, q_scale, weights) or _why_not_pages(kv_cache, layout, indices)
     per_row = context_lens.numel() == rows
     if reason is None and (
         context_lens.dtype is not torch.int32 or context_lens.numel() not in (rows, requests)
@@ -114,26 +73,26 @@ def fp8_fp4_paged_mqa_logits(
         reason = f"lengths of {context_lens.dtype} that are not of rows or requests"
     if reason:
         return _vllms(original, reason)
+    table = block_tables[:requests]
 
-    def choose(out: Tensor, topk: int) -> None:
+    def choose(out: Tensor, topk: int, level: Level | None) -> None:
         lens = context_lens.flatten()
-        chosen, workspace = _scratch(rows, topk, queries.device, captured=True)
-        torch.ops.mla_fp8.index_topk_out(
-            queries.flatten(0, 1),
-            weights,
-            kv_cache,
-            block_tables[:requests],
-            None if per_row else lens,
-            row_lens=lens if per_row else None,
-            layout=_LAYOUT.id,
-            page_size=kv_cache.shape[1],
-            next_n=next_n,
-            topk=topk,
-            out_positions=out,
-            out_slots=vllm_slots.room(out, block_tables, kv_cache.shape[1]),
-            out_lens=chosen,
-            workspace=workspace,
-            counters=_counters(queries.device),
+        _choose(
+            "index_topk",
+            (queries.flatten(0, 1), weights, kv_cache, table, None if per_row else lens),
+            {
+                "row_lens": lens if per_row else None,
+                "layout": layout.id,
+                "page_size": kv_cache.shape[1],
+                "next_n": next_n,
+                "q_scale": None if q_scale is None else q_scale.flatten(0, 1),
+            },
+            out,
+            topk,
+            level,
+            width=table.shape[1] * kv_cache.shape[1],
+            slots=vllm_slots.room(out, block_tables, kv_cache.shape[1]),
+            captured=True,
         )
 
     return Logits.of(rows, max_model_len, original, choose)
@@ -147,38 +106,76 @@ def fp8_fp4_mqa_logits(
     cu_seqlen_ks: Tensor,
     cu_seqlen_ke: Tensor,
 ) -> Tensor:
-    """Logits of a chunk of prompts: q [rows, heads, 128], kv: [keys, 128] and their scales."""
+    """Logits of a chunk of prompts: q [rows, heads, 128], kv: [keys, 128] and their scales; FP4: 64."""
     queries, q_scale = q
     keys, scales = kv
+    is_fp4 = _layout(queries) is _FP4
     reason = _why_not(queries, q_scale, weights)
-    if reason is None and scales.dtype is not torch.float32:
+    if reason is None and scales.dtype is not (torch.int32 if is_fp4 else torch.float32):
         reason = f"scales of {scales.dtype}"
     if reason:
         return _vllms(original, reason)
 
-    def choose(out: Tensor, topk: int) -> None:
-        chosen, workspace = _scratch(len(queries), topk, queries.device, captured=False)
-        torch.ops.mla_fp8.index_topk_ragged_out(
-            queries,
-            weights,
-            keys,
-            scales.flatten(),
-            cu_seqlen_ks,
-            cu_seqlen_ke,
-            topk=topk,
-            out_positions=out,
-            out_slots=None,
-            out_lens=chosen,
-            workspace=workspace,
-            counters=_counters(queries.device),
+    def choose(out: Tensor, topk: int, level: Level | None) -> None:
+        _choose(
+            "index_topk_ragged",
+            (queries, weights, keys, scales.flatten(), cu_seqlen_ks, cu_seqlen_ke),
+            {"q_scale": q_scale},
+            out,
+            topk,
+            level,
+            width=len(keys),
+            slots=None,
+            captured=False,
         )
 
     return Logits.of(len(queries), len(keys), original, choose)
 
 
+def _choose(
+    op: str,
+    tensors: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+    out: Tensor,
+    topk: int,
+    level: Level | None,
+    *,
+    width: int,
+    slots: Tensor | None,
+    captured: bool,
+) -> None:
+    """The op into ``out``: plainly, among the level's blocks, or with blocks to publish."""
+    sizes = {}
+    if level is not None and level.publishes:
+        op, sizes = f"{op}_blocks", {"num_positions": width}
+        options = options | {"num_blocks": level.blocks.shape[1], "out_blocks": level.blocks}
+    elif level is not None:
+        options, sizes = (
+            options | {"candidate_blocks": level.blocks},
+            {"num_candidates": level.blocks.shape[1]},
+        )
+    chosen, workspace = _scratch(len(out), topk, out.device, captured=captured, **sizes)
+    getattr(torch.ops.mla_fp8, f"{op}_out")(
+        *tensors,
+        **options,
+        topk=topk,
+        out_positions=out,
+        out_slots=slots,
+        out_lens=chosen,
+        workspace=workspace,
+        counters=_counters(out.device),
+    )
+
+
+def _layout(q: Tensor) -> IndexLayout:
+    return _FP8 if q.dtype is torch.float8_e4m3fn else _FP4
+
+
 def _why_not(q: Tensor, q_scale: Tensor | None, weights: Tensor) -> str | None:
     """Why ``index_topk`` is not for these queries, or None."""
-    if q_scale is not None or q.dtype is not torch.float8_e4m3fn or q.shape[-1] != INDEX_DIM:
+    is_fp8 = q.dtype is torch.float8_e4m3fn
+    packed = q.dtype in (torch.int8, torch.uint8) and q.shape[-1] == INDEX_DIM // 2 and q_scale is not None
+    if not packed and (not is_fp8 or q_scale is not None or q.shape[-1] != INDEX_DIM):
         return f"queries of {q.dtype}, {q.shape[-1]} wide" + (", with scales" if q_scale is not None else "")
     if q.shape[-2] > _MAX_HEADS:
         return f"{q.shape[-2]} heads"
@@ -190,10 +187,10 @@ def _why_not(q: Tensor, q_scale: Tensor | None, weights: Tensor) -> str | None:
     return None if world == 1 else f"decode context parallel on {world} ranks"
 
 
-def _why_not_pages(cache: Tensor, indices: Tensor | None) -> str | None:
+def _why_not_pages(cache: Tensor, layout: IndexLayout, indices: Tensor | None) -> str | None:
     if indices is not None:
         return "rows that name their requests"
-    packed = cache.element_size() == 1 and cache.shape[-1] == _LAYOUT.bytes_per_entry
+    packed = cache.element_size() == 1 and cache.shape[-1] == layout.bytes_per_entry
     return None if packed else f"entries of {cache.shape[-1]} x {cache.dtype}"
 
 
@@ -209,7 +206,9 @@ def _decode_context_parallel() -> int:
         return 1
 
 
-def _scratch(rows: int, topk: int, device: torch.device, *, captured: bool) -> tuple[Tensor, Tensor | None]:
+def _scratch(
+    rows: int, topk: int, device: torch.device, *, captured: bool, **sizes: int
+) -> tuple[Tensor, Tensor | None]:
     """(int32 [rows] for the lengths, which vLLM does not want; index_topk's workspace).
 
     ``captured``: of vLLM's workspace, whose address stays. Prompts have memory of their own: the keys of a
@@ -217,7 +216,7 @@ def _scratch(rows: int, topk: int, device: torch.device, *, captured: bool) -> t
     """
     if device.type == "cpu":
         return torch.empty(rows, dtype=torch.int32), None
-    size = index_topk_workspace(rows, topk=topk, device=device)
+    size = index_topk_workspace(rows, topk=topk, device=device, **sizes)
     if captured:
         try:
             manager = import_module(_WORKSPACE).current_workspace_manager()
@@ -283,8 +282,22 @@ def _chosen(logits: Tensor, out: Tensor, topk: int) -> bool:
     """Whether ``out`` has the positions: not if there are logits, which may have been masked."""
     if not isinstance(logits, Logits) or logits.made is not None or topk > _MAX_TOPK:
         return False
-    logits.choose(out[: logits.shape[0], :topk], topk)
+    logits.choose(out[: logits.shape[0], :topk], topk, logits.level)
     return True
+
+
+def around_blocks(names: tuple[str, bool], original: Callable[..., None], *args: Any, **options: Any) -> None:
+    """One of V4.1's functions of blocks: put off to the choice, which publishes or consumes them itself."""
+    blocks_name, publishes = names
+    given = dict(zip(probes.parameters(original) or (), args, strict=False)) | options
+    logits, blocks = given["logits"], given[blocks_name]
+    if not isinstance(logits, Logits):
+        return original(**given)
+    fits = given["block_size"] == _BLOCK_SIZE and blocks.dtype is torch.int32
+    fits &= blocks.shape[1] <= _MAX_BLOCKS and len(blocks) == logits.shape[0]
+    if not fits or logits.made is not None:
+        return original(**given | {"logits": _as_made(logits)})
+    return logits.put_off(Level(blocks, publishes), lambda made: original(**given | {"logits": made}))
 
 
 def _as_made(logits: Tensor) -> Tensor:
@@ -295,6 +308,8 @@ _LOGITS: dict[str, tuple[Callable[..., Tensor], set[str]]] = {
     "fp8_fp4_paged_mqa_logits": (fp8_fp4_paged_mqa_logits, {"schedule_metadata", "clean_logits"}),
     "fp8_fp4_mqa_logits": (fp8_fp4_mqa_logits, {"max_seqlen_k", "clean_logits"}),
 }
+# Where the blocks are, and whether they are published.
+_BLOCKS = {"_select_candidate_blocks": ("out", True), "_apply_candidate_mask": ("candidate_blocks", False)}
 _NOT_LOOKED_AT = set().union(*(names for _, names in _LOGITS.values()))
 _NEEDS: probes.Needs = {
     "vllm.envs": {}, "vllm.logger": {"init_logger": ("name",)},
@@ -346,5 +361,10 @@ def take_over_indexer() -> None:
     for name, (ours, _) in _LOGITS.items():
         setattr(module, name, around(getattr(module, name), functools.partial(around_logits, ours)))
     module.get_indexer_topk = around(module.get_indexer_topk, around_get_indexer_topk)  # type: ignore[attr-defined]
+    for name, names in _BLOCKS.items():  # vLLM without V4.1 has none
+        if (theirs := getattr(module, name, None)) is not None and "block_size" in (
+            probes.parameters(theirs) or ()
+        ):
+            setattr(module, name, around(theirs, functools.partial(around_blocks, names)))
     if take_over(import_module(_CALLS), {"top_k_per_row_prefill": around_top_k_per_row_prefill}):
-        say_once("mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts, FP8 keys")
+        say_once("mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts")

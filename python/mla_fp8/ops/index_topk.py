@@ -12,8 +12,15 @@ __all__ = ["index_topk", "index_topk_counters", "index_topk_ragged", "index_topk
 Chosen = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
-def index_topk_workspace(num_rows: int, *, topk: int, device: torch.device | str) -> int:
-    """Size of the ``workspace`` that :func:`index_topk` needs with the caller's buffers.
+def index_topk_workspace(
+    num_rows: int,
+    *,
+    topk: int,
+    device: torch.device | str,
+    num_candidates: int = 0,
+    num_positions: int = 0,
+) -> int:
+    """Size of the ``workspace`` that :func:`index_topk` and its siblings need with the caller's buffers.
 
     Experimental.
 
@@ -21,15 +28,19 @@ def index_topk_workspace(num_rows: int, *, topk: int, device: torch.device | str
         num_rows: Rows of q.
         topk: Entries that are chosen for each row.
         device: Where the call runs.
+        num_candidates: Columns of ``candidate_blocks``, if there are any.
+        num_positions: Where blocks are published: columns of ``page_table`` times ``page_size``, or rows of
+            ``k``.
 
     Returns:
-        A number of bytes, which does not depend on the context; 0 on a CPU.
+        A number of bytes, which does not depend on the lengths; 0 on a CPU.
 
     Raises:
         RuntimeError: For numbers out of range, or a GPU that is not there.
     """
     processors = num_processors(device)
-    size = call_op("index_topk_workspace", num_rows, topk, max(processors, 1))
+    sizes = {"num_candidates": num_candidates, "num_positions": num_positions}
+    size = call_op("index_topk_workspace", num_rows, topk, max(processors, 1), **sizes)
     return size if processors else 0
 
 
@@ -68,11 +79,14 @@ def index_topk(
     compress_ratio: int = 1,
     pin_first: int = 0,
     pin_last: int = 0,
+    candidate_blocks: torch.Tensor | None = None,
+    block_size: int = 8,
     slot_page_table: torch.Tensor | None = None,
     slot_page_size: int | None = None,
     out_positions: torch.Tensor | None = None,
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
+    out_scores: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> Chosen:
@@ -88,12 +102,17 @@ def index_topk(
         topk: At most 4096.
         pin_first: First entries that are always chosen.
         pin_last: Last entries that are always chosen.
+        candidate_blocks: [num_rows, n] or [num_requests, n] int32: rows choose, and pins do, among the
+            entries of these blocks, as of :func:`index_topk_blocks`. Block b has the positions from
+            ``b * block_size`` on. Any order; a repeated block counts once, one that the row does not see not.
+        block_size: Entries of a block: 8.
         slot_page_table: [num_requests, pages] int32, of the cache whose slots are wanted; by default
             ``page_table``.
         slot_page_size: Rows of a page there.
         out_positions: [num_rows, topk] int32, any row stride; with ``out_lens``.
         out_slots: [num_rows, topk] int32. Without it none are found.
         out_lens: [num_rows] int32.
+        out_scores: [num_rows, topk] float32: logits of the positions, then -inf.
         workspace: uint8, of :func:`index_topk_workspace` bytes, with ``out_positions`` on a GPU; holds
             anything. One call at a time uses it: two streams need two.
         counters: int32, of :func:`index_topk_counters` entries, with ``workspace``: ``torch.zeros`` once, as
@@ -122,10 +141,15 @@ def index_topk(
         "topk": topk,
         "pin_first": pin_first,
         "pin_last": pin_last,
+        "candidate_blocks": candidate_blocks,
+        "block_size": block_size,
         "slot_page_table": slot_page_table,
         "slot_page_size": slot_page_size,
     }
-    out = _buffers("index_topk", out_positions, out_slots, out_lens, workspace, counters)
+    out = out_buffers(
+        "index_topk", {"out_positions": out_positions, "out_lens": out_lens},
+        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
+    )  # fmt: skip
     if out is None:
         return call_op("index_topk", *inputs, **options)  # type: ignore[no-any-return]
     call_op("index_topk_out", *inputs, **options, **out)
@@ -146,9 +170,12 @@ def index_topk_ragged(
     k_slots: torch.Tensor | None = None,
     pin_first: int = 0,
     pin_last: int = 0,
+    candidate_blocks: torch.Tensor | None = None,
+    block_size: int = 8,
     out_positions: torch.Tensor | None = None,
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
+    out_scores: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> Chosen:
@@ -162,6 +189,7 @@ def index_topk_ragged(
         topk: As in :func:`index_topk`, and so are all that are not listed here.
         k_slots: [num_keys] int32 or int64: the slot of each key (-1 for what int32 does not hold), in place
             of its number.
+        candidate_blocks: [num_rows, n] int32. Positions count from ``k_start``, and so do blocks.
 
     Returns:
         (positions, slots, lens) as :func:`index_topk`. Positions count from ``k_start`` (clamped), slots are
@@ -178,8 +206,13 @@ def index_topk_ragged(
         "k_slots": k_slots,
         "pin_first": pin_first,
         "pin_last": pin_last,
+        "candidate_blocks": candidate_blocks,
+        "block_size": block_size,
     }
-    out = _buffers("index_topk_ragged", out_positions, out_slots, out_lens, workspace, counters)
+    out = out_buffers(
+        "index_topk_ragged", {"out_positions": out_positions, "out_lens": out_lens},
+        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
+    )  # fmt: skip
     if out is None:
         return call_op("index_topk_ragged", *inputs, **options)  # type: ignore[no-any-return]
     call_op("index_topk_ragged_out", *inputs, **options, **out)
@@ -187,46 +220,37 @@ def index_topk_ragged(
     return out_positions, out_slots, out_lens
 
 
-def _buffers(
-    op: str,
-    positions: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    counters: torch.Tensor | None,
+def out_buffers(
+    op: str, needed: dict[str, torch.Tensor | None], others: dict[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor | None] | None:
     """The arguments of the _out twin; None if the caller wants new tensors."""
-    if positions is not None and lens is not None:
-        return {
-            "out_positions": positions, "out_slots": slots, "out_lens": lens, "workspace": workspace,
-            "counters": counters,
-        }  # fmt: skip
-    needed = {"out_positions": positions, "out_lens": lens}
-    if any(x is not None for x in (positions, slots, lens, workspace, counters)):
+    if all(buffer is not None for buffer in needed.values()):
+        return needed | others
+    if any(x is not None for x in (*needed.values(), *others.values())):
         missing = " and no ".join(name for name, buffer in needed.items() if buffer is None)
         raise ValueError(
-            f"mla_fp8.{op}: expected out_positions and out_lens with any buffer of the caller's, "
-            f"got no {missing}"
+            f"mla_fp8.{op}: expected {' and '.join(needed)} with any buffer of the caller's, got no {missing}"
         )
     return None
+
+
+def new_results(q: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    positions, slots = (q.new_empty((q.shape[0], topk), dtype=torch.int32) for _ in range(2))
+    return positions, slots, q.new_empty((q.shape[0],), dtype=torch.int32)
 
 
 @fake("index_topk")
 def _(
     q: torch.Tensor, *tensors: object, topk: int, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = q.shape[0]
-    positions, slots = (q.new_empty((rows, topk), dtype=torch.int32) for _ in range(2))
-    return positions, slots, q.new_empty((rows,), dtype=torch.int32)
+    return new_results(q, topk)
 
 
 @fake("index_topk_ragged")
 def _(
     q: torch.Tensor, *tensors: object, topk: int, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = q.shape[0]
-    positions, slots = (q.new_empty((rows, topk), dtype=torch.int32) for _ in range(2))
-    return positions, slots, q.new_empty((rows,), dtype=torch.int32)
+    return new_results(q, topk)
 
 
 fake_returns_nothing("index_topk_out", "index_topk_ragged_out")
