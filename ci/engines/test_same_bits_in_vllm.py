@@ -72,6 +72,8 @@ def test_vllms_refusals_are_lifted(backend):
         found = getattr(import_module(module), name)
         for kind in (found, *found.__subclasses__()):
             assert kind.supports_batch_invariance(), kind
+    v41 = import_module("vllm.models.deepseek_v41.sparse_mla").DeepseekV4FlashMLABackend
+    assert not v41.supports_batch_invariance()
 
 
 def test_the_indexer_is_ours_though_no_plug_in_is_named(backend):

@@ -7,27 +7,26 @@ from . import log, same_bits, vllm_indexer
 
 _INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
 # By model, the classes of its caches that vLLM refuses in this mode. What belongs to them, if anything, is
-# done for each token alone; attention of V4 is by FlashMLA's calls, and so ours.
+# done for each token alone; attention of V4 is by FlashMLA's calls, and so ours. V4.1 stays refused: vLLM's
+# own top-k chooses its candidate blocks.
 BACKENDS = {
     "DeepSeek V3.2": (_INDEXER,),
-    **{
-        model: (
-            _INDEXER,
-            "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWABackend",
-            f"vllm.models.{package}.compressor.CompressorBackend",
-            f"vllm.models.{package}.sparse_mla.DeepseekV4SparseMLABackend",
-        )
-        for model, package in (("DeepSeek V4", "deepseek_v4"), ("DeepSeek V4.1", "deepseek_v41"))
-    },
+    "DeepSeek V4": (
+        _INDEXER,
+        "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWABackend",
+        "vllm.models.deepseek_v4.compressor.CompressorBackend",
+        "vllm.models.deepseek_v4.sparse_mla.DeepseekV4SparseMLABackend",
+    ),
 }
 
 
 def prepare(model: str) -> None:
     """What vLLM refuses of a model whose attention is ours is lifted; its indexer is taken over. Re-entrant.
 
-    Nothing, without the switch. A vLLM that lacks what this builds on keeps its refusal, and says so.
+    Nothing without the switch, and of other models. A vLLM that lacks what this builds on keeps its refusal,
+    and says so.
     """
-    if not same_bits.asked():
+    if model not in BACKENDS or not same_bits.asked():
         return
     reason = probes.why_not_call(_needs(model)) or vllm_indexer.why_not()
     if reason:
