@@ -1,5 +1,5 @@
-// The kernels of the indexer on Hopper: index_topk's scan and merge, before them one that clears what CTAs
-// count, and index_logits, whose logits are the same (indexer/sm90.cuh).
+// The kernels of index_topk on Hopper: its scan and merge, before them one that clears what CTAs count
+// (indexer/sm90.cuh).
 
 #include <algorithm>
 #include <cmath>
@@ -7,6 +7,7 @@
 #include "cuda/indexer/sm90.h"
 #include "cuda/indexer/sm90_merge.cuh"
 #include "cuda/indexer/sm90_scan.cuh"
+#include "cuda/indexer/sm90_shapes.cuh"
 
 #if MLA_FP8_WITH_SM90A
 
@@ -16,7 +17,6 @@ namespace {
 using namespace sm90_index;
 
 constexpr int kClearThreads = 256;
-constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
 constexpr int kFewRows = 4, kNearKeysOfFew = 64 * 1024;
 constexpr int kTilesOfShortPrompts = 24;  // whose keys may have room, as those of 4096 rows of 4 K have
 
@@ -24,46 +24,6 @@ struct ClearArgs {
   uint8_t* begin;
   int64_t pieces;  // of sixteen bytes
 };
-struct Sm90LogitsArgs {
-  KeyBoxes boxes;
-  IndexLogitsArgs logits;
-  int unit_stride;  // rows from one that may begin a unit to the next
-  int piece_columns;
-};
-
-// How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
-template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false, Keeping kKeys = Keeping::kMaybe>
-struct Shape {
-  static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
-  static constexpr int kQueryLines = kHeads * kUnitRows;
-  static constexpr bool kFp4 = kIsFp4;
-  static constexpr Keeping kKeeping = kKeys;
-  using WithFp4 = Shape<kLines, kRowsEach, kParts, true>;
-  template <Keeping kOther>
-  using With = Shape<kLines, kRowsEach, kParts, kIsFp4, kOther>;
-};
-// Runs fn(the shape for units of so many rows).
-template <class Fn>
-void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
-  const auto with_keys = [&](auto shape) {
-    if (is_fp4) fn(typename decltype(shape)::WithFp4{});
-    else fn(shape);
-  };
-  if (num_heads <= 16) return with_keys(Shape<16, 4, 1>{});
-  if (num_heads <= 32) return unit_rows <= 2 ? with_keys(Shape<32, 2, 1>{}) : with_keys(Shape<32, 4, 1>{});
-  if (unit_rows == 1) return with_keys(Shape<64, 1, 1>{});
-  return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
-}
-
-// Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows
-// are computed as four, so five or six rows are units of two.
-int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
-  most = std::min(most, rows.num_rows);
-  if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
-  if (num_heads > 32 && rows.next_n >= 5 && rows.next_n <= 8) most = std::min<int64_t>(most, 2);
-  const int64_t units = (rows.next_n + most - 1) / most;
-  return static_cast<int>((rows.next_n + units - 1) / units);
-}
 // Whether drafts are units of one row: one is chosen for by all consumers of a CTA, two by half of them each,
 // and keys that are read twice come from the L2. That pays where contexts are short: where tables have no
 // room for others, and for so few rows whatever room there is.
@@ -78,33 +38,6 @@ int unit_lanes(const IndexRows& rows, int group_rows, int num_ctas) {
   if (rows.k_start || rows.query_start_loc) return 1;
   const int64_t units = (rows.next_n + group_rows - 1) / group_rows;
   return units >= 2 && units <= 4 && num_ctas % units == 0 ? static_cast<int>(units) : 1;
-}
-bool has_fp4_keys(const IndexProblem& problem) { return problem.keys.layout == IndexLayoutId::kIndexFp4; }
-
-KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
-  const IndexKeys& keys = problem.keys;
-  KeyBoxes boxes{};
-  const bool is_paged = keys.page_table != nullptr, is_listed = keys.list.elements != nullptr;
-  boxes.are_read_again =
-      problem.rows.k_start || problem.rows.query_start_loc || problem.rows.next_n > unit_rows;
-  const int64_t rows = is_paged || is_listed ? keys.page_size : problem.rows.num_columns;
-  const uintptr_t scales = reinterpret_cast<uintptr_t>(keys.scales) | keys.scales_stride_page;
-  const int row_bytes = has_fp4_keys(problem) ? kIndexDim / 2 : kIndexDim,
-            box_keys = is_listed ? IndexList::kBlock : kItemKeys;
-  if ((is_listed && keys.list.shift != IndexList::kBlockShift) ||
-      (is_paged && keys.page_size % box_keys != 0) || keys.values_stride_row != row_bytes ||
-      (!is_listed && scales % 16 != 0) || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
-    return boxes;
-  boxes.are_blocks = is_listed;
-  if (has_fp4_keys(problem)) {  // one piece of memory: no swizzle, no map
-    boxes.are_used = true;
-    return boxes;
-  }
-  const int64_t page_stride = keys.num_pages > 1 ? keys.values_stride_page : rows * kIndexDim;
-  boxes.are_used = make_tensor_map(boxes.map, keys.values, kIndexDim, rows, keys.num_pages, kIndexDim,
-                                   page_stride, box_keys);
-  boxes.are_blocks = is_listed && boxes.are_used;
-  return boxes;
 }
 
 }  // namespace
@@ -134,62 +67,6 @@ __global__ void __launch_bounds__(kMergeThreads, kAlone ? 2 : 1)
   auto* held = reinterpret_cast<uint64_t*>(raw + (16 - reinterpret_cast<uintptr_t>(raw) % 16) % 16);
   merge<kAlone>(args, shared, held);
 #endif
-}
-
-template <class S>
-__global__ void __launch_bounds__(kThreads, 1)
-    index_logits_sm90_kernel(const __grid_constant__ Sm90LogitsArgs args) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ Barriers barriers;
-  const IndexLogitsParams& p = args.logits.p;
-  wait_for_previous_grid();
-  const int64_t i = args.logits.pieces(blockIdx.x), row = i * args.unit_stride;
-  const int64_t first = (int64_t{blockIdx.x} - i * args.logits.pieces.divisor()) * args.piece_columns;
-  IndexUnit unit;
-  if (!find_unit(p.problem.rows, row, args.logits.group_rows, unit)) return;
-  if (p.problem.keys.list.elements != nullptr) list_row(p.problem.keys, p.width, unit);
-  const int64_t last = min(first + args.piece_columns, p.width);
-  const auto out = [&](int r, int64_t column) { return p.out + (row + r) * p.out_stride_row + column; };
-  if (first >= unit.end || last <= unit.begin) {
-    for (int r = 0; r < unit.num_rows; ++r)
-      for (int64_t c = first + threadIdx.x; c < last; c += kThreads) *out(r, c) = -INFINITY;
-    return;
-  }
-  barriers.init(threadIdx.x, args.boxes, S::kShares);
-  const Memory m = dynamic_memory(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4);
-  if constexpr (S::kFp4)
-    if (threadIdx.x < kGroup) barriers.init_magnitudes(threadIdx.x);
-  if (threadIdx.x < kConsumers) load_queries<S::kHeads, S::kUnitRows>(p.problem.queries, unit, m);
-  __syncthreads();
-  const int tiles = static_cast<int>((last - first + kTileKeys - 1) / kTileKeys);
-  if (threadIdx.x >= kConsumers) {
-    give_up_registers<kProducerRegisters>();
-    Fetch fetch(p.problem.keys, args.boxes, args.logits.page_size, m, barriers);
-    fetch.fetch(unit, static_cast<int32_t>(first), tiles);
-    return;
-  }
-  take_registers<kConsumerRegisters>();
-  using TileMath = Math<S::kHeads, S::kRows, S::kShares, kMostStages, S::kFp4>;
-  TileMath math(m, barriers, args.boxes.are_used);
-  math.load_weights();
-  for (int key = 0; key < tiles * kTileKeys; key += TileMath::kStep * kItemKeys) {
-    const int64_t column = first + key + TileMath::first_key() + TileMath::key();
-    math.next_item([&](int, int pair, float logit, uint32_t present) {
-      const int r = math.row(pair);
-      if (!TileMath::is_own() || r >= unit.num_rows || column >= p.width) return;
-      const IndexRow& where = unit.rows[r];
-      if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
-      *out(r, column) = present != 0 && column >= where.begin && column < where.end ? logit : -INFINITY;
-    });
-  }
-#endif
-}
-
-bool takes_sm90(const IndexProblem& problem) {
-  const IndexKeys& keys = problem.keys;
-  const int64_t strides = keys.values_stride_page | keys.values_stride_row;
-  return compute_major() == 9 &&
-         (reinterpret_cast<uintptr_t>(keys.values) | static_cast<uintptr_t>(strides)) % 16 == 0;
 }
 
 void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
@@ -296,32 +173,6 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
           .smem = entries * 8 + 16,
           .cluster = cluster.size},
          MergeArgs{own, near_keys, gathered_tiles, rows.num_columns <= kGroupColumns});
-}
-
-void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
-  const IndexRows& rows = p.problem.rows;
-  const bool are_listed = p.problem.keys.list.elements != nullptr;
-  const int group_rows = are_listed ? 1 : unit_rows(rows, kIndexGroupRows, p.problem.queries.num_heads);
-  const bool are_even = rows.query_start_loc == nullptr && (rows.k_start || rows.next_n % group_rows == 0);
-  const int unit_stride = are_even ? group_rows : 1;
-  const int64_t units = (rows.num_rows + unit_stride - 1) / unit_stride;
-  const int64_t tiles = (p.width + kTileKeys - 1) / kTileKeys;
-  const int64_t piece_tiles =  // a few pieces to a multiprocessor
-      std::clamp<int64_t>(units * tiles / (4 * num_processors()), 1, kMostPieceTiles);
-  const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
-  const bool is_fp4 = has_fp4_keys(p.problem);
-  with_shape(p.problem.queries.num_heads, group_rows, is_fp4, [&](auto shape) {
-    using S = decltype(shape);
-    launch(index_logits_sm90_kernel<S>,
-           {.grid = units * pieces,
-            .block = kThreads,
-            .stream = stream,
-            .smem = 1024 + Memory::bytes(kMostStages, S::kQueryLines, num_panels(S::kFp4), S::kFp4)},
-           Sm90LogitsArgs{key_boxes(p.problem, group_rows),
-                          {p, Divider(p.problem.keys.page_size), Divider(pieces), group_rows},
-                          unit_stride,
-                          static_cast<int>(piece_tiles) * kTileKeys});
-  });
 }
 
 }  // namespace mla_fp8::gpu
