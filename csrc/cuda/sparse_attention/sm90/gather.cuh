@@ -88,7 +88,7 @@ class Gather {
     } else {
       in_cache = key.slot;
       if constexpr (C::kNeighbours) page = static_cast<unsigned>(params_.page_size[key.scope](in_cache));
-      else if constexpr (kFetchesEarly<C>) page = params_.page_size[key.scope].word(in_cache);
+      else if constexpr (C::kFetchesEarly) page = params_.page_size[key.scope].word(in_cache);
       else page = in_cache / page_size;
       in_page = in_cache - page * page_size;
     }
@@ -115,7 +115,7 @@ class Gather {
     }
 
     int stage = i % C::kStages;
-    if constexpr (!kFetchesEarly<C>) stage = __shfl_sync(kFullWarp, stage, 0);  // known to be uniform
+    if constexpr (!C::kFetchesEarly) stage = __shfl_sync(kFullWarp, stage, 0);  // known to be uniform
     wait_until_free<C::kStages>(ring_.empty(stage), i);
     if (lane_ < kStageRows) mark(stage, counts ? key.marks() : 0);
     if (repeated) [[unlikely]]
@@ -145,7 +145,7 @@ class Gather {
   __device__ __forceinline__ void copy_row(int stage, const uint8_t* row) const {
     const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
     // Else what segments leave in local memory goes to the device memory and back.
-    if constexpr (kHasSegments<C>) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
+    if constexpr (C::kSegments) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
     else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
   }
 
@@ -253,7 +253,7 @@ class SplitProducer : Gather<C> {
   // its second stage on, if the first has come early; then it is a usual query.
   __device__ void run(bool has_first = false) {
     const typename Item::Source source = w_.source(this->params_);
-    if constexpr (kFetchesEarly<C>) {
+    if constexpr (C::kFetchesEarly) {
       if (!source.has_pages() && (!valid_keys_.has_gaps() || has_positions<C>(source.length()))) [[likely]]
         return run_listed(source, has_first);
       return run_by([&](int rank) { return valid_keys_.find(source, rank); });

@@ -81,14 +81,14 @@ template <class C>
 __device__ typename C::Item find_item(const KernelParams& params) {
   unsigned i = cluster_index();
   int split = cluster_rank();
-  if constexpr (kHasParts<C>) {
+  if constexpr (C::kParts) {
     i = params.splits.word(blockIdx.x);
     split = static_cast<int>(blockIdx.x - i * params.num_splits());
   }
   const QueryHeads heads = heads_of_item<C>(params, i);
   const SplitItem item{heads, Keys(params.p, heads.query), split};
-  if constexpr (kHasSegments<C>) return {item, params};
-  else if constexpr (kHasParts<C>) return {item};
+  if constexpr (C::kSegments) return {item, params};
+  else if constexpr (C::kParts) return {item};
   else return item;
 }
 
@@ -117,10 +117,6 @@ template <class C>
 inline constexpr bool kProducersAreEarly = (C::kExpanders > 0 || C::kHelpedStages > 0) && !C::kWalks;
 template <class C>
 inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
-// Where producers fetch their first stages before the survey has ended (EarlyStage), they do not wait for
-// kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All arrive at both.
-template <class C>
-inline constexpr bool kFetchesEarly = requires { requires C::kFetchesEarly; };
 
 // Named barriers by their ids; 0 is that of all threads. A kernel numbers its own from kBarrierOfKernel on.
 // Walks, which survey otherwise, may have all from there (few_heads/team.cuh, many_heads/smem.cuh).
@@ -128,16 +124,17 @@ enum NamedBarrier {
   kBarrierQ = 1,
   kBarrierOfKernel,  // up to 6
   kBarrierSurvey = 7,
-  // Of producers that fetch early: one layout (EarlyStage), or two (MixedProducer), never both.
+  // Of producers that fetch early: one layout (EarlyStage), or two (MixedProducer), never both. The first
+  // (C::kFetchesEarly) do not wait for kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All
+  // arrive at both.
   kBarrierSurveyed = 8,
   kBarrierBegin = 9,
   kBarrierMixedBegin = 8,
   kBarrierTurn = 8,  // + producer, from the second on: its turn has come
   kNumBarriers = 16,
 };
-template <
-    class
-    C>  // that pass kBarrierBegin or kBarrierMixedBegin: warp 0, which has made the barriers, and producers
+// That pass kBarrierBegin or kBarrierMixedBegin: warp 0, which has made the barriers, and producers.
+template <class C>
 inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
 // `lane` for one role: where there are many roles, it would be spilled if all had it in common.
 template <class C>
@@ -157,7 +154,7 @@ __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typ
                                                  uint32_t smem, int warp, int lane, Discard&& discard = {}) {
   const unsigned length = w.source(params).length();
   const KeySurvey survey(smem + MLA_SMEM(C, maps), length, lane);
-  if (survey.has_gaps && (kFetchesEarly<C> || has_positions<C>(length))) [[unlikely]] {
+  if (survey.has_gaps && (C::kFetchesEarly || has_positions<C>(length))) [[unlikely]] {
     if (has_positions<C>(length) && (!kProducersAreEarly<C> || warp < kSurveyWarps<C>))
       list_positions<kSurveyWarps<C>>(survey, positions_of<C>(smem), warp, lane);
     if constexpr (requires { discard(); }) discard();
@@ -186,7 +183,7 @@ __device__ __forceinline__ KeySurvey end_survey(const KernelParams& params, type
     if (warp >= kSurveyWarps<C> - C::kExpanders) warp -= C::kProducers;
     named_barrier(kBarrierSurvey, kSurveyWarps<C> * kWarpSize);
     if (warp == 0 && lane == 0) mbarrier_arrive(shared + MLA_SMEM(C, survey_barrier));
-  } else if constexpr (kFetchesEarly<C>) {
+  } else if constexpr (C::kFetchesEarly) {
     named_barrier_arrive(kBarrierSurveyed, C::kThreads);
     named_barrier(kBarrierSurvey, C::kThreads);
   } else {

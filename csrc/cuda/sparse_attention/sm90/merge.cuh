@@ -18,7 +18,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
   if (!w.has_head(params.p, head)) return;  // what is loaded is used: it has come before this CTA leaves
   // Each begins with itself: nobody is asked by all. Of segments these are sides of a tree.
   const auto other = [&](int i) {
-    if constexpr (kHasSegments<C>) return w.split ^ min(i, splits - 1);
+    if constexpr (C::kSegments) return w.split ^ min(i, splits - 1);
     const int split = w.split + min(i, splits - 1);
     return split < splits ? split : split - splits;
   };
@@ -62,10 +62,10 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
       const float f = __shfl_sync(kFullWarp, factor, other(r + k));
 #pragma unroll
       for (int i = 0; i < kRounds; ++i)
-        if constexpr (kHasSegments<C>) x[k][i] = scaled(x[k][i], f);
+        if constexpr (C::kSegments) x[k][i] = scaled(x[k][i], f);
         else add(sum[i], x[k][i], f);
     }
-    if constexpr (kHasSegments<C>)
+    if constexpr (C::kSegments)
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) add(sum[i], tree_sum<kSplits>([&](int k) { return x[k][i]; }));
   }
@@ -75,7 +75,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
   uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i)
-    if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16<C>(sum[i], out_factor);
+    if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16<C::kSegments>(sum[i], out_factor);
 }
 
 // Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its

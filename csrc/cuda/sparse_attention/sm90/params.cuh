@@ -70,14 +70,6 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 }
 
 template <class C>
-inline constexpr bool kHasSegments = requires { requires C::kSegments; };  // sm90/segments.cuh
-
-template <class C>  // the CTAs of a query form no cluster, but follow each other (sm90/many_heads/parts.cuh)
-inline constexpr bool kHasParts = requires { requires C::kParts; };
-template <class C>  // and leave the result of each run
-inline constexpr bool kHasRuns = kHasParts<C> && kHasSegments<C>;
-
-template <class C>
 int blocks_of_heads(const SparseAttentionParams& p, const Plan& plan) {
   return plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
 }
@@ -122,7 +114,7 @@ KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionPar
             .block = C::kThreads,
             .stream = stream,
             .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = kHasParts<C> ? 1 : splits},
+            .cluster = C::kParts ? 1 : splits},
            params);
   };
   if (plan.last_tiles > 0) {

@@ -42,7 +42,7 @@ template <class C>
 __device__ __forceinline__ void let_producers_begin(int warp) {
   if constexpr (kProducersAreEarly<C>)
     if (warp == 0) MixedProducer<C>::let_begin();
-  if constexpr (kFetchesEarly<C>)
+  if constexpr (C::kFetchesEarly)
     if (warp == 0) named_barrier_arrive(kBarrierBegin, kBeginThreads<C>);
 }
 

@@ -11,7 +11,7 @@
 // heads a CTA is: what it does with a head, the others do not change.
 //
 // Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
-// below 2^-100 leave as 0 (output_value in sm90/item.cuh).
+// below 2^-100 leave as 0 (output_value in sm90/softmax.cuh).
 #include <bit>
 #include <cstddef>
 #include <cstdint>

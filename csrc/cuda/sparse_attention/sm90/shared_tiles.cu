@@ -74,8 +74,11 @@ void launch_shared_tiles(const SparseAttentionParams& p, const Sharing& sharing,
     if constexpr (attends_beside_walk(kVariant, {layout(), extra()})) {
       constexpr int kOctets = kVariant.heads / kOctetHeads;
       using R = CachedRow<layout(), extra()>;
-      using Tile = ManyHeadsSplit<R, kOctets, kVariant.producers, false, Tiles::kLists>;
-      using Walk = FewHeads<CachedRow<layout(), extra(), 0, true>, 1, 8, 4>;
+      constexpr ManyHeadsTraits kOfTile{
+          .octets = kOctets, .producers = kVariant.producers, .tiles = Tiles::kLists};
+      constexpr FewHeadsTraits kOfWalk{.octets = 1, .producers = 8, .schedule = Schedule::kWalk};
+      using Tile = ManyHeads<R, kOfTile>;
+      using Walk = FewHeads<CachedRow<layout(), extra(), 0, true>, kOfWalk>;
       launch_both<Tile, WalkBesideTiles<Walk>>(p, sharing, stream);
     }
   });

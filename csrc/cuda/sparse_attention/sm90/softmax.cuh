@@ -44,7 +44,7 @@ inline constexpr float kNoPartial = -3e38f;
 // The base of a head whose largest logit is this.
 template <class C>
 __device__ float base_for(float largest) {
-  return kHasSegments<C> ? rintf(largest) : largest;
+  return C::kSegments ? rintf(largest) : largest;
 }
 
 // The factor of a head's output, from the base and the sum of its weights.
@@ -81,13 +81,13 @@ __device__ uint2* place_of_head(const SparseAttentionParams& p, const Item& item
   const int head = item.head_of(p, head_in_item);
   return reinterpret_cast<uint2*>(p.out + query * p.out_stride_token + head * p.out_stride_head);
 }
-template <class C>
+template <bool kSegments>
 __device__ float output_value(float x, float factor) {
-  return kHasSegments<C> && fabsf(x) < 0x1p-100f ? 0.0f : x * factor;
+  return kSegments && fabsf(x) < 0x1p-100f ? 0.0f : x * factor;
 }
-template <class C>
+template <bool kSegments>
 __device__ uint2 to_bf16(float4 x, float factor) {
-  const auto value = [&](float y) { return output_value<C>(y, factor); };
+  const auto value = [&](float y) { return output_value<kSegments>(y, factor); };
   return {pack_bf16(value(x.x), value(x.y)), pack_bf16(value(x.z), value(x.w))};
 }
 

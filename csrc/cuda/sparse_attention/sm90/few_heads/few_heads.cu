@@ -141,7 +141,7 @@ __device__ void merge_teams(const KernelParams& params, const typename C::Item& 
       if (params.num_splits() > 1) *place(0, quad) = x[i];
       else if (w.first_head + quad / kOutQuads < params.p.num_q_heads)
         place_of_head(params.p, w, quad / kOutQuads)[quad % kOutQuads] =
-            to_bf16<C>(x[i], stats[quad / kOutQuads].y);
+            to_bf16<C::kSegments>(x[i], stats[quad / kOutQuads].y);
     }
   }
 }
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   survey_part<C>(params, w, smem, warp, lane, [&] {
     if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
   });
-  if constexpr (kFetchesEarly<C>) {
+  if constexpr (C::kFetchesEarly) {
     if (warp >= kConsumerWarps) {
       give_up_registers<C::kProducerRegisters>();
       run_early<C>(params, w, smem, warp - kConsumerWarps, lane);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   const KeySurvey survey = end_survey<C>(params, w, smem, warp, lane);
 
-  if (!kFetchesEarly<C> && warp >= kConsumerWarps) {
+  if (!C::kFetchesEarly && warp >= kConsumerWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
     merge();
   } else {
@@ -258,13 +258,14 @@ bool launch_slice<Kernel::kFewHeads, MLA_SLICE>(const SparseAttentionParams& p, 
   const auto run = [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
-    constexpr bool kSegments = kVariant.schedule == Schedule::kSegments;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     // In walks of 16 heads half of the producers; of 8 heads they do both (docs/kernels/hopper.md).
-    constexpr int kExpanders = kSegments || kVariant.producers < 8 || (kWalks && kOctets == 1) ? 0 : 4;
+    constexpr int kExpanders = kVariant.producers < 8 || (kWalks && kOctets == 1) ? 0 : 4;
     using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || kWalks)>;
     constexpr int kProducers = kVariant.producers - (kWalks ? R::kExpanders : 0);
-    using C = FewHeads<R, kOctets, kProducers, kWalks ? 4 / kOctets : 1, kSegments>;
+    constexpr FewHeadsTraits kTraits{
+        .octets = kOctets, .producers = kProducers, .schedule = kVariant.schedule};
+    using C = FewHeads<R, kTraits>;
     if constexpr (kWalks) launch_items<C>(few_heads_walk_kernel<C>, p, plan, stream);
     else launch_items<C>(few_heads_split_kernel<C>, p, plan, stream);
   };

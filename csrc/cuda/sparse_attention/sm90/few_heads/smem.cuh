@@ -16,6 +16,7 @@
 
 #include "cuda/device/platform.cuh"
 #include "cuda/sparse_attention/keys.cuh"
+#include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
@@ -23,40 +24,48 @@
 
 namespace mla_fp8::gpu {
 
-// One variant. A CTA takes kOctets octets of heads; its consumer warps form teams of kMembers warps. It has
-// one query, or in a walk kQueries at once.
-// R: Row, or MixedRow of two caches. kSegments: sm90/segments.cuh.
-template <class R_, int kOctets_, int kProducers_, int kQueries_ = 1, bool kSegments_ = false>
+// What of the kernel is chosen when it is compiled, besides the rows.
+struct FewHeadsTraits {
+  int octets;     // of heads of a CTA
+  int producers;  // warps
+  Schedule schedule = Schedule::kSplit;
+};
+
+// One variant. The consumer warps of a CTA form teams of kMembers warps. It has one query, or in a walk
+// kQueries at once. R: Row, or MixedRow of two caches.
+template <class R_, FewHeadsTraits kTraits>
 struct FewHeads {
   using R = R_;
-  static constexpr bool kNeighbours = false, kSegments = kSegments_;
+  static constexpr bool kWalks = kTraits.schedule == Schedule::kWalk;
+  static constexpr bool kSegments = kTraits.schedule == Schedule::kSegments;  // sm90/segments.cuh
+  static constexpr bool kParts = false, kNeighbours = false;
   static constexpr bool kScalesMultiplyWeights = true;  // those of V; else its fragments
-  static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
+  static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
   // 64 accumulators a warp: with 128 the compiler sank every load to just before its use. The ring holds too
   // few bf16 rows for blocks that large.
   static constexpr int kMembers = R::kFp8Dims > 0 ? 2 * kOctets : kOctets;
-  static constexpr int kProducers = kProducers_, kExpanders = R::kExpanders;
+  static constexpr int kProducers = kTraits.producers, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
+  static constexpr int kQueries = kWalks ? 4 / kOctets : 1;
   // The ring's first ones, of each of which the consumer that needs it expands half.
-  static constexpr int kHelpedStages =
-      kExpanders > 0 && R::kBf16Dims == 0 && kQueries_ == 1 ? kConsumerWarps : 0;
+  static constexpr int kHelpedStages = kExpanders > 0 && R::kBf16Dims == 0 && !kWalks ? kConsumerWarps : 0;
   // EarlyStage. Segments would spill registers.
-  static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && kQueries_ == 1 && !kSegments;
+  static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && !kWalks && !kSegments;
   static constexpr int kTeams = kConsumerWarps / kMembers;
   using Item = std::conditional_t<kSegments, SegmentItem<kTeams>, SplitItem>;
-  static constexpr int kQueries = kQueries_, kQueryTeams = kTeams / kQueries;
+  static constexpr int kQueryTeams = kTeams / kQueries;
   static constexpr int kBlockStages = kMembers, kBlockKeys = kStageRows * kBlockStages;  // of one team
   static constexpr int kEmptyWarps = kMembers;  // every warp of a team reads every stage of its block
   static constexpr int kChunks = kNumChunks / kMembers;  // of V that one warp accumulates
   static constexpr bool kWgmma = kMembers == 4;          // a team is a warpgroup: QK by wgmma
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kProducerRegisters = kExpanders > 0    ? (kQueries_ == 1 ? 40 : 48)
+  static constexpr int kProducerRegisters = kExpanders > 0    ? (kWalks ? 48 : 40)
                                             : R::kMixed       ? 80
                                             : kProducers == 4 ? 40
                                             : kFetchesEarly   ? 40
-                                            : kQueries_ == 1  ? 32
-                                                              : 48;
+                                            : kWalks          ? 48
+                                                              : 32;
   static constexpr int kExpanderRegisters = 80;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters * kThreads - kProducerRegisters * kProducers * kWarpSize -
@@ -80,7 +89,6 @@ struct FewHeads {
   static constexpr int kQBytes = R::kDims / 16 * kOctets * 256;   // of one query
   static constexpr int kSurveyWarps = kConsumerWarps / kQueries;  // of a walk
   static constexpr int kSurveyReaders = (kProducers + kExpanders) / kQueries;
-  static constexpr bool kWalks = kQueries > 1;
   static constexpr bool kFindsLargest = !kSegments;  // if the caller wants them
 
   struct Smem {
@@ -110,7 +118,7 @@ struct FewHeads {
 
   // Once the ring is empty the partial outputs lie over it, float [team][head][kHeadDimV].
   static constexpr int kOutPitch = kHeadDimV + 4;
-  static_assert(kQueries > 1 || kTeams * kHeads * kOutPitch * 4 <= sizeof(Smem::ring));
+  static_assert(kWalks || kTeams * kHeads * kOutPitch * 4 <= sizeof(Smem::ring));
 };
 
 }  // namespace mla_fp8::gpu

@@ -313,14 +313,14 @@ class SplitLogits : BlockLogits<C> {
     const auto finish = [&](int head, float base, float sum, float largest) {
       float2 stats = {base, sum};
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
-      if constexpr (kHasParts<C>) QueryPart<C>(p_, blockIdx.x).stats(head) = stats;
+      if constexpr (C::kParts) QueryPart<C>(p_, blockIdx.x).stats(head) = stats;
       else reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
       if constexpr (C::kFindsLargest)
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     };
     if constexpr (C::kSegments) {
       attend_to_runs();
-      if constexpr (kHasRuns<C>) leave_runs();
+      if constexpr (C::kRuns) leave_runs();
       else end_runs(finish);
     } else {
 #pragma unroll 1

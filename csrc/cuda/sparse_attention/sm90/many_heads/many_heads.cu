@@ -134,12 +134,20 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
   const auto run = [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
+    constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
+    using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || (kOctets == 8 && !kWalks))>;
+    constexpr ManyHeadsTraits kTraits{.octets = kOctets,
+                                      .producers = kVariant.producers,
+                                      .schedule = kVariant.schedule,
+                                      .finds_largest = kWalks};
     const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
                                                                     constant<kTiles>) {
-      constexpr bool kHasKeyTable = kExpanders > 0 || kOctets == 8;
-      using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
-      using C = ManyHeadsSplit<R, kOctets, kVariant.producers, kFindsLargest, kTiles>;
+      constexpr ManyHeadsTraits kOfSplit{.octets = kOctets,
+                                         .producers = kVariant.producers,
+                                         .tiles = kTiles,
+                                         .finds_largest = kFindsLargest};
+      using C = ManyHeads<R, kOfSplit>;
       const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
       if constexpr (kTiles == Tiles::kEntries)
         if (params.num_tiles > 0) launch_merge_parts<R>(params, stream);
@@ -152,28 +160,17 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
       if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});
     if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
-    if constexpr (kVariant.schedule == Schedule::kSegments) {
-      using R = CachedRow<layout(), extra()>;
-      using C = ManyHeadsSplit<R, kOctets, kVariant.producers, false, Tiles::kNone, false, true>;
-      launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
-    } else if constexpr (kVariant.schedule == Schedule::kRuns) {
-      using C = ManyHeadsRuns<CachedRow<layout(), extra()>, kOctets>;
-      launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
-    } else if constexpr (kVariant.schedule == Schedule::kParts) {
-      constexpr bool kHasKeyTable = kExpanders > 0 || kOctets == 8;
-      using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
-      using C = ManyHeadsParts<R, kOctets, kVariant.producers>;
-      launch_merge_query_parts<C>(launch_items<C>(many_heads_split_kernel<C>, p, plan, stream), stream);
-    } else if constexpr (kVariant.schedule == Schedule::kWalk) {
-      using R = CachedRow<layout(), extra(), kExpanders>;
-      using C = std::conditional_t<R::kMixed || kOctets == 8,
-                                   ManyHeadsWideWalk<R, kOctets, kVariant.producers>, ManyHeadsWalk<R>>;
+    if constexpr (kWalks) {
+      using C = std::conditional_t<R::kMixed || kOctets == 8, ManyHeads<R, kTraits>, ManyHeadsWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
-    } else if constexpr (attends_to_queries(kVariant)) {
-      split(constant<Tiles::kNone>{});
+    } else if constexpr (kVariant.schedule == Schedule::kSplit) {
+      if constexpr (attends_to_queries(kVariant)) split(constant<Tiles::kNone>{});
+      else throw no_such_kernel(plan);  // of tiles alone
     } else {
-      throw no_such_kernel(plan);  // of tiles alone
+      using C = ManyHeads<R, kTraits>;
+      const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+      if constexpr (C::kParts) launch_merge_query_parts<C>(params, stream);
     }
   };
   return with_variant_of_slice<Kernel::kManyHeads, MLA_SLICE, MLA_SLICES>(p, plan, run);

@@ -235,9 +235,6 @@ struct ListItem : NeighboursItem {
   __device__ const Source& source(const KernelParams&) const { return keys; }
 };
 template <Tiles kTiles>
-using ItemOf = std::conditional_t<kTiles == Tiles::kNone, SplitItem,
-                                  std::conditional_t<kTiles == Tiles::kEntries, TileItem, ListItem>>;
-template <Tiles kTiles>
 using TileOf = std::conditional_t<kTiles == Tiles::kLists, TileMarks, Tile>;
 
 // By one warp, a lane a query.

@@ -104,7 +104,7 @@ struct F32Values {
 template <class C>
 class QueryPart {
  public:
-  using Values = std::conditional_t<kHasRuns<C>, F32Values, F16Values>;
+  using Values = std::conditional_t<C::kRuns, F32Values, F16Values>;
   static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // of a lane; of a column
   static constexpr int kLanes = kConsumerWarps * kColumns * kWarpSize;
   static constexpr int kBytes = C::kHeads * Values::kFloatsOfHead * 4;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
     float weights[kMost], sum[Part::kValues] = {}, total = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
-    if constexpr (kHasRuns<C>) {
+    if constexpr (C::kRuns) {
       const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats.x != kNoPartial));
       float sums[kMost];
 #pragma unroll
@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk) {
       const bool is_bf16 = first_chunk + chunk >= C::R::kFp8Chunks;
-      const DimPair pair = pair_dims(is_bf16, g, output_value<C>(sum[2 * chunk], factor),
-                                     output_value<C>(sum[2 * chunk + 1], factor));
+      const DimPair pair = pair_dims(is_bf16, g, output_value<C::kSegments>(sum[2 * chunk], factor),
+                                     output_value<C::kSegments>(sum[2 * chunk + 1], factor));
       if (is_head && !is_rehearsal)
         *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
     }

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize)
       add(sum, x[i], __shfl_sync(kFullWarp, weight, min(first + i, own.count - 1)));
   }
   *reinterpret_cast<uint2*>(p.out + query * p.out_stride_token + head * p.out_stride_head + dim) =
-      to_bf16<R>(sum, output_factor<R>(p, head, max, total));
+      to_bf16<false>(sum, output_factor<R>(p, head, max, total));
   if (threadIdx.x == 0) write_head(p, query, head, max, total, largest);
 }
 

@@ -33,34 +33,55 @@ namespace mla_fp8::gpu {
 //   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
 
-// A CTA takes kOctets octets of heads: 16, 32, 48 or 64. Only prefill wants the largest logits.
-// R: Row, or MixedRow of two caches. kTiles: the heads are those of several queries (neighbours.cuh). kWalks:
-// see the wide walk below. kSegments: sm90/segments.cuh.
-template <class R_, int kOctets_, int kProducers_, bool kFindsLargest_, Tiles kTiles_ = Tiles::kNone,
-          bool kWalks_ = false, bool kSegments_ = false>
-struct ManyHeadsSplit {
+// What of the kernel is chosen when it is compiled, besides the rows.
+struct ManyHeadsTraits {
+  int octets;     // of heads of a CTA: 2, 4, 6 or 8
+  int producers;  // warps, some of which may expand (mixed_row.cuh)
+  Schedule schedule = Schedule::kSplit;
+  Tiles tiles = Tiles::kNone;  // the heads are those of several queries (neighbours.cuh)
+  bool finds_largest = false;  // logits, if the caller wants them: only prefill does
+};
+template <ManyHeadsTraits kTraits>
+auto item_of() {
+  if constexpr (kTraits.tiles == Tiles::kEntries) return std::type_identity<TileItem>{};
+  else if constexpr (kTraits.tiles == Tiles::kLists) return std::type_identity<ListItem>{};
+  else if constexpr (kTraits.schedule == Schedule::kSegments) return std::type_identity<SegmentItem<1>>{};
+  else if constexpr (kTraits.schedule == Schedule::kRuns) return std::type_identity<RunItem>{};
+  else if constexpr (kTraits.schedule == Schedule::kParts) return std::type_identity<PartItem>{};
+  else return std::type_identity<SplitItem>{};
+}
+
+// One variant. R: Row, or MixedRow of two caches.
+template <class R_, ManyHeadsTraits kTraits>
+struct ManyHeads {
   using R = R_;
-  static constexpr Tiles kTiles = kTiles_;
+  using Item = typename decltype(item_of<kTraits>())::type;
+  static constexpr Tiles kTiles = kTraits.tiles;
   static constexpr bool kNeighbours = kTiles != Tiles::kNone;
-  static constexpr bool kSegments = kSegments_;
-  using Item = std::conditional_t<kSegments, SegmentItem<1>, ItemOf<kTiles>>;
-  static constexpr bool kFirstInRegisters = kOctets_ < 8;  // of segments: else there are none for it
+  static constexpr bool kWalks = kTraits.schedule == Schedule::kWalk;
+  static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // each CTA leaves those that it has
+  static constexpr bool kParts = kRuns || kTraits.schedule == Schedule::kParts;        // parts.cuh
+  static constexpr bool kSegments = kRuns || kTraits.schedule == Schedule::kSegments;  // sm90/segments.cuh
+  static constexpr bool kFetchesEarly = kParts && !R::kMixed;  // else kProducersAreEarly may say so
+  static constexpr bool kFindsLargest = kTraits.finds_largest;
+  static_assert(!kSegments || !kFindsLargest);
+  static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
+  static constexpr bool kFirstInRegisters = kOctets < 8;  // of segments: else there are none for it
   static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
-  static constexpr bool kFindsLargest = kFindsLargest_, kWalks = kWalks_;
-  static_assert(!kSegments || !kFindsLargest);
-  static constexpr int kOctets = kOctets_, kHeads = kOctets * kOctetHeads;
-  static constexpr int kExpanders = R::kExpanders, kProducers = kProducers_ - kExpanders;
-  static constexpr int kLogitGroups = 1, kLogitWarps = 4, kQueries = 1;
-  static constexpr bool kScalesMultiplyWeights = false;  // of two layouts
+  static constexpr int kExpanders = R::kExpanders, kProducers = kTraits.producers - kExpanders;
+  static constexpr int kLogitGroups = 1, kLogitWarps = 4;
+  static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
+  static constexpr bool kScalesMultiplyWeights = false;            // of two layouts
   // The ring's first ones, which the logits warps expand in place of producers, if they come early. With 32
   // heads such help cost more than it gained.
   static constexpr int kHelpedStages =
       R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kWalks ? kLogitWarps : 0;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
-  static constexpr int kThreads = kWorkers + kProducers_ * kWarpSize;
+  static constexpr int kThreads = kWorkers + kTraits.producers * kWarpSize;
+  static constexpr int kSurveyWarps = kConsumerWarps, kSurveyReaders = kThreads / kWarpSize;  // of a walk
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr bool kManyProducers = kProducers_ == 8;
+  static constexpr bool kManyProducers = kTraits.producers == 8;
   static constexpr int kValueRegisters = kOctets == 8 || kSegments ? 176
                                          : kOctets == 6            ? 152
                                          : kManyProducers          ? 112
@@ -131,19 +152,6 @@ struct ManyHeadsSplit {
                 "partial outputs lie over the ring and Q");
 };
 
-// The same without clusters: the CTAs of a query, or its runs, meet in a second grid (parts.cuh).
-template <class R, int kOctets, int kProducers>
-struct ManyHeadsParts : ManyHeadsSplit<R, kOctets, kProducers, false> {
-  static constexpr bool kParts = true;
-  static constexpr bool kFetchesEarly = !R::kMixed;  // else kProducersAreEarly may say so
-  using Item = PartItem;
-};
-template <class R, int kOctets>
-struct ManyHeadsRuns : ManyHeadsSplit<R, kOctets, 4, false, Tiles::kNone, false, true> {
-  static constexpr bool kParts = true, kFetchesEarly = true;
-  using Item = RunItem;
-};
-
 enum SplitBarrier { kBarrierWorkersQ = kBarrierOfKernel, kBarrierLogits, kBarrierFinish, kBarrierStore };
 static_assert(int{kBarrierStore} < int{kBarrierSurvey});
 
@@ -191,15 +199,9 @@ struct BlockExchange {
 //   end empty          8 value warps         logits                      the same: may be written
 //   survey full        8 value warps         all                         maps[buffer]: may be read
 //   survey empty       all warps             values                      the same: may be written
-
+//
 // A CTA of 64 heads that goes through queries, of two layouts also of 32. O leaves registers for one
 // warpgroup of logits.
-template <class R_, int kOctets_, int kProducers_>
-struct ManyHeadsWideWalk : ManyHeadsSplit<R_, kOctets_, kProducers_, true, Tiles::kNone, true> {
-  static constexpr int kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
-  static constexpr int kSurveyWarps = kConsumerWarps;
-  static constexpr int kSurveyReaders = ManyHeadsWideWalk::kThreads / kWarpSize;
-};
 
 // The end of a query, through buffer number % 2: `number` counts the CTA's.
 template <class C>
@@ -240,6 +242,7 @@ template <class R_>
 struct ManyHeadsWalk {
   using R = R_;
   static constexpr bool kNeighbours = false, kWalks = true, kScalesMultiplyWeights = false;
+  static constexpr bool kSegments = false, kParts = false, kFetchesEarly = false;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
   static constexpr int kLogitGroups = 2;

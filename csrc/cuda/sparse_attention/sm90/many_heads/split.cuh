@@ -43,11 +43,11 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   }
   if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) {
     __syncwarp();
-    if (!kHasParts<C> && params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
+    if (!C::kParts && params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
     return;
   }
   KeySurvey survey;
-  if constexpr (kFetchesEarly<C>) {
+  if constexpr (C::kFetchesEarly) {
     survey_part<C>(params, w, smem, warp, lane, [] {});
     if (warp >= kConsumerWarps + C::kLogitWarps) {
       give_up_registers<C::kProducerRegisters>();
@@ -62,9 +62,9 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   } else {
     survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   }
-  const bool split = !kHasParts<C> && params.num_splits() > 1;
+  const bool split = !C::kParts && params.num_splits() > 1;
 
-  if (!kFetchesEarly<C> && warp >= kConsumerWarps + C::kLogitWarps) {
+  if (!C::kFetchesEarly && warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
     __syncwarp();
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
@@ -83,7 +83,7 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     q.store(smem, warp, lane);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
-    if constexpr (kHasRuns<C>) values.run_and_leave(params, w);
+    if constexpr (C::kRuns) values.run_and_leave(params, w);
     else values.run(w);
     if (split) {
       values.write_partial();
@@ -95,7 +95,7 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     } else if (w.is_whole(params)) {
       values.store(params.p, w, thread);
     } else {
-      if constexpr (kHasParts<C> && !kHasRuns<C>) values.leave(QueryPart<C>(params.p, blockIdx.x));
+      if constexpr (C::kParts && !C::kSegments) values.leave(QueryPart<C>(params.p, blockIdx.x));
       if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
     }
   }

@@ -236,7 +236,8 @@ class SplitValues : protected BlockValues<C> {
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
       const float factor = stats[head].y;
-      const uint32_t pair = pack_bf16(output_value<C>(a, factor), output_value<C>(b, factor));
+      const uint32_t pair =
+          pack_bf16(output_value<C::kSegments>(a, factor), output_value<C::kSegments>(b, factor));
       uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
       if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
       else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
