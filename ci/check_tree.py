@@ -23,9 +23,7 @@ LAYOUT_HOMES = (
     "ci/check_tree.py",
 )
 # Attention kernels include what is beside or above them: no kernel knows another, nothing general one GPU.
-# A launch whose CTAs do the work of either of two kernels has to know both.
 ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
-OF_TWO_KERNELS = f"{ATTENTION}sm90/shared_tiles.cu"
 INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 # A function of a kernel takes a struct rather than more parameters than these.
 KERNELS, MAX_PARAMETERS = ("csrc/common/", "csrc/cpu/", "csrc/cuda/"), 8
@@ -60,8 +58,7 @@ def check_includes(name: str, lines: list[str]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         found = INCLUDE.match(line)
         folder = f"csrc/{found[1]}" if found else DEVICE
-        of_both = name == OF_TWO_KERNELS and folder.startswith(f"{ATTENTION}sm90/")
-        if folder != DEVICE and not name.startswith(folder) and not of_both:
+        if folder != DEVICE and not name.startswith(folder):
             yield f"{name}:{number}: includes {folder}, which is neither beside it nor above it"
 
 

@@ -17,8 +17,7 @@ void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream)
   }
 }
 
-// The queries that go alone, usually none, and tiles of the others: in one launch, or one after
-// the other, where there is no need to wait.
+// The queries that go alone, usually none, then tiles of the others, which need not wait for those.
 void run_sharing(const SparseAttentionParams& p, Sharing sharing, gpuStream_t stream) {
   Plan &tiles = sharing.tiles, &alone = sharing.alone;
   const int32_t* lists = p.shared_keys;
@@ -29,7 +28,6 @@ void run_sharing(const SparseAttentionParams& p, Sharing sharing, gpuStream_t st
   }
   tiles.lists = alone.lists = lists;
   tiles.takes_lists = true;
-  if (sharing.is_one_launch) return launch_shared_tiles(p, sharing, stream);
   tiles.follows = true;
   run(p, alone, stream);
   run(p, tiles, stream);

@@ -52,8 +52,7 @@ void bind_plans(py::module_& m) {
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "is_window"_a = false, "batch_invariant"_a = false, "compute_major"_a = 9, "num_sms"_a = 132,
       "extra_layout"_a = -1, "workspace"_a = py::none(), "has_entry_pages"_a = false, "requests"_a = 1);
-  // (queries of a tile, tiles, those alone, 256ths of the entries that a list may have, whether tiles and
-  // those alone are one launch), or None
+  // (queries of a tile, tiles, those alone, 256ths of the entries that a list may have), or None
   m.def(
       "sharing",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
@@ -65,7 +64,7 @@ void bind_plans(py::module_& m) {
             gpu::planned_sharing(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {9, 132});
         if (!sharing) return py::none();
         return py::make_tuple(QueryTiles(queries, query_groups, heads).tile, gpu::to_string(sharing->tiles),
-                              gpu::to_string(sharing->alone), sharing->most_shared, sharing->is_one_launch);
+                              gpu::to_string(sharing->alone), sharing->most_shared);
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
       "query_groups"_a, "has_lists"_a = false, "extra_layout"_a = -1);

@@ -223,23 +223,6 @@ def test_neighbours_that_share_keys(op, layout, keys, extra_keys, heads, group, 
         assert 0 < got[3] <= 256
 
 
-@pytest.mark.parametrize(
-    "op, layout, keys, heads, group, groups, is_one",
-    [
-        ("decode", "dsv4", 640, 8, 6, 128, True), ("decode", "dsv4", 640, 8, 6, 132, True),
-        ("decode", "dsv4", 640, 8, 6, 192, False),  # more tiles than SMs
-        ("decode", "dsv32", 2048, 8, 4, 128, True), ("decode", "dsv32", 2048, 8, 6, 128, False),  # 64 rows
-        ("decode", "dsv4", 640, 16, 4, 128, False), ("decode", "dsv32", 2048, 8, 6, 64, False),
-        ("prefill", "dsv4", 640, 8, 8, 128, False),
-    ],
-)  # fmt: skip
-def test_tiles_and_those_alone_in_one_launch(op, layout, keys, heads, group, groups, is_one):
-    got = core.sharing(
-        op, layout=LAYOUTS.index(layout), queries=group * groups, heads=heads, keys=keys, query_groups=group
-    )
-    assert got[4] == is_one
-
-
 def test_the_chunk_cache_names_what_has_tiles_of_neighbours():
     for layout, heads in product(FIRST, range(1, 129)):
         has = core.sharing(

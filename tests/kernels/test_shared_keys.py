@@ -116,8 +116,7 @@ def test_every_kernel_over_lists(layout, heads, group, num_q_heads, splits, over
 )
 @pytest.mark.parametrize("without_lists", ["some", "all"])
 def test_queries_alone_beside_tiles(layout, heads, group, num_q_heads, groups, without_lists, monkeypatch):
-    """With 8 heads in one launch, as there are no more tiles than SMs. A query that goes alone has the bits
-    of a call that shares nothing; the last group is short of a query."""
+    """A query that goes alone has the bits of a call that shares nothing; the last group is short of one."""
     if heads == 48 and layout.name != "dsv4":
         pytest.skip("tiles of 48 rows are of dsv4")
     tiles = -(-group * num_q_heads // 64)

@@ -34,9 +34,6 @@ void launch_bf16_tiles(const SparseAttentionParams&, const Plan& plan, gpuStream
 void launch_shared_keys(const SparseAttentionParams&, int, int32_t*, gpuStream_t) {
   throw no_such_kernel({});
 }
-void launch_shared_tiles(const SparseAttentionParams&, const Sharing& sharing, gpuStream_t) {
-  throw no_such_kernel(sharing.tiles);
-}
 #endif
 
 }  // namespace mla_fp8::gpu

@@ -255,9 +255,7 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
   const double lists_us = has_lists ? 0.0 : time_of_lists(p, gpu.num_sms);
   best.tiles = tiles.plan;
-  best.is_one_launch = op == Op::kDecode && fits_one_launch(best, p);
-  const double nobody_us = best.is_one_launch ? 0.0 : kNobodyAloneUs;
-  if (tiles.us + nobody_us + lists_us >= kMostOfQueriesAlone * alone_us) return {};
+  if (tiles.us + kNobodyAloneUs + lists_us >= kMostOfQueriesAlone * alone_us) return {};
   const auto splits = *std::find_if(std::begin(kSplitClasses), std::end(kSplitClasses),
                                     [&](auto& s) { return s.splits == tiles.plan.splits; });
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
@@ -370,10 +368,8 @@ std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAt
                                       const Gpu& gpu) {
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v || wanted.kernel != name(v->kernel) || wanted.heads < v->heads) return {};
-  Sharing sharing{.tiles = forced_plan(wanted, p, gpu),
-                  .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms), p, gpu)};
-  sharing.is_one_launch = !p.max_logits && fits_one_launch(sharing, p);
-  return sharing;
+  return Sharing{.tiles = forced_plan(wanted, p, gpu),
+                 .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms), p, gpu)};
 }
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {

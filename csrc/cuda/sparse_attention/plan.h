@@ -228,25 +228,11 @@ constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
          !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
-// Two launches: the queries of tiles that have no list, then the others. Or one (sm90/shared_tiles.cu), whose
-// CTAs without a tile that has a list walk through the queries that go alone.
+// Two launches: the queries of tiles that have no list, then the others.
 struct Sharing {
   Plan tiles, alone;
   int most_shared = 256;  // 256ths of a tile's valid entries: a longer list does not pay
-  bool is_one_launch = false;
 };
-// With 16 heads and with 64 rows kernels of both are slower. With more tiles than SMs there would be walks of
-// the queries of one tile each.
-constexpr bool attends_beside_walk(const Variant& v, KvPair layouts) {
-  return attends_to_lists(v, layouts) && v.heads < 64;
-}
-inline constexpr int kMostTilesBesideWalk = 160;
-inline bool fits_one_launch(const Sharing& sharing, const SparseAttentionParams& p) {
-  const Plan &tiles = sharing.tiles, &alone = sharing.alone;
-  return alone.variant.kernel == Kernel::kFewHeads && alone.variant.schedule == Schedule::kWalk &&
-         alone.variant.heads == 8 && attends_beside_walk(tiles.variant, p.layouts()) && tiles.splits == 1 &&
-         tiles.last_tiles == 0 && SharedKeysShape(p).num_tiles <= std::min(alone.ctas, kMostTilesBesideWalk);
-}
 // None if sharing would not pay; `has_lists`: without the time of making them.
 std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu, bool has_lists);
 int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words, of all tiles
@@ -255,8 +241,6 @@ int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words, of all til
 std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAttentionParams& p,
                                       const Gpu& gpu);
 void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t* lists, gpuStream_t stream);
-// In one launch, without max_logits.
-void launch_shared_tiles(const SparseAttentionParams& p, const Sharing& sharing, gpuStream_t stream);
 
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 

@@ -292,21 +292,15 @@ void launch(const SparseAttentionParams& p, const Plan& plan) {
   }
 }
 
-// Tiles over lists, and the queries of those that have none: by another kernel, or in one launch.
+// Tiles over lists, and the queries of those that have none, by another kernel.
 void launch_sharing(Device& device, const SparseAttentionParams& p, Plan tiles) {
   const char* const kernel = p.num_q_heads > 16 ? "many_heads" : "few_heads";
-  const auto planned = [&](const char* schedule) {
-    return forced_plan({kernel, schedule, p.num_q_heads, 1, 0}, p, {compute_major(), num_processors()});
-  };
-  Plan alone = planned("walk");
-  alone.ctas = static_cast<int>(SharedKeysShape(p).num_tiles) + 1;
-  const bool one = !p.max_logits && fits_one_launch({.tiles = tiles, .alone = alone}, p);
-  if (!one && p.num_q_heads == 16) alone = planned("split");
-  if (!one && alone.variant.schedule == Schedule::kWalk) alone.ctas = kWalkCtas;
+  const char* const schedule = p.num_q_heads == 16 ? "split" : "walk";
+  Plan alone = forced_plan({kernel, schedule, p.num_q_heads, 1, 0}, p, {compute_major(), num_processors()});
+  if (alone.variant.schedule == Schedule::kWalk) alone.ctas = kWalkCtas;
   int32_t* const lists = device.upload(std::vector<int32_t>(lists_size(p)));
   launch_shared_keys(p, 256, lists, nullptr);
   tiles.lists = alone.lists = lists, tiles.takes_lists = true;
-  if (one) return launch_shared_tiles(p, {.tiles = tiles, .alone = alone}, nullptr);
   tiles.follows = true;
   launch(p, alone);
   launch(p, tiles);

@@ -12,58 +12,18 @@
 
 namespace mla_fp8::gpu {
 
-// The queries that go alone, in shared memory: of a grid whose CTAs take tiles the others walk through them.
-// CTAs past the last tile are among these.
-struct AloneQueries {
-  unsigned count, walker, walkers;  // this CTA is one of how many
-  uint16_t queries[kMostTilesBesideWalk * kMaxTileQueries];
-  uint32_t of_warps[kWarpSize];
-
-  // By all threads, one for each tile. A barrier comes before it is read.
-  template <int kThreads>
-  __device__ void find(const SharedKeys& shared, int warp, int lane) {
-    static_assert(kThreads >= kMostTilesBesideWalk);
-    const unsigned tile = warp * kWarpSize + lane;
-    const unsigned size = tile < shared.queries.count() ? shared.queries.size(tile) : 0;
-    const bool is_taken = size > 0 && shared.length(tile) >= 0;
-    const unsigned alone = is_taken ? 0 : size, up_to_here = warp_inclusive_sum(alone);
-    const unsigned taken = __popc(__ballot_sync(kFullWarp, is_taken));
-    const unsigned taken_before = __popc(__ballot_sync(kFullWarp, is_taken && tile < blockIdx.x));
-    if (lane == kWarpSize - 1) of_warps[warp] = up_to_here | taken << 12 | taken_before << 22;
-    block_barrier<kThreads>();
-    const uint32_t of_warp = lane < kThreads / kWarpSize ? of_warps[lane] : 0;
-    const uint32_t before = __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0);
-    const uint32_t all = __reduce_add_sync(kFullWarp, of_warp);
-    if (warp == 0 && lane == 0)
-      count = all & 0xfff, walker = blockIdx.x - (all >> 22), walkers = gridDim.x - (all >> 12 & 0x3ff);
-    uint16_t* const to = queries + (before & 0xfff) + up_to_here - alone;
-    const unsigned first = shared.queries.first(tile);
-    for (unsigned i = 0; i < alone; ++i) to[i] = static_cast<uint16_t>(first + i);
-  }
-};
-template <class C>
-inline constexpr bool kWalksBesideTiles = requires { C::kAlonePlace; };
-template <class C>
-__device__ __forceinline__ AloneQueries& alone_queries() {
-  extern __shared__ __align__(128) uint8_t smem[];
-  return *reinterpret_cast<AloneQueries*>(smem + C::kAlonePlace);
-}
-
 // One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
 template <class C>
 struct WalkItem : QueryHeads {
   // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
   __device__ static unsigned count(const KernelParams& params) {
-    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().count;
-    else return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
+    return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
   }
   __device__ static unsigned first(const KernelParams& params, int place) {
-    if constexpr (kWalksBesideTiles<C>) return alone_queries<C>().walker + alone_queries<C>().walkers * place;
-    else return skip(params, blockIdx.x + gridDim.x * place);
+    return skip(params, blockIdx.x + gridDim.x * place);
   }
   __device__ static unsigned next(const KernelParams& params, unsigned i) {
-    if constexpr (kWalksBesideTiles<C>) return i + alone_queries<C>().walkers * C::kQueries;
-    else return skip(params, i + gridDim.x * C::kQueries);
+    return skip(params, i + gridDim.x * C::kQueries);
   }
 
   // Whether this CTA has any item: by all threads, and a barrier of them.
@@ -75,13 +35,9 @@ struct WalkItem : QueryHeads {
     return named_barrier_any(0, C::kThreads, has);
   }
 
-  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(of(params, i)) {}
+  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(heads_of_item<C>(params, i)) {}
 
  private:
-  __device__ static QueryHeads of(const KernelParams& params, unsigned i) {
-    if constexpr (kWalksBesideTiles<C>) return {i < count(params) ? alone_queries<C>().queries[i] : 0, 0};
-    else return heads_of_item<C>(params, i);
-  }
   // From i on the first whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]
