@@ -138,9 +138,10 @@ class LogitWarp {
     }
   }
 
-  // Of each head over the warp's keys, to [head]: x has what a lane knows of heads 2t, 2t + 1 of each octet.
-  template <class Op>
-  __device__ __forceinline__ void over_g(float (&x)[2 * kOctets], float* to, Op&& op) const {
+  // Calls put(head, value) for each head by one lane, with what all of the warp come to: x has what a lane
+  // knows of heads 2t, 2t + 1 of each octet.
+  template <class Op, class Put>
+  __device__ __forceinline__ void over_g(float (&x)[2 * kOctets], Op&& op, Put&& put) const {
     constexpr int kCount = 2 * kOctets;
     reduce_over_g(x, lane_, op);
     if (!counts_of_g<kCount>(lane_)) return;
@@ -148,14 +149,17 @@ class LogitWarp {
 #pragma unroll
     for (int i = 0; i < kLeftOfG<kCount>; ++i) {
       const int which = first + i;
-      to[which / 2 * kOctetHeads + 2 * t_ + which % 2] = x[i];
+      put(which / 2 * kOctetHeads + 2 * t_ + which % 2, x[i]);
     }
+  }
+  __device__ __forceinline__ void write_sums(float (&sums)[2 * kOctets], float* to) const {
+    over_g(sums, [](float a, float b) { return a + b; }, [to](int head, float x) { to[head] = x; });
   }
   __device__ __forceinline__ void write_max(const float (&s)[kOctets][4], float* to) const {
     float largest[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) largest[i] = fmaxf(s[i / 2][i % 2], s[i / 2][i % 2 + 2]);
-    over_g(largest, to, [](float a, float b) { return fmaxf(a, b); });
+    over_g(largest, [](float a, float b) { return fmaxf(a, b); }, [to](int head, float x) { to[head] = x; });
   }
 
   uint8_t* const bytes_;
@@ -180,7 +184,7 @@ class BlockLogits : protected LogitWarp<C> {
   __device__ BlockLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), p_(params.p), x_(smem) {}
 
-  __device__ bool finds_largest() const { return C::kFindsLargest && (!C::kWalks || p_.max_logits); }
+  __device__ bool finds_largest() const { return C::kFindsLargest && p_.max_logits; }
 
   // Once Q is there.
   __device__ void begin_query() {
@@ -189,12 +193,11 @@ class BlockLogits : protected LogitWarp<C> {
       const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
       x_.head_state()[head] = {logit_scale<R>(p_, q_scale), 0.0f};
     }
+    if (finds_largest())
+      for (int i = lane_; i < C::kHeads; i += kWarpSize) x_.warp_largest(member_)[i] = -INFINITY;
     named_barrier(kBarrierLogits, kLogitThreads);
 #pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      sum_[n][0] = sum_[n][1] = 0.0f;
-      if constexpr (C::kFindsLargest) x_.lane_largest(member_, n)[lane_] = {-INFINITY, -INFINITY};
-    }
+    for (int n = 0; n < kOctets; ++n) sum_[n][0] = sum_[n][1] = 0.0f;
     fresh_ = true;
   }
 
@@ -228,13 +231,7 @@ class BlockLogits : protected LogitWarp<C> {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2];
-    this->over_g(sums, x_.warp_max(member_), [](float a, float b) { return a + b; });
-    if (finds_largest())  // to lanes 0 to 3, whose heads are 8n + 2 lane and + 1
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        float2& largest = x_.lane_largest(member_, n)[lane_];
-        largest = {max_over_g(largest.x), max_over_g(largest.y)};
-      }
+    this->write_sums(sums, x_.warp_max(member_));
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
@@ -242,10 +239,7 @@ class BlockLogits : protected LogitWarp<C> {
 #pragma unroll
     for (int i = 0; i < C::kLogitWarps; ++i) {
       sum += x_.warp_max(i)[head];
-      if (finds_largest()) {
-        const float2 pair = x_.lane_largest(i, head / kOctetHeads)[head % kOctetHeads / 2];
-        largest = fmaxf(largest, head % 2 ? pair.y : pair.x);
-      }
+      if (finds_largest()) largest = fmaxf(largest, x_.warp_largest(i)[head]);
     }
     fn(head, sum == 0.0f ? kNoMax : x_.head_state()[head].y + kWeightLog2, sum, largest);
   }
@@ -256,20 +250,19 @@ class BlockLogits : protected LogitWarp<C> {
   bool fresh_;  // no key yet: bases are 0, sums and O too
 
  private:
-  // Per lane, in shared memory: registers are short. All loads before all stores, or each would wait for the
-  // store before it.
+  // In shared memory: registers are short.
   __device__ void note_largest(const float (&s)[kOctets][4]) const {
-    float2 all[kOctets];
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) all[n] = x_.lane_largest(member_, n)[lane_];
+    float largest[2 * kOctets];
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
       const float4 state = this->head_pair(n);
-      all[n] = {fmaxf(all[n].x, fmaxf(s[n][0], s[n][2]) - scales_.e + state.y),
-                fmaxf(all[n].y, fmaxf(s[n][1], s[n][3]) - scales_.e + state.w)};
+      largest[2 * n] = fmaxf(s[n][0], s[n][2]) - scales_.e + state.y;
+      largest[2 * n + 1] = fmaxf(s[n][1], s[n][3]) - scales_.e + state.w;
     }
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) x_.lane_largest(member_, n)[lane_] = all[n];
+    float* const all = x_.warp_largest(member_);
+    this->over_g(
+        largest, [](float a, float b) { return fmaxf(a, b); },
+        [all](int head, float x) { all[head] = fmaxf(all[head], x); });
   }
 
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
@@ -315,8 +308,7 @@ class SplitLogits : BlockLogits<C> {
       if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
       if constexpr (C::kParts) QueryPart<C>(p_, blockIdx.x).stats(head) = stats;
       else reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
-      if constexpr (C::kFindsLargest)
-        reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
+      if (this->finds_largest()) reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
     };
     if constexpr (C::kSegments) {
       attend_to_runs();
@@ -379,7 +371,7 @@ class SplitLogits : BlockLogits<C> {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-    this->over_g(sums, x_.warp_max(member_), [](float a, float b) { return a + b; });
+    Base::write_sums(sums, x_.warp_max(member_));
   }
   __device__ float sum_of_warps(int head) const {
     float sum = 0.0f;

@@ -137,40 +137,29 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
     using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || (kOctets == 8 && !kWalks))>;
-    constexpr ManyHeadsTraits kTraits{.octets = kOctets,
-                                      .producers = kVariant.producers,
-                                      .schedule = kVariant.schedule,
-                                      .finds_largest = kWalks};
-    const auto launch_split = [&]<bool kFindsLargest, Tiles kTiles>(constant<kFindsLargest>,
-                                                                    constant<kTiles>) {
-      constexpr ManyHeadsTraits kOfSplit{.octets = kOctets,
-                                         .producers = kVariant.producers,
-                                         .tiles = kTiles,
-                                         .finds_largest = kFindsLargest};
-      using C = ManyHeads<R, kOfSplit>;
+    const auto split = [&]<Tiles kTiles>(constant<kTiles>) {
+      constexpr ManyHeadsTraits kTraits{
+          .octets = kOctets, .producers = kVariant.producers, .schedule = kVariant.schedule, .tiles = kTiles};
+      using C = ManyHeads<R, kTraits>;
       const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
+      if constexpr (C::kParts) launch_merge_query_parts<C>(params, stream);
       if constexpr (kTiles == Tiles::kEntries)
         if (params.num_tiles > 0) launch_merge_parts<R>(params, stream);
-    };
-    const auto split = [&](auto tiles) {
-      if (p.max_logits) launch_split(constant<true>{}, tiles);
-      else launch_split(constant<false>{}, tiles);
     };
     if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
       if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});
     if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
     if constexpr (kWalks) {
+      constexpr ManyHeadsTraits kTraits{
+          .octets = kOctets, .producers = kVariant.producers, .schedule = Schedule::kWalk};
       using C = std::conditional_t<R::kMixed || kOctets == 8, ManyHeads<R, kTraits>, ManyHeadsWalk<R>>;
       static_assert(C::kHeads == kVariant.heads);
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
-    } else if constexpr (kVariant.schedule == Schedule::kSplit) {
-      if constexpr (attends_to_queries(kVariant)) split(constant<Tiles::kNone>{});
-      else throw no_such_kernel(plan);  // of tiles alone
+    } else if constexpr (attends_to_queries(kVariant)) {
+      split(constant<Tiles::kNone>{});
     } else {
-      using C = ManyHeads<R, kTraits>;
-      const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
-      if constexpr (C::kParts) launch_merge_query_parts<C>(params, stream);
+      throw no_such_kernel(plan);  // of tiles alone
     }
   };
   return with_variant_of_slice<Kernel::kManyHeads, MLA_SLICE, MLA_SLICES>(p, plan, run);

@@ -39,7 +39,6 @@ struct ManyHeadsTraits {
   int producers;  // warps, some of which may expand (mixed_row.cuh)
   Schedule schedule = Schedule::kSplit;
   Tiles tiles = Tiles::kNone;  // the heads are those of several queries (neighbours.cuh)
-  bool finds_largest = false;  // logits, if the caller wants them: only prefill does
 };
 template <ManyHeadsTraits kTraits>
 auto item_of() {
@@ -62,9 +61,8 @@ struct ManyHeads {
   static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // each CTA leaves those that it has
   static constexpr bool kParts = kRuns || kTraits.schedule == Schedule::kParts;        // parts.cuh
   static constexpr bool kSegments = kRuns || kTraits.schedule == Schedule::kSegments;  // sm90/segments.cuh
-  static constexpr bool kFetchesEarly = kParts && !R::kMixed;  // else kProducersAreEarly may say so
-  static constexpr bool kFindsLargest = kTraits.finds_largest;
-  static_assert(!kSegments || !kFindsLargest);
+  static constexpr bool kFetchesEarly = kParts && !R::kMixed;   // else kProducersAreEarly may say so
+  static constexpr bool kFindsLargest = !kParts && !kSegments;  // logits, if the caller wants them
   static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
   static constexpr bool kFirstInRegisters = kOctets < 8;  // of segments: else there are none for it
   static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
@@ -97,8 +95,7 @@ struct ManyHeads {
   static constexpr int kEmptyWarps =
       kConsumerWarps;  // the logits of a block are done before its values start
   static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
-  static constexpr bool kFewStages = R::kMixed && R::kBf16Dims > 0 && kFindsLargest;  // else too much
-  static constexpr int kStages = kOctets < 6 ? 16 : kFewStages ? 8 : 12;
+  static constexpr int kStages = kOctets < 6 ? 16 : 12;
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
@@ -125,9 +122,9 @@ struct ManyHeads {
     float warp_max[kLogitWarps][kHeads];    // sums at the end, and of a run
     float q_scale[kHeads];
     float2 stats[kWalks ? 0 : kHeads];
-    float largest[kFindsLargest && !kWalks ? kHeads : 0];                      // logit
-    float factors[kWalks ? 2 : 0][kHeads];                                     // of a query's output
-    float2 lane_largest[kFindsLargest ? kLogitWarps : 0][kOctets][kWarpSize];  // of two heads
+    float largest[kFindsLargest && !kWalks ? kHeads : 0];         // logit
+    float warp_largest[kFindsLargest ? kLogitWarps : 0][kHeads];  // the same, up to now
+    float factors[kWalks ? 2 : 0][kHeads];                        // of a query's output
     uint8_t valid[kStages][kStageRows];
     alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // of a query's valid keys
     uint64_t stage_barriers[kStages][2];                 // full, empty
@@ -172,8 +169,8 @@ struct BlockExchange {
   __device__ int& moved(int buffer) const { return at<int>(MLA_SMEM(C, moved))[buffer]; }
   __device__ float2* head_state() const { return at<float2>(MLA_SMEM(C, head_state)); }
   __device__ float* warp_max(int warp) const { return at<float>(MLA_SMEM(C, warp_max)) + warp * C::kHeads; }
-  __device__ float2* lane_largest(int warp, int octet) const {
-    return at<float2>(MLA_SMEM(C, lane_largest)) + (warp * C::kOctets + octet) * kWarpSize;
+  __device__ float* warp_largest(int warp) const {
+    return at<float>(MLA_SMEM(C, warp_largest)) + warp * C::kHeads;
   }
   __device__ float* run_bases(int run) const { return at<float>(MLA_SMEM(C, run_bases)) + run * C::kHeads; }
   __device__ float* node_bases(int run) const { return at<float>(MLA_SMEM(C, node_bases)) + run * C::kHeads; }

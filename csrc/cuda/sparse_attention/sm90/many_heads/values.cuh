@@ -306,7 +306,7 @@ class SplitValues : protected BlockValues<C> {
     });
     if (thread >= w.num_rows) return;
     parts.stats(part, thread) = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats))[thread];
-    if constexpr (C::kFindsLargest)
+    if (params.p.max_logits)
       parts.largest(part, thread, params.num_tiles) =
           reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, largest))[thread];
   }
