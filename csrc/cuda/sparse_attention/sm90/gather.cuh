@@ -12,10 +12,6 @@
 
 namespace mla_fp8::gpu {
 
-// Of two layouts: warps that say of a stage that it is expanded.
-template <class C>
-inline constexpr int kStageExpanders = C::kExpanders > 0 && C::kHelpedStages > 0 ? 2 : 1;
-
 template <class C>
 struct Ring {
   uint32_t smem;
@@ -32,7 +28,7 @@ struct Ring {
     for (int s = 0; s < C::kStages; ++s) {
       constexpr int kFetched = kWarpArrivals + (C::R::kScalesApart ? kStageRows : 0);
       if constexpr (C::R::kMixed) mbarrier_init(raw(s), kWarpArrivals + kWarpSize);  // each lane's copies
-      mbarrier_init(full(s), C::R::kMixed ? kStageExpanders<C> * kWarpArrivals : kFetched);
+      mbarrier_init(full(s), C::R::kMixed ? kWarpArrivals : kFetched);
       mbarrier_init(empty(s), C::kEmptyWarps * kWarpArrivals);
     }
     if constexpr (kProducersAreEarly<C>) mbarrier_init(survey(), 1);

@@ -111,10 +111,10 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
   }
 }
 
-// Where other warps expand what producers fetch, or at least the first stages, these do not survey a query:
-// they begin before (sm90/mixed_gather.cuh), and wait for survey_barrier. All others meet at a barrier.
+// Of two layouts producers do not survey a query: they begin before (sm90/mixed_gather.cuh), and wait for
+// survey_barrier. All others meet at a barrier.
 template <class C>
-inline constexpr bool kProducersAreEarly = (C::kExpanders > 0 || C::kHelpedStages > 0) && !C::kWalks;
+inline constexpr bool kProducersAreEarly = C::R::kMixed && !C::kWalks;
 template <class C>
 inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
 

@@ -3,8 +3,7 @@
 // no consumer converts what several of them read. Bound: a chain of latencies, about 2 K clocks a stage for
 // 410 instructions, and the issue slots and shared memory that it takes from the consumers. With up to 32
 // heads four warps do nothing else, and no stage waits until its producer has fetched the next one; with 64
-// there are no registers for more warps than the producers. Consumers, which have nothing to do before their
-// first stages are there, expand these or a part of them.
+// there are no registers for more warps than the producers.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -36,9 +35,7 @@ __device__ __forceinline__ uint32_t e4m3_scales_to_bf16(uint32_t pair) {
 }
 
 inline constexpr unsigned kStagePlaces = (1u << kStageRows) - 1;
-// Bits of the stage's rows that come from the second cache; and where producers expand, whether a consumer
-// does that, as it was fetched early.
-inline constexpr unsigned kStageIsEarly = 1u << kStageRows;
+// Bits of the stage's rows that come from the second cache.
 template <class C>
 __device__ uint32_t stage_extras_at(const Ring<C>& ring, int stage) {
   return ring.smem + MLA_SMEM(C, stage_extras) + stage * 4;
@@ -60,29 +57,12 @@ class StageExpander {
   // The i-th stage of the ring's sequence.
   __device__ __forceinline__ void take(int i) const {
     wait_until_full<C::kStages>(ring_.raw(i % C::kStages), i);
-    expand(i % C::kStages, i < C::kHelpedStages);
+    expand(i % C::kStages);
   }
-  // A consumer: of its own first stage the last rows; where there are no such warps all, if it came early.
-  __device__ void help(int stage) const {
-    mbarrier_wait(ring_.raw(stage), 0);
-    const unsigned bits = load_shared_4(stage_extras_at(ring_, stage)), extras = bits & kStagePlaces;
-    if constexpr (C::kExpanders > 0) {
-      const uint32_t rows = ring_.stage(stage);
-      Codes codes;
-      codes.load(codes_at(rows), kHelpedRow);
-      if (extras == kStagePlaces) [[likely]]
-        expand_codes<true>(rows, extras, codes, kHelpedRow, kStageRows);
-      else if (extras) expand_codes<false>(rows, extras, codes, kHelpedRow, kStageRows);
-      mbarrier_arrive_warp(ring_.full(stage), lane_);
-    } else if (bits & kStageIsEarly) {
-      expand(stage);
-    }
-  }
-
   // A stage whose bytes are there.
-  __device__ __forceinline__ void expand(int stage, bool is_helped = false) const {
+  __device__ __forceinline__ void expand(int stage) const {
     const uint32_t rows = ring_.stage(stage), table = rows + R::kTableOffset;
-    const unsigned extras = load_shared_4(stage_extras_at(ring_, stage)) & kStagePlaces;
+    const unsigned extras = load_shared_4(stage_extras_at(ring_, stage));
     const int row = lane_ / 2, half = lane_ % 2;  // two lanes have what becomes bf16 in a row
     const bool extra = extras >> row & 1;
     uint4 tail_codes{};
@@ -99,30 +79,26 @@ class StageExpander {
       if (Codes::kEarly) codes.load(codes_at(rows), 0);
       is_done = store_scales_of_one<Second>(stage);
       if (is_done) [[likely]] {
-        expand_codes<true>(rows, extras, codes, 0, is_helped ? kHelpedRow : kStageRows);
-        if constexpr (R::kBf16Dims == 0) return arrive(stage, is_helped);
+        expand_codes<true>(rows, extras, codes);
+        if constexpr (R::kBf16Dims == 0) return arrive(stage);
       }
     }
     if (!is_done) {
       if (extras || !store_scales_of_one<First>(stage)) store_any_scales(stage, extras);
       if (extras) {
         if (Codes::kEarly) codes.load(codes_at(rows), 0);
-        expand_codes<false>(rows, extras, codes, 0, is_helped ? kHelpedRow : kStageRows);
+        expand_codes<false>(rows, extras, codes);
       }
     }
     if constexpr (R::kBf16Dims > 0) {
       __syncwarp();
       if (extra) store_tail(rows + row * R::kPitch + R::kBf16Offset + half * 64, tail_codes, tail_scales);
     }
-    arrive(stage, is_helped);
+    arrive(stage);
   }
 
  private:
-  static constexpr int kHelpedRow = kStageRows / 2;  // the first one of a consumer
-  __device__ void arrive(int stage, bool is_helped) const {
-    mbarrier_arrive_warp(ring_.full(stage), lane_);
-    if (kStageExpanders<C> > 1 && !is_helped) mbarrier_arrive_warp(ring_.full(stage), lane_);
-  }
+  __device__ void arrive(int stage) const { mbarrier_arrive_warp(ring_.full(stage), lane_); }
 
   // Of 16 rows of one cache: a lane has the two tiles of a unit of eight keys, what two lanes of the
   // consumers want at once. Those of the second cache, NaN too, may be in one unit, in which all products
@@ -278,13 +254,12 @@ class StageExpander {
   // A row at a time: a lane's 16 codes become 16 bytes. Its last codes lie where its last bytes will.
   // `codes`: of the first rows.
   template <bool kAll>
-  __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras, Codes& codes, int begin,
-                                               int end) const {
+  __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras, Codes& codes) const {
     const uint32_t from = codes_at(rows), to = rows + lane_ * 16;
     constexpr int kAtOnce = 2;  // a row's registers are free once its store has read them
 #pragma unroll 1
-    for (int first = begin; first < end; first += Codes::kRows) {
-      if (!Codes::kEarly || first > begin) codes.load(from, first);
+    for (int first = 0; first < kStageRows; first += Codes::kRows) {
+      if (!Codes::kEarly || first > 0) codes.load(from, first);
       __syncwarp();
       if (R::kFp8Dims < kWarpSize * 16 && lane_ * 16 >= R::kFp8Dims) continue;
 #pragma unroll
@@ -327,12 +302,5 @@ class StageExpander {
   const Ring<C> ring_;
   const int lane_;
 };
-
-// Consumers, before they need the ring's first stages: each has that of its number.
-template <class C>
-__device__ __forceinline__ void help_to_expand(uint8_t* smem, int warp, int lane, int num_blocks) {
-  if constexpr (C::kHelpedStages > 0)
-    if (warp < num_blocks * C::kBlockStages) StageExpander<C>(smem, lane).help(warp);
-}
 
 }  // namespace mla_fp8::gpu

@@ -90,9 +90,9 @@ class MixedGather : protected Gather<C> {
     announce(turn);
   }
   template <bool kThroughL1>
-  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from, unsigned bits = 0) const {
+  __device__ __forceinline__ void copy_stage(int stage, const Rows& rows, int from) const {
     const uint32_t extras = rows.extras >> from & kStagePlaces;
-    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras | bits);
+    if (lane_ == 0) store_shared_4(stage_extras_at(ring_, stage), extras);
     const int place = lane_ - from;
     if (lane_ / kStageRows * kStageRows == from) {
       store_shared_1(ring_.smem + MLA_SMEM(C, valid) + stage * kStageRows + place,
@@ -105,10 +105,10 @@ class MixedGather : protected Gather<C> {
     else copy_rows<kThroughL1, false>(stage, rows.row, extras, from);
   }
   // That the copies into that stage are on their way.
-  __device__ __forceinline__ void announce(Turn turn, bool is_early = false) {
+  __device__ __forceinline__ void announce(Turn turn) {
     mbarrier_arrive_cp_async(ring_.raw(turn.stage));
     mbarrier_arrive_warp(ring_.raw(turn.stage), lane_);
-    if (kExpands && !is_early) {
+    if constexpr (kExpands) {
       pending_ |= static_cast<uint32_t>(turn.stage | turn.parity << 4) << 8 * num_pending_;
       ++num_pending_;
     }
@@ -189,13 +189,6 @@ class MixedProducer : MixedGather<C> {
   __device__ MixedProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : MixedGather<C>(params, smem, lane), warp_(warp) {}
 
-  // Of a query that is surveyed.
-  __device__ void run(const Item& w, const KeySurvey& survey) {
-    const ValidKeys<MapInShared> valid_keys = keys_of(survey);
-    const typename Item::Source source = w.source(this->params_);
-    run(w, valid_keys, {}, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
-  }
-
   // While others survey it: fetches as if all keys were valid, which they mostly are. A usual query has a
   // loop of its own, as SplitProducer's.
   __device__ void run_early(Item& w) {
@@ -266,7 +259,7 @@ class MixedProducer : MixedGather<C> {
     early.is_there = warp_ < num_stages && valid == kStagePlaces && !early.rows.repeat;
     const bool takes_turns = C::kBlockStages < C::kProducers && num_stages > C::kProducers;
     if (takes_turns && warp_ > 0) named_barrier(kBarrierTurn + warp_, kTurnThreads);
-    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows, kStageIsEarly);
+    if (early.is_there) this->template copy_stage<false>(warp_, early.rows, kStageRows);
     if (takes_turns && warp_ + 1 < C::kProducers)
       named_barrier_arrive(kBarrierTurn + warp_ + 1, kTurnThreads);
     return early;
@@ -282,7 +275,7 @@ class MixedProducer : MixedGather<C> {
     bool is_second = early.is_there;
     typename MixedGather<C>::Turn turn{warp_, 0};
     if (early.is_there) {
-      this->announce(turn, true);
+      this->announce(turn);
       i += C::kProducers, turn.pass(C::kProducers), rank -= kRanksOfPair;
       key = this->word_of(w.source(this->params_).listed(known(rank, last)));
     } else if (i < num_stages) {

@@ -19,8 +19,7 @@ __device__ __forceinline__ void run_producers(const KernelParams& params, const 
     StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
   } else if constexpr (!kProducersAreEarly<C>) {
     give_up_registers<C::kProducerRegisters>();
-    if constexpr (C::R::kMixed) MixedProducer<C>(params, smem, warp, lane).run(w, survey);
-    else SplitProducer<C>(params, w, survey, smem, warp, lane).run();
+    SplitProducer<C>(params, w, survey, smem, warp, lane).run();
   }
 }
 // These: true if this warp is one. They survey nothing and give up their registers at once, for which the

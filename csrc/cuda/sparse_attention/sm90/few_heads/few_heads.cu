@@ -218,7 +218,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Consumer<C> consumer(params, smem, warp, lane);
     q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
     named_barrier(kBarrierQ, kConsumerThreads);
-    help_to_expand<C>(smem, warp, lane, w.num_blocks);
     consumer.init();
     if constexpr (C::kSegments) attend_to_runs(consumer, w);
     else

@@ -47,8 +47,6 @@ struct FewHeads {
   static constexpr int kProducers = kTraits.producers, kExpanders = R::kExpanders;
   static constexpr int kThreads = kConsumerThreads + (kProducers + kExpanders) * kWarpSize;
   static constexpr int kQueries = kWalks ? 4 / kOctets : 1;
-  // The ring's first ones, of each of which the consumer that needs it expands half.
-  static constexpr int kHelpedStages = kExpanders > 0 && R::kBf16Dims == 0 && !kWalks ? kConsumerWarps : 0;
   // EarlyStage. Segments would spill registers.
   static constexpr bool kFetchesEarly = !R::kMixed && R::kFp8Dims > 0 && !kWalks && !kSegments;
   static constexpr int kTeams = kConsumerWarps / kMembers;
@@ -108,7 +106,7 @@ struct FewHeads {
         8) uint8_t maps[kWalks ? kQueries * 2 : 1][kMapBytes];  // of valid keys; a walk surveys a query ahead
     uint64_t stage_barriers[kStages][2];                        // full, empty
     uint64_t survey_barriers[kWalks ? kQueries * 2 : 0][2];     // full, empty
-    uint64_t survey_barrier[kExpanders > 0 ? 1 : 0];
+    uint64_t survey_barrier[R::kMixed && !kWalks ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache

@@ -71,10 +71,6 @@ struct ManyHeads {
   static constexpr int kLogitGroups = 1, kLogitWarps = 4;
   static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
   static constexpr bool kScalesMultiplyWeights = false;            // of two layouts
-  // The ring's first ones, which the logits warps expand in place of producers, if they come early. With 32
-  // heads such help cost more than it gained.
-  static constexpr int kHelpedStages =
-      R::kMixed && R::kBf16Dims == 0 && kOctets == 8 && !kWalks ? kLogitWarps : 0;
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kTraits.producers * kWarpSize;
   static constexpr int kSurveyWarps = kConsumerWarps, kSurveyReaders = kThreads / kWarpSize;  // of a walk
@@ -131,7 +127,7 @@ struct ManyHeads {
     uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
     uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
-    uint64_t survey_barrier[kExpanders > 0 || kHelpedStages > 0 ? 1 : 0];
+    uint64_t survey_barrier[R::kMixed && !kWalks ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
@@ -245,7 +241,7 @@ struct ManyHeadsWalk {
   static constexpr int kLogitGroups = 2;
   static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
   static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
-  static constexpr int kProducers = 4, kExpanders = 0, kHelpedStages = 0;
+  static constexpr int kProducers = 4, kExpanders = 0;
   static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
   // setmaxnreg: what the CTA is launched with, shared by role.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;

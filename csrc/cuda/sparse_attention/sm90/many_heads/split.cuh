@@ -70,7 +70,6 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
-    help_to_expand<C>(smem, warp - kConsumerWarps, lane, w.num_blocks);
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
     __syncwarp();
