@@ -131,7 +131,7 @@ constexpr Case kCases[] = {
     {kFewHeads, kSplit, 8, 6, 8, kDsv41, 8, 3, 300, 1500, true, false, true},
     {kManyHeads, kSplit, 32, 6, 0, kDsv32, 40, 2, 2400, 0, false},
     {kManyHeads, kSplit, 64, 6, 0, kDsv4, 128, 1, 1800, 300, true},
-    {kManyHeads, kWalk, 64, 1, 0, kDsv32, 64, 7, 400, 0, true},  // wide walks
+    {kManyHeads, kWalk, 64, 1, 0, kDsv32, 64, 7, 400, 0, true},
     {kManyHeads, kWalk, 64, 1, 0, kDsv4, 100, 5, 300, 100, false},
     {kManyHeads, kWalk, 64, 1, 0, kDsv32Nope, 64, 6, 70, 60, true, true},
     {kManyHeads, kSplit, 32, 0, 0, kDsv4, 8, 8, 300, 900, true, true, false, true},  // all CTAs share tiles

@@ -22,16 +22,24 @@
 
 namespace mla_fp8::gpu {
 
-// What the logits warps of both schedules share: 16 keys of a block each, all heads.
+// One of the four logits warps: 16 keys of each block, all heads.
 template <class C>
-class LogitWarp {
+class BlockLogits {
  public:
   using R = typename C::R;
-  static constexpr int kOctets = C::kOctets;
+  static constexpr int kOctets = C::kOctets, kLogitThreads = C::kLogitWarps * kWarpSize;
 
  protected:
-  __device__ LogitWarp(uint8_t* smem, int member, int lane)
-      : bytes_(smem), ring_{shared_address(smem)}, member_(member), lane_(lane), g_(lane / 4), t_(lane % 4) {}
+  __device__ BlockLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
+      : params_(params),
+        p_(params.p),
+        x_(smem),
+        bytes_(smem),
+        ring_{shared_address(smem)},
+        member_(warp),
+        lane_(lane),
+        g_(lane / 4),
+        t_(lane % 4) {}
 
   __device__ float2* head_state() const {
     return reinterpret_cast<float2*>(bytes_ + MLA_SMEM(C, head_state));
@@ -162,28 +170,6 @@ class LogitWarp {
     over_g(largest, [](float a, float b) { return fmaxf(a, b); }, [to](int head, float x) { to[head] = x; });
   }
 
-  uint8_t* const bytes_;
-  const Ring<C> ring_;
-  const int member_, lane_, g_, t_;  // which 16 keys of a block
-  StageScales<R> scales_;            // of this warp's keys of the block
-  float sum_[kOctets][2];
-};
-
-// One of the four logits warps where there is one warpgroup of them: 16 keys of each block.
-template <class C>
-class BlockLogits : protected LogitWarp<C> {
- public:
-  using Base = LogitWarp<C>;
-  using Base::kOctets;
-  using typename Base::R;
-  static constexpr int kLogitThreads = C::kLogitWarps * kWarpSize;
-
- protected:
-  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
-
-  __device__ BlockLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(smem, warp, lane), params_(params), p_(params.p), x_(smem) {}
-
   __device__ bool finds_largest() const { return C::kFindsLargest && p_.max_logits; }
 
   // Once Q is there.
@@ -207,10 +193,10 @@ class BlockLogits : protected LogitWarp<C> {
     const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
     wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
     float s[kOctets][4];
-    this->load_scales(stage);
-    multiply_keys<C, 4>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
+    load_scales(stage);
+    multiply_keys<C>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
     if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
-    const float peak = this->to_log2(stage, s);
+    const float peak = to_log2(stage, s);
     if (finds_largest()) note_largest(s);
     wait_until_free<2>(x_.p_empty(buffer), block);
     const float limit = fresh_ ? -INFINITY : kWeightLog2 + kLazyLog2;
@@ -219,8 +205,8 @@ class BlockLogits : protected LogitWarp<C> {
     if (member_ == 0 && lane_ == 0) x_.moved(buffer) = moved && !fresh_;
     fresh_ = fresh_ && !moved;
     have_bases();
-    this->store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
-                        x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
+    store_weights(s, x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes,
+                  x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, x_.scale_table(buffer));
     fence_proxy_async();
     mbarrier_arrive_warp(x_.p_full(buffer), lane_);
   }
@@ -231,7 +217,7 @@ class BlockLogits : protected LogitWarp<C> {
     float sums[2 * kOctets];
 #pragma unroll
     for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2];
-    this->write_sums(sums, x_.warp_max(member_));
+    write_sums(sums, x_.warp_max(member_));
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
@@ -247,6 +233,11 @@ class BlockLogits : protected LogitWarp<C> {
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const BlockExchange<C> x_;
+  uint8_t* const bytes_;
+  const Ring<C> ring_;
+  const int member_, lane_, g_, t_;  // which 16 keys of a block
+  StageScales<R> scales_;            // of this warp's keys of the block
+  float sum_[kOctets][2];
   bool fresh_;  // no key yet: bases are 0, sums and O too
 
  private:
@@ -255,12 +246,12 @@ class BlockLogits : protected LogitWarp<C> {
     float largest[2 * kOctets];
 #pragma unroll
     for (int n = 0; n < kOctets; ++n) {
-      const float4 state = this->head_pair(n);
+      const float4 state = head_pair(n);
       largest[2 * n] = fmaxf(s[n][0], s[n][2]) - scales_.e + state.y;
       largest[2 * n + 1] = fmaxf(s[n][1], s[n][3]) - scales_.e + state.w;
     }
     float* const all = x_.warp_largest(member_);
-    this->over_g(
+    over_g(
         largest, [](float a, float b) { return fmaxf(a, b); },
         [all](int head, float x) { all[head] = fmaxf(all[head], x); });
   }
@@ -268,7 +259,7 @@ class BlockLogits : protected LogitWarp<C> {
   // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
   // by.
   __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
-    this->write_max(s, x_.warp_max(member_));
+    write_max(s, x_.warp_max(member_));
     named_barrier(kBarrierLogits, kLogitThreads);
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -411,11 +402,11 @@ class SplitLogits : BlockLogits<C> {
 
 // Queries one after the other. What of a query is not its products with keys: Q, and the end.
 template <class C>
-class WideWalkLogits : BlockLogits<C> {
+class WalkLogits : BlockLogits<C> {
  public:
   using Base = BlockLogits<C>;
 
-  __device__ WideWalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
+  __device__ WalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(params, smem, warp, lane), surveys_(smem, 0), ends_(smem) {}
 
   __device__ void run() {
@@ -472,219 +463,6 @@ class WideWalkLogits : BlockLogits<C> {
 
   const WalkSurveys<C> surveys_;
   const QueryEnds<C> ends_;
-};
-
-// One of the logits warps: 16 keys of every kLogitGroups-th block.
-template <class C>
-class WalkLogits : LogitWarp<C> {
- public:
-  using Base = LogitWarp<C>;
-  using Base::kOctets;
-  using typename Base::R;
-
-  __device__ WalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(smem, warp % C::kGroupWarps, lane),
-        params_(params),
-        x_(smem),
-        surveys_(smem, 0),
-        warp_(warp),
-        group_(warp / C::kGroupWarps) {}
-
-  __device__ void run() {
-    int entry = 0, block = 0;
-    int ended = -1;  // an entry of this warp's to pass on: the end of the query before
-    float factor = 0.0f;
-    unsigned i = 0, ahead = WalkItem<C>::first(params_, 0);
-#pragma unroll 1
-    for (int number = -1; number < 0 || i < WalkItem<C>::count(params_);
-         ++number, i = ahead, ahead = WalkItem<C>::next(params_, ahead)) {
-      const WalkItem<C> item(params_, i);
-      begin_item(item, number, ahead);
-      if (number < 0) continue;
-      const int num_blocks = ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
-      if (ended >= 0) pass_end(ended, factor);
-#pragma unroll 1
-      for (const int end = entry + num_blocks; entry < end; ++entry, ++block)
-        if (is_mine(entry)) attend(entry, block);
-      ended = is_mine(entry) ? entry : -1;
-      factor = end_item(item, entry, (entry - num_blocks) % 2);
-      ++entry;
-    }
-    if (ended >= 0) pass_end(ended, factor);
-  }
-
- private:
-  using Base::g_, Base::lane_, Base::member_, Base::ring_, Base::scales_, Base::sum_, Base::t_;
-
-  __device__ bool is_mine(int entry) const { return entry % C::kLogitGroups == group_; }
-  __device__ float2& pair_of(float* per_head, int n) const {
-    return reinterpret_cast<float2*>(per_head)[n * kOctetHeads / 2 + t_];
-  }
-  // Q to shared memory once all are done with the query before; number -1 is none. Then the keys of the next
-  // query are surveyed.
-  __device__ void begin_item(const WalkItem<C>& item, int number, unsigned next) {
-    // Else all addresses of Q would be found once, before the first query, and spilled.
-    int lane = lane_;
-    asm volatile("" : "+r"(lane));
-    if (number >= 0) {
-      WgmmaQuery<C> q;
-      q.load(params_.p, item.query, item.first_head, warp_, lane);
-      named_barrier(kBarrierAllLogits, C::kLogitThreads);
-      q.store(x_.bytes, warp_, lane);
-    }
-    if (next < WalkItem<C>::count(params_)) {
-      const Keys keys(params_.p, WalkItem<C>(params_, next).query);
-      surveys_.write(number + 1, params_.p, keys, warp_, lane_);
-    }
-    if (number < 0) return;
-    named_barrier(kBarrierAllLogits, C::kLogitThreads);
-    const int head = warp_ * kWarpSize + lane_;
-    if (head < C::kHeads) {
-      const float q_scale = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, q_scale))[head];
-      x_.head_state()[head] = {logit_scale<R>(params_.p, q_scale), 0.0f};
-    }
-    if (warp_ == 0 && lane_ == 0) x_.epoch() = 0;
-    named_barrier(kBarrierAllLogits, C::kLogitThreads);
-    epoch_ = 0;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      sum_[n][0] = sum_[n][1] = 0.0f;
-      largest_[n][0] = largest_[n][1] = -INFINITY;
-      if (g_ == 0) pair_of(x_.warp_base(warp_), n) = {0.0f, 0.0f};
-    }
-    __syncwarp();
-  }
-
-  __device__ void attend(int entry, int block) {
-    const int place = block * C::kBlockStages + member_, stage = place % C::kStages, buffer = entry % 2;
-    wait_until_full<C::kStages>(ring_.full(stage), place);
-    float s[kOctets][4];
-    this->load_scales(stage);
-    multiply_keys<C, 3>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
-    wait_until_free<2>(x_.empty(buffer), entry);
-    wait_for_turn(entry);
-    const int epoch = x_.epoch();
-    if (epoch != epoch_) follow_bases(epoch);
-    const float peak = this->to_log2(stage, s);
-    const float limit = epoch == 0 ? -INFINITY : kWeightLog2 + kLazyLog2;
-    const bool moved = named_barrier_any(kBarrierLogitGroup + group_, C::kGroupThreads, peak > limit);
-    if (moved) move_bases(s, buffer, limit);
-    if (member_ == 0 && lane_ == 0) x_.kind(buffer) = moved && epoch > 0 ? Step::kRescaled : Step::kBlock;
-    pass_turn();
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-        largest_[n][c] = fmaxf(largest_[n][c], fmaxf(s[n][c], s[n][c + 2]) - scales_.e);
-    this->store_weights(s, x_.weights_fp8(buffer), x_.weights_bf16(buffer), x_.scale_table(buffer));
-    fence_proxy_async();
-    mbarrier_arrive_warp(x_.full(buffer), lane_);
-  }
-
-  // Bases are decided on in the order of the entries.
-  __device__ void wait_for_turn(int entry) const {
-    if (entry > 0) wait_until_full<2>(x_.decided((entry - 1) % 2), entry - 1);
-  }
-  __device__ void pass_turn() const { mbarrier_arrive_warp(x_.decided(group_), lane_); }
-
-  // Another block has moved the bases since this warp's last one.
-  __device__ void follow_bases(int epoch) {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float4 state = this->head_pair(n);
-      rebase(n, state.y, state.w);
-    }
-    epoch_ = epoch;
-  }
-  // Own sums of the n-th octet's heads 2t, 2t + 1 to new bases.
-  __device__ void rebase(int n, float base0, float base1) {
-    float2& mine = pair_of(x_.warp_base(warp_), n);
-    // Where there is nothing yet the old base means nothing.
-    if (sum_[n][0] != 0.0f) sum_[n][0] *= fast_exp2(mine.x - base0);
-    if (sum_[n][1] != 0.0f) sum_[n][1] *= fast_exp2(mine.y - base1);
-    largest_[n][0] += mine.x - base0;
-    largest_[n][1] += mine.y - base1;
-    __syncwarp();
-    if (g_ == 0) mine = {base0, base1};
-    __syncwarp();
-  }
-
-  // Some maximum has outgrown its base: new bases, and what O must be multiplied by.
-  __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
-    this->write_max(s, x_.warp_max(warp_));
-    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
-    const int head = member_ * kWarpSize + lane_;
-    if (head < C::kHeads) {
-      float largest = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < C::kGroupWarps; ++i)
-        largest = fmaxf(largest, x_.warp_max(group_ * C::kGroupWarps + i)[head]);
-      const float old_base = x_.head_state()[head].y;
-      const float base = largest > limit ? largest + old_base - kWeightLog2 : old_base;
-      x_.head_state()[head].y = base;
-      x_.factors(buffer)[head] = old_base - base;
-    }
-    if (head == 0) ++x_.epoch();
-    named_barrier(kBarrierLogitGroup + group_, C::kGroupThreads);
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float4 state = this->head_pair(n);
-      const float2 old = pair_of(x_.warp_base(warp_), n), change = {old.x - state.y, old.y - state.w};
-      rebase(n, state.y, state.w);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) s[n][c] += c % 2 ? change.y : change.x;
-    }
-    epoch_ = x_.epoch();
-  }
-
-  // Writes lse and max_logits; returns the factor of a head's output. It is passed on once the next Q is
-  // there: the value warps may still have two blocks to do. `first_group` had the query's first block:
-  // sums are added in an order that does not depend on which that was.
-  __device__ float end_item(const WalkItem<C>& item, int entry, int first_group) {
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const float sum0 = sum_over_g(sum_[n][0]), sum1 = sum_over_g(sum_[n][1]);
-      const float2 base = pair_of(x_.warp_base(warp_), n);
-      const float max0 = max_over_g(largest_[n][0]) + base.x;
-      const float max1 = max_over_g(largest_[n][1]) + base.y;
-      if (g_ > 0) continue;
-      pair_of(x_.warp_max(warp_), n) = {sum0, sum1};
-      pair_of(x_.warp_largest(warp_), n) = {max0, max1};
-    }
-    named_barrier(kBarrierAllLogits, C::kLogitThreads);
-    if (!is_mine(entry)) return 0.0f;
-    const int in_cta = member_ * kWarpSize + lane_, head = item.first_head + in_cta;
-    float factor = 0.0f;
-    if (in_cta < C::kHeads) {
-      const float base = x_.head_state()[in_cta].y;
-      float sum = 0.0f, largest = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < C::kLogitWarps; ++i) {
-        const int warp = (i + first_group * C::kGroupWarps) % C::kLogitWarps;
-        const float part = x_.warp_max(warp)[in_cta];
-        if (part != 0.0f) sum += part * fast_exp2(x_.warp_base(warp)[in_cta] - base);
-        largest = fmaxf(largest, x_.warp_largest(warp)[in_cta]);
-      }
-      write_head(params_.p, item.query, head, base + kWeightLog2, sum, largest);
-      factor = output_factor<typename C::R>(params_.p, head, base + kWeightLog2, sum);
-    }
-    pass_turn();
-    return factor;
-  }
-  __device__ void pass_end(int entry, float factor) const {
-    const int buffer = entry % 2, head = member_ * kWarpSize + lane_;
-    wait_until_free<2>(x_.empty(buffer), entry);
-    if (head < C::kHeads) x_.factors(buffer)[head] = factor;
-    if (head == 0) x_.kind(buffer) = Step::kEnd;
-    mbarrier_arrive_warp(x_.full(buffer), lane_);
-  }
-
-  const KernelParams& params_;
-  const WalkExchange<C> x_;
-  const WalkSurveys<C> surveys_;
-  const int warp_, group_;
-  int epoch_;                  // up to which this warp has followed the bases
-  float largest_[kOctets][2];  // of this lane's logits (log2), less base - 7
 };
 
 }  // namespace mla_fp8::gpu

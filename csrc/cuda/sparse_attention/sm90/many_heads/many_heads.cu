@@ -1,10 +1,10 @@
 // Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Six schedules (docs/kernels/hopper.md).
+// beside the products of another. Five schedules (docs/kernels/hopper.md).
 //
 //   all         survey the keys of the query (split); the CTAs of a query share the valid ones
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
-//   logits      4 or 8 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
+//   logits      4 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
 //               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
 //   values      2 x 4 warps: O^T[256 dims x heads] += V^T P^T by wgmma, V from the raw rows through registers
 //
@@ -24,13 +24,8 @@
 // Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh). Runs: the
 // same without clusters, each run's result left to the second grid.
 //
-// Wide walk: a CTA of 64 heads, of two layouts of 32, goes through queries, with split's roles and its bits.
-// Q comes while the query before ends, the value warps survey the query after the next.
-//
-// Walk: a CTA of 32 heads goes through queries. What lies between two of them overlaps: producers gather
-// and the logits warps work on the next query while the value warps finish this one. Two warpgroups of
-// logits take blocks in turns. Bases are common to the CTA and decided on in the order of the blocks: a
-// query's result is the same whichever warpgroup is faster.
+// Walk: a CTA goes through queries, with split's roles and its bits. Q comes while the query before ends, the
+// value warps survey the query after the next.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -81,19 +76,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #endif
 }
 
-template <class C, class Exchange, class Logits, class Values>
-__device__ __forceinline__ void walk(const KernelParams& params) {
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
   if (thread == 0) {
     Ring<C>{shared_address(smem)}.init();
-    Exchange(smem).init();
+    BlockExchange<C>(smem).init();
     WalkSurveys<C>(smem, 0).init();
-    if constexpr (C::kLogitGroups == 1) {
-      QueryEnds<C>(smem).init();
-      mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
-    }
+    QueryEnds<C>(smem).init();
+    mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
     mbarrier_init_fence();
   }
   wait_for_previous_grid();
@@ -110,19 +105,11 @@ __device__ __forceinline__ void walk(const KernelParams& params) {
     WalkProducer<C>(params, smem, producer, lane).run();
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
-    Logits(params, smem, warp - kConsumerWarps, lane).run();
+    WalkLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
   } else {
     take_registers<C::kValueRegisters>();
-    Values(params, smem, warp, lane).run();
+    WalkValues<C>(params, smem, warp, lane).run();
   }
-}
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (C::kLogitGroups == 2) walk<C, WalkExchange<C>, WalkLogits<C>, WalkValues<C>>(params);
-  else walk<C, BlockExchange<C>, WideWalkLogits<C>, WideWalkValues<C>>(params);
 #endif
 }
 
@@ -153,8 +140,7 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
     if constexpr (kWalks) {
       constexpr ManyHeadsTraits kTraits{
           .octets = kOctets, .producers = kVariant.producers, .schedule = Schedule::kWalk};
-      using C = std::conditional_t<R::kMixed || kOctets == 8, ManyHeads<R, kTraits>, ManyHeadsWalk<R>>;
-      static_assert(C::kHeads == kVariant.heads);
+      using C = ManyHeads<R, kTraits>;
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else if constexpr (attends_to_queries(kVariant)) {
       split(constant<Tiles::kNone>{});

@@ -114,13 +114,13 @@ struct StageScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
 
 // S^T = K Q^T of the 16 keys of the stage at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
 // in f16.
-template <class C, int kDepth>
+template <class C>
 __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<typename C::R>& scales,
                                               uint32_t q_smem, int lane, float (&s)[C::kOctets][4]) {
   using R = typename C::R;
   // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
   // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
-  constexpr int kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
+  constexpr int kDepth = 4, kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
   static_assert(kBf16Units <= 2 && (R::kMixed || R::kTileDims >= 32), "fetching ahead overwrites nothing");
   const uint64_t q = wgmma_descriptor(q_smem, C::kQHalfBytes, C::kQOctetBytes);
   constexpr int kStep = C::kQStepBytes / 16;  // of the descriptor's address

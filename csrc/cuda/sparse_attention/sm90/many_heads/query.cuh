@@ -69,15 +69,6 @@ struct WgmmaQuery {
     for (int i = 0; i < kRounds; ++i)
       dims[i] = *reinterpret_cast<const uint4*>(units[i % 2] + i / 2 * (2 * kLanes * 16));
   }
-  __device__ void load(const SparseAttentionParams& p, int64_t query, int first_head, int warp, int lane) {
-    const int head = first_head + warp * kHeads + lane / kLanes;
-    const uint16_t* const row = p.q + query * p.q_stride_token + head * p.q_stride_head;
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i)
-      dims[i] =
-          head < p.num_q_heads ? __ldg(reinterpret_cast<const uint4*>(row) + octuple(i, lane)) : uint4{};
-  }
-
   // Scaled (q_factor); the factors go to q_scale.
   __device__ void store(uint8_t* smem, int warp, int lane) const {
     uint32_t largest = 0;

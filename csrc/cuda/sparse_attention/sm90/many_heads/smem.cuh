@@ -68,22 +68,24 @@ struct ManyHeads {
   static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kExpanders = R::kExpanders, kProducers = kTraits.producers - kExpanders;
-  static constexpr int kLogitGroups = 1, kLogitWarps = 4;
+  static constexpr int kLogitWarps = 4;
   static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
   static constexpr bool kScalesMultiplyWeights = false;            // of two layouts
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kTraits.producers * kWarpSize;
   static constexpr int kSurveyWarps = kConsumerWarps, kSurveyReaders = kThreads / kWarpSize;  // of a walk
   // setmaxnreg: 64 K registers shared by role.
-  static constexpr bool kManyProducers = kTraits.producers == 8;
-  static constexpr int kValueRegisters = kOctets == 8 || kSegments ? 176
-                                         : kOctets == 6            ? 152
-                                         : kManyProducers          ? 112
-                                                                   : 136;
-  static constexpr int kLogitRegisters = kOctets == 8 || kSegments ? (R::kMixed ? 112 : 120)
-                                         : kManyProducers          ? 128
-                                                                   : 136;
-  static constexpr int kProducerRegisters = !R::kMixed ? 40 : kOctets == 8 || kExpanders > 0 ? 48 : 80;
+  static constexpr bool kManyProducers = kTraits.producers == 8, kWide = kOctets == 8 || kSegments;
+  static constexpr int kValueRegisters = kWide            ? 176
+                                         : kOctets == 6   ? 152
+                                         : kManyProducers ? 112
+                                         : kWalks         ? 144
+                                                          : 136;
+  static constexpr int kLogitRegisters = kWide            ? (R::kMixed ? 112 : 120)
+                                         : kManyProducers ? 128
+                                         : kWalks         ? 152
+                                                          : 136;
+  static constexpr int kProducerRegisters = R::kMixed ? 48 : kWalks && !kWide ? 72 : 40;
   static constexpr int kExpanderRegisters = 80;
   static constexpr int kChunks = 4;  // of V per warpgroup
 
@@ -183,7 +185,7 @@ struct BlockExchange {
   }
 };
 
-// ---- wide walk ------------------------------------------------------------------------------------------
+// ---- walk -----------------------------------------------------------------------------------------------
 //
 //   barrier            arrivals of a phase   waits                       protects
 //   stage, weights, QK done, kBarrierLogits as in split
@@ -193,9 +195,6 @@ struct BlockExchange {
 //   survey full        8 value warps         all                         maps[buffer]: may be read
 //   survey empty       all warps             values                      the same: may be written
 //
-// A CTA of 64 heads that goes through queries, of two layouts also of 32. O leaves registers for one
-// warpgroup of logits.
-
 // The end of a query, through buffer number % 2: `number` counts the CTA's.
 template <class C>
 struct QueryEnds {
@@ -211,126 +210,6 @@ struct QueryEnds {
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(full(i), C::kLogitWarps * kWarpArrivals);
       mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
-    }
-  }
-};
-
-// ---- walk -----------------------------------------------------------------------------------------------
-//
-//   barrier                 arrivals of a phase   waits              protects
-//   stage full, empty       as above
-//   step full               a logits warpgroup    values             weights, scales, factors, kinds [buffer]
-//   step empty              8 value warps         logits             the same: may be written
-//   step decided            a logits warpgroup    the other one      head_state, epoch: its turn to decide
-//   survey full             8 logits warps        logits, producers  maps[buffer]: may be read
-//   survey empty            4 producers           logits             the same: may be written
-//   kBarrierAllLogits       8 logits warps        the same           q, q_scale, head_state, warp_*
-//   kBarrierLogitGroup + i  logits warpgroup i    the same           warp_max, head_state, factors
-
-// What passes from the logits to the value warps, in order: the weights of a block, of one whose bases have
-// moved, or the end of a query.
-enum class Step : int { kBlock, kRescaled, kEnd };
-
-template <class R_>
-struct ManyHeadsWalk {
-  using R = R_;
-  static constexpr bool kNeighbours = false, kWalks = true, kScalesMultiplyWeights = false;
-  static constexpr bool kSegments = false, kParts = false, kFetchesEarly = false;
-  static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
-  static constexpr int kOctets = 4, kHeads = kOctets * kOctetHeads;
-  static constexpr int kLogitGroups = 2;
-  static constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
-  static constexpr int kLogitWarps = kLogitGroups * kGroupWarps, kLogitThreads = kLogitWarps * kWarpSize;
-  static constexpr int kProducers = 4, kExpanders = 0;
-  static constexpr int kThreads = kConsumerThreads + kLogitThreads + kProducers * kWarpSize;
-  // setmaxnreg: what the CTA is launched with, shared by role.
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kValueRegisters = 112, kLogitRegisters = 104, kProducerRegisters = 48;
-  static_assert(2 * kValueRegisters + kLogitGroups * kLogitRegisters + kProducerRegisters <=
-                kLaunchRegisters * (3 + kLogitGroups));
-  static constexpr int kChunks = 4;  // of V per warpgroup
-
-  static constexpr int kTeams = 1, kQueries = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
-  static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
-  static constexpr int kEmptyWarps = kConsumerWarps;  // the logits of a block come before its values
-  static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
-  static constexpr int kStages = 16;
-  static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
-
-  static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
-  static constexpr int kQStepBytes = kStepBytes + kHeads;     // its stores fall into different banks
-  static constexpr int kQHalfBytes = kHeads * 16, kQOctetBytes = kOctetHeads * 16;
-  static constexpr int kPBytes = kBlockStages * kStepBytes;
-  static constexpr int kScaleBytes = R::kNumScales * kScalePitch;
-  static constexpr int kSurveyWarps = kLogitWarps, kSurveyReaders = kProducers;
-
-  struct Smem {
-    alignas(128) uint8_t ring[kStages][kStageBytes];  // rows as they lie in the cache
-    alignas(128) uint8_t q[R::kDims / 16][kQStepBytes];
-    uint8_t weights_fp8[2][kPBytes];  // f16 [k-step], for e4m3 chunks
-    uint8_t weights_bf16[R::kFp8Chunks < kNumChunks ? 2 : 0][kPBytes];
-    uint8_t scales[2][kScaleBytes];         // f16 [tile][key]
-    alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
-    float factors[2][kHeads];
-    Step kinds[2];
-    alignas(8) int epoch;  // moves of the bases
-    alignas(8) float warp_base[kLogitWarps][kHeads];
-    float warp_max[kLogitWarps][kHeads];  // of a block; sums at the end
-    float warp_largest[kLogitWarps][kHeads];
-    float q_scale[kHeads];
-    uint8_t valid[kStages][kStageRows];
-    alignas(8) uint8_t maps[2][kMapBytes];  // of a query's valid keys
-    uint64_t stage_barriers[kStages][2];    // full, empty
-    uint64_t step_barriers[2][3];           // full, empty, decided
-    uint64_t survey_barriers[2][2];         // full, empty
-  };
-  static constexpr int kSmemBytes = sizeof(Smem);
-  static_assert(kSmemBytes <= kMaxSharedBytes);
-};
-
-enum WalkBarrier { kBarrierAllLogits = 1, kBarrierLogitGroup };  // + group
-
-// Step i goes through buffer i % 2: the logits warpgroups take turns, each has a buffer of its own.
-template <class C>
-struct WalkExchange {
-  uint8_t* bytes;
-  uint32_t smem;
-  __device__ explicit WalkExchange(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
-
-  __device__ uint32_t full(int buffer) const { return smem + MLA_SMEM(C, step_barriers) + buffer * 24; }
-  __device__ uint32_t empty(int buffer) const { return full(buffer) + 8; }
-  __device__ uint32_t decided(int group) const { return full(group) + 16; }  // the bases of a step
-  template <class T>
-  __device__ T* at(int place) const {
-    return reinterpret_cast<T*>(bytes + place);
-  }
-  __device__ Step& kind(int buffer) const { return at<Step>(MLA_SMEM(C, kinds))[buffer]; }
-  // Rescaled: old - new base (log2). End: what O is multiplied by.
-  __device__ float* factors(int buffer) const { return at<float>(MLA_SMEM(C, factors)) + buffer * C::kHeads; }
-  __device__ uint32_t weights_fp8(int buffer) const {
-    return smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes;
-  }
-  __device__ uint32_t weights_bf16(int buffer) const {
-    return smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes;
-  }
-  __device__ uint8_t* scale_table(int buffer) const {
-    return bytes + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
-  }
-
-  // Among the logits warps.
-  __device__ float2* head_state() const { return at<float2>(MLA_SMEM(C, head_state)); }
-  __device__ int& epoch() const { return *at<int>(MLA_SMEM(C, epoch)); }
-  __device__ float* warp_base(int warp) const { return at<float>(MLA_SMEM(C, warp_base)) + warp * C::kHeads; }
-  __device__ float* warp_max(int warp) const { return at<float>(MLA_SMEM(C, warp_max)) + warp * C::kHeads; }
-  __device__ float* warp_largest(int warp) const {
-    return at<float>(MLA_SMEM(C, warp_largest)) + warp * C::kHeads;
-  }
-
-  __device__ void init() const {
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_init(full(i), C::kGroupWarps * kWarpArrivals);
-      mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
-      mbarrier_init(decided(i), C::kGroupWarps * kWarpArrivals);
     }
   }
 };

@@ -20,16 +20,16 @@
 
 namespace mla_fp8::gpu {
 
-// What both schedules share.
 template <class C>
-class ValueWarp {
+class BlockValues {
  public:
   using R = typename C::R;
   static constexpr int kOctets = C::kOctets;
 
  protected:
-  __device__ ValueWarp(uint8_t* smem, int warp, int lane)
+  __device__ BlockValues(uint8_t* smem, int warp, int lane)
       : ring_{shared_address(smem)},
+        x_(smem),
         first_chunk_(warp / 4 * C::kChunks),
         warp_(warp % 4),
         lane_(lane),
@@ -152,24 +152,6 @@ class ValueWarp {
       }
   }
 
-  const Ring<C> ring_;
-  const int first_chunk_, warp_, lane_, g_, t_;
-  float out_[C::kChunks][kOctets][4];
-};
-
-// With one warpgroup of logits.
-template <class C>
-class BlockValues : protected ValueWarp<C> {
- public:
-  using Base = ValueWarp<C>;
-  using Base::kOctets;
-  using typename Base::R;
-
- protected:
-  using Base::lane_, Base::out_, Base::ring_, Base::t_;
-
-  __device__ BlockValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane), x_(smem) {}
-
   struct Block {
     const Ring<C>& ring;
     int first, lane;  // stage of the ring
@@ -185,12 +167,12 @@ class BlockValues : protected ValueWarp<C> {
 
   // Blocks of the ring's sequence.
   __device__ __forceinline__ void attend(int first_block, int num_blocks) {
-    if (this->last_is_bf16()) attend_by<true>(first_block, num_blocks);
+    if (last_is_bf16()) attend_by<true>(first_block, num_blocks);
     else attend_by<false>(first_block, num_blocks);
   }
   template <bool kLastIsBf16>
   __device__ __forceinline__ void attend_by(int first_block, int num_blocks) {
-    const typename Base::Offsets values = this->offsets();
+    const Offsets values = offsets();
 #pragma unroll 1
     for (int block = first_block; block < first_block + num_blocks; ++block) {
       const int buffer = block % 2, first = block * C::kBlockStages;
@@ -205,13 +187,15 @@ class BlockValues : protected ValueWarp<C> {
           wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
       const uint64_t p_bf16 =
           wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
-      this->template add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)},
-                                            values);
+      add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)}, values);
       mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
     }
   }
 
+  const Ring<C> ring_;
   const BlockExchange<C> x_;
+  const int first_chunk_, warp_, lane_, g_, t_;
+  float out_[C::kChunks][kOctets][4];
 };
 
 template <class C>
@@ -361,11 +345,11 @@ class SplitValues : protected BlockValues<C> {
 // They also survey the keys of the query after the next, when they are done with a query: they wait for
 // logits more than logits for them.
 template <class C>
-class WideWalkValues : BlockValues<C> {
+class WalkValues : BlockValues<C> {
  public:
   using Base = BlockValues<C>;
 
-  __device__ WideWalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
+  __device__ WalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), surveys_(smem, 0), ends_(smem), warp_in_cta_(warp) {}
 
   // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction
@@ -400,73 +384,6 @@ class WideWalkValues : BlockValues<C> {
   const WalkSurveys<C> surveys_;
   const QueryEnds<C> ends_;
   const int warp_in_cta_;
-};
-
-template <class C>
-class WalkValues : ValueWarp<C> {
- public:
-  using Base = ValueWarp<C>;
-  using Base::kOctets;
-  using typename Base::R;
-
-  __device__ WalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(smem, warp, lane), params_(params), x_(smem) {}
-
-  __device__ void run() {
-    if (this->last_is_bf16()) run_items<true>();
-    else run_items<false>();
-  }
-
- private:
-  using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::ring_, Base::t_, Base::warp_;
-
-  // A block's stages lie next to each other in the ring. With the descriptors of SplitValues it was 2 to 3 %
-  // slower.
-  struct Block {
-    const Ring<C>& ring;
-    int place, parity, lane;
-    uint64_t weights_fp8, weights_bf16;
-    const uint8_t* table;
-    __device__ void wait(int i) const { mbarrier_wait(ring.full(place + i), parity); }
-    __device__ uint32_t rows(int i) const { return ring.stage(place + i); }
-    __device__ uint64_t fp8(int i) const { return wgmma_advance(weights_fp8, i * C::kStepBytes); }
-    __device__ uint64_t bf16(int i) const { return wgmma_advance(weights_bf16, i * C::kStepBytes); }
-    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty(place + i), lane); }
-  };
-
-  template <bool kLastIsBf16>
-  __device__ __forceinline__ void run_items() {
-    int entry = 0, block = 0;
-#pragma unroll 1
-    for (unsigned i = WalkItem<C>::first(params_, 0); i < WalkItem<C>::count(params_);
-         i = WalkItem<C>::next(params_, i)) {
-      this->clear();
-#pragma unroll 1
-      for (;; ++entry) {
-        const int buffer = entry % 2;
-        wait_until_full<2>(x_.full(buffer), entry);
-        const Step kind = x_.kind(buffer);
-        if (kind == Step::kEnd) break;
-        if (kind == Step::kRescaled) rescale_values(out_, x_.factors(buffer), t_);
-        const typename Base::Offsets values = this->offsets();
-        const int first = block++ * C::kBlockStages;
-        const uint64_t weights_fp8 = wgmma_descriptor(x_.weights_fp8(buffer), 128, 256);
-        const uint64_t weights_bf16 = wgmma_descriptor(x_.weights_bf16(buffer), 128, 256);
-        this->template add_block<kLastIsBf16>(Block{ring_, first % C::kStages, first / C::kStages & 1, lane_,
-                                                    weights_fp8, weights_bf16, x_.scale_table(buffer)},
-                                              values);
-        release(buffer);
-      }
-      const int buffer = entry++ % 2;
-      this->store_item(params_.p, WalkItem<C>(params_, i), x_.factors(buffer));
-      release(buffer);
-    }
-  }
-
-  __device__ void release(int buffer) const { mbarrier_arrive_warp(x_.empty(buffer), lane_); }
-
-  const KernelParams& params_;
-  const WalkExchange<C> x_;
 };
 
 }  // namespace mla_fp8::gpu
