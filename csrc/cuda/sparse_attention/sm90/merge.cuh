@@ -9,11 +9,15 @@
 
 namespace mla_fp8::gpu {
 
-// One warp, num_quads <= kRounds * 32 quads of one head; `quad` is this lane's first. What bounds it is the
-// latency of remote loads, so many are in flight: of kSplits CTAs at once. And its code, which is cold.
-template <class C, int kSplits, int kRounds>
+// One warp, num_quads <= 4 * 32 quads of one head; `quad` is this lane's first. What bounds it is the latency
+// of remote loads, so 16 are in flight, in a table of 4 x 4. Its columns are pieces of 32 quads; of up to two
+// pieces the last two columns are the same pieces of four CTAs further. There is one table for both: its code
+// is cold.
+template <class C>
 __device__ void merge_quads(const KernelParams& params, const typename C::Item& w, uint32_t smem, int quad,
                             int num_quads, int lane) {
+  constexpr int kRows = 4, kColumns = 4, kHalf = kColumns / 2;
+  const bool is_wide = num_quads > kHalf * kWarpSize;
   const int splits = params.num_splits(), head = quad / kOutQuads;
   if (!w.has_head(params.p, head)) return;  // what is loaded is used: it has come before this CTA leaves
   // Each begins with itself: nobody is asked by all. Of segments these are sides of a tree.
@@ -22,6 +26,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
     const int split = w.split + min(i, splits - 1);
     return split < splits ? split : split - splits;
   };
+  const auto split_of = [&](int i, int half) { return is_wide ? i : i + half * kRows; };
   float2 stats = {kNoPartial, 0.0f};  // lane r holds split r's
   float largest = -INFINITY;
   if (lane < splits) {
@@ -31,20 +36,26 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
         largest = load_cluster_float(cluster_address(smem + MLA_SMEM(C, largest) + head * 4, lane));
   }
   const uint32_t mine = smem + MLA_SMEM(C, ring) + (head * C::kOutPitch + quad % kOutQuads * 4) * 4;
-  float4 sum[kRounds] = {};
+  float4 sum[kColumns] = {};
   float max = stats.x, total = 0.0f, factor = 0.0f;
 #pragma unroll 1
-  for (int r = 0; r < splits; r += kSplits) {
-    float4 x[kSplits][kRounds];
+  for (int r = 0; r < splits; r += is_wide ? kRows : 2 * kRows) {
+    float4 x[kRows][kColumns];
 #pragma unroll
-    for (int k = 0; k < kSplits; ++k) {
-      const uint32_t theirs = cluster_address(mine, other(r + k));
+    for (int k = 0; k < kRows; ++k)
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i)
-        x[k][i] = r + k < splits && i * kWarpSize < num_quads
-                      ? load_cluster_float4(theirs + i * kWarpSize * static_cast<int>(sizeof(float4)))
-                      : float4{0.0f, 0.0f, 0.0f, 0.0f};
-    }
+      for (int half = 0; half < 2; ++half) {
+        const int split = split_of(r + k, half), first = is_wide ? half * kHalf : 0;
+        const uint32_t theirs = cluster_address(mine, other(split));
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          const int piece = (first + i) * kWarpSize;
+          x[k][half * kHalf + i] =
+              split < splits && piece < num_quads
+                  ? load_cluster_float4(theirs + piece * static_cast<int>(sizeof(float4)))
+                  : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+      }
     if (r == 0) {  // while those are on their way
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2)
@@ -58,23 +69,27 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
       }
     }
 #pragma unroll
-    for (int k = 0; k < kSplits; ++k) {
-      const float f = __shfl_sync(kFullWarp, factor, other(r + k));
+    for (int k = 0; k < kRows; ++k)
 #pragma unroll
-      for (int i = 0; i < kRounds; ++i)
-        if constexpr (C::kSegments) x[k][i] = scaled(x[k][i], f);
-        else add(sum[i], x[k][i], f);
+      for (int half = 0; half < 2; ++half) {
+        const float f = __shfl_sync(kFullWarp, factor, other(split_of(r + k, half)));
+#pragma unroll
+        for (int i = half * kHalf; i < (half + 1) * kHalf; ++i) x[k][i] = scaled(x[k][i], f);
+      }
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      float4 first = tree_sum<kRows>([&](int k) { return x[k][i]; });
+      float4 second = tree_sum<kRows>([&](int k) { return x[k][kHalf + i]; });
+      if (!is_wide) add(first, second), second = {};
+      add(sum[i], first), add(sum[kHalf + i], second);
     }
-    if constexpr (C::kSegments)
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) add(sum[i], tree_sum<kSplits>([&](int k) { return x[k][i]; }));
   }
   float out_factor = 0.0f;
   if (lane == 0) out_factor = finish_head<typename C::R>(params.p, w, head, max, total, largest);
   out_factor = __shfl_sync(kFullWarp, out_factor, 0);
   uint2* const out = place_of_head(params.p, w, head) + quad % kOutQuads;
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i)
+  for (int i = 0; i < kColumns; ++i)
     if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16<C::kSegments>(sum[i], out_factor);
 }
 
@@ -92,12 +107,7 @@ __device__ void merge_splits(const KernelParams& params, const typename C::Item&
   for (int piece = first, num; piece < end; piece += num) {
     const int most = share >= kOfHead ? kOfHead : 2;
     num = min(end - piece, most - piece % most);
-    const auto merge = [&](auto splits, auto rounds) {
-      merge_quads<C, splits(), rounds()>(params, w, shared_address(smem), piece * kWarpSize + lane,
-                                         num * kWarpSize, lane);
-    };
-    if (share >= kOfHead) merge(constant<4>{}, constant<kOfHead>{});
-    else merge(constant<8>{}, constant<2>{});
+    merge_quads<C>(params, w, shared_address(smem), piece * kWarpSize + lane, num * kWarpSize, lane);
   }
 }
 
