@@ -28,13 +28,13 @@ BUGS = {
 # A part of the kernel's name, its layout, heads, and its plan.
 KERNELS = {
     "few_heads": (
-        "few_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEELi2ELi4ELi1ELb0E",
+        "few_heads_split_kernel.*RowILNS_10KvLayoutIdE{}EEEXtl.*FewHeadsTraitsELi2ELi4E.*ScheduleE0E",
         "dsv32",
         16,
         (16, 2, 4),
     ),
     "many_heads": (
-        "many_heads_split_kernel.*RowI.*IdE{}EEELi8ELi4ELb0E.*TilesE0ELb0ELb0E",
+        "many_heads_split_kernel.*RowI.*IdE{}EEEXtl.*ManyHeadsTraitsELi8ELi4E.*ScheduleE0E.*TilesE0E",
         "dsv4",
         64,
         (64, 2, 4),

@@ -26,7 +26,7 @@ constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
 
 const Variant& portable_variant(int heads, KvPair layouts) {
   if (heads > 32)
-    if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, 0, layouts)) return *v;
+    if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, layouts)) return *v;
   return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
 }
 // How many CTAs the parts of `ctas` make at most. Two of up to 32 heads on an SM need 228 KB of shared
@@ -97,7 +97,7 @@ Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
 const Variant* walk_variant(const SparseAttentionParams& p) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
   const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
-  return find_variant(kernel, Schedule::kWalk, heads, 0, p.layouts());
+  return find_variant(kernel, Schedule::kWalk, heads, p.layouts());
 }
 
 // few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
@@ -133,7 +133,7 @@ Plan plan_walk(const SparseAttentionParams& p, int num_sms) { return {*walk_vari
 constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair = !is_bf16(p) && p.num_q_heads > 64 && !p.has_entry_pages &&
-                    find_variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, 0, p.layouts());
+                    find_variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts());
   const bool few_rows =
       p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
   const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
@@ -222,7 +222,7 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
   const Variant* v = nullptr;
   for (const ListPrice& price : kListPrices)
     if (!v && price.rows >= tile * heads)
-      v = find_variant(Kernel::kManyHeads, Schedule::kSplit, price.rows, 0, p.layouts());
+      v = find_variant(Kernel::kManyHeads, Schedule::kSplit, price.rows, p.layouts());
   const bool fits = tile > 1 && shape.entries > 0 && shape.entries <= kMaxListedEntries;
   return v && attends_to_lists(*v, p.layouts()) && fits ? v : nullptr;
 }

@@ -95,7 +95,6 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kPortable, Schedule::kSplit, 16, 8, kFp8Rows | kFp8Pairs | kFnuzRows | kBf16Rows},
     {Kernel::kPortable, Schedule::kSplit, 32, 8, kFp8Rows | kFp8Pairs | kFnuzRows | kBf16Rows},
     {Kernel::kPortable, Schedule::kSplit, 64, 8, kFp8Rows | kFp8Pairs | kFnuzRows},
-    {Kernel::kFewHeads, Schedule::kSplit, 8, 4, kFp8Rows | kBf16Rows},
     {Kernel::kFewHeads, Schedule::kSplit, 8, 8, kFp8Rows | kFp8Pairs | kBf16Rows},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 4, kFp8Rows | kBf16Rows},
     {Kernel::kFewHeads, Schedule::kSplit, 16, 8, kFp8Pairs},

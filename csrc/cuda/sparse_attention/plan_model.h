@@ -22,19 +22,16 @@ inline double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
   return of_scope(0, p.layout) + of_scope(1, p.extra_layout);
 }
 
-// The first variant like this that reads the layouts. `producers` 0: any number.
-inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, int producers,
-                                   KvPair layouts) {
+// The variant like this that reads the layouts.
+inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
   const auto is_it = [&](const Variant& v) {
-    return v.kernel == kernel && v.schedule == schedule && v.heads == heads &&
-           (producers == 0 || v.producers == producers) && v.reads(layouts);
+    return v.kernel == kernel && v.schedule == schedule && v.heads == heads && v.reads(layouts);
   };
   const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
   return found == std::end(kVariants) ? nullptr : found;
 }
-inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts,
-                              int producers = 0) {
-  const Variant* const found = find_variant(kernel, schedule, heads, producers, layouts);
+inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
+  const Variant* const found = find_variant(kernel, schedule, heads, layouts);
   if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
   return *found;
 }
@@ -109,16 +106,8 @@ inline bool decodes_in_tiles(const SparseAttentionParams& p) {
   return p.num_q_heads > 32 || p.num_q_heads <= 16;
 }
 
-// 8 heads, FP8 rows: cheap keys and many of them. 4 warps that gather would be the limit (commit 70ebf54). Of
-// two layouts they always are.
-inline constexpr int64_t kKeysForMoreProducers = 512;
-
 inline Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
-  int producers = 0;
-  if (p.layouts().is_mixed()) producers = heads < 64 ? 8 : 4;
-  else if (kernel == Kernel::kFewHeads && heads == 8)
-    producers = num_keys(p) / splits >= kKeysForMoreProducers ? 8 : 4;
-  return {variant(kernel, Schedule::kSplit, heads, p.layouts(), producers), splits};
+  return {variant(kernel, Schedule::kSplit, heads, p.layouts()), splits};
 }
 
 // The model's time of `queries` of a problem, with a cluster for each and block of heads, of which the
@@ -145,7 +134,7 @@ inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const
 template <class Fn>
 void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
   for (const HeadsClass& c : kHeadsClasses) {
-    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, 0, p.layouts())) continue;
+    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, p.layouts())) continue;
     if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
     for (const SplitClass& s : kSplitClasses) fn(c, s);
   }

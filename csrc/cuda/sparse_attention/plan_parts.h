@@ -79,7 +79,7 @@ inline std::optional<Plan> plan_parts(Op op, const SparseAttentionParams& p, con
   std::optional<Plan> best;
   double least = 3 * kMostOfClusters;
   for (const PartsPrice& price : kPartsPrices) {
-    const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kParts, price.heads, 0, p.layouts());
+    const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kParts, price.heads, p.layouts());
     if (!v || price.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;
     const int64_t items = p.num_tokens * ceil_div(p.num_q_heads, price.heads);
     const double cold = is_mixed ? 0.0 : has_bf16 ? price.cold.bf16_values_us : price.cold.fp8_values_us;

@@ -64,7 +64,7 @@ void for_each_segment_variant(const SparseAttentionParams& p, Fn&& fn) {
   for (const SegmentCtas& c : kSegmentCtas) {
     const bool is_one = by.kernel == Kernel::kFewHeads ? c.heads == by.most_heads : c.heads <= by.most_heads;
     if (c.kernel != by.kernel || !is_one) continue;
-    if (const Variant* const v = find_variant(c.kernel, Schedule::kSegments, c.heads, 0, p.layouts()))
+    if (const Variant* const v = find_variant(c.kernel, Schedule::kSegments, c.heads, p.layouts()))
       fn(*v, c);
   }
 }
@@ -148,7 +148,7 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
              time_of_segments(quarter, ctas, s, num_sms));
     });
     for (const RunCtas& c : kRunCtas) {
-      const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kRuns, c.heads, 0, p.layouts());
+      const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kRuns, c.heads, p.layouts());
       if (!may_leave_runs || !v || c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;
       const int64_t items = p.num_tokens * ceil_div(p.num_q_heads, c.heads);
       const auto most = static_cast<int>(runs_of(p, 64, kSegmentsOfQuery).count);

@@ -60,7 +60,7 @@ inline int64_t keys_of_entry_tile(const SparseAttentionParams& p) {
 inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   const int rows = rows_of_entry_tile(p);
   const int64_t tiles = num_entry_tiles(p);
-  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, p.layouts());
   if (!p.has_entry_pages || p.batch_invariant || !v || !attends_to_tiles(*v, p.layouts()) ||
       tiles > num_sms || num_keys(p) + kMaxTileQueries >= kMaxKeys)
     return {};
@@ -92,7 +92,7 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
   if (p.num_tokens % (requests * tile_queries) != 0)
     for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
-  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, 0, p.layouts());
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, p.layouts());
   if (v && attends_to_tiles(*v, p.layouts()))
     best = cheapest_waves(tiles, {v->kernel, tiles.num_q_heads, kTilePrices[rows > 32]}, *v, num_sms);
   best.plan.tile_queries = tile_queries;

@@ -99,7 +99,7 @@ constexpr Case kCases[] = {
     {kBf16Tiles, kWalk, 64, 1, 0, kBf16D512, 20, 280, 70, 60, true, true},
     {kBf16Tiles, kWalk, 64, 1, 0, kDsv4, 128, 150, 70, 60, true, true},
     {kPortable, kSplit, 16, 1, 0, kDsv4, 8, 5, 300, 100, false, true},
-    {kFewHeads, kSplit, 8, 1, 4, kDsv41, 8, 5, 300, 500, false, false, true},
+    {kFewHeads, kSplit, 8, 1, 0, kDsv41, 8, 5, 300, 500, false, false, true},
     {kFewHeads, kSplit, 8, 2, 8, kDsv4, 8, 5, 800, 500, true, false, true},
     {kFewHeads, kSplit, 16, 2, 8, kDsv41, 16, 5, 200, 900, true, false, true},
     {kFewHeads, kSplit, 16, 1, 0, kDsv4, 17, 5, 128, 400, false, true, true},
