@@ -188,19 +188,10 @@ SHARING = [  # fmt: skip: op, layout, keys, extra keys, heads, queries of a grou
     ("decode", "dsv4", 128, 512, 8, 8, 128, (8, "many_heads split, 64 heads, 1 CTA a query")),
     ("decode", "dsv32", 2048, 0, 8, 4, 128, (4, "many_heads split, 32 heads, 1 CTA a query")),
     ("prefill", "dsv4", 128, 512, 8, 8, 1024, (8, "many_heads split, 64 heads, 1 CTA a query")),
-    (
-        "prefill",
-        "dsv4",
-        128,
-        512,
-        8,
-        20,
-        400,
-        (7, "many_heads split, 64 heads, 1 CTA a query, 8 CTAs for the last 12"),
-    ),
+    ("prefill", "dsv4", 128, 512, 8, 20, 400, (7, "many_heads split, 64 heads, 1 CTA a query")),
     ("decode", "dsv4", 128, 512, 8, 4, 128, None),  # what four share, the making of lists costs
-    ("decode", "dsv32", 2048, 0, 8, 6, 64, (6, "many_heads split, 64 heads, 2 CTAs a query")),
-    ("decode", "dsv32", 2048, 0, 8, 6, 32, (3, "many_heads split, 32 heads, 2 CTAs a query")),
+    ("decode", "dsv32", 2048, 0, 8, 6, 48, (3, "many_heads split, 32 heads, 1 CTA a query")),
+    ("decode", "dsv32", 2048, 0, 8, 6, 64, None),  # alone several CTAs share a query
     ("decode", "dsv32", 2048, 0, 8, 6, 24, None),
     ("decode", "dsv4", 128, 512, 8, 6, 1, None),  # one request: nobody waits for an SM
     ("decode", "dsv4", 128, 512, 8, 1, 768, None),
@@ -249,7 +240,8 @@ def test_a_plan_names_a_variant_that_reads_the_cache(problem, op, is_window):
     numbers = {what: int(number) for number, what in (part.split(" ", 1) for part in rest)}
     splits = numbers.get("CTA a query", numbers.get("CTAs a query", 1))
     ranges = {
-        "portable split": range(1, 65), "many_heads parts": range(3, 9), "many_heads runs": range(2, 9),
+        "portable split": range(1, 65), "many_heads split": (1,), "many_heads segments": (1,),
+        "many_heads parts": range(2, 9), "many_heads runs": range(2, 9),
     }  # fmt: skip
     assert splits in ranges.get(name, (1, 2, 4, 6, 8, 16))
     forced = core.forced_plan(
@@ -308,14 +300,15 @@ def test_the_largest_workspace_of_use_is_enough_for_every_plan(problem, batch_in
     assert wanted <= most
     if major == 9 and LAYOUTS[problem["layout"]] == "dsv32" and problem["keys"] < 1 << 25:
         plan = core.plan("decode", **problem, batch_invariant=batch_invariant)
-        assert (wanted > 0) == plan.startswith(("many_heads parts", "many_heads runs"))
+        if ", for " not in plan:  # those of the launch before may want one
+            assert (wanted > 0) == plan.startswith(("many_heads parts", "many_heads runs"))
 
 
 @given(problems)
-def test_prefill_and_callers_without_a_workspace_take_clusters(problem):
-    for op, room in (("prefill", {}), ("decode", {"workspace": 0})):
-        assert "parts" not in core.plan(op, **problem, **room)
-        assert "runs" not in core.plan(op, **problem, **room, batch_invariant=True)
+def test_callers_without_a_workspace_have_no_parts(problem):
+    for op in ("prefill", "decode"):
+        assert "parts" not in core.plan(op, **problem, workspace=0)
+        assert "runs" not in core.plan(op, **problem, workspace=0, batch_invariant=True)
 
 
 @pytest.mark.parametrize("parts, splits", [(40, 32), (32, 32), (31.9, 31), (5, 5), (1, 1), (0, 1)])

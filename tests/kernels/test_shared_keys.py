@@ -93,15 +93,14 @@ def test_a_list_that_is_too_long_is_none(overlap, monkeypatch):
 @pytest.mark.parametrize(
     "heads, group, num_q_heads", [(32, 4, 8), (32, 2, 16), (48, 6, 8), (48, 3, 16), (64, 7, 8), (64, 2, 32)]
 )
-@pytest.mark.parametrize("splits", [1, 4, 16])
 @pytest.mark.parametrize("overlap", [0.0, 0.9])
-def test_every_kernel_over_lists(layout, heads, group, num_q_heads, splits, overlap):
+def test_every_kernel_over_lists(layout, heads, group, num_q_heads, overlap):
     if heads == 48 and layout.name != "dsv4":
         pytest.skip("tiles of 48 rows are of dsv4")
     case = draft_case(
         layout, DEVICE, 3, group, num_q_heads=num_q_heads, extra_topk=50, topk=300, overlap=overlap
     )
-    by = {"kernel": "many_heads", "schedule": "split", "heads": heads, "splits": splits}
+    by = {"kernel": "many_heads", "schedule": "split", "heads": heads, "splits": 1}
     got = case.run_by(**by, query_groups=group)
     assert_attention(case, got)
     assert_same(case.run_by(**by, query_groups=group), got)

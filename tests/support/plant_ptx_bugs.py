@@ -37,7 +37,7 @@ KERNELS = {
         "many_heads_split_kernel.*RowI.*IdE{}EEEXtl.*ManyHeadsTraitsELi8ELi4E.*ScheduleE0E.*TilesE0E",
         "dsv4",
         64,
-        (64, 2, 4),
+        (64, 1, 4),
     ),
 }
 

@@ -62,35 +62,39 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
 // Grids stay far from 2^31.
 constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
 
-// In any batch the same: by heads and keys alone. Where there are no segments a CTA of few heads has at
-// least as many keys as the first says, of more heads as the second: what is right for one query is wrong for
-// many, and with many heads more so, as each CTA pays for Q and for its part of the merge.
+// In any batch the same: by heads and keys alone. Where there are no segments a CTA of few_heads has at least
+// as many keys as the first says, of more than 16 heads as the second: what is right for one query is wrong
+// for many, and with many heads more so, as each CTA pays for Q and for its part of the merge. many_heads
+// then has one CTA a query.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
   if (const auto segments = plan_segments(op, p, num_sms)) return *segments;
   const int heads = p.num_q_heads;
   const bool few = heads <= 16;
-  int64_t splits = 1;
-  while (num_keys(p) >= 2 * splits * (few ? kKeysOfInvariantFew : kKeysOfInvariantMany) && splits < 16)
+  const Kernel kernel = few || is_bf16(p) ? Kernel::kFewHeads : Kernel::kManyHeads;
+  const int most = kernel == Kernel::kFewHeads ? 16 : 1;
+  int splits = 1;
+  while (splits < most && num_keys(p) >= 2 * splits * (few ? kKeysOfInvariantFew : kKeysOfInvariantMany))
     splits *= 2;
-  return few_or_many(p, few || is_bf16(p) ? Kernel::kFewHeads : Kernel::kManyHeads,
-                     heads <= 8                  ? 8
-                     : few                       ? 16
-                     : heads <= 32 || is_bf16(p) ? 32
-                                                 : 64,
-                     static_cast<int>(splits));
+  return few_or_many(p, kernel, heads <= 8 ? 8 : few ? 16 : heads <= 32 || is_bf16(p) ? 32 : 64, splits);
 }
 
-// A cluster for each query: which variant and how many CTAs is the least time by the model above. Where the
-// last wave would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs
-// (67 queries of 128 heads, 2048 keys: 66 of them fill the SMs). Decode may do without clusters.
+// Which variant and how many CTAs for each query is the least time by the model above. Where the last wave
+// would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs (67 queries
+// of 128 heads, 2048 keys: 66 of them fill the SMs).
 Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
   const Priced all = cheapest_split(p, p.num_tokens, num_sms);
   if (p.is_window) return all.plan;
-  if (const auto parts = plan_parts(op, p, all, num_sms)) return *parts;
-  const Priced two = cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms);
+  if (const auto parts = plan_parts(op, p, all, num_sms)) return parts->plan;
+  const Priced two = cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms, [&](int64_t queries) {
+    SparseAttentionParams rest = p;
+    rest.num_tokens = queries;
+    const Priced alone = cheapest_split(rest, queries, num_sms);
+    const auto parts = plan_parts(op, rest, alone, num_sms);
+    return parts ? parts->us : alone.us;
+  });
   return two.plan.queries > 0 ? two.plan : all.plan;
 }
 
@@ -251,17 +255,16 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   };
   const auto of_rows = std::find_if(std::begin(kListPrices), std::end(kListPrices),
                                     [&](const ListPrice& price) { return price.rows == v->heads; });
-  const HeadsClass price{v->kernel, v->heads, of_rows->price, {}, {}};
-  const Priced tiles = cheapest_waves(tiles_of(1 + kLikelyNew * (queries.tile - 1)), price, *v, gpu.num_sms);
+  const auto us_of = [&](double new_keys) {
+    return tiles_alone(tiles_of(new_keys), *v, of_rows->price, gpu.num_sms).us;
+  };
   const double lists_us = has_lists ? 0.0 : time_of_lists(p, gpu.num_sms);
-  best.tiles = tiles.plan;
-  if (tiles.us + kNobodyAloneUs + lists_us >= kMostOfQueriesAlone * alone_us) return {};
-  const auto splits = *std::find_if(std::begin(kSplitClasses), std::end(kSplitClasses),
-                                    [&](auto& s) { return s.splits == tiles.plan.splits; });
+  best.tiles = {*v};
+  if (us_of(1 + kLikelyNew * (queries.tile - 1)) + kNobodyAloneUs + lists_us >=
+      kMostOfQueriesAlone * alone_us)
+    return {};
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
-    if (time_of(tiles_of(best.most_shared / 256.0 * queries.tile), price, splits, queries.count(),
-                gpu.num_sms) <= kMostOfAlone * alone_us)
-      break;
+    if (us_of(best.most_shared / 256.0 * queries.tile) <= kMostOfAlone * alone_us) break;
   return best;
 }
 
@@ -280,7 +283,6 @@ std::string to_string(const Plan& plan) {
     out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
-  if (plan.last_tiles > 0) out << ", " << plan.last_splits << " CTAs for the last " << plan.last_tiles;
   if (plan.queries > 0) out << ", for " << plan.queries << " queries";
   return out.str();
 }
@@ -291,8 +293,8 @@ std::logic_error no_such_kernel(const Plan& plan) {
 
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   if (shares_tiles(plan)) {
-    const int rows = std::min(plan.tile_queries * p.num_q_heads, plan.variant.heads);
-    return int64_t{plan.ctas} * rows * kFloatsOfPart + 2 * num_entry_tiles(p);
+    return int64_t{plan.ctas} * plan.variant.heads * kFloatsOfQueryPart +
+           floats_of_parts_table(num_entry_tiles(p));
   }
   if (leaves_parts(plan.variant.schedule)) return floats_of_parts(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
@@ -300,11 +302,16 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   if (own_kernels(p, gpu) && !p.has_entry_pages) {
     if (plan_sharing(op, p, gpu, p.shared_keys != nullptr)) return p.shared_keys ? 0 : lists_size(p);
-    if (!may_have_parts(op, p, gpu.num_sms)) return 0;
   }
   SparseAttentionParams with_room = p;
   if (!p.workspace) with_room.workspace_floats = INT64_MAX;
-  return workspace_size(plan(op, with_room, gpu), p);
+  const Plan first = plan(op, with_room, gpu);
+  if (first.variant.kernel == Kernel::kPortable && own_kernels(p, gpu)) return 0;  // of too many queries
+  const int64_t size = workspace_size(first, p);
+  if (first.queries == 0) return size;
+  with_room.num_tokens -= first.queries;
+  with_room.workspace = p.workspace;
+  return std::max(size, workspace_size(op, with_room, gpu));
 }
 int64_t lists_size(const SparseAttentionParams& p) {
   const SharedKeysShape shape(p);
@@ -339,10 +346,10 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool has_kernel = tiles || attends_to_queries(v) || variant_of_lists(p, gpu);
     const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
-    const int most_splits = parts ? kMostQueryParts : split ? 16 : 1;
+    const bool shares_queries = split && v.kernel == Kernel::kFewHeads;
+    const int most_splits = parts ? kMostQueryParts : shares_queries ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
-    const bool has_segments =
-        (!segments || can_share_segments(v, wanted.splits)) && !((segments || parts) && p.max_logits);
+    const bool has_segments = !segments || (can_share_segments(v, wanted.splits) && !p.max_logits);
     if (named && has_kernel && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) &&
         own_kernels(p, gpu)) {
       Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};

@@ -27,12 +27,13 @@ enum class Kernel {
   kBf16Tiles,  // sm90/bf16_tiles
 };
 enum class Schedule {
-  kSplit,  // a cluster of CTAs takes one query and one block of heads, and shares its keys
-  kWalk,   // the CTAs, about as many as SMs, go through the queries
+  // A CTA takes one query and one block of heads, of few_heads a cluster of CTAs, which share its keys.
+  kSplit,
+  kWalk,  // the CTAs, about as many as SMs, go through the queries
   // As kSplit, in segments of the keys whose results are the same bits whoever shares them.
   kSegments,
-  // As kSplit, but the CTAs that share a query form no cluster, of which fewer fit on a GPU than of CTAs
-  // alone: they meet in the workspace, in a second grid (sm90/many_heads/parts.cuh).
+  // CTAs share a query without a cluster, of which fewer fit on a GPU than of CTAs alone: they meet in the
+  // workspace, in a second grid (sm90/many_heads/parts.cuh).
   kParts,
   // As kSegments, by CTAs without a cluster: the runs meet in the workspace, in a second grid.
   kRuns,
@@ -110,7 +111,6 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kManyHeads, Schedule::kParts, 32, 4, kTimedFp8Rows},
     {Kernel::kManyHeads, Schedule::kParts, 32, 8, kFp8Pairs},
     {Kernel::kManyHeads, Schedule::kParts, 64, 4, kTimedFp8Rows | kFp8Pairs},
-    {Kernel::kManyHeads, Schedule::kSegments, 16, 4, kTimedFp8Rows},
     {Kernel::kManyHeads, Schedule::kSegments, 32, 4, kTimedFp8Rows},
     {Kernel::kManyHeads, Schedule::kSegments, 64, 4, kTimedFp8Rows},
     {Kernel::kManyHeads, Schedule::kRuns, 32, 4, kTimedFp8Rows},
@@ -134,9 +134,6 @@ struct Plan {
   const int32_t* lists = nullptr;
   bool takes_lists = false;
   int tile_queries = 1;  // of many_heads: neighbours whose heads are those of one item
-  // The last tiles, which would be a wave of their own, are launched before with more CTAs to each.
-  int64_t last_tiles = 0;
-  int last_splits = 1;
   // Of kSegments and kRuns: of a query at most, a power of two; blocks of a run at least, where a query has
   // more than twice as many, or 0: as many as there are runs. Of kSegments splits divides it.
   int segments = 1, run_blocks = 1;
@@ -150,9 +147,9 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
   const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
   return share > least ? share : least;
 }
-// Of kParts, what a CTA leaves of a head: its output as f16, a byte for each eight of that, (base, sum). Of
-// kRuns what it leaves of each run: output, (base, sum).
-inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 2;
+// What a CTA leaves of a head for a second grid: its output as f16, a byte for each eight of that,
+// (base, sum), the largest logit. Of kRuns what it leaves of each run: output, (base, sum).
+inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 3;
 inline constexpr int kFloatsOfRun = kHeadDimV + 2, kMostQueryParts = 8;
 const char* name(Kernel kernel);
 const char* name(Schedule schedule);
@@ -170,7 +167,7 @@ struct Gpu {
 };
 // With what the workspace of `p` has room for, where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-// Of the plan with all the room it wants, or a caller's; where own kernels need none, without making it.
+// Of the plans of all launches with all the room they want, or a caller's.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // Of ragged attention, by the portable kernel, for requests that have at most `keys` together. The variant
@@ -215,7 +212,9 @@ inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
 inline bool shares_tiles(const Plan& plan) {
   return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0;
 }
-inline constexpr int kMaxTileParts = 32;  // of CTAs that share all tiles (sm90/many_heads/shares.cuh)
+// Of CTAs that share all tiles (sm90/many_heads/shares.cuh); the table of their parts.
+inline constexpr int kMaxTileParts = 32;
+MLA_HD constexpr int64_t floats_of_parts_table(int64_t tiles) { return ceil_div(2 * tiles, int64_t{4}) * 4; }
 
 // ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
 

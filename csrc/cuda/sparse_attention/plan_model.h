@@ -54,7 +54,7 @@ inline int64_t resident(const SplitClass& s, int num_sms) {  // clusters
 
 // Of one CTA, but for the memory; a wave of CTAs costs what one does.
 struct Price {
-  double ns_per_key, fixed_us, cluster_us;
+  double ns_per_key, fixed_us, cluster_us = 0.0;
   double us_per_byte = 0.14e-6;  // of all queries' rows
 };
 // What is added between an engine's other kernels, which leave nothing of ours in the instruction caches.
@@ -78,8 +78,8 @@ inline constexpr HeadsClass kHeadsClasses[] = {
     {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {16.6, 4.9, 2.0}, {0.5, 2.2}},
     {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {18.6, 6.2, 1.5}, {1.2, 2.2}},
     {Kernel::kFewHeads, 32, {}, {24.0, 7.3, 4.2}, {}},
-    {Kernel::kManyHeads, 32, {19.8, 8.4, 0.3}, {}, {26.0, 6.1, 2.3}, {2.0, 6.0}},
-    {Kernel::kManyHeads, 64, {27.1, 11.0, 2.3, 0.08e-6}, {}, {31.6, 10.8, 2.0}, {5.2, 7.2}}};
+    {Kernel::kManyHeads, 32, {19.8, 8.4}, {}, {26.0, 6.1}, {2.0, 6.0}},
+    {Kernel::kManyHeads, 64, {27.1, 11.0, 0.0, 0.08e-6}, {}, {31.6, 10.8}, {5.2, 7.2}}};
 inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
   return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
 }
@@ -136,7 +136,8 @@ void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
   for (const HeadsClass& c : kHeadsClasses) {
     if (!find_variant(c.kernel, Schedule::kSplit, c.heads, p.layouts())) continue;
     if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
-    for (const SplitClass& s : kSplitClasses) fn(c, s);
+    for (const SplitClass& s : kSplitClasses)
+      if (s.splits == 1 || c.kernel == Kernel::kFewHeads) fn(c, s);  // many_heads has no clusters
   }
 }
 
@@ -156,16 +157,16 @@ inline Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, in
   return best;
 }
 
-// The first queries in full waves, the rest in a launch of its own: in less than `most_us`, or plan.queries
-// is 0.
-inline Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms) {
+// The first queries in full waves, the rest in a launch of its own, which takes rest_us(how many): in less
+// than `most_us`, or plan.queries is 0.
+template <class Fn>
+Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms, Fn&& rest_us) {
   Priced best{{}, most_us};
   for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
     const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
     const int64_t queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
     if (queries == 0 || queries == p.num_tokens) return;
-    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs +
-                      cheapest_split(p, p.num_tokens - queries, num_sms).us;
+    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs + rest_us(p.num_tokens - queries);
     if (us >= best.us) return;
     best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
     best.plan.queries = queries;

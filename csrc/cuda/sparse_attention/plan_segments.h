@@ -53,7 +53,6 @@ struct SegmentCtas {
 inline constexpr SegmentCtas kSegmentCtas[] = {
     {Kernel::kFewHeads, 8, 32, 4, {10.0, 6.1, 1.45, 0.094e-6}, 1.1, 1.15, true},
     {Kernel::kFewHeads, 16, 64, 2, {14.1, 8.0, 0.9, 0.074e-6}, 0.8, 2.0, true},
-    {Kernel::kManyHeads, 16, 64, 1, {19.4, 6.8, 0.1, 0.001e-6}, 0.8, 1.0, true},
     {Kernel::kManyHeads, 32, 64, 1, {22.1, 7.6, 0.5, 0.033e-6}, 1.2, 1.4, true},
     {Kernel::kManyHeads, 64, 64, 1, {26.3, 11.2, 2.4, 0.070e-6}, 1.1, 6.3, false}};
 
@@ -64,8 +63,7 @@ void for_each_segment_variant(const SparseAttentionParams& p, Fn&& fn) {
   for (const SegmentCtas& c : kSegmentCtas) {
     const bool is_one = by.kernel == Kernel::kFewHeads ? c.heads == by.most_heads : c.heads <= by.most_heads;
     if (c.kernel != by.kernel || !is_one) continue;
-    if (const Variant* const v = find_variant(c.kernel, Schedule::kSegments, c.heads, p.layouts()))
-      fn(*v, c);
+    if (const Variant* const v = find_variant(c.kernel, Schedule::kSegments, c.heads, p.layouts())) fn(*v, c);
   }
 }
 // Whether the CTAs of a query, as many as a test asks for, can have its segments: in a cluster all as many.
@@ -143,7 +141,7 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
   const auto each = [&](auto&& fn) {
     for_each_segment_variant(p, [&](const Variant& v, const SegmentCtas& ctas) {
       for (const SplitClass& s : kSplitClasses)
-        if (kSegmentsOfQuery % s.splits == 0)
+        if (kSegmentsOfQuery % s.splits == 0 && (s.splits == 1 || v.kernel == Kernel::kFewHeads))
           fn(plan_of(v, s.splits), time_of_segments(p, ctas, s, num_sms),
              time_of_segments(quarter, ctas, s, num_sms));
     });

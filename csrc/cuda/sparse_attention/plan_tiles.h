@@ -11,26 +11,11 @@ namespace mla_fp8::gpu::model {
 // Positions stay far from 2^31.
 inline constexpr int64_t kMaxKeys = int64_t{1} << 26;
 
-// Clusters for tiles of queries: in one launch; or the last, which would be a wave of their own, before with
-// more CTAs to each.
-inline Priced cheapest_waves(const SparseAttentionParams& tiles, const HeadsClass& c, const Variant& v,
-                             int num_sms) {
-  Priced best;
-  const auto time = [&](const SplitClass& s, int64_t count) { return time_of(tiles, c, s, count, num_sms); };
-  const auto propose = [&](const SplitClass& s, double us, int64_t last_tiles, int last_splits) {
-    if (us >= best.us) return;
-    best = {{v, s.splits}, us};
-    best.plan.last_tiles = last_tiles, best.plan.last_splits = last_splits;
-  };
-  for (const SplitClass& s : kSplitClasses) {
-    if (s.splits == 6) continue;  // not timed with tiles
-    propose(s, time(s, tiles.num_tokens), 0, 1);
-    const int64_t last = tiles.num_tokens % resident(s, num_sms);
-    if (last == 0 || last == tiles.num_tokens) continue;
-    for (const SplitClass& more : kSplitClasses)
-      propose(s, time(s, tiles.num_tokens - last) + kNextLaunchUs + time(more, last), last, more.splits);
-  }
-  return best;
+// A CTA for each tile.
+inline Priced tiles_alone(const SparseAttentionParams& tiles, const Variant& v, const Price& price,
+                          int num_sms) {
+  const HeadsClass c{v.kernel, v.heads, price, {}, {}};
+  return {{v}, time_of(tiles, c, kSplitClasses[0], tiles.num_tokens, num_sms)};
 }
 
 // A CTA of 32, of 48 and of 64 rows over all entries of the past, with the memory's time and the second
@@ -78,7 +63,7 @@ inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
 
 // Neighbours that attend to all entries, over FP8 pages. A CTA of 32 and of 64 rows has the price that a
 // query of as many heads had on an H100. None if queries go alone.
-inline constexpr Price kTilePrices[2] = {{19.8, 8.4, 1.6}, {27.1, 11.0, 2.3}};
+inline constexpr Price kTilePrices[2] = {{19.8, 8.4}, {27.1, 11.0}};
 inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   Priced best;
   const int tile_queries = entry_tile_queries(p);
@@ -86,15 +71,14 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   SparseAttentionParams tiles = p;
   tiles.num_tokens = ceil_div(p.num_tokens, int64_t{tile_queries});
   const int rows = rows_of_entry_tile(p);
-  tiles.num_q_heads = rows > 32 ? 64 : 32;   // of 48 rows none was timed
+  tiles.num_q_heads = rows;                  // of 48 none was timed
   tiles.scopes[0].topk += tile_queries - 1;  // the union of the windows
   // A tile that requests end in has the keys of each.
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
   if (p.num_tokens % (requests * tile_queries) != 0)
     for (KvScope& scope : tiles.scopes) scope.topk += scope.topk * (requests - 1) / tiles.num_tokens;
   const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, p.layouts());
-  if (v && attends_to_tiles(*v, p.layouts()))
-    best = cheapest_waves(tiles, {v->kernel, tiles.num_q_heads, kTilePrices[rows > 32]}, *v, num_sms);
+  if (v && attends_to_tiles(*v, p.layouts())) best = tiles_alone(tiles, *v, kTilePrices[rows > 32], num_sms);
   best.plan.tile_queries = tile_queries;
   return best;
 }
@@ -110,7 +94,7 @@ struct ListPrice {
   Price price;
 };
 inline constexpr ListPrice kListPrices[] = {
-    {32, {29.7, 8.4, 1.4, 0.0}}, {48, {32.3, 9.4, 5.0, 0.0}}, {64, {37.0, 10.3, 3.5, 0.0}}};
+    {32, {29.7, 8.4, 0.0, 0.0}}, {48, {32.3, 9.4, 0.0, 0.0}}, {64, {37.0, 10.3, 0.0, 0.0}}};
 inline constexpr double kNobodyAloneUs = 4.0;
 // What a call that makes lists takes longer, of an entry that an SM's CTAs look at. (One H200: V4 and V3.2 in
 // 64 to 128 tiles of 2560 to 12288 entries: 5 to 32 us, within 3 in the mean.)
@@ -150,7 +134,8 @@ inline double time_of_walk(const WalkPrice& w, const SparseAttentionParams& p, i
 inline double time_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
   if (plan.variant.schedule == Schedule::kSplit) {
     const Priced all = cheapest_split(p, p.num_tokens, num_sms);
-    const double us = plan.queries > 0 ? cheapest_launches(p, all.us, num_sms).us : all.us;
+    const auto rest_us = [&](int64_t queries) { return cheapest_split(p, queries, num_sms).us; };
+    const double us = plan.queries > 0 ? cheapest_launches(p, all.us, num_sms, rest_us).us : all.us;
     const double hidden = std::max(price_of(*all.heads, p).us_per_byte - kSeenUsPerByte, 0.0);
     return us - hidden * static_cast<double>(p.num_tokens) * bytes_of_keys(p);
   }

@@ -29,20 +29,22 @@ struct QueryHeads {
   __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
     return p.q_stride_head == dims;
   }
+  __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
+  __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
 };
 
-// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query. The
-// blocks are known after the survey of its keys.
-struct SplitItem : QueryHeads {
+// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query, or of
+// several (sm90/many_heads/neighbours.cuh). The blocks are known after the survey of its keys.
+template <class Heads>
+struct ItemOf : Heads {
   using Source = KeySource;
   Keys keys;
   int split;
   int first_block, num_blocks;
 
   __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
-  __device__ bool is_whole(const KernelParams& params) const { return params.num_splits() == 1; }
-  __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
-  __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
+  // Of many_heads: whether this CTA has all keys, or leaves a part of the result for a second grid.
+  __device__ static constexpr bool is_whole() { return true; }
 
   template <class C>
   __device__ void take_share(int num_keys, const Divider& splits) {
@@ -64,9 +66,12 @@ struct SplitItem : QueryHeads {
   }
 };
 
+using SplitItem = ItemOf<QueryHeads>;
+
 // Of a query whose CTAs meet in a second grid.
 struct PartItem : SplitItem {
-  __device__ bool is_whole(const KernelParams&) const { return false; }
+  static constexpr int kMostParts = kMostQueryParts;
+  __device__ static constexpr bool is_whole() { return false; }
   __device__ static int num_parts(const KernelParams& params) { return params.num_splits(); }
 };
 

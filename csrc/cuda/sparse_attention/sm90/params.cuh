@@ -54,11 +54,10 @@ struct KernelParams {
   int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
   int most_runs;                  // of a query, whatever keys are valid
   // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
-  int tile_queries;  // else 1
-  int64_t first_tile;
-  int num_tiles, tile_rows, share_ctas;  // whose keys so many CTAs share (shares.cuh), else 0
-  Divider page_size[2];                  // of each scope
-  SharedKeys shared;                     // whose queries one launch takes, and the next one leaves out
+  int tile_queries;      // else 1
+  int num_tiles;         // whose keys all CTAs share (shares.cuh), else 0
+  Divider page_size[2];  // of each scope
+  SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
 
   __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
   __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
@@ -88,10 +87,7 @@ KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
       .run_blocks = plan.run_blocks,
       .most_runs = plan.most_runs,
       .tile_queries = plan.tile_queries,
-      .first_tile = 0,
       .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
-      .tile_rows = std::min(plan.tile_queries * p.num_q_heads, C::kHeads),
-      .share_ctas = shares ? plan.ctas : 0,
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
       .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
@@ -99,30 +95,20 @@ KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
 template <class C>
 KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
                           gpuStream_t stream) {
-  const bool walks = plan.variant.schedule == Schedule::kWalk, shares = shares_tiles(plan);
-  KernelParams params = kernel_params<C>(p, plan);
-  const int64_t head_blocks = blocks_of_heads<C>(p, plan);
+  const KernelParams params = kernel_params<C>(p, plan);
   const int64_t tiles =
       plan.takes_lists ? params.shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
-  const auto launch_some = [&](int64_t items, int splits) {
-    params.splits = Divider(splits);
-    const int64_t walking = std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas);
-    launch(kernel,
-           {.grid = walks    ? walking
-                    : shares ? plan.ctas
-                             : items * splits,
-            .block = C::kThreads,
-            .stream = stream,
-            .smem = C::kSmemBytes + kPositionsBytes<C>,
-            .cluster = C::kParts ? 1 : splits},
-           params);
-  };
-  if (plan.last_tiles > 0) {
-    params.first_tile = tiles - plan.last_tiles;
-    launch_some(plan.last_tiles, plan.last_splits);
-    params.first_tile = 0, params.follows = true;
-  }
-  launch_some((tiles - plan.last_tiles) * head_blocks, plan.splits);
+  const int64_t items = tiles * blocks_of_heads<C>(p, plan);
+  const bool walks = plan.variant.schedule == Schedule::kWalk;
+  launch(kernel,
+         {.grid = walks                ? std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas)
+                  : shares_tiles(plan) ? plan.ctas
+                                       : items * plan.splits,
+          .block = C::kThreads,
+          .stream = stream,
+          .smem = C::kSmemBytes + kPositionsBytes<C>,
+          .cluster = C::kParts ? 1 : plan.splits},
+         params);
   return params;
 }
 

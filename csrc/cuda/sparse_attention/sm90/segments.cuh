@@ -94,7 +94,8 @@ struct RunItem : SegmentItem<1> {
   using SegmentItem::SegmentItem;
   int first;
 
-  __device__ bool is_whole(const KernelParams&) const { return false; }
+  static constexpr int kMostParts = kMaxRuns;
+  __device__ static constexpr bool is_whole() { return false; }
   __device__ static int num_parts(const KernelParams& params) { return params.most_runs; }
 
   template <class C>

@@ -293,13 +293,16 @@ class SplitLogits : BlockLogits<C> {
 
   __device__ void run() {
     this->begin_query();
-    // (base, sum) and largest logit of each head; for a query of one split the output's factor, not the sum.
+    // The factor of each head's output, or what a second grid reads of it.
     const auto finish = [&](int head, float base, float sum, float largest) {
-      float2 stats = {base, sum};
-      if (w_.is_whole(params_)) stats.y = finish_head<typename C::R>(p_, w_, head, base, sum, largest);
-      if constexpr (C::kParts) QueryPart<C>(p_, blockIdx.x).stats(head) = stats;
-      else reinterpret_cast<float2*>(x_.bytes + MLA_SMEM(C, stats))[head] = stats;
-      if (this->finds_largest()) reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, largest))[head] = largest;
+      if (w_.is_whole()) {
+        reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, factors))[head] =
+            finish_head<typename C::R>(p_, w_, head, base, sum, largest);
+        return;
+      }
+      const QueryPart<C> part(params_, blockIdx.x);
+      part.stats(head) = {base, sum};
+      if (this->finds_largest()) part.largest(head) = largest;
     };
     if constexpr (C::kSegments) {
       attend_to_runs();

@@ -2,7 +2,7 @@
 // does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
 // beside the products of another. Five schedules (docs/kernels/hopper.md).
 //
-//   all         survey the keys of the query (split); the CTAs of a query share the valid ones
+//   all         survey the keys of the query (split)
 //   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
 //   logits      4 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
 //               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
@@ -15,18 +15,17 @@
 // Of two caches with different layouts the producers first make rows of one kind (mixed_expand.cuh); of eight
 // producers four do nothing else.
 //
-// Split: a CTA takes one query and a share of its keys. The products with a block's values wait for QK of
+// Split: a CTA takes one query. The products with a block's values wait for QK of
 // the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
 // 4.3 TB/s, and at 64 heads the tensor cores, 34.
 //
-// Parts: as split, without clusters. The CTAs of a query meet in a second grid (parts.cuh).
+// Parts: as split, of a share of the query's keys. The CTAs of a query meet in a second grid (parts.cuh).
 //
-// Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh). Runs: the
-// same without clusters, each run's result left to the second grid.
+// Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh). Runs: a
+// CTA has some of them, and leaves the result of each to the second grid.
 //
 // Walk: a CTA goes through queries, with split's roles and its bits. Q comes while the query before ends, the
 // value warps survey the query after the next.
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -42,7 +41,6 @@
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/split.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
-#include "cuda/sparse_attention/sm90/merge.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/producers.cuh"
@@ -123,15 +121,15 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
-    using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || (kOctets == 8 && !kWalks))>;
+    constexpr bool kHasKeyTable = kExpanders > 0 || (kOctets == 8 && !kWalks);
+    using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
     const auto split = [&]<Tiles kTiles>(constant<kTiles>) {
       constexpr ManyHeadsTraits kTraits{
           .octets = kOctets, .producers = kVariant.producers, .schedule = kVariant.schedule, .tiles = kTiles};
       using C = ManyHeads<R, kTraits>;
       const KernelParams params = launch_items<C>(many_heads_split_kernel<C>, p, plan, stream);
-      if constexpr (C::kParts) launch_merge_query_parts<C>(params, stream);
-      if constexpr (kTiles == Tiles::kEntries)
-        if (params.num_tiles > 0) launch_merge_parts<R>(params, stream);
+      if constexpr (C::kParts || kTiles == Tiles::kEntries)
+        if (C::kParts || params.num_tiles > 0) launch_merge_parts<C>(params, stream);
     };
     if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
       if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});

@@ -188,8 +188,24 @@ class ListedKeys {
   const SparseAttentionParams* p_;
 };
 
-struct NeighboursItem : SplitItem {
-  int num_rows;  // heads of all its queries
+// Neighbouring queries, whose heads are the rows of a CTA: of one query maybe some of its heads.
+struct NeighbourHeads : QueryHeads {
+  int num_queries, num_rows;
+
+  NeighbourHeads() = default;
+  __device__ NeighbourHeads(const SparseAttentionParams& p, int64_t first_query, int count, int first,
+                            int most_rows)
+      : QueryHeads{first_query, first},
+        num_queries(count),
+        num_rows(min(count * p.num_q_heads - first, most_rows)) {}
+  // Those of a tile of entries.
+  template <class C>
+  __device__ static NeighbourHeads of_tile(const KernelParams& params, unsigned tile) {
+    const unsigned index = tile / params.num_head_blocks();
+    const int64_t first = int64_t{index} * params.tile_queries;
+    return {params.p, first, static_cast<int>(min(int64_t{params.tile_queries}, params.p.num_tokens - first)),
+            static_cast<int>(tile - index * params.num_head_blocks()) * C::kHeads, C::kHeads};
+  }
 
   __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
   __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
@@ -206,14 +222,15 @@ struct NeighboursItem : SplitItem {
     return p.q_stride_head == dims && p.q_stride_token == int64_t{p.num_q_heads} * dims;
   }
 };
-struct TileItem : NeighboursItem {
+struct TileItem : ItemOf<NeighbourHeads> {
   using Source = TileKeys;
+  static constexpr int kMostParts = kMaxTileParts;
   const Tile* tile;
   int part, num_parts;     // of its keys, this CTA's
   unsigned first, length;  // the positions of that part
 
   __device__ Source source(const KernelParams& params) const { return {params, *tile, first, length}; }
-  __device__ bool is_whole(const KernelParams&) const { return num_parts == 1; }
+  __device__ bool is_whole() const { return num_parts == 1; }
   // Once the tile is known.
   __device__ void take_part() {
     const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
@@ -228,7 +245,7 @@ struct TileItem : NeighboursItem {
     first_block = 0, num_blocks = ceil_div(num_keys, C::kBlockKeys);
   }
 };
-struct ListItem : NeighboursItem {
+struct ListItem : ItemOf<NeighbourHeads> {
   using Source = ListedKeys;
   Source keys;
   int num_keys;  // < 0: this tile has no list
@@ -295,35 +312,27 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
 template <class C>
 __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   const SparseAttentionParams& p = params.p;
-  unsigned index = static_cast<unsigned>(params.first_tile) + cluster_index();
   auto& tile = *reinterpret_cast<TileOf<C::kTiles>*>(smem + MLA_SMEM(C, tile));
   typename C::Item item;
-  int count;
-  item.split = cluster_rank();
-  item.first_head = 0;
+  NeighbourHeads& heads = item;
+  item.split = 0;
   if constexpr (C::kTiles == Tiles::kLists) {
-    item.query = params.shared.queries.first(index);
-    count = static_cast<int>(params.shared.queries.size(index));
-    item.keys = ListedKeys(params, index);
-    item.num_keys = count > 0 ? params.shared.length(index) : -1;
+    const QueryTiles& queries = params.shared.queries;
+    heads = {p, queries.first(blockIdx.x), static_cast<int>(queries.size(blockIdx.x)), 0, C::kHeads};
+    item.keys = ListedKeys(params, blockIdx.x);
+    item.num_keys = heads.num_queries > 0 ? params.shared.length(blockIdx.x) : -1;
     if (warp == 0 && lane == 0) {
-      tile.describe(p, count);
+      tile.describe(p, heads.num_queries);
       tile.all_queries = marks_of_octets(p, tile.all_queries);
     }
   } else {
-    item.part = item.split, item.num_parts = params.num_splits();
-    if (params.num_tiles > 0) {
-      const TileShare share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
-      index = share.tile / params.num_head_blocks();
-      item.first_head = share.tile % params.num_head_blocks() * C::kHeads;
-      item.part = share.part, item.num_parts = share.num_parts;
-    }
-    item.query = int64_t{index} * params.tile_queries;
-    count = static_cast<int>(min(int64_t{params.tile_queries}, p.num_tokens - item.query));
-    item.tile = &tile;
-    if (warp == 0) describe_tile(p, item.query, count, tile, lane);
+    TileShare share{static_cast<int>(blockIdx.x), 0, 1};
+    if (params.num_tiles > 0)
+      share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
+    heads = NeighbourHeads::of_tile<C>(params, share.tile);
+    item.tile = &tile, item.part = share.part, item.num_parts = share.num_parts;
+    if (warp == 0) describe_tile(p, heads.query, heads.num_queries, tile, lane);
   }
-  item.num_rows = min(count * p.num_q_heads - item.first_head, C::kHeads);
   return item;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
-// CTAs that share a query without a cluster. Clusters leave SMs without work: on 132 SMs 15 of eight CTAs
-// run at once, or 17 of six. Here any number of CTAs shares a query. Each leaves a part of its result in the
-// workspace, and a second grid adds them up in the order of the keys.
+// CTAs that share a query, or a tile of queries, without a cluster. Clusters leave SMs without work: on 132
+// SMs 15 of eight CTAs run at once, or 17 of six. Here any number of CTAs shares a query. Each leaves a part
+// of its result in the workspace, and a second grid adds them up in the order of the keys.
 //
 // A value warp leaves its accumulators as they lie in its registers: a lane has eight values of a head, which
 // become f16 times a power of two of their own. Runs of segments stay floats.
@@ -15,7 +15,9 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/many_heads/shares.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
 #include "cuda/sparse_attention/sm90/softmax.cuh"
@@ -111,16 +113,20 @@ class QueryPart {
   static_assert(kLanes * kValues == C::kHeads * kHeadDimV);
 
   // The `number`-th of all.
-  __device__ QueryPart(const SparseAttentionParams& p, int64_t number)
-      : base_(reinterpret_cast<uint8_t*>(p.workspace) + number * kBytes) {}
+  __device__ QueryPart(const KernelParams& params, int64_t number)
+      : base_(reinterpret_cast<uint8_t*>(params.p.workspace + floats_of_parts_table(params.num_tiles)) +
+              number * kBytes) {}
   // Of this CTA's query.
   __device__ static QueryPart of_run(const KernelParams& params, int run) {
-    return {params.p, int64_t{params.splits.word(blockIdx.x)} * params.most_runs + run};
+    return {params, int64_t{params.splits.word(blockIdx.x)} * params.most_runs + run};
   }
 
-  // (base, sum) of a head.
+  // (base, sum) of a head. Its largest logit, not of runs.
   __device__ float2& stats(int head) const {
     return reinterpret_cast<float2*>(base_ + kBytes)[head - C::kHeads];
+  }
+  __device__ float& largest(int head) const {
+    return reinterpret_cast<float*>(base_ + kBytes)[head - 3 * C::kHeads];
   }
   __device__ __forceinline__ void write(int value_warp, int column, int lane,
                                         const float (&x)[kValues]) const {
@@ -138,6 +144,31 @@ class QueryPart {
   uint8_t* const base_;
 };
 
+// Of an item of the second grid: its heads, and its parts.
+template <class C>
+struct ItemParts {
+  static constexpr bool kOfTiles = C::kTiles == Tiles::kEntries;
+  std::conditional_t<kOfTiles, NeighbourHeads, QueryHeads> heads;
+  int64_t first;
+  int count;
+
+  __device__ ItemParts(const KernelParams& params, unsigned item) {
+    if constexpr (kOfTiles) {
+      heads = NeighbourHeads::of_tile<C>(params, item);
+    } else {
+      heads = heads_of_item<C>(params, item);
+      count = C::Item::num_parts(params);
+      first = int64_t{item} * count;
+    }
+  }
+  // Of a tile, when the first grid is over. False: it has a part alone, whose CTA has written the output.
+  __device__ bool find(const KernelParams& params, unsigned item) {
+    const PartsOfTile own = parts_of_tile(params, static_cast<int>(item));
+    first = own.first, count = own.count;
+    return count > 1;
+  }
+};
+
 inline constexpr int kPartsMergeWarps = 4;
 
 // fn(constant<runs>{}).
@@ -148,55 +179,78 @@ __device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
   }(std::make_integer_sequence<int, kMaxRuns>{});
 }
 
-// A warp: a column of a value warp. What it does once all parts are there it has done before with none: then
-// its code is in the instruction cache, and where the parts lie is known.
+// A warp: a column of a value warp. What it does for a query once all parts are there it has done before with
+// none: then its code is in the instruction cache, and where the parts lie is known.
 template <class C>
 __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
-    merge_query_parts_kernel(const __grid_constant__ KernelParams params) {
+    merge_parts_kernel(const __grid_constant__ KernelParams params) {
   using Part = QueryPart<C>;
-  constexpr int kBlocksOfWarp = Part::kColumns / kPartsMergeWarps, kMost = kMostQueryParts;
-  static_assert(kMost == kWarpSize / 4);
+  constexpr int kBlocksOfWarp = Part::kColumns / kPartsMergeWarps, kAtOnce = kWarpSize / 4;
+  constexpr int kRounds = ceil_div(C::Item::kMostParts, kAtOnce);
   const SparseAttentionParams& p = params.p;
   const int lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
   const unsigned item = blockIdx.x / (kBlocksOfWarp * kConsumerWarps);
   const int value_warp = blockIdx.x / kBlocksOfWarp % kConsumerWarps;
   const int column = blockIdx.x % kBlocksOfWarp * kPartsMergeWarps + threadIdx.x / kWarpSize;
-  const QueryHeads heads = heads_of_item<C>(params, item);
+  ItemParts<C> own(params, item);
+  const auto& heads = own.heads;
   const int head = column / 2 * kOctetHeads + 2 * t + column % 2, first_chunk = value_warp / 4 * C::kChunks;
   const bool is_head = heads.has_head(p, head);
-  const int num_parts = C::Item::num_parts(params);
-  const Part first(p, int64_t{item} * num_parts);
-  const typename Part::Values::Place values = first.values(value_warp, column, lane);
-  const uint8_t* stats_of_g = reinterpret_cast<const uint8_t*>(&first.stats(head)) + g * Part::kBytes;
-  uint16_t* out = p.out + heads.query * p.out_stride_token + (heads.first_head + head) * p.out_stride_head +
-                  first_chunk * kChunkDims + value_warp % 4 * 16;
-  keep_found(stats_of_g), keep_found(out);
   let_next_grid_come();
   if (!heads.has_head(p, column / 2 * kOctetHeads)) return;
+  if constexpr (own.kOfTiles) {
+    wait_for_previous_grid();
+    if (!own.find(params, item)) return;
+  }
+  const Part first(params, own.first);
+  const typename Part::Values::Place values = first.values(value_warp, column, lane);
+  const uint8_t* stats_of_g = reinterpret_cast<const uint8_t*>(&first.stats(head)) + g * Part::kBytes;
+  uint16_t* out = reinterpret_cast<uint16_t*>(place_of_head(p, heads, head)) + first_chunk * kChunkDims +
+                  value_warp % 4 * 16;
+  keep_found(stats_of_g), keep_found(out);
 
   // Going through it twice takes 1 to 8 % of a call with CTAs of 64 heads, and where more blocks come than
   // run at once; else it saves up to 4 %.
   constexpr unsigned kMostItems = 40;
-  const bool rehearses = C::kHeads < 64 && gridDim.x <= kMostItems * kBlocksOfWarp * kConsumerWarps;
+  const bool rehearses =
+      !own.kOfTiles && C::kHeads < 64 && gridDim.x <= kMostItems * kBlocksOfWarp * kConsumerWarps;
 #pragma unroll 1
-  for (int parts = rehearses ? 0 : num_parts;; parts = num_parts) {
+  for (int parts = rehearses ? 0 : own.count;; parts = own.count) {
     const bool is_rehearsal = parts == 0;
-    if (!is_rehearsal) wait_for_previous_grid();
-    float2 stats = {kNoPartial, 0.0f};  // of part g
-    if (g < parts) stats = __ldcg(reinterpret_cast<const float2*>(stats_of_g));
-    typename Part::Values x[kMost];
+    if (!own.kOfTiles && !is_rehearsal) wait_for_previous_grid();
+    float2 stats[kRounds];  // of part g of each round
+    float largest = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) x[i] = values.read(i * Part::kBytes, i < parts);
+    for (int round = 0; round < kRounds; ++round) {
+      stats[round] = {kNoPartial, 0.0f};
+      const int part = round * kAtOnce + g;
+      if (part >= parts) continue;
+      stats[round] = __ldcg(reinterpret_cast<const float2*>(stats_of_g + round * kAtOnce * Part::kBytes));
+      if constexpr (C::kFindsLargest)
+        if (p.max_logits) largest = fmaxf(largest, __ldcg(&Part(params, own.first + part).largest(head)));
+    }
+    typename Part::Values x[kAtOnce];
+    const auto load = [&](int round) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int part = round * kAtOnce + i;
+        x[i] = values.read(part * Part::kBytes, part < parts);
+      }
+    };
+    load(0);
     __syncwarp();  // all loads are under way before any is waited for
-    const float max = max_over_g(stats.x), weight = fast_exp2(stats.x - max);
-    float weights[kMost], sum[Part::kValues] = {}, total = 0.0f;
+    float max = stats[0].x, weights[kAtOnce], sum[Part::kValues] = {}, total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
+    for (int round = 1; round < kRounds; ++round) max = fmaxf(max, stats[round].x);
+    max = max_over_g(max);
     if constexpr (C::kRuns) {
-      const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats.x != kNoPartial));
-      float sums[kMost];
+      const float weight = fast_exp2(stats[0].x - max);
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) sums[i] = __shfl_sync(kFullWarp, stats.y * weight, 4 * i + t);
+      for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
+      const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats[0].x != kNoPartial));
+      float sums[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) sums[i] = __shfl_sync(kFullWarp, stats[0].y * weight, 4 * i + t);
       with_runs(runs, [&](auto num) {
         total = sum_of_runs<num()>([&](int i) { return sums[i]; });
 #pragma unroll
@@ -204,12 +258,21 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
           sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
       });
     } else {
-      total = sum_over_g(stats.y * weight);
 #pragma unroll
-      for (int i = 0; i < kMost; ++i)
-        if (i < num_parts) x[i].add_to(sum, weights[i]);
+      for (int round = 0; round < kRounds; ++round) {
+        if (round > 0 && round * kAtOnce >= parts) break;
+        if (round > 0) load(round);
+        const float weight = fast_exp2(stats[round].x - max);
+        total += sum_over_g(stats[round].y * weight);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (round * kAtOnce + i < own.count) x[i].add_to(sum, weights[i]);
+      }
     }
-    const float factor = output_factor<typename C::R>(p, heads.first_head + head, max, total);
+    const int of_q = heads.head_of(p, head);
+    const float factor = is_head ? output_factor<typename C::R>(p, of_q, max, total) : 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk) {
       const bool is_bf16 = first_chunk + chunk >= C::R::kFp8Chunks;
@@ -219,16 +282,19 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
         *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
     }
     if (is_rehearsal) continue;
+    if (C::kFindsLargest && p.max_logits) largest = max_over_g(largest);
     if (value_warp == 0 && g == 0 && is_head)
-      write_head(p, heads.query, heads.first_head + head, max, total, -INFINITY);
+      write_head(p, heads.query_of(p, head), of_q, max, total, largest);
     break;
   }
 }
 
 template <class C>
-void launch_merge_query_parts(const KernelParams& params, gpuStream_t stream) {
-  const int64_t items = params.p.num_tokens * ceil_div(params.p.num_q_heads, C::kHeads);
-  launch(merge_query_parts_kernel<C>,
+void launch_merge_parts(const KernelParams& params, gpuStream_t stream) {
+  const int64_t items = params.num_tiles > 0
+                            ? params.num_tiles
+                            : params.p.num_tokens * ceil_div(params.p.num_q_heads, C::kHeads);
+  launch(merge_parts_kernel<C>,
          {.grid = items * (kConsumerWarps * QueryPart<C>::kColumns / kPartsMergeWarps),
           .block = kPartsMergeWarps * kWarpSize,
           .stream = stream},

@@ -30,8 +30,8 @@ namespace mla_fp8::gpu {
 //   kBarrierQ          values                    the same          the same: may be written in wgmma's order
 //   kBarrierWorkersQ   logits, values            the same          q, q_scale: are written
 //   kBarrierLogits     logits                    the same          head_state, warp_max, rescale
-//   kBarrierFinish     logits, values            the same          stats, largest; ring and q are free
-//   kBarrierStore      values                    the same          the output over the ring (one CTA a query)
+//   kBarrierFinish     logits, values            the same          factors; ring and q are free
+//   kBarrierStore      values                    the same          the output over the ring
 
 // What of the kernel is chosen when it is compiled, besides the rows.
 struct ManyHeadsTraits {
@@ -61,8 +61,8 @@ struct ManyHeads {
   static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // each CTA leaves those that it has
   static constexpr bool kParts = kRuns || kTraits.schedule == Schedule::kParts;        // parts.cuh
   static constexpr bool kSegments = kRuns || kTraits.schedule == Schedule::kSegments;  // sm90/segments.cuh
-  static constexpr bool kFetchesEarly = kParts && !R::kMixed;   // else kProducersAreEarly may say so
-  static constexpr bool kFindsLargest = !kParts && !kSegments;  // logits, if the caller wants them
+  static constexpr bool kFetchesEarly = kParts && !R::kMixed;  // else kProducersAreEarly may say so
+  static constexpr bool kFindsLargest = !kSegments;            // logits, if the caller wants them
   static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
   static constexpr bool kFirstInRegisters = kOctets < 8;  // of segments: else there are none for it
   static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
@@ -119,10 +119,8 @@ struct ManyHeads {
     alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
     float warp_max[kLogitWarps][kHeads];    // sums at the end, and of a run
     float q_scale[kHeads];
-    float2 stats[kWalks ? 0 : kHeads];
-    float largest[kFindsLargest && !kWalks ? kHeads : 0];         // logit
-    float warp_largest[kFindsLargest ? kLogitWarps : 0][kHeads];  // the same, up to now
-    float factors[kWalks ? 2 : 0][kHeads];                        // of a query's output
+    float warp_largest[kFindsLargest ? kLogitWarps : 0][kHeads];  // logits up to now
+    float factors[kWalks ? 2 : 1][kHeads];                        // of a query's output
     uint8_t valid[kStages][kStageRows];
     alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // of a query's valid keys
     uint64_t stage_barriers[kStages][2];                 // full, empty
@@ -141,10 +139,9 @@ struct ManyHeads {
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= kMaxSharedBytes);
 
-  static constexpr int kOutPitch = kHeadDimV + 4, kStorePitch = kHeadDimV * 2 + 16;
+  static constexpr int kStorePitch = kHeadDimV * 2 + 16;
   static_assert(kHeads * R::kDims * 2 <= sizeof(Smem::q), "Q lies there first as it came");
-  static_assert(kHeads * kOutPitch * 4 <= offsetof(Smem, weights_fp8),
-                "partial outputs lie over the ring and Q");
+  static_assert(kHeads * kStorePitch <= offsetof(Smem, q), "the output lies over the ring");
 };
 
 enum SplitBarrier { kBarrierWorkersQ = kBarrierOfKernel, kBarrierLogits, kBarrierFinish, kBarrierStore };

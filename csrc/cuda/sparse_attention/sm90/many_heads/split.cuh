@@ -1,6 +1,5 @@
 #pragma once
 // What a CTA of many_heads does with one item.
-#include "cuda/device/cluster.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
@@ -13,7 +12,6 @@
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
-#include "cuda/sparse_attention/sm90/merge.cuh"
 #include "cuda/sparse_attention/sm90/mixed_expand.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/producers.cuh"
@@ -41,11 +39,7 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     w.take_part();
     w.source(params).fetch_pages(thread, C::kThreads);
   }
-  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) {
-    __syncwarp();
-    if (!C::kParts && params.num_splits() > 1) cluster_sync_shared(), cluster_leave();
-    return;
-  }
+  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) return;
   KeySurvey survey;
   if constexpr (C::kFetchesEarly) {
     survey_part<C>(params, w, smem, warp, lane, [] {});
@@ -62,18 +56,13 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   } else {
     survey = survey_query<C>(params, w, smem, warp, lane, [] {});
   }
-  const bool split = !C::kParts && params.num_splits() > 1;
 
   if (!C::kFetchesEarly && warp >= kConsumerWarps + C::kLogitWarps) {
     run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
-    __syncwarp();
-    if (split) cluster_sync_shared(), cluster_leave();  // partials are written; and read: the CTA may go
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     named_barrier(kBarrierWorkersQ, C::kWorkers);
     SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
-    __syncwarp();
-    if (split) cluster_sync_shared(), cluster_leave();
   } else {
     take_registers<C::kValueRegisters>();
     WgmmaQuery<C> q;
@@ -84,18 +73,10 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
     if constexpr (C::kRuns) values.run_and_leave(params, w);
     else values.run(w);
-    if (split) {
-      values.write_partial();
-      __syncwarp();
-      cluster_sync_shared();
-      merge_splits<C>(params, w, smem, warp, lane);
-      __syncwarp();
-      cluster_leave();
-    } else if (w.is_whole(params)) {
+    if (w.is_whole()) {
       values.store(params.p, w, thread);
-    } else {
-      if constexpr (C::kParts && !C::kSegments) values.leave(QueryPart<C>(params.p, blockIdx.x));
-      if constexpr (C::kTiles == Tiles::kEntries) values.write_part(params, w, thread);
+    } else if constexpr (!C::kRuns) {
+      values.leave(QueryPart<C>(params, blockIdx.x));
     }
   }
 }

@@ -216,10 +216,10 @@ class SplitValues : protected BlockValues<C> {
   // O * factor as bf16, through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies of
   // whole heads took twice as long.)
   __device__ void store(const SparseAttentionParams& p, const typename C::Item& w, int thread) const {
-    const float2* stats = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats));
+    const float* factors = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, factors));
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
     each_pair([&](int head, int dim, bool adjacent, float a, float b) {
-      const float factor = stats[head].y;
+      const float factor = factors[head];
       const uint32_t pair =
           pack_bf16(output_value<C::kSegments>(a, factor), output_value<C::kSegments>(b, factor));
       uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
@@ -239,16 +239,6 @@ class SplitValues : protected BlockValues<C> {
     }
   }
 
-  // O as float [head][kHeadDimV] for merge_splits.
-  __device__ void write_partial() const {
-    float* base = reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, ring));
-    each_pair([&](int head, int dim, bool adjacent, float a, float b) {
-      float* out = base + head * C::kOutPitch + dim;
-      if (adjacent) *reinterpret_cast<float2*>(out) = {a, b};
-      else out[0] = a, out[8] = b;
-    });
-  }
-
   // As run(), of a CTA that leaves the result of each run.
   __device__ void run_and_leave(const KernelParams& params, const typename C::Item& w) {
     int block = 0;
@@ -263,7 +253,7 @@ class SplitValues : protected BlockValues<C> {
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  // What merge_query_parts_kernel reads, straight from the registers.
+  // What merge_parts_kernel reads, straight from the registers.
   __device__ __forceinline__ void leave(const QueryPart<C>& part) const {
     const int value_warp = first_chunk_ / C::kChunks * 4 + warp_;
 #pragma unroll
@@ -276,23 +266,6 @@ class SplitValues : protected BlockValues<C> {
           values[2 * chunk] = out_[chunk][n][c], values[2 * chunk + 1] = out_[chunk][n][c + 2];
         part.write(value_warp, 2 * n + c, lane_, values);
       }
-  }
-
-  // What merge_parts_kernel reads, of a part of a tile.
-  __device__ void write_part(const KernelParams& params, const typename C::Item& w, int thread) const {
-    const TileParts parts(params);
-    const int part = blockIdx.x;
-    each_pair([&](int row, int dim, bool adjacent, float a, float b) {
-      if (row >= w.num_rows) return;
-      float* out = parts.out(part, row) + dim;
-      if (adjacent) *reinterpret_cast<float2*>(out) = {a, b};
-      else out[0] = a, out[8] = b;
-    });
-    if (thread >= w.num_rows) return;
-    parts.stats(part, thread) = reinterpret_cast<const float2*>(x_.bytes + MLA_SMEM(C, stats))[thread];
-    if (params.p.max_logits)
-      parts.largest(part, thread, params.num_tiles) =
-          reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, largest))[thread];
   }
 
  private:
