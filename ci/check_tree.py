@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES, MAX_COLUMNS = 400, 110
-MAX_ROLE_LINES = 800  # of a file with one role of a kernel in it: a class is not torn apart
+MAX_ROLE_LINES = 500  # of a file with one role of a kernel in it: a class is not torn apart
 MAX_REFERENCE_STATEMENTS, MAX_WRAPPER_STATEMENTS = 15, 60
 SOURCES = (".h", ".cpp", ".cu", ".cuh", ".hip", ".py")
 
@@ -27,6 +27,12 @@ ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
 INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 # A function of a kernel takes a struct rather than more parameters than these.
 KERNELS, MAX_PARAMETERS = ("csrc/common/", "csrc/cpu/", "csrc/cuda/"), 8
+MAX_TEMPLATE_PARAMETERS = 4  # more are a struct of traits
+SHAPES_OF_INDEXER = (
+    "csrc/cuda/index_sm90.cu",
+    "csrc/cuda/indexer/sm90_math.cuh",
+    "csrc/cuda/indexer/sm90_scan.cuh",
+)
 DEFINITION = re.compile(r"^[^\n#/]*?\b(\w+)\(([^(){};]*)\)\s*(?:const\s*)?\{", re.MULTILINE)
 # Public functions name their parameters; this one takes and ignores what FlashMLA's does.
 NAMED_PARAMETERS = re.compile(r"python/mla_fp8/(ops|prefill|compat)/(?!_)")
@@ -71,6 +77,25 @@ def check_parameters(name: str, lines: list[str]) -> Iterator[str]:
             yield f"{name}:{number}: {found[1]} has {count} parameters, at most {MAX_PARAMETERS}"
 
 
+def template_parameters(text: str) -> Iterator[tuple[int, int]]:
+    """(line, count) of each template."""
+    for found in re.finditer(r"\btemplate\s*<", text):
+        angles, others, count = 1, 0, 1
+        for c in text[found.end() :]:
+            others += (c in "([{") - (c in ")]}")
+            angles += (c == "<" and others == 0) - (c == ">" and others == 0)
+            count += c == "," and angles == 1 and others == 0
+            if angles == 0:
+                break
+        yield text.count("\n", 0, found.start()) + 1, count
+
+
+def check_templates(name: str, lines: list[str]) -> Iterator[str]:
+    for number, count in template_parameters("\n".join(line.split("//")[0] for line in lines)):
+        if count > MAX_TEMPLATE_PARAMETERS and name not in SHAPES_OF_INDEXER:
+            yield f"{name}:{number}: {count} template parameters, at most {MAX_TEMPLATE_PARAMETERS}"
+
+
 def check_keywords(name: str, lines: list[str]) -> Iterator[str]:
     for node in ast.parse("\n".join(lines)).body:
         public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
@@ -106,6 +131,7 @@ def main() -> int:
             wrong += check_includes(name, lines)
         if name.startswith(KERNELS):
             wrong += check_parameters(name, lines)
+            wrong += check_templates(name, lines)
         if NAMED_PARAMETERS.match(name):
             wrong += check_keywords(name, lines)
         if name.startswith("python/"):

@@ -42,6 +42,8 @@
 #include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/sm90/few_heads/merge.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/walk.cuh"

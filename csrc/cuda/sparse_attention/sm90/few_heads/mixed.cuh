@@ -1,6 +1,6 @@
 #pragma once
-// What a team does with rows of two caches, which producers have made rows of one kind (mixed_row.cuh): both
-// products as in team.cuh, with scales of 16 dims. Those of K multiply its fragments: accumulators need no
+// What a team does with rows of two caches, which were made rows of one kind (mixed_row.cuh): both products
+// as in products.cuh, with scales of 16 dims. Those of K multiply its fragments: accumulators need no
 // attention then until all dims are in. Those of V multiply the weights.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
@@ -9,7 +9,7 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/team.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 

@@ -7,6 +7,8 @@
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/products.cuh"
+#include "cuda/sparse_attention/sm90/few_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
