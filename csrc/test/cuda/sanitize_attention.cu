@@ -35,13 +35,13 @@ using enum KvLayoutId;
 using enum Kernel;
 using enum Schedule;
 constexpr Case kCases[] = {
-    {kFewHeads, kSplit, 8, 1, 4, kDsv32, 8, 5, 300, 0, false},
-    {kFewHeads, kSplit, 8, 4, 4, kDsv32, 8, 5, 1200, 0, false},
+    {kFewHeads, kSplit, 8, 1, 0, kDsv32, 8, 5, 300, 0, false},
+    {kFewHeads, kSplit, 8, 4, 0, kDsv32, 8, 5, 1200, 0, false},
     {kFewHeads, kSplit, 8, 1, 8, kDsv32, 5, 5, 700, 0, false},
-    {kFewHeads, kSplit, 8, 1, 4, kDsv4, 8, 5, 300, 100, false},
-    {kFewHeads, kSplit, 8, 4, 4, kDsv4, 8, 5, 1000, 200, false},
-    {kFewHeads, kSplit, 8, 1, 4, kFp8E4m3, 8, 5, 300, 0, false},
-    {kFewHeads, kSplit, 8, 2, 4, kBf16, 8, 5, 500, 0, false},
+    {kFewHeads, kSplit, 8, 1, 0, kDsv4, 8, 5, 300, 100, false},
+    {kFewHeads, kSplit, 8, 4, 0, kDsv4, 8, 5, 1000, 200, false},
+    {kFewHeads, kSplit, 8, 1, 0, kFp8E4m3, 8, 5, 300, 0, false},
+    {kFewHeads, kSplit, 8, 2, 0, kBf16, 8, 5, 500, 0, false},
     {kFewHeads, kSplit, 16, 1, 0, kDsv32, 16, 5, 300, 0, false},
     {kFewHeads, kSplit, 16, 4, 0, kDsv32, 16, 5, 1200, 0, false},
     {kFewHeads, kSplit, 16, 1, 0, kDsv32, 17, 5, 300, 0, false},
@@ -51,7 +51,7 @@ constexpr Case kCases[] = {
     {kFewHeads, kSplit, 16, 2, 0, kBf16D512, 12, 5, 500, 0, false},
     {kFewHeads, kSplit, 32, 1, 0, kBf16, 32, 5, 600, 0, false},
     {kFewHeads, kSplit, 32, 2, 0, kBf16, 64, 5, 1000, 0, false},
-    {kFewHeads, kSplit, 8, 16, 4, kBf16D512, 8, 1, 4800, 0, false},
+    {kFewHeads, kSplit, 8, 16, 0, kBf16D512, 8, 1, 4800, 0, false},
     {kManyHeads, kSplit, 32, 1, 0, kDsv32, 32, 5, 1100, 0, false},
     {kManyHeads, kSplit, 32, 1, 0, kDsv32, 32, 5, 2400, 0, false},
     {kManyHeads, kSplit, 32, 1, 0, kDsv4, 32, 5, 600, 500, false},
