@@ -28,11 +28,7 @@ INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 # A function of a kernel takes a struct rather than more parameters than these.
 KERNELS, MAX_PARAMETERS = ("csrc/common/", "csrc/cpu/", "csrc/cuda/"), 8
 MAX_TEMPLATE_PARAMETERS = 4  # more are a struct of traits
-SHAPES_OF_INDEXER = (
-    "csrc/cuda/index_sm90.cu",
-    "csrc/cuda/indexer/sm90_math.cuh",
-    "csrc/cuda/indexer/sm90_scan.cuh",
-)
+SHAPES_OF_INDEXER = tuple(f"csrc/cuda/indexer/sm90_{name}.cuh" for name in ("math", "scan", "shapes"))
 DEFINITION = re.compile(r"^[^\n#/]*?\b(\w+)\(([^(){};]*)\)\s*(?:const\s*)?\{", re.MULTILINE)
 # Public functions name their parameters; this one takes and ignores what FlashMLA's does.
 NAMED_PARAMETERS = re.compile(r"python/mla_fp8/(ops|prefill|compat)/(?!_)")
