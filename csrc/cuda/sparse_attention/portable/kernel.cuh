@@ -120,19 +120,18 @@ __device__ __noinline__ void prepare_last(const typename KeysOf::Params& params,
     if ((latent[i] & 0x7f80) == 0x7f80) latent[i] = 0;
 }
 
-template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, RowKind kKind, int kDims, int kHeads>
 __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPerSm)
     portable_kernel(const __grid_constant__ typename KeysOf::Params params) {
-  using R = Row<kId>;
   using T = Team<kHeads>;
-  using Smem = Shared<KeysOf, kId, kExtra, kHeads>;
+  using Smem = Shared<KeysOf, kKind, kDims, kHeads>;
   constexpr int kWarps = T::kWarps, kWarpDims = T::kWarpDims;
   constexpr int kSoftmaxLanes = T::kSoftmaxLanes, kLaneKeys = T::kLaneKeys, kWarpTiles = T::kWarpTiles;
   constexpr int kPartOctets = kBlockKeys / 8 / T::kKeyParts, kRounds = kPartOctets / 2;
-  constexpr int kSteps = R::kDims / kQuarters / 16;
+  constexpr int kSteps = kDims / kQuarters / 16;
   constexpr int kGroups = T::kGroups, kGroupTiles = T::kGroupTiles, kGroupThreads = T::kThreads / kGroups;
   constexpr bool kAhead = Smem::kStages > 1;  // the next rows are asked for before these are decoded
-  static_assert(R::kDims % (kQuarters * 16) == 0 && kPartOctets % 2 == 0);
+  static_assert(kDims % (kQuarters * 16) == 0 && kPartOctets % 2 == 0);
   const SparseAttentionParams& p = params.p;
   extern __shared__ __align__(16) uint8_t smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   if (threadIdx.x == 0) smem.num_blocks = num_blocks;
   __syncthreads();
 
-  Gather<KeysOf, kId, kExtra, kHeads> gather(params, smem, first_key, first_key + num_keys);
+  Gather<KeysOf, kKind, kDims, kHeads> gather(params, smem, first_key, first_key + num_keys);
   if (warp < 2) gather.look_up(warp), gather.finish(warp);
   order_q<KeysOf>(q);
   __syncthreads();
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   };
   fetch(0);
 
-  const float layer_scale = R::kUniformFp8 ? *p.scale : 1.0f;
+  const float layer_scale = p.scale ? *p.scale : 1.0f;
   const float logit_scale = p.sm_scale * layer_scale * kLog2E;
   const int own_head = threadIdx.x / kSoftmaxLanes, own_key = threadIdx.x % kSoftmaxLanes * kLaneKeys;
   // Every other head has its second four keys first: loads fall into different banks.
@@ -202,7 +201,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
     if (looks_up) gather.look_up(block + 2);
     if constexpr (kAhead) fetch(block + 1);
     if constexpr (Smem::kDecodes) {
-      decode_block(smem, block);
+      decode_block(smem, params.rows, block);
       __syncthreads();
     }
     if (!kAhead && group == kGroups - 1) fetch(block + 1);
@@ -382,13 +381,13 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
     }
 }
 
-template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, RowKind kKind, int kDims, int kHeads>
 void launch_heads(const typename KeysOf::Params& params, gpuStream_t stream) {
-  constexpr int kSmemBytes = sizeof(Shared<KeysOf, kId, kExtra, kHeads>);
+  constexpr int kSmemBytes = sizeof(Shared<KeysOf, kKind, kDims, kHeads>);
   static_assert(kSmemBytes <= 99 * 1024, "sm_86, sm_89 and sm_120 have no more");
   const int rows = KeysOf::rows(params);
   const int64_t items = params.p.num_tokens * params.p.num_q_heads / rows;
-  launch(portable_kernel<KeysOf, kId, kExtra, kHeads>,
+  launch(portable_kernel<KeysOf, kKind, kDims, kHeads>,
          {.grid = items * ceil_div(rows, kHeads) * params.splits,
           .block = Team<kHeads>::kThreads,
           .stream = stream,

@@ -6,7 +6,7 @@ namespace {
 
 // What is selected. A row's valid keys are known once it is surveyed, and then shared out among the splits.
 struct Selected {
-  using Params = PortableParams;
+  using Params = portable::RowsParams;
   using Keys = gpu::Keys;
   using Key = KeySource::Key;
   static constexpr bool kOfSplit = false, kSeveralQueries = false;
@@ -35,9 +35,11 @@ struct Selected {
 }  // namespace
 
 void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
-  const PortableParams params{p, plan.splits};
+  const portable::RowsParams params = portable::rows_params(p, plan.splits);
   with_variant<Kernel::kPortable>(p, plan, [&](auto variant, auto id, auto extra) {
-    portable::launch_heads<Selected, id(), extra(), kVariants[variant()].heads>(params, stream);
+    constexpr portable::RowKind kKind = portable::kind_of({id(), extra()});
+    constexpr int kDims = kv_layout(id()).head_dim_qk(), kHeads = kVariants[variant()].heads;
+    portable::launch_heads<Selected, kKind, kDims, kHeads>(params, stream);
   });
   if (plan.splits > 1) launch_merge(params, stream);
 }

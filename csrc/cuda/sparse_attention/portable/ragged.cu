@@ -8,7 +8,7 @@
 namespace mla_fp8::gpu {
 namespace {
 
-struct RaggedParams : PortableParams {
+struct RaggedParams : portable::RowsParams {
   PagedAttentionRaggedParams ragged;
   Divider num_q_heads, num_splits, page_size;
   float ln2_of_cap;
@@ -154,13 +154,19 @@ int ragged_latent_splits(const PagedAttentionRaggedParams& p) {
 }
 
 void ragged_latent(const PagedAttentionRaggedParams& p, gpuStream_t stream) {
-  const RaggedParams params{
-      {without_keys(p), p.num_splits}, p, Divider(p.num_q_heads), Divider(p.num_splits), Divider(p.page_size),
-      kLn2 / p.logits_soft_cap};
+  const RaggedParams params{portable::rows_params(without_keys(p), p.num_splits),
+                            p,
+                            Divider(p.num_q_heads),
+                            Divider(p.num_splits),
+                            Divider(p.page_size),
+                            kLn2 / p.logits_soft_cap};
   const Plan plan = plan_ragged(params.p, p.q_len, 0, this_gpu());
   with_variant<Kernel::kPortable>(params.p, plan, [&](auto variant, auto id, auto extra) {
-    if constexpr (id() == extra())
-      portable::launch_heads<Ragged, id(), id(), kVariants[variant()].heads>(params, stream);
+    if constexpr (id() == extra()) {
+      constexpr portable::RowKind kKind = portable::kind_of({id(), id()});
+      constexpr int kDims = kv_layout(id()).head_dim_qk(), kHeads = kVariants[variant()].heads;
+      portable::launch_heads<Ragged, kKind, kDims, kHeads>(params, stream);
+    }
   });
   if (p.num_splits > 1) launch_merge(params, stream);
 }

@@ -2,13 +2,14 @@
 // Shared memory of the portable kernel, and what brings a block of rows there: by cp.async as they are
 // stored, then as bf16 latents.
 #include <algorithm>
+#include <bit>
 
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/portable/partials.cuh"
 
 namespace mla_fp8::gpu::portable {
 
@@ -46,6 +47,70 @@ struct Team {
                 "a group's warps have its heads in S and P, too");
 };
 
+// What a kernel knows of rows when it is compiled, besides their dims. The rest are numbers: layouts of one
+// kind share their kernels.
+enum class RowKind {
+  kBf16,    // latents as they are
+  kE4m3fn,  // one layout
+  kAny,     // of coded elements: e4m3fn, e4m3fnuz or e2m1, of two caches in two layouts
+};
+constexpr RowKind kind_of(KvPair layouts) {
+  const Format format = kv_layout(layouts.first).nope_format;
+  return format == Format::kBf16                            ? RowKind::kBf16
+         : format == Format::kE4m3fn && !layouts.is_mixed() ? RowKind::kE4m3fn
+                                                            : RowKind::kAny;
+}
+struct RowNumbers {
+  Format format;  // of the first coded_dims elements; the others are bf16
+  ScaleFormat scale_format;
+  int coded_dims, bf16_offset, bytes;  // of a row without scales that lie apart
+  int scale_offset, scale_bytes;       // in shared memory; apart from the row, else 0
+  int tile_log2;                       // dims that share a scale
+
+  RowNumbers() = default;
+  constexpr explicit RowNumbers(const KvLayout& l)
+      : format(l.nope_format),
+        scale_format(l.scale_format),
+        coded_dims(l.nope_format == Format::kBf16             ? 0
+                   : l.scale_format == ScaleFormat::kPerLayer ? l.head_dim_qk()
+                                                              : l.nope_dim),
+        bf16_offset(coded_dims == 0 ? 0 : l.rope_offset()),
+        bytes(l.token_stride()),
+        scale_offset(l.scale_placement == ScalePlacement::kPageTail ? bytes : l.nope_bytes()),
+        scale_bytes(l.scale_placement == ScalePlacement::kPageTail ? l.scale_bytes() : 0),
+        tile_log2(l.tile_dim > 0 ? std::countr_zero(static_cast<unsigned>(l.tile_dim)) : 0) {}
+  // In shared memory, an odd multiple of 16 bytes.
+  constexpr int pitch() const { return align_up(bytes + scale_bytes, 16) | 16; }
+};
+// The most and the least that any layout of a kind has.
+struct Range {
+  int least, most;
+};
+template <class Fn>
+constexpr Range range_of(RowKind kind, int dims, Fn&& number) {
+  Range range{1 << 30, 0};
+  for (int i = 0; i < kNumKvLayouts; ++i) {
+    const KvLayout l = kv_layout(static_cast<KvLayoutId>(i));
+    const bool is_bf16 = l.nope_format == Format::kBf16, is_e4m3fn = l.nope_format == Format::kE4m3fn;
+    const bool is_one = kind == RowKind::kBf16 ? is_bf16 : kind == RowKind::kE4m3fn ? is_e4m3fn : !is_bf16;
+    if (!is_one || l.head_dim_qk() != dims) continue;
+    const int x = number(RowNumbers(l));
+    range = {std::min(range.least, x), std::max(range.most, x)};
+  }
+  return range;
+}
+template <RowKind kKind, int kDims>
+inline constexpr Range kBytesOf = range_of(kKind, kDims, [](const RowNumbers& r) { return r.bytes; });
+template <RowKind kKind, int kDims>
+inline constexpr Range kCodedDimsOf =
+    range_of(kKind, kDims, [](const RowNumbers& r) { return r.coded_dims; });
+struct RowsParams : PortableParams {
+  RowNumbers rows[2];  // of each scope
+};
+inline RowsParams rows_params(const SparseAttentionParams& p, int splits) {
+  return {{p, splits}, {RowNumbers(kv_layout(p.layout)), RowNumbers(kv_layout(p.extra_layout))}};
+}
+
 // The page of a slot, which is below 2^31, without a division.
 struct Pages {
   unsigned page_size, factor;  // factor: how many fit into 2^32 - 1 rows
@@ -65,27 +130,26 @@ struct Place {
 };
 
 // Where the rows of a block lie; null: none.
-template <bool kScalesApart>
+template <bool kScalesApart, bool kTwoLayouts>
 struct Places {
   alignas(16) const uint8_t* row[kBlockKeys];
   const uint8_t* scales[kScalesApart ? kBlockKeys : 1];
-  bool is_extra[kBlockKeys];
+  bool is_extra[kTwoLayouts ? kBlockKeys : 1];
 };
 
-// kId: of rows of the first cache, kExtra: of the second.
-template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, RowKind kKind, int kDims_, int kHeads>
 struct Shared {
-  using R = Row<kId>;
   // With one, the next rows are asked for once these are decoded; with two before that.
   static constexpr int kStages = kHeads == 64 ? 1 : 2;
-  static constexpr int kRows = kHeads, kDims = R::kDims;
+  static constexpr int kRows = kHeads, kDims = kDims_;
   static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
   static constexpr int kWeightsPitch = kBlockKeys + 8;
-  static constexpr bool kDecodes = R::kFp8Dims > 0;
-  static constexpr bool kScalesApart = R::kScalesApart || Row<kExtra>::kScalesApart;
-  static constexpr int kRawPitch = std::max(R::kPitch, Row<kExtra>::kPitch);
-  static_assert(kDims == Row<kExtra>::kDims && (kDecodes || kStages == 2));
-  static_assert(kDecodes || (kId == kExtra && kRawPitch == kPitch * 2), "bf16 rows are latents as they are");
+  static constexpr bool kDecodes = kKind != RowKind::kBf16, kTwoLayouts = kKind == RowKind::kAny;
+  static constexpr int kRawPitch = range_of(kKind, kDims, [](const RowNumbers& r) { return r.pitch(); }).most;
+  static constexpr int kMostScaleBytes =
+      range_of(kKind, kDims, [](const RowNumbers& r) { return r.scale_bytes; }).most;
+  static constexpr bool kScalesApart = kMostScaleBytes > 0;
+  static_assert(kDecodes || (kStages == 2 && kRawPitch == kPitch * 2), "bf16 rows are latents as they are");
   alignas(16) uint8_t raw[kStages][kBlockKeys][kRawPitch];
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
@@ -93,7 +157,7 @@ struct Shared {
   float factor[kHeads];                             // on what has been summed up before this block
   float out_factor[kHeads];                         // at the end
   bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // of rows, one of the last keys
-  Places<kScalesApart> places[2];                   // of even and of odd blocks
+  Places<kScalesApart, kTwoLayouts> places[2];      // of even and of odd blocks
   // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
   typename KeysOf::Keys keys;
@@ -110,19 +174,20 @@ struct Shared {
   }
 };
 
-// Runs fn(Row<layout>{}) for the cache that a row is of.
-template <KvLayoutId kId, KvLayoutId kExtra, class Fn>
-__device__ __forceinline__ void with_row(bool is_extra, Fn&& fn) {
-  if (kId == kExtra || !is_extra) fn(Row<kId>{});
-  else fn(Row<kExtra>{});
+// This thread, found here: what follows from it and a row's numbers would be found once, before the first
+// block, and spilled.
+__device__ __forceinline__ int thread_found_here() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
 }
 
 // The rows of one split's keys: where they lie, which one warp finds out for a block, and the copies of them,
 // each by all lanes of a warp.
-template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
+template <class KeysOf, RowKind kKind, int kDims, int kHeads>
 class Gather {
  public:
-  using Smem = Shared<KeysOf, kId, kExtra, kHeads>;
+  using Smem = Shared<KeysOf, kKind, kDims, kHeads>;
   using Params = typename KeysOf::Params;
   __device__ Gather(const Params& params, Smem& smem, int first, int end)
       : params_(params), smem_(smem), first_(first), end_(end) {}
@@ -150,42 +215,44 @@ class Gather {
       const KvScope& s = params_.p.scopes[key_.scope];
       const auto [page, in_page] = KeysOf::place(key_, smem_.pages[key_.scope], s);
       const uint8_t* at = s.kv_cache + page * s.kv_cache_stride_page;
-      with_row<kId, kExtra>(is_extra, [&](auto r) {
-        constexpr KvLayout kL = decltype(r)::kL;
-        row = at + kL.token_offset(in_page);
-        scales = at + kL.scale_offset(in_page, s.page_size);
-      });
+      const RowNumbers& r = params_.rows[Smem::kTwoLayouts && is_extra];
+      row = at + in_page * r.bytes;
+      if constexpr (Smem::kScalesApart) scales = at + s.page_size * r.bytes + in_page * r.scale_bytes;
     }
     places.row[lane] = row;
     if constexpr (Smem::kScalesApart) places.scales[lane] = scales;
-    if constexpr (kId != kExtra) places.is_extra[lane] = is_extra;
+    if constexpr (Smem::kTwoLayouts) places.is_extra[lane] = is_extra;
   }
   // Starts the copies of a block.
-  __device__ __forceinline__ void start(int block) const { start_copies<false>(smem_, block); }
+  __device__ __forceinline__ void start(int block) const { start_copies<false>(smem_, params_.rows, block); }
   // The same of rows that may be one; nothing behind the last block. Thousands of copies of one row would
   // queue at its few lines of the L2. A call, so that it takes no registers.
-  __device__ __forceinline__ void start_through_l1(int block) const { start_slowly(smem_, block); }
+  __device__ __forceinline__ void start_through_l1(int block) const {
+    start_slowly(smem_, params_.rows, block);
+  }
 
  private:
-  static __device__ __noinline__ void start_slowly(Smem& smem, int block) {
-    if (block < smem.num_blocks) start_copies<true>(smem, block);
+  static __device__ __noinline__ void start_slowly(Smem& smem, const RowNumbers* numbers, int block) {
+    if (block < smem.num_blocks) start_copies<true>(smem, numbers, block);
   }
   template <bool kThroughL1>
-  static __device__ __forceinline__ void start_copies(Smem& smem, int block) {
+  static __device__ __forceinline__ void start_copies(Smem& smem, const RowNumbers* numbers, int block) {
     constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
     constexpr bool kAtOnce = Team<kHeads>::kPlacesAtOnce;
-    const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x / kWarpSize * kRowsPerWarp;
+    const int thread = thread_found_here(), lane = thread % kWarpSize;
+    const int first_key = thread / kWarpSize * kRowsPerWarp;
     const auto& places = smem.places[block % 2];
     auto& stage = smem.raw[block % Smem::kStages];
+    static_assert(Smem::kMostScaleBytes <= kWarpSize / kRowsPerWarp * 8);
+    const auto numbers_of = [&](int key) -> const RowNumbers& {
+      if constexpr (Smem::kTwoLayouts) return numbers[places.is_extra[key]];
+      else return numbers[0];
+    };
     const auto copy_scales = [&](int key, int byte) {
-      with_row<kId, kExtra>(kId != kExtra && places.is_extra[key], [&](auto r) {
-        using R = decltype(r);
-        static_assert(!R::kScalesApart || R::kL.scale_bytes() <= kWarpSize / kRowsPerWarp * 8);
-        if constexpr (R::kScalesApart)
-          if (byte < R::kL.scale_bytes())
-            cp_async_8(shared_address(stage[key]) + R::kScaleOffset + byte, places.scales[key] + byte,
-                       places.row[key] != nullptr);
-      });
+      if constexpr (Smem::kScalesApart)
+        if (const RowNumbers& r = numbers_of(key); byte < r.scale_bytes)
+          cp_async_8(shared_address(stage[key]) + r.scale_offset + byte, places.scales[key] + byte,
+                     places.row[key] != nullptr);
     };
     const uint8_t* rows[kRowsPerWarp];
     if constexpr (kAtOnce)
@@ -196,15 +263,13 @@ class Gather {
       const int key = first_key + i;
       const uint8_t* const row = kAtOnce ? rows[i] : places.row[key];
       const uint32_t dst = shared_address(stage[key]);
-      with_row<kId, kExtra>(kId != kExtra && places.is_extra[key], [&](auto r) {
-        using R = decltype(r);
+      const int bytes = numbers_of(key).bytes;
 #pragma unroll
-        for (int first = 0; first < R::kBytes; first += kWarpSize * 16) {
-          const int byte = first + lane * 16;
-          if (first + kWarpSize * 16 <= R::kBytes || byte < R::kBytes)
-            cp_async_16<kThroughL1>(dst + byte, row + byte, row != nullptr);
-        }
-      });
+      for (int first = 0; first < kBytesOf<kKind, kDims>.most; first += kWarpSize * 16) {
+        const int byte = first + lane * 16;
+        if (first + kWarpSize * 16 <= kBytesOf<kKind, kDims>.least || byte < bytes)
+          cp_async_16<kThroughL1>(dst + byte, row + byte, row != nullptr);
+      }
       if constexpr (!kAtOnce) copy_scales(key, lane * 8);
     }
     if constexpr (kAtOnce) copy_scales(first_key + lane % kRowsPerWarp, lane / kRowsPerWarp * 8);
@@ -219,58 +284,77 @@ class Gather {
 
 // What a lane has of a raw row: elements by eights with their scales, and 8 bf16. The scale of a uniform FP8
 // layout multiplies logits and output instead: exact here.
-template <class R>
+template <RowKind kKind, int kDims>
 struct Codes {
-  static constexpr KvLayout kL = R::kL;
-  static constexpr int kUnits = R::kFp8Dims / 8, kPerLane = ceil_div(kUnits, kWarpSize);
-  static constexpr int kWords = format_bits(kL.nope_format) / 4;
-  Words<kWords> codes[kPerLane];
+  static constexpr bool kAny = kKind == RowKind::kAny;
+  static constexpr int kPerLane = ceil_div(kDims / 8, kWarpSize);
+  static constexpr Range kCoded = kCodedDimsOf<kKind, kDims>;
+  Words<2> codes[kPerLane];  // of e2m1 the first
   float scale[kPerLane];
   Words<4> bf16;
 
-  __device__ __forceinline__ static bool has(int i, int lane) {
-    return (i + 1) * kWarpSize <= kUnits || i * kWarpSize + lane < kUnits;
+  __device__ __forceinline__ static int dim(int i, int lane) { return (i * kWarpSize + lane) * 8; }
+  __device__ __forceinline__ static bool is_coded(const RowNumbers& r, int i, int lane) {
+    return (i + 1) * kWarpSize * 8 <= kCoded.least || dim(i, lane) < r.coded_dims;
   }
-  __device__ __forceinline__ void load(const uint8_t* raw, int lane) {
+  __device__ __forceinline__ static bool has_bf16(const RowNumbers& r, int lane) {
+    return lane * 8 < kDims - r.coded_dims;
+  }
+  __device__ __forceinline__ void load(const RowNumbers& r, const uint8_t* raw, int lane) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int unit = i * kWarpSize + lane;
-      if (!has(i, lane)) continue;
-      codes[i] = *reinterpret_cast<const Words<kWords>*>(raw + unit * kWords * 4);
-      scale[i] = 1.0f;
-      if constexpr (R::kNumScales > 0)
-        scale[i] = load_scale<kL.scale_format>(raw + R::kScaleOffset, unit * 8 / R::kTileDims);
+      const int d = dim(i, lane);
+      if (!is_coded(r, i, lane)) continue;
+      if (kAny && r.format == Format::kE2m1) codes[i][0] = *reinterpret_cast<const uint32_t*>(raw + d / 2);
+      else codes[i] = *reinterpret_cast<const Words<2>*>(raw + d);
+      scale[i] = load_scale_of(r, raw + r.scale_offset, d >> r.tile_log2);
     }
-    if (lane < R::kBf16Dims / 8) bf16 = *reinterpret_cast<const Words<4>*>(raw + R::kBf16Offset + lane * 16);
+    if (has_bf16(r, lane)) bf16 = *reinterpret_cast<const Words<4>*>(raw + r.bf16_offset + lane * 16);
   }
-  __device__ __forceinline__ void store(uint16_t* latent, int lane) const {
+  __device__ __forceinline__ void store(const RowNumbers& r, uint16_t* latent, int lane) const {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i)
-      if (has(i, lane))
-        *reinterpret_cast<Words<4>*>(latent + (i * kWarpSize + lane) * 8) =
-            decode8<kL.nope_format>(codes[i], scale[i]);
-    if (lane < R::kBf16Dims / 8) *reinterpret_cast<Words<4>*>(latent + R::kFp8Dims + lane * 8) = bf16;
+      if (is_coded(r, i, lane))
+        *reinterpret_cast<Words<4>*>(latent + dim(i, lane)) = decoded(r, codes[i], scale[i]);
+    if (has_bf16(r, lane)) *reinterpret_cast<Words<4>*>(latent + r.coded_dims + lane * 8) = bf16;
+  }
+
+ private:
+  __device__ __forceinline__ static float load_scale_of(const RowNumbers& r, const uint8_t* scales,
+                                                        int tile) {
+    if (r.scale_format == ScaleFormat::kF32) return load_scale<ScaleFormat::kF32>(scales, tile);
+    if (r.scale_format == ScaleFormat::kUe8m0) return load_scale<ScaleFormat::kUe8m0>(scales, tile);
+    if (kAny && r.scale_format == ScaleFormat::kE4m3) return load_scale<ScaleFormat::kE4m3>(scales, tile);
+    return 1.0f;
+  }
+  __device__ __forceinline__ static Words<4> decoded(const RowNumbers& r, const Words<2>& codes,
+                                                     float scale) {
+    if (kAny && r.format == Format::kE2m1) return decode8<Format::kE2m1>(Words<1>{codes[0]}, scale);
+    if (kAny && r.format == Format::kE4m3fnuz) return decode8<Format::kE4m3fnuz>(codes, scale);
+    return decode8<Format::kE4m3fn>(codes, scale);
   }
 };
 
 // Raw rows to bf16 latents, each by all lanes of a warp.
-template <class KeysOf, KvLayoutId kId, KvLayoutId kExtra, int kHeads>
-__device__ __forceinline__ void decode_block(Shared<KeysOf, kId, kExtra, kHeads>& smem, int block) {
-  using Smem = Shared<KeysOf, kId, kExtra, kHeads>;
+template <class KeysOf, RowKind kKind, int kDims, int kHeads>
+__device__ __forceinline__ void decode_block(Shared<KeysOf, kKind, kDims, kHeads>& smem,
+                                             const RowNumbers* numbers, int block) {
+  using Smem = Shared<KeysOf, kKind, kDims, kHeads>;
   constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
   // Rows whose bytes are loaded before the first is converted, where there are registers.
-  constexpr int kAtOnce = kHeads == 64 && kId == kExtra ? 2 : 1;
-  const int first_key = threadIdx.x / kWarpSize * kRowsPerWarp, lane = threadIdx.x % kWarpSize;
+  constexpr int kAtOnce = kHeads == 64 && kDims == kHeadDimV ? 2 : 1;
+  const int thread = thread_found_here(), lane = thread % kWarpSize;
+  const int first_key = thread / kWarpSize * kRowsPerWarp;
   const auto& raw = smem.raw[block % Smem::kStages];
+#pragma unroll 1
+  for (int key = first_key; key < first_key + kRowsPerWarp; key += kAtOnce) {
+    const RowNumbers& r = numbers[Smem::kTwoLayouts && smem.places[block % 2].is_extra[key]];
+    Codes<kKind, kDims> codes[kAtOnce];
 #pragma unroll
-  for (int key = first_key; key < first_key + kRowsPerWarp; key += kAtOnce)
-    with_row<kId, kExtra>(kId != kExtra && smem.places[block % 2].is_extra[key], [&](auto r) {
-      Codes<decltype(r)> codes[kAtOnce];
+    for (int i = 0; i < kAtOnce; ++i) codes[i].load(r, raw[key + i], lane);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) codes[i].load(raw[key + i], lane);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) codes[i].store(smem.latent[key + i], lane);
-    });
+    for (int i = 0; i < kAtOnce; ++i) codes[i].store(r, smem.latent[key + i], lane);
+  }
 }
 
 }  // namespace mla_fp8::gpu::portable
