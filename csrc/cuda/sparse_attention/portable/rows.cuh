@@ -341,8 +341,8 @@ __device__ __forceinline__ void decode_block(Shared<KeysOf, kKind, kDims, kHeads
                                              const RowNumbers* numbers, int block) {
   using Smem = Shared<KeysOf, kKind, kDims, kHeads>;
   constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
-  // Rows whose bytes are loaded before the first is converted, where there are registers.
-  constexpr int kAtOnce = kHeads == 64 && kDims == kHeadDimV ? 2 : 1;
+  // Rows of one layout whose bytes are loaded before the first is converted, where there are registers.
+  constexpr int kAtOnce = kHeads == 64 && kDims == kHeadDimV && !Smem::kTwoLayouts ? 2 : 1;
   const int thread = thread_found_here(), lane = thread % kWarpSize;
   const int first_key = thread / kWarpSize * kRowsPerWarp;
   const auto& raw = smem.raw[block % Smem::kStages];
