@@ -1,5 +1,5 @@
-// The kernels of index_topk on Hopper: its scan and merge, before them one that clears what CTAs count
-// (indexer/sm90.cuh).
+// index_topk on Hopper: its merge, and a kernel that clears what CTAs count (indexer/sm90.cuh). The scan between
+// them is in index_scan_sm90.cu.
 
 #include <algorithm>
 #include <cmath>
@@ -49,13 +49,6 @@ __global__ void __launch_bounds__(kClearThreads)
   wait_for_previous_grid();
   const int64_t i = int64_t{blockIdx.x} * kClearThreads + threadIdx.x;
   if (i < args.pieces) store(args.begin + 16 * i, Words<4>{});
-}
-
-template <class S>
-__global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  Scan<S::kHeads, S::kRows, S::kShares, S::kFp4, S::kKeeping>(args).run();
-#endif
 }
 
 template <bool kAlone>
@@ -146,24 +139,24 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
              {.grid = (pieces + kClearThreads - 1) / kClearThreads, .block = kClearThreads, .stream = stream},
              ClearArgs{bins, pieces});
     }
-    const auto launch_scan = [&](auto kernel, int32_t most_binned) {
-      launch(kernel,
-             {.grid = own.num_ctas,
-              .block = kThreads,
-              .stream = stream,
-              .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
-             ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
-                      most_gathered, most_binned, near_keys, unit_shares});
+    const auto scan = [&](auto shape, int32_t most_binned) {
+      launch_scan<decltype(shape)>(
+          {.grid = own.num_ctas,
+           .block = kThreads,
+           .stream = stream,
+           .smem = 1024 + kBytes + own.group_rows * row_bytes(topk, chunk_tiles)},
+          ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
+                   most_gathered, most_binned, near_keys, unit_shares});
     };
     // One row of many heads: the consumers wait for the memory.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)
       if (counts_keys)
-        return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kCounted>>,
-                           KeptKeys::most_tiles(own, own.p.counters ? 0 : bin_bytes));
+        return scan(typename S::template With<Keeping::kCounted>{},
+                    KeptKeys::most_tiles(own, own.p.counters ? 0 : bin_bytes));
     if constexpr (S::kUnitRows == 2 && !S::kFp4)
       if (are_many && most_gathered == 0 && most_tiles > kTilesOfShortPrompts)
-        return launch_scan(index_scan_sm90_kernel<typename S::template With<Keeping::kNever>>, 0);
-    launch_scan(index_scan_sm90_kernel<S>, 0);
+        return scan(typename S::template With<Keeping::kNever>{}, 0);
+    scan(shape, 0);
   });
   if (is_answered) return;
   launch(are_alone ? index_merge_sm90_kernel<true> : index_merge_sm90_kernel<false>,

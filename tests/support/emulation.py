@@ -44,7 +44,7 @@ def executes(*gpus: str) -> bool:
 
 def is_cuda(device: str) -> bool:
     """Whether the CUDA library serves this device; an emulated GPU takes CPU tensors."""
-    return device == "cuda" or executes(*NVIDIA)
+    return device.startswith("cuda") or executes(*NVIDIA)
 
 
 def num_processors(device: str) -> int:
@@ -52,7 +52,8 @@ def num_processors(device: str) -> int:
     for gpu, count in NVIDIA.items():
         if executes(gpu):
             return count
-    return torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
+    is_gpu = device.startswith("cuda")
+    return torch.cuda.get_device_properties(0).multi_processor_count if is_gpu else 1
 
 
 def hopper() -> str | None:

@@ -32,6 +32,10 @@ void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
   return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
 }
 
+// Starts the scan of a shape (index_scan_sm90.cu).
+template <class S>
+void launch_scan(const LaunchConfig& config, const ScanArgs& args);
+
 // Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows
 // are computed as four, so five or six rows are units of two.
 inline int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
