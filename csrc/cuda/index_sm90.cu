@@ -1,5 +1,5 @@
-// index_topk on Hopper: its merge, and a kernel that clears what CTAs count (indexer/sm90.cuh). The scan between
-// them is in index_scan_sm90.cu.
+// index_topk on Hopper: its merge, and a kernel that clears what CTAs count (indexer/sm90.cuh). The scan
+// between them is in index_scan_sm90.cu.
 
 #include <algorithm>
 #include <cmath>
