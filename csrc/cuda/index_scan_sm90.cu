@@ -7,6 +7,9 @@
 #if MLA_FP8_WITH_SM90A
 
 namespace mla_fp8::gpu {
+namespace {
+using namespace sm90_index;
+}
 
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) index_scan_sm90_kernel(const __grid_constant__ ScanArgs args) {

@@ -1,6 +1,8 @@
 #pragma once
 // What a CTA of index_topk's scan on Hopper has in shared memory beside keys and queries: for each row of its
 // unit the order keys of a chunk of columns, one word for each, and the list of the best of earlier chunks.
+#include <algorithm>
+
 #include "cuda/indexer/scan.cuh"
 #include "cuda/indexer/sm90.cuh"
 
