@@ -125,8 +125,10 @@ def make_backend(module: str) -> type:
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 
         def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
-            vllm_slots.take(self.index_group, self.index_group_index)
-            if replay.wanted() and _choice(self):
+            in_a_group = self.index_group is not None
+            if in_a_group:
+                vllm_slots.take(self.index_group, self.index_group_index)
+            if replay.wanted() and _choice(self) and in_a_group:
                 vllm_slots.take(self.index_group, self.index_group_index)  # none: other positions
             super().record_logical_topk_ready()
 
