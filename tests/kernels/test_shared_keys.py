@@ -53,7 +53,7 @@ def wanted_list(case: Case, queries: range, entries: int) -> list[tuple[int, int
 )
 def test_lists(layout, group, heads, topk, extra_topk):
     """Of several CTAs, too; in an order that the inputs say. No list of tile 0, which names a slot twice."""
-    groups = 700 if DEVICE == "cuda" else 3
+    groups = 700 if DEVICE == "cuda" else 150  # few groups are faster alone
     case = draft_case(layout, DEVICE, groups, group, num_q_heads=heads, topk=topk, extra_topk=extra_topk,
                       num_pages=3000, shortest=0.95)  # fmt: skip
     indices = case.scopes[0].indices
