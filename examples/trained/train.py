@@ -1,6 +1,6 @@
 """Train a small DeepSeek V3.2 on needles and copies: dense attention, then the indexer, then sparse.
 
-python examples/trained/train.py --out trained              eight minutes on an H100 or H200
+python examples/trained/train.py --out trained              on one H100 or H200
 python examples/trained/train.py --out trained --tiny       on a CPU, to see that it learns
 
 It goes on where it stopped, and writes a checkpoint that engines load as DeepseekV32ForCausalLM.
