@@ -236,7 +236,7 @@ class BlockKeys {
     }
     const std::vector<uint64_t>& best = candidates.best();
     int32_t* blocks = p.blocks + row * p.blocks_stride_row;
-    std::transform(best.begin(), best.end(), blocks, column_of);
+    std::transform(best.begin(), best.end(), blocks, [](uint64_t order) { return column_of(order); });
     std::sort(blocks, blocks + best.size());
     std::fill(blocks + best.size(), blocks + p.num_blocks, -1);
   }
