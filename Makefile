@@ -13,7 +13,7 @@ FUZZ ?= --seconds 60
 # Beginnings of the names of the tests of the HIP library's ops.
 HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merge_attention norm_rope_insert \
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
-CXX_SOURCES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.hip')
+CXX_SOURCES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.hip')
 
 .PHONY: help demo demo-all test test-op test-all test-slow test-slow-cpu headers machine hip-tests engines fuzz lint format bench docs \
   generate wheel install-test build build-cpu clean

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `ci/sanitize.sh index` and `ci/sanitize.sh layer`: the indexer, and the ops around attention, under
-# compute-sanitizer (csrc/test/cuda/sanitize_*.cpp). Attention has a script of its own.
+# compute-sanitizer (tests/sanitizers/sanitize_*.cu). Attention has a script of its own.
 #   BUILD=...      a CMake build directory with MLA_FP8_CUDA (default: that of `make build`)
 #   SANITIZER=...  compute-sanitizer, if it is not on PATH
 #   TOOLS=...      default: memcheck initcheck racecheck

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every variant of the Hopper attention kernels under compute-sanitizer (csrc/test/cuda/sanitize_attention.cu).
+# Every variant of the Hopper attention kernels under compute-sanitizer (tests/sanitizers/sanitize_attention.cu).
 #   BUILD=...      a CMake build directory with MLA_FP8_CUDA for 90a (default: that of `make build`)
 #   SANITIZER=...  compute-sanitizer, if it is not on PATH
 #   TOOLS=...      default: memcheck initcheck racecheck, the last from 2026.4 on (PyPI: nvidia-cuda-sanitizer-api):

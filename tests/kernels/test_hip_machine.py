@@ -1,5 +1,5 @@
-"""The machine that executes AMD code objects (csrc/emulator/machine): does it read instructions as LLVM means
-them, and does it see bugs in machine code? `make machine` tests what our kernels compute on it."""
+"""The machine that executes AMD code objects (tests/emulator/machine): does it read them as LLVM does,
+and does it see bugs? `make machine` tests what our kernels compute on it."""
 
 import importlib.util
 import json

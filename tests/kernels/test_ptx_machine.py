@@ -1,4 +1,4 @@
-"""The machine that executes the CUDA library's PTX (csrc/emulator/ptx): does it see bugs? What our kernels
+"""The machine that executes the CUDA library's PTX (tests/emulator/ptx): does it see bugs? What our kernels
 compute on it `make machine-sm_90a` tests."""
 
 import json

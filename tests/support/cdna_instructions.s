@@ -1,4 +1,4 @@
-// Every instruction that csrc/emulator/machine knows, as LLVM's assembler spells it: what clang makes of our kernels,
+// Every instruction that tests/emulator/machine knows, as LLVM's assembler spells it: what clang makes of our kernels,
 // and their siblings. tests/kernels/test_hip_machine.py assembles them and has them decoded.
 
 .text

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "test/core.h"
+#include "core/module/core.h"
 
 namespace mla_fp8::test {
 namespace {

@@ -15,7 +15,7 @@
 #include "ops/compress_kv.h"
 #include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
-#include "test/cuda/sanitize.h"
+#include "sanitizers/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "cuda/sparse_attention/plan.h"
-#include "test/cuda/sanitize.h"
+#include "sanitizers/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "test/core.h"
+#include "core/module/core.h"
 
 namespace mla_fp8::test {
 namespace {

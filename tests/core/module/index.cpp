@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include "core/module/core.h"
 #include "cpu/isa.h"
-#include "test/core.h"
 
 namespace mla_fp8::test {
 namespace {

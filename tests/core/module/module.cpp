@@ -1,4 +1,4 @@
-#include "test/core.h"
+#include "core/module/core.h"
 
 PYBIND11_MODULE(_mla_fp8_core, m) {
   using namespace mla_fp8::test;

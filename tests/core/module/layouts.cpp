@@ -1,7 +1,7 @@
 // common/kv_layout.h: the table and its address arithmetic.
 #include "common/kv_layout.h"
 
-#include "test/core.h"
+#include "core/module/core.h"
 
 namespace mla_fp8::test {
 

@@ -17,7 +17,7 @@
 
 #include "common/index_layout.h"
 #include "ops/index_topk.h"
-#include "test/cuda/sanitize.h"
+#include "sanitizers/sanitize.h"
 
 namespace mla_fp8::gpu {
 namespace {

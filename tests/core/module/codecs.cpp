@@ -2,8 +2,8 @@
 #include "common/fp8.h"
 
 #include "common/dtype.h"
+#include "core/module/core.h"
 #include "hip/e4m3.h"
-#include "test/core.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
