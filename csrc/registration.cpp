@@ -306,7 +306,8 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "()")
   DEF_WITH_OUT(topk_to_slots,
                "Tensor positions, Tensor page_table, *, int page_size, Tensor? row_to_request=None, "
-               "int next_n=1, int group_size=1, Tensor? token_lens=None, Tensor? lens=None",
+               "int next_n=1, int group_size=1, Tensor? token_lens=None, Tensor? lens=None, "
+               "int world_size=1, int rank=0, int interleave=1, bool by_slot=False",
                "(Tensor slots, Tensor lens)", "Tensor(a!) out_slots, Tensor(b!) out_lens")
   DEF_WITH_OUT(index_logits, PAGED_INDEX_ARGUMENTS ", SymInt width", "Tensor", "Tensor(a!) out")
   DEF_WITH_OUT(index_logits_ragged, RAGGED_INDEX_ARGUMENTS, "Tensor", "Tensor(a!) out")

@@ -226,10 +226,11 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
                       int64_t page_size, std::string scale_format, std::optional<double> amax_floor,
                       bool hadamard, bool reciprocal);
 
-#define MLA_TOPK_TO_SLOTS_ARGUMENTS                                             \
-  const Tensor &positions, const Tensor &page_table, int64_t page_size,         \
-      const OptionalTensor &row_to_request, int64_t next_n, int64_t group_size, \
-      const OptionalTensor &token_lens, const OptionalTensor &lens
+#define MLA_TOPK_TO_SLOTS_ARGUMENTS                                                                   \
+  const Tensor &positions, const Tensor &page_table, int64_t page_size,                               \
+      const OptionalTensor &row_to_request, int64_t next_n, int64_t group_size,                       \
+      const OptionalTensor &token_lens, const OptionalTensor &lens, int64_t world_size, int64_t rank, \
+      int64_t interleave, bool by_slot
 TwoTensors topk_to_slots(MLA_TOPK_TO_SLOTS_ARGUMENTS);
 void topk_to_slots_out(MLA_TOPK_TO_SLOTS_ARGUMENTS, Tensor out_slots, Tensor out_lens);
 

@@ -20,17 +20,22 @@ void convert_rows(const TopkToSlotsParams& p, int64_t begin, int64_t end, const 
       return count;
     });
     int32_t* out = p.out_slots + r * p.out_slots_stride_row;
-    const auto slot = [&](int64_t token) { return token_slot(p, row.request, token, find_page); };
+    const auto find_turn = [&](int64_t number) { return number / p.turn(); };
+    const auto put = [&](int64_t token) {
+      const int32_t slot = token_slot(p, row.request, token, find_page, find_turn);
+      if (!p.is_packed() || slot >= 0) *out++ = slot;
+    };
     if (p.group_size == 1) {
-      for (int64_t g = 0; g < row.num_groups; ++g) *out++ = slot(positions[g]);
+      for (int64_t g = 0; g < row.num_groups; ++g) put(positions[g]);
     } else {
       for (int64_t g = 0; g < row.num_groups; ++g)
         for (int64_t i = 0; i < p.group_size; ++i)
-          *out++ = positions[g] < 0 ? -1 : slot(positions[g] * p.group_size + i);
+          put(positions[g] < 0 ? -1 : positions[g] * p.group_size + i);
     }
-    for (int64_t i = 0; i < row.num_tail; ++i) *out++ = slot(row.tail + i);
-    std::fill(out, p.out_slots + r * p.out_slots_stride_row + p.width, -1);
-    p.out_lens[r] = static_cast<int32_t>(row.length(p.group_size));
+    for (int64_t i = 0; i < row.num_tail; ++i) put(row.tail + i);
+    int32_t* first = p.out_slots + r * p.out_slots_stride_row;
+    p.out_lens[r] = static_cast<int32_t>(out - first);
+    std::fill(out, first + p.width, -1);
   }
 }
 

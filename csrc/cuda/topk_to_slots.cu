@@ -11,7 +11,7 @@ namespace mla_fp8::gpu {
 
 struct TopkToSlotsArgs {
   TopkToSlotsParams p;
-  Divider page_size, group_size, pieces;  // of a row
+  Divider page_size, group_size, turn, pieces;  // of a row
 };
 
 namespace {
@@ -37,6 +37,30 @@ __device__ __forceinline__ int64_t find_last(const int32_t* positions, int64_t t
   return own;
 }
 
+// The slots of the columns of a row from `first` on, `step` apart, with their lookups in flight together. A
+// column behind the end is -1.
+__device__ __forceinline__ void find_slots(const TopkToSlotsArgs& args, const TopkToSlotsRow& row,
+                                           const int32_t* positions, int64_t first, int64_t step,
+                                           int32_t (&slots)[kColumnsAtOnce]) {
+  const TopkToSlotsParams& p = args.p;
+  const int64_t grouped = row.num_groups * p.group_size, length = row.length(p.group_size);
+  int64_t tokens[kColumnsAtOnce];
+#pragma unroll
+  for (int i = 0; i < kColumnsAtOnce; ++i) {
+    const int64_t c = first + i * step;
+    tokens[i] = -1;
+    if (c < grouped) {
+      const int64_t group = args.group_size(c), position = positions[group];
+      if (position >= 0) tokens[i] = position * p.group_size + (c - group * p.group_size);
+    } else if (c < length) {
+      tokens[i] = row.tail + (c - grouped);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumnsAtOnce; ++i)
+    slots[i] = tokens[i] < 0 ? -1 : token_slot(p, row.request, tokens[i], args.page_size, args.turn);
+}
+
 }  // namespace
 
 __global__ void __launch_bounds__(kSlotsBlock)
@@ -47,35 +71,53 @@ __global__ void __launch_bounds__(kSlotsBlock)
   const int32_t* positions = p.positions + r * p.positions_stride_row;
   const int64_t last = p.lens ? 0 : find_last(positions, p.topk);
   const TopkToSlotsRow row = topk_to_slots_row(p, r, [last] { return last; });
-  const int64_t grouped = row.num_groups * p.group_size, length = row.length(p.group_size);
   const int64_t first = piece * kPieceColumns + threadIdx.x;
-  int64_t tokens[kColumnsAtOnce];
-#pragma unroll
-  for (int i = 0; i < kColumnsAtOnce; ++i) {
-    const int64_t c = first + i * kSlotsBlock;
-    tokens[i] = -1;
-    if (c < grouped) {
-      const int64_t group = args.group_size(c), position = positions[group];
-      if (position >= 0) tokens[i] = position * p.group_size + (c - group * p.group_size);
-    } else if (c < length) {
-      tokens[i] = row.tail + (c - grouped);
-    }
-  }
   int32_t slots[kColumnsAtOnce];
-#pragma unroll
-  for (int i = 0; i < kColumnsAtOnce; ++i)
-    slots[i] = tokens[i] < 0 ? -1 : token_slot(p, row.request, tokens[i], args.page_size);
+  find_slots(args, row, positions, first, kSlotsBlock, slots);
   int32_t* out = p.out_slots + r * p.out_slots_stride_row;
 #pragma unroll
   for (int i = 0; i < kColumnsAtOnce; ++i)
     if (first + i * kSlotsBlock < p.width) out[first + i * kSlotsBlock] = slots[i];
-  if (piece == 0 && threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(length);
+  if (piece == 0 && threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(row.length(p.group_size));
+}
+
+// The same for one of several ranks: a block for a row, whose threads have neighbouring columns each, and
+// know from a sum how many come before.
+__global__ void __launch_bounds__(kSlotsBlock)
+    topk_to_packed_slots_kernel(const __grid_constant__ TopkToSlotsArgs args) {
+  const TopkToSlotsParams& p = args.p;
+  wait_for_previous_grid();
+  const int64_t r = blockIdx.x;
+  const int32_t* positions = p.positions + r * p.positions_stride_row;
+  const int64_t last = p.lens ? 0 : find_last(positions, p.topk);
+  const TopkToSlotsRow row = topk_to_slots_row(p, r, [last] { return last; });
+  const int64_t length = row.length(p.group_size);
+  int32_t* out = p.out_slots + r * p.out_slots_stride_row;
+  MLA_SHARED(int32_t, all_of_piece);
+  int64_t packed = 0;
+  for (int64_t begin = 0; begin < length; begin += kPieceColumns) {
+    int32_t slots[kColumnsAtOnce], own = 0;
+    find_slots(args, row, positions, begin + threadIdx.x * kColumnsAtOnce, 1, slots);
+#pragma unroll
+    for (const int32_t slot : slots) own += slot >= 0;
+    const int32_t end = block_inclusive_sum<kSlotsBlock / kWarpSize>(own);
+    if (threadIdx.x == kSlotsBlock - 1) all_of_piece = end;
+    int32_t* to = out + packed + end - own;
+#pragma unroll
+    for (const int32_t slot : slots)
+      if (slot >= 0) *to++ = slot;
+    __syncthreads();
+    packed += all_of_piece;
+  }
+  for (int64_t c = packed + threadIdx.x; c < p.width; c += kSlotsBlock) out[c] = -1;
+  if (threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(packed);
 }
 
 void topk_to_slots(const TopkToSlotsParams& p, gpuStream_t stream) {
-  const int64_t pieces = p.width > 0 ? (p.width + kPieceColumns - 1) / kPieceColumns : 1;
-  launch(topk_to_slots_kernel, {.grid = p.num_rows * pieces, .block = kSlotsBlock, .stream = stream},
-         TopkToSlotsArgs{p, Divider(p.page_size), Divider(p.group_size), Divider(pieces)});
+  const int64_t pieces = p.width > 0 && !p.is_packed() ? ceil_div<int64_t>(p.width, kPieceColumns) : 1;
+  launch(p.is_packed() ? topk_to_packed_slots_kernel : topk_to_slots_kernel,
+         {.grid = p.num_rows * pieces, .block = kSlotsBlock, .stream = stream},
+         TopkToSlotsArgs{p, Divider(p.page_size), Divider(p.group_size), Divider(p.turn()), Divider(pieces)});
 }
 
 }  // namespace mla_fp8::gpu

@@ -16,6 +16,11 @@ TopkToSlotsParams checked_inputs(const Check& check, MLA_TOPK_TO_SLOTS_ARGUMENTS
   check.at_least(next_n, "next_n", 1);
   constexpr int64_t kMaxGroup = 64;
   check.within(group_size, "group_size", 1, kMaxGroup);
+  // 31 bits of a local slot, and these, are what a Divider takes.
+  constexpr int64_t kMaxWorldSize = 256, kMaxInterleave = 1 << 16;
+  check.within(world_size, "world_size", 1, kMaxWorldSize);
+  check.within(rank, "rank", 0, world_size - 1);
+  check.within(interleave, "interleave", 1, kMaxInterleave);
   const int64_t rows = positions.size(0), topk = positions.size(1);
   check.that(topk <= std::numeric_limits<int32_t>::max() / kMaxGroup - 1, "positions must have at most ",
              std::numeric_limits<int32_t>::max() / kMaxGroup - 1, " columns, got ", topk);
@@ -38,6 +43,10 @@ TopkToSlotsParams checked_inputs(const Check& check, MLA_TOPK_TO_SLOTS_ARGUMENTS
       .row_to_request = ints(row_to_request, "row_to_request"),
       .token_lens = ints(token_lens, "token_lens"),
       .lens = ints(lens, "lens"),
+      .world_size = world_size,
+      .rank = rank,
+      .interleave = interleave,
+      .by_slot = by_slot,
   };
 }
 
@@ -51,8 +60,9 @@ void run(TopkToSlotsParams params, Tensor slots, Tensor lens) {
 
 }  // namespace
 
-#define MLA_TOPK_TO_SLOTS_NAMES \
-  positions, page_table, page_size, row_to_request, next_n, group_size, token_lens, lens
+#define MLA_TOPK_TO_SLOTS_NAMES                                                                             \
+  positions, page_table, page_size, row_to_request, next_n, group_size, token_lens, lens, world_size, rank, \
+      interleave, by_slot
 
 TwoTensors topk_to_slots(MLA_TOPK_TO_SLOTS_ARGUMENTS) {
   const TopkToSlotsParams params = checked_inputs(Check("topk_to_slots"), MLA_TOPK_TO_SLOTS_NAMES);

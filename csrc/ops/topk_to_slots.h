@@ -17,10 +17,17 @@ struct TopkToSlotsParams {
   const int32_t* row_to_request;  // [num_rows] or null: row / next_n
   const int32_t* token_lens;      // [num_rows] or null
   const int32_t* lens;            // [num_rows] or null
+  // Several ranks take turns of `interleave` positions, or of slots that page_table names. Then the slots of
+  // this rank's rows are written one after another.
+  int64_t world_size, rank, interleave;
+  bool by_slot;
 
   int32_t* out_slots;  // [num_rows, width]
   int64_t out_slots_stride_row;
   int32_t* out_lens;  // [num_rows]
+
+  MLA_HD bool is_packed() const { return world_size > 1; }
+  MLA_HD int64_t turn() const { return world_size * interleave; }  // of all ranks
 };
 
 // One row: column c < num_groups * group_size is token c % group_size of position c / group_size, then come
@@ -47,16 +54,26 @@ MLA_HD TopkToSlotsRow topk_to_slots_row(const TopkToSlotsParams& p, int64_t row,
   return {request, num_groups, tokens - num_tail, num_tail};
 }
 
+// What this rank calls a number that the ranks share, or -1. `find_turn` divides by turn().
+template <class FindTurn>
+MLA_HD int64_t number_of_rank(const TopkToSlotsParams& p, int64_t number, const FindTurn& find_turn) {
+  const int64_t turn = find_turn(number), within = number - turn * p.turn() - p.rank * p.interleave;
+  return within < 0 || within >= p.interleave ? -1 : turn * p.interleave + within;
+}
+
 // The slot of a token, or -1. `find_page` divides by the page size.
-template <class FindPage>
+template <class FindPage, class FindTurn>
 MLA_HD int32_t token_slot(const TopkToSlotsParams& p, int64_t request, int64_t token,
-                          const FindPage& find_page) {
+                          const FindPage& find_page, const FindTurn& find_turn) {
+  if (p.is_packed() && !p.by_slot && token >= 0) token = number_of_rank(p, token, find_turn);
   if (token < 0) return -1;
   const int64_t page_index = find_page(token);
   if (page_index >= p.max_pages) return -1;
   const int64_t page = p.page_table[request * p.page_table_stride_request + page_index];
-  const int64_t slot = page * p.page_size + (token - page_index * p.page_size);
-  return page < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+  int64_t slot = page * p.page_size + (token - page_index * p.page_size);
+  if (page < 0 || slot >= (p.world_size << 31)) return -1;
+  if (p.is_packed() && p.by_slot) slot = number_of_rank(p, slot, find_turn);
+  return slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
 }
 
 namespace cpu {

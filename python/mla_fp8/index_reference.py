@@ -210,7 +210,9 @@ def scores_of(logits: Tensor, positions: Tensor) -> Tensor:
     return found.masked_fill(positions < 0, -torch.inf)
 
 
-def slots_of(positions: Tensor, page_table: Tensor, requests: list[int], page_size: int) -> Tensor:
+def slots_of(
+    positions: Tensor, page_table: Tensor, requests: list[int], page_size: int, end: int = 1 << 31
+) -> Tensor:
     """``page_table[request, p // page_size] * page_size + p % page_size``; -1 where there is none."""
     out = torch.full_like(positions, -1)
     table = pad(page_table.long(), (0, 1), value=-1)  # what is past its end has no page
@@ -219,19 +221,32 @@ def slots_of(positions: Tensor, page_table: Tensor, requests: list[int], page_si
         index = torch.where(p < 0, -1, (p // page_size).clamp_max(page_table.shape[1]))
         page = table[request][index]
         slot = torch.where(page >= 0, page * page_size + p % page_size, -1)
-        out[row] = torch.where(slot < 1 << 31, slot, -1).int()
+        out[row] = torch.where(slot < end, slot, -1).to(out.dtype)
     return out
 
 
-def topk_to_slots(
-    positions: Tensor, page_table: Tensor, *, page_size: int, row_to_request: Tensor | None = None,
-    next_n: int = 1, group_size: int = 1, token_lens: Tensor | None = None, lens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def numbers_of_rank(numbers: Tensor, *, world_size: int, rank: int, interleave: int) -> Tensor:
+    """What a rank calls numbers that ``world_size`` ranks share; -1 for another's, and for negative ones."""
+    turn, within = numbers // (world_size * interleave), numbers % (world_size * interleave)
+    own = (numbers >= 0) & (within // interleave == rank)
+    return torch.where(own, turn * interleave + within % interleave, -1)
+
+
+def packed(slots: Tensor) -> Tensor:
+    """The slots of each row that are not negative, in order, then -1."""
+    return slots.gather(1, (slots < 0).int().sort(dim=1, stable=True).indices)
+
+
+def chosen_tokens(
+    positions: Tensor, num_requests: int, *, row_to_request: Tensor | None, next_n: int, group_size: int,
+    token_lens: Tensor | None, lens: Tensor | None,
+) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
+    """The tokens of each row's positions, then -1, their numbers, and each row's request or -1."""
     rows, topk = positions.shape
     tail = 0 if token_lens is None else group_size - 1
     tokens, out_lens = torch.full((rows, topk * group_size + tail), -1), torch.zeros(rows, dtype=torch.int32)
     request = [r // next_n for r in range(rows)] if row_to_request is None else row_to_request.tolist()
-    request = [r if 0 <= r < len(page_table) else -1 for r in request]
+    request = [r if 0 <= r < num_requests else -1 for r in request]
     for row in (r for r in range(rows) if request[r] >= 0):
         ends = (positions[row] >= 0).nonzero()
         n = (int(ends[-1]) + 1 if len(ends) else 0) if lens is None else min(max(int(lens[row]), 0), topk)
@@ -240,5 +255,23 @@ def topk_to_slots(
         seen = 0 if token_lens is None else max(int(token_lens[row]), 0)
         found = torch.cat([found, torch.arange(seen - seen % group_size, seen)])
         tokens[row, : len(found)], out_lens[row] = found, len(found)
-    slots = slots_of(tokens, page_table.cpu(), request, page_size)
+    return tokens, out_lens, request
+
+
+def topk_to_slots(
+    positions: Tensor, page_table: Tensor, *, page_size: int, row_to_request: Tensor | None = None,
+    next_n: int = 1, group_size: int = 1, token_lens: Tensor | None = None, lens: Tensor | None = None,
+    world_size: int = 1, rank: int = 0, interleave: int = 1, by_slot: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, out_lens, request = chosen_tokens(
+        positions, len(page_table), row_to_request=row_to_request, next_n=next_n, group_size=group_size,
+        token_lens=token_lens, lens=lens,
+    )  # fmt: skip
+    ranks = {"world_size": world_size, "rank": rank, "interleave": interleave}
+    tokens = tokens if by_slot else numbers_of_rank(tokens, **ranks)
+    slots = slots_of(tokens, page_table.cpu(), request, page_size, world_size << 31)
+    slots = numbers_of_rank(slots, **ranks) if by_slot else slots
+    slots = slots.where(slots < 1 << 31, -1)
+    if world_size > 1:
+        slots, out_lens = packed(slots), (slots >= 0).sum(1, dtype=torch.int32)
     return slots.int().to(positions.device), out_lens.to(positions.device)

@@ -284,6 +284,13 @@ def topk_to_slots(r: Random) -> Call:
     request = r.ints(rows, 0, requests, 0.1) if r.often() else None
     tokens = r.ints(rows, 0, pages * page_size, 0.1) if r.often() else None
     lens = r.ints(rows, 0, topk + 2, 0.1) if r.often() else None
+    world, turn, by_slot = r.pick(1, 2, 5), r.pick(1, 4), r.often()
+    rank = r.pick(0, world - 1)
+
+    def own(number: int) -> int:
+        mine = number >= 0 and number // turn % world == rank
+        return number // (world * turn) * turn + number % turn if mine else -1
+
     width = topk * group + (0 if tokens is None else group - 1)
     want, want_lens = np.full((rows, width), -1), [0] * rows
     for row, chosen in enumerate(positions):
@@ -295,17 +302,21 @@ def topk_to_slots(r: Random) -> Call:
         wanted = [p * group + i if p >= 0 else -1 for p in chosen[:count] for i in range(group)]
         seen = 0 if tokens is None else max(tokens[row], 0)
         wanted += range(seen - seen % group, seen)
-        for column, t in enumerate(wanted):
+        found = []
+        for t in wanted if by_slot else map(own, wanted):
             page = table[owner][t // page_size] if 0 <= t < pages * page_size else -1
-            slot = page * page_size + t % page_size
-            want[row, column] = slot if page >= 0 and slot <= INT_MAX else -1
-        want_lens[row] = len(wanted)
+            slot = page * page_size + t % page_size if page >= 0 else -1
+            slot = own(slot) if by_slot else slot
+            found.append(slot if slot <= INT_MAX else -1)
+        found = [slot for slot in found if slot >= 0] if world > 1 else found
+        want[row, : len(found)], want_lens[row] = found, len(found)
     arguments = {
         "positions": int32(positions).view(rows, topk), "page_table": int32(table).view(requests, pages),
         "page_size": page_size, "next_n": next_n, "group_size": group,
         "row_to_request": None if request is None else int32(request),
         "token_lens": None if tokens is None else int32(tokens),
         "lens": None if lens is None else int32(lens),
+        "world_size": world, "rank": rank, "interleave": turn, "by_slot": by_slot,
     }  # fmt: skip
 
     def check(results: tuple[Tensor, ...]) -> None:

@@ -60,6 +60,65 @@ def test_groups_with_the_tokens_of_the_open_one(group_size, device):
               token_lens=ints(tokens, device), lens=lens)  # fmt: skip
 
 
+RANKS = [(2, 0, 1), (2, 1, 4), (3, 2, 1), (8, 5, 2), (256, 3, 1 << 16)]
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize("world_size, rank, interleave", RANKS)
+def test_a_rank_has_its_own_rows_packed_in_order(world_size, rank, interleave, by_slot, device):
+    positions, table = inputs(device, topk=1200, pages=90)
+    ranks = {"world_size": world_size, "rank": rank, "interleave": interleave, "by_slot": by_slot}
+    check(positions, table, page_size=16, next_n=8, **ranks)
+    tokens = ints(torch.randint(0, 90 * 16, (37,)), device)
+    lens = ints(torch.arange(37) * 40, device)
+    check(positions // 8, table, page_size=16, next_n=8, group_size=4, token_lens=tokens, lens=lens, **ranks)
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 64])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_rows_of_all_ranks_are_the_rows_of_one(world_size, interleave, device):
+    """vLLM's pages hold rows of one rank. A global slot is the rank's own, and whose it is."""
+    pages, page_size = 12, 64
+    positions = ints(torch.rand(9, pages * page_size * world_size).argsort(1)[:, :300].sort(1).values, device)
+    table = ints(torch.randperm(9 * pages).view(9, pages), device)
+    found = []
+    for rank in range(world_size):
+        slots, lens = mla_fp8.topk_to_slots(
+            positions, table, page_size=page_size, world_size=world_size, rank=rank, interleave=interleave
+        )
+        assert ((slots >= 0).sum(1) == lens).all()
+        found.append(torch.where(slots < 0, -1, slots * world_size + rank))
+    number = positions // (world_size * interleave) * interleave + positions % interleave
+    owner = positions // interleave % world_size
+    page = table.gather(1, (number // page_size).long())
+    want = (page * page_size + number % page_size) * world_size + owner
+    got = torch.cat(found, 1).sort(1).values[:, -300:]
+    assert torch.equal(got, want.sort(1).values)
+
+
+def test_sglangs_wide_pages_are_vllms_rule_with_one_row_a_turn(device):
+    """A page of P * W slots holds P rows of each rank: by slot or by position, the same rows."""
+    pages, page_size, world_size = 9, 16, 4
+    positions, table = inputs(device, pages=pages, page_size=page_size * world_size)
+    table = table.clamp_max(4000)
+    for rank in range(world_size):
+        ranks = {"world_size": world_size, "rank": rank, "next_n": 8}
+        by_slot = mla_fp8.topk_to_slots(
+            positions, table, page_size=page_size * world_size, by_slot=True, **ranks
+        )
+        by_position = mla_fp8.topk_to_slots(positions, table, page_size=page_size, **ranks)
+        assert all(map(torch.equal, by_slot, by_position))
+
+
+def test_slots_of_many_ranks_may_be_past_2_to_the_31(device):
+    table = ints([[INT_MAX // 64, INT_MAX]], device)
+    positions = ints([[0, 1, 62, 63, 64]], device)
+    for rank in range(2):
+        options = {"page_size": 64, "world_size": 2, "rank": rank, "by_slot": True}
+        check(positions, table, **options)
+        check(positions, table * 2 + 1, **options)
+
+
 def test_no_rows_no_columns_no_pages(device):
     positions, table = inputs(device)
     check(positions[:0], table, page_size=16)
@@ -87,6 +146,10 @@ def test_it_agrees_with_index_topk_and_fills_wide_buffers(device):
         ({"page_size": 0}, "page_size must be in [1, 16777216], got 0"),
         ({"next_n": 0}, "next_n must be at least 1, got 0"),
         ({"group_size": 65}, "group_size must be in [1, 64], got 65"),
+        ({"world_size": 257}, "world_size must be in [1, 256], got 257"),
+        ({"world_size": 4, "rank": 4}, "rank must be in [0, 3], got 4"),
+        ({"rank": 1}, "rank must be in [0, 0], got 1"),
+        ({"interleave": 0}, "interleave must be in [1, 65536], got 0"),
         ({"lens": ints([1], "cpu")}, "lens must have shape [3], got [1]"),
         ({"token_lens": [1, 2, 3]}, "token_lens must be a tensor, got [1, 2, 3]"),
         ({"out_slots": torch.zeros(3, 5, dtype=torch.int32), "out_lens": ints([0] * 3, "cpu")},

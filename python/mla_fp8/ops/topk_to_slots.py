@@ -16,6 +16,10 @@ def topk_to_slots(
     group_size: int = 1,
     token_lens: torch.Tensor | None = None,
     lens: torch.Tensor | None = None,
+    world_size: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
+    by_slot: bool = False,
     out_slots: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,6 +28,10 @@ def topk_to_slots(
     Experimental. A slot is that of :func:`index_topk`. Where a position stands for ``group_size`` tokens, it
     becomes the slots of tokens ``p * group_size`` and on. With ``token_lens`` the tokens after the last whole
     group follow.
+
+    Where ``world_size`` ranks share a cache, the slots of this rank's own rows are packed in order: no holes,
+    and -1 behind them. The owner of position p is rank ``p // interleave % world_size``, and ``page_table``
+    names the rank's own pages. With ``by_slot`` the table names slots that the ranks share in the same way.
 
     Args:
         positions: [num_rows, k] int32, of a request. A negative one is a hole, which keeps its column.
@@ -35,12 +43,16 @@ def topk_to_slots(
         token_lens: [num_rows] int32: tokens that each row sees.
         lens: [num_rows] int32: how many columns of ``positions`` count; by default up to the last that is not
             negative.
+        world_size: Ranks that share the cache, at most 256.
+        rank: This one.
+        interleave: Neighbours that one rank owns.
+        by_slot: Whether ranks share slots, as in SGLang, and not positions, as in vLLM.
         out_slots: [num_rows, width] int32, any row stride; with ``out_lens``.
         out_lens: [num_rows] int32.
 
     Returns:
         (slots, lens): [num_rows, width] int32, k * group_size columns, with ``token_lens`` group_size - 1
-        more, and how many count, holes too.
+        more, and how many count, holes too unless they were left out.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`quantize_kv`. ValueError for one buffer without the
@@ -53,6 +65,10 @@ def topk_to_slots(
         "group_size": group_size,
         "token_lens": token_lens,
         "lens": lens,
+        "world_size": world_size,
+        "rank": rank,
+        "interleave": interleave,
+        "by_slot": by_slot,
     }
     if not all_given("topk_to_slots", out_slots=out_slots, out_lens=out_lens):
         return call_op("topk_to_slots", positions, page_table, **options)  # type: ignore[no-any-return]
