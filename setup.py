@@ -6,6 +6,7 @@ torch >= 2.10. Build settings come as environment variables of the build:
 ``MLA_FP8_CUDA``        ``1`` or ``0``: build ``libmla_fp8_cuda.so`` (default: if nvcc is found)
 ``MLA_FP8_CUDA_ARCHS``  ``all``, as wheels have, or such as ``90a`` or ``80;90a`` (default: those of the GPUs
                         that are here, all if there are none)
+``MLA_FP8_CPU_NATIVE``  ``1``: of the instruction sets of CPUs, the best that this machine has alone
 ``MLA_FP8_HIP``         ``1``: build ``libmla_fp8_hip.so``; ziglang must be installed
 ``MLA_FP8_SANITIZE``    ``1``: with AddressSanitizer and UBSan, symbols kept; see ``ci/fuzz.sh``
 ``MLA_FP8_TESTS``       ``1``: also build the test-only module, next to the package, never inside it
@@ -126,6 +127,7 @@ class CMakeBuild(build_ext):
             f"-DMLA_FP8_TORCH_DIR={torch_dir()}",
             f"-DMLA_FP8_TESTS={'ON' if tests else 'OFF'}",
             f"-DMLA_FP8_SANITIZE={'ON' if sanitize else 'OFF'}",
+            f"-DMLA_FP8_CPU_NATIVE={'ON' if asked('CPU_NATIVE') else 'OFF'}",
             f"-DMLA_FP8_PACKAGE_DIR={package}",
         ]  # fmt: skip
         targets = os.environ.get("MLA_FP8_TARGETS", "").split()

@@ -32,7 +32,11 @@ else
   index=""
   if [ ! -e /dev/nvidiactl ] && "$PYTHON" -c "import urllib.request as u; u.urlopen('$cpu/', timeout=10)" 2>/dev/null
   then index="--extra-index-url $cpu"; fi
-  "$venv/bin/pip" install -q $index -c ci/constraints.txt torch setuptools $tools
+  packages="$index -c ci/constraints.txt torch setuptools $tools"
+  # uv takes less than half of pip's time, and knows nothing of pip's configuration: where that matters, pip installs.
+  "$venv/bin/pip" install -q -c ci/constraints.txt uv &&
+    "$venv/bin/uv" pip install -q --python "$venv/bin/python" --index-strategy unsafe-best-match $packages ||
+    "$venv/bin/pip" install -q $packages
 fi
 # The package runs from the tree, where `make build` puts its libraries.
 echo "$PWD/python" > "$(site_packages "$venv/bin/python")/mla_fp8.pth"

@@ -18,7 +18,7 @@ constexpr int kHeadVectors = 1;
 constexpr int kKeys = 4;
 
 // Elements 2 i and 2 i + 1 of sixteen heads, and of one key.
-#if defined(__AVX512BF16__)
+#if MLA_SIMD_AVX512
 using Staged = uint16_t;
 MLA_SIMD F32 add_products(F32 sum, const Staged* q, const Staged* k) {
   return dot(sum, load_pairs(q), broadcast_pair(k));

@@ -9,14 +9,16 @@ namespace mla_fp8::cpu {
 namespace {
 
 // What each row needs beyond the baseline of the architecture.
-bool supports_plain() { return true; }
+[[maybe_unused]] bool supports_plain() { return true; }
 #if defined(__x86_64__)
-bool supports_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool supports_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+[[maybe_unused]] bool supports_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-bool supports_avx512_bf16() { return supports_avx512() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool supports_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
 }  // namespace
@@ -41,7 +43,12 @@ std::span<const IsaKernels> isa_table() {
    isa::stage_index_query,      \
    isa::stage_index_keys,       \
    isa::index_tile},
+#ifdef MLA_ONLY_ISA  // of MLA_FP8_CPU_NATIVE: the others were not compiled
+#define MLA_FP8_ONLY_ROW(isa) MLA_FP8_ROW(isa)
+  static const IsaKernels table[] = {MLA_FP8_ONLY_ROW(MLA_ONLY_ISA)};
+#else
   static const IsaKernels table[] = {MLA_FP8_CPU_ISAS(MLA_FP8_ROW)};
+#endif
 #undef MLA_FP8_ROW
   return table;
 }

@@ -18,7 +18,7 @@
 #include "ops/sparse_attention.h"
 
 #if defined(__x86_64__)
-#define MLA_FP8_CPU_ISAS(X) X(plain) X(avx2) X(avx512) X(avx512_bf16)
+#define MLA_FP8_CPU_ISAS(X) X(plain) X(avx2) X(avx512)
 #else
 #define MLA_FP8_CPU_ISAS(X) X(plain)
 #endif

@@ -54,7 +54,7 @@ MLA_SIMD float rms_factor(const uint16_t* src, float eps) {
 template <class Weight>
 MLA_SIMD void scale_row(const uint16_t* src, float factor, const Weight* weight, uint16_t* dst) {
   for (int i = 0; i < kHeadDimV; i += 2 * kLanes) {
-#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+#if MLA_SIMD_AVX512
     F32 in_order[2];
     for (int k = 0; k < 2; ++k) {
       in_order[k] = mul(load_bf16(src + i + k * kLanes), set1(factor));

@@ -104,7 +104,7 @@ MLA_SIMD void store_words(uint16_t* p, U32 words) {
   store(to, from_bits(words));
   memcpy(p, to, sizeof to);
 }
-#if MLA_SIMD_AVX512 && defined(__AVX512BF16__)
+#if MLA_SIMD_AVX512
 // Rounds 32 floats at once where the instruction for it does as to_bf16(): there is no NaN and no subnormal.
 MLA_SIMD bool store_plain_bf16(uint16_t* p, F32 first, F32 second) {
   constexpr int kNanOrSubnormal = 0x01 | 0x20 | 0x80;

@@ -1,4 +1,4 @@
-// Part of simd.h: the AVX-512 operations. Included by it, inside its namespace.
+// Part of simd.h: the operations of AVX-512 with its bf16 instructions. Included by it, inside its namespace.
 #pragma once
 
 struct F32 {
@@ -75,14 +75,7 @@ MLA_SIMD Bf16x32 broadcast_pair(const uint16_t* p) {
 }
 // acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i], each fused.
 MLA_SIMD F32 dot(F32 acc, Bf16x32 a, Bf16x32 b) {
-#if defined(__AVX512BF16__)
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
-#else
-  const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const auto f = [](__m512i x) __attribute__((always_inline)) { return _mm512_castsi512_ps(x); };
-  acc.v = _mm512_fmadd_ps(f(_mm512_and_si512(a.v, odd)), f(_mm512_and_si512(b.v, odd)), acc.v);
-  return {_mm512_fmadd_ps(f(_mm512_slli_epi32(a.v, 16)), f(_mm512_slli_epi32(b.v, 16)), acc.v)};
-#endif
 }
 // Rows k and k + 1 as pairs: lane i of the two results holds (low[j], high[j]), in an order of j that
 // interleave_column() tells.
