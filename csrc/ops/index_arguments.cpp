@@ -20,9 +20,11 @@ bool are_ints(const Arg& scales) {
 }
 
 IndexQueries check_queries(const Check& check, const Tensor& q, const Tensor& weights,
-                           const OptionalTensor& q_scale) {
+                           const OptionalTensor& q_scale, IndexLayoutId keys) {
   const Arg arg = check(q, "q");
   const bool is_fp4 = are_e2m1(arg);
+  if (is_fp4 && keys == IndexLayoutId::kIndexFp8)
+    arg.fail("must be e4m3 (torch.float8_e4m3fn) over keys in e4m3 (index_fp8), got e2m1");
   const int64_t head_bytes = is_fp4 ? kIndexDim / 2 : kIndexDim;
   arg.shape({-1, -1, head_bytes}).last_dim_contiguous();
   const int64_t rows = q.size(0), heads = q.size(1);
@@ -139,7 +141,7 @@ const int32_t* check_ints(const Check& check, const Tensor& t, const char* name,
 IndexProblem check_index_problem(const Check& check, const PagedIndexArguments& a) {
   const IndexLayoutId layout = check_index_layout(check, a.layout);
   const IndexLayout l = index_layout(layout);
-  const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale);
+  const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale, layout);
   const IndexCacheView cache = check_index_cache(check, a.index_cache, layout, a.page_size);
   check(a.index_cache, "index_cache").same_device_as(a.q, "q");
   const Arg table = check(a.page_table, "page_table");
@@ -189,10 +191,10 @@ IndexProblem check_index_problem(const Check& check, const PagedIndexArguments& 
 }
 
 IndexProblem check_index_problem(const Check& check, const RaggedIndexArguments& a) {
-  const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale);
   const Arg k = check(a.k, "k");
   k.same_device_as(a.q, "q");
   const IndexLayoutId layout = are_e2m1(k) ? IndexLayoutId::kIndexFp4 : IndexLayoutId::kIndexFp8;
+  const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale, layout);
   k.shape({-1, index_layout(layout).value_bytes}).last_dim_contiguous().aligned(16);
   const int64_t num_keys = k.size(0), rows = queries.num_rows;
   check.that(num_keys <= kMaxIndexEntries, "k must have at most ", kMaxIndexEntries, " rows, got ", num_keys);

@@ -16,7 +16,7 @@ inline constexpr int64_t kMaxIndexEntries = int64_t{1} << 24;  // that a row may
 struct IndexQueries {
   int64_t num_rows;
   int num_heads;
-  bool is_fp4;
+  bool is_fp4;       // over keys that are so
   const uint8_t* q;  // [num_rows, num_heads, 128 or 64 bytes], heads one after another
   int64_t q_stride_row;
   const void* q_scale;  // e2m1: ue8m0 [num_rows, num_heads, 4]; e4m3: float [num_rows, num_heads] or null

@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
   const bool has_weight = line < kLines && row < unit.num_rows && head < queries.num_heads;
   const float weight = has_weight ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
   uint8_t* to = memory.queries();
-  if (!queries.is_fp4) {
+  if (!memory.is_fp4 || !queries.is_fp4) {
     Words<4> pieces[kPieces];  // in flight together
 #pragma unroll
     for (int k = 0; k < kPieces; ++k) {

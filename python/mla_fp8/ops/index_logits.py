@@ -40,7 +40,7 @@ def index_logits(
 
     Args:
         q: [num_rows, heads, 128] float8_e4m3fn, 1 to 64 heads, 16-byte aligned rows; or [num_requests,
-            next_n, heads, 128]. As e2m1: [num_rows, heads, 64] uint8, with ``q_scale``.
+            next_n, heads, 128]. Over FP4 keys also e2m1: [num_rows, heads, 64] uint8, with ``q_scale``.
         weights: [num_rows, heads] float32 or bfloat16.
         index_cache: As in :func:`quantize_index_k`, 4-byte aligned.
         page_table: [num_requests, max_pages] int32, at most 2^24 entries a request.
