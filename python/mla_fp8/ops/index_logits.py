@@ -13,6 +13,27 @@ def flat_queries(q: torch.Tensor) -> torch.Tensor:
     return q.flatten(0, 1) if isinstance(q, torch.Tensor) and q.dim() == 4 else q
 
 
+def over_pages(
+    layout: str | IndexLayout,
+    page_size: int,
+    q_scale: torch.Tensor | None,
+    row_lens: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+    next_n: int,
+    compress_ratio: int,
+) -> dict[str, object]:
+    """What ops over pages have in common: the layout's id, and the rules of rows."""
+    return {
+        "layout": get_index_layout(layout).id,
+        "page_size": page_size,
+        "q_scale": q_scale,
+        "row_lens": row_lens,
+        "query_start_loc": query_start_loc,
+        "next_n": next_n,
+        "compress_ratio": compress_ratio,
+    }
+
+
 def index_logits(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -64,19 +85,10 @@ def index_logits(
     """
     refuse_gradients("index_logits", q=q, weights=weights, q_scale=q_scale, out=out)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
-    options = {
-        "layout": get_index_layout(layout).id,
-        "page_size": page_size,
-        "q_scale": q_scale,
-        "row_lens": row_lens,
-        "query_start_loc": query_start_loc,
-        "next_n": next_n,
-        "compress_ratio": compress_ratio,
-        "width": width,
-    }
+    pages = over_pages(layout, page_size, q_scale, row_lens, query_start_loc, next_n, compress_ratio)
     if out is None:
-        return call_op("index_logits", *inputs, **options)  # type: ignore[no-any-return]
-    call_op("index_logits_out", *inputs, **options, out=out)
+        return call_op("index_logits", *inputs, **pages, width=width)  # type: ignore[no-any-return]
+    call_op("index_logits_out", *inputs, **pages, width=width, out=out)
     return out
 
 

@@ -1,11 +1,14 @@
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
 from ..arch import num_processors
-from ..index_layout import IndexLayout, get_index_layout
-from .index_logits import flat_queries
+from ..index_layout import IndexLayout
+from .index_logits import flat_queries, over_pages
 
 __all__ = ["index_topk", "index_topk_counters", "index_topk_ragged", "index_topk_workspace"]
 
@@ -130,14 +133,9 @@ def index_topk(
     """
     refuse_gradients("index_topk", q=q, weights=weights, q_scale=q_scale)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
-    options = {
-        "layout": get_index_layout(layout).id,
-        "page_size": page_size,
-        "q_scale": q_scale,
-        "row_lens": row_lens,
-        "query_start_loc": query_start_loc,
-        "next_n": next_n,
-        "compress_ratio": compress_ratio,
+    pages = over_pages(layout, page_size, q_scale, row_lens, query_start_loc, next_n, compress_ratio)
+    options: dict[str, object] = {
+        **pages,
         "topk": topk,
         "pin_first": pin_first,
         "pin_last": pin_last,
@@ -146,15 +144,10 @@ def index_topk(
         "slot_page_table": slot_page_table,
         "slot_page_size": slot_page_size,
     }
-    out = out_buffers(
-        "index_topk", {"out_positions": out_positions, "out_lens": out_lens},
-        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
-    )  # fmt: skip
-    if out is None:
-        return call_op("index_topk", *inputs, **options)  # type: ignore[no-any-return]
-    call_op("index_topk_out", *inputs, **options, **out)
-    assert out_positions is not None and out_lens is not None  # for mypy
-    return out_positions, out_slots, out_lens
+    results = {"out_positions": out_positions, "out_lens": out_lens}
+    return choose(  # type: ignore[no-any-return]
+        "index_topk", inputs, options, results, out_slots, out_scores, workspace, counters
+    )
 
 
 def index_topk_ragged(
@@ -209,29 +202,35 @@ def index_topk_ragged(
         "candidate_blocks": candidate_blocks,
         "block_size": block_size,
     }
-    out = out_buffers(
-        "index_topk_ragged", {"out_positions": out_positions, "out_lens": out_lens},
-        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
-    )  # fmt: skip
-    if out is None:
-        return call_op("index_topk_ragged", *inputs, **options)  # type: ignore[no-any-return]
-    call_op("index_topk_ragged_out", *inputs, **options, **out)
-    assert out_positions is not None and out_lens is not None  # for mypy
-    return out_positions, out_slots, out_lens
+    results = {"out_positions": out_positions, "out_lens": out_lens}
+    return choose(  # type: ignore[no-any-return]
+        "index_topk_ragged", inputs, options, results, out_slots, out_scores, workspace, counters
+    )
 
 
-def out_buffers(
-    op: str, needed: dict[str, torch.Tensor | None], others: dict[str, torch.Tensor | None]
-) -> dict[str, torch.Tensor | None] | None:
-    """The arguments of the _out twin; None if the caller wants new tensors."""
-    if all(buffer is not None for buffer in needed.values()):
-        return needed | others
-    if any(x is not None for x in (*needed.values(), *others.values())):
-        missing = " and no ".join(name for name, buffer in needed.items() if buffer is None)
+def choose(
+    op: str,
+    inputs: tuple[object, ...],
+    options: Mapping[str, object],
+    results: dict[str, torch.Tensor | None],
+    out_slots: torch.Tensor | None,
+    out_scores: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    counters: torch.Tensor | None,
+) -> Any:
+    """The op into new tensors, or its _out twin into the caller's: ``results``, positions first."""
+    more = {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters}
+    if all(buffer is not None for buffer in results.values()):
+        call_op(f"{op}_out", *inputs, **options, **results, **more)
+        positions, *others = results.values()
+        return positions, out_slots, *others
+    if any(x is not None for x in (*results.values(), *more.values())):
+        missing = " and no ".join(name for name, buffer in results.items() if buffer is None)
         raise ValueError(
-            f"mla_fp8.{op}: expected {' and '.join(needed)} with any buffer of the caller's, got no {missing}"
+            f"mla_fp8.{op}: expected {' and '.join(results)} with any buffer of the caller's, "
+            f"got no {missing}"
         )
-    return None
+    return call_op(op, *inputs, **options)
 
 
 def new_results(q: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -239,18 +238,12 @@ def new_results(q: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor,
     return positions, slots, q.new_empty((q.shape[0],), dtype=torch.int32)
 
 
-@fake("index_topk")
-def _(
+def _new_results(
     q: torch.Tensor, *tensors: object, topk: int, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return new_results(q, topk)
 
 
-@fake("index_topk_ragged")
-def _(
-    q: torch.Tensor, *tensors: object, topk: int, **options: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return new_results(q, topk)
-
-
-fake_returns_nothing("index_topk_out", "index_topk_ragged_out")
+for _op in ("index_topk", "index_topk_ragged"):
+    fake(_op)(_new_results)
+    fake_returns_nothing(f"{_op}_out")

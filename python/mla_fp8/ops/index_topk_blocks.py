@@ -1,11 +1,10 @@
 import torch
 
-from .._arguments import call_op
 from .._fake import fake, fake_returns_nothing
 from .._inference import refuse_gradients
-from ..index_layout import IndexLayout, get_index_layout
-from .index_logits import flat_queries
-from .index_topk import new_results, out_buffers
+from ..index_layout import IndexLayout
+from .index_logits import flat_queries, over_pages
+from .index_topk import choose, new_results
 
 __all__ = ["index_topk_blocks", "index_topk_ragged_blocks"]
 
@@ -62,30 +61,19 @@ def index_topk_blocks(
     """
     refuse_gradients("index_topk_blocks", q=q, weights=weights, q_scale=q_scale)
     inputs = (flat_queries(q), weights, index_cache, page_table, seq_lens)
-    options = {
-        "layout": get_index_layout(layout).id,
-        "page_size": page_size,
-        "q_scale": q_scale,
-        "row_lens": row_lens,
-        "query_start_loc": query_start_loc,
-        "next_n": next_n,
-        "compress_ratio": compress_ratio,
+    pages = over_pages(layout, page_size, q_scale, row_lens, query_start_loc, next_n, compress_ratio)
+    options: dict[str, object] = {
+        **pages,
         "topk": topk,
         "num_blocks": num_blocks,
         "block_size": block_size,
         "slot_page_table": slot_page_table,
         "slot_page_size": slot_page_size,
     }
-    out = out_buffers(
-        "index_topk_blocks",
-        {"out_positions": out_positions, "out_lens": out_lens, "out_blocks": out_blocks},
-        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
-    )  # fmt: skip
-    if out is None:
-        return call_op("index_topk_blocks", *inputs, **options)  # type: ignore[no-any-return]
-    call_op("index_topk_blocks_out", *inputs, **options, **out)
-    assert out_positions is not None and out_lens is not None and out_blocks is not None  # for mypy
-    return out_positions, out_slots, out_lens, out_blocks
+    results = {"out_positions": out_positions, "out_lens": out_lens, "out_blocks": out_blocks}
+    return choose(  # type: ignore[no-any-return]
+        "index_topk_blocks", inputs, options, results, out_slots, out_scores, workspace, counters
+    )
 
 
 def index_topk_ragged_blocks(
@@ -133,30 +121,18 @@ def index_topk_ragged_blocks(
         "q_scale": q_scale,
         "k_slots": k_slots,
     }
-    out = out_buffers(
-        "index_topk_ragged_blocks",
-        {"out_positions": out_positions, "out_lens": out_lens, "out_blocks": out_blocks},
-        {"out_slots": out_slots, "out_scores": out_scores, "workspace": workspace, "counters": counters},
-    )  # fmt: skip
-    if out is None:
-        return call_op("index_topk_ragged_blocks", *inputs, **options)  # type: ignore[no-any-return]
-    call_op("index_topk_ragged_blocks_out", *inputs, **options, **out)
-    assert out_positions is not None and out_lens is not None and out_blocks is not None  # for mypy
-    return out_positions, out_slots, out_lens, out_blocks
+    results = {"out_positions": out_positions, "out_lens": out_lens, "out_blocks": out_blocks}
+    return choose(  # type: ignore[no-any-return]
+        "index_topk_ragged_blocks", inputs, options, results, out_slots, out_scores, workspace, counters
+    )
 
 
-@fake("index_topk_blocks")
-def _(
+def _new_results(
     q: torch.Tensor, *tensors: object, topk: int, num_blocks: int, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return *new_results(q, topk), q.new_empty((q.shape[0], num_blocks), dtype=torch.int32)
 
 
-@fake("index_topk_ragged_blocks")
-def _(
-    q: torch.Tensor, *tensors: object, topk: int, num_blocks: int, **options: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *new_results(q, topk), q.new_empty((q.shape[0], num_blocks), dtype=torch.int32)
-
-
-fake_returns_nothing("index_topk_blocks_out", "index_topk_ragged_blocks_out")
+for _op in ("index_topk_blocks", "index_topk_ragged_blocks"):
+    fake(_op)(_new_results)
+    fake_returns_nothing(f"{_op}_out")
