@@ -209,6 +209,21 @@ def test_v41_publishes_blocks_and_chooses_among_them_without_logits(engine, devi
     assert "looks at them" not in caplog.text
 
 
+def test_where_every_block_is_a_candidate_nobody_publishes_and_all_entries_are_chosen_among(engine, device):
+    keys = Keys([500, 70], device=device)
+    q, weights = keys.queries(2)
+    lens = torch.tensor([[500], [70]], dtype=torch.int32, device=device)
+    blocks = torch.full((2, 900), -9, dtype=torch.int32, device=device)  # of more than pages hold
+    module, rows = engine.module, [Row(0, 500), Row(1, 70)]
+    for between in (
+        lambda logits: module._select_candidate_blocks(logits, None, lens.flatten(), 900, 8, blocks),
+        lambda logits: module._apply_candidate_mask(logits, None, lens.flatten(), blocks, 8),
+    ):
+        chosen = engine.decode(keys, q[:, None], weights, lens, between=between)
+        keys.assert_chosen(chosen, q, weights, rows, TOPK)
+    assert (blocks == -9).all()
+
+
 def test_blocks_of_another_size_are_vllms(engine, device, caplog):
     keys = Keys([40], device=device)
     q, weights = keys.queries(1)

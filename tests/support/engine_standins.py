@@ -334,6 +334,7 @@ def sglang(monkeypatch, plugins="") -> dict:
     module.envs = SimpleNamespace(
         SGLANG_PLUGINS=EnvStr(plugins), SGLANG_DSV4_KV_LAYOUT=EnvStr("v4"),
         SGLANG_DSV4_COMPRESSED_KV_LAYOUT=EnvStr("auto"),
+        SGLANG_ENABLE_DETERMINISTIC_INFERENCE=EnvStr(""),
     )  # fmt: skip
     monkeypatch.setattr(flash_mla_calls._v41_rows, "on", False)
     log.say_once.cache_clear()

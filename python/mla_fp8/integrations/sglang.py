@@ -18,7 +18,7 @@ from mla_fp8_plugins import UNUSED, named_in_sglang
 from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
-from . import attend, drafts, flash_mla_calls, sglang_same_bits
+from . import attend, drafts, flash_mla_calls, sglang_indexer, sglang_same_bits
 from .log import say_once
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
@@ -174,14 +174,16 @@ def register() -> None:
     refused = sglang_same_bits.why_not()
     if refused is None:
         sglang_same_bits.lift_refusal()
-        hooks |= {target: hook for target, (hook, _) in sglang_same_bits.HOOKS.items()}
+        hooks |= sglang_same_bits.HOOKS
+    for model, indexer in sglang_indexer.HOOKS.items():
+        hooks |= indexer if sglang_indexer.why_not(model) is None else {}
     registry = import_module("sglang.srt.plugins.hook_registry")
     for target, hook in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     _LOGGER.info(
         "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
-        "query heads of %s. SGLang's own: indexer, cache writes, dense decode, V4.1's formats without "
-        "mla_fp8_v41_rows. Deterministic inference is %s.",
+        "query heads of %s. SGLang's own: the indexer without mla_fp8_index_topk, cache writes, dense "
+        "decode, V4.1's formats without mla_fp8_v41_rows. Deterministic inference is %s.",
         ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
         "allowed" if refused is None else f"SGLang's own: {refused}",
     )

@@ -32,8 +32,9 @@ from torch import Tensor
 from mla_fp8_plugins import named_in_vllm
 
 from .. import probes
+from .._index_buffers import counters
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS, IndexLayout
-from ..ops.index_topk import index_topk_counters, index_topk_workspace
+from ..ops.index_topk import index_topk_workspace
 from . import vllm_slots
 from .flash_mla_calls import around, take_over
 from .log import say_once
@@ -47,7 +48,6 @@ _FP8, _FP4 = INDEX_LAYOUTS["index_fp8"], INDEX_LAYOUTS["index_fp4"]
 _MAX_TOPK, _MAX_HEADS = 4096, 64  # of index_topk
 _MAX_BLOCKS, _BLOCK_SIZE = 4096, 8
 _LOGGER = logging.getLogger("mla_fp8")
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # of device and stream
 
 
 def fp8_fp4_paged_mqa_logits(
@@ -144,8 +144,14 @@ def _choose(
     slots: Tensor | None,
     captured: bool,
 ) -> None:
-    """The op into ``out``: plainly, among the level's blocks, or with blocks to publish."""
+    """The op into ``out``: plainly, among the level's blocks, or with blocks to publish.
+
+    Plainly, too, where no row sees more entries than the blocks hold, by ``width``: every block is published
+    there, and the plain call is faster. Layers of a step have one width, so nobody reads the blocks then.
+    """
     sizes = {}
+    if level is not None and width <= level.blocks.shape[1] * _BLOCK_SIZE:
+        level = None
     if level is not None and level.publishes:
         op, sizes = f"{op}_blocks", {"num_positions": width}
         options = options | {"num_blocks": level.blocks.shape[1], "out_blocks": level.blocks}
@@ -163,7 +169,7 @@ def _choose(
         out_slots=slots,
         out_lens=chosen,
         workspace=workspace,
-        counters=_counters(out.device),
+        counters=counters(out.device),
     )
 
 
@@ -226,19 +232,6 @@ def _scratch(
             say_once("mla_fp8: index_topk allocates its workspace: vLLM's is smaller")
     lens = torch.empty(rows, dtype=torch.int32, device=device)
     return lens, torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _counters(device: torch.device) -> Tensor | None:
-    """What index_topk counts with, of the current stream: calls of one stream come one after the other.
-
-    A graph that is captured before its stream has any gets none: it would fill them at each replay.
-    """
-    if device.type == "cpu":
-        return None
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    if key not in _COUNTERS and not torch.cuda.is_current_stream_capturing():
-        _COUNTERS[key] = torch.zeros(index_topk_counters(device), dtype=torch.int32, device=device)
-    return _COUNTERS.get(key)
 
 
 def around_logits(
