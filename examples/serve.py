@@ -32,7 +32,7 @@ def command(engine: str, model: str, with_mla_fp8: bool) -> tuple[dict[str, str]
             return {}, started
         if is_v4(model):
             return {"VLLM_PLUGINS": "mla_fp8_flash_mla"}, started
-        return {}, [*started, "--attention-backend", "CUSTOM"]
+        return {}, [*started, "--attention-backend", "MLA_FP8"]
     started = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
     if not is_v4(model):
         started += ["--dsa-decode-backend", "flashmla_kv", "--dsa-prefill-backend", "flashmla_sparse"]

@@ -86,7 +86,7 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
     elif args.who not in ("stock", "calls"):
-        own["attention_backend"] = "CUSTOM"
+        own["attention_backend"] = "MLA_FP8"
     elif args.kv == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"
     if args.mtp:

@@ -4,7 +4,9 @@ import without_gpu
 
 without_gpu.pretend_vllm()
 
+import copy
 import inspect
+import pickle
 from dataclasses import fields
 from importlib import import_module
 from types import SimpleNamespace
@@ -79,11 +81,25 @@ def test_nothing_that_we_build_on_is_missing():
         assert [vllm_v4.why_not(model, methods) for model in vllm_v4.MODULES] == [None, None]
 
 
+NAMES = ["CUSTOM", *(["MLA_FP8"] if hasattr(AttentionBackendEnum, "register") else [])]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_ds_mla", "auto", "bfloat16"])
-def test_the_engines_own_resolution_finds_the_backend(kv_cache_dtype):
-    backend = selected(AttentionBackendEnum.CUSTOM, kv_cache_dtype=kv_cache_dtype)
+def test_the_engines_own_resolution_finds_the_backend(kv_cache_dtype, name):
+    backend = selected(AttentionBackendEnum[name], kv_cache_dtype=kv_cache_dtype)
     assert backend is plugin.SparseBackend and issubclass(backend, flashmla_sparse.FlashMLASparseBackend)
-    assert AttentionBackendEnum.CUSTOM.get_class() is backend
+    assert AttentionBackendEnum[name].get_class() is backend
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_takes_the_name_and_processes_get_it(name):
+    from vllm.config.attention import AttentionConfig
+
+    config = AttentionConfig(backend=name.lower())
+    assert config.backend is AttentionBackendEnum[name]
+    assert pickle.loads(pickle.dumps(config)).backend is copy.deepcopy(config).backend is config.backend
+    assert b"mla_fp8_plugins" in pickle.dumps(config) or name == "CUSTOM"
 
 
 def test_what_nobody_asked_us_for_stays_vllms():

@@ -1,6 +1,6 @@
 """Ask a trained checkpoint in vLLM: equal questions for every attention, cache and option; and its speed.
 
-python examples/trained/evaluate.py run --checkpoint trained --plugins mla_fp8 --backend CUSTOM \\
+python examples/trained/evaluate.py run --checkpoint trained --plugins mla_fp8 --backend MLA_FP8 \\
     --kv fp8_ds_mla --out ours.json
 python examples/trained/evaluate.py run --checkpoint trained --kv fp8_ds_mla --out stock.json
 python examples/trained/evaluate.py table stock.json ours.json     others are paired with the first
@@ -169,7 +169,7 @@ def main() -> None:
     one.set_defaults(function=run)
     one.add_argument("--checkpoint", type=Path, required=True)
     one.add_argument("--plugins", default="", help="VLLM_PLUGINS")
-    one.add_argument("--backend", help="CUSTOM is ours, FLASHMLA_SPARSE FlashMLA over bf16 rows")
+    one.add_argument("--backend", help="MLA_FP8 is ours, FLASHMLA_SPARSE FlashMLA over bf16 rows")
     one.add_argument("--kv", default="fp8_ds_mla", help="fp8_ds_mla or bfloat16")
     one.add_argument("--exact", action="store_true")
     one.add_argument("--budget", type=int, default=4096, help="tokens of a step: prompts come in chunks")

@@ -8,25 +8,50 @@ no list: its path is left where vLLM looks backends up, and imported when somebo
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
-BACKEND = "mla_fp8.integrations.vllm.SparseBackend"
+NAME, BACKEND = "MLA_FP8", "mla_fp8.integrations.vllm.SparseBackend"
 UNUSED = "mla_fp8 is installed; SGLANG_PLUGINS=mla_fp8 makes SGLang use it"
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 
 def vllm() -> None:
-    """Offers the backend CUSTOM, unless another package has that name, or logs why not. Re-entrant."""
+    """Offers the backend as MLA_FP8, from vLLM 0.31 on, and as CUSTOM; or logs why not. Re-entrant.
+
+    A name that another package has stays that package's.
+    """
     try:
         registry = import_module(_REGISTRY)
-        custom = registry.AttentionBackendEnum.CUSTOM
-        path = custom.get_path() if custom.is_overridden() else BACKEND
-        if path == BACKEND:
-            registry.register_backend(custom, BACKEND)
-            return
-        reason = f"CUSTOM is {path} already"
+        refused = [reason for name in (NAME, "CUSTOM") if (reason := _why_not_offer(registry, name))]
     except (ImportError, AttributeError) as error:
-        reason = f"{_REGISTRY} is not as expected ({error})"
-    logging.getLogger("mla_fp8").warning("mla_fp8 is not offered to vLLM as a backend: %s", reason)
+        refused = [f"{_REGISTRY} is not as expected ({error})", ""]
+    if len(refused) == 2:  # of both
+        reason = "; ".join(filter(None, refused))
+        logging.getLogger("mla_fp8").warning("mla_fp8 is not offered to vLLM as a backend: %s", reason)
+
+
+def _why_not_offer(registry: Any, name: str) -> str | None:
+    """Offers the backend by this name, or says why not."""
+    backends = registry.AttentionBackendEnum
+    member = backends.__members__.get(name)
+    if member is None:
+        if not hasattr(backends, "register"):
+            return f"vLLM before 0.31 has no {name}"
+        registry.register_backend(name, BACKEND)
+        # In a process that is spawned vLLM unpickles its configuration before it loads plug-ins.
+        backends[name].__reduce_ex__ = lambda protocol: (vllm_backend, (name,))
+        return None
+    path = member.get_path() if member.value or member.is_overridden() else BACKEND
+    if path != BACKEND:
+        return f"{name} is {path} already"
+    registry.register_backend(member, BACKEND)
+    return None
+
+
+def vllm_backend(name: str) -> Any:
+    """vLLM's member of that name, in whatever process. ValueError from vLLM if there is none."""
+    vllm()
+    return import_module(_REGISTRY).AttentionBackendEnum[name]
 
 
 def named_in_vllm() -> list[str]:

@@ -42,8 +42,8 @@ def flags(engine: str, model: str, *options: str) -> str:
 @pytest.mark.parametrize(
     ("engine", "model", "expected"),
     [
-        ("vllm", "deepseek-ai/DeepSeek-V3.2", "--attention-backend CUSTOM"),
-        ("vllm", "zai-org/GLM-5", "--attention-backend CUSTOM"),
+        ("vllm", "deepseek-ai/DeepSeek-V3.2", "--attention-backend MLA_FP8"),
+        ("vllm", "zai-org/GLM-5", "--attention-backend MLA_FP8"),
         ("vllm", "deepseek-ai/DeepSeek-V4", "VLLM_PLUGINS=mla_fp8_flash_mla"),
         ("vllm", "deepseek-ai/DeepSeek-V4.1-Flash", "VLLM_PLUGINS=mla_fp8_flash_mla"),
         ("sglang", "deepseek-ai/DeepSeek-V3.2", "--dsa-decode-backend flashmla_kv"),
@@ -53,7 +53,7 @@ def flags(engine: str, model: str, *options: str) -> str:
 def test_the_recipe_of_an_engine_has_the_flags_of_the_guide(engine: str, model: str, expected: str) -> None:
     with_it, without = flags(engine, model, "--", "--seed", "7"), flags(engine, model, "--without")
     assert expected in with_it and with_it.endswith("--seed 7")
-    assert "CUSTOM" not in without and "mla_fp8" not in without.replace(str(EXAMPLES.parent), "")
+    assert "MLA_FP8" not in without and "mla_fp8" not in without.replace(str(EXAMPLES.parent), "")
     guide = (EXAMPLES.parent / f"docs/guide/{engine}.md").read_text()
     assert expected in guide.replace("\\\n  ", "")
 

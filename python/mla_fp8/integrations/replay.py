@@ -13,7 +13,7 @@ requests    [rows] int32, which request of the step a row is of; what pads a gra
 A CUDA graph repeats what the hooks did at its capture: copies between tensors that stay. Set them before the
 engine captures. Off, a layer pays one comparison on the host.
 
-vLLM: layers of DeepSeek V3.2 and GLM-5 by the backend CUSTOM, of V4 with mla_fp8_flash_mla. SGLang: V3.2 with
+vLLM: layers of DeepSeek V3.2 and GLM-5 by our backend, of V4 with mla_fp8_flash_mla. SGLang: V3.2 with
 deterministic inference; without it SGLang's own capture (--enable-return-indexer-topk) records.
 """
 

@@ -2,7 +2,7 @@
 
 Entry points of the group ``vllm.general_plugins``, which mla_fp8_plugins loads:
 
-``mla_fp8``            offers a backend: `--attention-backend CUSTOM`, for DeepSeek V3.2 and GLM-5. Every head
+``mla_fp8``            offers a backend: `--attention-backend MLA_FP8`: DeepSeek V3.2 and GLM-5. Every head
                        count as it is, caches as of FLASHMLA_SPARSE: bf16, or FP8 (`--kv-cache-dtype fp8`).
 ``mla_fp8_flash_mla``  takes over FlashMLA's sparse calls, and of the layers of DeepSeek V4 and V4.1 the
                        padding of heads and prefill with few of them: these layers know vLLM's own backends
