@@ -91,8 +91,11 @@ def pins_are_the_engines(name: str) -> bool:
 def files(name: str, version: str) -> list[str]:
     """The tests of a version: those of layers and of the same bits know the newest one's source alone."""
     of_newest = [f"test_layer_in_{name}.py", f"test_same_bits_in_{name}.py"]
-    of_newest += ["test_index_in_sglang.py"] if name == "sglang" else []
-    return [f"test_in_{name}.py", *(of_newest if version == pins.NEWEST[name] else [])]
+    return [
+        f"test_in_{name}.py",
+        f"test_index_in_{name}.py",
+        *(of_newest if version == pins.NEWEST[name] else []),
+    ]
 
 
 def run(name: str, version: str, file: str) -> bool:
