@@ -11,7 +11,7 @@ CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
   | sed -n '1{s/[.]//;s/^90$$/90a/;p}'),90a)
 FUZZ ?= --seconds 60
 # Beginnings of the names of the tests of the HIP library's ops.
-HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merge_attention norm_rope_insert \
+HIP_OPS = build_swa combine compress_kv dequantize_kv fp4_rows inverse_rope merge_attention merge_partial norm_rope_insert \
   pad_q_heads paged_attention_ragged quantize_kv sparse_decode sparse_parts sparse_prefill tiled_rows two_layouts
 CXX_SOURCES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.hip')
 
@@ -82,7 +82,7 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
   NVIDIA_OPS = nope_envelope prepare_keys prepare_queries query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent
 endif
-NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk prepare_keys prepare_queries quantize_index_k topk_to_slots \
+NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk merge_topk prepare_keys prepare_queries quantize_index_k topk_to_slots \
   real_rows query_groups nope_envelope
 EMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))

@@ -23,8 +23,26 @@ def work(num_tokens, num_heads, dtype, device):
     )
 
 
+def partial(num_states, num_tokens, num_heads, device):
+    outs = torch.randn(num_states, num_tokens, num_heads, HEAD_DIM, device=device).bfloat16()
+    lses = torch.randn(num_states, num_tokens, num_heads, device=device)
+    out, lse = mla_fp8.merge_partial_states(outs, lses)
+    num_bytes = outs.nbytes + lses.nbytes + out.nbytes + lse.nbytes
+    return Work(
+        label=f"states={num_states} tokens={num_tokens} heads={num_heads}",
+        run=lambda: mla_fp8.merge_partial_states(outs, lses, out=out, lse=lse),
+        num_bytes=num_bytes,
+        baselines={
+            "copy": copies(num_bytes, device),
+            "torch": lambda: reference.merge_partial_states(outs, lses),
+        },
+    )
+
+
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [(1, 128, torch.bfloat16), (128, 64, torch.bfloat16), (512, 128, torch.bfloat16)]
     cases += [(4096, 64, torch.bfloat16), (512, 128, torch.float16), (256, 128, torch.float32)]
-    run("merge_attention_states", [work(*case, device) for case in cases])
+    works = [work(*case, device) for case in cases]
+    works += [partial(*case, device) for case in ((2, 32, 64), (4, 32, 32), (8, 32, 16), (8, 512, 16))]
+    run("merge_attention_states", works)

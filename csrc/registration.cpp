@@ -316,6 +316,11 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF(_warmup, "Tensor device_of", "()")
   DEF_WITH_OUT(merge_attention_states, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  DEF_WITH_OUT(merge_partial_states,
+               "Tensor outs, Tensor lses, *, Tensor? attn_sink=None, float base=2.7182818284590451",
+               "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  DEF_WITH_OUT(merge_topk, "Tensor scores, Tensor positions, *, SymInt topk, int? rank=None",
+               "(Tensor positions, Tensor lens)", "Tensor(a!) out_positions, Tensor(b!) out_lens")
 }
 
 #if MLA_FP8_EMULATED

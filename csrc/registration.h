@@ -24,6 +24,7 @@
   X(inverse_rope) X(inverse_rope_out)                       \
   X(inverse_rope_quantize) X(inverse_rope_quantize_out)     \
   X(merge_attention_states) X(merge_attention_states_out)   \
+  X(merge_partial_states) X(merge_partial_states_out)       \
   X(paged_attention_ragged) X(paged_attention_ragged_out)   \
   X(paged_attention_ragged_latent)                          \
   X(paged_attention_ragged_latent_out)                      \
@@ -40,7 +41,8 @@
   X(index_topk) X(index_topk_out)                           \
   X(index_topk_ragged) X(index_topk_ragged_out)             \
   X(index_topk_blocks) X(index_topk_blocks_out)             \
-  X(index_topk_ragged_blocks) X(index_topk_ragged_blocks_out)
+  X(index_topk_ragged_blocks) X(index_topk_ragged_blocks_out) \
+  X(merge_topk) X(merge_topk_out)
 
 #define MLA_FP8_SPARSE_OPS(X)                               \
   X(sparse_prefill) X(sparse_prefill_out)                   \
@@ -221,6 +223,10 @@ TwoTensors merge_attention_states(const Tensor& out_a, const Tensor& lse_a, cons
                                   const Tensor& lse_b);
 void merge_attention_states_out(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                 const Tensor& lse_b, Tensor out, Tensor lse);
+TwoTensors merge_partial_states(const Tensor& outs, const Tensor& lses, const OptionalTensor& attn_sink,
+                                double base);
+void merge_partial_states_out(const Tensor& outs, const Tensor& lses, const OptionalTensor& attn_sink,
+                              double base, Tensor out, Tensor lse);
 
 void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
                       int64_t page_size, std::string scale_format, std::optional<double> amax_floor,
@@ -233,6 +239,11 @@ void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_
       int64_t interleave, bool by_slot
 TwoTensors topk_to_slots(MLA_TOPK_TO_SLOTS_ARGUMENTS);
 void topk_to_slots_out(MLA_TOPK_TO_SLOTS_ARGUMENTS, Tensor out_slots, Tensor out_lens);
+
+TwoTensors merge_topk(const Tensor& scores, const Tensor& positions, int64_t topk,
+                      std::optional<int64_t> rank);
+void merge_topk_out(const Tensor& scores, const Tensor& positions, int64_t topk, std::optional<int64_t> rank,
+                    Tensor out_positions, Tensor out_lens);
 
 #define MLA_PAGED_INDEX_ARGUMENTS                                                                       \
   const Tensor &q, const Tensor &weights, const Tensor &index_cache, const Tensor &page_table,          \

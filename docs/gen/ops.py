@@ -61,8 +61,8 @@ GROUPS = {
     ),
     "Attention": (
         "sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
-        "sparse_attention_workspace", "explain", "merge_attention_states", "plan_shared_keys", "pad_q_heads",
-        "paged_attention_ragged", "paged_attention_ragged_latent",
+        "sparse_attention_workspace", "explain", "merge_attention_states", "merge_partial_states",
+        "plan_shared_keys", "pad_q_heads", "paged_attention_ragged", "paged_attention_ragged_latent",
     ),
     "Prefill of a chunk": (
         "SparsePrefillChunkCache", "LayerCaches", "PagedCache", "PrefillWorkspace", "workspace_rows",
@@ -71,7 +71,7 @@ GROUPS = {
     "Indexer": (
         "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_counters",
         "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-        "index_logits", "index_logits_ragged",
+        "merge_topk", "index_logits", "index_logits_ragged",
     ),
     "Around a layer": (
         "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",

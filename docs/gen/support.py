@@ -31,13 +31,16 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the indexer; keys that neighbours share", "emulated, portable kernel",
         ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots", "plan_shared_keys"),
+         "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots", "merge_topk", "plan_shared_keys"),
     ),
-    ("join two results; pad heads", "emulated", ("merge_attention_states", "pad_q_heads")),
+    (
+        "join results; pad heads", "emulated",
+        ("merge_attention_states", "merge_partial_states", "pad_q_heads"),
+    ),
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN: set[str] = set()
+NOT_RUN: set[str] = {"merge_attention_states", "merge_partial_states", "merge_topk"}
 
 
 def registered(macro: str) -> set[str]:

@@ -28,6 +28,8 @@ from .ops.index_topk import index_topk, index_topk_counters, index_topk_ragged, 
 from .ops.index_topk_blocks import index_topk_blocks, index_topk_ragged_blocks
 from .ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from .ops.merge_attention_states import merge_attention_states
+from .ops.merge_partial_states import merge_partial_states
+from .ops.merge_topk import merge_topk
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
@@ -83,6 +85,8 @@ __all__ = [
     "inverse_rope_quantize",
     "k_norm_rope_insert",
     "merge_attention_states",
+    "merge_partial_states",
+    "merge_topk",
     "pad_q_heads",
     "paged_attention_ragged",
     "paged_attention_ragged_latent",

@@ -7,7 +7,15 @@ from torch.nn.functional import pad
 from .index_layout import INDEX_DIM, IndexLayout
 from .reference import E2M1, e2m1_codes, to_bf16, to_fp8
 
-__all__ = ["best_blocks", "in_blocks", "index_logits", "index_topk", "quantize_index_k", "topk_to_slots"]
+__all__ = [
+    "best_blocks",
+    "in_blocks",
+    "index_logits",
+    "index_topk",
+    "merge_topk",
+    "quantize_index_k",
+    "topk_to_slots",
+]
 
 BLOCK_SIZE = 8  # entries of V4.1's blocks
 NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
@@ -256,6 +264,26 @@ def chosen_tokens(
         found = torch.cat([found, torch.arange(seen - seen % group_size, seen)])
         tokens[row, : len(found)], out_lens[row] = found, len(found)
     return tokens, out_lens, request
+
+
+def merge_topk(
+    scores: Tensor, positions: Tensor, *, topk: int, rank: int | None = None
+) -> tuple[Tensor, Tensor]:
+    per_rank, flat = scores.shape[2], scores.transpose(0, 1).flatten(1).double()
+    if rank is None:
+        columns = positions.transpose(0, 1).flatten(1).long()
+    else:
+        columns = torch.where(flat == -torch.inf, -1, torch.arange(flat.shape[1], device=flat.device))
+    order = columns.sort(dim=1, stable=True).indices
+    for key in (-flat.nan_to_num(0.0, torch.inf, -torch.inf), flat.isnan().int(), (columns < 0).int()):
+        order = order.gather(1, key.gather(1, order).sort(dim=1, stable=True).indices)
+    chosen = columns.gather(1, order[:, :topk])
+    if rank is not None:
+        answers = pad(positions.long(), (rank * per_rank, flat.shape[1] - (rank + 1) * per_rank), value=-1)
+        chosen = torch.where(chosen < 0, -1, answers.gather(1, chosen.clamp_min(0)))
+    chosen = pad(chosen, (0, topk - chosen.shape[1]), value=-1)
+    lens = (chosen >= 0).sum(1, dtype=torch.int32)
+    return packed(chosen.sort(dim=1).values).int(), lens
 
 
 def topk_to_slots(

@@ -1,5 +1,7 @@
 """The specification of every op: plain PyTorch, slow, exact. No kernels, no dispatch."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -8,8 +10,8 @@ from .layout import HEAD_DIM_V, KVLayout
 
 __all__ = [
     "build_swa_token_ids", "combine_topk_swa_indices", "dequantize_cache", "dequantize_kv",
-    "dequantize_kv_paged", "merge_attention_states", "pad_q_heads", "paged_attention_ragged",
-    "paged_attention_ragged_latent", "quantize_kv", "sparse_attention",
+    "dequantize_kv_paged", "merge_attention_states", "merge_partial_states", "pad_q_heads",
+    "paged_attention_ragged", "paged_attention_ragged_latent", "quantize_kv", "sparse_attention",
 ]  # fmt: skip
 
 
@@ -292,23 +294,24 @@ def pad_q_heads(q: Tensor, attn_sink: Tensor | None, *, num_heads: int) -> tuple
 def merge_attention_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse_a, lse_b)
-    merged = torch.zeros_like(out_a, dtype=torch.promote_types(out_a.dtype, torch.float32))
-    for out, side_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = (side_lse - lse).exp()[..., None]
-        merged += torch.where(side_lse[..., None] == -torch.inf, 0.0, out.to(merged.dtype) * weight)
-    return merged.to(out_a.dtype), lse
+    return merge_partial_states(torch.stack([out_a, out_b]), torch.stack([lse_a, lse_b]))
+
+
+def merge_partial_states(
+    outs: Tensor, lses: Tensor, *, attn_sink: Tensor | None = None, base: float = math.e
+) -> tuple[Tensor, Tensor]:
+    lses = lses.where(lses < torch.inf, -torch.inf) * math.log(base)
+    lse = lses.logsumexp(0)
+    total = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(lse.dtype))
+    weights = torch.where(lses == -torch.inf, 0.0, (lses - total).exp())[..., None]
+    products = outs.to(torch.promote_types(outs.dtype, torch.float32)) * weights
+    return torch.where(weights == 0, 0.0, products).sum(0).to(outs.dtype), lse / math.log(base)
 
 
 def ragged_slots(
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_last_page_len: Tensor,
-    *,
-    num_pages: int,
-    page_size: int,
+    kv_indptr: Tensor, kv_indices: Tensor, kv_last_page_len: Tensor, *, num_pages: int, page_size: int,
     q_len: int,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """For each query token the slots of the keys that it sees, in order."""
     found, bounds = [], kv_indptr.clamp(0, len(kv_indices)).tolist()
     for r, last_page_len in enumerate(kv_last_page_len.clamp(0, page_size).tolist()):

@@ -40,6 +40,7 @@ OTHERS = (
     "combine_topk_swa_indices_ragged",
     "pad_q_heads",
     "merge_attention_states",
+    "merge_partial_states",
 )
 LAYER = (
     "k_norm_rope_insert",
@@ -58,6 +59,7 @@ INDEX = (
     "index_topk_blocks",
     "index_topk_ragged_blocks",
     "topk_to_slots",
+    "merge_topk",
 )
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}

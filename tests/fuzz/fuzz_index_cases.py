@@ -324,3 +324,35 @@ def topk_to_slots(r: Random) -> Call:
         assert_equal("lens", results[1], want_lens)
 
     return Call("topk_to_slots", arguments, check)
+
+
+def merge_topk(r: Random) -> Call:
+    ranks, rows, k = r.pick(1, 2, 5), r.pick(0, 1, 4), r.pick(0, 1, 30)
+    topk, own = r.pick(1, 7, 40, 100), r.rng.integers(ranks) if r.often() else None
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -2.0, 3e38], dtype=np.float32)
+    scores = values[r.rng.integers(len(values), size=(ranks, rows, k))]
+    positions = r.rng.integers(-20, 60 if r.often() else INT_MAX, size=(ranks, rows, k))
+    want, want_lens = np.full((rows, topk), -1), [0] * rows
+    for row in range(rows):
+        found = []  # what comes first is the smallest
+        for rank in range(ranks):
+            for i in range(k):
+                score, position = float(scores[rank, row, i]), int(positions[rank, row, i])
+                if (score == -np.inf) if own is not None else (position < 0):
+                    continue
+                place = position if own is None else rank * k + i
+                answer = position if own in (None, rank) else -1
+                found.append((np.isnan(score), 0.0 if np.isnan(score) else -score, place, answer))
+        chosen = sorted(answer for *_, answer in sorted(found)[:topk] if answer >= 0)
+        want[row, : len(chosen)], want_lens[row] = chosen, len(chosen)
+    given = positions if own is None else positions[own]
+    arguments = {
+        "scores": tensor(scores), "positions": int32(given.tolist()).view(given.shape), "topk": topk,
+        "rank": None if own is None else int(own),
+    }  # fmt: skip
+
+    def check(results: tuple[Tensor, ...]) -> None:
+        assert_equal("positions", results[0], want)
+        assert_equal("lens", results[1], want_lens)
+
+    return Call("merge_topk", arguments, check)

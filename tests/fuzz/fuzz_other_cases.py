@@ -241,3 +241,32 @@ def merge_attention_states(r: Random) -> Call:
         assert_close("out", results[0], want, error)
 
     return Call("merge_attention_states", arguments, check)
+
+
+def merge_partial_states(r: Random) -> Call:
+    shape, dim = (r.pick(1, 2, 5), r.pick(0, 1, 4), r.pick(1, 3)), r.pick(0, 1, 64, 513)
+    dtype, base = r.pick(torch.bfloat16, torch.float16, torch.float32), r.pick(np.e, 2.0)
+    outs = tensor(r.normal(*shape, dim)).to(dtype)
+    lses = r.normal(*shape) * np.float32(r.pick(1.0, 30.0, 1e4))
+    gone = r.rng.random(shape) < 0.3
+    lses[gone] = r.rng.choice(np.array([np.nan, np.inf, -np.inf], dtype=np.float32), size=shape)[gone]
+    outs[torch.from_numpy(gone)] = torch.nan
+    sink = r.normal(shape[2]) * np.float32(r.pick(1.0, 1e4)) if r.often() else None
+    natural = np.where(gone, -np.inf, lses.astype(float)) * np.log(base)
+    want_lse = np.logaddexp.reduce(natural, 0)
+    total = want_lse if sink is None else np.logaddexp(want_lse, sink.astype(float))
+    with np.errstate(invalid="ignore"):
+        weights = np.where(gone, 0.0, np.exp(natural - total))
+    want = (np.where(gone[..., None], 0.0, outs.double().numpy()) * weights[..., None]).sum(0)
+    arguments = {
+        "outs": outs, "lses": tensor(lses), "attn_sink": None if sink is None else tensor(sink), "base": base
+    }  # fmt: skip
+
+    def check(results: tuple[Tensor, ...]) -> None:
+        size = np.abs(want_lse, where=np.isfinite(want_lse), out=np.zeros_like(want_lse))
+        assert_close("lse", results[1], want_lse / np.log(base), 1e-6 * (1 + size))
+        sinks = 0 if sink is None else np.abs(sink)
+        error = torch.finfo(dtype).eps * 8 + 2.0**-20 * (size + sinks)[..., None]
+        assert_close("out", results[0], want, error)
+
+    return Call("merge_partial_states", arguments, check)

@@ -24,6 +24,7 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "paged_attention_ragged": "q",
     "paged_attention_ragged_latent": "q",
     "merge_attention_states": "out_a",
+    "merge_partial_states": "outs",
     "quantize_index_k": "k",
     "prepare_keys": "kv",
     "prepare_queries": "q_pe",
@@ -33,6 +34,7 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "index_topk_ragged": "q",
     "index_topk_blocks": "q",
     "index_topk_ragged_blocks": "q",
+    "merge_topk": "scores",
 }
 every_op = pytest.mark.parametrize("name", DIFFERENTIABLE)
 

@@ -198,6 +198,17 @@ def merge_attention_states(device: str, size: Size = SIZE) -> Call:
     return (*state(), *state()), {}
 
 
+def merge_partial_states(device: str, size: Size = SIZE) -> Call:
+    shape = (3, size.num_tokens, size.heads)
+    return (bf16(*shape, 64, device=device), torch.randn(*shape, device=device)), {}
+
+
+def merge_topk(device: str, size: Size = SIZE) -> Call:
+    shape = (3, size.num_tokens, size.topk)
+    positions = torch.randint(-1, 1000, shape, dtype=torch.int32, device=device)
+    return (torch.randn(shape, device=device), positions), {"topk": size.topk}
+
+
 def quantize_index_k(device: str, size: Size = SIZE) -> Call:
     k, slots = bf16(size.num_tokens, 128, device=device), torch.arange(size.num_tokens, device=device) - 1
     cache = INDEX_LAYOUTS["index_fp8"].empty(NUM_PAGES, PAGE_SIZE, device).zero_()
@@ -259,7 +270,7 @@ if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
         ("prepare_keys", "prepare_queries", "quantize_index_k", "index_logits", "index_logits_ragged",
          "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-         "plan_shared_keys"), ("cuda",)
+         "merge_topk", "plan_shared_keys"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
@@ -285,6 +296,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "paged_attention_ragged": paged_attention_ragged,
     "paged_attention_ragged_latent": paged_attention_ragged_latent,
     "merge_attention_states": merge_attention_states,
+    "merge_partial_states": merge_partial_states,
     "quantize_index_k": quantize_index_k,
     "index_logits": index_logits,
     "index_logits_ragged": index_logits_ragged,
@@ -293,6 +305,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "index_topk_blocks": index_topk_blocks,
     "index_topk_ragged_blocks": index_topk_ragged_blocks,
     "topk_to_slots": topk_to_slots,
+    "merge_topk": merge_topk,
 }
 
 

@@ -275,7 +275,7 @@ __device__ __forceinline__ uint64_t kth_bound(const Team& team, const Candidates
         team, candidates, k, [&](uint64_t order) { return order >= low && order <= high; },
         [&](uint64_t order) { return static_cast<uint32_t>((order - low) >> shift); });
     low += static_cast<uint64_t>(kth.bin) << shift;
-    if (kth.here - kth.remaining <= others) return low;  // one of each order: at shift 0 at the latest
+    if (kth.here - kth.remaining <= others || shift == 0) return low;  // of one order no more can be told
     k = kth.remaining;
     high = low + min(high - low, (uint64_t{1} << shift) - 1);  // a bin may end behind the last order
     shift = max(shift - bin_bits, 0);

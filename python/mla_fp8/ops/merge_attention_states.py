@@ -18,8 +18,8 @@ def merge_attention_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join two attention results over disjoint keys into that over all of them.
 
-    Where a side's lse is -inf the result is the other side's bits, and where both are, out is 0 and lse -inf.
-    FlashMLA's +inf for nothing makes NaN. Computed in float32, rounded once.
+    :func:`merge_partial_states` of two. Where a side's lse is -inf, +inf or NaN, or its weight is 0, the
+    result is the other side's bits; where both are, out is 0 and lse -inf. Computed in float32, rounded once.
 
     Args:
         out_a: [num_tokens, num_heads, d] bfloat16, float16 or float32, any strides of tokens and heads.
