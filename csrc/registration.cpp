@@ -319,6 +319,16 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(merge_partial_states,
                "Tensor outs, Tensor lses, *, Tensor? attn_sink=None, float base=2.7182818284590451",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
+  // CUDA only, of mla_fp8.context_parallel.
+  DEF(_gather_queries,
+      "Tensor q, *, int[] peers, int rank, float time_limit, Tensor(a!) queries, Tensor(b!) flags, "
+      "Tensor(c!) calls",
+      "()")
+  DEF(_exchange_states,
+      "Tensor out, Tensor lse, *, Tensor? attn_sink=None, float base=2.7182818284590451, int[] peers, "
+      "int rank, float time_limit, Tensor(a!) outs, Tensor(b!) lses, Tensor(c!) flags, Tensor(d!) calls, "
+      "Tensor(e!) merged, Tensor(f!) merged_lse",
+      "()")
   DEF_WITH_OUT(merge_topk, "Tensor scores, Tensor positions, *, SymInt topk, int? rank=None",
                "(Tensor positions, Tensor lens)", "Tensor(a!) out_positions, Tensor(b!) out_lens")
 }

@@ -3,6 +3,7 @@
 // schemas. A tensor by value is one that the op writes, a tensor by reference one that it only reads.
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "common/torch.h"
 
@@ -54,7 +55,8 @@
 #define MLA_FP8_CUDA_OPS(X)                                 \
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
   MLA_FP8_INDEX_OPS(X)                                      \
-  X(_sparse_attention) X(_sparse_attention_window)
+  X(_sparse_attention) X(_sparse_attention_window)          \
+  X(_gather_queries) X(_exchange_states)
 #define MLA_FP8_HIP_OPS(X)                                  \
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
   X(_sparse_attention) X(_sparse_attention_window)
@@ -227,6 +229,13 @@ TwoTensors merge_partial_states(const Tensor& outs, const Tensor& lses, const Op
                                 double base);
 void merge_partial_states_out(const Tensor& outs, const Tensor& lses, const OptionalTensor& attn_sink,
                               double base, Tensor out, Tensor lse);
+
+// On CUDA: what ranks exchange (mla_fp8.context_parallel).
+void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, double time_limit,
+                     Tensor queries, Tensor flags, Tensor calls);
+void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor& attn_sink, double base,
+                      std::vector<int64_t> peers, int64_t rank, double time_limit, Tensor outs, Tensor lses,
+                      Tensor flags, Tensor calls, Tensor merged, Tensor merged_lse);
 
 void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
                       int64_t page_size, std::string scale_format, std::optional<double> amax_floor,

@@ -149,6 +149,8 @@ void barrier(Warp& w, const Instruction& i) {
     each_lane(w.active, [&](int l) { w.result(i)[l] = how == 'o' ? b.last_saying > 0 : b.last_saying; });
 }
 
+void trap(Warp& w, const Instruction&) { w.fail("trap"); }
+
 void proxy_fence(Warp& w, const Instruction&) {
   std::replace(w.cta->unfenced.begin(), w.cta->unfenced.end(), static_cast<uint8_t>(w.id + 1), uint8_t{0});
 }
@@ -202,6 +204,7 @@ Handler find_control(const Opcode& opcode, const Operands& operands, Instruction
     i.extra = static_cast<uint64_t>(how);
     return barrier;
   }
+  if (what == "trap") return trap;
   if (what == "fence" && has(opcode, "proxy") && opcode[2] == "async") return proxy_fence;
   // Warps of a grid run one after the other, grids too, and what is written is there at once.
   for (const char* name : {"fence", "membar", "setmaxnreg", "griddepcontrol", "nanosleep", "discard"})

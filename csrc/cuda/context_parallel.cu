@@ -1,0 +1,231 @@
+// What ranks exchange around attention: the queries of all heads before it, partial results behind it. A CTA
+// stores its part into every rank's memory, raises its flag there, and waits for the CTA of its number of
+// every other rank. All of its stores and flags come before its first wait, and the grid is no larger than
+// what runs at once: whatever the order in which CTAs begin, each flag that is waited for will be raised.
+// Bound by the latency of a flag, from 128 tokens on by the links.
+
+#include "ops/context_parallel.h"
+
+#include <algorithm>
+
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/merge_states.cuh"
+
+namespace mla_fp8::gpu {
+namespace {
+
+constexpr int kExchangeThreads = 512;
+constexpr int kExchangeWarps = kExchangeThreads / kWarpSize;
+
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+
+// One call, as a CTA sees it: begin, stores, raise, wait, reads, end. Calls of a kind have their own flags.
+// They are numbered by what the last one left in memory, so a graph may be replayed.
+class PeerCall {
+ public:
+  __device__ __forceinline__ explicit PeerCall(const PeerMemory& memory)
+      : memory_(memory), number_(memory.calls[0] + 1) {}
+
+  __device__ __forceinline__ uint32_t number() const { return number_; }
+  template <class T>
+  __device__ __forceinline__ T* of_rank(T* own, int rank) const {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(own) + memory_.offsets[rank]);
+  }
+  // The i-th rank behind this one: all begin with another.
+  __device__ __forceinline__ int rank_behind(int i) const {
+    const int rank = memory_.rank + i;
+    return rank < memory_.world_size ? rank : rank - memory_.world_size;
+  }
+  __device__ __forceinline__ void raise() const {
+    __syncthreads();
+    if (is_of_other()) store_release(of_rank(flag(memory_.rank), thread()), number_);
+  }
+  __device__ __forceinline__ void wait() const {
+    if (is_of_other()) {
+      const uint64_t begin = nanoseconds();
+      while (static_cast<int32_t>(load_acquire(flag(thread())) - number_) < 0)
+        if (nanoseconds() - begin > static_cast<uint64_t>(memory_.time_limit)) asm volatile("trap;");
+    }
+    __syncthreads();
+  }
+  // All CTAs have read the number of the call when the last one writes it.
+  __device__ __forceinline__ void end() const {
+    if (threadIdx.x == 0 && atomicAdd(&memory_.calls[1], 1u) == gridDim.x - 1) {
+      memory_.calls[1] = 0;
+      memory_.calls[0] = number_;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ bool is_of_other() const {
+    return thread() < memory_.world_size && thread() != memory_.rank;
+  }
+  __device__ __forceinline__ uint32_t* flag(int rank) const {
+    return memory_.flags + rank * memory_.num_ctas + blockIdx.x;
+  }
+  const PeerMemory& memory_;
+  const uint32_t number_;
+};
+
+}  // namespace
+
+struct GatherQueriesArgs {
+  GatherQueriesParams p;
+  Divider pieces, num_heads;  // of 16 bytes of a head
+};
+
+__global__ void __launch_bounds__(kExchangeThreads)
+    gather_queries_kernel(const __grid_constant__ GatherQueriesArgs args) {
+  constexpr int kPiece = 8;
+  const GatherQueriesParams& p = args.p;
+  wait_for_previous_grid();
+  const PeerCall call(p.memory);
+  const int64_t pieces = args.pieces.divisor(), all = p.num_tokens * p.num_heads * pieces;
+  for (int64_t i = int64_t{blockIdx.x} * kExchangeThreads + threadIdx.x; i < all;
+       i += int64_t{gridDim.x} * kExchangeThreads) {
+    const int64_t row = args.pieces(i), token = args.num_heads(row), head = row - token * p.num_heads;
+    const int64_t element = (i - row * pieces) * kPiece;
+    const Words<4> x = load_if<4>(p.q + token * p.q_stride_token + head * p.q_stride_head + element, true);
+    const int64_t to = (token * p.memory.world_size + p.memory.rank) * p.num_heads + head;
+    for (int r = 0; r < p.memory.world_size; ++r)
+      store(call.of_rank(p.queries + to * p.head_dim + element, call.rank_behind(r)), x);
+  }
+  call.raise();
+  call.wait();
+  call.end();
+}
+
+struct ExchangeStatesArgs {
+  ExchangeStatesParams p;
+  Divider num_heads;
+};
+
+namespace {
+
+// The partial results of a token and one of this rank's heads, its own among them.
+struct StatesOfRanks {
+  const ExchangeStatesParams& p;
+  int64_t own, own_lse;  // where they are in out and lse
+  const uint16_t* outs;  // from rank 0
+  const float* lses;
+  int64_t pitch;  // heads from a rank to the next
+  int count;
+  float attn_sink, log_base;
+
+  __device__ __forceinline__ float lse(int i) const {
+    return counted_lse(i == p.memory.rank ? p.lse[own_lse] : lses[i * pitch]);
+  }
+  __device__ __forceinline__ const void* row(int i) const {
+    return i == p.memory.rank ? p.out + own : outs + i * pitch * p.head_dim;
+  }
+};
+
+// The heads of another rank: a warp stores a row, unless no key was attended to.
+__device__ __forceinline__ void send_states(const ExchangeStatesParams& p, const PeerCall& call,
+                                            int64_t token, int64_t head, int64_t to) {
+  constexpr int kPiece = 8, kPass = kPiece * kWarpSize, kPasses = 2, kRanksAtOnce = 4;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int first = 1; first < p.memory.world_size; first += kRanksAtOnce) {
+    float lse[kRanksAtOnce];
+#pragma unroll
+    for (int j = 0; j < kRanksAtOnce; ++j) {
+      const bool is_one = first + j < p.memory.world_size;
+      const int64_t of = call.rank_behind(is_one ? first + j : 0) * p.num_heads + head;
+      lse[j] = is_one ? p.lse[token * p.memory.world_size * p.num_heads + of] : -INFINITY;
+    }
+    for (int64_t begin = lane * kPiece; begin < p.head_dim; begin += kPasses * kPass) {
+      Words<4> x[kRanksAtOnce][kPasses];
+#pragma unroll
+      for (int j = 0; j < kRanksAtOnce; ++j) {
+        const bool is_one = first + j < p.memory.world_size;
+        const int64_t of = call.rank_behind(is_one ? first + j : 0) * p.num_heads + head;
+        const uint16_t* from = p.out + token * p.out_stride_token + of * p.out_stride_head;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+          x[j][pass] = load_if<4>(from + begin + pass * kPass, is_one && begin + pass * kPass < p.head_dim);
+      }
+#pragma unroll
+      for (int j = 0; j < kRanksAtOnce; ++j) {
+        if (first + j >= p.memory.world_size || counted_lse(lse[j]) == -INFINITY) continue;
+        uint16_t* row = call.of_rank(p.outs + to * p.head_dim, call.rank_behind(first + j));
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+          if (begin + pass * kPass < p.head_dim) store(row + begin + pass * kPass, x[j][pass]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kRanksAtOnce; ++j)
+      if (lane == 0 && first + j < p.memory.world_size)
+        *call.of_rank(p.lses + to, call.rank_behind(first + j)) = lse[j];
+  }
+}
+
+}  // namespace
+
+__global__ void __launch_bounds__(kExchangeThreads)
+    exchange_states_kernel(const __grid_constant__ ExchangeStatesArgs args) {
+  const ExchangeStatesParams& p = args.p;
+  wait_for_previous_grid();
+  const PeerCall call(p.memory);
+  const int world_size = p.memory.world_size, rank = p.memory.rank;
+  const int64_t rows = p.num_tokens * p.num_heads, pitch = p.max_tokens * p.num_heads;
+  // A rank that is one call ahead stores while this one may still read.
+  const int64_t half = (call.number() & 1) * world_size * pitch;
+  const int64_t first = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kExchangeWarps;
+  for (int64_t row = first; row < rows; row += step) {
+    const int64_t token = args.num_heads(row);
+    send_states(p, call, token, row - token * p.num_heads, half + rank * pitch + row);
+  }
+  call.raise();
+  call.wait();
+  for (int64_t row = first; row < rows; row += step) {
+    const int64_t token = args.num_heads(row), head = row - token * p.num_heads;
+    const int64_t own = rank * p.num_heads + head;
+    const StatesOfRanks states{p,
+                               token * p.out_stride_token + own * p.out_stride_head,
+                               token * world_size * p.num_heads + own,
+                               p.outs + (half + row) * p.head_dim,
+                               p.lses + half + row,
+                               pitch,
+                               world_size,
+                               p.attn_sink ? p.attn_sink[head] : -INFINITY,
+                               p.log_base};
+    uint16_t* merged = p.merged + token * p.merged_stride_token + head * p.merged_stride_head;
+    const float lse = merge_head<Dtype::kBf16, true>(states, p.head_dim, merged);
+    if (threadIdx.x % kWarpSize == 0) p.merged_lse[row] = lse;
+  }
+  call.end();
+}
+
+void gather_queries(const GatherQueriesParams& p, gpuStream_t stream) {
+  const int64_t pieces = p.head_dim / 8;
+  const int64_t wanted = ceil_div<int64_t>(p.num_tokens * p.num_heads * pieces, kExchangeThreads);
+  launch(gather_queries_kernel,
+         {.grid = std::min(wanted, p.memory.num_ctas), .block = kExchangeThreads, .stream = stream},
+         GatherQueriesArgs{p, Divider(pieces), Divider(p.num_heads)});
+}
+
+void exchange_states(const ExchangeStatesParams& p, gpuStream_t stream) {
+  constexpr int64_t kRows = 4;  // of a CTA, where there are few
+  const int64_t wanted = ceil_div<int64_t>(p.num_tokens * p.num_heads, kRows);
+  launch(exchange_states_kernel,
+         {.grid = std::min(wanted, p.memory.num_ctas), .block = kExchangeThreads, .stream = stream},
+         ExchangeStatesArgs{p, Divider(p.num_heads)});
+}
+
+}  // namespace mla_fp8::gpu

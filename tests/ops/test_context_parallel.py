@@ -1,0 +1,168 @@
+"""Ranks that hold a part of the keys each, against one rank that holds all. Ranks are a dimension, or
+processes that exchange by gloo."""
+
+import math
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import mla_fp8
+from mla_fp8.context_parallel import Exchange
+
+HEADS, PAGE, TOPK, ENTRIES = 8, 16, 64, 500
+LAYOUT = mla_fp8.KV_LAYOUTS["dsv32"]
+OPTIONS = {"layout": LAYOUT, "page_size": PAGE, "sm_scale": 576**-0.5}
+RANKS = pytest.mark.parametrize("world_size, interleave", [(2, 1), (2, 16), (3, 1), (4, 4), (8, 64)])
+
+
+def cache_of(latent: Tensor, rope: Tensor) -> Tensor:
+    cache = LAYOUT.empty(-(-max(len(latent), 1) // PAGE), PAGE, "cpu")
+    slots = torch.arange(len(latent))
+    mla_fp8.quantize_kv(latent, slots, cache, rope=rope, layout=LAYOUT, page_size=PAGE)
+    return cache
+
+
+class Step:
+    """Queries, keys and positions that one rank with all keys attends to."""
+
+    def __init__(self, tokens: int = 5, seed: int = 0):
+        torch.manual_seed(seed)
+        self.q = torch.randn(tokens, HEADS, 576).bfloat16()
+        self.latent, self.rope = torch.randn(ENTRIES, 512).bfloat16(), torch.randn(ENTRIES, 64).bfloat16()
+        self.positions = torch.rand(tokens, ENTRIES).argsort(1)[:, :TOPK].sort(1).values.int()
+        self.positions[tokens // 2] = torch.arange(TOPK)  # with interleave 64 the keys of one rank
+        self.sink = torch.randn(HEADS)
+
+    def whole(self, **options):
+        return mla_fp8.sparse_decode(
+            self.q, cache_of(self.latent, self.rope), self.positions, backend="native", **OPTIONS, **options
+        )
+
+    def of_rank(self, world_size: int, rank: int, interleave: int, q: Tensor | None = None):
+        own = torch.arange(ENTRIES) // interleave % world_size == rank
+        pages = -(-max(int(own.sum()), 1) // PAGE)
+        table = torch.arange(pages, dtype=torch.int32).expand(len(self.q), -1).contiguous()
+        slots, lens = mla_fp8.topk_to_slots(
+            self.positions, table, page_size=PAGE, world_size=world_size, rank=rank, interleave=interleave
+        )
+        return mla_fp8.sparse_decode(
+            self.q if q is None else q, cache_of(self.latent[own], self.rope[own]), slots, topk_length=lens,
+            backend="native", **OPTIONS,
+        )  # fmt: skip
+
+
+def close(got, want):
+    torch.testing.assert_close(got[0].float(), want[0].float(), rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@RANKS
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_partial_results_of_ranks_add_up_to_that_of_one(world_size, interleave, has_sink):
+    step = Step()
+    parts = [step.of_rank(world_size, r, interleave) for r in range(world_size)]
+    outs, lses = map(torch.stack, zip(*parts, strict=True))
+    assert world_size * interleave < 500 or (lses == -math.inf).any()
+    got = mla_fp8.merge_partial_states(outs, lses, attn_sink=step.sink if has_sink else None)
+    close(got, step.whole(attn_sink=step.sink if has_sink else None))
+
+
+def test_a_rank_that_has_all_keys_of_a_token_leaves_its_bits():
+    step = Step()
+    parts = [step.of_rank(8, r, 64) for r in range(8)]
+    token = 2  # whose keys are 0 to 63
+    outs, lses = map(torch.stack, zip(*parts, strict=True))
+    assert (lses[1:, token] == -math.inf).all() and (outs[1:, token] == 0).all()
+    out, lse = mla_fp8.merge_partial_states(outs, lses)
+    whole = step.whole()
+    assert torch.equal(out[token], whole[0][token]) and torch.equal(lse[token], whole[1][token])
+
+
+def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=world_size, rank=rank)
+        exchange = Exchange(dist.group.WORLD, 16, HEADS, device="cpu")
+        assert exchange.transport == "collectives"
+        heads = HEADS // world_size
+        own = slice(rank * heads, (rank + 1) * heads)
+        for tokens, seed in ((5, 0), (1, 1), (16, 2)):
+            step = Step(tokens, seed)
+            got = exchange.attend(
+                step.q[:, own],
+                lambda q, step=step: step.of_rank(world_size, rank, interleave, q),
+                attn_sink=step.sink[own],
+            )
+            outs, lses = map(
+                torch.stack,
+                zip(*(step.of_rank(world_size, r, interleave) for r in range(world_size)), strict=True),
+            )
+            want = mla_fp8.merge_partial_states(outs, lses, attn_sink=step.sink)
+            assert torch.equal(got[0], want[0][:, own]) and torch.equal(got[1], want[1][:, own])
+            whole = step.whole(attn_sink=step.sink)
+            close(got, (whole[0][:, own], whole[1][:, own]))
+        dist.destroy_process_group()
+    except BaseException as error:
+        errors.put(f"rank {rank}: {error!r}")
+        raise
+
+
+@pytest.mark.parametrize("world_size, interleave", [(2, 1), (4, 64)])
+def test_processes_exchange_what_one_process_adds_up_bit_for_bit(world_size, interleave):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    errors = context.SimpleQueue()
+    ranks = [
+        context.Process(target=run_rank, args=(r, world_size, interleave, port, errors))
+        for r in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert errors.empty(), errors.get()
+    assert [process.exitcode for process in ranks] == [0] * world_size
+
+
+@pytest.fixture
+def alone():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_attends_as_it_is(alone, caplog):
+    caplog.set_level("INFO")
+    step = Step()
+    for _ in range(2):
+        exchange = Exchange(alone, 8, HEADS, device="cpu")
+        got = exchange.attend(step.q, lambda q: step.of_rank(1, 0, 1, q))
+    assert all(map(torch.equal, got, step.whole()))
+    assert caplog.text.count("exchanges by collectives: not every rank has an NVIDIA GPU") <= 1
+
+
+def test_what_does_not_fit_is_refused(alone):
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Exchange(alone, 0, 8)
+    with pytest.raises(ValueError, match="head_dim_qk must be a multiple of 8, got 570"):
+        Exchange(alone, 1, 8, head_dim_qk=570)
+    with pytest.raises(ValueError, match=r"num_heads must be a multiple of 1 \(the ranks\), got 0"):
+        Exchange(alone, 1, 0)
+    exchange = Exchange(alone, 4, HEADS, device="cpu")
+    with pytest.raises(
+        ValueError, match=r"q must be \[at most 4, 8, 576\] bfloat16, got \[5, 8, 576\] bfloat16"
+    ):
+        exchange.gather_queries(torch.zeros(5, 8, 576).bfloat16())
+    with pytest.raises(
+        ValueError, match=r"out must be \[at most 4, 8, 512\] bfloat16, got \[4, 8, 512\] float32"
+    ):
+        exchange.merge(torch.zeros(4, 8, 512), torch.zeros(4, 8))
