@@ -11,9 +11,10 @@ import torch.distributed as dist
 import mla_fp8
 from mla_fp8 import context_parallel
 
-pytestmark = pytest.mark.device(
-    torch.cuda.is_available() or emulation.executes(*emulation.NVIDIA), "an NVIDIA GPU"
-)
+pytestmark = [
+    pytest.mark.device(torch.cuda.is_available() or emulation.executes(*emulation.NVIDIA), "an NVIDIA GPU"),
+    pytest.mark.only(lambda device, **_: emulation.is_cuda(device)),
+]
 INF, NAN = float("inf"), float("nan")
 HEADS, MAX_TOKENS, CTAS = 4, 5, 7  # heads of a rank
 

@@ -82,6 +82,40 @@ def test_a_rank_that_has_all_keys_of_a_token_leaves_its_bits():
     assert torch.equal(out[token], whole[0][token]) and torch.equal(lse[token], whole[1][token])
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_v4s_entries_and_one_attends_to_the_window(world_size):
+    """The window is in every rank's cache; its rows and the sink count once."""
+    torch.manual_seed(0)
+    layout, page, tokens = mla_fp8.KV_LAYOUTS["dsv4"], 16, 3
+    rows, q = torch.randn(2, 320, 512).bfloat16(), torch.randn(tokens, HEADS, 512).bfloat16()
+    sink = torch.randn(HEADS)
+
+    def filled(latent):
+        cache = layout.empty(-(-len(latent) // page), page, "cpu")
+        mla_fp8.quantize_kv(latent, torch.arange(len(latent)), cache, layout=layout, page_size=page)
+        return cache
+
+    window = torch.arange(tokens)[:, None].int() + torch.arange(128, dtype=torch.int32)
+    chosen = torch.rand(tokens, 320).argsort(1)[:, :TOPK].sort(1).values.int()
+
+    def attend(window, entries, slots, **options):
+        return mla_fp8.sparse_decode(
+            q, filled(rows[0]), window, layout=layout, page_size=page, sm_scale=512**-0.5, backend="native",
+            extra_kv_cache=entries, extra_indices=slots, extra_page_size=page, **options,
+        )  # fmt: skip
+
+    want = attend(window, filled(rows[1]), chosen, attn_sink=sink)
+    parts = []
+    for rank in range(world_size):
+        own = rows[1][torch.arange(320) % world_size == rank]
+        table = torch.arange(-(-len(own) // page), dtype=torch.int32).expand(tokens, -1).contiguous()
+        slots, lens = mla_fp8.topk_to_slots(chosen, table, page_size=page, world_size=world_size, rank=rank)
+        counted = window if rank == 1 else torch.full_like(window, -1)
+        parts.append(attend(counted, filled(own), slots, extra_topk_length=lens))
+    outs, lses = map(torch.stack, zip(*parts, strict=True))
+    close(mla_fp8.merge_partial_states(outs, lses, attn_sink=sink), want)
+
+
 def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> None:
     try:
         torch.set_num_threads(1)

@@ -115,6 +115,23 @@ def test_strides_and_buffers_of_the_caller(device):
     assert all(map(torch.equal, got, want)) and (wide[:, 30:] == 1 << 30).all()
 
 
+def test_a_captured_call_sees_new_candidates(device):
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    scores, positions = lists(device)
+    out = {"out_positions": positions.new_empty(5, 30), "out_lens": positions.new_empty(5)}
+    mla_fp8.merge_topk(scores, positions, topk=30, **out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_fp8.merge_topk(scores, positions, topk=30, **out)
+    for _ in range(3):
+        for x, new in zip((scores, positions), lists(device), strict=True):
+            x.copy_(new)
+        graph.replay()
+        want = reference.merge_topk(scores, positions, topk=30)
+        assert all(map(torch.equal, out.values(), want))
+
+
 def test_no_rows_and_no_candidates(device):
     scores, positions = lists(device)
     check(scores[:, :0], positions[:, :0], topk=3)
