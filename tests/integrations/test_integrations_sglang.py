@@ -54,7 +54,7 @@ def hooks(monkeypatch):
 def test_one_line_says_what_was_taken_over_and_what_not(hooks, caplog):
     (record,) = caplog.get_records("setup")
     assert (
-        "formats V32 and V4" in record.getMessage()
+        "formats V32, V32_NO_ROPE and V4" in record.getMessage()
         and "V3.2 as they are, of V4 as they are" in record.getMessage()
     )
     assert "SGLang's own: " in record.getMessage()
@@ -67,6 +67,16 @@ def test_sglangs_sparse_decode_is_ours_and_the_rest_its_own(hooks, device):
     exact, _, exact_lse = case.expected()
     assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
     assert call(**arguments | {"kv_format": "V41_NEW"}) == ("SGLang's own", "V41_NEW")
+
+
+def test_rows_without_rope_are_known_by_their_name_alone(hooks, device):
+    """V4.1's rows have as many bytes."""
+    case = make_case(KV_LAYOUTS["dsv32_nope"], device)
+    call = engine_standins.decode_call(case)
+    out, lse = hooks["flash_mla_with_kvcache"](**call, kv_format="V32_NO_ROPE")
+    exact, _, exact_lse = case.expected()
+    assert_within_flash_mla_tolerance(out[:, 0], lse[:, :, 0], exact, exact_lse)
+    assert hooks["flash_mla_with_kvcache"](**call, kv_format=None)[0] == "SGLang's own"
 
 
 def test_sglangs_sparse_prefill_is_ours_without_the_statistics_that_it_drops(hooks, device):
@@ -95,10 +105,13 @@ def test_sglangs_gathers_are_ours_for_the_layouts_that_we_have(hooks):
     assert v32(rows[..., :528], slots) == "SGLang's own"
 
 
+@pytest.mark.parametrize("kv_format", ["V32", "V32_NO_ROPE"])
 @pytest.mark.parametrize("lengths", [True, False], ids=["its lengths", "lengths of other rows"])
-def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks, monkeypatch, device):
-    """kv_format is always V32 there: until it was known to be ours, no call ever came."""
-    case = make_case(DSV32, device, sink=False)
+def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(
+    lengths, kv_format, hooks, monkeypatch, device
+):
+    layout = {"V32": DSV32, "V32_NO_ROPE": KV_LAYOUTS["dsv32_nope"]}[kv_format]
+    case = make_case(layout, device, sink=False)
     s, seen = case.scopes[0], []
     if not lengths:
         outside = torch.arange(s.indices.shape[1], device=device) >= s.length[:, None]
@@ -107,10 +120,10 @@ def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks
     monkeypatch.setattr(attend, "over_pages", lambda *a, **o: seen.append((a, o)) or over_pages(*a, **o))
     given = s.length if lengths else s.length[:4]
     backend = SimpleNamespace(
-        dsa_kv_cache_store_fp8=True, kv_cache_dim=DSV32.bytes_per_token, flashmla_kv_format="V32",
+        dsa_kv_cache_store_fp8=True, kv_cache_dim=layout.bytes_per_token, flashmla_kv_format=kv_format,
         physical_page_size=64,
     )  # fmt: skip
-    layer = SimpleNamespace(tp_q_head_num=16, head_dim=576)
+    layer = SimpleNamespace(tp_q_head_num=16, head_dim=layout.head_dim_qk)
     pages = s.kv_cache.view(torch.float8_e4m3fn)
     arguments = (
         case.q.flatten(1), pages, 512, case.sm_scale, layer, SimpleNamespace(dsa_cache_seqlens_int32=given),
@@ -122,7 +135,7 @@ def test_v32_decode_reads_its_pages_with_the_heads_that_are_there(lengths, hooks
     assert args[0].shape[1] == 16 and (options["topk_length"] is given) == lengths
     assert out.shape == (6, 1, 16, 512)
     assert_within_flash_mla_tolerance(out[:, 0], exact_lse.float(), exact, exact_lse)
-    others = {"dsa_kv_cache_store_fp8": False}, {"flashmla_kv_format": "V32_NO_ROPE"}, {"kv_cache_dim": 528}
+    others = {"dsa_kv_cache_store_fp8": False}, {"flashmla_kv_format": "V4"}, {"kv_cache_dim": 576}
     for change in others:
         other = SimpleNamespace(**vars(backend) | change)
         assert hooks["_forward_flashmla_kv"](other, *arguments) == "SGLang's own"

@@ -50,6 +50,10 @@ class FlashMLASparseBackend:
     def supports_batch_invariance(cls):
         return False
 
+    @classmethod
+    def supports_sink(cls):
+        return False
+
 
 class HiSparseMLAIndexGroup:
     pass

@@ -21,12 +21,13 @@ Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 _LAYOUTS = {(x.head_dim_qk, x.bytes_per_token): x for x in (KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"])}
 _V41, _V41_FP4 = KV_LAYOUTS["dsv41"], KV_LAYOUTS["dsv41_fp4"]
-FORMATS = (None, "V32", "V4")  # of kv_format: names of the layouts that we have
+NOPE = KV_LAYOUTS["dsv32_nope"]  # of as many bytes as V4.1's rows: its name alone tells them apart
+FORMATS = (None, "V32", "V4", "V32_NO_ROPE")  # of kv_format: names of the layouts that we have
 _v41_rows = SimpleNamespace(on=False)
 _NOT_LOOKED_AT = {"block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits", "use_legacy"}
 # Parameters that only the original can serve, if they are given.
 _ELSEWHERE = ("causal", "descale_q", "descale_k")
-KNOWN_DECODE = {*_NOT_LOOKED_AT, *_ELSEWHERE, "is_fp8_kvcache", "kv_format"}
+KNOWN_DECODE = {*_NOT_LOOKED_AT, *_ELSEWHERE, "is_fp8_kvcache"}
 KNOWN_PREFILL = {"use_legacy", "d_v"}
 
 
@@ -52,12 +53,13 @@ def decode(
     extra_topk_length: Tensor | None = None,
     out: Tensor | None = None,
     enable_batch_invariant: bool = False,
+    kv_format: str | None = None,
 ) -> Pair:
     """flash_mla_with_kvcache: a sparse call on packed FP8 caches."""
     assert indices is not None  # why_not_ours
     batch, s_q, heads, head_dim = q.shape
     options: dict[str, Any] = {}
-    layout = _layout(q, k_cache)
+    layout = _layout(q, k_cache, kv_format)
     assert layout is not None  # why_not_ours
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         options = {
@@ -108,7 +110,7 @@ def why_not_ours(given: dict[str, Any]) -> str | None:
     if kv_format not in FORMATS and not (kv_format == "V41" and reads_v41_rows()):
         return f"kv_format {kv_format}"
     q, k_cache = given["q"], given["k_cache"]
-    layout = _layout(q, k_cache)
+    layout = _layout(q, k_cache, kv_format)
     if not given.get("is_fp8_kvcache") or layout is None:
         return "head_dim {} with rows of {} bytes".format(*_row(q, k_cache))
     extra = given.get("extra_k_cache")
@@ -180,8 +182,10 @@ def _names(function: Callable[..., Any]) -> list[str]:
     return probes.parameters(function) or []
 
 
-def _layout(q: Tensor, k_cache: Tensor) -> KVLayout | None:
+def _layout(q: Tensor, k_cache: Tensor, kv_format: str | None) -> KVLayout | None:
     row = _row(q, k_cache)
+    if kv_format == "V32_NO_ROPE":
+        return NOPE if row == (NOPE.head_dim_qk, NOPE.bytes_per_token) else None
     if reads_v41_rows() and row == (_V41.head_dim_qk, _V41.bytes_per_token):
         return _V41
     return _LAYOUTS.get(row)

@@ -29,6 +29,7 @@ _V32_LAYER = "sglang.srt.layers.attention.dsa_backend"
 _V4_LAYER = "sglang.srt.models.deepseek_v4"
 _V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 _PACKED = KV_LAYOUTS["dsv32"]
+_V32_ROWS = {"V32": _PACKED, "V32_NO_ROPE": flash_mla_calls.NOPE}
 MAX_HEADS = 128
 _PROMPT_ROWS, _PROMPT_HEADS = 256, 16  # from so many rows on, up to so many heads
 _FASTER = (
@@ -83,8 +84,8 @@ def _forward_flashmla_kv(
     page_table_1: Tensor,
 ) -> Tensor:
     """V3.2 over its FP8 pages: heads as they are, lengths as the metadata has them."""
-    packed = self.dsa_kv_cache_store_fp8 and self.kv_cache_dim == _PACKED.bytes_per_token
-    if not packed or self.flashmla_kv_format not in flash_mla_calls.FORMATS:
+    layout = _V32_ROWS.get(self.flashmla_kv_format)
+    if not self.dsa_kv_cache_store_fp8 or layout is None or self.kv_cache_dim != layout.bytes_per_token:
         return original(self, q_all, kv_cache, v_head_dim, sm_scale, layer, metadata, page_table_1)
     q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
     lengths = metadata.dsa_cache_seqlens_int32
@@ -96,7 +97,7 @@ def _forward_flashmla_kv(
         q,
         kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim),
         page_table_1,
-        layout=_PACKED,
+        layout=layout,
         page_size=self.physical_page_size,
         sm_scale=sm_scale,
         topk_length=lengths if len(lengths) == len(q) else None,
@@ -181,9 +182,9 @@ def register() -> None:
     for target, hook in hooks.items():
         registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
     _LOGGER.info(
-        "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32 and V4; "
-        "query heads of %s. SGLang's own: the indexer without mla_fp8_index_topk, cache writes, dense "
-        "decode, V4.1's formats without mla_fp8_v41_rows. Deterministic inference is %s.",
+        "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32, "
+        "V32_NO_ROPE and V4; query heads of %s. SGLang's own: the indexer without mla_fp8_index_topk, "
+        "cache writes, dense decode, V4.1's formats without mla_fp8_v41_rows. Deterministic inference is %s.",
         ", of ".join(f"{x} {'as they are' if y is None else f'padded: {y}'}" for x, y in padded.items()),
         "allowed" if refused is None else f"SGLang's own: {refused}",
     )

@@ -31,6 +31,7 @@ class SparseImpl:
     knows_prompts: ClassVar[bool]  # whether the steps of vLLM's method for prompts of many heads are known
     softmax_scale: float
     dcp_world_size: int
+    sinks: Tensor | None = None  # [heads] float32, of HY V4
 
     @staticmethod
     def _compute_fp8_decode_padded_heads(num_heads: int) -> int:
@@ -69,7 +70,7 @@ class SparseImpl:
         batch, s_q, heads, _ = q.shape
         slots = topk_indices.flatten(0, 1)
         group = drafts.ALONE if self.dcp_world_size > 1 else drafts.of_call(batch, s_q)
-        out, lse = _over_pages(q.flatten(0, 1), kv_c_and_k_pe_cache, slots, self.softmax_scale, group)
+        out, lse = _over_pages(self, q.flatten(0, 1), kv_c_and_k_pe_cache, slots, group)
         return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
 
     def _bf16_flash_mla_kernel(
@@ -84,7 +85,7 @@ class SparseImpl:
         q = q[:, :actual_num_heads]
         rows = kv_c_and_k_pe_cache.view(-1, q.shape[2])
         options: dict[str, Any] = {
-            "sm_scale": self.softmax_scale, "topk_length": topk_length,
+            "sm_scale": self.softmax_scale, "topk_length": topk_length, "attn_sink": _sinks(self),
             "out": None if out is None else out[:, : q.shape[1]],
         }  # fmt: skip
         indices = topk_indices.flatten(1)  # [tokens, 1, topk] of vLLM
@@ -105,6 +106,10 @@ class SparseBackend:
     def supports_batch_invariance(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
 
 def make_backend(module: str) -> type:
     """The backend as a class that vLLM finds by ``module`` and its name."""
@@ -118,10 +123,11 @@ def make_backend(module: str) -> type:
             is None
         )
 
-        def __init__(self, num_heads: int, *args: Any, **options: Any) -> None:
+        def __init__(self, num_heads: int, *args: Any, sinks: Tensor | None = None, **options: Any) -> None:
             if same_bits.asked():
                 vllm_same_bits.attend_to_short_prompts_as_to_others()
             super().__init__(num_heads, *args, **options)
+            self.sinks = sinks
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 
         def record_logical_topk_ready(self) -> None:  # of vLLM from 0.33 on
@@ -178,7 +184,7 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
             NUM_TOPK_TOKENS=topk_indices.shape[1],
             return_valid_counts=False,
         )
-    return _over_pages(q, kv_cache, slots, impl.softmax_scale, group)[0]
+    return _over_pages(impl, q, kv_cache, slots, group)[0]
 
 
 def _attend_prompts(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
@@ -201,7 +207,7 @@ def _attend_prompts(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor
     decodes = parts.num_decode_tokens
     if decodes > 0:
         group = drafts.of_call(parts.num_decodes, decodes // parts.num_decodes)
-        _over_pages(q[:decodes], kv_cache, slots[:decodes], impl.softmax_scale, group, out[:decodes])
+        _over_pages(impl, q[:decodes], kv_cache, slots[:decodes], group, out[:decodes])
     for chunk in parts.prefill.chunks:
         rows, tokens = gathered[: chunk.chunk_tot_seqlen], chunk.tokens_slice
         theirs.ops.cp_gather_and_upconvert_fp8_kv_cache(
@@ -223,13 +229,20 @@ def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
 
 
 def _over_pages(
-    q: Tensor, kv_cache: Tensor, slots: Tensor, sm_scale: float, group: drafts.Group,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    impl: Any, q: Tensor, kv_cache: Tensor, slots: Tensor, group: drafts.Group, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return attend.over_pages(
-        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=sm_scale, group=group,
-        out=out,
+        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=impl.softmax_scale,
+        attn_sink=_sinks(impl), group=group, out=out,
     )  # fmt: skip
+
+
+def _sinks(impl: Any) -> Tensor | None:
+    """Of the layer's heads; with heads of other ranks they would count once a rank."""
+    sinks: Tensor | None = impl.sinks
+    if sinks is not None and impl.dcp_world_size > 1:
+        raise ValueError("mla_fp8: attention sinks are not served with decode context parallelism")
+    return sinks
 
 
 @functools.cache
