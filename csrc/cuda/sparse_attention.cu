@@ -61,7 +61,9 @@ __global__ void no_lists_kernel(const __grid_constant__ NoLists x) {
 
 void plan_shared_keys(const SparseAttentionParams& p, gpuStream_t stream) {
   auto* const lists = reinterpret_cast<int32_t*>(p.workspace);
-  if (const auto sharing = plan_sharing(Op::kDecode, p, this_gpu(), true))
+  SparseAttentionParams with_lists = p;
+  with_lists.shared_keys = lists;
+  if (const auto sharing = plan_sharing(Op::kDecode, with_lists, this_gpu()))
     return launch_shared_keys(p, sharing->most_shared, lists, stream);
   constexpr int kBlock = 256;
   const SharedKeysShape shape(p);

@@ -4,10 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "cuda/sparse_attention/plan_model.h"
-#include "cuda/sparse_attention/plan_parts.h"
-#include "cuda/sparse_attention/plan_segments.h"
-#include "cuda/sparse_attention/plan_tiles.h"
+#include "cuda/sparse_attention/plan_sm90.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -19,9 +16,9 @@ constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts", 
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
-// CTAs of 64 heads are alone on an SM. They are for queries enough to fill the SMs so (one H200, dsv32, 64
-// heads: 1 query 13.6 -> 17.5 us, 16 queries 52.0 -> 48.8). A CTA of a query has at least two blocks of keys,
-// or the merge would cost more than it saves. With batch_invariant the number of heads changes nothing.
+// A CTA of a query has at least two blocks of keys, or the merge would cost more than it saves. CTAs of 64
+// heads are alone on an SM: they are for queries enough to fill the SMs so. With batch_invariant the number
+// of heads changes nothing.
 constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
 
 const Variant& portable_variant(int heads, KvPair layouts) {
@@ -62,10 +59,9 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
 // Grids stay far from 2^31.
 constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
 
-// In any batch the same: by heads and keys alone. Where there are no segments a CTA of few_heads has at least
-// as many keys as the first says, of more than 16 heads as the second: what is right for one query is wrong
-// for many, and with many heads more so, as each CTA pays for Q and for its part of the merge. many_heads
-// then has one CTA a query.
+// A plan of batch_invariant follows from heads and keys alone. Where there are no segments a CTA of
+// few_heads has at least so many keys, with up to 16 heads and with more: each CTA pays for Q and for its
+// part of the merge. many_heads then has one CTA a query.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
@@ -77,24 +73,23 @@ Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
   int splits = 1;
   while (splits < most && num_keys(p) >= 2 * splits * (few ? kKeysOfInvariantFew : kKeysOfInvariantMany))
     splits *= 2;
-  return few_or_many(p, kernel, heads <= 8 ? 8 : few ? 16 : heads <= 32 || is_bf16(p) ? 32 : 64, splits);
+  const int rows = heads <= 8 ? 8 : few ? 16 : heads <= 32 || is_bf16(p) ? 32 : 64;
+  return {variant(kernel, Schedule::kSplit, rows, p.layouts()), splits};
 }
 
-// Which variant and how many CTAs for each query is the least time by the model above. Where the last wave
-// would be mostly empty, its queries go to a plan of their own, which shares each among more CTAs (67 queries
-// of 128 heads, 2048 keys: 66 of them fill the SMs).
+// The least time by the model. Where the last wave would be mostly empty, its queries go to a plan of their
+// own, which shares each among more CTAs.
 Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
-  const Priced all = cheapest_split(p, p.num_tokens, num_sms);
+  const Priced all = cheapest_split(p, num_sms);
   if (p.is_window) return all.plan;
   if (const auto parts = plan_parts(op, p, all, num_sms)) return parts->plan;
-  const Priced two = cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms, [&](int64_t queries) {
-    SparseAttentionParams rest = p;
-    rest.num_tokens = queries;
-    const Priced alone = cheapest_split(rest, queries, num_sms);
-    const auto parts = plan_parts(op, rest, alone, num_sms);
-    return parts ? parts->us : alone.us;
-  });
+  const Priced two =
+      cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms, [&](const SparseAttentionParams& rest) {
+        const Priced alone = cheapest_split(rest, num_sms);
+        const auto parts = plan_parts(op, rest, alone, num_sms);
+        return parts ? parts->us : alone.us;
+      });
   return two.plan.queries > 0 ? two.plan : all.plan;
 }
 
@@ -104,36 +99,21 @@ const Variant* walk_variant(const SparseAttentionParams& p) {
   return find_variant(kernel, Schedule::kWalk, heads, p.layouts());
 }
 
-// few_heads has 4 queries of 8 heads on an SM at once. With far fewer, or few more, it would be half empty,
-// where several SMs can share a query instead (256 queries of 16 heads, V3.2: 95 -> 82 us by walking;
-// ed110fa. Decode steps of drafts, V4, 512 and 768 queries of 8 heads: 62 -> 46 and 91 -> 76 us). With more
-// heads sharing is the faster one anyway, of bf16 rows bf16_tiles. 16 heads walk as soon as they are more
-// than a wave (timed at 144 queries alone, one H100: V4 45.8 -> 35.1 us; V3.2 90 -> 92). More than 32 heads
-// walk when each SM has six items: what lies between two of them is hidden, but the first and the last (one
-// H200, 64 heads, 256 and 2048 queries, V4 of 640 keys 66 -> 69 and 473 -> 464 us, of 192: 39 -> 40 and
-// 250 -> 230; V3.2 of 2048: 157 -> 157 and 1339 -> 1314, of 128: 33 -> 32 and 230 -> 198).
+// A walk of few heads keeps several queries on an SM: with far fewer queries, or few more, it would be half
+// empty, where several SMs can share a query instead. With 17 to 32 heads sharing is faster, and of bf16
+// rows bf16_tiles. More than 32 heads walk when each SM has six items: what lies between two of them is
+// hidden, but the first and the last.
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
-  // Queries of 8 heads for an SM. (bf16 rows, 1024 queries of 640 keys, 8 heads: 153 -> 121 us.)
-  const int octets = ceil_div(p.num_q_heads, kOctet);
+  const int octets = ceil_div(p.num_q_heads, kOctet);  // enough of them for an SM:
   const int64_t enough = !fp8 ? 7 : octets > 4 ? 48 : octets > 2 ? 8 : octets == 2 ? 2 : 3;
   const int most = !fp8 ? 1 : p.layouts().is_mixed() || p.has_entry_pages ? 4 : 16;
   return octets <= most && p.num_tokens * octets > enough * num_sms && walk_variant(p);
 }
-Plan plan_walk(const SparseAttentionParams& p, int num_sms) { return {*walk_variant(p), 1, num_sms}; }
-
-// bf16 rows, keys that neighbours share or more than 16 heads; dsv4 or FP4 entries and more than 64 heads,
-// which two CTAs convert for each other (128 + 1024 keys of dsv4, 256 queries: 191.5 -> 177.5 us; 640 keys,
-// 96 queries: 62.4 -> 59.9; but 48, which are one wave of many_heads: 31.4 against 32.7. Of dsv41 and FP4,
-// 640 keys, 96 and 256 queries: 63.9 -> 61.5, 129 -> 117). With fewer tiles of bf16 rows than half the SMs
-// the other kernels' way of sharing a query among SMs is faster (64 heads, 66 queries of 2048 keys: 70
-// against 67 us).
-// Tiles of neighbours with all their entries gain sooner (8192 entries: 8 heads, 128 and 256 queries, 213
-// against 246 and 369 against 236 us; 16 heads, 128 and 256, 238 against 237 and 405 against 224; 64 heads,
-// 64 queries, 269 against 223).
-// 9 to 16 heads leave three quarters of a tile's rows empty, and it is faster nevertheless (16 heads, 4096
-// queries of 640 and 2048 keys: 625 -> 509 and 2051 -> 1578 us; 1024 queries: 164 -> 136 and 521 -> 410; 264:
-// 49 -> 44 and 130 -> 124). So are 8 until they walk (264 and 792 queries of 640 keys: 45 -> 43, 122 -> 110).
+// Tiles are for bf16 rows, and for pairs of CTAs of more than 64 heads over dsv4 or FP4 entries, which
+// convert rows for each other. With fewer tiles of bf16 rows than half the SMs other kernels share a query
+// among SMs instead; tiles of neighbours with all their entries gain sooner. Up to 16 heads leave most of a
+// tile's rows empty, and pay with two queries an SM, until 8 heads walk.
 constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair = !is_bf16(p) && p.num_q_heads > 64 && !p.has_entry_pages &&
@@ -149,8 +129,15 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
   return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
 }
 
-// Two waves of 16 heads of two layouts, one CTA a query, are faster than their walk (one H100, 160 and 256
-// queries of 640 keys: 39.9 against 41.2 and 42.0 against 44.5 us).
+// Decode in tiles of bf16_tiles: not with 17 to 32 heads. Pairs over FP8 rows keep invalid keys in their
+// places, so wide rows gain less than contexts lose.
+constexpr int64_t kMostKeysOfPairs = 896;
+bool decodes_in_tiles(const SparseAttentionParams& p) {
+  if (!is_bf16(p) && !p.layouts().is_mixed() && num_keys(p) > kMostKeysOfPairs) return false;
+  return p.num_q_heads > 32 || p.num_q_heads <= 16;
+}
+
+// Two waves of 16 heads of two layouts, one CTA a query, are faster than their walk.
 constexpr int64_t kWavesBeforePairsWalk = 2;
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecode) {
@@ -158,7 +145,7 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecod
   if (decodes_in_tiles(p) && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   const bool waves = p.layouts().is_mixed() && ceil_div(p.num_q_heads, kOctet) == 2 &&
                      p.num_tokens <= kWavesBeforePairsWalk * num_sms;
-  if (!p.batch_invariant && !waves && walks(p, num_sms)) return plan_walk(p, num_sms);
+  if (!p.batch_invariant && !waves && walks(p, num_sms)) return {*walk_variant(p), 1, num_sms};
   return plan_split(op, p, num_sms);
 }
 
@@ -169,12 +156,12 @@ Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
   if (p.has_entry_pages) {
     const Priced shared = shared_tiles(p, num_sms), tiles = cheapest_tiles(p, num_sms);
-    const double alone_us = cheapest_split(p, p.num_tokens, num_sms).us;
-    const double pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
+    const double alone_us = cheapest_split(p, num_sms).us,
+                 pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
     if (shared.us < std::min(kMostOfEqualTiles * tiles.us, alone_us + pages_us)) return shared.plan;
     if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles.plan;
   }
-  if (walks(p, num_sms)) return plan_walk(p, num_sms);
+  if (walks(p, num_sms)) return {*walk_variant(p), 1, num_sms};
   if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms, Op::kPrefill);
   return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
 }
@@ -215,56 +202,38 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // ---- queries that share keys ----------------------------------------------------------------------------
 
-// Of many_heads over lists, with room for a tile's heads; null where it cannot be.
 const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
-  const int heads = p.num_q_heads;
-  if (p.query_groups < 2 || p.num_tokens < 2 || p.num_tokens >= kMaxSplitQueries || p.is_window ||
-      p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !own_kernels(p, gpu))
-    return nullptr;
-  const SharedKeysShape shape(p);
-  const int tile = static_cast<int>(shape.queries.tile);
-  const Variant* v = nullptr;
-  for (const ListPrice& price : kListPrices)
-    if (!v && price.rows >= tile * heads)
-      v = find_variant(Kernel::kManyHeads, Schedule::kSplit, price.rows, p.layouts());
-  const bool fits = tile > 1 && shape.entries > 0 && shape.entries <= kMaxListedEntries;
-  return v && attends_to_lists(*v, p.layouts()) && fits ? v : nullptr;
+  return p.num_tokens < kMaxSplitQueries && own_kernels(p, gpu) ? model::variant_of_lists(p) : nullptr;
 }
 // Of one launch.
 Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
-  return plan.queries > 0 ? cheapest_split(p, p.num_tokens, gpu.num_sms).plan : plan;
+  return plan.queries > 0 ? cheapest_split(p, gpu.num_sms).plan : plan;
 }
 
 }  // namespace
 
-std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu, bool has_lists) {
+std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v) return {};
   const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
   SparseAttentionParams without_room = p;
   without_room.workspace_floats = 0;  // that is the lists'
   const Plan own = plan_sm90(op, without_room, gpu.num_sms);
-  Sharing best{.alone = plan_alone(own, p, gpu)};
-  const double alone_us = time_alone(own, p, gpu.num_sms);
-  const auto tiles_of = [&](double new_keys) {  // with so many keys of a query
+  Sharing best{.tiles = {*v}, .alone = plan_alone(own, p, gpu)};
+  const double alone_us = us_alone(own, p, gpu.num_sms);
+  const auto us_of_tiles = [&](double new_keys) {  // with so many keys of a query
     SparseAttentionParams tiles = p;
     tiles.num_tokens = queries.count(), tiles.num_q_heads = v->heads;
     for (KvScope& scope : tiles.scopes)
       scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
-    return tiles;
+    return us_of(tiles, price_of(v->kernel, v->schedule, Reads::kLists, v->heads), best.tiles, gpu.num_sms);
   };
-  const auto of_rows = std::find_if(std::begin(kListPrices), std::end(kListPrices),
-                                    [&](const ListPrice& price) { return price.rows == v->heads; });
-  const auto us_of = [&](double new_keys) {
-    return tiles_alone(tiles_of(new_keys), *v, of_rows->price, gpu.num_sms).us;
-  };
-  const double lists_us = has_lists ? 0.0 : time_of_lists(p, gpu.num_sms);
-  best.tiles = {*v};
-  if (us_of(1 + kLikelyNew * (queries.tile - 1)) + kNobodyAloneUs + lists_us >=
+  const double lists_us = p.shared_keys ? 0.0 : us_of_lists(p, gpu.num_sms);
+  if (us_of_tiles(1 + kLikelyNew * (queries.tile - 1)) + kNobodyAloneUs + lists_us >=
       kMostOfQueriesAlone * alone_us)
     return {};
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
-    if (us_of(best.most_shared / 256.0 * queries.tile) <= kMostOfAlone * alone_us) break;
+    if (us_of_tiles(best.most_shared / 256.0 * queries.tile) <= kMostOfAlone * alone_us) break;
   return best;
 }
 
@@ -301,7 +270,7 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
 }
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   if (own_kernels(p, gpu) && !p.has_entry_pages) {
-    if (plan_sharing(op, p, gpu, p.shared_keys != nullptr)) return p.shared_keys ? 0 : lists_size(p);
+    if (plan_sharing(op, p, gpu)) return p.shared_keys ? 0 : lists_size(p);
   }
   SparseAttentionParams with_room = p;
   if (!p.workspace) with_room.workspace_floats = INT64_MAX;

@@ -231,8 +231,8 @@ struct Sharing {
   Plan tiles, alone;
   int most_shared = 256;  // 256ths of a tile's valid entries: a longer list does not pay
 };
-// None if sharing would not pay; `has_lists`: without the time of making them.
-std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu, bool has_lists);
+// None if sharing would not pay: that of lists, or of making them as well where `p` has none.
+std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words, of all tiles
 
 // That a test asks for, if it asks for tiles; the others go alone as they would.

@@ -4,93 +4,60 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <utility>
+#include <tuple>
 
 #include "cuda/sparse_attention/plan.h"
 
 namespace mla_fp8::gpu {
 
-// All that a plan is made from. What is not here cannot be looked at by one.
-struct PlannedShape {
-  Op op;
-  int major, num_sms;
-  KvLayoutId layout, extra_layout;
-  int num_q_heads, num_scopes;
-  int64_t num_tokens, topk, extra_topk, num_requests, query_groups, workspace_floats;
-  bool is_window, has_entry_pages, batch_invariant, has_workspace, has_lists;
+// All that a plan is made from: plans look at nothing else.
+inline auto shape_of(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  return std::tuple{op,
+                    gpu.major,
+                    gpu.num_sms,
+                    p.layout,
+                    p.extra_layout,
+                    p.num_tokens,
+                    p.num_q_heads,
+                    p.num_scopes,
+                    p.scopes[0].topk,
+                    p.num_scopes > 1 ? p.scopes[1].topk : 0,
+                    p.window.num_requests,
+                    p.query_groups,
+                    p.workspace_floats,
+                    p.is_window,
+                    p.has_entry_pages,
+                    p.batch_invariant,
+                    p.workspace != nullptr,
+                    p.shared_keys != nullptr};
+}
 
-  PlannedShape(Op op, const SparseAttentionParams& p, const Gpu& gpu)
-      : op(op),
-        major(gpu.major),
-        num_sms(gpu.num_sms),
-        layout(p.layout),
-        extra_layout(p.extra_layout),
-        num_q_heads(p.num_q_heads),
-        num_scopes(p.num_scopes),
-        num_tokens(p.num_tokens),
-        topk(p.scopes[0].topk),
-        extra_topk(p.num_scopes > 1 ? p.scopes[1].topk : 0),
-        num_requests(p.window.num_requests),
-        query_groups(p.query_groups),
-        workspace_floats(p.workspace_floats),
-        is_window(p.is_window),
-        has_entry_pages(p.has_entry_pages),
-        batch_invariant(p.batch_invariant),
-        has_workspace(p.workspace != nullptr),
-        has_lists(p.shared_keys != nullptr) {}
-  bool operator==(const PlannedShape&) const = default;
-
-  // A problem of that shape. Nothing is read through its pointers.
-  SparseAttentionParams params() const {
-    static float workspace;
-    static constexpr int32_t kLists = 0;
-    SparseAttentionParams p{};
-    p.layout = layout, p.extra_layout = extra_layout;
-    p.num_tokens = num_tokens, p.num_q_heads = num_q_heads, p.num_scopes = num_scopes;
-    p.scopes[0].topk = topk, p.scopes[1].topk = extra_topk;
-    p.is_window = is_window, p.window.num_requests = num_requests;
-    p.has_entry_pages = has_entry_pages, p.batch_invariant = batch_invariant;
-    p.query_groups = query_groups, p.shared_keys = has_lists ? &kLists : nullptr;
-    p.workspace = has_workspace ? &workspace : nullptr, p.workspace_floats = workspace_floats;
-    return p;
-  }
-  Gpu gpu() const { return {major, num_sms}; }
-  // Of what differs from call to call of a model.
-  size_t place(size_t places) const {
-    const int64_t mixed = num_tokens * 31 + topk * 7 + extra_topk * 5 + num_q_heads * 3 + has_workspace +
-                          static_cast<int64_t>(layout) * 11;
-    return static_cast<size_t>(mixed) % places;
-  }
-};
-
-// `make(shape)`, or what that gave before, if it is still kept.
-template <class Value>
-Value planned_once(const PlannedShape& shape, Value make(const PlannedShape&)) {
-  constexpr size_t kPlaces = 61;
+// `make(op, p, gpu)`, or what that gave before, if it is still kept.
+template <class Make>
+auto planned_once(Op op, const SparseAttentionParams& p, const Gpu& gpu, Make make) {
+  const auto shape = shape_of(op, p, gpu);
   struct Kept {
-    Value (*make)(const PlannedShape&);
-    PlannedShape shape;
-    Value value;
+    decltype(shape_of(op, p, gpu)) shape;
+    decltype(make(op, p, gpu)) value;
   };
-  thread_local std::array<std::optional<Kept>, kPlaces> kept;
-  std::optional<Kept>& place = kept[shape.place(kPlaces)];
-  if (!place || place->make != make || !(place->shape == shape)) place.emplace(make, shape, make(shape));
+  constexpr size_t kPlaces = 31;
+  thread_local std::array<std::optional<Kept>, kPlaces> kept;  // of this `make`
+  // By what differs from call to call of a model.
+  const int64_t mixed = p.num_tokens * 31 + num_keys(p) * 7 + p.num_q_heads * 3 + static_cast<int>(p.layout);
+  std::optional<Kept>& place = kept[static_cast<size_t>(mixed) % kPlaces];
+  if (!place || place->shape != shape) place.emplace(Kept{shape, make(op, p, gpu)});
   return place->value;
 }
 
 inline Plan planned(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return planned_once<Plan>({op, p, gpu},
-                            [](const PlannedShape& s) { return plan(s.op, s.params(), s.gpu()); });
+  return planned_once(op, p, gpu, [](auto&... x) { return plan(x...); });
 }
 inline std::optional<Sharing> planned_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   if (p.query_groups < 2) return {};
-  return planned_once<std::optional<Sharing>>({op, p, gpu}, [](const PlannedShape& s) {
-    return plan_sharing(s.op, s.params(), s.gpu(), s.has_lists);
-  });
+  return planned_once(op, p, gpu, [](auto&... x) { return plan_sharing(x...); });
 }
 inline int64_t planned_workspace(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return planned_once<int64_t>(
-      {op, p, gpu}, [](const PlannedShape& s) { return workspace_size(s.op, s.params(), s.gpu()); });
+  return planned_once(op, p, gpu, [](auto&... x) { return workspace_size(x...); });
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,9 +1,9 @@
 #pragma once
-// The model of time on sm_90 that plan.cpp chooses by.
+// The model of time on sm_90, on H200s and H100s: a CTA's work, and its price (prices.h).
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <iterator>
-#include <stdexcept>
 
 #include "cuda/sparse_attention/plan.h"
 
@@ -11,15 +11,64 @@ namespace mla_fp8::gpu::model {
 
 inline constexpr int kOctet = 8;  // heads: the least that a CTA takes
 
+// What a CTA reads: rows of one layout in FP8 or in bf16, or of two; or FP8 rows for a tile of neighbours,
+// with a CTA for each, with all CTAs for all, or over its list.
+enum class Reads { kFp8, kBf16, kPair, kTiles, kSharedTiles, kLists };
+
+struct Price {
+  Kernel kernel;
+  Schedule schedule;
+  int heads;
+  Reads reads;
+  struct Of {
+    double wave_us, key_ns, byte_ps = 0, cluster_us = 0, run_us = 0, wait_us = 0, leave_us = 0;
+  } of;
+  // What is added between an engine's other kernels, which leave nothing of ours in the instruction caches.
+  // Rows with values in bf16 (dsv4) take more code.
+  struct {
+    double fp8_values = 0, bf16_values = 0;
+  } cold_us = {};
+};
+// The longest CTA in each wave, or what a field says.
+struct Work {
+  double waves = 1, keys = 0;
+  double bytes = 0;      // of all queries' rows
+  double clusters = 0;   // 1 where CTAs share a query in a cluster
+  double runs = 0;       // of a team; CTAs that share a tile
+  double waits = 0;      // results that wait in local memory
+  double leaves = 0;     // CTAs or runs that leave a result for a second grid, by SMs
+  double others_us = 0;  // what has no price of its own
+};
+inline double us_of(const Price& price, const Work& w) {
+  const auto& of = price.of;
+  return w.waves * (of.wave_us + of.cluster_us * w.clusters + of.key_ns * 1e-3 * w.keys + of.run_us * w.runs +
+                    of.wait_us * w.waits) +
+         of.leave_us * w.leaves + of.byte_ps * 1e-6 * w.bytes + w.others_us;
+}
+
 inline bool is_bf16(const SparseAttentionParams& p) {
   return kv_layout(p.layout).nope_format == Format::kBf16;
 }
-inline double bytes_of_keys(const SparseAttentionParams& p) {  // of a query
-  const auto of_scope = [&](int i, KvLayoutId layout) {
-    return i < p.num_scopes ? static_cast<double>(p.scopes[i].topk) * kv_layout(layout).bytes_per_token()
-                            : 0.0;
-  };
-  return of_scope(0, p.layout) + of_scope(1, p.extra_layout);
+inline Reads reads_of(const SparseAttentionParams& p) {
+  return p.layouts().is_mixed() ? Reads::kPair : is_bf16(p) ? Reads::kBf16 : Reads::kFp8;
+}
+inline double cold_us(const Price& price, const SparseAttentionParams& p) {
+  return kv_layout(p.layout).nope_dim < kHeadDimV ? price.cold_us.bf16_values : price.cold_us.fp8_values;
+}
+inline double bytes_of_keys(const SparseAttentionParams& p) {  // of all queries
+  double bytes = 0;
+  for (int i = 0; i < p.num_scopes; ++i)
+    bytes += static_cast<double>(p.scopes[i].topk) *
+             kv_layout(i == 0 ? p.layout : p.extra_layout).bytes_per_token();
+  return static_cast<double>(p.num_tokens) * bytes;
+}
+inline SparseAttentionParams with_queries(SparseAttentionParams p, int64_t queries) {
+  p.num_tokens = queries;
+  return p;
+}
+inline SparseAttentionParams with_a_quarter_of_keys(SparseAttentionParams p) {
+  for (KvScope& scope : p.scopes) scope.topk = ceil_div(scope.topk, int64_t{4});
+  return p;
 }
 
 // The variant like this that reads the layouts.
@@ -36,142 +85,95 @@ inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPai
   return *found;
 }
 
-// ---- sm_90: which kernel, and how many SMs share a query ------------------------------------------------
-//
-// All prices and thresholds are those of H200s and H100s (132 SMs).
-
-struct SplitClass {
-  int splits;
-  double clusters_per_sm;  // that are resident at once: 132, 66, 30, 17, 15, 7 on 132 SMs
+// Clusters of so many CTAs that are resident at once: 132, 66, 30, 17, 15 and 7 on 132 SMs.
+struct ClusterSize {
+  int ctas;
+  double per_sm;
 };
-// Of 7 CTAs no more than of 8 are resident, of 9 to 15 hardly more than of 16. 3 gained nothing, 5 gained 4 %
-// with 20 queries of 8 heads and nothing elsewhere.
-inline constexpr SplitClass kSplitClasses[] = {{1, 1.0},        {2, 0.5},        {4, 30 / 132.0},
-                                               {6, 17 / 132.0}, {8, 15 / 132.0}, {16, 7 / 132.0}};
-inline int64_t resident(const SplitClass& s, int num_sms) {  // clusters
-  return std::max<int64_t>(static_cast<int64_t>(s.clusters_per_sm * num_sms + 0.5), 1);
+inline constexpr ClusterSize kClusterSizes[] = {{1, 1.0},        {2, 0.5},        {4, 30 / 132.0},
+                                                {6, 17 / 132.0}, {8, 15 / 132.0}, {16, 7 / 132.0}};
+inline int64_t resident(int ctas, int num_sms) {  // clusters
+  for (const ClusterSize& size : kClusterSizes)
+    if (size.ctas == ctas) return std::max<int64_t>(static_cast<int64_t>(size.per_sm * num_sms + 0.5), 1);
+  return 1;
 }
 
-// Of one CTA, but for the memory; a wave of CTAs costs what one does.
-struct Price {
-  double ns_per_key, fixed_us, cluster_us = 0.0;
-  double us_per_byte = 0.14e-6;  // of all queries' rows
-};
-// What is added between an engine's other kernels, which leave nothing of ours in the instruction caches.
-// Rows with values in bf16 (dsv4) take more code.
-struct ColdCode {
-  double fp8_values_us = 0.0, bf16_values_us = 0.0;
-};
-struct HeadsClass {
-  Kernel kernel;
-  int heads;
-  Price fp8, bf16, pair;  // rows; of two layouts, which producers make one
-  ColdCode cold;          // of FP8 rows
-};
-// Fitted to forced plans on an H100, at 1 to 128 queries of 640 and 2048 keys: times within 3 to 6 % in the
-// mean. Pairs of layouts are fitted to 353 forced plans of 1 to 256 queries of 640 keys, within 3 to 4 %; in
-// 89 cells no choice was more than 3.1 % from the best plan. Those of 16 heads over FP8 rows and of cold code
-// are fitted to 71 forced plans of 4 to 64 queries on an H200, alone and between an engine's kernels: times
-// there are within 4 to 7 % in the mean. Cold code of many_heads is fitted to 30 more cells of 2 to 132
-// queries, in which no choice was 2 % from the best plan.
-inline constexpr HeadsClass kHeadsClasses[] = {
-    {Kernel::kFewHeads, 8, {11.8, 6.6, 1.2}, {17.3, 7.6, 0.8}, {16.6, 4.9, 2.0}, {0.5, 2.2}},
-    {Kernel::kFewHeads, 16, {16.0, 8.6, 0.7, 0.05e-6}, {17.4, 8.5, 1.3}, {18.6, 6.2, 1.5}, {1.2, 2.2}},
-    {Kernel::kFewHeads, 32, {}, {24.0, 7.3, 4.2}, {}},
-    {Kernel::kManyHeads, 32, {19.8, 8.4}, {}, {26.0, 6.1}, {2.0, 6.0}},
-    {Kernel::kManyHeads, 64, {27.1, 11.0, 0.0, 0.08e-6}, {}, {31.6, 10.8}, {5.2, 7.2}}};
-inline const Price& price_of(const HeadsClass& c, const SparseAttentionParams& p) {
-  return p.layouts().is_mixed() ? c.pair : is_bf16(p) ? c.bf16 : c.fp8;
+inline int teams(const Price& c) { return c.kernel == Kernel::kFewHeads ? 32 / c.heads : 1; }
+inline int block_keys(const Price& c) { return c.heads == kOctet ? 32 : 64; }
+
+// ---- segments: the runs of a query follow from its heads and its valid keys (sm90/segments.cuh) --------
+
+inline constexpr int kSegmentsOfQuery = 8;
+// Blocks of a run at least (plan.h). Of more than 32 heads a result that waits costs as much as several
+// blocks.
+inline int run_blocks(const SparseAttentionParams& p) { return p.num_q_heads <= 32 ? 2 : 0; }
+inline int64_t num_blocks(const SparseAttentionParams& p, int block_keys) {
+  return ceil_div(num_keys(p), int64_t{block_keys});
 }
-inline double cold_us(const HeadsClass& c, const SparseAttentionParams& p) {
-  if (p.layouts().is_mixed() || is_bf16(p)) return 0.0;
-  return kv_layout(p.layout).nope_dim < kHeadDimV ? c.cold.bf16_values_us : c.cold.fp8_values_us;
+inline int64_t num_runs(const SparseAttentionParams& p, int64_t blocks, int most) {
+  const int longest =
+      longest_run(static_cast<int>(blocks), run_blocks(p), std::countr_zero(static_cast<unsigned>(most)));
+  return std::max<int64_t>(ceil_div(blocks, int64_t{longest}), 1);
 }
+// Of kRuns, however many keys are valid: fewer may be dealt to more runs.
+inline int most_runs(const SparseAttentionParams& p) {
+  const int64_t blocks = num_blocks(p, 64);
+  if (blocks > kMostQueryParts * kMostQueryParts) return kSegmentsOfQuery;
+  int64_t most = 1;
+  for (int64_t some = 1; some <= blocks; ++some) most = std::max(most, num_runs(p, some, kSegmentsOfQuery));
+  return static_cast<int>(most);
+}
+
+// ---- time ----------------------------------------------------------------------------------------------
+
 inline constexpr double kUsPerByteAgain = 0.02e-6;  // from the L2, for each further block of heads
 inline constexpr int kMinKeysPerCta = 96;
-// Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
-// with many queries), and what they may take together, of one.
-inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
-// What tiles of neighbours may take of their queries' time alone, where both are prices.
-inline constexpr double kMostOfQueriesAlone = 0.95;
+// What the last round of a walk takes of a full one, with up to half of all places and with more: a query
+// that has an SM nearly for itself takes longer than its share.
+inline constexpr double kHalfRound = 0.62, kLastRound = 0.92;
 
-// Decode in tiles of bf16_tiles. With 24 and 32 heads they gained 0 to 5 % from 100 queries on and lost 16 to
-// 30 % at 66; with 64 nothing need be split, and they are up to 1.8 times as fast (132 queries of 2048 keys:
-// 136 -> 86 us; 0bff452). Pairs over FP8 rows keep invalid keys in their places, so wide rows gain less than
-// contexts lose (one H200, dsv4, 128 heads, 128 queries, many_heads -> pairs: 640 keys 63.6 -> 60.5 us, 256
-// of them valid 39.3 -> 56.2; 1152 keys 96.5 -> 95.4, 256 valid 39.2 -> 86.1).
-inline constexpr int64_t kMostKeysOfPairs = 896;
-inline bool decodes_in_tiles(const SparseAttentionParams& p) {
-  if (!is_bf16(p) && !p.layouts().is_mixed() && num_keys(p) > kMostKeysOfPairs) return false;
-  return p.num_q_heads > 32 || p.num_q_heads <= 16;
-}
-
-inline Plan few_or_many(const SparseAttentionParams& p, Kernel kernel, int heads, int splits) {
-  return {variant(kernel, Schedule::kSplit, heads, p.layouts()), splits};
-}
-
-// The model's time of `queries` of a problem, with a cluster for each and block of heads, of which the
-// longest CTA takes so many keys.
-inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
-                      int64_t queries, int num_sms, double keys_of_cta) {
-  const double bytes = static_cast<double>(queries) * bytes_of_keys(p);
-  const int head_blocks = ceil_div(p.num_q_heads, c.heads);
-  const Price& price = price_of(c, p);
-  const auto waves = static_cast<double>(ceil_div(queries * head_blocks, resident(s, num_sms)));
-  const double fixed_us = price.fixed_us + (s.splits > 1 ? price.cluster_us : 0.0);
-  return waves * (fixed_us + price.ns_per_key * 1e-3 * keys_of_cta) +
-         bytes * (price.us_per_byte + (head_blocks - 1) * kUsPerByteAgain);
-}
-inline double time_of(const SparseAttentionParams& p, const HeadsClass& c, const SplitClass& s,
-                      int64_t queries, int num_sms) {
-  const double keys = static_cast<double>(std::max<int64_t>(num_keys(p), 1));
-  const int block = c.heads == kOctet ? 32 : 64;  // that CTAs share
-  return time_of(p, c, s, queries, num_sms,
-                 std::max<double>(std::ceil(keys / s.splits / block) * block, kMinKeysPerCta));
-}
-
-// Calls fn(heads class, split class) for what may run the problem.
-template <class Fn>
-void for_each_split(const SparseAttentionParams& p, Fn&& fn) {
-  for (const HeadsClass& c : kHeadsClasses) {
-    if (!find_variant(c.kernel, Schedule::kSplit, c.heads, p.layouts())) continue;
-    if (c.heads >= 2 * align_up(p.num_q_heads, kOctet)) continue;  // mostly empty
-    for (const SplitClass& s : kSplitClasses)
-      if (s.splits == 1 || c.kernel == Kernel::kFewHeads) fn(c, s);  // many_heads has no clusters
+// Of all queries by that plan.
+inline Work work_of(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
+  const int ctas = plan.splits;
+  const int64_t keys = num_keys(p), head_blocks = ceil_div(p.num_q_heads, c.heads);
+  const auto items = static_cast<double>(p.num_tokens * head_blocks);
+  const int block = block_keys(c);
+  Work w{.bytes = bytes_of_keys(p)};
+  if (c.schedule == Schedule::kWalk) {
+    const double rounds = static_cast<double>(p.num_tokens) / (num_sms * teams(c)), full = std::floor(rounds);
+    const double last = rounds == full ? 0.0 : rounds - full <= 0.5 ? kHalfRound : kLastRound;
+    w.waves = std::max(full + last, 1.0) * teams(c), w.keys = static_cast<double>(keys);
+    return w;
   }
+  if (c.schedule == Schedule::kParts) {
+    const int64_t blocks = std::max<int64_t>(ceil_div(num_blocks(p, block), int64_t{ctas}), 1);
+    w.keys = static_cast<double>(blocks * block), w.leaves = items * ctas / num_sms;
+    return w;
+  }
+  if (c.schedule == Schedule::kSplit) {
+    const auto longest = std::ceil(static_cast<double>(std::max<int64_t>(keys, 1)) / ctas / block) * block;
+    w.keys = std::max<double>(longest, kMinKeysPerCta);
+  } else {
+    const int64_t blocks = num_blocks(p, block), all = num_runs(p, blocks, kSegmentsOfQuery * teams(c));
+    const int64_t runs = ceil_div(all, int64_t{ctas} * teams(c));
+    w.runs = static_cast<double>(runs);
+    w.keys =
+        static_cast<double>(std::min(ceil_div(all, int64_t{ctas}) * ceil_div(blocks, all), blocks) * block);
+    if (c.schedule == Schedule::kRuns) {
+      w.leaves = items * plan.most_runs / num_sms;
+      return w;
+    }
+    const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
+    const bool first_in_registers = c.heads < 64;
+    w.waits = static_cast<double>(first_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1);
+  }
+  w.waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident(ctas, num_sms)));
+  w.clusters = ctas > 1;
+  w.others_us = w.bytes * static_cast<double>(head_blocks - 1) * kUsPerByteAgain;
+  return w;
 }
-
-struct Priced {
-  Plan plan;
-  double us = 1e30, there_us = 1e30;  // alone, between an engine's other kernels
-  const HeadsClass* heads = nullptr;
-  const SplitClass* splits = nullptr;
-};
-// The least time between an engine's other kernels.
-inline Priced cheapest_split(const SparseAttentionParams& p, int64_t queries, int num_sms) {
-  Priced best;
-  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
-    const double us = time_of(p, c, s, queries, num_sms), there_us = us + cold_us(c, p);
-    if (there_us < best.there_us) best = {few_or_many(p, c.kernel, c.heads, s.splits), us, there_us, &c, &s};
-  });
-  return best;
-}
-
-// The first queries in full waves, the rest in a launch of its own, which takes rest_us(how many): in less
-// than `most_us`, or plan.queries is 0.
-template <class Fn>
-Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms, Fn&& rest_us) {
-  Priced best{{}, most_us};
-  for_each_split(p, [&](const HeadsClass& c, const SplitClass& s) {
-    const int64_t per_wave = resident(s, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
-    const int64_t queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
-    if (queries == 0 || queries == p.num_tokens) return;
-    const double us = time_of(p, c, s, queries, num_sms) + kNextLaunchUs + rest_us(p.num_tokens - queries);
-    if (us >= best.us) return;
-    best = {few_or_many(p, c.kernel, c.heads, s.splits), us};
-    best.plan.queries = queries;
-  });
-  return best;
+inline double us_of(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
+  return us_of(c, work_of(p, c, plan, num_sms));
 }
 
 }  // namespace mla_fp8::gpu::model

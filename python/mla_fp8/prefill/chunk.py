@@ -23,7 +23,7 @@ __all__ = ["SparsePrefillChunkCache"]
 
 MAX_QUERY_GROUP = 65536  # of the ops
 _NAME = "mla_fp8.SparsePrefillChunkCache"
-# Whose bits do not depend on the width of a query's list: as plan_segments.h, and on a CPU all.
+# Whose bits do not depend on the width of a query's list: as plan_segments (plan_sm90.h), and on a CPU all.
 _OF_ANY_WIDTH = ("dsv32", "dsv4", "dsv41")
 
 

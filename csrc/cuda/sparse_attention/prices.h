@@ -1,0 +1,45 @@
+#pragma once
+// What a CTA costs on sm_90: coefficients of model::us_of. benchmarks/fit_prices.py writes rows for which it
+// has forced plans; docs/notebook/kernels/plans.md says what the others were fitted to.
+#include "cuda/sparse_attention/plan_model.h"
+
+namespace mla_fp8::gpu::model {
+
+// Kernel, schedule, heads, rows; then us of a wave, ns of a key, ps of a byte, us of a cluster, of a run,
+// of a result that waits, of what all CTAs leave; us of cold code, of values in FP8 and in bf16.
+inline constexpr Price kPrices[] = {
+    {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kFp8, {6.6, 11.8, 0.14, 1.2}, {0.5, 2.2}},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kBf16, {7.6, 17.3, 0.14, 0.8}},
+    {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kPair, {4.9, 16.6, 0.14, 2.0}},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kFp8, {8.6, 16.0, 0.05, 0.7}, {1.2, 2.2}},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kBf16, {8.5, 17.4, 0.14, 1.3}},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kPair, {6.2, 18.6, 0.14, 1.5}},
+    {Kernel::kFewHeads, Schedule::kSplit, 32, Reads::kBf16, {7.3, 24.0, 0.14, 4.2}},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kFp8, {8.4, 19.8, 0.14}, {2.0, 6.0}},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kPair, {6.1, 26.0, 0.14}},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, Reads::kFp8, {11.0, 27.1, 0.08}, {5.2, 7.2}},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, Reads::kPair, {10.8, 31.6, 0.14}},
+    {Kernel::kManyHeads, Schedule::kParts, 32, Reads::kFp8, {6.5, 22.9, 0.05, 0, 0, 0, 2.7}, {1.2, 2.0}},
+    {Kernel::kManyHeads, Schedule::kParts, 32, Reads::kPair, {6.3, 25.1, 0.11, 0, 0, 0, 2.7}},
+    {Kernel::kManyHeads, Schedule::kParts, 64, Reads::kFp8, {7.9, 30.6, 0.03, 0, 0, 0, 3.9}, {2.0, 5.2}},
+    {Kernel::kManyHeads, Schedule::kParts, 64, Reads::kPair, {8.1, 32.4, 0.14, 0, 0, 0, 3.6}},
+    {Kernel::kFewHeads, Schedule::kSegments, 8, Reads::kFp8, {6.1, 10.0, 0.094, 1.45, 1.1, 1.15}},
+    {Kernel::kFewHeads, Schedule::kSegments, 16, Reads::kFp8, {8.0, 14.1, 0.074, 0.9, 0.8, 2.0}},
+    {Kernel::kManyHeads, Schedule::kSegments, 32, Reads::kFp8, {7.6, 22.1, 0.033, 0, 1.2, 1.4}},
+    {Kernel::kManyHeads, Schedule::kSegments, 64, Reads::kFp8, {11.2, 26.3, 0.070, 0, 1.1, 6.3}},
+    {Kernel::kManyHeads, Schedule::kRuns, 32, Reads::kFp8, {6.5, 20.0, 0.1, 0, 1.2, 0, 2.5}},
+    {Kernel::kManyHeads, Schedule::kRuns, 64, Reads::kFp8, {7.4, 29.9, 0.05, 0, 1.0, 0, 5.2}},
+    {Kernel::kFewHeads, Schedule::kWalk, 8, Reads::kFp8, {2.1, 14.2}},
+    {Kernel::kFewHeads, Schedule::kWalk, 16, Reads::kFp8, {3.4, 19.0}},
+    {Kernel::kManyHeads, Schedule::kWalk, 32, Reads::kFp8, {5.0, 25.0}},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kTiles, {8.4, 19.8, 0.14}},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, Reads::kTiles, {11.0, 27.1, 0.14}},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kSharedTiles, {19.0, 29.0, 0, 0, 0.35}},
+    {Kernel::kManyHeads, Schedule::kSplit, 48, Reads::kSharedTiles, {19.0, 33.0, 0, 0, 0.35}},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, Reads::kSharedTiles, {19.0, 35.5, 0, 0, 0.35}},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kLists, {8.4, 29.7}},
+    {Kernel::kManyHeads, Schedule::kSplit, 48, Reads::kLists, {9.4, 32.3}},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, Reads::kLists, {10.3, 37.0}},
+};
+
+}  // namespace mla_fp8::gpu::model
