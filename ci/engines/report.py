@@ -169,6 +169,7 @@ MODELS = {
     "sglang_pages": "V3.2, FP8 pages",
     "sglang_v4": "V4",
     "sglang_v41": "V4.1",
+    "sglang_v41_levels": "V4.1, two levels",
     "sglang_v41_rows": "V4.1, own rows",
 }
 COLUMNS = ["gpu", "engine", "model", "heads", "phase", "requests", "context", "who", "part", "us", "launches"]
@@ -221,6 +222,8 @@ def _wrong_with_indexer(name: str, result: dict) -> list[str]:
     wrong = [f"{name}: DeepGEMM's logits were made {logits} times, expected 0"] if logits else []
     if result.get("calls") and not chosen:
         wrong.append(f"{name}: index_topk was not called")
+    if "_levels" in name and result.get("calls") and not calls(result, "mla_fp8.index_topk_blocks"):
+        wrong.append(f"{name}: no blocks were published")
     return wrong
 
 

@@ -25,13 +25,14 @@ SGLANG_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_query_groups",
     "layer": "mla_fp8_engines,mla_fp8,mla_fp8_layer_ops",
+    "index": "mla_fp8_engines,mla_fp8,mla_fp8_index_topk",
 }  # fmt: skip
 # By model what prompts attend to: bf16 rows, FP8 pages.
 PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
 V41_ROWS = ("sglang_v41_rows", "sglang_v41_rows_pages")  # V4.1 with its own rows
 V4_PREFILL_OVER_ROWS = {
     "sglang_v4": "1", "sglang_v4_pages": "0", "sglang_v41": "1", "sglang_v41_pages": "0",
-    "sglang_v41_rows": "1", "sglang_v41_rows_pages": "0",
+    "sglang_v41_rows": "1", "sglang_v41_rows_pages": "0", "sglang_v41_levels": "1",
 }  # fmt: skip
 # In the environment of an engine's processes.
 WHO, CALLS, V4 = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS", model.V4
@@ -219,7 +220,13 @@ def run(args: argparse.Namespace) -> dict:
     folder = Path(tempfile.gettempdir(), "mla_fp8_models", f"{args.kv}_{args.heads}_{args.layers}")
     if args.kv in V4_PREFILL_OVER_ROWS:
         sglang_v4_model.write_config(
-            folder, args.heads, args.layers, model.VOCABULARY, model.MAX_LENGTH, v41="v41" in args.kv
+            folder,
+            args.heads,
+            args.layers,
+            model.VOCABULARY,
+            model.MAX_LENGTH,
+            v41="v41" in args.kv,
+            levels=args.kv == "sglang_v41_levels",
         )
     else:
         model.write_config(folder, args.heads, args.layers, model.MAX_LENGTH)

@@ -24,6 +24,8 @@ import torch
 RATIOS = (0, 4, 128)
 # Of V4.1's: the window alone, 1 and 2 with entries and an indexer of their own, 2 with those of the last.
 V41_RATIOS, V41_SOURCES = (0, 1, 2, 2), (1, 2)
+# With two levels: of ratio 1 one has keys and publishes blocks, the others choose among these.
+LEVELS_RATIOS, LEVELS_SOURCE, LEVELS_BLOCKS = (0, 1, 1, 1), 1, 128
 HEADS_OF_GROUP = 8  # of the grouped output projection, whatever the number of heads
 HAS_TILELANG = importlib.util.find_spec("tilelang") is not None
 # In the environment. Without torch.compile, which SGLang uses for its hyper-connections in PyTorch.
@@ -34,7 +36,13 @@ SWITCHES = {} if HAS_TILELANG else {
 
 
 def write_config(
-    folder: Path, heads: int, layers: int, vocabulary: int, max_length: int, v41: bool = False
+    folder: Path,
+    heads: int,
+    layers: int,
+    vocabulary: int,
+    max_length: int,
+    v41: bool = False,
+    levels: bool = False,
 ) -> None:
     config = {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16",
@@ -63,6 +71,14 @@ def write_config(
             "model_type": "deepseek_v41", "hc_pre_from_prev_sublayer": False,  # hyper-connections as V4's
             "compress_ratios": [V41_RATIOS[i % len(V41_RATIOS)] for i in range(layers)],
             "kv_source_layer_ids": sources, "index_source_layer_ids": sources,
+        }  # fmt: skip
+    if levels:
+        ratios = [LEVELS_RATIOS[i % len(LEVELS_RATIOS)] for i in range(layers)]
+        config |= {
+            "compress_ratios": ratios, "kv_source_layer_ids": [LEVELS_SOURCE],
+            "index_source_layer_ids": [i for i, ratio in enumerate(ratios) if ratio],
+            "candidate_source_layer_id": LEVELS_SOURCE, "candidate_topk_blocks": LEVELS_BLOCKS,
+            "candidate_block_size": 8, "index_n_heads": 32,
         }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

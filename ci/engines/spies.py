@@ -16,7 +16,7 @@ _SAVED: list[Path] = []  # files that hold CALLS
 OURS = [
     f"{op}{form}"
     for op in ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
-               "index_topk", "index_topk_ragged")
+               "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks")
     for form in ("", "_out")
 ]  # fmt: skip
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
