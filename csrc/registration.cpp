@@ -68,6 +68,8 @@ void count_write_if_written([[maybe_unused]] const std::remove_cvref_t<Parameter
   if constexpr (std::is_same_v<Parameter, Tensor>) count_write(argument);
   if constexpr (std::is_same_v<Parameter, OptionalTensor>)
     if (argument) count_write(*argument);
+  if constexpr (std::is_same_v<Parameter, std::vector<Tensor>>)
+    for (const Tensor& t : argument) count_write(t);
 }
 
 // While it lives, autograd follows nothing.
@@ -90,7 +92,9 @@ struct Versioned;
 template <class Result, class... Parameters, Result (*op)(Parameters...)>
 struct Versioned<op> {
   static constexpr bool kWrites =
-      ((std::is_same_v<Parameters, Tensor> || std::is_same_v<Parameters, OptionalTensor>) || ...);
+      ((std::is_same_v<Parameters, Tensor> || std::is_same_v<Parameters, OptionalTensor> ||
+        std::is_same_v<Parameters, std::vector<Tensor>>) ||
+       ...);
 
   static Result call(Parameters... arguments) {
     if constexpr (!kWrites) {
@@ -309,6 +313,30 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "int next_n=1, int group_size=1, Tensor? token_lens=None, Tensor? lens=None, "
                "int world_size=1, int rank=0, int interleave=1, bool by_slot=False",
                "(Tensor slots, Tensor lens)", "Tensor(a!) out_slots, Tensor(b!) out_lens")
+  DEF_WITH_OUT(resolve_hot_rows,
+               "Tensor entries, Tensor(a!) hot_entries, Tensor(b!) hot_order, Tensor? host_page_table=None, "
+               "Tensor? hot_page_table=None, Tensor? resident_page_table=None, *, int num_host_rows, "
+               "int host_page_size=1, int hot_page_size=1, int first_page=0, bool by_entry=False, "
+               "Tensor? row_to_request=None, int next_n=1, Tensor? state_rows=None, Tensor? entry_lens=None, "
+               "Tensor? num_valid_rows=None, Tensor(c!)? counters=None",
+               "(Tensor hot_rows, Tensor miss_host_rows, Tensor miss_hot_rows, Tensor miss_counts)",
+               "Tensor(d!) out_hot_rows, Tensor(e!) out_miss_host_rows, Tensor(f!) out_miss_hot_rows, "
+               "Tensor(g!) out_miss_counts, Tensor(h!)? out_attention_rows=None, "
+               "int attention_page_stride=0, Tensor(i!)? out_lens=None")
+#define COPY_OPTIONS "*, int layout, int host_page_size, int hot_page_size, int max_blocks=16"
+  DEF(copy_host_rows,
+      "Tensor[] host_caches, Tensor(a!)[] hot_caches, Tensor host_rows, Tensor hot_rows, "
+      "Tensor? counts=None, Tensor? num_valid_rows=None, " COPY_OPTIONS,
+      "()")
+  DEF(store_host_rows,
+      "Tensor[] hot_caches, Tensor(a!)[] host_caches, Tensor hot_rows, Tensor host_rows, " COPY_OPTIONS, "()")
+  // For callers that have addresses alone (compat): what it writes is no tensor.
+  DEF(_copy_rows_at,
+      "Tensor from_addresses, Tensor to_addresses, Tensor from_rows, Tensor to_rows, *, int layout, "
+      "int from_page_size, int to_page_size",
+      "()")
+  DEF(forget_rows,
+      "Tensor entries, Tensor(a!) hot_entries, Tensor? row_to_request=None, Tensor? state_rows=None", "()")
   DEF_WITH_OUT(index_logits, PAGED_INDEX_ARGUMENTS ", SymInt width", "Tensor", "Tensor(a!) out")
   DEF_WITH_OUT(index_logits_ragged, RAGGED_INDEX_ARGUMENTS, "Tensor", "Tensor(a!) out")
   DEF_TOPK(index_topk, PAGED_INDEX_ARGUMENTS, PAGED_SLOTS_ARGUMENTS)

@@ -37,6 +37,9 @@
   X(prepare_keys)                                           \
   X(prepare_queries) X(prepare_queries_out)                 \
   X(topk_to_slots) X(topk_to_slots_out)                     \
+  X(resolve_hot_rows) X(resolve_hot_rows_out)               \
+  X(copy_host_rows) X(store_host_rows) X(forget_rows)       \
+  X(_copy_rows_at)                                          \
   X(index_logits) X(index_logits_out)                       \
   X(index_logits_ragged) X(index_logits_ragged_out)         \
   X(index_topk) X(index_topk_out)                           \
@@ -253,6 +256,28 @@ TwoTensors merge_topk(const Tensor& scores, const Tensor& positions, int64_t top
                       std::optional<int64_t> rank);
 void merge_topk_out(const Tensor& scores, const Tensor& positions, int64_t topk, std::optional<int64_t> rank,
                     Tensor out_positions, Tensor out_lens);
+
+#define MLA_RESOLVE_HOT_ROWS_ARGUMENTS                                                                       \
+  const Tensor &entries, Tensor hot_entries, Tensor hot_order, const OptionalTensor &host_page_table,        \
+      const OptionalTensor &hot_page_table, const OptionalTensor &resident_page_table,                       \
+      int64_t num_host_rows, int64_t host_page_size, int64_t hot_page_size, int64_t first_page,              \
+      bool by_entry, const OptionalTensor &row_to_request, int64_t next_n, const OptionalTensor &state_rows, \
+      const OptionalTensor &entry_lens, const OptionalTensor &num_valid_rows, OptionalTensor counters
+FourTensors resolve_hot_rows(MLA_RESOLVE_HOT_ROWS_ARGUMENTS);
+void resolve_hot_rows_out(MLA_RESOLVE_HOT_ROWS_ARGUMENTS, Tensor out_hot_rows, Tensor out_miss_host_rows,
+                          Tensor out_miss_hot_rows, Tensor out_miss_counts, OptionalTensor out_attention_rows,
+                          int64_t attention_page_stride, OptionalTensor out_lens);
+void copy_host_rows(const std::vector<Tensor>& host_caches, std::vector<Tensor> hot_caches,
+                    const Tensor& host_rows, const Tensor& hot_rows, const OptionalTensor& counts,
+                    const OptionalTensor& num_valid_rows, int64_t layout, int64_t host_page_size,
+                    int64_t hot_page_size, int64_t max_blocks);
+void store_host_rows(const std::vector<Tensor>& hot_caches, std::vector<Tensor> host_caches,
+                     const Tensor& hot_rows, const Tensor& host_rows, int64_t layout, int64_t host_page_size,
+                     int64_t hot_page_size, int64_t max_blocks);
+void _copy_rows_at(const Tensor& from_addresses, const Tensor& to_addresses, const Tensor& from_rows,
+                   const Tensor& to_rows, int64_t layout, int64_t from_page_size, int64_t to_page_size);
+void forget_rows(const Tensor& entries, Tensor hot_entries, const OptionalTensor& row_to_request,
+                 const OptionalTensor& state_rows);
 
 #define MLA_PAGED_INDEX_ARGUMENTS                                                                       \
   const Tensor &q, const Tensor &weights, const Tensor &index_cache, const Tensor &page_table,          \

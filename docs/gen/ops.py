@@ -73,6 +73,9 @@ GROUPS = {
         "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
         "merge_topk", "index_logits", "index_logits_ragged",
     ),
+    "Rows in host memory": (
+        "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows",
+    ),
     "Around a layer": (
         "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",
         "compress_kv", "inverse_rope", "inverse_rope_quantize",

@@ -37,10 +37,17 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "join results; pad heads", "emulated",
         ("merge_attention_states", "merge_partial_states", "pad_q_heads"),
     ),
+    (
+        "rows in host memory", "emulated",
+        ("resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows"),
+    ),
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN: set[str] = {"merge_attention_states", "merge_partial_states", "merge_topk"}
+NOT_RUN: set[str] = {
+    "merge_attention_states", "merge_partial_states", "merge_topk",
+    "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows",
+}  # fmt: skip
 
 
 def registered(macro: str) -> set[str]:

@@ -22,7 +22,9 @@ from .layout import KV_LAYOUTS, KVLayout
 from .ops.build_swa_token_ids import build_swa_token_ids
 from .ops.combine_topk_swa_indices import combine_topk_swa_indices, combine_topk_swa_indices_ragged
 from .ops.compress_kv import compress_kv
+from .ops.copy_host_rows import copy_host_rows, store_host_rows
 from .ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
+from .ops.forget_rows import forget_rows
 from .ops.index_logits import index_logits, index_logits_ragged
 from .ops.index_topk import index_topk, index_topk_counters, index_topk_ragged, index_topk_workspace
 from .ops.index_topk_blocks import index_topk_blocks, index_topk_ragged_blocks
@@ -37,6 +39,7 @@ from .ops.prepare_keys import prepare_keys
 from .ops.prepare_queries import PreparedQueries, prepare_queries
 from .ops.quantize_index_k import quantize_index_k
 from .ops.quantize_kv import quantize_kv
+from .ops.resolve_hot_rows import resolve_hot_rows
 from .ops.sparse_decode import plan_shared_keys, sparse_attention_workspace, sparse_decode
 from .ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
 from .ops.topk_to_slots import topk_to_slots
@@ -68,10 +71,12 @@ __all__ = [
     "combine_topk_swa_indices",
     "combine_topk_swa_indices_ragged",
     "compress_kv",
+    "copy_host_rows",
     "dequantize_kv",
     "dequantize_kv_paged",
     "doctor",
     "explain",
+    "forget_rows",
     "hisparse_backend",
     "index_logits",
     "index_logits_ragged",
@@ -96,12 +101,14 @@ __all__ = [
     "qk_norm_rope_insert",
     "quantize_index_k",
     "quantize_kv",
+    "resolve_hot_rows",
     "resolve_kv_cache_dtype",
     "sparse_attention_workspace",
     "sparse_decode",
     "sparse_prefill",
     "sparse_prefill_paged",
     "sparse_prefill_window",
+    "store_host_rows",
     "topk_to_slots",
     "warmup",
     "workspace_rows",

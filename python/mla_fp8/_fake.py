@@ -1,7 +1,7 @@
 """Fake (shape-only) implementations, for torch.compile, torch.export and meta tensors."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -68,13 +68,25 @@ def _without_negative_views(op: str, *args: object, **options: object) -> None:
     function(**given)
 
 
+_OF_HOST = "host_caches"  # lie in pinned memory, beside tensors of a GPU
+
+
+def _tensors(given: dict[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those among the arguments, and those in lists."""
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            yield name, x
+        elif isinstance(x, (list, tuple)):
+            yield from ((f"{name}[{i}]", y) for i, y in enumerate(x) if isinstance(y, torch.Tensor))
+
+
 def _check_devices(namespace: str, op: str, *args: object, **options: object) -> None:
     """One meta tensor brings a call here whose others hold data: a mismatch like any other."""
     schema = schema_of(getattr(getattr(torch.ops, namespace), op))
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | options
-    (first, x), *others = ((name, x) for name, x in given.items() if isinstance(x, torch.Tensor))
+    (first, x), *others = sorted(_tensors(given), key=lambda named: named[0].startswith(_OF_HOST))
     for name, other in others:
-        if other.device != x.device:
+        if other.device != x.device and not (name.startswith(_OF_HOST) and other.device.type == "cpu"):
             raise RuntimeError(
                 f"mla_fp8.{op.removesuffix('_out')}: {name} must be on {x.device} like {first}, "
                 f"got {other.device}"

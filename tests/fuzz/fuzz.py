@@ -20,6 +20,7 @@ from typing import Any
 import fuzz_cases
 import fuzz_chunk_cases
 import fuzz_compress_cases
+import fuzz_hot_cases
 import fuzz_index_cases
 import fuzz_layer_cases
 import fuzz_other_cases
@@ -61,10 +62,12 @@ INDEX = (
     "topk_to_slots",
     "merge_topk",
 )
+HOT = ("resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows")
 OPS = {name: getattr(fuzz_cases, name) for name in ATTENTION}
 OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
 OPS |= {name: getattr(fuzz_index_cases, name) for name in INDEX}
+OPS |= {name: getattr(fuzz_hot_cases, name) for name in HOT}
 OPS["compress_kv"] = fuzz_compress_cases.compress_kv
 FUNCTIONS = {name: getattr(mla_fp8, name) for name in OPS}
 OPS["chunk_cache"] = fuzz_chunk_cases.chunk_cache

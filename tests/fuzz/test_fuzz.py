@@ -5,6 +5,12 @@ import pytest
 import torch
 
 SEEDS = range(12)
+CACHES = ("kv_cache", "index_cache")  # what ops without results write
+WRITTEN = {
+    "copy_host_rows": ("hot_caches",),
+    "store_host_rows": ("host_caches",),
+    "forget_rows": ("hot_entries",),
+}
 every_op = pytest.mark.parametrize("op", fuzz.OPS)
 
 
@@ -20,7 +26,7 @@ def test_one_wrong_element_is_found(op, monkeypatch):
 
     def off(**arguments):
         results = original(**arguments)
-        written = arguments.get("kv_cache", arguments.get("index_cache"))
+        written = next((arguments[name] for name in WRITTEN.get(op, CACHES) if name in arguments), None)
         spoilt = written if results is None else results[0] if isinstance(results, tuple) else results
         spoilt = spoilt.view(torch.uint8) if spoilt.element_size() == 1 else spoilt
         if spoilt.numel():

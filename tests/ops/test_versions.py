@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_samples import NO_KERNEL, SAMPLES, op_call, schemas, tensors_of
+from op_samples import NO_KERNEL, OF_LAYERS, SAMPLES, op_call, schemas, tensors_of
 
 import mla_fp8
 
@@ -24,6 +24,9 @@ def given(name: str, device: str) -> dict[str, object]:
         arguments["counters"] = torch.zeros(1 << 20, dtype=torch.int32, device=device)
     if "out_scores" in names:
         arguments["out_scores"] = torch.zeros(arguments["out_positions"].shape, device=device)
+    if name == "resolve_hot_rows_out":
+        arguments |= {"out_attention_rows": arguments["out_hot_rows"].clone(), "attention_page_stride": 2}
+        arguments["out_lens"] = arguments["out_miss_counts"].clone()
     if name == "compress_kv":
         arguments["out_latent"] = torch.zeros(len(tensors[0]), 512, dtype=torch.bfloat16, device=device)
     for out, like in (("out_q_a", "q_a"), ("out_kv", "kv"), ("out_k_rope", "k_rope")):
@@ -32,7 +35,12 @@ def given(name: str, device: str) -> dict[str, object]:
     for out, like in (("max_logits", "lse"), ("out_slots", "out_positions")):
         if out in names and out not in arguments:
             arguments[out] = torch.zeros_like(arguments[like])
-    return arguments
+    return {key: x[0] if key in OF_LAYERS else x for key, x in arguments.items()}
+
+
+def call(name, arguments):
+    layers = {key: [arguments[key]] for key in OF_LAYERS if key in arguments}
+    getattr(torch.ops.mla_fp8, name)(**arguments | layers)
 
 
 def written(name: str) -> set[str]:
@@ -45,7 +53,7 @@ def test_what_an_op_writes_has_a_new_version_and_nothing_else(name, device):
     assert written(name) <= set(arguments)
     tensors = {key: x for key, x in arguments.items() if isinstance(x, torch.Tensor)}
     before = {key: x._version for key, x in tensors.items()}
-    getattr(torch.ops.mla_fp8, name)(**arguments)
+    call(name, arguments)
     assert {key for key, x in tensors.items() if x._version > before[key]} == written(name)
 
 
@@ -54,7 +62,7 @@ def test_so_have_the_views_of_its_memory(name, device):
     arguments = given(name, device)
     views = {key: arguments[key][..., :1] for key in written(name)}
     before = {key: x._version for key, x in views.items()}
-    getattr(torch.ops.mla_fp8, name)(**arguments)
+    call(name, arguments)
     assert all(x._version > before[key] for key, x in views.items())
 
 
@@ -63,9 +71,9 @@ def test_a_tensor_of_inference_mode_is_written_in_it_and_behind_it(name, device)
     """It has no version. torch refuses such writes outside of the mode, we do not."""
     with torch.inference_mode():
         arguments = given(name, device)
-        getattr(torch.ops.mla_fp8, name)(**arguments)
+        call(name, arguments)
     assert all(arguments[key].is_inference() for key in written(name))
-    getattr(torch.ops.mla_fp8, name)(**arguments)
+    call(name, arguments)
 
 
 @every_op
@@ -73,7 +81,7 @@ def test_in_inference_mode_a_tensor_of_outside_has_one(name, device):
     arguments = given(name, device)
     before = {key: arguments[key]._version for key in written(name)}
     with torch.inference_mode():
-        getattr(torch.ops.mla_fp8, name)(**arguments)
+        call(name, arguments)
     assert all(arguments[key]._version > version for key, version in before.items())
 
 
@@ -84,7 +92,7 @@ def test_under_grad_mode_nothing_is_followed(name, device):
     for key in written(name):
         if arguments[key].is_floating_point():
             arguments[key].requires_grad_()
-    getattr(torch.ops.mla_fp8, name)(**arguments)
+    call(name, arguments)
     assert all(arguments[key].grad_fn is None for key in written(name))
 
 
@@ -95,7 +103,7 @@ def test_a_refused_call_leaves_the_versions(name, device):
     tensors = tensors_of(arguments.values())
     before = [x._version for x in tensors]
     with pytest.raises(RuntimeError):
-        getattr(torch.ops.mla_fp8, name)(**arguments | {first: arguments[first][None, None]})
+        call(name, arguments | {first: arguments[first][None, None]})
     assert [x._version for x in tensors] == before
 
 
@@ -150,5 +158,5 @@ def test_what_is_only_read_stays_a_lazy_clone(name):
     """A mutable pointer to one would copy all of a cache."""
     arguments = given(name, "cpu")
     lazy = {key: torch._lazy_clone(x) for key, x in arguments.items() if isinstance(x, torch.Tensor)}
-    getattr(torch.ops.mla_fp8, name)(**arguments | lazy)
+    call(name, arguments | lazy)
     assert all(torch._C._is_cow_tensor(x) for x in lazy.values())

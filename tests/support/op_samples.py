@@ -264,13 +264,45 @@ def topk_to_slots(device: str, size: Size = SIZE) -> Call:
     return (positions, table), {"page_size": PAGE_SIZE, "next_n": size.num_tokens, "group_size": 2}
 
 
+def resolve_hot_rows(device: str, size: Size = SIZE) -> Call:
+    n, topk = size.num_tokens, size.topk
+    entries = torch.randint(-1, 6 * PAGE_SIZE, (n, topk), dtype=torch.int32, device=device)
+    held = torch.full((n + 1, 2 * topk), -1, dtype=torch.int32, device=device)
+    order = torch.arange(2 * topk, dtype=torch.int16, device=device).repeat(n + 1, 1)
+    pages = torch.arange(6 * n, dtype=torch.int32, device=device).view(n, 6)
+    tables = (pages, torch.arange(n * topk, dtype=torch.int32, device=device).view(n, topk), pages % 2 - 1)
+    sizes = {"num_host_rows": 6 * n * PAGE_SIZE, "host_page_size": PAGE_SIZE, "hot_page_size": 2}
+    states = torch.arange(n, 0, -1, dtype=torch.int32, device=device)
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    return (entries, held, order, *tables), sizes | {"state_rows": states, "counters": counters}
+
+
+def copy_host_rows(device: str, size: Size = SIZE) -> Call:
+    rows = torch.randperm(NUM_PAGES * PAGE_SIZE, device=device)[: size.num_tokens]
+    pages = {"host_page_size": PAGE_SIZE, "hot_page_size": PAGE_SIZE}
+    host = kv_cache("cpu")
+    tensors = (host if device == "cpu" else host.pin_memory(), kv_cache(device))
+    return (*tensors, torch.arange(len(rows), device=device) - 1, rows), pages | {"layout": LAYOUT}
+
+
+def store_host_rows(device: str, size: Size = SIZE) -> Call:
+    (host, hot, *rows), options = copy_host_rows(device, size)
+    return (hot, host, *rows), options
+
+
+def forget_rows(device: str, size: Size = SIZE) -> Call:
+    held = torch.arange(4 * size.topk, dtype=torch.int32, device=device).view(4, size.topk)
+    return (torch.arange(size.num_tokens, device=device) - 1, held), {}
+
+
 # Devices that an op has no kernel for yet: its tests there are skipped.
 NO_KERNEL: dict[str, tuple[str, ...]] = {}
 if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
         ("prepare_keys", "prepare_queries", "quantize_index_k", "index_logits", "index_logits_ragged",
          "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-         "merge_topk", "plan_shared_keys"), ("cuda",)
+         "merge_topk", "plan_shared_keys", "resolve_hot_rows", "copy_host_rows", "store_host_rows",
+         "forget_rows"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
@@ -306,7 +338,15 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "index_topk_ragged_blocks": index_topk_ragged_blocks,
     "topk_to_slots": topk_to_slots,
     "merge_topk": merge_topk,
+    "resolve_hot_rows": resolve_hot_rows,
+    "copy_host_rows": copy_host_rows,
+    "store_host_rows": store_host_rows,
+    "forget_rows": forget_rows,
 }
+OF_LAYERS = (
+    "host_caches",
+    "hot_caches",
+)  # arguments of ops, first of all, that are lists: a cache of each layer
 
 
 def index_workspace(tensors: tuple, options: dict, device: str) -> Tensor:
@@ -341,6 +381,8 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
     tensors, options = SAMPLES[functional](device)
     if "layout" in options:
         options = options | {"layout": layout_id(options["layout"])}
+    if schemas()[name].arguments[0].name in OF_LAYERS:
+        tensors = ([tensors[0]], [tensors[1]], *tensors[2:])
     if name != functional:
         results = getattr(torch.ops.mla_fp8, functional)(*tensors, **options)
         results = iter(results if isinstance(results, tuple) else (results,))

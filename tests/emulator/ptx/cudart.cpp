@@ -144,6 +144,13 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   }
   return cudaSuccess;
 }
+// Memory of the host, all of which kernels reach here.
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* p) {
+  *attributes = {};
+  attributes->type = cudaMemoryTypeHost;
+  attributes->hostPointer = attributes->devicePointer = const_cast<void*>(p);
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
