@@ -21,6 +21,12 @@ from ..ops.dequantize_kv import dequantize_kv
 from ..prefill.checks import expect_lengths
 from ..prefill.lengths import bounded_lengths
 from ._names import caller_names
+from .sglang_hisparse import (
+    copy_cache_planned_mla,
+    load_cache_to_device_buffer_dsv4_mla,
+    load_cache_to_device_buffer_mla,
+    transfer_cache_dsv4_mla,
+)
 
 _GATHER = caller_names(kv_cache="quant_k_cache", slots="page_table_1_flattened")
 
@@ -29,10 +35,14 @@ __all__ = [
     "SparsePrefillChunkCache",
     "build_swa_token_ids",
     "combine_topk_swa_indices",
+    "copy_cache_planned_mla",
     "dequantize_k_cache_paged",
     "dequantize_k_cache_paged_dsa",
     "dequantize_k_cache_paged_dsv4",
     "dsv4_kv_layouts",
+    "load_cache_to_device_buffer_dsv4_mla",
+    "load_cache_to_device_buffer_mla",
+    "transfer_cache_dsv4_mla",
 ]
 
 # SGLang's names of the layouts of V4 and V4.1 (its KVLayout).

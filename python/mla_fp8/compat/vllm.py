@@ -13,6 +13,12 @@ from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope, inverse_rope_quantize
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from ._names import caller_names, expect_rows
+from .vllm_hisparse import (
+    hisparse_gather_compact,
+    hisparse_gather_plan,
+    hisparse_invalidate_written_slots,
+    hisparse_resolve_residency,
+)
 
 _ROTATION = {"cos": "cos_sin_cache", "sin": "cos_sin_cache"}
 _INSERT = _ROTATION | {
@@ -26,6 +32,10 @@ __all__ = [
     "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "fused_inv_rope_fp8_quant",
     "fused_save_compress_norm",
+    "hisparse_gather_compact",
+    "hisparse_gather_plan",
+    "hisparse_invalidate_written_slots",
+    "hisparse_resolve_residency",
     "rope_quant_insert",
 ]
 

@@ -85,6 +85,20 @@ def store_host_rows(
           host_page_size=host_page_size, hot_page_size=hot_page_size, max_blocks=max_blocks)  # fmt: skip
 
 
+def copy_rows_at(
+    from_addresses: torch.Tensor,
+    to_addresses: torch.Tensor,
+    from_rows: torch.Tensor,
+    to_rows: torch.Tensor,
+    *,
+    layout: KVLayout,
+    page_size: int,
+) -> None:
+    """Rows between caches that are known by address alone, [layers] uint64: for ``compat``. Unchecked."""
+    call_op("_copy_rows_at", from_addresses, to_addresses, from_rows, to_rows, layout=layout.id,
+            from_page_size=page_size, to_page_size=page_size)  # fmt: skip
+
+
 def _copy(
     op: str,
     source: Caches,
@@ -97,4 +111,4 @@ def _copy(
     call_op(op, *caches, *rows, layout=get_layout(layout).id, **options)
 
 
-fake_returns_nothing("copy_host_rows", "store_host_rows")
+fake_returns_nothing("copy_host_rows", "store_host_rows", "_copy_rows_at")
