@@ -72,7 +72,8 @@ def _reader(name: str) -> Reader:
 
 # By package, and by the rows of one that reads different caches without loss.
 BACKENDS = {name: _reader(name) for b in TABLE for name in ((b.adapter,) if b.lossy else (b.adapter, b.name))}
-HISPARSE = ("flashmla_sparse", "flashmla_kv")
+HISPARSE = {name: BACKENDS[name] for name in ("flashmla_sparse", "flashmla_kv")}
+HISPARSE["flashinfer_sparse_mla"] = Reader(("packed",))  # as SGLang pairs it
 
 
 def resolve_kv_cache_dtype(
@@ -131,26 +132,27 @@ def meanings(name: str, head_dim_qk: int, *, fnuz: bool = False) -> list[KVLayou
 
 
 def hisparse_backend(layout: str | KVLayout, backend: str = "auto") -> str:
-    """Find the FlashMLA family that serves a HiSparse cache on CUDA.
+    """Find the backend that serves a HiSparse cache on CUDA.
 
-    The cache decides: bf16 goes to ``flashmla_sparse``, packed FP8 to ``flashmla_kv`` (SGLang #23013).
+    The cache decides: bf16 goes to ``flashmla_sparse``, packed FP8 to ``flashmla_kv`` (SGLang #23013),
+    or to ``flashinfer_sparse_mla`` if that is named.
 
     Args:
         layout: Of the cache.
-        backend: ``"auto"``, or one of the two.
+        backend: ``"auto"``, or one of the three.
 
     Returns:
-        The name of the family.
+        Its name.
 
     Raises:
         ValueError: For one that does not read the layout.
     """
     layout = get_layout(layout)
     _check_one_of("backend", backend, ("auto", *HISPARSE), "hisparse_backend")
-    for candidate in HISPARSE:
-        if BACKENDS[candidate].reads(layout) and backend in ("auto", candidate):
+    for candidate, reader in HISPARSE.items():
+        if reader.reads(layout) and backend in ("auto", candidate):
             return candidate
-    reads = ", ".join(f"{b} reads {' and '.join(BACKENDS[b].kinds)}" for b in HISPARSE)
+    reads = ", ".join(f"{b} reads {' and '.join(x.kinds)}" for b, x in HISPARSE.items())
     _fail(f"backend {backend!r} cannot read layout {layout.name}: {reads} (e4m3fn)", "hisparse_backend")
 
 

@@ -235,10 +235,17 @@ def test_hisparse_has_no_backend_for_plain_or_fnuz_caches(layout):
             hisparse_backend(layout, backend)
 
 
+def test_flashinfer_serves_hisparse_caches_of_fp8_where_it_is_named():
+    assert hisparse_backend("dsv32", "flashinfer_sparse_mla") == "flashinfer_sparse_mla"
+    with pytest.raises(ValueError, match=r"cannot read layout bf16: .*flashinfer_sparse_mla reads packed"):
+        hisparse_backend("bf16", "flashinfer_sparse_mla")
+
+
 def test_other_hisparse_backends_are_refused():
     """SGLang #23013: an explicit choice is never replaced."""
     with pytest.raises(
-        ValueError, match="backend must be one of auto, flashmla_sparse, flashmla_kv, got 'fa3'"
+        ValueError,
+        match="backend must be one of auto, flashmla_sparse, flashmla_kv, flashinfer_sparse_mla, got 'fa3'",
     ):
         hisparse_backend("dsv32", "fa3")
 

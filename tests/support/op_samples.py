@@ -343,10 +343,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "store_host_rows": store_host_rows,
     "forget_rows": forget_rows,
 }
-OF_LAYERS = (
-    "host_caches",
-    "hot_caches",
-)  # arguments of ops, first of all, that are lists: a cache of each layer
+OF_LAYERS = ("host_caches", "hot_caches")  # first arguments, which are lists: a cache of each layer
 
 
 def index_workspace(tensors: tuple, options: dict, device: str) -> Tensor:
