@@ -25,7 +25,14 @@ from sparse_cases import V4_SCOPES, make_case, packed_layouts
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.compat import sglang_layer
-from mla_fp8.integrations import drafts, flash_mla_calls, layer_ops, sglang_same_bits, sglang_v41_rows
+from mla_fp8.integrations import (
+    drafts,
+    flash_mla_calls,
+    layer_ops,
+    sglang_indexer,
+    sglang_same_bits,
+    sglang_v41_rows,
+)
 from mla_fp8.integrations import sglang as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -46,6 +53,7 @@ def test_nothing_that_we_build_on_is_missing():
     assert [plugin.why_not_methods(model) for model in plugin.METHODS] == [None, None]
     assert sglang_v41_rows.why_not() is None
     hooks = {*plugin.HOOKS, *TARGETS, plugin.DRAFTS, sglang_v41_rows.CHOICE, *sglang_same_bits.HOOKS}
+    hooks |= {target for indexer in sglang_indexer.HOOKS.values() for target in indexer}
     assert sglang_same_bits.why_not() is None and HookRegistry._patched == hooks
 
 
