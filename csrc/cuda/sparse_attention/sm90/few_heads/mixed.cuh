@@ -1,7 +1,7 @@
 #pragma once
-// What a team does with rows of two caches, which were made rows of one kind (mixed_row.cuh): both products
-// as in products.cuh, with scales of 16 dims. Those of K multiply its fragments: accumulators need no
-// attention then until all dims are in. Those of V multiply the weights.
+// The logits of rows of two caches, which were made rows of one kind (mixed_row.cuh): as in products.cuh,
+// with scales of 16 dims, which multiply the fragments of K. Accumulators need no attention then until all
+// dims are in.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mma.cuh"
@@ -61,40 +61,25 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
     }
   };
   float acc[2][2][kOctets][4];
-  const auto clear = [&] {
-#pragma unroll
-    for (int i = 0; i < 16 * kOctets; ++i)
-      acc[i / 8 / kOctets][i / 4 / kOctets % 2][i / 4 % kOctets][i % 4] = 0.0f;
-  };
-#pragma unroll
-  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-  clear();
+  const auto clear_all = [&] { clear(acc[0][0]), clear(acc[0][1]), clear(acc[1][0]), clear(acc[1][1]); };
+  clear(s), clear_all();
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const bool bf16 = i < kBf16Units;
     fetch(i + kAhead);
-    const auto& unit_q = q[i % kPlaces];
-    auto& unit_raw = raw[i % kPlaces];
+    auto& bytes = raw[i % kPlaces];
     uint32_t k[2][4];
     if (!bf16) {
-      convert_keys(unit_raw[0], k[0], k[1]);
+      convert_keys(bytes[0], k[0], k[1]);
       KeyFactors<R>(factors[i % kPlaces], g_).apply(k[0], k[1]);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        const uint4& x = unit_q[(half * kOctets + n) / 2];
-        const bool second = (half * kOctets + n) % 2;
-        if (bf16) mma_bf16(acc[i % 2][half][n], unit_raw[half], second ? x.z : x.x, second ? x.w : x.y);
-        else mma_f16(acc[i % 2][half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
-      }
+    mma_unit(acc[i % 2], bf16, bf16 ? bytes : k, q[i % kPlaces]);
     if (i + 1 == kBf16Units) {
       add_scaled(s, acc[0][0], acc[0][1], 1.0f, 1.0f);
       add_scaled(s, acc[1][0], acc[1][1], 1.0f, 1.0f);
-      clear();
+      clear_all();
     }
   }
   const float unit = power_of_two(e);
@@ -110,16 +95,13 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
   constexpr int kPartDims = 64, kUnits = kPartDims / 32, kSteps = kPartDims / 16;
   constexpr int kBf16Parts = R::kBf16Dims / kPartDims, kParts = R::kDims / kPartDims;
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
-  constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
   const uint32_t row = rows + keys_by_dims_;
   uint32_t k[2][kSteps][4], bytes[kUnits][4];
   typename KeyFactors<R>::Words factors[kUnits];
   float acc[2][kOctets][4];  // e4m3, bf16
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-        ldmatrix_x4(k[part % 2][i], row + R::kBf16Offset + (part * kPartDims + i * 16) * 2);
+      fetch_bf16(k[part % 2], row, part);
     } else {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
@@ -146,14 +128,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
     }
     float (&a)[kOctets][4] = acc[bf16];
     pin_registers(a);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const bool first = i == 0 && (part == 0 || part == kBf16Parts);
-      if (bf16) wgmma_bf16(a, k[part % 2][i], q + (step + i) * kStepQ, !first);
-      else wgmma_f16(a, k[part % 2][i], q + (step + i) * kStepQ, !first);
-    }
-    wgmma_commit();
+    wgmma_part(a, bf16, k[part % 2], q + step * kStepQ, part == 0 || part == kBf16Parts);
     if (part > 0) wgmma_wait<1>();  // the fragments of the part before are free again
   }
   wgmma_wait<0>();
@@ -164,68 +139,6 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, i
   for (int n = 0; n < kOctets; ++n)
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[n][c] = acc[0][n][c] * unit + (kBf16Parts > 0 ? acc[1][n][c] : 0.0f);
-}
-
-// As accumulate_block; the scales lie behind each stage's rows.
-template <class C>
-template <bool kLastIsBf16>
-__device__ __forceinline__ void Consumer<C>::accumulate_mixed_block(int first_stage, int buffer) {
-  constexpr int kFp8Chunks = C::kChunks - kLastIsBf16, kUnits = kFp8Chunks * 2;
-  const int first_chunk = member_ * C::kChunks;
-  const uint32_t rows = ring_.stage(first_stage % C::kStages);
-  const uint32_t values = rows + keys_by_dims_ + first_chunk * kChunkDims;
-  const uint32_t factors_at =
-      value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
-  uint32_t bytes[2][4];
-  uint4 factors[2];
-  const auto fetch = [&](int m, int unit) {  // 32 dims
-    ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
-    factors[unit % 2] = load_shared_16(factors_at + m * C::kStageBytes + unit * R::kUnitBytes);
-  };
-  PairWeights weights[2];
-  const auto load_weights = [&](int pair) {
-    const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const uint32_t offset = at + n * kOctetHeads * C::kPPitch;
-      ldmatrix_x4(weights[pair % 2].fp8[n], offset + MLA_SMEM(C, weights_fp8));
-      if constexpr (kLastIsBf16) ldmatrix_x4(weights[pair % 2].bf16[n], offset + MLA_SMEM(C, weights_bf16));
-    }
-  };
-  load_weights(0);
-  if (kUnits > 0) fetch(0, 0);
-  static_assert(kUnits % 2 == 0, "bytes of the next stage's first unit");
-#pragma unroll
-  for (int m = 0; m < kMembers; ++m) {  // stages
-    const int half = m % 2;
-    const PairWeights& w = weights[m / 2 % 2];
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const uint4 x = factors[u % 2];
-      if (u + 1 < kUnits) fetch(m, u + 1);
-      else if (m + 1 < kMembers) fetch(m + 1, 0);
-      uint32_t v[2][4];
-      convert_values(bytes[u % 2], v[0], v[1]);
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        const uint32_t w0 = w.fp8[n][2 * half], w1 = w.fp8[n][2 * half + 1];
-        mma_f16(out_[u / 2][u % 2 * 2][n], v[0], mul_f16x2(w0, x.x), mul_f16x2(w1, x.y));
-        mma_f16(out_[u / 2][u % 2 * 2 + 1][n], v[1], mul_f16x2(w0, x.z), mul_f16x2(w1, x.w));
-      }
-    }
-#pragma unroll
-    for (int chunk = kFp8Chunks; chunk < C::kChunks; ++chunk)
-      accumulate_bf16(chunk, rows + m * C::kStageBytes + (first_chunk + chunk - R::kFp8Chunks) * 128,
-                      [&](float (&o)[kOctets][4], const uint32_t (&v)[4]) {
-#pragma unroll
-                        for (int n = 0; n < kOctets; ++n)
-                          mma_bf16(o[n], v, w.bf16[n][2 * half], w.bf16[n][2 * half + 1]);
-                      });
-    if (half == 1) {
-      if (m + 1 < kMembers) load_weights(m / 2 + 1);
-      release(first_stage + m - 1, first_stage + m);
-    }
-  }
 }
 
 }  // namespace mla_fp8::gpu

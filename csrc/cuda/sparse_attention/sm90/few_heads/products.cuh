@@ -1,6 +1,7 @@
 #pragma once
-// The products of a team, over rows of one layout (of two: mixed.cuh). Both take their K / V operand straight
-// from the raw rows in shared memory (fragments: docs/kernels/hopper.md).
+// The products of a team, over rows of one layout; over rows of two caches those of the values (for logits:
+// mixed.cuh). Both take their K / V operand straight from the raw rows in shared memory (fragments:
+// docs/kernels/hopper.md).
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mma.cuh"
@@ -10,6 +11,7 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -32,6 +34,26 @@ __device__ void add_scaled(float (&s)[kOctets][4], const float (&a)[kOctets][4],
   for (int n = 0; n < kOctets; ++n)
 #pragma unroll
     for (int c = 0; c < 4; ++c) s[n][c] += (a[n][c] + b[n][c]) * (c < 2 ? s0 : s1);
+}
+
+template <int kOctets>
+__device__ __forceinline__ void clear(float (&s)[kOctets][4]) {
+#pragma unroll
+  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+}
+// The products of 32 dims, whose halves have accumulators of their own.
+template <int kOctets>
+__device__ __forceinline__ void mma_unit(float (&acc)[2][kOctets][4], bool bf16, const uint32_t (&k)[2][4],
+                                         const uint4 (&q)[kOctets]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const uint4& x = q[(half * kOctets + n) / 2];
+      const bool second = (half * kOctets + n) % 2;
+      if (bf16) mma_bf16(acc[half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
+      else mma_f16(acc[half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
+    }
 }
 
 // One mma per 16 dims and octet of heads, in units of 32 dims; what a unit reads from shared memory is
@@ -76,8 +98,7 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Row
   };
 
   float acc[kInterleave][2][kOctets][4];
-#pragma unroll
-  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+  clear(s);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
@@ -87,26 +108,13 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Row
               tile = bf16 ? 0 : tile_of(u) - round * kInterleave;
     if (i == 0 || (!bf16 && u % kUnitsPerRound == 0)) {
 #pragma unroll
-      for (int j = 0; j < kInterleave; ++j)
-#pragma unroll
-        for (int n = 0; n < 2 * kOctets; ++n)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) acc[j][n / kOctets][n % kOctets][c] = 0.0f;
+      for (int j = 0; j < kInterleave; ++j) clear(acc[j][0]), clear(acc[j][1]);
     }
     fetch(i + kAhead);
-    const auto& unit_q = q[i % (kAhead + 1)];
-    auto& unit_raw = raw[i % (kAhead + 1)];
+    auto& unit = raw[i % (kAhead + 1)];
     uint32_t k[2][4];
-    if (!bf16) convert_keys(unit_raw[0], k[0], k[1]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        const uint4& x = unit_q[(half * kOctets + n) / 2];
-        const bool second = (half * kOctets + n) % 2;
-        if (bf16) mma_bf16(acc[0][half][n], unit_raw[half], second ? x.z : x.x, second ? x.w : x.y);
-        else mma_f16(acc[tile][half][n], k[half], second ? x.z : x.x, second ? x.w : x.y);
-      }
+    if (!bf16) convert_keys(unit[0], k[0], k[1]);
+    mma_unit(acc[tile], bf16, bf16 ? unit : k, q[i % (kAhead + 1)]);
     if (i + 1 == kBf16Units) add_scaled(s, acc[0][0], acc[0][1], 1.0f, 1.0f);
     if (!bf16 && (i + 1 == kUnits || (u + 1) % kUnitsPerRound == 0)) {
 #pragma unroll
@@ -128,15 +136,12 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
   constexpr int kBf16Parts = R::kBf16Dims / kPartDims, kParts = R::kDims / kPartDims;
   constexpr int kPartsPerTile = R::kTileDims / kPartDims, kSteps = kPartDims / 16;
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
-  constexpr int kStepQ = C::kHeads * 2;  // of the descriptor's address
   const uint32_t row = rows + keys_by_dims_;
   uint32_t k[2][kSteps][4], bytes[kUnits][4];
   float acc[2][kOctets][4];  // of tiles in turn; bf16 dims come first and count as one
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-        ldmatrix_x4(k[part % 2][i], row + R::kBf16Offset + (part * kPartDims + i * 16) * 2);
+      fetch_bf16(k[part % 2], row, part);
     } else {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) ldmatrix_x4(bytes[i], row + (part - kBf16Parts) * kPartDims + i * 32);
@@ -149,8 +154,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
     if (tile >= 0) add_scaled(s, a, scales[0][tile], scales[1][tile]);
     else add_scaled(s, a, 1.0f, 1.0f);
   };
-#pragma unroll
-  for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+  clear(s);
   fetch(0);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -164,13 +168,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
     float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     const bool new_tile = part == 0 || tile_of(part - 1) != tile;
     pin_registers(a);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (bf16) wgmma_bf16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
-      else wgmma_f16(a, k[part % 2][i], q + (step + i) * kStepQ, !new_tile || i > 0);
-    }
-    wgmma_commit();
+    wgmma_part(a, bf16, k[part % 2], q + step * kStepQ, new_tile);
     if (part > 0) {
       wgmma_wait<1>();  // its fragments are free again
       if (new_tile) finish_tile(tile_of(part - 1));
@@ -277,13 +275,8 @@ __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_stage, 
     named_barrier(barrier, threads);
   }
   add_to_sums(b);
-  if constexpr (R::kMixed) {
-    if (is_bf16(C::kChunks - 1)) accumulate_mixed_block<true>(first_stage, buffer);
-    else accumulate_mixed_block<false>(first_stage, buffer);
-  } else {
-    if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_stage, buffer);
-    else accumulate_block<false>(first_stage, buffer);
-  }
+  if (is_bf16(C::kChunks - 1)) accumulate_block<true>(first_stage, buffer);
+  else accumulate_block<false>(first_stage, buffer);
 }
 
 // A block, this warp's value dims; every member has waited for its own stage before the barrier, so all are
@@ -293,16 +286,25 @@ template <class C>
 template <bool kLastIsBf16>
 __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, int buffer) {
   constexpr int kFp8Chunks = R::kFp8Chunks == 0 ? 0 : C::kChunks - kLastIsBf16, kUnits = kFp8Chunks * 2;
+  static_assert(kUnits % 2 == 0, "bytes of the next stage's first unit");
   const int first_chunk = member_ * C::kChunks;
   const uint32_t rows = ring_.stage(first_stage % C::kStages);
   const uint32_t values = rows + keys_by_dims_ + first_chunk * kChunkDims;
   const uint8_t* scale_table = smem_ + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   uint32_t bytes[2][4];
+  // Of rows of two caches the scales lie behind each stage's rows.
+  [[maybe_unused]] uint4 factors[2];
+  [[maybe_unused]] uint32_t factors_at;
+  if constexpr (R::kMixed)
+    factors_at =
+        value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
   const auto load_bytes = [&](int m, int unit) {  // of 32 dims
     ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
+    if constexpr (R::kMixed)
+      factors[unit % 2] = load_shared_16(factors_at + m * C::kStageBytes + unit * R::kUnitBytes);
   };
   // Of units: their first has the scale of a tile. kChunks is a multiple of a tile's chunks.
-  constexpr int kScaled = R::kNumScales > 0 ? kUnits : 0;
+  constexpr int kScaled = R::kNumScales > 0 && !R::kMixed ? kUnits : 0;
   const auto starts_tile = [](int unit) { return kScaled > 0 && R::new_tile(unit * 32); };
   uint4 pair_scales[kScaled > 0 ? kScaled : 1];
   const auto load_scales = [&](int pair) {
@@ -315,17 +317,7 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
   };
 
   PairWeights weights[2];
-  const auto load_weights = [&](int pair) {
-    const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const uint32_t offset = at + n * kOctetHeads * C::kPPitch;
-      if constexpr (R::kFp8Chunks > 0)
-        ldmatrix_x4(weights[pair % 2].fp8[n], offset + MLA_SMEM(C, weights_fp8));
-      if constexpr (kLastIsBf16) ldmatrix_x4(weights[pair % 2].bf16[n], offset + MLA_SMEM(C, weights_bf16));
-    }
-  };
-  load_weights(0);
+  load_weights<kLastIsBf16>(weights[0], buffer, 0);
   load_scales(0);
   if (kUnits > 0) load_bytes(0, 0);
 #pragma unroll
@@ -352,21 +344,21 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
       convert_values(bytes[u % 2], v[0], v[1]);
 #pragma unroll
       for (int n = 0; n < kOctets; ++n) {
-        mma_f16(out_[chunk][u % 2 * 2][n], v[0], b0[n], b1[n]);
-        mma_f16(out_[chunk][u % 2 * 2 + 1][n], v[1], b0[n], b1[n]);
+        auto &even = out_[chunk][u % 2 * 2][n], &odd = out_[chunk][u % 2 * 2 + 1][n];
+        if constexpr (R::kMixed) {
+          const uint4& x = factors[u % 2];
+          mma_f16(even, v[0], mul_f16x2(b0[n], x.x), mul_f16x2(b1[n], x.y));
+          mma_f16(odd, v[1], mul_f16x2(b0[n], x.z), mul_f16x2(b1[n], x.w));
+        } else {
+          mma_f16(even, v[0], b0[n], b1[n]);
+          mma_f16(odd, v[1], b0[n], b1[n]);
+        }
       }
     }
-#pragma unroll
-    for (int chunk = kFp8Chunks; chunk < C::kChunks; ++chunk)
-      accumulate_bf16(chunk, rows + m * C::kStageBytes + (first_chunk + chunk - R::kFp8Chunks) * 128,
-                      [&](float (&o)[kOctets][4], const uint32_t (&v)[4]) {
-#pragma unroll
-                        for (int n = 0; n < kOctets; ++n)
-                          mma_bf16(o[n], v, w.bf16[n][2 * half], w.bf16[n][2 * half + 1]);
-                      });
+    accumulate_bf16_chunks<kFp8Chunks>(rows + m * C::kStageBytes, w, half);
     if (half == 1) {
       if (m + 1 < kMembers) {
-        load_weights(m / 2 + 1);
+        load_weights<kLastIsBf16>(weights[(m / 2 + 1) % 2], buffer, m / 2 + 1);
         load_scales(m / 2 + 1);
       }
       release(first_stage + m - 1, first_stage + m);

@@ -7,6 +7,7 @@
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
@@ -214,6 +215,24 @@ class Consumer {
   // S^T of 16 keys, `rows` the address of the first.
   __device__ void logits_mma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
   __device__ void logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
+  static constexpr int kStepQ = C::kHeads * 2;  // 16 dims, of a wgmma descriptor of Q
+  // bf16 dims of a part of 16 * kSteps.
+  template <int kSteps>
+  __device__ __forceinline__ void fetch_bf16(uint32_t (&k)[kSteps][4], uint32_t row, int part) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) ldmatrix_x4(k[i], row + R::kBf16Offset + (part * kSteps + i) * 16 * 2);
+  }
+  template <int kSteps>
+  __device__ __forceinline__ void wgmma_part(float (&a)[kOctets][4], bool bf16,
+                                             const uint32_t (&k)[kSteps][4], uint64_t q, bool first) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (bf16) wgmma_bf16(a, k[i], q + i * kStepQ, !first || i > 0);
+      else wgmma_f16(a, k[i], q + i * kStepQ, !first || i > 0);
+    }
+    wgmma_commit();
+  }
   // The same of rows of two caches (mixed.cuh), with what softmax needs besides.
   __device__ void attend_to_keys(int stage, Block& b) const;
   __device__ void mixed_logits_mma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
@@ -310,10 +329,31 @@ class Consumer {
   __device__ void accumulate_alone(int stage, Block& b, bool over);
   __device__ void accumulate_shared(int first_stage, int parity, Block& b, bool over);
   __device__ void store_weights(int buffer, const Block& b) const;
+  // Of a pair of stages.
+  template <bool kLastIsBf16>
+  __device__ __forceinline__ void load_weights(PairWeights& to, int buffer, int pair) const {
+    const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const uint32_t offset = at + n * kOctetHeads * C::kPPitch;
+      if constexpr (R::kFp8Chunks > 0) ldmatrix_x4(to.fp8[n], offset + MLA_SMEM(C, weights_fp8));
+      if constexpr (kLastIsBf16) ldmatrix_x4(to.bf16[n], offset + MLA_SMEM(C, weights_bf16));
+    }
+  }
+  // The chunks of a stage from kFirst on.
+  template <int kFirst>
+  __device__ __forceinline__ void accumulate_bf16_chunks(uint32_t stage, const PairWeights& w, int half) {
+#pragma unroll
+    for (int chunk = kFirst; chunk < C::kChunks; ++chunk)
+      accumulate_bf16(chunk, stage + (member_ * C::kChunks + chunk - R::kFp8Chunks) * 128,
+                      [&](float (&o)[kOctets][4], const uint32_t (&v)[4]) {
+#pragma unroll
+                        for (int n = 0; n < kOctets; ++n)
+                          mma_bf16(o[n], v, w.bf16[n][2 * half], w.bf16[n][2 * half + 1]);
+                      });
+  }
   template <bool kLastIsBf16>
   __device__ void accumulate_block(int first_stage, int buffer);
-  template <bool kLastIsBf16>
-  __device__ void accumulate_mixed_block(int first_stage, int buffer);
   template <class Mma>
   __device__ void accumulate_bf16(int chunk, uint32_t values, Mma&& mma);
 
