@@ -77,8 +77,10 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NOT_EMULATED += or many_queries or (hostile_geometry and 900)
   NOT_EMULATED += or (prefill_entries and not index_rows_give and not (tiles_of_neighbours and query_lens1 and dsv4))
   NOT_EMULATED += or (nan_reaches_those and not 64-24)
-  NOT_EMULATED += or (long_rows_are_chosen and (300000 or 8-90000) and (ascending or descending or two))
-  NOT_EMULATED += or (keys_of_long_rows and lens3 and not random)
+  NOT_EMULATED += or (long_rows_are_chosen and (300000 or 8-90000) and not 1-1-300000-random)
+  NOT_EMULATED += or (keys_of_long_rows and not lens4)
+  NOT_EMULATED += or (keys_have_no_room and 64 and not lens0)
+  NOT_EMULATED += or (rows_of_short_contexts and 16-many)
   NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
   NVIDIA_OPS = nope_envelope prepare_keys prepare_queries query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent resolve_hot_rows copy_host_rows forget_rows
 endif
