@@ -24,7 +24,7 @@ from pathlib import Path
 
 import report
 import tomllib
-from steps import ROOT, STEPS
+from matrix_steps import ROOT, STEPS
 
 WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
 OWN_PLUGINS = {

@@ -192,9 +192,9 @@ IndexProblem check_index_problem(const Check& check, const PagedIndexArguments& 
 
 IndexProblem check_index_problem(const Check& check, const RaggedIndexArguments& a) {
   const Arg k = check(a.k, "k");
-  k.same_device_as(a.q, "q");
   const IndexLayoutId layout = are_e2m1(k) ? IndexLayoutId::kIndexFp4 : IndexLayoutId::kIndexFp8;
   const IndexQueries queries = check_queries(check, a.q, a.weights, a.q_scale, layout);
+  k.same_device_as(a.q, "q");
   k.shape({-1, index_layout(layout).value_bytes}).last_dim_contiguous().aligned(16);
   const int64_t num_keys = k.size(0), rows = queries.num_rows;
   check.that(num_keys <= kMaxIndexEntries, "k must have at most ", kMaxIndexEntries, " rows, got ", num_keys);

@@ -60,6 +60,11 @@ def test_opcheck(name, device):
     if name.startswith("index_") and "_ragged" in name:
         k = tensors[2].view(torch.uint8)[:, :64].contiguous()
         tensors = (*tensors[:2], k, k[:, :4].contiguous(), *tensors[4:])
+    elif name.startswith("index_"):
+        layout = mla_fp8.INDEX_LAYOUTS["index_fp4"]
+        cache = layout.empty(len(tensors[2]), options["page_size"], device).zero_()
+        tensors = (*tensors[:2], cache, *tensors[3:])
+        options = options | {"layout": layout.id}
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not name.startswith("inverse_rope_quantize"):  # torch cannot compare e4m3
         utils.append("test_schema")
