@@ -94,7 +94,7 @@ MergePartialStatesParams check_states(const Check& check, const Tensor& outs, co
   };
 }
 
-void run(const MergePartialStatesParams& params, const Tensor& out) {
+void run(const MergePartialStatesParams& params, [[maybe_unused]] const Tensor& out) {
   if (params.num_tokens == 0 || params.num_heads == 0) return;
   MLA_LAUNCH(merge_partial_states, out, params);
 }
