@@ -271,7 +271,12 @@ def test_our_keys_and_queries_are_sglangs_numbers():
 def test_decode_chooses_among_all(ratio, drafts, by):
     model = Model(ratio)
     inputs = model.decode(drafts)
-    model.full.topk_decode(inputs)
+    try:
+        model.full.topk_decode(inputs)
+    except RuntimeError as error:
+        if by or "CUTLASS headers" not in str(error):
+            raise
+        pytest.skip("SGLang compiles its own top-k, and packages with its headers are not here")
     assert_chosen(model, inputs, model.scores(inputs), by)
 
 
