@@ -1,5 +1,6 @@
 """merge_topk against the specification, and against one rank that has all entries."""
 
+import emulation
 import pytest
 import torch
 from error_cases import check_refused
@@ -85,6 +86,7 @@ def test_ranks_that_index_their_own_entries_choose_what_one_rank_chooses(world_s
     weights = torch.rand(3, 16, device=device)
     number = torch.arange(n, device=device)
     owner = number // interleave % world_size
+    bytes_of = torch.ops.mla_fp8.index_topk_workspace(3, topk, emulation.num_processors(str(device)))
 
     def choose(own):
         pages = -(-n // page)
@@ -97,6 +99,7 @@ def test_ranks_that_index_their_own_entries_choose_what_one_rank_chooses(world_s
         mla_fp8.index_topk(
             q, weights, cache, table, ints([len(own)] * 3, device), layout=layout, page_size=page, topk=topk,
             out_positions=positions, out_slots=positions.clone(), out_lens=lens, out_scores=scores,
+            workspace=torch.empty(bytes_of, dtype=torch.uint8, device=device),
         )  # fmt: skip
         return scores, torch.where(positions < 0, -1, own[positions.clamp_min(0).long()]).int()
 
