@@ -13,7 +13,7 @@ constexpr int64_t kMaxCopyBlocks = 1 << 16;
 // Where a kernel finds the memory of a cache: that of the host has to be pinned.
 uint8_t* reachable(const Arg& cache, const Tensor& t, const Tensor& rows, const char* rows_name,
                    [[maybe_unused]] bool is_host) {
-#if (MLA_FP8_WITH_CUDA) && !MLA_FP8_EMULATED
+#if MLA_FP8_WITH_CUDA && !MLA_FP8_EMULATED
   if (is_host && t.is_cpu()) {
     if (cache.is_empty()) return nullptr;
     void* const address = gpu::address_on_gpu(t.const_data_ptr());

@@ -133,7 +133,7 @@ def load_cache_to_device_buffer_dsv4_mla(
     miss_count: torch.Tensor | None = None,
     skip_io: bool = False,
 ) -> None:
-    """The same of V4's entries, in padded pages of 64 rows on both sides."""
+    """:func:`load_cache_to_device_buffer_mla` for V4's entries: padded pages of 64 rows on both sides."""
     _load(
         top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer,
         top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, hot_buffer_size,
