@@ -32,6 +32,7 @@ def test_a_library_that_does_not_load_says_why_and_what_to_do(content, said, tmp
     if content is not None:
         (tmp_path / "libmla_fp8_cpu.so").write_bytes(content)
     monkeypatch.setattr(_libraries, "LIB_DIR", tmp_path)
+    monkeypatch.setattr(_libraries, "status", {})
     with pytest.raises(ImportError, match=f"cannot load libmla_fp8_cpu.so .*{said}.*make build"):
         _libraries.load_all()
 
