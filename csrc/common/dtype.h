@@ -8,8 +8,8 @@ namespace mla_fp8 {
 
 enum class Dtype : int32_t { kBf16, kF16, kF32 };
 
-// IEEE half to float, exact; NaN stays NaN. Both conversions compute every case and then choose, with signed
-// comparisons: loops over them vectorise on any x86-64.
+// Converts an IEEE half to a float, exactly; NaN stays NaN. Both conversions below compute every case, then
+// select by signed comparisons. So loops over them vectorise on any x86-64.
 MLA_HD float half_to_float(uint16_t x) {
 #if __HIP_DEVICE_COMPILE__
   return static_cast<float>(__builtin_bit_cast(_Float16, x));
@@ -22,7 +22,7 @@ MLA_HD float half_to_float(uint16_t x) {
 #endif
 }
 
-// Round to nearest even, past the largest half is infinity. Every NaN becomes the one that the GPUs write.
+// Rounds to nearest even; above the largest half, to infinity. Every NaN becomes 0x7fff, as on the GPUs.
 MLA_HD uint16_t float_to_half(float x) {
 #if __HIP_DEVICE_COMPILE__
   return x != x ? uint16_t{0x7fff} : __builtin_bit_cast(uint16_t, static_cast<_Float16>(x));
@@ -42,7 +42,7 @@ MLA_HD uint16_t float_to_half(float x) {
 #endif
 }
 
-// How a value of `kDtype` is stored, and its conversions.
+// The type that stores a value of `kDtype`.
 template <Dtype kDtype>
 using FloatStorage = std::conditional_t<kDtype == Dtype::kF32, float, uint16_t>;
 

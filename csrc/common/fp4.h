@@ -1,12 +1,12 @@
 #pragma once
-// e2m1 with a ue8m0 per 32 elements, and its expansion to e4m3fn with one float per 128: after it FP4 index
-// keys and queries are FP8 ones. Host and device, bit for bit the same.
+// Expands FP4 index keys and queries (e2m1, a ue8m0 scale for 32 elements) to FP8 (e4m3fn, a float scale for
+// 128). Host and device give the same bits.
 #include "common/fp8.h"
 #include "common/index_layout.h"
 
 namespace mla_fp8 {
 
-inline constexpr uint8_t kE2m1OfNan = 7;  // of an index key: the largest; the scale of its tile says it
+inline constexpr uint8_t kE2m1OfNan = 7;  // the code of a NaN in an index key, whose tile gets a NaN scale
 
 MLA_HD float e2m1_to_float(uint32_t code) {
   const uint32_t magnitude = code & 7u;
@@ -15,7 +15,7 @@ MLA_HD float e2m1_to_float(uint32_t code) {
   return bits_float(float_bits(value) | (code & 8u) << 28);
 }
 
-// The exponents of the 32-element tiles of an entry, and what they become.
+// The ue8m0 exponents of an entry's four tiles, and the one scale that replaces them.
 struct E2m1Scales {
   uint8_t exponent[kIndexDim / kE2m1Tile];
 
@@ -28,12 +28,12 @@ struct E2m1Scales {
     const int b = exponent[2] > exponent[3] ? exponent[2] : exponent[3];
     return a > b ? a : b;
   }
-  // The biased exponent of the scale of all 128: the largest value is then at most 6 * 2^6 = 384.
+  // The biased exponent of the scale of all 128 elements. The largest value is then at most 6 * 2^6 = 384.
   MLA_HD int base() const { return largest() - 6 > 2 ? largest() - 6 : 2; }
   MLA_HD float scale() const {
     return largest() == 255 ? bits_float(kNanBits) : bits_float(static_cast<uint32_t>(base()) << 23);
   }
-  // What the values of a tile are multiplied by before they become e4m3: 2^shift. Below -20 all become 0.
+  // A tile's values are multiplied by 2^shift before they become e4m3. Below -20 all would become 0.
   MLA_HD int shift(int tile) const {
     const int d = exponent[tile] - base();
     return d > -20 ? d : -20;

@@ -1,7 +1,7 @@
 #pragma once
-// e4m3fn, e4m3fnuz, e2m1, ue8m0 and bf16 on host and device, bit for bit the same. Integer arithmetic where a
-// subnormal could meet a flush-to-zero mode. A conversion yields one NaN per format, never the operand's:
-// which NaN a multiplication returns depends on the machine and on the operand order the compiler chose.
+// Conversions of e4m3fn, e4m3fnuz, e2m1, ue8m0 and bf16, with the same bits on host and device. They use
+// integers where a subnormal could meet a flush-to-zero mode. Each format gets one NaN, never the operand's:
+// which NaN a multiplication returns depends on the machine and on the compiler's operand order.
 #include <cstdint>
 #include <cstring>
 
@@ -27,14 +27,14 @@ inline constexpr uint16_t kBf16Nan = 0x7fff;
 
 MLA_HD float bf16_to_float(uint16_t x) { return bits_float(uint32_t{x} << 16); }
 
-// Round to nearest even. Every NaN becomes kBf16Nan, which is what the GPUs' conversion writes.
+// Rounds to nearest even. Every NaN becomes kBf16Nan, as in the GPUs' conversion.
 MLA_HD uint16_t float_to_bf16(float x) {
   const uint32_t u = float_bits(x);
   if ((u & ~kSignMask) > kInfBits) return kBf16Nan;
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// What the two e4m3 encodings differ in.
+// The numbers in which the two e4m3 encodings differ.
 template <Format kFormat>
 struct E4m3 {
   static_assert(is_e4m3(kFormat));
@@ -55,7 +55,7 @@ MLA_HD float e4m3_to_float(uint8_t x) {
   return bits_float(sign | ((exponent + 127 - F::kBias) << 23) | (mantissa << 20));
 }
 
-// Nearest even, saturating at +-max (which must be representable); NaN stays NaN.
+// Rounds to nearest even and saturates at +-max, which must be representable; NaN stays NaN.
 template <Format kFormat>
 MLA_HD uint8_t float_to_e4m3(float x, float max = format_max(kFormat)) {
   using F = E4m3<kFormat>;
@@ -82,9 +82,9 @@ MLA_HD float ue8m0_to_float(uint8_t x) {
   return bits_float(x == 0 ? 0x00400000u : uint32_t{x} << 23);
 }
 
-// Biased exponent of the smallest power of two >= max(max(amax, amax_floor) / fp8_max, scale_floor). Exact,
-// and without a division: the difference of two floats' bits lies between the same powers of two, and on one
-// where the quotient does. An amax too small for that (a subnormal) is far below the floor.
+// Returns the biased exponent of the smallest power of two >= max(max(amax, amax_floor) / fp8_max,
+// scale_floor). No division: the difference of two floats' bits is on a power of two where the quotient is,
+// else between the same two. That fails for a subnormal amax, which is far below the floor.
 MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_floor, float fp8_max) {
   const auto round_up = [](uint32_t bits) { return static_cast<int32_t>(bits + 0x7fffffu) >> 23; };
   const uint32_t kOne = 127u << 23;
@@ -93,36 +93,36 @@ MLA_HD uint8_t tile_scale_exponent(float amax, float amax_floor, float scale_flo
   const int32_t floor = round_up(float_bits(scale_floor));
   return static_cast<uint8_t>(exponent > floor ? exponent : floor);
 }
-// 2^(127 - exponent): the exact reciprocal of a stored scale. The floors and fp8_max >= 4 keep
+// Returns 2^(127 - exponent), the exact reciprocal of a stored scale. The floors and fp8_max >= 4 keep
 // exponent in [105, 253].
 MLA_HD float ue8m0_reciprocal(uint8_t exponent) { return bits_float(uint32_t(254 - exponent) << 23); }
 
-// e2m1: the values 0, 0.5, 1, 1.5, 2, 3, 4, 6, bit 3 the sign. Its exponent and mantissa, two bits up, are
-// the e4m3fn of a 64th of its value, subnormals included: that is how it is read.
+// e2m1 has the values 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Its exponent and mantissa, shifted left
+// by two bits, are the e4m3fn of 1/64 of its value, subnormals included. Kernels read it in this way.
 inline constexpr float kE2m1Unit = 64.0f;
 
-// The codes in the low 16 bits, the first one lowest, as bytes of such e4m3fn.
+// Expands the four codes in the low 16 bits, lowest first, to four bytes of e4m3fn: 1/64 of their values.
 MLA_HD constexpr uint32_t e2m1x4_to_e4m3(uint32_t codes) {
   codes = (codes | codes << 8) & 0x00ff00ffu;
   codes = (codes | codes << 4) & 0x0f0f0f0fu;
   return (codes & 0x08080808u) << 4 | (codes & 0x07070707u) << 2;
 }
 
-// Nearest, ties to the even code, saturating; the sign of a zero is kept. There is no NaN: `of_nan` is its
-// code.
+// Rounds to nearest, ties to the even code, and saturates; the sign of a zero is kept. e2m1 has no NaN: a NaN
+// becomes `of_nan`.
 MLA_HD uint8_t float_to_e2m1(float x, uint8_t of_nan) {
   const uint32_t u = float_bits(x), sign = (u >> 28) & 8u, kLargest = float_bits(6.0f);
   uint32_t a = u & ~kSignMask;
   if (a > kInfBits) return of_nan;
   if (a > kLargest) a = kLargest;
-  // As float_to_e4m3: below 1 the quantum is 0.5.
+  // Rounding works as in float_to_e4m3: below 1 the quantum is 0.5.
   const uint32_t code = a < float_bits(1.0f) ? float_bits(bits_float(a) + 0x1p22f) - float_bits(0x1p22f)
                                              : ((a + 0x1fffffu + ((a >> 22) & 1u)) >> 22) - (126u << 1);
   return static_cast<uint8_t>(sign | code);
 }
 
-// The scale of a tile of e2m1: the e4m3fn nearest to amax / 6, at least scale_floor. amax is that of bf16 (of
-// which the product rounds as the quotient does), or infinite for a tile with a NaN, whose scale is NaN.
+// Returns the scale of a tile of e2m1: the e4m3fn nearest to amax / 6, at least scale_floor. amax is a bf16
+// value, for which amax * (1 / 6) rounds as amax / 6 does. Infinity stands for a tile with a NaN.
 MLA_HD uint8_t e2m1_tile_scale(float amax, float scale_floor) {
   if (float_bits(amax) == kInfBits) return E4m3<Format::kE4m3fn>::kNan;
   const float scale = amax * (1.0f / 6.0f);

@@ -1,12 +1,11 @@
 #pragma once
-// The byte layout of a cache of index keys. Like kv_layout.h: nothing else in the repository may spell these
-// numbers, Python reads them through torch.ops.mla_fp8.index_layout_table, tests/ops/test_index_layout.py
-// freezes them.
+// The byte layout of a cache of index keys. Nothing else in the repository may spell these numbers: Python
+// reads them through torch.ops.mla_fp8.index_layout_table, tests/ops/test_index_layout.py freezes them.
 //
 //   index_fp8   page: | (e4m3fn x128) x page_size | (scale f32) x page_size |
 //   index_fp4   page: | (e2m1 x128) x page_size   | (scale ue8m0 x4) x page_size |
 //
-// Element 2i of e2m1 is the low nibble of byte i; scale i is that of elements 32 i .. 32 i + 31. Pages have
+// Element 2i of e2m1 is the low nibble of byte i; scale i belongs to elements 32 i .. 32 i + 31. Pages have
 // no padding, but may lie any number of bytes apart. Readers take any finite scale >= 0, not only powers of
 // two.
 #include <cstdint>
@@ -24,7 +23,7 @@ inline constexpr int kNumIndexLayouts = 2;
 
 struct IndexLayout {
   const char* name;
-  int value_bytes, scale_bytes;  // of an entry
+  int value_bytes, scale_bytes;  // per entry
   float value_max;               // the largest number that a value holds
   float amax_floor;              // writers raise an amax to this unless told otherwise
 
@@ -46,8 +45,8 @@ static_assert(index_layout(IndexLayoutId::kIndexFp8).bytes_per_entry() == 132);
 static_assert(index_layout(IndexLayoutId::kIndexFp4).bytes_per_entry() == 68);
 static_assert(index_layout(IndexLayoutId::kIndexFp4).scale_bytes == kIndexDim / kE2m1Tile);
 
-// How writers find the scale of 128 elements of e4m3: a power of two; amax / 448, by which they divide, or
-// with whose reciprocal they multiply. e2m1 has powers of two.
+// How writers scale 128 elements of e4m3. kUe8m0: by a power of two. kF32: they divide by amax / 448.
+// kF32Reciprocal: they multiply by its reciprocal. e2m1 always has powers of two.
 enum class IndexScaleFormat : int32_t { kUe8m0, kF32, kF32Reciprocal };
 struct IndexScaling {
   IndexScaleFormat format;

@@ -15,10 +15,10 @@
 //                      | (scale e4m3 x32) x page_size | pad to page_align |
 //
 // `_512` rows are the uniform formats at head_dim_qk 512, `_fnuz` rows hold e4m3fnuz instead of e4m3fn.
-// Stored scales of e4m3 are powers of two: FlashMLA's SM100 reader keeps only their exponent. Those of e2m1
-// are the e4m3 nearest to amax / 6, and NaN where the tile has one, as e2m1 itself has none.
-// nope and rope say how a latent is stored, not what a model rotates. dsv41 and dsv32_nope store all of it in
-// one way, so their rope_dim is 0; the model of dsv41 rotates the last 64 dims. Both have 528 bytes.
+// Stored scales of e4m3 are powers of two: FlashMLA's SM100 reader keeps only their exponent. Scales of e2m1
+// are the e4m3 nearest to amax / 6, or NaN where the tile has a NaN, as e2m1 itself has none.
+// nope and rope name how a latent is stored, not what a model rotates. dsv41 and dsv32_nope store all of it
+// in one format, so their rope_dim is 0; the model of dsv41 rotates the last 64 dims.
 
 #include <cstdint>
 #include <iterator>
@@ -61,19 +61,19 @@ constexpr const char* name(ScaleFormat f) {
 }
 MLA_HD constexpr int format_bits(Format f) { return f == Format::kBf16 ? 16 : f == Format::kE2m1 ? 4 : 8; }
 MLA_HD constexpr bool is_e4m3(Format f) { return f == Format::kE4m3fn || f == Format::kE4m3fnuz; }
-MLA_HD constexpr float format_max(Format f) {  // of bf16 nothing is said
+MLA_HD constexpr float format_max(Format f) {  // meaningless for bf16
   return f == Format::kE2m1 ? 6.0f : f == Format::kE4m3fnuz ? 240.0f : 448.0f;
 }
 
 struct KvLayout {
   const char* name;
   int nope_dim, rope_dim;
-  Format nope_format, rope_format;  // that of rope says nothing where rope_dim is 0
+  Format nope_format, rope_format;  // rope_format is unused where rope_dim is 0
   ScaleFormat scale_format;
   ScalePlacement scale_placement;
   int tile_dim;       // nope elements sharing one stored scale; 0 = no stored scales
-  float amax_floor;   // writers raise a tile's amax to this, then
-  float scale_floor;  // its scale to this, then round up to a power of two (e4m3 scales: to the nearest e4m3)
+  float amax_floor;   // writers raise a tile's amax to this,
+  float scale_floor;  // then its scale to this, and round up to a power of two (e4m3 scales: to nearest)
   int page_align;     // bytes
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
@@ -83,7 +83,7 @@ struct KvLayout {
            (scale_format == ScaleFormat::kE4m3 && f == Format::kE4m3fn);
   }
   MLA_HD constexpr int num_tiles() const { return tile_dim ? nope_dim / tile_dim : 0; }
-  // Attention reads it as the second cache of a call only.
+  // True for a layout that attention reads only as the second cache of a call.
   MLA_HD constexpr bool extra_only() const { return nope_format == Format::kE2m1; }
   MLA_HD constexpr bool scale_inline() const { return scale_placement == ScalePlacement::kInline; }
   MLA_HD constexpr int scale_itemsize() const { return scale_format == ScaleFormat::kF32 ? 4 : 1; }
@@ -145,13 +145,13 @@ static_assert(kv_layout(KvLayoutId::kDsv41).bytes_per_token() == 528);
 static_assert(kv_layout(KvLayoutId::kDsv32Nope).bytes_per_token() == 528);
 static_assert(kv_layout(KvLayoutId::kDsv41Fp4).bytes_per_token() == 288);
 
-// The layouts of a call's two caches; without a second one, twice the first.
+// The layouts of a call's two caches. Without a second cache both are the first one's.
 struct KvPair {
   KvLayoutId first, extra;
   MLA_HD constexpr bool is_mixed() const { return first != extra; }
 };
-// Different layouts that one call may attend to jointly: 512 elements each, of which all are V. FP4 entries,
-// and e4m3fn ones that were made elsewhere, next to what a GPU of e4m3fnuz writes itself.
+// Pairs of different layouts that one call may attend to jointly. Both have 512 elements, all of them V. The
+// second cache holds FP4 entries, or e4m3fn entries made elsewhere beside a GPU's own e4m3fnuz.
 inline constexpr KvPair kMixedPairs[] = {{KvLayoutId::kDsv4, KvLayoutId::kDsv41Fp4},
                                          {KvLayoutId::kDsv41, KvLayoutId::kDsv41Fp4},
                                          {KvLayoutId::kDsv4Fnuz, KvLayoutId::kDsv4}};

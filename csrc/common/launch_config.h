@@ -1,5 +1,5 @@
 #pragma once
-// How a kernel is launched, for every platform.
+// The launch configuration of a kernel, for every platform.
 #include <climits>
 #include <cstdint>
 #include <stdexcept>
@@ -14,7 +14,7 @@ struct LaunchConfig {
   int block;     // threads
   gpuStream_t stream;
   int smem = 0;     // dynamic shared memory, bytes
-  int cluster = 1;  // blocks of a cluster (sm_90)
+  int cluster = 1;  // blocks per cluster (sm_90)
 };
 
 inline void check_grid(const LaunchConfig& c) {

@@ -1,9 +1,9 @@
 #pragma once
-// What host and device code share before anything else.
+// Macros and small helpers for host and device code.
 #include <type_traits>
 
-// Always inlined: the CPU kernels are compiled once per instruction set, and an out-of-line copy of a shared
-// helper built for AVX-512 could be the one the linker keeps for every CPU.
+// MLA_HD functions are always inlined. CPU kernels are compiled once per instruction set: the linker could
+// keep an AVX-512 copy of a shared helper for every CPU.
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define MLA_HD __host__ __device__ __forceinline__
 #else

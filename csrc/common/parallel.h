@@ -9,7 +9,7 @@ using RangeFn = void (*)(const void* context, int64_t begin, int64_t end);
 void parallel_for_impl(int64_t n, int64_t grain, RangeFn fn, const void* context);
 int num_threads();
 
-// fn(begin, end) on disjoint ranges of at least `grain` items. fn must not throw.
+// Calls fn(begin, end) on disjoint ranges of at least `grain` items. fn must not throw.
 template <class Fn>
 void parallel_for(int64_t n, int64_t grain, const Fn& fn) {
   if (n <= grain) return n > 0 ? fn(int64_t{0}, n) : void();

@@ -1,13 +1,12 @@
 #pragma once
-// Queries of several requests, one after another.
+// Finds the request of a query where the queries of all requests lie one after another.
 #include <cstdint>
 
 #include "common/macros.h"
 
 namespace mla_fp8 {
 
-// Narrows [low, high) by bisection until it has at most `size` elements, of which the last that has started
-// is one.
+// Narrows [low, high) by bisection to at most `size` elements. The last element that has started stays in it.
 template <class Index, class HasStarted>
 MLA_HD void bisect(Index& low, Index& high, Index size, const HasStarted& has_started) {
   while (high - low > size) {
@@ -16,8 +15,8 @@ MLA_HD void bisect(Index& low, Index& high, Index size, const HasStarted& has_st
   }
 }
 
-// The request that holds query `token`, or -1. In a query_start_loc that decreases, some request whose range
-// holds the token, or -1: always the same, as the search does not depend on other rows.
+// Returns the request that holds query `token`, or -1. If query_start_loc decreases, it is some request whose
+// range holds the token, or -1. The search reads nothing else, so the result is always the same.
 MLA_HD int64_t find_request(const int32_t* query_start_loc, int64_t num_requests, int64_t token) {
   const int64_t target = token + query_start_loc[0];
   int64_t low = 0, high = num_requests;

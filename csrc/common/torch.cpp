@@ -23,10 +23,10 @@ std::string shape_string(const Dims& dims) {
   return out.str();
 }
 
-constexpr size_t kMaxDims = 4;  // of what ops allocate
+constexpr size_t kMaxDims = 4;  // the most dimensions that an op allocates
 
 int32_t code_of(ScalarType dtype) {
-  // The C API of the oldest torch has no function for these two, but torch's own numbers.
+  // The C API of the oldest torch has no function for these two dtypes: their codes are torch's own numbers.
   if (dtype == ScalarType::Float8_e8m0fnu || dtype == ScalarType::Float4_e2m1fn_x2)
     return static_cast<int32_t>(dtype);
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -39,7 +39,7 @@ int32_t dtype_code(const Tensor& t) {
   return code;
 }
 
-// As Python writes it: "torch.int32".
+// Returns the name in Python: "torch.int32".
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Byte: return "torch.uint8";
@@ -71,8 +71,8 @@ std::string device_string(const Tensor& t) {
   return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
-// Why torch failed last in this thread. Looked up, as torch before 2.13 has no function that tells: it
-// printed the reason.
+// Returns why torch failed last in this thread. torch before 2.13 lacks the function, and has printed the
+// reason.
 std::string torch_error() {
   using What = const char*();
   static What* const what =
@@ -107,7 +107,7 @@ Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
   AtenTensorHandle made = nullptr;
-  // Not torch::stable::new_empty, which looks an op up by its name at every call.
+  // torch::stable::new_empty would look an op up by its name at every call.
   if (fits && aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes, strides, code_of(dtype), type, index,
                                        &made) == AOTI_TORCH_SUCCESS)
     return Tensor(made);

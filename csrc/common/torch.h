@@ -33,14 +33,14 @@ class Arg {
 
   const Arg& same_device_as(const Tensor& other, const char* other_name) const;
   const Arg& dtype(std::initializer_list<ScalarType> any_of) const;
-  // A cache: raw bytes may be of any layout, a dtype of numbers has to be that of something in its rows.
+  // Checks a cache's dtype: raw bytes fit any layout, a dtype of numbers must occur in the layout's rows.
   const Arg& cache_of(const char* layout, std::span<const ScalarType> numbers) const;
   const Arg& shape(Shape want) const;
   const Arg& contiguous() const;
   const Arg& last_dim_contiguous() const;
-  // The address of every row (all dimensions but the last) is a multiple of `bytes`: vector loads and stores.
+  // Checks that every row (all dimensions but the last) begins at a multiple of `bytes`, for vector accesses.
   const Arg& aligned(int64_t bytes) const;
-  // Rows that are written may not overlap: a stride of 0 would make the result depend on timing. Any
+  // Checks that rows to be written do not overlap: a stride of 0 would make the result depend on timing. Any
   // dimension may be the outer one in memory.
   const Arg& rows_disjoint() const;
 
@@ -49,7 +49,7 @@ class Arg {
   int64_t dim() const { return dim_; }
   int64_t size(int64_t d) const { return sizes_[d]; }
   int64_t stride(int64_t d) const { return strides_[d]; }
-  // Strides of a tensor without elements say nothing: torch.from_numpy makes them 0.
+  // An empty tensor's strides mean nothing: torch.from_numpy makes them 0.
   bool is_empty() const;
   int64_t itemsize() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
 
@@ -60,7 +60,7 @@ class Arg {
     ((message << parts), ...);
     throw std::runtime_error(message.str());
   }
-  // A cache whose pages are not `page_size` rows of that layout.
+  // Fails for a cache whose pages are not `page_size` rows of `layout`.
   [[noreturn]] void fail_page_shape(int64_t page_elements, int64_t page_size, const char* layout) const;
 
  private:
@@ -68,16 +68,16 @@ class Arg {
 
   const char *op_, *name_;
   const Tensor& t_;
-  // Asked for once: each question to a tensor is a call into torch, and small ops are bound by those.
+  // These are read once: every question to a tensor is a call into torch, and such calls bound small ops.
   int64_t dim_;
   int64_t *sizes_, *strides_;
   int32_t dtype_;
 };
 
 inline constexpr int64_t kMaxPageSize = int64_t{1} << 24;    // keeps every byte count far from overflow
-inline constexpr int64_t kMaxProcessors = int64_t{1} << 16;  // of a GPU that a caller describes
+inline constexpr int64_t kMaxProcessors = int64_t{1} << 16;  // SMs of a GPU that a caller describes
 
-// Where a paged latent cache lies in memory, once checked.
+// A paged latent cache after its checks: where it lies in memory.
 struct KvCacheView {
   const uint8_t* data;
   int64_t stride_page;  // bytes
@@ -104,17 +104,17 @@ class Check {
   void within(int64_t value, const char* name, int64_t least, int64_t most) const {
     that(value >= least && value <= most, name, " must be in [", least, ", ", most, "], got ", value);
   }
-  // The kernels compute in float: what is finite as a double need not be.
+  // Kernels compute in float: a value that is finite as a double need not be finite for them.
   float finite_float(double value, const char* name) const;
   KvLayoutId layout(int64_t layout) const;
-  // Of the caches of one call of attention.
+  // These check the layouts of the first and the second cache of an attention call.
   KvLayoutId first_layout(int64_t layout) const;
   KvLayoutId extra_layout(int64_t layout, KvLayoutId first) const;
-  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it,
-  // typed as bytes or as numbers that the layout has; the page stride may exceed page_bytes.
+  // `t` is [num_pages, page_bytes], or [num_pages, page_size, (1,) bytes_per_token] as FlashMLA passes it.
+  // Its dtype is bytes or numbers that the layout has. The page stride may exceed page_bytes.
   KvCacheView kv_cache(const Tensor& t, const char* name, KvLayoutId layout, int64_t page_size,
                        const char* page_size_name = "page_size") const;
-  // The per-layer scale: required by the uniform FP8 layouts, refused by the others; null if there is none.
+  // Returns the per-layer scale, or null. Uniform FP8 layouts require it, the others refuse it.
   const float* scale(const OptionalTensor& scale, KvLayoutId layout, const Tensor& device_of) const;
 
  private:
@@ -134,7 +134,7 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// On the device of `like`. Throws what could not be allocated, and why as far as torch tells.
+// Allocates on the device of `like`. An error says what could not be allocated, and why if torch tells.
 Tensor new_empty(const Tensor& like, Shape shape, ScalarType dtype);
 
 #if MLA_FP8_EMULATED  // tests: CPU tensors, no streams
@@ -148,8 +148,8 @@ inline gpuStream_t current_stream(const Tensor& t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<gpuStream_t>(stream);
 }
-// While it lives, the current device is that of `t`. It hardly ever has to change, and torch's guard costs as
-// much as all checks of an op.
+// Makes the device of `t` current while it lives. It makes no guard where none is needed, which is usual:
+// torch's guard costs as much as all checks of an op.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& t) {

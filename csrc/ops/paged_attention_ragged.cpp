@@ -10,7 +10,7 @@
 namespace mla_fp8 {
 namespace {
 
-// What both ops take besides their caches.
+// The arguments of both ops besides their caches.
 struct Ragged {
   const Tensor &q, &kv_indptr, &kv_indices, &kv_last_page_len;
   double sm_scale, logits_soft_cap;
@@ -19,7 +19,7 @@ struct Ragged {
   const Tensor &out, &lse;
 };
 
-// The dequantisation scale of one FP8 cache: required there, refused for bf16 and fp16.
+// Checks the dequantisation scale of a cache: FP8 requires one, bf16 and fp16 refuse it.
 const float* check_scale(const Check& check, const OptionalTensor& scale, const char* name, bool is_fp8,
                          int64_t num_kv_heads, const Tensor& q) {
   check.that(is_fp8 == scale.has_value(), name, " must be ", is_fp8 ? "given" : "None", " for ",
@@ -43,7 +43,7 @@ void check_head_dim(const Check& check, const char* name, int64_t dim) {
              " must have a last dimension that is a multiple of 16 up to ", kMaxRaggedHeadDim, ", got ", dim);
 }
 
-// Everything but the caches, of which `params` has what the outputs and the heads depend on.
+// Checks everything but the caches, of which `params` has what the heads and the outputs depend on.
 void check_ragged(const Check& check, const Ragged& r, PagedAttentionRaggedParams& params) {
   const int64_t num_q_heads = r.q.size(1);
   check.that(num_q_heads >= 1 && num_q_heads <= INT_MAX && num_q_heads % params.num_kv_heads == 0,
@@ -197,7 +197,7 @@ PagedAttentionRaggedParams check_latent(const Check& check, const Ragged& r, con
   return params;
 }
 
-// num_splits as the caller wants it, or the device of q if that is 0.
+// Keeps the caller's num_splits, but replaces 0 by a number that suits the device of q.
 void choose_splits([[maybe_unused]] const Tensor& q, PagedAttentionRaggedParams& params) {
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
   const OnDeviceOf device(q);
@@ -208,7 +208,7 @@ void choose_splits([[maybe_unused]] const Tensor& q, PagedAttentionRaggedParams&
   if (params.num_splits == 0) params.num_splits = paged_attention_ragged_splits(params);
 }
 
-// As many splits as the caller's workspace is large enough for; an explicit number has to fit.
+// Takes as many splits as the caller's workspace has room for. An explicit number has to fit.
 void use_workspace(const Check& check, const Tensor& q, const OptionalTensor& workspace,
                    PagedAttentionRaggedParams& params) {
   const bool is_explicit = params.num_splits > 0;
@@ -228,7 +228,7 @@ void use_workspace(const Check& check, const Tensor& q, const OptionalTensor& wo
         std::max<int64_t>(1, std::min<int64_t>(params.num_splits, params.num_splits * size / needed)));
 }
 
-// Runs with a workspace of its own. Returns what keeps that alive until the kernels are in the stream.
+// Runs with a new workspace, which lives until the kernels are in the stream.
 void run_with_new_workspace(const Tensor& q, PagedAttentionRaggedParams& params) {
   if (params.num_requests == 0) return;
   choose_splits(q, params);

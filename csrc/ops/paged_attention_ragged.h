@@ -1,4 +1,5 @@
 #pragma once
+// The problem that paged_attention_ragged and paged_attention_ragged_latent solve.
 #include "common/dtype.h"
 #include "common/stream.h"
 
@@ -21,9 +22,9 @@ inline constexpr int kMaxRaggedHeadDim = 256;  // of separate K and V caches; bo
 inline constexpr int kMaxRaggedSplits = 128;
 inline constexpr float kSmallTanh = 0.06f;  // below it tanh is the first terms of its series
 
-// Both ops. Each request attends to the cached keys of its own pages; the last of its q_len query tokens sees
-// all of them, each one before it one key less. No value of the three index arrays reaches memory outside the
-// tables: kv_indptr is clamped to [0, num_kv_indices], kv_last_page_len to [0, page_size].
+// Each request attends to the cached keys of its own pages. The last of its q_len query tokens sees all of
+// them, each earlier one a key less. No value of the three index arrays reaches memory outside the tables:
+// kv_indptr is clamped to [0, num_kv_indices], kv_last_page_len to [0, page_size].
 struct PagedAttentionRaggedParams {
   int64_t num_requests;
   int q_len;  // query tokens of each request
@@ -43,7 +44,7 @@ struct PagedAttentionRaggedParams {
   const int32_t* kv_indices;  // [num_kv_indices]; a page outside [0, num_pages) is masked
   int64_t num_kv_indices;
   const int32_t* kv_last_page_len;         // [num_requests]: rows of the last page that count
-  const float *k_scale, *v_scale;          // [1] or [num_kv_heads]; null: the cache has none, or its own
+  const float *k_scale, *v_scale;          // [1] or [num_kv_heads]; null: no scale, or scales in the cache
   int64_t k_scale_stride, v_scale_stride;  // 0 for one value, 1 per head
   float sm_scale;
   float logits_soft_cap;   // 0 = none, else logits = cap * tanh(logits / cap)
@@ -51,7 +52,7 @@ struct PagedAttentionRaggedParams {
   void* out;               // [num_requests * q_len, num_q_heads, head_dim_v]
   int64_t out_stride_token, out_stride_head;
   float* lse;  // [num_requests * q_len, num_q_heads] contiguous, sink excluded
-  // The keys of each request in num_splits parts, whose results meet in the workspace.
+  // The keys of each request are cut into num_splits parts, whose results meet in the workspace.
   int num_splits;
   float* workspace;  // ragged_workspace_size() floats, unused with one split
 
@@ -70,7 +71,8 @@ MLA_HD RequestPages find_pages(const PagedAttentionRaggedParams& p, int64_t requ
   return {first, pages > 0 ? (pages - 1) * p.page_size + last_page_len : 0};
 }
 
-// Per split, token and head: the part's output and its lse; of a latent its sum, too.
+// Floats: an output and an lse for each split, token and head. Over a latent cache a GPU keeps (maximum,
+// sum).
 inline int64_t ragged_workspace_size(const PagedAttentionRaggedParams& p) {
   return p.num_splits * p.num_tokens() * p.num_q_heads * (p.head_dim_v + (p.is_latent ? 2 : 1));
 }

@@ -4,7 +4,7 @@
 namespace mla_fp8 {
 namespace {
 
-// The problem as far as its keys go: no queries, no caches.
+// Checks the inputs. The problem has keys only: no queries, no caches.
 SparseAttentionParams checked_inputs(const Check& check, MLA_PLAN_SHARED_KEYS_ARGUMENTS) {
   const KvLayoutId id = check.first_layout(layout);
   check(indices, "indices").shape({-1, -1});
@@ -53,7 +53,7 @@ Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS) {
   const SparseAttentionParams params = checked_inputs(Check("plan_shared_keys"), MLA_PLAN_SHARED_KEYS_PASS);
   const SharedKeysShape shape(params);
   Tensor lists = new_empty(indices, {shape.num_tiles, shape.words}, ScalarType::Int);
-  torch::stable::zero_(lists);  // behind the lists, too: equal inputs give equal tensors
+  torch::stable::zero_(lists);  // also behind the lists: equal inputs give equal tensors
   run(params, lists);
   return lists;
 }

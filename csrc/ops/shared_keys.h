@@ -1,8 +1,8 @@
 #pragma once
-// Keys that neighbouring queries share: the drafts of a request choose mostly the same ones, and so do
-// neighbours in a prompt. Groups of consecutive queries are cut into tiles, whose heads fill a CTA of 64
-// rows. A tile has a list of the keys of all its queries, each once, with a mark: a bit for each query that
-// attends to it. A tile whose list would not pay has none: its queries go alone.
+// Lists of the keys that neighbouring queries share: drafts of a request, or neighbours in a prompt, choose
+// mostly the same keys. Groups of consecutive queries are cut into tiles, whose heads fill a CTA of 64 rows.
+// A tile's list has each key of its queries once, with a mark: one bit for each query that attends to it. A
+// tile whose list would not pay has none, and its queries go alone.
 #include <cstdint>
 
 #include "common/macros.h"
@@ -10,15 +10,15 @@
 
 namespace mla_fp8 {
 
-inline constexpr int kMaxTileQueries = 8;  // a bit each
+inline constexpr int kMaxTileQueries = 8;  // a mark has a bit for each
 inline constexpr int64_t kMaxQueryGroup = 1 << 16;
-inline constexpr unsigned kFewTiles = 48;  // fewer leave SMs idle
+inline constexpr unsigned kFewTiles = 48;  // fewer tiles leave SMs idle
 
-// Consecutive queries, `group` to a group (the last may have fewer).
+// Cuts queries into groups of `group` consecutive ones (the last may have fewer), and groups into tiles.
 struct QueryTiles {
   unsigned num_queries, group;
   unsigned tile;      // queries of a tile, at most
-  unsigned of_group;  // tiles
+  unsigned of_group;  // tiles of a group
 
   QueryTiles() = default;
   MLA_HD QueryTiles(int64_t queries, int64_t group_size, int num_q_heads)
@@ -27,7 +27,7 @@ struct QueryTiles {
     if (group == 0) group = 1;
     const unsigned most = num_q_heads <= 8 ? kMaxTileQueries : num_q_heads >= 64 ? 1 : 64 / num_q_heads;
     of_group = ceil_div(group, most);
-    if (count() <= kFewTiles && group >= 4 * of_group) of_group *= 2;  // in place of CTAs that share a tile
+    if (count() <= kFewTiles && group >= 4 * of_group) of_group *= 2;  // CTAs do not share a tile: make two
     tile = ceil_div(group, of_group);
   }
   MLA_HD unsigned count() const { return ceil_div(num_queries, group) * of_group; }
@@ -40,18 +40,18 @@ struct QueryTiles {
   MLA_HD unsigned of(unsigned query) const { return query / group * of_group + query % group / tile; }
 };
 
-// The list of a tile, in 4-byte words: its length, or -1 where there is none; kListHead; then `capacity`
-// slots, those of the second cache with the sign bit; then as many marks, a byte each. In the order of
-// (whether all queries attend to it, first if they do; the part that its hash names; the first query that
-// attends to it, its place there).
+// A tile's list in 4-byte words: its length, or -1 for no list; padding up to kListHead; `capacity` slots,
+// with the sign bit for the second cache; `capacity` marks, a byte each. Keys that all queries attend to come
+// first. Next in the order are the part that a key's hash names, its first query, and its place in that
+// query.
 inline constexpr int kListHead = 4;
 
-// Of a problem's lists together.
+// The sizes of a problem's lists.
 struct SharedKeysShape {
   QueryTiles queries;
   int64_t num_tiles;
-  int64_t entries;          // of a tile, at most: keys of each of its queries
-  int64_t capacity, words;  // of a list
+  int64_t entries;          // keys of a tile's queries, at most
+  int64_t capacity, words;  // slots and 4-byte words of a list
 
   explicit SharedKeysShape(const SparseAttentionParams& p)
       : queries(p.num_tokens, p.query_groups, p.num_q_heads),
@@ -65,7 +65,7 @@ namespace cpu {
 void plan_shared_keys(const SparseAttentionParams& params);
 }
 namespace gpu {
-// The lists of params' indices to its workspace. -1 for all lengths where no kernel would take one.
+// Writes the lists of params' indices to its workspace. All lengths are -1 where no kernel would use a list.
 void plan_shared_keys(const SparseAttentionParams& params, gpuStream_t stream);
 }  // namespace gpu
 

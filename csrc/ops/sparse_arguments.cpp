@@ -83,7 +83,7 @@ SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayout
 
 namespace {
 
-// The second cache, if there is one. With `page_table` its entries are found by that.
+// Adds the second cache, if there is one. With `page_table` its entries are found by their request's pages.
 void add_extra_scope(const Check& check, SparseAttentionParams& params, const Tensor& q,
                      const OptionalTensor& extra_kv_cache, const OptionalTensor& extra_indices,
                      const OptionalTensor& extra_topk_length, std::optional<int64_t> extra_page_size,
@@ -190,7 +190,7 @@ SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW
       .page_table_stride_request = page_table.stride(0),
       .num_requests = num_requests,
       .max_pages = page_table.size(1),
-      .window_size = std::min<int64_t>(window_size, INT32_MAX),  // positions are less
+      .window_size = std::min<int64_t>(window_size, INT32_MAX),  // positions are below that
       .query_start_loc = per_request(query_start_loc, "query_start_loc", num_requests + 1),
       .seq_lens = per_request(seq_lens, "seq_lens", num_requests),
   };

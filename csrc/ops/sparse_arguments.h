@@ -6,21 +6,21 @@
 
 namespace mla_fp8 {
 
-// Outputs as the caller gave them; max_logits is null for sparse_decode, and where nobody wants them.
+// The caller's outputs. max_logits is null in sparse_decode, and where the caller does not want it.
 struct Outputs {
   const Tensor &out, &lse;
   const Tensor* max_logits;
 };
 
-// `indices` has num_rows rows. The argument `like` has one for each token, and says the device.
+// Checks one scope. `indices` has num_rows rows. `like` has a row for each token, and gives the device.
 KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_size, const Tensor& like,
                     const char* like_name, const Tensor& indices, const char* indices_name,
                     const OptionalTensor& topk_length, const char* length_name, int64_t num_rows);
-// Everything but the scopes.
+// Checks everything but the scopes.
 SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayoutId id, double sm_scale,
                                    const OptionalTensor& attn_sink, const Outputs& outputs);
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs);
-// The first scope as a sliding window.
+// Checks a call whose first scope is a sliding window.
 SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS,
                                    const Outputs& outputs);
 

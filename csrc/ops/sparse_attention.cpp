@@ -1,4 +1,4 @@
-// The sparse attention ops.
+// The sparse attention ops: they check arguments, allocate results and workspaces, and launch.
 #include "ops/sparse_attention.h"
 
 #include <functional>
@@ -9,14 +9,14 @@
 namespace mla_fp8 {
 namespace {
 
-// Fresh outputs, once q's shape is known to be usable.
+// Allocates out and lse, after a check that q has three dimensions.
 std::pair<Tensor, Tensor> new_outputs(const Check& check, const Tensor& q) {
   check(q, "q").shape({-1, -1, -1});
   return {new_empty(q, {q.size(0), q.size(1), kHeadDimV}, ScalarType::BFloat16),
           new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float)};
 }
 
-// Floats in the caller's workspace; checked, and part of the problem from here on.
+// Checks a workspace and makes it part of the problem.
 void use_workspace(const Check& check, const Tensor& q, const Tensor& workspace,
                    SparseAttentionParams& params) {
   check(workspace, "workspace").same_device_as(q, "q").dtype({ScalarType::Float}).contiguous().aligned(16);
@@ -24,7 +24,7 @@ void use_workspace(const Check& check, const Tensor& q, const Tensor& workspace,
   params.workspace_floats = workspace.numel();
 }
 
-// From here on a plan may take other kernels (cuda/sparse_attention/plan.cpp).
+// A plan may take other kernels from this number of queries on (cuda/sparse_attention/plan.cpp).
 constexpr int64_t kMaxInvariantQueries = int64_t{1} << 20;
 
 void set_batch_invariant(const Check& check, bool batch_invariant, SparseAttentionParams& params) {
@@ -43,8 +43,9 @@ namespace {
 SparseAttentionParams& params_of(SparseAttentionParams& params) { return params; }
 SparseAttentionParams& params_of(gpu::WantedSparseAttention& problem) { return problem.params; }
 
-// `workspace` is the caller's, who may have none, or null: one is allocated if the plan asks for it. A graph
-// under capture keeps it; elsewhere whoever gets its memory next uses it behind these kernels in the stream.
+// Launches with the caller's `workspace`, which may be none. If the pointer is null, a workspace is allocated
+// when the plan wants one. A graph under capture keeps its memory. Elsewhere the next owner of that memory
+// uses it behind these kernels in the stream.
 template <class Problem>
 void launch_sparse(const Check& check, int64_t size(const Problem&), void launch(const Problem&, gpuStream_t),
                    const Tensor& q, Problem problem, const OptionalTensor* workspace) {
@@ -66,7 +67,7 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
 }  // namespace
 #define MLA_LAUNCH_SPARSE(op, check, q, params, workspace) \
   launch_sparse(check, gpu::op##_workspace, gpu::op, q, params, workspace)
-#else  // one kernel serves them all
+#else  // the CPU has one kernel for all ops
 #define MLA_LAUNCH_SPARSE(op, check, q, params, workspace)                     \
   {                                                                            \
     if (workspace && *workspace) use_workspace(check, q, **workspace, params); \
@@ -83,7 +84,7 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
       extra_kv_cache, extra_indices, extra_topk_length, extra_page_size, extra_layout, scale,              \
       extra_page_table
 
-// Each op into outputs; without a pointer to a workspace it may allocate one.
+// Each function checks and launches one op. If `workspace` is null, it may allocate one.
 namespace {
 
 void decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
@@ -110,7 +111,7 @@ void prefill_window(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, bool batch_invariant, c
   MLA_LAUNCH_SPARSE(sparse_prefill, check, q, params, workspace);
 }
 
-// bf16 rows are a cache of pages of one row.
+// sparse_prefill reads its bf16 rows as a cache of pages of one row.
 void prefill(MLA_SPARSE_PREFILL_ARGUMENTS, bool batch_invariant, const Outputs& outputs,
              const OptionalTensor* workspace) {
   const Check check("sparse_prefill");
@@ -150,7 +151,7 @@ int64_t sparse_attention_workspace(int64_t num_tokens, int64_t num_q_heads, int6
 
 namespace {
 
-// What an op takes for its workspace: the caller's tensor, or null where it is to allocate one that it needs.
+// Returns the caller's workspace, or null where the op may allocate its own.
 const OptionalTensor* workspace_of(const OptionalTensor& workspace, bool allocate_workspace) {
   return allocate_workspace && !workspace ? nullptr : &workspace;
 }

@@ -1,6 +1,6 @@
 #pragma once
-// One problem under four ops: sparse_decode, sparse_prefill_paged and sparse_prefill_window read packed
-// pages, sparse_prefill reads bf16 rows (a cache of pages of one row).
+// The problem that all sparse attention ops solve. sparse_decode, sparse_prefill_paged and
+// sparse_prefill_window read packed pages; sparse_prefill reads bf16 rows (a cache of pages of one row).
 #include <string>
 
 #include "common/dtype.h"
@@ -22,8 +22,8 @@ struct KvScope {
   const int32_t* topk_length;  // [num_tokens] or null: only the first n indices count
 };
 
-// In place of the first scope's indices: each token attends to the window_size last tokens of its request, up
-// to its own position, where the request's pages hold them.
+// Replaces the first scope's indices: a token attends to the last window_size tokens of its request, up to
+// its own position, where the request's pages hold them.
 struct SlidingWindow {
   const int32_t* page_table;  // [num_requests, max_pages]
   int64_t page_table_stride_request, num_requests, max_pages, window_size;
@@ -31,11 +31,11 @@ struct SlidingWindow {
   const int32_t* seq_lens;         // [num_requests], the queries are the last tokens
 };
 
-// Where a query stands in its request.
+// The place of a query in its request.
 struct WindowQuery {
   int64_t request = -1;   // -1: none
   int64_t position = -1;  // < 0: the request has fewer tokens than queries
-  int64_t queries = 0;    // of the request, from this one on
+  int64_t queries = 0;    // the request's queries from this one on
 };
 MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
   const int64_t request = find_request(w.query_start_loc, w.num_requests, token);
@@ -44,22 +44,22 @@ MLA_HD WindowQuery find_query(const SlidingWindow& w, int64_t token) {
   return {request, w.seq_lens[request] - queries, queries};
 }
 
-// In place of the second scope's indices: each token attends to the first entries of its request in the
-// window's geometry, as many as its topk_length, where the request's pages hold them.
+// Replaces the second scope's indices: a token attends to the first topk_length entries of its request, where
+// the request's pages hold them. The window tells which request that is.
 struct EntryPages {
   const int32_t* page_table;  // [num_requests, max_pages]
   int64_t page_table_stride_request, max_pages;
 };
 
 struct SparseAttentionParams {
-  KvLayoutId layout, extra_layout;  // of the two scopes; without a second one the same
+  KvLayoutId layout, extra_layout;  // the layouts of the scopes; equal without a second scope
   int64_t num_tokens;
   int num_q_heads;
   int num_scopes;
   KvScope scopes[2];  // attended to jointly: one softmax
   bool is_window;     // the first scope is `window`
   SlidingWindow window;
-  bool has_entry_pages;  // of a window: the second scope is `entry_pages`
+  bool has_entry_pages;  // windows only: the second scope is `entry_pages`
   EntryPages entry_pages;
   const uint16_t* q;  // [num_tokens, num_q_heads, head_dim_qk] bf16
   int64_t q_stride_token, q_stride_head;
@@ -67,19 +67,19 @@ struct SparseAttentionParams {
   const float* attn_sink;  // [num_q_heads] or null: an extra logit without a value
   float sm_scale;
   bool batch_invariant;
-  int64_t query_groups;        // consecutive queries whose keys are mostly the same; 1: none
-  const int32_t* shared_keys;  // their lists (ops/shared_keys.h), or null: made here if it pays
+  int64_t query_groups;        // consecutive queries with mostly the same keys; 1: no groups
+  const int32_t* shared_keys;  // the groups' lists (ops/shared_keys.h); null: made here if they pay
   uint16_t* out;               // [num_tokens, num_q_heads, kHeadDimV] bf16; 0 where nothing is attended
   int64_t out_stride_token, out_stride_head;
   float* lse;         // [num_tokens, num_q_heads] contiguous, natural log, sink excluded, -inf if nothing
   float* max_logits;  // the same shape, or null: the largest sm_scale * q.k, -inf if nothing
-  float* workspace;   // where parts of a query's keys meet, or null; not more of them than it has room for
+  float* workspace;   // room for parts of queries, or null; its size limits how many parts there are
   int64_t workspace_floats;
 
   MLA_HD KvPair layouts() const { return {layout, extra_layout}; }
 
-  // The same problem for some of its tokens. Those of a window know their requests by their numbers. They go
-  // alone: groups, and lists of shared keys, count from the first of all tokens.
+  // The same problem for some of its tokens, without groups: those, and lists, count from the call's first
+  // token. Not for windows: a window finds the request of a token by the token's number.
   SparseAttentionParams of_tokens(int64_t first, int64_t count) const {
     SparseAttentionParams p = *this;
     p.num_tokens = count;
@@ -95,11 +95,11 @@ struct SparseAttentionParams {
   }
 };
 
-inline int64_t num_keys(const SparseAttentionParams& p) {  // of a token, at most
+inline int64_t num_keys(const SparseAttentionParams& p) {  // keys of a token, at most
   return p.scopes[0].topk + (p.num_scopes > 1 ? p.scopes[1].topk : 0);
 }
 
-// What one token attends to in one scope.
+// The keys of one token in one scope.
 class Selection {
  public:
   MLA_HD Selection(const SparseAttentionParams& p, int scope, int64_t token)
@@ -116,19 +116,19 @@ class Selection {
       indices_ = w.page_table + q.request * w.page_table_stride_request;
       max_pages_ = w.max_pages;
       first_ = q.position < w.window_size ? 0 : q.position - w.window_size + 1;
-      // A length that is garbage costs no time: what is behind the table's last page is masked anyway.
+      // A garbage length costs no time: the keys behind the table's last page, masked anyway, are left out.
       const int64_t known = w.max_pages * scope_.page_size;
       const int64_t end = q.position < known ? q.position + 1 : known;
       length_ = end > first_ ? end - first_ : 0;
     }
   }
-  // Where no window is: what is listed for the token.
+  // The listed keys of a token. Only for a scope without pages.
   MLA_HD static Selection of_list(const KvScope& scope, int64_t token) { return {scope, token, false}; }
   MLA_HD int64_t length() const { return length_; }
-  MLA_HD int64_t first_position() const { return first_; }    // of a window
-  MLA_HD const int32_t* entries() const { return indices_; }  // slots, or the pages of the token's request
+  MLA_HD int64_t first_position() const { return first_; }    // position in the request, for a window
+  MLA_HD const int32_t* entries() const { return indices_; }  // slots; or the pages of the token's request
 
-  // -1: masked.
+  // The slot of the i-th key; -1: masked.
   MLA_HD int64_t slot(int64_t i) const {
     int64_t slot;
     if (is_paged_) {
@@ -154,15 +154,15 @@ class Selection {
 
   const KvScope& scope_;
   const bool is_paged_;
-  const int32_t* indices_ = nullptr;  // or the request's pages
+  const int32_t* indices_ = nullptr;  // slots, or the request's pages
   int64_t max_pages_ = 0, first_ = 0, length_ = 0;
 };
 
-// What CTAs that share a query leave in the workspace for a head and a part: (maximum, sum), output; some the
-// largest logit.
+// Floats that a CTA leaves in the workspace for each head of a query that CTAs share: (maximum, sum), the
+// output, and in some kernels the largest logit.
 inline constexpr int kFloatsOfPart = 3 + kHeadDimV;
 inline constexpr int64_t kMaxPortableSplits = 64, kMaxInvariantSplits = 8;
-// Floats that a workspace never needs more of: parts are at most enough for two CTAs of 32 heads on each SM.
+// The most floats that a workspace needs. Parts are at most enough for two CTAs of 32 heads on each SM.
 constexpr int64_t sparse_attention_floats(int64_t num_tokens, int64_t num_q_heads, int64_t num_sms,
                                           bool batch_invariant) {
   const int64_t heads = num_tokens * num_q_heads, filling = 2 * num_sms * 32;
@@ -174,14 +174,14 @@ namespace cpu {
 void sparse_attention(const SparseAttentionParams& params);
 }
 namespace gpu {
-// Floats that `workspace` must have on the current device: by shapes alone, 0 for most.
+// Floats that `workspace` must have on the current device. Shapes alone decide; most need none.
 int64_t sparse_decode_workspace(const SparseAttentionParams& params);
 int64_t sparse_prefill_workspace(const SparseAttentionParams& params);
 void sparse_decode(const SparseAttentionParams& params, gpuStream_t stream);
 void sparse_prefill(const SparseAttentionParams& params, gpuStream_t stream);
 
-// For tests: a kernel and schedule by name, heads of a CTA, CTAs of a query, warps that gather (0: as the
-// kernel has). cuda/sparse_attention/plan.h has them all.
+// A kernel that a test asks for: names of kernel and schedule, heads per CTA, CTAs per query, gathering warps
+// (0: any number). cuda/sparse_attention/plan.h lists them (kVariants).
 struct WantedKernel {
   std::string kernel, schedule;
   int heads, splits, producers;
