@@ -1,14 +1,14 @@
 #pragma once
-// Which keys a query has. Engines pad rows with -1 and leave holes in them, and a row should cost what its
-// valid keys cost. So kernels do not work on positions but on ranks: rank r is the r-th valid key.
+// The keys of a query: where they lie, and which are valid. Engines pad indices with -1 and leave holes in
+// them, and a query should cost what its valid keys cost. So kernels count ranks: rank r is the r-th valid
+// key.
 //
-//   Keys, KeySource  where a row's entries lie; the key at a position
-//   survey_keys      some warps together: a map of the row's valid keys
-//   KeySurvey        one warp: how many they are, and whether invalid ones lie between
-//   ValidKeys        one warp: the keys of given ranks. Where the valid keys come first, which is usual, rank
-//                    and position are the same. Elsewhere the map tells
+//   Keys, KeySource  where a query's entries lie; the key at a position
+//   survey_keys      several warps together write a map of a query's valid keys
+//   KeySurvey        one warp reads there how many they are, and whether invalid keys lie between them
+//   ValidKeys        one warp finds the keys of given ranks: by the map, or without gaps by position
 //
-// A kernel sees nothing but the valid keys, in their order: a row with holes has the bits of one without.
+// A kernel sees only the valid keys, in their order: a query with holes has the bits of one without.
 #include <type_traits>
 
 #include "cuda/device/shared.cuh"
@@ -17,14 +17,14 @@
 
 namespace mla_fp8::gpu {
 
-// What one query attends to.
+// The entries of one query.
 struct Keys {
-  const int32_t *first, *second;  // of each scope, by position: slots; or pages, of a window, of entries
-  unsigned length0, length;       // positions of the first scope, of both
+  const int32_t *first, *second;  // slots of each scope, by position; or the request's pages
+  unsigned length0, length;       // positions in the first scope, in both
   unsigned window_first;          // position in its request of a sliding window's first key
 
   Keys() = default;
-  // Of usual rows, which are listed, first and without a jump: code that is cold comes late behind each.
+  // Listed keys are the usual case. They come first, without a jump: a jump over cold code costs time.
   __device__ Keys(const SparseAttentionParams& p, int64_t token) : second(nullptr) {
     if (!p.is_window) [[likely]] {
       add(Selection::of_list(p.scopes[0], token));
@@ -48,19 +48,20 @@ struct Keys {
   }
 };
 
-// For many loads at once: `entry` of all, then `is_slot`. `at` and `is_valid` know windows, too. All of it is
-// inlined first of all: clang would choose between addresses of fields, and so keep the object in memory.
+// Finds the key at a position. For many loads at once: `entry` of all, then `is_slot`. `at` and `is_valid`
+// know pages, too. Forced inlining, and + on fields, keep the object in registers: clang would select between
+// addresses of fields.
 class KeySource {
  public:
   struct Key {
     int slot, scope;
-    __device__ static constexpr bool marks() { return true; }  // what tells consumers that it counts
+    __device__ static constexpr bool marks() { return true; }  // the key's mark in the ring: it counts
   };
   __device__ __forceinline__ KeySource(const SparseAttentionParams& p, const Keys& keys)
       : p_(p), keys_(keys), num_slots_{limit(p.scopes[0]), limit(p.scopes[1])} {}
   __device__ __forceinline__ unsigned length() const { return keys_.length; }
   __device__ __forceinline__ bool is_window() const { return p_.is_window; }
-  // What is listed at a position of a row without a window; -1 past the end.
+  // The entry at a position of a query without a window; -1 past the end.
   __device__ __forceinline__ int entry(unsigned position) const {
     const int32_t* const entries = position < keys_.length0 ? +keys_.first : +keys_.second;
     return position < keys_.length ? __ldg(entries + position) : -1;
@@ -69,11 +70,11 @@ class KeySource {
     return static_cast<unsigned>(entry) < (position < keys_.length0 ? +num_slots_[0] : +num_slots_[1]);
   }
   __device__ __forceinline__ bool has_pages() const { return p_.is_window || p_.has_entry_pages; }
-  // The key of a row whose keys are all listed.
+  // The key at a position, where all keys are listed.
   __device__ __forceinline__ Key listed(unsigned position) const {
     return {entry(position), position >= keys_.length0};
   }
-  // The key of any row; not valid past the end.
+  // The key at a position of any query; invalid past the end.
   __device__ __forceinline__ Key at(unsigned position) const {
     const bool extra = position >= keys_.length0;
     const bool has_pages = extra ? +p_.has_entry_pages : +p_.is_window;
@@ -84,11 +85,11 @@ class KeySource {
   }
 
  private:
-  // No GPU holds 2^31 rows: one comparison tells sign and range.
+  // No GPU holds 2^31 rows, so one unsigned comparison checks sign and range.
   __device__ __forceinline__ static unsigned limit(const KvScope& scope) {
     return static_cast<unsigned>(min(scope.num_slots, int64_t{1} << 31));
   }
-  // Once for both scopes: positions of pages are code, which is cold.
+  // One copy for both scopes: finding a key by pages is cold code.
   __device__ __forceinline__ int page_slot(unsigned position, bool extra) const {
     if (position >= keys_.length) return -1;
     const unsigned in_request = position + (extra ? 0 - keys_.length0 : keys_.window_first);
@@ -105,17 +106,17 @@ class KeySource {
   const unsigned num_slots_[2];
 };
 
-// The map of a row: a word for each of its 64 parts, which have the same multiple of 32 positions. Parts of
-// 32, as in rows of up to 2048, have a bit for each valid key. Longer ones have the number of these, and a
-// flag where an invalid key comes before a valid one. In shared memory the row's length follows.
+// A map has a word for each of a query's 64 parts, which have the same multiple of 32 positions. Queries of
+// up to 2048 positions have parts of 32, whose words have a bit for each valid key. Words of larger parts
+// have their number, and a flag if an invalid key comes before a valid one. The query's length follows.
 inline constexpr int kMapWords = 2 * kWarpSize, kMapLength = kMapWords * 4, kMapBytes = kMapLength + 8;
 inline constexpr uint32_t kHasGaps = 1u << 31;
 __device__ inline unsigned part_size(unsigned length) {
   return max(ceil_div(length, unsigned{kMapWords * kWarpSize}), 1u) * kWarpSize;
 }
 
-// Each of kWarps warps surveys every kWarps-th part, kAtOnce parts at once: these loads are all that takes
-// time, and `meanwhile` may issue others behind them. Whether the warp has seen slots more than once.
+// Writes the map. Each of kWarps warps surveys every kWarps-th part, kAtOnce of them at once. These loads
+// take all the time; `meanwhile` may issue others behind them. True: a lane saw a slot twice in a row.
 template <int kWarps, int kAtOnce, class Source, class Meanwhile>
 __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int lane, uint32_t map,
                                             Meanwhile&& meanwhile) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
   if (is_usual) [[likely]] {
 #pragma unroll 1
     while (true) {
-      uint32_t word = 0;  // lane i: of the i-th of the parts at once
+      uint32_t word = 0;  // lane i has that of the i-th part
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const bool is_slot = source.is_slot(entry[i], position(i));
@@ -161,7 +162,7 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
     };
 #pragma unroll 1
     while (part * size < length) {
-      constexpr int kFew = 4;  // positions of a window are code
+      constexpr int kFew = 4;  // finding a key by pages takes much code
       typename Source::Key key[kFew];
       unsigned ahead = part, in_ahead = in_part;
 #pragma unroll
@@ -186,7 +187,7 @@ __device__ __forceinline__ bool survey_keys(const Source& source, int warp, int 
   return __any_sync(kFullWarp, repeated);
 }
 
-// The n-th set bit of a mask that has more than n.
+// Returns the place of the n-th set bit. The mask has more than n.
 __device__ inline int nth_set_bit(uint32_t mask, int n) {
   int at = 0;
 #pragma unroll
@@ -200,14 +201,14 @@ struct MapInShared {
   uint32_t map;
   __device__ uint32_t operator[](unsigned part) const { return load_shared_4(map + part * 4); }
 };
-// A warp's copy: lane i has parts 2 i and 2 i + 1.
+// A warp's copy of a map: lane i has the words of parts 2 i and 2 i + 1.
 struct MapInLanes {
   uint32_t words[2];
   __device__ uint32_t operator[](unsigned part) const {
     return __shfl_sync(kFullWarp, part % 2 == 0 ? words[0] : words[1], part / 2);
   }
-  // The position of the key of this lane's rank, of parts of 32; -1 of a negative one. `before` keys lie
-  // before this lane's parts. It takes as long however many holes there are.
+  // Returns the position of this lane's rank in parts of 32, or -1 for a negative rank. `before` valid keys
+  // lie before this lane's parts. The time does not depend on the number of holes.
   __device__ __forceinline__ int find(int before, int rank) const {
     int owner = 0, first = 0;  // the last lane whose parts begin at or before this rank, and where they begin
 #pragma unroll
@@ -223,15 +224,15 @@ struct MapInLanes {
   }
 };
 
-// What a warp reads from a map.
+// The numbers that a warp reads from a map.
 struct KeySurvey {
   int num_keys;
   bool has_gaps;
-  int in_lane;  // valid keys of this lane's parts
+  int in_lane;  // valid keys in this lane's parts
   MapInLanes map;
 
   KeySurvey() = default;
-  // Of a list that has no others.
+  // The survey of a list without invalid keys.
   __device__ static KeySurvey of_valid(int num_keys) {
     KeySurvey survey{};
     survey.num_keys = num_keys;
@@ -242,7 +243,7 @@ struct KeySurvey {
     const uint2 both = load_shared_8(shared + lane * 8);
     map.words[0] = first < length ? both.x : 0;  // the words are written up to there
     map.words[1] = first + size < length ? both.y : 0;
-    unsigned end;  // of the lane's valid keys; beyond it where a part has gaps
+    unsigned end;  // this lane's valid keys end here; further on where a part has gaps
     if (size == kWarpSize) {
       in_lane = __popc(map.words[0]) + __popc(map.words[1]);
       const unsigned in_second = kWarpSize - __clz(map.words[1]), in_first = kWarpSize - __clz(map.words[0]);
@@ -262,7 +263,7 @@ struct KeySurvey {
   }
 };
 
-template <class Map>  // MapInShared where it stays there, else MapInLanes
+template <class Map>  // MapInShared if the map stays in shared memory, else MapInLanes
 class ValidKeys {
  public:
   ValidKeys() = default;
@@ -273,8 +274,8 @@ class ValidKeys {
   __device__ int num_keys() const { return num_keys_; }
   __device__ bool has_gaps() const { return has_gaps_; }
 
-  // The key of this lane's rank, which is below num_keys(); none of a negative rank. Of the lanes that want a
-  // key the first wants the lowest rank.
+  // Returns the key of this lane's rank, which is below num_keys(), or an invalid key for a negative rank.
+  // Among the lanes that want a key, the first must want the lowest rank.
   template <class Source>
   __device__ __forceinline__ typename Source::Key find(const Source& source, int rank) const {
     if (has_gaps_) [[unlikely]]
@@ -282,7 +283,7 @@ class ValidKeys {
     return source.at(rank);  // -1 as a position is past every end
   }
 
-  // Its position, in a row with gaps.
+  // Returns the position of a rank in a query with gaps.
   template <class Source>
   __device__ __forceinline__ int search(const Source& source, int rank) const {
     const int lane = threadIdx.x % kWarpSize;
@@ -294,7 +295,7 @@ class ValidKeys {
     bool searches = rank >= 0;
     const uint32_t who = __ballot_sync(kFullWarp, searches);
     const int lowest = __shfl_sync(kFullWarp, rank, __ffs(who) - 1);
-    // Of the pairs of parts that begin at or before this rank the last has it: those behind begin after it.
+    // The last pair of parts that begins at or before the lowest rank holds it.
     const int pair = __popc(__ballot_sync(kFullWarp, before_ <= lowest)) - 1;
     int before = __shfl_sync(kFullWarp, before_, pair);
 #pragma unroll 1

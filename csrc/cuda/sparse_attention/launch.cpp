@@ -1,4 +1,4 @@
-// Which slice of a kernel's instances has that of a plan.
+// Launches few_heads and many_heads by the slice of instances that has the plan's.
 #include <utility>
 
 #include "cuda/sparse_attention/plan.h"
@@ -21,7 +21,7 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream) {
   launch<Kernel::kManyHeads>(p, plan, stream, std::make_integer_sequence<int, MLA_SLICES_OF_MANY_HEADS>());
 }
-#else  // no plan names them
+#else  // no plan names these kernels
 void launch_few_heads(const SparseAttentionParams&, const Plan& plan, gpuStream_t) {
   throw no_such_kernel(plan);
 }

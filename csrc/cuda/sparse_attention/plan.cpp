@@ -16,9 +16,8 @@ constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts", 
 
 // ---- every GPU ------------------------------------------------------------------------------------------
 
-// A CTA of a query has at least two blocks of keys, or the merge would cost more than it saves. CTAs of 64
-// heads are alone on an SM: they are for queries enough to fill the SMs so. With batch_invariant the number
-// of heads changes nothing.
+// A CTA of a query has at least two blocks of keys; with fewer the merge costs more than it saves. CTAs of 64
+// heads are alone on an SM, and need enough queries to fill the SMs. With batch_invariant all have 32 heads.
 constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
 
 const Variant& portable_variant(int heads, KvPair layouts) {
@@ -26,9 +25,9 @@ const Variant& portable_variant(int heads, KvPair layouts) {
     if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, layouts)) return *v;
   return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
 }
-// How many CTAs the parts of `ctas` make at most. Two of up to 32 heads on an SM need 228 KB of shared
-// memory, as sm_90 to sm_110 have. On other GPUs of NVIDIA there is a second wave where the first would be
-// less than three quarters full.
+// Returns how many CTAs the splits of `ctas` CTAs should make. Two CTAs of up to 32 heads fit on an SM of 228
+// KB of shared memory (sm_90 to sm_110). Other NVIDIA GPUs get a second wave if the first would be less than
+// three quarters full.
 int64_t ctas_that_fill(const Variant& v, int64_t ctas, const Gpu& gpu) {
   const bool two_fit = v.heads < 64 && gpu.major >= 9 && gpu.major < 12;
   const int64_t wave = int64_t{gpu.num_sms} * (two_fit ? 2 : 1), in_first = wave / ctas * ctas;
@@ -56,12 +55,12 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
 
 // ---- sm_90 ----------------------------------------------------------------------------------------------
 
-// Grids stay far from 2^31.
+// These limits keep grids far below 2^31 CTAs.
 constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t{1} << 27;
 
-// A plan of batch_invariant follows from heads and keys alone. Where there are no segments a CTA of
-// few_heads has at least so many keys, with up to 16 heads and with more: each CTA pays for Q and for its
-// part of the merge. many_heads then has one CTA a query.
+// Without segments, heads, keys and layouts alone decide a plan of batch_invariant. A CTA of few_heads has at
+// least this many keys, with up to 16 heads and with more: each CTA pays for Q and for its part of the merge.
+// many_heads has one CTA a query.
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
@@ -77,8 +76,8 @@ Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
   return {variant(kernel, Schedule::kSplit, rows, p.layouts()), splits};
 }
 
-// The least time by the model. Where the last wave would be mostly empty, its queries go to a plan of their
-// own, which shares each among more CTAs.
+// Returns the split of least modelled time. If the last wave would be mostly empty, its queries get a plan of
+// their own, with more CTAs for each.
 Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
   const Priced all = cheapest_split(p, num_sms);
@@ -99,10 +98,10 @@ const Variant* walk_variant(const SparseAttentionParams& p) {
   return find_variant(kernel, Schedule::kWalk, heads, p.layouts());
 }
 
-// A walk of few heads keeps several queries on an SM: with far fewer queries, or few more, it would be half
-// empty, where several SMs can share a query instead. With 17 to 32 heads sharing is faster, and of bf16
-// rows bf16_tiles. More than 32 heads walk when each SM has six items: what lies between two of them is
-// hidden, but the first and the last.
+// Returns whether queries walk. A walk keeps several queries on an SM, and would leave it half empty with too
+// few; several SMs then share a query. With 17 to 32 heads sharing pays longer. Walks of more heads pay from
+// six items an SM on: they hide all but the first and the last end of an item. bf16 rows with more than 8
+// heads take bf16_tiles.
 bool walks(const SparseAttentionParams& p, int num_sms) {
   const bool fp8 = !is_bf16(p);
   const int octets = ceil_div(p.num_q_heads, kOctet);  // enough of them for an SM:
@@ -110,10 +109,10 @@ bool walks(const SparseAttentionParams& p, int num_sms) {
   const int most = !fp8 ? 1 : p.layouts().is_mixed() || p.has_entry_pages ? 4 : 16;
   return octets <= most && p.num_tokens * octets > enough * num_sms && walk_variant(p);
 }
-// Tiles are for bf16 rows, and for pairs of CTAs of more than 64 heads over dsv4 or FP4 entries, which
-// convert rows for each other. With fewer tiles of bf16 rows than half the SMs other kernels share a query
-// among SMs instead; tiles of neighbours with all their entries gain sooner. Up to 16 heads leave most of a
-// tile's rows empty, and pay with two queries an SM, until 8 heads walk.
+// Returns whether bf16_tiles takes the call: bf16 rows, or pairs of CTAs with more than 64 heads, which
+// convert FP8 rows for each other. With fewer tiles of bf16 rows than half the SMs, other kernels share a
+// query among SMs. Tiles of neighbours with all their entries gain sooner. Up to 16 heads leave most rows of
+// a tile empty: they pay with two queries an SM, until 8 heads walk.
 constexpr int64_t kTilesOfFewRows = 2;
 bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const bool pair = !is_bf16(p) && p.num_q_heads > 64 && !p.has_entry_pages &&
@@ -129,15 +128,15 @@ Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
   return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
 }
 
-// Decode in tiles of bf16_tiles: not with 17 to 32 heads. Pairs over FP8 rows keep invalid keys in their
-// places, so wide rows gain less than contexts lose.
+// Returns whether decode may take bf16_tiles: not with 17 to 32 heads. Pairs over FP8 rows do not skip
+// invalid keys: with wide rows full queries gain less than short contexts lose.
 constexpr int64_t kMostKeysOfPairs = 896;
 bool decodes_in_tiles(const SparseAttentionParams& p) {
   if (!is_bf16(p) && !p.layouts().is_mixed() && num_keys(p) > kMostKeysOfPairs) return false;
   return p.num_q_heads > 32 || p.num_q_heads <= 16;
 }
 
-// Two waves of 16 heads of two layouts, one CTA a query, are faster than their walk.
+// Over two layouts 16 heads in up to two waves, one CTA a query, are faster than their walk.
 constexpr int64_t kWavesBeforePairsWalk = 2;
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecode) {
@@ -149,7 +148,7 @@ Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecod
   return plan_split(op, p, num_sms);
 }
 
-// With batch_invariant that of decode: where a query is in a prompt and in a step, its bits are the same.
+// Prefill with batch_invariant takes decode's plan, so a query has the same bits in a prompt and in a step.
 Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return plan_decode(p, num_sms, Op::kPrefill);
   if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
@@ -176,8 +175,8 @@ Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
 
 // ---- architectures --------------------------------------------------------------------------------------
 
-// GPUs with kernels of their own, as far as these are built; all others, and what they do not read, take the
-// portable kernel.
+// GPUs with kernels of their own, as far as these are built. Other GPUs, and problems that `reads` refuses,
+// take the portable kernel.
 struct Architecture {
   int major;
   bool (*reads)(const SparseAttentionParams&);
@@ -195,7 +194,7 @@ const Architecture* own_kernels(const SparseAttentionParams& p, const Gpu& gpu) 
   return nullptr;
 }
 
-// Two CTAs of 64 heads each convert rows of codes for each other, by index or of windows.
+// bf16_tiles over FP8 rows needs two CTAs of a query, which convert rows for each other, and no entry pages.
 bool runs(const Variant& v, const SparseAttentionParams& p) {
   return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }
@@ -205,7 +204,7 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
   return p.num_tokens < kMaxSplitQueries && own_kernels(p, gpu) ? model::variant_of_lists(p) : nullptr;
 }
-// Of one launch.
+// Replaces a plan for some of the queries by one launch for all.
 Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
   return plan.queries > 0 ? cheapest_split(p, gpu.num_sms).plan : plan;
 }
@@ -217,11 +216,11 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   if (!v) return {};
   const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
   SparseAttentionParams without_room = p;
-  without_room.workspace_floats = 0;  // that is the lists'
+  without_room.workspace_floats = 0;  // the lists take it
   const Plan own = plan_sm90(op, without_room, gpu.num_sms);
   Sharing best{.tiles = {*v}, .alone = plan_alone(own, p, gpu)};
   const double alone_us = us_alone(own, p, gpu.num_sms);
-  const auto us_of_tiles = [&](double new_keys) {  // with so many keys of a query
+  const auto us_of_tiles = [&](double new_keys) {  // `new_keys`: keys of a tile, in those of one query
     SparseAttentionParams tiles = p;
     tiles.num_tokens = queries.count(), tiles.num_q_heads = v->heads;
     for (KvScope& scope : tiles.scopes)
@@ -275,7 +274,7 @@ int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   SparseAttentionParams with_room = p;
   if (!p.workspace) with_room.workspace_floats = INT64_MAX;
   const Plan first = plan(op, with_room, gpu);
-  if (first.variant.kernel == Kernel::kPortable && own_kernels(p, gpu)) return 0;  // of too many queries
+  if (first.variant.kernel == Kernel::kPortable && own_kernels(p, gpu)) return 0;  // too many queries
   const int64_t size = workspace_size(first, p);
   if (first.queries == 0) return size;
   with_room.num_tokens -= first.queries;
@@ -302,7 +301,7 @@ Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const 
 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
   if (wanted.kernel == name(Kernel::kPortable)) {
-    if (wanted.splits == 0) return plan_portable(p, gpu);  // its own
+    if (wanted.splits == 0) return plan_portable(p, gpu);  // its own choice
     return {portable_variant(wanted.heads, p.layouts()),
             static_cast<int>(std::clamp<int64_t>(wanted.splits, 1, kMaxPortableSplits))};
   }
@@ -314,7 +313,7 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
     const bool has_kernel = tiles || attends_to_queries(v) || variant_of_lists(p, gpu);
-    const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // asked for by no splits
+    const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // a test asks for that by 0 splits
     const bool shares_queries = split && v.kernel == Kernel::kFewHeads;
     const int most_splits = parts ? kMostQueryParts : shares_queries ? 16 : 1;
     const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;

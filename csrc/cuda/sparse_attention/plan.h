@@ -1,8 +1,8 @@
 #pragma once
-// The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks
-// at shapes only, never at lengths: a captured graph stays right when they change, and the result of a
-// query does not depend on what the other queries hold. But for queries that share keys: the bits of a tile
-// depend on its neighbours' keys, and where CTAs share tiles (sm90/many_heads/shares.cuh) on all lengths.
+// The only policy of sparse attention: which kernel runs a problem, and how it is cut into CTAs. It looks at
+// shapes, never at lengths. So a captured graph stays right when lengths change, and a query's result does
+// not depend on other queries' contents. Queries that share keys are an exception: the bits of a tile depend
+// on the keys of all its queries and, where CTAs share tiles (sm90/many_heads/shares.cuh), on all lengths.
 #include <algorithm>
 #include <bit>
 #include <concepts>
@@ -27,23 +27,23 @@ enum class Kernel {
   kBf16Tiles,  // sm90/bf16_tiles
 };
 enum class Schedule {
-  // A CTA takes one query and one block of heads, of few_heads a cluster of CTAs, which share its keys.
+  // A CTA takes one query and one block of heads. In few_heads a cluster of CTAs shares the query's keys.
   kSplit,
-  kWalk,  // the CTAs, about as many as SMs, go through the queries
-  // As kSplit, in segments of the keys whose results are the same bits whoever shares them.
+  kWalk,  // about as many CTAs as SMs go through the queries
+  // Like kSplit, but keys are dealt to runs: the result has the same bits whoever works on which run.
   kSegments,
-  // CTAs share a query without a cluster, of which fewer fit on a GPU than of CTAs alone: they meet in the
-  // workspace, in a second grid (sm90/many_heads/parts.cuh).
+  // CTAs share a query without a cluster, and a second grid adds up what they leave in the workspace. More of
+  // them fit on a GPU than of clusters (sm90/many_heads/parts.cuh).
   kParts,
-  // As kSegments, by CTAs without a cluster: the runs meet in the workspace, in a second grid.
+  // Like kSegments, but CTAs without a cluster leave their runs in the workspace for a second grid.
   kRuns,
 };
 
-// What a kernel reads, a set: each layout alone is a kind of rows, and each of kMixedPairs.
+// A set of the kinds of rows that a kernel reads. Each layout alone is a kind, and each of kMixedPairs.
 struct Rows {
-  uint32_t kinds = 0;  // a bit each
+  uint32_t kinds = 0;  // one bit per kind
 
-  static constexpr int kind(KvPair pair) {  // of a pair that can_attend
+  static constexpr int kind(KvPair pair) {  // the pair can_attend
     int i = kNumKvLayouts;
     if (!pair.is_mixed()) return static_cast<int>(pair.first);
     for (const KvPair& p : kMixedPairs)
@@ -74,19 +74,19 @@ inline constexpr Rows kBf16Rows = rows_in(Format::kBf16), kFp8Rows = rows_in(For
                       kFp8Pairs = pairs_in(Format::kE4m3fn),
                       kFnuzRows = rows_in(Format::kE4m3fnuz) | pairs_in(Format::kE4m3fnuz);
 inline constexpr Rows kDsv4Rows = rows_of(KvLayoutId::kDsv4);
-// FP8 layouts that were timed on Hopper. Of the others a schedule besides kSplit was never shown to gain.
+// FP8 layouts that were timed on Hopper. For the others no schedule but kSplit was shown to gain.
 inline constexpr Rows kTimedFp8Rows = rows_of(KvLayoutId::kDsv32, KvLayoutId::kDsv4, KvLayoutId::kDsv41);
-// GLM-5.3-Flash sends prompts of dsv32_nope.
+// Layouts that walk: GLM-5.3-Flash sends prompts of dsv32_nope.
 inline constexpr Rows kPromptRows = kTimedFp8Rows | rows_of(KvLayoutId::kDsv32Nope);
 
-// 8 heads of up to six queries, 16 of three: no query alone has as many.
+// Heads of a CTA that only tiles have: 8 heads of up to six queries, or 16 of three.
 inline constexpr int kHeadsOfTilesAlone = 48;
 
-// What of a kernel is known when it is compiled, besides the layout.
+// The choices that a kernel is compiled for, besides the layout.
 struct Variant {
   Kernel kernel;
   Schedule schedule;
-  int heads;      // of a CTA, at most
+  int heads;      // at most, in a CTA
   int producers;  // warps that gather
   Rows rows;
 
@@ -124,22 +124,23 @@ inline constexpr Variant kVariants[] = {
 
 struct Plan {
   Variant variant;
-  int splits = 1;  // CTAs that share the keys of a query: at most 16, of kPortable any number
-  int ctas = 0;    // of a walk, at most; else, if not 0, that share the keys of all tiles
-  // That it takes, the first ones, or 0: all. The rest gets a plan of its own, which is launched before.
+  int splits = 1;  // CTAs that share a query's keys: at most 16; any number in kPortable
+  int ctas = 0;    // kWalk: most CTAs of the grid. kSplit: CTAs that share the keys of all tiles, or 0
+  // Queries that this plan takes, the first ones; 0: all. The others get their own plan, launched before.
   int64_t queries = 0;
-  bool follows = false;  // the launch before is that of the rest
-  // The lists of all tiles of queries: this launch takes the tiles that have one, or of many_heads and
-  // few_heads the queries of those that have none.
+  bool follows = false;  // another launch of the call comes before this one, which does not need it
+  // The lists of all tiles of queries, or null. With takes_lists the launch takes the tiles that have a list.
+  // Without it few_heads and many_heads take the queries of tiles that have none.
   const int32_t* lists = nullptr;
   bool takes_lists = false;
-  int tile_queries = 1;  // of many_heads: neighbours whose heads are those of one item
-  // Of kSegments and kRuns: of a query at most, a power of two; blocks of a run at least, where a query has
-  // more than twice as many, or 0: as many as there are runs. Of kSegments splits divides it.
+  int tile_queries = 1;  // many_heads: neighbouring queries whose heads form one item
+  // kSegments, kRuns. A query has at most `segments` runs for each team: a power of two, in kSegments a
+  // multiple of splits. A run has at least run_blocks blocks if the query has more than twice as many; 0: as
+  // many as runs.
   int segments = 1, run_blocks = 1;
-  int most_runs = 1;  // of kRuns: of a query, whatever keys are valid
+  int most_runs = 1;  // kRuns: most runs of a query, whichever keys are valid
 };
-// Of kSegments: blocks that a run may have, of a query's `blocks`. There are as few runs as have no more.
+// The longest run, in blocks, of a query of `blocks` blocks. There are as few runs as this allows.
 MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
   int least = blocks > 2 * run_blocks ? run_blocks : 1;
   if (run_blocks == 0)
@@ -147,8 +148,8 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
   const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
   return share > least ? share : least;
 }
-// What a CTA leaves of a head for a second grid: its output as f16, a byte for each eight of that,
-// (base, sum), the largest logit. Of kRuns what it leaves of each run: output, (base, sum).
+// Floats that a CTA leaves of a head for a second grid: its output as f16, a byte of exponent for each eight
+// of that, (base, sum), the largest logit. In kRuns it leaves of each run: output, (base, sum).
 inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 3;
 inline constexpr int kFloatsOfRun = kHeadDimV + 2, kMostQueryParts = 8;
 const char* name(Kernel kernel);
@@ -156,41 +157,41 @@ const char* name(Schedule schedule);
 std::logic_error no_such_kernel(const Plan& plan);
 std::string to_string(const Plan& plan);  // "few_heads split, 16 heads, 2 CTAs a query, 4 producers"
 
-// Floats that the plan's splits leave for each other in global memory, and the plan with no more splits than
-// the workspace of `p` has room for.
+// workspace_size: floats that a plan's CTAs leave for each other in global memory. within_workspace: the plan
+// with no more splits than the workspace of `p` has room for.
 int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p);
 Plan within_workspace(Plan plan, const SparseAttentionParams& p);
 
 struct Gpu {
-  int major;  // of its compute capability; 0 of AMD's
+  int major;  // compute capability; 0 on AMD
   int num_sms;
 };
-// With what the workspace of `p` has room for, where another kernel needs none.
+// Plans that need more workspace than `p` has are left out where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-// Of the plans of all launches with all the room they want, or a caller's.
+// Floats for the plans of all launches: with all the room they want, or within a caller's workspace.
 int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
-// Of ragged attention, by the portable kernel, for requests that have at most `keys` together. The variant
-// depends on the heads of a request's queries and the layout alone: a number of splits gives the same bits in
-// any batch.
+// Plans ragged attention by the portable kernel, for requests that have at most `keys` together. The heads of
+// a request's queries and the layout alone decide the variant: a number of splits gives the same bits in any
+// batch.
 Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const Gpu& gpu);
 
-// The plan that a test asks for. Throws if there is no such variant, or if it does not run `p` on this GPU.
+// Returns the plan that a test asks for. Throws if there is no such variant, or if it does not run `p` here.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// Whether there is a kernel of queries that go alone.
+// True if the variant has a kernel for queries that go alone.
 constexpr bool attends_to_queries(const Variant& v) { return v.heads != kHeadsOfTilesAlone; }
 
-// Of many_heads, over FP8 pages with all entries of the past: with 8, 16 and 32 heads, and single queries
-// with any. An octet of heads is of one query.
+// True for kernels of tiles that attend to all entries of the past. Tiles of several queries have 8, 16 or 32
+// heads a query, single queries any number. All heads of an octet belong to one query.
 constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && !layouts.is_mixed() &&
          layouts.first == KvLayoutId::kDsv4;
 }
-// 1: each goes alone. Tiles count from the first token of the call; where all requests may have as many, most
-// sizes leave none with queries of two.
+// Queries of a tile; 1: each goes alone. Tiles count from the call's first token. Where all requests may have
+// equally many tokens, most sizes leave no tile with queries of two requests.
 inline int entry_tile_queries(const SparseAttentionParams& p) {
   const int heads = p.num_q_heads;
   if (!p.has_entry_pages || p.batch_invariant || (heads != 8 && heads != 16 && heads != 32)) return 1;
@@ -200,7 +201,7 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
   return static_cast<int>(ceil_div(each, ceil_div(each, most)));
 }
 
-inline int rows_of_entry_tile(const SparseAttentionParams& p) {  // of a CTA that takes one
+inline int rows_of_entry_tile(const SparseAttentionParams& p) {  // rows of a CTA that takes a tile
   const int rows = entry_tile_queries(p) * p.num_q_heads;
   return rows <= 32 ? 32 : rows <= 48 ? 48 : 64;
 }
@@ -212,30 +213,30 @@ inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
 inline bool shares_tiles(const Plan& plan) {
   return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0;
 }
-// Of CTAs that share all tiles (sm90/many_heads/shares.cuh); the table of their parts.
+// CTAs that share all tiles (sm90/many_heads/shares.cuh): most parts of a tile; the table of parts.
 inline constexpr int kMaxTileParts = 32;
 MLA_HD constexpr int64_t floats_of_parts_table(int64_t tiles) { return ceil_div(2 * tiles, int64_t{4}) * 4; }
 
 // ---- queries that share keys (ops/shared_keys.h) --------------------------------------------------------
 
-// The entries of a tile are hashed by up to 4 CTAs, which take 8192 each.
+// Up to 4 CTAs hash the entries of a tile: one for every 8192.
 inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartEntries;
 
-// Of many_heads: tiles of 32 and of 64 rows, over dsv4 also of 48.
+// True for kernels over lists: many_heads with 32 or 64 rows, over dsv4 also with 48.
 constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
   return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
          !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
 }
-// Two launches: the queries of tiles that have no list, then the others.
+// Two launches: the queries of tiles that have no list (`alone`), then the tiles.
 struct Sharing {
   Plan tiles, alone;
-  int most_shared = 256;  // 256ths of a tile's valid entries: a longer list does not pay
+  int most_shared = 256;  // the longest list that pays, in 256ths of a tile's valid entries
 };
-// None if sharing would not pay: that of lists, or of making them as well where `p` has none.
+// Returns none if sharing would not pay. The price includes making the lists where `p` has none.
 std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu);
-int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words, of all tiles
+int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words for all tiles
 
-// That a test asks for, if it asks for tiles; the others go alone as they would.
+// Returns what a test asks for, or none if it asks for no tiles. Other queries go alone as usual.
 std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAttentionParams& p,
                                       const Gpu& gpu);
 void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t* lists, gpuStream_t stream);
@@ -243,7 +244,7 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 
 inline bool is_window_alone(const SparseAttentionParams& p) { return p.is_window && p.num_scopes == 1; }
-// Whether neighbours in a request attend to mostly the same keys: windows, and entries by their pages.
+// True where neighbours in a request attend to mostly the same keys: windows, and entries by their pages.
 inline bool neighbours_share_keys(const SparseAttentionParams& p) {
   return is_window_alone(p) || p.has_entry_pages;
 }
@@ -262,8 +263,8 @@ void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStrea
 void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
-// An instance of a kernel: a variant over a layout or a pair that it reads. Kernels with many are compiled in
-// slices, each a translation unit (CMakeLists.txt): slice s has the instances s, s + kSlices, ...
+// An instance of a kernel is a variant over a layout or a pair that it reads. Kernels with many instances are
+// compiled in slices, each a translation unit (CMakeLists.txt): slice s has the instances s, s + kSlices, ...
 constexpr int instance_number(size_t variant, KvPair pair) {
   int number = 0;
   for (size_t i = 0; i < variant; ++i)
@@ -271,9 +272,9 @@ constexpr int instance_number(size_t variant, KvPair pair) {
   return number + std::popcount(kVariants[variant].rows.kinds & ((1u << Rows::kind(pair)) - 1));
 }
 
-// Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for what the plan and the
-// problem name, if the slice has it; the variant is an index of kVariants, without a second cache its layout
-// is that of the first. So a kernel is compiled for its rows of that table and what they read.
+// Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for the instance that plan and
+// problem name, if the slice has it. The variant is an index of kVariants, for whose rows a kernel is
+// compiled. Without a second cache both layouts are the first one's.
 template <Kernel kKernel, int kSlice, int kSlices, class Fn>
 bool with_variant_of_slice(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   const Variant& v = plan.variant;
@@ -300,7 +301,7 @@ template <Kernel kKernel, class Fn>
 void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
   if (!with_variant_of_slice<kKernel, 0, 1>(p, plan, fn)) throw no_such_kernel(plan);
 }
-// Whether the slice has the plan's instance, which then runs.
+// Runs the plan's instance if the slice has it, and returns whether it has.
 template <Kernel kKernel, int kSlice>
 bool launch_slice(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 

@@ -1,6 +1,6 @@
 #pragma once
-// Plans of shapes that this thread has planned lately. To make one takes up to some microseconds, as long as
-// the rest of a call on the host.
+// Remembers the plans of shapes that this thread planned lately. Making one takes up to some microseconds, as
+// long as the rest of a call on the host.
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace mla_fp8::gpu {
 
-// All that a plan is made from: plans look at nothing else.
+// Everything that a plan is made from: plans look at nothing else.
 inline auto shape_of(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   return std::tuple{op,
                     gpu.major,
@@ -32,7 +32,7 @@ inline auto shape_of(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
                     p.shared_keys != nullptr};
 }
 
-// `make(op, p, gpu)`, or what that gave before, if it is still kept.
+// Returns make(op, p, gpu), or its earlier result for the same shape if that is still kept.
 template <class Make>
 auto planned_once(Op op, const SparseAttentionParams& p, const Gpu& gpu, Make make) {
   const auto shape = shape_of(op, p, gpu);
@@ -41,8 +41,8 @@ auto planned_once(Op op, const SparseAttentionParams& p, const Gpu& gpu, Make ma
     decltype(make(op, p, gpu)) value;
   };
   constexpr size_t kPlaces = 31;
-  thread_local std::array<std::optional<Kept>, kPlaces> kept;  // of this `make`
-  // By what differs from call to call of a model.
+  thread_local std::array<std::optional<Kept>, kPlaces> kept;  // results of this `make`
+  // The place follows from what differs between a model's calls.
   const int64_t mixed = p.num_tokens * 31 + num_keys(p) * 7 + p.num_q_heads * 3 + static_cast<int>(p.layout);
   std::optional<Kept>& place = kept[static_cast<size_t>(mixed) % kPlaces];
   if (!place || place->shape != shape) place.emplace(Kept{shape, make(op, p, gpu)});

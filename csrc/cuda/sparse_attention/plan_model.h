@@ -1,5 +1,5 @@
 #pragma once
-// The model of time on sm_90, on H200s and H100s: a CTA's work, and its price (prices.h).
+// The model of time on sm_90 (H100 and H200): the work of a launch, times prices (prices.h).
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -9,10 +9,10 @@
 
 namespace mla_fp8::gpu::model {
 
-inline constexpr int kOctet = 8;  // heads: the least that a CTA takes
+inline constexpr int kOctet = 8;  // fewest heads of a CTA
 
-// What a CTA reads: rows of one layout in FP8 or in bf16, or of two; or FP8 rows for a tile of neighbours,
-// with a CTA for each, with all CTAs for all, or over its list.
+// The rows that a CTA reads: a query's in FP8, in bf16, or in two layouts; or FP8 rows for a tile of queries.
+// Tiles have a CTA each, share all CTAs, or have lists.
 enum class Reads { kFp8, kBf16, kPair, kTiles, kSharedTiles, kLists };
 
 struct Price {
@@ -23,21 +23,21 @@ struct Price {
   struct Of {
     double wave_us, key_ns, byte_ps = 0, cluster_us = 0, run_us = 0, wait_us = 0, leave_us = 0;
   } of;
-  // What is added between an engine's other kernels, which leave nothing of ours in the instruction caches.
-  // Rows with values in bf16 (dsv4) take more code.
+  // us added between an engine's other kernels, which leave nothing of ours in the instruction caches. Rows
+  // with values in bf16 (dsv4) take more code.
   struct {
     double fp8_values = 0, bf16_values = 0;
   } cold_us = {};
 };
-// The longest CTA in each wave, or what a field says.
+// The work of a launch. A field counts the longest CTA in each wave, unless it says otherwise.
 struct Work {
   double waves = 1, keys = 0;
-  double bytes = 0;      // of all queries' rows
+  double bytes = 0;      // rows of all queries
   double clusters = 0;   // 1 where CTAs share a query in a cluster
-  double runs = 0;       // of a team; CTAs that share a tile
+  double runs = 0;       // runs of a team; for shared tiles: CTAs of a tile
   double waits = 0;      // results that wait in local memory
-  double leaves = 0;     // CTAs or runs that leave a result for a second grid, by SMs
-  double others_us = 0;  // what has no price of its own
+  double leaves = 0;     // results left for a second grid, for each SM
+  double others_us = 0;  // us without a price of its own
 };
 inline double us_of(const Price& price, const Work& w) {
   const auto& of = price.of;
@@ -55,7 +55,7 @@ inline Reads reads_of(const SparseAttentionParams& p) {
 inline double cold_us(const Price& price, const SparseAttentionParams& p) {
   return kv_layout(p.layout).nope_dim < kHeadDimV ? price.cold_us.bf16_values : price.cold_us.fp8_values;
 }
-inline double bytes_of_keys(const SparseAttentionParams& p) {  // of all queries
+inline double bytes_of_keys(const SparseAttentionParams& p) {  // rows of all queries
   double bytes = 0;
   for (int i = 0; i < p.num_scopes; ++i)
     bytes += static_cast<double>(p.scopes[i].topk) *
@@ -71,7 +71,7 @@ inline SparseAttentionParams with_a_quarter_of_keys(SparseAttentionParams p) {
   return p;
 }
 
-// The variant like this that reads the layouts.
+// Returns the variant with these traits that reads the layouts, or null.
 inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
   const auto is_it = [&](const Variant& v) {
     return v.kernel == kernel && v.schedule == schedule && v.heads == heads && v.reads(layouts);
@@ -85,7 +85,7 @@ inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPai
   return *found;
 }
 
-// Clusters of so many CTAs that are resident at once: 132, 66, 30, 17, 15 and 7 on 132 SMs.
+// Clusters of each size that are resident at once: 132, 66, 30, 17, 15 and 7 on 132 SMs.
 struct ClusterSize {
   int ctas;
   double per_sm;
@@ -104,7 +104,7 @@ inline int block_keys(const Price& c) { return c.heads == kOctet ? 32 : 64; }
 // ---- segments: the runs of a query follow from its heads and its valid keys (sm90/segments.cuh) --------
 
 inline constexpr int kSegmentsOfQuery = 8;
-// Blocks of a run at least (plan.h). Of more than 32 heads a result that waits costs as much as several
+// Fewest blocks of a run (plan.h). With more than 32 heads a result that waits costs as much as several
 // blocks.
 inline int run_blocks(const SparseAttentionParams& p) { return p.num_q_heads <= 32 ? 2 : 0; }
 inline int64_t num_blocks(const SparseAttentionParams& p, int block_keys) {
@@ -115,7 +115,7 @@ inline int64_t num_runs(const SparseAttentionParams& p, int64_t blocks, int most
       longest_run(static_cast<int>(blocks), run_blocks(p), std::countr_zero(static_cast<unsigned>(most)));
   return std::max<int64_t>(ceil_div(blocks, int64_t{longest}), 1);
 }
-// Of kRuns, however many keys are valid: fewer may be dealt to more runs.
+// Most runs of a query in kRuns, whichever keys are valid: fewer blocks may be dealt to more runs.
 inline int most_runs(const SparseAttentionParams& p) {
   const int64_t blocks = num_blocks(p, 64);
   if (blocks > kMostQueryParts * kMostQueryParts) return kSegmentsOfQuery;
@@ -126,13 +126,13 @@ inline int most_runs(const SparseAttentionParams& p) {
 
 // ---- time ----------------------------------------------------------------------------------------------
 
-inline constexpr double kUsPerByteAgain = 0.02e-6;  // from the L2, for each further block of heads
+inline constexpr double kUsPerByteAgain = 0.02e-6;  // rows read again from L2 by each further block of heads
 inline constexpr int kMinKeysPerCta = 96;
-// What the last round of a walk takes of a full one, with up to half of all places and with more: a query
-// that has an SM nearly for itself takes longer than its share.
+// The last round of a walk takes this share of a full one, with up to half of all places filled and with
+// more: a query that has an SM nearly for itself takes longer than its share.
 inline constexpr double kHalfRound = 0.62, kLastRound = 0.92;
 
-// Of all queries by that plan.
+// Returns the work of all queries by a plan.
 inline Work work_of(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
   const int ctas = plan.splits;
   const int64_t keys = num_keys(p), head_blocks = ceil_div(p.num_q_heads, c.heads);

@@ -1,5 +1,5 @@
 #pragma once
-// Choices on sm_90 by the model of time: how many CTAs share a query, how, and which queries share a CTA.
+// Chooses plans on sm_90 by modelled time: how many CTAs share a query, how, and which queries share a CTA.
 #include <algorithm>
 #include <iterator>
 #include <optional>
@@ -12,11 +12,11 @@ namespace mla_fp8::gpu::model {
 
 struct Priced {
   Plan plan;
-  double us = 1e30, there_us = 1e30;  // alone, between an engine's other kernels
+  double us = 1e30, there_us = 1e30;  // alone; between an engine's other kernels
   const Price* price = nullptr;
 };
 
-// The price of a CTA with room for so many heads.
+// Returns the price of the smallest CTA with room for `heads`.
 inline const Price& price_of(Kernel kernel, Schedule schedule, Reads reads, int heads) {
   return *std::find_if(std::begin(kPrices), std::end(kPrices), [&](const Price& c) {
     return c.kernel == kernel && c.schedule == schedule && c.reads == reads && c.heads >= heads;
@@ -39,7 +39,7 @@ void for_each_split(const SparseAttentionParams& p, Fn&& fn) {  // fn(price, pla
       if (size.ctas == 1 || c.kernel == Kernel::kFewHeads) fn(c, Plan{v, size.ctas});
   });
 }
-// The least time between an engine's other kernels.
+// Returns the split of least time between an engine's other kernels.
 inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
   Priced best;
   for_each_split(p, [&](const Price& c, const Plan& plan) {
@@ -49,11 +49,11 @@ inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
   return best;
 }
 
-// Two launches for the queries of one: what the second adds (3 to 16 us more than the two take alone, least
-// with many queries), and what they may take together, of one.
+// Two launches in place of one. The second adds kNextLaunchUs (measured: 3 to 16 us, least with many
+// queries). Together they may take kMostOfOneLaunch of the one.
 inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
-// The first queries in full waves, the rest in a launch of its own, which takes rest_us(the rest): in less
-// than `most_us`, or plan.queries is 0.
+// Returns a plan for the first queries in full waves; a launch for the rest takes rest_us(the rest). Its
+// `queries` is 0 if no two launches together take less than `most_us`.
 template <class Fn>
 Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms, Fn&& rest_us) {
   Priced best{{}, most_us};
@@ -70,11 +70,11 @@ Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num
 
 // ---- CTAs that share a query of many_heads meet in a second grid ---------------------------------------
 
-// What full rows, which count twice, and such with a quarter of their keys may take in the mean of the time
-// of the plan without parts. few_heads takes so much less over one layout than its prices say: it fetches
-// early.
+// Parts may take kMostOfOthers of the time of the plan without parts: in the mean of a query with all its
+// keys, which counts twice, and of one with a quarter. few_heads over one layout fetches early, and takes
+// kFewHeadsLessUs less than its prices say.
 inline constexpr double kMostOfOthers = 1.01, kFewHeadsLessUs = 0.7;
-// Two CTAs of 32 heads with many keys, or of many queries, lose to CTAs of 64.
+// Two CTAs of 32 heads lose to CTAs of 64 with many keys or many queries.
 inline constexpr int kLeastParts = 2;
 inline constexpr int64_t kMostKeysOfTwoParts = 768, kMostQueriesOfTwoParts = 31;
 inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
@@ -85,19 +85,19 @@ inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
 }
 
 constexpr bool leaves_parts(Schedule s) { return s == Schedule::kParts || s == Schedule::kRuns; }
-// That the CTAs of all queries leave.
+// Floats that the CTAs of all queries leave.
 inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan) {
   const int64_t of_head = plan.variant.schedule == Schedule::kRuns ? plan.most_runs * kFloatsOfRun
                                                                    : plan.splits * kFloatsOfQueryPart;
   return p.num_tokens * align_up(p.num_q_heads, plan.variant.heads) * of_head;
 }
-// Whether heads and queries leave room for parts or runs: without it nobody need ask for a plan.
+// True if heads and queries leave room for parts or runs.
 inline bool may_leave_parts(Op op, const SparseAttentionParams& p, int num_sms) {
   return (op == Op::kDecode || !p.batch_invariant) && !p.is_window && p.num_q_heads > 16 &&
          kLeastParts * p.num_tokens * ceil_div(p.num_q_heads, 64) <= num_sms;
 }
 
-// In place of another plan, or none.
+// Returns a plan with parts that beats `other`, or none.
 inline std::optional<Priced> plan_parts(Op op, const SparseAttentionParams& p, const Priced& other,
                                         int num_sms) {
   if (!may_leave_parts(op, p, num_sms)) return {};
@@ -125,10 +125,10 @@ inline std::optional<Priced> plan_parts(Op op, const SparseAttentionParams& p, c
 
 // ---- batch_invariant over FP8 rows of one layout -------------------------------------------------------
 //
-// Who works on the segments of a query changes no bits (sm90/segments.cuh): neither how many CTAs share a
-// query, nor in many_heads how many of its heads a CTA takes. So the batch may say both.
+// Who works on a query's segments changes no bits (sm90/segments.cuh): neither how many CTAs share it, nor in
+// many_heads how many of its heads a CTA takes. So the batch may decide both.
 
-// Whether the CTAs of a query, as many as a test asks for, can have its segments: in a cluster all as many.
+// True if `splits` CTAs can share the segments of a query: in a cluster all take equally many.
 inline bool can_share_segments(const Variant& v, int splits) {
   return v.schedule == Schedule::kRuns || (splits > 0 && kSegmentsOfQuery % splits == 0);
 }
@@ -136,8 +136,8 @@ inline void deal_runs(const SparseAttentionParams& p, Plan& plan) {
   plan.segments = kSegmentsOfQuery, plan.run_blocks = run_blocks(p), plan.most_runs = most_runs(p);
 }
 
-// None where there are no segments. Rows may be full or have few valid keys: what counts is how much longer
-// both take than they could, full ones, which count twice, and a quarter of one.
+// Returns none if there are no segments. A query with all its keys, which counts twice, and one with a
+// quarter should both take little longer than their fastest plans.
 inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, int num_sms) {
   const int64_t room =
       std::min(p.workspace_floats, sparse_attention_floats(p.num_tokens, p.num_q_heads, num_sms, true));
@@ -146,7 +146,7 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
   const SparseAttentionParams quarter = with_a_quarter_of_keys(p);
   Plan dealt{};
   deal_runs(p, dealt);
-  const auto each = [&](auto&& fn) {  // fn(plan, us of full rows, of a quarter)
+  const auto each = [&](auto&& fn) {  // fn(plan, us with all keys, with a quarter)
     const auto tell = [&](const Price& c, const Variant& v, int ctas) {
       Plan plan = dealt;
       plan.variant = v, plan.splits = ctas;
@@ -181,13 +181,13 @@ inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, 
 // ---- tiles of neighbours that attend to all entries ----------------------------------------------------
 
 inline constexpr int64_t kMaxKeys = int64_t{1} << 26;  // positions stay far from 2^31
-// What queries alone take longer than their prices say: their CTAs survey all pages of a query.
+// us per key that queries alone take beyond their prices: their CTAs survey all pages of a query.
 inline constexpr double kUsOfPagePerKey = 1.1e-3;
-// What tiles that all CTAs share may take of tiles with as many CTAs each, whose lengths are seldom equal;
-// and what tiles may take of their queries' time alone.
+// Tiles that all CTAs share may take kMostOfEqualTiles of tiles with a CTA each, whose lengths are seldom
+// equal. Those may take kMostOfQueriesAlone of their queries' time alone.
 inline constexpr double kMostOfEqualTiles = 1.05, kMostOfQueriesAlone = 0.95;
 
-// Tiles as queries with the heads of a variant. A tile that requests end in has the keys of each.
+// The problem with tiles as queries. A tile in which requests end has the keys of several.
 inline SparseAttentionParams as_tiles(SparseAttentionParams p) {
   const int queries = entry_tile_queries(p);
   const int64_t requests = std::max<int64_t>(p.window.num_requests, 1);
@@ -204,7 +204,7 @@ inline const Variant* variant_of_tiles(const SparseAttentionParams& p) {
   return v && attends_to_tiles(*v, p.layouts()) ? v : nullptr;
 }
 
-// Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs as it has keys. The parts
+// Tiles whose keys all SMs share: no wave is partly empty, and a request gets SMs as it has keys. The parts
 // meet in the workspace, in a second launch.
 inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   const Variant* const v = variant_of_tiles(p);
@@ -219,7 +219,7 @@ inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   return {plan, us_of(price, {.keys = static_cast<double>(ceil_div(keys, parts)),
                               .runs = static_cast<double>(parts)})};
 }
-// A CTA for each. None if queries go alone.
+// Tiles with a CTA each. Without tiles the time stays infinite.
 inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
   const Variant* const v = variant_of_tiles(p);
   const int queries = entry_tile_queries(p);
@@ -233,11 +233,11 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 
 // ---- queries that share keys (ops/shared_keys.h) -------------------------------------------------------
 
-// What a query brings that those of its tile before it have not, of its keys: what a tile is priced at.
+// The share of its keys that a query adds to those of its tile before it, as tiles are priced.
 inline constexpr double kLikelyNew = 0.1;
-// The launch for queries that go alone, if there are none.
+// us of the launch for queries that go alone, if there are none.
 inline constexpr double kNobodyAloneUs = 4.0;
-// What a call that makes lists takes longer, and for an entry that an SM's CTAs look at.
+// us that making lists adds to a call, and adds for each entry that an SM's CTAs look at.
 inline constexpr double kListsUs = 3.0, kListsUsPerEntry = 1.4e-3;
 inline double us_of_lists(const SparseAttentionParams& p, int num_sms) {
   const SharedKeysShape shape(p);
@@ -245,12 +245,11 @@ inline double us_of_lists(const SparseAttentionParams& p, int num_sms) {
   const double of_sm = std::max(static_cast<double>(ctas) / num_sms, 1.0);
   return kListsUs + kListsUsPerEntry * of_sm * static_cast<double>(shape.entries);
 }
-// What a tile may take of its queries alone.
+// A tile may take this share of the time of its queries alone.
 inline constexpr double kMostOfAlone = 1.25;
-// What split queries take for a byte where they are more than a wave: most rows come while others are
-// worked on.
+// ps per byte of split queries that are more than a wave: most rows come while others are worked on.
 inline constexpr double kSeenPsPerByte = 0.03;
-// The call without groups.
+// us of the call without groups.
 inline double us_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
   const Variant& v = plan.variant;
   if (v.schedule != Schedule::kSplit)
@@ -261,7 +260,7 @@ inline double us_alone(const Plan& plan, const SparseAttentionParams& p, int num
   return us - std::max(all.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p);
 }
 
-// Of many_heads over lists, with room for a tile's heads; null where it cannot be.
+// Returns the variant of many_heads over lists with room for a tile's heads, or null.
 inline const Variant* variant_of_lists(const SparseAttentionParams& p) {
   const int heads = p.num_q_heads;
   if (p.query_groups < 2 || p.num_tokens < 2 || p.is_window || p.batch_invariant ||

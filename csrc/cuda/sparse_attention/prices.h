@@ -1,12 +1,12 @@
 #pragma once
-// What a CTA costs on sm_90: coefficients of model::us_of. benchmarks/fit_prices.py writes rows for which it
+// Prices of a CTA on sm_90: coefficients of model::us_of. benchmarks/fit_prices.py writes rows for which it
 // has forced plans; docs/notebook/kernels/plans.md says what the others were fitted to.
 #include "cuda/sparse_attention/plan_model.h"
 
 namespace mla_fp8::gpu::model {
 
-// Kernel, schedule, heads, rows; then us of a wave, ns of a key, ps of a byte, us of a cluster, of a run,
-// of a result that waits, of what all CTAs leave; us of cold code, of values in FP8 and in bf16.
+// Kernel, schedule, heads, rows; us per wave, ns per key, ps per byte; us per cluster, per run, per result
+// that waits, per result left; us of cold code with FP8 values and with bf16 values.
 inline constexpr Price kPrices[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kFp8, {6.6, 11.8, 0.14, 1.2}, {0.5, 2.2}},
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kBf16, {7.6, 17.3, 0.14, 0.8}},

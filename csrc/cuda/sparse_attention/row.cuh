@@ -1,5 +1,5 @@
 #pragma once
-// What a cached row looks like once it is in shared memory, per layout; its scales; its bytes as fragments.
+// A cached row in shared memory, for each layout: where its dims and scales lie, and its bytes as fragments.
 #include <cstdint>
 
 #include "common/kv_layout.h"
@@ -7,7 +7,7 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kChunkDims = 64;  // of V
+inline constexpr int kChunkDims = 64;  // dims of a chunk of V
 inline constexpr int kNumChunks = kHeadDimV / kChunkDims;
 
 // A latent is kFp8Dims e4m3 (or e2m1) elements, then kBf16Dims bf16 elements; either may be absent.
@@ -15,8 +15,8 @@ template <KvLayoutId kId>
 struct Row {
   static constexpr KvLayout kL = kv_layout(kId);
   static constexpr bool kMixed = false;  // sm90/mixed_row.cuh
-  static constexpr int kExpanders = 0;   // of a CTA
-  static constexpr int kTableBytes = 0;  // behind a stage's rows
+  static constexpr int kExpanders = 0;   // warps of a CTA that expand rows
+  static constexpr int kTableBytes = 0;  // bytes behind a stage's rows
   static constexpr bool kUniformFp8 = kL.scale_format == ScaleFormat::kPerLayer;
   static constexpr int kDims = kL.head_dim_qk();
   static constexpr int kFp8Dims = kL.nope_format == Format::kBf16 ? 0 : kUniformFp8 ? kDims : kL.nope_dim;
@@ -31,7 +31,7 @@ struct Row {
 
   static constexpr int kBytes = kL.token_stride();  // one copy per key
   static constexpr int kScaleOffset = kScalesApart ? kBytes : kL.nope_bytes();
-  // An odd multiple of 16 bytes: the 8 rows of an ldmatrix then fall into different banks.
+  // An odd multiple of 16 bytes lets the 8 rows of an ldmatrix fall into different banks.
   static constexpr int kPitch = (align_up(kBytes + (kScalesApart ? kL.scale_bytes() : 0), 16) | 16);
 
   // The first chunks of V are e4m3, the rest bf16.
@@ -53,7 +53,7 @@ struct RowScales {
   static_assert(R::kNumScales == 0 || (kPacked ? kWords == 2 || kWords == 4 : R::kNumScales == 4),
                 "load reads 8 or 16 bytes of ue8m0, or 16 of f32");
 
-  // ue8m0 255 is NaN, and becomes infinity below.
+  // True if a scale is NaN (ue8m0 255), which operator[] turns into infinity.
   __device__ bool nan() const {
     uint32_t any = 0;
 #pragma unroll
@@ -89,7 +89,7 @@ struct RowScales {
     return scales.nan();
   }
 
-  // Those of tiles t, t + 4, ...: lanes 4g .. 4g + 3 have all of a key's. 0 where there is none.
+  // The scale of tile 4 i + t, or 0 past the last one: lanes 4g .. 4g + 3 have all scales of a key.
   static constexpr int kPerLane = (R::kNumScales + 3) / 4;
   __device__ float of_lane(const uint8_t* row, int i, int t) const {
     if (4 * i + t >= R::kNumScales) return 0.0f;
@@ -97,7 +97,7 @@ struct RowScales {
     else return read(row, 4 * i + t);
   }
 
-  // One of them alone.
+  // One scale, read alone.
   __device__ static float read(const uint8_t* row, int tile) {
     if constexpr (R::kL.scale_format == ScaleFormat::kF32)
       return reinterpret_cast<const float*>(row + R::kScaleOffset)[tile];
@@ -105,14 +105,14 @@ struct RowScales {
   }
 };
 
-// A fragments of 32 e4m3 dims: two k-steps of 16.
+// Converts 32 e4m3 dims of K to A fragments: two k-steps of 16.
 __device__ inline void convert_keys(const uint32_t (&bytes)[4], uint32_t (&a0)[4], uint32_t (&a1)[4]) {
   e4m3_to_f16(bytes[0], a0[0], a0[2]);
   e4m3_to_f16(bytes[1], a0[1], a0[3]);
   e4m3_to_f16(bytes[2], a1[0], a1[2]);
   e4m3_to_f16(bytes[3], a1[1], a1[3]);
 }
-// A fragments of 32 e4m3 value dims, read as pairs of bytes: rows g and g + 8 of a tile are dims 2g, 2g + 1.
+// Converts 32 e4m3 dims of V, read as byte pairs: rows g, g + 8 of a tile of A fragments are dims 2g, 2g + 1.
 __device__ inline void convert_values(const uint32_t (&bytes)[4], uint32_t (&a0)[4], uint32_t (&a1)[4]) {
   const auto pair_tokens = [](uint32_t x) { return __byte_perm(x, 0, 0x3120); };
   e4m3_to_f16(pair_tokens(bytes[0]), a0[0], a0[1]);
