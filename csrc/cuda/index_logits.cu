@@ -1,4 +1,5 @@
-// index_logits on CUDA: a CTA for a unit (rows of a request, indexer/rows.cuh) and kPieceColumns columns.
+// index_logits on CUDA. A CTA computes the logits of a unit (rows of a request, indexer/rows.cuh) for
+// kPieceColumns columns.
 
 #include "ops/index_logits.h"
 
@@ -63,7 +64,7 @@ void index_logits(const IndexLogitsParams& p, gpuStream_t stream) {
                          p.problem.keys.list.elements ? 1 : index_group_rows(p.problem.queries.num_heads)});
 }
 
-// The logits of what was chosen: positions are a list of entries.
+// Writes the logits of the positions that index_topk chose: each row's positions are its list of entries.
 void index_scores(const IndexTopkParams& p, gpuStream_t stream) {
   IndexLogitsParams logits{p.problem, p.topk, p.scores, p.scores_stride_row};
   logits.problem.keys.list = {.elements = p.positions,

@@ -1,5 +1,5 @@
-// index_logits on Hopper: a CTA for a unit and some tiles of its keys. Its logits are those that the scan of
-// index_topk sees (indexer/sm90.cuh).
+// index_logits on Hopper. A CTA computes the logits of a piece of a unit: some tiles of its columns. Scan and
+// index_logits share their arithmetic (indexer/sm90.cuh), so index_topk sees the same logits.
 
 #include <algorithm>
 #include <cmath>
@@ -15,12 +15,12 @@ namespace {
 
 using namespace sm90_index;
 
-constexpr int kMostPieceTiles = 32;  // of a CTA of index_logits
+constexpr int kMostPieceTiles = 32;  // of a CTA
 
 struct Sm90LogitsArgs {
   KeyBoxes boxes;
   IndexLogitsArgs logits;
-  int unit_stride;  // rows from one that may begin a unit to the next
+  int unit_stride;  // rows between those that may begin a unit
   int piece_columns;
 };
 
@@ -90,7 +90,7 @@ void index_logits_sm90(const IndexLogitsParams& p, gpuStream_t stream) {
   const int unit_stride = are_even ? group_rows : 1;
   const int64_t units = (rows.num_rows + unit_stride - 1) / unit_stride;
   const int64_t tiles = (p.width + kTileKeys - 1) / kTileKeys;
-  const int64_t piece_tiles =  // a few pieces to a multiprocessor
+  const int64_t piece_tiles =  // about four pieces for each multiprocessor
       std::clamp<int64_t>(units * tiles / (4 * num_processors()), 1, kMostPieceTiles);
   const int64_t pieces = (tiles + piece_tiles - 1) / piece_tiles;
   const bool is_fp4 = has_fp4_keys(p.problem);

@@ -1,4 +1,4 @@
-// The scan of index_topk on Hopper (indexer/sm90_scan.cuh), in four slices for the compiler.
+// The kernels of index_topk's scan on Hopper (indexer/sm90_scan.cuh), compiled as four slices.
 #include "cuda/indexer/sm90_scan.cuh"
 
 #include "cuda/device/launch.cuh"

@@ -1,5 +1,5 @@
-// index_topk on Hopper: its merge, and a kernel that clears what CTAs count (indexer/sm90.cuh). The scan
-// between them is in index_scan_sm90.cu.
+// index_topk on Hopper: decides how a call is scanned and merged (words: indexer/rows.cuh), and launches a
+// kernel that clears counters, the scan (index_scan_sm90.cu) and the merge. Times and limits are of an H200.
 
 #include <algorithm>
 #include <cmath>
@@ -18,22 +18,21 @@ using namespace sm90_index;
 
 constexpr int kClearThreads = 256;
 constexpr int kFewRows = 4, kNearKeysOfFew = 64 * 1024;
-constexpr int kTilesOfShortPrompts = 24;  // whose keys may have room, as those of 4096 rows of 4 K have
+constexpr int kTilesOfShortPrompts = 24;  // their keys may have room, as those of 4096 rows of 4 K have
 
 struct ClearArgs {
   uint8_t* begin;
-  int64_t pieces;  // of sixteen bytes
+  int64_t pieces;  // sixteen bytes each
 };
-// Whether drafts are units of one row: one is chosen for by all consumers of a CTA, two by half of them each,
-// and keys that are read twice come from the L2. That pays where contexts are short: where tables have no
-// room for others, and for so few rows whatever room there is.
+// Whether each draft is a unit of one row. Then all consumers of a CTA choose for it, not half of them; but
+// keys are read again, from the L2. That pays for short contexts (by width of tables), and up to six rows.
 bool are_rows_alone(const IndexRows& rows, int num_heads, bool is_fp4) {
   constexpr int64_t kMostRows = 6, kMostTiles = 80, kMostRowTiles = 2304;
   if (rows.k_start || rows.query_start_loc || num_heads <= 32 || is_fp4) return false;
   const int64_t tiles = (rows.num_columns + kTileKeys - 1) / kTileKeys;
   return rows.num_rows <= kMostRows || (tiles <= kMostTiles && rows.num_rows * tiles <= kMostRowTiles);
 }
-// Drafts of a request read the same keys: two to four units of them do so together.
+// Lanes of CTAs: two to four units of a request read the same keys, so their CTAs do that side by side.
 int unit_lanes(const IndexRows& rows, int group_rows, int num_ctas) {
   if (rows.k_start || rows.query_start_loc) return 1;
   const int64_t units = (rows.next_n + group_rows - 1) / group_rows;
@@ -42,7 +41,7 @@ int unit_lanes(const IndexRows& rows, int group_rows, int num_ctas) {
 
 }  // namespace
 
-// Zeros for the counters of the scan and the merge behind it.
+// Clears counters of the scan and of the merge behind it.
 __global__ void __launch_bounds__(kClearThreads)
     index_clear_sm90_kernel(const __grid_constant__ ClearArgs args) {
   let_next_grid_come();
@@ -78,13 +77,13 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
   const int64_t lane_ctas = own.num_ctas / lanes, units = own.places.count;
   const bool may_be_uniform =
       !rows.k_start && !rows.query_start_loc && units <= std::min<int64_t>(lane_ctas, kGroup);
-  const bool publishes = own.block_keys != nullptr;  // then chunks of all keys pass through shared memory
+  const bool publishes = own.block_keys != nullptr;  // all keys then pass through shared memory, in chunks
   const auto unit_shares = static_cast<int32_t>(may_be_uniform ? lane_ctas / units : 0);
-  own.list_rows = own.group_rows;  // of lists of what is chosen
+  own.list_rows = own.group_rows;  // a list for each row of a unit
   own.tile_keys = kTileKeys;
   const int64_t jobs = num_merge_jobs(own);
-  // Clusters of such a size run at once on an H200, of which a multiprocessor has room for one block. More
-  // jobs are blocks alone.
+  // How many clusters of a size run at once on an H200, with one block on a multiprocessor. More jobs than
+  // 132 are blocks alone.
   constexpr struct {
     int size, at_once;
   } kClusters[] = {{8, 15}, {4, 30}, {3, 39}, {2, 66}, {1, 132}};
@@ -92,11 +91,11 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
                                       [&](const auto& c) { return jobs <= c.at_once; });
   const bool are_alone = jobs > cluster.at_once;
   const int entries = merge_entries(are_alone);
-  // More keys of a row have no room in shared memory. Few rows that are counted are faster without it, too.
+  // Columns of a row that have room in shared memory. Few rows count their keys earlier: that is faster.
   const int room = cluster.size * std::min(2 * entries, ThreadKeys::most(kMergeThreads));
   const bool are_few = own.group_rows == 1 && num_heads > 32 && !is_fp4 && rows.num_rows <= kFewRows;
   const int near_keys = are_few ? std::min(room, kNearKeysOfFew) : room;
-  // Where CTAs count: in the caller's counters, or behind all else in the workspace.
+  // Counters lie in the caller's memory, or at the end of the workspace.
   const int64_t arrival_bytes = own.num_ctas * int64_t{sizeof(IndexArrivals)},
                 all_bin_bytes = rows.num_rows * int64_t{sizeof(IndexRowBins)};
   const bool counts_keys = !publishes && own.group_rows == 1 && num_heads > 32 && !is_fp4 &&
@@ -112,8 +111,8 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     bins = arrivals - bin_bytes;
   }
   own.counters = {reinterpret_cast<IndexArrivals*>(arrivals), reinterpret_cast<IndexRowBins*>(bins)};
-  bool is_answered = false;  // by the scan, whatever the lengths are
-  int gathered_tiles = 0;    // of each unit, with which they are answered by the scan, too
+  bool is_answered = false;  // the scan answers all rows, whatever their lengths are
+  int gathered_tiles = 0;    // the scan answers all rows if no unit has more tiles
   with_shape(num_heads, own.group_rows, is_fp4, [&](auto shape) {
     using S = decltype(shape);
     constexpr int kBytes =
@@ -126,9 +125,9 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
     const bool has_pins = own.p.pin_first > 0 || own.p.pin_last > 0;
     int32_t most_kept = publishes ? 0 : KeptKeys::most_tiles(own, 0);
     if (lanes > 1)
-      most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // shares are rounded up
+      most_kept = std::max(most_kept / lanes - own.num_ctas / lanes, 0);  // each lane rounds its shares up
     const int64_t most_tiles = (rows.num_columns + 3) / kTileKeys + 1;
-    // Many rows are more at a time in the merge.
+    // Many rows are left to the merge, which has more of them under way at a time.
     const int most_gathered = !publishes && rows.num_rows <= 4 * own.num_ctas ? chunk_tiles : 0;
     is_answered = most_tiles <= most_gathered && own.places.count * most_tiles <= most_kept;
     if (!rows.k_start && !rows.query_start_loc && own.places.count * most_gathered <= most_kept)
@@ -148,7 +147,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
           ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
                    most_gathered, most_binned, near_keys, unit_shares});
     };
-    // One row of many heads: the consumers wait for the memory.
+    // With one row of many heads, consumers wait for the memory: they have time to count.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)
       if (counts_keys)
         return scan(typename S::template With<Keeping::kCounted>{},

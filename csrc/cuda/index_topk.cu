@@ -1,7 +1,5 @@
-// index_topk on CUDA. The scan (indexer/scan.cuh): each CTA takes an equal share of all tiles of keys, finds
-// their logits and keeps, for each row of the unit that it is in, a list of candidates; a list that is nearly
-// full shrinks to its best topk, and from then on only larger keys get in. A unit that one CTA sees whole is
-// answered by it. What is left of the others goes into the workspace, and the merge answers those.
+// index_topk on CUDA: launches for a call, or for slices of its rows, a scan and a merge. On Hopper these are
+// index_sm90.cu's, elsewhere those of indexer/scan.cuh and indexer/merge.cuh, which this file compiles.
 
 #include "ops/index_topk.h"
 
@@ -24,7 +22,7 @@ __global__ void __launch_bounds__(kIndexThreads)
 
 namespace {
 
-// The parts of a job one after the other.
+// The lists of a job's CTAs as candidates, one list after the other.
 struct ScatteredCandidates {
   const IndexTopkArgs& args;
   const MergeJob& job;
@@ -54,7 +52,7 @@ int index_topk_ctas() { return num_processors(); }
 
 namespace {
 
-// The answers of rows, which may be listed.
+// Answers the rows of a call, whose columns may be those of lists.
 void choose(const IndexTopkParams& p, const BlockKeys& block_keys, gpuStream_t stream) {
   const int64_t rows = p.problem.rows.num_rows;
   const int heads = p.problem.queries.num_heads;
@@ -77,7 +75,7 @@ void choose(const IndexTopkParams& p, const BlockKeys& block_keys, gpuStream_t s
   launch(index_merge_kernel, {.grid = num_merge_jobs(args), .block = kIndexThreads, .stream = stream}, args);
 }
 
-// The same call for rows [first, first + count), whose requests and lengths are not the slice's.
+// The call for rows [first, first + count), but for requests and lengths: the caller sets those.
 IndexTopkParams slice(const IndexTopkParams& p, int64_t first, int64_t count) {
   IndexTopkParams own = p;
   IndexQueries& queries = own.problem.queries;
@@ -94,7 +92,7 @@ IndexTopkParams slice(const IndexTopkParams& p, int64_t first, int64_t count) {
   return own;
 }
 
-// Where the parts of a slice lie, behind what the scan works with.
+// Memory of a slice, behind the scan's workspace: three numbers a row, then lists or keys of blocks.
 struct SliceMemory {
   int32_t *origins, *ends, *columns, *others;
 
@@ -105,7 +103,7 @@ struct SliceMemory {
         others(columns + slices.padded_rows()) {}
 };
 
-// Rows that have a list in common, such that their keys are read once.
+// How many neighbouring rows share a list, so that their keys are read once.
 int list_rows(const IndexTopkParams& p) {
   const IndexRows& rows = p.problem.rows;
   const int most = p.problem.queries.num_heads > 32 ? kIndexGroupRows / 2 : kIndexGroupRows;
@@ -154,7 +152,7 @@ void choose_and_publish(const IndexTopkParams& p, gpuStream_t stream) {
     if (rows.k_start) {
       own.problem.rows.k_start += first;
       own.problem.rows.k_end += first;
-    } else if (count < rows.num_rows) {  // not whole requests: each row goes alone
+    } else if (count < rows.num_rows) {  // the slice may split requests: each row goes alone
       make_lists(p, {first, count, 1, memory.origins, memory.ends, memory.columns}, stream);
       own.problem.rows = {.num_rows = count,
                           .num_requests = count,
@@ -164,7 +162,7 @@ void choose_and_publish(const IndexTopkParams& p, gpuStream_t stream) {
                           .row_lens = memory.ends,
                           .origins = memory.origins};
     }
-    // Parts of a block may come from two chunks, unless all chunks begin with a block.
+    // A block may come from two chunks, in parts, unless all chunks begin with a block.
     if (rows.k_start || !takes_sm90(p.problem)) clear_block_keys(block_keys, count, stream);
     choose(own, block_keys, stream);
     choose_blocks(own, block_keys, stream);
@@ -180,7 +178,7 @@ void index_topk(const IndexTopkParams& p, gpuStream_t stream) {
     choose_and_publish(p, stream);
   } else {
     IndexTopkParams own = p;
-    if (p.has_candidates) own.problem.rows.num_columns = 0;  // there is nothing to choose among
+    if (p.has_candidates) own.problem.rows.num_columns = 0;  // nothing to choose among
     choose(own, {}, stream);
   }
   if (p.scores) index_scores(p, stream);

@@ -1,5 +1,5 @@
 #pragma once
-// The answer of a row of index_topk: what is chosen, ascending by column, and its slots.
+// Writes a row's answer in index_topk: the chosen positions, ascending, their slots, and how many they are.
 #include "cuda/indexer/select.cuh"
 
 namespace mla_fp8::gpu {
@@ -11,13 +11,13 @@ struct IndexAnswer {
   const IndexRow& where;
   bool is_rehearsed = false;  // all is done but writing
 };
-// Of what is chosen, all in columns [begin, end): it goes to places from `place` on.
+// The calling team's part of what is chosen, in columns [begin, end). Its answers begin at index `place`.
 struct AnswerPart {
   int32_t place, count;
   int64_t begin, end;
 };
 
-// Writes the first `count` staged columns and their slots to places from `place` on.
+// Writes the first `count` staged columns and their slots, from index `place` of the answer on.
 template <class Team, class Slot>
 __device__ __forceinline__ void write_columns(const Team& team, const IndexAnswer& answer, int32_t place,
                                               int32_t count, const Slot& slot) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_columns(const Team& team, const IndexAnswe
   }
 }
 
-// Writes the candidates that are not below `least`, ascending by column: through a bitmap.
+// Writes the candidates that are not below `least`, ascending by column: a bitmap of columns sorts them.
 template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& answer,
                                           const Candidates& candidates, uint64_t least,
@@ -85,7 +85,7 @@ __device__ __forceinline__ void emit_from(const Team& team, const IndexAnswer& a
   write_columns(team, answer, part.place, part.count, slot);
 }
 
-// The end of a row of which `count` are chosen.
+// Fills the answer behind its `count` entries with -1, and writes the count.
 template <class Team>
 __device__ __forceinline__ void emit_end(const Team& team, const IndexTopkParams& p, int64_t row,
                                          int32_t count) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void emit_end(const Team& team, const IndexTopkParams
   if (team.thread() == 0) p.lens[row] = count;
 }
 
-// The answer of a row that sees at most topk entries: all that is_there(column).
+// Answers a row that sees at most topk entries: all those for which is_there(column).
 template <class Team, class IsThere, class Slot>
 __device__ __forceinline__ void emit_all(const Team& team, const IndexAnswer& answer, const IsThere& is_there,
                                          const Slot& slot) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void emit_all(const Team& team, const IndexAnswer& an
   team.sync();
 }
 
-// The row's answer from all of its candidates, `total` of them.
+// Answers a row from all of its candidates, `total` of them.
 template <class Team, class Candidates, class Slot>
 __device__ __forceinline__ void select_and_emit(const Team& team, const IndexAnswer& answer,
                                                 const Candidates& candidates, int32_t total,

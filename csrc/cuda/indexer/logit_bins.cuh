@@ -1,29 +1,28 @@
 #pragma once
-// The k-th of candidates by one histogram: of their logits, in bins of equal widths.
+// Finds the k-th of candidates by one histogram, of logits in bins of equal widths.
 #include "cuda/indexer/select.cuh"
 
 namespace mla_fp8::gpu {
 
-// Of four candidates those in the bin of the k-th, and in bins above it: bit j of candidate j.
+// For four candidates: bit j of `here` if candidate j is in the k-th's bin, of `above` if in a higher one.
 struct FourPlaces {
   uint32_t here, above;
 };
-// Gives all candidates to take(orders), which says where they are: candidates that want to know it have a
-// function of their own.
+// Passes all candidates to take(orders), which says where they lie; an overload serves those that need that.
 template <class Team, class Candidates, class Take>
 __device__ __forceinline__ void take_from(const Team& team, const Candidates& candidates, const Take& take) {
   candidates.visit(team, take);
 }
 
-// Bins of equal widths in logits, among which candidates whose keys a survey found spread, as they would not
-// in keys: those of half of all floats lie between -1 and 1.
+// Bins of equal widths in logits. Candidates spread over them, as they would not over bins of keys: half of
+// all floats lie between -1 and 1.
 struct LogitBins {
-  // A float next to kWhole is a whole number, its last bits: one multiplication makes a bin. It is rounded
-  // twice, by half a bin each, so two bins are left for that, and bin 0 for what is no candidate.
+  // Near kWhole the last bits of a float are a whole number, so one fused multiply-add makes a bin. It is
+  // rounded twice, by half a bin each: two bins are left for that. Bin 0 is for keys that are no candidates.
   static constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
-  static constexpr int kLow = 2;                // the bin that the range begins in
+  static constexpr int kLow = 2;                // the bin where the range begins
   float scale, to_whole, last;
-  bool divide;  // not where a range is empty or has no end, or in it is what has no logit
+  bool divide;  // false if the range is empty or infinite, or has keys without a logit
 
   __device__ __forceinline__ LogitBins(int bins, const Survey& found) {
     const float low = logit_of(found.low);
@@ -33,12 +32,11 @@ struct LogitBins {
     to_whole = kWhole + offset;
     last = near_whole_of(bins - 1);
   }
-  // Ascending, as each step of it is; bins next to kWhole as they lie.
+  // The key's bin as a float near kWhole. It ascends with the key, as each rounding does.
   __device__ __forceinline__ float near_whole(uint32_t key) const {
     return fmaf(logit_of(key), scale, to_whole);
   }
-  // The same of what may lie beyond the range: below it is bin 0, as what is no candidate, whose maximum with
-  // a number is that.
+  // near_whole for any key: one below the range, or of no candidate (NaN), has bin 0; one above it the last.
   __device__ __forceinline__ float near_whole_or_end(uint32_t key) const {
     return fminf(fmaxf(near_whole(key), kWhole), last);
   }
@@ -50,12 +48,12 @@ struct LogitBins {
   }
 };
 
-// Of the kth.here orders that the team has put, the kth.remaining-th: each is compared with all others.
+// The k-th of all, among the kth.here orders that the team has put. Each is compared with all others.
 template <class Team>
 __device__ __forceinline__ uint64_t kth_of_few(const Team& team, const KthBin& kth) {
   SelectScalars& s = team.scalars();
   const uint64_t* all = team.all_few();
-  // Eight lanes to a candidate, each of which compares it with an eighth of all.
+  // Eight lanes compare one candidate, each with an eighth of all.
   constexpr int kLanes = 8, kOfWarp = kWarpSize / kLanes;
   for (int first = team.thread() / kWarpSize * kOfWarp; first < kth.here; first += team.threads() / kLanes) {
     const int i = first + threadIdx.x % kWarpSize / kLanes;
@@ -69,7 +67,7 @@ __device__ __forceinline__ uint64_t kth_of_few(const Team& team, const KthBin& k
   return s.base;
 }
 
-// The k-th of candidates that were surveyed: the few of one bin are compared with each other.
+// The k-th of candidates with survey `found`: a histogram of logits, then the few of one bin are compared.
 template <class Team, class Candidates>
 __device__ __forceinline__ uint64_t kth_surveyed(const Team& team, Candidates&& candidates, int32_t k,
                                                  const Survey& found) {

@@ -1,22 +1,22 @@
 #pragma once
-// The merge of index_topk: rows whose keys several CTAs scanned, from what those left in the workspace.
+// The merge of index_topk answers rows that several CTAs scanned, from what those left in the workspace.
 #include "cuda/indexer/scan.cuh"
 
 namespace mla_fp8::gpu {
 
-// A row of a unit that the CTAs [first_cta, last_cta] share. Their lists lie in order of columns.
+// A row of a unit that the CTAs [first_cta, last_cta] scanned. Their lists are parts, in order of columns.
 struct MergeJob {
   int first_cta, last_cta, row;
   int64_t out_row;
   IndexRow where;
 
   __device__ __forceinline__ int num_parts() const { return last_cta - first_cta + 1; }
-  // The first one's own list, and what the others had to begin with.
+  // The list of the CTA that began the unit (i = 0), or of a CTA that went on with it.
   __device__ __forceinline__ CandidateList part(const IndexTopkArgs& args, int i) const {
     const int cta = first_cta + i;
     return {i > 0 ? args.earlier(cta, row) : args.list(cta, row), args.state(cta)->counts[i > 0][row]};
   }
-  // The first column of a part, or of what comes behind the last.
+  // The first column of part i; for i = num_parts(), the one behind the last.
   __device__ __forceinline__ int64_t part_begin(const IndexTopkArgs& args, int i) const {
     const IndexCtaState& state = *args.state(first_cta + 1);
     if (i == num_parts()) return where.end;
@@ -25,13 +25,13 @@ struct MergeJob {
   }
 };
 
-// As many jobs as rows, where those are few: then job i is row i.
+// The number of jobs. If rows are no more than lists, job i is row i.
 MLA_HD int64_t num_merge_jobs(const IndexTopkArgs& args) {
   const int64_t rows = args.p.problem.rows.num_rows, most = int64_t{args.num_ctas} * args.list_rows;
   return rows < most ? rows : most;
 }
 
-// Whether there is such a job. All threads of the block call it.
+// Whether there is a job number i; then `job` is that. All threads of the block call it.
 template <int kThreads>
 __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, MergeJob& job) {
   MLA_SHARED(int, found);
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, Mer
     for (int c = 1 + static_cast<int>(threadIdx.x); c < args.num_ctas; c += kThreads) {
       const IndexCtaState& state = *args.state(c);
       const int64_t first_row = state.unit,
-                    last_row = first_row + state.num_rows;  // loads in flight together
+                    last_row = first_row + state.num_rows;  // bitwise &: both loads are in flight together
       const bool is_second = state.first_step >= (c - 1) * state.per_cta;
       if ((first_row >= 0) & (first_row <= i) & (i < last_row) & is_second) found = c;
     }
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool find_merge(const IndexTopkArgs& args, int i, Mer
     cta = found;
   }
   if (cta == 0) return false;
-  const IndexCtaState& state = *args.state(cta);  // the first that went on with it
+  const IndexCtaState& state = *args.state(cta);  // of the second CTA of the unit
   if (state.unit < 0 || state.first_step < (cta - 1) * state.per_cta) return false;
   const bool is_row = args.p.problem.rows.num_rows <= num_merge_jobs(args);
   job.row = is_row ? static_cast<int>(i - state.unit) : i % args.list_rows;

@@ -1,25 +1,45 @@
 #pragma once
-// A unit is up to kIndexGroupRows neighbouring rows of one request, which see about the same columns; it is
-// named by its first row. How many tiles of keys it has.
+// The rows of a call of the indexer, and the tiles of keys that they make. Start here: the indexer scores
+// each key that a row sees; index_topk answers with the best ones. A scan (scan.cuh; Hopper: sm90_scan.cuh)
+// finds logits, and a merge (merge.cuh) chooses among what several CTAs found. Words of this folder:
+//
+//   row          a query token with its heads
+//   column       the number of a key: in the request's context, among gathered keys, or in a list of blocks
+//   unit         up to four neighbouring rows of one request, for which a CTA reads keys once
+//   tile, item   neighbouring columns that a CTA scores together: 256 on Hopper, else 128; 64 of them
+//   scored tile  a tile of a unit that has a row with more than topk columns: other units need no logits
+//   step         a piece of work: a scored tile, or as much time as one takes
+//   share        the consecutive steps of one CTA. It may begin and end within a unit.
+//   aligned      shares: each unit begins with a share. Uniform: and all units have equally many shares
+//   lane         (of CTAs) all CTAs that scan the i-th unit of every request; lanes work side by side
+//   place        a row where a unit may begin (UnitPlaces); a stage of the ring and its phase (Place)
+//   key, order   a logit as an unsigned number (order_key); key and column in one number (order_of)
+//   chunk        columns whose order keys lie in shared memory at a time
+//   candidate    an order that may be among the best topk; a list holds candidates of one row
+//   kept         the order keys of all scored tiles lie in the workspace
+//   gathered     kept, and one of a unit's CTAs reads all keys of the unit and answers its rows
+//   counted      kept, and the scan has made a histogram of the row's keys ("binned")
+//   near, far    a row whose kept keys have room in the shared memory of the merge, or have not
+//   rehearsed    executed so that instructions are in the L2 when they are needed; nothing is written
 #include "cuda/device/divide.cuh"
 #include "ops/index_topk.h"
 
 namespace mla_fp8::gpu {
 
 struct IndexUnit {
-  int64_t first_row, request;  // the list, where columns are those of one
+  int64_t first_row, request;  // or the number of the list, if columns are those of a list
   int num_rows;
-  int32_t begin, end;  // columns that any of its rows sees
+  int32_t begin, end;  // columns that any of its rows sees lie in [begin, end)
   IndexRow rows[kIndexGroupRows];
-  int in_list;  // the number of the first row there
+  int in_list;  // the number of the unit's first row among the rows of its list
 };
 
-// Where the key of a column of a unit lies, and which rows have it: bit i for row i.
+// Where the key of a column of a unit lies, and which rows of the unit see it (bit i: row i).
 struct KeyPlace {
-  int64_t page, row;  // page -1: it is absent
+  int64_t page, row;  // page -1: the key is absent
   uint32_t members;
 };
-// Of the element of a list: which rows of the unit have it, and where its positions count from.
+// Which rows of the unit have the blocks of a list's element: bit i for row i.
 __device__ __forceinline__ uint32_t unit_members(const IndexList& list, const IndexUnit& unit,
                                                  int32_t element) {
   return list.members(element) >> unit.in_list & ((1u << unit.num_rows) - 1);
@@ -42,7 +62,7 @@ __device__ __forceinline__ KeyPlace key_place(const IndexKeys& keys, const Divid
   return {keys.page(request, page_index), column - page_index * page_size.divisor(), members};
 }
 
-// The row: one by one, a division of 64 bits would be a call of a hundred instructions.
+// Row number `row`, without the 64-bit division of rows[row]: that is a call of a hundred instructions.
 __device__ __forceinline__ IndexRow find_row(const IndexRows& rows, int64_t row) {
   if (rows.k_start || rows.query_start_loc) return rows[row];
   const auto index = static_cast<uint32_t>(row), next_n = static_cast<uint32_t>(rows.next_n);
@@ -51,16 +71,16 @@ __device__ __forceinline__ IndexRow find_row(const IndexRows& rows, int64_t row)
   return {rows.origins ? rows.origins[row] : int64_t{request}, 0, end};
 }
 
-// find_unit where rows of requests vary in number.
+// find_unit for requests with different numbers of rows (query_start_loc).
 __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t row, int group_rows,
                                                  IndexUnit& unit) {
   const IndexRow first = rows[row];
-  // Rows of no request go alone; the others are counted from the first of their request.
+  // A row of no request is a unit of its own. Other rows are counted from the first row of their request.
   const int64_t origin =
       first.request < 0 ? row : int64_t{rows.query_start_loc[first.request]} - rows.query_start_loc[0];
   const int offset = static_cast<int>((row - origin) % group_rows);
   bool is_alone = first.request < 0;
-  if (offset != 0) {  // in the unit before, unless a query_start_loc that decreases tears it apart
+  if (offset != 0) {  // the row is inside a unit, unless a query_start_loc that decreases splits that unit
     for (int i = 1; i <= offset; ++i) is_alone |= rows[row - i].request != first.request;
     if (!is_alone) return false;
   }
@@ -85,8 +105,8 @@ __device__ __forceinline__ bool find_uneven_unit(const IndexRows& rows, int64_t 
   return true;
 }
 
-// The unit that begins with a row of a request, where all requests have as many, or all rows are of one
-// request. Rows that do not exist are left as they are.
+// Sets `unit` to the one that begins at row `in_request` of a request. All requests have next_n rows, or
+// (kIsRagged) all rows are of one request. Entries of unit.rows behind num_rows keep their values.
 template <bool kIsRagged>
 __device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t request, uint32_t in_request,
                                               int group_rows, IndexUnit& unit) {
@@ -95,7 +115,7 @@ __device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t re
   const int64_t left = min(kIsRagged ? rows.num_rows : int64_t{next_n} - in_request, rows.num_rows - row);
   const int num_rows = static_cast<int>(min(left, int64_t{group_rows}));
   int32_t begin = INT32_MAX, end = 0;
-#pragma unroll 1  // what runs once takes as long as its instructions take to arrive
+#pragma unroll 1  // short code: what runs once waits for its instructions
   for (int i = 0; i < num_rows; ++i) {
     IndexRow own{request, 0, 0};
     if (kIsRagged) {
@@ -113,7 +133,7 @@ __device__ __forceinline__ void set_even_unit(const IndexRows& rows, uint32_t re
   unit.request = rows.origins && !rows.are_listed ? unit.rows[0].request : request;
   unit.in_list = static_cast<int>(in_request);
   unit.num_rows = num_rows;
-  unit.begin = begin - begin % 4;  // scales are copied in sixteens of bytes
+  unit.begin = begin - begin % 4;  // scales are copied in pieces of 16 bytes, four keys each
   unit.end = end;
 }
 template <bool kIsRagged>
@@ -126,7 +146,7 @@ __device__ __forceinline__ bool find_even_unit(const IndexRows& rows, int64_t ro
   return true;
 }
 
-// Of at most `group_rows` rows. Whether `row` begins one; then `unit` is that.
+// Whether a unit of at most `group_rows` rows begins at `row`; then `unit` is set to it.
 __device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t row, int group_rows,
                                                IndexUnit& unit) {
   if (rows.query_start_loc) return find_uneven_unit(rows, row, group_rows, unit);
@@ -134,13 +154,13 @@ __device__ __forceinline__ bool find_unit_here(const IndexRows& rows, int64_t ro
   return find_even_unit<true>(rows, row, group_rows, unit);
 }
 
-// A call: what a kernel runs once waits for its instructions.
+// find_unit_here as a call: code that runs once waits for its instructions, so there is one copy of it.
 __device__ __noinline__ inline bool find_unit(const IndexRows& rows, int64_t row, int group_rows,
                                               IndexUnit& unit) {
   return find_unit_here(rows, row, group_rows, unit);
 }
 
-// Of a unit of one row, whose columns are those of a list of entries of its own.
+// Makes the columns of a one-row unit those of a list of entries that belongs to this row alone.
 __device__ __forceinline__ void list_row(const IndexKeys& keys, int64_t width, IndexUnit& unit) {
   if (keys.page_table == nullptr) unit.rows[0].request = unit.rows[0].begin;
   unit.request = unit.first_row;
@@ -149,34 +169,34 @@ __device__ __forceinline__ void list_row(const IndexKeys& keys, int64_t width, I
   unit.end = unit.rows[0].end = static_cast<int32_t>(width);
 }
 
-// Whether every row chooses all that it sees: no logit is asked for. `topk`: up to so many entries.
+// Whether every row of the unit sees at most `topk` columns. Each then takes all of them, without logits.
 __device__ __forceinline__ bool takes_all(const IndexUnit& unit, int topk) {
 #pragma unroll 1
   for (int i = 0; i < unit.num_rows; ++i)
     if (unit.rows[i].end - unit.rows[i].begin > topk) return false;
   return true;
 }
-// Tiles whose logits are asked for.
+// Tiles of the unit that need logits.
 __device__ __forceinline__ int64_t scored_tiles(const IndexUnit& unit, int tile_keys, int topk) {
   if (takes_all(unit, topk)) return 0;
   return (int64_t{unit.end} - unit.begin + tile_keys - 1) / tile_keys;
 }
-// A unit that asks for no logit has a tile too, so that its rows are written.
+// Tiles of the unit, at least one: a unit without scored tiles still has an answer to write.
 __device__ __forceinline__ int64_t num_tiles(const IndexUnit& unit, int tile_keys, int topk) {
   return max(scored_tiles(unit, tile_keys, topk), int64_t{1});
 }
-// The same of a unit that begins with a row of a request, where all have the same number of rows.
+// scored_tiles of the unit that begins at row `in_request`, if all requests have the same number of rows.
 __device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, uint32_t request,
                                                    uint32_t in_request, int group_rows, int tile_keys,
                                                    int topk) {
   const auto next_n = static_cast<uint32_t>(rows.next_n);
   const uint32_t last = min(in_request + group_rows, next_n) - 1;
-  int32_t end = 0;  // without row_lens, later rows see more
+  int32_t end = 0;  // without row_lens the last row sees most
   for (uint32_t i = rows.row_lens ? in_request : last; i <= last; ++i)
     end = max(end, rows.visible(int64_t{request} * next_n + i, request, i, next_n));
   return end <= topk ? 0 : (end - 1) / tile_keys + 1;
 }
-// Whether some unit of a request asks for no logit.
+// Whether the request has a unit without scored tiles.
 __device__ __forceinline__ bool has_short_unit(const IndexRows& rows, uint32_t request, int group_rows,
                                                int topk) {
   const auto units = rows.row_lens ? static_cast<uint32_t>(rows.next_n) : 1u;  // else the first sees least
@@ -185,13 +205,13 @@ __device__ __forceinline__ bool has_short_unit(const IndexRows& rows, uint32_t r
     if (scored_tiles_at(rows, request, i, group_rows, 1, topk) == 0) return true;
   return false;
 }
-// Shares are of steps: a unit's tiles, and behind them what choosing takes, measured in tiles.
+// Steps of a unit that is chosen on the way: its tiles, and the time of the choice, measured in tiles.
 inline constexpr int kChoiceSteps = 3;
 __device__ __forceinline__ int64_t num_steps(const IndexUnit& unit, int tile_keys, int topk) {
   return num_tiles(unit, tile_keys, topk) + kChoiceSteps;
 }
 
-// The unit behind one that is not the last.
+// Finds the unit behind `unit`, which must not be the last one.
 __device__ __forceinline__ void next_unit(const IndexRows& rows, int group_rows, const IndexUnit& unit,
                                           IndexUnit& next) {
   int64_t row = unit.first_row + unit.num_rows;

@@ -1,10 +1,11 @@
 #pragma once
-// The scan of index_topk, over an engine that computes the logits of tiles of keys. An engine has
+// The scan of index_topk on any GPU (words: rows.cuh). A CTA scores the tiles of its share, and has a list of
+// candidates for each row of the unit it is in. A list that is nearly full shrinks to the best topk; then
+// only larger keys join. A CTA with a whole unit answers it, others leave lists to the merge. An engine has
 //
 //   kThreads, kTileKeys      of a CTA
 //   Memory                   its shared memory, with `select`, for BlockTeam<kThreads>
-//   kSelectTakesQueries      whether that overwrites the queries
-//   padded(num_heads)        lines of a row of queries in shared memory, kLines in all
+//   kSelectTakesQueries      whether selecting overwrites the queries
 //   load_queries(), begin()  for a unit; begin() when the columns of the first tile are known
 //   logits(t, sink)          of tile t, in order, by all threads: sink(row, valid, key, logit, present), the
 //                            lanes of a warp together; a lane with `valid` has the logit of a key of its own
@@ -20,16 +21,16 @@ struct IndexTopkArgs {
   Divider page_size, slot_page_size, ctas;
   UnitPlaces places;
   int group_rows, list_rows, num_ctas, tile_keys;
-  int taken;               // up to so many entries of a row are all chosen, without logits
+  int taken;               // a row with at most so many entries takes all of them, without logits
   IndexCounters counters;  // on Hopper
-  // Where blocks are published: the largest keys of a row's blocks, a row's `block_pitch` words apart.
+  // If blocks are published: largest keys of the blocks. Rows lie `block_pitch` words apart.
   uint32_t* block_keys;
   int64_t block_pitch;
 
   __device__ __forceinline__ IndexCtaState* state(int cta) const {
     return reinterpret_cast<IndexCtaState*>(p.workspace) + cta;
   }
-  // The list of a row, and the best of a unit that an earlier CTA began.
+  // A row's list in the CTA's part of the workspace; and its list of a unit that an earlier CTA began.
   __device__ __forceinline__ uint64_t* list(int cta, int row) const {
     uint64_t* lists = reinterpret_cast<uint64_t*>(p.workspace + num_ctas * sizeof(IndexCtaState));
     const int64_t entries = index_list_capacity(p.topk) + index_kept_capacity(p.topk);
@@ -41,7 +42,7 @@ struct IndexTopkArgs {
   __device__ __forceinline__ int32_t slot(const IndexRow& row, int32_t column) const {
     return p.slot(row, column, slot_page_size);
   }
-  // Whether the entry of a column that row i sees is in its list, and in the cache.
+  // Whether the entry of a column that row i sees is in the row's list, if there is one, and in the cache.
   __device__ __forceinline__ bool is_there(int64_t i, const IndexRow& row, int32_t column) const {
     const IndexKeys& keys = p.problem.keys;
     if (keys.list.elements != nullptr) {
@@ -54,14 +55,14 @@ struct IndexTopkArgs {
     const int32_t page = keys.page_table[row.request * keys.page_table_stride_request + page_size(column)];
     return page >= 0 && page < keys.num_pages;
   }
-  // Of a unit that takes_all. Mostly all that its rows see is there: that says where each goes, and its rows
-  // have the same slots. So that is written at once; where something is absent, all is written again.
+  // Answers a unit that takes_all. Most often all entries are present: then a column says where it goes, and
+  // rows have equal slots. So the answer is written at once, and again if something turns out to be absent.
   template <class Team>
   __device__ __forceinline__ void answer_all(const IndexUnit& unit, const Team& team) const {
     constexpr int kAtOnce = 4;  // loads in flight
     const int threads = team.threads();
     const int64_t columns = int64_t{unit.end} - unit.begin;
-    // The rows; or not all that they see is theirs.
+    // Rows are answered one by one if together they see far more than each, or if columns are those of lists.
     const bool are_apart = columns > 4 * int64_t{p.topk} || p.problem.keys.list.elements != nullptr;
     int32_t absent = are_apart;
     for (int32_t first = team.thread(); !are_apart && first < columns; first += kAtOnce * threads) {
@@ -103,7 +104,8 @@ struct IndexTopkArgs {
   }
 };
 
-// For the merge: of a unit that begins at step `unit_begin` of all, `is_earlier` one that another CTA began.
+// Writes for the merge what the CTA did in a unit: the counts of its lists, and the unit if an earlier CTA
+// began it. Steps count from the beginning of all.
 __device__ __forceinline__ void write_state(IndexCtaState& state, const IndexUnit& unit, bool is_earlier,
                                             int64_t unit_begin, int64_t tiles,
                                             const int32_t (&counts)[kIndexGroupRows]) {
@@ -128,7 +130,7 @@ struct ScanSmem {
   int32_t count[kIndexGroupRows];
 };
 
-// The columns of a tile that the rows of the unit may choose join their lists.
+// Scores a tile. Columns whose keys reach a row's threshold join its list.
 template <class Engine>
 __device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
                                           int t, int32_t first, ScanSmem<Engine>& smem) {
@@ -155,8 +157,8 @@ __device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const Index
   });
 }
 
-// Shrinks the lists that the next tile might overfill, or, at the end, all of more than topk. True if it used
-// `select`.
+// Shrinks lists to topk: those that the next tile might overfill, or at the end all that are longer. Returns
+// whether `select` was used.
 template <class Engine>
 __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_rows, bool at_end,
                                              ScanSmem<Engine>& smem) {
@@ -180,7 +182,7 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
   return shrunk;
 }
 
-// What is left of a unit that this CTA sees in part goes into the workspace: its own list stays where it is.
+// Leaves the lists of a unit that this CTA saw in part to the merge.
 template <class Engine>
 __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
   const IndexUnit& unit = smem.unit;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanS
                 smem.count);
 }
 
-// The share's tiles of a unit: its answer, if the share has all of them.
+// Scans the share's tiles of a unit, and answers it if they are all of its tiles.
 template <class Engine>
 __device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
                                           ScanSmem<Engine>& smem) {
@@ -256,13 +258,13 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
       smem.threshold[threadIdx.x] = 0;
     }
     __syncthreads();
-    if (smem.begin < smem.tiles_end) {  // else the share has but the end of it
+    if (smem.begin < smem.tiles_end) {  // else the share has but the choice of the unit
       if (takes_all(unit, args.taken)) args.answer_all(unit, BlockTeam<kThreads>{smem.memory.select});
       else scan_unit(args, unit, engine, smem);
     }
     if (smem.unit_end >= smem.end) return;
     __syncthreads();
-    if (threadIdx.x == 0) {  // there is another unit: steps are left
+    if (threadIdx.x == 0) {  // steps are left, so there is another unit
       smem.unit_begin = smem.unit_end;
       next_unit(rows, args.group_rows, unit, smem.next);
       smem.unit = smem.next;

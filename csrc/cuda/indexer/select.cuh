@@ -1,34 +1,33 @@
 #pragma once
-// The best of a row's candidates: the k-th by a histogram of where they lie in a range of order_of, which
-// narrows to one bin and is divided again; then what is not below it, in place or ascending by column. No two
-// candidates of a row are equal, so what is chosen is one set, whatever order they are visited in.
+// Finds the best of a row's candidates. A histogram over a range of orders says which bin has the k-th; that
+// bin is the range of the next histogram, until one order is left. Every candidate that is not below it is
+// chosen. No two candidates of a row are equal, so the chosen set does not depend on the order of visits.
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
 #include "ops/index_topk.h"
 
 namespace mla_fp8::gpu {
 
-// Where the k-th of some candidates lies: in a bin of a histogram, as the remaining-th of those that are
-// here.
+// Where the k-th of some candidates lies: in a bin of a histogram, as the remaining-th of the `here` in it.
 struct KthBin {
   int32_t bin, remaining, here;
 };
 
-// Threads that select together, a power of two of them. A team has
+// The threads that select together, a power of two. A team has
 //
-//   thread(), threads(), sync()    of its own
-//   kBinsPerThread                 of a histogram, or words of a bitmap
-//   bins(), scalars(), staged()    its memory: of a histogram, SelectScalars, room for topk columns
-//   put_few(order), all_few()      what its threads put since kth_of_bins: no more bytes than a histogram
+//   thread(), threads(), sync()    the caller's number, the number of threads, a barrier
+//   kBinsPerThread                 bins of a histogram, or words of a bitmap, for each thread
+//   bins(), scalars(), staged()    memory: for a histogram, for SelectScalars, for topk columns
+//   put_few(order), all_few()      adds an order; all orders that were added since kth_of_bins
 struct SelectScalars {
   uint64_t base;
   KthBin kth;
   int32_t kept;
-  uint32_t nowhere;  // is added to in place of a bin: where nothing is counted there is no branch
-  alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes: nothing else lies in them
+  uint32_t nowhere;                     // added to in place of a bin: what does not count needs no branch
+  alignas(16) int32_t sums[kWarpSize];  // read by 16 bytes at a time, so nothing else lies there
 };
 
-// The few of a team within a block: scalars().kept of them.
+// put_few and all_few of a team within one block: scalars().kept orders lie where the bins were.
 template <class Team>
 __device__ __forceinline__ void put_where_bins_were(const Team& team, uint64_t order) {
   reinterpret_cast<uint64_t*>(team.bins())[atomicAdd(&team.scalars().kept, 1)] = order;
@@ -39,7 +38,7 @@ __device__ __forceinline__ const uint64_t* few_where_bins_were(const Team& team)
   return reinterpret_cast<const uint64_t*>(team.bins());
 }
 
-// The threads of a block.
+// The threads of a block as a team.
 template <int kN>
 struct BlockTeam {
   static constexpr int kBinsPerThread = 2048 / kN;
@@ -60,8 +59,8 @@ struct BlockTeam {
   __device__ __forceinline__ const uint64_t* all_few() const { return few_where_bins_were(*this); }
 };
 
-// The sum of the threads up to and including this one. Behind the last call the team has met again: its sums
-// have been read.
+// The sum of x over threads up to and including the caller. The team must meet before the next call, as the
+// sums in shared memory are written again.
 template <class Team>
 __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t x) {
   const int lane = threadIdx.x % kWarpSize, warp = team.thread() / kWarpSize;
@@ -72,13 +71,13 @@ __device__ __forceinline__ int32_t team_inclusive_sum(const Team& team, int32_t 
   return x + lanes_sum(lane < warp ? sums[lane] : 0);
 }
 
-// A visit gives four orders at once, and asks of none whether it is one: kNoCandidate, and any other that is
-// below kLeastOrder, is a place without a candidate. What is done with each is short and has no branch, so
-// that the four of a thread are on their way together.
+// Candidates have visit(team, fn): each thread gets its own, four orders at a time. An order below
+// kLeastOrder, such as kNoCandidate, is no candidate; a visit does not ask. fn has no branch, so that all
+// four are in flight together.
 inline constexpr uint64_t kNoCandidate = 0, kLeastOrder = uint64_t{1} << 32;
 using Four = uint64_t[4];
 
-// Sets the bit of the column of each candidate that is not below `least`, among those from `first` on.
+// Sets bit column - first for each candidate that is not below `least` and has a bit in `words`.
 template <class Team, class Candidates>
 __device__ __forceinline__ void mark_each(const Team& team, const Candidates& candidates, uint64_t least,
                                           int64_t first, uint32_t* words, int num_words) {
@@ -92,7 +91,7 @@ __device__ __forceinline__ void mark_each(const Team& team, const Candidates& ca
   });
 }
 
-// Candidates in one piece of memory.
+// Candidates as a list of orders in memory.
 struct CandidateList {
   const uint64_t* orders;
   int32_t count;
@@ -111,14 +110,14 @@ struct CandidateList {
   }
 };
 
-// Those of neighbouring columns from `column` on, by their keys; a key below `least`, at least 1, is none.
-// 16-byte aligned, `count` a multiple of 128.
+// Candidates as order keys of neighbouring columns from `column` on. A key below `least` (at least 1) is
+// none. `keys` is 16-byte aligned, `count` a multiple of 128.
 struct CandidateKeys {
   const uint32_t* keys;
   int32_t column, count;
   uint32_t least;
 
-  // Places from `first` on.
+  // The orders of keys `first` to first + 3.
   __device__ __forceinline__ void load(int32_t first, Four& found) const {
     const uint4 four = *reinterpret_cast<const uint4*>(keys + first);
     const uint32_t of[] = {four.x, four.y, four.z, four.w};
@@ -138,11 +137,11 @@ struct CandidateKeys {
   }
 };
 
-// The same where they lie far away: sixteen of a thread are on their way together.
+// CandidateKeys in global memory: each thread has sixteen keys in flight.
 struct FarKeys {
   CandidateKeys all;
 
-  // visit_four(i, keys): places i to i + 3.
+  // Calls visit_four(i, keys) with keys i to i + 3.
   template <class Team, class Visit>
   __device__ __forceinline__ void visit_keys(const Team& team, const Visit& visit_four) const {
     constexpr int kAtOnce = 4;
@@ -172,13 +171,12 @@ struct FarKeys {
   }
 };
 
-// The number of candidates, and the least and the largest key of them. The whole team calls it.
+// The number of candidates, and their least and largest key.
 struct Survey {
   int32_t count;
   uint32_t low, high;
 };
-// The same from what each thread found: through the memory of bins, behind a barrier that all have met who
-// used it.
+// The team's survey from what each thread found. It writes where bins are, which no thread may still use.
 template <class Team>
 __device__ __forceinline__ Survey survey_of(const Team& team, Survey own) {
   const int lane = threadIdx.x % kWarpSize, warps = team.threads() / kWarpSize;
@@ -203,7 +201,7 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
     for (const uint64_t order : orders) {
       const uint32_t key = static_cast<uint32_t>(order >> 32);
       own.count += key != 0;
-      own.low = min(own.low, key - 1);  // of none the largest number
+      own.low = min(own.low, key - 1);  // no candidate: the largest number
       own.high = max(own.high, key);
     }
   });
@@ -211,7 +209,7 @@ __device__ __forceinline__ Survey survey(const Team& team, const Candidates& can
   return survey_of(team, own);
 }
 
-// The bins of a histogram: kBinsPerThread for each thread, ascending. The whole team calls these.
+// The number of bins of a team's histogram.
 template <class Team>
 __device__ __forceinline__ int num_bins(const Team& team) {
   return Team::kBinsPerThread * team.threads();
@@ -222,14 +220,14 @@ __device__ __forceinline__ void clear_bins(const Team& team) {
   for (int i = team.thread(); i < num_bins(team); i += team.threads()) team.bins()[i] = 0;
   team.sync();
 }
-// Behind it, scalars().kept is 0.
+// The bin of the k-th largest candidate. Afterwards scalars().kept is 0.
 template <class Team>
 __device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
   constexpr int kBinsPerThread = Team::kBinsPerThread;
   SelectScalars& s = team.scalars();
   team.sync();
   const uint32_t* bins = team.bins();
-  // Bins in descending order, kBinsPerThread neighbours to a thread.
+  // Each thread has kBinsPerThread neighbouring bins, in descending order.
   int32_t here[kBinsPerThread], own = 0;
   const int first = num_bins(team) - 1 - team.thread() * kBinsPerThread;
 #pragma unroll
@@ -237,7 +235,7 @@ __device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
     here[i] = static_cast<int32_t>(bins[first - i]);
     own += here[i];
   }
-  if (team.thread() == 0) s.kth = {0, k, 0};  // if there are fewer than k
+  if (team.thread() == 0) s.kth = {0, k, 0};  // kept if there are fewer than k
   int32_t above = team_inclusive_sum(team, own) - own;
 #pragma unroll
   for (int i = 0; i < kBinsPerThread; ++i) {
@@ -249,7 +247,7 @@ __device__ __forceinline__ KthBin kth_of_bins(const Team& team, int32_t k) {
   return s.kth;
 }
 
-// Of candidates that counts(order) counts, in bins by bin_of(order).
+// The bin of the k-th of the candidates for which counts(order), with the histogram of bin_of(order).
 template <class Team, class Candidates, class Counts, class BinOf>
 __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidates& candidates, int32_t k,
                                                const Counts& counts, const BinOf& bin_of) {
@@ -262,8 +260,8 @@ __device__ __forceinline__ KthBin find_kth_bin(const Team& team, const Candidate
   return kth_of_bins(team, k);
 }
 
-// Of candidates in [low, high] an order that k of them, and at most `others` more, are not below: where more
-// share the bin of the k-th, it is divided again. Of fewer than k it is `low`. The whole team calls it.
+// An order in [low, high] such that at least k candidates, and at most k + `others`, are not below it; `low`
+// if there are fewer than k. A bin with too many candidates is divided again. The whole team calls it.
 template <class Team, class Candidates>
 __device__ __forceinline__ uint64_t kth_bound(const Team& team, const Candidates& candidates, int32_t k,
                                               int32_t others, uint64_t low, uint64_t high) {
@@ -275,9 +273,9 @@ __device__ __forceinline__ uint64_t kth_bound(const Team& team, const Candidates
         team, candidates, k, [&](uint64_t order) { return order >= low && order <= high; },
         [&](uint64_t order) { return static_cast<uint32_t>((order - low) >> shift); });
     low += static_cast<uint64_t>(kth.bin) << shift;
-    if (kth.here - kth.remaining <= others || shift == 0) return low;  // of one order no more can be told
+    if (kth.here - kth.remaining <= others || shift == 0) return low;  // a bin of one order cannot be divided
     k = kth.remaining;
-    high = low + min(high - low, (uint64_t{1} << shift) - 1);  // a bin may end behind the last order
+    high = low + min(high - low, (uint64_t{1} << shift) - 1);  // the last bin may end behind `high`
     shift = max(shift - bin_bits, 0);
   }
 }
@@ -288,7 +286,7 @@ __device__ __forceinline__ uint64_t kth_order(const Team& team, const Candidates
   return kth_bound(team, candidates, k, 0, low, high);
 }
 
-// Of lanes each of which has none to four: how many those before it have, and all.
+// How many entries lanes before the caller's have, and all lanes, if each has none to four.
 struct LanePlaces {
   int32_t before, all;
 
@@ -301,8 +299,7 @@ struct LanePlaces {
   }
 };
 
-// To `list`, from place scalars().kept on, those of four candidates of each lane that are kept: bit j of
-// `keep`.
+// Appends to `list`, at index scalars().kept, those of each lane's four candidates that have a bit in `keep`.
 template <class Team>
 __device__ __forceinline__ void append(const Team& team, const Four& found, uint32_t keep, uint64_t* list) {
   const int own = __popc(keep);
@@ -316,7 +313,7 @@ __device__ __forceinline__ void append(const Team& team, const Four& found, uint
     if (keep >> j & 1) list[place++] = found[j];
 }
 
-// Behind scalars().kept others, for each bit of the calling thread order_at(bit).
+// Appends order_at(bit) to `to`, at index scalars().kept, for each bit of the calling thread.
 template <class Team, class OrderAt>
 __device__ __forceinline__ void append_bits(const Team& team, uint64_t bits, uint64_t* to,
                                             const OrderAt& order_at) {
@@ -329,7 +326,7 @@ __device__ __forceinline__ void append_bits(const Team& team, uint64_t bits, uin
   team.sync();
 }
 
-// Moves the candidates that are not below `least` to the front of their list; scalars().kept are there.
+// Moves the candidates that are not below `least` to the front of their list: scalars().kept of them.
 template <class Team>
 __device__ __forceinline__ void keep_from(const Team& team, uint64_t least, uint64_t* list, int32_t count) {
   const int threads = team.threads();

@@ -1,49 +1,47 @@
 #pragma once
-// How tiles of keys are shared among CTAs. All units' tiles lie one after another, and each CTA takes an
-// equal share of them: which depends on lengths that the device alone knows, so each finds its own.
+// How steps are shared among CTAs. The steps of all units lie one behind another, and each CTA takes an equal
+// part of them. How many there are only the device knows, by lengths, so each CTA finds its own share.
 #include "cuda/device/divide.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/indexer/rows.cuh"
 
 namespace mla_fp8::gpu {
 
-// The share of a CTA: steps cta * per_cta and on, of `total`. Where the keys of all tiles are kept, for a
-// choice behind the scan, steps are scored tiles.
+// The share of a CTA: `per_cta` steps of `total`, from cta * per_cta on; scored tiles, if keys are kept.
 struct IndexShare {
   int64_t total, per_cta;
-  int64_t first_step;  // of the unit that the share begins in
+  int64_t first_step;  // where the unit begins in which the share begins
   bool are_kept;
-  // Then, that each unit is answered by one of the CTAs that scan it, and whether there are units without a
-  // scored tile.
+  // Only if are_kept: one of the CTAs that scan a unit answers it; some units have no scored tile.
   bool are_gathered, are_others;
-  // That each unit begins with a share; of which size of AlignedShares.
+  // Whether each unit begins with a share, and which size of AlignedShares the shares then have.
   bool are_aligned;
   int size;
-  bool are_uniform;  // and has as many shares as each other one; where keys are not kept, one
+  bool are_uniform;  // all units have equally many shares; one, if keys are not kept
 };
-// A CTA that ends a unit and begins another takes 3 to 5 us longer than with one alone, or 12 where keys are
-// counted. So shares of kept keys may be somewhat larger than equal ones: the least of these sizes with which
-// all units have shares of their own. To find it takes 0.7 us.
+// Sizes of shares with which each unit may begin with a share. A CTA that ends one unit and begins another
+// takes 3 to 5 us longer, or 12 if keys are counted. So shares of kept keys may be larger than equal shares:
+// the smallest of these sizes that suffices is taken. Finding it takes 0.7 us.
 struct AlignedShares {
   static constexpr int kSizes = 3, kBits = 10;
-  static constexpr int32_t kMostShares = (1 << kBits) / 2 - 1;  // of fewer units
-  static constexpr int32_t kSmall = 16, kMostTiles = 2048;      // of a share
+  static constexpr int32_t kMostShares = (1 << kBits) / 2 - 1;  // and fewer units: sums fit in kBits
+  static constexpr int32_t kSmall = 16, kMostTiles = 2048;      // tiles of a share: small, most
 
-  int32_t equal, wide;  // sizes: equal shares, and next_size()
+  int32_t equal, wide;  // the first size, and next_size()
 
-  // For units that leave half a share empty each, or, of large shares, for units of one length.
+  // The second size: small, as if each unit left half a share empty; else, as if all units were equally long.
   __device__ __forceinline__ static int32_t next_size(int32_t equal, int32_t total, int32_t units,
                                                       int32_t num_shares) {
     return equal <= kSmall ? number(total, num_shares - units / 2)
                            : number(number(total, units), num_shares / units);
   }
-  // For what it saves, which is `more` tiles more than of most units.
+  // Whether `wide` costs at most the tiles that aligned shares save: what most units save, and `more`.
   __device__ __forceinline__ bool may_pay(int32_t num_shares, int32_t more = 0) const {
     const int32_t most_more = (equal <= kSmall ? 4 : 4 + equal / 32) + more;
     return equal > 0 && equal <= kMostTiles && num_shares <= kMostShares && wide <= equal + most_more;
   }
   __device__ __forceinline__ int32_t operator[](int i) const { return i == 0 ? equal : wide + i - 1; }
-  // Of a unit's shares, by size.
+  // How many shares of each size a unit with so many tiles needs, kBits bits for each size.
   __device__ __forceinline__ int32_t numbers(int32_t tiles) const {
     int32_t all = 0;
 #pragma unroll
@@ -53,19 +51,19 @@ struct AlignedShares {
   __device__ __forceinline__ static int32_t of_size(int32_t numbers, int i) {
     return numbers >> kBits * i & ((1 << kBits) - 1);
   }
-  // ceil(tiles / size), without a division of whole numbers.
+  // ceil(tiles / size) without an integer division.
   __device__ __forceinline__ static int32_t number(int32_t tiles, int32_t size) {
     return static_cast<int32_t>(
         __fdividef(static_cast<float>(tiles + size) - 0.5f, static_cast<float>(size)));
   }
 };
 
-// Where units may begin: all rows, or, where requests have the same number of them, every group_rows-th of
-// each. What a kernel runs once waits for its instructions, and a division is forty.
+// The places where units may begin. With query_start_loc these are all rows. Otherwise all requests have the
+// same number of rows, and a place is every group_rows-th row of each. Integer divisions, forty instructions
+// each, are Dividers: code that runs once waits for its instructions.
 //
-// In lanes the units of a request are one place: there are as many teams of CTAs, each with a unit of each
-// request, which have equal shares. So one CTA of each team reads the same keys at the same time, and these
-// come from memory once.
+// With lanes, all units of a request are one place, of rows_of_place rows. Each lane of CTAs has one unit of
+// each request, and all lanes have equal shares: they read the same keys at the same time, from the L2.
 struct UnitPlaces {
   Divider request_rows, group_rows, per_request;
   int64_t count;
@@ -86,7 +84,7 @@ struct UnitPlaces {
         rows_of_place(static_cast<int>(lanes > 1 ? request_rows : group_rows)) {}
 
   struct Place {
-    uint32_t request, in_request;  // a row
+    uint32_t request, in_request;  // a row, by its request and its number in it
   };
   __device__ __forceinline__ Place operator()(int64_t place) const {
     const auto i = static_cast<uint32_t>(place), request = per_request.word(i);
@@ -98,7 +96,7 @@ struct UnitPlaces {
     const Place at = (*this)(place);
     return at.request * request_rows.divisor() + at.in_request;
   }
-  // Whether a unit begins at a row, where that is known.
+  // Whether a unit begins at `row`, without query_start_loc. `place` becomes the row's in either case.
   __device__ __forceinline__ bool begins_at(int64_t row, Place& place) const {
     const auto i = static_cast<uint32_t>(row), request = request_rows.word(i);
     place = {request, i - request * static_cast<uint32_t>(request_rows.divisor())};
@@ -107,29 +105,28 @@ struct UnitPlaces {
   }
 };
 
-// What takes as long as so many tiles: to bring a unit together in the CTA that answers it, in the merge.
+// The time to bring a unit together, measured in tiles: in the CTA that answers it, and in the merge.
 inline constexpr int32_t kGatherTiles = 4, kMergeTiles = 32;
 
-// Scored tiles of all units of a call whose keys are kept: fewer than this, so that 32 bits count them in a
-// block.
+// Keys are kept of fewer scored tiles than this. A thread's sum stops here, so a block's sums fit in 32 bits.
 inline constexpr int32_t kMostKeptTiles = 1 << 20;
 
-// What a CTA asks for its share. Keys are kept if there are at most `most_kept` scored tiles. `known` is room
-// for the tiles of `room` units.
+// The question of find_share.
 struct ShareQuestion {
   const IndexRows& rows;
   const UnitPlaces& places;
   const Divider& num_ctas;
-  int topk, group_rows, tile_keys;  // topk: up to so many entries are not scored
+  int topk, group_rows, tile_keys;  // topk: a row with at most so many columns is not scored
   int cta, lane;
-  int32_t most_kept, most_gathered;  // no unit is gathered if one has more tiles
+  int32_t most_kept, most_gathered;  // tiles: of all units for keys to be kept, of each to be gathered
+  // Shared memory for the tiles of `room` places, or null.
   int32_t* known;
   int room;
 };
-// The threads of a block. Those that find a share together have
+// The threads of a block as a team that finds its share. Such a team has
 //
-//   thread(), threads(), sync()   of their own
-//   inclusive_sum(x)              of those up to and including the calling one
+//   thread(), threads(), sync()   the caller's number, the number of threads, a barrier
+//   inclusive_sum(x)              the sum of x over threads up to and including the caller
 template <int kN>
 struct ShareBlock {
   __device__ __forceinline__ static int thread() { return threadIdx.x; }
@@ -141,7 +138,8 @@ struct ShareBlock {
   }
 };
 
-// A barrier must come before `share` is read, or `first_unit`, that it begins in if it has any steps.
+// Finds the CTA's share, and the unit in which the share begins if it has any steps. The whole team calls it,
+// and passes a barrier before it reads `share` or `first_unit`.
 template <class Team>
 __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion& question, IndexShare& share,
                                            IndexUnit& first_unit) {
@@ -158,7 +156,7 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     if (!find_unit(rows, places.row(place), group_rows, unit)) return kNone;
     return static_cast<int32_t>(scored_tiles(unit, tile_keys, topk));
   };
-  // Neighbouring places to a thread.
+  // Each thread has `each` neighbouring places.
   const int64_t each = places.count <= threads ? 1 : (places.count + threads - 1) / threads;
   const int64_t first = team.thread() * each, end = min(first + each, places.count);
   const int32_t only = each == 1 && first < end ? tiles_at(first) : kNone;
@@ -175,7 +173,8 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
     share.total = total;
     share.per_cta = num_ctas(total + num_ctas.divisor() - 1);
   };
-  // Where the share begins: the calling thread has `mine` steps of all, to `last`.
+  // The thread in whose places the share begins sets first_unit. Its own places have `mine` steps, which end
+  // before step `last` of all.
   const auto find_first = [&](int64_t mine, int64_t last, const auto& steps_of) {
     const int64_t begin = cta * share.per_cta;
     if (begin < last - mine || begin >= last) return;
@@ -258,11 +257,12 @@ __device__ __forceinline__ void find_share(const Team& team, const ShareQuestion
   find_first(mine, last, chosen_of);
 }
 
-// The same where each unit gets as many shares as each other one, at most `unit_shares`: what is left to find
-// is their size. Whether that is done: not where lengths differ so much that it does not pay, or keys that
-// have room in equal shares would have none, or have none and a unit needs more than one share. There are at
-// most as many places as threads, all of requests that have as many rows. The calling threads' first one
-// writes what it finds.
+// find_share with uniform shares, at most `unit_shares` of them for each unit: only their size has to be
+// found. Returns false, and finds nothing, if
+//   - lengths differ so much that uniform shares do not pay,
+//   - equal shares would keep keys and uniform ones would not, or
+//   - keys are not kept and a unit needs more than one share.
+// Places are at most as many as threads, of requests with equally many rows. Thread 0 writes the result.
 template <class Team>
 __device__ __forceinline__ bool find_uniform_share(const Team& team, const ShareQuestion& question,
                                                    int32_t unit_shares, IndexShare& share,
@@ -279,13 +279,13 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   const auto equal =
       static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
   const int32_t size = max(AlignedShares::number(longest, unit_shares), 1);
-  // None that is empty for all.
+  // the longest unit has no empty share
   const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
   const AlignedShares sizes{max(equal, 1), size};
   const bool are_kept = shares * size <= question.most_kept, have_room = total <= question.most_kept,
              are_gathered = question.most_gathered > 0 && longest <= question.most_gathered;
-  // A CTA that has all of a unit of several rows gathers no keys, or leaves nothing to the merge.
+  // A CTA with a whole unit of several rows saves the gathering; if keys are not kept, the merge.
   int32_t more = 0;
   if (each == 1 && question.group_rows > 1) more = !are_kept ? kMergeTiles : are_gathered ? kGatherTiles : 0;
   if (!sizes.may_pay(num_ctas, more) || (!are_kept && (have_room || each > 1))) return false;

@@ -1,24 +1,27 @@
 #pragma once
-// Logits on Hopper, for index_logits and for the scan of index_topk. An item is 64 keys, M of a wgmma, keys
-// and queries from swizzled shared memory; N is the heads of the unit's rows, K the 128 elements in four
-// steps. So a thread has all heads of two keys modulo its quad, and the sum over heads needs two exchanges. A
-// tile is four items.
+// Logits of tiles of keys on Hopper, for index_logits and for the scan of index_topk (words: rows.cuh).
+//
+// wgmma multiplies an item: M is its 64 keys, N the heads of the unit's rows, K the 128 elements in four
+// steps. Keys and queries come from swizzled shared memory. A quad of threads has all heads of two keys, so
+// the sum over heads needs two exchanges between lanes. A tile is four items.
 //
 //   warps                  do
 //   a producer warpgroup   each warp fetches one item of every tile (sm90_fetch.cuh)
-//   four consumers         the products and logits of items (sm90_math.cuh): a warpgroup those of one item of
-//                          each tile for all rows, or, where two rows are all that its registers hold (64
-//                          heads), of two items for half of the rows
+//   four consumer groups   products and logits of items (sm90_math.cuh). Each takes one item of each tile for
+//                          all rows. With 64 heads its registers hold two rows: then, of a unit of four rows,
+//                          it takes two items of each tile for half of the rows.
 //
 //   barrier     arrivals                         a phase is
-//   full[s]     one and its bytes; of keys one   an item in stage s, its bytes there
-//               by one, or blocks, 32 more
+//   full[s]     one, with its bytes; 32 more if  an item in stage s, all its bytes there
+//               keys come one by one or in blocks
 //   empty[s]    four warps of each warpgroup     an item in stage s that nobody needs any more
 //               that multiplies it
 //
-// The ring holds whole tiles, so a stage has the same item of every tile: who waits for one of its phases has
-// seen the phase before, or a parity would not tell phases apart. Absent entries have `present` false. What a
-// stage holds of them and of columns outside the unit means nothing.
+// The ring holds whole tiles, so a stage has the same item of every tile. Thus whoever waits for a phase has
+// seen the one before it; otherwise a parity could not tell phases apart. Absent entries have `present` 0; a
+// stage's bytes for them, and for columns outside the unit, mean nothing.
+//
+// Bound: the memory for one row; for two rows of 64 heads 179 instructions of a warp an item, 128 for sums.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -29,7 +32,7 @@
 
 namespace mla_fp8::gpu {
 
-// Sixteen bytes `piece` of a row of a swizzled panel.
+// The byte of a swizzled panel at which sixteen-byte piece `piece` of row `row` begins.
 __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kIndexDim + ((piece ^ row % 8) << 4);
 }
@@ -39,37 +42,37 @@ namespace sm90_index {
 inline constexpr int kGroup = 128, kGroups = 4, kConsumers = kGroup * kGroups, kThreads = kConsumers + kGroup;
 inline constexpr int kItemKeys = 64, kTileKeys = kItemKeys * kGroups;
 inline constexpr int kMostStages = 16;
-// Of the ring of index_topk for units of so many rows: what more rows need for themselves is missing there.
+// Stages of the ring in index_topk. The rows of larger units need memory themselves, so those have fewer.
 MLA_HD constexpr int scan_stages(int unit_rows) { return (unit_rows == 1 ? 3 : 2) * kGroups; }
-// Where keys of e2m1 are expanded.
+// Panels in which FP4 keys are expanded to e4m3.
 MLA_HD constexpr int num_panels(bool is_fp4) { return is_fp4 ? kGroups : 0; }
-// Of a thread, by role.
+// Registers of a thread, by role.
 inline constexpr int kConsumerRegisters = 112, kProducerRegisters = 32;
-// A block is launched with as many of all as its threads, rounded to eight, can share; more never come, and
-// who asks for them waits for ever.
+// A block is launched with as many registers as its threads can share evenly, in multiples of eight a thread.
+// No more can be had: a warp that asks for more waits for ever.
 static_assert(kConsumers * kConsumerRegisters + kGroup * kProducerRegisters <=
               65536 / kThreads / 8 * 8 * kThreads);
 
-// Of the calling thread's warpgroup.
+// A barrier of the calling thread's warpgroup.
 __device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / kGroup, kGroup); }
 
-// The engine's view of the keys. Where every item lies in one page, its keys one behind the other, the copy
-// engine brings it as a box; else warps look up each key.
+// How the copy engine sees the keys. If the keys of an item are contiguous in one page, one copy, a box,
+// brings them. Otherwise warps look up each key.
 struct KeyBoxes {
   CUtensorMap map;
   bool are_used;
-  bool are_blocks;      // of a list: a box is one of them, and keys' scales come one by one
-  bool are_read_again;  // by another unit of the request
+  bool are_blocks;      // a box is a block of a list, and scales come one by one
+  bool are_read_again;  // by another unit of the request, so the L2 keeps them
 };
 
 struct Barriers {
   uint64_t full[kMostStages], empty[kMostStages];
-  // Of each shift that E2m1Scales knows: the eight magnitudes of e2m1 as e4m3.
+  // For each shift of E2m1Scales, the eight magnitudes of e2m1 as e4m3.
   static constexpr int kLeastShift = -20, kShifts = 27;
   uint64_t magnitudes[kShifts];
 
-  // By kMostStages threads and more, each with a number, before a barrier of all. `shares`: warpgroups that
-  // multiply the same item.
+  // Initialises the barriers. At least kMostStages threads call it, with numbers from 0, and the block meets
+  // after it. `shares` warpgroups multiply the same item.
   __device__ __forceinline__ void init(int thread, const KeyBoxes& boxes, int shares) {
     if (const int s = thread; s < kMostStages) {
       const bool are_copies = boxes.are_used && !boxes.are_blocks;
@@ -78,18 +81,18 @@ struct Barriers {
       mbarrier_init_fence();
     }
   }
-  __device__ __forceinline__ void init_magnitudes(int thread) {  // of kGroup
+  __device__ __forceinline__ void init_magnitudes(int thread) {  // called by kGroup threads
     for (int i = thread; i < kShifts * 8; i += kGroup)
       reinterpret_cast<uint8_t*>(magnitudes)[i] = e2m1_to_e4m3(i % 8, i / 8 + kLeastShift);
   }
 };
 
-// A place in the ring: its stage, and the parity of the phase that fills it.
+// A place in the ring: a stage, and the parity of the phase that fills it next.
 struct Place {
   int stage;
   uint32_t phase = 0;
 
-  // `items` divide the number of stages.
+  // `items` must divide num_stages.
   __device__ __forceinline__ void advance(int items, int num_stages) {
     stage += items;
     if (stage >= num_stages) {
@@ -99,14 +102,14 @@ struct Place {
   }
 };
 
-// Shared memory whose size depends on the call, from a multiple of 1024 bytes on.
+// Dynamic shared memory, from a multiple of 1024 bytes on: the ring, panels, queries, weights, scales.
 struct Memory {
   uint8_t* base;
-  int num_stages, lines;  // lines of queries
+  int num_stages, lines;  // lines: a head of a row of queries each
   int panels;             // num_panels
-  bool is_fp4;            // the keys
+  bool is_fp4;            // whether keys are FP4
 
-  static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // keys as wgmma takes them
+  static constexpr int kPanelBytes = kItemKeys * kIndexDim;  // 64 keys in the form that wgmma takes
   MLA_HD static constexpr int value_bytes(bool is_fp4) { return is_fp4 ? kPanelBytes / 2 : kPanelBytes; }
   MLA_HD static constexpr int stage_bytes(bool is_fp4) {
     return value_bytes(is_fp4) + 2 * kItemKeys * (4 + 4);
@@ -120,10 +123,9 @@ struct Memory {
   __device__ __forceinline__ float* weights() const {
     return reinterpret_cast<float*>(queries() + lines * kIndexDim);
   }
-  // Two places for each stage, for phases of either parity: of each key the scale, then whether it is
-  // present: all bits of a word or none; in lists of several rows, a bit for each row. A warp gives up a
-  // stage when its products are there, and these may still be on their way to its registers: an arrival can
-  // overtake a load.
+  // Scales and presence of a stage's keys lie twice, by the parity of the phase. A warp gives up a stage when
+  // its products are done; its loads of scales may still be on their way, and the next phase must not
+  // overwrite them. present: all bits or none for a key; in lists of several rows, bit i for row i.
   static constexpr int kPlaceWords = 2 * kItemKeys;
   __device__ __forceinline__ float* scales(Place place) const {
     return weights() + lines + (place.phase * num_stages + place.stage) * kPlaceWords;
@@ -140,14 +142,14 @@ __device__ __forceinline__ Memory dynamic_memory(int num_stages, int lines, int 
   return {raw + (1024 - address % 1024) % 1024, num_stages, lines, panels, is_fp4};
 }
 
-// By all consumers. Weights are halved for twice_relu, and lie as a thread reads them: of heads 16 i + 2 t
-// and the one behind, then of those 8 further on.
+// Copies a unit's queries and weights to shared memory; all consumers call it. Weights are halved, for
+// twice_relu. Thread t of a quad reads four at once: those of heads 16 i + 2 t + {0, 1, 8, 9}.
 template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void load_queries(const IndexQueries& queries, const IndexUnit& unit,
                                              const Memory& memory) {
   constexpr int kLines = kHeads * kUnitRows, kPieces = kLines * 8 / kConsumers;
   static_assert(kPieces * kConsumers == kLines * 8 && kLines <= kConsumers);
-  // A weight of a line to a thread, which is on its way while queries are.
+  // Each thread loads one weight, which is in flight while queries are copied.
   const int line = threadIdx.x, row = line / kHeads, head = line % kHeads;
   const bool has_weight = line < kLines && row < unit.num_rows && head < queries.num_heads;
   const float weight = has_weight ? 0.5f * queries.weight(unit.first_row + row, head) : 0.0f;
@@ -167,7 +169,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
       store(to + swizzled(i / 8, i % 8), pieces[k]);
     }
   } else {
-#pragma unroll 1  // it runs once: what counts is its length
+#pragma unroll 1  // it runs once: short code arrives sooner
     for (int i = threadIdx.x; i < kLines * 4; i += kConsumers) {
       const int line = i / 4, piece = i % 4, row = line / kHeads, head = line % kHeads;
       const bool exists = row < unit.num_rows && head < queries.num_heads;
@@ -187,7 +189,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
     memory.weights()[row * kHeads + head / 16 * 16 + head % 8 / 2 * 4 + head / 8 % 2 * 2 + head % 2] = weight;
   fence_proxy_async();
 }
-// Of a unit by its first row: to the L2.
+// Prefetches to the L2 the queries and weights of the unit that begins at first_row.
 template <int kHeads, int kUnitRows>
 __device__ __forceinline__ void prefetch_queries(const IndexQueries& queries, int64_t first_row,
                                                  int64_t num_rows) {

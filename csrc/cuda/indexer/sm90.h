@@ -1,6 +1,6 @@
 #pragma once
-// The Hopper engine of the indexer (sm90.cuh) from outside: index_logits and index_topk ask the same
-// question, so that they see the same logits.
+// The indexer's kernels for Hopper, as index_topk.cu and index_logits.cu see them. Both ask takes_sm90, so
+// both ops see the same logits.
 #include "cuda/indexer/scan.cuh"
 
 namespace mla_fp8::gpu {
@@ -11,11 +11,11 @@ struct IndexLogitsArgs {
   int group_rows;
 };
 
-// Of what index_topk has chosen.
+// Writes the logits of the positions that index_topk has chosen.
 void index_scores(const IndexTopkParams& params, gpuStream_t stream);
 
 #if MLA_FP8_WITH_SM90A && MLA_FP8_PTX
-// FP8 keys whose rows are 16-byte aligned, on Hopper.
+// Whether the Hopper kernels can take the keys: on Hopper, with rows aligned to 16 bytes.
 bool takes_sm90(const IndexProblem& problem);
 void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream);
 void index_logits_sm90(const IndexLogitsParams& params, gpuStream_t stream);

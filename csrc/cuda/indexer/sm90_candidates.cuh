@@ -1,12 +1,12 @@
 #pragma once
-// What index_topk's scan on Hopper chooses from behind a chunk of columns that is not a unit's first.
+// The candidates from which index_topk's scan on Hopper chooses after a chunk that is not a unit's first.
 #include "cuda/indexer/logit_bins.cuh"
 #include "cuda/indexer/sm90_rows.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-// The candidates of a row: its list, and of the chunk, of most of whose keys the k-th so far is above, the
-// few others. For those each thread has bits: four for each sixteen bytes that it visits.
+// A row's candidates: its list, and the keys of the chunk that are not below the k-th so far. These are few,
+// and each thread has a bit for each of its own: four bits for sixteen bytes.
 class RowCandidates {
  public:
   template <class Team>
@@ -26,7 +26,7 @@ class RowCandidates {
     }
   }
 
-  // Of the chunk; `low` may be less than the least key that is left.
+  // The survey of the chunk's candidates. `low` may be less than the least of them.
   template <class Team>
   __device__ __forceinline__ Survey survey(const Team& team) const {
     if (chunk_.least == 1) return gpu::survey(team, chunk_);  // there is no k-th yet
@@ -52,7 +52,7 @@ class RowCandidates {
     });
   }
 
-  // Behind scalars().kept others to `to`, those of the chunk that are not below `least`.
+  // Appends to `to`, at index scalars().kept, the chunk's candidates that are not below `least`.
   template <class Team>
   __device__ __forceinline__ void append(const Team& team, uint64_t least, uint64_t* to) const {
     uint64_t kept = are_taken_ ? above_ : 0;
@@ -67,7 +67,7 @@ class RowCandidates {
     const int32_t i = first_ + bit / 4 * step_ + bit % 4;
     return order_of(chunk_.keys[i], chunk_.column + i);
   }
-  // visit_four(orders, their bits)
+  // Calls visit_four(orders, their bits).
   template <class Visit>
   __device__ __forceinline__ void visit_chunk(const Visit& visit_four) const {
 #pragma unroll 1
@@ -88,8 +88,8 @@ class RowCandidates {
   const int32_t first_, step_;
   uint32_t high_ = 0;
   uint64_t left_ = 0;
-  bool are_taken_ = false;         // then
-  uint64_t here_ = 0, above_ = 0;  // as FourPlaces
+  bool are_taken_ = false;         // whether take_from has set the next two
+  uint64_t here_ = 0, above_ = 0;  // the bits of keys in the k-th's bin, and above it
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -1,5 +1,5 @@
 #pragma once
-// How keys come into shared memory on Hopper.
+// How producer warps bring keys into the ring in shared memory on Hopper.
 #include "cuda/indexer/sm90.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
@@ -9,7 +9,7 @@ __device__ inline void cp_async_4(uint32_t dst, const void* src, bool valid) {
                : "memory");
 }
 
-// A warp of the producers: it fetches one item of each tile.
+// A producer warp. It fetches one item of each tile: as a box, as blocks of a list, or key by key.
 class Fetch {
  public:
   __device__ __forceinline__ Fetch(const IndexKeys& keys, const KeyBoxes& boxes, const Divider& page_size,
@@ -21,7 +21,7 @@ class Fetch {
         barriers_(barriers),
         place_{item()} {}
 
-  // The items of `tiles` tiles from `column` on, as the ring has room for them.
+  // Fetches the warp's items of `tiles` tiles from `column` on, as stages of the ring become free.
   __device__ __forceinline__ void fetch(const IndexUnit& unit, int32_t column, int tiles) {
     column += item() * kItemKeys;
     if (boxes_.are_blocks) {
@@ -51,15 +51,14 @@ class Fetch {
   __device__ __forceinline__ bool is_present(int32_t page) const {
     return page >= 0 && page < keys_.num_pages;
   }
-  // As the table says it: nobody waits for it before it is used.
+  // The page in the table, unchecked, so that no instruction waits for the load before it is used.
   __device__ __forceinline__ int32_t table_page(const IndexUnit& unit, int32_t column) const {
     if (keys_.page_table == nullptr) return 0;
     return keys_.page_table[unit.request * keys_.page_table_stride_request + page_size_(column)];
   }
 
-  // An item that is a box. Its columns outside the unit are read where their page exists; nobody asks for
-  // them. A lane finds every 32nd item, all lanes at once; their pages are asked for 32 items before the
-  // first.
+  // Fetches an item as a box. Columns outside the unit are read if their page exists, and not used. Lane i
+  // finds the pages of items i, i + 32 ... of the warp; it loads a page 32 items before it is needed.
   __device__ __forceinline__ void fill_box(const IndexUnit& unit, int32_t column, int turn) {
     if (turn == 0) {
       page_ = is_present(pages_ahead_) ? pages_ahead_ : -1;
@@ -73,7 +72,7 @@ class Fetch {
     int entries = present ? kItemKeys : 0;
     if (present && keys_.page_table == nullptr && row > keys_.page_size - kItemKeys) {
       entries = static_cast<int>(keys_.page_size) - row;
-      const int last = entries / 4 * 4 + lane();  // no sixteen bytes
+      const int last = entries / 4 * 4 + lane();  // the scales behind the last whole sixteen bytes
       if (last < entries)
         memory_.scales(place_)[last] = reinterpret_cast<const float*>(keys_.scale(page, row))[last];
     }
@@ -83,7 +82,7 @@ class Fetch {
     mbarrier_arrive_expect_warp(full, value_bytes + scale_bytes, lane());
     if (lane() > 0) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage));
-    if (!memory_.is_fp4)  // outside the tensor there are zeros
+    if (!memory_.is_fp4)  // the copy writes zeros outside the tensor
       tensor_copy(to, boxes_.map, 0, row, present ? page : static_cast<int>(keys_.num_pages), full,
                   boxes_.are_read_again);
     else if (present) bulk_copy(to, keys_.value(page, row), value_bytes, full);
@@ -94,8 +93,8 @@ class Fetch {
     return column < unit.end && column + kItemKeys > unit.begin ? table_page(unit, column) : -1;
   }
 
-  // An item of blocks of a list. Lanes find those of the warp's items of four tiles, eight of each item. The
-  // page of a block follows from its element, so they ask for elements eight tiles ahead, for pages four.
+  // Fetches an item as eight blocks of a list. Lanes find the blocks of four of the warp's items at a time.
+  // A block's page follows from its element, so lanes load elements eight tiles ahead, and pages four.
   static constexpr int kBlock = IndexList::kBlock, kItemBlocks = kItemKeys / kBlock,
                        kBlockTiles = kWarpSize / kItemBlocks;
   __device__ __forceinline__ int32_t block_element(const IndexUnit& unit, int32_t column) const {
@@ -126,7 +125,7 @@ class Fetch {
     }
     constexpr uint32_t kRowBits = (1u << IndexList::kNumberBits) - 1;
     const auto rows = static_cast<int32_t>(keys_.page_size);  // of a page
-    {                                                         // two keys to a lane
+    {                                                         // each lane takes the scales of two keys
       const int from = turn * kItemBlocks + lane() / (kWarpSize / kItemBlocks);
       const int page = __shfl_sync(kFullWarp, page_, from), row = __shfl_sync(kFullWarp, row_, from);
       const uint32_t members = page < 0               ? 0
@@ -153,10 +152,10 @@ class Fetch {
     if (!copies) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage)) + lane() * kBlock * key_bytes;
     if (memory_.is_fp4) bulk_copy(to, keys_.value(page, row), bytes, full);
-    else tensor_copy(to, boxes_.map, 0, row, page, full, true);  // outside the tensor there are zeros
+    else tensor_copy(to, boxes_.map, 0, row, page, full, true);  // the copy writes zeros outside the tensor
   }
 
-  // Any item, 32 keys at a time.
+  // Fetches an item key by key, 32 at a time: for pages and lists that have no boxes.
   __device__ __forceinline__ void fill_by_key(const IndexUnit& unit, int32_t first_column) const {
     const uint32_t to = shared_address(memory_.keys(place_.stage));
     const int pieces = memory_.is_fp4 ? 4 : 8, piece = lane() % pieces;
@@ -191,8 +190,8 @@ class Fetch {
   const Memory memory_;
   Barriers& barriers_;
   Place place_;                                   // of the next item
-  int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, by lanes, and of the 32 behind them
-  int32_t row_ahead_ = 0, element_ahead_ = -1;    // of blocks, whose members lie above their rows
+  int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, one a lane; of the 32 behind them
+  int32_t row_ahead_ = 0, element_ahead_ = -1;    // of blocks: the row, members above it; the element
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

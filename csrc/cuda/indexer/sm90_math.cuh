@@ -1,5 +1,5 @@
 #pragma once
-// The consumers on Hopper.
+// What the consumers on Hopper do: products of an item's keys and queries, and the sums that are logits.
 #include <cstddef>
 
 #include "cuda/device/mma.cuh"
@@ -8,7 +8,7 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// D[64 x N] = or += A[64 x 32] B[32 x N], e4m3, both in swizzled panels of 128 bytes a row along k.
+// D[64 x N] = A[64 x 32] B[32 x N], plus D if `accumulate`: e4m3, swizzled panels of 128 bytes a row along k.
 #define MLA_D4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define MLA_D16(d, i) MLA_D4(d, i), MLA_D4(d, i + 1), MLA_D4(d, i + 2), MLA_D4(d, i + 3)
 #define MLA_R32                                                                                 \
@@ -33,16 +33,16 @@ __device__ inline void wgmma_e4m3(float (&d)[16][4], uint64_t a, uint64_t b, int
 #undef MLA_D16
 #undef MLA_D4
 
-// Sixteen e2m1 as e4m3, whose magnitudes are given.
+// Expands sixteen e2m1 to e4m3, whose eight magnitudes are given.
 __device__ __forceinline__ uint4 expand_e2m1(uint32_t low, uint32_t high, uint2 magnitudes) {
-  // Bytes by the low four numbers of a selector.
+  // Picks four of the eight bytes of x and y, one by each of the low four hex digits of the selector.
   const auto permute = [](uint32_t x, uint32_t y, uint32_t selector) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
     return bytes;
   };
   const auto eight = [&](uint32_t codes, uint32_t& first, uint32_t& last) {
-    // The sign of an odd code is the upper bit of its byte, that of an even one four bits below.
+    // An odd code has its sign in the top bit of its byte, an even one four bits below: `even` shifts it up.
     const uint32_t numbers = codes & 0x77777777u, even = codes << 4;
     first = permute(magnitudes.x, magnitudes.y, numbers) | (permute(even, codes, 0x5140u) & 0x80808080u);
     last = permute(magnitudes.x, magnitudes.y, numbers >> 16) | (permute(even, codes, 0x7362u) & 0x80808080u);
@@ -53,12 +53,11 @@ __device__ __forceinline__ uint4 expand_e2m1(uint32_t low, uint32_t high, uint2 
   return all;
 }
 
-// 0 of what is negative; a NaN stays one. An addition runs at twice the rate of a maximum, and doubling
-// changes no other bit.
+// 2 max(x, 0), and a NaN stays one. An addition has twice the rate of a maximum. Doubling is exact.
 __device__ __forceinline__ float twice_relu(float x) { return __fadd_rn(x, fabsf(x)); }
 
-// The math of a consumer warpgroup for kRows rows of kHeads lines of queries (16, 32 or 64), which with
-// kShares - 1 others has all rows of a unit, so it takes kShares of the four items of a tile.
+// A consumer warpgroup's products for kRows rows of kHeads lines of queries (16, 32 or 64). kShares
+// warpgroups together have all rows of a unit, so each of them takes kShares of the four items of a tile.
 template <int kHeads, int kRows, int kShares, int kStages, bool kFp4>
 class Math {
  public:
@@ -70,21 +69,21 @@ class Math {
         first_row_(group() * kShares / kGroups * kRows),
         full_(shared_address(&barriers.full[group() % kStep])),
         scales_(shared_address(memory.scales({static_cast<int>(group() % kStep)}) + key())) {
-    // The same in all lanes; an exchange lets the compiler see it.
+    // All lanes have the same value; the exchange shows the compiler so.
     const auto panel = [](const uint8_t* from) {
       return static_cast<uint32_t>(wgmma_panel_descriptor(__shfl_sync(kFullWarp, shared_address(from), 0)));
     };
     keys_ = panel(kFp4 ? memory.panel(group()) : memory.keys(group() % kStep));
     queries_ = panel(memory.queries() + first_row_ * kHeads * kIndexDim);
-    // Opaque, or they are found anew for each item.
+    // Hides where these came from: else the compiler computes them again for each item.
     asm("" : "+r"(keys_), "+r"(queries_), "+r"(full_), "+r"(scales_));
   }
 
-  static constexpr int kStep = kGroups / kShares;  // items from one of a warpgroup to its next
+  static constexpr int kStep = kGroups / kShares;  // the warpgroup takes every kStep-th item
   static constexpr int kOwnStages = kStages / kStep;
   static constexpr int kPairs = (kRows + 1) / 2;
 
-  // When the queries of a unit have been loaded, and after what needs registers itself.
+  // Call it when the unit's queries are in shared memory, after anything that needs many registers.
   __device__ __forceinline__ void load_weights() {
     const float4* weights = reinterpret_cast<const float4*>(memory_.weights()) + threadIdx.x % 4;
 #pragma unroll
@@ -93,30 +92,30 @@ class Math {
       for (int i = 0; i < kHeads / 16; ++i) weights_[r][i] = weights[(first_row_ + r) * kHeads / 4 + 4 * i];
   }
 
-  // Of the calling lane's logit of a pair of rows: the row.
+  // The row of the unit whose logit the lane has, for a pair of rows.
   __device__ __forceinline__ int row(int pair) const {
     return kRows == 1 ? first_row_ : first_row_ + 2 * pair + threadIdx.x % 4 / 2;
   }
   // Whether no other lane has the same logit.
   __device__ __forceinline__ static bool is_own() { return kRows > 1 || (threadIdx.x & 2) == 0; }
-  // Of the lane's logits the key, in an item: of a lane with an even number one of the first eight of 16, of
-  // others of those behind them.
+  // The key of the lane's logits in an item. A warp has 16 keys: even lanes have one of the first eight, odd
+  // lanes one of the others.
   __device__ __forceinline__ static int key() {
     const int lane = threadIdx.x % kWarpSize;
     return threadIdx.x % kGroup / kWarpSize * 16 + lane / 4 + 8 * (lane & 1);
   }
-  // Of the first item in a run of tiles: its first key.
+  // The first key of the warpgroup's first item, counted from the beginning of a tile.
   __device__ __forceinline__ static int first_key() { return group() % kStep * kItemKeys; }
 
-  // The warpgroup's next item, kStep items behind the last: sink(0, pair, logit, present), the lanes of a
-  // warp together. `present` has all bits or none.
+  // Scores the warpgroup's next item: sink(0, pair, logit, present), by all lanes of a warp together.
+  // `present` is as in Memory.
   template <class Sink>
   __device__ __forceinline__ void next_item(const Sink& sink) {
     item<false>(stage_, [&](int pair, float logit, uint32_t present) { sink(0, pair, logit, present); });
     if (++stage_ == kOwnStages) next_phase();
   }
-  // Its next kOwnStages items, which are boxes, the first of them in its first stage, so that no address is
-  // found anew: sink(i, pair, logit, present) of the i-th.
+  // Scores the next kOwnStages items, a round: sink(i, pair, logit, present) for item i. It must begin in the
+  // warpgroup's first stage, and items must be boxes. Addresses of stages are then constants.
   __device__ __forceinline__ bool begins_round() const { return are_boxes_ && stage_ == 0; }
   template <class Sink>
   __device__ __forceinline__ void next_round(const Sink& sink) {
@@ -127,17 +126,17 @@ class Math {
   }
 
  private:
-  // From one of the warpgroup's stages to the next.
+  // Bytes of scales and presence between two stages of the warpgroup.
   static constexpr int kStageBytes = 4 * Memory::kPlaceWords * kStep;
 
-  // An item in the warpgroup's `own`-th stage.
+  // Scores the item in the warpgroup's `own`-th stage.
   template <bool kIsBox, class Sink>
   __device__ __forceinline__ void item(int own, const Sink& sink) {
     const uint32_t full = full_ + 8 * kStep * own;
     mbarrier_wait(full, phase_);
     if (!kIsBox && !are_boxes_) fence_proxy_async();
     if constexpr (kFp4) {
-      group_sync();  // the products of the item before have been made
+      group_sync();  // the products of the last item are done with the panel
       expand(own);
       fence_proxy_async();
       group_sync();
@@ -168,7 +167,7 @@ class Math {
         sink(pair, scaled(exchange(sums[2 * pair], sums[2 * pair + 1], 2), scale), present);
     }
   }
-  // To the first stage again: keys and scales of the other parity.
+  // Goes on to the first stage, with scales and presence of the other parity.
   __device__ __forceinline__ void next_phase() {
     stage_ = 0;
     phase_ ^= 1;
@@ -180,7 +179,7 @@ class Math {
     return wgmma_panel_descriptor(0) | low;
   }
 
-  // An item of e2m1 into the warpgroup's panel, 32 elements of a key to a lane, which have one scale.
+  // Expands an item of e2m1 into the warpgroup's panel. A lane takes 32 elements, which have one scale.
   __device__ __forceinline__ void expand(int own) const {
     const int lane = threadIdx.x % kWarpSize, first_key = threadIdx.x % kGroup / kWarpSize * 16;
     const uint32_t from =
@@ -201,7 +200,7 @@ class Math {
     }
   }
 
-  // E2m1Scales of the four in a word.
+  // The exponents of E2m1Scales, from a word of four.
   __device__ __forceinline__ static int largest_exponent(uint32_t packed) {
     return static_cast<int>(
         max(max(packed & 0xff, packed >> 8 & 0xff), max(packed >> 16 & 0xff, packed >> 24)));
@@ -210,7 +209,7 @@ class Math {
     return max(largest_exponent(packed) - 6, 2);
   }
 
-  // The scale comes behind the sum of all heads: parts times infinity would cancel. -0 becomes 0.
+  // The scale multiplies the sum of all heads: parts times infinity might cancel to NaN. -0 becomes 0.
   __device__ __forceinline__ static float scaled(float sum, uint32_t scale) {
     if constexpr (kFp4) {
       const int largest = largest_exponent(scale);
@@ -219,11 +218,11 @@ class Math {
     return fmaf(sum, bits_float(scale), 0.0f);
   }
 
-  // Half of the sum over the heads of row r, whose columns begin at `first`, for the lane's key; the lane
-  // with the other bit 1 has the other half.
+  // Half of the sum over the heads of row r for the lane's key, from columns `first` on. The lane that
+  // differs in bit 1 has the other half.
   template <int kColumns>
   __device__ __forceinline__ float head_sum(const float (&acc)[kColumns][4], int first, int r) const {
-    float s[2][2] = {};  // keys, heads modulo two
+    float s[2][2] = {};  // [key][head modulo 2]
 #pragma unroll
     for (int i = 0; i < kHeads / 16; ++i) {
       const float4 w = weights_[r][i];
@@ -242,7 +241,7 @@ class Math {
     return exchange(low, high, 1);
   }
 
-  // A lane without bit `lanes` keeps x and gives y to the lane with it, which gives x; the sums of both.
+  // The sum of x over two lanes that differ in bit `lanes`, in the lane without it; of y in the other.
   __device__ __forceinline__ static float exchange(float x, float y, int lanes) {
     const bool upper = threadIdx.x & lanes;
     const float kept = upper ? y : x;
@@ -252,13 +251,13 @@ class Math {
   const Memory memory_;
   Barriers& barriers_;
   const bool are_boxes_;
-  const int group_;  // the warp's, as the compiler sees
+  const int group_;  // of the warp; the compiler sees that all lanes have the same
   const int first_row_;
-  uint32_t full_;    // the barrier of the warpgroup's first stage
-  uint32_t scales_;  // of the lane's key there, in the present phase
-  int stage_ = 0;    // of its own, of the next item
+  uint32_t full_;    // address of the barrier of the warpgroup's first stage
+  uint32_t scales_;  // address of the lane's key's scale in that stage, for the present phase
+  int stage_ = 0;    // the warpgroup's stage with the next item
   int phase_ = 0;
-  uint32_t keys_, queries_;  // panels: the low words of descriptors
+  uint32_t keys_, queries_;  // low words of the panels' descriptors
   float4 weights_[kRows][kHeads / 16];
 };
 

@@ -1,23 +1,23 @@
 #pragma once
-// The merge of index_topk on Hopper, of what the scan has not answered, in one of two ways: where that kept
-// all keys, it chooses for each row among its keys; else for each row that several CTAs scanned among what
-// they left. A row is a cluster's, each CTA with a part of the candidates in shared memory; one of few
-// candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
+// The merge of index_topk on Hopper answers the rows that the scan left, in one of two ways. If the scan kept
+// all keys, it chooses among the keys of each row. Else it chooses, for each row that several CTAs scanned,
+// among the lists that they left. A cluster takes a row, each CTA a part of its candidates in shared memory.
+// A row of few candidates is the first CTA's alone, as a barrier of a cluster takes a fence of the GPU.
 #include "cuda/indexer/sm90_merge_far.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Of a kernel whose blocks are alone: without clusters, two of them on a multiprocessor.
+// The threads that choose: of a block (kAlone: no clusters, two blocks on a multiprocessor), or of a cluster.
 template <bool kAlone>
 __device__ __forceinline__ ClusterTeam<kAlone> merge_team(MergeShared& s) {
   if constexpr (kAlone) return {s, 1, 0};
   return {s, cluster_size(), cluster_rank()};
 }
 
-// Of a cluster of so many blocks.
+// The first row of the calling cluster of `size` blocks.
 __device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
-// Parts [first, last) of a job.
+// Parts [first, last) of a job as candidates, where they lie in the workspace.
 struct ScatteredParts {
   const IndexTopkArgs& args;
   const MergeJob& job;
@@ -29,7 +29,7 @@ struct ScatteredParts {
   }
 };
 
-// Keys all over a row: about the range of all.
+// About the range of a row's keys: that of a sample, 512 pieces of four keys spread over the row.
 template <class Team>
 __device__ __forceinline__ Survey sample(const Team& team, const CandidateKeys& all) {
   const int step = max(all.count / 4 / kMergeThreads, 1), i = static_cast<int>(threadIdx.x) * step;
@@ -46,8 +46,8 @@ __device__ __forceinline__ Survey sample(const Team& team, const CandidateKeys& 
   return survey_of(team, own);
 }
 
-// The answers of rows whose keys were kept; `where` is the first one, whose keys are `own` if it was scored.
-// Rows take turns among the clusters.
+// Answers rows whose keys were kept. Clusters take rows in turns: `where` is the cluster's first one, and
+// `own` says where its keys are, if it was scored.
 template <bool kAlone>
 __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared& s, uint64_t* held,
                                        IndexRow where, const KeptRow& own) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     if (tiles * kTileKeys > merge_args.near_keys) {
       IndexRowBins* counted = args.state(0)->are_binned ? args.counters.bins + row : nullptr;
       choose_far(merge_args, answer, team, {keys}, counted, held, merge_entries(kAlone));
-      if (counted != nullptr) {  // all blocks have read it
+      if (counted != nullptr) {  // all blocks have read the counts
         const int last = IndexRowBins::kBins / 4 * (rank + 1) / size;
         for (int i = IndexRowBins::kBins / 4 * rank / size + threadIdx.x; i < last; i += kMergeThreads)
           store(counted->bins + 4 * i, Words<4>{});
@@ -95,7 +95,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
       mbarrier_arrive_expect(bar, keys.count * 4);
       bulk_copy(shared_address(held), keys.keys, keys.count * 4, bar);
     }
-    // The range of what a few say, which all blocks read: what is beyond it may still be chosen.
+    // All blocks read the same sample. Keys beyond its range may still be chosen.
     const Survey range = has_pins ? Survey{0, UINT32_MAX, 0}
                                   : sample(team, {kept.tile(first.tile), first.column, tiles * kTileKeys, 1});
     mbarrier_wait(bar, phase);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
     int32_t total = p.topk;
     const bool are_few_near = mine.choose_by_bins<true>(team, p.topk, range, least, chosen);
     if (!are_few_near) {
-      team.sync();  // the sample has been read
+      team.sync();  // bins are used again: the sample has been read
       const Survey found = team.together(mine.survey(team));
       chosen = mine.chosen(team, p.topk, found, least);
       total = min(found.count, p.topk);
@@ -118,8 +118,8 @@ __device__ __forceinline__ void choose(const MergeArgs& merge_args, MergeShared&
   }
 }
 
-// The same where many rows are short: each is a warpgroup's, so that eight of a multiprocessor are under way,
-// as most of a row's time is the way from one step to the next.
+// choose for many short rows: each row is a warpgroup's. So eight rows are under way on a multiprocessor; a
+// row mostly waits for the latency of one step after another.
 __device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeShared& s, uint64_t* held) {
   const IndexTopkArgs& args = merge_args.topk;
   const IndexTopkParams& p = args.p;
@@ -137,10 +137,10 @@ __device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeS
 #pragma unroll 1
   for (int64_t row = int64_t{blockIdx.x} * kMergeGroups + group; row < p.problem.rows.num_rows;
        row += int64_t{gridDim.x} * kMergeGroups) {
-    const KeptRow first = kept.rows[row];  // of a row that was scored
+    const KeptRow first = kept.rows[row];  // means something only for a row that was scored
     const IndexRow where = find_row(p.problem.rows, row);
     const IndexAnswer answer{p, row, where};
-    fence_proxy_async();  // columns that lay where keys come
+    fence_proxy_async();  // columns were staged where keys come next
     team.sync();
     if (where.end - where.begin <= p.topk) {
       args.answer_all({row, where.request, 1, where.begin, where.end, {where}, 0}, team);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void choose_short(const MergeArgs& merge_args, MergeS
   }
 }
 
-// Whether lengths alone tell that the scan answers all rows.
+// Whether all units are so short that the scan answers all rows.
 __device__ __forceinline__ bool are_all_gathered(const MergeArgs& merge_args) {
   const IndexTopkArgs& args = merge_args.topk;
   const IndexRows& rows = args.p.problem.rows;
@@ -181,16 +181,16 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   const IndexTopkArgs& args = merge_args.topk;
   ClusterTeam<kAlone> team = merge_team<kAlone>(s);
   begin_grid(true);  // the next grid may begin: it waits for this one, which waits for the scan
-  if (are_all_gathered(merge_args)) {  // the next grid gets the SMs, but for one
+  if (are_all_gathered(merge_args)) {  // blocks leave, and the next grid gets all SMs but one
     if (blockIdx.x == 0) wait_for_previous_grid();
     return;
   }
-  // What the caller gave: the scan has waited for the grids that it may come from.
+  // Rows come from the caller. The scan has waited for the grids that wrote them, so they are there.
   const IndexRow where = find_row(args.p.problem.rows, first_row(team.size));
   if constexpr (!kAlone) cluster_arrive();
   wait_for_previous_grid();
-  if constexpr (!kAlone) cluster_wait();  // all blocks have begun: they may be told something
-  const KeptRow own = KeptKeys(args).rows[first_row(team.size)];  // on its way with what the scan says of all
+  if constexpr (!kAlone) cluster_wait();  // all blocks have begun, so others may write to their shared memory
+  const KeptRow own = KeptKeys(args).rows[first_row(team.size)];  // loaded while the state is
   const bool are_kept = args.state(0)->are_kept, are_answered = args.state(0)->are_answered;
   if (are_answered) return;
   if constexpr (kAlone)
@@ -203,7 +203,7 @@ __device__ __forceinline__ void merge(const MergeArgs& merge_args, MergeShared& 
   const int32_t all = team_inclusive_sum(team, part.count);
   if (i == kMergeThreads - 1) s.total = all;
   __syncthreads();
-  if (s.total <= kAloneEntries) {  // the same in all blocks
+  if (s.total <= kAloneEntries) {  // all blocks have the same total
     if (team.rank > 0) return;
     team.size = 1;
   }

@@ -1,6 +1,5 @@
 #pragma once
-// The merge of index_topk on Hopper: what it is called with, and its rows whose candidates have no room in
-// shared memory.
+// Part of index_topk's merge on Hopper: arguments, and the choice among keys without room in shared memory.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/indexer/merge.cuh"
@@ -10,25 +9,25 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Entries of 8 bytes that a CTA has room for, alone on a multiprocessor or, of clusters of one, with another;
-// of more candidates it reads the workspace again.
+// Entries of 8 bytes for which a CTA has room. Two CTAs share a multiprocessor if they are alone, that is not
+// in clusters. If there are more candidates, the CTA reads the workspace again.
 MLA_HD constexpr int merge_entries(bool are_alone) { return are_alone ? 76 * kTileKeys / 2 : 24 * 1024; }
 inline constexpr int kAloneEntries =
-    12 * 1024;  // or columns, up to which the first CTA of a cluster takes all
+    12 * 1024;  // of candidates or columns; up to so many, the cluster's first CTA takes all
 
 struct MergeArgs {
   IndexTopkArgs topk;
-  int near_keys;      // of a row that has room in shared memory
-  int most_gathered;  // tiles of a unit, if all units may have so many and be kept; else 0
+  int near_keys;      // columns: of a longer row no keys are copied to shared memory
+  int most_gathered;  // tiles of a unit, if all units may be gathered; else 0
   bool are_short;     // no row has more columns than kGroupColumns
 };
-// A warpgroup has a quarter of a block's memory: room for the keys of a row, which may begin within a tile.
+// A warpgroup has a quarter of a block's memory. A row may begin within a tile, so it is a tile shorter.
 inline constexpr int kGroupKeys = 2 * merge_entries(true) / kMergeGroups,
                      kGroupColumns = kGroupKeys - kTileKeys;
 static_assert(kGroupKeys % kTileKeys == 0 && kGroupKeys <= ThreadKeys::most(kGroup) &&
               kMaxIndexTopk <= kGroupKeys);
 
-// Of `total` candidates, the calling CTA's in columns [begin, end).
+// Answers a row of `total` candidates. `candidates` are the calling CTA's, which lie in columns [begin, end).
 template <class Team, class Candidates>
 __device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAnswer& row, const Team& team,
                                        const Candidates& candidates, int32_t total, int64_t begin,
@@ -54,10 +53,10 @@ __device__ __forceinline__ void answer(const IndexTopkArgs& args, const IndexAns
   if (team.rank == 0) emit_end(team, p, row.row, min(total, p.topk));
 }
 
-// The k-th of a row whose keys the scan has counted: all blocks read that.
+// The bin of the k-th key of a row that the scan has counted. Every block reads the row's bins by itself.
 template <class Team>
 __device__ __forceinline__ KthBin kth_of_row(const Team& team, const IndexRowBins& row, int32_t k) {
-  constexpr int kHalf = IndexRowBins::kBins / 2;  // positive keys are the upper one
+  constexpr int kHalf = IndexRowBins::kBins / 2;  // the upper half of the bins is that of positive keys
   constexpr int kEach = kHalf / kMergeThreads;
   SelectScalars& s = team.scalars();
   int32_t before = 0;
@@ -91,8 +90,8 @@ __device__ __forceinline__ KthBin kth_of_row(const Team& team, const IndexRowBin
   return s.kth;
 }
 
-// Of a row of which few keys are in the k-th's bin, those by their upper bits: what is chosen is a bit of
-// `words`, one for each key of the calling CTA.
+// Answers a row with few keys in the k-th's bin. A bin is the upper bits of a key, from bit `shift` on. What
+// is chosen becomes a bitmap in `words`, one bit for each key of the calling CTA.
 template <class Team>
 __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const IndexAnswer& row,
                                               const Team& team, const FarKeys& keys, const KthBin& kth,
@@ -144,8 +143,8 @@ __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const
   if (team.rank == 0) emit_end(team, row.p, row.row, row.p.topk);
 }
 
-// Of the keys in the bin that begins with the order `least`, the least and the largest one: where many are
-// equal, little is left to divide but their columns.
+// Least and largest key in the bin that begins with the order `least`. If many keys are equal, the range of
+// these two divides the bin well: little but columns is left to tell apart.
 template <class Team>
 __device__ __forceinline__ Survey survey_from(const Team& team, const FarKeys& keys, uint64_t least,
                                               int shift) {
@@ -164,9 +163,9 @@ __device__ __forceinline__ Survey survey_from(const Team& team, const FarKeys& k
   return team.together(survey_of(team, own));
 }
 
-// The answer of a row whose keys are too many for shared memory: few of them are in the k-th's bin, or, from
-// that on, there are few, which the first CTA gets in its `list`, of so many `entries`. Bins are of the upper
-// bits of keys: no pass looks for a range first, and the scan may have counted them.
+// Answers a row whose keys have no room in shared memory. Bins are of keys' upper bits: no pass has to find
+// the range of keys first, and the scan may have counted. If the k-th's bin has few keys, mark_and_emit
+// answers. Else keys from a bound on, at most `entries`, go to the first CTA's `list`, and that one answers.
 template <class Team>
 __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const IndexAnswer& row, Team team,
                                            const FarKeys& keys, const IndexRowBins* counted, uint64_t* list,
@@ -189,7 +188,7 @@ __device__ __forceinline__ void choose_far(const MergeArgs& merge_args, const In
   }
   if (kth.bin > 0 && kth.here <= MergeShared::kMostFew && keys.all.count <= entries * 64)
     return mark_and_emit(merge_args, row, team, keys, kth, shift, reinterpret_cast<uint32_t*>(list));
-  shift += 32;  // of an order
+  shift += 32;  // from bits of a key to bits of an order
   uint64_t least = max(static_cast<uint64_t>(kth.bin) << shift, kLeastOrder);
   const int32_t room = entries - topk;
   if (const int32_t others = kth.here - kth.remaining; others > room) {

@@ -1,6 +1,6 @@
 #pragma once
-// What a CTA of index_topk's scan on Hopper has in shared memory beside keys and queries: for each row of its
-// unit the order keys of a chunk of columns, one word for each, and the list of the best of earlier chunks.
+// What a CTA of index_topk's scan on Hopper has in shared memory besides keys and queries. For each row of
+// its unit: the order keys of a chunk, one word a column, and the list of the best of earlier chunks.
 #include <algorithm>
 
 #include "cuda/indexer/scan.cuh"
@@ -8,21 +8,21 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// Of a list: topk, and a few more, so that not every chunk's end has to find the k-th.
+// Candidates that a row's list holds: topk, and an eighth more so that not every chunk has to find the k-th.
 MLA_HD constexpr int list_capacity(int topk) { return (topk + topk / 8 + 1) / 2 * 2; }
-// Words from a row's keys to the next one's: lanes write 16 keys of two rows together.
+// Words from a row's keys to the next row's. Lanes write 16 keys of two rows together, in different banks.
 MLA_HD constexpr int keys_pitch(int chunk_tiles) { return chunk_tiles * kTileKeys + 16; }
 MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
   return 8 * list_capacity(topk) + 4 * keys_pitch(chunk_tiles);
 }
 
-// Order keys of all tiles, where the workspace has room for them: those of a row one behind the other, and
-// for each row where they are. The lists lie in the same memory.
+// The order keys of all scored tiles in the workspace, if it has room for them. The keys of a row are
+// contiguous; `rows` says where they begin. Lists of candidates use the same memory when keys are not kept.
 struct KeptRow {
-  int32_t tile, column;  // the first one's
+  int32_t tile, column;  // of the row's first tile
 };
-// Whether a scan may keep keys, and counts those of long rows: then the merge reads these once. Code that
-// lies in a kernel costs where it does not run: prompts of many rows have a kernel without.
+// What a scan kernel may do with keys: never keep them; keep them if there is room; also count those of long
+// rows, so that the merge reads them once. Code that is not run costs time: prompts have a kernel without it.
 enum class Keeping { kNever, kMaybe, kCounted };
 struct KeptKeys {
   KeptRow* rows;
@@ -33,7 +33,7 @@ struct KeptKeys {
     keys = reinterpret_cast<uint32_t*>(rows + (args.p.problem.rows.num_rows + 1) / 2 * 2);
   }
   __device__ __forceinline__ uint32_t* tile(int32_t i) const { return keys + int64_t{i} * kTileKeys; }
-  // That a workspace has room for, each for all rows of a unit, if its last bytes are for others.
+  // Tiles for which a workspace has room, all rows of a unit in each. Its last bytes serve something else.
   static int32_t most_tiles(const IndexTopkArgs& args, int64_t last_bytes) {
     const int64_t rows = args.p.problem.rows.num_rows;
     const int64_t bytes = args.p.workspace_bytes - last_bytes -
@@ -46,19 +46,19 @@ struct KeptKeys {
 
 // The part of a unit that a CTA scans.
 struct ScanWork {
-  int64_t unit_begin, unit_end;  // steps
-  int32_t column;                // the first
-  int tiles;                     // 0 of a unit of which the share has but the end
-  int unit_tiles;                // of all CTAs
-  int32_t seen_begin, seen_end;  // columns that all rows of the unit see
-  bool is_earlier;               // begun by another CTA
-  bool is_whole;                 // it is all of the unit, and answered without others' keys
-  bool is_rehearsed;             // there is none: see Scan::scan_unit
+  int64_t unit_begin, unit_end;  // the unit's first step, and the one behind its last
+  int32_t column;                // the first of this part
+  int tiles;                     // 0 if the share has only the end of the unit: its choice
+  int unit_tiles;                // of all parts
+  int32_t seen_begin, seen_end;  // columns that all rows of the unit see: [seen_begin, seen_end)
+  bool is_earlier;               // an earlier CTA began the unit
+  bool is_whole;                 // the part is the whole unit; this CTA answers it without others' keys
+  bool is_rehearsed;             // there is no unit: see Scan::scan_unit
 };
 
-// Says that the keys of one of a unit's `shares` are in the workspace: the calling thread's, and those of the
-// threads that it has met at a barrier. True for the caller that comes last: then the keys of all are there.
-// Nobody waits, so it does not matter which CTAs have begun.
+// Says that one of a unit's `shares` has its keys in the workspace: those of the calling thread, and of
+// threads that it has met at a barrier. Returns true for the last share; then the keys of all shares can be
+// read. No CTA waits, so it does not matter in which order they begin.
 __device__ __forceinline__ bool arrives_last(IndexArrivals& arrivals, uint32_t shares) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
@@ -73,20 +73,20 @@ __device__ __forceinline__ bool arrives_last(IndexArrivals& arrivals, uint32_t s
 struct ScanShared {
   static constexpr int kBinsPerThread = 4;
   Barriers ring;
-  // A unit's place is filled by a consumer, and left by each producer.
+  // A consumer fills the memory of a unit, and each producer warp leaves it.
   uint64_t unit_full[2], unit_left[2];
   IndexShare share;
   alignas(16) int64_t sums[kThreads / kWarpSize];  // of ShareTeam
-  IndexUnit units[2];                              // in turns
-  ScanWork works[2];                               // of those units
-  int64_t begin, end;                              // the CTA's share
-  int cta;                                         // its number among all shares
-  bool answers;                                    // it has arrived last
+  IndexUnit units[2];                              // unit i of the share is in units[i % 2]
+  ScanWork works[2];                               // the parts of those units
+  int64_t begin, end;                              // steps of the CTA's share
+  int cta;                                         // the number of its share in all lanes
+  bool answers;                                    // this CTA arrived last and answers the unit
   alignas(16) uint32_t bins[kBinsPerThread * kConsumers];
   SelectScalars select[kIndexGroupRows];
-  uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // no candidate's key is below, or above
-  uint32_t threshold[kIndexGroupRows];                   // keys from here on are candidates
-  int32_t count[kIndexGroupRows];                        // of the list
+  uint32_t low[kIndexGroupRows], high[kIndexGroupRows];  // bounds of all keys of a row's candidates
+  uint32_t threshold[kIndexGroupRows];                   // smaller keys are no candidates
+  int32_t count[kIndexGroupRows];                        // candidates in the row's list
 };
 
 struct ScanArgs {
@@ -94,16 +94,16 @@ struct ScanArgs {
   IndexTopkArgs topk;
   int chunk_tiles;
   bool has_pins;
-  int32_t most_kept, most_gathered;  // tiles, of all units and of one
-  int32_t most_binned;               // of all units, with room for bins
-  int32_t near_keys;                 // of a row whose keys are not counted
-  int32_t unit_shares;               // of find_uniform_share, or 0: shares are not uniform
+  int32_t most_kept, most_gathered;  // tiles: of all units for keys to be kept, of each to be gathered
+  int32_t most_binned;               // tiles of all units, with which there is room for bins as well
+  int32_t near_keys;                 // a row with more columns has its keys counted
+  int32_t unit_shares;               // for find_uniform_share; 0: shares are not uniform
 };
 
-// All consumers.
+// A barrier of all consumers.
 __device__ __forceinline__ void consumers_sync() { named_barrier(5, kConsumers); }
 
-// The threads that find the share, from the first one on.
+// The first `threads` threads, which find the share.
 class ShareTeam {
  public:
   __device__ __forceinline__ ShareTeam(ScanShared& shared, int threads)
@@ -116,12 +116,12 @@ class ShareTeam {
   __device__ __forceinline__ T inclusive_sum(T x) const {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     x = warp_inclusive_sum(x);
-    sync();  // the last call's sums have been read
+    sync();  // the sums of the last call have been read
     if (lane == kWarpSize - 1) shared_.sums[warp] = x;
     sync();
     return x + lanes_sum(lane < warp ? static_cast<T>(shared_.sums[lane]) : T{0});
   }
-  // Of all threads, none of whose numbers is negative: before any sum.
+  // Sum and largest of all threads' x, none of which is negative. Call it before any inclusive_sum.
   struct SumAndMost {
     int32_t sum, most;
   };
@@ -140,7 +140,7 @@ class ShareTeam {
   const int threads_;
 };
 
-// The consumers that select for a row of a unit: as many warpgroups as each row gets.
+// The consumers that select for one row of a unit: 512 threads if it has one row, 256 of two, else 128.
 class RowTeam {
  public:
   static constexpr int kBinsPerThread = ScanShared::kBinsPerThread;
@@ -172,7 +172,7 @@ class RowTeam {
   __device__ __forceinline__ void stage_in(void* memory) { staged_ = static_cast<int32_t*>(memory); }
 };
 
-// Of a chunk of each of so many rows: a thread has a bit of 64 for each key that it visits.
+// Most tiles in a chunk of a unit's rows: a thread has 64 bits, one for each key that it visits.
 constexpr int most_chunk_tiles(int num_rows) { return 64 * RowTeam::threads_of(num_rows) / kTileKeys; }
 
 }  // namespace mla_fp8::gpu::sm90_index

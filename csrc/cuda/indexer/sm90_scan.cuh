@@ -1,16 +1,19 @@
 #pragma once
-// The scan of index_topk on Hopper: the shares of scan.cuh. Logits become order keys, a word for each column
-// that a row may see; no warp asks whether one is large. Where the workspace has room for the keys of all
-// tiles, they go there, and the merge chooses; or, where units are few and none is longer than a chunk, the
-// CTA whose keys of a unit come last gathers those of all, and answers: no CTA waits for another. Else the
-// keys of a chunk of columns lie in shared memory. Behind a chunk the consumers meet, and the best of
-// each row's list and of the chunk become its list. A unit that ends in its first chunk has no list: its
-// answer is found in the chunk itself. Producers go on with the next unit meanwhile.
+// The scan of index_topk on Hopper. Logits of the share's tiles become order keys, a word for each column
+// that a row may see. No warp compares them while it scores. What becomes of them (words: rows.cuh):
+//
+//   kept        the workspace has room for the keys of all tiles; they go there, and the merge chooses
+//   gathered    kept, few units, none longer than a chunk: the last CTA of a unit to write its keys reads all
+//               keys of the unit and answers. No CTA waits for another.
+//   in chunks   otherwise: keys of a chunk lie in shared memory. After each chunk consumers meet and put the
+//               best of the row's list and of the chunk into the list. A unit of one chunk needs no list.
+//
+// Producers go on with the next unit meanwhile.
 //
 //   barrier        arrivals                      a phase is
-//   unit_full[i]   1, the consumer that found    a unit in its place: those of even numbers in place 0
+//   unit_full[i]   1, the consumer that found    unit n of the share in units[i], i = n % 2
 //                  the unit
-//   unit_left[i]   4 producer warps              a unit all of whose items are on their way
+//   unit_left[i]   4 producer warps              a unit all of whose items have been asked for
 #include "cuda/indexer/sm90_candidates.cuh"
 #include "cuda/indexer/sm90_fetch.cuh"
 #include "cuda/indexer/sm90_math.cuh"
@@ -24,7 +27,7 @@ class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
   static constexpr bool kMayKeep = kKeeping != Keeping::kNever, kCounts = kKeeping == Keeping::kCounted;
-  // Of items whose keys are kept, where they begin: with fewer left it pays to wait for one code alone.
+  // Fewer rounds than this are scored as single items if keys are kept: it pays to fetch one code alone.
   static constexpr int kRoundsOfMany = 16;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
@@ -32,7 +35,7 @@ class Scan : ScanUnits {
                   kMayKeep) {}
 
   __device__ __forceinline__ void run() {
-    // Barriers are needed when the share is known, and made meanwhile: it takes 1.5 us.
+    // Consumers find the share, in 1.5 us. Producers make the barriers meanwhile.
     if (threadIdx.x < kConsumers) find_work(ShareTeam(s_, kConsumers));
     else init(static_cast<int>(threadIdx.x) - kConsumers);
     __syncthreads();
@@ -47,7 +50,7 @@ class Scan : ScanUnits {
   }
 
  private:
-  // By the producers.
+  // Called by the producers.
   __device__ __forceinline__ void init(int thread) const {
     s_.ring.init(thread, scan_.boxes, kShares);
     if (thread < 2) {
@@ -76,7 +79,7 @@ class Scan : ScanUnits {
   __device__ __forceinline__ void consume() const {
     Math<kHeads, kRows, kShares, scan_stages(kUnitRows), kFp4> math(memory_, s_.ring, scan_.boxes.are_used);
     int i = 0;
-    int64_t counted = -1;  // the row whose keys are counted
+    int64_t counted = -1;  // the row whose keys are counted, or -1
     for (;; ++i) {
       wait_for_unit(i);
       const IndexUnit& unit = s_.units[i & 1];
@@ -94,7 +97,7 @@ class Scan : ScanUnits {
           s_.threshold[threadIdx.x] = 1;
         }
       }
-      prepare_next(i);  // behind the loads of queries
+      prepare_next(i);  // after the loads of queries, which are waited for first
       if (has_work && is_short) args_.answer_all(unit, RowTeam(s_, 1));
       if (has_work && !is_short) {
         consumers_sync();
@@ -115,17 +118,17 @@ class Scan : ScanUnits {
     if (gathers() && s_.share.are_others) answer_others(i);
   }
 
-  // The order keys of `tiles` tiles from `column` on: put(pair, key, more, order key), key + more counted
-  // from the warpgroup's first. Where rounds begin, at least so many are left: they are other code than
-  // single items, which has to come first.
+  // Scores `tiles` tiles from `column` on: put(pair, key, more, order key), where key + more is the number of
+  // the key from the warpgroup's first one. Full rounds are unrolled, code apart from single items that has
+  // to be fetched: a run of them has at least `least_rounds`.
   template <bool kHasRounds, class TileMath, class Put>
   __device__ __forceinline__ void score(TileMath& math, const IndexUnit& unit, const ScanWork& work,
                                         int32_t column, int tiles, int least_rounds, const Put& put) const {
     constexpr int32_t kStep = TileMath::kStep * kItemKeys;
     const auto first_key = static_cast<int32_t>(__shfl_sync(kFullWarp, TileMath::first_key(), 0));
-    const auto items = [](int32_t keys) { return keys / kStep * kStep; };  // of the warpgroup, in keys
+    const auto items = [](int32_t keys) { return keys / kStep * kStep; };  // the keys of whole items
     const int32_t first = column + first_key, end = tiles * kTileKeys;
-    // Items that all rows see lie between others.
+    // All rows see the items in [seen, unseen). Others need a mask for each row.
     const int32_t seen = min(items(max(work.seen_begin - first, 0) + kStep - 1), end);
     const int32_t unseen = max(min(items(work.seen_end - first + kStep - kItemKeys), end), seen);
     math.load_weights();
@@ -162,8 +165,8 @@ class Scan : ScanUnits {
     }
   }
 
-  // Of a long row the consumers count keys in shared memory, where others have chunks, and add that to the
-  // row's bins when they turn to another row.
+  // Whether the row is long enough for its keys to be counted. Consumers count in shared memory, where other
+  // scans have lists. When they turn to another row, they add the counts to the row's bins in global memory.
   __device__ __forceinline__ bool is_counted(const ScanWork& work) const {
     return are_binned() && work.unit_tiles * kTileKeys > scan_.near_keys;
   }
@@ -184,13 +187,13 @@ class Scan : ScanUnits {
     }
   }
 
-  // All keys of the share's tiles of a unit, to the workspace.
+  // Scores the share's tiles of a unit and writes their keys to the workspace.
   template <class TileMath>
   __device__ __forceinline__ void keep_unit(TileMath& math, const IndexUnit& unit, const ScanWork& work,
                                             bool is_counted) const {
     const uint32_t bins = shared_address(own_bins());
     const int first_tile = (work.column - unit.begin) / kTileKeys;
-    uint32_t* to[TileMath::kPairs];  // of a row that exists
+    uint32_t* to[TileMath::kPairs];  // null for a row that does not exist
 #pragma unroll
     for (int pair = 0; pair < TileMath::kPairs; ++pair) {
       const int r = math.row(pair);
@@ -198,7 +201,7 @@ class Scan : ScanUnits {
           KeptKeys(args_).tile(kept_tile(work, r) + first_tile) + TileMath::first_key() + TileMath::key();
       if (!TileMath::is_own() || r >= unit.num_rows) to[pair] = nullptr;
     }
-    // Keys of e4m3 take longer to come than instructions.
+    // FP8 keys have no rounds here: their bytes take longer to come than instructions.
     score<kFp4>(math, unit, work, work.column, work.tiles, kRoundsOfMany,
                 [&](int pair, int key, int more, uint32_t found) {
                   if (to[pair] == nullptr) return;
@@ -211,14 +214,14 @@ class Scan : ScanUnits {
   __device__ __forceinline__ static bool is_rehearsed(const ScanWork& work) {
     return kMayKeep && work.is_rehearsed;
   }
-  // Whether the keys of the unit go to the workspace, for who answers it.
+  // Whether the unit's keys go to the workspace, for whoever answers it.
   __device__ __forceinline__ bool is_shared(const ScanWork& work) const {
     return are_kept() && !work.is_whole;
   }
-  // Whether the CTA is the last one of a unit to have its keys in the workspace: then it answers.
+  // Whether this CTA is the unit's last to have its keys in the workspace. The last one answers.
   __device__ __forceinline__ bool answers_last(const ScanWork& work) const {
     const auto each = static_cast<int32_t>(s_.share.per_cta),
-               begin = static_cast<int32_t>(s_.begin - work.unit_begin);  // of the CTA's share in the unit
+               begin = static_cast<int32_t>(s_.begin - work.unit_begin);  // of the share in the unit
     const int32_t before = AlignedShares::number(max(begin, 0), each),
                   from_here = AlignedShares::number(work.unit_tiles - begin, each);
     consumers_sync();
@@ -227,13 +230,13 @@ class Scan : ScanUnits {
     consumers_sync();
     return s_.answers;
   }
-  // The keys of the tiles of a unit, chunk by chunk, or all at once from the workspace, and what becomes of
-  // them. A CTA without a share answers for nobody, by keys of its own, while others score: instructions of
-  // the answer are in the L2 then, where behind other kernels each would come from memory for who answers.
+  // Chooses from the share's part of a unit, chunk by chunk, or from all of the unit's keys, read from the
+  // workspace. A CTA without a share rehearses: it answers for no row, from made-up keys, while others score.
+  // Thus instructions of the answer are in the L2, and not in memory, when another CTA needs them.
   template <class TileMath>
   __device__ __forceinline__ void scan_unit(TileMath& math, const IndexUnit& unit,
                                             const ScanWork& work) const {
-    uint32_t to[TileMath::kPairs]{};  // 0 of a row that does not exist
+    uint32_t to[TileMath::kPairs]{};  // 0 for a row that does not exist
 #pragma unroll
     for (int pair = 0; pair < TileMath::kPairs; ++pair)
       if (const int r = math.row(pair); TileMath::is_own() && r < unit.num_rows)
@@ -271,7 +274,7 @@ class Scan : ScanUnits {
                   num_tiles(unit, kTileKeys, args_.taken), s_.count);
   }
 
-  // The largest keys of the blocks of a chunk. A block that lies in two chunks is found in parts.
+  // Finds the largest key of each block of a chunk. A block that lies in two chunks is found in two parts.
   __device__ __forceinline__ void find_block_keys(const IndexUnit& unit, int32_t column,
                                                   int32_t count) const {
     constexpr int kBlock = IndexList::kBlock;
@@ -292,7 +295,7 @@ class Scan : ScanUnits {
     }
   }
 
-  // All keys of a unit.
+  // Copies all keys of a unit from the workspace to shared memory.
   __device__ __forceinline__ void gather(const IndexUnit& unit, const ScanWork& work) const {
     const int pieces = work.unit_tiles * kTileKeys / 4;  // of sixteen bytes
     for (int r = 0; r < unit.num_rows; ++r) {
@@ -304,8 +307,8 @@ class Scan : ScanUnits {
     }
   }
 
-  // The best of a row's list and of a chunk: to the list, and at the end to the answer or to the merge. A
-  // first chunk that is the last one needs no list.
+  // Puts the best of a row's list and of a chunk into the list. After the last chunk the row is answered, or
+  // its list is left for the merge. A first chunk that is also the last needs no list.
   __device__ __forceinline__ void end_chunk(RowTeam& team, int r, const IndexUnit& unit, const ScanWork& work,
                                             const CandidateKeys& chunk, bool is_first, bool is_last) const {
     const int32_t topk = is_rehearsed(work) ? min(p_.topk, kTileKeys / 2) : p_.topk;
@@ -321,7 +324,7 @@ class Scan : ScanUnits {
       if (!is_rehearsed(work)) emit_end(team, p_, answer.row, min(found.count, topk));
       return;
     }
-    // Where what several CTAs find of a row is brought together.
+    // The list that the merge reads.
     uint64_t* left = work.is_earlier ? args_.earlier(s_.cta, r) : args_.list(s_.cta, r);
     if (is_first) {
       const ThreadKeys own(team, chunk);
@@ -358,14 +361,14 @@ class Scan : ScanUnits {
     for (int32_t j = team.thread(); j < count; j += team.threads()) left[j] = list(r)[j];
   }
 
-  // The list begins with `kept` candidates.
+  // Sets the length of the list to `kept`.
   __device__ __forceinline__ void start_list(const RowTeam& team, int32_t kept) const {
     team.sync();
     if (team.thread() == 0) team.scalars().kept = kept;
     team.sync();
   }
-  // How many candidates the list has. Their keys are not above `high`, and not below `low`, or, where more
-  // have been left out, `least`.
+  // Returns the list's length, and sets the bounds of its keys for the next chunk: at most `high`, and at
+  // least `low`, or `least` if the list was cut to topk.
   __device__ __forceinline__ int32_t end_list(const RowTeam& team, int r, bool shrinks, uint64_t least,
                                               uint32_t low, uint32_t high) const {
     const int32_t count = team.scalars().kept;
@@ -374,7 +377,7 @@ class Scan : ScanUnits {
       s_.count[r] = count;
       s_.low[r] = shrinks ? static_cast<uint32_t>(least >> 32) : low;
       s_.high[r] = high;
-      // A later key that is equal to the k-th is behind topk others.
+      // A later key equal to the k-th comes after topk others, as its column is larger.
       if (shrinks) s_.threshold[r] = static_cast<uint32_t>(least >> 32) + 1;
     }
     return count;

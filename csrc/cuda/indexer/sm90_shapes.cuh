@@ -1,6 +1,5 @@
 #pragma once
-// Which kernel a call of the indexer takes on Hopper, and how its keys come: what index_topk and index_logits
-// have in common.
+// Which kernel a call of index_topk or index_logits takes on Hopper, and whether its keys come as boxes.
 #include <algorithm>
 
 #include "cuda/indexer/sm90.h"
@@ -8,7 +7,7 @@
 
 namespace mla_fp8::gpu::sm90_index {
 
-// How the consumers divide a unit: lines of a row's queries, rows of a warpgroup, shares that make all rows.
+// How consumers divide a unit: lines of queries a row, rows a warpgroup, warpgroups that share the rows.
 template <int kLines, int kRowsEach, int kParts, bool kIsFp4 = false, Keeping kKeys = Keeping::kMaybe>
 struct Shape {
   static constexpr int kHeads = kLines, kRows = kRowsEach, kShares = kParts, kUnitRows = kRows * kShares;
@@ -19,7 +18,7 @@ struct Shape {
   template <Keeping kOther>
   using With = Shape<kLines, kRowsEach, kParts, kIsFp4, kOther>;
 };
-// Runs fn(the shape for units of so many rows).
+// Calls fn with the shape for units of `unit_rows` rows.
 template <class Fn>
 void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
   const auto with_keys = [&](auto shape) {
@@ -32,12 +31,12 @@ void with_shape(int num_heads, int unit_rows, bool is_fp4, const Fn& fn) {
   return unit_rows == 2 ? with_keys(Shape<64, 2, 1>{}) : with_keys(Shape<64, 2, 2>{});
 }
 
-// Starts the scan of a shape (index_scan_sm90.cu).
+// Launches the scan of shape S (index_scan_sm90.cu).
 template <class S>
 void launch_scan(const LaunchConfig& config, const ScanArgs& args);
 
-// Rows of a unit, at most `most`; those of a request are divided evenly. With more than 32 heads three rows
-// are computed as four, so five or six rows are units of two.
+// Rows of a unit, at most `most`, so that the units of a request are about equal. With more than 32 heads
+// three rows take as long as four, so five to eight rows of a request are units of two.
 inline int unit_rows(const IndexRows& rows, int64_t most, int num_heads) {
   most = std::min(most, rows.num_rows);
   if (rows.k_start || rows.query_start_loc) return static_cast<int>(most);
@@ -64,7 +63,7 @@ inline KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
       (!is_listed && scales % 16 != 0) || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
     return boxes;
   boxes.are_blocks = is_listed;
-  if (has_fp4_keys(problem)) {  // one piece of memory: no swizzle, no map
+  if (has_fp4_keys(problem)) {  // keys of an item are contiguous: no swizzle, so no tensor map
     boxes.are_used = true;
     return boxes;
   }

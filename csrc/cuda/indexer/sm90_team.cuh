@@ -1,5 +1,5 @@
 #pragma once
-// Those who choose in the merge on Hopper: the threads of a cluster, and what they share.
+// The teams of threads that choose in the merge on Hopper, and their memory. select.cuh says what a team has.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/indexer/sm90.cuh"
@@ -10,26 +10,25 @@ inline constexpr int kMergeThreads = 512, kMergeGroups = kMergeThreads / kGroup;
 
 struct MergeShared {
   static constexpr int kBins = 2048, kMostBlocks = 8, kMostFew = kBins / 2;
-  static constexpr int kGroups = kMergeThreads / kWarpSize;  // of bins
+  static constexpr int kGroups = kMergeThreads / kWarpSize;  // of bins: a warp adds up each
   alignas(16) uint32_t bins[2][kBins];
   int32_t staged[kMaxIndexTopk];
   SelectScalars select;
   uint64_t copied;
-  // Of GroupTeam.
+  // For GroupTeam: one of each a warpgroup.
   SelectScalars group_select[kMergeGroups];
   uint64_t group_copied[kMergeGroups];
-  int32_t total, own;  // candidates of the cluster, places of the block
-  // What the blocks of the cluster have told this one, and how many candidates of the k-th's bin it has.
+  int32_t total, own;  // candidates of all blocks; entries of this block
+  // What the cluster's blocks have told this one; and how many candidates this one has in the k-th's bin.
   Survey surveys[kMostBlocks];
   int32_t sums[kMostBlocks], few;
-  int32_t above_before, few_before;  // of kth_of_bins
+  int32_t above_before, few_before;  // what blocks before this one have above the k-th's bin, and in it
   uint32_t groups[2][kMostBlocks][kGroups];
 };
 
-// The threads of a cluster; each block has a histogram of its own candidates. A barrier of a cluster takes
-// most of a microsecond, so each exchange has one: what a block tells has a place of its own, and histograms
-// have two in turns. Whoever writes to a place again has passed the barrier of another exchange, behind all
-// who read there.
+// The threads of a cluster. Each block has a histogram of its own candidates. A barrier of a cluster takes
+// most of a microsecond, so each exchange has one. For that, each block writes to memory of its own, and
+// histograms alternate between two. All readers have passed a later exchange before either is written again.
 template <bool kAlone>
 struct ClusterTeam {
   static constexpr int kMostBlocks = MergeShared::kMostBlocks;
@@ -45,11 +44,11 @@ struct ClusterTeam {
   __device__ __forceinline__ uint32_t* bins() const { return s.bins[turn]; }
   __device__ __forceinline__ SelectScalars& scalars() const { return s.select; }
   __device__ __forceinline__ int32_t* staged() const { return s.staged; }
-  // The bin of the k-th among the candidates of all blocks. Blocks tell each other how many candidates they
-  // have in each group of bins; of the group that has the k-th the bins are fetched.
+  // Finds the bin of the k-th among the candidates of all blocks. Blocks tell each other how many candidates
+  // are in each group of bins, then fetch from each other the bins of the k-th's group.
   __device__ __forceinline__ KthBin kth_of_bins(int32_t k) const {
     static_assert(kBinsPerThread == 4 && kGroups * kWarpSize == kMergeThreads && kGroups <= kWarpSize);
-    constexpr int kGroupBins = MergeShared::kBins / kGroups;  // a warp's
+    constexpr int kGroupBins = MergeShared::kBins / kGroups;  // the bins of a warp
     const int lane = threadIdx.x % kWarpSize;
     __syncthreads();
     const uint4 own = reinterpret_cast<const uint4*>(s.bins[turn])[threadIdx.x];
@@ -59,7 +58,7 @@ struct ClusterTeam {
                       sum);
     meet();
     if (threadIdx.x < kWarpSize) {
-      // Both in descending order: groups, and four bins to a lane of the group that has the k-th.
+      // A lane has a group, then four bins of the k-th's group, both in descending order.
       uint32_t group_of[kMostBlocks];
       int32_t here = 0;
 #pragma unroll
@@ -80,7 +79,7 @@ struct ClusterTeam {
       }
 #pragma unroll
       for (const uint4& one : bins_of) all = {all.x + one.x, all.y + one.y, all.z + one.z, all.w + one.w};
-      // How many of a lane's four are in bins above the one at which `above` ends.
+      // `above` ends at a bin of the lane's four: those skipped are above the k-th's.
       const auto total = static_cast<int32_t>(all.x + all.y + all.z + all.w);
       int32_t above = above_group + warp_inclusive_sum(total) - total, in_bin = static_cast<int32_t>(all.w);
       const uint32_t is_kth = __ballot_sync(kFullWarp, above < k && k <= above + total);
@@ -93,10 +92,10 @@ struct ClusterTeam {
         in_bin = static_cast<int32_t>(i == 1 ? all.z : i == 2 ? all.y : all.x);
         skipped = i;
       }
-      if (lane == 0) s.select.kth = {0, k, 0};  // if there are fewer than k
+      if (lane == 0) s.select.kth = {0, k, 0};  // kept if all blocks have fewer than k
       __syncwarp();
       if (lane == kth_lane && has_kth != 0) s.select.kth = {first + 3 - skipped, k - above, in_bin};
-      // Of the blocks before this one: candidates in bins above that of the k-th, and in it.
+      // What the blocks before this one have in bins above the k-th's, and in it.
       uint32_t own_above = 0, own_here = 0;
 #pragma unroll
       for (int r = 0; r < kMostBlocks - 1; ++r) {
@@ -120,7 +119,7 @@ struct ClusterTeam {
     turn ^= 1;
     return s.select.kth;
   }
-  // The few go to all blocks, as it is known how many each has.
+  // Puts one of the few in the k-th's bin. They go to all blocks: kth_of_bins found out how many each has.
   __device__ __forceinline__ void put_few(uint64_t order) const {
     if constexpr (kAlone) return put_where_bins_were(*this, order);
     const int place = s.few_before + atomicAdd(&s.select.kept, 1);
@@ -132,15 +131,15 @@ struct ClusterTeam {
     meet();
     return reinterpret_cast<const uint64_t*>(bins());
   }
-  // Then, how many chosen ones the blocks before this one have: of the few those from `least` on.
+  // How many chosen ones the blocks before this one have, after all_few: of the few, those from `least` on.
   __device__ __forceinline__ int32_t chosen_before(uint64_t least) const {
     const int i = threadIdx.x;
     if constexpr (kAlone) return 0;
     return s.above_before +
            __syncthreads_count(i < s.few_before && reinterpret_cast<const uint64_t*>(bins())[i] >= least);
   }
-  // The same, at most kMostFew, where it is not known: scalars().kept of each block, brought together where
-  // the last histogram was.
+  // The few of all blocks, at most kMostFew, if only scalars().kept says how many a block has. They are
+  // brought together in the bins of the last histogram.
   __device__ __forceinline__ const uint64_t* gathered(const uint64_t* orders) const {
     if (size == 1) return orders;
     if (threadIdx.x == 0) s.few = s.select.kept;
@@ -148,7 +147,7 @@ struct ClusterTeam {
     const int lane = threadIdx.x % kWarpSize;
     const auto own =
         static_cast<int>(load_cluster_4(cluster_address(shared_address(&s.few), lane < size ? lane : rank)));
-    const int end = warp_inclusive_sum(own);  // of the blocks up to the lane's
+    const int end = warp_inclusive_sum(own);  // where the few of the lane's block end
     const int all_end = __shfl_sync(kFullWarp, end, size - 1);
     auto* all = reinterpret_cast<uint64_t*>(s.bins[turn ^ 1]);
 #pragma unroll 1
@@ -168,7 +167,7 @@ struct ClusterTeam {
     __syncthreads();
     return all;
   }
-  // What the blocks found of their own.
+  // Count, least and largest key over all blocks.
   __device__ __forceinline__ Survey together(Survey own) const {
     if (size == 1) return own;
     tell(s.surveys, own);
@@ -177,7 +176,7 @@ struct ClusterTeam {
     const Survey one = lane < static_cast<unsigned>(size) ? s.surveys[lane] : Survey{0, UINT32_MAX, 0};
     return {static_cast<int32_t>(lanes_sum(one.count)), ~lanes_max(~one.low), lanes_max(one.high)};
   }
-  // The sums of the blocks before this one, and of all. Behind it, nobody reads another's memory.
+  // The sum over blocks before this one, and over all. Afterwards no block reads another's memory.
   struct Sums {
     int32_t before, all;
   };
@@ -191,12 +190,12 @@ struct ClusterTeam {
   }
 
  private:
-  // What blocks have told each other is there.
+  // Waits until what blocks have told each other is there.
   __device__ __forceinline__ void meet() const {
     if (size == 1) __syncthreads();
     else cluster_sync();
   }
-  // To the block's place in all blocks.
+  // Writes `own` to this block's place in all blocks.
   template <class T>
   __device__ __forceinline__ void tell(T* places, const T& own) const {
     if (threadIdx.x >= static_cast<unsigned>(size)) return;
@@ -208,7 +207,7 @@ struct ClusterTeam {
   }
 };
 
-// The threads of a warpgroup, of a row of their own; where columns are put in order lay the keys.
+// The threads of a warpgroup, for a row of their own. Columns are put in order where the keys were.
 struct GroupTeam {
   static constexpr int kBinsPerThread = 4;
   static_assert(kBinsPerThread * kMergeThreads <= MergeShared::kBins);
@@ -226,7 +225,7 @@ struct GroupTeam {
   __device__ __forceinline__ const uint64_t* all_few() const { return few_where_bins_were(*this); }
 };
 
-// A block of a cluster that chooses by itself, where columns are staged later.
+// One block of a cluster, which chooses by itself. Its bins lie where columns are staged later.
 struct AloneTeam {
   static constexpr int kBinsPerThread = ClusterTeam<true>::kBinsPerThread;
   MergeShared& s;

@@ -1,6 +1,6 @@
 #pragma once
-// The units of a CTA's share of index_topk's scan on Hopper, one after another: the first is found by all
-// consumers, with the share, and each other one while the one before it is scored.
+// The units of a CTA's share in index_topk's scan on Hopper. All consumers together find the share and its
+// first unit. The last consumer warp finds each later unit while the one before it is scored.
 #include "cuda/indexer/sm90_rows.cuh"
 
 namespace mla_fp8::gpu::sm90_index {
@@ -10,7 +10,7 @@ class ScanUnits {
   __device__ __forceinline__ ScanUnits(const ScanArgs& args, const Memory& memory, bool may_keep)
       : scan_(args), args_(args.topk), p_(args.topk.p), memory_(memory), s_(shared()), may_keep_(may_keep) {}
 
-  // Of row r: its list, and a chunk's keys.
+  // In shared memory, of row r: the list of the best so far, and the order keys of a chunk.
   __device__ __forceinline__ uint64_t* list(int r) const {
     return reinterpret_cast<uint64_t*>(memory_.end()) + r * list_capacity(p_.topk);
   }
@@ -20,7 +20,7 @@ class ScanUnits {
   }
 
   __device__ __forceinline__ bool are_kept() const { return may_keep_ && s_.share.are_kept; }
-  // Whether each unit is answered by one of the CTAs that scan it.
+  // Whether each unit is answered by the last of the CTAs that scan it.
   __device__ __forceinline__ bool gathers() const { return are_kept() && s_.share.are_gathered; }
 
   // Whether the keys of long rows are counted.
@@ -28,7 +28,7 @@ class ScanUnits {
     return are_kept() && !gathers() && s_.share.total <= scan_.most_binned;
   }
 
-  // The share, and its first unit.
+  // Finds the share and its first unit, and writes for the merge how the scan answers.
   __device__ __forceinline__ void find_work(const ShareTeam& team) const {
     wait_for_previous_grid();
     const ShareQuestion question{p_.problem.rows,
@@ -49,7 +49,7 @@ class ScanUnits {
       if (threadIdx.x == 0) s_.share.are_uniform = false;
     }
     team.sync();
-    // Shares of a lane are those behind the lanes before, steps too.
+    // The shares of a lane, and their steps, are numbered behind those of the lanes before it.
     const int64_t first_share = lane_of_cta() * args_.ctas.divisor(),
                   first_step = first_share * s_.share.per_cta;
     const int cta = static_cast<int>(first_share) + cta_of_lane();
@@ -96,7 +96,7 @@ class ScanUnits {
     work.is_earlier = first > 0;
     work.is_whole = first == 0 && last == unit_tiles && (!are_kept || gathers());
     work.is_rehearsed = false;
-    // Of uniform shares a unit's first one answers it also where it takes all that is there.
+    // With uniform shares, the first CTA of a unit without scored tiles answers it.
     if (s_.share.are_uniform && gathers() && unit_tiles == 0 && s_.begin == unit_begin) work.tiles = 1;
     work.seen_begin = unit.rows[0].begin;
     work.seen_end = unit.rows[0].end;
@@ -111,15 +111,15 @@ class ScanUnits {
     for (int r = 0; r < unit.num_rows; ++r)
       KeptKeys(args_).rows[unit.first_row + r] = {kept_tile(work, r), unit.begin};
   }
-  // The first tile of a row of a unit, where keys are kept.
+  // The first kept tile of row r of a unit.
   __device__ __forceinline__ int32_t kept_tile(const ScanWork& work, int r) const {
     return static_cast<int32_t>(work.unit_begin * args_.group_rows + r * (work.unit_end - work.unit_begin));
   }
   __device__ __forceinline__ void wait_for_unit(int i) const {
     mbarrier_wait(shared_address(&s_.unit_full[i % 2]), i / 2 & 1);
   }
-  // The unit behind the i-th, in the place of the one before: by the last warp, which looks at 32 rows at
-  // once.
+  // Finds the unit behind the i-th, in the memory of the one before it. The last consumer warp does, 32 rows
+  // at a time, once the producers have left that memory.
   __device__ __forceinline__ void prepare_next(int i) const {
     const IndexRows& rows = p_.problem.rows;
     const int64_t unit_end = s_.works[i % 2].unit_end;
@@ -127,7 +127,7 @@ class ScanUnits {
     const int lane = threadIdx.x % kWarpSize;
     if (i > 0) mbarrier_wait(shared_address(&s_.unit_left[(i + 1) % 2]), (i - 1) / 2 & 1);
     IndexUnit& next = s_.units[(i + 1) % 2];
-    const int64_t step = lanes() > 1 ? rows.next_n : 1;  // from row to row
+    const int64_t step = lanes() > 1 ? rows.next_n : 1;  // from a row to the next that may begin a unit
     for (int64_t row = row_behind(s_.units[i % 2]);; row += kWarpSize * step) {
       const int64_t own = row + lane * step;
       const uint32_t found = __ballot_sync(kFullWarp, own < rows.num_rows && is_next(own));
@@ -147,11 +147,11 @@ class ScanUnits {
       return;
     }
   }
-  // Of the unit that mostly comes next.
+  // The row that most often begins the next unit.
   __device__ __forceinline__ int64_t row_behind(const IndexUnit& unit) const {
     return unit.first_row + (lanes() > 1 ? p_.problem.rows.next_n : unit.num_rows);
   }
-  // Whether a unit begins at the row, of which steps are shared.
+  // Whether a unit that has steps begins at `row`.
   __device__ __forceinline__ bool is_next(int64_t row) const {
     const IndexRows& rows = p_.problem.rows;
     if (rows.k_start || rows.query_start_loc) {
@@ -165,15 +165,15 @@ class ScanUnits {
     if (lanes() > 1) return tiles_of_request(at.request) > 0;
     return scored_tiles_at(rows, at.request, at.in_request, args_.group_rows, kTileKeys, args_.taken) > 0;
   }
-  // Scored tiles of the longest unit.
+  // Scored tiles of the request's longest unit.
   __device__ __forceinline__ int64_t tiles_of_request(int64_t request) const {
     const IndexRows& rows = p_.problem.rows;
     return scored_tiles_at(rows, static_cast<uint32_t>(request), 0, static_cast<int>(rows.next_n), kTileKeys,
                            args_.taken);
   }
 
-  // Units without a scored tile, in turns, behind the i-th unit of the share, its last: in place 0, once the
-  // producers have left that, too.
+  // Answers the units without a scored tile, in turns with the lane's other CTAs. Unit i is the last of the
+  // share. Memory 0 of units is used, once the producers have left that, too.
   __device__ __forceinline__ void answer_others(int i) const {
     mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
     const UnitPlaces& places = args_.places;
@@ -189,7 +189,7 @@ class ScanUnits {
   }
 
   __device__ __forceinline__ int lanes() const { return may_keep_ ? args_.places.lanes : 1; }
-  // CTAs of all lanes with the same share are neighbours.
+  // CTAs of different lanes with the same share are neighbours.
   __device__ __forceinline__ int lane_of_cta() const { return blockIdx.x % lanes(); }
   __device__ __forceinline__ int cta_of_lane() const { return blockIdx.x / lanes(); }
 
@@ -198,7 +198,7 @@ class ScanUnits {
   const IndexTopkParams& p_;
   const Memory memory_;
   ScanShared& s_;
-  const bool may_keep_;  // keys
+  const bool may_keep_;  // whether the kernel can keep keys
 
  private:
   __device__ __forceinline__ static ScanShared& shared() {

@@ -1,7 +1,6 @@
 #pragma once
-// The choice among the keys of neighbouring columns in shared memory, of which each thread of a team has a
-// run of its own: whether each is chosen is a bit, and where what is chosen goes follows from a sum over
-// threads.
+// Chooses among order keys of neighbouring columns in shared memory. Each thread of a team has a run of keys,
+// and a bit for each that is chosen. A sum over threads then says where the thread's chosen columns go.
 #include "cuda/indexer/emit.cuh"
 #include "cuda/indexer/logit_bins.cuh"
 
@@ -9,7 +8,7 @@ namespace mla_fp8::gpu {
 
 class ThreadKeys {
  public:
-  // A bit of 64 for each key of a thread.
+  // Most keys of a team: a thread has 64 bits.
   MLA_HD static constexpr int32_t most(int threads) { return 64 * threads; }
 
   template <class Team>
@@ -19,8 +18,8 @@ class ThreadKeys {
     keys_ = all.keys + 4 * first;
     column_ = all.column + 4 * first;
     pieces_ = min(max(all.count / 4 - first, 0), each);
-    // Eight lanes' sixteen bytes come together. Where runs are 2, 4 or 8 times something, so many of them
-    // would meet in the same banks, and begin apart.
+    // Eight lanes load sixteen bytes each at a time. If runs are multiples of 2, 4 or 8 pieces, that many of
+    // the eight lanes would meet in the same banks; so they begin at different pieces.
     const int twos = min(__ffs(each | 8) - 1, 3);
     first_piece_ = pieces_ == each ? (threadIdx.x % 8 >> (3 - twos)) & ((1 << twos) - 1) : 0;
   }
@@ -32,12 +31,12 @@ class ThreadKeys {
       uint32_t least = min(min(keys[0], keys[1]), min(keys[2], keys[3]));
       own.high = max(max(max(keys[0], keys[1]), max(keys[2], keys[3])), own.high);
       own.count += 4;
-      if (least == 0) {  // not all are candidates
+      if (least == 0) {  // some key is no candidate
         least = UINT32_MAX;
 #pragma unroll
         for (const uint32_t key : keys) {
           own.count -= key == 0;
-          least = min(least, key - 1);  // of none the largest number
+          least = min(least, key - 1);  // no candidate: the largest number
         }
         least += least != UINT32_MAX;
       }
@@ -46,8 +45,8 @@ class ThreadKeys {
     return survey_of(team, own);
   }
 
-  // Bit i: whether the i-th key of the thread is among the k best of all, of which this is the survey.
-  // `least` becomes an order that those and no others are not below.
+  // Bit i: whether the i-th key of the thread is among the best k of all; `found` is their survey. `least`
+  // becomes an order such that exactly those are not below it.
   template <class Team>
   __device__ __forceinline__ uint64_t chosen(const Team& team, int32_t k, const Survey& found,
                                              uint64_t& least) const {
@@ -67,8 +66,8 @@ class ThreadKeys {
     return bits;
   }
 
-  // The same where few have about the logit of the k-th, and more than k are there: whether that is so. If
-  // some lie beyond the range, the k-th must not, and nothing is pinned.
+  // Chooses by one histogram of logits, if there are more than k candidates. Returns false if it cannot: too
+  // many are in the k-th's bin, or none of the range. kBeyond: keys may lie beyond `range`; none is pinned.
   template <bool kBeyond, class Team>
   __device__ __forceinline__ bool choose_by_bins(const Team& team, int32_t k, const Survey& range,
                                                  uint64_t& least, uint64_t& bits) const {
@@ -78,7 +77,7 @@ class ThreadKeys {
     const uint32_t own_bins = shared_address(team.bins());
     each([&](int, const Keys& keys) {
 #pragma unroll
-      for (const uint32_t key : keys)  // a maximum with what is no number is the other
+      for (const uint32_t key : keys)  // fmaxf of a NaN and a number is the number
         add_shared_1(own_bins + 4 * LogitBins::bin(kBeyond ? bins.near_whole_or_end(key)
                                                            : fmaxf(bins.near_whole(key), LogitBins::kWhole)));
     });
@@ -88,7 +87,7 @@ class ThreadKeys {
     return true;
   }
 
-  // The columns of chosen ones, ascending.
+  // Writes the columns of chosen keys, ascending.
   __device__ __forceinline__ void write(uint64_t chosen, int32_t* to) const {
 #pragma unroll 1
     for (int32_t half = 0; half < 64; half += 32)
@@ -96,7 +95,7 @@ class ThreadKeys {
         *to++ = column_ + half + __ffs(static_cast<int>(left)) - 1;
   }
 
-  // Behind scalars().kept others, the orders of chosen ones.
+  // Appends the orders of chosen keys, at index scalars().kept.
   template <class Team>
   __device__ __forceinline__ void append(const Team& team, uint64_t chosen, uint64_t* to) const {
     append_bits(team, chosen, to, [&](int bit) { return order(bit); });
@@ -127,7 +126,7 @@ class ThreadKeys {
   }
   __device__ __forceinline__ uint64_t order(int i) const { return order_of(keys_[i], column_ + i); }
 
-  // Those in bins above that of the k-th, and of that bin those not below the k-th.
+  // The keys in bins above the k-th's, and those of its bin that are not below the k-th.
   template <bool kBeyond, class Team>
   __device__ __forceinline__ uint64_t taken(const Team& team, const LogitBins& bins, const KthBin& kth,
                                             uint64_t& least) const {
@@ -157,12 +156,12 @@ class ThreadKeys {
     return above;
   }
 
-  const uint32_t* keys_;  // in pieces of four
+  const uint32_t* keys_;  // the thread's run, in pieces of four
   int32_t column_, pieces_, first_piece_;
 };
 
-// Writes what is chosen of a row; place_of(own) is the number of chosen ones in blocks of the team before
-// this one, which has `own`.
+// Writes what is chosen of a row. place_of(count) is the number of chosen columns in the team's blocks before
+// this one, which has `count`.
 template <class Team, class Slot, class PlaceOf>
 __device__ __forceinline__ void write_chosen(const Team& team, const IndexAnswer& answer,
                                              const ThreadKeys& keys, uint64_t chosen, const Slot& slot,

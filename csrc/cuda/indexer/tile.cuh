@@ -1,7 +1,6 @@
 #pragma once
-// Logits of a tile of keys on any GPU: tiles of 16 keys x 16 heads by the matrix instruction, in fp16, which
-// holds e4m3 exactly; sums in float. A tile's bytes and the queries' lie in shared memory as e4m3; e2m1 is
-// expanded on the way in.
+// Logits of a tile of keys on any GPU: matrix instructions on 16 keys x 16 heads, in fp16, which holds e4m3
+// exactly, with sums in float. Keys and queries lie in shared memory as e4m3; e2m1 is expanded on the way in.
 #include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/indexer/rows.cuh"
@@ -22,17 +21,17 @@ struct IndexTileSmem {
 struct IndexScalarSmem {
   float weights[kIndexHeadRows];
   float scales[kIndexTileKeys];
-  uint8_t present[kIndexTileKeys];  // a bit for each row of the unit
+  uint8_t present[kIndexTileKeys];  // bit i: row i of the unit sees the key
 };
 
-// Lines of a row's queries.
+// Lines of queries that a row has.
 MLA_HD constexpr int padded_heads(int num_heads) { return (num_heads + 15) / 16 * 16; }
 inline int index_group_rows(int num_heads) {
   const int rows = kIndexHeadRows / padded_heads(num_heads);
   return rows < kIndexGroupRows ? rows : kIndexGroupRows;
 }
 
-// Thirty-two e2m1 (16 bytes) as e4m3, by a table of the eight magnitudes.
+// Expands 32 e2m1 (16 bytes) to e4m3, by a table of the eight magnitudes.
 __device__ __forceinline__ void expand_e2m1(const Words<4>& packed, int shift, uint8_t* to) {
   uint64_t table = 0;
 #pragma unroll
@@ -50,7 +49,7 @@ __device__ __forceinline__ void expand_e2m1(const Words<4>& packed, int shift, u
   }
 }
 
-// Sixteen bytes of which only every fourth's address is known to be aligned.
+// Loads sixteen bytes, of which only every fourth is known to be aligned.
 __device__ __forceinline__ Words<4> load_words(const uint8_t* from, bool aligned) {
   if (aligned) return load_if<4>(from, true);
   const uint32_t* words = reinterpret_cast<const uint32_t*>(from);
@@ -61,7 +60,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
                                              IndexTileSmem& tile, IndexScalarSmem& scalars) {
   const int padded = padded_heads(queries.num_heads);
   for (int i = threadIdx.x; i < kIndexHeadRows * 8; i += kIndexThreads) {
-    const int line = i / 8, piece = i % 8;  // sixteen e4m3 of a head
+    const int line = i / 8, piece = i % 8;  // a piece is sixteen e4m3 of a head
     const int row = line / padded, head = line % padded;
     const bool exists = row < unit.num_rows && head < queries.num_heads;
     uint8_t* to = tile.queries + line * kIndexPitch + 16 * piece;
@@ -83,7 +82,7 @@ __device__ __forceinline__ void load_queries(const IndexQueries& queries, const 
   }
 }
 
-// Columns first .. first + kIndexTileKeys - 1; those outside the unit are not read.
+// Loads keys of columns first .. first + kIndexTileKeys - 1. Columns outside the unit are not read.
 __device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& page_size,
                                           const IndexUnit& unit, int64_t first, IndexTileSmem& tile,
                                           IndexScalarSmem& scalars) {
@@ -117,7 +116,7 @@ __device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& 
   }
 }
 
-// Products and sums that no compiler may fuse: a logit's bits are a promise.
+// Products and sums that no compiler may fuse: the bits of a logit are promised.
 __device__ __forceinline__ float round_mul(float a, float b) {
 #if MLA_FP8_PTX
   return __fmul_rn(a, b);
@@ -133,8 +132,8 @@ __device__ __forceinline__ float round_add(float a, float b) {
 #endif
 }
 
-// Sixteen keys of the tile, from `block` on, by the calling wave, for one row after another:
-// sink(row, valid, key, logit, present), all lanes together.
+// Logits of the sixteen keys of a block of the tile, by the calling wave, row by row: sink(row, valid, key,
+// logit, present), all lanes together.
 template <class Sink>
 __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const IndexScalarSmem& scalars,
                                              int block, int num_rows, int padded, const Sink& sink) {
@@ -148,9 +147,9 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
           tile.keys + (block * kTile + operand_row(r)) * kIndexPitch + step * kTile + operand_k());
   for (int row = 0; row < num_rows; ++row) {
 #if MLA_FP8_WAVE64
-    constexpr int kSums = kTileAccumulators;  // one column, four keys
+    constexpr int kSums = kTileAccumulators;  // of one column, four keys
 #else
-    constexpr int kSums = 4;  // columns 8 i + 2 t and the next one, of two keys
+    constexpr int kSums = 4;  // of columns 8 i + 2 t and the next one, two keys
 #endif
     float sums[kSums] = {};
     for (int head = 0; head < padded; head += kTile) {
@@ -174,7 +173,7 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
       }
     }
 #if MLA_FP8_WAVE64
-    // The columns of four keys lie in sixteen lanes; lane i of them gets key i.
+    // Sixteen lanes have the columns of the same four keys; lane i of them gets key i.
     float mine = 0.0f;
     int own_key = 0;
 #pragma unroll
@@ -191,8 +190,8 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
     }
     sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key] >> row & 1);
 #else
-    // sums[0], [1]: columns 2t, 2t + 1 of key g; [2], [3]: of key g + 8. Lanes 0 and 1 of a quad get one
-    // each. The scale comes behind the sum of all heads: parts times infinity would cancel.
+    // sums[0], [1] are columns 2t, 2t + 1 of key g; [2], [3] those of key g + 8. Lanes 0 and 1 of a quad get
+    // one key each. The scale multiplies the sum of all heads: parts times infinity might cancel to NaN.
     float totals[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -208,7 +207,7 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
   }
 }
 
-// The engine of scan.cuh for any GPU: a tile is loaded, then worked on.
+// The engine of scan.cuh for any GPU: it loads a tile, then computes its logits.
 struct PortableIndexEngine {
   static constexpr int kThreads = kIndexThreads, kTileKeys = kIndexTileKeys;
   static constexpr bool kSelectTakesQueries = true;
@@ -233,7 +232,7 @@ struct PortableIndexEngine {
     unit = &of;
     first_column = column;
   }
-  // The caller's barrier between two tiles keeps them apart.
+  // The caller's barrier after each tile keeps the next load from overtaking this one's reads.
   template <class Sink>
   __device__ __forceinline__ void logits(int t, const Sink& sink) {
     load_keys(problem.keys, page_size, *unit, first_column + int64_t{t} * kTileKeys, memory.tile,
