@@ -1,31 +1,31 @@
 #pragma once
-// Attention for every GPU from sm_80 on, every layout, decode and prefill: the plain flash-attention loop, in
-// at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
+// The portable attention kernel: every GPU from sm_80 on, every layout, decode and prefill. It is the plain
+// flash-attention loop in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
 //
 // A CTA of 8 warps takes one query token, 16, 32 or 64 of its heads (M of an mma), and one of `splits` parts
-// of its keys. Which these are is what KeysOf says: that of sparse attention is in portable.cu, that of the
-// pages of a request in ragged.cu. For each block of 32 keys:
+// of its keys. KeysOf says which keys: portable.cu those of sparse attention, ragged.cu the pages of a
+// request. For each block of 32 keys:
 //
-//   gather   rows into a stage by cp.async, a block ahead, as the bytes that are stored; past the end: zeros.
-//            One warp has looked up where they lie, a block before that; the warps take turns. Where the
-//            survey of the keys has seen a slot twice, through the L1
-//   decode   to bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay in place
-//   S        a warp has a quarter of the dims, Q's in registers, and 16 heads, of 16 half of the keys, of 64
-//            heads 32
-//   P        the quarters are added up; online softmax by 8 lanes a head, of 64 heads by 4
-//   O        a warp has 64 value dims of all heads, of 64 heads 128 of its group's
+//   gather   copies rows as stored into a stage, by cp.async, a block ahead; zeros past the end. One warp has
+//            looked up where they lie, a block before that; warps take turns. Rows come through the L1 if the
+//            survey has seen a slot twice
+//   decode   makes bf16 latents [key][dim], once for all heads, as dequantize_kv does; bf16 rows stay
+//   S        a warp has a quarter of the dims, with Q in registers, and 16 heads (with 64 heads: 32). With 16
+//            heads in a CTA it has half of the keys
+//   P        adds up the quarters; 8 lanes (with 64 heads: 4) do the online softmax of a head
+//   O        a warp has 64 value dims of all heads, with 64 heads 128 dims of its group's
 //
-// 64 heads are those of two groups of 4 warps, which wait for each other only around decode. The first group
-// asks for the next rows behind S, the second before: so one is at S while the other is at P.
+// 64 heads belong to two groups of 4 warps, which wait for each other only around decode. The first group
+// fetches the next rows after S, the second before it: so one is at S while the other is at P.
 //
 //   barrier                 orders
-//   1, before decode        the rows have landed, and where the next ones lie; latents have been read
-//   2, before S             latents; the stage of 64 heads is free for the next block
-//   3, before P, a group's  logits
-//   4, before O, a group's  weights and factors; tells whether a factor is not 1
+//   1, before decode        rows have landed, places of the next are known; latents have been read
+//   2, before S             latents are written; the stage of 64 heads is free for the next block
+//   3, before P, a group's  logits are written
+//   4, before O, a group's  weights and factors are written; tells whether a factor is not 1
 //
-// With splits, CTAs leave (output, maximum, sum) in a workspace, and a second kernel adds them up in their
-// order: the same bits every time.
+// With splits, CTAs leave (output, maximum, sum) in a workspace, and a second kernel (merge.cu) adds them up
+// in their order: the same bits every time.
 #include "cuda/device/global.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mma.cuh"
@@ -35,12 +35,11 @@
 
 namespace mla_fp8::gpu::portable {
 
-// A head's weights are powers of two of what its logits lie above its base. That is no maximum: it moves, and
-// with it what has been summed up, only where a logit lies above it by more than this, seldom after the first
-// block.
+// A head's weights are 2^(logit - base). The base is no running maximum: it moves, and sums and outputs with
+// it, only when a logit exceeds it by more than this. After the first block that is rare.
 constexpr float kMostAboveBase = 8.0f;
 
-// Of four neighbouring lanes: w[j] of lane t becomes w[t] of lane j.
+// Transposes words of four neighbouring lanes: w[j] of lane t becomes w[t] of lane j.
 __device__ __forceinline__ void transpose_quads(uint32_t (&w)[4]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
@@ -53,17 +52,17 @@ __device__ __forceinline__ void transpose_quads(uint32_t (&w)[4]) {
     }
 }
 
-// A row of Q and of what is made of it.
+// A row of Q: a head of a query.
 struct QueryHead {
   int64_t token;
   int head;
   bool exists;
 };
 
-// A fragments of kTiles times 16 rows and kSteps times 16 dims of Q. Of 64 heads a lane loads 8 dims in a
-// row, which are those of four lanes. `order_q` waits for the loads and gives each lane its own. (One H200,
-// 4096 rows, 64 heads of dsv4: 1934 -> 1904 us. With fewer heads or an odd number of steps it was slower, and
-// with the rows of several queries there are too few registers.)
+// A fragments of kTiles times 16 rows and kSteps times 16 dims of Q. With 64 heads a lane loads 8 dims in a
+// row, which belong to four lanes; `order_q` waits for the loads and deals them out. (One H200, 4096 queries,
+// 64 heads of dsv4: 1934 -> 1904 us. Fewer heads or an odd number of steps were slower; rows of several
+// queries leave too few registers.)
 template <int kTiles, int kSteps>
 using QFragments = uint32_t[kTiles][kSteps][4];
 template <class KeysOf, int kTiles, int kSteps>
@@ -108,9 +107,9 @@ __device__ __forceinline__ void order_q(QFragments<kTiles, kSteps>& q) {
       }
 }
 
-// Between S and P of a block that has one of the last keys alone: which rows see it. Weights of the others
-// are 0, so NaN and infinity in its latent become 0; a row that sees it has them in its logit. A call, so
-// that it takes no registers.
+// Runs between S and P of a block that holds one of the last keys alone, and finds which rows see it. The
+// others give it a weight of 0, so NaN and infinity in its latent become 0; rows that see it have them in
+// their logits. A call takes no registers of the kernel.
 template <class KeysOf, class Smem>
 __device__ __noinline__ void prepare_last(const typename KeysOf::Params& params, Smem& smem, int first_row,
                                           int last, uint16_t* latent) {
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
   const bool repeats =
       survey_keys<kWarps, 8>(KeysOf::source(params, keys), warp, lane, shared_address(smem.map), [] {});
 
-  // S: this warp's heads and quarter of the dims.
+  // S: this warp's heads, its quarter of the dims, its keys.
   const int head_tile = warp / kQuarters % T::kTileParts * kWarpTiles;
   const int first_dim = warp % kQuarters * kSteps * 16;
   const int first_octet = warp / kQuarters / T::kTileParts * kPartOctets;
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(Team<kHeads>::kThreads, Team<kHeads>::kCtasPer
 
     const uint32_t latents_from =
         shared_address(&latents[first_octet * 8 + matrix / 2 * 8 + row][first_dim + matrix % 2 * 8]);
-    uint32_t b[1 + T::kLoadsAhead][4];  // of this step, and of the next
+    uint32_t b[1 + T::kLoadsAhead][4];  // fragments of this step, and of the next
     const auto load_step = [&](int step) {
       const int at = step / kSteps * 16 * Smem::kPitch + step % kSteps * 16;
       if (step < kRounds * kSteps) ldmatrix_x4(b[step % (1 + T::kLoadsAhead)], latents_from + at * 2);

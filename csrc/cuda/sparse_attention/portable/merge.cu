@@ -1,4 +1,4 @@
-// The second kernel of split queries: adds up, in their order, what the splits of a head have left.
+// The second kernel of split queries: it adds up, in their order, the parts that the splits of a head left.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/warp.cuh"
@@ -14,8 +14,8 @@ constexpr int kMergeAtOnce = 8;  // loads of a warp in flight
 
 using Sums = float4[kMergeWarps][kWarpSize];
 
-// kShares 1: a warp adds up all dims of one head of one query. 4: a CTA a quarter of them, each of its warps
-// a quarter of the splits. 4 CTAs an SM: with fewer registers loads would wait for each other.
+// kShares 1: a warp adds up all dims of one head of one query. 4: a CTA takes a quarter of them, each warp a
+// quarter of the splits. 4 CTAs an SM: with fewer registers loads would wait for each other.
 template <int kShares, int kMostSplits>
 __global__ void __launch_bounds__(kMergeThreads, 4)
     merge_kernel(const __grid_constant__ PortableParams params) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMergeThreads, 4)
   wait_for_previous_grid();
   if (kShares == 1 && query_head >= p.num_tokens * p.num_q_heads) return;
 
-  float2 stats[kStats];  // lane i: of splits i, i + 32, ...
+  float2 stats[kStats];  // lane i has splits i, i + 32, ...
   float max = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kStats; ++i) {
@@ -113,7 +113,7 @@ void launch_merge(const PortableParams& params, gpuStream_t stream) {
     launch(kernel, {.grid = ceil_div(warps, int64_t{kMergeWarps}), .block = kMergeThreads, .stream = stream},
            params);
   };
-  if constexpr (MLA_FP8_PTX)  // ragged attention is not portable's elsewhere
+  if constexpr (MLA_FP8_PTX)  // elsewhere another kernel is for ragged attention
     if (params.splits > kMaxPortableSplits) return merge(merge_kernel<4, kMaxRaggedSplits>, 4);
   if (params.splits <= kFewSplits) merge(merge_kernel<1, kFewSplits>, 1);
   else merge(merge_kernel<4, kMaxPortableSplits>, 4);

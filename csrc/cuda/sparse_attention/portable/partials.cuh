@@ -1,5 +1,5 @@
 #pragma once
-// What the CTAs that share a query leave for the second kernel, and how a head's output ends.
+// The parts that CTAs of one query leave for the second kernel, and the end of a head's output.
 #include "cuda/device/math.cuh"
 #include "cuda/sparse_attention/plan.h"
 
@@ -10,10 +10,10 @@ struct PortableParams {
   int splits;
 };
 
-// Adds up what the splits have left.
+// Launches the second kernel, which adds up the parts of all splits.
 void launch_merge(const PortableParams& params, gpuStream_t stream);
 
-// The output of each query, head and split, not yet divided by its sum; then the (maximum, sum) of each.
+// For each query, head and split an output, not divided by its sum; behind all outputs (maximum, sum).
 struct Partials {
   float* base;
   int64_t count;
@@ -30,7 +30,7 @@ struct Partials {
   }
 };
 
-// What the sum of weighted rows is multiplied by. Nothing attended: 0.
+// The factor of a sum of weighted rows; 0 if nothing is attended to.
 __device__ __forceinline__ float output_factor(const SparseAttentionParams& p, int head, float max,
                                                float total) {
   if (total == 0.0f) return 0.0f;

@@ -4,7 +4,7 @@
 namespace mla_fp8::gpu {
 namespace {
 
-// What is selected. A row's valid keys are known once it is surveyed, and then shared out among the splits.
+// The selected keys of a query. Its valid keys are known after the survey, and dealt to the splits then.
 struct Selected {
   using Params = portable::RowsParams;
   using Keys = gpu::Keys;

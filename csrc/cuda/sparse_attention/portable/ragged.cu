@@ -14,15 +14,15 @@ struct RaggedParams : portable::RowsParams {
   float ln2_of_cap;
 };
 
-// All queries of a CTA see the first `length0` of them, and some see the last ones, up to `length`.
+// The keys of a CTA. All its queries see the first `length0`, some see the last ones, up to `length`.
 struct PageKeys : Keys {
-  int first_last;  // the number of the first of these among the keys that the CTA's first query does not see
+  int first_last;  // number of the first last key, among the keys that the CTA's first query does not see
 };
 
-// What survey_keys and ValidKeys ask for (keys.cuh): positions of a split, in a request's pages.
+// Positions of a split, in a request's pages: a source of keys for survey_keys and ValidKeys (keys.cuh).
 class PageSource {
  public:
-  // As it was found. Whether there is such a page is asked later, when the load of its number is over.
+  // A key as it was found. is_valid looks at the page later, when the load of its number is over.
   struct Key {
     int page;
     unsigned in_page;
@@ -32,7 +32,7 @@ class PageSource {
       : params_(params), keys_(keys) {}
   __device__ __forceinline__ unsigned length() const { return keys_.length0; }
   __device__ __forceinline__ static constexpr bool is_window() { return true; }
-  // survey_keys asks for entries of rows without a window only.
+  // survey_keys calls these for queries without a window only.
   __device__ __forceinline__ int entry(unsigned) const { return -1; }
   __device__ __forceinline__ bool is_slot(int, unsigned) const { return false; }
   __device__ __forceinline__ bool is_valid(const Key& key) const {
@@ -53,9 +53,9 @@ class PageSource {
   const PageKeys& keys_;
 };
 
-// An item is a request. Its rows are the heads of all its queries: those of a CTA may be of several queries,
-// each of which sees a key more than the one before. A split has the same positions whatever they hold: a CTA
-// surveys no others, however long its request is.
+// An item is a request; its rows are the heads of all its queries. A CTA may have rows of several queries,
+// each of which sees a key more than the one before. A split is a range of positions, whatever they hold. Its
+// CTA surveys no others, however long the request is.
 struct Ragged {
   using Params = RaggedParams;
   using Keys = PageKeys;
@@ -98,7 +98,7 @@ struct Ragged {
     keys.first_last = static_cast<int>(begin + keys.length0 - seen_by_all);
     return keys;
   }
-  // The last keys have a block each: what a row does not see, it is not multiplied by.
+  // Each of the last keys has a block of its own, which masks it for the rows that do not see it.
   __device__ __forceinline__ static int num_last(const Keys& keys) { return keys.length - keys.length0; }
   __device__ __forceinline__ static bool sees(const Params& params, const Keys& keys, int first_row, int row,
                                               int last) {
@@ -122,7 +122,7 @@ struct Ragged {
 
 Gpu this_gpu() { return {compute_major(), num_processors()}; }
 
-// As a problem of sparse attention, but for its keys.
+// The problem as one of sparse attention, without keys.
 SparseAttentionParams without_keys(const PagedAttentionRaggedParams& p) {
   SparseAttentionParams out{};
   out.layout = out.extra_layout = p.layout;

@@ -4,7 +4,7 @@
 
 namespace mla_fp8::gpu {
 
-int ragged_latent_splits(const PagedAttentionRaggedParams& params);  // that fill the GPU
+int ragged_latent_splits(const PagedAttentionRaggedParams& params);  // as many as fill the GPU
 void ragged_latent(const PagedAttentionRaggedParams& params, gpuStream_t stream);
 
 }  // namespace mla_fp8::gpu

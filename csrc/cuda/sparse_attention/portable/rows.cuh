@@ -1,6 +1,6 @@
 #pragma once
-// Shared memory of the portable kernel, and what brings a block of rows there: by cp.async as they are
-// stored, then as bf16 latents.
+// The portable kernel's shared memory, and the two steps that bring a block of rows there: cp.async copies
+// rows as they are stored, and decoding makes bf16 latents of them.
 #include <algorithm>
 #include <bit>
 
@@ -14,10 +14,10 @@
 namespace mla_fp8::gpu::portable {
 
 constexpr int kBlockKeys = 32;
-constexpr int kQuarters = 4;  // of the dims, in S
+constexpr int kQuarters = 4;  // parts of the dims, in S
 
-// A CTA of 64 heads is alone on its SM: its warps have 255 registers each. Others may be two, and have 128.
-// Of 32 heads two fit only where an SM has 228 KB of shared memory.
+// A CTA of 64 heads is alone on its SM, with up to 255 registers a thread. Two smaller ones may be there,
+// with 128. Two of 32 heads fit only where an SM has 228 KB of shared memory.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 inline constexpr int kMostCtasOf32Heads = 2;
 #else
@@ -29,16 +29,16 @@ struct Team {
   static constexpr int kCtasPerSm = kHeads == 64 ? 1 : kHeads == 32 ? kMostCtasOf32Heads : 2;
   static constexpr int kRowsPerWarp = kBlockKeys / kWarps;
   static constexpr int kHeadTiles = kHeads / 16;
-  static constexpr int kWarpTiles = kHeads == 64 ? 2 : 1;  // of a warp in S, which has a quarter of the dims
+  static constexpr int kWarpTiles = kHeads == 64 ? 2 : 1;  // tiles of a warp in S
   static constexpr int kTileParts = kHeadTiles / kWarpTiles, kKeyParts = kWarps / kQuarters / kTileParts;
-  static constexpr int kSoftmaxLanes = kHeads == 64 ? 4 : 8;  // of a head
+  static constexpr int kSoftmaxLanes = kHeads == 64 ? 4 : 8;  // lanes of a head
   static constexpr int kLaneKeys = kBlockKeys / kSoftmaxLanes;
-  // Of warps, which have heads of their own.
+  // Groups of warps have heads of their own.
   static constexpr int kGroups = kHeads == 64 ? 2 : 1, kGroupWarps = kWarps / kGroups;
   static constexpr int kGroupTiles = kHeadTiles / kGroups, kGroupHeads = kHeads / kGroups;
-  static constexpr int kWarpDims = kHeadDimV / kGroupWarps;  // in O
-  // Of latents, in S; and whether a warp knows the places of all its rows before it asks for the first.
-  // Groups are slower with these (one H200, dsv4, 4096 rows: 1.91 -> 1.97, 2.01 ms).
+  static constexpr int kWarpDims = kHeadDimV / kGroupWarps;  // value dims of a warp in O
+  // kLoadsAhead: of latents, in S. kPlacesAtOnce: a warp reads the places of all its rows before it copies
+  // one. Both make groups slower (one H200, dsv4, 4096 queries: 1.91 -> 1.97 and 2.01 ms).
   static constexpr int kLoadsAhead = kGroups == 1 ? 1 : 0;
   static constexpr bool kPlacesAtOnce = kGroups == 1;
   static_assert(kKeyParts >= 1 && kHeads * kSoftmaxLanes <= kThreads);
@@ -47,12 +47,12 @@ struct Team {
                 "a group's warps have its heads in S and P, too");
 };
 
-// What a kernel knows of rows when it is compiled, besides their dims. The rest are numbers: layouts of one
-// kind share their kernels.
+// The kinds of rows that kernels are compiled for. All else but the dims are numbers at run time, so layouts
+// of one kind share their kernels.
 enum class RowKind {
   kBf16,    // latents as they are
   kE4m3fn,  // one layout
-  kAny,     // of coded elements: e4m3fn, e4m3fnuz or e2m1, of two caches in two layouts
+  kAny,     // coded elements: e4m3fn, e4m3fnuz or e2m1; also two caches in two layouts
 };
 constexpr RowKind kind_of(KvPair layouts) {
   const Format format = kv_layout(layouts.first).nope_format;
@@ -61,10 +61,10 @@ constexpr RowKind kind_of(KvPair layouts) {
                                                             : RowKind::kAny;
 }
 struct RowNumbers {
-  Format format;  // of the first coded_dims elements; the others are bf16
+  Format format;  // the first coded_dims elements; the others are bf16
   ScaleFormat scale_format;
-  int coded_dims, bf16_offset, bytes;  // of a row without scales that lie apart
-  int scale_offset, scale_bytes;       // in shared memory; apart from the row, else 0
+  int coded_dims, bf16_offset, bytes;  // `bytes`: a row, without scales that lie apart
+  int scale_offset, scale_bytes;       // scales: offset in shared memory; bytes apart from the row, or 0
   int tile_log2;                       // dims that share a scale
 
   RowNumbers() = default;
@@ -79,10 +79,10 @@ struct RowNumbers {
         scale_offset(l.scale_placement == ScalePlacement::kPageTail ? bytes : l.nope_bytes()),
         scale_bytes(l.scale_placement == ScalePlacement::kPageTail ? l.scale_bytes() : 0),
         tile_log2(l.tile_dim > 0 ? std::countr_zero(static_cast<unsigned>(l.tile_dim)) : 0) {}
-  // In shared memory, an odd multiple of 16 bytes.
+  // Bytes from row to row in shared memory: an odd multiple of 16, against bank conflicts.
   constexpr int pitch() const { return align_up(bytes + scale_bytes, 16) | 16; }
 };
-// The most and the least that any layout of a kind has.
+// The least and the most of a number among the layouts of a kind.
 struct Range {
   int least, most;
 };
@@ -111,9 +111,9 @@ inline RowsParams rows_params(const SparseAttentionParams& p, int splits) {
   return {{p, splits}, {RowNumbers(kv_layout(p.layout)), RowNumbers(kv_layout(p.extra_layout))}};
 }
 
-// The page of a slot, which is below 2^31, without a division.
+// Finds the page of a slot below 2^31 without a division.
 struct Pages {
-  unsigned page_size, factor;  // factor: how many fit into 2^32 - 1 rows
+  unsigned page_size, factor;  // factor: pages in 2^32 - 1 rows
   Pages() = default;
   __device__ explicit Pages(const KvScope& scope)
       : page_size(static_cast<unsigned>(scope.page_size)), factor(~0u / page_size) {}
@@ -123,13 +123,13 @@ struct Pages {
   }
 };
 
-// Of a row in its cache.
+// The place of a row in its cache.
 struct Place {
   unsigned page;
   int64_t in_page;
 };
 
-// Where the rows of a block lie; null: none.
+// Addresses of a block's rows and scales; null: no row.
 template <bool kScalesApart, bool kTwoLayouts>
 struct Places {
   alignas(16) const uint8_t* row[kBlockKeys];
@@ -139,7 +139,7 @@ struct Places {
 
 template <class KeysOf, RowKind kKind, int kDims_, int kHeads>
 struct Shared {
-  // With one, the next rows are asked for once these are decoded; with two before that.
+  // The next rows are fetched after these are decoded with one stage, before that with two.
   static constexpr int kStages = kHeads == 64 ? 1 : 2;
   static constexpr int kRows = kHeads, kDims = kDims_;
   static constexpr int kPitch = kDims + 8;  // elements: 16 bytes past a multiple of 128 bytes
@@ -154,18 +154,18 @@ struct Shared {
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
   alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
-  float factor[kHeads];                             // on what has been summed up before this block
-  float out_factor[kHeads];                         // at the end
-  bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // of rows, one of the last keys
+  float factor[kHeads];                             // multiplies earlier sums and outputs
+  float out_factor[kHeads];                         // multiplies the output at the end
+  bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // rows that see one of the last keys
   Places<kScalesApart, kTwoLayouts> places[2];      // of even and of odd blocks
-  // What looks rows up, here because registers are short: valid_keys is each lane's, the same for any warp.
+  // Kept here for looking up rows, as registers are short. A lane's valid_keys are the same in all warps.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
   typename KeysOf::Keys keys;
   Pages pages[2];  // of each scope
   int num_blocks;
-  alignas(8) uint8_t map[kMapBytes];  // of the row's valid keys
+  alignas(8) uint8_t map[kMapBytes];  // the query's valid keys
 
-  // Octets of keys in an order that changes from head to head: the stores of S and the loads of P fall into
+  // The order of octets of keys changes from head to head: the stores of S and the loads of P fall into
   // different banks.
   __device__ static int logit_index(int head, int key) { return head * kBlockKeys + (key ^ head % 4 * 8); }
   __device__ uint16_t (*latents(int stage)) [kPitch] {
@@ -174,16 +174,16 @@ struct Shared {
   }
 };
 
-// This thread, found here: what follows from it and a row's numbers would be found once, before the first
-// block, and spilled.
+// Reads the thread's number anew. Otherwise addresses by it and a row's numbers would be computed once,
+// before the first block, and spilled.
 __device__ __forceinline__ int thread_found_here() {
   int thread = threadIdx.x;
   asm volatile("" : "+r"(thread));
   return thread;
 }
 
-// The rows of one split's keys: where they lie, which one warp finds out for a block, and the copies of them,
-// each by all lanes of a warp.
+// Gathers the rows of a split's keys: one warp looks up where those of a block lie, then all lanes of a warp
+// copy a row.
 template <class KeysOf, RowKind kKind, int kDims, int kHeads>
 class Gather {
  public:
@@ -192,7 +192,7 @@ class Gather {
   __device__ Gather(const Params& params, Smem& smem, int first, int end)
       : params_(params), smem_(smem), first_(first), end_(end) {}
 
-  // Asks for the slots of a block, which `finish` waits for: it notes down where the rows lie.
+  // Starts the loads of a block's slots. `finish` waits for them, and writes down where the rows lie.
   __device__ __forceinline__ void look_up(int block) {
     const int lane = threadIdx.x % kWarpSize;
     const auto source = KeysOf::source(params_, smem_.keys);
@@ -225,8 +225,8 @@ class Gather {
   }
   // Starts the copies of a block.
   __device__ __forceinline__ void start(int block) const { start_copies<false>(smem_, params_.rows, block); }
-  // The same of rows that may be one; nothing behind the last block. Thousands of copies of one row would
-  // queue at its few lines of the L2. A call, so that it takes no registers.
+  // Does so through the L1, for keys that name one row: thousands of copies of it would queue at its few
+  // lines of the L2. Does nothing behind the last block. A call takes no registers of the kernel.
   __device__ __forceinline__ void start_through_l1(int block) const {
     start_slowly(smem_, params_.rows, block);
   }
@@ -282,14 +282,14 @@ class Gather {
   typename KeysOf::Key key_;
 };
 
-// What a lane has of a raw row: elements by eights with their scales, and 8 bf16. The scale of a uniform FP8
-// layout multiplies logits and output instead: exact here.
+// The part of a raw row that a lane has: elements by eights with their scales, and 8 bf16. The scale of a
+// uniform FP8 layout multiplies logits and output instead: exact here.
 template <RowKind kKind, int kDims>
 struct Codes {
   static constexpr bool kAny = kKind == RowKind::kAny;
   static constexpr int kPerLane = ceil_div(kDims / 8, kWarpSize);
   static constexpr Range kCoded = kCodedDimsOf<kKind, kDims>;
-  Words<2> codes[kPerLane];  // of e2m1 the first
+  Words<2> codes[kPerLane];  // one word of e2m1
   float scale[kPerLane];
   Words<4> bf16;
 
@@ -335,13 +335,13 @@ struct Codes {
   }
 };
 
-// Raw rows to bf16 latents, each by all lanes of a warp.
+// Makes bf16 latents of a block's raw rows; all lanes of a warp convert a row.
 template <class KeysOf, RowKind kKind, int kDims, int kHeads>
 __device__ __forceinline__ void decode_block(Shared<KeysOf, kKind, kDims, kHeads>& smem,
                                              const RowNumbers* numbers, int block) {
   using Smem = Shared<KeysOf, kKind, kDims, kHeads>;
   constexpr int kRowsPerWarp = Team<kHeads>::kRowsPerWarp;
-  // Rows of one layout whose bytes are loaded before the first is converted, where there are registers.
+  // Rows whose bytes are loaded before the first is converted: two of one layout, where there are registers.
   constexpr int kAtOnce = kHeads == 64 && kDims == kHeadDimV && !Smem::kTwoLayouts ? 2 : 1;
   const int thread = thread_found_here(), lane = thread % kWarpSize;
   const int first_key = thread / kWarpSize * kRowsPerWarp;
