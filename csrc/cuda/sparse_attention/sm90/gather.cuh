@@ -18,11 +18,11 @@ struct Ring {
   __device__ uint32_t stage(int s) const { return smem + MLA_SMEM(C, ring) + s * C::kStageBytes; }
   __device__ uint32_t full(int s) const { return smem + MLA_SMEM(C, stage_barriers) + s * 16; }
   __device__ uint32_t empty(int s) const { return full(s) + 8; }
-  __device__ uint32_t raw(int s) const {  // of two layouts: rows are there as they lie in the caches
+  __device__ uint32_t raw(int s) const {  // two layouts: rows have arrived as they lie in the caches
     return smem + MLA_SMEM(C, raw_barriers) + s * 8;
   }
   __device__ uint32_t survey() const { return smem + MLA_SMEM(C, survey_barrier); }
-  // By one thread: lanes with an address each take turns, and to racecheck all others write somewhere, too.
+  // One thread does it: lanes with an address each take turns, and racecheck sees all of them write.
   __device__ void init() const {
 #pragma unroll
     for (int s = 0; s < C::kStages; ++s) {
@@ -35,7 +35,7 @@ struct Ring {
   }
 };
 
-// Fetching one stage.
+// Fetches one stage.
 template <class C>
 class Gather {
  public:
@@ -49,8 +49,8 @@ class Gather {
         valid_(smem + MLA_SMEM(C, valid)) {}
 
  protected:
-  // This lane's rank (mod 16) from `rank` on. Past the last key it is the last one again, whose bytes fill
-  // the place: zero weight times NaN would reach no query that has not got that NaN anyway.
+  // This lane's rank among the 16 from `rank` on. Past the last key it is the last one again, whose bytes
+  // fill the place: zero weight times NaN reaches no query that has not got that NaN anyway.
   __device__ __forceinline__ int rank_of_lane(const ValidKeys<MapInShared>& valid_keys, int rank) const {
     return min(rank + lane_ % kStageRows, valid_keys.num_keys() - 1);
   }
@@ -59,7 +59,7 @@ class Gather {
                                                        const Source& source, int rank) const {
     return valid_keys.find(source, rank_of_lane(valid_keys, rank));
   }
-  // Of a CTA with one query, whose positions may be listed (read_survey).
+  // Finds the key of a rank in a CTA with one query, whose positions may be listed (read_survey).
   template <class Source>
   __device__ __forceinline__ typename Source::Key find_of_query(const ValidKeys<MapInShared>& valid_keys,
                                                                 const Source& source, int rank) const {
@@ -68,7 +68,7 @@ class Gather {
     return valid_keys.find(source, rank);
   }
 
-  // Where a key lies, and a word of its own.
+  // Addresses of a key's row and scales, and a word that is the row's own.
   struct Place {
     const uint8_t *row, *scales;
     unsigned which;
@@ -92,13 +92,13 @@ class Gather {
     return {base + kL.token_offset(in_page), base + kL.scale_offset(in_page, page_size),
             in_cache ^ key.scope << 31};
   }
-  // Of a stage: whether some keys that count have one row. One slot in all places, or 2, 4 or 8 in turn, are
-  // seen by a look at one other lane.
+  // True if keys of a stage that count name the same row. The lane 8 further shows one slot in all places, or
+  // 2, 4 or 8 slots in turn.
   __device__ __forceinline__ bool has_repeats(const Place& place, bool counts) const {
     const unsigned other = __shfl_xor_sync(kFullWarp, place.which, 8);
     return __any_sync(kFullWarp, counts && place.which == other);
   }
-  // Into the i-th stage of the ring's sequence. Of its keys the first num_keys count.
+  // Fills the i-th stage of the ring's sequence. The first num_keys of its keys count.
   template <class Key>
   __device__ void fetch(int i, Key key, int num_keys) const {
     const Place place = place_of(key);
@@ -125,7 +125,7 @@ class Gather {
     }
     __syncwarp();
   }
-  // What a lane of the first 16 brings to its place of a stage.
+  // The first 16 lanes call these, each for its place in a stage.
   __device__ __forceinline__ void mark(int stage, uint8_t marks) const {
     valid_[stage * kStageRows + lane_] = marks;
   }
@@ -140,7 +140,7 @@ class Gather {
   }
   __device__ __forceinline__ void copy_row(int stage, const uint8_t* row) const {
     const uint32_t dst = ring_.stage(stage) + lane_ * R::kPitch;
-    // Else what segments leave in local memory goes to the device memory and back.
+    // Rows are to leave L2 before the results that segments keep in local memory.
     if constexpr (C::kSegments) bulk_copy_once(dst, row, R::kBytes, ring_.full(stage));
     else bulk_copy(dst, row, R::kBytes, ring_.full(stage));
   }
@@ -152,8 +152,8 @@ class Gather {
   uint8_t* const valid_;
 
  private:
-  // A cache row that several keys name is read once, through the L1: thousands of copies of one row would
-  // queue at its few lines of the L2. `repeated`: lanes whose rows these are; `same`: those with this lane's.
+  // Reads a cache row that several keys name once, through the L1: thousands of copies of one row would queue
+  // at its few lines of the L2. `repeated`: the lanes of such rows; `same`: those with this lane's row.
   __device__ __forceinline__ void copy_repeated(int stage, const uint8_t* row, unsigned repeated,
                                                 unsigned same) const {
     while (repeated) {
@@ -173,8 +173,8 @@ class Gather {
   }
 };
 
-// A producer's first stage, fetched before it is known which keys of the query are valid: as if all were,
-// which they mostly are. `full` ends its phase when the producer arrives there, which it does once it knows.
+// A producer's first stage, fetched before the survey has ended: as if all keys were valid, which is usual.
+// The producer arrives at the stage's `full` once it knows, and ends the phase.
 template <class C>
 class EarlyStage : Gather<C> {
  public:
@@ -185,8 +185,8 @@ class EarlyStage : Gather<C> {
   __device__ EarlyStage(const KernelParams& params, uint8_t* smem, int producer, int lane)
       : Gather<C>(params, smem, lane), stage_(producer) {}
 
-  // Whether it does: not where one of 32 entries all over the query's is invalid, the last one among them. A
-  // short context fails so, and most queries with holes.
+  // Fetches the stage, and returns whether it has. It does not if one of 32 entries all over the query's,
+  // with the last one, is invalid. A short context fails so, and most queries with holes.
   __device__ __forceinline__ bool fetch(Item w) const {
     const Source source = w.source(this->params_);
     const unsigned length = source.length();
@@ -206,14 +206,14 @@ class EarlyStage : Gather<C> {
     }
     return true;
   }
-  // Its copies are what the stage is to hold.
+  // The copies are right: ends the phase of `full` when they have arrived.
   __device__ __forceinline__ void announce() const {
     if constexpr (R::kScalesApart)
       if (this->lane_ < kStageRows) mbarrier_arrive_cp_async(full());
     mbarrier_arrive_expect_warp(full(), kStageRows * R::kBytes, this->lane_);
   }
-  // They are not, and others may come to their places. Two phases pass: consumers, which may not look
-  // meanwhile, wait for the parity of the first.
+  // The copies are wrong: waits for them, so that other rows may take their places. Two phases of `full`
+  // pass. Consumers wait for the parity of the first, and may not look meanwhile.
   __device__ __forceinline__ void discard() const {
     announce();
     mbarrier_wait(full(), 0);
@@ -231,7 +231,7 @@ class EarlyStage : Gather<C> {
   const int stage_;
 };
 
-// The producers of a CTA that works on one query, of one layout (of two: sm90/mixed_gather.cuh).
+// A producer of a CTA with one query over one layout (two layouts: sm90/mixed_gather.cuh).
 template <class C>
 class SplitProducer : Gather<C> {
  public:
@@ -245,8 +245,8 @@ class SplitProducer : Gather<C> {
         valid_keys_(survey, {shared_address(smem) + MLA_SMEM(C, maps)}),
         warp_(warp) {}
 
-  // A usual query has a loop of its own, without the code of others: jumps over code that is cold cost. From
-  // its second stage on, if the first has come early; then it is a usual query.
+  // Fetches its stages; `has_first`: the first came early, so the query has no gaps. A usual query has a loop
+  // of its own, as jumps over cold code cost time.
   __device__ void run(bool has_first = false) {
     const typename Item::Source source = w_.source(this->params_);
     if constexpr (C::kFetchesEarly) {
@@ -261,7 +261,7 @@ class SplitProducer : Gather<C> {
   }
 
  private:
-  // Entries, which the survey has brought close, are loaded a stage ahead.
+  // Entries are loaded a stage ahead; the survey has brought them close.
   template <class FindKey>
   __device__ __forceinline__ void run_by(FindKey&& find) {
     const int num_stages = w_.num_blocks * C::kBlockStages;
@@ -276,10 +276,10 @@ class SplitProducer : Gather<C> {
       now = next;
     }
   }
-  // Of usual queries and of those whose positions are listed, without a jump before the first copies. (In
-  // kernels of 32 heads and more, which wait for instructions to issue, this took 1 to 4 % longer.)
+  // The loop for usual queries and for listed positions, without a jump before the first copies. (Kernels of
+  // 32 heads and more, which wait for issue slots, took 1 to 4 % longer with it.)
   __device__ __forceinline__ void run_listed(const typename Item::Source& source, bool has_first) {
-    // Known to be uniform: else an arrival of copies is a loop over lanes.
+    // The shuffle makes it uniform: else an arrival of copies is a loop over lanes.
     const int first = __shfl_sync(kFullWarp, warp_ + (has_first ? C::kProducers : 0), 0);
     const int num_stages = w_.num_blocks * C::kBlockStages;
     const bool has_list = valid_keys_.has_gaps();
@@ -304,7 +304,7 @@ class SplitProducer : Gather<C> {
   const int warp_;
 };
 
-// A producer once it has surveyed its part of the query. Nobody waits for its copies.
+// A producer after its part of the survey, which does not wait for the producer's copies.
 template <class C>
 __device__ __forceinline__ void run_early(const KernelParams& params, typename C::Item& w, uint8_t* smem,
                                           int producer, int lane) {
@@ -321,8 +321,8 @@ __device__ __forceinline__ void run_early(const KernelParams& params, typename C
   SplitProducer<C>(params, w, survey, smem, producer, lane).run(is_there);
 }
 
-// The rank of a key, by its place among all blocks in the ring's sequence. Of two layouts the last blocks
-// come first there: their rows, of the second cache, are short, so work begins sooner.
+// The rank of a key, by its place in the ring's sequence. Over two layouts the last blocks come first: rows
+// of the second cache are short, so work begins sooner.
 template <class C>
 __device__ __forceinline__ int rank_in_query(int place, int num_blocks) {
   if constexpr (!C::R::kMixed) return place;

@@ -1,5 +1,5 @@
 #pragma once
-// The item of a CTA that takes one, a query and some of its heads: which it is, how its keys are surveyed.
+// The item of a CTA that takes one, a query and some of its heads: how it is found, and its keys surveyed.
 #include <cstddef>
 
 #include "cuda/device/cluster.cuh"
@@ -33,8 +33,8 @@ struct QueryHeads {
   __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
 };
 
-// What one CTA works on: blocks [first_block, first_block + num_blocks) of the valid keys of one query, or of
-// several (sm90/many_heads/neighbours.cuh). The blocks are known after the survey of its keys.
+// The work of one CTA: blocks [first_block, first_block + num_blocks) of the valid keys of one query, or of
+// several (sm90/many_heads/neighbours.cuh). The blocks are known after the survey.
 template <class Heads>
 struct ItemOf : Heads {
   using Source = KeySource;
@@ -43,7 +43,7 @@ struct ItemOf : Heads {
   int first_block, num_blocks;
 
   __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
-  // Of many_heads: whether this CTA has all keys, or leaves a part of the result for a second grid.
+  // many_heads: true if this CTA has all keys; else it leaves a part of the result for a second grid.
   __device__ static constexpr bool is_whole() { return true; }
 
   template <class C>
@@ -54,8 +54,8 @@ struct ItemOf : Heads {
     first_block = split * each + min(split, longer);
     num_blocks = each + (split < longer);
   }
-  // Of the ring's sequence: whether there is an i-th stage among the first num_blocks blocks, and the rank of
-  // its first key.
+  // The ring's sequence, over the first num_blocks blocks: has_stage tells whether the i-th stage exists,
+  // first_rank the rank of its first key.
   template <class C>
   __device__ bool has_stage(int) const {
     return true;
@@ -68,14 +68,14 @@ struct ItemOf : Heads {
 
 using SplitItem = ItemOf<QueryHeads>;
 
-// Of a query whose CTAs meet in a second grid.
+// An item of a query whose CTAs meet in a second grid.
 struct PartItem : SplitItem {
   static constexpr int kMostParts = kMostQueryParts;
   __device__ static constexpr bool is_whole() { return false; }
   __device__ static int num_parts(const KernelParams& params) { return params.num_splits(); }
 };
 
-// The head blocks of a query run together: its rows are read from L2 again.
+// The head blocks of a query run together, so that all but the first read its rows from L2.
 template <class C>
 __device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
   const unsigned query = params.head_blocks.word(i);
@@ -97,8 +97,8 @@ __device__ typename C::Item find_item(const KernelParams& params) {
   else return item;
 }
 
-// Of a query whose keys have gaps, of parts of 32: the position of each valid key, 2 bytes, in the order of
-// ranks. By all warps from the query's map, once: to look a rank up in the map takes a thousand clocks.
+// Lists the positions of a query's valid keys in the order of ranks, 2 bytes each, for keys with gaps in
+// parts of 32. All warps do it once: to look up a rank in the map takes a thousand clocks.
 template <int kWarps>
 __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t list, int warp, int lane) {
   const int before = warp_inclusive_sum(survey.in_lane) - survey.in_lane;
@@ -116,32 +116,32 @@ __device__ __forceinline__ void list_positions(const KeySurvey& survey, uint32_t
   }
 }
 
-// Of two layouts producers do not survey a query: they begin before (sm90/mixed_gather.cuh), and wait for
-// survey_barrier. All others meet at a barrier.
+// Over two layouts producers do not survey a query: they fetch meanwhile (sm90/mixed_gather.cuh), then wait
+// for survey_barrier. All other warps meet at a barrier.
 template <class C>
 inline constexpr bool kProducersAreEarly = C::R::kMixed && !C::kWalks;
 template <class C>
 inline constexpr int kSurveyWarps = C::kThreads / kWarpSize - (kProducersAreEarly<C> ? C::kProducers : 0);
 
-// Named barriers by their ids; 0 is that of all threads. A kernel numbers its own from kBarrierOfKernel on.
-// Walks, which survey otherwise, may have all from there (few_heads/team.cuh, many_heads/smem.cuh).
+// Ids of named barriers; 0 is for all threads. A kernel numbers its own from kBarrierOfKernel on. A walk
+// surveys in another way, and may use all from there (few_heads/team.cuh, many_heads/smem.cuh).
 enum NamedBarrier {
   kBarrierQ = 1,
   kBarrierOfKernel,  // up to 6
   kBarrierSurvey = 7,
-  // Of producers that fetch early: one layout (EarlyStage), or two (MixedProducer), never both. The first
-  // (C::kFetchesEarly) do not wait for kBarrierSurvey, as all others do, but later for kBarrierSurveyed. All
-  // arrive at both.
+  // Barriers of producers that fetch early: over one layout (EarlyStage), or over two (MixedProducer), never
+  // both. With C::kFetchesEarly all warps arrive at kBarrierSurvey and kBarrierSurveyed; producers wait
+  // later, at the second, all others at the first.
   kBarrierSurveyed = 8,
   kBarrierBegin = 9,
   kBarrierMixedBegin = 8,
-  kBarrierTurn = 8,  // + producer, from the second on: its turn has come
+  kBarrierTurn = 8,  // + number of the producer, from 1 on: its turn has come
   kNumBarriers = 16,
 };
-// That pass kBarrierBegin or kBarrierMixedBegin: warp 0, which has made the barriers, and producers.
+// Threads at kBarrierBegin or kBarrierMixedBegin: warp 0, which has made the barriers, and the producers.
 template <class C>
 inline constexpr int kBeginThreads = (C::kProducers + 1) * kWarpSize;
-// `lane` for one role: where there are many roles, it would be spilled if all had it in common.
+// The lane, found anew for a role: with many roles the compiler would spill one value for all.
 template <class C>
 __device__ __forceinline__ int lane_of_role(int lane) {
   if constexpr (kProducersAreEarly<C>) {
@@ -151,9 +151,9 @@ __device__ __forceinline__ int lane_of_role(int lane) {
   return lane;
 }
 
-// What a warp reads once the query is surveyed, the `warp`-th of kSurveyWarps or none of them: the valid
-// keys, of which the CTA takes its share. `discard`: what early producers do where keys have gaps, before
-// anyone looks at what they have fetched.
+// Reads the finished survey, and takes the CTA's share of the valid keys. `warp` is one of kSurveyWarps, or
+// past them if it did not survey. `discard`: if keys have gaps, early producers drop what they have fetched,
+// before anyone looks at it.
 template <class C, class Discard = std::nullptr_t>
 __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typename C::Item& w,
                                                  uint32_t smem, int warp, int lane, Discard&& discard = {}) {
@@ -169,9 +169,8 @@ __device__ __forceinline__ KeySurvey read_survey(const KernelParams& params, typ
   return survey;
 }
 
-// A CTA that works on one query: its valid keys. Of a warp: its part of the survey. `meanwhile` may load a
-// small Q, once the entries are on their way: behind it they would come late, and the first rows with them. A
-// large Q comes by the copy engine, past the loads.
+// A warp's part of the survey of a CTA's query. `meanwhile` may load a small Q behind the entries: before
+// them it would delay them, and the first rows. A large Q comes by the copy engine, past the loads.
 template <class C, class Meanwhile>
 __device__ __forceinline__ void survey_part(const KernelParams& params, const typename C::Item& w,
                                             uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
@@ -179,7 +178,7 @@ __device__ __forceinline__ void survey_part(const KernelParams& params, const ty
   survey_keys<kSurveyWarps<C>, kProducersAreEarly<C> ? 3 : 6>(
       w.source(params), warp, lane, shared_address(smem) + MLA_SMEM(C, maps), meanwhile);
 }
-// What all parts come to.
+// Waits for all parts of the survey, and reads it.
 template <class C>
 __device__ __forceinline__ KeySurvey end_survey(const KernelParams& params, typename C::Item& w,
                                                 uint8_t* smem, int warp, int lane) {

@@ -1,9 +1,9 @@
 #pragma once
-// What makes rows of two caches rows of one kind (mixed_row.cuh), each stage once, when its bytes are there:
-// no consumer converts what several of them read. Bound: a chain of latencies, about 2 K clocks a stage for
-// 410 instructions, and the issue slots and shared memory that it takes from the consumers. With up to 32
-// heads four warps do nothing else, and no stage waits until its producer has fetched the next one; with 64
-// there are no registers for more warps than the producers.
+// Makes rows of one kind of the rows of two caches (mixed_row.cuh). A stage is expanded once, when its bytes
+// have arrived, as several consumers read it. Bound: a chain of latencies, about 2 K clocks a stage for 410
+// instructions, and the issue slots and shared memory that consumers lose. With up to 32 heads four warps do
+// only this, and no stage waits until its producer has fetched another. With 64 heads registers suffice for
+// producers only.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -16,10 +16,10 @@
 
 namespace mla_fp8::gpu {
 
-// e2m1 of 8 dims as e4m3 of a 64th, in their order.
+// Converts 8 codes of e2m1 to e4m3 of 1/64 of their values, in their order.
 __device__ __forceinline__ uint2 expand_e2m1x8(uint32_t codes) {
-  // A code of 4 bits, times 4, plus 96: its sign carries into bit 7. The mask takes away what is left of 96.
-  // Where the pipe of logic is busy the difference goes to another.
+  // A code of 4 bits, times 4, plus 96: its sign carries into bit 7. The mask removes what is left of 96. A
+  // subtraction spares the pipe of logic, which is busy.
   uint32_t even = codes & 0x0f0f0f0fu;
   uint32_t odd = codes - even;
   asm("mad.lo.u32 %0, %1, 4, 0x60606060;" : "=r"(even) : "r"(even));  // else nvcc shifts, masks and adds
@@ -28,14 +28,14 @@ __device__ __forceinline__ uint2 expand_e2m1x8(uint32_t codes) {
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 }
 
-// 64 times two e4m3 (bytes 0 and 1) as bf16, exactly; NaN is not known here.
+// Converts two e4m3 (bytes 0 and 1) to bf16 of 64 times their values, exactly. NaN is not known here.
 __device__ __forceinline__ uint32_t e4m3_scales_to_bf16(uint32_t pair) {
   const uint32_t x = __byte_perm(pair, 0, 0x4140);
   return mul_bf16x2((x & 0x00800080u) << 8 | (x & 0x007f007fu) << 4, 0x7e807e80u);  // 2^120 * 64
 }
 
 inline constexpr unsigned kStagePlaces = (1u << kStageRows) - 1;
-// Bits of the stage's rows that come from the second cache.
+// The address of a stage's bits for rows that come from the second cache.
 template <class C>
 __device__ uint32_t stage_extras_at(const Ring<C>& ring, int stage) {
   return ring.smem + MLA_SMEM(C, stage_extras) + stage * 4;
@@ -50,16 +50,16 @@ class StageExpander {
 
   __device__ StageExpander(uint8_t* smem, int lane) : ring_{shared_address(smem)}, lane_(lane) {}
 
-  // Warps that do nothing else: each takes every kExpanders-th stage, here from `i` on.
+  // A warp that only expands: it takes every kExpanders-th stage, from `i` on.
   __device__ void run(int i, int num_stages) const {
     for (; i < num_stages; i += C::kExpanders) take(i);
   }
-  // The i-th stage of the ring's sequence.
+  // Waits for the i-th stage of the ring's sequence, and expands it.
   __device__ __forceinline__ void take(int i) const {
     wait_until_full<C::kStages>(ring_.raw(i % C::kStages), i);
     expand(i % C::kStages);
   }
-  // A stage whose bytes are there.
+  // Expands a stage whose bytes have arrived.
   __device__ __forceinline__ void expand(int stage) const {
     const uint32_t rows = ring_.stage(stage), table = rows + R::kTableOffset;
     const unsigned extras = load_shared_4(stage_extras_at(ring_, stage));
@@ -72,7 +72,7 @@ class StageExpander {
         tail_codes = load_shared_16(rows + row * R::kPitch + First::kBytes - 32 + half * 16);
         tail_scales = e4m3_scales_to_bf16(load_shared_2(table + row * R::kRawScaleBytes + 28 + half * 2));
       }
-    // Most stages have rows of the second cache alone: a way without jumps over other code.
+    // Most stages have rows of the second cache alone. They have a path without jumps over other code.
     Codes codes;
     bool is_done = false;
     if (extras == kStagePlaces) [[likely]] {
@@ -100,14 +100,14 @@ class StageExpander {
  private:
   __device__ void arrive(int stage) const { mbarrier_arrive_warp(ring_.full(stage), lane_); }
 
-  // Of 16 rows of one cache: a lane has the two tiles of a unit of eight keys, what two lanes of the
-  // consumers want at once. Those of the second cache, NaN too, may be in one unit, in which all products
-  // with codes are exact, and near that of first rows with elements about 1, so that bases need not move
-  // between them; but where they multiply weights, which are up to 2^15, they are at most 1. False, and
-  // nothing stored, if one is NaN.
+  // Stores the scales of 16 rows of one cache. A lane has two tiles of eight keys: what two lanes of the
+  // consumers load at once. Scales of the second cache, NaN too, may be in one fixed unit. In it all products
+  // with codes are exact, and it is near that of first rows with elements about 1, so bases need not move.
+  // But scales that multiply weights, which are up to 2^15, must be at most 1. False, and nothing stored, if
+  // one is NaN.
   template <class Cache>
   __device__ __forceinline__ bool store_scales_of_one(int stage) const {
-    // A byte for each tile of 16 dims; of ue8m0 for more.
+    // e4m3 has a byte for each tile of 16 dims, ue8m0 for more dims.
     constexpr bool kE4m3 = Cache::kL.scale_format == ScaleFormat::kE4m3;
     constexpr bool kOneUnit = kE4m3 && !C::kScalesMultiplyWeights;
     static_assert(kE4m3 || Cache::kTileDims % 32 == 0);
@@ -116,13 +116,13 @@ class StageExpander {
     const uint32_t from =
         table + first * R::kRawScaleBytes + (kE4m3 ? unit * 2 : unit * 32 / Cache::kTileDims);
     const auto key_at = [&](int i) { return from + (i % 4 + i / 4 * 8) * R::kRawScaleBytes; };
-    uint32_t scales[8];  // pairs of f16; else a byte first
+    uint32_t scales[8];  // pairs of f16; of ue8m0 a byte at first
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (kE4m3) scales[i] = e4m3x2_to_f16(load_shared_2(key_at(i)));
       else scales[i] = unit * 32 < Cache::kFp8Dims ? load_shared_1(key_at(i)) : 0;
     }
-    uint32_t above = 0;  // the largest one
+    uint32_t above = 0;  // the largest scale
     if constexpr (!kOneUnit) {
       uint32_t largest = 0;
 #pragma unroll
@@ -164,7 +164,7 @@ class StageExpander {
     return true;
   }
 
-  // Of rows of either cache: two lanes have those of a row, 16 tiles each.
+  // Stores the scales of rows of either cache: two lanes have those of a row, 16 tiles each.
   __device__ __forceinline__ void store_any_scales(int stage, unsigned extras) const {
     const int row = lane_ / 2, half = lane_ % 2;
     const uint32_t at = ring_.stage(stage) + R::kTableOffset + row * R::kRawScaleBytes;
@@ -176,7 +176,7 @@ class StageExpander {
     store_scales(stage, row, half, scales);
   }
 
-  // Of 16 tiles of 16 dims, as bf16; infinite in place of NaN. Codes of the second are 64ths.
+  // Loads the scales of 16 tiles of 16 dims as bf16, infinite for NaN. The second cache's are times 64.
   __device__ static void load_scales(uint32_t at, int half, bool extra, uint32_t (&scales)[8]) {
     if (extra) {
       const uint4 x = load_shared_16(at + half * 16);
@@ -208,7 +208,7 @@ class StageExpander {
     }
   }
 
-  // To the table, in units of what the largest becomes at most 1 by; which keys are NaN.
+  // Stores scales in the table, in a unit by which the largest is at most 1, and marks keys with a NaN.
   __device__ void store_scales(int stage, int row, int half, const uint32_t (&scales)[8]) const {
     uint32_t largest = 0;  // halves; negative ones are below 0
 #pragma unroll
@@ -238,8 +238,8 @@ class StageExpander {
     }
   }
 
-  // A lane's codes of some rows. Warps of their own have the registers for those of the first rows while the
-  // scales are converted.
+  // A lane's codes of some rows. Warps that only expand have registers to load the first ones while scales
+  // are converted.
   struct Codes {
     static constexpr bool kEarly = C::kExpanders > 0;
     static constexpr int kRows = kEarly || C::kProducerRegisters >= 80 ? 8 : 4;
@@ -251,8 +251,8 @@ class StageExpander {
   };
   __device__ uint32_t codes_at(uint32_t rows) const { return rows + R::kCodesOffset + lane_ * 8; }
 
-  // A row at a time: a lane's 16 codes become 16 bytes. Its last codes lie where its last bytes will.
-  // `codes`: of the first rows.
+  // Expands the codes of all rows: a lane's 16 codes become 16 bytes. A row's last codes lie where its last
+  // bytes will. `codes`: those of the first rows.
   template <bool kAll>
   __device__ __forceinline__ void expand_codes(uint32_t rows, unsigned extras, Codes& codes) const {
     const uint32_t from = codes_at(rows), to = rows + lane_ * 16;
@@ -278,7 +278,7 @@ class StageExpander {
     }
   }
 
-  // 32 codes with the scales of two tiles as 32 bf16: a code's bits are those of a bf16 of 2^-126 times it.
+  // Stores 32 codes with two tiles' scales as bf16. A code's bits, shifted, are the bf16 of 2^-126 times it.
   __device__ static void store_tail(uint32_t at, const uint4& codes, uint32_t scales) {
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll

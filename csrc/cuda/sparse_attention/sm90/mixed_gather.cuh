@@ -1,7 +1,7 @@
 #pragma once
-// The gather from two caches of different layouts. A producer fetches rows as they lie there, each into its
-// place of the ring. Rows of one kind they become by other warps (mixed_expand.cuh). Where there are none, by
-// the producer: once they are there, or while it would wait for the next free stage. So the whole ring is in
+// The gather from two caches of different layouts. A producer copies rows as they lie in the caches, each to
+// its place in the ring. Other warps make rows of one kind of them (mixed_expand.cuh). Without such warps a
+// producer does it, when a stage has arrived or while it waits for a free one: so the whole ring is in
 // flight.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -23,11 +23,11 @@ class MixedGather : protected Gather<C> {
   using First = typename R::First;
   using Second = typename R::Second;
 
-  // Of this lane's key where it lies. Of all 32: which come from the second cache, which count; and whether
-  // some of a stage have one row.
+  // row, scales: where this lane's key lies. extras, counted: bits of the 32 lanes whose keys come from the
+  // second cache, and count. repeat: keys of a stage name one row.
   struct Rows {
     const uint8_t* row;
-    uint32_t scales;  // from there
+    uint32_t scales;  // bytes from `row`
     uint32_t extras, counted;
     bool repeat;
   };
@@ -39,10 +39,10 @@ class MixedGather : protected Gather<C> {
   using Key = KeySource::Key;
   using Gather<C>::find, Gather<C>::lane_, Gather<C>::p_, Gather<C>::params_, Gather<C>::ring_;
 
-  // Lanes 0 to 15 and 16 to 31 have the keys of a stage each. Registers are short: a key is one word.
+  // Lanes 0 to 15 have the keys of one stage, 16 to 31 of another. A key is one word: registers are short.
   __device__ static uint32_t word_of(Key key) { return key.slot | key.scope << 31; }
   __device__ __forceinline__ Rows look_up(uint32_t key, bool counts) const {
-    // One slot in all places, or 2, 4 or 8 in turn, are seen by a look at one other lane.
+    // The lane 8 further shows one slot in all places, or 2, 4 or 8 slots in turn.
     const uint32_t other = __shfl_xor_sync(kFullWarp, key, 8);
     const bool extra = key >> 31;
     Rows rows{nullptr, 0, __ballot_sync(kFullWarp, extra), __ballot_sync(kFullWarp, counts),
@@ -75,13 +75,13 @@ class MixedGather : protected Gather<C> {
       if (stage >= C::kStages) stage -= C::kStages, parity ^= 1;
     }
   };
-  // Stages that are there, or as long as there is nothing else to do: until the place of a turn is free; to
-  // the end, if there is none.
+  // Expands pending stages while one has arrived or the place of `turn` is not free. Without a turn (not
+  // `there_is`) expands all.
   __device__ __forceinline__ void expand_until_free(Turn turn, bool there_is) {
     if constexpr (kExpands)
       while (num_pending_ > 0 && (!there_is || is_raw_full() || !is_free(turn))) expand_next();
   }
-  // To that place what the lanes from `from` on have looked up.
+  // Fills the place of a turn with the rows that 16 lanes, from `from` on, have looked up.
   __device__ __forceinline__ void fetch(Turn turn, const Rows& rows, int from) {
     mbarrier_wait(ring_.empty(turn.stage), turn.parity ^ 1);
     if (rows.repeat) [[unlikely]]
@@ -104,7 +104,7 @@ class MixedGather : protected Gather<C> {
       copy_rows<false, true>(stage, rows.row, extras, from);
     else copy_rows<kThroughL1, false>(stage, rows.row, extras, from);
   }
-  // That the copies into that stage are on their way.
+  // The copies into a turn's stage are on their way.
   __device__ __forceinline__ void announce(Turn turn) {
     mbarrier_arrive_cp_async(ring_.raw(turn.stage));
     mbarrier_arrive_warp(ring_.raw(turn.stage), lane_);
@@ -113,7 +113,7 @@ class MixedGather : protected Gather<C> {
       ++num_pending_;
     }
   }
-  // Of one key alone a lane.
+  // Looks up a key in each lane, and fetches one stage.
   __device__ void fetch(int i, Key key, int num_keys) {
     const Rows rows = look_up(word_of(key), lane_ % kStageRows < num_keys);
     const Turn turn = Turn::of(i);
@@ -121,8 +121,8 @@ class MixedGather : protected Gather<C> {
     fetch(turn, rows, 0);
   }
 
-  // Before it waits for anything but a free stage, as consumers may need them before what is waited for can
-  // come; and at the end.
+  // Expands pending stages until ready(). Called before each wait but that for a free stage, as consumers may
+  // need these stages first; and at the end.
   template <class Ready>
   __device__ void finish_until(Ready&& ready) {
     while (num_pending_ > 0 && !ready()) expand_next();
@@ -137,7 +137,7 @@ class MixedGather : protected Gather<C> {
   __device__ bool is_over(uint32_t barrier, int parity) const {
     return __all_sync(kFullWarp, mbarrier_test(barrier, parity));
   }
-  // The next one's place and parity.
+  // The next pending stage and its parity.
   __device__ int pending_stage() const { return pending_ & 15; }
   __device__ int pending_parity() const { return pending_ >> 4 & 1; }
   __device__ bool is_raw_full() const { return is_over(ring_.raw(pending_stage()), pending_parity()); }
@@ -155,9 +155,9 @@ class MixedGather : protected Gather<C> {
     else cp_async_8(to, scales);
     if (extra) cp_async_16(to + 16, scales + 16, true);
   }
-  // Eight lanes copy a row, a line at a time: the copy engine takes 60 clocks a row. Where the producer
-  // expands, four do, which is fewer instructions. Rows that several keys name come through the L1: thousands
-  // of copies of one would queue at its few lines of the L2.
+  // Eight lanes copy a row, 128 bytes at a time: the copy engine takes 60 clocks a row. Where producers
+  // expand, four do, with fewer instructions. Rows that several keys name come through the L1: thousands of
+  // copies of one would queue at its few lines of the L2.
   template <bool kThroughL1, bool kAllExtra>
   __device__ __forceinline__ void copy_rows(int stage, const uint8_t* row, uint32_t extras, int from) const {
     constexpr int kLanes = C::kExpanders > 0 && First::kBytes % 128 == 0 ? 8 : 4;
@@ -180,7 +180,7 @@ class MixedGather : protected Gather<C> {
   int num_pending_ = 0;
 };
 
-// The producers of a CTA that works on one query: a lane looks up a key of two stages.
+// A producer of a CTA with one query: its lanes look up the keys of two stages at once.
 template <class C>
 class MixedProducer : MixedGather<C> {
  public:
@@ -189,8 +189,8 @@ class MixedProducer : MixedGather<C> {
   __device__ MixedProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : MixedGather<C>(params, smem, lane), warp_(warp) {}
 
-  // While others survey it: fetches as if all keys were valid, which they mostly are. A usual query has a
-  // loop of its own, as SplitProducer's.
+  // Fetches while others survey, as if all keys were valid, which is usual. A usual query has a loop of its
+  // own, as in SplitProducer.
   __device__ void run_early(Item& w) {
     Early early = fetch_early(w);
     mbarrier_wait(this->ring_.survey(), 0);
@@ -208,11 +208,11 @@ class MixedProducer : MixedGather<C> {
       return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
     run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
-  // The barriers that it waits for are made: by the warp that makes them.
+  // The warp that has made the barriers lets producers begin.
   __device__ static void let_begin() { named_barrier_arrive(kBarrierMixedBegin, kBeginThreads<C>); }
 
  private:
-  // Rows of the first two stages; whether the first one's are on their way.
+  // The rows of the first two stages, and whether those of the first are on their way.
   struct Early {
     typename MixedGather<C>::Rows rows{};
     bool is_there = false;
@@ -224,22 +224,22 @@ class MixedProducer : MixedGather<C> {
   __device__ ValidKeys<MapInShared> keys_of(const KeySurvey& survey) const {
     return {survey, {this->ring_.smem + MLA_SMEM(C, maps)}};
   }
-  // In the ring's i-th stage. The first lanes have the stage after the next, whose ranks are lower.
+  // Lanes 16 to 31 have the ring's i-th stage, lanes 0 to 15 this producer's next one, of lower ranks.
   __device__ int rank_of_lane(const Item& w, int i) const {
     const int stage = this->lane_ < kStageRows ? i + C::kProducers : i;
     return w.template first_rank<C>(0) + rank_in_query<C>(stage * kStageRows, w.num_blocks) +
            this->lane_ % kStageRows;
   }
-  // How much lower ranks are two stages on.
+  // Ranks fall by this from a pair of stages to the next.
   static constexpr int kRanksOfPair = 2 * C::kProducers * kStageRows;
-  // In a stage past the last one they may be negative.
+  // Ranks in a stage past the last one may be negative.
   __device__ static bool counts(int rank, int last) { return rank >= 0 && rank <= last; }
-  // To find a key by, in lanes of ascending ranks.
+  // A rank that ValidKeys can find. Ranks ascend over the lanes.
   __device__ static int known(int rank, int last) { return max(min(rank, last), 0); }
 
-  // All SMs begin at once, and the memory serves requests in their order: were the whole ring asked for,
-  // first rows would come when all of it does. So producers whose first stages are several blocks take turns
-  // with them, if they have more, and none asks for its second stage before the first is there.
+  // All SMs begin at once, and memory serves requests in their order: if all asked for whole rings, first
+  // rows would come last. So producers take turns with first stages, if these are several blocks and more
+  // follow. None asks for its second stage before the first is there.
   __device__ __forceinline__ Early fetch_early(Item w) const {
     const typename Item::Source source = w.source(this->params_);
     const auto num_keys = static_cast<int>(source.length());
@@ -269,7 +269,7 @@ class MixedProducer : MixedGather<C> {
   __device__ __forceinline__ void run(const Item& w, const ValidKeys<MapInShared>& valid_keys, Early early,
                                       FindKey&& find) {
     const int num_stages = w.num_blocks * C::kBlockStages, last = valid_keys.num_keys() - 1;
-    // Its stages in pairs, whose entries, which the survey has brought close, are loaded two stages ahead.
+    // Takes stages in pairs. Their entries, which the survey has brought close, are loaded two stages ahead.
     uint32_t key = 0;
     int i = warp_, rank = rank_of_lane(w, i);
     bool is_second = early.is_there;

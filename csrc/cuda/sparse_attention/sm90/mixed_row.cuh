@@ -1,18 +1,17 @@
 #pragma once
-// Rows of two caches with different layouts as the kernels of Hopper see them: one kind of row. Rows of the
-// first cache stay as they are; an e2m1 row of the second becomes one like them before it is read: its codes,
-// two bits up, are e4m3 (of a 64th), where the first has bf16 dims it gets these. Scales are made one kind,
-// too, f16 of 16 dims each: both layouts' tiles are multiples of that.
+// Rows of two caches with different layouts, as Hopper kernels read them: one kind of row. Rows of the first
+// cache stay as they are. An e2m1 row of the second becomes such a row: its codes, shifted by two bits, are
+// e4m3 of 1/64 of their values; where the first kind has bf16 dims, they become bf16. All scales become f16
+// of 16 dims: tiles of both layouts are multiples of that.
 //
 // A stage is 16 such rows and a table of their scales * 2^-e <= 1, with one e for the stage:
 //   [32 dims][i < 4] tile 0: keys (2i, 2i + 1), (2i + 8, 2i + 9); tile 1: the same
-// 16 bytes are what lane t = i wants of 32 value dims; half of them, by the parity of g, what the lanes of
-// key g = 2i want, and of 2i + 1. Where there is room these have a table of their own, whose halves the
-// product reads without a permutation:
+// Lane t = i wants these 16 bytes for 32 value dims. Lanes of key g = 2i want half of them, those of 2i + 1
+// the other half. Where there is room, keys have a table of their own, read without a permutation:
 //   [32 dims][g < 8] key g: tiles (0, 1); key g + 8: the same
 //
-//   MixedRow       where its dims lie
-//   CachedRow      that, or Row where both layouts are the same
+//   MixedRow       where the dims of such a row lie
+//   CachedRow      MixedRow, or Row where both layouts are the same
 //   KeyFactors     scales as factors of fragments
 #include <type_traits>
 
@@ -23,8 +22,8 @@
 
 namespace mla_fp8::gpu {
 
-// kExpanders_: warps that do nothing but expand (mixed_expand.cuh); 0: the producers do it. kHasKeyTable:
-// whether there is room for it.
+// kExpanders_: warps that only expand (mixed_expand.cuh); 0: the producers do it. kHasKeyTable: there is room
+// for the table of keys.
 template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders_, bool kHasKeyTable>
 struct MixedRow : Row<kFirst> {
   using First = Row<kFirst>;
@@ -42,31 +41,31 @@ struct MixedRow : Row<kFirst> {
   static constexpr int kPitch = First::kBytes | 16;  // as Row's, without scales
   static constexpr int kTableOffset = kStageRows * kPitch;
   static constexpr bool kKeyTable = kHasKeyTable && First::kBf16Dims == 0;
-  // Of 32 dims. With 80 bytes what eight lanes store at once falls into different banks.
+  // Bytes of 32 dims. With 80, the stores of eight lanes at once fall into different banks.
   static constexpr int kUnitBytes = kKeyTable ? 80 : 64;
-  static constexpr int kKeyTableAt = First::kDims / 32 * kUnitBytes;  // behind that of V's
+  static constexpr int kKeyTableAt = First::kDims / 32 * kUnitBytes;  // behind the table of V
   static constexpr int kTableBytes = kKeyTableAt * (kKeyTable ? 2 : 1);
-  // Before it is expanded: the second's codes end where the row does, scales of key i lie in the table.
+  // Before it is expanded, a second row's codes end where its place ends; key i's scales lie in the table.
   static constexpr int kCodesOffset = First::kBytes - Second::kBytes, kRawScaleBytes = 32;
   static_assert(kStageRows * kRawScaleBytes <= kTableBytes && Second::kL.scale_bytes() == kRawScaleBytes);
   MLA_HD static constexpr int tile_of(int dim) { return dim / kTileDims; }
   MLA_HD static constexpr bool new_tile(int dim) { return dim % kTileDims == 0; }
 };
 
-// What the kernels read of a call whose caches have these layouts.
+// The kind of row of a call whose caches have these layouts.
 template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders = 0, bool kHasKeyTable = (kExpanders > 0)>
 using CachedRow =
     std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>>;
 
-// They lie in the table of the stage.
+// Scales lie in the table of the stage.
 template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
 struct RowScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   static constexpr int kPerLane = 0;
 };
 
-inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // of `valid`, which has the second of two layouts only
+inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // bits of `valid`; one layout has the first only
 
-// Scales of a stage's keys as factors of A fragments of K: of a unit of 32 dims, keys g and g + 8.
+// The scales of keys g and g + 8 for a unit of 32 dims, as factors of A fragments of K.
 template <class R>
 struct KeyFactors {
   using Words = std::conditional_t<R::kKeyTable, uint2, uint4>;
@@ -98,7 +97,7 @@ template <KvLayoutId kId>
 struct KeyFactors<Row<kId>> {
   using Words = uint4;
 };
-// Where lane (g, t) finds those of V, for unit 0.
+// The address of lane (g, t)'s factors of V, for unit 0.
 __device__ inline uint32_t value_factors_at(uint32_t table, int t) { return table + t * 16; }
 
 }  // namespace mla_fp8::gpu

@@ -1,5 +1,5 @@
 #pragma once
-// What a launch of few_heads or many_heads passes to its CTAs, and how their items are launched.
+// The parameters of a launch of few_heads or many_heads, and the launch of its items.
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -18,10 +18,10 @@ inline constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;
 inline constexpr int kStageRows = 16;  // keys that one producer warp fetches at once: M of an mma
 inline constexpr int kOctetHeads = 8;  // N of an mma
 
-// The lists of tiles of queries (ops/shared_keys.h), if there are any.
+// The lists of a call's tiles of queries (ops/shared_keys.h), if there are any.
 struct SharedKeys {
   const int32_t* lists;
-  int64_t words;  // of a list
+  int64_t words;  // 4-byte words of a list
   int capacity;
   QueryTiles queries;
 
@@ -32,7 +32,7 @@ struct SharedKeys {
   }
 };
 
-// A list of the positions of valid keys (list_positions), behind all else where there is room for it.
+// Bytes of the list of valid positions (list_positions), which lies behind all else if there is room for it.
 template <class C>
 inline constexpr int kPositionsBytes =
     !C::kWalks && C::kSmemBytes + kMapWords * kWarpSize * 2 <= kMaxSharedBytes ? kMapWords * kWarpSize * 2
@@ -48,22 +48,22 @@ __device__ __forceinline__ uint32_t positions_of(uint32_t smem) {
 
 struct KernelParams {
   SparseAttentionParams p;
-  Divider splits;                 // CTAs of one cluster, which share a query's keys
+  Divider splits;                 // CTAs that share a query's keys
   Divider head_blocks;            // CTAs of kHeads heads for one query
   bool follows;                   // plan.h
-  int segments_log2, run_blocks;  // of a query at most; of a run at least (sm90/segments.cuh)
-  int most_runs;                  // of a query, whatever keys are valid
-  // Of many_heads over neighbours (sm90/many_heads/neighbours.cuh).
-  int tile_queries;      // else 1
-  int num_tiles;         // whose keys all CTAs share (shares.cuh), else 0
-  Divider page_size[2];  // of each scope
-  SharedKeys shared;     // whose queries one launch takes, and the next one leaves out
+  int segments_log2, run_blocks;  // most runs of a query; fewest blocks of a run (sm90/segments.cuh)
+  int most_runs;                  // most runs of a query, whichever keys are valid
+  // For many_heads over neighbours (sm90/many_heads/neighbours.cuh):
+  int tile_queries;      // 1: queries go alone
+  int num_tiles;         // tiles whose keys all CTAs share (shares.cuh), or 0
+  Divider page_size[2];  // one for each scope
+  SharedKeys shared;     // one launch takes tiles with a list, another the other queries
 
   __device__ int num_splits() const { return static_cast<int>(splits.divisor()); }
   __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
 };
 
-// The end of a block that finds nothing to do. One of them sees to what end_grid() does.
+// Ends a CTA that finds nothing to do. It is enough that one of these waits in end_grid().
 __device__ __forceinline__ void leave_grid(bool follows) {
   if (blockIdx.x == 0) end_grid(follows);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// The warps of a CTA with one query that do not compute: of one layout producers (gather.cuh), of two also
-// warps that expand (mixed_gather.cuh, mixed_expand.cuh).
+// Runs the warps that do not compute in a CTA with one query: producers (gather.cuh) and, over two layouts,
+// warps that expand rows (mixed_gather.cuh, mixed_expand.cuh).
 #include "cuda/device/roles.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
@@ -10,7 +10,7 @@
 
 namespace mla_fp8::gpu {
 
-// The warps of a CTA with one query that do not compute, but for early producers.
+// Runs such a warp, unless it is an early producer.
 template <class C>
 __device__ __forceinline__ void run_producers(const KernelParams& params, const typename C::Item& w,
                                               const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
@@ -22,8 +22,8 @@ __device__ __forceinline__ void run_producers(const KernelParams& params, const 
     SplitProducer<C>(params, w, survey, smem, warp, lane).run();
   }
 }
-// These: true if this warp is one. They survey nothing and give up their registers at once, for which the
-// consumers wait.
+// Runs an early producer, and returns whether this warp is one. It surveys nothing, and gives up its
+// registers at once: the consumers wait for them.
 template <class C>
 __device__ __forceinline__ bool run_early_producers(const KernelParams& params, typename C::Item& w,
                                                     uint8_t* smem, int warp, int lane) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool run_early_producers(const KernelParams& params, 
   }
   return false;
 }
-// After the barriers are made, by warp 0.
+// Lets early producers begin. Called when warp 0 has made the barriers.
 template <class C>
 __device__ __forceinline__ void let_producers_begin(int warp) {
   if constexpr (kProducersAreEarly<C>)

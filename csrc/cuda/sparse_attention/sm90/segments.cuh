@@ -1,17 +1,17 @@
 #pragma once
-// batch_invariant: a query's result is that of a fixed tree of segments of its keys, whoever works on them.
+// Segments (batch_invariant): a query's result is a fixed tree over runs of its keys, whoever works on them.
 //
-// The blocks of the valid keys are dealt to runs, as even as can be: their number says how many (take_share),
-// at most `segments * kTeams` (plan.h). A run is what a team adds up from zero, with bases of its own. These
-// are whole numbers: what brings a result to another base is a power of two, and exact. So only the order
-// counts in which results are added up: as a binary tree over the runs does, whose sides may be swapped, and
-// whose left side has the odd run. It has a power of two of places, one for each team at least. A CTA takes
-// neighbouring places, a team of it too: subtrees. A place without a run changes nothing wherever it is
-// added, or left out, so the tree is the same with more places. Nor does it count in many_heads of how many
-// heads a CTA is: what it does with a head, the others do not change.
+// The blocks of the valid keys are dealt to runs, as evenly as can be. The number of blocks decides how many
+// runs there are (take_share), at most `segments * kTeams` (plan.h). A team adds up a run from zero, with
+// bases of its own. Bases are whole numbers: a result moves to another base by a power of two, exactly. So
+// only the order of additions counts. It is that of a binary tree over the runs, whose sides may be swapped;
+// the left side has the odd run. The tree has a power of two of places, at least one for each team. A CTA
+// takes neighbouring places, and so does each team: subtrees. A place without a run changes nothing wherever
+// it is added, so more places give the same tree. Nor does it count how many heads a many_heads CTA has:
+// heads do not change each other.
 //
-// Exact but for what becomes too small for a float, 2^126 times less than what it is added to. Zeros and all
-// below 2^-100 leave as 0 (output_value in sm90/softmax.cuh).
+// Moving is exact unless a number becomes too small for a float: 2^126 times less than what it is added to.
+// Zeros and all below 2^-100 leave as 0 (output_value in sm90/softmax.cuh).
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -23,22 +23,22 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kMaxRuns = 8;  // of a team
+inline constexpr int kMaxRuns = 8;  // most runs of a team
 
-// Runs that have keys in the places before this one.
+// The number of runs with keys in the places before this one.
 __device__ constexpr int runs_before(int place, int with_keys, int places_log2) {
   return (place * with_keys + (1 << places_log2) - 1) >> places_log2;
 }
 
-// What one CTA works on: the runs of its teams. first_block and num_blocks: all of one team's; of several
-// num_blocks is no less than what there is of the ring's sequence, which has their blocks in turn.
+// The work of one CTA: the runs of its teams. One team has the blocks from first_block on. Several have
+// blocks in turn in the ring's sequence, which is no longer than num_blocks.
 template <int kTeams>
 struct SegmentItem : SplitItem {
-  int segments_log2, run_blocks;  // at most; of a run at least, or 0 (plan.h)
-  int runs;                       // of a team: its places
-  unsigned all_log2;              // of the places of the query
-  int with_keys;                  // of its runs
-  int each, longer;               // blocks of a run, but for the first ones: those have one more
+  int segments_log2, run_blocks;  // most runs; fewest blocks of a run, or 0 (plan.h)
+  int runs;                       // places of a team
+  unsigned all_log2;              // places of the query
+  int with_keys;                  // runs of the query
+  int each, longer;               // blocks of a run; the first `longer` ones have one more
 
   SegmentItem() = default;
   __device__ SegmentItem(const SplitItem& item, const KernelParams& params)
@@ -70,12 +70,12 @@ struct SegmentItem : SplitItem {
     each = quotient(blocks, with_keys);
     longer = blocks - each * with_keys;
   }
-  // Of whole numbers below 2^16.
+  // Divides whole numbers below 2^16.
   __device__ static int quotient(int a, int b) {
     return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
   }
 
-  // As SplitItem.
+  // The same as in SplitItem.
   template <class C>
   __device__ bool has_stage(int i) const {
     const int place = i / C::kBlockStages, run = first_run(place % kTeams);
@@ -88,8 +88,8 @@ struct SegmentItem : SplitItem {
   }
 };
 
-// Of a query whose runs meet in a second grid: a CTA has neighbouring runs, as many as another or one less.
-// Here runs have numbers of their own, without the places that have none.
+// An item of a query whose runs meet in a second grid. A CTA has neighbouring runs, as many as another or one
+// less. Runs are numbered here without places that have none.
 struct RunItem : SegmentItem<1> {
   using SegmentItem::SegmentItem;
   int first;
@@ -119,7 +119,7 @@ struct RunItem : SegmentItem<1> {
     return SplitItem::first_rank<C>(i);
   }
 };
-// f(0) to f(kRuns - 1), floats, added up as their tree does.
+// Adds up the floats f(0) to f(kRuns - 1) as their tree does.
 template <int kRuns, class Fn>
 __device__ __forceinline__ float sum_of_runs(Fn&& f) {
   constexpr int kPlacesLog2 = std::countr_zero(unsigned{kMaxRuns});
@@ -129,10 +129,10 @@ __device__ __forceinline__ float sum_of_runs(Fn&& f) {
   });
 }
 
-// What the runs of a team come to, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads,
-// bases and sums of two heads of each octet. kHasSums: else sums are the logits warps', and bases of results
-// that wait are known to them. A result that waits for its neighbour in the tree lies in `waiting`, in local
-// memory; kFirstInRegisters: but for a single run's.
+// Adds up the runs of a team, for a lane: O of kTiles tiles of 16 dims and kOctets octets of heads, bases and
+// sums of two heads of each octet. Without kHasSums the logits warps have the sums, and the bases of results
+// that wait. A result that waits for its neighbour in the tree lies in `waiting`, in local memory. With
+// kFirstInRegisters a single run's stays in registers.
 template <int kTiles, int kOctets, bool kHasSums, bool kFirstInRegisters>
 class RunTotals {
  public:
@@ -144,11 +144,11 @@ class RunTotals {
   };
   static constexpr int kWaiting = std::countr_zero(unsigned{kMaxRuns}) - kFirstInRegisters;
 
-  // Not its own: a class with an array by whose index it is read has no registers.
+  // `waiting` is the caller's: a class with an array that is read by an index has no registers.
   __device__ explicit RunTotals(Result (&waiting)[kWaiting]) : waiting_(waiting) {}
 
-  // When a run that has keys has ended: with all that has waited for it, or it waits itself and the next one
-  // begins from zero. waiting_base(i, n): without sums, of the n-th octet of what waits since the i-th run.
+  // Ends a run that has keys: merges it with all that has waited for it, or saves it, and the next run begins
+  // from zero. waiting_base(i, n): without sums, the base of the n-th octet of what waits since run i.
   template <class Item, class Base = std::nullptr_t>
   __device__ __forceinline__ void end_run(const Item& w, int team, int run, Out& out, OfHeads& base,
                                           OfHeads* sum, Base&& waiting_base = {}) {

@@ -1,17 +1,18 @@
-// The lists of keys that the queries of a tile share (ops/shared_keys.h), for many_heads over them.
+// Makes the lists of keys that the queries of a tile share (ops/shared_keys.h), for many_heads over lists.
 //
-// A cluster of 1, 2 or 4 CTAs makes the list of a tile: each takes the keys whose hash names it, so that none
-// needs to know the others' before the end. Entries come in units of 128, each of one query and cache. A lane
-// has four of a unit, a warp a run of units: what comes before a unit is of the warps before, and its own.
+// A cluster of 1, 2 or 4 CTAs makes the list of a tile. Each CTA takes the keys whose hash names it, and
+// needs nothing of the others before the end. Entries come in units of 128, each of one query and cache. A
+// lane has four entries of a unit, a warp consecutive units: what comes before a unit is the earlier warps'
+// and its own.
 //
-//   1  every entry into a hash table in shared memory: the key takes a bucket, the query a bit of its mark.
-//      An entry without a key goes to a bucket of its lane, behind all, and leaves no mark there
+//   1  puts every entry into a hash table in shared memory: the key takes a bucket, the query sets a bit of
+//      its mark. An entry without a key goes to a spare bucket of its lane, and leaves no mark
 //   2  the entry of the lowest query in a bucket's mark owns the key; each warp counts its owners
-//   3  sums over warps and CTAs say where each owner's key goes: what all queries attend to comes first
+//   3  sums over warps and CTAs tell where each owner's key goes; keys that all queries attend to come first
 //
-// So the order of a list does not depend on who came first. A slot that one query names twice counts twice,
-// which one bit cannot say: such a tile has no list, nor has one whose table overflows or whose list is too
-// long to pay. Bound: instructions.
+// So a list's order does not depend on who came first. One bit cannot say that a query names a slot twice:
+// such a tile has no list. Nor has one whose table overflows or whose list would not pay. Bound:
+// instructions.
 #include <algorithm>
 
 #include "cuda/device/cluster.cuh"
@@ -27,12 +28,12 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
 constexpr int kOfLane = 4, kUnit = kOfLane * kWarpSize;  // entries
-// As many as make it rare that two keys meet in one: a warp waits for the lane that looks furthest.
+// So many that two keys seldom meet in a bucket: a warp waits for the lane that searches longest.
 constexpr unsigned kBucketsLog2 = 14, kBuckets = 1 << kBucketsLog2;
 static_assert(kBuckets >= 2 * kListPartEntries);
-constexpr uint32_t kFree = ~0u;  // no key: slot 2^31 - 1 of a second cache would be
+constexpr uint32_t kFree = ~0u;  // no key; it would be slot 2^31 - 1 of a second cache
 static_assert(kWarps == kWarpSize, "a lane a warp");
-constexpr int kMostOfAnSm = 116 * 1024;  // of its shared memory: two CTAs do not fit
+constexpr int kMostOfAnSm = 116 * 1024;  // shared memory with which two CTAs do not fit on an SM
 
 struct ListScope {
   const int32_t* indices;
@@ -45,9 +46,9 @@ struct ListParams {
   ListScope scopes[2];
   QueryTiles queries;
   Divider of_group;         // tiles of a group
-  unsigned units[2];        // of a query and scope
-  unsigned one_over_units;  // of a query, times 2^32: exact below 2^16
-  unsigned most_shared;     // 256ths
+  unsigned units[2];        // units of a query, in each scope
+  unsigned one_over_units;  // 2^32 / units of a query: exact below 2^16
+  unsigned most_shared;     // 256ths of the valid entries
   int32_t* lists;
   int64_t words;
   unsigned capacity;
@@ -59,15 +60,15 @@ struct Smem {
   uint32_t keys[kBuckets + kWarpSize];
   alignas(16) uint8_t marks[kBuckets + kWarpSize];
   unsigned counts[kWarps], valid[kWarps];
-  unsigned count, failed;     // for the other CTAs
-  alignas(8) uint2 places[];  // of a lane's entries of a unit: four buckets
+  unsigned count, failed;     // read by the other CTAs
+  alignas(8) uint2 places[];  // [unit][lane]: four buckets
 };
 
-// Of four entries the keys, or kFree, before they are found in the table.
+// The keys of a lane's four entries; kFree for none.
 struct Entries {
   uint32_t keys[kOfLane];
 
-  // What lies behind the length may be read.
+  // It may read behind the length.
   __device__ __forceinline__ void load(const ListParams& p, unsigned first_query, unsigned unit, int lane) {
     const unsigned in_tile = p.query_of(unit), in_query = unit - in_tile * (p.units[0] + p.units[1]);
     const bool second = in_query >= p.units[0];
@@ -91,7 +92,7 @@ struct Entries {
     return n;
   }
 
-  // Their buckets, each of which gets the query's bit. `failed`: one has that bit, or no bucket is free.
+  // Finds the keys' buckets, and sets the query's bit there. `failed`: a bit was set, or no bucket is free.
   __device__ __forceinline__ uint2 insert(Smem& s, unsigned query, int lane, bool& failed) {
     const unsigned others = cluster_size() - 1, part = cluster_rank();
     unsigned bucket[kOfLane];
@@ -128,7 +129,7 @@ struct Entries {
   }
 };
 
-// Of a lane's four entries: buckets, marks, and which own their keys.
+// A lane's four entries: their buckets and marks, and which of them own their keys.
 struct Owners {
   unsigned bucket[kOfLane];
   uint32_t mark[kOfLane];
@@ -144,7 +145,7 @@ struct Owners {
       owns[i] = (mark[i] & (2 * bit - 1)) == bit;
     }
   }
-  // Keys that all queries attend to and others, 16 bits each.
+  // Counts in 16 bits each: owned keys that all queries attend to, and others.
   __device__ __forceinline__ unsigned count(int i, uint32_t of_all) const {
     return owns[i] ? mark[i] == of_all ? 1 : 1 << 16 : 0;
   }
@@ -262,7 +263,7 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
   int parts = 1;
   while (parts * kListPartEntries < shape.entries) parts *= 2;
   const int64_t places = shape.queries.tile * (units[0] + units[1]) * kUnit;
-  // Where there are enough SMs each CTA has one: two would come to those that the call before leaves first.
+  // If there are enough SMs each CTA has one: else two would come to SMs that the call before leaves first.
   const bool lonely = shape.num_tiles * parts <= num_processors();
   const auto bytes = static_cast<int>(sizeof(Smem) + places * sizeof(uint16_t));
   launch(shared_keys_kernel,

@@ -11,22 +11,22 @@ namespace mla_fp8::gpu {
 
 // ---- the scale of a head's Q ----------------------------------------------------------------------------
 
-// Q is f16 for e4m3 dims and bf16 for the others, each head times a power of two that brings |q| below 2^14.
-// `largest`: the bits of the head's largest |q|, a bf16.
+// The power of two that brings a head's |q| below 2^14. Q times it is stored as f16 for e4m3 dims and as bf16
+// for the others. `largest`: the bits of the head's largest |q|, a bf16.
 __device__ inline float q_factor(uint32_t largest) {
   return power_of_two(14 - max(exponent_above(largest << 16), -100));
 }
-// Of two bf16 x and what was there, the bits of the largest |x|, still two.
+// The larger magnitude of two pairs of bf16, in each half.
 __device__ inline uint32_t larger_magnitudes(uint32_t largest, uint32_t x) {
   return __vmaxu2(largest, x & 0x7fff7fffu);
 }
 __device__ inline uint32_t larger_of_two(uint32_t x) { return max(x & 0xffff, x >> 16); }
-// Of a pair of Q, for e4m3 dims or for others.
+// Scales a pair of Q: to f16 for e4m3 dims, else to bf16.
 __device__ inline uint32_t q_pair(uint32_t pair, float factor, bool fp8) {
   const float2 x = unpack<Dtype::kBf16>(pair);
   return fp8 ? pack_f16(x.x * factor, x.y * factor) : pack_bf16(x.x * factor, x.y * factor);
 }
-// What turns products with such a Q into logits (log2).
+// The factor from products with such a Q to logits (log2).
 template <class R>
 __device__ float logit_scale(const SparseAttentionParams& p, float q_factor) {
   return p.sm_scale * kLog2E * (R::kUniformFp8 ? *p.scale : 1.0f) * reciprocal(q_factor);
@@ -34,14 +34,14 @@ __device__ float logit_scale(const SparseAttentionParams& p, float q_factor) {
 
 // ---- the lazy softmax, and the end of a head ------------------------------------------------------------
 
-// Weights are 2^(x - base + 7) in f16. The base, and with it O, moves only when a maximum has grown by more
-// than 2^8, so a weight is at most 2^15.
+// A weight is 2^(logit - base + 7), an f16. The base moves, and O with it, only when a logit exceeds it by
+// more than 8 (log2). So a weight is at most 2^15.
 inline constexpr float kLazyLog2 = 8.0f;
 inline constexpr float kWeightLog2 = 7.0f;
 inline constexpr float kNoMax = -1e30f;
-// (max, sum) of nothing. Far below kNoMax, so that its weight is 0 next to anything.
+// The maximum of a part without keys. It lies far below kNoMax: its weight is 0 next to anything.
 inline constexpr float kNoPartial = -3e38f;
-// The base of a head whose largest logit is this.
+// The base for a head's largest logit; a whole number in segments.
 template <class C>
 __device__ float base_for(float largest) {
   return C::kSegments ? rintf(largest) : largest;
@@ -61,8 +61,7 @@ __device__ inline void write_head(const SparseAttentionParams& p, int64_t query,
   p.lse[at] = sum == 0.0f ? -INFINITY : (log2f(sum) + base - kWeightLog2) * kLn2;
   if (p.max_logits) p.max_logits[at] = largest * kLn2;
 }
-// Both, of a head of an item (its query, its first head). `largest` is its largest logit; only prefill
-// needs it.
+// Does both for a head of an item. `largest` is the head's largest logit; only prefill needs it.
 template <class R, class Item>
 __device__ float finish_head(const SparseAttentionParams& p, const Item& item, int head_in_item, float base,
                              float sum, float largest = -INFINITY) {
@@ -99,7 +98,7 @@ __device__ inline void add(float& a, float b) { a += b; }
 __device__ inline float4 scaled(const float4& x, float factor) {
   return {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
 }
-// f(first) and the kCount - 1 after it, added up as a binary tree does.
+// Adds up f(first) to f(first + kCount - 1) as a binary tree does.
 template <int kCount, class Fn>
 __device__ __forceinline__ auto tree_sum(Fn&& f, int first = 0) {
   if constexpr (kCount == 1) {

@@ -1,5 +1,5 @@
 #pragma once
-// The items of a CTA that goes through queries, and how their keys are surveyed ahead.
+// The items of a CTA that walks through queries, and the survey of their keys ahead.
 #include <cstddef>
 
 #include "cuda/device/mbarrier.cuh"
@@ -15,7 +15,7 @@ namespace mla_fp8::gpu {
 // One query and kHeads of its heads. A CTA's C::kQueries places take items in turns.
 template <class C>
 struct WalkItem : QueryHeads {
-  // 32 bits: a division of 64 would be a function call, across which no register stays uniform.
+  // 32 bits: a 64-bit division would be a function call, across which no register stays uniform.
   __device__ static unsigned count(const KernelParams& params) {
     return static_cast<unsigned>(params.p.num_tokens) * params.num_head_blocks();
   }
@@ -26,7 +26,7 @@ struct WalkItem : QueryHeads {
     return skip(params, i + gridDim.x * C::kQueries);
   }
 
-  // Whether this CTA has any item: by all threads, and a barrier of them.
+  // Returns whether this CTA has any item. All threads call it, and it is a barrier.
   __device__ static bool has_any(const KernelParams& params) {
     bool has = !params.shared.lists;
     if (!has)
@@ -38,7 +38,7 @@ struct WalkItem : QueryHeads {
   __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(heads_of_item<C>(params, i)) {}
 
  private:
-  // From i on the first whose query goes alone.
+  // Returns the first item from i on whose query goes alone.
   __device__ static unsigned skip(const KernelParams& params, unsigned i) {
     if (params.shared.lists) [[unlikely]]
       while (i < count(params) && params.shared.has(params.head_blocks.word(i))) i += gridDim.x * C::kQueries;
@@ -51,7 +51,8 @@ struct WalkItem : QueryHeads {
 template <class C>
 class WalkSurveys {
  public:
-  static constexpr int kWarps = C::kSurveyWarps, kReaders = C::kSurveyReaders;  // of a place
+  static constexpr int kWarps = C::kSurveyWarps,
+                       kReaders = C::kSurveyReaders;  // a place's writers and readers
 
   __device__ WalkSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
 
@@ -61,7 +62,7 @@ class WalkSurveys {
       mbarrier_init(empty(i), kReaders * kWarpArrivals);
     }
   }
-  // By each of the warps that work on the place's i-th query.
+  // Each warp that works on the place's queries calls it, to survey the i-th one.
   __device__ void write(int i, const SparseAttentionParams& p, const Keys& keys, int warp, int lane) const {
     wait_until_free<2>(empty(i), i);
     survey_keys<kWarps, 8>(KeySource(p, keys), warp, lane, map(i), [] {});
@@ -75,7 +76,7 @@ class WalkSurveys {
   __device__ uint32_t map(int i) const {
     return smem_ + MLA_SMEM(C, maps) + (place_ * 2 + i % 2) * kMapBytes;
   }
-  // By each of its readers: of producers once they have found all keys.
+  // Each reader calls it; a producer once it has found all keys.
   __device__ void release(int i, int lane) const { mbarrier_arrive_warp(empty(i), lane); }
 
  private:

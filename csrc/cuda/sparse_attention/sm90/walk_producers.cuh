@@ -1,5 +1,5 @@
 #pragma once
-// The warps of a walk that do not compute: producers, of two layouts also warps that expand.
+// The warps of a walk that do not compute: producers and, over two layouts, warps that expand rows.
 #include <type_traits>
 
 #include "cuda/device/mbarrier.cuh"
@@ -17,7 +17,7 @@ namespace mla_fp8::gpu {
 template <class C>
 using GatherOf = std::conditional_t<C::R::kMixed, MixedGather<C>, Gather<C>>;
 
-// The producers of a walk: item after item, each fills stages of one team.
+// A producer of a walk: it fills stages of one team, item after item.
 template <class C>
 class WalkProducer : GatherOf<C> {
  public:
@@ -45,7 +45,7 @@ class WalkProducer : GatherOf<C> {
       }
       const Keys keys(this->params_.p, WalkItem<C>(this->params_, item).query);
       const ValidKeys<MapInShared> valid_keys(surveys.read(n, this->lane_), {surveys.map(n)});
-      // A team has whole blocks. Entries, which the survey has brought close, are loaded a stage ahead.
+      // A team has whole blocks. Entries are loaded a stage ahead; the survey has brought them close.
       int place = team_ % C::kQueryTeams * C::kBlockKeys + first_ * kStageRows, rank_of_next = 0;
       KeySource::Key next{-1, 0};
       for (bool has_next = false;; place = place_after(place)) {
@@ -80,8 +80,8 @@ class WalkProducer : GatherOf<C> {
   uint8_t* const smem_;
 };
 
-// The producers of a walk beside warps that expand: each has two stages of every block of a team, whose keys
-// it looks up at once. Those of the next block are found before these are fetched.
+// A producer of a walk with expanding warps. It has two stages of every block of a team, and looks up their
+// keys at once. Keys of the next block are found before these are fetched.
 template <class C>
 class MixedWalkProducer : MixedGather<C> {
  public:
@@ -102,7 +102,7 @@ class MixedWalkProducer : MixedGather<C> {
       const ValidKeys<MapInShared> valid_keys(surveys_.read(n, this->lane_), {surveys_.map(n)});
       const int last = valid_keys.num_keys() - 1;
       const auto find = [&](int rank) { return this->word_of(valid_keys.find(source, min(rank, last))); };
-      // The last block first, as by rank_in_query.
+      // The last block comes first, as in rank_in_query.
       int rank = last / C::kBlockKeys * C::kBlockKeys + in_block_;
       uint32_t key = last < 0 ? 0 : find(rank);
 #pragma unroll 1
@@ -125,7 +125,7 @@ class MixedWalkProducer : MixedGather<C> {
   const WalkSurveys<C> surveys_;
 };
 
-// Warps that do nothing but expand, in a walk: item after item, the stages of a team.
+// A warp of a walk that only expands: the stages of a team, item after item.
 template <class C>
 class WalkExpander {
  public:
@@ -138,7 +138,7 @@ class WalkExpander {
         lane_(lane) {}
 
   __device__ void run() const {
-    int first = 0, number = 0;  // of the team: stages, items so far
+    int first = 0, number = 0;  // stages and items of the team so far
 #pragma unroll 1
     for (unsigned i = WalkItem<C>::first(params_, team_); i < WalkItem<C>::count(params_);
          i = WalkItem<C>::next(params_, i), ++number) {
@@ -154,7 +154,7 @@ class WalkExpander {
   static constexpr int kTeamWarps = C::kExpanders / C::kTeams;
   static_assert(C::kExpanders % C::kTeams == 0 && C::kQueryTeams == 1);
   static_assert(C::kBlockStages % kTeamWarps == 0, "the next item's first stage is that of the first warp");
-  // Teams have blocks in turn.
+  // Teams' blocks alternate.
   __device__ int in_ring(int stage) const {
     constexpr int kBlock = C::kBlockStages;
     return (stage / kBlock * C::kTeams + team_) * kBlock + stage % kBlock;
