@@ -1,6 +1,6 @@
-// build_swa_token_ids on CUDA: one thread per id. Every block sums the requests' lengths up to its own ids
-// itself, a tile at a time, so that one launch is enough and shared memory does not grow with the batch.
-// Bound by the latency of the two dependent table loads.
+// build_swa_token_ids on CUDA: one thread an id. Each block sums requests' lengths up to its own ids itself,
+// a tile of requests at a time: so one launch is enough, and shared memory does not grow with the batch.
+// Bound by the latency of two dependent table loads.
 
 #include "ops/build_swa_token_ids.h"
 
@@ -14,12 +14,12 @@ namespace mla_fp8::gpu {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kBlock = kWarps * kWarpSize;  // also the requests of one tile
+constexpr int kBlock = kWarps * kWarpSize;  // also the requests of a tile
 
-using Begins = int64_t[kBlock];  // the offset of each request of the tile
+using Begins = int64_t[kBlock];  // the first id of each request of the tile
 
-// The last request of the tile that starts at or before `offset`. Empty requests start where the next one
-// does, so this one holds it.
+// The last request of the tile that begins at or before `offset`. An empty request begins where the next one
+// does, so the last one has the id.
 __device__ __forceinline__ int find_in_tile(const Begins& begins, int64_t offset) {
   int low = 0;
 #pragma unroll

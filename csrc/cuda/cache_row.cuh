@@ -1,5 +1,5 @@
 #pragma once
-// How one warp shares one latent: 8 elements per lane and pass, lane 0 first. Written against kv_layout.h.
+// How a warp shares a latent: 8 elements a lane and pass, lane 0 first. Sizes are those of kv_layout.h.
 #include "common/kv_layout.h"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/global.cuh"
@@ -7,10 +7,10 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kChunk = 8;                     // elements of one lane in one pass
-inline constexpr int kPassDim = kChunk * kWarpSize;  // elements of one pass
+inline constexpr int kChunk = 8;                     // elements of a lane in a pass
+inline constexpr int kPassDim = kChunk * kWarpSize;  // elements of a pass
 
-// One latent per warp and four warps per block: the DRAM likes few bytes in flight per warp, many warps and
+// A warp takes one latent, a block four. DRAM is fastest with few bytes in flight a warp, and many warps and
 // blocks in order (docs/kernels/overview.md).
 inline constexpr int kLatentsPerBlock = 4;
 inline constexpr int kLatentBlock = kLatentsPerBlock * kWarpSize;
@@ -20,19 +20,19 @@ struct LatentChunks {
   static constexpr KvLayout kL = kv_layout(kId);
   static constexpr int kDim = kL.head_dim_qk();
   static constexpr int kPasses = ceil_div(kDim, kPassDim);
-  // The leading elements lie one after another in nope_format. The rest, if any, is bf16 at rope_offset.
+  // The leading elements are in nope_format, one after another. The rest, if any, are bf16 at rope_offset.
   static constexpr bool kUniform = kL.nope_format == kL.rope_format;
   static constexpr int kLeadDim = kUniform ? kDim : kL.nope_dim;
-  static constexpr int kLeadBytes = kChunk * format_bits(kL.nope_format) / 8;  // of a lane in one pass
+  static constexpr int kLeadBytes = kChunk * format_bits(kL.nope_format) / 8;  // bytes of a lane in a pass
   static constexpr int kLeadWords = kLeadBytes / 4;
-  // A number, not kL.rope_offset() where it is used: clang would load kL on the device and compute there.
+  // A number of its own: clang would load kL on the device and compute kL.rope_offset() there.
   static constexpr int kRopeOffset = kL.rope_offset();
   static_assert(!kUniform || kL.rope_offset() == kL.nope_bytes());
   static_assert(kUniform || kL.rope_format == Format::kBf16);
   static_assert(kL.nope_dim % kChunk == 0 && kL.rope_dim % kChunk == 0);
 
   static constexpr bool kHasTiles = kL.num_tiles() > 0;
-  // Read and written in one piece, unless there are so many that each lane takes those of its own tiles.
+  // Scales are read and written in one piece. If that is too large, each lane takes those of its own tiles.
   static constexpr int kScaleWords = kHasTiles ? kL.scale_bytes() / 4 : 2;
   static constexpr bool kOwnScales = kScaleWords > 4;
   static constexpr int kTileLanes = kHasTiles ? kL.tile_dim / kChunk : kWarpSize;
@@ -49,7 +49,7 @@ struct LatentChunks {
   }
 };
 
-// A token's place in the cache. Never dereferenced unless `valid`.
+// Where a token's row lies in the cache. It is dereferenced only if `valid`.
 struct CacheRow {
   bool valid;
   const uint8_t* page;

@@ -1,8 +1,9 @@
-// combine_topk_swa_indices on CUDA: one warp per row, every output word written once. Traffic per row: reads
-// topk, writes width int32. HBM-bound. The topk entries are on their way before the row's request is known;
-// entries that turn out not to count are read in vain.
-// The ragged form places a row behind all before it in the same pass that writes it; one launch before resets
-// the words in which its blocks tell each other their sums.
+// combine_topk_swa_indices on CUDA: one warp a row; each word of the output is written once. HBM-bound: topk
+// int32 read, width written a row. A row's topk entries are loaded before its request is known; those that do
+// not count are read in vain.
+//
+// The ragged form places each row behind all rows before it, in the pass that writes it. A launch before that
+// resets the words in which blocks tell each other their sums.
 
 #include "ops/combine_topk_swa_indices.h"
 
@@ -31,14 +32,14 @@ struct CombineRaggedArgs {
 
 namespace {
 
-constexpr int kRowBlock = kWaveSize;  // a row waits for no other one, not even for its block to end
-constexpr int kPiece = 4;             // columns of one lane in one load
-// Loads in flight: 1152 columns in one round, 640 on AMD GPUs, where the library has to stay small.
+constexpr int kRowBlock = kWaveSize;  // a block is a wave, so that a row waits for no other
+constexpr int kPiece = 4;             // columns of a lane in one load
+// Loads in flight: 1152 columns in a round; 640 on AMD's GPUs, where the library has to stay small.
 constexpr int kPieces = MLA_FP8_WAVE64 ? 5 : 9;
 constexpr int kPieceStride = kPiece * kWarpSize;
 
-// Row `token` as topk_swa_row finds it, by a warp: each lane works out what the row would be if its request
-// held the token, so that the row is one access to memory away, not one per step of the search.
+// The row `token`, as topk_swa_row finds it, by a warp. Each lane computes what the row would be if its
+// request had the token. So the row is one memory access away, not one for each step of a search.
 __device__ __forceinline__ TopkSwaRow find_row(const CombineArgs& args, int64_t token) {
   const CombineTopkSwaIndicesParams& p = args.p;
   const int32_t* starts = p.query_start_loc;
@@ -56,7 +57,7 @@ __device__ __forceinline__ TopkSwaRow find_row(const CombineArgs& args, int64_t 
   const TopkSwaRow row = topk_swa_row(p, token, request, args.compress_ratio);
   const uint32_t started = __ballot_sync(kFullWarp, has_started);
   int low = max(__popc(started) - 1, 0);
-  if ((started & (started + 1)) != 0) {  // a query_start_loc that decreases: the CPU's choice
+  if ((started & (started + 1)) != 0) {  // query_start_loc decreases: the same choice as the CPU's
     low = 0;
     int high = static_cast<int>(end - first);
     bisect(low, high, 1, [started](int i) { return (started >> i & 1) != 0; });
@@ -64,7 +65,7 @@ __device__ __forceinline__ TopkSwaRow find_row(const CombineArgs& args, int64_t 
   return broadcast(row, low);
 }
 
-// kVector: rows in and out are 16-byte aligned.
+// kVector: rows of the input and the output are 16-byte aligned.
 template <bool kVector>
 __device__ __forceinline__ Words<4> load_piece(const int32_t* entries, uint32_t column, uint32_t end) {
   const bool whole = kVector && column + kPiece <= end;
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kRowBlock)
   const int32_t* entries = p.topk_indices + token * p.topk_indices_stride_token;
   int32_t* out = p.out_indices + token * p.out_indices_stride_token;
 
-  // The columns fit int32, one round past them fits uint32.
+  // Columns fit int32; one round past them fits uint32.
   const uint32_t width = static_cast<uint32_t>(p.width);
   Words<4> pieces[kPieces];
   const auto load_round = [&](uint32_t first, uint32_t end) {
@@ -131,11 +132,11 @@ __global__ void __launch_bounds__(kRowBlock)
 constexpr int kRowsPerBlock = 16;  // one warp each
 constexpr int kBlock = kRowsPerBlock * kWarpSize;
 
-// A warp's next entries, one per lane and load: all loads are in flight before the first use.
+// A warp's next entries, one a lane and load. All loads are in flight before the first use.
 constexpr int kEntryLoads = 8, kEntriesAtOnce = kEntryLoads * kWarpSize;
 struct Entries {
   int32_t entry[kEntryLoads];
-  uint32_t kept;  // bit i: entry[i] stays
+  uint32_t kept;  // bit i: entry[i] is kept
 
   __device__ __forceinline__ Entries(const TopkSwaRow& row, const int32_t* entries, int32_t first, int lane)
       : kept(0) {
@@ -149,10 +150,9 @@ struct Entries {
   }
 };
 
-// The end of a tile's rows in out_indptr is where the tile tells the ones behind it how far it is: nothing,
-// then ~(the entries of its rows), then what it is for, the entries of all rows up to its last. One word each
-// time, so no order of accesses has to be kept. out_indptr[0] counts the tiles that have begun until all
-// have.
+// A tile, a block's rows, tells later tiles how far it is, in the word of out_indptr behind its last row:
+// kNothing; then ~(the entries of its rows); then the final value, the entries of all rows up to its last.
+// A word alone needs no order of accesses. out_indptr[0] counts the tiles that have begun, until all have.
 constexpr int32_t kNothing = INT32_MIN;
 
 __device__ __forceinline__ volatile int32_t* tile_state(const CombineRaggedArgs& args, int64_t tile) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kBlock)
   if (i <= args.rows.p.num_tokens) args.out_indptr[i] = i == 0 ? 0 : kNothing;
 }
 
-// The entries of all tiles before `tile`, by a warp. It waits for those only that have begun earlier.
+// The entries of all tiles before `tile`, by a warp. It waits only for tiles that began earlier.
 __device__ __forceinline__ int32_t entries_before(const CombineRaggedArgs& args, int64_t tile) {
   constexpr int kLooks = 8;
   const int lane = threadIdx.x % kWarpSize;
@@ -182,7 +182,7 @@ __device__ __forceinline__ int32_t entries_before(const CombineRaggedArgs& args,
     for (int i = 0; i < kLooks; ++i) {
       while (states[i] == kNothing) states[i] = *tile_state(args, last - i * kWarpSize - lane);
       const uint32_t complete = __ballot_sync(kFullWarp, states[i] >= 0);
-      const uint32_t wanted = complete ^ (complete - 1);  // to the nearest complete one, all if none is
+      const uint32_t wanted = complete ^ (complete - 1);  // up to the nearest complete one; all if none is
       const int32_t entries = states[i] >= 0 ? states[i] : ~states[i];
       sum += __reduce_add_sync(kFullWarp, wanted >> lane & 1 ? entries : 0);
       if (complete) return sum;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kBlock, 3)
   MLA_SHARED(Counts, counts);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   wait_for_previous_grid();
-  if (threadIdx.x == 0) {  // blocks begin in any order
+  if (threadIdx.x == 0) {  // blocks may begin in any order
     shared_tile = atomicAdd(args.out_indptr, 1);
     if (shared_tile == (p.num_tokens - 1) / kRowsPerBlock) args.out_indptr[0] = 0;
   }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kBlock, 3)
   __syncthreads();
   if (!exists) return;
   begin += shared_before;
-  if (lane == 0) args.out_indptr[token + 1] = begin + count;  // the tile's last: once more the same
+  if (lane == 0) args.out_indptr[token + 1] = begin + count;  // of the tile's last row: again the same
 
   int32_t* out = p.out_indices + begin;
   const uint32_t lanes_below = (1u << lane) - 1;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kBlock, 3)
   for (int32_t c = row.window_begin + lane; c < row.window_end; c += kWarpSize)
     out[c - row.window_begin] = row.window(c);
 
-  // What the rows so far left of their shares of the capacity is filled from its end down.
+  // What rows up to this one leave of their shares of the capacity is filled from the capacity's end down.
   const int64_t share = p.topk + p.window_size, fill_end = args.capacity - token * share + begin;
   for (int64_t i = fill_end - share + count + lane; i < fill_end; i += kWarpSize) p.out_indices[i] = -1;
 }

@@ -1,6 +1,6 @@
-// dequantize_kv on CUDA: one warp per row gathers one token of the cache and writes it as bf16. Traffic per
-// token: reads bytes_per_token, writes 2 * head_dim_qk bytes. HBM-bound;
-// docs/notebook/kernels/cache_ops.md has the measurements behind the shape.
+// dequantize_kv on CUDA: one warp gathers a token of the cache and writes it as bf16. HBM-bound:
+// bytes_per_token read, 2 * head_dim_qk bytes written. docs/notebook/kernels/cache_ops.md has the
+// measurements behind the shape.
 
 #include "ops/dequantize_kv.h"
 
@@ -13,7 +13,7 @@
 
 namespace mla_fp8::gpu {
 
-// From here on the rows do not stay in L2 until the next kernel reads them.
+// Outputs of this many bytes or more do not stay in the L2 until the next kernel reads them.
 inline constexpr int64_t kStreamingBytes = int64_t{64} << 20;
 
 template <class Params>
@@ -30,9 +30,9 @@ struct DequantizeKvArgs {
 
 namespace {
 
-constexpr int64_t kSlotsAhead = 16384;  // a later block then finds its slots in L2
+constexpr int64_t kSlotsAhead = 16384;  // slots are prefetched to the L2 for a later block
 
-// The stored scales that a lane needs: all of the token's, or the codes of its own tiles.
+// The stored scales that a lane needs: all of a token's, or, with kOwnScales, those of its own tiles.
 template <KvLayoutId kId>
 struct Scales {
   using C = LatentChunks<kId>;
@@ -48,7 +48,7 @@ struct Scales {
     }
   }
 
-  // That of the lane's tile in `pass`.
+  // The scale of the lane's tile in `pass`.
   __device__ __forceinline__ float of_tile(int pass, int lane) const {
     if constexpr (C::kOwnScales) {
       static_assert(C::kL.scale_format == ScaleFormat::kE4m3);
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kLatentBlock)
 
 namespace {
 
-// The request that an output row belongs to, the last one if several claim it; -1 if none does. The offsets
-// are in any order, so all requests are looked at, 32 at a time.
+// The request to which an output row belongs: the last one if several claim it, -1 if none does. Offsets come
+// in any order, so all requests are looked at, 32 at a time.
 __device__ __forceinline__ int64_t find_request(const DequantizeKvPagedParams& p, int64_t row) {
   const int lane = threadIdx.x % kWarpSize;
   for (int64_t first = (p.num_requests - 1) / kWarpSize * kWarpSize; first >= 0; first -= kWarpSize) {

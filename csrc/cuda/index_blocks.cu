@@ -1,12 +1,13 @@
-// Blocks of eight entries, for the two levels of index_topk (indexer/blocks.h).
+// The two levels of index_topk in blocks of eight entries (indexer/blocks.h): lists of candidates, and the
+// choice of the blocks that a row publishes.
 //
-// Candidates come in any order, some twice, some of no entries. A CTA makes the list of up to four rows: a
-// bit for each block of each row in shared memory, then the elements of all bits that are set, ascending. An
-// element says which rows have it, so that their keys are read once. Rows of different requests, or, of
-// gathered keys, with different beginnings, have elements of their own, one after another.
+// index_list_kernel: a CTA makes the list of up to four rows. Candidates come in any order, some twice, some
+// without entries. Each sets a bit for its block and row in shared memory; then each block with a bit becomes
+// an element, ascending. An element says which rows have it, so their keys are read once. Rows of different
+// requests, or of gathered keys with different beginnings, have elements of their own, one after another.
 //
-// Of published blocks, a CTA chooses for a row those with the largest keys, which the scan has found. The
-// newest one is taken whatever its key is, and comes last.
+// index_blocks_kernel: a CTA chooses for a row the blocks with the largest keys, which the scan has found.
+// The newest block is always taken, and comes last.
 
 #include "cuda/indexer/blocks.h"
 
@@ -22,7 +23,7 @@ namespace mla_fp8::gpu {
 namespace {
 
 constexpr int kThreads = 512, kBlock = IndexList::kBlock;
-constexpr int kWindow = 128 * 1024;  // blocks that have bits at a time
+constexpr int kWindow = 128 * 1024;  // blocks that have bits in shared memory at a time
 constexpr int kClearThreads = 256;
 
 struct ListArgs {
@@ -37,20 +38,20 @@ struct ListArgs {
 struct ListSmem {
   int64_t request[kIndexGroupRows];
   int32_t origin[kIndexGroupRows], end[kIndexGroupRows];
-  int last[kIndexGroupRows];  // the place of the row's last element, or -1
+  int last[kIndexGroupRows];  // the index of the row's last element, or -1
   int32_t written;
 };
 struct ClearArgs {
   BlockKeys keys;
-  int64_t pieces;  // of sixteen bytes
+  int64_t pieces;  // sixteen bytes each
 };
 struct ChoiceArgs {
-  IndexTopkParams p;  // whose positions are the blocks
+  IndexTopkParams p;  // its positions are the blocks
   IndexRows rows;
   BlockKeys keys;
 };
 
-// The keys of some blocks of a row; those below kLeastBlockKey are not published.
+// The keys of a row's blocks as candidates. Keys below kLeastBlockKey are not published.
 struct RowBlocks {
   const uint32_t* keys;
   int32_t count;
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) index_list_kernel(const __grid_const
   int32_t* elements = listed.elements + list * listed.stride;
   int32_t written = 0;
   for (int leader = 0; leader < num_rows; ++leader) {
-    // The rows with this origin, if it is the first of them.
+    // The rows with the leader's origin, if it is the first of them.
     uint32_t group = 0;
     for (int r = 0; r < num_rows; ++r) group |= static_cast<uint32_t>(s.origin[r] == s.origin[leader]) << r;
     if (__ffs(static_cast<int>(group)) - 1 != leader) continue;
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) index_blocks_kernel(const __grid_con
   const int64_t i = blockIdx.x;
   const IndexRow row = find_row(args.rows, i);
   const int32_t blocks = (row.end - row.begin + kBlock - 1) / kBlock, newest = blocks - 1;
-  // All but the newest.
+  // All blocks but the newest.
   const IndexRow where{0, 0, max(newest, 0)};
   const IndexAnswer answer{args.p, i, where};
   const RowBlocks others{args.keys.words + i * args.keys.pitch, where.end};

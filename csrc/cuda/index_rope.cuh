@@ -1,12 +1,12 @@
 #pragma once
-// RoPE of the indexer's keys and queries, in the lanes of index_row.cuh; and of any two chunks of a head.
+// RoPE of the indexer's keys and queries, in the lanes of index_row.cuh, and of any two chunks of a head.
 #include "cuda/index_row.cuh"
 #include "cuda/norm_rope.cuh"
 
 namespace mla_fp8::gpu {
 
-// What rotates two chunks. By halves they are each other's partners: element i of one and of the other are a
-// pair. Else each has its own four pairs of neighbours.
+// The rotation of two chunks. By halves, element i of one chunk and element i of the other are a pair. By
+// neighbours, each chunk has four pairs.
 struct ChunkPairRotation {
   Rotation of[2];
 
@@ -31,7 +31,7 @@ struct ChunkPairRotation {
   }
 };
 
-// Of this lane's chunks, of dims `first_dim` to `first_dim` + 2 * half of a row.
+// The rotation of this lane's chunks: dims `first_dim` to `first_dim` + 2 * half of the row.
 struct IndexRotation {
   ChunkPairRotation pairs;
   bool is_neox, is_rotated[kIndexChunks];

@@ -1,10 +1,10 @@
 #pragma once
-// A key or a query's head of the indexer in eight lanes: its rotation, and its codes with their scales. Ops
-// that make keys themselves end in it, so that their bytes are quantize_index_k's.
+// Eight lanes hold a key, or a query's head, of the indexer: its Hadamard transform, its codes and their
+// scales. Ops that make keys themselves end with this, so that their bytes are quantize_index_k's.
 //
 // A lane has two chunks of eight elements. The four bits of a chunk's number are, highest first: bit 2 of the
-// lane; which of the lane's two; bits 1 and 0 of the lane. So elements i and i + 32 of 64 are in one lane,
-// the pairs that RoPE by halves rotates; and the 32 elements that share a ue8m0 are in four lanes.
+// lane; which of the lane's two; bits 1 and 0 of the lane. So elements i and i + 32 of 64, which RoPE by
+// halves rotates as a pair, are in one lane. The 32 elements that share a ue8m0 are in four lanes.
 #include "common/fp4.h"
 #include "cuda/cache_row.cuh"
 #include "cuda/device/convert.cuh"
@@ -26,7 +26,7 @@ struct IndexRow {
   }
 };
 
-// Sums and differences of what two lanes have.
+// Replaces x of two lanes by their sum, in the lower lane, and their difference, in the upper one.
 __device__ __forceinline__ void add_lanes(float (&x)[kChunk], int distance) {
   const bool is_upper = (threadIdx.x & distance) != 0;
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void add_lanes(float (&x)[kChunk], int distance) {
   }
 }
 
-// The Walsh-Hadamard transform times 128^-0.5, neighbours first, rounded to bf16.
+// The Walsh-Hadamard transform, neighbours first, times 128^-0.5, rounded to bf16.
 __device__ __forceinline__ void hadamard(IndexRow& row) {
   float x[kIndexChunks][kChunk];
 #pragma unroll
@@ -74,10 +74,10 @@ __device__ __forceinline__ void hadamard(IndexRow& row) {
   }
 }
 
-// Code words of a chunk.
+// Words of codes in a chunk.
 template <IndexLayoutId kId>
 inline constexpr int kIndexCodeWords = kId == IndexLayoutId::kIndexFp8 ? 2 : 1;
-// All lanes of a warp make one; each has the scale of the whole row: a float's bits, or four ue8m0.
+// A row's codes, which all lanes of a warp make together. `scale` is the row's: a float's bits or four ue8m0.
 template <IndexLayoutId kId>
 struct IndexCodes {
   Words<kIndexCodeWords<kId>> chunk[kIndexChunks];
@@ -97,7 +97,7 @@ __device__ __forceinline__ Words<2> index_quotients(const Words<4>& x, float sca
 }
 
 __device__ __forceinline__ bool has_nan(const Words<4>& x) {
-  uint32_t nan = 0;  // the upper bit of a half whose magnitude is above infinity
+  uint32_t nan = 0;  // bit 15 of a half: its magnitude is above infinity
 #pragma unroll
   for (int i = 0; i < 4; ++i) nan |= (x[i] & 0x7fff7fffu) + 0x007f007fu;
   return (nan & 0x80008000u) != 0;
@@ -131,7 +131,7 @@ __device__ __forceinline__ IndexCodes<IndexLayoutId::kIndexFp4> encode_index_fp4
   constexpr int kTileLanes = kE2m1Tile / kChunk;
   static_assert(2 * kTileLanes == kIndexLanes);
   IndexCodes<IndexLayoutId::kIndexFp4> codes;
-  uint32_t four = 0;  // exponents
+  uint32_t four = 0;  // the row's exponents
 #pragma unroll
   for (int c = 0; c < kIndexChunks; ++c) {
     const float amax = bf16_to_float(static_cast<uint16_t>(lanes_max<kTileLanes>(finite_amax8(row.x[c]))));
@@ -151,7 +151,7 @@ __device__ __forceinline__ IndexCodes<kId> encode_index(const IndexScaling& scal
   else return encode_index_fp4(scaling, row);
 }
 
-// Into a cache, which need not be more than 4-byte aligned.
+// Writes a key into a cache that need be no more than 4-byte aligned.
 template <IndexLayoutId kId>
 __device__ __forceinline__ void write_index_key(const CacheRow& to, int64_t page_size,
                                                 const IndexCodes<kId>& codes) {

@@ -1,14 +1,14 @@
 #pragma once
-// A latent of a layer into its cache: norm, RoPE, row. What k_norm_rope_insert does in registers; ops that do
-// more than that share it.
+// A warp norms and rotates a latent of a layer and writes its row to the cache. k_norm_rope_insert does this,
+// and ops that do more share it.
 #include "cuda/norm_rope.cuh"
 #include "cuda/write_row.cuh"
 #include "ops/norm_rope_insert.h"
 
 namespace mla_fp8::gpu {
 
-// A warp's latent: norm, RoPE, then quantize_kv's row. kMayKeep: if out_kv is given it gets the bf16 that is
-// quantised, of a token that is not stored too.
+// Inserts a token's latent: norm, RoPE, then quantize_kv's row. kMayKeep: if out_kv is given, it gets the
+// bf16 that is quantised, also of a token that is not stored.
 template <KvLayoutId kId, bool kMayKeep>
 __device__ __forceinline__ void insert_latent(const NormRopeInsertParams& p, const Divider& page_size,
                                               int64_t token) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void insert_latent(const NormRopeInsertParams& p, con
 #pragma unroll
     for (int pass = 0; pass < kNormPasses; ++pass)
       weight[pass] = {p.kv_weight, p.weight_is_float, C::element(pass, lane)};
-  constexpr int kLast = C::kPasses - 1;  // what is rotated lies in it
+  constexpr int kLast = C::kPasses - 1;  // the rotated dims lie in the last pass
   const int element = C::element(kLast, lane), pair = (element - C::kDim + p.table.dim()) / 2;
   const bool is_rotated = element < C::kDim && element >= C::kDim - p.table.dim();
   const CacheRow to = find_row(p, page_size, slot);

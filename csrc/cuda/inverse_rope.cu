@@ -1,6 +1,6 @@
-// inverse_rope and inverse_rope_quantize on CUDA: a warp walks along the heads of a token, a chunk of eight
-// elements per lane, four in flight. For e4m3 the lanes of a tile agree on its scale; a block of threads has
-// eight tokens, as scales of neighbouring tokens lie beside each other. HBM-bound.
+// inverse_rope and inverse_rope_quantize on CUDA. A warp walks along the heads of a token, a chunk of eight
+// elements a lane, four in flight. For e4m3 the lanes of a tile agree on its scale. A block has eight tokens,
+// as scales of neighbouring tokens lie beside each other. HBM-bound.
 
 #include "ops/inverse_rope.h"
 
@@ -13,24 +13,24 @@ namespace mla_fp8::gpu {
 
 struct InverseRopeArgs {
   InverseRopeParams p;
-  HeadChunks chunks;  // of a token
+  HeadChunks chunks;  // chunks of a token
 };
 struct InverseRopeQuantizeArgs {
   InverseRopeQuantizeParams p;
-  HeadChunks chunks;  // of a token's group
+  HeadChunks chunks;  // chunks of a token's group of heads
   Divider groups;
 };
 
 inline constexpr int kRopeBlock = 256;
 inline constexpr int kRopeWarps = kRopeBlock / kWarpSize;
-inline constexpr int kInFlight = 4;   // chunks of a lane
-inline constexpr int kTogether = 2;   // of them, in the end
-inline constexpr int kMaxSteps = 16;  // of a warp
+inline constexpr int kInFlight = 4;   // chunks in flight of a lane
+inline constexpr int kTogether = 2;   // chunks that are rotated and written together
+inline constexpr int kMaxSteps = 16;  // steps of a warp
 inline constexpr int kWholeHead = kHeadDimV / kChunk;
 
-// Calls work(x, at, position, step) with two chunks of a lane at a time, rotated back: numbers `step` and
-// `step` + 1, where `at` is; nothing is there where it does not exist. The first are on their way while the
-// token's position and rotation are read.
+// Rotates a lane's chunks back and calls work(x, at, position, step) with two of them at a time: numbers
+// `step` and `step` + 1, which lie at `at`. A chunk that does not exist is in no place. The first chunks are
+// in flight while the token's position and rotation are read.
 template <class Work>
 __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChunks& chunks, int64_t token,
                                            int64_t first_head, int part, const Work& work) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void walk_heads(const AttendedHeads& h, const HeadChu
     for (int i = 0; i < kInFlight; ++i, at.step(chunks))
       x[i] = load_if<4>(row + at.head * h.o_stride_head + at.element(chunks), wanted && at.exists());
   };
-  const auto prefetch = [&](int step) {  // the next chunks, where they are whole heads
+  const auto prefetch = [&](int step) {  // prefetches the next chunks, if heads are whole
     const int first = (part * chunks.steps + step + kInFlight) * kWarpSize / kWholeHead;
     const int lane = threadIdx.x % kWarpSize, head = first + lane;
     if (lane < kInFlight * kWarpSize / kWholeHead && chunks.per_head == kWholeHead &&
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kRopeBlock, 4)
       if (!at[k].exists()) continue;
       uint16_t* head = row + at[k].head * p.out_stride_head;
       store(head + at[k].element(chunks), x[k], true);
-      if (!position.valid)  // the rest of a head of which only the end is worked on
+      if (!position.valid)  // zeroes the head's dims before first_dim, too
         for (int d = at[k].chunk * kChunk; d < chunks.first_dim; d += chunks.rope_dim)
           store(head + d, Words<4>{}, true);
     }
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kRopeBlock, 4)
   walk_heads(p.heads, chunks, token, 0, static_cast<int>(warp - token * chunks.parts), write);
 }
 
-// The scales of a block of threads, on their way from tokens to columns.
+// The scales of a block's tokens, which are written as columns.
 struct ScaleShared {
   float scale[kMaxSteps * kPassDim / 32][kRopeWarps];
 };
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kRopeBlock, 4)
   if (token < p.heads.num_tokens)
     walk_heads(p.heads, chunks, token, group * p.heads_per_group(), part, write);
   __syncthreads();
-  // Rows behind the last token only pad the scales.
+  // Rows behind the last token are padding of the scales.
   const int first_tile = part * chunks.steps * kStepTiles, num_tiles = chunks.num_chunks / kTileLanes;
   for (int i = threadIdx.x; i < chunks.steps * kStepTiles * kRopeWarps; i += kRopeBlock) {
     const int64_t scale_row = first_token + i % kRopeWarps;

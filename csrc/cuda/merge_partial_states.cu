@@ -1,5 +1,5 @@
-// merge_partial_states and merge_attention_states on CUDA: one warp per head. Reads a head of each state,
-// writes one; HBM-bound.
+// merge_partial_states and merge_attention_states on CUDA: one warp a head. HBM-bound: it reads a head of
+// each state and writes one.
 
 #include "ops/merge_partial_states.h"
 

@@ -1,9 +1,9 @@
 #pragma once
-// The weighted sum of a head's partial results by a warp. `States` has
+// A warp adds up a head's partial results, weighted by their lse. `States` has
 //
-//   count, attn_sink, log_base    attn_sink of the head: -inf without one
+//   count, attn_sink, log_base    of results; -inf without a sink; ln of the base of lse
 //   lse(i)                        as counted_lse has it
-//   row(i)                        the head's values
+//   row(i)                        the head's values in result i
 #include <cmath>
 
 #include "cuda/device/convert.cuh"
@@ -12,8 +12,8 @@
 
 namespace mla_fp8::gpu {
 
-// The largest lse, taken out first so that nothing overflows, the sum of weights relative to it, and what
-// those are divided by.
+// The weights of results: exp(lse - largest) / divisor, so that nothing overflows. `sum` is that of the
+// numerators; the divisor adds the sink's.
 struct MergeWeights {
   float largest, sum, divisor;
 
@@ -42,7 +42,7 @@ struct MergeWeights {
 template <Dtype kDtype>
 using MergeStorage = std::conditional_t<kDtype == Dtype::kF32, uint32_t, uint16_t>;
 
-// A word, a float or a pair of 16-bit floats, into the sums of its elements, and back.
+// Adds a word (a float, or two 16-bit floats) times weight to its elements' sums; makes such a word of sums.
 template <Dtype kDtype>
 __device__ __forceinline__ void add_word(uint32_t word, float weight, float* sums) {
   if constexpr (kDtype == Dtype::kF32) {
@@ -59,8 +59,8 @@ __device__ __forceinline__ uint32_t word_of(const float* sums) {
   else return pack<kDtype>({sums[0], sums[1]});
 }
 
-// All lanes call it. kVector: rows and out are 16-byte aligned and a multiple of 16 bytes. The row of a state
-// whose weight is 0 is not read. Returns the lse of all.
+// Writes the weighted sum of the results and returns the lse of all. All lanes call it. kVector: rows and out
+// are 16-byte aligned and multiples of 16 bytes. A result with weight 0 is not read.
 template <Dtype kDtype, bool kVector, class States>
 __device__ __forceinline__ float merge_head(const States& states, int64_t head_dim,
                                             MergeStorage<kDtype>* out) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ float merge_head(const States& states, int64_t head_d
 #pragma unroll
         for (float& sum : sums[pass]) sum = to;
     };
-    set_sums(-0.0f);  // to which x adds up as x, bit for bit
+    set_sums(-0.0f);  // -0 + x is x, bit for bit
     bool any = false;
     for (int i = 0; i < states.count; i += kStatesAtOnce) {
       float weight[kStatesAtOnce];

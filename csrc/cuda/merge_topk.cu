@@ -1,6 +1,6 @@
-// merge_topk on CUDA: a block for a row. The k-th of all candidates by the histograms of indexer/select.cuh,
-// each a pass over the lists, which lie in L2; then what is not below it is gathered and sorted in shared
-// memory. Bound by the latency of four or five passes.
+// merge_topk on CUDA. A block takes a row. Histograms of indexer/select.cuh find the k-th of all candidates,
+// each in a pass over the lists, which lie in the L2. Candidates not below the k-th are gathered and sorted
+// in shared memory. Bound by the latency of four or five passes.
 
 #include "ops/merge_topk.h"
 
@@ -40,7 +40,7 @@ struct RowCandidates {
   }
 };
 
-// Sorts numbers, ascending, in a power of two of places: a bitonic network.
+// Sorts numbers, ascending, by a bitonic network; x has room up to the next power of two of `count`.
 template <class Team>
 __device__ __forceinline__ void sort_ascending(const Team& team, int32_t* x, int32_t count) {
   int places = 1;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const int32_t position = p.answer(row, order);
     if (position >= 0) smem.staged[atomicAdd(&smem.scalars.kept, 1)] = position;
   };
-  // Candidates that the caller gave twice may be more than topk: all of those are `least`.
+  // If the caller gave entries twice, more than topk may be not below `least`: the surplus equals `least`.
   candidates.visit(team, [&](const Four& orders) {
 #pragma unroll
     for (const uint64_t order : orders) {

@@ -1,7 +1,6 @@
 #pragma once
-// RMSNorm over the 512 elements that a warp holds, and RoPE of eight of them. The order of every rounding is
-// that of layer_reference.py, so that CPU, CUDA and ROCm give the same bits: no contraction, and a correctly
-// rounded 1 / sqrt.
+// RMSNorm of the 512 elements that a warp holds, and RoPE of eight of them. Roundings are in the order of
+// layer_reference.py, so CPU, CUDA and ROCm give equal bits: no contraction, a correctly rounded 1 / sqrt.
 #include "common/kv_layout.h"
 #include "cuda/cache_row.cuh"
 #include "cuda/device/convert.cuh"
@@ -38,9 +37,9 @@ __device__ __forceinline__ Words<4> pack8(const Floats8& v) {
   return out;
 }
 
-// 1 / sqrt(mean of the squares + eps). x[pass] of a lane are elements pass * 256 + lane * 8 and the next
-// seven. The squares of sixteen neighbours are added in order, then halves of the 32 sums: an odd lane goes
-// on where the lane before it stopped, and the two passes are the first two halves.
+// 1 / sqrt(mean of squares + eps). x[pass] of a lane are elements pass * 256 + lane * 8 and the next seven.
+// The squares of sixteen neighbours are added in order: an odd lane goes on where the lane before it stopped.
+// Then halves of the 32 sums are added, the first two halves being the two passes.
 __device__ __forceinline__ float rms_factor(const Floats8 (&x)[kNormPasses], float eps) {
   const int lane = threadIdx.x % kWarpSize;
   float sum[kNormPasses];
@@ -53,7 +52,7 @@ __device__ __forceinline__ float rms_factor(const Floats8 (&x)[kNormPasses], flo
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) sum[pass] = fmaf(x[pass].x[i], x[pass].x[i], sum[pass]);
   }
-  float total = __fadd_rn(sum[0], sum[1]);  // of odd lanes
+  float total = __fadd_rn(sum[0], sum[1]);  // means something in odd lanes
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 1; offset /= 2)
     total = __fadd_rn(total, __shfl_xor_sync(kFullWarp, total, offset));
@@ -61,8 +60,8 @@ __device__ __forceinline__ float rms_factor(const Floats8 (&x)[kNormPasses], flo
   return __frsqrt_rn(__fadd_rn(__fmul_rn(total, 1.0f / kHeadDimV), eps));
 }
 
-// The weights of eight elements from `element` on as they lie in memory, eight floats or eight bf16: nothing
-// waits for them before they are used.
+// Eight weights from `element` on, as they lie in memory: eight floats or eight bf16. No instruction waits
+// for them before they are used.
 struct Weights8 {
   Words<4> words[2];
 
@@ -81,8 +80,7 @@ struct Weights8 {
   }
 };
 
-// Asks for bytes without a register for them: memory then works while a warp does, and what loads them later
-// finds them in the L2. Address and size are multiples of 16.
+// Prefetches bytes to the L2 while the warp works, without a register. Address and size: multiples of 16.
 __device__ __forceinline__ void prefetch_bytes([[maybe_unused]] const void* from,
                                                [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -90,7 +88,7 @@ __device__ __forceinline__ void prefetch_bytes([[maybe_unused]] const void* from
 #endif
 }
 
-// The token's position, and whether the table knows it.
+// A token's position, and whether the table has it.
 struct Position {
   int64_t at;
   bool valid;
@@ -101,12 +99,12 @@ __device__ __forceinline__ Position load_position(const RopeTable& t, int64_t to
   return {at, at >= 0 && at < t.max_pos};
 }
 
-// Of four pairs.
+// Cosines and sines of four pairs.
 struct Rotation {
   float cos[kChunk / 2], sin[kChunk / 2];
 };
 
-// The rotation of pairs `pair` to `pair` + 3 at a position that the table knows.
+// The rotation of pairs `pair` to `pair` + 3, at a position that the table has.
 __device__ __forceinline__ Rotation load_rotation(const RopeTable& t, int64_t position, int pair) {
   const float* cos = t.cos + position * t.cos_stride_pos + pair * t.cos_stride_pair;
   const float* sin = t.sin + position * t.sin_stride_pos + pair * t.sin_stride_pair;
@@ -128,7 +126,7 @@ __device__ __forceinline__ Rotation load_rotation(const RopeTable& t, int64_t po
   return r;
 }
 
-// (a c - b s, a s + b c) of each pair: two rounded products, then a rounded sum. kBack: by the negated angle.
+// Rotates pairs: (a c - b s, a s + b c), two rounded products and a rounded sum. kBack: by the negated angle.
 template <bool kBack = false>
 __device__ __forceinline__ Floats8 rotate8(const Floats8& v, const Rotation& r) {
   Floats8 out;
@@ -141,20 +139,19 @@ __device__ __forceinline__ Floats8 rotate8(const Floats8& v, const Rotation& r) 
   return out;
 }
 
-// A token's heads, or a group of them, as one row of chunks: eight elements of a head each, from its
-// first_dim on. A warp takes up to `steps` times 32 of them. Chunks of a row are few enough for int: the ops
-// check that.
+// A token's heads, or a group of them, as one row of chunks of eight elements; each head counts from its
+// first_dim on. A warp takes up to `steps` times 32 chunks. The ops check that a row's chunks fit an int.
 struct HeadChunks {
-  int num_chunks;  // of the row
+  int num_chunks;  // chunks of the row
   int parts;       // warps of the row
   int steps;
-  int per_head;                 // chunks
-  int step_heads, step_chunks;  // how far 32 chunks go on
+  int per_head;                 // chunks of a head
+  int step_heads, step_chunks;  // heads and chunks between a chunk and the 32nd behind it
   int first_dim;
-  int rope_dim;  // of a head's end
+  int rope_dim;  // dims at a head's end that are rotated
   Divider part, head;
 
-  // As many steps as leave all warps of a GPU something to do.
+  // Takes as many steps as leave all warps of a GPU something to do.
   HeadChunks(int64_t num_rows, int64_t heads, int64_t head_dim, int64_t first, int rope, int min_steps,
              int max_steps)
       : num_chunks(static_cast<int>(heads * ((head_dim - first) / kChunk))),
@@ -175,7 +172,7 @@ struct HeadChunks {
   }
 };
 
-// Where a lane of the row's warp number `part` is.
+// Which chunk a lane of the row's warp `number` is at.
 struct HeadWalk {
   int index, end, head, chunk;
 
@@ -197,14 +194,14 @@ struct HeadWalk {
   }
   __device__ __forceinline__ bool exists() const { return index < end; }
   __device__ __forceinline__ int element(const HeadChunks& c) const { return c.first_dim + chunk * kChunk; }
-  // Of the rotated part; negative: not rotated.
+  // The pair, of the rotated ones, that the chunk begins with; negative: it is not rotated.
   __device__ __forceinline__ int pair(const HeadChunks& c) const {
     const int behind = (c.per_head - chunk) * kChunk;  // elements from here to the head's end
     return behind <= c.rope_dim ? (c.rope_dim - behind) / 2 : -1;
   }
 };
 
-// What a lane has read of a token's rotation: mostly it rotates the same pairs of every head.
+// The rotation that a lane has loaded. It mostly rotates the same pairs of every head with it.
 struct HeldRotation {
   Rotation rotation;
   int pair = -1;

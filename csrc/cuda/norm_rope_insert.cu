@@ -1,6 +1,6 @@
-// k_norm_rope_insert and qk_norm_rope_insert on CUDA, one launch. The first warps take a latent each: norm,
-// RoPE, then quantize_kv's row. The others take a query head each if heads are normed, else two chunks of
-// eight elements per lane, wherever in the heads those lie. Traffic: q twice, latents, rows; HBM-bound.
+// k_norm_rope_insert and qk_norm_rope_insert on CUDA, one launch. The first warps take a latent each
+// (insert_latent.cuh). Of the others, a warp takes heads of a token if heads are normed, else chunks of eight
+// elements a lane, wherever in the heads they lie. HBM-bound: q read and written, latents, rows.
 
 #include "ops/norm_rope_insert.h"
 
@@ -13,21 +13,21 @@ struct NormRopeInsertArgs {
   NormRopeInsertParams p;
   Divider page_size;
   HeadChunks heads;
-  int64_t kv_blocks;  // the first of the grid
+  int64_t kv_blocks;  // the first blocks of the grid
 };
 
 inline constexpr int kInsertWarps = 8;
 inline constexpr int kInsertBlock = kInsertWarps * kWarpSize;
 inline constexpr int kInsertBlocksPerSm = kMaxThreadsPerSm / kInsertBlock / 2;  // 64 registers
-inline constexpr int kHeadPasses = 4;     // chunks of a lane, in flight at once
-inline constexpr int kHeadsInFlight = 2;  // of a warp that norms them: as many chunks
-inline constexpr int kMaxHeadSteps = 16;  // of a warp
+inline constexpr int kHeadPasses = 4;                                           // chunks in flight of a lane
+inline constexpr int kHeadsInFlight = 2;  // heads in flight of a warp that norms: as many chunks
+inline constexpr int kMaxHeadSteps = 16;  // steps of a warp
 static_assert(2 * kMaxRopeHalf <= kPassDim);
 
-// Norm and RoPE of `count` heads of a token, kHeadsInFlight at once.
+// Norms and rotates `count` heads of a token, kHeadsInFlight at once.
 __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_t token, int64_t first,
                                            int count) {
-  constexpr int kLast = kNormPasses - 1;  // what is rotated lies in it
+  constexpr int kLast = kNormPasses - 1;  // the rotated dims lie in the last pass
   const int lane = threadIdx.x % kWarpSize;
   const int pair = (kLast * kPassDim + lane * kChunk - kHeadDimV + p.table.dim()) / 2;
   const uint16_t* src = p.q + token * p.q_stride_token + first * p.q_stride_head + lane * kChunk;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void norm_heads(const NormRopeInsertParams& p, int64_
     for (int pass = 0; pass < kNormPasses; ++pass) store(dst + pass * kPassDim, Words<4>{}, true);
 }
 
-// RoPE of the chunks of warp `part` of a token.
+// Rotates the chunks of heads of warp `part` of a token.
 __device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int64_t token, int part) {
   const NormRopeInsertParams& p = args.p;
   const HeadChunks& chunks = args.heads;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int
       }
       uint16_t* head = dst + walk.head * p.out_q_stride_head;
       store(head + walk.element(chunks), x[i], true);
-      if (!position.valid)  // the rest of a head of which only the end is worked on
+      if (!position.valid)  // zeroes the head's dims before first_dim, too
         for (int d = walk.chunk * kChunk; d < chunks.first_dim; d += chunks.rope_dim)
           store(head + d, Words<4>{}, true);
     }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void rotate_heads(const NormRopeInsertArgs& args, int
   }
 }
 
-// Each part waits for the grid before when it knows where to load from: that takes no memory.
+// Each part waits for the previous grid only when it knows where to load from, which takes no memory access.
 template <KvLayoutId kId>
 __global__ void __launch_bounds__(kInsertBlock, kInsertBlocksPerSm)
     norm_rope_insert_kernel(const __grid_constant__ NormRopeInsertArgs args) {

@@ -1,4 +1,4 @@
-// pad_q_heads on CUDA: one warp per head of the output copies or zeroes it. HBM-bound.
+// pad_q_heads on CUDA: one warp a head of the output copies or zeroes it. HBM-bound.
 
 #include "ops/pad_q_heads.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kHeadsPerBlock = 4;
 constexpr int kBlock = kHeadsPerBlock * kWarpSize;
-constexpr int kVecDim = 8;  // elements of 16 bytes
+constexpr int kVecDim = 8;  // elements in 16 bytes
 constexpr int kPasses = 3;  // in flight at once: up to 768 elements
 
 __device__ __forceinline__ void write_sinks(const PadQHeadsParams& p) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_sinks(const PadQHeadsParams& p) {
 
 }  // namespace
 
-// kVector: every head, in and out, is 16-byte aligned and of a multiple of 16 bytes.
+// kVector: each head of input and output is 16-byte aligned and a multiple of 16 bytes.
 template <bool kVector>
 __global__ void __launch_bounds__(kBlock) pad_q_heads_kernel(const __grid_constant__ PadQHeadsArgs args) {
   const PadQHeadsParams& p = args.p;
@@ -69,7 +69,7 @@ void pad_q_heads(const PadQHeadsParams& p, gpuStream_t stream) {
                       p.q_stride_head % kVecDim == 0 && p.head_dim % kVecDim == 0;
   PadQHeadsArgs args{p, Divider(p.num_heads)};
   if (p.head_dim == 0)
-    args.p.num_tokens = 0;  // no memory behind the heads, and any number of them: only the sinks
+    args.p.num_tokens = 0;  // heads have no memory, and there may be any number: only sinks are written
   const int64_t num_rows = args.p.num_tokens * p.num_heads;
   const LaunchConfig config{.grid = num_rows > 0 ? ceil_div<int64_t>(num_rows, kHeadsPerBlock) : 1,
                             .block = kBlock,

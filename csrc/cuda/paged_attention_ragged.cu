@@ -1,19 +1,19 @@
 // paged_attention_ragged on every GPU here (sm_80 and newer; CDNA through csrc/hip), and its latent form on
-// CDNA. That of NVIDIA's GPUs is in sparse_attention/portable/ragged.cu.
+// CDNA. On NVIDIA's GPUs the latent form is in sparse_attention/portable/ragged.cu.
 //
-// A block takes 16 rows, a row being a (query token, head of the group) of one request and KV head, and one
-// split of the request's keys. For each block of 32 keys:
-//   locate   the keys' addresses, through the page list
-//   stage    their bytes into shared memory as they are, or halved (kIsHalved); masked keys become zeros, so
-//            0 * NaN cannot happen
-//   S        2 waves x 2: 16 keys each, half of the dims each; FP8 is widened to bf16 (exactly) in registers
-//   P        online softmax in base 2; the weights stay float and are rounded once, to q's dtype
+// A block takes 16 rows and one split of their request's keys. A row is a (query token, head of the group) of
+// one request and KV head. For each block of 32 keys:
+//   locate   finds the keys' addresses, through the page list
+//   stage    copies their bytes to shared memory as they are, or halved (kIsHalved). Masked keys become
+//            zeros, so no 0 * NaN can happen
+//   S        2 waves x 2: 16 keys each, half of the dims each; registers widen FP8 to bf16, exactly
+//   P        online softmax in base 2; weights stay float and are rounded once, to q's dtype
 //   O        4 waves, a quarter of the value dims each
-// Scales of a layer or head multiply the logits and the result, those of a latent's tiles the float sums of S
-// and the weights of O. The parts of a request meet in the workspace and are merged by a second kernel; the
-// workspace does not depend on the context length.
+// Scales of a layer or head multiply the logits and the result. Scales of a latent's tiles multiply the float
+// sums of S and the weights of O. Splits of a request leave parts in the workspace, which a second kernel
+// merges. The size of the workspace does not depend on the context length.
 //
-// Bound by memory where few rows share a key, else by widening K and V, which every 16 rows do anew.
+// Bound: the memory if few rows share a key. Otherwise widening K and V, which every 16 rows do anew.
 
 #include "ops/paged_attention_ragged.h"
 
@@ -25,14 +25,14 @@
 #include "cuda/paged_attention_ragged/values.cuh"
 #include "cuda/sparse_attention/portable/ragged.h"
 
-// Not an anonymous namespace: csrc/hip finds kernels by name, so their template arguments need one.
+// Not an anonymous namespace: csrc/hip finds kernels by name, so types of template arguments need names.
 namespace mla_fp8::gpu::ragged {
 
 __device__ __forceinline__ float sink_of(const PagedAttentionRaggedParams& p, int64_t head) {
   return p.attn_sink ? p.attn_sink[head] * kLog2E : -INFINITY;
 }
 
-// The workspace: the parts' outputs, [split, token, head, head_dim_v], then their lse in base 2.
+// The workspace: the splits' outputs, [split, token, head, head_dim_v], then their lse in base 2.
 __device__ __forceinline__ int64_t rows_per_part(const PagedAttentionRaggedParams& p) {
   return p.num_tokens() * p.num_q_heads;
 }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
   find_rows(s, args, w);
   __syncthreads();
   const int wave = threadIdx.x / kWaveSize, key_tile = wave % kKeyTiles, share = wave / kKeyTiles;
-  // The keys of this split, those that the block's last row sees.
+  // The keys of this split that the block's last row sees.
   const int64_t begin = w.split * args.keys_per_split(w.num_keys), seen = s.visible[kRows - 1];
   const int64_t split_end = begin + args.keys_per_split(w.num_keys),
                 end = split_end < seen ? split_end : seen;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) MLA_256_REGISTERS
 
 using SplitWeights = float[kMaxRaggedSplits];
 
-// One block per token and head joins its splits.
+// A block merges the splits of one token and head.
 template <Dtype kDtype>
 __global__ void __launch_bounds__(kMergeThreads)
     paged_attention_ragged_merge_kernel(const __grid_constant__ PagedAttentionRaggedParams p) {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_stride_token + head * p.out_stride_head;
   for (int column = threadIdx.x; column < p.head_dim_v; column += kMergeThreads) {
     float x = 0.0f;
-    // A part of weight 0 counts for nothing; one without keys was not even written.
+    // A split of weight 0 counts for nothing; one without keys was not even written.
 #pragma unroll 8
     for (int split = 0; split < p.num_splits; ++split)
       if (weights[split] != 0.0f)
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (threadIdx.x == 0) p.lse[at] = sum == 0.0f ? -INFINITY : (largest + fast_log2(sum)) * kLn2;
 }
 
-// Runs fn(Cache) for the caches' shape and format, with the dtype that the matrix units work in.
+// Calls fn(Cache) for the caches' shape and format; kDtype is that of the matrix units.
 template <Dtype kDtype, class Fn>
 void with_separate_caches(const PagedAttentionRaggedParams& p, Fn&& fn) {
   const int dim = std::max(p.head_dim, p.head_dim_v);
@@ -206,7 +206,7 @@ int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
   if constexpr (MLA_FP8_PTX)
     if (p.is_latent) return ragged_latent_splits(p);
   constexpr int64_t kBlocksPerProcessor = 2, kMinKeys = 128;
-  // No request has more keys than all have together.
+  // No request has more keys than all requests together.
   const int64_t useful = ceil_div(p.num_kv_indices * p.page_size, kMinKeys);
   const int64_t wanted = kBlocksPerProcessor * num_processors() / std::max<int64_t>(1, ragged::num_tiles(p));
   return static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxRaggedSplits));

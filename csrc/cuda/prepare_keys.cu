@@ -1,7 +1,6 @@
-// prepare_keys on CUDA, one launch, three kinds of warps: a latent each (insert_latent.cuh); a row of q_a
-// each, held in registers; four of the indexer's keys each, eight lanes a key (index_row.cuh). None knows
-// another. Traffic of a token: 1152 bytes in and a row out, twice q_a, 256 in and 132 out; HBM-bound, and of
-// few tokens the latency of one row.
+// prepare_keys on CUDA, one launch. A warp takes a latent (insert_latent.cuh), or a row of q_a, held in
+// registers, or four of the indexer's keys, eight lanes a key (index_row.cuh). HBM-bound: a token is 1152
+// bytes read and a row written, q_a twice, 256 bytes read and 132 written. Few tokens: one row's latency.
 
 #include "ops/prepare_keys.h"
 
@@ -23,7 +22,7 @@ inline constexpr int kQaPasses = kMaxQaDim / kPassDim;
 inline constexpr int kKeysOfWarp = kWarpSize / kIndexLanes;
 inline constexpr int kKeysBlocksPerSm = 5;  // 96 registers
 
-// The order of additions: a lane's eight elements of each pass in order (fma), then halves of the 32 sums.
+// RMSNorm of q_a. Order of the sum: a lane's eight elements of each pass (fma), then halves of the 32 sums.
 __device__ __forceinline__ void norm_q_a(const QaNormParams& p, int64_t token) {
   const int lane = threadIdx.x % kWarpSize;
   const int dim = static_cast<int>(p.dim);
@@ -57,7 +56,7 @@ __device__ __forceinline__ void norm_q_a(const QaNormParams& p, int64_t token) {
   }
 }
 
-// Of 128 elements in eight lanes: a tree over eight neighbours, then halves of the sixteen sums.
+// The sum of 128 elements in eight lanes: a tree over eight neighbours, then halves of the sixteen sums.
 __device__ __forceinline__ float sum_of_row(const Floats8 (&x)[kIndexChunks]) {
   float sums[kIndexChunks];
 #pragma unroll
@@ -72,7 +71,7 @@ __device__ __forceinline__ float sum_of_row(const Floats8 (&x)[kIndexChunks]) {
   return __fadd_rn(total, __shfl_xor_sync(kFullWarp, total, 1));
 }
 
-// (x - mean) * the nearest 1 / sqrt(variance + eps) * weight + bias, each step rounded.
+// (x - mean) / sqrt(variance + eps) * weight + bias. 1 / sqrt is correctly rounded, and so is each step.
 __device__ __forceinline__ void layer_norm(const IndexKeyParams& p, const Weights8 (&weight)[kIndexChunks],
                                            const Weights8 (&bias)[kIndexChunks], IndexRow& row) {
   Floats8 x[kIndexChunks], squares[kIndexChunks];
@@ -102,7 +101,7 @@ __device__ __forceinline__ void layer_norm(const IndexKeyParams& p, const Weight
 __device__ __forceinline__ void insert_index_key(const PrepareKeysArgs& args, int64_t first) {
   const IndexKeyParams& p = args.p.index;
   const int64_t token = first + static_cast<int>(threadIdx.x % kWarpSize) / kIndexLanes;
-  const bool exists = token < p.num_insert;  // all lanes of a warp go on: they shuffle
+  const bool exists = token < p.num_insert;  // lanes without a key go on: they shuffle
   const int64_t at = exists ? token : 0;
   wait_for_previous_grid();
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, at);

@@ -1,12 +1,12 @@
 // prepare_queries on CUDA, one launch. A warp takes heads of one token, of the indexer or of attention.
 //
 //   indexer    eight lanes a head (index_row.cuh)
-//   attention  a lane has chunks i and i + n / 2 of the n chunks of a head, and so both elements of each pair
-//              whichever way RoPE pairs them
+//   attention  a lane has chunks i and i + n / 2 of a head's n chunks: both elements of each pair, whichever
+//              way RoPE pairs them
 //
-// Traffic of a token: 256 + 128 bytes and two weights of each head of the indexer, 2 x 128 of each head of
-// attention; HBM-bound. No shared memory; shuffles find the scales. Two, three and four heads to a lane, in
-// flight together, take 1 to 12 % longer with 4096 tokens on an H100: so many warps hide latency anyway.
+// HBM-bound: an indexer's head is 256 bytes read, 128 written and two weights; a head of attention 128 read
+// and written. There is no shared memory: shuffles find the scales. Two to four heads a lane, in flight
+// together, take 1 to 12 % longer (4096 tokens, H100): with so many warps latency is hidden anyway.
 
 #include "ops/prepare_queries.h"
 
@@ -17,7 +17,7 @@ namespace mla_fp8::gpu {
 struct PrepareQueriesArgs {
   PrepareQueriesParams p;
   int index_parts;  // warps of a token that take heads of the indexer
-  int items;        // of attention: pairs of chunks of a token
+  int items;        // pairs of chunks of attention's heads of a token
   Divider parts;    // warps of a token
   Divider half_chunks;
 };
@@ -26,11 +26,11 @@ inline constexpr int kQueriesWarps = 4;
 inline constexpr int kQueriesBlock = kQueriesWarps * kWarpSize;
 inline constexpr int kHeadsOfWarp = kWarpSize / kIndexLanes;
 
-// Heads of the indexer of warp `part` of a token.
+// Prepares the indexer's heads of warp `part` of a token.
 template <IndexLayoutId kId>
 __device__ __forceinline__ void prepare_index_heads(const PrepareQueriesParams& p, int64_t token, int part) {
   const int head = (part * kWarpSize + static_cast<int>(threadIdx.x % kWarpSize)) / kIndexLanes;
-  const bool exists = head < p.num_index_heads;  // all lanes of a warp go on: they shuffle
+  const bool exists = head < p.num_index_heads;  // lanes without a head go on: they shuffle
   const uint16_t* source = p.index_q + token * p.index_q_stride_token + head * p.index_q_stride_head;
   IndexRow row;
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void prepare_index_heads(const PrepareQueriesParams& 
     reinterpret_cast<uint32_t*>(p.out_index_scale)[at] = codes.scale;
 }
 
-// Pairs of chunks of attention's heads of warp `part` of a token.
+// Rotates the pairs of chunks of attention's heads that warp `part` of a token has.
 __device__ __forceinline__ void rotate_heads(const PrepareQueriesArgs& args, int64_t token, int part) {
   const PrepareQueriesParams& p = args.p;
   const int item = part * kWarpSize + static_cast<int>(threadIdx.x % kWarpSize);

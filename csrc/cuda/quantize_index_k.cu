@@ -1,5 +1,5 @@
-// quantize_index_k on CUDA: eight lanes a key, sixteen elements a lane; of many keys a lane reads two at
-// once. Traffic per key: reads 128 elements, writes 132 or 68 bytes. HBM-bound.
+// quantize_index_k on CUDA. Eight lanes take a key, sixteen elements a lane; if there are many keys, a lane
+// reads two at once. HBM-bound: a key is 128 elements read, 132 or 68 bytes written.
 
 #include "ops/quantize_index_k.h"
 
@@ -13,10 +13,10 @@ struct QuantizeIndexKArgs {
 };
 
 inline constexpr int kKeyBlock = 128;
-inline constexpr int kKeysPerBlock = kKeyBlock / kIndexLanes;  // that are read at once
+inline constexpr int kKeysPerBlock = kKeyBlock / kIndexLanes;  // read at once
 inline constexpr int kManyKeys = 2;
 
-// kAtOnce keys to a lane.
+// A lane works on kAtOnce keys.
 template <IndexLayoutId kId, bool kIsBf16, int kAtOnce>
 __global__ void __launch_bounds__(kKeyBlock)
     quantize_index_k_kernel(const __grid_constant__ QuantizeIndexKArgs args) {
@@ -26,11 +26,11 @@ __global__ void __launch_bounds__(kKeyBlock)
   const bool is_float = !kIsBf16 && p.dtype == Dtype::kF32;
   const int itemsize = is_float ? 4 : 2;
   int64_t slots[kAtOnce];
-  IndexRow keys[kAtOnce], more[kAtOnce];  // more: the other halves of chunks of eight floats
+  IndexRow keys[kAtOnce], more[kAtOnce];  // more: the second halves of chunks of eight floats
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     const int64_t token = first + i * kKeysPerBlock;
-    const bool exists = token < p.num_tokens;  // all lanes of a warp go on: they shuffle
+    const bool exists = token < p.num_tokens;  // lanes without a key go on: they shuffle
     slots[i] = exists ? load_index(p.slot_mapping, p.slots_are_int64, token) : -1;
     const uint8_t* source =
         static_cast<const uint8_t*>(p.k) + (exists ? token : 0) * p.k_stride_token * itemsize;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kKeyBlock)
   }
 }
 
-// Few keys go each to a lane of their own: what they take is one key's latency.
+// With few keys a lane takes one, as the latency of one key is all the time.
 template <IndexLayoutId kId, bool kIsBf16>
 void quantize_index_keys(const QuantizeIndexKArgs& args, gpuStream_t stream) {
   const auto launch_blocks = [&](auto at_once) {

@@ -1,5 +1,5 @@
-// quantize_kv on CUDA: one warp per token finds the scale of each tile, encodes, and writes the cache row.
-// Traffic per token: reads head_dim_qk elements, writes bytes_per_token. HBM-bound;
+// quantize_kv on CUDA: one warp a token finds the scale of each tile, encodes, and writes the cache row.
+// HBM-bound: a token is head_dim_qk elements read, bytes_per_token written.
 // docs/notebook/kernels/cache_ops.md has the measurements behind the shape.
 
 #include "ops/quantize_kv.h"
@@ -19,13 +19,13 @@ struct QuantizeKvArgs {
 
 namespace {
 
-// A full multiprocessor where 32 registers are enough.
+// Blocks that fill a multiprocessor if 32 registers are enough, else three quarters of it.
 template <bool kIsBf16>
 inline constexpr int kBlocksPerSm = kMaxThreadsPerSm / kLatentBlock * (kIsBf16 ? 4 : 3) / 4;
 
 }  // namespace
 
-// kIsBf16: of the latents, else fp16 or float.
+// kIsBf16: latents are bf16; else fp16 or float.
 template <KvLayoutId kId, bool kIsBf16>
 __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
     quantize_kv_kernel(const __grid_constant__ QuantizeKvArgs args) {
@@ -39,15 +39,15 @@ __global__ void __launch_bounds__(kLatentBlock, kBlocksPerSm<kIsBf16>)
   if (token >= p.num_tokens) return;
   wait_for_previous_grid();
 
-  // Slot, scale and latent are read at the same time.
+  // Slot, scale and latent are loaded at the same time.
   const float layer_scale = kL.scale_format == ScaleFormat::kPerLayer ? *p.scale : 1.0f;
   const int64_t slot = load_index(p.slot_mapping, p.slots_are_int64, token);
   const int64_t mate =
       load_index(p.slot_mapping, p.slots_are_int64, (token ^ 1) < p.num_tokens ? token ^ 1 : token);
   const uint8_t* nope = static_cast<const uint8_t*>(p.nope) + token * p.nope_stride_token * itemsize;
   const uint8_t* rope = static_cast<const uint8_t*>(p.rope) + token * p.rope_stride_token * itemsize;
-  const int given = p.rope != nullptr ? C::kDim : kL.nope_dim;  // else rope is zero
-  Words<4> x[C::kPasses], more[C::kPasses];                     // more: of eight floats
+  const int given = p.rope != nullptr ? C::kDim : kL.nope_dim;  // without a rope, rope is zero
+  Words<4> x[C::kPasses], more[C::kPasses];                     // more: the second four of eight floats
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     const int element = C::element(pass, lane);

@@ -1,5 +1,5 @@
-// topk_to_slots on CUDA: a block for a piece of a row, four columns to a thread, whose lookups are in flight
-// together. Traffic per row: reads topk, writes width int32, and what it looks up in the page table.
+// topk_to_slots on CUDA. A block takes a piece of a row, four columns a thread, whose lookups are in flight
+// together. HBM-bound: a row is topk int32 read, width written, and the page table's entries that it needs.
 
 #include "ops/topk_to_slots.h"
 
@@ -11,7 +11,7 @@ namespace mla_fp8::gpu {
 
 struct TopkToSlotsArgs {
   TopkToSlotsParams p;
-  Divider page_size, group_size, turn, pieces;  // of a row
+  Divider page_size, group_size, turn, pieces;  // pieces: of a row
 };
 
 namespace {
@@ -20,7 +20,7 @@ constexpr int kSlotsBlock = 256;
 constexpr int kColumnsAtOnce = 4;
 constexpr int kPieceColumns = kSlotsBlock * kColumnsAtOnce;
 
-// One past the last position that is not negative.
+// The index behind the last position that is not negative.
 __device__ __forceinline__ int64_t find_last(const int32_t* positions, int64_t topk) {
   struct Last {
     uint32_t of_warp[kSlotsBlock / kWarpSize];
@@ -37,8 +37,8 @@ __device__ __forceinline__ int64_t find_last(const int32_t* positions, int64_t t
   return own;
 }
 
-// The slots of the columns of a row from `first` on, `step` apart, with their lookups in flight together. A
-// column behind the end is -1.
+// The slots of kColumnsAtOnce columns of a row, from `first` on, `step` apart. Their lookups are in flight
+// together. A column behind the row's end has slot -1.
 __device__ __forceinline__ void find_slots(const TopkToSlotsArgs& args, const TopkToSlotsRow& row,
                                            const int32_t* positions, int64_t first, int64_t step,
                                            int32_t (&slots)[kColumnsAtOnce]) {
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kSlotsBlock)
   if (piece == 0 && threadIdx.x == 0) p.out_lens[r] = static_cast<int32_t>(row.length(p.group_size));
 }
 
-// The same for one of several ranks: a block for a row, whose threads have neighbouring columns each, and
-// know from a sum how many come before.
+// topk_to_slots for one of several ranks, which packs its slots. A block takes a row; each thread has
+// neighbouring columns and learns from a sum how many slots come before them.
 __global__ void __launch_bounds__(kSlotsBlock)
     topk_to_packed_slots_kernel(const __grid_constant__ TopkToSlotsArgs args) {
   const TopkToSlotsParams& p = args.p;

@@ -1,6 +1,6 @@
 #pragma once
-// A warp writes one cache row: the scale of each tile, the codes, rope. What quantize_kv does to a latent in
-// registers; ops that make the latent themselves end in it, so that their bytes are quantize_kv's.
+// A warp writes a cache row: the scale of each tile, codes, rope. This is what quantize_kv does with a latent
+// in registers. Ops that make latents themselves end with it, so that their bytes are quantize_kv's.
 #include <utility>
 
 #include "common/fp8.h"
@@ -11,10 +11,9 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kSectorBytes = 32;  // the unit in which DRAM is written
+inline constexpr int kSectorBytes = 32;  // DRAM is written in pieces of this size
 
-// Sectors that this token fills only in part have to come from DRAM: ask for them while the latent is on
-// its way.
+// Prefetches, while the latent is loaded, sectors that the row fills only in part: they come from DRAM.
 template <KvLayoutId kId>
 __device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int64_t page_size) {
   constexpr KvLayout kL = kv_layout(kId);
@@ -28,8 +27,8 @@ __device__ __forceinline__ void prefetch_partial_sectors(const CacheRow& to, int
   }
 }
 
-// The scale record of a token from the exponents that the first lanes of its tiles hold; unused bytes are 0.
-// No loop: an array that a loop indexes would be put into memory on AMD.
+// A token's scale record, from the exponents that the first lanes of its tiles hold. Unused bytes are 0.
+// There is no loop: an array that a loop indexes would lie in memory on AMD's GPUs.
 template <KvLayoutId kId, int... kTiles>
 __device__ __forceinline__ Words<LatentChunks<kId>::kScaleWords> scale_record(
     const uint8_t (&exponents)[LatentChunks<kId>::kPasses], std::integer_sequence<int, kTiles...>) {
@@ -52,13 +51,13 @@ __device__ __forceinline__ auto scale_record(const uint8_t (&exponents)[LatentCh
   return scale_record<kId>(exponents, std::make_integer_sequence<int, kv_layout(kId).num_tiles()>{});
 }
 
-// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent: what q = x * (1 / scale)
-// is off by, (q * scale - x) / scale, makes it exact for every 8-bit mantissa of x and every mantissa of
-// scale (tried, all 2^30), and keeps the sign of a zero.
+// x / scale for bf16 x, correctly rounded, with one reciprocal for the whole latent. q = x * (1 / scale) is
+// off by (q * scale - x) / scale; less that, it is exact for every 8-bit mantissa of x and every mantissa of
+// scale (tried: all 2^30). The sign of a zero is kept.
 struct DivideByScale {
-  // An extreme scale is moved, with x, to where neither 1 / scale nor the remainder leaves the normal range.
+  // Moves an extreme scale, and x, to where neither 1 / scale nor the remainder leaves the normal range.
   float factor, scale, reciprocal;
-  float limit;  // of x, moved: the bf16 next to fp8_max * scale, whose quotient has the code of fp8_max
+  float limit;  // of moved x: the bf16 next to fp8_max * scale; its quotient has the code of fp8_max
 
   __device__ DivideByScale(float layer_scale, float fp8_max)
       : factor(layer_scale < 0x1p-60f  ? 0x1p64f
@@ -73,8 +72,8 @@ struct DivideByScale {
   }
 };
 
-// Element pass * 256 + lane * 8 of the latent and the next seven, as bf16, are x[pass] of the lane. All lanes
-// of the warp call it; the row is valid.
+// Writes a latent, as bf16: x[pass] of a lane are elements pass * 256 + lane * 8 and the next seven. All
+// lanes of the warp call it, and the row is valid.
 template <KvLayoutId kId>
 __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size, float layer_scale,
                                           float fp8_max, const Words<4> (&x)[LatentChunks<kId>::kPasses]) {
@@ -86,7 +85,7 @@ __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size,
   uint8_t* dst = page + kL.token_offset(to.row);
   const DivideByScale divide(layer_scale, fp8_max);
   Words<C::kLeadWords> codes[C::kPasses];
-  uint8_t scales[C::kPasses];  // of this lane's tiles: an exponent, or an e4m3
+  uint8_t scales[C::kPasses];  // of this lane's tiles: an exponent each, or an e4m3
 #pragma unroll
   for (int pass = 0; pass < C::kPasses; ++pass) {
     if (C::element(pass, 0) >= C::kLeadDim) continue;
@@ -113,7 +112,7 @@ __device__ __forceinline__ void write_row(const CacheRow& to, int64_t page_size,
       store(dst + C::rope_offset(element), x[pass], true);
   }
   if constexpr (kScalesBeforeRope) {
-    // They lie in one sector with the beginning of rope: the first lane without rope writes them along.
+    // Scales share a sector with the beginning of rope: the first lane without rope writes them with it.
     constexpr int kFirst = (C::kPasses - 1) * kPassDim, kScaleLane = (C::kDim - kFirst) / kChunk;
     static_assert(C::kScaleWords == 4 && kFirst >= kL.nope_dim && kScaleLane < kWarpSize);
     const auto record = scale_record<kId>(scales);

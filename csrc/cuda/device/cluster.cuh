@@ -1,5 +1,5 @@
 #pragma once
-// The CTAs of a cluster (sm_90): their barrier, and each other's shared memory.
+// The CTAs of a cluster (sm_90): their barrier, and accesses to each other's shared memory.
 #include <cstdint>
 
 #include "cuda/device/mbarrier.cuh"
@@ -14,8 +14,8 @@ __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// The same where others read nothing but what each block has written to its own shared memory: a fence of the
-// block, where the one above waits for all stores of the GPU.
+// A barrier of the cluster after which others read nothing but what each block has written to its own shared
+// memory. It takes a fence of the block; cluster_sync waits for all stores of the GPU.
 __device__ inline void cluster_sync_shared() {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
   asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
@@ -25,14 +25,13 @@ __device__ inline void cluster_sync_shared() {
   cluster_sync();
 #endif
 }
-// The same before a block ends whose shared memory others read. Whoever calls it has used all that it has
-// read there, so no read is under way; and nobody waits for its writes, least of all for outputs on their way
-// to memory.
+// The barrier before a block ends whose shared memory others read. Callers have used all that they read
+// there, so no read is under way. Nobody waits for their writes: outputs may still be on their way to memory.
 __device__ inline void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   cluster_wait();
 }
-// The address, in the cluster's window, of the same place in block `rank`'s shared memory.
+// The address, in the cluster's window, of the same byte of block `rank`'s shared memory.
 __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -81,7 +80,7 @@ __device__ inline int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ inline unsigned cluster_index() {  // of the cluster in its grid; of the block where there are none
+__device__ inline unsigned cluster_index() {  // of the cluster in its grid; without clusters, of the block
   unsigned index;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
   return index;
@@ -95,8 +94,8 @@ __device__ inline void store_cluster_float(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
-// At a barrier anywhere in the cluster, after reads: with a scope of the cluster, which writes would need,
-// each arrival takes a fence of the GPU.
+// Arrives at a barrier anywhere in the cluster, after reads. With a scope of the cluster, which writes would
+// need, each arrival would take a fence of the GPU.
 __device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {
   __syncwarp();
   if (kWarpArrivals > 1 || lane == 0)

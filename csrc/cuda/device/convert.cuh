@@ -1,21 +1,21 @@
 #pragma once
-// Conversions in registers: pairs of 16-bit floats in a word, eights of bf16 (four words), e4m3 (two words)
-// and e2m1 (one). The instructions of sm_89 and newer where they exist, elsewhere and for e4m3fnuz the code
-// of common/fp8.h: the same bytes, NaN included.
+// Conversions in registers. Operands are pairs of 16-bit floats in a word, and eights of bf16 (four words),
+// e4m3 (two words) and e2m1 (one). sm_89 and newer have instructions for e4m3fn; other GPUs, and e4m3fnuz,
+// run the code of common/fp8.h. Bytes are the same, NaN included.
 #include "common/dtype.h"
 #include "common/fp8.h"
 #include "cuda/device/global.cuh"
 
 namespace mla_fp8::gpu {
 
-inline constexpr float kE2m1ToHalf = 0x1p-14f;  // between an e2m1 and the half with its bits
+inline constexpr float kE2m1ToHalf = 0x1p-14f;  // an e2m1 times this is the half with the e2m1's bits
 
-// A bf16, twice.
+// Both halves of the word are the bf16 of a value that is one already.
 __device__ __forceinline__ uint32_t both_bf16(float value) { return (float_bits(value) >> 16) * 0x10001u; }
 
 #if MLA_FP8_PTX
 
-// What csrc/hip/platform.h says more about.
+// Codes are never halved on NVIDIA's GPUs; csrc/hip/platform.h says why AMD's do.
 template <Format>
 inline constexpr bool kAreHalved = false;
 template <int kWords, int kCount>
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
 __device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// As below.
+// The same as pack; AMD's form below is quicker.
 template <Dtype kDtype>
 __device__ __forceinline__ uint32_t pack_weights(float2 values) {
   return pack<kDtype>(values);
@@ -77,20 +77,20 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   }
 }
 
-// Four codes as bf16 or fp16, exactly.
+// Converts four codes to bf16 or fp16, exactly.
 template <Format kFormat, Dtype kDtype>
 __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   return {pack<kDtype>(unpack_e4m3<kFormat>(codes)), pack<kDtype>(unpack_e4m3<kFormat>(codes >> 16))};
 }
 
-// Two e4m3fn codes to fp16 by the instruction of sm_89: exact, NaN becomes 0x7fff.
+// Converts two e4m3fn codes to fp16 by the instruction of sm_89: exactly, NaN becomes 0x7fff.
 __device__ __forceinline__ uint32_t e4m3x2_to_f16(uint32_t codes) {
   uint32_t f;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(f) : "h"(static_cast<uint16_t>(codes)));
   return f;
 }
 
-// Four e4m3fn codes to fp16 by the instruction of sm_89: exact, NaN kept.
+// Converts four e4m3fn codes to fp16 by the instruction of sm_89: exactly, NaN kept.
 __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& f01, uint32_t& f23) {
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, "
       "high; }"
@@ -98,12 +98,12 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t& f01, uint3
       : "r"(codes));
 }
 
-// Two bf16 x * factor, a bf16 too.
+// Two bf16 times a factor that is a bf16.
 __device__ __forceinline__ uint32_t scale_bf16x2(uint32_t x, float factor) {
   asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(both_bf16(factor)), "r"(both_bf16(-0.0f)));
   return x;
 }
-// In [-limit, limit], a bf16 too; a NaN stays one.
+// x * factor, clamped to [-limit, limit]; limit is a bf16. A NaN stays one.
 __device__ __forceinline__ float2 scale_and_clamp(uint32_t x, float factor, float limit) {
   x = scale_bf16x2(x, factor);
   asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(both_bf16(limit)));
@@ -122,13 +122,13 @@ __device__ __forceinline__ uint32_t pack_e4m3(float2 values) {
   }
 }
 
-// The larger ones of two pairs of bf16 that are positive, or 0.
+// The larger of each half of two pairs of bf16, none of them negative.
 __device__ __forceinline__ uint32_t larger_bf16x2(uint32_t a, uint32_t b) {
   asm("max.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
 
-// The largest finite magnitude of four pairs of bf16, in each half of a word, or `least`.
+// In each half of the word, the largest finite magnitude of that half of four pairs, and of `least`.
 __device__ __forceinline__ uint32_t finite_amax_bf16x2(const Words<4>& x, uint32_t least) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)  // x * 0 + x turns an infinity into NaN, which max drops
@@ -138,19 +138,19 @@ __device__ __forceinline__ uint32_t finite_amax_bf16x2(const Words<4>& x, uint32
         : "r"(x[i]));
   return least;
 }
-// Of eight bf16, as the bits of a bf16.
+// The largest finite magnitude of eight bf16, as the bits of a bf16.
 __device__ __forceinline__ uint32_t finite_amax8(const Words<4>& x) {
   const uint32_t amax = finite_amax_bf16x2(x, 0);
   return max(amax & 0xffffu, amax >> 16);
 }
-// Of two times eight, each in a half of a word.
+// finite_amax8 of x in the lower half of the word, of y in the upper half; at least `least`.
 __device__ __forceinline__ uint32_t finite_amax8x2(const Words<4>& x, const Words<4>& y, uint32_t least) {
   const uint32_t of_x = finite_amax_bf16x2(x, least), of_y = finite_amax_bf16x2(y, least);
   return larger_bf16x2(__byte_perm(of_x, of_y, 0x5410), __byte_perm(of_x, of_y, 0x7632));
 }
 
-// The codes of eight bf16 x / scale, factor being kE2m1ToHalf / scale; of NaN the largest. The bits of a half
-// of 2^-14 times a value are its e2m1 with nine more bits, so rounding is an addition.
+// The e2m1 codes of eight bf16 x / scale, where factor = kE2m1ToHalf / scale. A NaN becomes the largest code.
+// The bits of the half 2^-14 x are x's e2m1 and nine more bits, so rounding is an addition.
 __device__ __forceinline__ Words<1> encode_e2m1x8_by(const Words<4>& x, float factor) {
   uint32_t codes = 0;
 #pragma unroll
@@ -165,14 +165,14 @@ __device__ __forceinline__ Words<1> encode_e2m1x8_by(const Words<4>& x, float fa
   }
   return {codes};
 }
-// Of an e4m3 scale > 0; of a NaN scale 0. An approximate quotient will do: an exact one that is no tie is off
-// it by 2^-8 or more, and a tie is a half (tried, all mantissas of both).
+// The e2m1 codes of x / scale for an e4m3 scale > 0; a NaN scale makes codes 0. An approximate quotient is
+// enough: an exact one that is no tie is 2^-8 or more off one; a tie is a half (tried: all mantissas).
 __device__ __forceinline__ Words<1> encode_e2m1x8(const Words<4>& x, float scale) {
   const Words<1> codes = encode_e2m1x8_by(x, __fdividef(kE2m1ToHalf, scale));
   return {scale == scale ? codes[0] : 0u};
 }
 
-#else  // the code of common/dtype.h and hip/e4m3.h, which those instructions agree with
+#else  // the code of common/dtype.h and hip/e4m3.h, which gives the same bytes
 
 __device__ __forceinline__ Words<1> encode_e2m1x8_by(const Words<4>& x, float factor) {
   uint32_t codes = 0;
@@ -195,7 +195,7 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
   return from_float<kDtype>(values.x) | uint32_t{from_float<kDtype>(values.y)} << 16;
 }
 
-// Of a NaN anything: a row with a weight that is NaN has a normaliser that is.
+// pack for softmax weights. A NaN may become anything: a row with a NaN weight has a NaN normaliser.
 template <Dtype kDtype>
 __device__ __forceinline__ uint32_t pack_weights(float2 values) {
   if constexpr (kDtype == Dtype::kBf16) return round_to_bf16(values.x, values.y);
@@ -208,7 +208,7 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t pair) {
   return {values.x[0], values.x[1]};
 }
 
-// For attention, to which -0 is 0.
+// Converts four codes to bf16 or fp16, exactly but for -0: that becomes 0, which is the same to attention.
 template <Format kFormat, Dtype kDtype>
 __device__ __forceinline__ Words<2> e4m3x4_to_16bit(uint32_t codes) {
   const Float4 values = e4m3x4_to_float<kFormat, false>(codes);
@@ -279,12 +279,12 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return pack<Dtype::kBf16>({low, high});
 }
 
-// The 16-bit floats of kCount columns of four rows' codes: columns[j] holds those of column j.
+// Converts the codes of kCount columns of four rows: columns[j] gets the four 16-bit floats of column j.
 template <Format kFormat, Dtype kDtype, int kCount>
 __device__ __forceinline__ void e4m3_columns_to_16bit(const uint32_t (&rows)[4],
                                                       Words<2> (&columns)[kCount]) {
 #if !MLA_FP8_PTX
-  // To pack floats of two rows takes no more than to pack those of one: no bytes are transposed.
+  // Packing floats of two rows costs no more than packing floats of one, so no bytes have to be transposed.
   if constexpr (kHasE4m3Instructions<kFormat>) {
     Float4 x[4];
 #pragma unroll
@@ -302,7 +302,7 @@ __device__ __forceinline__ void e4m3_columns_to_16bit(const uint32_t (&rows)[4],
   }
 }
 
-// value = e4m3 * scale in float, rounded once to bf16. What is bf16 already passes through.
+// Decodes eight values: e4m3 * scale in float, rounded once to bf16. Values that are bf16 pass through.
 template <Format kFormat>
 __device__ __forceinline__ Words<4> decode8(const Words<2>& codes, float scale) {
   Words<4> out;
@@ -325,14 +325,14 @@ __device__ __forceinline__ Words<4> decode8(const Words<1>& e2m1, float scale) {
 
 // The bf16 bits of the largest finite magnitude of eight, or of infinity if one is NaN.
 __device__ __forceinline__ uint32_t finite_amax8_or_nan(const Words<4>& x) {
-  uint32_t nan = 0;  // the upper bit of a half whose magnitude is above infinity
+  uint32_t nan = 0;  // bit 15 of a half: its magnitude is above infinity
 #pragma unroll
   for (int i = 0; i < 4; ++i) nan |= (x[i] & 0x7fff7fffu) + 0x007f007fu;
   return nan & 0x80008000u ? kInfBits >> 16 : finite_amax8(x);
 }
 
-// The codes of eight bf16 x, each map(x * factor, but at most limit). Two at a time until the map: factor is
-// a power of two, so that x * factor is a bf16 wherever its code is not 0, and limit is a bf16.
+// The codes of eight bf16 x: map(x * factor, clamped to limit) for each. Products are of two at a time in
+// bf16, exactly: factor is a power of two, so x * factor is a bf16 unless its code is 0. limit is a bf16.
 template <Format kFormat, class Map>
 __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float limit, const Map& map) {
   if constexpr (kFormat == Format::kBf16) {
@@ -348,7 +348,7 @@ __device__ __forceinline__ auto encode8(const Words<4>& x, float factor, float l
   }
 }
 
-// The same where limit is the largest number of the format, at which the conversion saturates anyway.
+// encode8 without map, where limit is the largest number of the format: the conversion saturates there.
 template <Format kFormat>
 __device__ __forceinline__ Words<2> encode8(const Words<4>& x, float factor) {
 #if MLA_FP8_PTX
@@ -363,14 +363,14 @@ __device__ __forceinline__ Words<2> encode8(const Words<4>& x, float factor) {
   return encode8<kFormat>(x, factor, format_max(kFormat), [](float quotient) { return quotient; });
 }
 
-// tile_scale_exponent of two tiles at once: from the bf16 of their largest magnitudes, which are no less than
-// the floor, to the bf16 of their scales. fp8_max is a bf16 too.
+// tile_scale_exponent for two tiles at once: from bf16 of their largest magnitudes, at least the floor, to
+// bf16 of their scales. fp8_max is a bf16, too.
 __device__ __forceinline__ uint32_t tile_scales_bf16x2(uint32_t amax, float fp8_max) {
   const uint32_t one = 127u << 7, round_up = 0x7fu;
   return (amax - ((float_bits(fp8_max) >> 16) - one - round_up) * 0x10001u) & 0x7f807f80u;
 }
 
-// Eight fp16, or eight floats of which `x` and `more` have four each, rounded to bf16.
+// Rounds to bf16: eight fp16 in x, or eight floats, four in x and four in `more`.
 __device__ __forceinline__ Words<4> to_bf16x8(bool is_float, const Words<4>& x, const Words<4>& more) {
   Words<4> out;
 #pragma unroll

@@ -1,10 +1,10 @@
 #pragma once
-// Copies without registers: into, out of and between shared memories, and towards the L2.
+// Copies that need no registers: between global and shared memory, between shared memories, to the L2.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
 
-// From global to shared memory, past the L1 or through it; `valid` false writes zeros and reads nothing.
+// Copies 16 bytes from global to shared memory, past the L1 or through it. If not `valid` it writes zeros.
 template <bool kThroughL1 = false>
 __device__ inline void cp_async_16(uint32_t dst, const void* src, bool valid) {
   if constexpr (kThroughL1)
@@ -22,15 +22,15 @@ __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- sm_90 ----
-// By the copy engine, which completes the bytes at the mbarrier `bar`; addresses and size are multiples of
-// 16 bytes.
+// The copy engine copies global to shared memory and completes the bytes at mbarrier `bar`. Addresses and
+// size are multiples of 16 bytes.
 __device__ inline void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-// The same of what is not read again soon: it leaves the L2 before other lines.
+// bulk_copy of bytes that are not read again soon: they leave the L2 before others.
 __device__ inline void bulk_copy_once(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile(
       "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
@@ -39,8 +39,7 @@ __device__ inline void bulk_copy_once(uint32_t dst, const void* src, int bytes, 
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-// From this CTA's shared memory to another's of the cluster, the same rules; `dst` and `bar` are its cluster
-// addresses.
+// bulk_copy from this CTA's shared memory to another's of the cluster; `dst` and `bar` are cluster addresses.
 __device__ inline void bulk_copy_to_cluster(uint32_t dst, uint32_t src, int bytes, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -48,7 +47,7 @@ __device__ inline void bulk_copy_to_cluster(uint32_t dst, uint32_t src, int byte
       "r"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
-// Brings global memory closer; `bytes` and the address are multiples of 16.
+// Prefetches global memory to the L2. Address and size are multiples of 16 bytes.
 __device__ inline void bulk_prefetch_l2(const void* src, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }

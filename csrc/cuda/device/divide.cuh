@@ -1,13 +1,13 @@
 #pragma once
-// Division by a number known at launch, as a multiplication.
+// Division by a number known at launch: a multiplication in place of an instruction sequence.
 #include <cstdint>
 
 #include "cuda/device/platform.cuh"
 
 namespace mla_fp8::gpu {
 
-// n / divisor for n >= 0, exact while n * divisor < 2^64: q = n * magic / 2^64 with magic = ceil(2^64 /
-// divisor), which is too large by less than 1 / divisor.
+// n / divisor for n >= 0, exact while n * divisor < 2^64. The quotient is n * magic / 2^64 with magic =
+// ceil(2^64 / divisor), which exceeds 2^64 / divisor by less than 1.
 class Divider {
  public:
   explicit Divider(int64_t divisor)

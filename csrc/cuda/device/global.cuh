@@ -1,5 +1,5 @@
 #pragma once
-// Global memory in pieces of 4, 8 and 16 bytes per lane.
+// Accesses to global memory in pieces of 4, 8 and 16 bytes a lane.
 #include <cstdint>
 
 #include "common/fp8.h"
@@ -16,8 +16,8 @@ struct alignas(4 * kWords) Words {
 
 #if MLA_FP8_PTX
 
-// The words at p, or zeros without an access. No branch, so that all loads of a row are in flight before
-// the first use. Bytes that are read once have no business in L1.
+// The words at p, or zeros without an access. There is no branch, so all loads of a row are in flight before
+// the first is used. They do not go into the L1: the bytes are read once.
 template <int kWords>
 __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
@@ -45,7 +45,7 @@ __device__ __forceinline__ Words<kWords> load_if(const void* p, bool wanted) {
   return w;
 }
 
-// Streaming stores leave L2 first: for bytes that no kernel reads soon.
+// Streaming stores are for bytes that no kernel reads soon: they leave the L2 first.
 __device__ __forceinline__ void store(void* p, const Words<1>& w, bool streaming = false) {
   streaming ? __stcs(static_cast<unsigned*>(p), w[0]) : void(*static_cast<uint32_t*>(p) = w[0]);
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store(void* p, const Words<4>& w, bool streaming
   streaming ? __stcs(static_cast<uint4*>(p), v) : void(*static_cast<uint4*>(p) = v);
 }
 
-// A line of what no kernel writes meanwhile.
+// Prefetches a line to the L1. No kernel may write it meanwhile.
 __device__ __forceinline__ void prefetch_l1(const void* p) {
   uint32_t unused;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(p));
@@ -94,7 +94,7 @@ __device__ __forceinline__ void prefetch_l2(const void*) {}
 
 #endif
 
-// Element i of an index tensor of either width.
+// Element i of an index tensor of int32 or int64.
 __device__ __forceinline__ int64_t load_index(const void* indices, bool is_int64, int64_t i) {
   return is_int64 ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
 }

@@ -1,6 +1,5 @@
 #pragma once
-// Launching on the caller's stream: no allocation, no synchronisation, so every op can be captured in a
-// graph.
+// Launches kernels on the caller's stream, without allocation or synchronisation: graphs can capture any op.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -36,7 +35,7 @@ inline int num_processors() { return device_attribute(cudaDevAttrMultiProcessorC
 inline int compute_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
 
 // Every kernel calls this before its first access to global memory: the grid before it may still be running.
-// The blocks of the next grid may then take what this one leaves of the SMs, and wait for its end in turn.
+// Blocks of the next grid may then take what this one leaves of the SMs; they wait for its end in turn.
 __device__ __forceinline__ void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -44,15 +43,15 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 #endif
 }
 
-// Before that: the blocks of the next grid may come as this one's leave. They wait for its end.
+// Lets blocks of the next grid begin as this one's leave, even before this one's own wait.
 __device__ __forceinline__ void let_next_grid_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// The same around a kernel that may follow one which it does not depend on: that one has waited for what came
-// before. It must only not end first, for the next grid waits for this one alone.
+// wait_for_previous_grid in two parts, for a kernel that may follow one on which it does not depend. That one
+// has waited for what came before, so begin_grid does not. end_grid must: the next grid waits for this alone.
 __device__ __forceinline__ void begin_grid(bool follows) {
 #if __CUDA_ARCH__ >= 900
   if (!follows) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -89,7 +88,7 @@ void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params)
 
 #else
 
-__device__ __forceinline__ void wait_for_previous_grid() {}  // streams run one grid after the other
+__device__ __forceinline__ void wait_for_previous_grid() {}  // HIP streams run one grid after another
 
 template <class Params>
 void launch(void (*kernel)(Params), const LaunchConfig& c, const Params& params) {

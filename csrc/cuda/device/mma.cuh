@@ -6,8 +6,8 @@
 
 namespace mla_fp8::gpu {
 
-// D[16 x 8] += A[16 x 16] B[16 x 8], float accumulators: d[0], d[1] are (row g, columns 2t, 2t + 1), d[2],
-// d[3] the same columns of row g + 8.
+// D[16 x 8] += A[16 x 16] B[16 x 8] with float sums. d[0], d[1] are columns 2t, 2t + 1 of row g; d[2], d[3]
+// are the same columns of row g + 8.
 __device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -23,7 +23,7 @@ __device__ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Over g: the rows of a fragment of A or D with the same t.
+// Reduces over g: over the rows of a fragment of A or D with the same t.
 __device__ inline float max_over_g(float x) {
 #pragma unroll
   for (int offset = 4; offset < kWarpSize; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
@@ -34,8 +34,8 @@ __device__ inline float sum_over_g(float x) {
   for (int offset = 4; offset < kWarpSize; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
   return x;
 }
-// Of kCount values over g: a lane is left with kLeftOfG of them, from first_left_of_g on, at half of the
-// instructions that all of them would take in all lanes. Of those that are left twice the lower lane's count.
+// Reduces kCount values over g with half of the instructions that all values would take in all lanes. A lane
+// is left with kLeftOfG values, from first_left_of_g on; of two lanes with the same ones the lower counts.
 template <int kCount>
 inline constexpr int kLeftOfG = kCount % 8 == 0 ? kCount / 8 : kCount / 4;
 template <int kCount, int kOffset = 4, int kNow = kCount, class Op>
@@ -63,7 +63,7 @@ template <int kCount>
 __device__ __forceinline__ bool counts_of_g(int lane) {
   return kCount % 8 == 0 || !(lane & 16);
 }
-// Over t: the columns of D in the same row.
+// Reduces over t: over the columns of D in one row.
 __device__ inline float max_over_t(float x) {
   x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
   return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));

@@ -1,14 +1,14 @@
 #pragma once
-// The kernels in this folder that csrc/hip compiles too are written in CUDA's vocabulary and in what each of
-// the two headers below defines:
+// The words in which kernels of this folder are written so that csrc/hip compiles them too. CUDA's vocabulary
+// is one part; the other is what both headers below define:
 //
 //   MLA_FP8_PTX                  whether there is PTX
 //   kWaveSize                    lanes of the matrix instructions; logical warps have 32 lanes everywhere
-//   MLA_FP8_WAVE64               whether those are 64
-//   MLA_SHARED(Type, name)       a variable of the block
-//   MLA_256_REGISTERS            of a kernel that takes no more of them
+//   MLA_FP8_WAVE64               whether kWaveSize is 64
+//   MLA_SHARED(Type, name)       declares a variable of the block
+//   MLA_256_REGISTERS            limits a kernel to 256 registers where a compiler would take more
 //   fast_exp2, fast_log2         the hardware's approximations
-//   fast_divide                  x / y; on NVIDIA's one of them, 0 of y above 2^126
+//   fast_divide                  x / y; on NVIDIA's GPUs approximate, and 0 for y above 2^126
 #if MLA_FP8_WITH_HIP
 #include "hip/platform.h"
 #else

@@ -1,5 +1,5 @@
 #pragma once
-// What warps with roles of their own need: barriers among some of them, and registers by role.
+// Barriers among some warps of a block, and registers by role, for kernels whose warps have different roles.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
@@ -7,17 +7,16 @@ namespace mla_fp8::gpu {
 __device__ inline void named_barrier(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// Of the whole block, for warps with roles of their own, which come from different places: __syncthreads must
-// be the same call for all.
+// A barrier of the whole block for warps that call it in different places, as they may not __syncthreads.
 template <int kThreads>
 __device__ inline void block_barrier() {
   named_barrier(0, kThreads);
 }
-// Counts as one of the threads without waiting.
+// Counts as one of the barrier's threads without waiting.
 __device__ inline void named_barrier_arrive(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// As named_barrier, and tells whether `x` holds in any of the threads.
+// named_barrier, which also tells whether `x` holds in any of its threads.
 __device__ inline bool named_barrier_any(int id, int num_threads, bool x) {
   uint32_t any;
   asm volatile(
@@ -29,7 +28,7 @@ __device__ inline bool named_barrier_any(int id, int num_threads, bool x) {
 }
 
 // ---- sm_90 ----
-// Moves registers between the warpgroups of a CTA; every warp of a warpgroup calls it.
+// Moves registers between the warpgroups of a CTA. Every warp of a warpgroup calls it.
 template <int kRegisters>
 __device__ inline void give_up_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -38,7 +37,7 @@ template <int kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-// From the share that a block of kThreads is launched with to kRegisters.
+// Changes a warp's registers from the even share of a block of kThreads to kRegisters.
 template <int kRegisters, int kThreads>
 __device__ inline void set_registers() {
   if constexpr (kRegisters < 65536 / kThreads) give_up_registers<kRegisters>();

@@ -1,17 +1,17 @@
 #pragma once
-// Shared memory by its address, which stays uniform where a pointer would not: words, and 8x8 matrices for
-// the matrix instructions (mma.cuh).
+// Accesses to shared memory by 32-bit address: words, and 8x8 matrices for the matrix instructions (mma.cuh).
+// Compilers keep such addresses uniform where they would not keep a pointer.
 #include <cstddef>
 #include <cstdint>
 
 #include "cuda/device/platform.cuh"
 
-// Where a field lies in the struct C::Smem that describes the shared memory of a kernel.
+// The offset of a field in the struct C::Smem, which describes a kernel's shared memory.
 #define MLA_SMEM(C, field) static_cast<int>(offsetof(typename C::Smem, field))
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
+inline constexpr int kMaxSharedBytes = 227 * 1024;  // most bytes of a block on sm_90
 
 #if MLA_FP8_PTX
 
@@ -74,8 +74,8 @@ __device__ inline void add_shared_1(uint32_t address) {
   asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Register m
-// holds elements (row g, columns 2t, 2t + 1) of matrix m; `_trans`: (rows 2t, 2t + 1, column g).
+// Loads four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8. Register
+// m gets columns 2t, 2t + 1 of row g of matrix m; in the _trans form, rows 2t, 2t + 1 of column g.
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -88,8 +88,7 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
                : "r"(address)
                : "memory");
 }
-// An 8x8 matrix of 16-bit elements, transposed between the registers of the warp: a C fragment becomes a B
-// one.
+// Transposes an 8x8 matrix of 16-bit elements in the registers of a warp: a C fragment becomes a B fragment.
 __device__ inline uint32_t movmatrix_trans(uint32_t a) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

@@ -1,6 +1,6 @@
 #pragma once
-// Boxes of tensors in global memory for the copy engine (sm_90). A map is a kernel argument, made on the host
-// without touching the device.
+// Boxes of tensors in global memory, for the copy engine (sm_90). A map is a kernel argument; the host makes
+// it without touching the device.
 #include <cuda.h>
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace mla_fp8::gpu {
 
-// Bytes [planes, rows, row_bytes] with strides in bytes, multiples of 16 as the address is. A box is 128
-// bytes of `box_rows` rows of a plane, swizzled; what lies outside the tensor is zeros. False where the
-// driver knows no maps or refuses this one.
+// Makes a map of bytes [planes, rows, row_bytes]. The address and strides are multiples of 16 bytes. A box is
+// 128 bytes of `box_rows` rows of a plane, swizzled; bytes outside the tensor are zeros. False: the driver
+// knows no maps, or refuses.
 inline bool make_tensor_map(CUtensorMap& map, const void* base, uint64_t row_bytes, uint64_t rows,
                             uint64_t planes, uint64_t row_stride, uint64_t plane_stride, uint32_t box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -35,8 +35,8 @@ __device__ inline void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The box whose first byte is `byte` of row `row` of plane `plane`, to shared memory from a multiple of 1024
-// bytes on; completes at the mbarrier `bar`. What nobody reads again leaves the L2 before all else.
+// Copies the box that begins at byte `byte` of row `row` of plane `plane` to `dst`, a multiple of 1024 bytes,
+// and completes at mbarrier `bar`. Bytes that are not read again leave the L2 before all others.
 __device__ inline void tensor_copy(uint32_t dst, const CUtensorMap& map, int byte, int row, int plane,
                                    uint32_t bar, bool is_read_again) {
   if (is_read_again)

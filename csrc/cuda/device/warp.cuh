@@ -1,5 +1,5 @@
 #pragma once
-// What the lanes of a warp compute together.
+// Sums, maxima and broadcasts over the lanes of a warp or the threads of a block.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace mla_fp8::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Over each group of kLanes neighbouring lanes; all of them get the result.
+// The maximum over each group of kLanes neighbouring lanes, in all of them.
 template <int kLanes = kWarpSize>
 __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
 #if __CUDA_ARCH__ >= 800
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
   return x;
 }
 
-// What `lane` holds: the same one for all, or one for each.
+// What `lane` holds; lanes may ask for different ones.
 template <class T>
 __device__ __forceinline__ T broadcast(T x, int lane) {
   static_assert(sizeof(T) % 4 == 0 && std::is_trivially_copyable_v<T>);
@@ -43,7 +43,7 @@ __device__ __forceinline__ T lanes_sum(T x) {
   return x;
 }
 
-// The sum of the lanes up to and including this one.
+// The sum over lanes up to and including this one.
 template <class T>
 __device__ __forceinline__ T warp_inclusive_sum(T x) {
   const int lane = threadIdx.x % kWarpSize;
@@ -55,11 +55,11 @@ __device__ __forceinline__ T warp_inclusive_sum(T x) {
   return x;
 }
 
-// The same over a block of kWarps warps, all of whose threads call it.
+// The sum over the block's threads up to and including this one. All threads of its kWarps warps call it.
 template <int kWarps, class T>
 __device__ __forceinline__ T block_inclusive_sum(T x) {
   static_assert(kWarps <= kWarpSize);
-  // Aligned, or a vector load of it takes in, and races with, the variable next to it.
+  // Alignment keeps a vector load of the sums from reading, and racing with, the variable beside them.
   struct alignas(16) Sums {
     T of_warp[kWarpSize];
   };

@@ -1,27 +1,26 @@
 #pragma once
-// Warpgroup matrix instructions of sm_90a: D[64 x N] += A[64 x 16] B[16 x N], B from shared memory, A from
-// registers or shared memory. Warp w of the four owns rows 16 w .. 16 w + 15; its A and D fragments are those
-// of mma.cuh, D for each group of 8 columns.
+// Warpgroup matrix instructions of sm_90a: D[64 x N] += A[64 x 16] B[16 x N], with B from shared memory and A
+// from registers or shared memory. Warp w of four owns rows 16 w .. 16 w + 15. Its A and D fragments are
+// those of mma.cuh, D one for each group of 8 columns.
 #include <cstdint>
 
 namespace mla_fp8::gpu {
 
-// B in shared memory without swizzle: 8x8 core matrices of 128 contiguous bytes, a row (one column of B, 8
-// consecutive k) in 16 bytes. `stride_k`, `stride_n`: bytes from a core matrix to the next in that direction.
+// Describes B in shared memory without swizzle. An 8x8 core matrix is 128 contiguous bytes; 16 bytes are one
+// column of B, 8 consecutive k. `stride_k`, `stride_n`: bytes between core matrices in that direction.
 __device__ inline uint64_t wgmma_descriptor(uint32_t address, int stride_k, int stride_n) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride_k >> 4) << 16 |
          static_cast<uint64_t>(stride_n >> 4) << 32;
 }
-// A or B in swizzled panels of 64 elements x any number of rows: a row is 128 contiguous bytes, its eight
-// 16-byte chunks in the order chunk ^ row % 8, panels lie at multiples of 1024 bytes. Elements of a row are
-// consecutive in k (A, B) or, for the _t forms of B, in n; `stride_n` is then the distance of the next panel
-// in n. Advancing by 16 in k is +32 bytes inside a row, or +16 rows (2048 bytes). `stride_8`: from eight rows
-// to the next eight.
+// Describes A or B in swizzled panels of 64 elements x any number of rows, at multiples of 1024 bytes. A row
+// is 128 contiguous bytes; its eight 16-byte chunks lie in the order chunk ^ row % 8. Elements of a row are
+// consecutive in k, or, for the _t forms of B, in n; `stride_n` is then bytes from a panel to the next in n.
+// 16 further in k is +32 bytes in a row, or +16 rows (2048 bytes). `stride_8`: bytes between eights of rows.
 __device__ inline uint64_t wgmma_panel_descriptor(uint32_t address, int stride_n = 0, int stride_8 = 1024) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(stride_n >> 4) << 16 |
          static_cast<uint64_t>(stride_8 >> 4) << 32 | uint64_t{1} << 62;
 }
-// The same, `bytes` further on.
+// The descriptor of what lies `bytes` further on.
 __device__ inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
   const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);  // no carry: addresses have 18 bits
   return descriptor & ~uint64_t{0xffffffff} | low;
@@ -29,7 +28,7 @@ __device__ inline uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
 // Orders register and shared memory accesses of this warp before the wgmma that follow.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most kPending committed groups are in flight.
+// Waits until at most kPending committed groups are in flight.
 template <int kPending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -90,7 +89,7 @@ MLA_WGMMA_N64(wgmma_f16, "f16")
 #undef MLA_WGMMA_N32
 #undef MLA_WGMMA_N16
 
-// bf16 in swizzled panels: N = 64 or 72 with B along k, N = 256 with B along n.
+// bf16 from swizzled panels: N = 64 or 72 with B along k, N = 256 with B along n.
 #define MLA_D32(d, i)                                                                                     \
   MLA_D4(d, i), MLA_D4(d, i + 1), MLA_D4(d, i + 2), MLA_D4(d, i + 3), MLA_D4(d, i + 4), MLA_D4(d, i + 5), \
       MLA_D4(d, i + 6), MLA_D4(d, i + 7)

@@ -1,5 +1,5 @@
 #pragma once
-// What a block of paged_attention_ragged is made of: constants, the caches it may read, its shared memory.
+// What a block of paged_attention_ragged is made of: constants, caches that it may read, shared memory.
 #include <cmath>
 
 #include "cuda/device/divide.cuh"
@@ -8,18 +8,18 @@
 
 namespace mla_fp8::gpu::ragged {
 
-inline constexpr int kRows = 16;  // of a block: M of the matrix instructions
-inline constexpr int kKeys = 32;  // staged at a time
+inline constexpr int kRows = 16;  // rows of a block: M of the matrix instructions
+inline constexpr int kKeys = 32;  // keys that are staged at a time
 inline constexpr int kWaves = 4;
 inline constexpr int kThreads = kWaves * kWaveSize;
-inline constexpr int kKeyTiles = kKeys / kTile, kShares = kWaves / kKeyTiles;  // of S
+inline constexpr int kKeyTiles = kKeys / kTile, kShares = kWaves / kKeyTiles;  // tiles of S; waves a tile
 inline constexpr int kRowThreads = kThreads / kRows, kRowKeys = kKeys / kRowThreads;
 inline constexpr int kMergeThreads = 128;
 
 struct Args {
   PagedAttentionRaggedParams p;
   int group;           // query heads per KV head
-  unsigned row_tiles;  // of a request and KV head
+  unsigned row_tiles;  // tiles of 16 rows of a request and KV head
   Divider page_size, num_splits;
 
   explicit Args(const PagedAttentionRaggedParams& params)
@@ -31,13 +31,13 @@ struct Args {
   static int64_t num_row_tiles(const PagedAttentionRaggedParams& p) {
     return ceil_div(int64_t{p.num_q_heads / p.num_kv_heads} * p.q_len, int64_t{kRows});
   }
-  // Of a request with num_keys keys: whole blocks of keys.
+  // Keys of each split of a request with num_keys keys: whole blocks of keys.
   __device__ __forceinline__ int64_t keys_per_split(int64_t num_keys) const {
     return align_up(num_splits(num_keys + p.num_splits - 1), int64_t{kKeys});
   }
 };
 
-// Separate K and V of up to kDim dims; what a smaller head lacks is zero.
+// Separate K and V of up to kDim dims. Dims that a smaller head lacks are zero.
 template <int kDim, CacheDtype kStoredDtype>
 struct SeparateCaches {
   static constexpr CacheDtype kStored = kStoredDtype;
@@ -51,7 +51,7 @@ struct SeparateCaches {
   static __device__ __forceinline__ float scale(const uint8_t*, int) { return 1.0f; }
 };
 
-// A latent: kLeadDim elements in the stored format, then kRopeDim in bf16.
+// A latent: kLeadDim elements in the stored format, then kRopeDim elements in bf16.
 template <KvLayoutId kId>
 struct LatentCache {
   static constexpr KvLayout kL = kv_layout(kId);
@@ -73,14 +73,14 @@ struct LatentCache {
   }
 };
 
-// Tiles' scales are staged as halves: weights times any of them are finite in bf16.
+// Tiles' scales are staged times 1/2: then weights times any of them are finite in bf16.
 inline constexpr float kStagedScale = 0.5f;
-// What the products of staged rows and their scales are multiplied by in the end: codes may be halved, too.
+// The factor, at the end, of products of staged rows with their scales: codes may be halved, too.
 template <class Cache>
 inline constexpr float kUnit =
     (kIsHalved<Cache::kStored> ? 2.0f : 1.0f) * (Cache::kTiles > 0 ? 1.0f / kStagedScale : 1.0f);
 
-// Where keys lie; k null: masked.
+// The addresses of keys. A key is masked if k is null.
 struct Rows {
   const uint8_t *k[kKeys], *v[kKeys], *scales[kKeys];
 };
@@ -93,14 +93,14 @@ struct Shared {
   alignas(16) uint8_t v[kVRows][kPitch];
   alignas(16) uint16_t rope[kRopeRows][Cache::kRopeDim + 8];
   alignas(16) float weights[kRows][kKeys + 4];
-  float partial[kShares][kRows][kKeys + 4];  // sums of S over each share of the dims
+  float partial[kShares][kRows][kKeys + 4];  // sums of S over the dims of each share
   float scales[Cache::kTiles ? Cache::kTiles : 1][kKeys];
   float rescale[kRows], normalizer[kRows];
-  int64_t visible[kRows];        // the keys that a row sees: the first ones
+  int64_t visible[kRows];        // how many keys a row sees, from the first on
   int64_t row[kRows];            // token * num_q_heads + head; -1: no such row
-  int64_t q[kRows], out[kRows];  // where it begins
+  int64_t q[kRows], out[kRows];  // where the row begins
   int head[kRows];
-  Rows rows[2];  // of the staged keys, and of the next
+  Rows rows[2];  // of the staged keys and of the next
 };
 
 }  // namespace mla_fp8::gpu::ragged

@@ -1,18 +1,18 @@
 #pragma once
-// From block index to keys and queries at hand: which rows and keys, where they lie, their bytes.
+// Which rows and keys a block works on, where they lie, and how they are loaded.
 #include "cuda/device/global.cuh"
 #include "cuda/paged_attention_ragged/config.cuh"
 
 namespace mla_fp8::gpu::ragged {
 
-// Which keys this block works on.
+// What this block works on.
 struct Work {
-  int64_t request, kv_head, first_page;  // first_page: into kv_indices
+  int64_t request, kv_head, first_page;  // first_page: an index into kv_indices
   int64_t num_keys;                      // of the request
-  int split, first_row;                  // first_row: of the request and KV head
+  int split, first_row;                  // first_row: among the rows of the request and KV head
 
   __device__ explicit Work(const PagedAttentionRaggedParams& p, unsigned row_tiles) {
-    unsigned block = blockIdx.x;  // neighbours read the same keys
+    unsigned block = blockIdx.x;  // neighbouring blocks read the same keys
     first_row = static_cast<int>(block % row_tiles) * kRows;
     block /= row_tiles;
     split = static_cast<int>(block % static_cast<unsigned>(p.num_splits));
@@ -40,7 +40,7 @@ __device__ __forceinline__ void find_rows(Shared<Cache>& s, const Args& args, co
   s.head[threadIdx.x] = static_cast<int>(head);
 }
 
-// Rows of kBytes in shared memory from where `source(key)` points; null, and bytes past `used`: zeros.
+// Copies rows of kBytes from source(key) to shared memory. Null rows, and bytes from `used` on, are zeros.
 template <CacheDtype kStored, int kBytes, int kPitch, class Source>
 __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& source) {
   constexpr int kPieces = kBytes / 16, kAll = kKeys * kPieces, kEach = ceil_div(kAll, kThreads);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void stage(uint8_t* rows, int used, const Source& sou
   }
 }
 
-// Finds the keys from `position` on; those from `end` on are masked.
+// Finds the addresses of keys from `position` on; keys from `end` on are masked.
 template <class Cache>
 __device__ __forceinline__ void locate(Rows& rows, const Args& args, const Work& w, int64_t position,
                                        int64_t end) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void stage_keys(Shared<Cache>& s, const Rows& rows,
   }
 }
 
-// Asks for the bytes that stage_keys will want next, where the GPU can be asked.
+// Prefetches the bytes that stage_keys reads next, where the GPU has an instruction for that.
 template <class Cache>
 __device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAttentionRaggedParams& p) {
   if constexpr (MLA_FP8_PTX) {
@@ -126,9 +126,8 @@ __device__ __forceinline__ void prefetch_keys(const Rows& rows, const PagedAtten
   }
 }
 
-// The q operands of this wave's share of the dims: every kShares-th step of 16, so that the tile that a step
-// belongs to is known when compiling. Those of bf16 dims beside tiles are divided by kUnit, as products of
-// tiles are.
+// Loads the q operands of this wave's share of the dims: every kShares-th step of 16, so that the tile of a
+// step is known when compiling. bf16 dims beside tiles are divided by kUnit, as products of tiles are.
 template <class Cache>
 inline constexpr int kShareSteps = Cache::kDimQk / kTile / kShares;
 

@@ -1,7 +1,7 @@
 #pragma once
-// The product of two 16 x 16 tiles by one wave, for every GPU here: mma.sync of a warp of 32 lanes, MFMA of a
-// wave of 64. A lane supplies, per operand row, four neighbouring k; how the instruction numbers them inside
-// does not matter as long as A and B agree.
+// The product of two 16 x 16 tiles by one wave, for every GPU here: mma.sync by a warp of 32 lanes, MFMA by a
+// wave of 64. For each operand row a lane has four neighbouring k. How the instruction numbers k inside does
+// not matter, as long as A and B agree.
 #include "common/dtype.h"
 #include "cuda/device/convert.cuh"
 #if MLA_FP8_PTX
@@ -13,9 +13,9 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kTile = 16;
 inline constexpr int kTileAccumulators = kTile * kTile / kWaveSize;
-inline constexpr int kOperandRows = 64 / kWaveSize;  // rows of A, and columns of B, that a lane supplies
+inline constexpr int kOperandRows = 64 / kWaveSize;  // rows of A, and columns of B, of a lane
 
-// A thread's number. On gfx90a addresses by it are found anew each time: kept, they take too many registers.
+// A thread's number, opaque on gfx90a: there addresses that are kept take too many registers.
 __device__ __forceinline__ int this_thread() {
 #ifdef __gfx90a__
   return mla_opaque(threadIdx.x);
@@ -25,13 +25,13 @@ __device__ __forceinline__ int this_thread() {
 }
 __device__ __forceinline__ int wave_lane() { return threadIdx.x % kWaveSize; }
 
-// Four 16-bit elements, k .. k + 3, of each of the lane's rows.
+// Four 16-bit elements, k to k + 3, of each of the lane's rows.
 struct Operand {
   Words<2> row[kOperandRows];
 };
 
 #if MLA_FP8_WAVE64
-// A vector: of an array clang keeps each element where it likes, and moves all of them to and fro.
+// A vector type: clang scatters the elements of an array over registers, and moves all of them to and fro.
 using Accumulators = float __attribute__((ext_vector_type(kTileAccumulators)));
 
 __device__ __forceinline__ int operand_row(int) { return wave_lane() % 16; }
@@ -80,26 +80,26 @@ inline constexpr int kStoredBytes = kStored == CacheDtype::kBf16 || kStored == C
 template <CacheDtype kStored>
 inline constexpr Format kCodes = kStored == CacheDtype::kE4m3fn ? Format::kE4m3fn : Format::kE4m3fnuz;
 
-// Codes are staged as they are stored, or halved.
+// Whether codes are staged halved; otherwise they are staged as they are stored.
 template <CacheDtype kStored>
 inline constexpr bool kIsHalved = kStoredBytes<kStored> == 1 && kAreHalved<kCodes<kStored>>;
 template <CacheDtype kStored>
 inline constexpr Format kStagedCodes = kIsHalved<kStored> ? Format::kE4m3fnuz : kCodes<kStored>;
 
-// Four staged codes as 16-bit floats, exactly.
+// Widens four staged codes to 16-bit floats, exactly.
 template <CacheDtype kStored, Dtype kDtype>
 __device__ __forceinline__ Words<2> widen4(uint32_t codes) {
   return e4m3x4_to_16bit<kStagedCodes<kStored>, kDtype>(codes);
 }
 
-// Four neighbouring elements of one row in shared memory.
+// Loads four neighbouring elements of one row from shared memory.
 template <CacheDtype kStored, Dtype kDtype>
 __device__ __forceinline__ Words<2> load_k4(const uint8_t* row) {
   if constexpr (kStoredBytes<kStored> == 2) return *reinterpret_cast<const Words<2>*>(row);
   else return widen4<kStored, kDtype>(*reinterpret_cast<const uint32_t*>(row));
 }
 
-// kBytes of a row, 1 to 8, as words.
+// Loads kBytes of a row, 1 to 8, as words.
 template <int kBytes>
 __device__ __forceinline__ Words<2> load_bytes(const uint8_t* p) {
   if constexpr (kBytes == 1) return {*p, 0};
@@ -108,7 +108,7 @@ __device__ __forceinline__ Words<2> load_bytes(const uint8_t* p) {
   if constexpr (kBytes == 8) return *reinterpret_cast<const Words<2>*>(p);
 }
 
-// Neighbouring elements of one row.
+// Loads neighbouring elements of one row as floats.
 template <CacheDtype kStored, Dtype kDtype, int kCount>
 __device__ __forceinline__ void load_floats(const uint8_t* row, float (&x)[kCount]) {
   Words<2> w = load_bytes<kCount * kStoredBytes<kStored>>(row);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void load_floats(const uint8_t* row, float (&x)[kCoun
   for (int j = 0; j < kCount; ++j) x[j] = to_float<kDtype>(static_cast<uint16_t>(w[j / 2] >> (j % 2 * 16)));
 }
 
-// kCount neighbouring columns of four rows: columns[j] holds the four elements of column j.
+// Loads kCount neighbouring columns of four rows: columns[j] gets the four elements of column j.
 template <CacheDtype kStored, Dtype kDtype, int kCount>
 __device__ __forceinline__ void load_columns(const uint8_t* rows, int pitch, Words<2> (&columns)[kCount]) {
   Words<2> x[4];

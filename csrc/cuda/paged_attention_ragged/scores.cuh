@@ -1,5 +1,5 @@
 #pragma once
-// S = q . k, and its online softmax.
+// Computes S = q . k and its online softmax.
 #include "cuda/device/math.cuh"
 #include "cuda/device/soft_cap.cuh"
 #include "cuda/device/warp.cuh"
@@ -44,12 +44,12 @@ __device__ __forceinline__ void compute_scores(Shared<Cache>& s, const Operand (
     s.partial[share][accumulator_row(i)][key_tile * kTile + accumulator_column(i)] = sum[i];
 }
 
-// What a row has seen so far; the same in its kRowThreads threads.
+// What a row has seen so far, the same in its kRowThreads threads.
 struct Running {
-  float max = -INFINITY, sum = 0.0f;  // logits in base 2; sum of 2^(logit - max)
+  float max = -INFINITY, sum = 0.0f;  // max: a logit in base 2; sum: of 2^(logit - max)
 };
 
-// s.partial -> s.weights and s.rescale, of this thread's row.
+// Turns s.partial of this thread's row into s.weights and s.rescale.
 template <class Cache>
 __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& rows, Running& running,
                                                const PagedAttentionRaggedParams& p, float logit_scale,
@@ -62,7 +62,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
     float x = 0.0f;
 #pragma unroll
     for (int share = 0; share < kShares; ++share) x += s.partial[share][row][key];
-    if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // a layer's scale may have no room for it
+    if constexpr (Cache::kTiles == 0) x *= kUnit<Cache>;  // in a layer's scale it might overflow
     x *= logit_scale;
     if (p.logits_soft_cap > 0.0f) x = soft_cap(x * kLn2 / p.logits_soft_cap, p.logits_soft_cap);
     logits[i] = rows.k[key] && key < num_visible ? x : -INFINITY;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void online_softmax(Shared<Cache>& s, const Rows& row
   for (int offset = kRowThreads / 2; offset > 0; offset /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
   largest = fmaxf(largest, running.max);
-  // While every logit is -inf, so are the differences to 0: weights 0, not NaN.
+  // While every logit is -inf, the base is 0: weights become 0, not NaN.
   const float base = largest == -INFINITY ? 0.0f : largest;
   float sum = 0.0f;
 #pragma unroll

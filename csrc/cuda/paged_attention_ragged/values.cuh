@@ -1,12 +1,12 @@
 #pragma once
-// O += weights . V
+// Computes O += weights . V.
 #include "cuda/device/convert.cuh"
 #include "cuda/paged_attention_ragged/config.cuh"
 
 namespace mla_fp8::gpu::ragged {
 
-// This wave's accumulators: kTiles tiles of 16 columns. The tiles come in sets of kSet; a lane's columns in
-// the tiles of a set are neighbours in memory. The columns of a set share a scale.
+// This wave's accumulators: kTiles tiles of 16 columns. Tiles come in sets of kSet, whose columns share a
+// scale. A lane's columns in the tiles of a set are neighbours in memory.
 template <class Cache>
 struct Columns {
   static constexpr int kPerWave = Cache::kDimV / kWaves, kTiles = kPerWave / kTile;
@@ -19,15 +19,15 @@ struct Columns {
   static __device__ __forceinline__ int column(int tile, int i) {
     return first(tile) + accumulator_column(i) * kSet + tile % kSet;
   }
-  // Whether the tile's set is of rope; where no wave's is, known when compiling.
+  // Whether the tile's set is of rope. If no wave's is, the compiler knows.
   static __device__ __forceinline__ bool in_rope(int tile) {
     const int last = (kWaves - 1) * kPerWave + tile / kSet * kSet * kTile;
     return last >= Cache::kLeadDim && first(tile) >= Cache::kLeadDim;
   }
 };
 
-// The keys from `first` on are not seen by every row of the block: each row takes its own, one by one, for
-// the matrix product would multiply a NaN in another row's key by 0. They leave s as zeros.
+// Adds the keys from `first` on, which not every row of the block sees, one by one: a matrix product would
+// multiply a NaN of a key that a row does not see by 0. Afterwards these keys are zeros in s.
 template <class Cache, Dtype kDtype>
 __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
                                Accumulators (&acc)[Columns<Cache>::kTiles], int64_t position, int64_t first,
@@ -35,7 +35,7 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
   const int begin = first > position ? static_cast<int>(first - position) : 0;
   const int limit = end - position < kKeys ? static_cast<int>(end - position) : kKeys;
   using C = Columns<Cache>;
-  float sums[C::kTiles][kTileAccumulators];  // not vectors, whose elements would go through many branches
+  float sums[C::kTiles][kTileAccumulators];  // not vectors: their elements would go through many branches
 #pragma unroll
   for (int i = 0; i < C::kTiles * kTileAccumulators; ++i)
     sums[i / kTileAccumulators][i % kTileAccumulators] = acc[i / kTileAccumulators][i % kTileAccumulators];
@@ -69,7 +69,7 @@ __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
   for (int i = 0; i < C::kTiles * kTileAccumulators; ++i)
     acc[i / kTileAccumulators][i % kTileAccumulators] = sums[i / kTileAccumulators][i % kTileAccumulators];
   __syncthreads();
-  // Not unrolled: rarely run, and there are many of these kernels.
+  // Not unrolled: this runs rarely, and there are many of these kernels.
   const int count = limit - begin;
   uint8_t* first_row = Cache::kIsLatent ? s.k[begin] : s.v[Cache::kIsLatent ? 0 : begin];
   auto* staged = reinterpret_cast<Words<4>*>(first_row);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void accumulate_values(Shared<Cache>& s,
   }
 }
 
-// A lane's neighbouring columns, in one piece.
+// Stores a lane's neighbouring columns in one piece.
 template <int kCount>
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[kCount]) {
   Words<kCount> w;
