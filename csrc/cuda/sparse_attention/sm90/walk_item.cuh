@@ -51,8 +51,7 @@ struct WalkItem : QueryHeads {
 template <class C>
 class WalkSurveys {
  public:
-  static constexpr int kWarps = C::kSurveyWarps,
-                       kReaders = C::kSurveyReaders;  // a place's writers and readers
+  static constexpr int kWarps = C::kSurveyWarps, kReaders = C::kSurveyReaders;  // per place
 
   __device__ WalkSurveys(uint8_t* smem, int place) : smem_(shared_address(smem)), place_(place) {}
 
