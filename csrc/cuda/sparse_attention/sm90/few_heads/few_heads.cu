@@ -1,36 +1,34 @@
-// Sparse MLA attention for Hopper with few heads in a CTA: 8, 16, of bf16 rows also 32. One team of warps,
-// three schedules (docs/kernels/hopper.md).
+// Sparse MLA attention on Hopper for CTAs of 8 or 16 heads (bf16 rows: also 32).
 //
-//   all warps              survey the keys of the query (split); the CTAs of a query share the valid ones
-//   4 or 8 producer warps  index -> row address -> one cp.async.bulk per row, into a ring of 8 or 16 stages
-//                          of 16 rows as they lie in the cache: nothing is converted or copied again. Of FP8
-//                          rows (split) the first before the survey has ended: EarlyStage
-//   8 consumer warps       form teams of W = 2 G warps, for bf16 rows of G (G = octets of heads). A team owns
-//                          whole blocks of 16 W keys and its own bases: teams wait for nobody
-//     S^T = K Q^T          a warp: 16 keys, all heads. Q stays in shared memory as the B operand. K comes
-//                          from the raw rows by ldmatrix and a conversion; tile scales multiply accumulators
-//     P = 2^(S - base)     one exchange per block inside a team (none for W = 1). A base moves, and O with
-//                          it, only when a logit has passed it by 2^8
-//     O^T += V^T P^T       a warp: 512 / W value dims, all heads: 64 accumulators, of bf16 rows 128. V comes
-//                          from the same rows by ldmatrix.trans; scales multiply the weights
+// Eight heads fill one eighth of a tensor-core tile, so arithmetic is not the limit: fetching rows is. A CTA
+// works on one query, in a walk on several. G counts its octets of heads.
 //
-// Of two caches with different layouts four more warps first make rows of one kind (mixed_expand.cuh); walks
-// of 16 heads have four for it and four producers; where there are no such warps, producers do it. A split's
-// producers survey nothing beside them: they fetch their first rows meanwhile.
+//   all warps    survey the keys of the query; the CTAs of a query share the valid ones
+//   producers    4 or 8 warps copy rows, one bulk copy each, into a ring of 8 or 16 stages of 16 rows. Rows
+//                stay as they lie in the cache. A split over FP8 rows of one layout fetches its first stages
+//                before the survey has ended (EarlyStage)
+//   expanders    make rows of one kind where two caches differ in layout (mixed_expand.cuh): four more warps;
+//                in walks of 16 heads four of eight producers, of 8 heads all. A split's producers do not
+//                survey then, but fetch their first rows meanwhile
+//   consumers    8 warps in teams of 2 G, over bf16 rows of G. A team takes whole blocks, of 16 keys for each
+//                warp, and has its own softmax bases: teams never wait for each other. A warp computes
+//     S^T = K Q^T       for its 16 keys and all heads. Q is the B operand, in shared memory. K comes from the
+//                       raw rows by ldmatrix and a conversion; scales of tiles multiply accumulators
+//     P = 2^(S - base)  with one exchange a block in the team. A base moves, and O with it, only when a logit
+//                       exceeds it by 8 (log2)
+//     O^T += V^T P^T    for its part of the value dims and all heads, in 64 accumulators (bf16 rows: 128). V
+//                       comes from the same rows by ldmatrix.trans; scales multiply the weights
 //
-// Split: a CTA takes one query and a share of its keys. At the end teams merge in shared memory, then the
-// CTAs of a query (a cluster) in distributed shared memory: one launch, no workspace, a fixed order of
-// additions. Bound, H200: the gather (35 clocks per key and SM at 4.3 TB/s) plus the fixed cost of a query
-// (first rows in, merge: about 9 K clocks); 32 heads: the tensor cores.
+// Split: a CTA has one query and a share of its keys. Teams merge in shared memory, then the CTAs of a query
+// (a cluster) in distributed shared memory, in a fixed order. Bound, H200: the gather, 35 clocks per key and
+// SM, and about 9 K clocks per query for first rows and merge; with 32 heads the tensor cores.
+// Segments: as split, but in runs that are added up in one order whoever has them (sm90/segments.cuh).
+// Walk: a CTA has places for 4 / G queries, each with a team (bf16 rows: two). A place goes through its
+// queries alone: while one ends, the other places keep the tensor cores busy. Its warps survey a query ahead
+// for the producers. Two teams exchange halves of O through the place of Q. Bound: the gather from L2 with 8
+// heads, latency of the consumers with 16.
 //
-// Segments: as split, in runs of a team that are added up in one order whoever has them (sm90/segments.cuh).
-//
-// Walk: a CTA has places for 4 / G queries at once, each with a team (bf16 rows: two teams, whose blocks
-// alternate). Each place goes through its queries without a word to the others: while one ends and the next
-// begins, the others keep the tensor cores busy, and the producers already gather what comes next. Before a
-// query its warps survey the keys of the one after it, so producers need not wait. The output is written
-// straight from the fragments; two teams exchange halves of O through the place of Q first. Bound: the
-// gather from L2 for 8 heads, latency in the consumers for 16.
+// Barriers and who waits for whom: smem.cuh.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/launch.cuh"
@@ -62,10 +60,10 @@ namespace {
 
 // ---- the end of an item of a split ----------------------------------------------------------------------
 //
-// Partial results to one: the warps of a CTA through its shared memory, then the CTAs of a cluster through
+// Results are merged first by the warps of a CTA in its shared memory, then by the CTAs of a cluster in
 // distributed shared memory.
 
-// The producer warps: the first finds (max, sum) of the CTA while the consumers write their outputs.
+// Producer warps: the first one finds the CTA's (max, sum) while the consumers write their outputs.
 template <class C>
 __device__ void merge_stats(const KernelParams& params, const typename C::Item& w, uint8_t* smem, bool first,
                             int lane) {
@@ -93,7 +91,7 @@ __device__ void merge_stats(const KernelParams& params, const typename C::Item& 
   block_barrier<C::kThreads>();
 }
 
-// Consumers: O^T fragments to shared memory as float [team][head][kHeadDimV], brought to the CTA's maximum.
+// Consumers write O^T as float [team][head][kHeadDimV] to shared memory, brought to the CTA's maximum.
 template <class C>
 __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int warp, int lane) {
   const int t = lane % 4, team = warp / C::kMembers, member = warp % C::kMembers;
@@ -119,7 +117,7 @@ __device__ void write_partials(const Consumer<C>& consumer, uint8_t* smem, int w
   block_barrier<C::kThreads>();
 }
 
-// Consumers: sums the teams. One split: that is the output. Several: the sum replaces the first team's part.
+// Consumers add up the teams. With one split the sum is the output, else it replaces the first team's part.
 template <class C>
 __device__ void merge_teams(const KernelParams& params, const typename C::Item& w, uint8_t* smem,
                             int thread) {
@@ -150,7 +148,7 @@ __device__ void merge_teams(const KernelParams& params, const typename C::Item& 
 
 // ---- the kernels ----------------------------------------------------------------------------------------
 
-// All runs of the team: out_, max_ and sum_ are what they come to then.
+// Attends to all runs of a team. Their sum is in out_, max_ and sum_ then.
 template <class C>
 __device__ __forceinline__ void attend_to_runs(Consumer<C>& consumer, const typename C::Item& w) {
   constexpr int kTiles = C::kChunks * 4;
@@ -260,7 +258,7 @@ bool launch_slice<Kernel::kFewHeads, MLA_SLICE>(const SparseAttentionParams& p, 
     constexpr Variant kVariant = kVariants[variant()];
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kOctets = kVariant.heads / kOctetHeads;
-    // In walks of 16 heads half of the producers; of 8 heads they do both (docs/kernels/hopper.md).
+    // Walks of 16 heads: half of the producers expand; of 8 heads: all (docs/kernels/hopper.md).
     constexpr int kExpanders = kVariant.producers < 8 || (kWalks && kOctets == 1) ? 0 : 4;
     using R = CachedRow<layout(), extra(), kExpanders, (kExpanders > 0 || kWalks)>;
     constexpr int kProducers = kVariant.producers - (kWalks ? R::kExpanders : 0);

@@ -1,6 +1,6 @@
 #pragma once
-// The merge of the CTAs that share a query, in distributed shared memory: each CTA's partial output lies over
-// its ring, float [head][kOutPitch], beside (max, sum) of each head.
+// Merges the CTAs that share a query, in distributed shared memory. Each CTA's partial output lies over its
+// ring, float [head][kOutPitch], beside the (max, sum) of each head.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/device/warp.cuh"
@@ -9,18 +9,17 @@
 
 namespace mla_fp8::gpu {
 
-// One warp, num_quads <= 4 * 32 quads of one head; `quad` is this lane's first. What bounds it is the latency
-// of remote loads, so 16 are in flight, in a table of 4 x 4. Its columns are pieces of 32 quads; of up to two
-// pieces the last two columns are the same pieces of four CTAs further. There is one table for both: its code
-// is cold.
+// One warp merges num_quads <= 4 * 32 quads of one head; `quad` is this lane's first. Latency of remote loads
+// bounds it, so 16 are in flight: 4 CTAs x 4 pieces of 32 quads. With up to two pieces the last two columns
+// have the same pieces of four further CTAs. One table serves both, as its code is cold.
 template <class C>
 __device__ void merge_quads(const KernelParams& params, const typename C::Item& w, uint32_t smem, int quad,
                             int num_quads, int lane) {
   constexpr int kRows = 4, kColumns = 4, kHalf = kColumns / 2;
   const bool is_wide = num_quads > kHalf * kWarpSize;
   const int splits = params.num_splits(), head = quad / kOutQuads;
-  if (!w.has_head(params.p, head)) return;  // what is loaded is used: it has come before this CTA leaves
-  // Each begins with itself: nobody is asked by all. Of segments these are sides of a tree.
+  if (!w.has_head(params.p, head)) return;  // loads are used, so they have ended before this CTA leaves
+  // Each CTA begins with itself, so that not all read from one. In segments these are the sides of a tree.
   const auto other = [&](int i) {
     if constexpr (C::kSegments) return w.split ^ min(i, splits - 1);
     const int split = w.split + min(i, splits - 1);
@@ -56,7 +55,7 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
                   : float4{0.0f, 0.0f, 0.0f, 0.0f};
         }
       }
-    if (r == 0) {  // while those are on their way
+    if (r == 0) {  // while the loads are on their way
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2)
         max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, offset));
@@ -93,8 +92,8 @@ __device__ void merge_quads(const KernelParams& params, const typename C::Item& 
     if (i * kWarpSize < num_quads) out[i * kWarpSize] = to_bf16<C::kSegments>(sum[i], out_factor);
 }
 
-// Eight warps: each CTA of the cluster finishes an equal share of the heads from all CTAs' sums, each of its
-// warps an equal share of that: a few heads, or a part of one. Shares are of pieces, a quad for each lane.
+// Each CTA of the cluster finishes an equal share of the heads, each of its eight warps an equal share of
+// that: a few heads, or a part of one. Shares are of pieces, a quad for each lane.
 template <class C>
 __device__ void merge_splits(const KernelParams& params, const typename C::Item& w, uint8_t* smem, int warp,
                              int lane) {

@@ -1,7 +1,7 @@
 #pragma once
-// The logits of rows of two caches, which were made rows of one kind (mixed_row.cuh): as in products.cuh,
-// with scales of 16 dims, which multiply the fragments of K. Accumulators need no attention then until all
-// dims are in.
+// Logits over rows of two caches, which were made rows of one kind (mixed_row.cuh). They are computed as in
+// products.cuh, but scales of 16 dims multiply the fragments of K. So accumulators run over all dims of a
+// kind.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mma.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void Consumer<C>::attend_to_keys(int stage, Block& b)
   }
 }
 
-// Units of 32 dims, the bf16 ones first; what a unit reads is fetched kAhead units before. Units and their
-// halves have accumulators in turn: a product waits for none of the last three.
+// Units of 32 dims, the bf16 ones first, are loaded kAhead units ahead. Units and their halves have
+// accumulators in turn: a product waits for none of the last three.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int e,
                                                               float (&s)[kOctets][4]) const {
@@ -87,8 +87,7 @@ __device__ __forceinline__ void Consumer<C>::mixed_logits_mma(uint32_t rows, int
   add_scaled(s, acc[1][0], acc[1][1], unit, unit);
 }
 
-// The four warps of a team at once, in parts of 64 dims, bf16 ones first: as logits_wgmma, but for one sum of
-// all parts of a kind.
+// Works as logits_wgmma, in parts of 64 dims, bf16 ones first. All parts of a kind have one sum.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::mixed_logits_wgmma(uint32_t rows, int e,
                                                                 float (&s)[kOctets][4]) const {

@@ -1,7 +1,6 @@
 #pragma once
-// The products of a team, over rows of one layout; over rows of two caches those of the values (for logits:
-// mixed.cuh). Both take their K / V operand straight from the raw rows in shared memory (fragments:
-// docs/kernels/hopper.md).
+// The products of a team: logits over rows of one layout (two layouts: mixed.cuh), values over either. Both
+// take K and V straight from the raw rows in shared memory (fragments: docs/kernels/hopper.md).
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mma.cuh"
@@ -17,8 +16,8 @@ namespace mla_fp8::gpu {
 
 // ---- S^T = K Q^T ----------------------------------------------------------------------------------------
 //
-// For the 16 keys of a warp, all heads of the CTA. K comes from the raw rows by ldmatrix and
-// one conversion; the scales of its tiles multiply float accumulators.
+// A warp multiplies its 16 keys with all heads of the CTA. K comes from the raw rows by ldmatrix and one
+// conversion; the scales of its tiles multiply float accumulators.
 
 template <int kOctets>
 __device__ void add_scaled(float (&s)[kOctets][4], const float (&acc)[kOctets][4], float s0, float s1) {
@@ -41,7 +40,7 @@ __device__ __forceinline__ void clear(float (&s)[kOctets][4]) {
 #pragma unroll
   for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 }
-// The products of 32 dims, whose halves have accumulators of their own.
+// Multiplies 32 dims, whose halves have accumulators of their own.
 template <int kOctets>
 __device__ __forceinline__ void mma_unit(float (&acc)[2][kOctets][4], bool bf16, const uint32_t (&k)[2][4],
                                          const uint4 (&q)[kOctets]) {
@@ -56,9 +55,9 @@ __device__ __forceinline__ void mma_unit(float (&acc)[2][kOctets][4], bool bf16,
     }
 }
 
-// One mma per 16 dims and octet of heads, in units of 32 dims; what a unit reads from shared memory is
-// fetched kAhead units before. The two halves of a unit have accumulators of their own, and kInterleave
-// tiles are worked on in turn: a product waits for none of the last three.
+// Computes logits by one mma for 16 dims and an octet of heads. A unit of 32 dims is loaded kAhead units
+// ahead. Halves of a unit have accumulators of their own, and kInterleave tiles take turns: a product waits
+// for none of the last three.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const RowScales<R> (&scales)[2],
                                                         float (&s)[kOctets][4]) const {
@@ -81,7 +80,7 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Row
 
   const uint32_t q_base = q_address() + lane_ * 16;
   uint4 q[kAhead + 1][kOctets];
-  uint32_t raw[kAhead + 1][2][4];  // the second of bf16 units only
+  uint32_t raw[kAhead + 1][2][4];  // bf16 units use both halves
   const auto fetch = [&](int i) {
     if (i >= kUnits) return;
 #pragma unroll
@@ -125,10 +124,9 @@ __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const Row
   }
 }
 
-// The four warps of a team at once: Q is read once per 64 keys, not once per 16, and by the tensor cores
-// themselves. In parts of 64 dims, or of a smaller tile: bytes are fetched a part ahead of their conversion,
-// which goes on while the products of the part before are running; a tile's sum is taken up once the next has
-// begun.
+// Computes logits for the four warps of a team at once: the tensor cores read Q once for 64 keys, mma for 16.
+// It goes in parts of 64 dims, or of a smaller tile. Bytes are loaded a part ahead of their conversion, which
+// goes on while the products of the part before run. A tile's sum is added once the next tile has begun.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2],
                                                           float (&s)[kOctets][4]) const {
@@ -138,7 +136,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
   const uint32_t row = rows + keys_by_dims_;
   uint32_t k[2][kSteps][4], bytes[kUnits][4];
-  float acc[2][kOctets][4];  // of tiles in turn; bf16 dims come first and count as one
+  float acc[2][kOctets][4];  // tiles in turn; bf16 dims come first and count as one
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
       fetch_bf16(k[part % 2], row, part);
@@ -184,8 +182,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
 // V comes from the raw rows by ldmatrix.trans, as pairs of bytes for e4m3; its scales
 // multiply the weights.
 
-// kMembers = 1, bf16 rows: a warp keeps its 16 keys. The weights turn from C into B fragments inside the
-// warp.
+// Adds the values for a team of one warp (bf16 rows). Weights turn from C into B fragments inside the warp.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::accumulate_alone(int stage, Block& b, bool over) {
   static_assert(R::kFp8Chunks == 0 && kOctets == 1);
@@ -233,9 +230,9 @@ __device__ __forceinline__ void Consumer<C>::store_weights(int buffer, const Blo
   }
 }
 
-// kMembers > 1: each warp has the weights of its 16 keys and wants those of the whole block, for its own
-// value dims. They meet in shared memory, at one barrier per block, which also tells whether some base must
-// move: then they are found again.
+// Adds the values for a larger team. A warp has the weights of its 16 keys, and needs those of the block for
+// its value dims. They pass through shared memory, at one barrier a block. It also tells whether a base must
+// move: then weights are computed again.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_stage, int parity, Block& b,
                                                                bool over) {
@@ -279,9 +276,9 @@ __device__ __forceinline__ void Consumer<C>::accumulate_shared(int first_stage, 
   else accumulate_block<false>(first_stage, buffer);
 }
 
-// A block, this warp's value dims; every member has waited for its own stage before the barrier, so all are
-// there. Stages are read in pairs of 32 keys, one ldmatrix of weights; everything is fetched a step ahead,
-// across stages.
+// Adds a block to this warp's value dims. Its stages are there: each member waited for its own before the
+// barrier. They are read in pairs, of 32 keys for one ldmatrix of weights. All loads are a step ahead, across
+// stages.
 template <class C>
 template <bool kLastIsBf16>
 __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, int buffer) {
@@ -292,18 +289,18 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
   const uint32_t values = rows + keys_by_dims_ + first_chunk * kChunkDims;
   const uint8_t* scale_table = smem_ + MLA_SMEM(C, scales) + buffer * C::kScaleBytes;
   uint32_t bytes[2][4];
-  // Of rows of two caches the scales lie behind each stage's rows.
+  // Over two layouts scales lie behind each stage's rows.
   [[maybe_unused]] uint4 factors[2];
   [[maybe_unused]] uint32_t factors_at;
   if constexpr (R::kMixed)
     factors_at =
         value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
-  const auto load_bytes = [&](int m, int unit) {  // of 32 dims
+  const auto load_bytes = [&](int m, int unit) {  // a unit has 32 dims
     ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
     if constexpr (R::kMixed)
       factors[unit % 2] = load_shared_16(factors_at + m * C::kStageBytes + unit * R::kUnitBytes);
   };
-  // Of units: their first has the scale of a tile. kChunks is a multiple of a tile's chunks.
+  // Scales are kept by unit: a tile's first unit has them. kChunks is a multiple of a tile's chunks.
   constexpr int kScaled = R::kNumScales > 0 && !R::kMixed ? kUnits : 0;
   const auto starts_tile = [](int unit) { return kScaled > 0 && R::new_tile(unit * 32); };
   uint4 pair_scales[kScaled > 0 ? kScaled : 1];

@@ -11,7 +11,7 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of one of kWarps warps. Loaded before the first barrier, stored after it.
+// The heads of one of kWarps warps. They are loaded before the first barrier, and stored after it.
 template <class C, int kWarps = kConsumerWarps>
 struct Query {
   using R = typename C::R;
@@ -30,7 +30,7 @@ struct Query {
     }
   }
 
-  // What load will read, into L2.
+  // Brings what load() will read to L2.
   __device__ static void prefetch(const SparseAttentionParams& p, int64_t query, int first_head, int warp,
                                   int lane) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct Query {
     }
   }
 
-  // Scaled (q_factor); the factors go to q_scale.
+  // Stores Q times q_factor, and the factors in q_scale.
   __device__ void store(uint8_t* q, float* q_scale, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {

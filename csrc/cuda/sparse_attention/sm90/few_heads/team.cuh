@@ -1,5 +1,5 @@
 #pragma once
-// A warp of a team: the loop over blocks, and the softmax between the products (products.cuh, mixed.cuh).
+// A consumer warp: its loop over blocks, and the softmax between the products (products.cuh, mixed.cuh).
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -65,15 +65,15 @@ class Consumer {
     }
   }
 
-  // The block at this place in the ring's sequence, one of the team's: team, team + kTeams, ...
+  // Attends to a block of the ring's sequence. The team has the blocks team, team + kTeams, ...
   __device__ __forceinline__ void attend(int block) {
     const int first = block * kMembers, mine = first + member_;
     wait_full(mine);
-    // Before others' rows are read there is a barrier of the team, whose members have waited for them.
+    // Others' rows are read behind a barrier of the team, whose members waited; racecheck does not see that.
     if constexpr (kForRacecheck && R::kMixed)
       for (int member = 0; member < kMembers; ++member) wait_full(first + member);
     const uint32_t rows = ring_.stage(mine % C::kStages);
-    RowScales<R> scales[2];  // of keys g and g + 8
+    RowScales<R> scales[2];  // keys g and g + 8
     Block b;
     if constexpr (R::kMixed) {
       attend_to_keys(mine % C::kStages, b);
@@ -91,9 +91,9 @@ class Consumer {
     else accumulate_alone(mine, b, over);
   }
 
-  // The team's sums, in one of its lanes: in all others they are zero. `last_block`: as attend's.
+  // Adds up the team's sums in one of its lanes; all others get zero. `last_block`: as attend's.
   __device__ void add_up_sums(int last_block) {
-    // The block's maxima are done with. Nobody writes there again before a barrier of the next block.
+    // The last block's maxima are no longer needed. No warp writes there before a barrier of the next block.
     const int buffer = team_ * 2 + last_block / C::kTeams % 2;
     float2* const sums =
         reinterpret_cast<float2*>(smem_ + MLA_SMEM(C, block_max)) + buffer * kMembers * C::kHeads / 2 + t_;
@@ -116,7 +116,7 @@ class Consumer {
     }
   }
 
-  // This warp's (base, sum of weights) and largest logit (log2) of every head, to shared memory.
+  // Writes this warp's (base, sum of weights) and largest logit (log2) of every head to shared memory.
   __device__ void write_stats(uint8_t* smem) const {
     const int at = (team_ * kMembers + member_) * C::kHeads;
 #pragma unroll
@@ -132,7 +132,7 @@ class Consumer {
     }
   }
 
-  // O of the n-th octet, times a factor for each of the heads 2t and 2t + 1, to float [head][kOutPitch].
+  // Stores O of the n-th octet, times a factor for head 2t and for 2t + 1, as float [head][kOutPitch].
   __device__ __forceinline__ void store_partial(int n, float* head0, const float (&factor)[2]) const {
     float* const head1 = head0 + C::kOutPitch;
 #pragma unroll
@@ -151,7 +151,7 @@ class Consumer {
       }
   }
 
-  // O of the n-th octet's heads 2t, 2t + 1.
+  // Multiplies O of the n-th octet's heads 2t, 2t + 1.
   __device__ void rescale(int n, float f0, float f1) {
 #pragma unroll
     for (int chunk = 0; chunk < C::kChunks; ++chunk)
@@ -163,12 +163,12 @@ class Consumer {
 
   __device__ int team() const { return team_; }
   __device__ int member() const { return member_; }
-  // Of the queries that the CTA has at once.
+  // The place of the team's query among those that the CTA has at once.
   __device__ int query_place() const { return C::kQueries > 1 ? team_ / C::kQueryTeams : 0; }
 
-  // What merges and ends of queries read and scale.
+  // Merges and ends of queries read and scale these.
   float out_[C::kChunks][4][kOctets][4];     // O^T: 64-dim chunk, 16-dim tile of it, octet of heads, fragment
-  float max_[kOctets][2], sum_[kOctets][2];  // of heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
+  float max_[kOctets][2], sum_[kOctets][2];  // heads 2t, 2t + 1: base (log2), sum of 2^(logit - base + 7)
 
   __device__ bool is_bf16(int chunk) const {  // does local chunk `chunk` hold bf16 values?
     if constexpr (R::kFp8Chunks == 0) return true;
@@ -179,44 +179,44 @@ class Consumer {
 
  protected:
   static constexpr int kLaneScales = RowScales<R>::kPerLane;
-  struct Block {                         // what a warp knows of its 16 keys
+  struct Block {                         // a warp's 16 keys
     float s[kOctets][4], p[kOctets][4];  // products with Q; weights
     // 2^e is above all value scales of the 16 keys: they are used as s * 2^-e <= 1, weights carry the 2^e.
-    float e[2];                                          // of keys g and g + 8; -inf: masked
+    float e[2];                                          // keys g and g + 8; -inf: masked
     float unscale;                                       // 2^-e
     float scales[2][kLaneScales > 0 ? kLaneScales : 1];  // * 2^-e: RowScales::of_lane
 
-    // In units of log2, plus e.
+    // The logit (log2) plus e.
     __device__ float logit(int n, int c, float logit_scale) const {
       return fmaf(s[n][c], logit_scale, e[c / 2]);
     }
   };
-  struct PairWeights {  // of two stages, as B fragments
+  struct PairWeights {  // weights of two stages, as B fragments
     uint32_t fp8[kOctets][4], bf16[kOctets][4];
   };
-  // Value scales of a block, f16 [tile][pair of stages]: what lane t wants of a pair lies in 16 bytes. Key
-  // g + 8i of the stage of `member`.
+  // The place of a value scale in a block's table, f16 [tile][pair of stages], for key g + 8i of the stage of
+  // `member`. A lane's scales of a pair lie in 16 bytes.
   __device__ static int scale_offset(int tile, int member, int g, int i) {
     return tile * C::kBlockKeys * 2 + member / 2 * 64 + g / 2 * 16 + member % 2 * 8 + i * 4 + g % 2 * 2;
   }
 
   __device__ void wait_full(int i) const { wait_until_full<C::kStages>(ring_.full(i % C::kStages), i); }
-  // The fence: without it the arrival was seen to overtake the last ldmatrix of the stage.
+  // Without the fence the arrival was seen to overtake the last ldmatrix of the stage.
   __device__ void release(int i) const {
     fence_proxy_async();
     mbarrier_arrive_warp(ring_.empty(i % C::kStages), lane_);
   }
-  __device__ void release(int i, int j) const {  // both at the price of one
+  __device__ void release(int i, int j) const {  // two at the price of one
     fence_proxy_async();
     mbarrier_arrive_warp(ring_.empty(i % C::kStages), lane_);
     mbarrier_arrive_warp(ring_.empty(j % C::kStages), lane_);
   }
 
-  // S^T of 16 keys, `rows` the address of the first.
+  // These compute S^T of 16 keys; `rows` is the address of the first.
   __device__ void logits_mma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
   __device__ void logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2], float (&s)[kOctets][4]) const;
-  static constexpr int kStepQ = C::kHeads * 2;  // 16 dims, of a wgmma descriptor of Q
-  // bf16 dims of a part of 16 * kSteps.
+  static constexpr int kStepQ = C::kHeads * 2;  // 16 dims, in a wgmma descriptor of Q
+  // Loads a part of 16 * kSteps bf16 dims.
   template <int kSteps>
   __device__ __forceinline__ void fetch_bf16(uint32_t (&k)[kSteps][4], uint32_t row, int part) const {
 #pragma unroll
@@ -233,17 +233,17 @@ class Consumer {
     }
     wgmma_commit();
   }
-  // The same of rows of two caches (mixed.cuh), with what softmax needs besides.
+  // The same over two layouts (mixed.cuh); attend_to_keys also finds what softmax needs besides.
   __device__ void attend_to_keys(int stage, Block& b) const;
   __device__ void mixed_logits_mma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
   __device__ void mixed_logits_wgmma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
 
   // ---- weights ----
 
-  // What softmax needs besides the products: value scales as the weights will have them, which keys count.
+  // Brings value scales to at most 1, as the weights will have them, and finds which keys count.
   __device__ void bring_scales_below_one(const uint8_t* row, const RowScales<R> (&scales)[2],
                                          const uint8_t* valid, Block& b) const {
-    uint32_t largest = 0;  // magnitude, of the 16 keys; the bits of these are in their order
+    uint32_t largest = 0;  // bits of the largest magnitude of a scale: they compare as floats do
     if constexpr (R::kNumScales > 0) {
       float x = 0.0f;
 #pragma unroll
@@ -276,7 +276,7 @@ class Consumer {
     }
   }
 
-  // Weights for the bases as they are. True: some of this lane's are too large for that.
+  // Computes weights for the present bases. True: one of this lane's is too large for them.
   __device__ bool weigh(Block& b) const {
     float largest = -INFINITY;
 #pragma unroll
@@ -291,13 +291,13 @@ class Consumer {
     return largest > kWeightLog2 + kLazyLog2;
   }
 
-  // Prefill always does.
+  // Walks always do.
   __device__ bool finds_largest() const { return C::kFindsLargest && (C::kQueries > 1 || p_.max_logits); }
-  // The largest logits of these 16 keys + e.
+  // The largest logit of these 16 keys, plus e.
   __device__ float largest_logit(const Block& b, int n, int c) const {
     return max_over_g(fmaxf(b.logit(n, c, logit_scale_[n][c]), b.logit(n, c + 2, logit_scale_[n][c])));
   }
-  // No shuffle and no shared memory: a lane keeps those of its own keys until the end of the query.
+  // A lane keeps the largest logits of its own keys until the end of the query, without shuffles.
   __device__ void note_largest(const Block& b) {
     const float back = static_cast<int>(__float_as_uint(b.unscale) >> 23) - 127;  // -e
 #pragma unroll
@@ -309,8 +309,8 @@ class Consumer {
       }
   }
 
-  // The base of heads 2t + c of the n-th octet, given their largest logit. The sum follows at once, O is to
-  // be multiplied by what this returns, weights are to be found again.
+  // Moves the base of head 2t + c of the n-th octet, if its largest logit asks for it. The sum follows at
+  // once. The caller multiplies O by the result, and computes weights again.
   __device__ float move_base(int n, int c, float largest) {
     if (!(largest > max_[n][c] + kLazyLog2)) return 1.0f;
     const float base = base_for<C>(largest), factor = fast_exp2(max_[n][c] - base);
@@ -325,11 +325,11 @@ class Consumer {
       for (int c = 0; c < 2; ++c) sum_[n][c] += (b.p[n][c] + b.p[n][c + 2]) * b.unscale;
   }
 
-  // O^T += V^T P^T for a block; its stages are given as positions in the ring's sequence.
+  // These add V^T P^T of a block to O^T. Stages are positions in the ring's sequence.
   __device__ void accumulate_alone(int stage, Block& b, bool over);
   __device__ void accumulate_shared(int first_stage, int parity, Block& b, bool over);
   __device__ void store_weights(int buffer, const Block& b) const;
-  // Of a pair of stages.
+  // Loads the weights of a pair of stages.
   template <bool kLastIsBf16>
   __device__ __forceinline__ void load_weights(PairWeights& to, int buffer, int pair) const {
     const uint32_t at = ring_.smem + buffer * C::kPBytes + weights_row_ + pair * 64;
@@ -340,7 +340,7 @@ class Consumer {
       if constexpr (kLastIsBf16) ldmatrix_x4(to.bf16[n], offset + MLA_SMEM(C, weights_bf16));
     }
   }
-  // The chunks of a stage from kFirst on.
+  // Adds the bf16 chunks of a stage, from kFirst on.
   template <int kFirst>
   __device__ __forceinline__ void accumulate_bf16_chunks(uint32_t stage, const PairWeights& w, int half) {
 #pragma unroll
@@ -363,10 +363,10 @@ class Consumer {
   uint8_t* const smem_;
   const Ring<C> ring_;
   const int team_, member_, lane_, g_, t_;
-  uint32_t keys_by_dims_;  // ldmatrix of K (rows are keys), and of V as pairs of bytes
+  uint32_t keys_by_dims_;  // offset for ldmatrix of K (rows are keys), and of V as pairs of bytes
   uint32_t bf16_values_, weights_row_;
   float logit_scale_[kOctets][2];
-  float largest_[kOctets][2];  // of this lane's logits (log2)
+  float largest_[kOctets][2];  // largest of this lane's logits (log2)
 };
 
 }  // namespace mla_fp8::gpu

@@ -21,8 +21,7 @@ namespace mla_fp8::gpu {
 
 // ---- the end of an item ---------------------------------------------------------------------------------
 //
-// The end of a query: its team finishes O. Two teams add up their parts, and each finishes half of the value
-// dims.
+// The team of a query finishes O. Two teams add up their parts, and each finishes half of the value dims.
 
 template <class C>
 class WalkFinish {
@@ -40,12 +39,12 @@ class WalkFinish {
 
   __device__ static void barrier(int place) { named_barrier(kBarrierQuery + place, kQueryWarps * kWarpSize); }
 
-  // All warps of the query.
+  // All warps of the query call it.
   __device__ void run(int64_t query, int first_head) {
     o_.write_stats(smem_);
     barrier(o_.query_place());  // Q has been read, too
     scale(query, first_head);
-    // O goes through where Q was, in two parts. The second overwrites what its writer has just read.
+    // O is exchanged in the place of Q, in two parts. The second overwrites what its writer has just read.
     if constexpr (C::kQueryTeams == 2) {
       const int warp = o_.team() * kMembers + o_.member(), partner = warp ^ kMembers;
       exchange(0, warp, partner);
@@ -60,7 +59,7 @@ class WalkFinish {
   static constexpr int kPartBytes = kPartTiles * kOctets * 16 * kWarpSize;
   static_assert(C::kQueryTeams == 1 || kQueryWarps * kPartBytes <= C::kQBytes);
 
-  // Both teams' sums are known: weights become fractions. Writes lse and max_logits.
+  // Divides O by the sums of both teams. Writes lse and max_logits.
   __device__ void scale(int64_t query, int first_head) {
     const int first_warp = o_.query_place() * kQueryWarps;
 #pragma unroll
@@ -103,7 +102,7 @@ class WalkFinish {
     }
   }
 
-  // The first team finishes the first half of a warp's chunks. `mine`: to send from; then `theirs` is read.
+  // The first team finishes the first half of a warp's chunks. A warp writes to `mine`, then reads `theirs`.
   __device__ void exchange(int part, int mine, int theirs) {
     uint8_t* const area = smem_ + MLA_SMEM(C, q) + o_.query_place() * C::kQBytes;
     const auto place = [&](int warp, int i) {
@@ -130,7 +129,7 @@ class WalkFinish {
   }
   __device__ float (&tile(int half, int i, int n))[4] { return o_.out_[half * kHalf + i / 4][i % 4][n]; }
 
-  // The finished half, in the place of the first.
+  // Stores the finished half, which lies in the place of the first.
   __device__ void store(int64_t query, int first_head) {
     uint16_t* const row =
         p_.out + query * p_.out_stride_token + (o_.member() * C::kChunks + second_ * kHalf) * kChunkDims;
@@ -142,7 +141,7 @@ class WalkFinish {
 #pragma unroll
       for (int i = 0; i < kHalf * 4; ++i) {
         float (&o)[4] = tile(0, i, n);
-        // Fragment rows g, g + 8 are dims 2g, 2g + 1, of bf16 values g, g + 8: neighbours swap.
+        // Fragment rows g, g + 8 are dims 2g, 2g + 1. bf16 values are dims g, g + 8: neighbours swap.
         int dim = i * 16 + 2 * g_;
         if (C::R::kFp8Chunks == 0 ||
             ((C::kQueryTeams == 1 || second_) && o_.is_bf16((C::kQueryTeams - 1) * kHalf + i / 4))) {
@@ -171,13 +170,13 @@ class WalkFinish {
 
 template <class C>
 struct FewHeadsWalk {
-  // By one thread.
+  // One thread calls it.
   __device__ static void init(uint8_t* smem) {
     Ring<C>{shared_address(smem)}.init();
     for (int place = 0; place < C::kQueries; ++place) WalkSurveys<C>(smem, place).init();
     mbarrier_init_fence();
   }
-  // By all, a barrier later.
+  // All threads call it, a barrier later.
   __device__ __forceinline__ static void run(const KernelParams& params, uint8_t* smem, int warp, int lane) {
     if (warp >= kConsumerWarps) {
       const int producer = warp - kConsumerWarps;
@@ -198,7 +197,7 @@ struct FewHeadsWalk {
       const int place = consumer.query_place(), warp_in_place = warp % kQueryWarps;
       int block = consumer.team();  // in the ring's sequence
       const WalkSurveys<C> surveys(smem, place);
-      // Query n of the place; before it the keys of query n + 1 are surveyed.
+      // n counts the place's queries. Before query n the keys of query n + 1 are surveyed.
       unsigned i = 0, ahead = WalkItem<C>::first(params, place);
       for (int n = -1; n < 0 || i < WalkItem<C>::count(params);
            ++n, i = ahead, ahead = WalkItem<C>::next(params, ahead)) {
