@@ -1,5 +1,5 @@
 #pragma once
-// S^T = K Q^T and softmax.
+// The logits warps: S^T = K Q^T and softmax.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -63,8 +63,8 @@ class BlockLogits {
     }
   }
 
-  // Products to logits in units of log2, plus e (StageScales), less base - 7; masked: -inf. Returns the
-  // largest of this lane.
+  // Turns products into logits (log2) plus e (StageScales), less base - 7; masked ones become -inf. Returns
+  // this lane's largest.
   __device__ float to_log2(int stage, float (&s)[kOctets][4]) {
     const float scale_back = power_of_two(scales_.e), shift = static_cast<float>(scales_.e);
 #pragma unroll
@@ -94,7 +94,7 @@ class BlockLogits {
     return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
   }
 
-  // Weights as the B operand of V^T P^T, and the value scales of these keys.
+  // Stores weights as the B operand of V^T P^T, and the value scales of these keys.
   __device__ void store_weights(const float (&s)[kOctets][4], uint32_t fp8, uint32_t bf16, uint8_t* table) {
     const float unscale = power_of_two(-scales_.e);
     const uint32_t offset = member_ * C::kStepBytes + lane_ % 16 * 16;  // [half][row]
@@ -113,15 +113,15 @@ class BlockLogits {
     scales_.store(table, member_ * kStageRows + g_, t_);
   }
 
-  // The same of neighbours: of a key's row in S the heads of some queries may count, and of others not. What
-  // is no number in a key of another query must not meet its weight of zero.
+  // Masks in tiles: a key counts for the heads of some queries, and not for others. NaN or infinity in a key
+  // must not meet the zero weight of a query that does not attend to it.
   __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
     const TileMarks& tile = *reinterpret_cast<const TileMarks*>(bytes_ + MLA_SMEM(C, tile));
     const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
     if (!__any_sync(kFullWarp,
                     queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
       return;
-    // What is no number in a key makes all its logits such, with any Q: one of them tells.
+    // NaN or infinity in a key shows in all its logits, with any Q: one of them tells.
     const auto is_finite = [](float x) { return fabsf(x) < INFINITY; };
     const bool suspects[2] = {queries[0] != all && (scales_.is_nan[0] || !is_finite(s[0][0])),
                               queries[1] != all && (scales_.is_nan[1] || !is_finite(s[0][2]))};
@@ -146,8 +146,8 @@ class BlockLogits {
     }
   }
 
-  // Calls put(head, value) for each head by one lane, with what all of the warp come to: x has what a lane
-  // knows of heads 2t, 2t + 1 of each octet.
+  // Reduces over the warp's keys, and calls put(head, value) in one lane for each head. x: this lane's values
+  // of heads 2t, 2t + 1 of each octet.
   template <class Op, class Put>
   __device__ __forceinline__ void over_g(float (&x)[2 * kOctets], Op&& op, Put&& put) const {
     constexpr int kCount = 2 * kOctets;
@@ -172,7 +172,7 @@ class BlockLogits {
 
   __device__ bool finds_largest() const { return C::kFindsLargest && p_.max_logits; }
 
-  // Once Q is there.
+  // Begins a query, once Q is there.
   __device__ void begin_query() {
     const int head = member_ * kWarpSize + lane_;
     if (head < C::kHeads) {
@@ -187,7 +187,7 @@ class BlockLogits {
     fresh_ = true;
   }
 
-  // `block`: of the ring's sequence. `have_bases`: called when these are known, before the weights go on.
+  // Attends to a block of the ring's sequence. Calls `have_bases` before the weights go on.
   template <class HaveBases>
   __device__ __forceinline__ void attend(int block, HaveBases&& have_bases) {
     const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
@@ -235,13 +235,13 @@ class BlockLogits {
   const BlockExchange<C> x_;
   uint8_t* const bytes_;
   const Ring<C> ring_;
-  const int member_, lane_, g_, t_;  // which 16 keys of a block
-  StageScales<R> scales_;            // of this warp's keys of the block
+  const int member_, lane_, g_, t_;  // member_: which 16 keys of a block
+  StageScales<R> scales_;            // scales of this warp's keys
   float sum_[kOctets][2];
   bool fresh_;  // no key yet: bases are 0, sums and O too
 
  private:
-  // In shared memory: registers are short.
+  // Keeps the largest logits in shared memory: registers are short.
   __device__ void note_largest(const float (&s)[kOctets][4]) const {
     float largest[2 * kOctets];
 #pragma unroll
@@ -256,8 +256,8 @@ class BlockLogits {
         [all](int head, float x) { all[head] = fmaxf(all[head], x); });
   }
 
-  // Some maximum has outgrown its base: new bases, common to the four warps, and what O must be multiplied
-  // by.
+  // Moves bases when a logit has outgrown its own. New bases are common to the four warps; `rescale` gets
+  // what O is to be multiplied by (log2).
   __device__ void move_bases(float (&s)[kOctets][4], int buffer, float limit) {
     write_max(s, x_.warp_max(member_));
     named_barrier(kBarrierLogits, kLogitThreads);
@@ -293,7 +293,7 @@ class SplitLogits : BlockLogits<C> {
 
   __device__ void run() {
     this->begin_query();
-    // The factor of each head's output, or what a second grid reads of it.
+    // Stores the factor of each head's output, or what a second grid needs of the head.
     const auto finish = [&](int head, float base, float sum, float largest) {
       if (w_.is_whole()) {
         reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, factors))[head] =
@@ -341,7 +341,7 @@ class SplitLogits : BlockLogits<C> {
           if (block + 1 == end && head < C::kHeads)
             x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
         });
-      // All have read the bases since the last block began.
+      // All warps have read the bases since the last block began.
       write_sums();
       if (head < C::kHeads) {
         write_node_base(run, head, x_.run_bases(run)[head]);
@@ -353,14 +353,14 @@ class SplitLogits : BlockLogits<C> {
     }
   }
 
-  // The value warps read it in a later run.
+  // The base of the largest subtree that ends with the run. The value warps read it in a later run.
   __device__ void write_node_base(int run, int head, float base) const {
     for (int level = 0, i = run; i % 2 == 1; ++level, i /= 2)
       base = fmaxf(base, x_.node_bases((i << level) - 1)[head]);
     x_.node_bases(run)[head] = base;
   }
 
-  // This warp's, which begin again.
+  // Writes this warp's sums, which begin again.
   __device__ __forceinline__ void write_sums() {
     float sums[2 * kOctets];
 #pragma unroll
@@ -374,7 +374,7 @@ class SplitLogits : BlockLogits<C> {
     return sum;
   }
 
-  // The last one's CTA says that there are no more.
+  // Leaves (base, sum) of each run. The CTA of the last one says that there are no more.
   __device__ __forceinline__ void leave_runs() const {
     const int head = member_ * kWarpSize + lane_;
     if (head >= C::kHeads) return;
@@ -386,7 +386,7 @@ class SplitLogits : BlockLogits<C> {
       for (int run = w_.with_keys; run < params_.most_runs; ++run) stats(run) = {kNoPartial, 0.0f};
   }
 
-  // As end_query.
+  // The same as end_query.
   template <class Fn>
   __device__ __forceinline__ void end_runs(Fn&& fn) const {
     const int head = member_ * kWarpSize + lane_;
@@ -403,7 +403,7 @@ class SplitLogits : BlockLogits<C> {
   const Item& w_;
 };
 
-// Queries one after the other. What of a query is not its products with keys: Q, and the end.
+// The logits of a walk: queries one after the other, with their Q and their ends.
 template <class C>
 class WalkLogits : BlockLogits<C> {
  public:
@@ -413,7 +413,7 @@ class WalkLogits : BlockLogits<C> {
       : Base(params, smem, warp, lane), surveys_(smem, 0), ends_(smem) {}
 
   __device__ void run() {
-    int block = 0, number = 0;  // of the query among the CTA's
+    int block = 0, number = 0;  // `number` counts the CTA's queries
     unsigned i = WalkItem<C>::first(params_, 0);
     copy_query(i);
 #pragma unroll 1
@@ -434,12 +434,12 @@ class WalkLogits : BlockLogits<C> {
  private:
   using Base::lane_, Base::member_, Base::p_, Base::params_, Base::x_;
 
-  // By one warp, when all are done with the Q before: the next one, as it is, while this query ends.
+  // One warp copies the next Q, as it is, when all are done with this one, while this query ends.
   __device__ void copy_query(unsigned i) const {
     if (member_ == 0 && i < WalkItem<C>::count(params_))
       WgmmaQuery<C>::copy_octets(p_, WalkItem<C>(params_, i), x_.smem, lane_);
   }
-  // In its place to wgmma's order, two octets at a time: registers are short.
+  // Converts Q to wgmma's order in its place, two octets at a time: registers are short.
   __device__ void convert_query(const WalkItem<C>& item, int number) const {
     int lane = lane_;  // else all addresses of Q would be found once, before the first query, and spilled
     asm volatile("" : "+r"(lane));

@@ -1,31 +1,30 @@
-// Sparse MLA attention over FP8 rows for Hopper with 32 or 64 heads in a CTA. Where in few_heads every warp
-// does everything, here each warpgroup has one part, so that softmax and conversions of one block go on
-// beside the products of another. Five schedules (docs/kernels/hopper.md).
+// Sparse MLA attention on Hopper over FP8 rows, for CTAs of 32 or 64 heads (tiles of queries: also 48).
 //
-//   all         survey the keys of the query (split)
-//   producers   4 warps: as in few_heads, a ring of 12 or 16 stages of 16 raw rows
-//   logits      4 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q
-//               from shared memory; softmax; weights P^T and value scales to shared memory, double buffered
-//   values      2 x 4 warps: O^T[256 dims x heads] += V^T P^T by wgmma, V from the raw rows through registers
+// The output of 64 heads fills the registers of two warpgroups, so every warpgroup has one task, where a warp
+// of few_heads has all. Softmax and conversions of one block go on beside the products of another.
 //
-// Tile scales multiply the f16 elements of K and V here (powers of two: exact), which keeps one accumulator
-// per product. K and V are converted once per key whatever the heads: that, not the tensor cores, is what a
-// warpgroup's time goes into.
+//   all        survey the keys of the query (split)
+//   producers  4 warps gather as in few_heads, into a ring of 12 or 16 stages of 16 raw rows. Over two
+//              layouts rows of one kind are made of these (mixed_expand.cuh), by four more warps or by the
+//              producers
+//   logits     4 warps: S^T[64 keys x heads] = K Q^T by wgmma, K from the raw rows through registers, Q from
+//              shared memory; softmax; weights P^T and value scales to shared memory, double buffered
+//   values     2 x 4 warps: O^T[256 dims x heads] += V^T P^T by wgmma, V from the raw rows through registers
 //
-// Of two caches with different layouts the producers first make rows of one kind (mixed_expand.cuh); of eight
-// producers four do nothing else.
+// K and V are converted once per key whatever the heads. That takes most of a warpgroup's time, not the
+// tensor cores. Tile scales multiply the f16 elements (powers of two: exact), so a product has one
+// accumulator.
 //
-// Split: a CTA takes one query. The products with a block's values wait for QK of
-// the next block, whose softmax leaves the tensor cores to them. Bound: the gather, 35 clocks per key at
-// 4.3 TB/s, and at 64 heads the tensor cores, 34.
-//
-// Parts: as split, of a share of the query's keys. The CTAs of a query meet in a second grid (parts.cuh).
-//
+// Split: a CTA takes one query. The values of a block wait for QK of the next block, whose softmax leaves the
+// tensor cores to them. Bound: the gather, 35 clocks per key at 4.3 TB/s; with 64 heads also the tensor
+// cores, 34.
+// Parts: as split, with a share of the query's keys. The CTAs of a query meet in a second grid (parts.cuh).
 // Segments: as split, in runs that are added up in one order whoever has them (sm90/segments.cuh). Runs: a
-// CTA has some of them, and leaves the result of each to the second grid.
+// CTA has some of these, and leaves the result of each to the second grid.
+// Walk: a CTA goes through queries, with split's roles and its bits. Q comes while the query before ends, and
+// the value warps survey the query after the next.
 //
-// Walk: a CTA goes through queries, with split's roles and its bits. Q comes while the query before ends, the
-// value warps survey the query after the next.
+// Barriers and who waits for whom: smem.cuh.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
@@ -120,7 +119,7 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
     constexpr Variant kVariant = kVariants[variant()];
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
-    constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // of the producers
+    constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // producers that only expand
     constexpr bool kHasKeyTable = kExpanders > 0 || (kOctets == 8 && !kWalks);
     using R = CachedRow<layout(), extra(), kExpanders, kHasKeyTable>;
     const auto split = [&]<Tiles kTiles>(constant<kTiles>) {
@@ -143,7 +142,7 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
     } else if constexpr (attends_to_queries(kVariant)) {
       split(constant<Tiles::kNone>{});
     } else {
-      throw no_such_kernel(plan);  // of tiles alone
+      throw no_such_kernel(plan);  // a variant for tiles only
     }
   };
   return with_variant_of_slice<Kernel::kManyHeads, MLA_SLICE, MLA_SLICES>(p, plan, run);

@@ -1,16 +1,16 @@
 #pragma once
-// An item of several queries: neighbours with 8, 16 or 32 heads each fill the 64 rows of a CTA. So a key is
-// fetched and converted once for all of them.
+// Tiles: items of several queries. Neighbours with 8, 16 or 32 heads each fill the 64 rows of a CTA, so a key
+// is fetched and converted once for all of them.
 //
 //   keys    over windows and all entries of the past: request by request the union of the windows, then the
-//           entries up to the last that any query sees
-//           over what an indexer has chosen: the tile's list (ops/shared_keys.h)
-//   marks   of a key in the ring, in place of "it counts": a bit for each query that attends to it; over
-//           lists for each octet of heads of these queries
-//   S       where a query of a row does not attend to a key, the logit is -inf
+//           entries up to the last that any query sees. Over an indexer's choice: the tile's list
+//           (ops/shared_keys.h)
+//   marks   a key in the ring has a bit for each query that attends to it (over lists: for each octet of
+//           heads)
+//   S       where a query does not attend to a key, the logit is -inf
 //
 // Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of
-// others has their keys one after another; which queries see them the marks tell.
+// others has their keys one after another; marks tell which queries see them.
 #include <type_traits>
 
 #include "cuda/device/global.cuh"
@@ -27,17 +27,17 @@ namespace mla_fp8::gpu {
 
 enum class Tiles { kNone, kEntries, kLists };
 
-// What the logits warps ask for.
+// The numbers with which the logits warps read marks.
 struct TileMarks {
   uint32_t all_queries;  // the marks of a key that all attend to
-  int octets_log2;       // of a query's heads; of lists, whose marks are of octets, not looked at
+  int octets_log2;       // octets of a query; unused over lists, whose marks are of octets
 
   __device__ void describe(const SparseAttentionParams& p, int num_queries) {
     all_queries = (1u << num_queries) - 1;
     octets_log2 = num_queries == 1 ? 3 : __ffs(p.num_q_heads / kOctetHeads) - 1;
   }
 };
-// The marks of queries as those of their octets, 8 in all.
+// Turns marks of queries into those of their octets, 8 in all.
 __device__ __forceinline__ uint32_t marks_of_octets(const SparseAttentionParams& p, uint32_t queries) {
   if (p.num_q_heads == kOctetHeads) return queries;
   const int octets = p.num_q_heads / kOctetHeads;  // 2 or 4
@@ -47,13 +47,13 @@ __device__ __forceinline__ uint32_t marks_of_octets(const SparseAttentionParams&
   return marks * ((1u << octets) - 1);
 }
 
-// The queries of a tile that belong to one request, and their keys: positions of the tile's list.
+// The queries of a tile that belong to one request, and the positions of their keys in the tile.
 struct TileRequest {
   const int32_t *window_pages, *entry_pages;
   unsigned first, first_entry, end;  // first window key, first entry, behind the last
   unsigned window_first;             // the first window key's position in the request
-  unsigned least_entries;            // that any of the queries sees
-  int position;                      // of the first query in the request
+  unsigned least_entries;            // fewest entries that one of the queries sees
+  int position;                      // position of the first query in the request
   int first_query, num_queries;
 };
 struct Tile {
@@ -63,10 +63,10 @@ struct Tile {
   unsigned length;                 // positions of all
 };
 
-// What survey_keys and ValidKeys ask for (keys.cuh).
+// The keys of a tile: a source for survey_keys and ValidKeys (keys.cuh).
 class TileKeys {
  public:
-  // As it was found. Whether there is such a page is asked later, when the load of its number is over.
+  // A key as it was found. is_valid looks at the page later, when the load of its number is over.
   struct Key {
     int page;
     unsigned in_page;
@@ -74,13 +74,13 @@ class TileKeys {
     uint32_t queries;
     __device__ uint8_t marks() const { return static_cast<uint8_t>(queries); }
   };
-  // Of the tile's list the `length` positions from `first` on, which are numbered from 0.
+  // Has `length` of the tile's positions, from `first` on, and numbers them from 0.
   __device__ __forceinline__ TileKeys(const KernelParams& params, const Tile& tile, unsigned first,
                                       unsigned length)
       : params_(params), p_(params.p), tile_(tile), first_(first), length_(length) {}
   __device__ __forceinline__ unsigned length() const { return length_; }
   __device__ __forceinline__ static constexpr bool is_window() { return true; }
-  // survey_keys asks for entries of rows without a window only.
+  // survey_keys calls these for queries without a window only.
   __device__ __forceinline__ int entry(unsigned) const { return -1; }
   __device__ __forceinline__ bool is_slot(int, unsigned) const { return false; }
   __device__ __forceinline__ bool is_valid(Key key) const {
@@ -88,7 +88,7 @@ class TileKeys {
     return key.page >= 0 && key.page * scope.page_size + key.in_page < scope.num_slots;
   }
 
-  // Page -1 past the end.
+  // The key at a position; page -1 past the end.
   __device__ __forceinline__ Key at(unsigned position) const {
     if (position >= length_) return {-1, 0, 0, 0};
     const Place place = find(position);
@@ -102,7 +102,7 @@ class TileKeys {
         .queries = (place.extra ? see_entry(r, place.in_request) : see(r, place.in_request)) << r.first_query,
     };
   }
-  // By all threads: brings the numbers of all pages close, before the survey asks for some after others.
+  // All threads bring the numbers of all pages close, before the survey asks for one after another.
   __device__ void fetch_pages(int thread, int num_threads) const {
     constexpr unsigned kLine = 32;  // a line of a table has at least as many keys
     for (unsigned position = thread * kLine; position < length_; position += num_threads * kLine) {
@@ -130,7 +130,7 @@ class TileKeys {
     const unsigned in_request = extra ? position - r.first_entry : r.window_first + (position - r.first);
     return {&r, extra, in_request, static_cast<unsigned>(params_.page_size[extra](in_request))};
   }
-  // Bits of the request's queries whose windows have a position: the first one's is behind it by `ahead`.
+  // Bits of the request's queries whose windows have a position. It is `ahead` of the first query's.
   __device__ __forceinline__ uint32_t see(const TileRequest& r, unsigned in_request) const {
     const int ahead = static_cast<int>(in_request) - r.position;
     const auto window = static_cast<int>(min(p_.window.window_size, int64_t{1} << 29));
@@ -164,7 +164,7 @@ class ListedKeys {
       : slots_(params.shared.list(tile) + kListHead),
         marks_(reinterpret_cast<const uint8_t*>(slots_ + params.shared.capacity)),
         p_(&params.p) {}
-  // What is in no cache, as in a list for others, is a key that no query attends to.
+  // A slot outside its cache, as in a list for other caches, is a key that no query attends to.
   __device__ __forceinline__ Key at(unsigned position) const {
     const auto slot = static_cast<unsigned>(__ldg(slots_ + position));
     const uint32_t queries = __ldg(marks_ + position);
@@ -172,13 +172,13 @@ class ListedKeys {
     const int64_t num_slots = scope ? +p_->scopes[1].num_slots : +p_->scopes[0].num_slots;
     return in_cache < num_slots ? Key{in_cache, scope, marks_of_octets(*p_, queries)} : Key{0, 0, 0};
   }
-  // By all threads: brings some keys close, as a survey does with entries. A thread takes a line.
+  // All threads bring some keys close, as a survey does with entries: a line each.
   __device__ void fetch_lines(int first, int count, int thread) const {
     constexpr int kSlots = 32, kMarks = 128;  // of a line
     if (thread * kSlots < count) prefetch_l1(slots_ + first + thread * kSlots);
     if (thread * kMarks < count) prefetch_l1(marks_ + first + thread * kMarks);
   }
-  // For ValidKeys, which has nothing to ask of a list.
+  // ValidKeys has these, but nothing to ask of a list.
   __device__ __forceinline__ static constexpr unsigned length() { return 0; }
   __device__ __forceinline__ static constexpr bool is_valid(Key) { return true; }
 
@@ -188,7 +188,7 @@ class ListedKeys {
   const SparseAttentionParams* p_;
 };
 
-// Neighbouring queries, whose heads are the rows of a CTA: of one query maybe some of its heads.
+// Neighbouring queries whose heads are the rows of a CTA; or one query, and maybe some of its heads.
 struct NeighbourHeads : QueryHeads {
   int num_queries, num_rows;
 
@@ -198,7 +198,7 @@ struct NeighbourHeads : QueryHeads {
       : QueryHeads{first_query, first},
         num_queries(count),
         num_rows(min(count * p.num_q_heads - first, most_rows)) {}
-  // Those of a tile of entries.
+  // The heads of a tile of entries.
   template <class C>
   __device__ static NeighbourHeads of_tile(const KernelParams& params, unsigned tile) {
     const unsigned index = tile / params.num_head_blocks();
@@ -226,19 +226,19 @@ struct TileItem : ItemOf<NeighbourHeads> {
   using Source = TileKeys;
   static constexpr int kMostParts = kMaxTileParts;
   const Tile* tile;
-  int part, num_parts;     // of its keys, this CTA's
+  int part, num_parts;     // this CTA's part of the keys
   unsigned first, length;  // the positions of that part
 
   __device__ Source source(const KernelParams& params) const { return {params, *tile, first, length}; }
   __device__ bool is_whole() const { return num_parts == 1; }
-  // Once the tile is known.
+  // Finds the positions of the part, once the tile is known.
   __device__ void take_part() {
     const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
     const unsigned each = blocks / num_parts, longer = blocks % num_parts;
     first = min((part * each + min(unsigned(part), longer)) * kShareBlockKeys, tile->length);
     length = min((each + (part < longer)) * kShareBlockKeys, tile->length - first);
   }
-  // All of the part.
+  // The CTA takes all blocks of its part.
   template <class C>
   __device__ void take_share(int num_keys, const Divider&) {
     static_assert(C::kBlockKeys == kShareBlockKeys);
@@ -254,11 +254,11 @@ struct ListItem : ItemOf<NeighbourHeads> {
 template <Tiles kTiles>
 using TileOf = std::conditional_t<kTiles == Tiles::kLists, TileMarks, Tile>;
 
-// By one warp, a lane a query.
+// Describes a tile. One warp calls it, with a query in each lane.
 __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t first, int count, Tile& tile,
                                      int lane) {
   WindowQuery query;
-  int64_t begin = 0, end = 0;  // of its window in the request
+  int64_t begin = 0, end = 0;  // window of this lane's query, in the request
   unsigned entries = 0;
   if (lane < count) {
     query = find_query(p.window, first + lane);
@@ -308,7 +308,7 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
   tile.marks.describe(p, count);
 }
 
-// By all threads; a barrier must come before the tile is read.
+// Finds the CTA's tile. All threads call it; a barrier must come before the tile is read.
 template <class C>
 __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   const SparseAttentionParams& p = params.p;
@@ -338,9 +338,9 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
 
 // ---- what is no number ----------------------------------------------------------------------------------
 
-// Where a query does not attend to a key its weight is zero. But zero times NaN is NaN: in the stage's keys
-// that are suspects (g and g + 8 of a lane's) elements that are no number become zero. Scales are, already.
-// Queries that attend to one have NaN among their weights and need no second one.
+// A query that does not attend to a key gives it a weight of zero, but zero times NaN is NaN. So NaN and
+// infinite elements become zero in the stage's suspects (a lane's keys g and g + 8). Scales are zero already.
+// Queries that attend to such a key have NaN among their weights, and need no second one.
 template <class R>
 __device__ __noinline__ void clear_values(uint8_t* rows, const bool (&suspects)[2], int lane) {
 #pragma unroll

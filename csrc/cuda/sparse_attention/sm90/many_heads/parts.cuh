@@ -1,9 +1,9 @@
 #pragma once
-// CTAs that share a query, or a tile of queries, without a cluster. Clusters leave SMs without work: on 132
-// SMs 15 of eight CTAs run at once, or 17 of six. Here any number of CTAs shares a query. Each leaves a part
-// of its result in the workspace, and a second grid adds them up in the order of the keys.
+// Merges CTAs that share a query, or a tile of queries, without a cluster. Clusters leave SMs without work:
+// on 132 SMs 15 of eight CTAs run at once, or 17 of six. Here any number of CTAs shares a query. Each leaves
+// a part of the result in the workspace, and a second grid adds parts up in the order of the keys.
 //
-// A value warp leaves its accumulators as they lie in its registers: a lane has eight values of a head, which
+// A value warp leaves its accumulators as they lie in its registers. A lane has eight values of a head, which
 // become f16 times a power of two of their own. Runs of segments stay floats.
 #include <type_traits>
 #include <utility>
@@ -24,19 +24,19 @@
 
 namespace mla_fp8::gpu {
 
-// An address that is found here, not where it is used.
+// Has an address computed here, not where it is used.
 template <class T>
 __device__ __forceinline__ void keep_found(T*& address) {
   asm volatile("" : "+l"(address));
 }
 
-// What a lane leaves at once, and what of it a lane of the second grid reads.
+// The values that a lane leaves at once, and a lane of the second grid reads.
 struct F16Values {
   static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfQueryPart;
   uint4 values;
   uint32_t exponent;
 
-  // In a part of so many times a lane's values.
+  // Writes them to place `at` of a part with `lanes` places.
   __device__ static void write(uint8_t* part, int lanes, int at, const float (&x)[kCount]) {
     float largest = 0.0f;
 #pragma unroll
@@ -48,14 +48,14 @@ struct F16Values {
         pack_f16(x[4] * factor, x[5] * factor), pack_f16(x[6] * factor, x[7] * factor)};
     part[lanes * 16 + at] = static_cast<uint8_t>(exponent);
   }
-  // Where that is in a part.
+  // The address of a lane's values in a part.
   struct Place {
     const uint8_t *values, *exponent;
     __device__ Place(const uint8_t* part, int lanes, int at)
         : values(part + at * 16), exponent(part + lanes * 16 + at) {
       keep_found(values), keep_found(exponent);
     }
-    // Of the part so many bytes further; zeros, without an access, if it is not there.
+    // Reads those of the part `offset` bytes further; zeros, without an access, if it is not there.
     __device__ F16Values read(int offset, bool is_there) const {
       F16Values x{{}, kLeastExponent};
       if (is_there) x = {__ldcg(reinterpret_cast<const uint4*>(values + offset)), __ldcg(exponent + offset)};
@@ -76,7 +76,7 @@ struct F16Values {
   static constexpr uint32_t kLargest = 14, kLeastExponent = 16;  // f16 below 2^15; both factors are normal
 };
 
-// Of runs, whose sum is the same bits wherever they are added up: as they are.
+// The values of runs stay floats: their sum has to be the same bits wherever they are added up.
 struct F32Values {
   static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfRun;
   float values[kCount];
@@ -102,26 +102,26 @@ struct F32Values {
   };
 };
 
-// A column: of each octet of heads the lanes with one t have heads 2t and 2t + 1.
+// A part in the workspace. A lane has columns 2 n + c: eight values of head 8 n + 2 t + c.
 template <class C>
 class QueryPart {
  public:
   using Values = std::conditional_t<C::kRuns, F32Values, F16Values>;
-  static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // of a lane; of a column
+  static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // in a lane; in a column
   static constexpr int kLanes = kConsumerWarps * kColumns * kWarpSize;
   static constexpr int kBytes = C::kHeads * Values::kFloatsOfHead * 4;
   static_assert(kLanes * kValues == C::kHeads * kHeadDimV);
 
-  // The `number`-th of all.
+  // The `number`-th part of all.
   __device__ QueryPart(const KernelParams& params, int64_t number)
       : base_(reinterpret_cast<uint8_t*>(params.p.workspace + floats_of_parts_table(params.num_tiles)) +
               number * kBytes) {}
-  // Of this CTA's query.
+  // A run of this CTA's query.
   __device__ static QueryPart of_run(const KernelParams& params, int run) {
     return {params, int64_t{params.splits.word(blockIdx.x)} * params.most_runs + run};
   }
 
-  // (base, sum) of a head. Its largest logit, not of runs.
+  // A head's (base, sum), and its largest logit, which runs have not.
   __device__ float2& stats(int head) const {
     return reinterpret_cast<float2*>(base_ + kBytes)[head - C::kHeads];
   }
@@ -144,7 +144,7 @@ class QueryPart {
   uint8_t* const base_;
 };
 
-// Of an item of the second grid: its heads, and its parts.
+// An item of the second grid: its heads and its parts.
 template <class C>
 struct ItemParts {
   static constexpr bool kOfTiles = C::kTiles == Tiles::kEntries;
@@ -161,7 +161,7 @@ struct ItemParts {
       first = int64_t{item} * count;
     }
   }
-  // Of a tile, when the first grid is over. False: it has a part alone, whose CTA has written the output.
+  // Finds a tile's parts, once the first grid is over. False: there is one, whose CTA wrote the output.
   __device__ bool find(const KernelParams& params, unsigned item) {
     const PartsOfTile own = parts_of_tile(params, static_cast<int>(item));
     first = own.first, count = own.count;
@@ -171,7 +171,7 @@ struct ItemParts {
 
 inline constexpr int kPartsMergeWarps = 4;
 
-// fn(constant<runs>{}).
+// Calls fn(constant<runs>{}).
 template <class Fn>
 __device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
   [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
   }(std::make_integer_sequence<int, kMaxRuns>{});
 }
 
-// A warp: a column of a value warp. What it does for a query once all parts are there it has done before with
-// none: then its code is in the instruction cache, and where the parts lie is known.
+// The second grid: a warp merges a column of a value warp. While parts are not there yet, it rehearses with
+// none: then its code is in the instruction cache, and addresses are known.
 template <class C>
 __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
     merge_parts_kernel(const __grid_constant__ KernelParams params) {
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
                   value_warp % 4 * 16;
   keep_found(stats_of_g), keep_found(out);
 
-  // Going through it twice takes 1 to 8 % of a call with CTAs of 64 heads, and where more blocks come than
-  // run at once; else it saves up to 4 %.
+  // A rehearsal takes 1 to 8 % of a call with CTAs of 64 heads, or where more blocks come than run at once.
+  // Else it saves up to 4 %.
   constexpr unsigned kMostItems = 40;
   const bool rehearses =
       !own.kOfTiles && C::kHeads < 64 && gridDim.x <= kMostItems * kBlocksOfWarp * kConsumerWarps;

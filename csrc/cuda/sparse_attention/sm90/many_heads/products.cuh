@@ -1,5 +1,5 @@
 #pragma once
-// The parts of a product over raw rows by wgmma.
+// Pieces of the products over raw rows by wgmma: scales, K Q^T, changes of O's bases.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/shared.cuh"
@@ -11,13 +11,13 @@
 
 namespace mla_fp8::gpu {
 
-// Two dims of O next to each other, as bf16, and the first of them, of a value warp's 16 of a chunk.
+// Two adjacent dims of O as bf16; `dim` is the first one, among a value warp's 16 of a chunk.
 struct DimPair {
   uint32_t values;
   int dim;
 };
-// From what a lane has of fragment rows g and g + 8. They are dims 2g and 2g + 1; of bf16 values dims g and
-// g + 8: neighbours swap.
+// Pairs a lane's values of fragment rows g and g + 8. They are dims 2g, 2g + 1. bf16 values are dims g, g +
+// 8: neighbours swap.
 __device__ __forceinline__ DimPair pair_dims(bool is_bf16, int g, float of_g, float of_g8) {
   uint32_t low = __float_as_uint(of_g), high = __float_as_uint(of_g8);
   int dim = 2 * g;
@@ -30,12 +30,12 @@ __device__ __forceinline__ DimPair pair_dims(bool is_bf16, int g, float of_g, fl
   return {pack_bf16(__uint_as_float(low), __uint_as_float(high)), dim};
 }
 
-// Of the table of a block's value scales, f16 [tile][key]: four lanes store those of one
-// key at once, into different banks.
+// The pitch of a block's value scales, f16 [tile][key]: four lanes store those of a key at once, into
+// different banks.
 inline constexpr int kScalePitch = 64 * 2 + 16;
 
-// The scales of a stage's 16 keys, * 2^-e <= 1: this lane's are those of tiles t, t + 4 of keys g and
-// g + 8, pairs of f16.
+// The scales of a stage's 16 keys, * 2^-e <= 1. A lane has pairs of f16, of keys g and g + 8, for tiles t, t
+// + 4, ...
 template <class R>
 struct StageScales {
   static constexpr int kPerLane = R::kNumScales > 0 ? RowScales<R>::kPerLane : 1;
@@ -43,14 +43,14 @@ struct StageScales {
   int e = 0;       // 2^e is above them
   bool is_nan[2];  // keys g and g + 8
 
-  // `row`: of this lane's key g. kNanIsZero: what is no
-  // number is 0 here, so that it says nothing about other keys.
+  // `row`: of this lane's key g. With kNanIsZero a scale that is NaN or infinite becomes 0, so that it says
+  // nothing about other keys.
   template <bool kNanIsZero>
   __device__ void load(const uint8_t* row, int t) {
     is_nan[0] = is_nan[1] = false;
     if constexpr (R::kNumScales > 0) {
       float scale[2][kPerLane];
-      uint32_t largest[2] = {};  // of a key: bits of the magnitude
+      uint32_t largest[2] = {};  // bits of a key's largest magnitude
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -87,11 +87,11 @@ struct StageScales {
     constexpr bool kHasSign = R::kL.scale_format == ScaleFormat::kF32;
     return __float_as_uint(scale) & (kHasSign ? 0x7fffffffu : ~0u);
   }
-  // Of keys g and g + 8.
+  // The scales of keys g and g + 8 for a tile.
   __device__ uint32_t of_tile(int tile, int lane) const {
     return __shfl_sync(kFullWarp, of_lane[tile / 4], (lane & ~3) + tile % 4);
   }
-  // To the table of a block; key: this lane's g.
+  // Stores them in the table of a block; `key`: this lane's g there.
   __device__ void store(uint8_t* table, int key, int t) const {
     if constexpr (R::kNumScales > 0)
 #pragma unroll
@@ -104,7 +104,7 @@ struct StageScales {
   }
 };
 
-// Of two layouts they lie behind the stage's rows (mixed_row.cuh).
+// Over two layouts scales lie behind the stage's rows (mixed_row.cuh).
 template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
 struct StageScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   int e;
@@ -112,23 +112,23 @@ struct StageScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   __device__ void store(uint8_t*, int, int) const {}
 };
 
-// S^T = K Q^T of the 16 keys of the stage at `rows`, all heads of the CTA. K is used as code * scale * 2^-e,
-// in f16.
+// Computes S^T = K Q^T for the 16 keys of the stage at `rows` and all heads of the CTA. K is code * scale *
+// 2^-e, in f16.
 template <class C>
 __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<typename C::R>& scales,
                                               uint32_t q_smem, int lane, float (&s)[C::kOctets][4]) {
   using R = typename C::R;
-  // Units of 32 dims, the bf16 ones first: two k-steps each. A unit's bytes and scales are fetched two
-  // ahead of its conversion, and the products of up to kDepth - 1 units are under way meanwhile.
+  // Units of 32 dims, the bf16 ones first, are two k-steps each. Bytes and scales are fetched two units ahead
+  // of their conversion. Products of up to kDepth - 1 units run meanwhile.
   constexpr int kDepth = 4, kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
   static_assert(kBf16Units <= 2 && (R::kMixed || R::kTileDims >= 32), "fetching ahead overwrites nothing");
   const uint64_t q = wgmma_descriptor(q_smem, C::kQHalfBytes, C::kQOctetBytes);
-  constexpr int kStep = C::kQStepBytes / 16;  // of the descriptor's address
+  constexpr int kStep = C::kQStepBytes / 16;  // in a descriptor's address
   const int matrix = lane / 8;
   const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
   uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
-  uint32_t scale[2] = {};                    // of tiles of 32 dims in turn
-  typename KeyFactors<R>::Words factors[2];  // of a mixed row's units in turn
+  uint32_t scale[2] = {};                    // tiles of 32 dims take turns
+  typename KeyFactors<R>::Words factors[2];  // a mixed row's units take turns
   const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && R::new_tile(first_dim); };
   const auto place = [](int unit) { return R::kTileDims == 32 ? unit % 2 : 0; };
   const auto fetch = [&](int unit) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<t
   pin_registers(s);
 }
 
-// O at bases that moved by `changes` [head] (log2).
+// Multiplies O as bases have moved by `changes` [head] (log2).
 template <int kChunks, int kOctets>
 __device__ __forceinline__ void rescale_values(float (&out)[kChunks][kOctets][4], const float* changes,
                                                int t) {

@@ -1,5 +1,5 @@
 #pragma once
-// Q of a CTA, from global memory into the order in which wgmma reads it as the B operand of K Q^T.
+// Brings Q from global memory into the order in which wgmma reads it as the B operand of K Q^T.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -11,9 +11,9 @@
 
 namespace mla_fp8::gpu {
 
-// The heads of a warp: eight, of up to 32 heads four. A head is shared by kLanes lanes, which take eight dims
-// each in turn: a warp loads 64 bytes or more of a head at once, and what it loads or stores at once lies in
-// different banks. Loaded before a barrier, stored after it.
+// A warp's heads of Q: eight, in CTAs of up to 32 heads four. kLanes lanes share a head, and take eight dims
+// each in turn. So a warp loads 64 bytes or more of a head at once, and loads and stores meet no bank
+// conflicts. Q is loaded before a barrier, and stored after it.
 template <class C, int kHeads_ = (C::kHeads > 32 ? 8 : 4)>
 struct WgmmaQuery {
   using R = typename C::R;
@@ -22,7 +22,7 @@ struct WgmmaQuery {
   static constexpr int kHeadBytes = R::kDims * 2;
   uint4 dims[kRounds];
 
-  // By one warp: Q as it is, [head][dim], to where store() will put it. The copy engine has it on its way
+  // One warp copies Q as it is, [head][dim], to where store() will put it. The copy engine has it on its way
   // before anything is known of the keys, and past the loads of their entries.
   template <class Item>
   __device__ static void copy(const SparseAttentionParams& p, const Item& w, uint32_t smem, int lane) {
@@ -37,7 +37,7 @@ struct WgmmaQuery {
         bulk_copy(to + head * kHeadBytes, w.q_of_head(p, head), kHeadBytes, bar);
     }
   }
-  // The same, octets apart as they will be.
+  // Copies octets to where they will be.
   template <class Item>
   __device__ static void copy_octets(const SparseAttentionParams& p, const Item& w, uint32_t smem, int lane) {
     const uint32_t to = smem + MLA_SMEM(C, q), bar = smem + MLA_SMEM(C, q_barrier);
@@ -48,7 +48,7 @@ struct WgmmaQuery {
       bulk_copy(to + head / kOctetHeads * C::kQOctetBytes + head % kOctetHeads * kHeadBytes,
                 w.q_of_head(p, head), min(at_once, heads - head) * kHeadBytes, bar);
   }
-  // `i`: how many were copied before.
+  // Waits for Q and loads it. `i`: how many were copied before.
   template <class Item>
   __device__ void load_copied(const SparseAttentionParams& p, const Item& w, const uint8_t* smem, int warp,
                               int lane, int i = 0) {
@@ -69,7 +69,7 @@ struct WgmmaQuery {
     for (int i = 0; i < kRounds; ++i)
       dims[i] = *reinterpret_cast<const uint4*>(units[i % 2] + i / 2 * (2 * kLanes * 16));
   }
-  // Scaled (q_factor); the factors go to q_scale.
+  // Stores Q times q_factor, and the factors in q_scale.
   __device__ void store(uint8_t* smem, int warp, int lane) const {
     uint32_t largest = 0;
     const auto note = [&](uint32_t pair) { largest = larger_magnitudes(largest, pair); };
@@ -86,7 +86,7 @@ struct WgmmaQuery {
 
     // Core matrices of 8 heads x 8 dims, 16 bytes a head.
     constexpr int kHalf = C::kQHalfBytes;
-    const int second = lane % 2;  // of a k-step's two
+    const int second = lane % 2;  // second half of a k-step
     uint8_t* const at =
         smem + MLA_SMEM(C, q) + head / kOctetHeads * C::kQOctetBytes + head % kOctetHeads * 16;
     uint8_t* const steps[2] = {at + octuple(0, lane) / 2 * C::kQStepBytes,
@@ -109,9 +109,8 @@ struct WgmmaQuery {
   }
 
  private:
-  // The eight dims that a lane takes in round i: those of round i modulo 2, and 2 kLanes further every
-  // second round. Where a head has four lanes, heads in turn begin 64 bytes apart: rows of [head][dim] all
-  // begin in the same bank.
+  // The octuple of dims that a lane takes in round i; it moves on by 2 kLanes every second round. With four
+  // lanes a head, every other head begins 64 bytes further, as rows of [head][dim] begin in the same bank.
   __device__ static int octuple(int i, int lane) {
     static_assert(kLanes > 4 || (kRounds % 2 == 0 && kFp8Rounds % 2 == 0));
     return (kLanes > 4 ? i : i ^ (lane / kLanes & 1)) * kLanes + lane % kLanes;

@@ -1,10 +1,10 @@
 #pragma once
-// Tiles whose keys all CTAs of a grid share, as many as there are SMs. A tile gets CTAs by what its queries
-// may see: the largest part of any is as small as they allow. So one long request among short ones has most
-// of the GPU. Every CTA finds its own part, from the same numbers.
+// Deals the keys of all tiles to the CTAs of a grid, at most one per SM. A tile gets CTAs by what its queries
+// may see, such that the largest part is as small as can be. So one long request among short ones has most of
+// the GPU. Every CTA finds its own part from the same numbers.
 //
-// A part is some blocks of a tile's keys: what one CTA takes. It writes the output of a tile that has no
-// other part, else it leaves its part of the result for a second grid (parts.cuh).
+// A part is a range of blocks of a tile's keys, and has one CTA. It writes the output of a tile without other
+// parts, else it leaves its part of the result for a second grid (parts.cuh).
 #include "cuda/device/global.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/roles.cuh"
@@ -14,14 +14,14 @@
 
 namespace mla_fp8::gpu {
 
-// Blocks of keys that a part has at least: with fewer, its Q and its output would be most of its work.
+// Keys of a block; fewest blocks of a part: with fewer, its Q and its output would be most of its work.
 inline constexpr int kShareBlockKeys = 64, kLeastBlocksOfPart = 2;
 
 struct TileShare {
-  int tile, part, num_parts;  // no parts: there is nothing to do
+  int tile, part, num_parts;  // num_parts 0: there is nothing to do
 };
 
-// A part has the number of its CTA, those of a tile follow each other: a table in front of all parts.
+// The parts of a tile, numbered as their CTAs. A table of these lies in the workspace before all parts.
 struct PartsOfTile {
   int first, count;
 };
@@ -29,8 +29,8 @@ __device__ inline PartsOfTile& parts_of_tile(const KernelParams& params, int til
   return reinterpret_cast<PartsOfTile*>(params.p.workspace)[tile];
 }
 
-// By all threads, with room in shared memory for an int a tile and a share behind them. A tile's keys are
-// counted as what its first query sees and what the first query of each further request does.
+// All threads call it; `room` in shared memory is for an int a tile, and a share. A tile's keys are counted
+// as what its first query sees, and what the first query of each further request in it sees.
 template <int kThreads>
 __device__ TileShare find_share(const KernelParams& params, uint8_t* room, int thread) {
   const SparseAttentionParams& p = params.p;
@@ -45,8 +45,8 @@ __device__ TileShare find_share(const KernelParams& params, uint8_t* room, int t
   };
   for (int tile = thread; tile < num_tiles; tile += kThreads) blocks[tile] = 0;
   block_barrier<kThreads>();
-  // The first threads take tiles, the last requests: their loads are on their way together. All that will be
-  // asked of the requests is in the L1 then.
+  // The first threads take tiles, the last requests, so that their loads go on together. They bring to L1
+  // what will be asked of the requests.
   for (int tile = thread; tile < num_tiles; tile += kThreads)
     atomicAdd(blocks + tile, blocks_seen_by(int64_t{tile / params.num_head_blocks()} * params.tile_queries));
   for (int64_t i = kThreads - 1 - thread; i < p.window.num_requests; i += kThreads) {
@@ -65,7 +65,7 @@ __device__ TileShare find_share(const KernelParams& params, uint8_t* room, int t
     const auto num_parts = [&](int tile, int size) {
       return tile < num_tiles ? max(ceil_div(blocks[tile], size), 1) : 0;
     };
-    // The least size for which the CTAs are enough: that of the longest tile always is one.
+    // Finds the least size of parts for which the CTAs are enough. The size of the longest tile always is.
     int size = max(max(ceil_div(total, num_ctas), ceil_div(most, kMaxTileParts)), kLeastBlocksOfPart);
     for (int enough = max(size, most); size < enough;) {
       const int between = (size + enough) / 2;

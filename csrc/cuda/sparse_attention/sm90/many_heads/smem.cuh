@@ -1,5 +1,5 @@
 #pragma once
-// The variants of many_heads, where everything lies in shared memory, and what the roles share.
+// The variants of many_heads, their shared memory and barriers, and what the roles share.
 #include <cstddef>
 #include <type_traits>
 
@@ -33,9 +33,9 @@ namespace mla_fp8::gpu {
 //   kBarrierFinish     logits, values            the same          factors; ring and q are free
 //   kBarrierStore      values                    the same          the output over the ring
 
-// What of the kernel is chosen when it is compiled, besides the rows.
+// The choices that the kernel is compiled for, besides the rows.
 struct ManyHeadsTraits {
-  int octets;     // of heads of a CTA: 2, 4, 6 or 8
+  int octets;     // octets of heads in a CTA: 4, 6 or 8
   int producers;  // warps, some of which may expand (mixed_row.cuh)
   Schedule schedule = Schedule::kSplit;
   Tiles tiles = Tiles::kNone;  // the heads are those of several queries (neighbours.cuh)
@@ -50,7 +50,7 @@ auto item_of() {
   else return std::type_identity<SplitItem>{};
 }
 
-// One variant. R: Row, or MixedRow of two caches.
+// One variant. R: Row, or MixedRow for two caches.
 template <class R_, ManyHeadsTraits kTraits>
 struct ManyHeads {
   using R = R_;
@@ -58,23 +58,23 @@ struct ManyHeads {
   static constexpr Tiles kTiles = kTraits.tiles;
   static constexpr bool kNeighbours = kTiles != Tiles::kNone;
   static constexpr bool kWalks = kTraits.schedule == Schedule::kWalk;
-  static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // each CTA leaves those that it has
+  static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // a CTA leaves each of its runs
   static constexpr bool kParts = kRuns || kTraits.schedule == Schedule::kParts;        // parts.cuh
   static constexpr bool kSegments = kRuns || kTraits.schedule == Schedule::kSegments;  // sm90/segments.cuh
-  static constexpr bool kFetchesEarly = kParts && !R::kMixed;  // else kProducersAreEarly may say so
-  static constexpr bool kFindsLargest = !kSegments;            // logits, if the caller wants them
+  static constexpr bool kFetchesEarly = kParts && !R::kMixed;  // two layouts: kProducersAreEarly
+  static constexpr bool kFindsLargest = !kSegments;            // largest logits, if the caller wants them
   static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
-  static constexpr bool kFirstInRegisters = kOctets < 8;  // of segments: else there are none for it
+  static constexpr bool kFirstInRegisters = kOctets < 8;  // segments: 8 octets leave too few for it
   static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kExpanders = R::kExpanders, kProducers = kTraits.producers - kExpanders;
   static constexpr int kLogitWarps = 4;
-  static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // to WalkProducer: one query, one team
-  static constexpr bool kScalesMultiplyWeights = false;            // of two layouts
+  static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // WalkProducer sees one query, one team
+  static constexpr bool kScalesMultiplyWeights = false;  // two layouts: scales multiply fragments of V
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
   static constexpr int kThreads = kWorkers + kTraits.producers * kWarpSize;
-  static constexpr int kSurveyWarps = kConsumerWarps, kSurveyReaders = kThreads / kWarpSize;  // of a walk
-  // setmaxnreg: 64 K registers shared by role.
+  static constexpr int kSurveyWarps = kConsumerWarps, kSurveyReaders = kThreads / kWarpSize;  // in a walk
+  // setmaxnreg: roles share 64 K registers.
   static constexpr bool kManyProducers = kTraits.producers == 8, kWide = kOctets == 8 || kSegments;
   static constexpr int kValueRegisters = kWide            ? 176
                                          : kOctets == 6   ? 152
@@ -87,7 +87,7 @@ struct ManyHeads {
                                                           : 136;
   static constexpr int kProducerRegisters = R::kMixed ? 48 : kWalks && !kWide ? 72 : 40;
   static constexpr int kExpanderRegisters = 80;
-  static constexpr int kChunks = 4;  // of V per warpgroup
+  static constexpr int kChunks = 4;  // chunks of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
   static constexpr int kEmptyWarps =
@@ -97,9 +97,9 @@ struct ManyHeads {
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);
 
   static constexpr int kStepBytes = kHeads * kStageRows * 2;  // B operand of one k-step
-  // Of Q: a k-step has two halves of 8 dims, a half an octet of heads after the other. What is added puts
-  // stores of steps into different banks. A walk has octet after octet, which are converted where they came;
-  // of 576 dims there is no room for more.
+  // Q in wgmma's order: a k-step has two halves of 8 dims, a half has one octet of heads after the other.
+  // Padding puts stores of steps into different banks. A walk has Q octet by octet, and converts each where
+  // it came; with 576 dims there is no room for padding.
   static constexpr int kQPad = R::kDims == kHeadDimV ? 16 : 0;
   static constexpr int kQStepBytes = kWalks ? 2 * kOctetHeads * 16 + kQPad : kStepBytes + kHeads;
   static constexpr int kQHalfBytes = kWalks ? kOctetHeads * 16 : kHeads * 16;
@@ -117,23 +117,23 @@ struct ManyHeads {
     float rescale[2][kHeads];        // change of base, valid if moved
     int moved[2];
     alignas(16) float2 head_state[kHeads];  // (logit scale, base - 7)
-    float warp_max[kLogitWarps][kHeads];    // sums at the end, and of a run
+    float warp_max[kLogitWarps][kHeads];    // also sums, at the end and of a run
     float q_scale[kHeads];
-    float warp_largest[kFindsLargest ? kLogitWarps : 0][kHeads];  // logits up to now
-    float factors[kWalks ? 2 : 1][kHeads];                        // of a query's output
+    float warp_largest[kFindsLargest ? kLogitWarps : 0][kHeads];  // largest logits so far
+    float factors[kWalks ? 2 : 1][kHeads];                        // factors of a query's output
     uint8_t valid[kStages][kStageRows];
-    alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // of a query's valid keys
+    alignas(8) uint8_t maps[kWalks ? 2 : 1][kMapBytes];  // maps of a query's valid keys
     uint64_t stage_barriers[kStages][2];                 // full, empty
     uint64_t weights_barriers[2][3];                     // full, empty, QK done
     uint64_t q_barrier;
     uint64_t end_barriers[kWalks ? 2 : 0][2], survey_barriers[kWalks ? 2 : 0][2];  // full, empty
     uint64_t survey_barrier[R::kMixed && !kWalks ? 1 : 0];
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
-    int stage_exponents[R::kMixed ? kStages : 0];    // of the scales in the tables
+    int stage_exponents[R::kMixed ? kStages : 0];    // exponents of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
     alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
     alignas(8) float run_bases[kMostRuns][kHeads];
-    alignas(8) float node_bases[kMostRuns][kHeads];  // of the largest subtree that ends with the run
+    alignas(8) float node_bases[kMostRuns][kHeads];  // bases of the largest subtree that ends with the run
     float run_sums[kMostRuns][kHeads];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -147,7 +147,7 @@ struct ManyHeads {
 enum SplitBarrier { kBarrierWorkersQ = kBarrierOfKernel, kBarrierLogits, kBarrierFinish, kBarrierStore };
 static_assert(int{kBarrierStore} < int{kBarrierSurvey});
 
-// What the value warps share with one warpgroup of logits.
+// The logits warpgroup passes weights, scales and changes of bases to the value warps.
 template <class C>
 struct BlockExchange {
   uint8_t* bytes;
@@ -192,7 +192,7 @@ struct BlockExchange {
 //   survey full        8 value warps         all                         maps[buffer]: may be read
 //   survey empty       all warps             values                      the same: may be written
 //
-// The end of a query, through buffer number % 2: `number` counts the CTA's.
+// The logits warps pass a query's factors through buffer number % 2; `number` counts the CTA's queries.
 template <class C>
 struct QueryEnds {
   uint8_t* bytes;

@@ -1,5 +1,5 @@
 #pragma once
-// What a CTA of many_heads does with one item.
+// A CTA of many_heads that takes one item: its barriers, and what its warps do.
 #include "cuda/device/mbarrier.cuh"
 #include "cuda/device/roles.cuh"
 #include "cuda/device/shared.cuh"
@@ -18,7 +18,7 @@
 
 namespace mla_fp8::gpu {
 
-// By one thread.
+// One thread calls it.
 template <class C>
 __device__ void init_split(uint8_t* smem) {
   Ring<C>{shared_address(smem)}.init();
@@ -27,12 +27,12 @@ __device__ void init_split(uint8_t* smem) {
   mbarrier_init_fence();
 }
 
-// By all, when the item is known.
+// All threads call it, once the item is known.
 template <class C>
 __device__ __forceinline__ void attend_to_item(const KernelParams& params, typename C::Item& w, uint8_t* smem,
                                                int warp, int lane) {
   const int thread = threadIdx.x;
-  // Warp 0 has made the barrier for it. Where all have met since, warp 1 need not wait for the tile.
+  // Warp 0 has made Q's barrier. If all have met since, warp 1 copies Q: it need not wait for the tile.
   if (warp == (params.num_tiles > 0)) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
   if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
   if constexpr (C::kTiles == Tiles::kEntries) {

@@ -1,5 +1,5 @@
 #pragma once
-// O^T += V^T P^T: the eight value warps, each 16 dims of each of its warpgroup's four chunks, all heads.
+// The value warps: O^T += V^T P^T. Each has 16 dims of each of its warpgroup's four chunks, and all heads.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -48,8 +48,8 @@ class BlockValues {
         out_[chunk][n][0] = out_[chunk][n][1] = out_[chunk][n][2] = out_[chunk][n][3] = 0.0f;
   }
 
-  // From a row's address: of V as pairs of bytes, two chunks at a time (matrices are (keys 0-7, 8-15) x
-  // (chunk, next chunk)); of bf16 (matrices are (dims 0-7, 8-15) x (keys 0-7, 8-15)).
+  // A lane's offsets in a stage, for ldmatrix. fp8: V as pairs of bytes, two chunks at a time (matrices: keys
+  // 0-7, 8-15 x chunk, next chunk). bf16 (matrices: dims 0-7, 8-15 x keys 0-7, 8-15).
   struct Offsets {
     int fp8, bf16, factors;
   };
@@ -60,7 +60,7 @@ class BlockValues {
             factors_at()};
   }
 
-  // Of a stage of two layouts: the scales of this warp's 16 dims of its first chunk.
+  // Over two layouts: where a stage has the scales of this warp's 16 dims of its first chunk.
   __device__ int factors_at() const {
     if constexpr (!R::kMixed) return 0;
     else
@@ -68,9 +68,8 @@ class BlockValues {
              warp_ % 2 * 8;
   }
 
-  // The products of a block. Block says of its i-th 16 keys: rows(i) their address, once wait(i) has
-  // returned; fp8(i), bf16(i) the descriptors of their weights; release(i) that the rows have been read.
-  // `table`: value scales.
+  // Adds the products of a block. Its i-th 16 keys are there after wait(i), at rows(i); fp8(i), bf16(i) are
+  // the descriptors of their weights; release(i) says that they have been read. `table`: value scales.
   template <bool kLastIsBf16, class Block>
   __device__ __forceinline__ void add_block(const Block& block, const Offsets& values) {
     // A warp's 16 dims of a chunk have one scale.
@@ -130,7 +129,7 @@ class BlockValues {
     for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
   }
 
-  // O as bf16, straight from the fragments.
+  // Stores O as bf16, straight from the fragments.
   __device__ void store_item(const SparseAttentionParams& p, const WalkItem<C>& item,
                              const float* factors) const {
     uint16_t* const row = p.out + item.query * p.out_stride_token + item.first_head * p.out_stride_head +
@@ -154,10 +153,10 @@ class BlockValues {
 
   struct Block {
     const Ring<C>& ring;
-    int first, lane;  // stage of the ring
+    int first, lane;  // `first`: stage of the ring
     uint64_t p_fp8, p_bf16;
     const uint8_t* table;
-    static constexpr int kStep = C::kStepBytes / 16;  // of a descriptor's address
+    static constexpr int kStep = C::kStepBytes / 16;  // in a descriptor's address
     __device__ void wait(int) const {}
     __device__ uint32_t rows(int i) const { return ring.stage((first + i) % C::kStages); }
     __device__ uint64_t fp8(int i) const { return p_fp8 + i * kStep; }
@@ -165,7 +164,7 @@ class BlockValues {
     __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
   };
 
-  // Blocks of the ring's sequence.
+  // Attends to blocks of the ring's sequence.
   __device__ __forceinline__ void attend(int first_block, int num_blocks) {
     if (last_is_bf16()) attend_by<true>(first_block, num_blocks);
     else attend_by<false>(first_block, num_blocks);
@@ -213,8 +212,8 @@ class SplitValues : protected BlockValues<C> {
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  // O * factor as bf16, through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies of
-  // whole heads took twice as long.)
+  // Stores O * factor as bf16 through shared memory: a warp writes 512 bytes of a head at once. (Bulk copies
+  // of whole heads took twice as long.)
   __device__ void store(const SparseAttentionParams& p, const typename C::Item& w, int thread) const {
     const float* factors = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, factors));
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
@@ -228,7 +227,7 @@ class SplitValues : protected BlockValues<C> {
     });
     named_barrier(kBarrierStore, kConsumerThreads);
     constexpr int kUnits = kHeadDimV * 2 / 16,
-                  kRounds = C::kHeads * kUnits / kConsumerThreads;  // of 16 bytes
+                  kRounds = C::kHeads * kUnits / kConsumerThreads;  // units of 16 bytes
     const int first = thread / kUnits, unit = thread % kUnits;
 #pragma unroll 8
     for (int i = 0; i < kRounds; ++i) {
@@ -239,7 +238,7 @@ class SplitValues : protected BlockValues<C> {
     }
   }
 
-  // As run(), of a CTA that leaves the result of each run.
+  // Does as run(), but leaves the result of each run.
   __device__ void run_and_leave(const KernelParams& params, const typename C::Item& w) {
     int block = 0;
 #pragma unroll 1
@@ -253,7 +252,7 @@ class SplitValues : protected BlockValues<C> {
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
-  // What merge_parts_kernel reads, straight from the registers.
+  // Leaves a part for merge_parts_kernel, straight from the registers.
   __device__ __forceinline__ void leave(const QueryPart<C>& part) const {
     const int value_warp = first_chunk_ / C::kChunks * 4 + warp_;
 #pragma unroll
@@ -315,8 +314,8 @@ class SplitValues : protected BlockValues<C> {
   }
 };
 
-// They also survey the keys of the query after the next, when they are done with a query: they wait for
-// logits more than logits for them.
+// The value warps of a walk. Done with a query, they survey the keys of the query after the next: they wait
+// for logits more than logits wait for them.
 template <class C>
 class WalkValues : BlockValues<C> {
  public:
@@ -325,8 +324,7 @@ class WalkValues : BlockValues<C> {
   __device__ WalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
       : Base(smem, warp, lane), params_(params), surveys_(smem, 0), ends_(smem), warp_in_cta_(warp) {}
 
-  // Each piece of code is there once: what a CTA runs between its products has to stay in the instruction
-  // cache.
+  // Each piece of code is there once: code between products has to stay in the instruction cache.
   __device__ void run() {
     unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the items of queries `number` and `number` + 2
     int block = 0;
