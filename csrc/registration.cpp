@@ -1,7 +1,7 @@
-// Every op of the package. The CPU library defines the schemas and is always loaded first; each library
-// registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA key. A library that
-// tests one of these without a GPU (MLA_FP8_EMULATED) has schemas and a name of its own, and takes CPU
-// tensors.
+// Registers every op of the package with torch. The CPU library defines the schemas and is always loaded
+// first; each library registers the ops that it implements for its device. ROCm tensors use PyTorch's CUDA
+// key. A library that tests GPU code without a GPU (MLA_FP8_EMULATED) has schemas and a name of its own, and
+// takes CPU tensors.
 #include "registration.h"
 
 #include <sstream>
@@ -12,10 +12,10 @@
 namespace mla_fp8 {
 
 #if !MLA_FP8_WITH_CUDA && !MLA_FP8_WITH_HIP
-// A header line naming the columns, then one line per layout in the order of KvLayoutId. Read by layout.py.
+// The layout table for layout.py: a line of column names, then a line a layout, in KvLayoutId's order.
 std::string kv_layout_table() {
   std::ostringstream out;
-  out.precision(7);  // 2^-9 has as many
+  out.precision(7);  // 2^-9 needs as many digits
   out << "name nope_dim rope_dim nope_format rope_format scale_format scale_inline tile_dim amax_floor "
          "scale_floor page_align scale_bytes rope_offset token_stride bytes_per_token head_dim_v extra_of";
   for (int i = 0; i < kNumKvLayouts; ++i) {
@@ -26,7 +26,7 @@ std::string kv_layout_table() {
         << ' ' << l.amax_floor << ' ' << l.scale_floor << ' ' << l.page_align << ' ' << l.scale_bytes() << ' '
         << l.rope_offset() << ' ' << l.token_stride() << ' ' << l.bytes_per_token() << ' ' << kHeadDimV
         << ' ';
-    const char* separator = "";  // first caches of other layouts that it may be the second to; "-": none
+    const char* separator = "";  // layouts of a first cache to which it may be the second; "-": none
     for (const KvPair& pair : kMixedPairs)
       if (pair.extra == static_cast<KvLayoutId>(i))
         out << std::exchange(separator, ",") << kv_layout(pair.first).name;
@@ -35,10 +35,10 @@ std::string kv_layout_table() {
   return out.str();
 }
 
-// The same of index caches. Read by index_layout.py.
+// The table of index caches' layouts for index_layout.py.
 std::string index_layout_table() {
   std::ostringstream out;
-  out.precision(9);  // every float
+  out.precision(9);  // enough for every float
   out << "name value_bytes scale_bytes amax_floor index_dim";
   for (int i = 0; i < kNumIndexLayouts; ++i) {
     const IndexLayout l = index_layout(static_cast<IndexLayoutId>(i));
@@ -51,10 +51,10 @@ std::string index_layout_table() {
 
 namespace {
 
-// torch counts the writes of each tensor (`_version`), for autograd and for whoever keeps what was derived
-// from it. Its own ops count theirs before the kernel is reached; the C API has no call for that. A copy of a
-// tensor onto itself counts a write and does nothing else: no launch, no byte moved. Tensors of inference
-// mode have no version, and torch would refuse to count outside of that mode. Both calls: 0.15 us.
+// Counts a write of a tensor. torch counts writes (`_version`) for autograd, and for whoever keeps what was
+// derived from a tensor. Its own ops count before their kernel; the C API has no call for that. A copy of a
+// tensor onto itself counts a write and does nothing else: no launch, no byte moved. Both calls take 0.15 us.
+// Tensors of inference mode have no version, and torch would refuse to count outside of that mode.
 void count_write(const Tensor& t) {
   StableIValue argument_then_result = torch::stable::detail::from(t);
   TORCH_ERROR_CODE_CHECK(
@@ -72,7 +72,7 @@ void count_write_if_written([[maybe_unused]] const std::remove_cvref_t<Parameter
     for (const Tensor& t : argument) count_write(t);
 }
 
-// While it lives, autograd follows nothing.
+// Autograd follows nothing while this object lives.
 class NoGrad {
  public:
   NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { set(false); }
@@ -86,7 +86,7 @@ class NoGrad {
   const bool was_enabled_;
 };
 
-// An op as torch calls it: it runs, then what it wrote has a new version. A refused call wrote nothing.
+// An op as torch calls it. It runs; then what it wrote has a new version. A refused call has written nothing.
 template <auto* op>
 struct Versioned;
 template <class Result, class... Parameters, Result (*op)(Parameters...)>
@@ -135,8 +135,8 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 
 #else
 
-// A functional op and its _out twin: the outputs become mutable arguments, nothing is returned (an op that
-// returns an alias cannot go through torch.compile).
+// Defines a functional op and its _out twin, whose mutable arguments are the outputs. The twin returns
+// nothing: an op that returns an alias cannot go through torch.compile.
 #define DEF(op, arguments, returns) m.def(#op "(" arguments ") -> " returns);
 #define DEF_WITH_OUT(op, arguments, returns, outputs) \
   DEF(op, arguments, returns)                         \
@@ -164,7 +164,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "int layout, int page_size, int window_size, float sm_scale, Tensor? attn_sink=None, "       \
   "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "  \
   "int? extra_page_size=None, int? extra_layout=None, Tensor? scale=None, Tensor? extra_page_table=None"
-// batch_invariant has no largest logits, which the functional ops return.
+// batch_invariant computes no largest logits, which the functional ops return.
 #define SPARSE_PREFILL_OUTPUTS                                                           \
   "Tensor(a!) out, Tensor(b!)? max_logits, Tensor(c!) lse, Tensor(d!)? workspace=None, " \
   "bool allocate_workspace=False, bool batch_invariant=False"
@@ -289,8 +289,8 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
                "int? extra_num_slots=None",
                "Tensor", "Tensor(a!) out")
-  // CUDA only, for tests: by a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without
-  // max_logits it has no elements.
+  // For tests on CUDA: a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without max_logits
+  // that output has no elements.
   DEF(_sparse_attention, PAGED_SPARSE_ARGUMENTS ", " KERNEL_ARGUMENTS,
       "(Tensor out, Tensor max_logits, Tensor lse)")
   DEF(_sparse_attention_window, WINDOW_ARGUMENTS ", " KERNEL_ARGUMENTS,
@@ -330,7 +330,7 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "()")
   DEF(store_host_rows,
       "Tensor[] hot_caches, Tensor(a!)[] host_caches, Tensor hot_rows, Tensor host_rows, " COPY_OPTIONS, "()")
-  // For callers that have addresses alone (compat): what it writes is no tensor.
+  // For callers that have addresses alone (compat): it writes no tensor.
   DEF(_copy_rows_at,
       "Tensor from_addresses, Tensor to_addresses, Tensor from_rows, Tensor to_rows, *, int layout, "
       "int from_page_size, int to_page_size",
@@ -347,7 +347,7 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(merge_partial_states,
                "Tensor outs, Tensor lses, *, Tensor? attn_sink=None, float base=2.7182818284590451",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
-  // CUDA only, of mla_fp8.context_parallel.
+  // CUDA only, for mla_fp8.context_parallel.
   DEF(_gather_queries,
       "Tensor q, *, int[] peers, int rank, float time_limit, Tensor(a!) queries, Tensor(b!) flags, "
       "Tensor(c!) calls",

@@ -1,13 +1,13 @@
 #pragma once
-// Which ops each library implements, and their C++ entry points (ops/*.cpp), argument for argument the
-// schemas. A tensor by value is one that the op writes, a tensor by reference one that it only reads.
+// Which ops each library implements, and their C++ entry points (ops/*.cpp). Arguments are those of the
+// schemas. An op writes a tensor that it takes by value, and only reads one that it takes by reference.
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "common/torch.h"
 
-// One line per op file. An op that is missing from a list raises NotImplementedError on that device.
+// One line for each op file. An op that is missing from a list raises NotImplementedError on that device.
 // clang-format off
 #define MLA_FP8_COMMON_OPS(X)                               \
   X(quantize_kv)                                            \
@@ -200,7 +200,7 @@ void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor 
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_num_slots
 Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS);
 void plan_shared_keys_out(MLA_PLAN_SHARED_KEYS_ARGUMENTS, Tensor out);
-// For tests: any of these by a kernel that the caller names, on GPUs.
+// For tests: sparse attention by a kernel that the caller names, on GPUs.
 #define MLA_KERNEL_ARGUMENTS \
   bool max_logits, std::string kernel, std::string schedule, int64_t heads, int64_t splits, int64_t producers
 ThreeTensors _sparse_attention(MLA_PAGED_SPARSE_ARGUMENTS, MLA_KERNEL_ARGUMENTS);
@@ -233,7 +233,7 @@ TwoTensors merge_partial_states(const Tensor& outs, const Tensor& lses, const Op
 void merge_partial_states_out(const Tensor& outs, const Tensor& lses, const OptionalTensor& attn_sink,
                               double base, Tensor out, Tensor lse);
 
-// On CUDA: what ranks exchange (mla_fp8.context_parallel).
+// Exchange between ranks, on CUDA (mla_fp8.context_parallel).
 void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, double time_limit,
                      Tensor queries, Tensor flags, Tensor calls);
 void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor& attn_sink, double base,

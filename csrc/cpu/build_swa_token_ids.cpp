@@ -1,4 +1,4 @@
-// build_swa_token_ids on the CPU: two dependent loads per id; bound by memory latency.
+// build_swa_token_ids on the CPU: two dependent loads an id; bound by their latency.
 #include "ops/build_swa_token_ids.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace mla_fp8::cpu {
 
 void build_swa_token_ids(const BuildSwaTokenIdsParams& p) {
   constexpr int64_t kGrain = 512;  // ids a thread takes at least
-  int64_t offset = 0;              // exact, where p.offsets saturates
+  int64_t offset = 0;              // exact where p.offsets saturates
   p.offsets[0] = 0;
   for (int64_t r = 0; r < p.num_requests; ++r) {
     const int64_t gather_len = swa_gather_len(p, r), first_pos = p.seq_lens[r] - gather_len;

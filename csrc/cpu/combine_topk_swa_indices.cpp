@@ -1,5 +1,5 @@
-// combine_topk_swa_indices on the CPU: a row's arithmetic once (topk_swa_row), then loops over its columns
-// that the compiler vectorises; bound by memory. The ragged form counts, sums, and writes.
+// combine_topk_swa_indices on the CPU: a row's arithmetic once (topk_swa_row), then loops over its columns,
+// which the compiler vectorises; bound by memory. The ragged form counts entries, sums counts, then writes.
 #include "ops/combine_topk_swa_indices.h"
 
 #include <algorithm>

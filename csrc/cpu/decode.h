@@ -1,11 +1,11 @@
 #pragma once
-// One cached token to bf16. The dequantiser writes it out, attention keeps it in its staging buffer.
+// Decodes one token of a cache to bf16: dequantize_kv writes it out, attention stages it.
 #include "common/fp8.h"
 #include "cpu/simd.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
 
-// As e4m3_to_float in fp8.h, 16 lanes.
+// Sixteen values by e4m3_to_float of fp8.h.
 template <Format kFormat>
 MLA_SIMD F32 load_e4m3(const uint8_t* p) {
   using E = E4m3<kFormat>;
@@ -18,19 +18,19 @@ MLA_SIMD F32 load_e4m3(const uint8_t* p) {
   return from_bits(select(nan, set1(kNanBits), value));
 }
 
-// Whether e4m3 * scale is a normal bf16 (or 0) for every code: no rounding, only exponents to add.
+// Whether e4m3 * scale is a normal bf16 (or 0) for every code: exponents are added and nothing is rounded.
 MLA_SIMD bool is_exact_scale(float scale) {
   const uint32_t u = float_bits(scale);
   return (u & 0x807fffffu) == 0 && u >> 23 >= 127 - 110 && u >> 23 <= 127 + 110;
 }
 
 #if MLA_SIMD_AVX512
-// decode() for such a scale: 32 codes at a time in 16-bit lanes, subnormals through a table of eight.
+// decode() for an exact scale: 32 codes at a time in 16-bit lanes, subnormals by a table of eight.
 template <Format kFormat>
 MLA_SIMD void decode_exact(const uint8_t* src, int count, float scale, uint16_t* dst) {
   using E = E4m3<kFormat>;
   const int exponent = static_cast<int>(float_bits(scale) >> 23) - 127;
-  // bf16 of 0 .. 7 quanta at scale 1: the exponent of the top bit, the rest as mantissa.
+  // The bf16 of 0 to 7 quanta at scale 1: the exponent of the top bit, and the rest as mantissa.
   constexpr int kQuantum = (127 - E::kBias - 2) << 7;
   constexpr auto entry = [](int top, int mantissa) {
     return static_cast<int16_t>(kQuantum + (top << 7) + mantissa);
@@ -58,14 +58,14 @@ MLA_SIMD void decode_exact(const uint8_t* src, int count, float scale, uint16_t*
 }
 #endif
 
-// A row of e2m1 with its e4m3 scales: tiles of 16. value = e2m1 * e4m3, which is a bf16.
+// Decodes a row of e2m1 with an e4m3 scale for each tile of 16. A product is a bf16, so nothing is rounded.
 MLA_SIMD void decode_e2m1(const uint8_t* src, const uint8_t* scale_codes, int num_tiles, uint16_t* dst) {
   static_assert(kLanes == 16);
   for (int begin = 0; begin < num_tiles; begin += kLanes) {
     float scales[kLanes];
     store(scales, load_e4m3<Format::kE4m3fn>(scale_codes + begin));
 #if MLA_SIMD_AVX512
-    // A table for each tile: the bf16 of its 16 codes.
+    // A table for each tile: the bf16 of the 16 codes.
     const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
                                          -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(0x00100010), 1);
@@ -78,7 +78,7 @@ MLA_SIMD void decode_e2m1(const uint8_t* src, const uint8_t* scale_codes, int nu
       const __m512i both =
           _mm512_inserti64x4(_mm512_castsi256_si512(table(scales[i])), table(scales[i + 1]), 1);
       const __m512i bytes =
-          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));  // two codes in each
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)));  // two codes a lane
       const __m512i codes = _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)),
                                              _mm512_set1_epi32(0x000f000f));
       _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(_mm512_or_si512(codes, second), both));
@@ -97,7 +97,7 @@ MLA_SIMD void decode_e2m1(const uint8_t* src, const uint8_t* scale_codes, int nu
   }
 }
 
-// value = e4m3 * scale in float, rounded once.
+// value = e4m3 * scale in float, rounded once to bf16.
 template <Format kFormat>
 MLA_SIMD void decode(const uint8_t* src, int count, float scale, uint16_t* dst) {
   if constexpr (kFormat == Format::kBf16) {
@@ -111,7 +111,7 @@ MLA_SIMD void decode(const uint8_t* src, int count, float scale, uint16_t* dst) 
   }
 }
 
-// Row `row` of `page`: head_dim_qk bf16. `layer_scale` is that of the uniform FP8 layouts.
+// Decodes row `row` of `page` to head_dim_qk bf16. `layer_scale` is that of uniform FP8 layouts.
 template <KvLayoutId kId>
 MLA_SIMD void decode_row(const uint8_t* page, int64_t row, int64_t page_size, float layer_scale,
                          uint16_t* dst) {

@@ -1,4 +1,4 @@
-// dequantize_kv on the CPU: one row of the cache to bf16, 16 elements at a time; bound by memory.
+// dequantize_kv on the CPU: a row of the cache to bf16, 16 elements at a time; bound by memory.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
@@ -30,7 +30,7 @@ void dequantize_kv(const DequantizeKvParams& p, int64_t begin, int64_t end) {
   });
 }
 
-// Tokens [begin, end) of the gathered ones of `request`, whose first is row `first_row` of out.
+// Decodes gathered tokens [begin, end) of `request`. The first one of all is row `first_row` of out.
 void dequantize_kv_paged(const DequantizeKvPagedParams& p, int64_t request, int64_t first_row, int64_t begin,
                          int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);

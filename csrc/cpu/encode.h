@@ -1,7 +1,7 @@
 #pragma once
-// One latent into a cache row, the counterpart of decode.h: per tile its amax, its scale, then the codes.
-// What quantize_kv does to a latent; ops that make the latent themselves end in it, so that their bytes are
-// quantize_kv's.
+// Encodes a latent into a cache row, as decode.h decodes one: the amax and scale of each tile, then the
+// codes. This is what quantize_kv does with a latent. Ops that make latents themselves end with it, so that
+// their bytes are quantize_kv's.
 #include "common/dtype.h"
 #include "cpu/decode.h"
 #include "cpu/simd.h"
@@ -22,10 +22,10 @@ MLA_SIMD F32 load_latent(const void* row, int i) {
   }
 }
 
-// The codes nearest to magnitudes that are at most the largest value: kMantissa bits, the exponent above
-// them, kMask of both; kMinNormal is the smallest normal value. Adding 2^23 quanta leaves the multiple of the
-// quantum, rounded, in the low bits; the exponent's own bits, less those of kMinNormal, complete the code.
-// These are an even number, so they are taken off what is added first: it rounds as before.
+// The codes nearest to magnitudes, which are no larger than the format's largest value. A code has kMantissa
+// bits below an exponent; kMask covers both; kMinNormal is the least normal value. Adding 2^23 quanta leaves
+// the rounded multiple of the quantum in the low bits. The exponent's own bits, less those of kMinNormal,
+// complete the code. These are even, so they are taken off what is added, and rounding stays as it is.
 template <int kMantissa, uint32_t kMinNormal, uint32_t kMask>
 MLA_SIMD U32 to_minifloat(U32 magnitude) {
   constexpr int kDropped = 23 - kMantissa;
@@ -36,7 +36,7 @@ MLA_SIMD U32 to_minifloat(U32 magnitude) {
   return and_(add(multiple, shift_right<kDropped>(exponent)), set1(kMask));
 }
 
-// As float_to_e4m3 in fp8.h, 16 lanes.
+// Sixteen codes by float_to_e4m3 of fp8.h.
 template <Format kFormat>
 MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
   using E = E4m3<kFormat>;
@@ -48,7 +48,7 @@ MLA_SIMD U32 to_e4m3(F32 x, float max_value) {
   return select(is_nan(x), set1(uint32_t{E::kNan}), signed_code);
 }
 
-// As float_to_e2m1 in fp8.h, 16 lanes: a code in each.
+// Sixteen codes by float_to_e2m1 of fp8.h, one a lane.
 MLA_SIMD U32 to_e2m1(F32 x, uint8_t of_nan) {
   const U32 u = bits(x), sign = and_(shift_right<28>(u), set1(8u));
   const U32 a = min_signed(and_(u, set1(0x7fffffffu)), set1(float_bits(6.0f)));
@@ -56,7 +56,7 @@ MLA_SIMD U32 to_e2m1(F32 x, uint8_t of_nan) {
   return select(is_nan(x), set1(uint32_t{of_nan}), code);
 }
 
-// Sixteen of them as eight bytes.
+// Stores sixteen e2m1 codes as eight bytes.
 MLA_SIMD void store_e2m1(uint8_t* dst, U32 codes) {
   uint8_t bytes[kLanes];
   store_u8(bytes, codes);
@@ -69,7 +69,7 @@ MLA_SIMD void store_e2m1(uint8_t* dst, U32 codes) {
 #endif
 }
 
-// Of 16 tiles of e2m1, a vector each: their scales, one to a lane, then their codes.
+// Encodes 16 tiles of e2m1, a vector each: the scales, one a lane, then the codes.
 template <Dtype kDtype>
 MLA_SIMD void encode_e2m1_tiles(uint8_t* dst, uint8_t* scales, const void* src, int first,
                                 float scale_floor) {
@@ -85,7 +85,7 @@ MLA_SIMD void encode_e2m1_tiles(uint8_t* dst, uint8_t* scales, const void* src, 
   F32 amax = magnitudes[0];
   for (int i = 1; i < kLanes; ++i) amax = max(amax, magnitudes[i]);
 
-  // As e2m1_tile_scale in fp8.h.
+  // e2m1_tile_scale of fp8.h.
   constexpr Format kScale = Format::kE4m3fn;
   const F32 scaled = mul(amax, set1(1.0f / 6.0f)), floor = set1(scale_floor);
   const U32 code = to_e4m3<kScale>(select(less(floor, scaled), scaled, floor), format_max(kScale));
@@ -97,7 +97,7 @@ MLA_SIMD void encode_e2m1_tiles(uint8_t* dst, uint8_t* scales, const void* src, 
 }
 
 #if MLA_SIMD_AVX512
-// finite_amax() of bf16, 32 at a time in 16-bit lanes.
+// finite_amax() of bf16, 32 elements at a time in 16-bit lanes.
 MLA_SIMD float finite_amax_bf16(const uint16_t* src, int count) {
   constexpr int kShift = 0x8000 - (kInfBits >> 16);  // what is not finite becomes negative
   const __m512i mask = _mm512_set1_epi16(0x7fff), shift = _mm512_set1_epi16(kShift);
@@ -111,10 +111,10 @@ MLA_SIMD float finite_amax_bf16(const uint16_t* src, int count) {
   return bf16_to_float(static_cast<uint16_t>((~_mm_cvtsi128_si32(least) & 0xffff) - kShift));
 }
 
-// encode_tiles() of bf16, 32 at a time in 16-bit lanes: a magnitude becomes a code with eight bits behind the
-// point, which is rounded. Subnormal bf16 are below half a quantum at any scale; infinity is above all codes
-// as the power of two that its bits would be, up to kMostExponent. One loop over all tiles keeps what is
-// constant in registers.
+// encode_tiles() of bf16, 32 elements at a time in 16-bit lanes. A magnitude becomes a code with eight bits
+// behind the point, and is rounded. Subnormal bf16 are below half a quantum at any scale. Infinity, as the
+// power of two that its bits would be, is above all codes up to kMostExponent. One loop over all tiles keeps
+// constants in registers.
 constexpr uint8_t kMostExponent = 240;
 template <Format kFormat, int kTile>
 MLA_SIMD void encode_bf16_tiles(uint8_t* dst, const uint16_t* src, int count, const uint8_t* exponent,
@@ -127,7 +127,7 @@ MLA_SIMD void encode_bf16_tiles(uint8_t* dst, const uint16_t* src, int count, co
     const __m512i to_code = all((exponent[i / kTile] - E::kBias) << 7);  // bf16 has 7 bits below its exponent
     const __m512i x = _mm512_loadu_si512(src + i), magnitude = _mm512_and_si512(x, all(0x7fff));
     const __m512i code = _mm512_min_epi16(_mm512_sub_epi16(magnitude, to_code), all(max_code));
-    // A code without an exponent: the mantissa with its leading 1, shifted.
+    // A code without an exponent is the mantissa with its leading 1, shifted.
     const __m512i mantissa = _mm512_or_si512(_mm512_slli_epi16(magnitude, 8), all(0x8000));
     const __m512i distance = _mm512_sub_epi16(all(5), _mm512_srai_epi16(code, 7));
     const __mmask32 is_normal = _mm512_cmpgt_epi16_mask(code, all(0x7f));
@@ -145,8 +145,8 @@ MLA_SIMD void encode_bf16_tiles(uint8_t* dst, const uint16_t* src, int count, co
 }
 #endif
 
-// Largest finite magnitude of x(0), .. x(count - 1), which are vectors: NaN and infinity stay their own
-// element's affair.
+// The largest finite magnitude of vectors x(0) to x(count - 1). NaN and infinity are left out: they concern
+// their own element alone.
 template <class X>
 MLA_SIMD float finite_amax(int count, const X& x) {
   const U32 shift = set1(0x80000000u - kInfBits);  // what is not finite becomes negative
@@ -166,7 +166,7 @@ MLA_SIMD float finite_amax(const void* row, int first, int count) {
   });
 }
 
-// The codes of x / 2^(exponent - 127) of `count` tiles, an exponent each, as tile_scale_exponent found them.
+// The codes of x / 2^(exponent - 127) for `count` tiles, with an exponent each from tile_scale_exponent.
 template <Format kFormat, Dtype kDtype, int kTile>
 MLA_SIMD void encode_tiles(uint8_t* dst, const void* src, int first, int count, const uint8_t* exponent,
                            float fp8_max) {
@@ -185,14 +185,14 @@ MLA_SIMD void encode_tiles(uint8_t* dst, const void* src, int first, int count, 
   }
 }
 
-// bf16 as it is.
+// Copies elements as bf16.
 template <Dtype kDtype>
 MLA_SIMD void copy_bf16(uint8_t* dst, const void* src, int count) {
   for (int i = 0; i < count; i += kLanes)
     store_u16(reinterpret_cast<uint16_t*>(dst) + i, shift_right<16>(bits(load_latent<kDtype>(src, i))));
 }
 
-// The uniform FP8 layouts divide by an arbitrary scale: q = RNE(clamp(x / scale)), a true division.
+// Encodes with an arbitrary scale, as uniform FP8 layouts do: round(clamp(x / scale)), by a true division.
 template <Format kFormat, Dtype kDtype>
 MLA_SIMD void encode_divided(uint8_t* dst, const void* src, int first, int count, float scale,
                              float fp8_max) {
@@ -200,8 +200,8 @@ MLA_SIMD void encode_divided(uint8_t* dst, const void* src, int first, int count
     store_u8(dst + i, to_e4m3<kFormat>(div(load_latent<kDtype>(src, i), set1(scale)), fp8_max));
 }
 
-// nope and rope are where the latent's parts begin, as kDtype (null: a rope of zeros); page is the row's
-// page. `layer_scale` is that of the uniform FP8 layouts.
+// Encodes a latent into row `row` of `page`. nope and rope are its parts, as kDtype; a null rope is zeros.
+// `layer_scale` is that of uniform FP8 layouts.
 template <KvLayoutId kId, Dtype kDtype>
 MLA_SIMD void encode_row(uint8_t* page, int64_t row, int64_t page_size, const void* nope, const void* rope,
                          float layer_scale, float fp8_max) {

@@ -1,15 +1,15 @@
 #pragma once
-// A key or a query's head of the indexer, eight vectors in registers: its rotation, and its codes with their
-// scales. Ops that make keys themselves end in it, so that their bytes are quantize_index_k's.
+// A key, or a query's head, of the indexer in eight vectors: its Hadamard transform, its codes and their
+// scales. Ops that make keys themselves end with this, so that their bytes are quantize_index_k's.
 #include "common/fp4.h"
 #include "cpu/encode.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
 
-constexpr int kIndexVectors = kIndexDim / kLanes;  // of a key
+constexpr int kIndexVectors = kIndexDim / kLanes;  // vectors of a key
 
-// Sums and differences of elements whose numbers differ in one bit, each of those of the vector's number from
-// `first` on.
+// Replaces elements whose numbers differ in one bit by their sum and difference, for each bit of the vector's
+// number from `first` on.
 MLA_SIMD void add_butterflies(F32 (&x)[kIndexVectors], int first) {
   for (int bit = first; bit < kIndexVectors; bit *= 2) {
     F32 y[kIndexVectors];
@@ -19,11 +19,11 @@ MLA_SIMD void add_butterflies(F32 (&x)[kIndexVectors], int first) {
   }
 }
 
-// The Walsh-Hadamard transform times 128^-0.5: the butterflies of neighbours first. The seven bits of an
-// element's number are those of its vector and of its lane, which transpose() rotates by four.
+// The Walsh-Hadamard transform, neighbours first, times 128^-0.5. The seven bits of an element's number are
+// its vector's three and its lane's four; transpose() rotates them by four.
 MLA_SIMD void hadamard(F32 (&x)[kIndexVectors]) {
   static_assert(kIndexVectors == 8);
-  transpose(x);  // vectors: bits 2, 1, 0
+  transpose(x);  // vectors: bits 2, 1, 0 of an element's number
   add_butterflies(x, 1);
   transpose(x);  // vectors: bits 5, 4, 3
   add_butterflies(x, 1);
@@ -34,7 +34,7 @@ MLA_SIMD void hadamard(F32 (&x)[kIndexVectors]) {
     x[i] = from_bits(shift_left<16>(to_bf16(mul(y[i], set1(0x1.6a09e6p-4f)))));
 }
 
-// Writes the codes; returns the scale.
+// Writes the codes and returns the scale.
 MLA_SIMD float encode_index_fp8(const IndexScaling& scaling, const F32 (&x)[kIndexVectors], uint8_t* values) {
   constexpr IndexLayout kL = index_layout(IndexLayoutId::kIndexFp8);
   const float amax = finite_amax(kIndexVectors, [&](int i) __attribute__((always_inline)) { return x[i]; });

@@ -1,8 +1,7 @@
-// Logits of a tile of index keys on the CPU. The sixteen lanes are heads: the query lies transposed,
-// [element][head], a key's elements are broadcast. Products are exact; a head's sum takes the elements in
-// pairs, the odd one first, each fused, which is what VDPBF16PS does. Then, for heads 16 i + lane, a fused
-// chain of relu(sum) * weight over i in each lane, the sum of the lanes by reduce_add_16, times the key's
-// scale.
+// Logits of a tile of index keys on the CPU. Lanes are sixteen heads: the query lies transposed,
+// [element][head], and a key's elements are broadcast. Products are exact. A head's sum takes elements in
+// pairs, the odd one first, each fused, as VDPBF16PS does. Then each lane has a fused chain of relu(sum) *
+// weight over heads 16 i + lane. reduce_add_16 adds up the lanes, and the key's scale multiplies the sum.
 #include "common/fp4.h"
 #include "cpu/decode.h"
 #include "cpu/isa.h"
@@ -11,19 +10,19 @@ namespace mla_fp8::cpu::MLA_ISA {
 namespace {
 
 #if MLA_SIMD_AVX512
-constexpr int kHeadVectors = 4;  // whose sums are in registers at a time
+constexpr int kHeadVectors = 4;  // vectors of heads whose sums are in registers at a time
 #else
 constexpr int kHeadVectors = 1;
 #endif
 constexpr int kKeys = 4;
 
-// Elements 2 i and 2 i + 1 of sixteen heads, and of one key.
+// Adds the products of elements 2 i and 2 i + 1 of sixteen heads and of one key.
 #if MLA_SIMD_AVX512
 using Staged = uint16_t;
 MLA_SIMD F32 add_products(F32 sum, const Staged* q, const Staged* k) {
   return dot(sum, load_pairs(q), broadcast_pair(k));
 }
-constexpr int kEven = 0, kOdd = 1, kPairStep = 2;  // of a head's two elements, and from head to head
+constexpr int kEven = 0, kOdd = 1, kPairStep = 2;  // of a head's two elements; and from a head to the next
 #else
 using Staged = float;
 MLA_SIMD F32 add_products(F32 sum, const Staged* q, const Staged* k) {
@@ -33,7 +32,7 @@ constexpr int kEven = 0, kOdd = kLanes, kPairStep = 1;
 #endif
 static_assert(sizeof(Staged) * kIndexDim * kMaxIndexHeads <= sizeof(StagedIndexQuery::elements));
 static_assert(sizeof(Staged) * kIndexDim * kIndexTile <= sizeof(StagedIndexKeys::elements));
-constexpr int kVectorPair = 2 * kLanes;  // elements of a pair of sixteen heads
+constexpr int kVectorPair = 2 * kLanes;  // staged elements of a pair, for sixteen heads
 
 MLA_SIMD Staged staged(uint8_t e4m3) {
   const float x = e4m3_to_float<Format::kE4m3fn>(e4m3);
@@ -41,7 +40,7 @@ MLA_SIMD Staged staged(uint8_t e4m3) {
   else return x;
 }
 
-// The e4m3 codes of an entry or of a query's head.
+// Expands an entry, or a query's head, to e4m3 codes.
 MLA_SIMD void expand_e2m1(const uint8_t* values, const E2m1Scales& scales, uint8_t (&codes)[kIndexDim]) {
   for (int i = 0; i < kIndexDim; ++i)
     codes[i] = e2m1_to_e4m3(values[i / 2] >> (i % 2 * 4) & 15u, scales.shift(i / kE2m1Tile));
@@ -56,7 +55,7 @@ MLA_SIMD void stage_key(const uint8_t* codes, Staged* to) {
   }
 }
 
-// Sums of kKeys keys: sums[j] becomes, or gains, the weighted relus of heads 16 * first_vector ...
+// Adds weighted relus of heads from 16 * first_vector on to sums[j] of kKeys keys; the first heads set it.
 template <int kVectors>
 MLA_SIMD void add_heads(const StagedIndexQuery& query, const Staged* keys, int first_vector, F32* sums) {
   const Staged* q = reinterpret_cast<const Staged*>(query.elements) + first_vector * kIndexDim * kLanes;

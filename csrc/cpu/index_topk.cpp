@@ -1,8 +1,8 @@
-// index_logits and index_topk on the CPU, which publishes blocks, and chooses among them, too. Rows of one
-// request go together over its keys, which are widened once per tile for all of them. A row keeps a list of
-// at most twice topk entries; when it is full, the best topk stay, and from then on only larger keys get in:
-// equal ones lose, as columns ascend. Memory is in proportion to rows and topk, and, for blocks, to what a
-// group of rows sees. The total order leaves one result, however the keys are split among threads.
+// index_logits and index_topk on the CPU; index_topk also publishes blocks and chooses among them. Rows of
+// one request go over its keys together, which are widened once a tile for all of them. A row has a list of
+// at most twice topk entries. When it is full, the best topk stay, and only larger keys join from then on:
+// equal ones lose, as columns ascend. Memory grows with rows and topk, and for blocks with what a group of
+// rows sees. The order is total, so the result is one, however keys are split among threads.
 #include "ops/index_topk.h"
 
 #include <algorithm>
@@ -21,15 +21,14 @@ namespace {
 
 constexpr int kGroupRows = 8;
 
-// Neighbouring rows of a request, and the columns that any of them sees; or one row that chooses among
-// blocks.
+// Neighbouring rows of a request, and columns that any of them sees; or (is_listed) a row with its blocks.
 struct Group {
   int64_t first, request;
   int num_rows;
   int32_t begin, end;
   IndexRow rows[kGroupRows];
   bool is_listed = false;
-  std::vector<int32_t> blocks;  // then: those that the row sees, ascending
+  std::vector<int32_t> blocks;  // if is_listed: the blocks that the row sees, ascending
 
   int64_t num_columns() const {
     if (!is_listed) return end - begin;
@@ -37,7 +36,7 @@ struct Group {
     return blocks.empty() ? 0 : all - std::max((blocks.back() + 1) * IndexList::kBlock - (end - begin), 0);
   }
   int64_t num_tiles() const { return ceil_div<int64_t>(num_columns(), kIndexTile); }
-  // Those of a tile, ascending. Returns how many there are.
+  // Writes the columns of a tile, ascending, and returns their number.
   int columns(int64_t tile, int32_t (&to)[kIndexTile]) const {
     const int64_t first = tile * kIndexTile;
     const int count = static_cast<int>(std::min<int64_t>(kIndexTile, num_columns() - first));
@@ -65,7 +64,7 @@ std::vector<Group> group_rows(const IndexRows& rows) {
   }
   return groups;
 }
-// The same where rows choose among blocks.
+// The groups of rows that choose among blocks, one row each.
 std::vector<Group> listed_rows(const IndexTopkParams& p) {
   const IndexRows& rows = p.problem.rows;
   std::vector<Group> groups(rows.num_rows);
@@ -86,7 +85,7 @@ std::vector<Group> listed_rows(const IndexTopkParams& p) {
   return groups;
 }
 
-// What a thread computes logits with.
+// Computes logits for a thread.
 class Scanner {
  public:
   explicit Scanner(const IndexProblem& problem) : problem_(problem), isa_(best_isa()), memory_(new Memory) {}
@@ -138,7 +137,7 @@ void write_logits(const IndexLogitsParams& p, const Group& group, int64_t first,
   }
 }
 
-// The best of what a row has seen, as order_of.
+// The best of what a row has seen so far, by order_of.
 class Candidates {
  public:
   void reset(int topk) {
@@ -189,7 +188,7 @@ void emit(const IndexTopkParams& p, int64_t row, const IndexRow& where, std::vec
   p.lens[row] = static_cast<int32_t>(count);
 }
 
-// The logits of what was chosen.
+// Writes the logits of what was chosen.
 void write_scores(const IndexTopkParams& p, int64_t row, Scanner& scanner) {
   const int32_t *positions = p.positions + row * p.positions_stride_row, count = p.lens[row];
   float* scores = p.scores + row * p.scores_stride_row;
@@ -205,7 +204,7 @@ void write_scores(const IndexTopkParams& p, int64_t row, Scanner& scanner) {
   std::fill(scores + count, scores + p.topk, -std::numeric_limits<float>::infinity());
 }
 
-// The largest keys of the blocks of a row, from the first one that a task sees.
+// The largest keys of a row's blocks, from the first one that a task sees.
 class BlockKeys {
  public:
   void reset(const IndexRow& row, int32_t first_column, int32_t last_column) {
@@ -218,14 +217,14 @@ class BlockKeys {
     uint32_t& most = keys_[position / IndexList::kBlock - first_];
     most = std::max(most, key);
   }
-  // Those of another part of the row.
+  // Adds the keys of another part of the row.
   void add_all(const BlockKeys& other) {
     for (size_t i = 0; i < other.keys_.size(); ++i) {
       uint32_t& most = keys_[other.first_ + i - first_];
       most = std::max(most, other.keys_[i]);
     }
   }
-  // The block of the newest entry comes first; where all logits are -inf, none.
+  // Publishes the best blocks: always the newest entry's, others only if one of their logits is above -inf.
   void publish(const IndexTopkParams& p, int64_t row, Candidates& candidates) {
     candidates.reset(p.num_blocks);
     for (size_t i = 0; i < keys_.size(); ++i) {
@@ -246,11 +245,11 @@ class BlockKeys {
   std::vector<uint32_t> keys_;
 };
 
-// Some tiles of a group's keys.
+// A part of the tiles of a group's keys.
 struct Task {
   int64_t group, first_tile, num_tiles;
   bool is_whole;
-  std::vector<uint64_t> best[kGroupRows];  // unless is_whole
+  std::vector<uint64_t> best[kGroupRows];  // if not is_whole
   BlockKeys block_keys[kGroupRows];
 };
 
@@ -315,7 +314,7 @@ void index_topk(const IndexTopkParams& p) {
   for (const Group& group : groups) total += group.num_tiles();
   const int64_t share = std::max(kMinTiles, ceil_div<int64_t>(total, kTasksPerThread * num_threads()));
   std::vector<Task> tasks;
-  std::vector<size_t> first_task;  // of each group, and the end
+  std::vector<size_t> first_task;  // of each group, and the number of tasks
   for (size_t g = 0; g < groups.size(); ++g) {
     first_task.push_back(tasks.size());
     const int64_t tiles = groups[g].num_tiles(), parts = std::max<int64_t>(1, ceil_div(tiles, share));

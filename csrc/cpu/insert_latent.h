@@ -1,12 +1,12 @@
 #pragma once
-// A latent of a layer into its cache: norm and RoPE into a row of bf16, the row into its slot.
+// Norm and RoPE of a layer's latent into a row of bf16, and that row into its slot of the cache.
 #include "cpu/encode.h"
 #include "cpu/norm_rope.h"
 #include "ops/norm_rope_insert.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
 
-// `factor` is that of the latent, if it is normed.
+// Makes the latent of a token. `factor` is its rms_factor; without kv_weight it is not used.
 template <KvLayoutId kId>
 MLA_SIMD void make_latent(const NormRopeInsertParams& p, int64_t token, const Rotation& rotation,
                           float factor, uint16_t (&latent)[kv_layout(kId).head_dim_qk()]) {
@@ -32,7 +32,7 @@ MLA_SIMD int64_t slot_of(const NormRopeInsertParams& p, int64_t token) {
                            : static_cast<const int32_t*>(p.slot_mapping)[token];
 }
 
-// If it has a slot.
+// Encodes the latent into its slot, if it has one.
 template <KvLayoutId kId>
 MLA_SIMD void insert_latent(const NormRopeInsertParams& p, int64_t token,
                             const uint16_t (&latent)[kv_layout(kId).head_dim_qk()]) {

@@ -6,8 +6,8 @@
 namespace mla_fp8::cpu::MLA_ISA {
 namespace {
 
-// The codes and scales of tiles begin to end - 1 of a head: all scales of a few tiles first, so that no code
-// waits for the scale of its own tile.
+// Quantises tiles [begin, end) of a head. The scales of a few tiles come first, so that no code waits for the
+// scale of its own tile.
 template <int kTile>
 MLA_SIMD void quantize_tiles(const InverseRopeQuantizeParams& p, const uint16_t* head, int begin, int end,
                              uint8_t* codes, float* scales) {
@@ -34,12 +34,12 @@ MLA_SIMD void quantize_tiles(const InverseRopeQuantizeParams& p, const uint16_t*
   }
 }
 
-// A head; `row` is room for it.
+// Quantises a head; `row` is room for it.
 template <int kTile>
 MLA_SIMD void quantize_head(const InverseRopeQuantizeParams& p, const uint16_t* o, const Rotation* rotation,
                             uint16_t* row, uint8_t* out, float* scales) {
   const int dim = static_cast<int>(p.heads.head_dim), half = p.heads.table.half;
-  // The tiles before that with the first rotated dim are quantised where they lie.
+  // Tiles before the one with the first rotated dim are quantised where they lie.
   const int in_place = rotation ? (dim - 2 * half) / kTile : 0, rest = in_place * kTile;
   rotate_head(o + rest, dim - rest, half, rotation, false, row + rest);
   quantize_tiles<kTile>(p, o, 0, in_place, out, scales);

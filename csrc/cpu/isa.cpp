@@ -8,7 +8,7 @@
 namespace mla_fp8::cpu {
 namespace {
 
-// What each row needs beyond the baseline of the architecture.
+// Whether this machine has all that an instruction set needs beyond the architecture's baseline.
 [[maybe_unused]] bool supports_plain() { return true; }
 #if defined(__x86_64__)
 [[maybe_unused]] bool supports_avx2() {
@@ -43,7 +43,7 @@ std::span<const IsaKernels> isa_table() {
    isa::stage_index_query,      \
    isa::stage_index_keys,       \
    isa::index_tile},
-#ifdef MLA_ONLY_ISA  // of MLA_FP8_CPU_NATIVE: the others were not compiled
+#ifdef MLA_ONLY_ISA  // MLA_FP8_CPU_NATIVE: only one instruction set was compiled
 #define MLA_FP8_ONLY_ROW(isa) MLA_FP8_ROW(isa)
   static const IsaKernels table[] = {MLA_FP8_ONLY_ROW(MLA_ONLY_ISA)};
 #else
@@ -85,7 +85,7 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
   constexpr int64_t kGrain = 16;
   const auto kernel = best_isa().dequantize_kv_paged;
   for (int64_t r = 0; r < p.num_requests; ++r) {
-    const int64_t first_row = p.row_offsets[r];  // read once: checked and used, it is the same number
+    const int64_t first_row = p.row_offsets[r];  // read once, so that what is checked is what is used
     const int64_t first = std::max<int64_t>(0, -first_row);
     const int64_t last = std::min<int64_t>(p.gather_lens[r], p.num_rows - first_row);
     parallel_for(last - first, kGrain,
@@ -93,12 +93,12 @@ void dequantize_kv_paged(const DequantizeKvPagedParams& p) {
   }
 }
 
-// A thread is worth waking for some microseconds of work: this many rows, of heads or latents.
+// Rows, of heads or latents, that take some microseconds: fewer are not worth waking a thread.
 constexpr int64_t kMinRows = 32;
 
-// Whether heads that are copied to `out` go past the caches (stream() in simd.h): where they are whole lines
-// and so many that the caches would not keep them. (What a machine says of its last level is the sum of
-// many.) Heads that are normed or quantised take 10 to 15 % longer so.
+// Whether heads that are copied to `out` go past the caches (stream() in simd.h): if they are whole lines,
+// and more than the caches would keep. (What a machine says of its last level is a sum over many.) Heads that
+// are normed or quantised do not: they would take 10 to 15 % longer.
 bool is_streamed(const AttendedHeads& h, const uint16_t* out, int64_t stride_token, int64_t stride_head) {
   constexpr int64_t kLine = 64, kItemsize = sizeof(uint16_t), kLeast = 32 << 20;  // bytes
   const int64_t offsets =
@@ -153,12 +153,12 @@ void inverse_rope_quantize(const InverseRopeQuantizeParams& p) {
   });
 }
 
-// Heads are independent, so how they are grouped is scheduling only: no result depends on it. With fewer
-// tokens than threads the heads of a token are split, in groups that still share the staging of a key well.
+// Heads are independent: how they are grouped is scheduling, and no result depends on it. If there are fewer
+// tokens than threads, a token's heads are split, into groups that still share the staging of keys well.
 void sparse_attention(const SparseAttentionParams& p) {
   if (p.num_tokens == 0) return;
   constexpr int64_t kMinHeads = 8;
-  // A thread is worth waking for some tens of microseconds of work: this many (head, key) pairs.
+  // Pairs (head, key) that take some tens of microseconds: fewer are not worth waking a thread.
   constexpr int64_t kMinPairs = 1 << 13;
   int64_t keys = 0;
   for (int i = 0; i < p.num_scopes; ++i) keys += p.scopes[i].topk;
@@ -192,7 +192,7 @@ int64_t ragged_units(const PagedAttentionRaggedParams& p) {  // of each split
 
 }  // namespace
 
-// From shapes alone: no result depends on the number of threads.
+// The number follows from shapes alone, so no result depends on the number of threads.
 int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
   constexpr int64_t kUnits = 32, kMinKeys = 256;  // of a split; no request has more keys than all together
   const int64_t useful = ceil_div(p.num_kv_indices * p.page_size, kMinKeys);
@@ -203,7 +203,7 @@ int paged_attention_ragged_splits(const PagedAttentionRaggedParams& p) {
 void paged_attention_ragged(const PagedAttentionRaggedParams& p) {
   const IsaKernels& isa = best_isa();
   const int64_t num_units = ragged_units(p) * p.num_splits;
-  constexpr int64_t kMinPairs = 1 << 13;  // as above; how many keys a request has is a guess
+  constexpr int64_t kMinPairs = 1 << 13;  // as above, with a guess of how many keys a request has
   const int64_t keys = p.num_kv_indices * p.page_size * p.q_len;
   const int64_t pairs = std::max<int64_t>(1, keys * p.num_q_heads / num_units);
   parallel_for(num_units, ceil_div(kMinPairs, pairs),

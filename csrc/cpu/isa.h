@@ -1,7 +1,6 @@
 #pragma once
-// The CPU kernels that exist once per instruction set. They (isa_sources of CMakeLists.txt) are compiled for
-// each row of MLA_FP8_CPU_ISAS into a namespace of its own; cpu::x() picks the best one that this machine
-// runs.
+// The CPU kernels that exist once for each instruction set. Their files (isa_sources of CMakeLists.txt) are
+// compiled for each row of MLA_FP8_CPU_ISAS, into a namespace each. cpu::x() calls the machine's best one.
 #include <cstdint>
 #include <span>
 
@@ -25,14 +24,14 @@
 
 namespace mla_fp8::cpu {
 
-// What a call of compress_kv does to tokens, one after the other: close blocks, which reads the state, then
-// write it. Online it folds blocks, and does both.
+// The phases of compress_kv: it closes blocks, which reads the state, then writes the state. Online it folds
+// blocks, which does both.
 enum class CompressPhase { kClose, kKeep, kFold };
 
-// The working set of one thread in sparse_attention, independent of the number of keys.
+// A thread's working set in sparse_attention. Its size does not depend on the number of keys.
 struct AttentionScratch {
   static constexpr int kBlock = 64;    // keys staged at a time
-  static constexpr int kHeadTile = 4;  // heads that the inner loops take together; arrays are padded to it
+  static constexpr int kHeadTile = 4;  // heads that inner loops take together; arrays are padded to it
   static constexpr int kMaxHeadDim = 576;
 
   uint16_t* latents;           // [kBlock][head_dim_qk] bf16
@@ -42,7 +41,7 @@ struct AttentionScratch {
   float* accumulator;          // [heads][kHeadDimV], columns in interleaved order
   float *max, *sum, *rescale;  // [heads]
 
-  // Lays the arrays out from `base` on; with null, says how many bytes they take.
+  // Lays the arrays out from `base` on and returns their bytes; `base` may be null for that.
   int64_t place(uint8_t* base, int num_heads) {
     const int64_t heads = align_up(num_heads, kHeadTile);
     int64_t used = 0;
@@ -62,15 +61,15 @@ struct AttentionScratch {
   }
 };
 
-// Query heads that paged_attention_ragged works on at a time: what bounds its buffers.
+// Query heads that paged_attention_ragged works on at a time. They bound its buffers.
 inline constexpr int kRaggedHeadTile = 16;
 
-// A row's query, and a tile of keys, as index_tile of this instruction set wants them.
+// A row's query and a tile of keys, staged as index_tile of the instruction set reads them.
 inline constexpr int kIndexTile = 64;  // keys
 struct StagedIndexQuery {
   alignas(64) uint8_t elements[kIndexDim * kMaxIndexHeads * 4];
   float weights[kMaxIndexHeads];
-  int num_vectors;  // of sixteen heads
+  int num_vectors;  // vectors of sixteen heads
 };
 struct StagedIndexKeys {
   alignas(64) uint8_t elements[kIndexDim * kIndexTile * 4];
@@ -104,10 +103,10 @@ struct StagedIndexKeys {
 MLA_FP8_CPU_ISAS(MLA_FP8_DECLARE_ISA)
 #undef MLA_FP8_DECLARE_ISA
 
-// One row per instruction set, weakest first.
+// The kernels of an instruction set, one row each in isa_table(), weakest first.
 struct IsaKernels {
   const char* name;
-  bool supported;  // by this machine
+  bool supported;  // this machine has the instructions
   decltype(&plain::quantize_kv) quantize_kv;
   decltype(&plain::dequantize_kv) dequantize_kv;
   decltype(&plain::dequantize_kv_paged) dequantize_kv_paged;

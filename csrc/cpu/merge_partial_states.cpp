@@ -1,5 +1,5 @@
-// merge_partial_states and merge_attention_states on the CPU: the weights of a head, then for each state a
-// loop over the head that the compiler vectorises; bound by memory.
+// merge_partial_states and merge_attention_states on the CPU. The weights of a head come first, then for each
+// state a loop over the head, which the compiler vectorises. Bound by memory.
 #include "ops/merge_partial_states.h"
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Of a head: weights[i] of state i, which add up to 1, to less with a sink. Returns the lse of all.
+// Sets weights[i] of a head's state i, which add up to 1, or less with a sink. Returns the lse of all states.
 float find_weights(const MergePartialStatesParams& p, int64_t token, int64_t head, float* weights) {
-  float largest = -kInf;  // taken out first, so nothing overflows
+  float largest = -kInf;  // subtracted first, so that nothing overflows
   for (int64_t i = 0; i < p.num_states; ++i) largest = std::max(largest, p.counted_lse_of(i, token, head));
   if (largest == -kInf) {
     std::fill_n(weights, p.num_states, 0.0f);

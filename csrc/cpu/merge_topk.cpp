@@ -1,4 +1,4 @@
-// merge_topk on the CPU: the candidates of a row in one array, of which the best topk are found, then sorted.
+// merge_topk on the CPU: for each row, the best topk of its candidates in one array, then sorted.
 #include "ops/merge_topk.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 #pragma once
-// RMSNorm and RoPE of bf16 rows, every rounding in the order of layer_reference.py.
+// RMSNorm and RoPE of bf16 rows. Roundings are in the order of layer_reference.py.
 #include "common/kv_layout.h"
 #include "cpu/simd.h"
 #include "ops/rope_table.h"
@@ -9,16 +9,16 @@ namespace mla_fp8::cpu::MLA_ISA {
 constexpr int kSquares = kHeadDimV / 2;
 static_assert(kSquares == kLanes * kLanes);
 
-// 1 / sqrt(x). Through double the nearest float, for every mantissa (tried, all 2^24).
+// 1 / sqrt(x). Computed in double, it is the nearest float for every mantissa (tried: all 2^24).
 MLA_SIMD float inverse_root(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 
-// From the sums of squares that are left.
+// The factor of a row, from sixteen partial sums of squares.
 MLA_SIMD float rms_factor(F32 squares, float eps) {
   return inverse_root(reduce_add(squares) * (1.0f / kHeadDimV) + eps);
 }
 
-// 1 / sqrt(mean of the squares + eps) of 512 elements. The squares of sixteen neighbours are added in order,
-// then halves of the 32 sums.
+// 1 / sqrt(mean of squares + eps) of 512 floats. The squares of sixteen neighbours are added in order, then
+// halves of the 32 sums.
 MLA_SIMD float rms_factor(const float* src, float eps) {
   F32 sums[2];
   for (int block = 0; block < 2; ++block) {
@@ -31,7 +31,7 @@ MLA_SIMD float rms_factor(const float* src, float eps) {
   }
   return rms_factor(add(sums[0], sums[1]), eps);
 }
-// Of bf16.
+// rms_factor of 512 bf16.
 MLA_SIMD float rms_factor(const uint16_t* src, float eps) {
   F32 sums[2];
   for (int block = 0; block < 2; ++block) {
@@ -49,8 +49,7 @@ MLA_SIMD float rms_factor(const uint16_t* src, float eps) {
   return rms_factor(add(sums[0], sums[1]), eps);
 }
 
-// dst = bf16(src * factor * weight), 512 elements; in place if they are the same. Weight: void for none,
-// uint16_t (bf16) or float.
+// dst = bf16(src * factor * weight), 512 elements; dst may be src. Weight: void (none), bf16 or float.
 template <class Weight>
 MLA_SIMD void scale_row(const uint16_t* src, float factor, const Weight* weight, uint16_t* dst) {
   for (int i = 0; i < kHeadDimV; i += 2 * kLanes) {
@@ -82,13 +81,13 @@ MLA_SIMD void scale_row(const uint16_t* src, float factor, const Weight* weight,
   }
 }
 
-// cos and sin at one position, those of an inverse rotation with the sign of sin turned.
-// A vector may read past the last pair.
+// cos and sin at one position; for an inverse rotation, with sin negated. Arrays are padded: a vector may
+// read past the last pair.
 struct Rotation {
   alignas(64) float cos[kMaxRopeHalf + kLanes], sin[kMaxRopeHalf + kLanes];
 };
 
-// Whether the table knows the position; fills `r` if so.
+// Fills `r` and returns whether the table has the position.
 MLA_SIMD bool load_rotation_at(const RopeTable& t, int64_t at, bool back, Rotation& r) {
   if (t.half <= 0) return true;
   if (at < 0 || at >= t.max_pos) return false;
@@ -115,13 +114,13 @@ MLA_SIMD bool load_rotation(const RopeTable& t, int64_t token, bool back, Rotati
   return load_rotation_at(t, at, back, r);
 }
 
-// (a c - b s, a s + b c) of sixteen pairs of neighbours from pair i on, each rounded to bf16.
+// Rotates sixteen pairs of neighbours from pair i on: (a c - b s, a s + b c), each rounded to bf16.
 MLA_SIMD U32 rotate_words(U32 words, const Rotation& r, int i) {
   const F32 a = even_bf16(words), b = odd_bf16(words), c = load(r.cos + i), s = load(r.sin + i);
   return to_words(sub(mul(a, c), mul(b, s)), add(mul(a, s), mul(b, c)));
 }
 
-// Of `half` pairs; in place if src is dst.
+// Rotates `half` pairs of neighbours; dst may be src.
 MLA_SIMD void rotate(const uint16_t* src, int half, const Rotation& r, uint16_t* dst) {
   int i = 0;
   for (; i + kLanes <= half; i += kLanes)
@@ -133,7 +132,7 @@ MLA_SIMD void rotate(const uint16_t* src, int half, const Rotation& r, uint16_t*
   memcpy(dst + 2 * i, rest, 4 * static_cast<size_t>(half - i));
 }
 
-// (a c - b s, a s + b c) of elements i and i + half, each rounded to bf16; in place if src is dst.
+// Rotates elements i and i + half: (a c - b s, a s + b c), each rounded to bf16; dst may be src.
 MLA_SIMD void rotate_halves(const uint16_t* src, int half, const Rotation& r, uint16_t* dst) {
   for (int i = 0; i < half; i += kLanes) {
     const int count = std::min(kLanes, half - i);
@@ -148,13 +147,13 @@ MLA_SIMD void rotate_halves(const uint16_t* src, int half, const Rotation& r, ui
   }
 }
 
-// By halves, or pairs of neighbours.
+// Rotates by halves (is_neox), or by pairs of neighbours.
 MLA_SIMD void rotate_pairs(const uint16_t* src, bool is_neox, int half, const Rotation& r, uint16_t* dst) {
   if (is_neox) rotate_halves(src, half, r, dst);
   else rotate(src, half, r, dst);
 }
 
-// A head rotated, its first dims as they are; zeros without a rotation. `streamed`: see stream() in simd.h.
+// Rotates a head's last dims and copies the others; without a rotation writes zeros. `streamed`: by stream().
 MLA_SIMD void rotate_head(const uint16_t* src, int64_t dim, int half, const Rotation* rotation, bool streamed,
                           uint16_t* dst) {
   const int64_t untouched = dim - 2 * half;

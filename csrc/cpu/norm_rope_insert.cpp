@@ -1,5 +1,5 @@
-// k_norm_rope_insert and qk_norm_rope_insert on the CPU: token by token the latent through a row of bf16 into
-// the cache, then its heads; bound by memory.
+// k_norm_rope_insert and qk_norm_rope_insert on the CPU: for each token, the latent by way of a row of bf16
+// into the cache, then the heads; bound by memory.
 #include <algorithm>
 
 #include "cpu/insert_latent.h"
@@ -32,7 +32,7 @@ void norm_rope_insert(const NormRopeInsertParams& p, bool streamed, int64_t begi
   const SubnormalMode mode(Subnormals::kKeep);
   with_kv_layout(p.layout, [&](auto id) {
     Rotation rotation;
-    // Of some latents at once: what a root and a division take is then hidden behind the next latent.
+    // Factors of some latents at once: what a root and a division take is hidden behind the next latent.
     constexpr int64_t kFactors = 8;
     float factors[kFactors] = {};
     for (int64_t token = begin; token < end; ++token) {

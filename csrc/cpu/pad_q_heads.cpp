@@ -1,4 +1,4 @@
-// pad_q_heads on the CPU: one copy and one memset per head; bound by memory.
+// pad_q_heads on the CPU: for each token, a copy of each head and a memset for the padding; bound by memory.
 #include "ops/pad_q_heads.h"
 
 #include <algorithm>

@@ -1,22 +1,23 @@
-// paged_attention_ragged on the CPU: decode attention over the pages of each request, FP8 read as it is.
+// paged_attention_ragged on the CPU: decode attention over the pages of each request. FP8 is read as it is.
 //
-// A work unit is (query token, KV head, up to kRaggedHeadTile of the query heads that share it, split of the
-// request's keys). It walks the keys that the token sees in order, sixteen at a time: stage K and V as float,
-// scores with keys in the lanes, online softmax, accumulate. All arithmetic is float32 in an order that
-// depends on nothing but the request and the number of splits, whose results are merged in order; the buffers
-// have a fixed size. Bound by the FMAs from about four query heads per KV head, below by the conversion to
-// float.
+// A unit of work is a query token, a KV head, up to kRaggedHeadTile of the query heads that share it, and a
+// split of the request's keys. It takes the keys that the token sees in order, sixteen at a time: stages K
+// and V as float, computes scores with keys in the lanes, an online softmax, and accumulates. All arithmetic
+// is float32. Its order depends on the request and the number of splits alone, and splits are merged in
+// order. Buffers have a fixed size.
+//
+// Bound: FMAs, from about four query heads a KV head on; below that the conversion to float.
 #include "cpu/decode.h"
 #include "cpu/isa.h"
 
 namespace mla_fp8::cpu::MLA_ISA {
 namespace {
 
-constexpr int kKeys = kLanes;  // per block: one lane each
+constexpr int kKeys = kLanes;  // keys of a block, one a lane
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr int kMaxDim = 576;  // of a latent; separate caches stay below
+constexpr int kMaxDim = 576;  // dims of a latent; separate caches have fewer
 
-// As half_to_float in dtype.h, 16 lanes.
+// Sixteen values by half_to_float of dtype.h.
 MLA_SIMD F32 load_half(const uint16_t* p) {
   const U32 x = load_u16(p), magnitude = and_(x, set1(0x7fffu));
   const U32 sign = shift_left<16>(and_(x, set1(0x8000u))), shifted = shift_left<13>(magnitude);
@@ -26,7 +27,7 @@ MLA_SIMD F32 load_half(const uint16_t* p) {
   return from_bits(or_(select(greater(magnitude, set1(0x7bffu)), special, value), sign));
 }
 
-// Elements i .. i + 15 of a cache row, exactly; FP8 without its scale.
+// Elements i to i + 15 of a cache row, exactly; FP8 without its scale.
 template <CacheDtype kDtype>
 MLA_SIMD F32 load_row(const uint8_t* row, int i) {
   if constexpr (kDtype == CacheDtype::kBf16) return load_bf16(reinterpret_cast<const uint16_t*>(row) + i);
@@ -35,24 +36,23 @@ MLA_SIMD F32 load_row(const uint8_t* row, int i) {
   if constexpr (kDtype == CacheDtype::kE4m3fnuz) return load_e4m3<Format::kE4m3fnuz>(row + i);
 }
 
-// The buffers of one work unit.
+// The buffers of a unit of work.
 struct alignas(64) Scratch {
   float q[kRaggedHeadTile][kMaxDim];
   float k[kMaxDim][kKeys];  // transposed: lanes are keys
   float v[kKeys][kMaxDim];
-  float acc[kRaggedHeadTile][kMaxDim];   // sum of weight * v, relative to max_logit
-  float scores[kRaggedHeadTile][kKeys];  // logits * log2(e), then the softmax weights 2^(logit - max_logit)
-  float rescale[kRaggedHeadTile]
-               [kLanes];  // of acc and weight_sum when max_logit grows, the same in every lane
-  float weight_sum[kRaggedHeadTile][kLanes];  // a partial sum per lane
+  float acc[kRaggedHeadTile][kMaxDim];     // sums of weight * v, relative to max_logit
+  float scores[kRaggedHeadTile][kKeys];    // logits * log2(e); then the softmax weights 2^(logit - max_logit)
+  float rescale[kRaggedHeadTile][kLanes];  // factor of acc and weight_sum when max_logit grows, in every lane
+  float weight_sum[kRaggedHeadTile][kLanes];  // a partial sum a lane
   float max_logit[kRaggedHeadTile];
-  // Where the keys of the block lie; the last block of a request has less than kKeys.
+  // Where the block's keys lie. The last block of a request has fewer than kKeys.
   int num_keys;
   int64_t page[kKeys], row[kKeys];
   alignas(64) uint16_t latent[kMaxDim];
 };
 
-// fn(constant<n>{}, first head) over blocks of n heads whose accumulators stay in registers.
+// Calls fn(constant<n>{}, first head) for blocks of n heads whose accumulators stay in registers.
 template <class Fn>
 MLA_SIMD void for_head_blocks(int num_heads, Fn&& fn) {
   int head = 0;
@@ -61,8 +61,8 @@ MLA_SIMD void for_head_blocks(int num_heads, Fn&& fn) {
   for (; head < num_heads; ++head) fn(constant<1>{}, head);
 }
 
-// A cache whose rows hold kDtype: separate K and V, or a latent of one format. Stages the block's K and V;
-// what stands in for the keys that it lacks is zero, so they add nothing.
+// Stages rows that hold kDtype: separate K and V, or a latent of one format. Keys that the block lacks are
+// zeros, so they add nothing.
 template <CacheDtype kDtype>
 struct Plain {
   MLA_SIMD void stage(const PagedAttentionRaggedParams& p, int64_t kv_head, Scratch& s) {
@@ -86,7 +86,7 @@ struct Plain {
   }
 };
 
-// A latent with scales of its own: decoded as dequantize_kv does.
+// Stages latents with scales of their own, decoded as by dequantize_kv.
 template <KvLayoutId kId>
 struct Packed {
   MLA_SIMD void stage(const PagedAttentionRaggedParams& p, int64_t, Scratch& s) {
@@ -101,7 +101,7 @@ struct Packed {
   }
 };
 
-// Runs fn(Source) for the cache's way of storing a row.
+// Calls fn(Source) for the way in which the cache stores a row.
 template <class Fn>
 MLA_SIMD void with_source(const PagedAttentionRaggedParams& p, Fn&& fn) {
   const bool packed = p.is_latent && kv_layout(p.layout).num_tiles() > 0;
@@ -123,8 +123,8 @@ MLA_SIMD void compute_scores(Scratch& s, int num_heads, int head_dim) {
   });
 }
 
-// tanh by way of 2^x, whose absolute error is 2e-7; small numbers by their series, as a large cap multiplies
-// that error.
+// tanh by way of 2^x, with an absolute error of 2e-7. Small numbers go by their series, as a large cap
+// multiplies that error.
 MLA_SIMD F32 tanh(F32 x) {
   const U32 sign = and_(bits(x), set1(kSignMask)), magnitude = and_(bits(x), set1(~kSignMask));
   const F32 e = exp2_nonpositive(mul(from_bits(magnitude), set1(-2.0f * kLog2E)));
@@ -138,7 +138,7 @@ MLA_SIMD F32 tanh(F32 x) {
   return from_bits(or_(bits(result), sign));
 }
 
-// Scores of the first num_keys keys -> weights relative to the largest logit so far; the other weights are 0.
+// Turns scores of the first num_keys keys into weights relative to the largest logit so far; others are 0.
 MLA_SIMD void online_softmax(Scratch& s, int num_heads, int num_keys, float logit_scale, float soft_cap) {
   float lane[kLanes];
   for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(i);
@@ -152,7 +152,7 @@ MLA_SIMD void online_softmax(Scratch& s, int num_heads, int num_keys, float logi
 
     const float previous = s.max_logit[h], largest = reduce_max(logits);
     s.max_logit[h] = largest > previous ? largest : previous;
-    // While every logit is -inf, so are the differences to 0: weights 0, not NaN.
+    // While every logit is -inf, the base is 0: weights become 0, not NaN.
     const F32 base = set1(s.max_logit[h] == -INFINITY ? 0.0f : s.max_logit[h]);
     const F32 weights = exp2_nonpositive(sub(logits, base));
     const F32 rescale = exp2_nonpositive(sub(set1(previous), base));
@@ -176,7 +176,7 @@ MLA_SIMD void accumulate_values(Scratch& s, int num_heads, int head_dim_v) {
   });
 }
 
-// Calls fn(page, row) for the keys [begin, end) of the request, in order.
+// Calls fn(page, row) for keys [begin, end) of the request, in order.
 template <class Fn>
 MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, const RequestPages& pages, int64_t begin,
                            int64_t end, Fn&& fn) {
@@ -189,7 +189,7 @@ MLA_SIMD void for_each_key(const PagedAttentionRaggedParams& p, const RequestPag
   }
 }
 
-// The workspace: the parts' outputs, [split, token, head, head_dim_v], then their lse.
+// The workspace: the splits' outputs, [split, token, head, head_dim_v], then their lse.
 MLA_SIMD int64_t rows_per_part(const PagedAttentionRaggedParams& p) { return p.num_tokens() * p.num_q_heads; }
 MLA_SIMD float* split_lse(const PagedAttentionRaggedParams& p) {
   return p.workspace + p.num_splits * rows_per_part(p) * p.head_dim_v;
@@ -214,7 +214,7 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
   const int64_t visible = pages.num_keys - (p.q_len - 1 - token % p.q_len);
   const int64_t per_split = align_up(ceil_div(pages.num_keys, int64_t{p.num_splits}), int64_t{kKeys});
   const int64_t begin = split * per_split, end = begin + per_split < visible ? begin + per_split : visible;
-  const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // in the group
+  const int first = static_cast<int>(unit % head_tiles) * kRaggedHeadTile;  // among the group's heads
   const int num_heads = group - first < kRaggedHeadTile ? group - first : kRaggedHeadTile;
   const int64_t first_q_head = kv_head * group + first;
 
@@ -228,7 +228,7 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
     s.max_logit[h] = -INFINITY;
   }
 
-  // Scales multiply the logits and the output, not the cache: its elements enter exactly as they are.
+  // Scales multiply the logits and the output, so that elements of the cache enter exactly.
   const float logit_scale = p.k_scale ? p.sm_scale * p.k_scale[kv_head * p.k_scale_stride] : p.sm_scale;
   const float out_scale = p.v_scale ? p.v_scale[kv_head * p.v_scale_stride] : 1.0f;
 
@@ -253,7 +253,7 @@ void attend(const PagedAttentionRaggedParams& p, int64_t unit, Scratch& s) {
     const int64_t part = split * rows_per_part(p) + at;
     const float sum = reduce_add(load(s.weight_sum[h])), lse = s.max_logit[h] * kLn2 + std::log(sum);
     const float sink = whole && p.attn_sink ? std::exp(p.attn_sink[head] - s.max_logit[h] * kLn2) : 0.0f;
-    const float factor = sum == 0 ? 0.0f : out_scale / (sum + sink);  // no key: acc is 0 too
+    const float factor = sum == 0 ? 0.0f : out_scale / (sum + sink);  // without a key acc is 0, too
     (whole ? p.lse[at] : split_lse(p)[part]) = lse;
     if (whole) {
       store_rounded(p, token, head, s.acc[h], factor);
@@ -271,7 +271,7 @@ void merge(const PagedAttentionRaggedParams& p, int64_t token, int64_t head) {
   const float base = largest == -INFINITY ? 0.0f : largest;
   for (int i = 0; i < p.num_splits; ++i) {
     const float weight = std::exp(lse[i * rows] - base);
-    if (weight == 0.0f) continue;  // such a part counts for nothing, whatever it holds
+    if (weight == 0.0f) continue;  // a part of weight 0 counts for nothing, whatever it holds
     const float* part = p.workspace + (i * rows + at) * p.head_dim_v;
     for (int d = 0; d < p.head_dim_v; ++d) out[d] += weight * part[d];
     sum += weight;
@@ -283,7 +283,7 @@ void merge(const PagedAttentionRaggedParams& p, int64_t token, int64_t head) {
 
 }  // namespace
 
-// Units [begin, end) of query tokens x KV heads x tiles of query heads x splits.
+// Attends for units [begin, end) of query tokens x KV heads x tiles of query heads x splits.
 void paged_attention_ragged(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
   Scratch scratch;
@@ -292,7 +292,7 @@ void paged_attention_ragged(const PagedAttentionRaggedParams& p, int64_t begin, 
   });
 }
 
-// Rows [begin, end) of query tokens x query heads, of more than one split.
+// Merges the splits of rows [begin, end) of query tokens x query heads.
 void merge_ragged_splits(const PagedAttentionRaggedParams& p, int64_t begin, int64_t end) {
   const SubnormalMode mode(Subnormals::kKeep);
   for (int64_t row = begin; row < end; ++row) merge(p, row / p.num_q_heads, row % p.num_q_heads);

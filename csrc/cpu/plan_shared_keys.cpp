@@ -1,4 +1,4 @@
-// plan_shared_keys on the CPU, whose kernel takes queries alone: no tile has a list.
+// plan_shared_keys on the CPU gives no tile a list: attention's kernel there takes single queries alone.
 #include "ops/shared_keys.h"
 
 namespace mla_fp8::cpu {

@@ -1,5 +1,4 @@
-// prepare_keys on the CPU: token by token the latent into the cache, q_a, the indexer's key into its cache;
-// bound by memory.
+// prepare_keys on the CPU: for each token its latent, q_a and the indexer's key; bound by memory.
 #include "ops/prepare_keys.h"
 
 #include "cpu/index_row.h"
@@ -16,14 +15,14 @@ void keep_latent(const NormRopeInsertParams& p, int64_t token, const uint16_t* l
            sizeof(uint16_t) * p.table.dim());
 }
 
-// Sixteen weights as they lie in memory, bf16 or float.
+// Loads sixteen weights, bf16 or float.
 MLA_SIMD F32 load_weights(const void* weight, bool is_float, int i) {
   return is_float ? load(static_cast<const float*>(weight) + i)
                   : load_bf16(static_cast<const uint16_t*>(weight) + i);
 }
 
-// The order of additions: the squares of eight neighbours, then of those 256 further on, in order (fma); then
-// halves of the 32 sums. What is missing of the last 256 counts as zeros.
+// RMSNorm of q_a. The order of additions: the squares of eight neighbours, then those of the eight 256
+// further on, in order (fma); then halves of the 32 sums. Elements that the last 256 lack count as zeros.
 void norm_q_a(const QaNormParams& p, int64_t token) {
   alignas(64) uint16_t row[kMaxQaDim] = {};
   memcpy(row, p.q_a + token * p.q_a_stride_token, sizeof(uint16_t) * p.dim);
@@ -53,7 +52,7 @@ void norm_q_a(const QaNormParams& p, int64_t token) {
   }
 }
 
-// A tree over eight neighbours, then halves of the sixteen sums.
+// The sum of a row: a tree over eight neighbours, then halves of the sixteen sums.
 MLA_SIMD float sum_of_row(const F32 (&x)[kIndexVectors]) {
   F32 y[kIndexVectors];
   for (int i = 0; i < kIndexVectors; ++i) y[i] = x[i];

@@ -1,4 +1,4 @@
-// prepare_queries on the CPU: token by token the heads of attention, then those of the indexer, each through
+// prepare_queries on the CPU: for each token, the heads of attention, then the heads of the indexer by way of
 // a row of bf16; bound by memory.
 #include "ops/prepare_queries.h"
 
@@ -18,7 +18,7 @@ void prepare_heads(const PrepareQueriesParams& p, int64_t token, const Rotation*
   }
 }
 
-// Returns what the weight is multiplied by for the codes' sake.
+// Encodes a head of the indexer. Returns the codes' scale, by which the head's weight is multiplied.
 MLA_SIMD float encode_index_q(const PrepareQueriesParams& p, int64_t at, const F32 (&x)[kIndexVectors]) {
   const IndexLayout l = index_layout(p.layout);
   uint8_t* codes = p.out_index_q + at * l.value_bytes;

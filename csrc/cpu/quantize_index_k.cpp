@@ -1,4 +1,4 @@
-// quantize_index_k on the CPU: per key its amax, its scales, its codes; bound by memory.
+// quantize_index_k on the CPU: for each key, its amax, scales and codes; bound by memory.
 #include "ops/quantize_index_k.h"
 
 #include "cpu/index_row.h"

@@ -1,5 +1,5 @@
-// quantize_kv on the CPU: per token, amax of each tile, its scale, then the codes. One pass over
-// the latent, 16 lanes at a time; bound by memory.
+// quantize_kv on the CPU: for each token, the amax of each tile, its scale, then the codes. One pass over the
+// latent, 16 lanes at a time; bound by memory.
 #include "cpu/encode.h"
 #include "cpu/isa.h"
 

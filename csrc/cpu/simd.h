@@ -1,7 +1,7 @@
 #pragma once
-// Sixteen lanes of float or uint32 and 32 bf16, for AVX-512, AVX2 and plain C++. Every operation is the same
-// IEEE operation on each lane in all three, so a kernel written against this header gives the same bytes
-// whichever is compiled. Kernel files are compiled once per instruction set (see isa.h), each into its own
+// Vectors of sixteen floats or uint32, and of 32 bf16, for AVX-512, AVX2 and plain C++. Each operation is the
+// same IEEE operation on each lane in all three. So a kernel written with this header gives the same bytes
+// whichever is compiled. Kernel files are compiled once for each instruction set (isa.h), into its own
 // namespace cpu::MLA_ISA.
 #include <cmath>
 #include <cstdint>
@@ -19,7 +19,7 @@
 #include <emmintrin.h>
 #endif
 
-// Plain C++ and the address sanitizer's checks take minutes to compile if everything is inlined.
+// Plain C++, and the address sanitizer's checks, take minutes to compile if everything is inlined.
 #if defined(__SANITIZE_ADDRESS__) || !(MLA_SIMD_AVX512 || MLA_SIMD_AVX2)
 #define MLA_SIMD static inline
 #else
@@ -30,8 +30,8 @@ namespace mla_fp8::cpu::MLA_ISA {
 
 inline constexpr int kLanes = 16;
 
-// Subnormals: codecs keep them whatever mode the caller's thread is in; attention flushes them, because
-// VDPBF16PS does. The destructor restores the caller's mode.
+// The mode of subnormals while an object lives; its destructor restores the caller's. Codecs keep subnormals,
+// whatever the caller's mode. Attention flushes them, because VDPBF16PS does.
 enum class Subnormals { kKeep, kFlush };
 class SubnormalMode {
  public:
@@ -57,8 +57,8 @@ class SubnormalMode {
 #include "cpu/simd_plain.h"
 #endif
 
-// Copies whole lines to `dst`, which lies on one, past the caches: they are not read first and drive nothing
-// out of them. end_streams() follows the last one, before another thread may read them.
+// Copies whole lines to `dst`, which lies on one, past the caches: they are not read first, and they evict
+// nothing. Call end_streams() after the last one, before another thread reads them.
 MLA_SIMD void stream(void* dst, const void* src, size_t bytes) {
   const auto *from = static_cast<const uint8_t*>(src), *end = from + bytes;
   auto* to = static_cast<uint8_t*>(dst);
@@ -80,20 +80,20 @@ MLA_SIMD void end_streams() {
 
 // ---- the same for all, from the operations above ----------------------------------------------------------
 
-// The column of a 32-wide row that lane `lane` of interleave()'s first (half = 0) or second result holds.
+// The column of a 32-wide row in lane `lane` of the first (half = 0) or second result of interleave().
 constexpr int interleave_column(int half, int lane) { return lane / 4 * 8 + 4 * half + lane % 4; }
 
 MLA_SIMD F32 load_bf16(const uint16_t* p) { return from_bits(shift_left<16>(load_u16(p))); }
 
-// Round to nearest even, every NaN becomes kBf16Nan, as float_to_bf16 in fp8.h: in the upper half of a lane,
-// and anything below it.
+// Rounds to nearest even, and every NaN to kBf16Nan, like float_to_bf16 in fp8.h. The result is in the upper
+// half of a lane; the lower half means nothing.
 MLA_SIMD U32 round_to_bf16(F32 x) {
   const U32 u = bits(x), lsb = and_(shift_right<16>(u), set1(1u));
   return select(is_nan(x), set1(uint32_t{kBf16Nan} << 16), add(u, add(lsb, set1(0x7fffu))));
 }
 MLA_SIMD U32 to_bf16(F32 x) { return shift_right<16>(round_to_bf16(x)); }
 
-// 32 bf16 as 16 words. Those with even numbers are the lower halves.
+// Loads 32 bf16 as 16 words. Even elements are the lower halves.
 MLA_SIMD U32 load_words(const uint16_t* p) {
   float words[kLanes];
   memcpy(words, p, sizeof words);
@@ -105,7 +105,7 @@ MLA_SIMD void store_words(uint16_t* p, U32 words) {
   memcpy(p, to, sizeof to);
 }
 #if MLA_SIMD_AVX512
-// Rounds 32 floats at once where the instruction for it does as to_bf16(): there is no NaN and no subnormal.
+// Rounds 32 floats by the instruction for it. False where to_bf16() would differ: for a NaN, or a subnormal.
 MLA_SIMD bool store_plain_bf16(uint16_t* p, F32 first, F32 second) {
   constexpr int kNanOrSubnormal = 0x01 | 0x20 | 0x80;
   const __mmask16 others =
@@ -121,9 +121,9 @@ MLA_SIMD U32 to_words(F32 even, F32 odd) {
   return or_(to_bf16(even), and_(round_to_bf16(odd), set1(0xffff0000u)));
 }
 
-// Unzipping rows 2i and 2i + 1 into i and i + kRows / 2 rotates the bits of an element's index (row, column)
-// by one; this does so until the last bits of the column are those of the row. Sixteen rows become sixteen
-// columns; of eight, lane l of row i is then element 8l + i of all.
+// Transposes sixteen rows into sixteen columns; of eight rows, lane l of row i becomes element 8l + i of all.
+// A step unzips rows 2i and 2i + 1 into i and i + kRows / 2: that rotates the bits of an element's index
+// (row, column) by one.
 template <int kRows>
 MLA_SIMD void transpose(F32 (&x)[kRows]) {
   for (int rows = 1; rows < kRows; rows *= 2) {
@@ -133,7 +133,7 @@ MLA_SIMD void transpose(F32 (&x)[kRows]) {
   }
 }
 
-// Largest lane; lanes are not NaN.
+// The largest lane. No lane may be NaN.
 MLA_SIMD float reduce_max(F32 x) {
 #if MLA_SIMD_AVX512 || MLA_SIMD_AVX2
   const __m256 eight = _mm256_max_ps(first_half(x), second_half(x));
@@ -149,8 +149,8 @@ MLA_SIMD float reduce_max(F32 x) {
 #endif
 }
 
-// Sum of the lanes, halves first: always the same tree. (Through memory: in registers the norm of heads took
-// 12 % longer.)
+// The sum of the lanes, halves first: always the same tree. It goes through memory; in registers the norm of
+// heads took 12 % longer.
 MLA_SIMD float reduce_add(F32 x) {
   float v[kLanes];
   store(v, x);
@@ -159,7 +159,7 @@ MLA_SIMD float reduce_add(F32 x) {
   return v[0];
 }
 
-// 2^x for x <= 0 (relative error 2e-7); 0 below -126, NaN stays NaN.
+// 2^x for x <= 0, with a relative error of 2e-7. Below -126 it is 0; NaN stays NaN.
 MLA_SIMD F32 exp2_nonpositive(F32 x) {
   // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits.
   const F32 magic = set1(0x1.8p23f), clamped = max(set1(-127.0f), x);

@@ -1,4 +1,4 @@
-// Part of simd.h: the AVX2 operations. Included by it, inside its namespace.
+// Part of simd.h, which includes it inside its namespace: the operations by AVX2.
 #pragma once
 
 struct F32 {
@@ -107,7 +107,7 @@ MLA_SIMD void store_pairs(uint16_t* p, Bf16x32 x) {
 MLA_SIMD F32 reduce_add_16(const F32 v[kLanes]) {
   __m128 quad[4];
   for (int i = 0; i < 4; ++i) {
-    __m256 quarters[2];  // of four vectors: quarters 0, 1 and 2, 3
+    __m256 quarters[2];  // of four vectors: quarters 0 and 1; 2 and 3
     for (int j = 0; j < 2; ++j) {
       const __m256 a = v[4 * i].v[j], b = v[4 * i + 1].v[j], c = v[4 * i + 2].v[j], d = v[4 * i + 3].v[j];
       const __m256d ab = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));

@@ -1,4 +1,4 @@
-// Part of simd.h: the operations of AVX-512 with its bf16 instructions. Included by it, inside its namespace.
+// Part of simd.h, which includes it inside its namespace: the operations by AVX-512 with bf16 instructions.
 #pragma once
 
 struct F32 {
@@ -61,7 +61,7 @@ MLA_SIMD void store_u8(uint8_t* p, U32 x) {
 MLA_SIMD void store_u16(uint16_t* p, U32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
 }
-// Of a[0] b[0] a[1] b[1] ... in 32 lanes: the lanes of even numbers, and of odd numbers.
+// Separates 32 lanes a[0] b[0] a[1] b[1] ...: those with even numbers, and those with odd numbers.
 MLA_SIMD void unzip(F32 first, F32 second, F32* even, F32* odd) {
   const __m512i at = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   even->v = _mm512_permutex2var_ps(first.v, at, second.v);
@@ -73,12 +73,12 @@ MLA_SIMD Bf16x32 broadcast_pair(const uint16_t* p) {
   memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
-// acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i], each fused.
+// acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]; each step is fused.
 MLA_SIMD F32 dot(F32 acc, Bf16x32 a, Bf16x32 b) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};
 }
-// Rows k and k + 1 as pairs: lane i of the two results holds (low[j], high[j]), in an order of j that
-// interleave_column() tells.
+// Zips rows k and k + 1 into pairs: lane i of the results is (low[j], high[j]), in the order of j that
+// interleave_column() says.
 MLA_SIMD void interleave(Bf16x32 low, Bf16x32 high, Bf16x32* first, Bf16x32* second) {
   first->v = _mm512_unpacklo_epi16(low.v, high.v);
   second->v = _mm512_unpackhi_epi16(low.v, high.v);
@@ -86,7 +86,7 @@ MLA_SIMD void interleave(Bf16x32 low, Bf16x32 high, Bf16x32* first, Bf16x32* sec
 MLA_SIMD void store_pairs(uint16_t* p, Bf16x32 x) { _mm512_storeu_si512(p, x.v); }
 // Lane i of the result is the sum of the lanes of v[i], in the order that the plain version spells out.
 MLA_SIMD F32 reduce_add_16(const F32 v[kLanes]) {
-  __m512 quad[4];  // of four vectors each: the sums of their 128-bit quarters
+  __m512 quad[4];  // the sums of the 128-bit quarters of four vectors each
   for (int i = 0; i < 4; ++i) {
     const __m512 a = v[4 * i].v, b = v[4 * i + 1].v, c = v[4 * i + 2].v, d = v[4 * i + 3].v;
     const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));

@@ -1,4 +1,4 @@
-// Part of simd.h: the plain C++ operations. Included by it, inside its namespace.
+// Part of simd.h, which includes it inside its namespace: the operations in plain C++.
 #pragma once
 
 struct F32 {

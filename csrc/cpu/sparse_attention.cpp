@@ -1,14 +1,14 @@
-// Sparse MLA attention on the CPU, for one query token and a group of its heads:
+// Sparse MLA attention on the CPU, for one query token and a group of its heads.
 //
 //   for each block of 64 selected keys            (masked indices are dropped here: they cost nothing)
-//     stage   the latents as bf16, and V once more as pairs of keys, for all heads
+//     stage   the latents as bf16 for all heads, and V once more as pairs of keys
 //     logits  = sm_scale * q K^T                   4 heads x 4 keys in registers, bf16 dot products
-//     weights = exp(logits - running max)          online softmax, in float; rounded to bf16 for the product
+//     weights = exp(logits - running max)          online softmax in float; rounded to bf16 for the product
 //     out     = rescale * out + weights V          4 heads x 64 columns in registers
 //
-// Arithmetic-bound from 16 heads on: 2 * heads * (head_dim_qk + head_dim_v) FLOP per key against about 1 KB
-// read and decoded. A head's result depends on its own keys alone, in their order, so it is the same in any
-// batch, on any number of threads and on any instruction set.
+// Bound: arithmetic from 16 heads on: 2 * heads * (head_dim_qk + head_dim_v) FLOP a key, for about 1 KB read
+// and decoded. A head's result depends on its own keys in their order alone. So it is the same in any batch,
+// on any number of threads and with any instruction set.
 #include <optional>
 
 #include "cpu/decode.h"
@@ -20,7 +20,7 @@ namespace {
 constexpr int kBlock = AttentionScratch::kBlock;
 constexpr int kHeadTile = AttentionScratch::kHeadTile;
 constexpr int kKeyTile = 4;
-constexpr int kColumns = 64;  // of V that are worked on together: 4 vectors
+constexpr int kColumns = 64;  // columns of V that are worked on together: 4 vectors
 constexpr int kPairTile = 2 * kColumns;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNegInf = -__builtin_inff();
@@ -41,7 +41,7 @@ struct Key {
   int64_t slot;
 };
 
-// Hands out the selected keys of a token, scope after scope. Rows are scattered: a key is asked for while the
+// Hands out a token's selected keys, scope after scope. Rows are scattered: each is prefetched while the
 // kAhead keys before it are decoded, however many masked indices lie between.
 template <KvLayoutId kId, KvLayoutId kExtra>
 class Keys {
@@ -88,7 +88,7 @@ class Keys {
   Key ahead_[kAhead];
 };
 
-// Stages up to kBlock keys as bf16 latents, zeros up to a multiple of kKeyTile. Returns how many are real.
+// Stages up to kBlock keys as bf16 latents, zeros up to a multiple of kKeyTile. Returns the number of keys.
 template <KvLayoutId kId, KvLayoutId kExtra>
 int stage_latents(const SparseAttentionParams& p, Keys<kId, kExtra>* keys, uint16_t* latents) {
   constexpr int kDim = kv_layout(kId).head_dim_qk();
@@ -99,7 +99,7 @@ int stage_latents(const SparseAttentionParams& p, Keys<kId, kExtra>* keys, uint1
     const uint8_t* page = s.kv_cache + key.slot / s.page_size * s.kv_cache_stride_page;
     const int64_t row = key.slot % s.page_size;
     uint16_t* const latent = latents + count * kDim;
-    // The scale of a uniform FP8 layout multiplies logits and output instead: exact here.
+    // A uniform FP8 layout's scale multiplies logits and output instead, so this is exact.
     if (kId == kExtra || key.scope == 0) decode_row<kId>(page, row, s.page_size, 1.0f, latent);
     else decode_row<kExtra>(page, row, s.page_size, 1.0f, latent);
   }
@@ -108,7 +108,7 @@ int stage_latents(const SparseAttentionParams& p, Keys<kId, kExtra>* keys, uint1
   return count;
 }
 
-// V as the second product wants it: [kHeadDimV / 64][pairs of keys][64 columns][2 keys].
+// V as tile_output reads it: [kHeadDimV / 64][pairs of keys][64 columns][2 keys].
 void interleave_v(const uint16_t* latents, int dim, int num_pairs, uint16_t* v_pairs) {
   for (int pair = 0; pair < num_pairs; ++pair) {
     const uint16_t *low = latents + 2 * pair * dim, *high = low + dim;
@@ -122,7 +122,7 @@ void interleave_v(const uint16_t* latents, int dim, int num_pairs, uint16_t* v_p
   }
 }
 
-// logits[h][k] = scale * q[h] . latents[k], for the heads of one tile and all keys of the block.
+// logits[h][k] = scale * q[h] . latents[k], for the heads of a tile and all keys of the block.
 template <int kDim>
 void tile_logits(const uint16_t* const q[kHeadTile], const uint16_t* latents, int num_keys, float scale,
                  float* logits) {
@@ -148,7 +148,7 @@ void tile_logits(const uint16_t* const q[kHeadTile], const uint16_t* latents, in
   }
 }
 
-// Online softmax of one head over one block: logits become weights, max / sum / rescale move on.
+// Online softmax of a head over a block. Logits become weights; max and sum are updated, and rescale is set.
 void block_softmax(float* logits, int num_keys, uint16_t* weights, float* max_value, float* sum,
                    float* rescale) {
   const int padded = align_up(num_keys, kLanes);
@@ -173,7 +173,7 @@ void block_softmax(float* logits, int num_keys, uint16_t* weights, float* max_va
   *max_value = new_max;
 }
 
-// acc[h][64 columns] = rescale[h] * acc + weights[h] . v_pairs, for the heads of one tile.
+// acc[h][64 columns] = rescale[h] * acc + weights[h] . v_pairs, for the heads of a tile.
 void tile_output(const uint16_t* weights, const uint16_t* v_pairs, int num_pairs, const float* rescale,
                  float* acc) {
   constexpr int kVectors = kColumns / kLanes;
@@ -196,7 +196,7 @@ void tile_output(const uint16_t* weights, const uint16_t* v_pairs, int num_pairs
     for (int c = 0; c < kVectors; ++c) store(acc + h * kHeadDimV + c * kLanes, sum[h * kVectors + c]);
 }
 
-// out = acc * factor as bf16, columns back in order.
+// out = acc * factor as bf16, with columns back in order.
 void write_head(const float* acc, float factor, uint16_t* out) {
   for (int column = 0; column < kHeadDimV; column += 2 * kLanes) {
     float ordered[2 * kLanes];
@@ -217,7 +217,7 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
   memset(s.accumulator, 0, sizeof(float) * padded_heads * kHeadDimV);
   for (int h = 0; h < padded_heads; ++h) s.max[h] = kNegInf, s.sum[h] = 0.0f;
 
-  const auto q_row = [&](int h) {  // padding heads repeat the last one
+  const auto q_row = [&](int h) {  // padding heads repeat the last head
     const int head = first_head + (h < num_heads ? h : num_heads - 1);
     return p.q + token * p.q_stride_token + head * p.q_stride_head;
   };
@@ -242,8 +242,7 @@ void attend(const SparseAttentionParams& p, int64_t token, int first_head, int n
   for (int h = 0; h < num_heads; ++h) {
     const int head = first_head + h;
     const bool empty = s.sum[h] == 0.0f;
-    // The sink joins the denominator only. exp2 of a large difference saturates to infinity, and out to 0:
-    // right.
+    // The sink joins the denominator alone. exp2 of a large difference is infinity, which makes out 0.
     const float sink = p.attn_sink && !empty ? std::exp2((p.attn_sink[head] - s.max[h]) * kLog2E) : 0.0f;
     const float factor = empty ? 0.0f : layer_scale / (s.sum[h] + sink);
     write_head(s.accumulator + h * kHeadDimV, factor,

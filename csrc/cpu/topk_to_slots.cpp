@@ -45,7 +45,7 @@ void topk_to_slots(const TopkToSlotsParams& p) {
   constexpr int64_t kGrain = 16;  // rows a thread takes at least
   parallel_for(p.num_rows, kGrain, [&](int64_t begin, int64_t end) {
     const auto page_size = static_cast<uint64_t>(p.page_size);
-    if (std::has_single_bit(page_size)) {  // half of the time is the division
+    if (std::has_single_bit(page_size)) {  // the division is half of the time
       const int bits = std::countr_zero(page_size);
       convert_rows(p, begin, end, [&](int64_t token) { return token >> bits; });
     } else {

@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kBlock, 3)
   for (int32_t c = row.window_begin + lane; c < row.window_end; c += kWarpSize)
     out[c - row.window_begin] = row.window(c);
 
-  // What rows up to this one leave of their shares of the capacity is filled from the capacity's end down.
+  // The capacity that rows up to this one leave of their shares is filled from its end down.
   const int64_t share = p.topk + p.window_size, fill_end = args.capacity - token * share + begin;
   for (int64_t i = fill_end - share + count + lane; i < fill_end; i += kWarpSize) p.out_indices[i] = -1;
 }

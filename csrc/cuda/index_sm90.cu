@@ -147,7 +147,7 @@ void index_topk_sm90(const IndexTopkArgs& args, gpuStream_t stream) {
           ScanArgs{key_boxes(args.p.problem, own.group_rows), own, chunk_tiles, has_pins, most_kept,
                    most_gathered, most_binned, near_keys, unit_shares});
     };
-    // With one row of many heads, consumers wait for the memory: they have time to count.
+    // If units have one row of many heads, consumers wait for the memory: they have time to count.
     if constexpr (S::kUnitRows == 1 && !S::kFp4)
       if (counts_keys)
         return scan(typename S::template With<Keeping::kCounted>{},

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kKeyBlock)
   }
 }
 
-// With few keys a lane takes one, as the latency of one key is all the time.
+// Few keys are taken one by a lane, as the latency of one key is then all the time.
 template <IndexLayoutId kId, bool kIsBf16>
 void quantize_index_keys(const QuantizeIndexKArgs& args, gpuStream_t stream) {
   const auto launch_blocks = [&](auto at_once) {

@@ -1,8 +1,8 @@
 #pragma once
-// CUDA's vocabulary on CDNA GPUs, as far as our kernels use it, from clang's builtins alone: no ROCm headers
-// and no device libraries. Included before everything else (-include).
+// CUDA's vocabulary on CDNA GPUs, as far as our kernels use it. It is made of clang's builtins alone: no ROCm
+// headers, no device libraries. The compiler includes it before everything else (-include).
 //
-// A logical warp has 32 lanes here too; two of them share a wave of 64.
+// A logical warp has 32 lanes on CDNA too; two warps share a wave of 64 lanes.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __grid_constant__
 #define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(1, threads)))
-// Two waves on a SIMD: where clang would take more for a block of four waves.
+// Two waves on a SIMD, so 256 registers each: clang would take more for a block of four waves.
 #if defined(__gfx90a__)
 #define MLA_256_REGISTERS __attribute__((amdgpu_waves_per_eu(2)))
 #else
@@ -27,7 +27,7 @@
 #define MLA_SHARED(Type, name) __shared__ Type name
 #define MLA_HIP_DEVICE static __device__ __forceinline__
 
-// What clang's code for the host side of a kernel refers to; hip/runtime.cpp has them.
+// Functions of hip/runtime.cpp to which clang's code for the host side of a kernel refers.
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
@@ -46,7 +46,7 @@ MLA_HIP_DEVICE float expf(float x) { return __builtin_expf(x); }
 MLA_HIP_DEVICE float logf(float x) { return __builtin_logf(x); }
 MLA_HIP_DEVICE float exp2f(float x) { return __builtin_exp2f(x); }
 MLA_HIP_DEVICE float log2f(float x) { return __builtin_log2f(x); }
-// One rounding each: clang would contract a product and a sum.
+// Products, sums and differences that are rounded by themselves: clang would contract a product and a sum.
 MLA_HIP_DEVICE float __fmul_rn(float a, float b) {
 #pragma clang fp contract(off)
   return a * b;
@@ -60,7 +60,7 @@ MLA_HIP_DEVICE float __fsub_rn(float a, float b) {
   return a - b;
 }
 MLA_HIP_DEVICE float __fdiv_rn(float a, float b) { return a / b; }
-// Through double the nearest float, for every mantissa (tried, all 2^24).
+// Computed in double, the result is the nearest float for every mantissa (tried: all 2^24).
 MLA_HIP_DEVICE float __frsqrt_rn(float x) {
   return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x)));
 }
@@ -97,14 +97,14 @@ MLA_HIP_DEVICE MlaIndex mla_block_dim() { return {__builtin_amdgcn_workgroup_siz
 #define blockIdx mla_block_index()
 #define blockDim mla_block_dim()
 
-// Orders shared memory alone: no kernel here passes anything through global memory inside a block.
+// Orders shared memory alone: inside a block no kernel here passes data through global memory.
 MLA_HIP_DEVICE void __syncthreads() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
 }
 
-// Orders what lanes of a wave write before what others of it read.
+// Orders writes of lanes of a wave before reads by other lanes of it.
 MLA_HIP_DEVICE void __syncwarp() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
@@ -112,16 +112,16 @@ MLA_HIP_DEVICE void __syncwarp() {
 
 MLA_HIP_DEVICE int mla_lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
 
-// x, which the compiler is not to know.
+// Returns x and hides from the compiler where it comes from.
 MLA_HIP_DEVICE int mla_opaque(int x) {
   asm volatile("" : "+v"(x));
   return x;
 }
-// x of lane `lane` of the wave, which is known when compiling.
+// x of lane `lane` of the wave; the lane is known when compiling.
 MLA_HIP_DEVICE uint32_t mla_read_uniform_lane(uint32_t x, int lane) {
   return static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(x), lane));
 }
-// fn of each word of x.
+// Applies fn to each word of x.
 template <class T, class Fn>
 MLA_HIP_DEVICE T mla_each_word(T x, const Fn& fn) {
   static_assert(sizeof(T) % 4 == 0);
@@ -138,7 +138,7 @@ template <class T>
 MLA_HIP_DEVICE T mla_read_lane(T x, int lane) {
   return mla_each_word(x, [&](int word) { return __builtin_amdgcn_ds_bpermute(lane * 4, word); });
 }
-// As an operand of the instruction that reads it (DPP), which takes none and no trip through LDS.
+// A permutation as an operand of the instruction that reads it (DPP): it takes none itself, and no LDS.
 template <int kControl>
 MLA_HIP_DEVICE int mla_permuted(int x) {
   return __builtin_amdgcn_mov_dpp(x, kControl, 15, 15, true);
@@ -165,7 +165,7 @@ MLA_HIP_DEVICE T __shfl_up_sync(uint32_t, T x, int delta) {
   const int lane = mla_lane();
   return mla_read_lane(x, lane % 32 >= delta ? lane - delta : lane);
 }
-// Bit i: lane i of the wave.
+// Bit i: x of lane i of the wave.
 MLA_HIP_DEVICE uint64_t mla_wave_ballot(bool x) { return __builtin_amdgcn_ballot_w64(x); }
 MLA_HIP_DEVICE uint32_t __ballot_sync(uint32_t, bool x) {
   return static_cast<uint32_t>(__builtin_amdgcn_ballot_w64(x) >> (mla_lane() & 32));
@@ -201,19 +201,19 @@ MLA_HIP_DEVICE T __ldg(const T* p) {
   return *p;
 }
 
-// An address in global memory. Of one that has been in shared memory or in other lanes the compiler does not
-// know that it is: a generic load would count as one of shared memory, too, and every barrier wait for it.
+// A pointer to global memory. The compiler cannot tell for one that was in shared memory or in other lanes. A
+// generic load would then count as one of shared memory, too, and each barrier would wait for it.
 template <class T>
 MLA_HIP_DEVICE auto mla_global_pointer(const T* p) {
   return (__attribute__((address_space(1))) const T*)p;
 }
 
-// Shared memory by its address there.
+// Converts between a pointer to shared memory and its address there.
 MLA_HIP_DEVICE uint32_t mla_shared_address(const void* p) {
-  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));  // the lower half of a generic one
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));  // the lower half of a generic pointer
 }
 template <class T>
-MLA_HIP_DEVICE auto mla_shared_pointer(uint32_t address) {  // not a generic one, which would know less
+MLA_HIP_DEVICE auto mla_shared_pointer(uint32_t address) {  // not generic, which would tell clang less
   return (__attribute__((address_space(3))) T*)(uintptr_t)address;
 }
 
@@ -230,8 +230,8 @@ MLA_HIP_DEVICE float fast_divide(float x, float y) { return x / y; }
 
 // ---- matrices --------------------------------------------------------------------------------------------
 
-// acc[i] of lane l is element (4 * (l / 16) + i, l % 16); a lane gives four k of one row of A and one column
-// of B.
+// acc += A B. acc[i] of lane l is element (4 * (l / 16) + i, l % 16). A lane has four k of one row of A and
+// of one column of B.
 template <Dtype kDtype, class Floats, class Words>
 __device__ __forceinline__ void mfma_16x16x16(Floats& acc, const Words& a, const Words& b) {
   typedef short Bf16s __attribute__((ext_vector_type(4)));
@@ -255,15 +255,15 @@ inline constexpr Format kNativeE4m3 = Format::kE4m3fnuz;
 inline constexpr Format kNativeE4m3 = Format::kE4m3fn;
 #else
 #define MLA_HIP_FP8_INSTRUCTIONS 0
-inline constexpr Format kNativeE4m3 = Format::kBf16;  // of none
+inline constexpr Format kNativeE4m3 = Format::kBf16;  // no format
 #endif
 template <Format kFormat>
 inline constexpr bool kHasE4m3Instructions = kFormat == kNativeE4m3;
-// Whether codes are read as e4m3fnuz of half their value (halve_e4m3fn).
+// Whether codes are read as e4m3fnuz codes of half their value (halve_e4m3fn).
 template <Format kFormat>
 inline constexpr bool kAreHalved = kFormat == Format::kE4m3fn && kNativeE4m3 == Format::kE4m3fnuz;
 
-// Four codes to float, exactly; -0 may become 0 where the caller does not mind.
+// Four codes as floats, exactly; without kKeepsMinusZero, -0 may become 0.
 template <Format kFormat, bool kKeepsMinusZero = true>
 MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
 #if MLA_HIP_FP8_INSTRUCTIONS
@@ -280,8 +280,8 @@ MLA_HIP_DEVICE Float4 e4m3x4_to_float(uint32_t codes) {
            widen_e4m3<kFormat>(codes, 3)}};
 }
 
-// Four codes times a scale below 2^127; -0 may become 0. What halving takes comes back with the scale. Codes
-// that are halved have no NaN.
+// Four codes times a scale below 2^127; -0 may become 0. Codes that are halved must not be NaN; the scale
+// makes up for the half.
 template <Format kFormat>
 MLA_HIP_DEVICE Float4 e4m3x4_times(uint32_t codes, float scale) {
   typedef float Floats __attribute__((ext_vector_type(4)));
@@ -295,7 +295,7 @@ MLA_HIP_DEVICE Float4 e4m3x4_times(uint32_t codes, float scale) {
   return __builtin_bit_cast(Float4, __builtin_bit_cast(Floats, values) * scale);
 }
 
-// The lower, or upper, halves of two words.
+// The lower halves, or the upper halves, of two words.
 MLA_HIP_DEVICE uint32_t lower_halves(uint32_t a, uint32_t b) {
   return __builtin_amdgcn_perm(b, a, 0x05040100u);
 }
@@ -303,7 +303,7 @@ MLA_HIP_DEVICE uint32_t upper_halves(uint32_t a, uint32_t b) {
   return __builtin_amdgcn_perm(b, a, 0x07060302u);
 }
 
-// Two floats, none of which is NaN, to bf16.
+// Rounds two floats to bf16; neither may be NaN.
 MLA_HIP_DEVICE uint32_t round_to_bf16(float low, float high) {
 #if defined(__gfx950__)
   typedef __bf16 Bf16s __attribute__((ext_vector_type(2)));
@@ -314,7 +314,7 @@ MLA_HIP_DEVICE uint32_t round_to_bf16(float low, float high) {
 #endif
 }
 
-// Two floats that are bf16 or fp16 values already.
+// Packs two floats that are bf16 or fp16 values already.
 template <Dtype kDtype>
 MLA_HIP_DEVICE uint32_t pack_exact(float low, float high) {
   if constexpr (kDtype == Dtype::kBf16) return upper_halves(float_bits(low), float_bits(high));

@@ -1,9 +1,9 @@
-// The HIP runtime as far as we need it, found when a kernel is first launched: nothing here links to ROCm, so
-// one library loads next to any libamdhip64, and on machines without one.
+// The part of the HIP runtime that we need, found when a kernel is first launched. Nothing here links to
+// ROCm, so one library loads next to any libamdhip64, and on machines without one.
 //
-// clang's code for the host side of the .cu files registers each file's fat binary and kernels with the five
-// functions below that start with hip or __hip, before main; a launch looks its kernel up. The tables are the
-// only mutable state: what is loaded on which device.
+// clang's host code of the .cu files calls the five functions below that begin with hip or __hip, before
+// main: they register each file's fat binary and kernels. A launch looks its kernel up. The only mutable
+// state is what is loaded where.
 #include "hip/runtime.h"
 
 #include <dlfcn.h>
@@ -35,7 +35,7 @@ struct Kernel {
 struct Registry {
   std::mutex mutex;
   std::vector<Image*> images;
-  std::unordered_map<const void*, Kernel> kernels;  // by the address that the host code calls them by
+  std::unordered_map<const void*, Kernel> kernels;  // by the address that host code calls
 };
 Registry& registry() {
   static Registry r;
@@ -53,7 +53,7 @@ struct Hip {
 
 constexpr std::string_view kLibrary = "libamdhip64.so";
 
-// The copy that is in the process already (torch's, whatever it is called), else the system's.
+// Opens the library that is in the process already (torch's, whatever its name), else the system's.
 void* open_library() {
   std::string loaded;
   dl_iterate_phdr(
@@ -128,7 +128,7 @@ void launch_kernel(const void* kernel, const LaunchConfig& c, const void* params
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
   void* function = load_function(r.kernels.at(kernel), device);
-  // HIP_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: the parameters as one block of memory.
+  // HIP_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: parameters are one block of memory.
   const auto marker = [](uintptr_t value) { return reinterpret_cast<void*>(value); };
   void* extra[] = {marker(1), const_cast<void*>(params), marker(2), &params_size, marker(3)};
   check(hip().ModuleLaunchKernel(function, static_cast<unsigned>(c.grid), 1, 1,
@@ -161,7 +161,7 @@ void** __hipRegisterFatBinary(const FatBinaryWrapper* wrapper) {
   return reinterpret_cast<void**>(image);
 }
 
-void __hipUnregisterFatBinary(void**) {}  // the process ends
+void __hipUnregisterFatBinary(void**) {}  // called when the process ends
 
 int __hipRegisterFunction(void** image, const void* host_function, char*, const char* device_name, unsigned,
                           void*, void*, void*, void*, int*) {
@@ -170,7 +170,7 @@ int __hipRegisterFunction(void** image, const void* host_function, char*, const 
   return 0;
 }
 
-// Of the <<<>>> syntax, which nothing uses: the stubs that refer to these are never called.
+// Functions of the <<<>>> syntax, which nothing uses: the stubs that refer to them are never called.
 int __hipPopCallConfiguration(void*, void*, size_t*, void**) { return 1; }
 int __hipPushCallConfiguration() { return 1; }
 int hipLaunchKernel() { return 1; }

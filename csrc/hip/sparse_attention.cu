@@ -1,33 +1,33 @@
-// Sparse attention on CDNA: decode and prefill, every layout, in at most 64 KB of LDS. The steps are those of
-// the portable kernel (cuda/sparse_attention/portable), by MFMA.
+// Sparse attention on CDNA, decode and prefill, for every layout, in at most 64 KB of LDS. The steps are
+// those of the portable kernel (cuda/sparse_attention/portable), with MFMA.
 //
 // A block of 8 waves takes one query token, 32 or 64 of its heads (M of an MFMA, 16 at a time) and one of
 // `splits` parts of its valid keys. For each block of 32 keys:
 //
-//   gather   rows into registers a block ahead, as the bytes that are stored; past the end: zeros. The
-//            entries of `indices` are asked for a block before that
-//   decode   to bf16 latents [key][dim] in shared memory, once for all heads, as dequantize_kv does
-//   S        a wave has 16 keys, 16 heads and, with 32 heads, half of the dims. Q's are in registers
-//   P        the parts are added up; online softmax by 8 lanes a head
+//   gather   loads stored bytes of rows into registers a block ahead; past the end zeros. Entries of
+//            `indices` are loaded another block ahead
+//   decode   writes bf16 latents [key][dim] to shared memory, once for all heads, decoded as by dequantize_kv
+//   S        a wave has 16 keys, 16 heads and, with 32 heads, half of the dims. Q is in registers
+//   P        the dims' shares are added up; online softmax by 8 lanes a head
 //   O        a wave has 64 value dims of all heads
 //
 //   barrier            orders
-//   1, before decode   latents and weights of the block before have been read
+//   1, before decode   reads of the last block's latents and weights, before they are overwritten
 //   2, before S        latents
 //   3, before P        logits
 //   4, before O        weights and factors
 //
-// A plan (cuda/sparse_attention/plan.cpp) says heads and splits; parts meet as those of the portable kernel.
+// A plan (cuda/sparse_attention/plan.cpp) chooses heads and splits; parts merge as in the portable kernel.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/sparse_attention/plan.h"
 #include "hip/sparse_rows.cuh"
 
-// Not an anonymous namespace: kernels are found by name, so their template arguments need one.
+// Not an anonymous namespace: kernels are found by name, so types of template arguments need names.
 namespace mla_fp8::gpu::cdna {
 
-// Which query, heads and part of the keys a block has. Blocks go round the 8 dies of an MI300, each with an
-// L2 of its own: those that read the same keys are neighbours on one die.
+// Which query, heads and part of the keys a block has. Blocks go round the 8 dies of an MI300, which have an
+// L2 each. Blocks that read the same keys are neighbours on one die.
 struct Work {
   int64_t token;
   int split, first_head;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
   const uint32_t map = shared_address(smem.map);
   survey_keys<kWarps, kMapWords / kWarps>(KeySource(p, keys), threadIdx.x / kWarpSize, lane, map, [] {});
 
-  // S: this wave's keys, heads and dims.
+  // The keys, heads and dims of S that this wave has.
   const int key_tile = wave % kKeyTiles, head_tile = wave / kKeyTiles % kHeadTiles;
   const int share = wave / kKeyTiles / kHeadTiles, first_dim = share * kSteps * kTile + operand_k();
   Operand q[kSteps] = {};
@@ -88,12 +88,12 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
 
   const float layer_scale = p.scale ? *p.scale : 1.0f;
   const float logit_scale = p.sm_scale * layer_scale * kLog2E;
-  float max_logit = -INFINITY, sum = 0.0f;  // of this thread's head in P; the sum is this lane's part
+  float max_logit = -INFINITY, sum = 0.0f;  // of this thread's head in P; the sum is this lane's share
   Accumulators out[kHeadTiles][kColumns] = {};
-  const int first_column = wave * kWaveColumns + operand_row(0) * kColumns;  // of V and of out, kColumns
+  const int first_column = wave * kWaveColumns + operand_row(0) * kColumns;  // of V and out, kColumns
 
 #pragma unroll 1
-  for (int block = -2; block < num_blocks; ++block) {  // two to begin with: to look up rows, to ask for them
+  for (int block = -2; block < num_blocks; ++block) {  // the first two rounds look up rows, and load them
     __syncthreads();
     if (block >= 0) gather.finish(smem, pieces);
     if (block + 1 < num_blocks) gather.start(pieces);
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     __syncthreads();
 
     {
-      Accumulators s[2] = {};  // two chains: a product waits for the one before it
+      Accumulators s[2] = {};  // two chains, as a product waits for the one before it
       const uint16_t* const from = smem.latent[key_tile * kTile + operand_row(0)] + first_dim;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     }
     __syncthreads();
 
-    // Unknown to the compiler, which would keep addresses in registers from block to block.
+    // Opaque: the compiler would keep addresses in registers from block to block.
     const int thread = mla_opaque(threadIdx.x), own_key = thread % kSoftmaxLanes * kLaneKeys;
     if (const int own_head = thread / kSoftmaxLanes; own_head < kHeads) {
       float s[kLaneKeys] = {};
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
 #pragma unroll
       for (int offset = 1; offset < kSoftmaxLanes; offset *= 2)
         new_max = fmaxf(new_max, __shfl_xor_sync(kFullWarp, new_max, offset));
-      const float reference = new_max == -INFINITY ? 0.0f : new_max;  // nothing yet: weights are 0, not NaN
+      const float reference = new_max == -INFINITY ? 0.0f : new_max;  // no key yet: weights are 0, not NaN
       const float factor = fast_exp2(max_logit - reference);
       max_logit = new_max;
 #pragma unroll
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
 #pragma unroll
     for (int part = 0; part < kKeyTiles; ++part) {
       const int key = part * kTile + operand_k();
-      Words<2> rows[4];  // this lane's columns of four keys, and the four keys of each column
+      Words<2> rows[4];  // this lane's columns of four keys; below, the four keys of each column
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         rows[i] = *reinterpret_cast<const Words<2>*>(smem.latent[key + i] + first_column);
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) sparse_attention_kernel(const __grid
     }
   }
 
-  // Whole, or a part of its query: not divided then, and not written without keys.
+  // A part of a query is not divided yet, and without keys it is not written.
   const bool is_part = params.splits > 1;
   const Partials partials(params);
   if (const int own_head = threadIdx.x / kSoftmaxLanes; own_head < kHeads) {
@@ -228,14 +228,14 @@ void launch_heads(const Args& args, int heads, gpuStream_t stream) {
             .stream = stream},
            args);
   };
-  // 16 heads would be no faster in a kernel of their own: what takes time is done once for all heads. Of bf16
-  // rows kVariants has no 64.
+  // 16 heads would be no faster in a kernel of their own: what takes time is done once for all heads. For
+  // bf16 rows kVariants has no 64 heads.
   if (heads <= 32) return launch_kernel(constant<32>{});
   if constexpr (kFirst != Format::kBf16) return launch_kernel(constant<64>{});
 }
 
-// The formats of the kernel for a pair of layouts. e4m3fnuz rows of 512 dims have one kernel, which reads
-// e4m3fn rows next to them, too: a kernel for the pair alone would take more room than it is worth.
+// The formats of the kernel for a pair of layouts. e4m3fnuz rows of 512 dims have one kernel, which also
+// reads e4m3fn rows next to them: a kernel for the pair alone would take more room than it is worth.
 struct Formats {
   Format first, extra;
 };
@@ -256,7 +256,7 @@ void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream)
     constexpr KvLayout kL = kv_layout(id()), kE = kv_layout(extra());
     constexpr Formats kFormats = formats_of(kL, kE);
     static_assert(format_bits(kL.nope_format) != format_bits(kE.nope_format) ||
-                  RowLayout(kL) == RowLayout(kE));  // as Gather loads them
+                  RowLayout(kL) == RowLayout(kE));  // Gather loads both alike
     launch_heads<kFormats.first, kFormats.extra, kL.head_dim_qk()>(args, plan.variant.heads, stream);
   });
   if (plan.splits > 1) launch_merge(args.portable, stream);

@@ -1,6 +1,6 @@
 #pragma once
-// Shared memory of sparse attention on CDNA, and what brings a block of rows there: into registers a block
-// ahead, as the bytes that are stored, then as bf16 latents.
+// Sparse attention on CDNA: its shared memory, and the gather that brings blocks of rows there. Stored bytes
+// come into registers a block ahead, then go to shared memory as bf16 latents.
 #include <bit>
 
 #include "cuda/device/convert.cuh"
@@ -18,15 +18,15 @@ inline constexpr int kKeyTiles = kBlockKeys / kTile;
 inline constexpr int kSoftmaxLanes = 8, kLaneKeys = kBlockKeys / kSoftmaxLanes;           // of a head
 inline constexpr int kWaveColumns = kHeadDimV / kWaves, kColumns = kWaveColumns / kTile;  // of V; of a lane
 
-// Rows of a cache, as far as their format does not say it. Numbers in place of a template argument: layouts
-// of one format share their kernels.
+// All that the kernel has to know of a cache's rows besides their format. These are numbers, not a template
+// argument, so that layouts of one format share their kernels.
 struct RowLayout {
   unsigned coded_dims, bf16_offset;  // the first elements are in the cache's format, the others bf16
   unsigned token_stride, scale_bytes,
-      scale_offset;  // scale_offset: in the row; of scales in the page's tail 0
+      scale_offset;  // in the row; 0: scales lie in the page's tail
   ScaleFormat scale_format;
   bool has_scales;
-  int tile_bits;  // of a dim: those above are its tile
+  int tile_bits;  // a dim's tile is dim >> tile_bits
 
   constexpr explicit RowLayout(const KvLayout& l)
       : coded_dims(static_cast<unsigned>(l.nope_format == l.rope_format ? l.head_dim_qk() : l.nope_dim)),
@@ -38,7 +38,7 @@ struct RowLayout {
         has_scales(l.tile_dim > 0),
         tile_bits(std::bit_width(static_cast<unsigned>(l.tile_dim)) - 1) {}
   bool operator==(const RowLayout&) const = default;
-  // Of the row in place `row` of the page.
+  // The scales of row `row` of the page.
   __device__ __forceinline__ const uint8_t* scales(const uint8_t* page, uint32_t row,
                                                    int64_t page_size) const {
     return scale_offset ? page + uint64_t{row} * token_stride + scale_offset
@@ -53,22 +53,21 @@ struct Args {
   bool is_mixed;  // the scopes have different layouts
 };
 
-// A block's shared memory. kShares waves have the same keys and heads in S, and a part of the dims each.
+// A block's shared memory. kShares waves have the same keys and heads of S, each with a part of the dims.
 template <int kDims, int kHeads>
 struct Shared {
   static constexpr int kHeadTiles = kHeads / kTile, kShares = kWaves / kKeyTiles / kHeadTiles;
   static_assert(kShares * kKeyTiles * kHeadTiles == kWaves);
-  // 8 bytes past a multiple of 128: the 16 rows of an operand fall into different banks.
+  // A row ends 8 bytes past a multiple of 128, so that the 16 rows of an operand fall into different banks.
   alignas(16) uint16_t latent[kBlockKeys][kDims + 4];
   alignas(16) float logits[kShares][kHeads][kBlockKeys + 4];
   alignas(16) uint16_t weights[kHeads][kBlockKeys + 4];
-  float factor[kHeads];               // on what has been summed up before this block
-  float normalizer[kHeads];           // at the end on all of it
-  alignas(8) uint8_t map[kMapBytes];  // of the query's valid keys
+  float factor[kHeads];               // factor of what was summed up before this block
+  float normalizer[kHeads];           // factor of all, at the end
+  alignas(8) uint8_t map[kMapBytes];  // the query's valid keys
 };
 
-// As broadcast, of a lane known when compiling and the same value in both warps of the wave; in a scalar
-// register then.
+// broadcast of a lane known when compiling, with the same value in both warps: it is in a scalar register.
 template <class T>
 __device__ __forceinline__ T uniform_broadcast(T x, int lane) {
   uint32_t words[sizeof(T) / 4];
@@ -79,21 +78,21 @@ __device__ __forceinline__ T uniform_broadcast(T x, int lane) {
   return x;
 }
 
-// Eight elements of a row as they are stored: bf16, or in the first words coded.
+// Eight elements of a row as stored: bf16, or codes in the first words.
 struct Piece {
   Words<4> bytes;
   float scale;
 };
 
-// What layouts of kDims have where: rows of 576 dims are bf16, or coded up to dim 512 at least; behind it no
-// element has a stored scale.
+// Whether the first 512 dims of rows with kDims are coded (or all is bf16). Rows of 576 dims are bf16, or
+// coded up to dim 512 at least; elements behind dim 512 have no stored scale.
 template <int kDims>
 inline constexpr bool kFirstAreCoded = kDims > kHeadDimV;
 
 template <Format kFormat, bool kIsCoded, bool kHasScales>
 __device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* row, const uint8_t* scales,
                                             unsigned dim) {
-  constexpr unsigned kWords = format_bits(kFormat) / 4;  // of eight elements
+  constexpr unsigned kWords = format_bits(kFormat) / 4;  // words of eight elements
   Piece piece{{}, 1.0f};
   if (row == nullptr) return piece;
   if constexpr (kFormat == Format::kBf16) {
@@ -116,8 +115,8 @@ __device__ __forceinline__ Piece load_piece(const RowLayout& l, const uint8_t* r
   return piece;
 }
 
-// A code times a power of two is a bf16, as e2m1 times any e4m3 is; others are rounded, and NaN read, where a
-// lane of the wave has one.
+// Decodes a piece to bf16. A code times a power of two is a bf16, and so is e2m1 times any e4m3. Only if a
+// lane of the wave has another scale, or a NaN, are products rounded.
 template <Format kFormat>
 __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_coded) {
   if constexpr (kFormat == Format::kBf16) {
@@ -151,22 +150,22 @@ __device__ __forceinline__ Words<4> decode_piece(const Piece& piece, bool is_cod
   }
 }
 
-// The keys of one split, by rank, and their rows. A wave has kRowsPerWave rows of each block, lane i looks up
-// row i % kRowsPerWave. Lanes have 8 elements each of the first 512 of a row; what is left of the wave's rows
-// is one more piece of its first lanes.
+// Gathers the keys of one split and their rows, in order of rank. A wave has kRowsPerWave rows of each block;
+// lane i looks up row i % kRowsPerWave. A lane has 8 elements of the first 512 of each row. What is left of
+// the wave's rows is one more piece of its first lanes.
 template <Format kFirst, Format kExtra, int kDims>
 class Gather {
-  // Rows of the two encodings of e4m3 are loaded alike; only what a byte means differs.
+  // Rows of both e4m3 encodings are loaded alike; only what a byte means differs.
   static constexpr bool kAlike = format_bits(kFirst) == format_bits(kExtra);
   static constexpr bool kHasRest = kDims > kHeadDimV;
-  static constexpr int kRestPieces = (kDims - kHeadDimV) / 8;  // of a row
+  static constexpr int kRestPieces = (kDims - kHeadDimV) / 8;  // pieces of a row behind dim 512
   static_assert(kWaveSize * 8 == kHeadDimV && kRestPieces * kRowsPerWave <= kWaveSize);
 
  public:
-  // What a lane has of a block. An object of its own: until loops are unrolled clang keeps arrays in memory,
-  // and with them what lies next to them and all that it refers to.
+  // A lane's pieces of a block. They are an object of their own: until loops are unrolled, clang keeps arrays
+  // in memory, with all that lies next to them or that they refer to.
   struct Pieces {
-    uint32_t is_other;  // bit i: the wave's row i is of the second format
+    uint32_t is_other;  // bit i: the wave's row i has the second format
     Piece piece[kRowsPerWave + kHasRest];
   };
 
@@ -174,11 +173,10 @@ class Gather {
                                     const ValidKeys<MapInShared>& valid_keys, int first, int end)
       : args_(args), source_(args.portable.p, keys), valid_keys_(valid_keys), next_(first), end_(end) {}
 
-  // Asks for the rows that the last call has looked up, and looks up those of the next block. The first call
-  // asks for none.
+  // Loads the rows that the last call looked up, none in the first; looks up those of the next block.
   __device__ __forceinline__ void start(Pieces& pieces) {
-    const uint8_t *own_row = nullptr, *own_scales = nullptr;  // none: zeros, and nothing is read
-    // Not indexed by the scope: parameters would have to lie in memory for that.
+    const uint8_t *own_row = nullptr, *own_scales = nullptr;  // null: zeros, and nothing is read
+    // Scopes are not indexed: parameters would have to lie in memory for that.
     const auto locate = [&](const KvScope& s, const RowLayout& l, const Divider& page_size) {
       const auto slot = static_cast<uint32_t>(key_.slot);
       const uint32_t page = page_size.word(slot), row = slot - page * static_cast<uint32_t>(s.page_size);
@@ -208,11 +206,11 @@ class Gather {
     look_up();
   }
 
-  // What start() has asked for, as bf16 latents.
+  // Writes the rows that start() has loaded to shared memory, as bf16 latents.
   template <class Smem>
   __device__ __forceinline__ void finish(Smem& smem, const Pieces& pieces) const {
     const int lane = this_lane(), first_row = threadIdx.x / kWaveSize * kRowsPerWave;
-    uint32_t is_other = 0;  // scalar again: a branch for the wave
+    uint32_t is_other = 0;  // in a scalar register again: the whole wave branches
     if constexpr (kFirst != kExtra) is_other = mla_read_uniform_lane(pieces.is_other, 0);
 #pragma unroll
     for (int i = 0; i < kRowsPerWave; ++i) {
@@ -220,7 +218,7 @@ class Gather {
             decode(pieces.piece[i], is_other >> i & 1, kFirstAreCoded<kDims>, lane * 8));
     }
     if constexpr (kHasRest) {
-      // All of it is coded, or none.
+      // Either all of the rest is coded, or none.
       const Words<4> rest =
           decode_piece<kFirst>(pieces.piece[kRowsPerWave], args_.rows[0].coded_dims > kHeadDimV);
       if (lane < kRowsPerWave * kRestPieces)
@@ -229,7 +227,7 @@ class Gather {
   }
 
  private:
-  // Unknown to the compiler, which would keep all that follows from it in registers from block to block.
+  // Opaque: the compiler would keep all that follows from the lane in registers from block to block.
   static __device__ __forceinline__ int this_lane() { return mla_opaque(wave_lane()); }
   static __device__ __forceinline__ unsigned rest_dim(int lane) {
     return kHeadDimV + lane % max(kRestPieces, 1) * 8;

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
   return x;
 }
 
-// What `lane` holds; lanes may ask for different ones.
+// Returns x of `lane`; lanes may ask for different ones.
 template <class T>
 __device__ __forceinline__ T broadcast(T x, int lane) {
   static_assert(sizeof(T) % 4 == 0 && std::is_trivially_copyable_v<T>);

@@ -62,8 +62,8 @@ struct AlignedShares {
 // same number of rows, and a place is every group_rows-th row of each. Integer divisions, forty instructions
 // each, are Dividers: code that runs once waits for its instructions.
 //
-// With lanes, all units of a request are one place, of rows_of_place rows. Each lane of CTAs has one unit of
-// each request, and all lanes have equal shares: they read the same keys at the same time, from the L2.
+// If there are lanes, all units of a request are one place, of rows_of_place rows. Each lane of CTAs has one
+// unit of each request, and all lanes have equal shares: CTAs read the same keys at a time, from the L2.
 struct UnitPlaces {
   Divider request_rows, group_rows, per_request;
   int64_t count;

@@ -1,5 +1,5 @@
 #pragma once
-// What the consumers on Hopper do: products of an item's keys and queries, and the sums that are logits.
+// The consumers on Hopper compute products of an item's keys and queries, and the sums that are logits.
 #include <cstddef>
 
 #include "cuda/device/mma.cuh"

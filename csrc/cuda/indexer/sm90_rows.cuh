@@ -1,5 +1,5 @@
 #pragma once
-// What a CTA of index_topk's scan on Hopper has in shared memory besides keys and queries. For each row of
+// The shared memory of a CTA of index_topk's scan on Hopper, besides keys and queries. For each row of
 // its unit: the order keys of a chunk, one word a column, and the list of the best of earlier chunks.
 #include <algorithm>
 
@@ -21,7 +21,7 @@ MLA_HD constexpr int row_bytes(int topk, int chunk_tiles) {
 struct KeptRow {
   int32_t tile, column;  // of the row's first tile
 };
-// What a scan kernel may do with keys: never keep them; keep them if there is room; also count those of long
+// How a scan kernel may treat keys: never keep them; keep them if there is room; also count those of long
 // rows, so that the merge reads them once. Code that is not run costs time: prompts have a kernel without it.
 enum class Keeping { kNever, kMaybe, kCounted };
 struct KeptKeys {

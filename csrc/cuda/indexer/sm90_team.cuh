@@ -19,7 +19,7 @@ struct MergeShared {
   SelectScalars group_select[kMergeGroups];
   uint64_t group_copied[kMergeGroups];
   int32_t total, own;  // candidates of all blocks; entries of this block
-  // What the cluster's blocks have told this one; and how many candidates this one has in the k-th's bin.
+  // The cluster's blocks tell this one; `few`: how many candidates of this block are in the k-th's bin.
   Survey surveys[kMostBlocks];
   int32_t sums[kMostBlocks], few;
   int32_t above_before, few_before;  // what blocks before this one have above the k-th's bin, and in it
@@ -95,7 +95,7 @@ struct ClusterTeam {
       if (lane == 0) s.select.kth = {0, k, 0};  // kept if all blocks have fewer than k
       __syncwarp();
       if (lane == kth_lane && has_kth != 0) s.select.kth = {first + 3 - skipped, k - above, in_bin};
-      // What the blocks before this one have in bins above the k-th's, and in it.
+      // How many candidates the blocks before this one have in bins above the k-th's, and in it.
       uint32_t own_above = 0, own_here = 0;
 #pragma unroll
       for (int r = 0; r < kMostBlocks - 1; ++r) {

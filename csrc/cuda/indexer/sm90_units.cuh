@@ -96,7 +96,7 @@ class ScanUnits {
     work.is_earlier = first > 0;
     work.is_whole = first == 0 && last == unit_tiles && (!are_kept || gathers());
     work.is_rehearsed = false;
-    // With uniform shares, the first CTA of a unit without scored tiles answers it.
+    // If shares are uniform, the first CTA of a unit without scored tiles answers it.
     if (s_.share.are_uniform && gathers() && unit_tiles == 0 && s_.begin == unit_begin) work.tiles = 1;
     work.seen_begin = unit.rows[0].begin;
     work.seen_end = unit.rows[0].end;

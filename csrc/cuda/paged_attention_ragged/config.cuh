@@ -1,5 +1,5 @@
 #pragma once
-// What a block of paged_attention_ragged is made of: constants, caches that it may read, shared memory.
+// A block of paged_attention_ragged: its constants, the caches that it may read, its shared memory.
 #include <cmath>
 
 #include "cuda/device/divide.cuh"

@@ -5,7 +5,7 @@
 
 namespace mla_fp8::gpu::ragged {
 
-// What this block works on.
+// The part of the problem that this block works on.
 struct Work {
   int64_t request, kv_head, first_page;  // first_page: an index into kv_indices
   int64_t num_keys;                      // of the request

@@ -44,7 +44,7 @@ __device__ __forceinline__ void compute_scores(Shared<Cache>& s, const Operand (
     s.partial[share][accumulator_row(i)][key_tile * kTile + accumulator_column(i)] = sum[i];
 }
 
-// What a row has seen so far, the same in its kRowThreads threads.
+// A row's softmax so far, the same in its kRowThreads threads.
 struct Running {
   float max = -INFINITY, sum = 0.0f;  // max: a logit in base 2; sum: of 2^(logit - max)
 };
