@@ -1,15 +1,16 @@
-// Sparse prefill over bf16 rows for Hopper: one CTA takes 64 rows of Q, then another 64: heads of a
-// query, or all heads of neighbours whose keys are mostly the same.
+// Sparse MLA attention on Hopper over bf16 rows, and by pairs of CTAs over FP8 rows; mostly for prefill. CTAs
+// take 64 rows of Q, one item after another: heads of a query, or all heads of neighbours with mostly the
+// same keys.
 //
-//   gather   one warpgroup: Q and blocks of 64 rows (of windows also 72) by cp.async into swizzled panels,
-//            two blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
-//            arrive while the last weights of this one are multiplied and its output is stored.
-//            With more than 32 heads a window's keys stay, and one comes with each query. Pages of codes: two
-//            CTAs of 64 heads convert half of each block to bf16, for both
+//   gather   one warpgroup: Q and blocks of 64 keys (windows: also 72) by cp.async into swizzled panels, two
+//            blocks and one Q in shared memory. It runs ahead into the next item, whose Q and first rows
+//            arrive while this item's last weights are multiplied and its output is stored. With more than 32
+//            heads a window's keys stay, and each query brings one. Over FP8 pages each of two CTAs of 64
+//            heads converts half of a block to bf16, for both
 //   math     two warpgroups: S = Q K^T of a block each, then O += P V of both blocks, 256 dims each. One's
 //            softmax hides behind the other's products; weights cross through shared memory
 //
-// Bound: power, in long runs; then shared memory, 33 clocks per key (512 dims) and 36 (576), as QK reads Q
+// Bound: power, in long runs. Then shared memory, 33 clocks per key (512 dims) and 36 (576), as QK reads Q
 // and K at its full rate, and the tensor cores, 32 and 34. It takes about 40: a block's way through its
 // buffer, of which there are two (docs/kernels/hopper.md).
 #include <algorithm>
@@ -53,14 +54,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     take_registers<C::kMathRegisters>();
     TileMath<C, 0>(params, smem, warp, lane).run();
   }
-  if constexpr (C::kPair) {  // whose shared memory the other CTA may still write
+  if constexpr (C::kPair) {  // the other CTA may still write this one's shared memory
     __syncwarp();
     cluster_sync();
   }
 #endif
 }
 
-// Slots of one cache, whose rows lie at multiples of them: pages of one row, or without gaps between pages.
+// True for slots of one cache whose rows lie at multiples of them: pages of one row, or without gaps between.
 bool is_plain_selection(const SparseAttentionParams& p) {
   const KvScope& s = p.scopes[0];
   return !p.is_window && p.num_scopes == 1 &&
@@ -100,7 +101,7 @@ void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStre
       if (p.has_entry_pages) return launch_variant<kId, KeysOfTile::kEntries>(p, plan, stream);
       if (is_plain_selection(p)) return launch_variant<kId, KeysOfTile::kSelected>(p, plan, stream);
       if (tile_queries(p) > 1) return launch_variant<kId, KeysOfTile::kNeighbours>(p, plan, stream);
-      if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // of the layout that windows are used with
+      if constexpr (kv_layout(kId).head_dim_qk() == kHeadDimV)  // windows come with this layout
         if (is_window_alone(p) && p.window.window_size <= kRingKeys)
           return launch_variant<kId, KeysOfTile::kRing>(p, plan, stream);
       launch_variant<kId, KeysOfTile::kAny>(p, plan, stream);

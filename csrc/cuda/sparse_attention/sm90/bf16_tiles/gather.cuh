@@ -1,5 +1,5 @@
 #pragma once
-// The warpgroup that fetches: Q of each item and the rows of its keys, into swizzled panels.
+// The warpgroup that fetches Q of each item and the rows of its keys into swizzled panels.
 #include "cuda/device/copy.cuh"
 #include "cuda/device/divide.cuh"
 #include "cuda/device/mbarrier.cuh"
@@ -42,14 +42,14 @@ class TileGather {
   }
 
  protected:
-  // A warp has eight of a block's first 32 rows, eight of the others and, of a tail, half of it or nothing; a
-  // thread four of these rows, and one of the tail: 16 bytes of each in every panel.
+  // A warp has eight of a block's first 32 rows, eight of the others, and half of a tail or nothing. A thread
+  // has four of these rows, and one of the tail: 16 bytes of each in every panel.
   static constexpr int kRows = 4, kHalf = 2, kAllRows = kRows + (C::kTail > 0);
   __device__ int row(int i) const {
     return i < kRows ? i / 2 * 32 + warp_ * 8 + i % 2 * 4 + lane_ / 8 : 64 + warp_ * 4 + lane_ / 8;
   }
   __device__ uint32_t offset(int row) const { return row * 128 + ((chunk_ ^ row % 8) * 16); }
-  // The first 16 lanes find a key each, of the warp's rows; eight more those of a tail.
+  // The first 16 lanes find a key of the warp's rows each, eight more lanes those of a tail.
   static constexpr int kNoKey = 1 << 29;  // past every length
   __device__ static int key_of(int warp, int lane) {
     if (lane < 16) return lane / 8 * 32 + warp * 8 + lane % 8;
@@ -60,7 +60,7 @@ class TileGather {
   }
   __device__ static bool has_tail(int block) { return C::kTail > 0 && block % 2 == 0; }
 
-  // What is listed for a key: the slot in one of the caches, or a page and where in the window it is.
+  // A key as it is listed: the slot in one of the caches, or a page and the key's position in the request.
   struct SlotEntry {
     int value;
   };
@@ -71,7 +71,7 @@ class TileGather {
     __device__ bool is_page() const { return position < kSlotOf; }
     __device__ int scope() const { return position > kSlotOf; }
   };
-  // A page, and the row in it; of the window or of the entries.
+  // A page of the window or of the entries, and the row in it.
   struct RowEntry {
     int value;
     unsigned row;  // or kOfEntries + it
@@ -81,7 +81,7 @@ class TileGather {
   using Entry =
       std::conditional_t<C::kSelected, SlotEntry, std::conditional_t<C::kEntries, RowEntry, AnyEntry>>;
 
-  // As KeySource.
+  // The keys of an item, as KeySource gives them.
   class Source {
    public:
     using Key = Entry;
@@ -131,11 +131,11 @@ class TileGather {
     const TileSource& item_;
   };
 
-  // The valid keys of an item; of windows all.
+  // The valid keys of an item; for windows all keys.
   struct ItemKeys {
-    ValidKeys<MapInLanes> valid;  // while others read the map of the next item
+    ValidKeys<MapInLanes> valid;  // in lanes: the next item's map may be in shared memory
     bool repeat;                  // this warp has seen a slot twice
-    int position;                 // if it has gaps, of the keys of two blocks, an even one and the next
+    int position;  // if keys have gaps: position of the lane's key of two blocks, an even one and the next
   };
   // The warps survey the item: from then on it has only its valid keys.
   __device__ ItemKeys find_keys(TileSource& item) const {
@@ -148,7 +148,7 @@ class TileGather {
     item.length = survey.num_keys;
     return {{survey, survey.map}, repeat, -1};
   }
-  // Of this lane's key in a block.
+  // The entry of this lane's key in a block.
   __device__ Entry entry(const TileSource& item, ItemKeys& keys, int block) const {
     const int key = C::first_key(block) + key_;
     const bool is_key = key < item.length && (C::kTail == 0 || has_tail(block) || lane_ < 16);
@@ -156,8 +156,8 @@ class TileGather {
     const Source source(*this, item);
     if (!keys.valid.has_gaps()) [[likely]]
       return source.at(is_key ? key : -1);  // past every end
-    // All warps search at the same time, and nothing is copied meanwhile. So a search is for all lanes, which
-    // have a key each in an even block and the next, and that for the next two comes behind this load.
+    // All warps search at the same time, and nothing is copied meanwhile. So one search serves all lanes,
+    // with a key each in an even block and the next. The search for the next two comes behind this load.
     const auto search = [&](int block) {
       const int rank = C::first_key(block) + lane_ / 8 * 32 + warp_ * 8 + lane_ % 8;
       keys.position = keys.valid.search(source, rank < item.length ? rank : -1);
@@ -172,7 +172,7 @@ class TileGather {
     if constexpr (C::kSelected) return entry.value >= 0 && entry.value < params_.p.scopes[0].num_slots;
     else return address(entry) != nullptr;
   }
-  // Where a key lies; null: nowhere.
+  // The address of a key's row; null: there is none.
   __device__ const uint8_t* address(const RowEntry& entry) const {
     return row_address(entry.scope(), entry.value, entry.row % RowEntry::kOfEntries);
   }
@@ -194,7 +194,7 @@ class TileGather {
   }
   __device__ bool is_window() const { return C::kNeighbours || (C::kAny && params_.p.is_window); }
 
-  // This thread's chunk of its rows; zeros where there is none.
+  // This thread's chunk of its rows; zeros where there is no row.
   template <int kCount>
   struct Rows {
     const uint8_t* at[kCount];
@@ -218,7 +218,7 @@ class TileGather {
     return reinterpret_cast<const uint8_t*>(p.q + (item.query + place.query) * p.q_stride_token +
                                             (item.first_head + place.head) * p.q_stride_head);
   }
-  // Tells the other warpgroups what comes next, too. Whether something does.
+  // Fetches Q, and tells the other warpgroups what comes next. Returns whether something does.
   __device__ bool fetch_q(const RowTile& item, int count) const {
     Rows<kRows> rows;
 #pragma unroll
@@ -236,7 +236,7 @@ class TileGather {
     mbarrier_arrive_cp_async(smem_.q_full());
     return item.num_queries > 0;
   }
-  // Into the L2.
+  // Brings Q to L2.
   __device__ void prefetch_q(const RowTile& item) const {
     if (chunk_ >= 4 || item.length == 0) return;
     const QueryHead place = query_head<C>(params_, (warp_ * 4 + lane_ / 8) * 4 + chunk_);
@@ -244,7 +244,7 @@ class TileGather {
   }
 
   using BlockRows = Rows<kAllRows>;
-  // Where this thread's rows are. Returns which of the lanes' keys there are, as take_rows.
+  // Finds this thread's rows. Returns the lanes whose keys are there, as take_rows does.
   __device__ uint32_t find(int block, const Entry& entry, BlockRows& rows) const {
     if constexpr (!C::kSelected) {
       rows.count = has_tail(block) && warp_ < 2 ? kAllRows : kRows;
@@ -261,7 +261,7 @@ class TileGather {
       return found;
     }
   }
-  // The same from the lanes' addresses of their keys.
+  // Takes them from the addresses of the lanes' keys.
   template <int kCount>
   __device__ uint32_t take_rows(const uint8_t* at, Rows<kCount>& rows) const {
 #pragma unroll
@@ -274,15 +274,15 @@ class TileGather {
     return __ballot_sync(kFullWarp, at != nullptr);
   }
 
-  // The warp's part of a block's mask.
+  // Stores the warp's part of a block's mask.
   __device__ void publish_mask(int buffer, uint32_t found) const {
     if (lane_ != 0) return;
     smem_.set_mask(buffer, warp_, found);
     mbarrier_arrive(smem_.full(buffer, 0));
   }
 
-  // Thousands of copies of one row would queue at its few lines of the L2. Through the L1, where other rows
-  // take longer, they come from there.
+  // Fetches a block; through the L1 if keys repeat, where other rows take longer. Thousands of copies of one
+  // row would queue at its few lines of the L2.
   __device__ void fetch_block(int block, const Entry& entry, int count, bool through_l1) const {
     BlockRows rows;
     const uint32_t found = find(block, entry, rows);
@@ -321,7 +321,7 @@ class TileGather {
   const TileParams& params_;
   const TileSmem<C> smem_;
   const int warp_, lane_, chunk_, key_;
-  const uint32_t offset_[2];  // of row(0), row(1)
+  const uint32_t offset_[2];  // for row(0), row(1)
 };
 
 }  // namespace mla_fp8::gpu

@@ -1,14 +1,13 @@
 #pragma once
-// The gather of two CTAs that have 64 heads each of the same query, over pages of codes: each converts 32
-// keys of every block to bf16 in its own shared memory, and copies them to the other's. Converting all 64
-// takes a gather longer than the products take. Of two layouts each lane knows that of its key, whose
-// elements are exact in bf16.
+// The gather of two CTAs with 64 heads each of one query, over FP8 pages. Each converts 32 keys of every
+// block to bf16 in its own shared memory, and copies them to the other's. To convert all 64 would take longer
+// than the products. Over two layouts each lane knows its key's, whose elements are exact in bf16.
 //
-// A warp has eight keys, a lane 16 dims of one key in each panel. An index is loaded two blocks ahead, the
-// bytes of its row one block ahead, where the codes of this block lay: registers bound what can be under way.
-// All these loads share a scoreboard, so they are waited for once, where a block begins. For the same reason
-// invalid keys keep their places here: what it takes to leave them out was spilled, and each load of a
-// spilled register waits for all others (docs/notebook/kernels/bf16_tiles.md).
+// A warp has eight keys, a lane 16 dims of one key in each panel. An index is loaded two blocks ahead. The
+// bytes of its row are loaded one block ahead, to where the codes of this block lay: registers bound what can
+// be under way. All these loads share a scoreboard, so they are waited for once, where a block begins. So
+// invalid keys keep their places: leaving them out spilled registers, and each load of a spilled register
+// waits for all others (docs/notebook/kernels/bf16_tiles.md).
 #include <type_traits>
 
 #include "cuda/device/cluster.cuh"
@@ -83,7 +82,7 @@ class PairGather : TileGather<C> {
  private:
   using Base = TileGather<C>;
   using Base::is_window, Base::key_, Base::lane_, Base::params_, Base::smem_, Base::warp_;
-  // Of the first cache; of e2m1 rows in the second.
+  // The layouts of the first cache, and of e2m1 rows in the second.
   static constexpr KvLayout kL = kv_layout(C::kId), kE2m1 = kv_layout(C::kExtraId);
   static constexpr bool kMixed = C::kExtraId != C::kId;
   static constexpr int kFp8Panels = kL.nope_dim / C::kPanelDims, kTilesOfPanel = C::kPanelDims / kL.tile_dim;
@@ -98,7 +97,7 @@ class PairGather : TileGather<C> {
     TileSource item;
     int block, num_blocks;  // none: the end
   };
-  // From `tile` on, the first item that has keys.
+  // The first item from `tile` on that has keys.
   __device__ Cursor first_item(int64_t tile) const {
     for (;; tile += gridDim.x) {
       const TileSource item = RowTiles<C>(params_).source(tile);
@@ -110,7 +109,7 @@ class PairGather : TileGather<C> {
     if (++c.block >= c.num_blocks) c = first_item(c.item.tile + gridDim.x);
   }
 
-  // Of this lane's key.
+  // The index of this lane's key.
   struct LookUp {
     int entry, scope;
     unsigned position;  // in a window
@@ -128,9 +127,9 @@ class PairGather : TileGather<C> {
     }
     return {held ? __ldg(list + i) : -1, is_extra, position};
   }
-  // Where the key lies that this lane converts; `found` as for set_mask. An invalid key has the bytes of a
+  // The place of the key that this lane converts; `found`: as for set_mask. An invalid key has the bytes of a
   // valid one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without
-  // any they are zeros.
+  // a valid one it has zeros.
   struct Place {
     const uint8_t* row;  // from this lane's dims of the first panel on
     const uint8_t* scales;
@@ -160,19 +159,19 @@ class PairGather : TileGather<C> {
     const uint32_t to_scales = __shfl_sync(kFullWarp, static_cast<uint32_t>(scales - in_page), lane);
     const auto zeros = reinterpret_cast<const uint8_t*>(kZeroRow);
     if (from < 0) return {zeros, zeros, is_e2m1};
-    // It is loaded half a block later or more.
+    // The row is loaded half a block later or more.
     if (quarter_ == 0) bulk_prefetch_l2(at, is_e2m1 ? kSecond.token_stride() : kFirst.token_stride());
     if (quarter_ == 1) prefetch_l2(at + to_scales);
     return {at + quarter_ * (is_e2m1 ? 8 : 16), at + to_scales, is_e2m1};
   }
 
   __device__ static uint4 load_16(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
-  // The key whose codes have been loaded is the one to convert.
+  // Makes the key whose codes have been loaded the one to convert.
   __device__ void take(const Place& at) {
     scales_ = __ldg(reinterpret_cast<const Scales*>(at.scales));
     e2m1_ = at.e2m1;
   }
-  // 16 codes of a panel of e4m3, two chunks of 8 of the one of bf16. Of e2m1 as many, and their scale's word.
+  // Loads a lane's dims of a panel: 16 e4m3, two chunks of 8 bf16, or 16 e2m1 with the word of their scale.
   __device__ void load(const Place& at, int panel) {
     if (kMixed && at.e2m1) {
       uint4& x = panel < kFp8Panels ? codes_[panel] : rope_[0];
@@ -187,7 +186,7 @@ class PairGather : TileGather<C> {
     }
   }
 
-  // The scale of a lane's dims of a panel as two bf16: what it multiplies is exact, as in dequantize_kv.
+  // The scale of a lane's dims of a panel, as two bf16. Products with it are exact, as in dequantize_kv.
   __device__ uint32_t scale(int panel) const {
     const uint32_t words[] = {scales_.x, scales_.y, last_words().x, last_words().y};
     const int first = panel * kTilesOfPanel;
@@ -205,7 +204,7 @@ class PairGather : TileGather<C> {
     return {mul_bf16x2(x[0], scale), mul_bf16x2(x[1], scale), mul_bf16x2(y[0], scale),
             mul_bf16x2(y[1], scale)};
   }
-  // Eight e2m1 by tables of both bytes of their magnitudes.
+  // Converts eight e2m1 by tables of both bytes of their magnitudes.
   __device__ static uint4 decode_e2m1(uint32_t codes, uint32_t scale) {
     uint32_t words[4];
 #pragma unroll
@@ -239,7 +238,7 @@ class PairGather : TileGather<C> {
       store_shared_16(to + (chunk ^ 64), rope_[1]);
     }
   }
-  // The warp's keys of a piece to the other CTA, whose own come back.
+  // Sends the warp's keys of a piece to the other CTA, whose own come back.
   __device__ void send(int buffer, int piece) const {
     constexpr int kBytes = C::kPiecePanels * C::key_panel_bytes(0);
     const uint32_t full = smem_.full(buffer, piece);
@@ -254,7 +253,7 @@ class PairGather : TileGather<C> {
 
   const int rank_, eighth_, quarter_;
   const uint32_t at_, to_peer_;        // of this lane's key in a panel; from an address to the peer's
-  uint4 codes_[kFp8Panels], rope_[2];  // of this lane's key
+  uint4 codes_[kFp8Panels], rope_[2];  // this lane's key
   using Scales = std::conditional_t<kTilesOfPanel == 2, uint4, uint2>;
   Scales scales_;
   bool e2m1_;

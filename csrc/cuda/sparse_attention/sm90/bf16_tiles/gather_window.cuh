@@ -1,5 +1,5 @@
 #pragma once
-// The gather of windows of up to 128 keys, more than 32 heads: a CTA goes through consecutive queries, and
+// The gather for windows of up to 128 keys, with more than 32 heads. A CTA goes through consecutive queries:
 // from one to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at
 // position p in row p % 128.
 #include "cuda/device/copy.cuh"
@@ -44,7 +44,7 @@ class WindowGather : TileGather<C> {
     return params_.num_head_blocks == 1 ? 0 : static_cast<int>(i % 2) * C::kHeads;
   }
 
-  // Which query the item is, and how its keys differ from the last one's.
+  // Moves to an item: finds its query, and how its keys differ from the last one's.
   __device__ RowTile move_to(int64_t i) {
     const int64_t to = query(i);
     if (has_keys_ && to == last_query_) {
@@ -61,7 +61,7 @@ class WindowGather : TileGather<C> {
     return {to, 1, first_head(i), has_keys_ ? 1 : 0};
   }
 
-  // Null: there is no such key.
+  // The address of the key at a position; null: there is none.
   __device__ const uint8_t* key(int64_t position) const {
     const Divider& page_size = params_.page_size[0];
     if (position < 0 || position >= params_.p.window.max_pages * page_size.divisor()) return nullptr;
@@ -71,7 +71,7 @@ class WindowGather : TileGather<C> {
     return this->row_address(0, page, row);
   }
 
-  // The key that the next query adds: 64 threads hold it until its place is free.
+  // Loads the key that the next query adds: 64 threads hold it until its place is free.
   __device__ void fetch_ahead() {
     const uint8_t* const from = key(query_.position + 1);
     is_next_here_ = true, is_next_valid_ = from != nullptr;
@@ -104,12 +104,12 @@ class WindowGather : TileGather<C> {
     }
   }
 
-  // A buffer is published again once both groups are done with its values, changed or not: until then they
-  // read the weights that belong to it.
+  // Exchanges a key. A buffer is published again once both groups are done with its values, changed or not:
+  // until then they read the weights that belong to it.
   __device__ void exchange_key(bool changes) {
     const int64_t last = query_.position, gone = last - params_.p.window.window_size;
     const int slot = static_cast<int>(last % kRingKeys);
-    // What leaves a window of fewer keys becomes zeros: it may be no number.
+    // A key that leaves a window of fewer than 128 becomes zeros: it may be no number.
     const bool clears = gone >= 0 && params_.p.window.window_size < kRingKeys;
     const int gone_slot = clears ? static_cast<int>(gone % kRingKeys) : slot;
     const auto in = [](int i, int slot, uint32_t bits) { return slot / 64 == i ? bits : 0; };
@@ -128,7 +128,7 @@ class WindowGather : TileGather<C> {
       publish(i, false);
     }
   }
-  // Of the warp's found keys; 0: another warp's.
+  // The bit of a slot among the warp's found keys; 0: it is another warp's.
   __device__ uint32_t bit(int slot) const {
     return slot % 32 / 8 == this->warp_ ? 1u << (slot % 64 / 32 * 8 + slot % 8) : 0;
   }
@@ -137,7 +137,7 @@ class WindowGather : TileGather<C> {
     store_shared_16(smem_.panel(slot / 64, i / 8) + row * 128 + ((i % 8 ^ row % 8) * 16), x);
   }
 
-  // All keys of a buffer, zeros where there is none.
+  // Fetches all keys of a buffer, zeros where there is none.
   __device__ void fetch_buffer(int buffer) {
     typename TileGather<C>::template Rows<TileGather<C>::kRows> rows;
     const int slot = buffer * 64 + this->key_;
@@ -154,9 +154,9 @@ class WindowGather : TileGather<C> {
   WindowQuery query_;
   bool has_keys_ = false;
   Change change_;
-  uint32_t found_[2] = {0, 0};  // of the ring, by this warp
+  uint32_t found_[2] = {0, 0};  // this warp's keys of the ring
   int fills_ = 0;
-  // The key after them.
+  // The key that the next query adds.
   bool is_next_here_ = false, is_next_valid_;
   uint4 next_;
 };

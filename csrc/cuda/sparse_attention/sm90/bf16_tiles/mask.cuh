@@ -1,5 +1,5 @@
 #pragma once
-// Which keys of a block count, and what to do about those that count for some rows of a tile only.
+// The mask of a block's keys, and the clearing of keys that count for some rows of a tile only.
 #include <cstdint>
 
 #include "cuda/device/warp.cuh"
@@ -8,10 +8,10 @@ namespace mla_fp8::gpu {
 
 struct KeyMask {
   uint64_t keys;
-  uint32_t tail;  // the eight behind them
+  uint32_t tail;  // the eight keys of a tail
   __device__ bool all() const { return keys == ~uint64_t{0} && tail == 0xff; }
   __device__ KeyMask operator>>(int keys_off) const { return {keys >> keys_off, tail >> keys_off}; }
-  // Those from the first to the last, which may lie outside.
+  // Keeps the keys from `first` to `last`, which may lie outside.
   __device__ KeyMask between(int first, int last) const {
     return {keys & bits(first, last), tail & static_cast<uint32_t>(bits(first - 64, last - 64))};
   }
@@ -27,11 +27,11 @@ __device__ inline bool has_no_number(uint32_t bf16x2) {
   return (bf16x2 & 0x7f80) == 0x7f80 || (bf16x2 & 0x7f800000) == 0x7f800000;
 }
 
-// A key of one query is past the window of another in the same tile, where its weight is zero. But zero times
-// NaN or infinity is NaN: such values become zeros. Logits tell where to look, as a key holds its value;
-// queries that attend to it have a NaN among their weights and need no second one. `suspects`: this lane's
-// masked logits that are no number, bit 2n + i for column 8n + 2 (lane % 4) + i. `values`: tiles of kKeys
-// rows.
+// A key of one query may be past the window of another in the same tile, where its weight is zero. But zero
+// times NaN or infinity is NaN: such values become zeros. A key holds its value, so logits tell where to
+// look. Queries that attend to it have a NaN among their weights, and need no second one. `suspects`: this
+// lane's masked logits that are no number, bit 2n + i for column 8n + 2 (lane % 4) + i. `values`: tiles of
+// kKeys rows.
 template <int kKeys, int kPanels>
 __device__ void clear_keys(uint8_t* values, uint32_t suspects, int lane) {
   for (int key = 0; key < kKeys; ++key) {

@@ -1,6 +1,6 @@
 #pragma once
-// The two warpgroups that multiply. Group 0 finds the weights of even blocks and the output's dims 0..255,
-// group 1 those of odd blocks and dims 256..511; each also multiplies its half of the other's block.
+// The two warpgroups that multiply. Group 0 has the weights of even blocks and the output's dims 0 to 255,
+// group 1 those of odd blocks and dims 256 to 511. Each also multiplies its half of the other's block.
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/copy.cuh"
@@ -76,9 +76,9 @@ class TileMath {
   static constexpr int steps(int buffer) { return ceil_div(C::keys(buffer), 16); }
   using Weights = uint32_t[steps(kGroup)][4];
 
-  // Blocks are multiplied in their order, since each may move the base. Issuing a product takes a group about
-  // as long as the tensor cores take for it: what should overlap is done by the other group. But the first is
-  // soon done while the second finds its weights: it adds the other block's values then, 16 keys at a time.
+  // Multiplies two blocks in their order, since each may move the base. Issuing a product takes a group about
+  // as long as the tensor cores need, so the other group does what should overlap. But the first is soon done
+  // while the second computes weights: the second adds the first block's values then, 16 keys at a time.
   __device__ void two_blocks(int block, int blocks_left) {
     const bool first = block == 0;
     Weights weights;
@@ -112,9 +112,9 @@ class TileMath {
     }
   }
 
-  // S = Q K^T of this group's block; the second group starts when the first has issued its own, whose weights
-  // are needed earlier. No proxy fence: what cp.async wrote is in shared memory once its barrier completes,
-  // and a fence per piece costs 3 to 7 % (docs/notebook/kernels/bf16_tiles.md).
+  // Computes S = Q K^T of this group's block. The second group starts when the first has issued its own,
+  // whose weights are needed earlier. No proxy fence: what cp.async wrote is in shared memory once its
+  // barrier completes, and a fence per piece costs 3 to 7 % (docs/notebook/kernels/bf16_tiles.md).
   __device__ void multiply_keys(bool in_turn) {
     if (kGroup == 1 && in_turn) named_barrier(kBarrierTurn, 2 * kGroupThreads);
     const uint64_t q = wgmma_panel_descriptor(smem_.q_panel(0));
@@ -140,8 +140,8 @@ class TileMath {
     pin_registers(s_);
   }
 
-  // O += P V of this group's dims of a block, which are free then, those of the first 32 keys a little
-  // earlier. The weights come from registers for the own block, from shared memory for the other's.
+  // Adds P V of a block to this group's dims, which are free then, those of the first 32 keys a little
+  // earlier. Weights come from registers for the own block, from shared memory for the other's.
   template <bool kIsOwn>
   __device__ void multiply_values(const Weights& weights, bool accumulate) {
     start_values();
@@ -157,12 +157,12 @@ class TileMath {
     pin_registers(out_);
     wgmma_fence();
   }
-  // Of the k-th 16 keys.
+  // Adds the values of the k-th 16 keys.
   template <bool kIsOwn>
   __device__ void add_values(const Weights& weights, int k, bool accumulate) {
     constexpr int buffer = block_of<kIsOwn>(), kPanelStride = C::key_panel_bytes(buffer);
     const uint32_t panel = smem_.panel(buffer, 4 * kGroup);
-    // The last eight keys of a tail twice, the second time with weights of zero.
+    // A tail's eight keys come twice, the second time with weights of zero.
     const uint64_t b = k == 4 ? wgmma_panel_descriptor(panel + 64 * 128, kPanelStride, 0)
                               : wgmma_advance(wgmma_panel_descriptor(panel, kPanelStride, C::kEightKeysBytes),
                                               k * 2 * C::kEightKeysBytes);
@@ -190,14 +190,14 @@ class TileMath {
     // Rope keys, or the weights over them, were last read here.
     if constexpr (C::kHasRope && !kIsOwn) arrive(smem_.empty(buffer, C::kRopePart));
   }
-  // The CTAs of a pair fill one half of the keys each, in both: they wait for both.
+  // Each CTA of a pair fills one half of the keys, in both CTAs, and waits for both.
   __device__ void arrive_in_pair(int rank, uint32_t barrier) const {
     mbarrier_arrive_cluster_warp(cluster_address(barrier, rank), lane_);
   }
   __device__ void arrive(uint32_t barrier) const { mbarrier_arrive_warp(barrier, lane_); }
 
-  // Logits to weights 2^(logit - base). Whether the base has moved: the output waits for rescale_. Pauses
-  // kPauses times for something else.
+  // Turns logits into weights 2^(logit - base). True: the base has moved, and the output waits for rescale_.
+  // Calls `pause` kPauses times, for something else.
   static constexpr int kPauses = 3;
   template <class Pause>
   __device__ bool weigh(Weights& weights, int block, Pause&& pause) {
@@ -276,15 +276,15 @@ class TileMath {
     pause(2);
     return moved;
   }
-  // Whether the rows of a tile may attend to different keys: not those of one query.
+  // True if rows of a tile may attend to different keys: not if they belong to one query.
   __device__ bool rows_differ() const { return !C::kEntries || params_.tile_queries > 1; }
-  // Whether both rows attend to every key of a block.
+  // True if both rows attend to every key of a block.
   __device__ bool has_only_entries(int block) const {
     if constexpr (!C::kEntries) return false;
     const int first = C::first_key(block), last = first + C::keys(kGroup) - 1;
     return mask_.all() && first >= first_entry_ && last <= min(last_entry_[0], last_entry_[1]);
   }
-  // Which keys of a block are in the window of row row_ + 8 r, or among its entries.
+  // The keys of a block that are in the window of row row_ + 8 r, or among its entries.
   __device__ KeyMask window_mask(int block, int r) const {
     const int last = last_key_[r] - C::first_key(block);
     KeyMask mask = mask_.between(last - static_cast<int>(params_.p.window.window_size) + 1, last);
@@ -313,7 +313,7 @@ class TileMath {
   __device__ float* largest() const {
     return reinterpret_cast<float*>(bytes_ + MLA_SMEM(C, largest)) + parity_ * C::kHeads;
   }
-  // Weights and bases of this group's block to the other group; with its last block of an item also the sums.
+  // Gives weights and bases of this group's block to the other group; with an item's last block also sums.
   __device__ void publish(const Weights& weights, bool last) const {
     bool suspects = false;  // of any warp; all are done with the keys then
     if (C::kNeighbours && rows_differ())
@@ -362,7 +362,7 @@ class TileMath {
     }
   }
 
-  // Normalises and stores this group's dims; the first group also the statistics.
+  // Normalises and stores this group's dims. The first group also stores lse and the largest logits.
   __device__ void finish(const RowTile& item, int num_blocks) {
     const SparseAttentionParams& p = params_.p;
     float factor[2];
@@ -388,7 +388,7 @@ class TileMath {
     }
     output_.store(item, out_, factor);
   }
-  // A sum of weights relative to another base.
+  // Brings a sum of weights to another base.
   __device__ static float in_base(float2 sum_base, float base) {
     return sum_base.y == base ? sum_base.x : sum_base.x * fast_exp2(sum_base.y - base);
   }
@@ -398,15 +398,15 @@ class TileMath {
   uint8_t* const bytes_;
   const TileOutput<C, kGroup> output_;
   const int lane_, row_, column_, weights_row_;
-  int num_blocks_[2] = {0, 0};  // so far, of each buffer
-  int parity_ = 0;              // of the item
+  int num_blocks_[2] = {0, 0};  // blocks so far, in each buffer
+  int parity_ = 0;              // parity of the item
   float s_[kColumns][4];        // logits of this group's block
-  KeyMask mask_;                // which of its keys are there
-  float out_[32][4];            // of this group's 256 dims
-  // Of rows row_ and row_ + 8; sums and largest logits are this lane's part.
+  KeyMask mask_;                // its keys that are there
+  float out_[32][4];            // this group's 256 dims
+  // Two rows, row_ and row_ + 8. Sums and largest logits are this lane's part.
   float base_[2], rescale_[2], sum_[2], largest_[2];
   float sink_[2];
-  int last_key_[2];  // that these rows attend to in a window
+  int last_key_[2];  // the last keys in these rows' windows
   int first_entry_, last_entry_[2];
   uint32_t suspects_;  // logits outside the window that are no number, by column
 };

@@ -1,12 +1,12 @@
 #pragma once
-// Output of the two warpgroups that multiply.
+// Stores the output of the two warpgroups that multiply.
 #include "cuda/device/convert.cuh"
 #include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/smem.cuh"
 
 namespace mla_fp8::gpu {
 
-// Of one warp of group kGroup: 16 rows of 256 dims.
+// The output of one warp of group kGroup: 16 rows of 256 dims.
 template <class C, int kGroup>
 struct TileOutput {
   const TileParams& params;
@@ -18,9 +18,9 @@ struct TileOutput {
     return p.out + (item.query + place.query) * p.out_stride_token +
            (item.first_head + place.head) * p.out_stride_head + kGroup * (kHeadDimV / 2);
   }
-  // In pieces, through shared memory for whole lines; while those of one are read, the next is found.
+  // Stores in pieces, through shared memory for whole lines. While one piece is read, the next is computed.
   __device__ void store(const RowTile& item, const float (&o)[32][4], const float (&factor)[2]) const {
-    constexpr int kChunks = C::kPieceDims / 8, kRows = kWarpSize / kChunks;  // of 16 bytes; that a warp loads
+    constexpr int kChunks = C::kPieceDims / 8, kRows = kWarpSize / kChunks;  // 16 bytes each; rows of a load
     constexpr int kStores = C::kPieceDims / 32, kLoads = 8 / kRows, kPieces = kHeadDimV / C::kPieceDims;
     const int row = lane / kChunks, column = lane % kChunks;
     const uint32_t staging = smem.smem + MLA_SMEM(C, staging) + (4 * kGroup + warp) * C::kStagingBytes;

@@ -1,5 +1,5 @@
 #pragma once
-// Where everything lies in shared memory, its barriers, and what a CTA works on.
+// The shared memory of bf16_tiles, its barriers, and the items of a CTA.
 #include <cstddef>
 
 #include "common/kv_layout.h"
@@ -14,10 +14,9 @@ namespace mla_fp8::gpu {
 
 inline constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 
-// What a tile attends to: a plain selection (is_plain_selection); the windows of neighbours; these and the
-// first entries of their request, by its pages; the window of one query, in a ring of keys that moves on with
-// the queries; whatever else one query does, in bf16 or, for a pair of CTAs with 64 heads each, in pages of
-// codes.
+// The keys of a tile: a plain selection (is_plain_selection); windows of neighbours; these and the first
+// entries of their request, by its pages; the window of one query, in a ring of keys that moves on with the
+// queries; any other keys of one query; the same in FP8 pages, for a pair of CTAs with 64 heads each.
 enum class KeysOfTile { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 
 //   barrier              arrivals of a phase          waits   protects
@@ -34,7 +33,7 @@ enum class KeysOfTile { kSelected, kNeighbours, kEntries, kRing, kAny, kPair };
 // Q and K blocks are panels of 64 rows x 64 dims, swizzled (wgmma.cuh).
 template <KvLayoutId kId_, KeysOfTile kKeys, KvLayoutId kExtraId_ = kId_>
 struct Bf16Tiles {
-  static constexpr KvLayoutId kId = kId_, kExtraId = kExtraId_;  // of both caches
+  static constexpr KvLayoutId kId = kId_, kExtraId = kExtraId_;  // layouts of both caches
   static constexpr bool kSelected = kKeys == KeysOfTile::kSelected;
   static constexpr bool kEntries = kKeys == KeysOfTile::kEntries;
   static constexpr bool kNeighbours = kKeys == KeysOfTile::kNeighbours || kEntries;
@@ -52,8 +51,8 @@ struct Bf16Tiles {
   static_assert(kPanels - kValuePanels <= 1);
   static_assert(!kPair || !kHasRope);  // weights may not lie over keys that are being copied to the other CTA
 
-  // Keys of a block in either buffer. The windows of neighbours have a few keys more than one window, which
-  // is often two blocks: the first block takes eight more, where there is room for them.
+  // Keys of a block in either buffer. Windows of neighbours have a few keys more than one window, which is
+  // often two blocks. So the first block takes eight more, if there is room for them.
   static constexpr int kTail = kNeighbours && !kEntries && !kHasRope ? 8 : 0;
   __device__ static constexpr int keys(int buffer) { return buffer == 0 ? 64 + kTail : 64; }
   static constexpr int kPairKeys = 128 + kTail;
@@ -68,17 +67,17 @@ struct Bf16Tiles {
   static constexpr int kMathRegisters = kPair || kCounted ? 208 : 224;
   static constexpr int kGatherRegisters = 504 - 2 * kMathRegisters;
 
-  // A block arrives in pieces of two panels of values (of a pair four), then rope, and is freed in parts: the
+  // A block arrives in pieces of two panels of values (kPair: four), then rope. It is freed in parts: the
   // values of group 0, those of group 1, each in halves of 32 keys, and rope.
   static constexpr int kPiecePanels = kPair ? 4 : 2, kRopePiece = kValuePanels / kPiecePanels;
   static constexpr int kPieces = kRopePiece + kHasRope, kParts = kHasRope ? 3 : 2, kRopePart = 2;
   __device__ static constexpr int first_panel(int piece) { return kPiecePanels * piece; }
   __device__ static constexpr int num_panels(int piece) { return piece == kRopePiece ? 1 : kPiecePanels; }
 
-  // The weights of a block lie over its rope keys, which are no longer needed once there are weights; those
-  // of the tail behind them, without swizzle and, as products take 16 keys, with eight that are zero.
-  // From a panel of keys to the next, and from eight keys of it to the next eight. Of a pair eight keys of
-  // all panels lie together, which one copy takes to the other CTA.
+  // Weights of a block lie over its rope keys, which nobody needs by then. A tail's lie behind them, without
+  // swizzle; as products take 16 keys, eight of these weights are zero.
+  // Bytes from a panel of keys to the next, and from eight keys to the next eight. In a pair eight keys of
+  // all panels lie together, so that one copy takes them to the other CTA.
   __device__ static constexpr int key_panel_bytes(int buffer) {
     return (kPair ? 8 : keys(buffer)) * kPanelDims * 2;
   }
@@ -97,10 +96,10 @@ struct Bf16Tiles {
     uint8_t blocks[kFirstBlockBytes + kBlockBytes];
     uint8_t staging[8][kStagingBytes];  // [math warp]
     float2 handover[2][2][kHeads];  // (sum, base) [parity of the item][group]: what a group tells the other
-    float largest[2][kHeads];       // logits [parity] of the second group
+    float largest[2][kHeads];       // largest logits of the second group [parity]
     uint8_t masks[2][16];           // KeyMask
     uint64_t item[3];               // RowTile
-    uint8_t map[kCounted ? kMapBytes : 0];  // of the next item's valid keys
+    uint8_t map[kCounted ? kMapBytes : 0];  // map of the next item's valid keys
     uint64_t q_full, q_empty, weights_full[2], full[2][kPieces], empty[2][kParts], half_empty[2][2];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -115,10 +114,10 @@ struct TileParams {
   unsigned tile_heads;
   int64_t num_tiles;
   int64_t row_stride;    // bytes from a slot to the next, of a plain selection
-  Divider page_size[2];  // of the scopes
+  Divider page_size[2];  // one for each scope
 };
 
-// What row `row` of a tile holds.
+// The query and the head in row `row` of a tile.
 struct QueryHead {
   int query, head;
 };
@@ -128,13 +127,13 @@ __device__ QueryHead query_head(const TileParams& params, unsigned row) {
   return {static_cast<int>(row / params.tile_heads), static_cast<int>(row % params.tile_heads)};
 }
 
-// The queries of a tile that have keys in common, and how many keys: those of one query, or of the windows of
-// neighbours in one request, and then the entries of the neighbour that has most. The last of the neighbours
-// attends up to the windows' last key, the one before it up to the one before that.
+// The queries of a tile that have keys in common, and the number of these: the keys of one query; or the
+// windows of neighbours in one request, then the entries of the neighbour that has most. The last neighbour's
+// window ends with the last window key, the one before it a key earlier.
 struct RowTile {
   int64_t query;
-  int num_queries, first_head, length;  // no queries: there is nothing left to do
-  int first_length = 0;                 // of them the first are keys of the first cache
+  int num_queries, first_head, length;  // num_queries 0: there is nothing left to do
+  int first_length = 0;                 // keys of the first cache, which come first
 
   __device__ bool has(QueryHead place, int num_q_heads) const {
     return place.query < num_queries && first_head + place.head < num_q_heads;
@@ -153,8 +152,8 @@ struct TileSmem {
   __device__ uint32_t weights(int buffer) const { return panel(buffer, C::kWeightsPanel); }
   __device__ uint32_t tail_weights() const { return weights(0) + C::kPanelBytes; }
 
-  // By address: through pointers the compiler loses sight of what is uniform, and every arrival of the gather
-  // on a barrier becomes a loop.
+  // Stores by address: through pointers the compiler loses sight of what is uniform, and every arrival of the
+  // gather on a barrier becomes a loop.
   __device__ void set_item(const RowTile& item) const {
     store_shared_8(smem + MLA_SMEM(C, item), item.query);
     store_shared_8(smem + MLA_SMEM(C, item) + 8, item.num_queries | static_cast<uint64_t>(item.first_head)
@@ -169,8 +168,8 @@ struct TileSmem {
     return {static_cast<int64_t>(query.x | uint64_t{query.y} << 32), static_cast<int>(tokens_head.x),
             static_cast<int>(tokens_head.y), static_cast<int>(lengths.x), static_cast<int>(lengths.y)};
   }
-  // From a warp of the gather: bits 0 to 7 of `found` for its eight of the first 32 keys, then its eight of
-  // the others, then a tail.
+  // Stores a gather warp's part of a mask: bits 0 to 7 of `found` for its eight of the first 32 keys, then
+  // its eight of the others, then a tail.
   __device__ void set_mask(int buffer, int warp, uint32_t found) const {
     const uint32_t mask = smem + MLA_SMEM(C, masks) + buffer * 16;
     store_shared_1(mask + warp, found);
@@ -193,7 +192,7 @@ struct TileSmem {
   __device__ uint32_t empty(int buffer, int part) const {
     return smem + MLA_SMEM(C, empty) + (buffer * C::kParts + part) * 8;
   }
-  // The first 32 keys of a part. The first CTA of a pair waits for both CTAs' at its own `empty`.
+  // The first 32 keys of a part. In a pair the first CTA has these, and waits for both CTAs at its `empty`.
   __device__ uint32_t half_empty(int buffer, int part) const {
     return smem + MLA_SMEM(C, half_empty) + (buffer * 2 + part) * 8;
   }
@@ -207,23 +206,23 @@ struct TileSmem {
         mbarrier_init(full(buffer, piece),
                       C::kPair ? 4 * kWarpArrivals : kGroupThreads + (piece == 0 ? 4 : 0));  // and the mask
       for (int part = 0; part < C::kParts; ++part)
-        mbarrier_init(empty(buffer, part), (C::kPair ? 8 : 4) * kWarpArrivals);  // of both CTAs
+        mbarrier_init(empty(buffer, part), (C::kPair ? 8 : 4) * kWarpArrivals);  // in a pair of both CTAs
       for (int part = 0; part < 2; ++part) mbarrier_init(half_empty(buffer, part), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }
 };
 
-// Where the gather finds the keys of an item. `length` is the number of valid ones once they are counted.
+// An item, and where its keys are listed. `length` is the number of valid ones once they are counted.
 struct TileSource : RowTile {
   int64_t tile;
   int num_entries;
-  unsigned first_position;  // of a window
+  unsigned first_position;  // in the request of a window
   const int32_t* entries;   // selected slots, or pages of the window's request
   const int32_t* extra;     // slots of the second cache, or pages of the request's entries
 };
 
-// The tiles, in their order.
+// Makes items of the tiles, in their order.
 template <class C>
 class RowTiles {
  public:
@@ -231,7 +230,7 @@ class RowTiles {
   __device__ int64_t first_query(int64_t tile) const {
     return (params_.num_head_blocks == 1 ? tile : tile / 2) * params_.tile_queries;
   }
-  // What follows the first `done` queries of a tile.
+  // The item that follows the first `done` queries of a tile.
   __device__ TileSource source(int64_t tile, int done = 0) const {
     const SparseAttentionParams& p = params_.p;
     TileSource x{};
@@ -258,7 +257,7 @@ class RowTiles {
     x.num_entries = x.length;
     return x;
   }
-  // That the query attends to.
+  // The number of slots that a query attends to.
   __device__ static int num_slots(const KvScope& s, int64_t query) {
     const int topk = static_cast<int>(s.topk);
     return s.topk_length ? max(0, min(__ldg(s.topk_length + query), topk)) : topk;
@@ -279,7 +278,7 @@ class RowTiles {
     x.first_position = static_cast<unsigned>(first);
     x.first_length = static_cast<int>(max(q.position + x.num_queries - first, int64_t{0}));
   }
-  // Of any of the item's queries; by whole warps.
+  // The most entries of any of the item's queries. Whole warps call it.
   __device__ int most_entries(const TileSource& x) const {
     int most = 0;
     for (int i = threadIdx.x % kWarpSize; i < x.num_queries; i += kWarpSize)
@@ -293,8 +292,8 @@ class RowTiles {
   const TileParams& params_;
 };
 
-// The items of a CTA: every gridDim.x-th tile. The head blocks of a query run at the same time, so that its
-// rows come from L2 once more.
+// The items of a CTA, from every gridDim.x-th tile. The head blocks of a query run at the same time, so that
+// its rows come from L2 once more.
 template <class C>
 class TileItems {
  public:
