@@ -28,7 +28,7 @@ RowParts parts_of(const RowPages& pages, const KvLayout& l, int64_t layer, int64
 void copy_rows(const CopyRowsParams& p) {
   const KvLayout l = kv_layout(p.layout);
   const size_t value_bytes = l.token_stride(), scale_bytes = l.scale_inline() ? 0 : l.scale_bytes();
-  // By one thread: two lists that name one row are written in their order.
+  // One thread copies all, so that lists which name the same row are written in their order.
   const int64_t lists = p.num_lists ? std::min<int64_t>(p.lists, *p.num_lists) : p.lists;
   for (int64_t layer = 0; layer < p.num_layers; ++layer)
     for (int64_t list = 0; list < lists; ++list) {

@@ -1,4 +1,4 @@
-// resolve_hot_rows on the CPU: a request by one thread, with a hash table of its chosen entries.
+// resolve_hot_rows on the CPU: one thread takes a request, with a hash table of its chosen entries.
 #include "ops/resolve_hot_rows.h"
 
 #include <algorithm>
@@ -14,10 +14,10 @@ constexpr int64_t kNone = -1;
 
 struct Chosen {
   int32_t key;   // kNone: empty
-  int64_t slot;  // that holds it, or kNone
+  int64_t slot;  // the slot that holds the entry, or kNone
 };
 
-// Open addressing, never more than half full.
+// A hash table with open addressing, at most half full.
 class Table {
  public:
   explicit Table(int64_t entries) {
@@ -26,7 +26,7 @@ class Table {
     places_.assign(size, {static_cast<int32_t>(kNone), kNone});
   }
   void clear() { std::fill(places_.begin(), places_.end(), Chosen{static_cast<int32_t>(kNone), kNone}); }
-  // The place of the key, or of the gap where it belongs.
+  // The place of the key, or the gap where it belongs.
   Chosen& at(int32_t key) {
     const uint64_t mask = places_.size() - 1;
     uint64_t i = (static_cast<uint32_t>(key) * uint64_t{0x9e3779b97f4a7c15}) >> 32;
@@ -42,8 +42,8 @@ class Table {
 
 struct Scratch {
   Table table;
-  std::vector<int32_t> keys;    // of the request's chosen entries; kNone: answered already
-  std::vector<int64_t> misses;  // where in `keys` they are chosen first
+  std::vector<int32_t> keys;    // of the request's chosen entries; kNone: it has its answer
+  std::vector<int64_t> misses;  // where in `keys` each missed entry is chosen first
   std::vector<int16_t> stale, used;
 };
 
@@ -55,7 +55,7 @@ void mask_rows(const ResolveHotRowsParams& p, const PlainHotDivision& by, int64_
   }
 }
 
-// Divides the slots into those whose entry is chosen and the others, both in their order.
+// Divides the slots, in their order, into `used`, whose entry is chosen, and `stale`. Returns used.size().
 int64_t look_up_slots(const ResolveHotRowsParams& p, int64_t state, Scratch& s) {
   const int16_t* order = p.hot_order + state * p.hot_order_stride;
   const int32_t* held = p.hot_entries + state * p.hot_entries_stride;
@@ -93,9 +93,9 @@ void resolve_request(const ResolveHotRowsParams& p, const PlainHotDivision& by, 
     const int32_t key = s.keys[i];
     if (key < 0) continue;
     Chosen& place = s.table.at(key);
-    constexpr int64_t kLost = -2;  // its slot is none
+    constexpr int64_t kLost = -2;  // its slot does not exist
     if (place.slot == kNone) {
-      // A state that another has spoilt may have too few, or none that exists.
+      // A state that another call has spoilt may have too few slots, or some that do not exist.
       const auto rank = static_cast<size_t>(misses);
       const int16_t victim = rank < s.stale.size() ? s.stale[rank] : static_cast<int16_t>(kNone);
       const bool exists = victim >= 0 && victim < p.num_hot;
@@ -143,7 +143,7 @@ void resolve_hot_rows(const ResolveHotRowsParams& p) {
         mask_rows(p, by, row, 1);
         continue;
       }
-      int64_t before = 0;  // rows of the same request, at most next_n
+      int64_t before = 0;  // rows of the same request before this one, at most next_n
       while (before < p.next_n && before < row && hot_request(p, row - before - 1) == request) ++before;
       if (before == p.next_n) mask_rows(p, by, row, 1);
       if (before > 0) continue;

@@ -1,4 +1,4 @@
-// compress_kv on CUDA, one launch for any mix of prefill, decode and verify, without a plan. HBM-bound: every
+// compress_kv on CUDA: one launch for any mix of prefill, decode and verify, without a plan. HBM-bound: each
 // float of a prefill is read once.
 
 #include "ops/compress_kv.h"
@@ -55,7 +55,7 @@ void compress_kv(const CompressKvParams& p, gpuStream_t stream) {
   if (p.ratio == 4) return compress_rows<4>(p, stream);
 #if MLA_FP8_PTX
   if (compute_major() >= 9) {
-    // A block of threads folds a token as fast as a cluster, but not several.
+    // A block of threads folds one token as fast as a cluster does, but not several.
     const int64_t few = p.online ? std::min(kFewFolds, p.num_requests) : kFewTokens;
     if (p.num_tokens > few)
       return p.online ? fold_blocks<kClusterBlocks>(p, stream) : pool_blocks<kClusterBlocks>(p, stream);

@@ -1,6 +1,6 @@
-// copy_host_rows and store_host_rows on CUDA: a warp takes two rows at once, 16 bytes a lane and step,
-// between the memory of the GPU and pinned memory of the host. Bound by the bus, which few blocks fill: 16 of
-// 512 threads have 340 KB in flight.
+// copy_host_rows and store_host_rows on CUDA, between the GPU's memory and pinned memory of the host. A warp
+// takes two rows at once, 16 bytes a lane and step. Bound by the bus, which few blocks fill: 16 of 512
+// threads have 340 KB in flight.
 
 #include "ops/copy_host_rows.h"
 
@@ -16,7 +16,7 @@ namespace mla_fp8::gpu {
 struct CopyRowsArgs {
   CopyRowsParams p;
   Divider from_page_size, to_page_size;
-  int quads, halves;  // of a row: 16 bytes of values, 8 bytes of scales behind the page's rows
+  int quads, halves;  // pieces of a row: 16 bytes of values, 8 bytes of scales (behind the page's rows)
   int64_t row_bytes, scale_bytes;
 };
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ RowAddress address_of(const CopyRowsArgs& a, const Ro
   return {base + in_page * a.row_bytes, base + page_size.divisor() * a.row_bytes + in_page * a.scale_bytes};
 }
 
-// A row that a warp copies; kinds of rows are those of CopyRowsParams.
+// A row that a warp copies. CopyRowsParams says which rows are read, and which are written.
 struct CopiedRow {
   RowAddress from, to;
   bool is_read, is_written;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kCopyBlock) copy_rows_kernel(const __grid_cons
   const int64_t warps = int64_t{gridDim.x} * kCopyWarps;
   const int64_t lists = p.num_lists ? min(p.lists, int64_t{*p.num_lists}) : p.lists;
   for (int layer = 0; layer < p.num_layers; ++layer) {
-    int64_t next = warp;  // of the rows of this layer, the one that this warp takes next
-    int64_t before = 0;   // rows of the lists that it has passed
+    int64_t next = warp;  // among this layer's rows, the next one of this warp
+    int64_t before = 0;   // rows of the lists that the warp has passed
     for (int64_t first = 0; first < lists; first += kWarpSize) {
       int64_t count = 0;
       if (first + lane < lists) {

@@ -1,5 +1,4 @@
-// forget_rows on CUDA: a block for an entry and a state looks through its slots. Traffic: 4 bytes a slot,
-// from L2.
+// forget_rows on CUDA. A block looks for one entry in all slots of one state: 4 bytes a slot, from the L2.
 
 #include "ops/forget_rows.h"
 
@@ -10,7 +9,7 @@ namespace mla_fp8::gpu {
 
 struct ForgetRowsArgs {
   ForgetRowsParams p;
-  Divider states;  // that each entry is looked for in
+  Divider states;  // states in which each entry is looked for
 };
 
 namespace {

@@ -1,10 +1,10 @@
-// resolve_hot_rows on CUDA: a block for the rows of a request. Its chosen entries go into a hash table in
-// shared memory, each with its first reference. The slots of the hot buffer, in order of last use, are then
-// looked up there: which are hits and how many of them lie before is all that the new order, the victims and
-// the plan follow from. Nothing waits for another block.
+// resolve_hot_rows on CUDA. A block takes the rows of a request and waits for no other block. The request's
+// chosen entries go into a hash table in shared memory, each with its first reference. Then the slots of the
+// hot buffer are looked up there, in order of last use. The new order, the victims and the plan follow from
+// which slots are hits, and from how many lie before each.
 //
-// Traffic per request: reads k entries per row, 2 + 4 bytes per slot; writes k int32 per row, 2 bytes per
-// slot. Bound by latency: one pass of dependent loads from L2, and eight barriers.
+// Bound by latency: one pass of dependent loads from the L2, and eight barriers. A request reads k entries a
+// row and 6 bytes a slot; it writes k int32 a row and 2 bytes a slot.
 
 #include "ops/resolve_hot_rows.h"
 
@@ -20,7 +20,7 @@ namespace mla_fp8::gpu {
 struct ResolveHotRowsArgs {
   ResolveHotRowsParams p;
   Divider host_page_size, hot_page_size, topk;
-  int places;  // of the hash table
+  int places;  // places of the hash table
 
   __device__ int64_t host(int64_t n) const { return host_page_size(n); }
   __device__ int64_t hot(int64_t n) const { return hot_page_size(n); }
@@ -31,12 +31,12 @@ namespace {
 
 constexpr int kHotBlock = 1024;
 constexpr int kHotWarps = kHotBlock / kWarpSize;
-constexpr int kSlotsAtOnce = 4;  // whose loads a lane has in flight
+constexpr int kSlotsAtOnce = 4;  // slots whose loads a lane has in flight
 constexpr uint32_t kNoKey = ~0u;
 constexpr uint32_t kMissed = 1u << 31;  // of a value; the rest is the first reference, below kMaxHotRows
 constexpr uint16_t kNoPlace = 0xffff;
 
-// Of dynamic shared memory. A value is (slot << 16 | first reference) once the key's slot is known.
+// The block's dynamic shared memory. Once a key's slot is known, its value is (slot << 16 | first reference).
 struct HotSmem {
   uint32_t *keys, *values;  // [places]
   uint16_t* place_of;       // [next_n * topk]
@@ -61,7 +61,7 @@ __device__ __forceinline__ int next_place(int place, int places) {
   return place + 1 == places ? 0 : place + 1;
 }
 
-// There are more places than keys, so both loops end.
+// There are more places than keys, so insert and find end.
 __device__ __forceinline__ int insert(const HotSmem& s, int places, uint32_t key) {
   int place = first_place(key, places);
   for (;;) {
@@ -91,7 +91,7 @@ __device__ void mask_rows(const ResolveHotRowsArgs& a, int64_t first, int64_t co
   }
 }
 
-// What each warp found of something that is counted, and of those before it.
+// A sum over warps: of those before the caller's, and of all.
 struct Counted {
   int before, total;
 };
@@ -103,9 +103,9 @@ __device__ __forceinline__ Counted count_warps(const int (&of_warp)[kHotWarps]) 
 
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << (threadIdx.x % kWarpSize)) - 1; }
 
-// Each lane's part of the slots, or of the references: those of its warp follow each other.
+// A lane's share of the slots, or of the references. The shares of a warp are one run.
 struct Share {
-  int begin, chunks;  // of kWarpSize
+  int begin, chunks;  // chunks of kWarpSize
 
   __device__ explicit Share(int64_t size) : chunks(static_cast<int>((size + kHotBlock - 1) / kHotBlock)) {
     begin = static_cast<int>(threadIdx.x / kWarpSize) * chunks * kWarpSize + threadIdx.x % kWarpSize;
@@ -113,7 +113,7 @@ struct Share {
   __device__ int at(int chunk) const { return begin + chunk * kWarpSize; }
 };
 
-// Looks the slots up in their order. Bit c of the result: the lane's slot of chunk c is a hit.
+// Looks the slots up in their order. Bit c of the result: the lane's slot in chunk c is a hit.
 __device__ __forceinline__ uint32_t look_up_slots(const ResolveHotRowsArgs& a, const HotSmem& s,
                                                   int64_t state, Share share) {
   const ResolveHotRowsParams& p = a.p;
@@ -144,7 +144,7 @@ __device__ __forceinline__ uint32_t look_up_slots(const ResolveHotRowsArgs& a, c
   return hits;
 }
 
-// The new order: what was not used, then what is loaded, then what was used, each as it was.
+// Writes the new order: slots that were not used, then loaded ones, then used ones, each in their old order.
 __device__ __forceinline__ void write_order(const ResolveHotRowsArgs& a, const HotSmem& s, int64_t state,
                                             Share share, uint32_t hits, Counted used, int loaded) {
   const int num_hot = static_cast<int>(a.p.num_hot), stale = num_hot - used.total;
@@ -165,15 +165,15 @@ __device__ __forceinline__ void write_order(const ResolveHotRowsArgs& a, const H
   }
 }
 
-// The rows of a request.
+// The rows of a request, `count` from `first` on.
 struct HotGroup {
   int64_t first, count, request, state;
 };
 
-// Gives each key that no slot held the slot used longest ago, in order of first reference.
+// Gives each key that no slot held the slot that was used longest ago, in order of first reference.
 struct Loads {
-  int rank;           // of the warp's first
-  int stale, loaded;  // slots that were not used, and those of them that are taken
+  int rank;           // the rank of the warp's first miss
+  int stale, loaded;  // slots that were not used; those of them that are loaded
 };
 __device__ __forceinline__ void place_misses(const ResolveHotRowsArgs& a, const HotSmem& s,
                                              const HotGroup& group, Share share, uint32_t missed,
@@ -191,7 +191,7 @@ __device__ __forceinline__ void place_misses(const ResolveHotRowsArgs& a, const 
     const int reference = share.at(c);
     const int place = s.place_of[reference];
     const auto key = static_cast<int32_t>(s.keys[place]);
-    // A state that another has spoilt may have too few, or none that exists.
+    // A state that another call has spoilt may have too few slots, or some that do not exist.
     const int victim = own < loads.loaded ? victims[own] : -1;
     int32_t hot_row = -1;
     if (victim >= 0 && victim < p.num_hot) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void place_misses(const ResolveHotRowsArgs& a, const 
   }
 }
 
-// Entries that have a row, of each row: a warp counts neighbours together where they are of one row.
+// Counts, for each row, entries that have a hot row. If a warp's are all of one row, it counts them together.
 __device__ __forceinline__ void count_row(int* counts, int row, bool counted) {
   const int first = broadcast(row, 0);
   if (__all_sync(kFullWarp, row == first)) {
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kHotBlock, 1)
   const int64_t own = p.row_to_request ? 1 : min(p.next_n, p.num_rows - row);  // rows of this block alone
   if (state < 0) return mask_rows(args, row, own);
   if (p.row_to_request) {
-    // Rows of the same request right before this one, at most next_n.
+    // Counts rows of the same request right before this one, at most next_n.
     int64_t before = 0;
     while (before < p.next_n && before < row && hot_request(p, row - before - 1) == request) ++before;
     if (before == p.next_n) return mask_rows(args, row, 1);

@@ -1,7 +1,7 @@
 #pragma once
-// What the two forms of ratio 128 share: a cluster looks through up to 128 tokens for what there is to do,
-// and each of its blocks of threads does it for a slice of the dims; the first one finishes the row. Without
-// clusters one block of threads does the slices in turn.
+// Shared by both forms of ratio 128. A cluster looks through up to 128 tokens for blocks to pool or fold.
+// Each of its blocks of threads does that for a slice of the dims, and the first one finishes the row.
+// Without clusters a block of threads takes the slices in turn.
 #include "cuda/compress_kv/pool.cuh"
 #include "cuda/device/launch.cuh"
 #if MLA_FP8_PTX
@@ -18,11 +18,12 @@ inline constexpr int kSlices = kCluster > 1 ? kCluster : 4;
 template <int kCluster>
 inline constexpr int kSliceDims = kHeadDimV / kSlices<kCluster>;
 template <int kCluster>
-inline constexpr int kSliceVectors = 2 * kSliceDims<kCluster> / 4;  // of a row's kv and score
+inline constexpr int kSliceVectors = 2 * kSliceDims<kCluster> / 4;  // vectors of a row's kv and score
 
-inline constexpr int kMaxTokens = 128;  // of a cluster
-// An H200 runs 66 clusters of two at once, a block of threads per SM, but of four 60 with two per SM: the
-// blocks of 8 K tokens would take a second turn. Not 66: some clusters would have two blocks, others none.
+inline constexpr int kMaxTokens = 128;  // tokens of a cluster
+// An H200 runs 66 clusters of two at once, with a block of threads an SM. Of clusters of four it runs 60, two
+// an SM, so the blocks of 8 K tokens would take a second turn. With 66 clusters some would have two blocks of
+// tokens, and others none.
 inline constexpr int64_t kClusters = 64;
 inline constexpr int kMaskWords = kMaxTokens / kWarpSize;
 inline constexpr int64_t kFewTokens = 264, kFewFolds = 528;  // a block of threads each, without clusters
@@ -32,13 +33,13 @@ inline int64_t tokens_of_cluster(int64_t num_tokens, int cluster, int64_t few) {
   return tokens < kMaxTokens ? tokens : kMaxTokens;
 }
 
-// What a block of threads knows of its tokens.
+// The tokens of a block of threads.
 struct alignas(16) TokensShared {
   CompressRequest request[kMaxTokens];
   Closing closing[kMaxTokens];  // of tokens in `work`
-  uint32_t work[kMaskWords];    // bits of tokens: a block to pool or to fold
+  uint32_t work[kMaskWords];    // bits of tokens that have a block to pool or to fold
 };
-// The pooled dims, and where they are complete: in the first block of threads of the cluster.
+// The pooled dims. They are complete in the first block of threads of the cluster.
 struct alignas(16) PooledShared {
   float dims[kHeadDimV];
 };
@@ -60,7 +61,7 @@ struct Cluster {
       __syncthreads();
     }
   }
-  // Before `sync`, which makes it visible to the first block.
+  // Stores a dim in the first block's memory, where it is visible after `sync`.
   static __device__ __forceinline__ void put(PooledShared& pooled, int dim, float value) {
     if constexpr (kCluster > 1) {
 #if __CUDA_ARCH__ >= 900
@@ -72,14 +73,14 @@ struct Cluster {
   }
 };
 
-// Bits of the tokens of `warp` for which `is_set`.
+// Sets the bits of the warp's tokens for which `is_set`.
 __device__ __forceinline__ void put_bits(uint32_t (&words)[kMaskWords], bool is_set) {
   const uint32_t bits = __ballot_sync(kFullWarp, is_set);
   if (threadIdx.x % kWarpSize == 0) words[threadIdx.x / kWarpSize] = bits;
 }
 
-// Lists where each warp has 32 places, of which as many are used as its word has bits: how many, and the
-// place of the k-th.
+// Lists in which each warp has 32 places, and uses as many as its word has bits. count_bits: their number;
+// place_of: the place of the k-th.
 __device__ __forceinline__ int count_bits(const uint32_t (&words)[kMaskWords]) {
   int count = 0;
 #pragma unroll
@@ -104,7 +105,7 @@ __device__ __forceinline__ void for_bits(const uint32_t (&words)[kMaskWords], co
       work(w * kWarpSize + __popc((bits & (~bits + 1)) - 1));
 }
 
-// The last position of the call in the block of position q, and one more.
+// The end of the call's positions in the block of tokens with position q.
 __device__ __forceinline__ int64_t block_end(const CompressRequest& r, int64_t q) {
   const int64_t end = q - q % kBlockRatio + kBlockRatio;
   return end < r.end() ? end : r.end();

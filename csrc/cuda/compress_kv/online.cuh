@@ -1,24 +1,24 @@
 #pragma once
-// Ratio 128 online: a thread folds a dim token by token, in a prefill too, so that each call goes on where
-// the one before it stopped.
+// Ratio 128 online. A thread folds a dim token by token, also in a prefill, so that each call continues where
+// the last one stopped.
 #include "cuda/compress_kv/blocks.cuh"
 
 namespace mla_fp8::gpu {
 
 template <int kCluster>
 inline constexpr int kFoldThreads = kSliceDims<kCluster>;  // a dim each
-inline constexpr int kFoldTokens = 16;                     // loaded while as many are folded
+inline constexpr int kFoldTokens = 16;                     // tokens that are loaded while as many are folded
 
 struct alignas(16) FoldShared {
   TokensShared tokens;
   PooledShared pooled;
 };
 
-// While no score has a weight, all being -inf, sum is 0, and mean 0 or, as 0 times a value may be, NaN.
+// A dim's softmax so far. While all scores are -inf, sum is 0; mean is 0, or NaN as 0 times a value may be.
 struct Running {
   float top, sum, mean;
 
-  // Of a block: NaN without a weight, as a softmax is.
+  // The pooled dim of a block: NaN without a weight, as a softmax is.
   __device__ __forceinline__ float result() const { return sum == 0.0f ? bits_float(0x7fffffff) : mean; }
 };
 
@@ -30,13 +30,13 @@ __device__ __forceinline__ Running fold(const Running& before, float kv, float s
   return {top, sum, __fdiv_rn(value, sum == 0.0f ? 1.0f : sum)};
 }
 
-// Which tokens' values go into the state: from position `from` on, but `skip`.
+// The tokens whose values go into the state: from position `from` on, but not `skip`.
 struct Kept {
   int64_t from, skip;
   float* state;  // of the request and dim
 };
 
-// As they lie in memory, up to kFoldTokens: nothing waits for them before they are folded.
+// Up to kFoldTokens tokens as they lie in memory. No instruction waits for them before they are folded.
 struct FoldTokens {
   float kv[kFoldTokens], raw[kFoldTokens], bias[kFoldTokens];
 
@@ -48,16 +48,16 @@ struct FoldTokens {
       bias[j] = bits_float(load_if<1>(biases + j * kHeadDimV, biases != nullptr && j < count)[0]);
     }
   }
-  // Without a bias the raw score: a sum with 0 would lose the sign of a zero.
+  // The raw score if there is no bias: a sum with 0 would lose the sign of a zero.
   __device__ __forceinline__ float score(int j, bool has_bias) const {
     return has_bias ? __fadd_rn(raw[j], bias[j]) : raw[j];
   }
 };
 
-// kFoldTokens of them, unless a number is extreme. Of the two weights of a fold that of the larger score is 1
-// then: one exp2 is left, and it waits for no other fold. `begins`: the first starts a block.
+// Folds kFoldTokens tokens; returns false, with nothing done, if a number is extreme. The larger score has
+// weight 1: one exp2 a token is left, which waits for no other fold. `begins`: the first begins a block.
 __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t, bool has_bias, bool begins) {
-  float weight[kFoldTokens];  // the lesser of the two
+  float weight[kFoldTokens];  // the smaller of the two
   bool is_larger[kFoldTokens];
   float top = begins ? t.score(0, has_bias) : before.top;
   bool is_plain = (top > -INFINITY) & (begins | ((before.sum >= 1.0f) & (before.sum <= kPlainSum)));
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t,
     is_plain = is_plain & (score <= top);
   }
   Running x{top, before.sum, before.mean};
-  float least = 1.0f, most = 1.0f;  // of what is divided
+  float least = 1.0f, most = 1.0f;  // of the dividends
 #pragma unroll
   for (int j = 0; j < kFoldTokens; ++j) {
     const float old = is_larger[j] ? __fmul_rn(x.sum, weight[j]) : x.sum,
@@ -90,7 +90,7 @@ __device__ __forceinline__ bool fold_plain(Running& before, const FoldTokens& t,
   return is_plain;
 }
 
-// Positions `from` to `to` - 1 of one block, one after another.
+// Folds positions `from` to `to` - 1 of one block, one after another.
 __device__ __forceinline__ Running fold_tokens(const CompressKvArgs& args, const CompressRequest& r,
                                                Running x, int64_t from, int64_t to, int dim,
                                                const Kept& kept) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ Running fold_tokens(const CompressKvArgs& args, const
   return x;
 }
 
-// Tokens whose blocks are folded here: who has a block's first token of the call.
+// Lists the tokens whose blocks are folded here: those that are the first of a block in this call.
 __device__ __forceinline__ void list_folds(const CompressKvArgs& args, const TokenRange& tokens,
                                            TokensShared& shared) {
   const CompressKvParams& p = args.p;
@@ -157,8 +157,9 @@ __device__ __forceinline__ void list_folds(const CompressKvArgs& args, const Tok
   put_bits(shared.work, begins);
 }
 
-// A dim of the block from `from`, its first position in the call, to `to` - 1. The request's first block goes
-// on from the state; who has it also writes, from another block, the one row that takes the place of that.
+// Folds a dim of a block, from `from`, its first position in the call, to `to` - 1. The request's first block
+// continues from the state. Whoever has that also writes the one row, from another block of tokens, that
+// replaces the state's row.
 __device__ __forceinline__ float fold_block(const CompressKvArgs& args, const CompressRequest& r,
                                             int64_t from, int64_t to, int dim) {
   const CompressKvParams& p = args.p;
@@ -186,7 +187,7 @@ __device__ __forceinline__ float fold_block(const CompressKvArgs& args, const Co
   return mean;
 }
 
-// The only token of a request in this call, a thread four dims: it goes on from the state, and into it.
+// Folds the only token of a request in this call, four dims a thread: from the state and into it.
 __device__ __forceinline__ Words<kPoolDims> fold_single(const CompressKvArgs& args,
                                                         const CompressRequest& r) {
   const CompressKvParams& p = args.p;
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kFoldThreads<kCluster>, kCluster > 1 ? 1 : 3)
       __syncthreads();  // before `pooled` is written again
       return;
     }
-    if (closes) Cluster<kCluster>::sync();  // all run; the first has read `pooled`
+    if (closes) Cluster<kCluster>::sync();  // all blocks run, and the first has read `pooled`
 #pragma unroll 1
     for (int slice = rank; slice < kSlices<kCluster>; slice += kCluster) {
       const int dim = slice * kSliceDims<kCluster> + static_cast<int>(threadIdx.x);

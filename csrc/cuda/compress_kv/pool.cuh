@@ -1,6 +1,6 @@
 #pragma once
-// What the kernels of compress_kv share: a softmax in a fixed order of float32 operations, the same on every
-// device; whose a token is and where a row of a window lies; the way from 512 pooled dims to a cache row.
+// Shared by the kernels of compress_kv: a softmax in a fixed order of float32 operations, the same on every
+// device; whose a token is, and where a window's rows lie; the way from 512 pooled dims to a cache row.
 #include "cuda/device/divide.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/norm_rope.cuh"
@@ -12,8 +12,8 @@ namespace mla_fp8::gpu {
 struct CompressKvArgs {
   CompressKvParams p;
   Divider page_size, depth;
-  Divider share;   // tokens of a request if all have as many
-  int64_t tokens;  // of a block of threads, or of a cluster
+  Divider share;   // tokens of a request, if all have equally many
+  int64_t tokens;  // tokens of a block of threads, or of a cluster
 
   CompressKvArgs(const CompressKvParams& params, int64_t tokens_of_block)
       : p(params),
@@ -25,9 +25,9 @@ struct CompressKvArgs {
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
 
-// 2^x for x <= 0; 0 below -126, NaN stays NaN: the bits of cpu/simd.h, without its choice at the end, which
-// would become a branch. Below -126.5 the power of two is 0, and from there to -126 the product is subnormal,
-// which is flushed. And the power is a factor, as a sum of bits would lose the NaN of a GPU.
+// 2^x for x <= 0; 0 below -126, and NaN stays NaN. The bits are those of cpu/simd.h, without its choice at
+// the end, which would become a branch. Below -126.5 the power of two is 0; from there to -126 the product is
+// subnormal and is flushed. The power is a factor: a sum of bits would lose the NaN of a GPU.
 __device__ __forceinline__ float exp2_nonpositive(float x) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves round(x) in the low mantissa bits
 #if MLA_FP8_PTX
@@ -56,12 +56,12 @@ __device__ __forceinline__ float exp2_nonpositive(float x) {
 
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 
-// A softmax in parts: the largest score, the sum of the weights, the sum of weighted values.
+// A part of a softmax: the largest score, the sum of weights, the sum of weighted values.
 struct Pooled {
   float top, sum, value;
 };
 
-// exp(score - top); a top of -inf stands for no weight at all.
+// exp(score - top). A top of -inf means that there is no weight at all.
 __device__ __forceinline__ float weight_of(float score, float top) {
   return exp2_nonpositive(__fmul_rn(__fsub_rn(score, top == -INFINITY ? 0.0f : top), kLog2E));
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ Pooled join(const Pooled& a, const Pooled& b) {
   return {top, fmaf(b.sum, of_b, __fmul_rn(a.sum, of_a)), fmaf(b.value, of_b, __fmul_rn(a.value, of_a))};
 }
 
-// a / b by what the compiler does where neither is extreme, and without its branch where one may be.
+// a / b by the compiler's steps for numbers that are not extreme, without its branch for others.
 struct Reciprocal {
   float b, r;
   __device__ __forceinline__ explicit Reciprocal(float divisor) : b(divisor) {
@@ -96,13 +96,13 @@ struct Reciprocal {
 };
 inline constexpr float kPlainSum = 0x1p20f, kLeastPlain = 0x1p-60f, kMostPlain = 0x1p100f;
 
-// Four dims of a window's rows, or of some of them.
+// Four dims of all of a window's rows, or of some.
 inline constexpr int kPoolDims = 4;
 template <int kRows>
 struct PoolRows {
   Words<kPoolDims> kv[kRows], score[kRows];
 
-  // Of one of the four dims; of the second half of the rows alone if there is no first.
+  // Pools one of the four dims; without a first half, the second half of the rows alone.
   __device__ __forceinline__ Pooled pool(int dim, bool has_first_half) const {
     Pooled all{};
 #pragma unroll
@@ -116,7 +116,7 @@ struct PoolRows {
               j == 0 || (j == kRows / 2 && !has_first_half));
     return all;
   }
-  // Of two rows: the weight of the larger score is 1, or NaN where the softmax is, so one exp2 is left.
+  // Pools two rows. The weight of the larger score is 1, or NaN where the softmax is, so one exp2 is left.
   __device__ __forceinline__ Pooled pool_pair(int dim) const {
     static_assert(kRows == 2);
     const float first = bits_float(score[0][dim]), second = bits_float(score[1][dim]);
@@ -127,10 +127,10 @@ struct PoolRows {
     return {top, __fadd_rn(of_first, of_second),
             fmaf(of_second, bits_float(kv[1][dim]), __fmul_rn(of_first, bits_float(kv[0][dim])))};
   }
-  // The four pooled dims. Sums lie between 1 and kRows, or are no numbers.
+  // The four pooled dims. Sums are between 1 and kRows, or no numbers.
   __device__ __forceinline__ Words<kPoolDims> pool_dims(bool has_first_half) const {
     Pooled all[kPoolDims];
-    float least = 1.0f, most = 1.0f;  // of what is divided
+    float least = 1.0f, most = 1.0f;  // of the dividends
 #pragma unroll
     for (int i = 0; i < kPoolDims; ++i) {
       if constexpr (kRows == 2) all[i] = pool_pair(i);
@@ -178,7 +178,7 @@ struct TokenRange {
   int64_t begin;
   int count;
 };
-// Of the block of threads, or cluster, number `index`.
+// The tokens of block of threads, or cluster, number `index`.
 __device__ __forceinline__ TokenRange token_range(const CompressKvArgs& args, int64_t index) {
   const int64_t begin = index * args.tokens, left = args.p.num_tokens - begin;
   return {begin, static_cast<int>(left < args.tokens ? left : args.tokens)};
@@ -198,8 +198,8 @@ __device__ __forceinline__ float* state_row(const CompressKvArgs& args, const Co
          remainder(position, args.depth) * args.p.state_stride_row;
 }
 
-// Where kRows rows lie from position `first` on, in the call or in the state. Those before the sequence, if
-// `first` is negative, are addresses alone.
+// Where kRows rows lie from position `first` on: in the call or in the state. If `first` is negative, rows
+// before the sequence have addresses that must not be read.
 template <int kRows>
 struct RowAddresses {
   const float* row[kRows];
@@ -223,22 +223,21 @@ struct RowAddresses {
   }
 };
 
-// A whole row of the input or of the state.
+// Prefetches a whole row of the input or of the state.
 __device__ __forceinline__ void prefetch_row(const CompressKvParams& p, const float* row) {
   prefetch_bytes(row, p.width() * static_cast<int>(sizeof(float)));
 }
 
-// Whether the call leaves a token's row in the state, and where: at once, or once the row that it takes the
-// place of has been read.
+// Whether the call leaves a token's row in the state: at once, or once the row that it replaces was read.
 enum class Keep { kNot, kNow, kLate };
 __device__ __forceinline__ Keep keep_of(const CompressKvArgs& args, const CompressRequest& r,
                                         int64_t position, int64_t oldest) {
   if (!r.is_kept(position, args.p.depth)) return Keep::kNot;
   return r.is_late(remainder(position - oldest, args.depth), oldest) ? Keep::kLate : Keep::kNow;
 }
-// The last rows of a request go into the state. Tokens 2^n apart copy one each, so that those of a long
-// request are in different blocks of threads: one block would take as long for all of them as for its own
-// tokens. The position whose row goes into the state at once by the token at position q, or -1.
+// The position whose row the token at position q copies to the state at once, or -1. The last rows of a
+// request go there. Tokens 2^n apart copy one each, so that the rows of a long request are in different
+// blocks of threads. One block would take as long for all of them as for its own tokens.
 __device__ __forceinline__ int64_t kept_position(const CompressKvArgs& args, const CompressRequest& r,
                                                  int64_t q, int64_t oldest) {
   const int64_t depth = args.p.depth, behind = r.end() - 1 - q;
@@ -260,8 +259,8 @@ struct RowCopy {
   const float* from;
   float* to;
 };
-// Vectors `thread`, `thread` + threads, .. of `count`, so many loads at once; copy(i) has `from` null where
-// vector i is not copied.
+// Copies vectors `thread`, `thread` + threads, ... of `count`, kInFlight loads at a time. copy(i) has a null
+// `from` if vector i is not copied.
 template <int kInFlight, class Copy>
 __device__ __forceinline__ void copy_vectors(int count, int thread, int threads, const Copy& copy) {
   for (int first = thread; first < count; first += kInFlight * threads) {
@@ -283,12 +282,12 @@ __device__ __forceinline__ void copy_vectors(int count, int thread, int threads,
 
 // ---- the end ----------------------------------------------------------------------------------------------
 
-// A block of tokens that the call closes: the token that closes it, its position, the slot of its cache row.
+// A block of tokens that the call closes: the token that closes it, its position, and its cache row's slot.
 struct Closing {
   int64_t token, position, slot;
 };
 
-// Runs fn(constant<id>{}) for a layout with 512 dims. Here, not around the kernels: these are written once.
+// Calls fn(constant<id>{}) for a layout with 512 dims. Kernels are compiled once, as this is inside them.
 template <int kId = 0, class Fn>
 __device__ __forceinline__ void with_latent_layout(KvLayoutId id, const Fn& fn) {
   if constexpr (kId < kNumKvLayouts) {
@@ -300,8 +299,8 @@ __device__ __forceinline__ void with_latent_layout(KvLayoutId id, const Fn& fn) 
   }
 }
 
-// From pooled dims to the latent and the cache row, by a warp. What it needs from memory is asked for ahead:
-// the weights at once, the rotation when it is known which row it will be.
+// A warp turns pooled dims into the latent and the cache row. It loads ahead what that needs: weights at
+// once, and the rotation as soon as the row is known.
 struct RowFinish {
   Weights8 weight[kNormPasses];
   float layer_scale = 1.0f;
@@ -325,7 +324,7 @@ struct RowFinish {
     is_rotated = is_stored && pair >= 0;
     if (is_rotated) rotation = load_rotation(p.table, position, pair);
   }
-  // get(pass) gives eight dims of a lane.
+  // get(pass) returns a lane's eight dims of a pass.
   template <class Get>
   __device__ __forceinline__ void finish(const CompressKvParams& p, const Closing& closing,
                                          const Get& get) const {
@@ -362,7 +361,7 @@ struct RowFinish {
   static constexpr int kRotatedPass = kNormPasses - 1;
 };
 
-// From shared memory.
+// A lane's pooled dims in shared memory.
 struct PooledRow {
   const float* dims;
   __device__ __forceinline__ Floats8 operator()(int pass) const {

@@ -1,13 +1,13 @@
 #pragma once
-// Ratio 128 from raw rows: a block of 128 rows is 16 groups of eight, shared by the warps, a lane four dims.
-// What the groups give joins as pairs of neighbours.
+// Ratio 128 from raw rows. The 128 rows of a block are 16 groups of eight, which the warps share, four dims a
+// lane. Results of groups join as pairs of neighbours.
 #include "cuda/compress_kv/blocks.cuh"
 
 namespace mla_fp8::gpu {
 
 inline constexpr int kGroupRows = 8;
 inline constexpr int kWarpDims = kWarpSize * kPoolDims;
-inline constexpr int kRowShares = 8;  // warps that share the rows of a block, for the same dims
+inline constexpr int kRowShares = 8;  // warps that share a block's rows, for the same dims
 template <int kCluster>
 inline constexpr int kPoolThreads = kRowShares * kSliceDims<kCluster> / kWarpDims * kWarpSize;
 inline constexpr int kWarpGroups = kBlockRatio / kGroupRows / kRowShares;
@@ -16,13 +16,13 @@ static_assert(kWarpGroups == 2);
 template <int kCluster>
 struct alignas(16) PoolShared {
   TokensShared tokens;
-  uint32_t kept[kMaskWords];  // bits of tokens that copy a row into the state at once: which, and where to
-  int64_t kept_token[kMaxTokens], kept_offset[kMaxTokens];  // place_of
+  uint32_t kept[kMaskWords];  // bits of tokens that copy a row into the state at once
+  int64_t kept_token[kMaxTokens], kept_offset[kMaxTokens];  // at place_of: from where, and to where
   PooledShared pooled;
-  float part[3][kRowShares][kSliceDims<kCluster>];  // top, sum, value of each warp's rows
+  float part[3][kRowShares][kSliceDims<kCluster>];  // top, sum and value of each warp's rows
 };
 
-// Rows of eight positions from `first` on.
+// Loads the rows of eight positions from `first` on.
 __device__ __forceinline__ PoolRows<kGroupRows> load_group(const CompressKvArgs& args,
                                                            const CompressRequest& r, int64_t first, int d) {
   const CompressKvParams& p = args.p;
@@ -52,7 +52,7 @@ __device__ __forceinline__ PooledDims pool_group(const PoolRows<kGroupRows>& row
   return out;
 }
 
-// The slice of the block that ends at `close`: its dims to the first block of threads.
+// Pools a slice of the block that ends at `close`, and puts its dims into the first block of threads.
 template <int kCluster>
 __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const CompressRequest& r,
                                            int64_t close, int slice, PoolShared<kCluster>& shared) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void pool_slice(const CompressKvArgs& args, const Com
   __syncthreads();  // before `part` is written again
 }
 
-// Whose the tokens are, what they close, and which rows they leave in the state.
+// Lists whose the tokens are, what they close, and which rows they leave in the state.
 template <int kCluster>
 __device__ __forceinline__ void list_pools(const CompressKvArgs& args, const TokenRange& tokens,
                                            PoolShared<kCluster>& shared) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void list_pools(const CompressKvArgs& args, const Tok
   shared.kept_offset[at] = state_row(args, r, kept) - p.state;
 }
 
-// Where vector i of a slice of rows lies: which row, and where in it.
+// Where vector i of a slice of rows lies: its row, and where in that.
 template <int kCluster>
 struct SliceVector {
   static constexpr int kVectors = kSliceVectors<kCluster>;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kPoolThreads<kCluster>, kCluster > 1 ? 1 : 2)
   const int rank = Cluster<kCluster>::rank();
   TokensShared& list = shared.tokens;
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
-  // The row of a single token is on its way while its request is found.
+  // The row of a single token is loaded while its request is found.
   const bool is_single = args.tokens == 1;
   const int thread = threadIdx.x;
   constexpr int kVectors = kSliceVectors<kCluster>;
@@ -188,13 +188,13 @@ __global__ void __launch_bounds__(kPoolThreads<kCluster>, kCluster > 1 ? 1 : 2)
     const Closing closing = list.closing[token];
     if (kCluster == 1 && thread < kBlockRatio)
       prefetch_row(p, RowAddresses<1>(args, r, closing.position + 1 - kBlockRatio + thread).row[0]);
-    Cluster<kCluster>::sync();  // all run; the first has read `pooled`
+    Cluster<kCluster>::sync();  // all blocks run, and the first has read `pooled`
     for_slices([&](int slice) { pool_slice<kCluster>(args, r, closing.position, slice, shared); });
     Cluster<kCluster>::sync();
     if (rank == 0 && thread < kWarpSize) finish_row(args, closing, shared.pooled.dims);
     const int64_t oldest = r.oldest(kBlockRatio);
     if (closing.position != r.first_close(kBlockRatio) || r.end() - oldest <= p.depth) return;
-    for_slices([&](int slice) {  // rows that take the place of those that this has read
+    for_slices([&](int slice) {  // rows that replace those that this closing has read
       copy_slice<kCluster>(slice, static_cast<int>(r.start - oldest),
                            [&](const SliceVector<kCluster>& v) -> RowCopy {
                              const int64_t now = late_position(args, r, oldest + v.row);

@@ -1,6 +1,6 @@
 #pragma once
-// Ratios 1, 2 and 4. Ratio 1: a warp per token. Else a block of threads takes a token of a small call, or up
-// to 16; of what they close it pools four blocks of tokens, a thread four dims, and each warp finishes a row.
+// Ratios 1, 2 and 4. Ratio 1: a warp takes a token. Otherwise a block of threads takes one token of a small
+// call, or up to 16. It pools four closings at a time, four dims a thread, and each warp finishes a row.
 #include "cuda/compress_kv/pool.cuh"
 #include "cuda/device/launch.cuh"
 #if MLA_FP8_PTX
@@ -9,23 +9,23 @@
 
 namespace mla_fp8::gpu {
 
-inline constexpr int kRowWarps = 4;  // of a block of threads
+inline constexpr int kRowWarps = 4;  // warps of a block of threads
 inline constexpr int kRowThreads = kRowWarps * kWarpSize;
 static_assert(kRowThreads * kPoolDims == kHeadDimV);
 inline constexpr int kMaxRowTokens = 16;
-// Registers leave as many: a thread holds four dims of a window of 8 rows, or of two windows of 2.
+// Registers leave so many: a thread holds four dims of a window of 8 rows, or of two windows of 2.
 template <int kRatio>
 inline constexpr int kRowBlocksPerSm = kRatio == 4 ? 4 : 8;
 
-// As many as an H200 runs at once.
+// Tokens of a block of threads, so that an H200 runs all blocks at once.
 template <int kRatio>
 inline int64_t tokens_of_row_block(int64_t num_tokens) {
   const int64_t tokens = ceil_div(num_tokens, int64_t{132} * kRowBlocksPerSm<kRatio>);
   return tokens < kMaxRowTokens ? tokens : kMaxRowTokens;
 }
 
-// What a block of threads knows of its tokens. The second closing of a request is in the list of who has its
-// first, if it reaches into the state too.
+// The tokens of a block of threads, and the blocks of tokens that they close. A request's second closing is
+// in the list of the block that has its first, if it reaches into the state too.
 template <int kRatio>
 struct alignas(16) RowShared {
   CompressRequest request[kMaxRowTokens];
@@ -33,13 +33,13 @@ struct alignas(16) RowShared {
   alignas(16) const float* row[2 * kMaxRowTokens][CompressKvParams::window_of(kRatio)];
   int64_t kept_token[kMaxRowTokens], kept_offset[kMaxRowTokens];  // rows that go into the state at once
   Closing closing[2 * kMaxRowTokens];
-  int8_t owner[2 * kMaxRowTokens];   // the closing's token among those here
-  bool is_first[2 * kMaxRowTokens];  // of its request
+  int8_t owner[2 * kMaxRowTokens];   // the closing's token, among those here
+  bool is_first[2 * kMaxRowTokens];  // the first of its request
   int num_closings, num_kept;
   alignas(16) float pooled[kRowWarps][kHeadDimV];
 };
 
-// What the tokens close, by the first warp: a lane per token.
+// Lists the closings of the tokens. The first warp does, a lane a token.
 template <int kRatio>
 __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const TokenRange& tokens,
                                               RowShared<kRatio>& shared) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void list_closings(const CompressKvArgs& args, const 
   if (lane == kWarpSize - 1) shared.num_closings = last;
 }
 
-// Which rows go into the state at once, by another warp at the same time.
+// Lists the rows that go into the state at once. Another warp does, at the same time.
 template <int kRatio>
 __device__ __forceinline__ void list_kept(const CompressKvArgs& args, const TokenRange& tokens,
                                           RowShared<kRatio>& shared) {
@@ -102,12 +102,12 @@ __device__ __forceinline__ void list_kept(const CompressKvArgs& args, const Toke
   if (lane == 0) shared.num_kept = __popc(keeping);
 }
 
-// The window of a closing: a thread four dims.
+// The window of a closing, four dims a thread.
 template <int kRatio>
 struct ClosingRows {
   static constexpr int kWindow = CompressKvParams::window_of(kRatio);
   static constexpr bool kOverlaps = kWindow > kRatio;
-  static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // of a row: where scores begin
+  static constexpr int kHalf = kOverlaps ? 2 * kHeadDimV : kHeadDimV;  // where a row's scores begin
   PoolRows<kWindow> rows;
   bool has_previous;
 
@@ -122,7 +122,7 @@ struct ClosingRows {
     }
   }
   __device__ __forceinline__ void pool(const float* ape, float (&pooled)[kHeadDimV]) {
-    if (kOverlaps && ape != nullptr) {  // row j is that of position j % ratio, as the window ends a block
+    if (kOverlaps && ape != nullptr) {  // row j has position j modulo ratio, as the window ends a block
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) rows.add_bias(j, ape + j % kRatio * kHalf + first_dim(j));
     }
@@ -135,18 +135,18 @@ struct ClosingRows {
   }
 };
 
-// Ratio 2: two closings are pooled at once, and half of the warps finish their rows while the others go on to
-// pool. So less is left when the last rows have come, and memory has nothing to do.
+// Ratio 2 pools two closings at once; then half of the warps finish their rows, and the others pool on. So
+// less is left to do when the last rows have come, while memory is idle.
 template <int kRatio>
 inline constexpr int kTurns = kRatio == 2 ? 2 : 1;
 template <int kRatio>
 inline constexpr int kTurnWarps = kRowWarps / kTurns<kRatio>;
-// Until all warps have pooled; those in whose turn it is not do not wait.
+// Waits until all warps have pooled. Warps whose turn it is not arrive without waiting.
 template <int kRatio>
 __device__ __forceinline__ void wait_for_pooled([[maybe_unused]] int turn, [[maybe_unused]] bool is_ours) {
 #if MLA_FP8_PTX
   if constexpr (kTurns<kRatio> > 1) {
-    const auto join = [&](int barrier) {  // a number in the code: one in a register takes all 16 barriers
+    const auto join = [&](int barrier) {  // a constant: a number in a register takes all 16 barriers
       if (is_ours) named_barrier(barrier, kRowThreads);
       else named_barrier_arrive(barrier, kRowThreads);
     };
@@ -161,7 +161,7 @@ __device__ __forceinline__ void wait_for_pooled([[maybe_unused]] int turn, [[may
 template <int kRatio>
 inline constexpr int kRowVectors = kHeadDimV * (kRatio == 4 ? 4 : 2) / 4;
 
-// Rows that go into the state at once.
+// Copies the rows that go into the state at once.
 template <int kRatio>
 __device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowShared<kRatio>& shared,
                                           int thread, int threads) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void copy_kept(const CompressKvArgs& args, const RowS
   });
 }
 
-// Rows that take the place of those that a first closing of the block's has read.
+// Copies the rows that replace those that a first closing of this block has read.
 template <int kRatio>
 __device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowShared<kRatio>& shared,
                                           int thread, int threads) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void copy_late(const CompressKvArgs& args, const RowS
     if (!shared.is_first[i]) continue;
     const CompressRequest r = shared.request[shared.owner[i]];
     const int64_t oldest = r.oldest(kRatio);
-    if (r.end() - oldest <= p.depth) continue;  // every row of the state is still that of one token
+    if (r.end() - oldest <= p.depth) continue;  // each row of the state is still that of one token
     copy_vectors<8>(static_cast<int>(r.start - oldest) * kRowVectors<kRatio>, thread, threads,
                     [&](int v) -> RowCopy {
                       const int64_t now = late_position(args, r, oldest + v / kRowVectors<kRatio>);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
   MLA_SHARED(RowShared<kRatio>, shared);
   const TokenRange tokens = token_range(args, blockIdx.x);
   const int thread = threadIdx.x, warp = thread / kWarpSize;
-  // The row of a single token is on its way while its request is found.
+  // The row of a single token is loaded while its request is found.
   const bool is_single = args.tokens == 1;
   Words<4> single[kVectors];
   const float* const input = static_cast<const float*>(p.kv_score) + tokens.begin * p.kv_score_stride_token;
@@ -245,14 +245,14 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm<kRatio>)
       wait_for_pooled<kRatio>(turn, is_ours);
       if (finishes) row.finish(p, closing, PooledRow{shared.pooled[warp]});
     }
-    __syncthreads();  // before `pooled` is written again, and rows of the state that were read
+    __syncthreads();  // before `pooled`, and rows of the state that were read, are written again
   }
 
   if (!is_single) copy_kept<kRatio>(args, shared, thread, kRowThreads);
   copy_late<kRatio>(args, shared, thread, kRowThreads);
 }
 
-// What a lane has of a token's row: eight floats a pass, or eight bf16 in the first words.
+// A lane's part of a token's row: eight floats a pass, or eight bf16 in the first words.
 struct TokenRow {
   Words<4> words[kNormPasses][2];
   bool is_bf16;
@@ -263,7 +263,7 @@ struct TokenRow {
                        (token * p.kv_score_stride_token + threadIdx.x % kWarpSize * kChunk) * itemsize;
 #pragma unroll
     for (int pass = 0; pass < kNormPasses; ++pass, from += kPassDim * itemsize) {
-      words[pass][0] = *reinterpret_cast<const Words<4>*>(from);  // L1 keeps a sector for its other half
+      words[pass][0] = *reinterpret_cast<const Words<4>*>(from);  // the L1 keeps a sector for its other half
       words[pass][1] = p.is_bf16 ? Words<4>{} : *reinterpret_cast<const Words<4>*>(from + 16);
     }
   }
@@ -276,7 +276,7 @@ struct TokenRow {
   }
 };
 
-// Ratio 1: every token is a row.
+// Ratio 1: each token is a row.
 __global__ void __launch_bounds__(kRowThreads, 8)
     compress_tokens_kernel(const __grid_constant__ CompressKvArgs args) {
   const CompressKvParams& p = args.p;
