@@ -1,6 +1,6 @@
 #pragma once
-// Which ops each library implements, and their C++ entry points (ops/*.cpp). Arguments are those of the
-// schemas. An op writes a tensor that it takes by value, and only reads one that it takes by reference.
+// Lists the ops of each library, and declares their C++ entry points (ops/*.cpp) with the schemas' arguments.
+// An op writes a tensor that it takes by value, and only reads one that it takes by reference.
 #include <string>
 #include <tuple>
 #include <vector>

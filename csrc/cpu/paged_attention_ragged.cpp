@@ -1,10 +1,10 @@
 // paged_attention_ragged on the CPU: decode attention over the pages of each request. FP8 is read as it is.
 //
 // A unit of work is a query token, a KV head, up to kRaggedHeadTile of the query heads that share it, and a
-// split of the request's keys. It takes the keys that the token sees in order, sixteen at a time: stages K
-// and V as float, computes scores with keys in the lanes, an online softmax, and accumulates. All arithmetic
-// is float32. Its order depends on the request and the number of splits alone, and splits are merged in
-// order. Buffers have a fixed size.
+// split of the request's keys. It takes the keys that the token sees in order, sixteen at a time: it stages K
+// and V as float, computes scores (a key a lane) and an online softmax, and accumulates. All arithmetic is
+// float32. Its order depends on the request and the number of splits alone, and splits are merged in order.
+// Buffers have a fixed size.
 //
 // Bound: FMAs, from about four query heads a KV head on; below that the conversion to float.
 #include "cpu/decode.h"

@@ -1,5 +1,5 @@
 // build_swa_token_ids on CUDA: one thread an id. Each block sums requests' lengths up to its own ids itself,
-// a tile of requests at a time: so one launch is enough, and shared memory does not grow with the batch.
+// a tile of requests at a time. So one launch is enough, and shared memory does not grow with the batch.
 // Bound by the latency of two dependent table loads.
 
 #include "ops/build_swa_token_ids.h"

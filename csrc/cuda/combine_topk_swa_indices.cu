@@ -150,9 +150,9 @@ struct Entries {
   }
 };
 
-// A tile, a block's rows, tells later tiles how far it is, in the word of out_indptr behind its last row:
-// kNothing; then ~(the entries of its rows); then the final value, the entries of all rows up to its last.
-// A word alone needs no order of accesses. out_indptr[0] counts the tiles that have begun, until all have.
+// A tile (a block's rows) tells later tiles how far it is, in the word of out_indptr behind its last row. The
+// word is kNothing, then ~(the entries of its rows), then its final value, the entries of all rows so far. A
+// word alone needs no order of accesses. out_indptr[0] counts the tiles that have begun, until all have.
 constexpr int32_t kNothing = INT32_MIN;
 
 __device__ __forceinline__ volatile int32_t* tile_state(const CombineRaggedArgs& args, int64_t tile) {

@@ -24,8 +24,8 @@ struct ClearArgs {
   uint8_t* begin;
   int64_t pieces;  // sixteen bytes each
 };
-// Whether each draft is a unit of one row. Then all consumers of a CTA choose for it, not half of them; but
-// keys are read again, from the L2. That pays for short contexts (by width of tables), and up to six rows.
+// Whether each draft is a unit of one row: all consumers of a CTA then choose for it, not half of them, but
+// keys are read again, from the L2. It pays for short contexts (by width of tables), and up to six rows.
 bool are_rows_alone(const IndexRows& rows, int num_heads, bool is_fp4) {
   constexpr int64_t kMostRows = 6, kMostTiles = 80, kMostRowTiles = 2304;
   if (rows.k_start || rows.query_start_loc || num_heads <= 32 || is_fp4) return false;

@@ -172,7 +172,7 @@ struct HeadChunks {
   }
 };
 
-// Which chunk a lane of the row's warp `number` is at.
+// The chunk at which a lane of the row's warp `number` is.
 struct HeadWalk {
   int index, end, head, chunk;
 

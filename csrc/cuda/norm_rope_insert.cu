@@ -1,5 +1,5 @@
 // k_norm_rope_insert and qk_norm_rope_insert on CUDA, one launch. The first warps take a latent each
-// (insert_latent.cuh). Of the others, a warp takes heads of a token if heads are normed, else chunks of eight
+// (insert_latent.cuh). Each other warp takes heads of a token if heads are normed, else chunks of eight
 // elements a lane, wherever in the heads they lie. HBM-bound: q read and written, latents, rows.
 
 #include "ops/norm_rope_insert.h"

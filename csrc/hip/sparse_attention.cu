@@ -26,8 +26,8 @@
 // Not an anonymous namespace: kernels are found by name, so types of template arguments need names.
 namespace mla_fp8::gpu::cdna {
 
-// Which query, heads and part of the keys a block has. Blocks go round the 8 dies of an MI300, which have an
-// L2 each. Blocks that read the same keys are neighbours on one die.
+// The query, heads and part of the keys that a block has. Blocks go round the 8 dies of an MI300, which have
+// an L2 each. Blocks that read the same keys are neighbours on one die.
 struct Work {
   int64_t token;
   int split, first_head;

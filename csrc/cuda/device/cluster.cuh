@@ -94,8 +94,8 @@ __device__ inline void store_cluster_float(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
-// Arrives at a barrier anywhere in the cluster, after reads. With a scope of the cluster, which writes would
-// need, each arrival would take a fence of the GPU.
+// Arrives at a barrier anywhere in the cluster, after reads. The scope is the block: the cluster's, which
+// writes would need, would take a fence of the GPU for each arrival.
 __device__ inline void mbarrier_arrive_cluster_warp(uint32_t bar, int lane) {
   __syncwarp();
   if (kWarpArrivals > 1 || lane == 0)

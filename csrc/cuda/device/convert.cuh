@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t pack(float2 values) {
 __device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 
-// The same as pack; AMD's form below is quicker.
+// pack for softmax weights; AMD's form below is quicker.
 template <Dtype kDtype>
 __device__ __forceinline__ uint32_t pack_weights(float2 values) {
   return pack<kDtype>(values);

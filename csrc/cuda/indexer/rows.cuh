@@ -39,7 +39,7 @@ struct KeyPlace {
   int64_t page, row;  // page -1: the key is absent
   uint32_t members;
 };
-// Which rows of the unit have the blocks of a list's element: bit i for row i.
+// The rows of the unit that have the block of a list's element: bit i for row i.
 __device__ __forceinline__ uint32_t unit_members(const IndexList& list, const IndexUnit& unit,
                                                  int32_t element) {
   return list.members(element) >> unit.in_list & ((1u << unit.num_rows) - 1);

@@ -90,8 +90,8 @@ __device__ __forceinline__ KthBin kth_of_row(const Team& team, const IndexRowBin
   return s.kth;
 }
 
-// Answers a row with few keys in the k-th's bin. A bin is the upper bits of a key, from bit `shift` on. What
-// is chosen becomes a bitmap in `words`, one bit for each key of the calling CTA.
+// Answers a row with few keys in the k-th's bin. A bin is the upper bits of a key, from bit `shift` on. A
+// bitmap in `words` has a bit for each key of the calling CTA: whether it is chosen.
 template <class Team>
 __device__ __forceinline__ void mark_and_emit(const MergeArgs& merge_args, const IndexAnswer& row,
                                               const Team& team, const FarKeys& keys, const KthBin& kth,

@@ -1,6 +1,7 @@
 #pragma once
-// The scan of index_topk on Hopper. Logits of the share's tiles become order keys, a word for each column
-// that a row may see. No warp compares them while it scores. What becomes of them (words: rows.cuh):
+// The scan of index_topk on Hopper. It turns logits of the share's tiles into order keys, a word for each
+// column that a row may see, and compares none while it scores. Keys have one of three ways (words:
+// rows.cuh):
 //
 //   kept        the workspace has room for the keys of all tiles; they go there, and the merge chooses
 //   gathered    kept, few units, none longer than a chunk: the last CTA of a unit to write its keys reads all
@@ -27,7 +28,7 @@ class Scan : ScanUnits {
  public:
   static constexpr int kUnitRows = kRows * kShares;
   static constexpr bool kMayKeep = kKeeping != Keeping::kNever, kCounts = kKeeping == Keeping::kCounted;
-  // Fewer rounds than this are scored as single items if keys are kept: it pays to fetch one code alone.
+  // If keys are kept, fewer rounds than this are scored as single items: fetching one code alone is quicker.
   static constexpr int kRoundsOfMany = 16;
 
   __device__ __forceinline__ explicit Scan(const ScanArgs& args)
@@ -97,7 +98,7 @@ class Scan : ScanUnits {
           s_.threshold[threadIdx.x] = 1;
         }
       }
-      prepare_next(i);  // after the loads of queries, which are waited for first
+      prepare_next(i);  // after the loads of queries, which are needed first
       if (has_work && is_short) args_.answer_all(unit, RowTeam(s_, 1));
       if (has_work && !is_short) {
         consumers_sync();
@@ -119,8 +120,8 @@ class Scan : ScanUnits {
   }
 
   // Scores `tiles` tiles from `column` on: put(pair, key, more, order key), where key + more is the number of
-  // the key from the warpgroup's first one. Full rounds are unrolled, code apart from single items that has
-  // to be fetched: a run of them has at least `least_rounds`.
+  // the key from the warpgroup's first one. Rounds (next_round) are code of their own, which has to be
+  // fetched: they are used if at least `least_rounds` follow each other.
   template <bool kHasRounds, class TileMath, class Put>
   __device__ __forceinline__ void score(TileMath& math, const IndexUnit& unit, const ScanWork& work,
                                         int32_t column, int tiles, int least_rounds, const Put& put) const {

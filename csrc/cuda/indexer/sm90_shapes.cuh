@@ -1,5 +1,5 @@
 #pragma once
-// Which kernel a call of index_topk or index_logits takes on Hopper, and whether its keys come as boxes.
+// Chooses the kernel for a call of index_topk or index_logits on Hopper, and whether its keys come as boxes.
 #include <algorithm>
 
 #include "cuda/indexer/sm90.h"

@@ -1,5 +1,5 @@
 #pragma once
-// Which rows and keys a block works on, where they lie, and how they are loaded.
+// Finds the rows and keys of a block, and loads keys into shared memory and queries into registers.
 #include "cuda/device/global.cuh"
 #include "cuda/paged_attention_ragged/config.cuh"
 

@@ -26,8 +26,8 @@ struct Columns {
   }
 };
 
-// Adds the keys from `first` on, which not every row of the block sees, one by one: a matrix product would
-// multiply a NaN of a key that a row does not see by 0. Afterwards these keys are zeros in s.
+// Adds the keys from `first` on, which not every row of the block sees, one by one. A matrix product would
+// multiply unseen keys by 0, and a NaN stays one. Afterwards these keys are zeros in s.
 template <class Cache, Dtype kDtype>
 __device__ void take_last_keys(Shared<Cache>& s, const Rows& rows,
                                Accumulators (&acc)[Columns<Cache>::kTiles], int64_t position, int64_t first,
