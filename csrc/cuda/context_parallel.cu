@@ -1,8 +1,8 @@
-// What ranks exchange around attention: the queries of all heads before it, partial results behind it. A CTA
-// stores its part into every rank's memory, raises its flag there, and waits for the CTA of its number of
-// every other rank. All of its stores and flags come before its first wait, and the grid is no larger than
-// what runs at once: whatever the order in which CTAs begin, each flag that is waited for will be raised.
-// Bound by the latency of a flag, from 128 tokens on by the links.
+// Exchanges tensors between ranks: queries of all heads before attention, partial results after it. A CTA
+// stores its part into every rank's memory, raises its flag there, and waits for the same CTA of each rank.
+// No wait hangs: a CTA stores all and raises all flags before its first wait, and the grid is no larger than
+// what runs at once. So each flag that is waited for is raised, in whatever order CTAs begin. Bound: the
+// latency of a flag; from 128 tokens on the links.
 
 #include "ops/context_parallel.h"
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return value;
 }
 
-// One call, as a CTA sees it: begin, stores, raise, wait, reads, end. Calls of a kind have their own flags.
-// They are numbered by what the last one left in memory, so a graph may be replayed.
+// A call, as a CTA sees it: begin, stores, raise, wait, reads, end. Each kind of call has flags of its own. A
+// call takes its number from what the last one left in memory, so a graph may be replayed.
 class PeerCall {
  public:
   __device__ __forceinline__ explicit PeerCall(const PeerMemory& memory)
@@ -44,7 +44,7 @@ class PeerCall {
   __device__ __forceinline__ T* of_rank(T* own, int rank) const {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(own) + memory_.offsets[rank]);
   }
-  // The i-th rank behind this one: all begin with another.
+  // The i-th rank behind this one. Each rank thus begins with another one.
   __device__ __forceinline__ int rank_behind(int i) const {
     const int rank = memory_.rank + i;
     return rank < memory_.world_size ? rank : rank - memory_.world_size;
@@ -61,7 +61,7 @@ class PeerCall {
     }
     __syncthreads();
   }
-  // All CTAs have read the number of the call when the last one writes it.
+  // The last CTA to come writes the call's number; all have read the last call's by then.
   __device__ __forceinline__ void end() const {
     if (threadIdx.x == 0 && atomicAdd(&memory_.calls[1], 1u) == gridDim.x - 1) {
       memory_.calls[1] = 0;
@@ -85,7 +85,7 @@ class PeerCall {
 
 struct GatherQueriesArgs {
   GatherQueriesParams p;
-  Divider pieces, num_heads;  // of 16 bytes of a head
+  Divider pieces, num_heads;  // pieces: of 16 bytes, in a head
 };
 
 __global__ void __launch_bounds__(kExchangeThreads)
@@ -116,13 +116,13 @@ struct ExchangeStatesArgs {
 
 namespace {
 
-// The partial results of a token and one of this rank's heads, its own among them.
+// The partial results of a token and one of this rank's heads, from all ranks.
 struct StatesOfRanks {
   const ExchangeStatesParams& p;
-  int64_t own, own_lse;  // where they are in out and lse
-  const uint16_t* outs;  // from rank 0
+  int64_t own, own_lse;  // where this rank's own are in out and lse
+  const uint16_t* outs;  // from rank 0 on
   const float* lses;
-  int64_t pitch;  // heads from a rank to the next
+  int64_t pitch;  // heads between a rank's results and the next rank's
   int count;
   float attn_sink, log_base;
 
@@ -134,7 +134,7 @@ struct StatesOfRanks {
   }
 };
 
-// The heads of another rank: a warp stores a row, unless no key was attended to.
+// Sends results to the ranks that own the heads. A warp stores a row, unless no key was attended to.
 __device__ __forceinline__ void send_states(const ExchangeStatesParams& p, const PeerCall& call,
                                             int64_t token, int64_t head, int64_t to) {
   constexpr int kPiece = 8, kPass = kPiece * kWarpSize, kPasses = 2, kRanksAtOnce = 4;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
   const PeerCall call(p.memory);
   const int world_size = p.memory.world_size, rank = p.memory.rank;
   const int64_t rows = p.num_tokens * p.num_heads, pitch = p.max_tokens * p.num_heads;
-  // A rank that is one call ahead stores while this one may still read.
+  // Calls alternate between halves: a rank one call ahead stores while this rank may still read.
   const int64_t half = (call.number() & 1) * world_size * pitch;
   const int64_t first = int64_t{threadIdx.x / kWarpSize} * gridDim.x + blockIdx.x;
   const int64_t step = int64_t{gridDim.x} * kExchangeWarps;
@@ -221,7 +221,7 @@ void gather_queries(const GatherQueriesParams& p, gpuStream_t stream) {
 }
 
 void exchange_states(const ExchangeStatesParams& p, gpuStream_t stream) {
-  constexpr int64_t kRows = 4;  // of a CTA, where there are few
+  constexpr int64_t kRows = 4;  // of a CTA, if there are few
   const int64_t wanted = ceil_div<int64_t>(p.num_tokens * p.num_heads, kRows);
   launch(exchange_states_kernel,
          {.grid = std::min(wanted, p.memory.num_ctas), .block = kExchangeThreads, .stream = stream},

@@ -1,7 +1,6 @@
 #pragma once
 // The scan of index_topk on Hopper. It turns logits of the share's tiles into order keys, a word for each
-// column that a row may see, and compares none while it scores. Keys have one of three ways (words:
-// rows.cuh):
+// column that a row may see, and compares none while it scores. Keys are (words: rows.cuh)
 //
 //   kept        the workspace has room for the keys of all tiles; they go there, and the merge chooses
 //   gathered    kept, few units, none longer than a chunk: the last CTA of a unit to write its keys reads all
