@@ -6,11 +6,11 @@
 
 namespace mla_fp8 {
 
-// The SWA-cache slots of the tokens that a chunk's windows reach, all requests in a row:
+// Finds the sliding-window cache's slots for tokens that a chunk's windows reach, request after request:
 //   gather_len = clamp(min(seq_len, extend_len + window_size - 1), >= 0),  first_pos = seq_len - gather_len
 //   ids[offsets[r] + j] = full_to_swa[req_to_token[req_pool_indices[r], first_pos + j]]
-// -1 where a table does not hold the entry (negative, or past int32), and from offsets[num_requests] to the
-// capacity. Ids past the capacity are dropped; offsets saturate at INT32_MAX.
+// An id is -1 where a table lacks the entry (negative, or past int32), and from offsets[num_requests] to the
+// capacity. Ids past the capacity are dropped. Offsets saturate at INT32_MAX.
 struct BuildSwaTokenIdsParams {
   int64_t num_requests, window_size, capacity;
   const int32_t *seq_lens, *extend_seq_lens;  // [num_requests]

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kWidthAlignment = 128;
 
-// Everything but the outputs.
+// Checks everything but the outputs.
 CombineTopkSwaIndicesParams checked_inputs(const Check& check, MLA_COMBINE_ARGUMENTS) {
   check.at_least(window_size, "window_size", 0);
   check.at_least(compress_ratio, "compress_ratio", 1);

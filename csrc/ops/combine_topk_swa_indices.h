@@ -6,8 +6,8 @@
 
 namespace mla_fp8 {
 
-// Row t of the output: the token's topk entries rebased by compressed_base, its window behind them, -1 to the
-// width. A position outside [0, seq_len) or a token past the last request gives -1 everywhere, length 0.
+// Row t of the output is the token's topk entries rebased by compressed_base, then its window, then -1 to the
+// width. A position outside [0, seq_len), or a token past the last request, gives -1 everywhere and length 0.
 struct CombineTopkSwaIndicesParams {
   int64_t num_tokens, num_requests;
   int64_t topk, window_size, compress_ratio, width;  // width = align_up(topk + window_size, 128)
@@ -22,21 +22,21 @@ struct CombineTopkSwaIndicesParams {
   int32_t* out_lens;  // [num_tokens]
 };
 
-// The same rows as CSR with the holes (-1) compacted left: row t is indices[indptr[t] .. indptr[t + 1]);
-// -1 from indptr[num_tokens] to the capacity. Here out_indices is flat.
+// The rows as CSR, without holes (-1): row t is indices[indptr[t] .. indptr[t + 1]), and there is -1 from
+// indptr[num_tokens] to the capacity. out_indices is flat here.
 struct CombineTopkSwaIndicesRaggedParams {
   CombineTopkSwaIndicesParams rows;  // out_indices [capacity], out_lens unused
   int64_t capacity;                  // num_tokens * (topk + window_size), fits int32
   int32_t* out_indptr;               // [num_tokens + 1]
 };
 
-// One output row, its arithmetic done: what is left per column needs 32 bits only.
+// An output row with its arithmetic done: each column needs 32 bits only.
 struct TopkSwaRow {
   int32_t length;                    // columns that count
-  int32_t num_topk;                  // columns [0, num_topk) hold the topk entries
+  int32_t num_topk;                  // columns [0, num_topk) have the topk entries
   int32_t min_entry, max_entry;      // entries outside are holes
-  int32_t compressed_base;           // added to the others
-  int32_t window_begin, window_end;  // columns [window_begin, window_end) hold swa_row + column
+  int32_t compressed_base;           // added to other entries
+  int32_t window_begin, window_end;  // columns [window_begin, window_end) have swa_row + column
   int32_t swa_row;
 
   MLA_HD bool keeps(int32_t entry) const { return (entry >= min_entry) & (entry <= max_entry); }
@@ -50,7 +50,7 @@ struct TopkSwaRow {
   }
 };
 
-// What a row depends on of its request; one without queries by default.
+// All that a row needs of its request. By default it is a request without queries.
 struct TopkSwaRequest {
   int32_t query_origin = 0, query_end = 0;  // query_start_loc[0], query_start_loc[request + 1]
   int32_t seq_len, gather_len, compressed_base, swa_base;
@@ -69,8 +69,8 @@ MLA_HD TopkSwaRequest topk_swa_request(const CombineTopkSwaIndicesParams& p, int
   };
 }
 
-// Row `token`, if `request` is the last one that starts at or before it. `per_entry(n)` is n /
-// compress_ratio. On a GPU a row waits for this: 32 bits wherever they are enough.
+// Row `token`, if `request` is the last one that begins at or before it. per_entry(n) is n / compress_ratio.
+// Numbers have 32 bits where that is enough: a row on a GPU waits for this.
 template <class PerEntry>
 MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token,
                                const TopkSwaRequest& request, const PerEntry& per_entry) {
@@ -89,7 +89,7 @@ MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t tok
   const int64_t max_entry = min(min(kMaxRow, kMaxRow - base), request.compressed_len - 1);
   const bool none = min_entry > max_entry;
 
-  // The gathered tokens are [first_gathered, seq_len): nothing outside of them is ever referred to.
+  // The gathered tokens are [first_gathered, seq_len). No index refers to others.
   const int32_t first_gathered = request.seq_len - max(request.gather_len, 0);
   const int32_t start = max(max(pos - static_cast<int32_t>(p.window_size) + 1, first_gathered), 0);
   const int32_t num_window = max(pos - start + 1, 0);
@@ -108,7 +108,7 @@ MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t tok
   };
 }
 
-// The same, its request found first.
+// Row `token`, after a search for its request.
 MLA_HD TopkSwaRow topk_swa_row(const CombineTopkSwaIndicesParams& p, int64_t token) {
   const int64_t request = find_request(p.query_start_loc, p.num_requests, token);
   if (request < 0) return {};

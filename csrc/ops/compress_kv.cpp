@@ -1,4 +1,4 @@
-// compress_kv: the checks of the compressor.
+// compress_kv: checks of its arguments.
 #include "ops/compress_kv.h"
 
 #include "ops/rope_checks.h"
@@ -7,7 +7,7 @@
 namespace mla_fp8 {
 namespace {
 
-// The state, which the op reads and writes; ratio 1 has none.
+// Checks the state, which the op reads and writes; ratio 1 has none.
 void check_state(const Check& check, const OptionalTensor& state, const Tensor& state_slots,
                  const Tensor& like, int64_t num_requests, CompressKvParams& params) {
   const Arg slots = check(state_slots, "state_slots");

@@ -1,5 +1,5 @@
 #pragma once
-// What ranks of one host tell each other around attention, through memory that each maps of all others.
+// The exchange between ranks of one host around attention, through memory that each maps of all others.
 #include <cstdint>
 
 #include "common/macros.h"
@@ -10,22 +10,21 @@ namespace mla_fp8 {
 struct PeerMemory {
   static constexpr int kMaxRanks = 16;
   int world_size, rank;
-  int64_t
-      offsets[kMaxRanks];  // bytes from an address in this rank's memory to the same place in each other's
-  // CTA i of a call raises flags[rank][i] of every rank to the number of the call once its stores are there.
+  int64_t offsets[kMaxRanks];  // bytes from an address in this rank's memory to the same place in each rank's
+  // CTA i of a call sets flags[rank][i] of every rank to the call's number when its stores are there.
   uint32_t* flags;  // [world_size, num_ctas]
   int64_t num_ctas;
-  // Of this rank alone: the number of the last call, and how many CTAs of the running one have ended.
+  // For this rank alone: the number of the last call, and how many CTAs of the running call have ended.
   uint32_t* calls;
   int64_t time_limit;  // nanoseconds
 };
 
 struct GatherQueriesParams {
   PeerMemory memory;
-  int64_t num_tokens, num_heads, head_dim;  // of a rank; bf16
+  int64_t num_tokens, num_heads, head_dim;  // heads of a rank; bf16
   const uint16_t* q;
   int64_t q_stride_token, q_stride_head;
-  uint16_t* queries;  // [max_tokens, world_size * num_heads, head_dim], in the memory of all
+  uint16_t* queries;  // [max_tokens, world_size * num_heads, head_dim], one in each rank's memory
 };
 
 struct ExchangeStatesParams {
@@ -36,7 +35,7 @@ struct ExchangeStatesParams {
   const float* lse;  // [num_tokens, world_size * num_heads] contiguous
   const float* attn_sink;
   float log_base;
-  uint16_t* outs;  // [2, world_size, max_tokens, num_heads, head_dim], in the memory of all
+  uint16_t* outs;  // [2, world_size, max_tokens, num_heads, head_dim], one in each rank's memory
   float* lses;     // [2, world_size, max_tokens, num_heads]
   uint16_t* merged;
   int64_t merged_stride_token, merged_stride_head;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMaxCopyBlocks = 1 << 16;
 
-// Where a kernel finds the memory of a cache: that of the host has to be pinned.
+// The address by which a kernel reaches a cache. The host's memory has to be pinned.
 uint8_t* reachable(const Arg& cache, const Tensor& t, const Tensor& rows, const char* rows_name,
                    [[maybe_unused]] bool is_host) {
 #if MLA_FP8_WITH_CUDA && !MLA_FP8_EMULATED
@@ -63,7 +63,7 @@ struct ListEnds {
   const OptionalTensor &counts, &num_valid_rows;
 };
 
-// `from` is read and `to` written.
+// Checks and copies: `from` is read, `to` is written.
 void copy(const Check& check, const Side& from, const Side& to, const RowLists& from_rows,
           const RowLists& to_rows, const ListEnds& ends, int64_t layout, int64_t max_blocks) {
   const KvLayoutId id = check.layout(layout);
@@ -132,7 +132,7 @@ void store_host_rows(const std::vector<Tensor>& hot_caches, std::vector<Tensor> 
        {host_rows, "host_rows"}, {none, none}, layout, max_blocks);
 }
 
-// Addresses and rows are taken at the caller's word.
+// Copies rows between addresses. Neither addresses nor rows are checked.
 void _copy_rows_at(const Tensor& from_addresses, const Tensor& to_addresses, const Tensor& from_rows,
                    const Tensor& to_rows, int64_t layout, int64_t from_page_size, int64_t to_page_size) {
   const Check check("_copy_rows_at");

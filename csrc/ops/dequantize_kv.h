@@ -4,7 +4,7 @@
 
 namespace mla_fp8 {
 
-// out[i] = the latent in slot slots[i] as bf16; zeros where the slot is outside [0, num_slots).
+// out[i] is the latent in slot slots[i] as bf16; zeros if the slot is outside [0, num_slots).
 struct DequantizeKvParams {
   KvLayoutId layout;
   int64_t num_rows, num_slots, page_size;
@@ -17,8 +17,8 @@ struct DequantizeKvParams {
   int64_t out_stride_row;
 };
 
-// The last gather_lens[r] tokens of request r go to out rows row_offsets[r], row_offsets[r] + 1, ... Rows
-// outside [0, num_rows) are not written, positions or pages outside their table give zeros.
+// The last gather_lens[r] tokens of request r go to rows row_offsets[r], row_offsets[r] + 1, ... of out. Rows
+// outside [0, num_rows) are not written. Positions or pages outside their table give zeros.
 struct DequantizeKvPagedParams {
   KvLayoutId layout;
   int64_t num_rows, num_requests, num_slots, page_size;

@@ -6,23 +6,23 @@
 
 namespace mla_fp8 {
 
-// Slots of a hot buffer that hold one of these entries hold none from then on.
+// Slots of a hot buffer that hold one of these entries hold none afterwards.
 struct ForgetRowsParams {
   int64_t num_entries, num_states, num_hot, num_requests;
   const void* entries;  // [num_entries]
   bool entries_are_int64;
-  const int32_t* row_to_request;  // [num_entries] or null: of every state
-  const int32_t* state_rows;      // [num_requests] or null: the request
+  const int32_t* row_to_request;  // [num_entries] or null: entries are forgotten in every state
+  const int32_t* state_rows;      // [num_requests] or null: a request's number is its state's
   int32_t* hot_entries;           // [num_states, num_hot]
   int64_t hot_entries_stride;
 
-  // The entry, or -1.
+  // Entry i, or -1 if it is none.
   MLA_HD int64_t entry(int64_t i) const {
     const int64_t e = entries_are_int64 ? static_cast<const int64_t*>(entries)[i]
                                         : int64_t{static_cast<const int32_t*>(entries)[i]};
     return e < 0 || e > INT32_MAX ? -1 : e;
   }
-  // Where its request has its state, or -1.
+  // The state of entry i's request, or -1.
   MLA_HD int64_t state(int64_t i) const {
     const int64_t request = row_to_request[i];
     if (request < 0 || request >= num_requests) return -1;

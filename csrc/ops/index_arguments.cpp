@@ -5,7 +5,7 @@
 namespace mla_fp8 {
 namespace {
 
-// Whether values are pairs of e2m1, by the dtypes that engines have those bytes in, and not e4m3fn.
+// Whether values are pairs of e2m1 and not e4m3fn, by the dtypes that engines give those bytes.
 bool are_e2m1(const Arg& values) {
   return !values
               .dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte, ScalarType::Char,
@@ -13,7 +13,7 @@ bool are_e2m1(const Arg& values) {
               .is(ScalarType::Float8_e4m3fn);
 }
 
-// Whether the ue8m0 of a head or a key come as one int32, and not as bytes.
+// Whether the ue8m0 scales of a head or key come as one int32, not as bytes.
 bool are_ints(const Arg& scales) {
   return scales.dtype({ScalarType::Byte, ScalarType::Int, ScalarType::Char, ScalarType::Float8_e8m0fnu})
       .is(ScalarType::Int);
@@ -83,7 +83,7 @@ IndexScaling check_index_scaling(const Check& check, IndexLayoutId layout, const
   check.that(!is_f32 || layout == IndexLayoutId::kIndexFp8, "scale_format must be ue8m0 for layout ", l.name,
              ", got f32");
   check.that(!reciprocal || is_f32, "reciprocal must be False unless scale_format is f32, got True");
-  // Within these, the scale and its reciprocal are normal floats.
+  // Within these bounds the scale and its reciprocal are normal floats.
   const double least = l.value_max * 0x1p-126, most = l.value_max;
   const double floor = amax_floor.value_or(l.amax_floor);
   check.that(floor >= least && floor <= most, "amax_floor must be in [", least, ", ", most, "], got ", floor);

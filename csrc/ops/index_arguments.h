@@ -1,5 +1,5 @@
 #pragma once
-// The arguments that the ops of the indexer share, checked.
+// Checks of arguments that the ops of the indexer share.
 #include "common/torch.h"
 #include "ops/index_topk.h"
 #include "ops/rope_table.h"
@@ -13,10 +13,11 @@ struct IndexCacheView {
 };
 
 IndexLayoutId check_index_layout(const Check& check, int64_t layout);
-// Of a writer's options.
+// Checks a writer's options.
 IndexScaling check_index_scaling(const Check& check, IndexLayoutId layout, const std::string& scale_format,
                                  std::optional<double> amax_floor, bool reciprocal);
-// Which dims of the indexer's heads or keys can be rotated: `table` is called `name`, they `of`.
+// Checks which dims of the indexer's heads or keys can be rotated. In errors the table is called `name`, and
+// the heads or keys `of`.
 void check_index_rope(const Check& check, const char* name, const RopeTable& table, bool is_neox,
                       const char* of);
 // `t` is [num_pages, page_bytes] or [num_pages, page_size, 1, bytes_per_entry], typed as bytes or as the

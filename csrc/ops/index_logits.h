@@ -1,7 +1,7 @@
 #pragma once
-// What index_logits and index_topk share: queries, keys, and which entries a row sees. Words of the indexer:
-// an entry is one index key, a row one query token with its index heads, a column what a row's logits count:
-// positions of the request (paged) or indices of k (ragged).
+// Queries, keys, and which entries a row sees, for index_logits and index_topk. Words: an entry is one index
+// key. A row is a query token with its index heads. A column is what a row's logits count: positions of the
+// request (paged) or indices of k (ragged).
 #include <cstdint>
 
 #include "common/fp4.h"
@@ -11,12 +11,12 @@
 namespace mla_fp8 {
 
 inline constexpr int kMaxIndexHeads = 64;
-inline constexpr int64_t kMaxIndexEntries = int64_t{1} << 24;  // that a row may see
+inline constexpr int64_t kMaxIndexEntries = int64_t{1} << 24;  // entries that a row may see
 
 struct IndexQueries {
   int64_t num_rows;
   int num_heads;
-  bool is_fp4;       // over keys that are so
+  bool is_fp4;       // only over FP4 keys
   const uint8_t* q;  // [num_rows, num_heads, 128 or 64 bytes], heads one after another
   int64_t q_stride_row;
   const void* q_scale;  // e2m1: ue8m0 [num_rows, num_heads, 4]; e4m3: float [num_rows, num_heads] or null
@@ -25,7 +25,7 @@ struct IndexQueries {
   int64_t weights_stride_row;  // elements
   bool weights_are_bf16;
 
-  // What a head's relu(q . k) counts, for q as e4m3.
+  // The weight of a head's relu(q . k), for q as e4m3.
   MLA_HD float weight(int64_t row, int head) const {
     const int64_t i = row * weights_stride_row + head;
     const float w = weights_are_bf16 ? bf16_to_float(static_cast<const uint16_t*>(weights)[i])
@@ -37,20 +37,19 @@ struct IndexQueries {
   }
 };
 
-// What a row's columns are where they are not all of its entries: those of a list, of which an element is one
-// entry, or one block of entries. Positions count a row's entries; rows of a list that have an element in
-// common have the same entries.
+// A list, where a row's columns are not all of its entries. An element of a list is one entry, or one block
+// of entries. Positions count a row's entries. Rows of a list that share an element have the same entries.
 struct IndexList {
   static constexpr int kBlockShift = 3, kBlock = 1 << kBlockShift;  // entries of a block
-  static constexpr int kNumberBits = 24;  // of an element: which block or entry; above them rows of the list
+  static constexpr int kNumberBits = 24;  // of an element: the block's or entry's number; above, its rows
 
-  const int32_t* elements;  // of all lists, or null: then nothing else means anything. Negative: none
+  const int32_t* elements;  // of all lists, negative for none; if null, no other member means anything
   int64_t stride;           // from a list to the next
-  int shift;                // kBlockShift, or 0: no bits of rows
-  int rows;                 // that share a list: neighbours
+  int shift;                // kBlockShift; or 0: elements are entries, without bits of rows
+  int rows;                 // neighbouring rows that share a list
   int64_t num_positions;    // of any row: entries beyond are absent
-  const int32_t* origins;   // [num_rows] the request, or, without a page table, the column of position 0
-  const int32_t* ends;      // [num_rows] entries that a row sees, in or out of its list
+  const int32_t* origins;   // [num_rows] the request; without a page table, the column of position 0
+  const int32_t* ends;      // [num_rows] entries that a row sees, in its list or not
 
   MLA_HD int32_t element(int64_t list, int32_t column) const {
     return elements[list * stride + (column >> shift)];
@@ -71,17 +70,17 @@ struct IndexList {
   }
 };
 
-// Entries in pages, or all in one page of any size (ragged): then there is no table.
+// Entries in pages. Without a table (ragged) all are in one page of any size.
 struct IndexKeys {
   IndexLayoutId layout;
   const uint8_t* values;
   int64_t values_stride_page, values_stride_row;
-  const uint8_t* scales;  // four bytes an entry, one after another in a page
+  const uint8_t* scales;  // four bytes an entry, contiguous in a page
   int64_t scales_stride_page;
   int64_t num_pages, page_size;
   const int32_t* page_table;  // [num_requests, max_pages], or null
   int64_t page_table_stride_request;
-  IndexList list;  // of what the rows' columns are
+  IndexList list;  // the lists, if columns are those of lists
 
   MLA_HD const uint8_t* value(int64_t page, int64_t row) const {
     return values + page * values_stride_page + row * values_stride_row;
@@ -89,7 +88,7 @@ struct IndexKeys {
   MLA_HD const uint8_t* scale(int64_t page, int64_t row) const {
     return scales + page * scales_stride_page + 4 * row;
   }
-  // The page of a request's columns page_index * page_size .., or -1: the entries there are absent.
+  // The page of the columns from page_index * page_size on; -1 if their entries are absent.
   MLA_HD int64_t page(int64_t request, int64_t page_index) const {
     if (page_table == nullptr) return 0;
     const int64_t page = page_table[request * page_table_stride_request + page_index];
@@ -98,21 +97,21 @@ struct IndexKeys {
 };
 
 struct IndexRow {
-  int64_t request;     // -1: none
-  int32_t begin, end;  // its columns
+  int64_t request;     // -1: the row is none's
+  int32_t begin, end;  // columns that it sees
 };
 
-// Which columns each row sees.
+// The columns that each row sees.
 struct IndexRows {
   int64_t num_rows, num_requests, next_n, compress_ratio;
   int64_t num_columns;             // of a request: max_pages * page_size; ragged: of k
-  const int32_t* seq_lens;         // [num_requests] tokens, those of the rows included
+  const int32_t* seq_lens;         // [num_requests] tokens, with those of the rows
   const int32_t* row_lens;         // [num_rows] entries, or null
-  const int32_t* query_start_loc;  // [num_requests + 1] or null: row / next_n is its request
-  const int32_t* k_start;          // ragged: [num_rows], and then nothing above but the numbers
+  const int32_t* query_start_loc;  // [num_requests + 1]; if null, row / next_n is the request
+  const int32_t* k_start;  // ragged: [num_rows]; then of the members above only the numbers mean something
   const int32_t* k_end;
-  // Where the number of a row does not say its request: with row_lens, of num_requests * next_n rows both.
-  // Then a row is a request of its own or, if they are listed, next_n rows have an IndexList.
+  // [num_requests * next_n], if a row's number does not say its request; row_lens is given then, too. Either
+  // each row is a request of its own, or (are_listed) next_n rows share an IndexList.
   const int32_t* origins;
   bool are_listed;
 
@@ -133,7 +132,7 @@ struct IndexRows {
     }
     return {request, 0, visible(row, request, row - first, rows)};
   }
-  // Entries that row `i` of the `rows` of a request sees, which is row `row` of all.
+  // Entries that row `i` of a request's `rows` sees; it is row `row` of all.
   MLA_HD int32_t visible(int64_t row, int64_t request, int64_t i, int64_t rows) const {
     if (row_lens) return clamp(row_lens[row]);
     const int64_t tokens = seq_lens[request] - rows + 1 + i;
@@ -150,7 +149,7 @@ struct IndexProblem {
 
 struct IndexLogitsParams {
   IndexProblem problem;
-  int64_t width;  // columns of out; ragged: those of k
+  int64_t width;  // columns of out; ragged: of k
   float* out;     // [num_rows, width]
   int64_t out_stride_row;
 };

@@ -14,7 +14,7 @@ struct Outputs {
   Tensor lens;
   OptionalTensor scores, blocks;
 };
-// Of a call that chooses, and what it may choose among; or of one that publishes blocks.
+// The options of a call that chooses, with what it may choose among; or of a call that publishes blocks.
 struct Options {
   int64_t topk, pin_first = 0, pin_last = 0;
   const OptionalTensor& candidates;
@@ -30,7 +30,7 @@ void check_options(const Check& check, const Tensor& q, const Options& o, bool i
   check.that(o.block_size == IndexList::kBlock, "block_size must be ", IndexList::kBlock, ", got ",
              o.block_size);
   params.topk = static_cast<int>(o.topk);
-  // Of more pins than topk the first stay, then the last of the last.
+  // If there are more pins than topk, the first ones stay, then the last of the last ones.
   params.pin_first = std::min(o.pin_first, o.topk);
   params.pin_last = std::min(o.pin_last, o.topk - params.pin_first);
   params.num_blocks = static_cast<int>(o.num_blocks);
@@ -121,7 +121,7 @@ Outputs new_outputs(const Tensor& q, const IndexTopkParams& params) {
   return outputs;
 }
 
-// Bytes that the kernels of q's device want for these rows, with all of its processors at work.
+// Bytes of workspace that the kernels of q's device want for these rows, if all its processors work.
 int64_t workspace_bytes([[maybe_unused]] const Tensor& q, [[maybe_unused]] const IndexTopkParams& params) {
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
   const OnDeviceOf device(q);
@@ -140,7 +140,7 @@ int64_t counter_words([[maybe_unused]] const Tensor& q) {
 #endif
 }
 
-// What the kernels work with beside arguments and outputs.
+// The memory that kernels work with besides arguments and outputs.
 struct Scratch {
   OptionalTensor workspace, counters;
 };

@@ -5,23 +5,23 @@
 namespace mla_fp8 {
 
 inline constexpr int kMaxIndexTopk = 4096, kMaxIndexBlocks = 4096;
-// Of a list of candidates, so that four of them have no more columns than a row may see entries.
+// Candidates of a list: at most so many that four lists have no more columns than a row may see entries.
 inline constexpr int64_t kMaxIndexCandidates = kMaxIndexEntries / (4 * IndexList::kBlock);
 
-// Larger keys are chosen first. -0 counts as 0, every NaN is 1, 0 is of no logit, and none reaches a pinned
-// entry.
-inline constexpr uint32_t kPinnedKey = 0xfffffffeu, kLeastBlockKey = 0x00800000u;  // above that of -inf
+// The order key of a logit: larger keys are chosen first. -0 counts as 0, each NaN is 1, and 0 means no
+// logit. A pinned entry's key is above all others.
+inline constexpr uint32_t kPinnedKey = 0xfffffffeu, kLeastBlockKey = 0x00800000u;  // above the key of -inf
 MLA_HD uint32_t order_key_unless_minus_zero(float logit) {
   const uint32_t u = float_bits(logit);
   const uint32_t key = u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | kSignMask);
   return logit != logit ? 1 : key;
 }
 MLA_HD uint32_t order_key(float logit) { return order_key_unless_minus_zero(logit + 0.0f); }
-// The logit whose key it is, of one that is not NaN; -0 has become 0.
+// The logit of a key that is not NaN's; -0 has become 0.
 MLA_HD float logit_of(uint32_t key) {
   return bits_float(~(key ^ (static_cast<uint32_t>(static_cast<int32_t>(key) >> 31) & ~kSignMask)));
 }
-// The total order in one number: no two entries of a row share one.
+// The total order as one number: a larger key, then a lower column. No two entries of a row share one.
 MLA_HD uint64_t order_of(uint32_t key, int32_t column) {
   return uint64_t{key} << 32 | static_cast<uint32_t>(~column);
 }
@@ -32,13 +32,13 @@ struct IndexTopkParams {
   int topk;
   int64_t pin_first, pin_last;  // entries of a row that are chosen before all others
 
-  const int32_t* slot_page_table;  // that of the keys unless the caller gave another
+  const int32_t* slot_page_table;  // the keys' page table, unless the caller gave another
   int64_t slot_page_table_stride_request, slot_max_pages, slot_page_size;
   const void* k_slots;  // ragged: [num_columns], or null: the column itself
   bool k_slots_are_int64;
 
-  // Whether rows choose among blocks of IndexList::kBlock entries alone: [rows or requests, num_candidates],
-  // in any order, any numbers.
+  // Rows choose only among blocks of IndexList::kBlock entries, if has_candidates: [rows or requests,
+  // num_candidates], in any order and with any numbers.
   bool has_candidates;
   const int32_t* candidates;
   int64_t candidates_stride, num_candidates;
@@ -46,7 +46,7 @@ struct IndexTopkParams {
 
   int32_t* positions;  // [num_rows, topk] ascending, then -1
   int64_t positions_stride_row;
-  int32_t* slots;  // the same shape, or null
+  int32_t* slots;  // [num_rows, topk] or null
   int64_t slots_stride_row;
   int32_t* lens;  // [num_rows]
   float* scores;  // [num_rows, topk] logits of positions, then -inf; or null
@@ -58,7 +58,7 @@ struct IndexTopkParams {
 
   uint8_t* workspace;  // on GPUs
   int64_t workspace_bytes;
-  uint8_t* counters;  // gpu::IndexCounters, all 0; or null: they lie in the workspace, whatever that holds
+  uint8_t* counters;  // gpu::IndexCounters, all 0; or null: they lie in the workspace
 
   // The position of a column of a row, and the column of the keys where its entry is.
   struct Place {
@@ -76,7 +76,7 @@ struct IndexTopkParams {
     const int32_t position = list.position_of(i, column);
     return position < pin_first || list.ends[i] - position <= pin_last;
   }
-  // `find_page` divides by slot_page_size.
+  // The slot of a column, or -1. find_page divides by slot_page_size.
   template <class FindPage>
   MLA_HD int32_t slot(const IndexRow& row, int32_t column, const FindPage& find_page) const {
     if (problem.keys.page_table == nullptr) {
@@ -98,37 +98,37 @@ void index_topk(const IndexTopkParams& params);
 }
 namespace gpu {
 
-// The kernels on GPUs give each CTA, for each of kIndexGroupRows rows that share keys, a list of candidates
-// and room for the best of an earlier one: of sizes that follow from topk, whatever the context is.
+// Each CTA of the GPU kernels has, for each of kIndexGroupRows rows that share keys, a list of candidates,
+// and room for the best of a unit that an earlier CTA began. Sizes follow from topk, whatever the context is.
 inline constexpr int kIndexGroupRows = 4;
-inline constexpr int kIndexListSlack = 256;  // columns that come between two looks at how full a list is
+inline constexpr int kIndexListSlack = 256;  // columns between two looks at how full a list is
 MLA_HD constexpr int index_list_capacity(int topk) {
   return (2 * topk > 2048 ? 2 * topk : 2048) + kIndexListSlack;
 }
 struct alignas(64) IndexCtaState {     // what a CTA leaves for the merge
   int64_t per_cta;                     // steps
-  int64_t unit;                        // what an earlier CTA began and this one goes on with, or -1
-  int64_t first_step, num_tiles;       // of that
-  int32_t counts[2][kIndexGroupRows];  // of its two kinds of lists
-  int32_t num_rows, begin;             // of the unit: rows, the first column
-  bool are_kept, are_answered;         // the keys of all tiles, all rows; then only the next mean anything
-  bool are_binned;                     // the keys of long rows are counted
+  int64_t unit;                        // the unit that an earlier CTA began and this one goes on with, or -1
+  int64_t first_step, num_tiles;       // of that unit
+  int32_t counts[2][kIndexGroupRows];  // of its lists: of a unit that it began, and of an earlier CTA's
+  int32_t num_rows, begin;             // rows of the unit; its first column
+  bool are_kept, are_answered;         // all tiles' keys; all rows; then only the next means anything
+  bool are_binned;                     // keys of long rows are counted
   IndexRow rows[kIndexGroupRows];
 };
-// What the CTAs of a call count together on Hopper. All are 0 before the call, and after it.
+// Counters that the CTAs of a call on Hopper share. All are 0 before the call, and after it.
 struct alignas(16) IndexArrivals {  // of a unit, by the CTA that begins it
-  uint32_t shares;                  // whose keys are in the workspace
+  uint32_t shares;                  // shares that have their keys in the workspace
 };
 struct alignas(16) IndexRowBins {  // of a long row: how many of its keys have the same upper bits
   static constexpr int kBits = 13, kShift = 32 - kBits, kBins = 1 << kBits;
   uint32_t bins[kBins];
 };
 struct IndexCounters {
-  static constexpr int kMostRows = 64;  // whose keys are counted
+  static constexpr int kMostRows = 64;  // rows whose keys are counted
   IndexArrivals* arrivals;
   IndexRowBins* bins;
 };
-// Entries of a kept list: a multiple of 16 bytes.
+// Entries of a list that is kept for the merge: a multiple of 16 bytes.
 MLA_HD constexpr int64_t index_kept_capacity(int topk) { return topk + topk % 2; }
 constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas) {
   const int64_t rows = num_rows < kIndexGroupRows ? num_rows : kIndexGroupRows;
@@ -138,11 +138,11 @@ constexpr int64_t index_topk_workspace(int64_t num_rows, int topk, int num_ctas)
 constexpr int64_t index_topk_counters(int num_ctas) {  // bytes
   return num_ctas * int64_t{sizeof(IndexArrivals)} + IndexCounters::kMostRows * int64_t{sizeof(IndexRowBins)};
 }
-// What a call keeps of rows that choose among candidates, or publish blocks, lies behind what the scan works
-// with. So many rows have room at a time.
+// Rows that choose among candidates, or publish blocks, have memory behind the scan's workspace. `rows` of
+// them have room at a time.
 struct IndexSlices {
   static constexpr int64_t kListBytes = 12 << 20, kBlockBytes = 17 << 20;  // of all rows at a time
-  static constexpr int64_t kMostScanBytes = 16 << 20;                      // if not more are needed anyway
+  static constexpr int64_t kMostScanBytes = 16 << 20;                      // unless more are needed anyway
   static constexpr int kRowBytes = 3 * sizeof(int32_t);                    // origins, ends, columns
 
   int64_t rows, scan_bytes, row_bytes;
@@ -156,16 +156,16 @@ struct IndexSlices {
                   at_once =
                       most < kIndexGroupRows ? kIndexGroupRows : most / kIndexGroupRows * kIndexGroupRows;
     rows = at_once < all ? at_once : all;
-    // Room for the keys of all columns, which lists of several rows together have more of.
+    // Room for the keys of all columns. Lists that several rows share have more columns.
     const int64_t keys = align_up<int64_t>(rows * list_words * IndexList::kBlock * 5, 16);
     const int64_t wanted = keys < kMostScanBytes ? keys : kMostScanBytes;
     if (scan_bytes < wanted) scan_bytes = wanted;
   }
-  // Words from the keys of a row's blocks to the next one's.
+  // Words from the keys of a row's blocks to the next row's.
   static int64_t block_pitch(int64_t num_columns) {
     return align_up<int64_t>(ceil_div<int64_t>(num_columns, IndexList::kBlock), 128);
   }
-  // Those of whole lists, however many rows share one.
+  // Rows, padded to whole lists however many of them share one.
   int64_t padded_rows() const { return align_up<int64_t>(rows + kIndexGroupRows - 1, kIndexGroupRows); }
   int64_t bytes() const { return scan_bytes + padded_rows() * row_bytes; }
 };

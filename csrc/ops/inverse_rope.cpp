@@ -1,4 +1,4 @@
-// inverse_rope and inverse_rope_quantize.
+// inverse_rope and inverse_rope_quantize: checks and outputs.
 #include "ops/inverse_rope.h"
 
 #include "ops/rope_checks.h"
@@ -124,7 +124,7 @@ TwoTensors inverse_rope_quantize(const Tensor& o, const Tensor& cos, const Tenso
   const Check check("inverse_rope_quantize");
   InverseRopeQuantizeParams params =
       check_groups(check, o, cos, sin, positions, num_groups, tile, power_of_two);
-  // As DeepGEMM takes them: a matrix per group, scales token by token with their number a multiple of 4.
+  // DeepGEMM's form: a matrix for each group; scales token by token, padded to a multiple of 4 tokens.
   constexpr int64_t kScaleRows = 4;
   const int64_t tokens = params.heads.num_tokens, dim = params.heads_per_group() * params.heads.head_dim;
   params.num_scale_rows = align_up(tokens, kScaleRows);

@@ -5,7 +5,7 @@
 
 namespace mla_fp8 {
 
-// What attention gives: heads whose last dims carry the keys' rotation. Strides in elements. A token whose
+// Attention's output: heads whose last dims carry the keys' rotation. Strides are in elements. A token whose
 // position is outside the table counts as zeros.
 struct AttendedHeads {
   int64_t num_tokens, num_heads, head_dim;
@@ -14,17 +14,17 @@ struct AttendedHeads {
   int64_t o_stride_token, o_stride_head;
 };
 
-// The last dims of each head rotated back by the query's position, rounded to bf16.
+// Rotates the last dims of each head back by the query's position, and rounds to bf16.
 struct InverseRopeParams {
   AttendedHeads heads;
-  uint16_t* out;  // [num_tokens, num_heads, head_dim]; o itself, or apart from it
+  uint16_t* out;  // [num_tokens, num_heads, head_dim]; o itself, or memory apart from it
   int64_t out_stride_token, out_stride_head;
 
   // The first dim of a head that the op changes or has to copy.
   int64_t first_dim() const { return out == heads.o ? heads.head_dim - heads.table.dim() : 0; }
 };
 
-// The same, then e4m3fn with a scale for each `tile` consecutive values of a group of heads.
+// inverse_rope, then e4m3fn with a scale for each `tile` consecutive values of a group of heads.
 struct InverseRopeQuantizeParams {
   AttendedHeads heads;
   int64_t num_groups;
@@ -32,7 +32,7 @@ struct InverseRopeQuantizeParams {
   bool power_of_two;  // scales: the smallest power of two >= max(amax, kAmaxFloor) / 448, else that itself
   uint8_t* out;       // [num_tokens, num_groups, num_heads / num_groups * head_dim] e4m3fn
   int64_t out_stride_token, out_stride_group;
-  float* out_scale;  // [num_tokens, num_groups, that / tile]
+  float* out_scale;  // [num_tokens, num_groups, num_heads / num_groups * head_dim / tile]
   int64_t scale_stride_token, scale_stride_group, scale_stride_tile;
   int64_t num_scale_rows;  // at least num_tokens; further rows of scales become 0
 

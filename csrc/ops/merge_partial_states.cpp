@@ -1,4 +1,4 @@
-// merge_partial_states, and merge_attention_states, which is of two states that are two tensors.
+// merge_partial_states; and merge_attention_states, whose two states are two tensors.
 #include "ops/merge_partial_states.h"
 
 #include "registration.h"
@@ -8,7 +8,7 @@ namespace {
 
 using Part = MergePartialStatesParams::Part;
 
-// One state, or several whose strides are behind those of the state: `d` is the dimension of tokens.
+// One state, or several in one tensor. Dimension `d` is that of tokens.
 Part part_of(const Arg& out, const void* out_data, const Arg& lse, const float* lse_data, int64_t d) {
   return {out_data, out.stride(d), out.stride(d + 1), lse_data, lse.stride(d), lse.stride(d + 1)};
 }
@@ -17,7 +17,7 @@ const Arg& check_floats(const Arg& out) {
   return out.dtype({ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
 }
 
-// What both return.
+// Checks what both ops return.
 void check_outputs(const Check& check, const Tensor& like, const char* name, const Tensor& out,
                    const Tensor& lse, MergePartialStatesParams& params) {
   const Arg o = check(out, "out");
@@ -75,7 +75,7 @@ MergePartialStatesParams check_states(const Check& check, const Tensor& outs, co
         .contiguous();
   check.that(base > 1 && std::isfinite(base), "base must be finite and above 1, got ", base);
   const int64_t itemsize = o.itemsize();
-  const auto second = [&](const Tensor& t, const Arg& arg, int64_t bytes) {  // all states from it on
+  const auto second = [&](const Tensor& t, const Arg& arg, int64_t bytes) {  // all states from the second on
     return static_cast<const char*>(t.const_data_ptr()) + (states > 1 ? arg.stride(0) * bytes : 0);
   };
   const auto* second_lse = reinterpret_cast<const float*>(second(lses, l, sizeof(float)));

@@ -8,18 +8,18 @@
 
 namespace mla_fp8 {
 
-// Of what no key was attended to, the lse is -inf, in FlashMLA +inf; NaN counts as that, too.
+// The lse, or -inf if no key was attended to. FlashMLA says +inf then, and NaN counts as that, too.
 MLA_HD float counted_lse(float lse) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   return lse < kInf ? lse : -kInf;
 }
 
-// Softmax-weighted sum of partial attention results over disjoint keys. A state whose weight is 0 contributes
-// nothing, whatever its out holds; without any other the result is 0 and -inf.
+// A softmax-weighted sum of partial attention results over disjoint keys. A state with weight 0 adds nothing,
+// whatever its out holds. If no other state is left, the result is 0, and its lse -inf.
 struct MergePartialStatesParams {
   int64_t num_states, num_tokens, num_heads, head_dim;
-  Dtype dtype;  // of all out
-  // State 0, and those from 1 on, which are one tensor: strides in elements.
+  Dtype dtype;  // of all tensors that are an out
+  // State 0; and states from 1 on, which are one tensor. Strides are in elements.
   struct Part {
     const void* out;  // [num_tokens, num_heads, head_dim]
     int64_t out_stride_token, out_stride_head;
@@ -28,8 +28,8 @@ struct MergePartialStatesParams {
   };
   Part first, others;
   int64_t out_stride_state, lse_stride_state;
-  const float* attn_sink;  // [num_heads] or null: natural, adds to the sum of weights alone
-  float log_base;          // natural, of the base of lse
+  const float* attn_sink;  // [num_heads] or null: a natural logarithm, which adds to the sum of weights alone
+  float log_base;          // the natural logarithm of lse's base
 
   void* out;  // [num_tokens, num_heads, head_dim]
   int64_t out_stride_token, out_stride_head;

@@ -1,11 +1,11 @@
 #pragma once
-// What the ops that insert latents check of them.
+// Checks that ops which insert latents share.
 #include "ops/norm_rope_insert.h"
 #include "registration.h"
 
 namespace mla_fp8 {
 
-// Everything of NormRopeInsertParams but the heads.
+// Checks and returns all of NormRopeInsertParams but the heads.
 NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_ARGUMENTS);
 
 }  // namespace mla_fp8

@@ -1,4 +1,4 @@
-// k_norm_rope_insert and qk_norm_rope_insert: one set of checks, one kernel.
+// k_norm_rope_insert and qk_norm_rope_insert share their checks and their kernel.
 #include "ops/norm_rope_checks.h"
 #include "ops/rope_checks.h"
 
@@ -8,7 +8,7 @@ NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_AR
   const KvLayoutId id = check.layout(layout);
   const KvLayout l = kv_layout(id);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
-  const int64_t extra_dim = l.head_dim_qk() - kHeadDimV;  // of k_rope
+  const int64_t extra_dim = l.head_dim_qk() - kHeadDimV;  // dims of k_rope
 
   const Arg kv_arg = check(kv, "kv");
   kv_arg.same_device_as(kv_cache, "kv_cache")
@@ -35,7 +35,7 @@ NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_AR
         .aligned(16);
     check.that(table.dim() == extra_dim, "cos must have ", extra_dim / 2,
                " columns (all of k_rope is rotated), got ", table.half);
-  } else if (extra_dim > 0) {  // the latent of a model without RoPE in rows that have a place for it
+  } else if (extra_dim > 0) {  // latents of a model without RoPE, in rows that have room for it
     check.that(table.half == 0, "k_rope must be given for layout ", l.name,
                " if anything is rotated, got None and ", table.half, " columns of cos");
   }
@@ -74,7 +74,7 @@ NormRopeInsertParams check_latents(const Check& check, MLA_K_NORM_ROPE_INSERT_AR
 
 namespace {
 
-// A latent for each query: else kv is named, and not its positions, of which each query has one.
+// Checks that there is a latent for each query. Errors name kv, not positions: each query has a position.
 void check_rows(const Check& check, const Tensor& q, const Tensor& kv, const Tensor& positions) {
   const Arg queries = check(q, "q"), latents = check(kv, "kv"), at = check(positions, "positions");
   if (queries.dim() == 3 && at.dim() == 1 && latents.dim() == 2 && queries.size(0) == at.size(0) &&

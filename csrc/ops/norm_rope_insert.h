@@ -5,9 +5,9 @@
 
 namespace mla_fp8 {
 
-// The latents of a layer: RMSNorm -> bf16, RoPE -> bf16, quantised into slot slot_mapping[i]; and, where
-// there are heads, each query head likewise into out_q. Slots outside [0, num_slots) are skipped, and so is a
-// token whose position is outside the table; its query heads become zeros.
+// The latents of a layer: RMSNorm to bf16, RoPE to bf16, quantised into slot slot_mapping[i]. If there are
+// heads, each query head is normed and rotated likewise into out_q. Slots outside [0, num_slots) are skipped.
+// A token whose position is outside the table is skipped too, and its query heads become zeros.
 struct NormRopeInsertParams {
   KvLayoutId layout;
   int64_t num_tokens;  // rows of q, kv and positions
@@ -28,16 +28,16 @@ struct NormRopeInsertParams {
   uint8_t* kv_cache;   // [num_pages, page_bytes]
   int64_t kv_cache_stride_page;
 
-  // prepare_keys alone: bf16 that the row was made of, [num_tokens, ..] like kv and k_rope; null: not kept.
+  // For prepare_keys: the bf16 of which the row was made, shaped like kv and k_rope; null: they are not kept.
   uint16_t *out_kv, *out_k_rope;
   int64_t out_kv_stride_token, out_k_rope_stride_token;
 
-  int64_t num_q_heads, num_heads;  // in, out: the rest of out_q is zeros; 0: there is no q
+  int64_t num_q_heads, num_heads;  // in, and out: further heads of out_q are zeros; 0: there is no q
   int64_t head_dim;                // of q and out_q; kHeadDimV if they are normed
   bool norm_q;                     // without a weight
   const uint16_t* q;               // [num_tokens, num_q_heads, head_dim] bf16
   int64_t q_stride_token, q_stride_head;
-  uint16_t* out_q;  // [num_tokens, num_heads, head_dim]; q itself, or apart from it
+  uint16_t* out_q;  // [num_tokens, num_heads, head_dim]; q itself, or memory apart from it
   int64_t out_q_stride_token, out_q_stride_head;
 
   // The first dim of a head that the op changes or has to copy.

@@ -36,7 +36,7 @@ void pad_q_heads_out(const Tensor& q, const OptionalTensor& attn_sink, int64_t n
   if (num_heads == 0) return;
 
   const PadQHeadsParams params{
-      .num_tokens = q.size(2) > 0 ? q.size(0) : 0,  // heads without elements: nothing to copy, nowhere
+      .num_tokens = q.size(2) > 0 ? q.size(0) : 0,  // heads without elements: there is nothing to copy
       .num_q_heads = q.size(1),
       .num_heads = num_heads,
       .head_dim = q.size(2),

@@ -5,8 +5,8 @@
 
 namespace mla_fp8 {
 
-// Copies q into the first num_q_heads of out_q's heads, zeros the rest; attn_sink likewise with -inf. The
-// sink is written even when there are no tokens.
+// Copies q into the first num_q_heads heads of out_q and zeros the others. attn_sink is padded with -inf,
+// even if there are no tokens.
 struct PadQHeadsParams {
   int64_t num_tokens, num_q_heads, num_heads, head_dim;  // num_q_heads in, num_heads out
   const uint16_t* q;  // [num_tokens, num_q_heads, head_dim], 2-byte elements

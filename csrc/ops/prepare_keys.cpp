@@ -129,7 +129,7 @@ IndexKeyParams check_index_k(const Check& check, const IndexKeyArguments& a, con
   };
 }
 
-// Where the latents are kept. Returns a row's stride.
+// Checks where latents are kept, and returns a row's stride.
 int64_t check_kept(const Check& check, const Tensor& out, const char* name, int64_t num_tokens, int64_t dim,
                    const Tensor& kv_cache) {
   const Arg arg = check(out, name);

@@ -9,7 +9,7 @@
 namespace mla_fp8 {
 namespace {
 
-// Everything but the outputs.
+// Checks everything but the outputs.
 PrepareQueriesParams check_inputs(const Check& check, MLA_PREPARE_QUERIES_ARGUMENTS) {
   const IndexLayoutId id = check_index_layout(check, layout);
   const int64_t num_tokens = check(positions, "positions").shape({-1}).size(0);
@@ -142,7 +142,7 @@ void prepare_queries_out(MLA_PREPARE_QUERIES_ARGUMENTS, OptionalTensor out_q_pe,
   run(params, positions);
 }
 
-// What there is none of has no elements.
+// Outputs for what is not given have no elements.
 FourTensors prepare_queries(MLA_PREPARE_QUERIES_ARGUMENTS) {
   const Check check("prepare_queries");
   PrepareQueriesParams params = check_inputs(check, PASSED);

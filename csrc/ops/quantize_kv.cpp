@@ -12,7 +12,7 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
   const KvLayout l = kv_layout(id);
   const KvCacheView cache = check.kv_cache(kv_cache, "kv_cache", id, page_size);
 
-  // One tensor holds nope then rope, or `latent` is the nope part alone and `rope` comes apart, or is zeros.
+  // `latent` is nope then rope; or it is nope alone, and rope is a tensor of its own, or zeros.
   check.that(!zero_rope || (l.scale_inline() && l.rope_dim > 0), "zero_rope must be False for layout ",
              l.name, ", got True");
   check.that(!zero_rope || !rope, "rope must be None with zero_rope, got a tensor");
@@ -47,7 +47,7 @@ void quantize_kv(const Tensor& latent, const Tensor& slot_mapping, Tensor kv_cac
         l.nope_format == Format::kE4m3fnuz
             ? e4m3_to_float<Format::kE4m3fnuz>(float_to_e4m3<Format::kE4m3fnuz>(value)) == value
             : e4m3_to_float<Format::kE4m3fn>(float_to_e4m3<Format::kE4m3fn>(value)) == value;
-    // Below 4 the reciprocal of the largest bf16's scale would be a subnormal.
+    // If fp8_max were below 4, the reciprocal of the largest bf16's scale would be subnormal.
     check.that(value >= 4.0f && representable, "fp8_max must be a value of the cache's FP8 format in [4, ",
                limit, "], got ", *fp8_max);
   }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kIntMax = std::numeric_limits<int32_t>::max();
 
-// A table of pages for each request: [num_requests or more, pages].
+// Checks a table of pages for each request: [num_requests or more, pages].
 Arg check_pages(const Check& check, const Tensor& t, const char* name, const Tensor& entries,
                 int64_t requests, std::initializer_list<ScalarType> dtypes) {
   Arg arg = check(t, name);
@@ -148,7 +148,7 @@ FourTensors resolve_hot_rows(MLA_RESOLVE_HOT_ROWS_ARGUMENTS) {
   const ResolveHotRowsParams params = checked_inputs(Check("resolve_hot_rows"), MLA_RESOLVE_HOT_ROWS_NAMES);
   const auto rows = [&] { return new_empty(entries, {params.num_rows, params.topk}, ScalarType::Int); };
   Tensor hot_rows = rows(), miss_host_rows = rows(), miss_hot_rows = rows();
-  // Behind the counts, too: equal inputs give equal tensors.
+  // Also behind the counts, so that equal inputs give equal tensors.
   torch::stable::fill_(miss_host_rows, -1);
   torch::stable::fill_(miss_hot_rows, -1);
   Tensor miss_counts = new_empty(entries, {params.num_rows}, ScalarType::Int);

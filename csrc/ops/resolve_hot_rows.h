@@ -6,39 +6,39 @@
 
 namespace mla_fp8 {
 
-// Chosen entries become rows of a hot buffer. Each request has `num_hot` slots there. Its state says which
-// entry a slot holds, and the slots in order of last use: what one call uses is of one age, and within it
-// what was loaded comes before what was there.
+// Finds chosen entries in a hot buffer, where each request has `num_hot` slots. The request's state says
+// which entry a slot holds, and lists slots in order of last use. All that one call uses is of one age;
+// within that, loaded slots come before those that were there.
 struct ResolveHotRowsParams {
   int64_t num_rows, topk, num_requests, num_states, num_hot, next_n;
   const int32_t* entries;  // [num_rows, topk]
   int64_t entries_stride_row;
-  const void* row_to_request;  // [num_rows] or null: row / next_n
+  const void* row_to_request;  // [num_rows] or null: row / next_n is the request
   bool requests_are_int64;
-  const int32_t* state_rows;      // [num_requests] or null: the request
+  const int32_t* state_rows;      // [num_requests] or null: a request's number is its state's
   const int32_t* num_valid_rows;  // [1] or null
   const void* entry_lens;         // [num_rows] or null
   bool lens_are_int64;
 
-  const void* host_pages;  // [num_requests, num_host_pages] or null: an entry is its host row
+  const void* host_pages;  // [num_requests, num_host_pages] or null: an entry's number is its host row
   bool host_pages_are_int64;
   int64_t host_pages_stride, num_host_pages, host_page_size, num_host_rows;
-  int64_t first_page;             // those below are none
-  bool by_entry;                  // the state names entries; without it their host rows
+  int64_t first_page;             // smaller page numbers are no pages
+  bool by_entry;                  // the state names entries, not their host rows
   const int32_t* resident_pages;  // [num_requests, num_resident_pages] or null
   int64_t resident_pages_stride, num_resident_pages;
-  const int32_t* hot_pages;  // [num_requests, num_hot_pages] or null: slot 0 of a state is num_hot times it
+  const int32_t* hot_pages;  // [num_requests, num_hot_pages] or null: slot 0 of state s is row s * num_hot
   int64_t hot_pages_stride, num_hot_pages, hot_page_size;
 
   int32_t* hot_entries;  // [num_states, num_hot]
   int64_t hot_entries_stride;
   int16_t* hot_order;  // [num_states, num_hot], the oldest first
   int64_t hot_order_stride;
-  int64_t* counters;  // [2] or null: found, loaded
+  int64_t* counters;  // [2] or null: counts of entries found and loaded
 
   int32_t* hot_rows;  // [num_rows, topk]
   int64_t hot_rows_stride;
-  int32_t* attention_rows;  // the same with pages attention_page_stride rows apart, or null
+  int32_t* attention_rows;  // hot_rows for pages that lie attention_page_stride rows apart; or null
   int64_t attention_rows_stride, attention_page_stride;
   int32_t* lens;         // [num_rows] or null
   void* miss_host_rows;  // [num_rows, topk]
@@ -52,7 +52,7 @@ struct ResolveHotRowsParams {
 inline constexpr int64_t kMaxHotRows = int64_t{1} << 15;  // slots are int16
 inline constexpr int64_t kMaxHotDrafts = 64;
 
-// Divides by the page sizes, and by topk.
+// Divides by the page sizes, and by topk. GPU kernels have a form with Dividers.
 struct PlainHotDivision {
   int64_t host_size, hot_size, row_size;
   MLA_HD int64_t host(int64_t n) const { return n / host_size; }
@@ -64,7 +64,7 @@ MLA_HD int64_t hot_int(const void* values, bool are_int64, int64_t i) {
   return are_int64 ? static_cast<const int64_t*>(values)[i] : static_cast<const int32_t*>(values)[i];
 }
 
-// Of a row; -1 is none, as for padding.
+// The request of a row; -1 if it has none, as padding.
 MLA_HD int64_t hot_request(const ResolveHotRowsParams& p, int64_t row) {
   if (p.num_valid_rows && row >= *p.num_valid_rows) return -1;
   const int64_t request =
@@ -77,7 +77,7 @@ MLA_HD int64_t hot_state(const ResolveHotRowsParams& p, int64_t request) {
   return state < 0 || state >= p.num_states ? -1 : state;
 }
 
-// The row in the hot buffer of a slot, or -1.
+// The hot buffer's row that is a slot, or -1.
 template <class Division>
 MLA_HD int32_t hot_row_of_slot(const ResolveHotRowsParams& p, const Division& by, int64_t request,
                                int64_t state, int64_t slot) {
@@ -92,7 +92,7 @@ MLA_HD int32_t hot_row_of_slot(const ResolveHotRowsParams& p, const Division& by
   return row > INT32_MAX ? -1 : static_cast<int32_t>(row);
 }
 
-// Where an entry lies in host memory, or -1.
+// The host row of an entry, or -1.
 template <class Division>
 MLA_HD int64_t host_row_of_entry(const ResolveHotRowsParams& p, const Division& by, int64_t request,
                                  int64_t entry) {
@@ -107,7 +107,7 @@ MLA_HD int64_t host_row_of_entry(const ResolveHotRowsParams& p, const Division& 
   return row >= p.num_host_rows ? -1 : row;
 }
 
-// What is known of an entry without the state: a row that it has in any case (-1: none), or its key there.
+// An entry before the state is asked: its row if that is certain (-1: none), or its key in the state.
 struct HotEntry {
   int32_t row;
   int32_t key;  // -1: `row` is the answer
@@ -136,7 +136,7 @@ MLA_HD HotEntry hot_entry(const ResolveHotRowsParams& p, const Division& by, int
   return {-1, host < 0 ? -1 : static_cast<int32_t>(p.by_entry ? entry : host)};
 }
 
-// An answer, where attention looks for it, too.
+// Writes the hot row of an entry, also for attention if that has rows of its own.
 template <class Division>
 MLA_HD void write_hot_row(const ResolveHotRowsParams& p, const Division& by, int64_t row, int64_t column,
                           int32_t hot_row) {
@@ -150,7 +150,7 @@ MLA_HD void write_hot_row(const ResolveHotRowsParams& p, const Division& by, int
   p.attention_rows[row * p.attention_rows_stride + column] = at > INT32_MAX ? -1 : static_cast<int32_t>(at);
 }
 
-// The `rank`-th row to load for the request whose rows begin at `first`.
+// Writes the `rank`-th row to load for the request whose rows begin at `first`.
 template <class Division>
 MLA_HD void write_miss(const ResolveHotRowsParams& p, const Division& by, int64_t first, int64_t rank,
                        int64_t host_row, int32_t hot_row) {
@@ -161,7 +161,7 @@ MLA_HD void write_miss(const ResolveHotRowsParams& p, const Division& by, int64_
   p.miss_hot_rows[(first + row) * p.miss_hot_rows_stride + column] = hot_row;
 }
 
-// The rows of a request that begin at `first`: as many as follow with the same request, at most next_n.
+// The number of rows from `first` on that have the same request, at most next_n.
 MLA_HD int64_t hot_group_size(const ResolveHotRowsParams& p, int64_t first, int64_t request) {
   int64_t n = 1;
   while (n < p.next_n && first + n < p.num_rows && hot_request(p, first + n) == request) ++n;

@@ -16,7 +16,7 @@ TopkToSlotsParams checked_inputs(const Check& check, MLA_TOPK_TO_SLOTS_ARGUMENTS
   check.at_least(next_n, "next_n", 1);
   constexpr int64_t kMaxGroup = 64;
   check.within(group_size, "group_size", 1, kMaxGroup);
-  // 31 bits of a local slot, and these, are what a Divider takes.
+  // Limits of a Divider, with 31 bits for a local slot.
   constexpr int64_t kMaxWorldSize = 256, kMaxInterleave = 1 << 16;
   check.within(world_size, "world_size", 1, kMaxWorldSize);
   check.within(rank, "rank", 0, world_size - 1);

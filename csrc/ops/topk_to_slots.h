@@ -6,19 +6,19 @@
 
 namespace mla_fp8 {
 
-// Positions of a request become slots of its pages; a position stands for group_size tokens.
+// Turns positions of a request into slots of its pages. A position stands for group_size tokens.
 struct TopkToSlotsParams {
-  int64_t num_rows, topk, width;  // of positions; of slots
+  int64_t num_rows, topk, width;  // topk: of positions; width: of slots
   int64_t num_requests, max_pages, page_size, next_n, group_size;
   const int32_t* positions;  // [num_rows, topk]
   int64_t positions_stride_row;
   const int32_t* page_table;  // [num_requests, max_pages]
   int64_t page_table_stride_request;
-  const int32_t* row_to_request;  // [num_rows] or null: row / next_n
+  const int32_t* row_to_request;  // [num_rows] or null: row / next_n is the request
   const int32_t* token_lens;      // [num_rows] or null
   const int32_t* lens;            // [num_rows] or null
-  // Several ranks take turns of `interleave` positions, or of slots that page_table names. Then the slots of
-  // this rank's rows are written one after another.
+  // Several ranks take turns of `interleave` positions, or (by_slot) of slots that page_table names. Only the
+  // slots of this rank's rows are then written, one after another.
   int64_t world_size, rank, interleave;
   bool by_slot;
 
@@ -27,11 +27,11 @@ struct TopkToSlotsParams {
   int32_t* out_lens;  // [num_rows]
 
   MLA_HD bool is_packed() const { return world_size > 1; }
-  MLA_HD int64_t turn() const { return world_size * interleave; }  // of all ranks
+  MLA_HD int64_t turn() const { return world_size * interleave; }  // numbers of a turn of all ranks
 };
 
-// One row: column c < num_groups * group_size is token c % group_size of position c / group_size, then come
-// the tokens [tail, tail + num_tail).
+// A row of slots. Column c < num_groups * group_size is token c % group_size of position c / group_size.
+// Tokens [tail, tail + num_tail) follow.
 struct TopkToSlotsRow {
   int64_t request;     // -1: none
   int64_t num_groups;  // columns of positions that count
@@ -41,7 +41,7 @@ struct TopkToSlotsRow {
   MLA_HD int64_t length(int64_t group_size) const { return num_groups * group_size + num_tail; }
 };
 
-// Without lens the row ends behind its last position >= 0, which `last` finds.
+// Finds a row. Without lens it ends behind its last position >= 0: last() returns the end.
 template <class Last>
 MLA_HD TopkToSlotsRow topk_to_slots_row(const TopkToSlotsParams& p, int64_t row, const Last& last) {
   int64_t request = row / p.next_n;
@@ -54,14 +54,14 @@ MLA_HD TopkToSlotsRow topk_to_slots_row(const TopkToSlotsParams& p, int64_t row,
   return {request, num_groups, tokens - num_tail, num_tail};
 }
 
-// What this rank calls a number that the ranks share, or -1. `find_turn` divides by turn().
+// This rank's number for one that ranks share, or -1 if another rank has it. find_turn divides by turn().
 template <class FindTurn>
 MLA_HD int64_t number_of_rank(const TopkToSlotsParams& p, int64_t number, const FindTurn& find_turn) {
   const int64_t turn = find_turn(number), within = number - turn * p.turn() - p.rank * p.interleave;
   return within < 0 || within >= p.interleave ? -1 : turn * p.interleave + within;
 }
 
-// The slot of a token, or -1. `find_page` divides by the page size.
+// The slot of a token, or -1. find_page divides by the page size.
 template <class FindPage, class FindTurn>
 MLA_HD int32_t token_slot(const TopkToSlotsParams& p, int64_t request, int64_t token,
                           const FindPage& find_page, const FindTurn& find_turn) {

@@ -1,5 +1,5 @@
-// _warmup: everything that a first call would load is loaded. Only the HIP library loads its kernels itself;
-// CUDA's runtime and the CPU library have nothing to wait for.
+// _warmup loads everything that a first call would load. Only the HIP library loads its kernels itself;
+// CUDA's runtime and the CPU library have nothing to load.
 #include "registration.h"
 #if MLA_FP8_WITH_HIP
 #include "hip/runtime.h"
