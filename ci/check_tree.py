@@ -33,6 +33,16 @@ DEFINITION = re.compile(r"^[^\n#/]*?\b(\w+)\(([^(){};]*)\)\s*(?:const\s*)?\{", r
 # Public functions name their parameters; this one takes and ignores what FlashMLA's does.
 NAMED_PARAMETERS = re.compile(r"python/mla_fp8/(ops|prefill|compat)/(?!_)")
 SWALLOWS = {"python/mla_fp8/compat/flash_mla.py": {"get_mla_metadata"}}
+# A comment on lines of its own has a subject: one that begins like this leans on its neighbours.
+COMMENTS = (
+    "csrc/common/",
+    "csrc/cuda/sparse_attention/",
+    "csrc/ops/paged_",
+    "csrc/ops/plan_shared_keys",
+    "csrc/ops/shared_keys",
+    "csrc/ops/sparse_",
+)
+NO_SUBJECT = re.compile(r"// (Of|To|By|What|That|Those|From|With|Which|Whose)\b")
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
 
 
@@ -92,6 +102,14 @@ def check_templates(name: str, lines: list[str]) -> Iterator[str]:
             yield f"{name}:{number}: {count} template parameters, at most {MAX_TEMPLATE_PARAMETERS}"
 
 
+def check_comments(name: str, lines: list[str]) -> Iterator[str]:
+    before = ""
+    for number, line in enumerate(map(str.lstrip, lines), 1):
+        if not before.startswith("//") and (found := NO_SUBJECT.match(line)):
+            yield f'{name}:{number}: a comment that begins with "{found[1]}"; give it a subject'
+        before = line
+
+
 def check_keywords(name: str, lines: list[str]) -> Iterator[str]:
     for node in ast.parse("\n".join(lines)).body:
         public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
@@ -128,6 +146,8 @@ def main() -> int:
         if name.startswith(KERNELS):
             wrong += check_parameters(name, lines)
             wrong += check_templates(name, lines)
+        if name.startswith(COMMENTS):
+            wrong += check_comments(name, lines)
         if NAMED_PARAMETERS.match(name):
             wrong += check_keywords(name, lines)
         if name.startswith("python/"):

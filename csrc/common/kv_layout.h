@@ -77,7 +77,7 @@ struct KvLayout {
   int page_align;     // bytes
 
   MLA_HD constexpr int head_dim_qk() const { return nope_dim + rope_dim; }
-  // Whether a row has something in this format: values, rope or scales.
+  // True if a row has something in this format: values, rope or scales.
   constexpr bool holds(Format f) const {
     return nope_format == f || (rope_dim > 0 && rope_format == f) ||
            (scale_format == ScaleFormat::kE4m3 && f == Format::kE4m3fn);

@@ -18,7 +18,7 @@ inline void with_cache_dtype(CacheDtype dtype, Fn&& fn) {
   }
 }
 
-inline constexpr int kMaxRaggedHeadDim = 256;  // of separate K and V caches; both are multiples of 16
+inline constexpr int kMaxRaggedHeadDim = 256;  // separate K and V caches; both are multiples of 16
 inline constexpr int kMaxRaggedSplits = 128;
 inline constexpr float kSmallTanh = 0.06f;  // below it tanh is the first terms of its series
 
@@ -29,10 +29,10 @@ struct PagedAttentionRaggedParams {
   int64_t num_requests;
   int q_len;  // query tokens of each request
   int num_q_heads, num_kv_heads, head_dim, head_dim_v;
-  Dtype dtype;             // of q and out: bf16 or fp16
-  CacheDtype cache_dtype;  // of both caches, and of nope in a latent one
+  Dtype dtype;             // q and out: bf16 or fp16
+  CacheDtype cache_dtype;  // both caches, and nope in a latent one
   bool is_latent;          // v_cache is k_cache: V is the first head_dim_v elements of the latent
-  KvLayoutId layout;       // of a latent cache
+  KvLayoutId layout;       // a latent cache's
   const void* q;           // [num_requests * q_len, num_q_heads, head_dim]; strides in elements
   int64_t q_stride_token, q_stride_head;
   // [num_pages, page_size, num_kv_heads, head_dim or head_dim_v]; strides in bytes

@@ -105,7 +105,7 @@ template <RowKind kKind, int kDims>
 inline constexpr Range kCodedDimsOf =
     range_of(kKind, kDims, [](const RowNumbers& r) { return r.coded_dims; });
 struct RowsParams : PortableParams {
-  RowNumbers rows[2];  // of each scope
+  RowNumbers rows[2];  // one for each scope
 };
 inline RowsParams rows_params(const SparseAttentionParams& p, int splits) {
   return {{p, splits}, {RowNumbers(kv_layout(p.layout)), RowNumbers(kv_layout(p.extra_layout))}};
@@ -152,16 +152,16 @@ struct Shared {
   static_assert(kDecodes || (kStages == 2 && kRawPitch == kPitch * 2), "bf16 rows are latents as they are");
   alignas(16) uint8_t raw[kStages][kBlockKeys][kRawPitch];
   alignas(16) uint16_t latent[kDecodes ? kBlockKeys : 1][kPitch];
-  alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // by logit_index
+  alignas(16) float logits[kQuarters][kHeads * kBlockKeys];  // [quarter][logit_index]
   alignas(16) uint16_t weights[kHeads][kWeightsPitch];
   float factor[kHeads];                             // multiplies earlier sums and outputs
   float out_factor[kHeads];                         // multiplies the output at the end
   bool sees[KeysOf::kSeveralQueries ? kHeads : 1];  // rows that see one of the last keys
-  Places<kScalesApart, kTwoLayouts> places[2];      // of even and of odd blocks
+  Places<kScalesApart, kTwoLayouts> places[2];      // even and odd blocks
   // Kept here for looking up rows, as registers are short. A lane's valid_keys are the same in all warps.
   ValidKeys<MapInShared> valid_keys[kWarpSize];
   typename KeysOf::Keys keys;
-  Pages pages[2];  // of each scope
+  Pages pages[2];  // one for each scope
   int num_blocks;
   alignas(8) uint8_t map[kMapBytes];  // the query's valid keys
 

@@ -190,7 +190,7 @@ class StageExpander {
       }
       if (nan) scales[0] = kInfinite;
     } else {
-      constexpr int kBytes = First::kL.scale_bytes() / 2;  // of ue8m0, of these 16 tiles
+      constexpr int kBytes = First::kL.scale_bytes() / 2;  // ue8m0 of these 16 tiles
       constexpr int kWordsPerByte = 8 / kBytes;
       uint32_t bytes[2];
       if constexpr (kBytes == 8) {

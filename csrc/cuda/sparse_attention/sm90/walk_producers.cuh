@@ -22,7 +22,7 @@ template <class C>
 class WalkProducer : GatherOf<C> {
  public:
   static constexpr int kTeamProducers = C::kProducers / C::kTeams;
-  static constexpr int kStagesPerBlock = C::kBlockStages / kTeamProducers;  // of this producer
+  static constexpr int kStagesPerBlock = C::kBlockStages / kTeamProducers;  // stages of this producer
   static_assert(C::kProducers % C::kTeams == 0 && C::kBlockStages % kTeamProducers == 0);
 
   __device__ WalkProducer(const KernelParams& params, uint8_t* smem, int warp, int lane)

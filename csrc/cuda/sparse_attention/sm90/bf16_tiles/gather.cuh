@@ -55,7 +55,7 @@ class TileGather {
     if (lane < 16) return lane / 8 * 32 + warp * 8 + lane % 8;
     return lane < 16 + C::kTail ? 64 + lane - 16 : kNoKey;
   }
-  __device__ int lane_of(int i) const {  // that knows row(i)
+  __device__ int lane_of(int i) const {  // the lane that knows row(i)
     return i < kRows ? i * 4 + lane_ / 8 : 16 + (warp_ * 4 + lane_ / 8) % 8;
   }
   __device__ static bool has_tail(int block) { return C::kTail > 0 && block % 2 == 0; }
@@ -66,7 +66,7 @@ class TileGather {
   };
   struct AnyEntry {
     int value;
-    unsigned position;  // in the request of a window; or kSlotOf + a cache
+    unsigned position;  // position in the window's request; or kSlotOf + a cache
     static constexpr unsigned kSlotOf = 1u << 31;
     __device__ bool is_page() const { return position < kSlotOf; }
     __device__ int scope() const { return position > kSlotOf; }

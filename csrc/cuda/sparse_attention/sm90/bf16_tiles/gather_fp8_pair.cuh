@@ -131,7 +131,7 @@ class PairGather : TileGather<C> {
   // valid one of the warp's: zero weight times NaN reaches no query that has not got that NaN anyway. Without
   // a valid one it has zeros.
   struct Place {
-    const uint8_t* row;  // from this lane's dims of the first panel on
+    const uint8_t* row;  // this lane's dims of the first panel
     const uint8_t* scales;
     bool e2m1;
   };
@@ -147,12 +147,12 @@ class PairGather : TileGather<C> {
     const bool valid = x.entry >= 0 && page * s.page_size + row < s.num_slots;
     found = __ballot_sync(kFullWarp, valid);
     const uint8_t* base = s.kv_cache + page * s.kv_cache_stride_page;
-    const uint32_t mine = found >> (rank_ * 8) & 0xff;  // of the lanes that look up this CTA's keys
+    const uint32_t mine = found >> (rank_ * 8) & 0xff;  // lanes that look up this CTA's keys
     const int from = mine >> eighth_ & 1 ? eighth_ : __ffs(mine) - 1;
     const int64_t in_page = e2m1 ? kSecond.token_offset(row) : kFirst.token_offset(row);
     const int64_t scales =
         e2m1 ? kSecond.scale_offset(row, s.page_size) : kFirst.scale_offset(row, s.page_size);
-    const int lane = rank_ * 8 + max(from, 0);  // that has found it
+    const int lane = rank_ * 8 + max(from, 0);  // the lane that has found it
     const bool is_e2m1 = kMixed && (__ballot_sync(kFullWarp, e2m1) >> lane & 1);
     const auto at = reinterpret_cast<const uint8_t*>(
         __shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(base + in_page), lane));
@@ -252,7 +252,7 @@ class PairGather : TileGather<C> {
   }
 
   const int rank_, eighth_, quarter_;
-  const uint32_t at_, to_peer_;        // of this lane's key in a panel; from an address to the peer's
+  const uint32_t at_, to_peer_;        // this lane's key in a panel; from an address to the peer's
   uint4 codes_[kFp8Panels], rope_[2];  // this lane's key
   using Scales = std::conditional_t<kTilesOfPanel == 2, uint4, uint2>;
   Scales scales_;

@@ -72,7 +72,7 @@ class TileMath {
  private:
   static constexpr float kMaxGrowth = 8.0f;  // weights are at most 2^8
   static constexpr bool kOwn = true, kOthers = false;
-  static constexpr int kColumns = C::keys(kGroup) / 8;  // of logits, in eights; weights go in sixteens
+  static constexpr int kColumns = C::keys(kGroup) / 8;  // logits of a row, in eights; weights go in sixteens
   static constexpr int steps(int buffer) { return ceil_div(C::keys(buffer), 16); }
   using Weights = uint32_t[steps(kGroup)][4];
 
@@ -315,7 +315,7 @@ class TileMath {
   }
   // Gives weights and bases of this group's block to the other group; with an item's last block also sums.
   __device__ void publish(const Weights& weights, bool last) const {
-    bool suspects = false;  // of any warp; all are done with the keys then
+    bool suspects = false;  // one in any warp; all are done with the keys then
     if (C::kNeighbours && rows_differ())
       suspects = named_barrier_any(kBarrierGroup0 + kGroup, kGroupThreads, suspects_ != 0);
     else if (C::kHasRope) named_barrier(kBarrierGroup0 + kGroup, kGroupThreads);

@@ -55,7 +55,7 @@ struct TileOutput {
       }
       if (piece > 0)
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i)  // of the piece before
+        for (int i = 0; i < kLoads; ++i)  // stores the piece before
           if (uint16_t* to = out[1 - half][i])
             *reinterpret_cast<uint4*>(to + (piece - 1) / 2 * C::kPieceDims) = x[i];
       if (piece < kPieces) {

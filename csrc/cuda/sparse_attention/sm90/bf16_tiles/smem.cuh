@@ -206,7 +206,7 @@ struct TileSmem {
         mbarrier_init(full(buffer, piece),
                       C::kPair ? 4 * kWarpArrivals : kGroupThreads + (piece == 0 ? 4 : 0));  // and the mask
       for (int part = 0; part < C::kParts; ++part)
-        mbarrier_init(empty(buffer, part), (C::kPair ? 8 : 4) * kWarpArrivals);  // in a pair of both CTAs
+        mbarrier_init(empty(buffer, part), (C::kPair ? 8 : 4) * kWarpArrivals);  // a pair: of both CTAs
       for (int part = 0; part < 2; ++part) mbarrier_init(half_empty(buffer, part), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
@@ -217,7 +217,7 @@ struct TileSmem {
 struct TileSource : RowTile {
   int64_t tile;
   int num_entries;
-  unsigned first_position;  // in the request of a window
+  unsigned first_position;  // the window's first key in its request
   const int32_t* entries;   // selected slots, or pages of the window's request
   const int32_t* extra;     // slots of the second cache, or pages of the request's entries
 };

@@ -48,7 +48,7 @@ class BlockLogits {
   __device__ float4 head_pair(int n) const {
     return reinterpret_cast<const float4*>(head_state())[n * kOctetHeads / 2 + t_];
   }
-  __device__ const uint8_t* row_of(int stage) const {  // of key g
+  __device__ const uint8_t* row_of(int stage) const {  // row of key g
     return bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
   }
 

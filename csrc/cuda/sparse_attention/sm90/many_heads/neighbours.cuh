@@ -174,7 +174,7 @@ class ListedKeys {
   }
   // All threads bring some keys close, as a survey does with entries: a line each.
   __device__ void fetch_lines(int first, int count, int thread) const {
-    constexpr int kSlots = 32, kMarks = 128;  // of a line
+    constexpr int kSlots = 32, kMarks = 128;  // in a line
     if (thread * kSlots < count) prefetch_l1(slots_ + first + thread * kSlots);
     if (thread * kMarks < count) prefetch_l1(marks_ + first + thread * kMarks);
   }

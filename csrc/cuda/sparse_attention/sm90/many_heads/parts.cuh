@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
   for (int parts = rehearses ? 0 : own.count;; parts = own.count) {
     const bool is_rehearsal = parts == 0;
     if (!own.kOfTiles && !is_rehearsal) wait_for_previous_grid();
-    float2 stats[kRounds];  // of part g of each round
+    float2 stats[kRounds];  // part g of each round
     float largest = -INFINITY;
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
