@@ -6,8 +6,8 @@
 
 namespace mla_fp8 {
 
-// Every `ratio` consecutive tokens of a request become one cache row, closed by the last of them: a softmax
-// over a window of tokens, per dim, then RMSNorm, RoPE at the first token's position, quantize_kv's row.
+// Compresses `ratio` consecutive tokens of a request into a cache row, which the last one closes: a softmax
+// over a window of tokens for each dim, then RMSNorm, RoPE at the first token's position, quantize_kv's row.
 //
 //   ratio  width of a token's row                                window            bias
 //   4      2048: kv as previous, kv, score as previous, score    8 tokens          [4, 1024]
@@ -15,11 +15,11 @@ namespace mla_fp8 {
 //   2      1024: kv, score                                       2 tokens          none
 //   1      512: kv                                               1, no softmax     none
 //
-// A window of ratio 4 is two blocks: the one before through its "as previous" halves, then its own. The state
-// of a request holds the raw rows of its last tokens, position p in row p % depth; online (ratio 128 alone)
+// A window of ratio 4 is two blocks: the one before by its "as previous" halves, then its own. A request's
+// state holds the raw rows of its last tokens, position p in row p % depth. Online (ratio 128 alone) it holds
 // max, sum and mean of the block so far, after each token.
 //
-// One call over [a, b) gives the bits of every chain of calls over it: a row is one function of its window's
+// One call over [a, b) gives the bits of every chain of calls over it. A row is one function of its window's
 // float32 rows, in one order, wherever they come from.
 struct CompressKvParams {
   int ratio;
@@ -39,14 +39,14 @@ struct CompressKvParams {
   const void* norm_weight;  // [kHeadDimV] bf16 or float
   bool weight_is_float;
   float eps;
-  const void* slot_mapping;  // [num_tokens]: of the row that the token closes
+  const void* slot_mapping;  // [num_tokens]: slots of the rows that tokens close
   bool slots_are_int64;
   KvLayoutId layout;
   int64_t num_slots, page_size;
   const float* scale;
   uint8_t* kv_cache;
   int64_t kv_cache_stride_page;
-  uint16_t* out_latent;  // [num_tokens, kHeadDimV] bf16 before RoPE, of closing tokens alone; or null
+  uint16_t* out_latent;  // [num_tokens, kHeadDimV] bf16 before RoPE, for closing tokens alone; or null
   int64_t out_latent_stride_token;
 
   MLA_HD static constexpr int window_of(int ratio) { return ratio == 4 ? 8 : ratio; }
@@ -55,27 +55,27 @@ struct CompressKvParams {
   MLA_HD int state_width() const { return online ? 3 * kHeadDimV : width(); }
 };
 
-// The part of a call that belongs to one request: tokens first .. first + count - 1, the first at `start`.
+// One request's part of a call: tokens first to first + count - 1, the first at position `start`.
 struct CompressRequest {
   int64_t first, count, start;
-  int64_t state;  // its slot; negative: the request is skipped
+  int64_t state;  // the number of its state; negative: the request is skipped
 
   // Whether the token at position p closes a block.
   MLA_HD static bool closes(int64_t p, int ratio) { return (p + 1) % ratio == 0; }
-  // The position of the first token at or behind `start` that closes a block.
+  // The position of the first token, from `start` on, that closes a block.
   MLA_HD int64_t first_close(int ratio) const { return start + (ratio - 1 - start % ratio); }
   MLA_HD int64_t end() const { return start + count; }
-  // The oldest position before the call that a block closed in it needs; `start` if there is none.
+  // The oldest position before the call that a block closed in it needs; `start` if none does.
   MLA_HD int64_t oldest(int ratio) const {
     const int64_t close = first_close(ratio);
     if (close >= end()) return start;
     const int64_t position = close + 1 - CompressKvParams::window_of(ratio);
     return position < 0 ? 0 : position < start ? position : start;
   }
-  // Whether the call leaves the token at position q in the state: one of the last `depth`.
+  // Whether the call leaves the token at position q in the state: it is one of the last `depth`.
   MLA_HD bool is_kept(int64_t q, int64_t depth) const { return q >= end() - depth; }
-  // Whether a row of the state, `distance` behind that of `oldest` modulo depth, holds what a block closed in
-  // this call needs: it is written after that was read.
+  // Whether a row of the state holds what a block closed in this call needs: then it is written after that
+  // was read. The row is `distance` behind that of `oldest`, modulo depth.
   MLA_HD bool is_late(int64_t distance, int64_t oldest_position) const {
     return distance < start - oldest_position;
   }

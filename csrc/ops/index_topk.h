@@ -58,7 +58,7 @@ struct IndexTopkParams {
 
   uint8_t* workspace;  // on GPUs
   int64_t workspace_bytes;
-  uint8_t* counters;  // gpu::IndexCounters, all 0; or null: they lie in the workspace
+  uint8_t* counters;  // gpu::IndexCounters, all 0; or null: in the workspace, which may hold anything
 
   // The position of a column of a row, and the column of the keys where its entry is.
   struct Place {
