@@ -136,7 +136,7 @@ bool decodes_in_tiles(const SparseAttentionParams& p) {
   return p.num_q_heads > 32 || p.num_q_heads <= 16;
 }
 
-// Over two layouts 16 heads in up to two waves, one CTA a query, are faster than their walk.
+// Over two layouts 9 to 16 heads walk only above this many waves: one CTA a query is faster up to there.
 constexpr int64_t kWavesBeforePairsWalk = 2;
 
 Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecode) {

@@ -135,8 +135,8 @@ struct Plan {
   bool takes_lists = false;
   int tile_queries = 1;  // many_heads: neighbouring queries whose heads form one item
   // kSegments, kRuns. A query has at most `segments` runs for each team: a power of two, in kSegments a
-  // multiple of splits. A run has at least run_blocks blocks if the query has more than twice as many; 0: as
-  // many as runs.
+  // multiple of splits. A run has at least run_blocks blocks if the query has more than twice as many; 0:
+  // about as many as the query has runs.
   int segments = 1, run_blocks = 1;
   int most_runs = 1;  // kRuns: most runs of a query, whichever keys are valid
 };

@@ -23,7 +23,7 @@ struct Price {
   struct Of {
     double wave_us, key_ns, byte_ps = 0, cluster_us = 0, run_us = 0, wait_us = 0, leave_us = 0;
   } of;
-  // us added between an engine's other kernels, which leave nothing of ours in the instruction caches. Rows
+  // us added between an engine's other kernels, which drive this code out of the instruction caches. Rows
   // with values in bf16 (dsv4) take more code.
   struct {
     double fp8_values = 0, bf16_values = 0;

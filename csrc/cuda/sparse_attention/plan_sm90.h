@@ -74,7 +74,7 @@ Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num
 // keys, which counts twice, and of one with a quarter. few_heads over one layout fetches early, and takes
 // kFewHeadsLessUs less than its prices say.
 inline constexpr double kMostOfOthers = 1.01, kFewHeadsLessUs = 0.7;
-// Two CTAs of 32 heads lose to CTAs of 64 with many keys or many queries.
+// Two CTAs of 32 heads a query lose to CTAs of 64 where keys or queries are many.
 inline constexpr int kLeastParts = 2;
 inline constexpr int64_t kMostKeysOfTwoParts = 768, kMostQueriesOfTwoParts = 31;
 inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
@@ -204,8 +204,8 @@ inline const Variant* variant_of_tiles(const SparseAttentionParams& p) {
   return v && attends_to_tiles(*v, p.layouts()) ? v : nullptr;
 }
 
-// Tiles whose keys all SMs share: no wave is partly empty, and a request gets SMs as it has keys. The parts
-// meet in the workspace, in a second launch.
+// Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs in proportion to its
+// keys. The parts meet in the workspace, in a second launch.
 inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   const Variant* const v = variant_of_tiles(p);
   const int64_t tiles = num_entry_tiles(p);
@@ -233,7 +233,7 @@ inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
 
 // ---- queries that share keys (ops/shared_keys.h) -------------------------------------------------------
 
-// The share of its keys that a query adds to those of its tile before it, as tiles are priced.
+// Prices assume that a query adds this share of its keys to those of its tile's earlier queries.
 inline constexpr double kLikelyNew = 0.1;
 // us of the launch for queries that go alone, if there are none.
 inline constexpr double kNobodyAloneUs = 4.0;

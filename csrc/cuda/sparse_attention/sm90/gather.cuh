@@ -92,8 +92,8 @@ class Gather {
     return {base + kL.token_offset(in_page), base + kL.scale_offset(in_page, page_size),
             in_cache ^ key.scope << 31};
   }
-  // True if keys of a stage that count name the same row. The lane 8 further shows one slot in all places, or
-  // 2, 4 or 8 slots in turn.
+  // True if keys of a stage that count name the same row. A look at the lane 8 further finds one slot in all
+  // places, or 2, 4 or 8 slots in turn.
   __device__ __forceinline__ bool has_repeats(const Place& place, bool counts) const {
     const unsigned other = __shfl_xor_sync(kFullWarp, place.which, 8);
     return __any_sync(kFullWarp, counts && place.which == other);

@@ -42,7 +42,7 @@ class MixedGather : protected Gather<C> {
   // Lanes 0 to 15 have the keys of one stage, 16 to 31 of another. A key is one word: registers are short.
   __device__ static uint32_t word_of(Key key) { return key.slot | key.scope << 31; }
   __device__ __forceinline__ Rows look_up(uint32_t key, bool counts) const {
-    // The lane 8 further shows one slot in all places, or 2, 4 or 8 slots in turn.
+    // A look at the lane 8 further finds one slot in all places, or 2, 4 or 8 slots in turn.
     const uint32_t other = __shfl_xor_sync(kFullWarp, key, 8);
     const bool extra = key >> 31;
     Rows rows{nullptr, 0, __ballot_sync(kFullWarp, extra), __ballot_sync(kFullWarp, counts),

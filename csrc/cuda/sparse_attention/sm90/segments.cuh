@@ -31,7 +31,7 @@ __device__ constexpr int runs_before(int place, int with_keys, int places_log2) 
 }
 
 // The work of one CTA: the runs of its teams. One team has the blocks from first_block on. Several have
-// blocks in turn in the ring's sequence, which is no longer than num_blocks.
+// blocks in turn in the ring's sequence, of at most num_blocks blocks.
 template <int kTeams>
 struct SegmentItem : SplitItem {
   int segments_log2, run_blocks;  // most runs; fewest blocks of a run, or 0 (plan.h)
