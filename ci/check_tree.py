@@ -34,14 +34,6 @@ DEFINITION = re.compile(r"^[^\n#/]*?\b(\w+)\(([^(){};]*)\)\s*(?:const\s*)?\{", r
 NAMED_PARAMETERS = re.compile(r"python/mla_fp8/(ops|prefill|compat)/(?!_)")
 SWALLOWS = {"python/mla_fp8/compat/flash_mla.py": {"get_mla_metadata"}}
 # A comment on lines of its own has a subject: one that begins like this leans on its neighbours.
-COMMENTS = (
-    "csrc/common/",
-    "csrc/cuda/sparse_attention/",
-    "csrc/ops/paged_",
-    "csrc/ops/plan_shared_keys",
-    "csrc/ops/shared_keys",
-    "csrc/ops/sparse_",
-)
 NO_SUBJECT = re.compile(r"// (Of|To|By|What|That|Those|From|With|Which|Whose)\b")
 TODO = re.compile(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))")
 
@@ -146,7 +138,7 @@ def main() -> int:
         if name.startswith(KERNELS):
             wrong += check_parameters(name, lines)
             wrong += check_templates(name, lines)
-        if name.startswith(COMMENTS):
+        if name.startswith("csrc/"):
             wrong += check_comments(name, lines)
         if NAMED_PARAMETERS.match(name):
             wrong += check_keywords(name, lines)

@@ -102,7 +102,7 @@ int window_rows(const CompressKvParams& p, const CompressRequest& r, int64_t clo
   return count;
 }
 
-// From 512 pooled floats to the latent and the cache row of token `t` (of all), which closes at `close`.
+// Makes the latent and the cache row of token `t` (of all), which closes at `close`, of 512 pooled floats.
 void finish(const CompressKvParams& p, float* pooled, int64_t t, int64_t close) {
   if (p.round_pooled)
     for (int i = 0; i < kHeadDimV; i += kLanes)

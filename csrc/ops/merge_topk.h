@@ -28,7 +28,7 @@ struct MergeTopkParams {
     const int32_t position = positions[list * positions_stride_list + row * positions_stride_row + place];
     return position < 0 ? 0 : order_of(order_key(score), position);
   }
-  // What is written of a chosen one: its position, or -1 for nothing.
+  // The position that is written for a chosen candidate, or -1 for nothing.
   MLA_HD int32_t answer(int64_t row, uint64_t order) const {
     if (own < 0) return column_of(order);
     const int64_t place = column_of(order) - own * per_list;
