@@ -1,6 +1,6 @@
 #pragma once
 // How steps are shared among CTAs. The steps of all units lie one behind another, and each CTA takes an equal
-// part of them. How many there are only the device knows, by lengths, so each CTA finds its own share.
+// part of them. Their number depends on lengths that only the device knows: each CTA finds its own share.
 #include "cuda/device/divide.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/indexer/rows.cuh"
@@ -10,14 +10,14 @@ namespace mla_fp8::gpu {
 // The share of a CTA: `per_cta` steps of `total`, from cta * per_cta on; scored tiles, if keys are kept.
 struct IndexShare {
   int64_t total, per_cta;
-  int64_t first_step;  // where the unit begins in which the share begins
+  int64_t first_step;  // the step at which the share's first unit begins
   bool are_kept;
-  // Only if are_kept: one of the CTAs that scan a unit answers it; some units have no scored tile.
+  // Only if are_kept. are_gathered: a unit is answered by one of its CTAs; are_others: some need no logits.
   bool are_gathered, are_others;
   // Whether each unit begins with a share, and which size of AlignedShares the shares then have.
   bool are_aligned;
   int size;
-  bool are_uniform;  // all units have equally many shares; one, if keys are not kept
+  bool are_uniform;  // and all units have equally many shares; one, if keys are not kept
 };
 // Sizes of shares with which each unit may begin with a share. A CTA that ends one unit and begins another
 // takes 3 to 5 us longer, or 12 if keys are counted. So shares of kept keys may be larger than equal shares:
@@ -29,7 +29,7 @@ struct AlignedShares {
 
   int32_t equal, wide;  // the first size, and next_size()
 
-  // The second size: small, as if each unit left half a share empty; else, as if all units were equally long.
+  // The second size: for small shares, each unit may leave half a share empty; else, units are equally long.
   __device__ __forceinline__ static int32_t next_size(int32_t equal, int32_t total, int32_t units,
                                                       int32_t num_shares) {
     return equal <= kSmall ? number(total, num_shares - units / 2)
@@ -59,8 +59,8 @@ struct AlignedShares {
 };
 
 // The places where units may begin. With query_start_loc these are all rows. Otherwise all requests have the
-// same number of rows, and a place is every group_rows-th row of each. Integer divisions, forty instructions
-// each, are Dividers: code that runs once waits for its instructions.
+// same number of rows, and a place is every group_rows-th row of each. Dividers save integer divisions of
+// forty instructions: code that runs once waits for its instructions.
 //
 // If there are lanes, all units of a request are one place, of rows_of_place rows. Each lane of CTAs has one
 // unit of each request, and all lanes have equal shares: CTAs read the same keys at a time, from the L2.
@@ -111,14 +111,14 @@ inline constexpr int32_t kGatherTiles = 4, kMergeTiles = 32;
 // Keys are kept of fewer scored tiles than this. A thread's sum stops here, so a block's sums fit in 32 bits.
 inline constexpr int32_t kMostKeptTiles = 1 << 20;
 
-// The question of find_share.
+// The arguments of find_share.
 struct ShareQuestion {
   const IndexRows& rows;
   const UnitPlaces& places;
   const Divider& num_ctas;
   int topk, group_rows, tile_keys;  // topk: a row with at most so many columns is not scored
   int cta, lane;
-  int32_t most_kept, most_gathered;  // tiles: of all units for keys to be kept, of each to be gathered
+  int32_t most_kept, most_gathered;  // most tiles: of all units to keep keys, of a unit to gather it
   // Shared memory for the tiles of `room` places, or null.
   int32_t* known;
   int room;
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool find_uniform_share(const Team& team, const Share
   const auto equal =
       static_cast<int32_t>(question.num_ctas.word(static_cast<uint32_t>(total + num_ctas - 1)));
   const int32_t size = max(AlignedShares::number(longest, unit_shares), 1);
-  // the longest unit has no empty share
+  // The longest unit has no empty share.
   const int32_t each = max(AlignedShares::number(longest, size), 1);
   const int32_t shares = each * static_cast<int32_t>(places.count);
   const AlignedShares sizes{max(equal, 1), size};

@@ -33,7 +33,7 @@ struct KeptKeys {
     keys = reinterpret_cast<uint32_t*>(rows + (args.p.problem.rows.num_rows + 1) / 2 * 2);
   }
   __device__ __forceinline__ uint32_t* tile(int32_t i) const { return keys + int64_t{i} * kTileKeys; }
-  // Tiles for which a workspace has room, all rows of a unit in each. Its last bytes serve something else.
+  // Tiles for which the workspace has room, all rows of a unit in each. Its `last_bytes` serve other data.
   static int32_t most_tiles(const IndexTopkArgs& args, int64_t last_bytes) {
     const int64_t rows = args.p.problem.rows.num_rows;
     const int64_t bytes = args.p.workspace_bytes - last_bytes -
@@ -94,7 +94,7 @@ struct ScanArgs {
   IndexTopkArgs topk;
   int chunk_tiles;
   bool has_pins;
-  int32_t most_kept, most_gathered;  // tiles: of all units for keys to be kept, of each to be gathered
+  int32_t most_kept, most_gathered;  // most tiles: of all units to keep keys, of a unit to gather it
   int32_t most_binned;               // tiles of all units, with which there is room for bins as well
   int32_t near_keys;                 // a row with more columns has its keys counted
   int32_t unit_shares;               // for find_uniform_share; 0: shares are not uniform

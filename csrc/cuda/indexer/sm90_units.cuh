@@ -173,7 +173,7 @@ class ScanUnits {
   }
 
   // Answers the units without a scored tile, in turns with the lane's other CTAs. Unit i is the last of the
-  // share. Memory 0 of units is used, once the producers have left that, too.
+  // share. s_.units[0] is used, once the producers have left it.
   __device__ __forceinline__ void answer_others(int i) const {
     mbarrier_wait(shared_address(&s_.unit_left[0]), i / 2 & 1);
     const UnitPlaces& places = args_.places;
