@@ -1,5 +1,5 @@
-// compress_kv on the CPU: the rows that tokens close, then what stays in the state; online they are folded
-// block by block. A pooled dim is the same float32 arithmetic, in the same order, as on the GPUs
+// compress_kv on the CPU: writes the rows that tokens close, then the state. Online, it folds tokens block by
+// block. A pooled dim has the same float32 arithmetic, in the same order, as on GPUs
 // (csrc/cuda/compress_kv/pool.cuh).
 #include <algorithm>
 
@@ -88,7 +88,7 @@ float* state_row(const CompressKvParams& p, const CompressRequest& r, int64_t po
   return p.state + r.state * p.state_stride_slot + position % p.depth * p.state_stride_row;
 }
 
-// The rows of the window that the token at `close` closes; returns how many there are.
+// Finds the rows of the window that the token at `close` closes; returns their number.
 int window_rows(const CompressKvParams& p, const CompressRequest& r, int64_t close, WindowRow* rows) {
   const int half = p.width() / 2;
   int count = 0;
@@ -102,7 +102,7 @@ int window_rows(const CompressKvParams& p, const CompressRequest& r, int64_t clo
   return count;
 }
 
-// Makes the latent and the cache row of token `t` (of all), which closes at `close`, of 512 pooled floats.
+// Turns 512 pooled floats into the latent and cache row of token `t` of the call, at position `close`.
 void finish(const CompressKvParams& p, float* pooled, int64_t t, int64_t close) {
   if (p.round_pooled)
     for (int i = 0; i < kHeadDimV; i += kLanes)
@@ -156,7 +156,7 @@ void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t,
   } else {
     WindowRow rows[kMaxWindow];
     const int count = window_rows(p, r, close, rows);
-    // The rows of the next block, if they are few, are on their way meanwhile. It may not exist: a hint.
+    // The rows of the next block, if they are few, are prefetched meanwhile. They need not exist.
     const float* next = input_row(p, r, close + 1);
     const int ahead = p.ratio <= 4 ? p.ratio : 0;
     for (int d = 0; d < kHeadDimV; d += kLanes) {
@@ -169,10 +169,10 @@ void close_block(const CompressKvParams& p, const CompressRequest& r, int64_t t,
   finish(p, pooled, t, close);
 }
 
-MLA_SIMD Mask is_zero(F32 sum) { return equal(bits(sum), set1(uint32_t{0})); }  // no score has a weight yet
+MLA_SIMD Mask is_zero(F32 sum) { return equal(bits(sum), set1(uint32_t{0})); }  // no score had a weight
 
-// One token more in max, sum and mean [3][512]: strictly one after another. The mean of no weight is 0, or
-// NaN as 0 times a value may be.
+// Folds one token more into max, sum and mean [3][512], strictly one after another. While no score has a
+// weight, the mean is 0, or NaN as 0 times a value may be.
 MLA_SIMD void fold(float* running, const float* row, const float* bias, bool begins) {
   for (int d = 0; d < kHeadDimV; d += kLanes) {
     const WindowRow at{row, row + kHeadDimV, bias};
@@ -193,7 +193,7 @@ MLA_SIMD void fold(float* running, const float* row, const float* bias, bool beg
   }
 }
 
-// Positions first to end - 1, of one block of tokens; those before it in the block are in the state.
+// Folds positions first to end - 1, of one block of tokens. The state has those before them in the block.
 void fold_block(const CompressKvParams& p, const CompressRequest& r, int64_t first, int64_t end) {
   alignas(64) float running[3 * kHeadDimV], pooled[kHeadDimV];
   if (first % p.ratio != 0) memcpy(running, state_row(p, r, first - 1), sizeof running);
@@ -202,7 +202,7 @@ void fold_block(const CompressKvParams& p, const CompressRequest& r, int64_t fir
     fold(running, input_row(p, r, q), bias, q % p.ratio == 0);
     if (r.is_kept(q, p.depth)) memcpy(state_row(p, r, q), running, sizeof running);
     if (CompressRequest::closes(q, p.ratio)) {
-      for (int d = 0; d < kHeadDimV; d += kLanes) {  // as a softmax of nothing but -inf
+      for (int d = 0; d < kHeadDimV; d += kLanes) {  // NaN without a weight, as a softmax is
         const Mask is_none = is_zero(load(running + kHeadDimV + d));
         store(pooled + d, select(is_none, set1(NAN), load(running + 2 * kHeadDimV + d)));
       }
@@ -211,9 +211,9 @@ void fold_block(const CompressKvParams& p, const CompressRequest& r, int64_t fir
   }
 }
 
-// The blocks that begin at token t, or a request does. What reads the state and what writes it are of one
-// thread, in this order: with its first block a request's first token folds those that have rows to be kept.
-// Returns the next token to look at.
+// Folds the block that begins at token t, or that the request begins in. A request's first token also folds
+// the blocks that have rows to be kept: so one thread reads the state, then writes it. Returns the token to
+// continue with.
 int64_t fold_from(const CompressKvParams& p, const CompressRequest& r, int64_t t) {
   const int64_t position = r.start + t - r.first, end = r.end();
   const auto fold_up_to_next = [&](int64_t first) {
