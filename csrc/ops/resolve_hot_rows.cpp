@@ -9,13 +9,12 @@ namespace {
 
 constexpr int64_t kIntMax = std::numeric_limits<int32_t>::max();
 
-// Checks a table of pages for each request: [num_requests or more, pages].
-Arg check_pages(const Check& check, const Tensor& t, const char* name, const Tensor& entries,
-                int64_t requests, std::initializer_list<ScalarType> dtypes) {
+// Checks a table of pages for each request, or for each state: [as many or more, pages].
+Arg check_pages(const Check& check, const Tensor& t, const char* name, const Tensor& entries, int64_t rows,
+                const char* of, std::initializer_list<ScalarType> dtypes) {
   Arg arg = check(t, name);
   arg.same_device_as(entries, "entries").dtype(dtypes).shape({-1, -1}).last_dim_contiguous();
-  check.that(arg.size(0) >= requests, name, " must have a row for each of ", requests, " requests, got ",
-             arg.size(0));
+  check.that(arg.size(0) >= rows, name, " must have a row for each of ", rows, of, ", got ", arg.size(0));
   return arg;
 }
 
@@ -83,7 +82,7 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
              next_n == 1 ? "without hot_page_table" : "with next_n above 1", ", got a tensor");
   if (host_page_table) {
     const Arg t = check_pages(check, *host_page_table, "host_page_table", entries, params.num_requests,
-                              {ScalarType::Int, ScalarType::Long});
+                              " requests", {ScalarType::Int, ScalarType::Long});
     params.host_pages = host_page_table->const_data_ptr();
     params.host_pages_are_int64 = t.is(ScalarType::Long);
     params.host_pages_stride = t.stride(0);
@@ -91,14 +90,14 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
   }
   if (hot_page_table) {
     const Arg t = check_pages(check, *hot_page_table, "hot_page_table", entries, params.num_requests,
-                              {ScalarType::Int});
+                              " requests", {ScalarType::Int});
     params.hot_pages = data<int32_t>(*hot_page_table);
     params.hot_pages_stride = t.stride(0);
     params.num_hot_pages = t.size(1);
   }
   if (resident_page_table) {
-    const Arg t = check_pages(check, *resident_page_table, "resident_page_table", entries,
-                              params.num_requests, {ScalarType::Int});
+    const Arg t = check_pages(check, *resident_page_table, "resident_page_table", entries, states, " states",
+                              {ScalarType::Int});
     params.resident_pages = data<int32_t>(*resident_page_table);
     params.resident_pages_stride = t.stride(0);
     params.num_resident_pages = t.size(1);

@@ -25,7 +25,7 @@ struct ResolveHotRowsParams {
   int64_t host_pages_stride, num_host_pages, host_page_size, num_host_rows;
   int64_t first_page;             // smaller page numbers are no pages
   bool by_entry;                  // the state names entries, not their host rows
-  const int32_t* resident_pages;  // [num_requests, num_resident_pages] or null
+  const int32_t* resident_pages;  // [num_states, num_resident_pages] or null
   int64_t resident_pages_stride, num_resident_pages;
   const int32_t* hot_pages;  // [num_requests, num_hot_pages] or null: slot 0 of state s is row s * num_hot
   int64_t hot_pages_stride, num_hot_pages, hot_page_size;
@@ -125,7 +125,7 @@ MLA_HD HotEntry hot_entry(const ResolveHotRowsParams& p, const Division& by, int
   if (p.resident_pages) {
     const int64_t index = by.hot(entry);
     if (index < p.num_resident_pages) {
-      const int64_t page = p.resident_pages[request * p.resident_pages_stride + index];
+      const int64_t page = p.resident_pages[state * p.resident_pages_stride + index];
       if (page >= p.first_page) {
         const int64_t at = page * p.hot_page_size + (entry - index * p.hot_page_size);
         return {at > INT32_MAX ? -1 : static_cast<int32_t>(at), -1};

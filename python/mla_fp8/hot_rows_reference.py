@@ -52,7 +52,7 @@ class Tables:
         if length is not None and (length <= self.num_hot or entry == length - 1):
             return self.hot_row(request, state, entry if length <= self.num_hot else self.num_hot), -1
         if self.resident is not None:
-            row = self.look_up(self.resident, request, entry, self.hot_page_size, self.first_page)
+            row = self.look_up(self.resident, state, entry, self.hot_page_size, self.first_page)
             if row >= 0:
                 return (row if row <= INT_MAX else -1), -1
         host = self.host_row(request, entry)

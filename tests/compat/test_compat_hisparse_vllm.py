@@ -31,7 +31,7 @@ class Vllm:
         self.blocks = (
             torch.randperm(self.HOST_BLOCKS - 1)[: self.REQUESTS * 9].view(self.REQUESTS, 9) + 1
         ).int()
-        self.resident = torch.zeros(self.REQUESTS, 9, dtype=torch.int32)
+        self.resident = torch.zeros(self.REQUESTS + 1, 9, dtype=torch.int32)  # of states
         self.states = [3, 0, 4, -1]
         self.model = {s: ([-1] * self.HOT, list(range(self.HOT))) for s in range(self.REQUESTS + 1)}
         self.stats = torch.zeros(2, dtype=torch.uint64, device=device)
@@ -75,7 +75,7 @@ class Vllm:
                 (i, c, p, self.slot(request, p)) for i in rows for c, p in enumerate(positions[i])
                 if p >= 0 and state >= 0
             ]  # fmt: skip
-            cached = [s for _, _, p, s in chosen if not self.resident[request, p // self.BLOCK]]
+            cached = [s for _, _, p, s in chosen if not self.resident[state, p // self.BLOCK]]
             held, order = self.model[state] if state >= 0 else ([], [])
             slots, loads = model_step(cached, held, order)
             counts = [int(out["counts"][i]) for i in rows]
@@ -95,7 +95,7 @@ class Vllm:
                         assert at == -1
                         continue
                     p, s = found[i, c]
-                    page = int(self.resident[request, p // self.BLOCK])
+                    page = int(self.resident[state, p // self.BLOCK])
                     if page:
                         assert at == page * self.BLOCK + p % self.BLOCK
                         continue
@@ -109,7 +109,7 @@ class Vllm:
 
 def test_vllm_step_after_step_with_drafts_resident_pages_and_padding(device):
     world = Vllm(device, layers=2)
-    world.resident[0, 2], world.resident[2, 0] = 21, 24
+    world.resident[3, 2], world.resident[4, 0] = 21, 24  # of requests 0 and 2
     for step in range(6):
         ids = [0, 0, 1, 2, 2, -1, 3]
         positions = picks(7, 6, 36)

@@ -30,15 +30,15 @@ class Step:
         self.state_rows = None
         if r.often():
             self.state_rows = [int(x) for x in r.rng.permutation(self.num_states)[: self.requests]]
-        sizes = (
-            (0.7, -(-limit // self.host_size), 2 * limit),
-            (0.7, -(-self.num_hot // self.hot_size), 90),
-            (0.3, 3, 9),
-        )
         rows = self.requests if self.state_rows else self.num_states
+        sizes = (
+            (0.7, rows, -(-limit // self.host_size), 2 * limit),
+            (0.7, rows, -(-self.num_hot // self.hot_size), 90),
+            (0.3, self.num_states, 3, 9),
+        )
         self.host, self.hot, self.resident = (
-            [r.ints(pages, 0, high, 0.03) for _ in range(rows)] if r.often(p) else None
-            for p, pages, high in sizes
+            [r.ints(pages, 0, high, 0.03) for _ in range(n)] if r.often(p) else None
+            for p, n, pages, high in sizes
         )
         self.num_host = r.pick(limit, 2 * limit * self.host_size)
         self.entries = [
@@ -77,7 +77,7 @@ class Step:
             return state * self.num_hot + slot
         return small(page_row(self.hot[request], slot, self.hot_size, 0))
 
-    def chosen(self, request: int, rows: range, want: Array) -> dict[int, list[tuple[int, int]]]:
+    def chosen(self, request: int, state: int, rows: range, want: Array) -> dict[int, list[tuple[int, int]]]:
         """Of each key, where it is chosen. What is resident is answered at once."""
         kept: dict[int, list[tuple[int, int]]] = {}
         for row in rows:
@@ -85,7 +85,7 @@ class Step:
                 host = -1 if e < 0 else self.host_of(request, e)
                 at = -1
                 if e >= 0 and self.resident is not None:
-                    at = page_row(self.resident[request], e, self.hot_size, self.first)
+                    at = page_row(self.resident[state], e, self.hot_size, self.first)
                 if at >= 0:
                     want[row, c] = small(at)
                 elif host >= 0:
@@ -95,7 +95,7 @@ class Step:
     def resolve(self, request: int, rows: range, want: Array) -> tuple[list[tuple[int, int]], int]:
         """What is to load, and how many slots were used. Updates the state."""
         state = request if self.state_rows is None else self.state_rows[request]
-        kept, held = self.chosen(request, rows, want), self.held[state]
+        kept, held = self.chosen(request, state, rows, want), self.held[state]
         used = [int(slot) for slot in self.order[state] if int(held[slot]) in kept]
         free = [int(slot) for slot in self.order[state] if slot not in used]
         slot_of = {int(held[slot]): slot for slot in used}

@@ -85,6 +85,14 @@ def test_resident_pages_are_taken_as_they_are(device):
         check(case, device)
 
 
+def test_resident_pages_are_of_states_not_of_requests(device):
+    case = Case(torch.empty(0), *new_state(4, 40), tables_of(3, 40, 60, first_page=1), state_rows=[2, -1, 0])
+    case.tables.resident = [[0, 7, 0, 9], [5] * 4, [3, 0, 0, 0], [6] * 4]
+    for _ in range(3):
+        case.entries = chosen(3, 20, 60)
+        check(case, device)
+
+
 def test_short_requests_hold_entry_e_in_slot_e_and_the_last_of_long_ones_lies_behind(device):
     case = Case(torch.empty(0), *new_state(4, 10), tables_of(4, 12, 40, by_entry=True), int64=True)
     case.tables.num_hot = 10
@@ -151,6 +159,8 @@ def test_the_largest_buffer(device):
         ({"first_page": -1}, "first_page must be in [0, 2147483647], got -1"),
         ({"host_page_table": ints([[0]] * 2, "cpu")},
          "host_page_table must have a row for each of 3 requests, got 2"),
+        ({"resident_page_table": ints([[0]] * 2, "cpu")},
+         "resident_page_table must have a row for each of 3 states, got 2"),
         ({"entry_lens": ints([1] * 3, "cpu")}, "entry_lens must be None without hot_page_table, got a"),
         ({"row_to_request": ints([1] * 2, "cpu")}, "row_to_request must have shape [3], got [2]"),
         ({"counters": ints([0, 0], "cpu")}, "counters must have dtype torch.int64 or torch.uint64"),

@@ -49,7 +49,7 @@ def resolve_hot_rows(
         host_page_table: [requests, pages] int32 or int64: pages of host memory.
         hot_page_table: [requests, pages] int32: of a request's slots; by default slot s of state i is row
             i * num_hot + s.
-        resident_page_table: [requests, pages] int32: pages of the hot buffer that hold entries in their own
+        resident_page_table: [states, pages] int32: pages of the hot buffer that hold entries in their own
             order. These are used as they are.
         num_host_rows: Rows of the host cache.
         host_page_size: Rows of a page.
