@@ -89,8 +89,8 @@ def pins_are_the_engines(name: str) -> bool:
 
 
 def files(name: str, version: str) -> list[str]:
-    """The tests of a version: those of layers and of the same bits know the newest one's source alone."""
-    of_newest = [f"test_layer_in_{name}.py", f"test_same_bits_in_{name}.py"]
+    """The tests of a version: the last ones know the newest one's source alone."""
+    of_newest = [f"test_{what}_in_{name}.py" for what in ("layer", "same_bits", "hisparse")]
     return [
         f"test_in_{name}.py",
         f"test_index_in_{name}.py",

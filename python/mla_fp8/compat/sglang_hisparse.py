@@ -22,6 +22,7 @@ __all__ = [
 
 _BY_BYTES = {x.bytes_per_token: x for x in reversed([*KV_LAYOUTS.values()]) if x.page_align == 1}
 _DSV4, _DSV4_PAGE = KV_LAYOUTS["dsv4"], 64
+DSV4_SIZES = (_DSV4.bytes_per_token, _DSV4.page_bytes(_DSV4_PAGE))
 _NAMES = {
     "entries": "top_k_tokens", "hot_entries": "device_buffer_tokens", "hot_order": "lru_slots",
     "host_page_table": "host_cache_locs", "hot_page_table": "device_buffer_locs",
@@ -32,12 +33,16 @@ _NAMES = {
 }  # fmt: skip
 
 
+def knows_rows(row_bytes: int) -> bool:
+    return row_bytes in _BY_BYTES
+
+
 def _pages(cache: torch.Tensor, item_size_bytes: int, is_dsv4: bool) -> tuple[torch.Tensor, KVLayout, int]:
     """The cache as [pages, bytes], its layout, and the rows of a page."""
     flat = cache.view(torch.uint8) if cache.dim() == 2 else cache.flatten(1).view(torch.uint8)
     if is_dsv4:
         return flat.view(-1, _DSV4.page_bytes(_DSV4_PAGE)), _DSV4, _DSV4_PAGE
-    if item_size_bytes not in _BY_BYTES:
+    if not knows_rows(item_size_bytes):
         raise ValueError(f"item_size_bytes must be one of {sorted(_BY_BYTES)}, got {item_size_bytes}")
     return flat.view(-1, item_size_bytes), _BY_BYTES[item_size_bytes], 1
 

@@ -25,6 +25,7 @@ __all__ = [
 # By the bytes of a row: the first layout with as many that has its scales within the row.
 _BY_BYTES = {x.bytes_per_token: x for x in reversed([*KV_LAYOUTS.values()]) if x.page_align == 1}
 _MAX_DRAFTS = 64
+PLAN = ("swap_host_physical_rows", "swap_device_physical_rows", "swap_counts")
 
 _RESOLVE = {
     "entries": "global_indices", "hot_entries": "device_global_indices", "hot_order": "lru_slots",
@@ -111,6 +112,10 @@ def hisparse_resolve_residency(
     )  # fmt: skip
 
 
+def knows_rows(row_bytes: int) -> bool:
+    return row_bytes in _BY_BYTES
+
+
 _COPY = caller_names(
     host_caches="host_cache", hot_caches="hot_cache", host_rows="global_indices", hot_rows="hot_indices"
 )
@@ -121,7 +126,7 @@ def _copy(
     counts: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     row_bytes = host_cache.shape[-1] * host_cache.element_size()
-    if row_bytes not in _BY_BYTES:
+    if not knows_rows(row_bytes):
         raise ValueError(f"host_cache must have rows of {sorted(_BY_BYTES)} bytes, got {row_bytes}")
     copy_host_rows(
         host_cache, hot_cache, host_rows, hot_rows, counts, layout=_BY_BYTES[row_bytes], host_page_size=1,

@@ -20,13 +20,11 @@ from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
 from . import sglang_layer, vllm_layer
 from .flash_mla_calls import take_over
+from .hooks import Given, Op, hook
 from .log import say_once
 
 NAME = "mla_fp8_layer_ops"
 _LOGGER = logging.getLogger("mla_fp8")
-Given = dict[str, Any]
-# ours, and why a call with these arguments is not for it, or None
-Op = tuple[Callable[..., Any], Callable[[Given], str | None]]
 
 
 def _why_not_epilogue(given: Given) -> str | None:
@@ -98,8 +96,8 @@ def register_sglang() -> None:
             say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay SGLang's: {reason}")
             return
         registry = import_module("sglang.srt.plugins.hook_registry")
-        for target, hook in sglang_layer.HOOKS.items():
-            registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+        for target, method in sglang_layer.HOOKS.items():
+            registry.HookRegistry.register(target, method, registry.HookType.AROUND)
         say_once("mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses")
 
 
@@ -116,17 +114,5 @@ def _take_over(modules: dict[str, dict[str, Op]]) -> None:
             reason = why_not(module, name, ours)
             if reason:
                 say_once(f"mla_fp8: {module}.{name} stays the engine's: {reason}")
-            elif take_over(import_module(module), {name: _hook(ours, elsewhere)}):
+            elif take_over(import_module(module), {name: hook(ours, elsewhere)}):
                 say_once(f"mla_fp8 serves {module}.{name}")
-
-
-def _hook(ours: Callable[..., Any], elsewhere: Callable[[Given], str | None]) -> Callable[..., Any]:
-    def hook(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        given = dict(zip(probes.parameters(original) or (), args, strict=False)) | options
-        reason = elsewhere(given)
-        if reason is None:
-            return ours(**given)
-        say_once(f"mla_fp8: {original.__name__} stays the engine's for {reason}")
-        return original(*args, **options)
-
-    return hook
