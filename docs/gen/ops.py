@@ -74,7 +74,7 @@ GROUPS = {
         "merge_topk", "index_logits", "index_logits_ragged",
     ),
     "Rows in host memory": (
-        "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows",
+        "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows", "decode_hot_rows",
     ),
     "Around a layer": (
         "prepare_keys", "prepare_queries", "PreparedQueries", "k_norm_rope_insert", "qk_norm_rope_insert",

@@ -16,6 +16,7 @@ except ImportError as error:
     sys.exit(1)
 
 from .dispatch import explain
+from .hot_rows import decode_hot_rows
 from .index_layout import INDEX_LAYOUTS, IndexLayout
 from .kv_cache_dtype import hisparse_backend, resolve_kv_cache_dtype
 from .layout import KV_LAYOUTS, KVLayout
@@ -72,6 +73,7 @@ __all__ = [
     "combine_topk_swa_indices_ragged",
     "compress_kv",
     "copy_host_rows",
+    "decode_hot_rows",
     "dequantize_kv",
     "dequantize_kv_paged",
     "doctor",

@@ -1,0 +1,117 @@
+"""Attention over a hot buffer: behind the copies that :func:`resolve_hot_rows` planned, or beside them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import HEAD_DIM_V, KVLayout, get_layout
+from .ops.copy_host_rows import copy_host_rows
+from .ops.merge_partial_states import merge_partial_states
+from .ops.sparse_decode import sparse_decode
+
+__all__ = ["decode_hot_rows"]
+
+
+def decode_hot_rows(
+    q: Tensor,
+    host_cache: Tensor,
+    hot_cache: Tensor,
+    hot_rows: Tensor,
+    miss_host_rows: Tensor,
+    miss_hot_rows: Tensor,
+    miss_counts: Tensor,
+    *,
+    layout: str | KVLayout,
+    host_page_size: int,
+    hot_page_size: int,
+    sm_scale: float,
+    attn_sink: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_page_size: int | None = None,
+    wait: bool = True,
+    next_n: int = 1,
+    copy_stream: torch.cuda.Stream | None = None,
+    max_blocks: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """Copy what :func:`resolve_hot_rows` planned, and attend to the hot buffer.
+
+    Experimental. By default attention waits for the copies: :func:`copy_host_rows`, then
+    :func:`sparse_decode`. Without waiting it attends to what is there while rows are copied on another
+    stream, then to these, and joins both. Each part is rounded to bfloat16 then, and bits depend on what was
+    there.
+
+    Args:
+        q: As in :func:`sparse_decode`.
+        host_cache: As in :func:`copy_host_rows`, of one layer.
+        hot_cache: Written.
+        hot_rows: [num_tokens, k] int32, as the next three of :func:`resolve_hot_rows`.
+        miss_host_rows: [num_tokens, k].
+        miss_hot_rows: [num_tokens, k] int32.
+        miss_counts: [num_tokens] int32.
+        layout: Of all caches.
+        host_page_size: Rows of a page.
+        hot_page_size: Rows of a page.
+        sm_scale: A logit is sm_scale * (q . k).
+        attn_sink: [num_q_heads] float32, an extra logit without a value.
+        extra_kv_cache: A second cache, in the same softmax: such as V4's window.
+        extra_indices: [num_tokens, extra_topk] int32, of the second cache.
+        extra_page_size: Rows of a page of the second cache.
+        wait: For the copies, before attention.
+        next_n: As in the call that planned; without waiting alone.
+        copy_stream: Of the copies without waiting, by default one of PyTorch's pool. They begin behind what
+            is on the caller's stream, which waits for their end.
+        max_blocks: As in :func:`copy_host_rows`.
+
+    Returns:
+        (out, lse), as :func:`sparse_decode`. What a row held before it was copied reaches neither.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As :func:`copy_host_rows` and :func:`sparse_decode`.
+    """
+    rows: dict[str, Any] = {"layout": get_layout(layout), "page_size": hot_page_size, "sm_scale": sm_scale}
+    extra: dict[str, Any] = {
+        "extra_kv_cache": extra_kv_cache,
+        "extra_indices": extra_indices,
+        "extra_page_size": extra_page_size,
+    }
+
+    def copy() -> None:
+        copy_host_rows(
+            host_cache, hot_cache, miss_host_rows, miss_hot_rows, miss_counts, layout=layout,
+            host_page_size=host_page_size, hot_page_size=hot_page_size, max_blocks=max_blocks,
+        )  # fmt: skip
+
+    if wait:
+        copy()
+        return sparse_decode(q, hot_cache, hot_rows, attn_sink=attn_sink, **rows, **extra)
+
+    if q.is_cuda:  # copies first: attention leaves no room beside it
+        here, beside = torch.cuda.current_stream(q.device), copy_stream or torch.cuda.Stream(q.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            copy()
+    is_missing = _planned(hot_rows, miss_hot_rows, miss_counts, len(hot_cache) * hot_page_size)
+    outs = q.new_empty((2, *q.shape[:2], HEAD_DIM_V))
+    lses = q.new_empty(outs.shape[:3], dtype=torch.float32)
+    first, second = ({"out": outs[i], "lse": lses[i]} for i in range(2))
+    sparse_decode(q, hot_cache, hot_rows.masked_fill(is_missing, -1), **rows, **extra, **first)
+    if q.is_cuda:
+        here.wait_stream(beside)
+    else:
+        copy()
+    if next_n == 1:  # a row's misses are its plan
+        sparse_decode(q, hot_cache, miss_hot_rows, topk_length=miss_counts, **rows, **second)
+    else:
+        sparse_decode(q, hot_cache, hot_rows.masked_fill(~is_missing, -1), **rows, **second)
+    return merge_partial_states(outs, lses, attn_sink=attn_sink)
+
+
+def _planned(hot_rows: Tensor, miss_hot_rows: Tensor, miss_counts: Tensor, num_rows: int) -> Tensor:
+    """[num_tokens, k]: which of ``hot_rows`` are to be copied. Rows that do not exist are either."""
+    columns = torch.arange(miss_hot_rows.shape[1], device=hot_rows.device)
+    rows = miss_hot_rows.where(columns < miss_counts[:, None], -1).clamp(-1, num_rows) + 1
+    planned = torch.zeros(num_rows + 2, dtype=torch.bool, device=hot_rows.device)
+    planned.scatter_(0, rows.flatten().long(), True)
+    return planned[hot_rows.clamp(-1, num_rows) + 1]
