@@ -13,7 +13,7 @@ import torch
 from mla_fp8 import KV_LAYOUTS, layer_reference, reference
 from mla_fp8.__main__ import main
 from mla_fp8.prefill import tables
-from mla_fp8.tools.demo import around, exact, layer, run
+from mla_fp8.tools.demo import around, exact, hot, layer, run
 from mla_fp8.tools.demo.model import EPS, MODELS, Constants, Layer, rope_table
 from mla_fp8.tools.demo.pages import Batch, Pages
 from mla_fp8.tools.demo.teacher import STEPS, LayerError, TeacherForced
@@ -291,3 +291,35 @@ def test_text_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "short.txt").write_bytes(b"too short")
     assert main(["demo", "--text", str(tmp_path / "short.txt")]) == 2
     assert "expected more than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_from_a_hot_buffer_of_a_tenth_has_the_same_outputs(model, tmp_path, capsys) -> None:
+    assert main(["demo", *SMALL, "--hot-buffer", "--model", model, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    said = re.findall(r"from a hot buffer of a tenth: the same outputs; ([\d.]+)% of the chosen", out)
+    assert len(said) == 2 and all(0 < float(share) < 100 for share in said)
+
+
+def hot_workload() -> Workload:
+    """A layer whose hot buffer has far fewer slots than its decode chooses in all."""
+    workload = small_workload()
+    spec = replace(workload.spec, layers=(replace(workload.spec.layers[1], topk=2),), layouts=("dsv4",))
+    return replace(workload, spec=spec)
+
+
+def test_a_row_that_was_not_copied_changes_the_outputs(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    workload = replace(hot_workload(), device=device)
+    want = run.run_free(workload, "dsv4")
+    got = run.run_free(workload, "dsv4", on_host=True)
+    assert got.same_bits(want) and got.found_and_loaded[1] > 0 and got.cache_bytes < want.cache_bytes
+    original = hot.copy_host_rows
+    copies: list[int] = []
+
+    def copy(*args: Any, **options: Any) -> None:
+        copies.append(1)
+        if len(copies) != 2:
+            original(*args, **options)
+
+    monkeypatch.setattr(hot, "copy_host_rows", copy)
+    assert not run.run_free(workload, "dsv4", on_host=True).same_bits(want)

@@ -22,6 +22,7 @@ from ... import (
 )
 from ...compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from ...layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
+from .hot import HotBuffer
 from .model import EPS, Constants, Layer, Projected, Spec
 from .pages import Batch, Pages
 
@@ -85,7 +86,15 @@ class LayerOps:
     """The caches of a layer, latents of the window (SWA) and entries, and its ops from q and kv on."""
 
     def __init__(
-        self, layer: Layer, layout: str, spec: Spec, constants: Constants, pages: Pages, max_len: int
+        self,
+        layer: Layer,
+        layout: str,
+        spec: Spec,
+        constants: Constants,
+        pages: Pages,
+        max_len: int,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.layer, self.spec, self.constants, self.pages = layer, spec, constants, pages
         first, _, second = layout.partition("+")  # of the window, and of the entries where it is another
@@ -104,13 +113,17 @@ class LayerOps:
             self.entries = store(self.entries_layout, pages.num_pages, page_size)
             if layer.topk:
                 self.index = INDEX_LAYOUT.empty(pages.num_pages, page_size, device).fill_(0xFF)
+        self.hot: HotBuffer | None = None  # where chosen entries are decoded from, if they lie on the host
+        if on_host and self.entries and self.index is not None:
+            self.hot = HotBuffer(self.entries_layout, self.entries.page_size, pages, layer.num_hot(max_len))
         if layer.compresses and layer.ratio > 1:
             shape = (len(pages.page_table), layer.pooled_tokens, layer.score_width)
             self.state = torch.full(shape, float("nan"), device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.data.nbytes for store in (self.swa, self.entries) if store)
+        """Of the device while it decodes."""
+        return sum(store.data.nbytes for store in (self.swa, self.hot or self.entries) if store)
 
     def prepare(self, x: Projected, batch: Batch) -> Prepared:
         """Prologue, compressor, indexer: stores what the batch adds, and finds what its tokens attend to."""
@@ -123,6 +136,8 @@ class LayerOps:
         latent = x.kv.new_empty(len(x.kv), HEAD_DIM_V)
         if self.layer.compresses:
             entries = self._compress(x, batch, latent)
+        if self.hot and self.entries and entries:
+            self.hot.store(self.entries.data, entries.slots)
         index_q, index_q_scale = _quantize_index_q(x.index_q)
         positions = self._select(x, batch, latent, index_q, index_q_scale)
         slots = positions
@@ -263,7 +278,11 @@ class LayerOps:
         scopes = []
         if self.swa:
             scopes.append((self.swa, self.pages.window_slots(batch)))
-        if self.entries:
+        if self.entries and self.hot:
+            self.entries.data.fill_(0xFF)  # nobody reads it any more
+            store = Store(self.entries.layout, self.hot.num_hot, self.hot.data)
+            scopes.append((store, self.hot.load(x.positions, batch.request)))
+        elif self.entries:
             scopes.append((self.entries, x.slots))
         return scopes[0], scopes[1] if len(scopes) > 1 else (None, None)
 

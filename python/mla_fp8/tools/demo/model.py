@@ -49,6 +49,10 @@ class Layer:
         """Width of the selected entries for sequences of at most ``num_tokens``."""
         return min(self.topk or num_tokens, self.max_entries(num_tokens))
 
+    def num_hot(self, num_tokens: int) -> int:
+        """Slots of a hot buffer, a tenth of the entries."""
+        return max(self.max_entries(num_tokens) // 10, 1)
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -1,7 +1,7 @@
 """The demo's tables and its chart."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,14 +28,20 @@ class Results:
     runs: dict[str, FreeRun]
     answers: dict[str, Answer]
     exact: Answer
+    hot_runs: dict[str, FreeRun] = field(default_factory=dict)  # decoded from host memory
 
     @property
     def violations(self) -> list[str]:
         """One line per bound that does not hold."""
-        return [
+        found = [
             f"layer {layer}, {layout}: {_ratios(error, '{} {:.3g}', ', ')}"
             for (layer, layout), error in self.errors.items()
             if not error.ok
+        ]
+        return found + [
+            f"{layout}: outputs from a hot buffer differ"
+            for layout, run in self.hot_runs.items()
+            if not run.same_bits(self.runs[layout])
         ]
 
 
@@ -58,6 +64,13 @@ def verdict(results: Results, seconds: float) -> str:
             f"  {layout:<19}layers err by {min(errors):.1%} to {max(errors):.1%}, the logits by "
             f"{answer.logits_rms:.1%}; same next byte {answer.same_byte:.1%}; "
             f"{runs[layout].cache_bytes / largest:.0%} of the memory"
+        )
+    for layout, run in results.hot_runs.items():
+        found, loaded = run.found_and_loaded
+        lines.append(
+            f"  {layout:<19}from a hot buffer of a tenth: the same outputs; "
+            f"{share(loaded / (found + loaded or math.nan))} of the chosen entries were loaded; "
+            f"{run.cache_bytes / largest:.0%} of the memory"
         )
     return "\n".join(lines)
 

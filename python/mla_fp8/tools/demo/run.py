@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="every layout that can hold the model's latents, not one and bf16 (minutes on a CPU)",
     )
+    parser.add_argument(
+        "--hot-buffer",
+        action="store_true",
+        help="decode from host memory, too, with a hot buffer of a tenth of the context: the same outputs",
+    )
     parser.add_argument("--heads", type=at_least(1, 128), default=8, help="query heads, 1 to 128 (default 8)")
     parser.add_argument(
         "--tokens",
@@ -67,6 +72,12 @@ def make_workload(options: argparse.Namespace) -> Workload:
             f"--text: expected more than {sum(lengths)} bytes for these options, got {len(text)}"
         )
     spec = replace(MODELS[options.model], num_q_heads=options.heads)
+    if options.hot_buffer:  # as long contexts have it: half of the slots are chosen in a step
+        layers = [
+            replace(layer, topk=-(-layer.num_hot(max(lengths)) // 2)) if layer.topk else layer
+            for layer in spec.layers
+        ]
+        spec = replace(spec, layers=tuple(layers))
     if not options.all:
         spec = replace(spec, layouts=(spec.layouts[0], spec.layouts[-1]))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -80,19 +91,22 @@ def make_workload(options: argparse.Namespace) -> Workload:
     )
 
 
-def costs(workload: Workload) -> list[int]:
+def costs(workload: Workload, runs: int) -> list[int]:
     """How long each batch of the float64 model takes, and then each layout alone, relative to each other."""
     batches = [len(batch.pos) + 64 for _, batch in workload.batches()]
-    return [*batches, *[sum(batches) // 4] * len(workload.spec.layouts)]
+    return [*batches, *[sum(batches) // 4] * (runs * len(workload.spec.layouts))]
 
 
-def compute(workload: Workload) -> Results:
+def compute(workload: Workload, *, hot_buffer: bool = False) -> Results:
     teacher = TeacherForced(workload)
-    with progress(costs(workload)) as show:
+    with progress(costs(workload, 1 + hot_buffer)) as show:
         count = itertools.count()
         teacher.run(lambda what: show(what, next(count)))
-        runs = {}
+        runs, hot_runs = {}, {}
         for layout in workload.spec.layouts:
+            if hot_buffer:
+                show(f"{layout} from a hot buffer", next(count))
+                hot_runs[layout] = run_free(workload, layout, on_host=True)
             show(f"{layout} alone", next(count))
             runs[layout] = run_free(workload, layout)
 
@@ -112,7 +126,7 @@ def compute(workload: Workload) -> Results:
         )
 
     answers = {layout: answer(torch.cat(run.hidden)) for layout, run in runs.items()}
-    return Results(workload, teacher.errors, runs, answers, answer(exact))
+    return Results(workload, teacher.errors, runs, answers, answer(exact), hot_runs)
 
 
 def _next_bytes(workload: Workload) -> tuple[Tensor, Tensor]:
@@ -136,7 +150,7 @@ def main(options: argparse.Namespace) -> int:
         return 2
     begin = time.perf_counter()
     prompts, steps = workload.prompt_lens, options.decode_steps
-    results = compute(workload)
+    results = compute(workload, hot_buffer=options.hot_buffer)
     try:
         chart = report.draw(results, options.out) or (
             "not drawn, matplotlib is not installed (pip install mla-fp8[plot])"

@@ -55,9 +55,9 @@ class Workload:
     def model(self, dtype: torch.dtype) -> Model:
         return Model(self.spec, max_len=self.max_len, seed=self.seed, dtype=dtype, device=self.device)
 
-    def layer_ops(self, layout: str, pages: Pages, model: Model) -> list[LayerOps]:
+    def layer_ops(self, layout: str, pages: Pages, model: Model, *, on_host: bool = False) -> list[LayerOps]:
         return [
-            LayerOps(layer, layout, self.spec, constants, pages, self.max_len)
+            LayerOps(layer, layout, self.spec, constants, pages, self.max_len, on_host=on_host)
             for layer, constants in zip(self.spec.layers, model.constants, strict=True)
         ]
 
@@ -86,12 +86,17 @@ class FreeRun:
     clock: Clock  # from projection to projection, all layers; not the model around them
     cache_bytes: int
     hidden: list[Tensor] = field(default_factory=list)  # final hidden state of each batch
+    found_and_loaded: tuple[int, int] = (0, 0)  # entries that hot buffers held, and that they did not
+
+    def same_bits(self, other: "FreeRun") -> bool:
+        return all(torch.equal(x, y) for x, y in zip(self.hidden, other.hidden, strict=True))
 
 
 @torch.inference_mode()
-def run_free(workload: Workload, layout: str) -> FreeRun:
+def run_free(workload: Workload, layout: str, *, on_host: bool = False) -> FreeRun:
     model, pages = workload.model(torch.float32), workload.pages()
-    layers, workspace = workload.layer_ops(layout, pages, model), workload.workspace()
+    layers = workload.layer_ops(layout, pages, model, on_host=on_host)
+    workspace = workload.workspace()
     clock = Clock(workload.device)
     result = FreeRun(clock, sum(layer.num_bytes for layer in layers))
     for phase, batch in workload.batches():
@@ -116,4 +121,8 @@ def run_free(workload: Workload, layout: str) -> FreeRun:
             return out
 
         result.hidden.append(model.forward(batch, attend))
+    counters = [ops.hot.counters for ops in layers if ops.hot]
+    if counters:
+        found, loaded = torch.stack(counters).sum(0).tolist()
+        result.found_and_loaded = (found, loaded)
     return result
