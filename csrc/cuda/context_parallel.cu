@@ -118,6 +118,7 @@ namespace {
 
 // The partial results of a token and one of this rank's heads, from all ranks.
 struct StatesOfRanks {
+  static constexpr int kAtOnce = 4;
   const ExchangeStatesParams& p;
   int64_t own, own_lse;  // where this rank's own are in out and lse
   const uint16_t* outs;  // from rank 0 on

@@ -21,6 +21,7 @@ constexpr int kBlock = kHeadsPerBlock * kWarpSize;
 
 template <Dtype kDtype>
 struct StatesOfHead {
+  static constexpr int kAtOnce = 2;
   const MergePartialStatesParams& p;
   int64_t token, head;
   int count;

@@ -4,6 +4,7 @@
 //   count, attn_sink, log_base    of results; -inf without a sink; ln of the base of lse
 //   lse(i)                        as counted_lse has it
 //   row(i)                        the head's values in result i
+//   kAtOnce                       results whose rows are loaded together
 #include <cmath>
 
 #include "cuda/device/convert.cuh"
@@ -19,9 +20,9 @@ struct MergeWeights {
 
   template <class States>
   __device__ __forceinline__ explicit MergeWeights(const States& states) : largest(-INFINITY), sum(0) {
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < states.count; ++i) largest = fmaxf(largest, states.lse(i));
-#pragma unroll 4
+#pragma unroll 1
     for (int i = 0; i < states.count; ++i) sum += relative(states, i);
     divisor = sum + (is_empty() ? 0 : expf(states.attn_sink - largest * states.log_base));
   }
@@ -65,7 +66,7 @@ template <Dtype kDtype, bool kVector, class States>
 __device__ __forceinline__ float merge_head(const States& states, int64_t head_dim,
                                             MergeStorage<kDtype>* out) {
   using T = MergeStorage<kDtype>;
-  constexpr int kStatesAtOnce = kVector ? 4 : 1, kPasses = kVector ? 2 : 1;  // in flight
+  constexpr int kStatesAtOnce = kVector ? States::kAtOnce : 1, kPasses = kVector ? 2 : 1;  // in flight
   constexpr int kWords = kVector ? 4 : 1, kWordDim = kDtype == Dtype::kF32 ? 1 : 2;
   constexpr int kDim = kVector ? kWords * kWordDim : 1, kPassDim = kDim * kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
