@@ -206,6 +206,61 @@ def test_slots_are_those_that_the_indexer_finds(monkeypatch: pytest.MonkeyPatch)
     assert not found and all(error.ok for error in errors.values())
 
 
+def two_levels() -> Workload:
+    """A layer that publishes blocks and two that choose in them, of a third of the entries."""
+    workload = small_workload()
+    layers = MODELS["v41"].layers[2:]
+    publisher = replace(layers[0], topk=16, num_blocks=6)
+    consumer = replace(layers[1], topk=16, source=0)
+    spec = replace(MODELS["v41"], layers=(publisher, consumer, consumer), layouts=("dsv41", "bf16_512"))
+    return replace(workload, spec=replace(spec, num_q_heads=2))
+
+
+def errors_of_levels(monkeypatch: pytest.MonkeyPatch, op: str, bug: Callable[..., Any]) -> list[set[str]]:
+    """Of each layer the steps that are violated with ``bug(op, ...)`` for ``op(...)``."""
+    original = getattr(layer, op)
+    monkeypatch.setattr(layer, op, lambda *args, **options: bug(original, *args, **options))
+    found = teacher_forced(two_levels()).errors
+    return [steps_violated(found[i, "bf16_512"]) for i in range(3)]
+
+
+def test_layers_that_choose_in_blocks_hold_their_bounds_and_write_no_entries() -> None:
+    teacher = teacher_forced(two_levels())
+    assert all(error.ok for error in teacher.errors.values())
+    published, *others = teacher._layers["dsv41"]
+    assert all(x.entries is published.entries and x.index is published.index for x in others)
+    assert published.num_bytes > others[0].num_bytes == published.swa.data.nbytes
+
+
+def test_entries_outside_of_the_blocks_violate_the_bound_of_the_index(monkeypatch) -> None:
+    steps = errors_of_levels(monkeypatch, "index_topk", lambda op, *args, candidate_blocks, **options: op(
+        *args, **options))  # fmt: skip
+    assert steps == [set(), {"index"}, {"index"}]
+
+
+def test_blocks_that_are_not_the_best_violate_the_bound_of_the_index(monkeypatch) -> None:
+    def publish(op: Callable[..., Any], *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        *chosen, blocks = op(*args, **options)
+        first = torch.arange(blocks.shape[1]).int()
+        return (*chosen, torch.where(blocks >= 0, first, -1))
+
+    assert errors_of_levels(monkeypatch, "index_topk_blocks", publish) == [{"index"}, set(), set()]
+
+
+def test_entries_of_another_layer_violate_the_attention_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = two_levels()
+    before = layer.LayerOps.decode
+
+    def decode(ops: layer.LayerOps, *args: Any) -> torch.Tensor:
+        if ops.source:
+            ops.entries = replace(ops.entries, data=ops.entries.data.roll(1, 0))
+        return before(ops, *args)
+
+    monkeypatch.setattr(layer.LayerOps, "decode", decode)
+    found = teacher_forced(workload).errors
+    assert ["attention" in steps_violated(found[i, "bf16_512"]) for i in range(3)] == [False, True, True]
+
+
 def test_nan_is_not_ok() -> None:
     assert LayerError().ok
     for step in STEPS:

@@ -1,6 +1,7 @@
 """A layer between its projections, on the ops alone, over paged caches in one layout: what an engine does."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ... import (
     compress_kv,
     dequantize_kv,
     index_topk,
+    index_topk_blocks,
     inverse_rope,
     qk_norm_rope_insert,
     quantize_index_k,
@@ -80,10 +82,14 @@ class Prepared:
     index_q_scale: Tensor  # [num_tokens, INDEX_HEADS]
     positions: Tensor  # [num_tokens, num_selected] int32: entries of the own request, then -1
     slots: Tensor  # [num_tokens, num_selected] int32: the same in the cache of entries
+    blocks: Tensor | None  # [num_tokens, num_blocks] int32: that a layer published, or chose in
 
 
 class LayerOps:
-    """The caches of a layer, latents of the window (SWA) and entries, and its ops from q and kv on."""
+    """The caches of a layer, latents of the window (SWA) and entries, and its ops from q and kv on.
+
+    ``before`` has the layers before this one, whose caches of entries it may share.
+    """
 
     def __init__(
         self,
@@ -93,10 +99,13 @@ class LayerOps:
         constants: Constants,
         pages: Pages,
         max_len: int,
+        before: "list[LayerOps]",
         *,
         on_host: bool = False,
     ) -> None:
         self.layer, self.spec, self.constants, self.pages = layer, spec, constants, pages
+        self.source = None if layer.source is None else before[layer.source]
+        self.blocks: Tensor | None = None  # of this batch
         first, _, second = layout.partition("+")  # of the window, and of the entries where it is another
         self.layout, self.entries_layout = KV_LAYOUTS[first], KV_LAYOUTS[second or first]
         self.scale: Tensor | None = None  # one per layer, where the layout wants it
@@ -108,7 +117,9 @@ class LayerOps:
 
         self.swa = store(self.layout, pages.num_swa_pages, pages.page_tokens) if layer.window else None
         self.entries, self.index, self.state = None, None, None
-        if layer.ratio:
+        if self.source:
+            self.entries, self.index = self.source.entries, self.source.index
+        elif layer.ratio:
             page_size = pages.page_size(layer.ratio)
             self.entries = store(self.entries_layout, pages.num_pages, page_size)
             if layer.topk:
@@ -116,6 +127,8 @@ class LayerOps:
         self.hot: HotBuffer | None = None  # where chosen entries are decoded from, if they lie on the host
         if on_host and self.entries and self.index is not None:
             self.hot = HotBuffer(self.entries_layout, self.entries.page_size, pages, layer.num_hot(max_len))
+            if self.source and self.source.hot:
+                self.hot.host = self.source.hot.host
         if layer.compresses and layer.ratio > 1:
             shape = (len(pages.page_table), layer.pooled_tokens, layer.score_width)
             self.state = torch.full(shape, float("nan"), device=device)
@@ -123,7 +136,8 @@ class LayerOps:
     @property
     def num_bytes(self) -> int:
         """Of the device while it decodes."""
-        return sum(store.data.nbytes for store in (self.swa, self.hot or self.entries) if store)
+        own = (self.swa, self.hot or (None if self.source else self.entries))
+        return sum(store.data.nbytes for store in own if store)
 
     def prepare(self, x: Projected, batch: Batch) -> Prepared:
         """Prologue, compressor, indexer: stores what the batch adds, and finds what its tokens attend to."""
@@ -146,7 +160,7 @@ class LayerOps:
                 positions, self.pages.page_table, page_size=self.entries.page_size,
                 row_to_request=batch.request.int(),
             )  # fmt: skip
-        return Prepared(q, window, entries, latent, index_q, index_q_scale, positions, slots)
+        return Prepared(q, window, entries, latent, index_q, index_q_scale, positions, slots, self.blocks)
 
     def _normed(self, x: Projected) -> Tensor:
         """Plain PyTorch: how large the rows become."""
@@ -195,15 +209,23 @@ class LayerOps:
             seen = ((batch.pos + 1) // max(ratio, 1))[:, None]
             return torch.where(entries < seen, entries, -1).int()
         closing, page_size = batch.closing(ratio), self.pages.page_size(ratio)
-        slots = self.pages.entry_slots(batch, ratio)[closing]
-        quantize_index_k(
-            self.index_keys(x, latent, closing), slots, self.index, layout=INDEX_LAYOUT, page_size=page_size
-        )
-        positions, _, _ = index_topk(
-            index_q, x.index_weights, self.index, self.pages.page_table, batch.seq_lens,
-            layout=INDEX_LAYOUT, page_size=page_size, topk=max(width, 1), q_scale=index_q_scale,
-            query_start_loc=batch.query_start_loc, compress_ratio=ratio,
-        )  # fmt: skip
+        if self.layer.writes_entries:
+            slots, keys = self.pages.entry_slots(batch, ratio)[closing], self.index_keys(x, latent, closing)
+            quantize_index_k(keys, slots, self.index, layout=INDEX_LAYOUT, page_size=page_size)
+        inputs = (index_q, x.index_weights, self.index, self.pages.page_table, batch.seq_lens)
+        options: dict[str, Any] = {
+            "layout": INDEX_LAYOUT, "page_size": page_size, "topk": max(width, 1), "q_scale": index_q_scale,
+            "query_start_loc": batch.query_start_loc, "compress_ratio": ratio,
+        }  # fmt: skip
+        if self.layer.num_blocks:
+            positions, _, _, self.blocks = index_topk_blocks(
+                *inputs, **options, num_blocks=self.layer.num_blocks
+            )
+            return positions
+        if self.source:
+            self.blocks = self.source.blocks
+            options["candidate_blocks"] = self.blocks
+        positions, _, _ = index_topk(*inputs, **options)
         return positions
 
     def index_keys(self, x: Projected, latent: Tensor, closing: Tensor) -> Tensor:

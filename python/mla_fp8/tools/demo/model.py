@@ -27,11 +27,19 @@ class Layer:
     ratio: int
     window: int
     topk: int = 0
+    num_blocks: int = 0  # of entries that the indexer publishes for each query, for layers behind
+    # The layer whose entries and index keys this one has in place of its own: it selects in the blocks that
+    # one published.
+    source: int | None = None
+
+    @property
+    def writes_entries(self) -> bool:
+        return self.ratio > 0 and self.source is None
 
     @property
     def compresses(self) -> bool:
-        """Whether entries are the compressor's. Without a window they are the latents themselves."""
-        return self.ratio > 0 and self.window > 0
+        """Whether entries are its compressor's. Without a window they are the latents themselves."""
+        return self.writes_entries and self.window > 0
 
     @property
     def score_width(self) -> int:
@@ -86,7 +94,12 @@ MODELS = {
         norm_q=True,
     ),
     "v41": Spec(
-        layers=(Layer(0, 128), Layer(2, 128, topk=128), Layer(1, 128, topk=128)),
+        layers=(  # the window alone, an indexer by itself, one that publishes, one that consumes
+            Layer(0, 128),
+            Layer(2, 128, topk=128),
+            Layer(1, 128, topk=64, num_blocks=16),
+            Layer(1, 128, topk=64, source=2),
+        ),
         layouts=("dsv41", "dsv41+dsv41_fp4", "dsv4", "dsv4+dsv41_fp4", "bf16_512"),
         page_tokens=64,
     ),

@@ -88,7 +88,10 @@ def describe_layer(workload: Workload, i: int) -> str:
     window = f"window {layer.window}" if layer.window else ""
     chosen = f"{layer.num_selected(workload.max_len)} of {layer.max_entries(workload.max_len)}"
     entries = f"{chosen} entries of {layer.ratio}" if layer.ratio else ""
-    return " + ".join(filter(None, (entries, window)))
+    blocks = f", {layer.num_blocks} blocks published" if layer.num_blocks else ""
+    if layer.source is not None:
+        blocks = f" in the blocks of layer {layer.source}"
+    return " + ".join(filter(None, (entries + blocks, window)))
 
 
 def layer_table(results: Results) -> str:

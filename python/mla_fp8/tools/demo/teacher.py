@@ -90,10 +90,9 @@ class TeacherForced:
         self._pages = workload.pages()
         self._layers = {x: workload.layer_ops(x, self._pages, model) for x in spec.layouts}
         sizes = len(workload.texts), workload.max_len
-        self._truth = [
-            LayerTruth(layer, spec, constants, *sizes)
-            for layer, constants in zip(spec.layers, model.constants, strict=True)
-        ]
+        self._truth: list[LayerTruth] = []
+        for layer, constants in zip(spec.layers, model.constants, strict=True):
+            self._truth.append(LayerTruth(layer, spec, constants, *sizes, self._truth))
         nothing = torch.full_like(self._truth[0].rows[:0], float("nan"), dtype=torch.bfloat16)
         self._cached = {  # as read back
             (i, x): nothing.new_full(self._truth[i].rows.shape, float("nan")) for i, x in self.errors
@@ -135,7 +134,7 @@ class TeacherForced:
         prepared = ops.prepare(x, batch)
         error.check_near("q", prepared.q, want.q)
         self._check_stored(i, layout, prepared, want)
-        if ops.index is not None:
+        if ops.index is not None and truth.layer.writes_entries:
             self._check_index_keys(i, layout, x, prepared, batch)
         if want.prepared is None:
             want.prepared, want.attended = prepared, truth.attended(prepared.positions, batch)
@@ -145,7 +144,8 @@ class TeacherForced:
         assert want.attended is not None and want.out is not None
         if want.index_ratio is not None:
             error.ratios["index"] = _larger(error.ratios["index"], want.index_ratio)
-        if not torch.equal(prepared.positions, want.prepared.positions):
+        chosen = zip(_chosen(prepared), _chosen(want.prepared), strict=True)
+        if not all(torch.equal(a, b) for a, b in chosen):
             error.ratios["index"] = math.inf  # it looks at nothing of the layout's
 
         if chunk:
@@ -178,6 +178,9 @@ class TeacherForced:
             cached[want.new_rows[here]] = values = _read(written, ops)
             distance = (values.double() - want.rows.value[here]).abs()
             error.check("stored", distance, want.rows[here].stored(written.store.layout, ops.scale))
+        if ops.layer.source is not None:
+            entries = slice(self._truth[i].first_entry, None)
+            cached[entries] = self._cached[ops.layer.source, layout][entries]
         if want.latents is not None and prepared.entries:
             error.check_near("stored", prepared.latent[prepared.entries.tokens], want.latents)
 
@@ -200,6 +203,10 @@ class TeacherForced:
 
 def _read(written: Written, ops: LayerOps) -> Tensor:
     return written.store.read(written.slots, ops.scale)
+
+
+def _chosen(prepared: Prepared) -> list[Tensor]:
+    return [prepared.positions] + ([] if prepared.blocks is None else [prepared.blocks])
 
 
 def _larger(value: float, other: Tensor) -> float:

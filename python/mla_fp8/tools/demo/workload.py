@@ -56,10 +56,11 @@ class Workload:
         return Model(self.spec, max_len=self.max_len, seed=self.seed, dtype=dtype, device=self.device)
 
     def layer_ops(self, layout: str, pages: Pages, model: Model, *, on_host: bool = False) -> list[LayerOps]:
-        return [
-            LayerOps(layer, layout, self.spec, constants, pages, self.max_len, on_host=on_host)
-            for layer, constants in zip(self.spec.layers, model.constants, strict=True)
-        ]
+        made: list[LayerOps] = []
+        for layer, constants in zip(self.spec.layers, model.constants, strict=True):
+            ops = LayerOps(layer, layout, self.spec, constants, pages, self.max_len, made, on_host=on_host)
+            made.append(ops)
+        return made
 
 
 class Clock:
