@@ -82,6 +82,39 @@ def test_decode_takes_its_memory_from_vllms_workspace_while_that_is_large_enough
     assert all(x.device == gpu for x in vllm_indexer._scratch(3, 2048, gpu, captured=False))
 
 
+@pytest.mark.skipif(not hasattr(v32_indexer.layer, "_select_candidate_blocks"), reason="a vLLM without V4.1")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"decodes": [(500, 1), (170, 1), (9, 1)]},
+        {"decodes": [(500, 2), (170, 2), (9, 2)], "padded": 1},
+        {"decodes": [(500, 3), (170, 1), (300, 4)], "native": False},
+        {"decodes": [], "prompts": [(9, 300), (5, 5), (40, 200)], "chunks": 3},
+        {"decodes": [(500, 2), (170, 2)], "prompts": [(40, 200), (1, 129)], "chunks": 2},
+    ],
+    ids=["decode", "drafts", "flat", "prompts", "mixed"],
+)
+def test_each_kind_of_v41s_index_layers_chooses_through_us(batch, monkeypatch):
+    """One that publishes blocks, two that consume them and a plain one, by the arguments of vLLM's layers."""
+    torch.manual_seed(0)
+    made, number = v32_indexer.Batch(**{"prompts": [], **batch}), 10
+    real = [(i, row) for i, row in enumerate(made.rows) if row is not None]
+    blocks = torch.full((len(made.rows), number), -7, dtype=torch.int32)
+    level = {"candidate_blocks": blocks, "candidate_block_size": 8}
+    made.assert_chosen(made.run(monkeypatch, **level, candidate_write=True))
+    for i, row in real:
+        assert torch.equal(blocks[i], made.keys.best_blocks(made.q[i], made.weights[i], row, number))
+    published = blocks.clone()
+    for _ in range(2):
+        made.q, made.weights = made.keys.queries(len(made.rows))
+        got = made.run(monkeypatch, **level, candidate_write=False)
+        for i, row in real:
+            want = made.keys.best_in(blocks[i], made.q[i], made.weights[i], row, v32_indexer.TOPK)
+            assert torch.equal(got[i], want)
+    assert torch.equal(blocks, published)
+    made.assert_chosen(made.run(monkeypatch))
+
+
 @pytest.mark.parametrize("batch", ["decode", "prompts"])
 def test_logits_that_candidate_blocks_mask_are_vllms_and_so_is_the_choice(batch, monkeypatch):
     """V4.1: entries outside of a row's blocks of 8 are masked before the top-k."""

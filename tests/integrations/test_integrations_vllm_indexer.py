@@ -182,20 +182,12 @@ def test_v41_publishes_blocks_and_chooses_among_them_without_logits(engine, devi
 
     out = engine.decode(keys, q.unflatten(0, (3, 2)), weights, each, between=publish)
     keys.assert_chosen(out, q, weights, rows, TOPK)
-    scores = [keys.logits(q[i], weights[i], row) for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
-        padded = torch.nn.functional.pad(scores[i], (0, -row.length % 8), value=-torch.inf)
-        best = padded.view(-1, 8).amax(1)
-        best[-1] = torch.inf
-        want = torch.sort(-best, stable=True).indices[:5].sort().values.int()
-        assert torch.equal(blocks[i], torch.nn.functional.pad(want, (0, 5 - len(want)), value=-1))
+        assert torch.equal(blocks[i], keys.best_blocks(q[i], weights[i], row, 5))
     assert (blocks[6:] == -9).all()
     out = engine.decode(keys, q.unflatten(0, (3, 2)), weights, each, between=consume)
     for i, row in enumerate(rows):
-        inside = torch.isin(torch.arange(row.length, device=device) // 8, blocks[i])
-        ranked = torch.sort(-scores[i].masked_fill(~inside, -torch.inf), stable=True).indices
-        want = ranked[: min(TOPK, int(inside.sum()))].sort().values.int()
-        assert torch.equal(out[i], torch.nn.functional.pad(want, (0, TOPK - len(want)), value=-1))
+        assert torch.equal(out[i], keys.best_in(blocks[i], q[i], weights[i], row, TOPK))
     starts = torch.zeros(6, dtype=torch.int32, device=device)
     ends = torch.tensor([1, 20, 200, 300, 499, 500], dtype=torch.int32, device=device)
     arguments = (q, weights, keys.keys[0], keys.scales[0], starts, ends)

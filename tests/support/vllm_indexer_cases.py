@@ -58,6 +58,22 @@ class Keys:
         products = (q.double() @ keys.T).relu()
         return weights.double() @ products * self.scales[row.request][: row.length].double()
 
+    def best_blocks(self, q: Tensor, weights: Tensor, row: Row, most: int) -> Tensor:
+        """[most] int32: blocks of 8 entries that a query publishes, ascending, then -1."""
+        scores = self.logits(q, weights, row)
+        best = torch.nn.functional.pad(scores, (0, -row.length % 8), value=-torch.inf).view(-1, 8).amax(1)
+        best[-1] = torch.inf  # the newest
+        blocks = best.sort(descending=True, stable=True).indices[:most].sort().values.int()
+        return torch.nn.functional.pad(blocks, (0, most - len(blocks)), value=-1)
+
+    def best_in(self, blocks: Tensor, q: Tensor, weights: Tensor, row: Row, topk: int) -> Tensor:
+        """[topk] int32: the best entries of those blocks, ascending, then -1."""
+        inside = torch.isin(torch.arange(row.length, device=blocks.device) // 8, blocks)
+        scores = self.logits(q, weights, row).masked_fill(~inside, -torch.inf)
+        most = min(topk, int(inside.sum()))
+        best = scores.sort(descending=True, stable=True).indices[:most].sort().values.int()
+        return torch.nn.functional.pad(best, (0, topk - most), value=-1)
+
     def gather(self, cache: Tensor, values: Tensor, scales: Tensor, table: Tensor, starts: Tensor) -> None:
         """vLLM's cp_gather_indexer_k_quant_cache: the requests of ``table`` one after another."""
         for pages, (begin, end) in zip(table, itertools.pairwise(starts.tolist()), strict=True):
